@@ -7,16 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MODULES = ("pickles", "records", "torch_files", "hooks", "outputs", "generated", "renamed", "scores", "arrays")
-MODULES += (
-    "tensors",
-    "hdf5",
-    "tables",
-    "parts.joined",
-    "parts.objects",
-    "containers.hierarchies",
-    "containers.long_tables",
-)
-MODULES += ("containers.services",)
+MODULES += ("tensors", "hdf5", "tables", "parts.joined", "parts.objects")
+MODULES += ("containers.hierarchies", "containers.long_tables", "containers.services", "containers.spellings")
 
 
 @dataclass(frozen=True)

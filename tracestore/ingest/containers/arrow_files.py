@@ -14,8 +14,9 @@ from tracestore.errors import InvalidInputError
 from tracestore.extras import needs
 from tracestore.ingest.byte_source import INFLATE_ALLOWANCE_BYTES, MAX_INFLATE_RATIO, check_regular, map_file
 from tracestore.ingest.containers.columns import Arena, Input, Unit
+from tracestore.ingest.layouts.array_names import MIN_DIMENSIONS
 from tracestore.ingest.layouts.records import traces_of_record
-from tracestore.ingest.layouts.rows import MIN_DIMENSIONS, has_dimension, units_of_rows
+from tracestore.ingest.layouts.rows import has_dimension, units_of_rows
 from tracestore.store.io.scratch import Scratch
 
 SUFFIXES = (".parquet", ".arrow", ".feather")

@@ -331,14 +331,20 @@ def _with_tables(folder: Path, candidates: list[str], sources: list[FoundSource]
     own = {k: _largest(folder, group) for k, group in named.items()}
     known = {name for group in named.values() for name in group}
     rest = [name for name in candidates if name not in known]
-    if len(rest) > 1:
+    others: tuple[Path, ...] = ()
+    if len(rest) > 1 and not any(Path(n).stem.lower() in _TABLE_STEMS for n in rest):
+        by_id = [folder / n for n in rest if _has_ids(folder / n)]
+        rest, others = [path.name for path in by_id[:1]], tuple(by_id[1:])
+    elif len(rest) > 1:
         rest = [n for n in rest if Path(n).stem.lower() in _TABLE_STEMS]
         rest = [_largest(folder, rest)] if rest else []
     shared = folder / rest[0] if len(rest) == 1 and len(own) < len(sources) else None
     try:
         return [
             source._replace(
-                table=TableReference(folder / own[k]) if k in own else _shared_rows(shared, source, k, len(sources))
+                table=TableReference(folder / own[k])
+                if k in own
+                else _shared_rows(shared, source, k, len(sources), others)
             )
             for k, source in enumerate(sources)
         ]
@@ -366,11 +372,15 @@ def _largest(folder: Path, names: list[str]) -> str:
     return max(names, key=lambda name: sizes[name])
 
 
-def _shared_rows(path: Path | None, source: FoundSource, k: int, count: int) -> TableReference | None:
+def _shared_rows(
+    path: Path | None, source: FoundSource, k: int, count: int, others: tuple[Path, ...]
+) -> TableReference | None:
     """Return the rows of a table for the k-th of `count` sources: the row with its name, else all, or the k-th."""
     if path is None:
         return None
     table = load_table(path)
+    if others:
+        return TableReference(path, is_by_id=True, others=others)
     name, stem = source.path.name, source.path.stem
     for key in (name, stem):
         if key in table.by_file:

@@ -9,6 +9,7 @@ from tracestore.errors import InvalidInputError
 from tracestore.ingest.containers.columns import Column, Unit, plain
 from tracestore.ingest.containers.keys import (
     LENGTHS,
+    SPLITS,
     Key,
     column_name,
     kind_rank,
@@ -45,7 +46,16 @@ def units_of(fields: Mapping[str, Any], **options: bool) -> Iterator[Unit]:
         for number, group in _by_number(groups[trace]):
             name = trace if number is None else f"{trace}_{number}".strip("_")
             values = {field: value for field, (_, value) in shared.items()} | _fields(group)
-            yield Unit(values, name, **options)
+            yield Unit(values, name, **(options | ({"is_stack": True} if _is_split(name, values) else {})))
+
+
+def _is_split(name: str, values: Mapping[str, Any]) -> bool:
+    """Return whether the fields of a split, such as train, have a column as long as the states."""
+    states = next((values[field] for field in ("hidden_states", "last_token") if field in values), None)
+    return name.lower() in SPLITS and any(
+        isinstance(value, Column) and isinstance(states, Column) and value.ndim == 1 and value.shape == states.shape[:1]
+        for value in values.values()
+    )
 
 
 def natural_key(name: str) -> list[tuple[int, int, str]]:

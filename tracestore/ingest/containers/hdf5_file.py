@@ -14,7 +14,7 @@ from tracestore.errors import InvalidInputError
 from tracestore.ingest.byte_source import INFLATE_ALLOWANCE_BYTES, MAX_INFLATE_RATIO
 from tracestore.ingest.containers.columns import DTYPE_KINDS, Column, Unit
 from tracestore.ingest.containers.grouping import natural_key
-from tracestore.ingest.containers.keys import GROUPS_OF_TRACES, is_step, locate
+from tracestore.ingest.containers.keys import GROUPS_OF_TRACES, LISTS_OF_LAYERS, is_step, locate
 
 _MAX_DEPTH = 8
 _MAX_OBJECTS = 2_000_000
@@ -88,7 +88,7 @@ class _Reader:
     def groups(self, group: Any, trace: str = "", depth: int = 0) -> Iterator[Unit]:
         """Yield a group with arrays of a trace or of a stack of traces, or the groups in it that have them."""
         children = self._children(group, depth)
-        is_unit = any(locate(name) is not None or is_step(name) for name in children) or not any(
+        is_unit = any(_is_of_unit(name) for name in children) or not any(
             isinstance(child, self._h5py.Group) for child in children.values()
         )
         if is_unit:
@@ -222,6 +222,12 @@ class _Reader:
             return {name: HDF5Column(dataset, name)}
         prefix = name.rpartition("/")[0]
         return {f"{prefix}/{field}".lstrip("/"): HDF5Column(dataset, name, field) for field in dtype.names}
+
+
+def _is_of_unit(name: str) -> bool:
+    """Return whether the name of an object in a group is that of a part of a trace."""
+    is_part = is_step(name) or LISTS_OF_LAYERS.fullmatch(name) is not None or name.lower() in ("prompt", "prefill")
+    return is_part or locate(name) is not None
 
 
 def _objects(dataset: Any, selection: tuple[int, ...], name: str) -> np.ndarray:

@@ -47,6 +47,8 @@ _COLUMN = re.compile(
 )
 # Names of numbers of tokens.
 LENGTHS = ("num_tokens", "length", "lengths", "seq_len", "seq_lens", "seq_lengths", "sequence_length", "token_counts")
+# Names of groups of traces that are no ids.
+SPLITS = frozenset(("train", "test", "val", "valid", "validation", "dev"))
 # Names of groups and nested dicts whose members are traces.
 GROUPS_OF_TRACES = frozenset(("traces", "samples", "data", "examples", "questions", "activations", "results"))
 # Names of lists whose items are layers or tokens of one trace.

@@ -4,6 +4,7 @@ import csv
 import hashlib
 import io
 import json
+import re
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ _FILE_KEYS = (
     "hidden_states_path",
     "shard",
 )
+_VECTOR = re.compile(r"\[?(?:\s*-?\d+\.\d*(?:e[-+]?\d+)?(?=[\s\]]|$)){3,}\s*\]?")
 _TEXTS = frozenset((*schema.STRING_FIELDS, *ID_KEYS, *_FILE_KEYS, "answer", "prompt"))
 
 
@@ -177,6 +179,8 @@ def _from_json(text: str, column: str) -> list[dict[str, Any]]:
         is_trace = any(LISTS_OF_LAYERS.fullmatch(key) or LISTS_OF_TOKENS.fullmatch(key) for key in value)
         if _is_by_id(value):
             value = [{"question_id": key} | row for key, row in value.items()]
+        elif _are_states_by_id(value):
+            value = [{"question_id": key, "hidden_states": states} for key, states in value.items()]
         elif len(lists) == 1 and not is_trace and not {"question", "question_id", "id", "choices"} & value.keys():
             value = lists[0]
         else:
@@ -206,6 +210,20 @@ def _frame(value: Any) -> Any:
     return [{name: column[k] for name, column in value.items()} for k in first] if is_column else value
 
 
+def _are_states_by_id(value: dict[str, Any]) -> bool:
+    """Return whether a dict holds nested lists (L, S, D) by id."""
+    for key, states in value.items():
+        if locate(key) is not None or key in ID_KEYS:
+            return False
+        for _ in range(3):
+            if not isinstance(states, list) or not states:
+                return False
+            states = states[0]
+        if not isinstance(states, float):
+            return False
+    return bool(value)
+
+
 def _is_by_id(value: dict[str, Any]) -> bool:
     return bool(value) and all(isinstance(row, dict) for row in value.values())
 
@@ -231,6 +249,8 @@ def _csv_value(name: str, text: str) -> Any:
     """Return a number or JSON list of a cell as such, other cells as text, and None for an empty one."""
     if name in _TEXTS:
         return text or None
+    if _VECTOR.fullmatch(text):  # as str() of an array
+        return [float(number) for number in text.strip("[] \n").split()]
     if text[:1] in ("[", "{") or (text[:1] in "+-.0123456789" and len(text) < 40):
         try:
             return json.loads(text)
@@ -256,19 +276,24 @@ class TableReference:
 
     path: Path
     rows: tuple[int, ...] | None = None
-    is_by_id: bool = False  # traces of several sources are in it, by their ids alone
+    is_by_id: bool = False  # traces are found in it by their ids alone
+    others: tuple[Path, ...] = ()  # more tables with ids
 
     def load(self) -> "TableRows":
         """Return the rows."""
-        table = load_table(self.path)
-        return TableRows(table, range(len(table)) if self.rows is None else self.rows, is_by_id=self.is_by_id)
+        table, others = load_table(self.path), tuple(map(load_table, self.others))
+        return TableRows(
+            table, range(len(table)) if self.rows is None else self.rows, is_by_id=self.is_by_id, others=others
+        )
 
 
 class TableRows:
     """The rows of a table that belong to one source."""
 
-    def __init__(self, table: Table, rows: Sequence[int], *, is_by_id: bool = False) -> None:
-        self._table, self._rows, self.is_by_id = table, rows, is_by_id
+    def __init__(
+        self, table: Table, rows: Sequence[int], *, is_by_id: bool = False, others: tuple[Table, ...] = ()
+    ) -> None:
+        self._table, self._rows, self.is_by_id, self._others = table, rows, is_by_id, others
         self.path = table.path
 
     def __len__(self) -> int:
@@ -288,16 +313,22 @@ class TableRows:
 
     def of(self, trace: str, position: int, key: Any = None) -> dict[str, Any] | None:
         """Return the row of a trace by its id `key`, by its name in the container, or by its position; None without one."""
-        if key is not None and (row := self._table.by_id.get(str(key))) is not None:
-            return dict(self._table[row])
-        if self.is_by_id:
+        for name in (key, trace):
+            rows = (
+                [t[t.by_id[str(name)]] for t in (self._table, *self._others) if str(name) in t.by_id]
+                if name not in (None, "")
+                else []
+            )
+            if rows:
+                return {field: value for row in reversed(rows) for field, value in row.items()}
+        if self.is_by_id or (trace and self._table.by_id):
             return None
-        if trace and self._table.by_id:
-            found = self._table.by_id.get(trace)
-            return None if found is None else dict(self._table[found])
         return dict(self._table[self._rows[position]]) if position < len(self._rows) else None
 
     def update_digest(self, digest: "hashlib.blake2b") -> None:
         """Add the content of the rows to a digest."""
         for k in self._rows:
             digest.update(json.dumps(self._table[k], sort_keys=True, default=str).encode())
+        for table in self._others:
+            for k in range(len(table)):
+                digest.update(json.dumps(table[k], sort_keys=True, default=str).encode())

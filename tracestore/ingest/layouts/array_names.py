@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tracestore.ingest.containers.columns import Column
-from tracestore.ingest.containers.keys import locate, without_step
+from tracestore.ingest.containers.keys import SPLITS, locate, without_step
 
 ARRAYS = ("hidden_states", "attentions", "last_token")
 _LAYER_FIRST = re.compile(r"((?:layers?|blocks?)[._/\-]?\d+)[/.](.+)", re.IGNORECASE)
@@ -13,13 +13,25 @@ _LAYER_FIRST = re.compile(r"((?:layers?|blocks?)[._/\-]?\d+)[/.](.+)", re.IGNORE
 _SHORT = re.compile(r"(?:(?P<trace>.*?)[./_\-])?(?:h|hs|hid|l|lyr|state|out)_?(?P<number>\d+)", re.IGNORECASE)
 # Names that mean hidden states where an array is the only one of its trace.
 WEAK = re.compile(
-    r"(?:(?P<trace>.+)[./])?(?:arr_0|x|h|hid|states?|embeds?|embeddings?|vectors?|features?|feats?|latents?|values?|data|array|tensor)",
+    r"(?:(?P<trace>.+)[./])?(?:arr_0|x|h|hid|states?|embs?|embeds?|embeddings?|vectors?|features?|feats?|latents?|values?|data|array|tensor)",
     re.IGNORECASE,
+)
+_MARKS = re.compile(r"__+|::?|[|@#>\\\\]")
+_SPLIT_OF = re.compile(rf"(?P<field>\w+?)_(?P<split>{'|'.join(sorted(SPLITS))})", re.IGNORECASE)
+_PROMPT_PART = re.compile(r"(?P<before>(?:.+/)?)(?:prompt|prefill)/(?P<after>.+)", re.IGNORECASE)
+_GENERATED_PART = re.compile(
+    r"(?P<before>(?:.+/)?)(?:gen(?:erat(?:ed|ion))?|decode|step|token)[_/]?(?P<number>\d+)/(?P<after>.+)", re.IGNORECASE
 )
 _PROMPT = re.compile(r"(?:prompt|prefill|context|input)[_./](?P<field>.+)", re.IGNORECASE)
 _ANSWER = re.compile(
     r"(?:answer|response|generated|generation|completion|output|gen|decode)[_./](?P<field>.+)", re.IGNORECASE
 )
+
+
+_DIMENSION = re.compile(r"(?:.*[^\d])?(\d+)")
+_DIMENSION_WORD = re.compile(r"[_.\-]?(?:dim|d|feature|feat|f|h|unit|v|x)?[_.\-]?$", re.IGNORECASE)
+# Columns with numbers that begin alike make a vector from this number on.
+MIN_DIMENSIONS = 8
 
 
 def with_field_names(fields: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -32,8 +44,11 @@ def with_field_names(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     --------
     `layer_0/q1` and `hidden_states/layer_0/q1` become `q1/layer_0`, `q1` becomes `q1/hidden_states`.
     """
+    fields = _with_slashes(_of_splits(_of_prompts(fields)))
     if (moved := _of_segments(fields)) is not None:
         return moved
+    if names := _layers_first(fields):
+        return {names.get(name, name): value for name, value in fields.items()}
     if any(key.field in ARRAYS for key in map(locate, fields) if key):
         return fields
     for names in (_by_field(fields), _by_layer(fields), _by_short_name(fields), _by_step(fields)):
@@ -60,6 +75,50 @@ def with_field_names(fields: Mapping[str, Any]) -> Mapping[str, Any]:
 def is_states(value: Column) -> bool:
     """Return whether an array may hold hidden states of a trace or of last tokens."""
     return value.ndim in (2, 3) and value.dtype.kind in "fV" and 0 not in value.shape
+
+
+def _with_slashes(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return fields in which other marks between the parts of a name are slashes: q1__layer_3, q1:layer:3."""
+    names = {name: _MARKS.sub("/", name) for name in fields if _MARKS.search(name) and locate(name) is None}
+    names |= {name: _MARKS.sub("/", name) for name in fields if "__" in name.strip("_")}
+    names = {name: new for name, new in names.items() if (key := locate(new)) and key.field in ARRAYS}
+    return {names.get(name, name): value for name, value in fields.items()}
+
+
+def _of_splits(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return fields in which the arrays of splits are below the split: X_train and y_train become train/X and train/y."""
+    found = {name: match for name in fields if (match := _SPLIT_OF.fullmatch(name))}
+    splits = {match["split"] for match in found.values()}
+    if len(splits) < 2 or not all(isinstance(fields[name], Column) for name in found):
+        return fields
+    return {f"{m['split']}/{m['field']}" if (m := found.get(n)) else n: value for n, value in fields.items()}
+
+
+def _of_prompts(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return fields in which the prompt is step 0 and gen_0 step 1, if both are next to each other."""
+    prompts = {name: match for name in fields if (match := _PROMPT_PART.fullmatch(name))}
+    steps = {name: match for name in fields if (match := _GENERATED_PART.fullmatch(name))}
+    if not prompts or {m["before"] for m in prompts.values()} != {m["before"] for m in steps.values()}:
+        return fields
+    first = min(int(match["number"]) for match in steps.values())
+    names = {name: f"{m['before']}step_0/{m['after']}" for name, m in prompts.items()}
+    names |= {n: f"{m['before']}step_{int(m['number']) - first + 1}/{m['after']}" for n, m in steps.items()}
+    return {names.get(name, name): value for name, value in fields.items()}
+
+
+def _layers_first(fields: Mapping[str, Any]) -> dict[str, str]:
+    """Return new names of layers whose short names are before the field, L00_hidden, and which have one shape."""
+    found, shapes = {}, set()
+    for name, value in fields.items():
+        key = locate(name)
+        if key is None or key.field not in ARRAYS:
+            continue
+        match = _SHORT.fullmatch(key.trace)
+        if match is None or match["trace"] or key.number is not None or not isinstance(value, Column):
+            return {}
+        found[name] = f"layer_{match['number']}/{key.field}"
+        shapes.add((key.field, value.shape))
+    return found if len(found) > 1 and len(shapes) == len({field for field, _ in shapes}) else {}
 
 
 def _of_segments(fields: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -135,4 +194,27 @@ def _by_step(fields: Mapping[str, Any]) -> dict[str, str]:
             if locate(rest) is not None or "/" in rest:
                 return {}
             found[name] = f"{name}/hidden_states"
+    return found
+
+
+def with_vector(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row in which columns of numbers such as dim_0, dim_1 and so on are one vector, or one per layer."""
+    groups: dict[str, dict[int, str]] = {}
+    for key, value in row.items():
+        match = _DIMENSION.fullmatch(key)
+        if match and isinstance(value, int | float) and not isinstance(value, bool):
+            groups.setdefault(key[: match.start(1)], {})[int(match[1])] = key
+    groups = {prefix: names for prefix, names in groups.items() if len(names) >= MIN_DIMENSIONS}
+    layers = {prefix: locate(_DIMENSION_WORD.sub("", prefix)) for prefix in groups}
+    is_by_layer = len(groups) > 1 and all(key and key.number is not None and not key.trace for key in layers.values())
+    if len(groups) != 1 and not is_by_layer:
+        return row
+    used = {key for names in groups.values() for key in names.values()}
+    found = {key: value for key, value in row.items() if key not in used}
+    for prefix, names in groups.items():
+        numbers = sorted(names)
+        if numbers != list(range(numbers[0], numbers[0] + len(numbers))) or numbers[0] not in (0, 1):
+            return row
+        name = f"layer_{layers[prefix].number}" if is_by_layer else "hidden_states"  # type: ignore[union-attr]
+        found[name] = [row[names[n]] for n in numbers]
     return found

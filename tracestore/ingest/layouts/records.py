@@ -17,6 +17,7 @@ from tracestore.ingest.layouts.rows import Coordinates, coordinates_of, joined, 
 
 _TOKEN_KEYS = ("token", "token_id", "token_text", "token_str", "position", "pos", "step", "tok", "word", "token_idx")
 _LAYER_KEYS = ("layer", "layer_idx", "layer_id", "layer_index", "block")
+_POSITION_KEYS = ("position", "pos", "step", "token_idx", "token_index", "token_position")
 _INDEX = ("index", "idx", "id", "number", "i")
 _ANSWERS = ("choices", "outputs", "answers", "generations", "responses", "completions", "candidates", "samples")
 _MAX_DEPTH = 5
@@ -39,9 +40,11 @@ def traces_of_record(row: Row, depth: int = 0) -> Iterator[Row]:
         Fields of a trace, or a row of one. The values around a nested object belong to it, too.
     """
     row = _with_response(row)
-    if (name := next((key for key in row if is_state_name(key)), None)) is not None:
+    named = [key for key, value in row.items() if is_state_name(key) and not _is_list_of_objects(value)]
+    if named:
+        name = named[0]
         states = row[name]
-        by_id = _by_id(states) if len([key for key in row if is_state_name(key)]) == 1 else None
+        by_id = _by_id(states) if len(named) == 1 else None
         if by_id is None:
             yield _with_layers(row, name)
             return
@@ -51,6 +54,11 @@ def traces_of_record(row: Row, depth: int = 0) -> Iterator[Row]:
             yield rest | own | {"question_id": key, name: value}
         return
     lists = [key for key, value in row.items() if _is_list_of_objects(value) and _has_states(value[0])]
+    dicts = [k for k, v in row.items() if isinstance(v, dict) and _has_states(v) and not _are_layers(k, v)]
+    if not lists and len(dicts) == 1 and depth <= _MAX_DEPTH:
+        rest = {key: value for key, value in row.items() if key != dicts[0]}
+        yield from traces_of_record(row[dicts[0]] | rest, depth + 1)
+        return
     if len(lists) != 1 or depth > _MAX_DEPTH:
         yield row
         return
@@ -65,8 +73,16 @@ def traces_of_record(row: Row, depth: int = 0) -> Iterator[Row]:
     is_numbered = len(items) > 1 and (has_id or "request_id" in rest) and name.lower() in _ANSWERS
     for k, item in enumerate(items):
         own = {key: value for key, value in item.items() if not (key in ("index", "idx") and value == k)}
+        if name.lower() in _ANSWERS and isinstance(own.get("text"), str) and "answer" not in own:
+            own["answer"] = own.pop("text")
         sample = {"sample": k} if is_numbered and not any(key in own for key in ID_KEYS) else {}
         yield from traces_of_record(sample | rest | own, depth + 1)
+
+
+def _are_layers(name: str, value: Mapping[str, Any]) -> bool:
+    """Return whether a dict holds layers by number or name, or one array with its dtype and shape."""
+    is_array = {"dtype", "shape"} <= value.keys()
+    return is_array or LISTS_OF_LAYERS.fullmatch(name) is not None or all(is_state_name(f"{name}/{k}") for k in value)
 
 
 def _has_state(row: Row) -> bool:
@@ -100,9 +116,14 @@ def _cells(items: list[Row], name: str) -> Iterator[Row]:
     """Yield a row for each layer and token of nested lists of objects, with `layer` and `position`."""
     axis = _axis(name, items)
     column = "layer" if axis == "layer" else "position"
-    known = _LAYER_KEYS if axis == "layer" else ("position", "pos", "step", "token_idx")
+    known = _LAYER_KEYS if axis == "layer" else _POSITION_KEYS
     numbers = [_number(item, known if axis == "token" else (*known, *_INDEX)) for item in items]
     numbers = numbers if None not in numbers and len(set(numbers)) == len(items) else list(range(len(items)))
+    if axis == "layer" and _number(items[0], _POSITION_KEYS) is not None:
+        for item in items:  # a list of cells
+            place = {"layer": _number(item, _LAYER_KEYS), "position": _number(item, _POSITION_KEYS)}
+            yield place | {k: v for k, v in item.items() if k not in (*_LAYER_KEYS, *_POSITION_KEYS)}
+        return
     for number, item in zip(numbers, items, strict=True):
         nested = [k for k, v in item.items() if _is_list_of_objects(v) and _has_states(v[0])]
         skipped = {*known, *nested, *(_INDEX if axis == "layer" else ())}
@@ -159,10 +180,25 @@ def _with_response(row: Row) -> Row:
     if isinstance(message, Mapping) and isinstance(message.get("content"), str):
         del found["message"]
         found.setdefault("answer", message["content"])
+    for name in ("messages", "conversation", "conversations", "chat", "dialog"):
+        if _is_list_of_objects(found.get(name)):
+            found = _texts_of_chat(found[name]) | found
     if "choices" in row or "outputs" in row or "logprobs" in row:
         if isinstance(found.get("text"), str) and not any(key in found for key in ("answer", "response", "completion")):
             found["answer"] = found.pop("text")
         return _with_logprobs(found)
+    return found
+
+
+def _texts_of_chat(messages: list[Row]) -> Row:
+    """Return the last answer of a chat, and the question before it."""
+    found: Row = {}
+    for message in messages:
+        role, text = message.get("role", message.get("from")), message.get("content", message.get("value"))
+        if isinstance(text, str) and role in ("user", "human"):
+            found["question"] = text
+        elif isinstance(text, str) and role in ("assistant", "gpt", "model"):
+            found["answer"] = text
     return found
 
 

@@ -11,7 +11,7 @@ from tracestore.errors import InvalidInputError
 from tracestore.ingest.containers.columns import Arena, Unit
 from tracestore.ingest.containers.grouping import units_of
 from tracestore.ingest.containers.keys import ID_KEYS, is_state_name, locate
-from tracestore.ingest.layouts.array_names import WEAK, is_list_of_floats
+from tracestore.ingest.layouts.array_names import WEAK, is_list_of_floats, with_vector
 from tracestore.ingest.layouts.values import STATES, array_of, set_arrays
 
 _NUMBER = r"(?:_?(?:idx|index|id|no|num|number))?"
@@ -24,11 +24,13 @@ _TOKEN = re.compile(
 _DIM = re.compile(rf"(?:dim(?:ension)?|neuron|feature|feat|unit|channel|component|hidden_?dim){_NUMBER}", re.IGNORECASE)
 _VALUE = re.compile(r"values?|val|activations?|act|x", re.IGNORECASE)
 _ID = re.compile(
-    r"(?:q|question|ex|example|sample|prompt|doc(?:ument)?|item|data|instance|problem|task|req(?:uest)?|custom|record"
+    r"(?:q|question|ex|example|sample|prompt|doc(?:ument)?|item|data|instance|problem|task|req|request|custom|record"
     r"|query|conv(?:ersation)?|case|text|sentence|seq(?:uence)?|trace|traj(?:ectory)?|passage|article|entry|statement)"
     r"_?(?:id|idx|index|no|num|number|key|hash|uu?id)|uuid|guid|key|example|sample",
     re.IGNORECASE,
 )
+# Texts that tell the rows of different traces apart where no id does.
+_QUESTIONS = ("prompt", "question", "query", "statement", "text", "sentence", "input")
 # Ids that may number the rows of a table.
 _COUNTERS = ("id", "uid", "idx", "index")
 _TOKEN_IDS = ("token_id", "input_id", "tok_id", "tokens", "token", "tok")
@@ -38,10 +40,6 @@ _OF_TOKENS = {"logprob": "token_logprob", "log_prob": "token_logprob", "entropy"
 _OTHERS = re.compile(
     r".*(?:logit|prob|score|att(?:ention|n)|entrop|rank|grad|shape|dtype|mask|span|label).*", re.IGNORECASE
 )
-_DIMENSION = re.compile(r"(?:.*[^\d])?(\d+)")
-_DIMENSION_WORD = re.compile(r"[_.\-]?(?:dim|d|feature|feat|f|h|unit|v|x)?[_.\-]?$", re.IGNORECASE)
-# Columns with numbers that begin alike make a vector from this number on.
-MIN_DIMENSIONS = 8
 _MAX_CELLS = 10_000_000
 Row = dict[str, Any]
 
@@ -112,6 +110,8 @@ def coordinates_of(row: Mapping[str, Any]) -> Coordinates:
     if dim is not None and not isinstance(row["hidden_states"], float | int):
         dim = None
     key = id_column(row, {layer, token, dim})
+    if key is None:
+        key = next((name for name in _QUESTIONS if isinstance(row.get(name), str)), None)
     if token is None and dim is None and layer is None and key is not None and _has_token(row) and _is_vector(row):
         token = ""  # the order of the rows
     return Coordinates(key, layer, token, dim)
@@ -188,12 +188,24 @@ def _gathered(rows: Iterator[Row], columns: Coordinates, arena: Arena) -> Iterat
 
 def _fields(row: Row) -> Row:
     """Return the fields of a row by the names of the schema."""
+    for key, value in row.items():
+        if isinstance(value, str) and _LAYER.fullmatch(key) and (number := _layer_number(value)) is not None:
+            row = row | {key: number}
     if not any(is_state_name(key) for key in row):
-        row = with_states(_without_nesting(_with_vector(row)))
+        row = with_states(_without_nesting(with_vector(row)))
     units = list(units_of({key: value for key, value in row.items() if value is not None}))
     if len(units) != 1 or units[0].trace:
         return row
     return units[0].fields
+
+
+def _layer_number(text: str) -> int | None:
+    """Return the number of a layer by its name, such as model.layers.3; None for another text."""
+    key = locate(text)
+    if key is not None and key.is_layer and not key.trace:
+        return key.number
+    match = re.fullmatch(r"[a-z]{0,2}(\d{1,4})", text, re.IGNORECASE)
+    return None if match is None else int(match[1])
 
 
 def with_states(row: Row) -> Row:
@@ -228,29 +240,6 @@ def _without_nesting(row: Row) -> Row:
         else:
             flat[key] = value
     return flat
-
-
-def _with_vector(row: Row) -> Row:
-    """Return a row in which columns of numbers such as dim_0, dim_1 and so on are one vector, or one per layer."""
-    groups: dict[str, dict[int, str]] = {}
-    for key, value in row.items():
-        match = _DIMENSION.fullmatch(key)
-        if match and isinstance(value, int | float) and not isinstance(value, bool):
-            groups.setdefault(key[: match.start(1)], {})[int(match[1])] = key
-    groups = {prefix: names for prefix, names in groups.items() if len(names) >= MIN_DIMENSIONS}
-    layers = {prefix: locate(_DIMENSION_WORD.sub("", prefix)) for prefix in groups}
-    is_by_layer = len(groups) > 1 and all(key and key.number is not None and not key.trace for key in layers.values())
-    if len(groups) != 1 and not is_by_layer:
-        return row
-    used = {key for names in groups.values() for key in names.values()}
-    found = {key: value for key, value in row.items() if key not in used}
-    for prefix, names in groups.items():
-        numbers = sorted(names)
-        if numbers != list(range(numbers[0], numbers[0] + len(numbers))) or numbers[0] not in (0, 1):
-            return row
-        name = f"layer_{layers[prefix].number}" if is_by_layer else "hidden_states"  # type: ignore[union-attr]
-        found[name] = [row[names[n]] for n in numbers]
-    return found
 
 
 def joined(rows: list[Row], columns: Coordinates) -> Row:
@@ -317,6 +306,8 @@ def _are_single(shapes: set[tuple[int, ...]]) -> bool:
 
 
 def _with_id(fields: Row, columns: Coordinates) -> Row:
+    if columns.id in _QUESTIONS:
+        return fields
     if columns.id is not None and columns.id not in ID_KEYS:
         fields["question_id"] = fields.pop(columns.id, None)
     elif columns.id is not None and columns.id != "question_id":

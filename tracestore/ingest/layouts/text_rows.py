@@ -17,8 +17,9 @@ from tracestore.ingest.containers.columns import Arena, Column, Input, ObjectCol
 from tracestore.ingest.containers.grouping import units_of
 from tracestore.ingest.containers.keys import column_name, parse_key
 from tracestore.ingest.decompress import compression_of
+from tracestore.ingest.layouts.array_names import MIN_DIMENSIONS
 from tracestore.ingest.layouts.records import traces_of_record
-from tracestore.ingest.layouts.rows import MIN_DIMENSIONS, has_dimension, units_of_rows
+from tracestore.ingest.layouts.rows import has_dimension, units_of_rows
 from tracestore.ingest.layouts.values import STATES, array_of
 
 SUFFIXES = tuple(
@@ -30,7 +31,9 @@ _COMPRESSED = re.compile(r"\.(?:gz|bz2|xz|zst)$")
 _HEAD_BYTES = 1 << 20
 _BLOCK_BYTES = 4 << 20
 # Numbers with a fraction behind each other, or the base64 text of some of them.
-_ARRAY = re.compile(rb"\[\s*(?:-?\d+\.\d+(?:[eE][-+]?\d+)?\s*,\s*){3}|\"[A-Za-z0-9+/]{256}")
+_ARRAY = re.compile(
+    rb"\[\s*(?:-?\d+\.\d+(?:[eE][-+]?\d+)?\s*,\s*){3}|(?:-?\d+\.\d*(?:[eE][-+]?\d+)?[ \n]+){3}|\"[A-Za-z0-9+/]{256}"
+)
 
 
 def holds_arrays(path: Path) -> bool:

@@ -47,7 +47,7 @@ def set_arrays(values: dict[str, Any]) -> None:
         if isinstance(value, Mapping) and (inner := _described(value)) is not None:
             values[name] = _array(name, *inner)
         elif isinstance(value, Mapping):
-            values[name] = {key: array_of(layer) for key, layer in value.items()}
+            values[name] = {key: _shaped(array_of(layer), values) for key, layer in value.items()}
         elif isinstance(value, bytes | bytearray | memoryview):
             dtype = _of(values, _DTYPE, name, lambda _: True)
             shape = _of(values, _SHAPE, name, lambda _: True)
@@ -102,6 +102,14 @@ def open_texts(values: dict[str, Any], trace: str, k: int, count: int) -> None:
             values[name] = found
 
 
+def _shaped(layer: Any, values: Mapping[str, Any]) -> Any:
+    """Return a flat array of a layer with the axes of tokens and hidden size, if the trace has both sizes."""
+    if not isinstance(layer, np.ndarray) or layer.ndim != 1:
+        return layer
+    shape = _sizes(values, layer.size)
+    return layer if shape is None else layer.reshape(shape)
+
+
 def _sizes(values: Mapping[str, Any], count: int) -> tuple[int, ...] | None:
     """Return the shape of flat states by numbers of layers and tokens and the hidden size; None unless they fit.
 
@@ -110,19 +118,23 @@ def _sizes(values: Mapping[str, Any], count: int) -> tuple[int, ...] | None:
     InvalidInputError
         If the keys of the numbers are not in the order of the axes of hidden states.
     """
-    numbers: dict[str, int] = {k: v for k, v in values.items() if isinstance(v, int) and v > 0}
+    numbers: dict[str, int] = {k: v for k, v in values.items() if isinstance(v, int) and v > 0 and v is not True}
     found = [next((key for key in numbers if pattern.fullmatch(key)), None) for pattern in _SIZES]
     layers, tokens, dim = found
-    for names in ((layers, tokens, dim), (tokens, dim), (layers, dim)):
-        if None not in names and math.prod(numbers[name] for name in names) == count:  # type: ignore[index]
-            order = sorted((n for n in names if n is not None), key=list(numbers).index)
-            if order != list(names):
+    ids = values.get("tokens")
+    if tokens is None and dim is not None and isinstance(ids, list | np.ndarray) and len(ids) * numbers[dim] == count:
+        return len(ids), numbers[dim]
+    for axes in ((layers, tokens, dim), (tokens, dim), (layers, dim)):
+        names = [name for name in axes if name is not None]
+        if len(names) == len(axes) and math.prod([numbers[name] for name in names]) == count:
+            order = sorted(names, key=list(numbers).index)
+            if order != names:
                 raise InvalidInputError(
                     f"found flat values and the sizes {', '.join(order)}, whose order leaves the axes open; add a key "
                     "hidden_states_shape, such as [L, S, D]",
                     field="hidden_states",
                 )
-            return tuple(numbers[name] for name in names if name is not None)
+            return tuple(numbers[name] for name in names)
     return None
 
 
