@@ -111,7 +111,9 @@ class Conversion:
         self.scoring = Scoring(sources, find_sources(sources, self.folder), options, output)
         self.sources = [source for source in self.scoring.sources if only(source)]
         self.scoring.keys = replace(self.scoring.keys, is_index_id=is_index_id(self.sources, self.scoring.keys))
-        self._default_attention = DefaultAttention(self.sources, self.scoring.keys, self._check_interrupt)
+        self._default_attention = DefaultAttention(
+            self.sources, replace(self.scoring.keys, axes=self._options.axes), self._check_interrupt
+        )
         self._refused: RefusedTraces | None = None
         self._without_traces: list[NoTracesError] = []
         self._provenances = self._read_provenances(sources)

@@ -368,8 +368,6 @@ def _from_pickle(context: _Context, source: ByteReader) -> Iterator[TraceRecord]
 def _from_object(context: _Context, root: Any, *, is_only: bool = True) -> Iterator[TraceRecord]:
     """Yield the traces of an object; `is_only`: there is no other in the file."""
     fields = opened(root)
-    if isinstance(root, PickledObject) and root.name.startswith("pandas."):
-        raise InvalidInputError(f"found an object of {root.name}; write it with to_parquet() and convert that file")
     if isinstance(root, PickledObject) and not fields:
         raise InvalidInputError(f"found an object of {root.name}, expected traces; see {INPUTS_PAGE}#files")
     if isinstance(fields, dict) and fields.get("hidden_states") is None:

@@ -11,8 +11,7 @@ import tracestore
 from tests.helpers import convert, error_of
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.layouts.joined_files import are_rows, file_groups
-from tracestore.ingest.layouts.names import Place, parse_path
-from tracestore.ingest.layouts.parts import Part, join_parts, join_tokens
+from tracestore.ingest.layouts.parts import Part, Place, join_parts, join_tokens, parse_path
 
 NONE = ("--attention", "none")
 RNG = np.random.default_rng(0)

@@ -6,10 +6,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 # Names of the fields, besides those of docs/ingest.md.
-_HIDDEN = (
-    r"(?:all_|last_|layer_)?hidden_?states?|hiddens?|hs|representations?|activations?|acts|residual(?:s|_stream)?|resid"
-)
-_ATTENTION = r"(?:all_)?attentions?|attention_(?:weights|maps?|probs)|attn(?:_weights)?"
+_HIDDEN = r"(?:all_|last_|layer_|decoder_)?hidden_?states?|hiddens?|hs|representations?|activations?|acts|residual(?:s|_stream)?|resid"
+_ATTENTION = r"(?:all_|decoder_)?attentions?|attention_(?:weights|maps?|probs)|attn(?:_weights)?"
 _TOKENS = r"tokens|token_ids|input_ids|sequences"
 _LAST_TOKEN = r"last_tokens?(?:_hidden(?:_states?)?)?|layer_wise"
 _NAMES = f"(?P<hidden>{_HIDDEN})|(?P<attention>{_ATTENTION})|(?P<tokens>{_TOKENS})|(?P<last>{_LAST_TOKEN})"

@@ -20,8 +20,7 @@ from tracestore.ingest.containers.grouping import natural_key
 from tracestore.ingest.containers.keys import column_name
 from tracestore.ingest.containers.registry import reader_of
 from tracestore.ingest.decompress import compression_of
-from tracestore.ingest.layouts.names import Place, parse_path
-from tracestore.ingest.layouts.parts import Part, join_parts
+from tracestore.ingest.layouts.parts import Part, Place, join_parts, parse_path
 from tracestore.ingest.layouts.values import array_of
 from tracestore.ingest.pickles.pickle_reader import pickle_reader
 from tracestore.ingest.roles.keys import normalized

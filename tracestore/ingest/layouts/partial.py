@@ -7,8 +7,7 @@ import numpy as np
 
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.containers.keys import ID_KEYS, parse_key
-from tracestore.ingest.layouts.names import Place, parse_path
-from tracestore.ingest.layouts.parts import Part, is_same, join_parts, join_tokens
+from tracestore.ingest.layouts.parts import Part, Place, is_same, join_parts, parse_path
 from tracestore.ingest.roles.columns import is_id
 from tracestore.ingest.roles.keys import OTHER_NAMES, normalized
 from tracestore.ingest.roles.layout import layer_number, layout, opened
@@ -39,7 +38,8 @@ def by_names(fields: Mapping[Any, Any]) -> list[dict[str, Any]] | None:
     Such dicts are `{"layer_3": {"q1": array}}`, `{"hidden_states": {"q1": array}}`, `{"q1_layer_3": array}` and
     `{("q1", 3): array}`. Of other dicts, as a dict of traces by id, None is returned.
     """
-    if not any(map(_is_part_name, fields)):
+    hidden = opened(fields.get("hidden_states"))
+    if (hidden is not None and not isinstance(hidden, dict)) or not any(map(_is_part_name, fields)):
         return None
     leaves = []
     for leaf in _leaves(fields, (), 0):
@@ -228,12 +228,12 @@ def _trace(records: Sequence[Mapping[Any, Any]]) -> dict[str, Any]:
                 field="hidden_states",
             )
         keys.add(key)
-        parts.append(Part("", Place(field="hidden_states", layer=layer, token=token), _resolved(record[key])))
+        parts.append(Part("", Place(field="hidden_states", layer=layer, token=token), resolved(record[key])))
         for name, value in record.items():
             parsed = parse_key(normalized(name)) if isinstance(name, str) else None
             if parsed is not None and parsed.field == "attentions" and opened(value) is not None:
                 keys.add(name)
-                parts.append(Part("", Place(field="attentions", layer=layer, token=token), _resolved(value)))
+                parts.append(Part("", Place(field="attentions", layer=layer, token=token), resolved(value)))
     fields: dict[str, Any] = join_parts(parts)[""]
     names = [
         key
@@ -257,11 +257,12 @@ def _trace(records: Sequence[Mapping[Any, Any]]) -> dict[str, Any]:
     return fields
 
 
-def _resolved(value: Any) -> Any:
+def resolved(value: Any) -> Any:
+    """Return a value with the arrays of pickles inside lists and dicts as arrays of NumPy."""
     value = opened(value)
     if isinstance(value, list | tuple):
-        return type(value)(map(_resolved, value)) if type(value) in (list, tuple) else list(map(_resolved, value))
-    return {k: _resolved(v) for k, v in value.items()} if isinstance(value, dict) else value
+        return type(value)(map(resolved, value)) if type(value) in (list, tuple) else list(map(resolved, value))
+    return {k: resolved(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
 def _states_key(record: Mapping[Any, Any]) -> str | None:
@@ -274,63 +275,3 @@ def _states_key(record: Mapping[Any, Any]) -> str | None:
     named = [k for k in arrays if (p := parse_path(normalized(k))).is_states and p.layer is None]
     named = named or [k for k in arrays if (p := parse_key(normalized(k))) is None]
     return named[0] if len(named) == 1 else None
-
-
-# Prompt and response
-
-
-def join_segments(trace: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """Return a trace in which the states and tokens of prompt and response follow each other.
-
-    Each has to be there once, as arrays of the same layers. Without that, the trace is returned unchanged.
-    """
-    found: dict[str, dict[str, str]] = {}
-    for key in trace:
-        place = parse_path(normalized(key)) if isinstance(key, str) else Place()
-        if not place.segment or place.trace or place.layer is not None or place.token is not None:
-            continue
-        field = "tokens" if place.field in ("ids", "id", "tokens") else place.field
-        if field in ("hidden_states", "tokens", "attentions"):
-            if place.segment in found.setdefault(field, {}):
-                return trace
-            found[field][place.segment] = key
-    if set(found.get("hidden_states", ())) != {"prompt", "response"} or "hidden_states" in trace:
-        return trace
-    values = {k: opened(v) for k, v in trace.items()}
-    joined: dict[Any, Any] = {}
-    for field, keys in found.items():
-        pair = [values.get(keys.get(segment)) for segment in ("prompt", "response")]
-        if field != "attentions" and all(p is not None for p in pair):
-            joined[field] = _concatenated(pair, field)
-    hidden = joined.get("hidden_states")
-    if hidden is None:
-        return trace
-    lengths = [layout(values[found["hidden_states"][s]]) for s in ("prompt", "response")]
-    counts = [0 if shape is None else shape.shape[-2] or 0 for shape in lengths]
-    if joined.get("tokens") is not None and len(joined["tokens"]) not in (sum(counts), sum(counts) + 1):
-        return trace
-    taken = {found[field][s] for field in joined for s in found[field] if joined[field] is not None}
-    rest = {k: v for k, v in trace.items() if k not in taken}
-    return (
-        rest
-        | {k: v for k, v in joined.items() if v is not None}
-        | {"prompt_length": trace.get("prompt_length", counts[0])}
-    )
-
-
-def _concatenated(pair: Sequence[Any], field: str) -> Any:
-    """Return states or ids of prompt and response behind each other; None if their shapes do not fit."""
-    if field == "tokens":
-        ids = [
-            np.asarray(v).reshape(-1) if np.ndim(v) in (1, 2) and np.size(v) == np.shape(v)[-1] else None for v in pair
-        ]
-        return None if any(v is None for v in ids) else np.concatenate(ids)  # type: ignore[arg-type]
-    shapes = [layout(v) for v in pair]
-    if any(s is None or len(s.shape) < 2 or None in s.shape for s in shapes):
-        return None
-    one, other = (s.shape for s in shapes if s is not None)
-    if len(one) != len(other) or one[-1] != other[-1] or one[:-2] != other[:-2] or len(one) > 4:
-        return None
-    if len(one) == 2:
-        return np.concatenate([np.asarray(_resolved(v)) for v in pair])
-    return join_tokens([np.stack([np.asarray(opened(layer)) for layer in v]) for v in pair])

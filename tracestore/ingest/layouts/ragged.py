@@ -104,6 +104,11 @@ def ragged(fields: dict[str, Any], rows: Rows | None) -> Ragged | None:
     return found
 
 
+def is_bounds(name: str) -> bool:
+    """Return whether a name is that of offsets or lengths of traces."""
+    return name in LENGTHS or _OFFSETS.fullmatch(name) is not None
+
+
 def _find(fields: dict[str, Any], extents: tuple[int, ...], rows: Rows | None) -> Ragged | None:
     for name in [n for n in fields if _OFFSETS.fullmatch(n)]:
         values = _integers(fields[name])

@@ -37,12 +37,14 @@ class PickledObject(PickledValue):
         Module and name of the class.
     fields : dict[str, Any]
         Attributes and items with a name.
+    args : tuple
+        Values without a name, such as those of a namedtuple.
     """
 
-    __slots__ = ("fields", "name")
+    __slots__ = ("args", "fields", "name")
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, args: tuple[Any, ...] = ()) -> None:
+        self.name, self.args = name, args
         self.fields: dict[str, Any] = {}
 
     def build(self, state: Any) -> None:
@@ -89,8 +91,8 @@ class UnknownClass(SafeGlobal):
         return made
 
     def new(self, args: tuple[Any, ...]) -> PickledObject:
-        """Return an object without fields, which the opcode BUILD fills."""
-        return PickledObject(self.name)
+        """Return an object with the values of a tuple, or without fields, which the opcode BUILD fills."""
+        return PickledObject(self.name, args)
 
 
 class _ModelOutput(UnknownClass):

@@ -1,5 +1,6 @@
 """Replace the values of a pickle by arrays and plain values, within limits."""
 
+import math
 from collections.abc import Callable, Sequence
 from operator import gt
 from typing import Any
@@ -8,9 +9,11 @@ import numpy as np
 
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.pickles.joblib_arrays import JoblibArray
+from tracestore.ingest.pickles.pickled_frames import PandasObject
 from tracestore.ingest.pickles.pickled_objects import PickledDict, PickledObject, UnknownClass
 from tracestore.ingest.pickles.pickled_torch import PickledTensor, TorchDtype
 from tracestore.ingest.pickles.pickled_values import PickledArray, PickledValue, SafeGlobal
+from tracestore.ingest.pickles.sparse import PickledSparse
 
 # Limits of the values that a file's traces hold, where a value counts each time it is named: a fixed
 # allowance and a multiple of the bytes read, for the number of values, the bytes of text and the bytes of
@@ -32,6 +35,9 @@ def resolve(value: Any, limits: "Limits") -> Any:
             return [resolve(v, limits) for v in array]
         limits.charge(0, array.nbytes)
         return array
+    if kind is PickledSparse:
+        limits.charge(0, math.prod(value.size or ()) * 8)
+        return value.resolve()
     limits.charge(len(value) if kind is memoryview else 0, value.nbytes if kind is np.ndarray else 0)
     if kind is dict:
         return {k: resolve(v, limits) for k, v in value.items()}
@@ -41,6 +47,10 @@ def resolve(value: Any, limits: "Limits") -> Any:
         if len(value) > _MAX_BYTES_VALUE:
             raise InvalidInputError(f"found {len(value):,} bytes that are not an array")
         return bytes(value)
+    if kind is PandasObject:
+        return resolve(value.resolve(), limits)
+    if kind is PickledObject and value.args and not value.fields:
+        return _resolve_all(value.args, limits)
     if kind is PickledObject:
         text = value.plain()
         limits.has_objects |= text is value

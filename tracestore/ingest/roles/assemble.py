@@ -12,6 +12,7 @@ from tracestore.errors import InvalidInputError
 from tracestore.ingest.containers.grouping import natural_key
 from tracestore.ingest.roles.assign import Assignment, assign
 from tracestore.ingest.roles.batches import batch_size, crop, split_batch, valid_span
+from tracestore.ingest.roles.edges import set_attention
 from tracestore.ingest.roles.keys import DEFAULT_KEYS, INPUTS_PAGE, KeyOptions
 from tracestore.store.format import schema
 from tracestore.store.write.record import TraceRecord, record_from_dict
@@ -55,6 +56,8 @@ def records_of_trace(
     """
     found = assign(trace, options, has_objects=has_objects)
     count = batch_size(found.fields)
+    if count == 1 and need_attention is not False:
+        set_attention(found.fields, _num_tokens(found.fields))
     if count > 1:
         answers = split_batch(found.fields, count, has_padding=not options.has_no_padding)
         given = [assign(answer, replace(options, renamed=())) for answer in answers]
@@ -69,6 +72,14 @@ def records_of_trace(
         given = [found]
     is_batch = count > 1
     return [_record(each, source_name, position + k, need_attention, is_batch) for k, each in enumerate(given)]
+
+
+def _num_tokens(fields: Mapping[str, Any]) -> int | None:
+    """Return the number of tokens of the first layer of hidden states; None if the layers are no arrays."""
+    value = fields.get("hidden_states")
+    layers = list(value.values()) if isinstance(value, Mapping) else value
+    first = as_array(layers) if as_array(layers) is not None else as_array(layers[0]) if layers else None
+    return None if first is None or first.ndim < 2 else first.shape[-2]
 
 
 def _record(

@@ -29,6 +29,8 @@ def trace_axis(
         return None
     has_rows = shape[0] in counts
     if is_last:
+        if rank == 3 and not has_rows and shape[1] in counts and shape[1] != 1:
+            return 1
         return 0 if (rank == 3 and (shape[1] != 1 or has_rows)) or (rank == 2 and has_rows and shape[0] != 1) else None
     if rank <= 3:
         is_stack = rank == 3 and shape[1] is None and not has_one_id(fields)

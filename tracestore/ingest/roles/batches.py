@@ -29,6 +29,7 @@ def batch_size(fields: Mapping[str, Any]) -> int:
 def _first_leaf(value: Any) -> np.ndarray | None:
     """Return the first array of a list of layers, or of a list of passes of layers."""
     for _ in range(3):
+        value = list(value.values()) if isinstance(value, Mapping) else value
         array = as_array(value)
         if array is not None:
             return array
@@ -90,6 +91,8 @@ def _of_layers(name: str, value: Any, k: int, count: int, axis: int = 1) -> Any:
         if array.ndim <= axis or array.shape[axis] != count:
             raise field_error(name, describe(value), f"a batch dimension of {count}")
         return array[:, k] if axis else array[k]
+    if isinstance(value, Mapping):
+        return {key: _of_layers(name, item, k, count, axis=0) for key, item in value.items()}
     if not isinstance(value, list | tuple):
         raise field_error(name, describe(value), f"arrays with a batch dimension of {count}")
     return [_of_layers(name, item, k, count, axis=0) for item in value]

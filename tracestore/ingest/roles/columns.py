@@ -72,7 +72,7 @@ def counts_of(fields: Mapping[Any, Any], key: Any) -> set[int]:
         is_nested = _length(opened(value[0])) is not None
         if _is_per_token(name):
             counts |= {count} if is_nested else set()
-        elif (_single(name) in _SINGULAR or _are_texts(value)) and not is_nested:
+        elif (singular(name) in _SINGULAR or _are_texts(value)) and not is_nested:
             counts.add(count)
     return counts
 
@@ -93,7 +93,7 @@ def _are_texts(value: Any) -> bool:
     return isinstance(value, list | tuple) and len(value) > 0 and all(isinstance(item, str) for item in value)
 
 
-def _single(name: str) -> str:
+def singular(name: str) -> str:
     """Return the name of one value of a column: "question_id" for "question_ids"."""
     if name in _LENGTHS:
         return "lengths"
@@ -117,13 +117,13 @@ def row_of(fields: Mapping[Any, Any], k: int, count: int, axis: int = 0) -> dict
             values[name] = value
         else:
             item = value[k]
-            values[_single(name)] = item.item() if isinstance(item, np.generic) else item
+            values[singular(name)] = item.item() if isinstance(item, np.generic) else item
     return values
 
 
 def lengths_of(fields: Mapping[Any, Any]) -> Any:
     """Return the numbers of tokens of padded traces; None without them."""
-    names = [name for name in fields if isinstance(name, str) and _single(name) == "lengths"]
+    names = [name for name in fields if isinstance(name, str) and singular(name) == "lengths"]
     return opened(fields[names[0]]) if names else None
 
 

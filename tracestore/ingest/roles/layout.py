@@ -7,9 +7,11 @@ import numpy as np
 
 from tracestore.ingest.containers.keys import kind_rank, layer_kind, parse_key
 from tracestore.ingest.pickles.joblib_arrays import JoblibArray
+from tracestore.ingest.pickles.pickled_frames import PandasObject
 from tracestore.ingest.pickles.pickled_objects import PickledObject
 from tracestore.ingest.pickles.pickled_torch import PickledTensor
 from tracestore.ingest.pickles.pickled_values import PickledArray
+from tracestore.ingest.pickles.sparse import PickledSparse
 
 _MAX_RANK = 7
 
@@ -30,10 +32,13 @@ class Layout(NamedTuple):
 
 
 def opened(value: Any) -> Any:
-    """Return the fields of an object as a dict, an array of a pickle as ndarray or list, other values unchanged."""
+    """Return the fields of an object as a dict, an array of a pickle as ndarray or list, other values unchanged.
+
+    A frame of pandas is a list of dicts, a namedtuple a tuple.
+    """
     if isinstance(value, PickledObject):
-        return value.fields
-    if isinstance(value, PickledArray | JoblibArray | PickledTensor):
+        return value.fields or value.args or value.fields
+    if isinstance(value, PickledArray | JoblibArray | PickledTensor | PickledSparse | PandasObject):
         return value.resolve()
     return value
 
@@ -44,6 +49,8 @@ def layout(value: Any) -> Layout | None:
 
 
 def _layout(value: Any, depth: int) -> Layout | None:
+    if isinstance(value, PickledSparse):
+        return Layout(value.size or (), "f")
     value = opened(value)
     if isinstance(value, np.ndarray):
         kind = value.dtype.kind

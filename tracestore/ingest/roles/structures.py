@@ -13,7 +13,8 @@ import numpy as np
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.containers.keys import parse_key
 from tracestore.ingest.containers.tables import TableRows
-from tracestore.ingest.layouts.partial import by_names, is_part, join_records, join_segments, join_steps, joined_columns
+from tracestore.ingest.layouts.neighbors import join_segments, split_ragged, spread_records, with_embedding
+from tracestore.ingest.layouts.partial import by_names, is_part, join_records, join_steps, joined_columns
 from tracestore.ingest.roles.assign import fields_of_nested
 from tracestore.ingest.roles.axes import letters_of_trace, shape_text, trace_axis, with_states
 from tracestore.ingest.roles.columns import has_id, has_one_id, is_header, named_columns, row_of
@@ -108,8 +109,11 @@ class Structures:
         if not self._options.renamed:
             if (traces := by_names(fields)) is not None:
                 return self._of_records(traces, depth)
-            fields = dict(join_segments(fields))
-            fields = join_steps(fields) or fields
+            if (traces := split_ragged(fields)) is not None:
+                return Found(traces)
+            fields = join_segments(fields)
+            fields = join_steps(fields) or spread_records(fields) or fields
+            fields = with_embedding(fields)
         key, value = self._states(fields)
         if key is not None:
             shape = layout(value)
@@ -166,7 +170,8 @@ class Structures:
             is_unchanged = ones[0].traces[0] is opened(fields[next(iter(found))])  # `assign` merges it
             if is_path or is_unchanged:
                 return Found([fields], is_one=True)
-            return Found([fields_of_nested(others) | ones[0].traces[0] | others], is_one=True)
+            nested = fields_of_nested({key: opened(value) for key, value in others.items()})
+            return Found([nested | ones[0].traces[0] | others], is_one=True)
         if is_item and len(found) == len(ones) > 1 and not _are_ids(found):
             return None  # may be several outputs for one trace
         if len(ones) == len(found):

@@ -1,0 +1,176 @@
+"""Values next to each other in one dict: prompt and response, records and states, traces behind each other."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tracestore.ingest.containers.columns import Column, ObjectColumn
+from tracestore.ingest.layouts.partial import resolved
+from tracestore.ingest.layouts.parts import Place, join_tokens, parse_path
+from tracestore.ingest.layouts.ragged import is_bounds, ragged
+from tracestore.ingest.roles.columns import singular
+from tracestore.ingest.roles.keys import normalized
+from tracestore.ingest.roles.layout import layers_of, layout, opened
+
+
+def spread_records(fields: Mapping[Any, Any]) -> dict[Any, Any] | None:
+    """Return a dict of states of N traces and a list of N dicts without states with the columns of these; None for others."""
+    states = [
+        k for k, v in fields.items() if isinstance(k, str) and parse_path(normalized(k)).is_states and _size(v) > 1
+    ]
+    if len(states) != 1:
+        return None
+    count = _size(fields[states[0]])
+    for key, value in fields.items():
+        records = opened(value)
+        if key == states[0] or not isinstance(records, list | tuple) or len(records) != count:
+            continue
+        rows = [opened(record) for record in records]
+        if all(isinstance(row, dict) and row and not any(_is_states_name(name) for name in row) for row in rows):
+            names = dict.fromkeys(name for row in rows for name in row)
+            columns = {name: [row.get(name) for row in rows] for name in names if name not in fields}
+            return {k: v for k, v in fields.items() if k != key} | columns
+    return None
+
+
+def _size(value: Any) -> int:
+    value = opened(value)
+    is_list = isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.ndim > 0)
+    return len(value) if is_list else 0
+
+
+def _is_states_name(name: Any) -> bool:
+    return isinstance(name, str) and parse_path(normalized(name)).is_states
+
+
+def split_ragged(fields: Mapping[Any, Any]) -> list[dict[Any, Any]] | None:
+    """Return the traces that lie behind each other in one array, which lengths or offsets take apart; None for others.
+
+    Raises
+    ------
+    InvalidInputError
+        If offsets do not fit to the hidden states.
+    """
+    given = {k: opened(v) for k, v in fields.items() if isinstance(k, str)}
+    if not any(is_bounds(name) for name in given):
+        return None
+    columns: dict[str, Any] = {}
+    for name, value in given.items():
+        place = parse_path(normalized(name))
+        if (
+            place.is_states
+            and place.layer is None
+            and not place.trace
+            and (states := _states_column(value)) is not None
+        ):
+            columns["hidden_states"] = states
+        elif place.is_states and place.layer is not None and isinstance(value, np.ndarray):
+            columns.setdefault("hidden_states", {})[place.layer] = Column(value)
+        elif isinstance(value, np.ndarray):
+            columns[name] = Column(value)
+        elif isinstance(value, list | tuple) and value and all(type(v) is int for v in value):
+            columns[name] = Column(np.asarray(value))
+        elif isinstance(value, list | tuple):
+            columns[name] = ObjectColumn(list(value), (len(value),))
+        else:
+            columns[name] = value
+    if "hidden_states" not in columns or not (found := ragged(columns, None)):
+        return None
+    traces = []
+    for k in range(len(found.bounds)):
+        values = found.fields(columns, k)
+        hidden = values["hidden_states"]
+        if isinstance(hidden, np.ndarray):
+            is_token_major = hidden.ndim == 3 and found.is_token_major
+            values["hidden_states"] = (
+                [hidden] if hidden.ndim == 2 else hidden.transpose(1, 0, 2) if is_token_major else hidden
+            )
+        single = {singular(n): values.pop(n) for n in list(values) if n not in ("hidden_states", "tokens")}
+        traces.append(values | {n: v.item() if isinstance(v, np.generic) else v for n, v in single.items()})
+    return traces
+
+
+def _states_column(value: Any) -> Any:
+    """Return an array, or layers (total, D) by number, as columns."""
+    if isinstance(value, np.ndarray):
+        return Column(value) if value.dtype.kind in "fV" else None
+    layers = (
+        layers_of(value)
+        if isinstance(value, dict)
+        else dict(enumerate(value))
+        if isinstance(value, list | tuple)
+        else {}
+    )
+    arrays = {k: opened(layer) for k, layer in layers.items()}
+    is_regular = all(isinstance(a, np.ndarray) and a.ndim == 2 and a.dtype.kind in "fV" for a in arrays.values())
+    return {k: Column(a) for k, a in arrays.items()} if arrays and is_regular else None
+
+
+# Prompt and response
+
+
+def join_segments(trace: dict[Any, Any]) -> dict[Any, Any]:
+    """Return a trace in which the states and tokens of prompt and response follow each other.
+
+    Each has to be there once, as arrays of the same layers. Without that, the trace is returned unchanged.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for key in trace:
+        place = parse_path(normalized(key)) if isinstance(key, str) else Place()
+        if not place.segment or place.trace or place.layer is not None or place.token is not None:
+            continue
+        field = "tokens" if place.field in ("ids", "id", "tokens") else place.field
+        if field in ("hidden_states", "tokens", "attentions"):
+            if place.segment in found.setdefault(field, {}):
+                return trace
+            found[field][place.segment] = key
+    if set(found.get("hidden_states", ())) != {"prompt", "response"} or "hidden_states" in trace:
+        return trace
+    values = {k: opened(v) for k, v in trace.items()}
+    joined: dict[Any, Any] = {}
+    for field, keys in found.items():
+        pair = [values.get(keys.get(segment)) for segment in ("prompt", "response")]
+        if field != "attentions" and all(p is not None for p in pair):
+            joined[field] = _concatenated(pair, field)
+    hidden = joined.get("hidden_states")
+    if hidden is None:
+        return trace
+    lengths = [layout(values[found["hidden_states"][s]]) for s in ("prompt", "response")]
+    counts = [0 if shape is None else shape.shape[-2] or 0 for shape in lengths]
+    if joined.get("tokens") is not None and len(joined["tokens"]) not in (sum(counts), sum(counts) + 1):
+        return trace
+    taken = {found[field][s] for field in joined for s in found[field] if joined[field] is not None}
+    rest = {k: v for k, v in trace.items() if k not in taken}
+    return (
+        rest
+        | {k: v for k, v in joined.items() if v is not None}
+        | {"prompt_length": trace.get("prompt_length", counts[0])}
+    )
+
+
+def _concatenated(pair: Sequence[Any], field: str) -> Any:
+    """Return states or ids of prompt and response behind each other; None if their shapes do not fit."""
+    if field == "tokens":
+        ids = [
+            np.asarray(v).reshape(-1) if np.ndim(v) in (1, 2) and np.size(v) == np.shape(v)[-1] else None for v in pair
+        ]
+        return None if any(v is None for v in ids) else np.concatenate(ids)  # type: ignore[arg-type]
+    shapes = [layout(v) for v in pair]
+    if any(s is None or len(s.shape) < 2 or None in s.shape for s in shapes):
+        return None
+    one, other = (s.shape for s in shapes if s is not None)
+    if len(one) != len(other) or one[-1] != other[-1] or one[:-2] != other[:-2] or len(one) > 4:
+        return None
+    if len(one) == 2:
+        return np.concatenate([np.asarray(resolved(v)) for v in pair])
+    return join_tokens([np.stack([np.asarray(opened(layer)) for layer in v]) for v in pair])
+
+
+def with_embedding(fields: dict[Any, Any]) -> dict[Any, Any]:
+    """Return a record of an embedding service, or of a model of sentences, with its only vector as last_token."""
+    vector = fields.get("embedding")
+    shape = None if vector is None or "last_token" in fields or "hidden_states" in fields else layout(vector)
+    if shape is None or shape.kind != "f" or len(shape.shape) != 1:
+        return fields
+    return {k: v for k, v in fields.items() if k != "embedding"} | {"last_token": [np.asarray(resolved(vector), "f4")]}

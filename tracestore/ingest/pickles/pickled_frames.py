@@ -1,0 +1,256 @@
+"""Frames and series of pandas in pickles, as rows and dicts: pandas is not needed, and nothing of it is called."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tracestore.errors import InvalidInputError
+from tracestore.ingest.pickles.pickled_values import PickledArray, PickledValue, SafeFunction, SafeGlobal
+
+_SLICE = re.compile(r"slice\((\d+), (\d+), (\d+)\)")
+_MAX_COLUMNS = 1 << 16
+# What the pickles of frames call, besides classes.
+_FUNCTIONS = ("_unpickle_block", "_new_Index", "__pyx_unpickle_NDArrayBacked")
+_ADVICE = "write it with to_parquet() and convert that file"
+
+
+class PandasObject(PickledValue):
+    """An object of a class of pandas: its arguments and its state.
+
+    Attributes
+    ----------
+    full_name, name : str
+        Name of the class with and without its module.
+    args : tuple
+        Arguments of the call that makes it.
+    state : Any
+        State that the opcode BUILD sets.
+    """
+
+    __slots__ = ("args", "full_name", "name", "state")
+
+    def __init__(self, full_name: str, args: tuple[Any, ...]) -> None:
+        self.full_name, self.name = full_name, full_name.rpartition(".")[2]
+        self.args, self.state = args, None
+
+    def build(self, state: Any) -> None:
+        """Set the state."""
+        self.state = state
+
+    def resolve(self) -> Any:
+        """Return the rows of a frame as dicts, a series as a dict by its index, other objects as a list of values.
+
+        Raises
+        ------
+        InvalidInputError
+            If the object has another structure than those that pandas 2 and 3 write.
+        """
+        try:
+            if self.name == "DataFrame":
+                return _rows(self)
+            if self.name == "Series":
+                return _series(self)
+            return _values(self)
+        except (ValueError, TypeError, IndexError, KeyError, AttributeError, OverflowError):
+            raise InvalidInputError(f"found an object of {self.full_name} of another structure; {_ADVICE}") from None
+
+
+class _PandasClass(SafeGlobal):
+    """A class or function of pandas."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def call(self, args: tuple[Any, ...]) -> PandasObject:
+        """Return an object with these arguments: nothing is called."""
+        return PandasObject(self.name, args)
+
+    new = call
+
+
+def pandas_class(module: str, name: str) -> SafeGlobal | None:
+    """Return the stand-in of a class of pandas, or of what pickles of frames call; None for other names."""
+    is_known = name[:1].isupper() or name in _FUNCTIONS
+    return _PandasClass(f"{module}.{name}") if module.partition(".")[0] == "pandas" and is_known else None
+
+
+def _manager(frame: PandasObject, name: str) -> tuple[list[tuple[Any, Any]], list[Any]]:
+    """Return the blocks, pairs of values and the places of their columns, and the axes of a frame or series."""
+    manager = frame.state["_mgr"]
+    if not isinstance(manager, PandasObject) or manager.name != name:
+        raise ValueError
+    if manager.args:
+        blocks, axes = manager.args
+        return [block.args[:2] for block in blocks], axes
+    parts = manager.state[3]["0.14.1"]
+    return [(block["values"], block["mgr_locs"]) for block in parts["blocks"]], parts["axes"]
+
+
+def _rows(frame: PandasObject) -> list[dict[Any, Any]]:
+    blocks, (columns, index) = _manager(frame, "BlockManager")
+    names = _values(columns)
+    if len(names) > _MAX_COLUMNS or not all(isinstance(name, str | int | np.integer) for name in names):
+        raise ValueError
+    found: dict[int, Sequence[Any]] = {}
+    for values, placement in blocks:
+        places = _places(placement)
+        items = _values(values)
+        is_rows = isinstance(values, PickledArray) or (isinstance(items, np.ndarray) and items.ndim == 2)
+        if not is_rows and len(places) != 1:
+            raise ValueError
+        found |= dict(zip(places, items if is_rows else [items], strict=True))
+    if sorted(found) != list(range(len(names))):
+        raise ValueError
+    named = {str(name): found[k] for k, name in enumerate(names)}
+    count = len(next(iter(named.values()), ()))
+    named = _index_columns(index, count, set(named)) | named
+    if len({len(column) for column in named.values()}) > 1 or len(named) == 0:
+        raise ValueError
+    lists = {name: _items(column) for name, column in named.items()}
+    return [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)]
+
+
+def _items(column: Sequence[Any]) -> list[Any]:
+    items: list[Any] = column.tolist() if isinstance(column, np.ndarray) and column.ndim == 1 else list(column)
+    return items
+
+
+def _series(series: PandasObject) -> Any:
+    blocks, (index,) = _manager(series, "SingleBlockManager")
+    values = _values(blocks[0][0])
+    keys = _index_columns(index, len(values), set())
+    if len(keys) != 1:
+        return _items(values)
+    column = _items(next(iter(keys.values())))
+    return dict(zip(column, _items(values), strict=True)) if len(set(column)) == len(column) else _items(values)
+
+
+def _places(placement: Any) -> list[int]:
+    """Return the numbers of the columns of a block."""
+    if isinstance(placement, str):
+        match = _SLICE.fullmatch(placement)
+        if match is None:
+            raise ValueError
+        numbers = range(*map(int, match.groups()))
+        if len(numbers) > _MAX_COLUMNS:
+            raise ValueError
+        return list(numbers)
+    return [int(n) for n in placement.resolve()]
+
+
+def _index_columns(index: Any, count: int, names: set[str]) -> dict[str, Sequence[Any]]:
+    """Return the columns of an index, by their names; none of an index that counts the rows.
+
+    Texts without a name are ids.
+    """
+    kind, fields = index.args
+    class_name = kind.name.rpartition(".")[2]
+    if class_name == "RangeIndex":
+        return {}
+    if class_name == "MultiIndex":
+        columns = {}
+        for level, codes, name in zip(fields["levels"], fields["codes"], fields["names"], strict=True):
+            values, numbers = _values(level), codes.resolve()
+            columns[str(name)] = [values[int(k)] if k >= 0 else None for k in numbers]
+        return columns
+    values = _values(index)
+    name = fields.get("name")
+    if len(values) != count:
+        raise ValueError
+    if isinstance(name, str):
+        return {name: values}
+    is_texts = all(isinstance(value, str) for value in values)
+    return {"question_id": values} if is_texts and "question_id" not in names else {}
+
+
+def _values(value: Any) -> Sequence[Any]:
+    """Return the items of an array, index or extension array."""
+    if isinstance(value, PickledArray):
+        array: Sequence[Any] = value.resolve()
+        return array
+    if isinstance(value, list | np.ndarray):
+        return value
+    if not isinstance(value, PandasObject):
+        raise ValueError
+    if value.name == "_new_Index":
+        return _values(value.args[1]["data"])
+    state = value.state
+    if isinstance(state, dict) and "_pa_array" in state:
+        return _values(state["_pa_array"])
+    if isinstance(state, dict) and {"_data", "_mask"} <= state.keys():
+        items, mask = _values(state["_data"]), _values(state["_mask"])
+        return [None if is_missing else item for item, is_missing in zip(items, mask, strict=True)]
+    if isinstance(state, tuple):
+        arrays = [part for part in state if isinstance(part, PickledArray)]
+        kinds = [part for part in state if isinstance(part, PandasObject) and isinstance(part.state, dict)]
+        categories = next((kind.state["categories"] for kind in kinds if "categories" in kind.state), None)
+        if len(arrays) != 1:
+            raise ValueError
+        codes = _values(arrays[0])
+        if categories is None:
+            return codes
+        items = _values(categories)
+        return [items[int(k)] if k >= 0 else None for k in codes]
+    raise ValueError
+
+
+# Arrays of texts of pyarrow, which pandas 3 uses
+
+
+def _restore_array(args: tuple[Any, ...]) -> list[str | None]:
+    """Return the texts of an array of pyarrow: type, length, number of nulls, offset, buffers, ..."""
+    data = args[0] if len(args) == 1 else args
+    if not isinstance(data, tuple) or len(data) < 5 or data[0] not in _OFFSETS or not isinstance(data[4], list):
+        raise InvalidInputError(f"found an array of pyarrow that holds no texts; {_ADVICE}")
+    kind, length, _, begin, buffers = data[:5]
+    if len(buffers) != 3 or any(type(n) is not int or n < 0 for n in (length, begin)):
+        raise InvalidInputError("found an array of pyarrow without buffers")
+    valid, offsets, text = (b if isinstance(b, bytes | bytearray | memoryview) else b"" for b in buffers)
+    dtype = _OFFSETS[kind]
+    end = begin + length
+    if length == 0:
+        return []
+    if (end + 1) * dtype.itemsize > len(offsets) or (buffers[0] is not None and end > 8 * len(valid)):
+        raise InvalidInputError("found an array of pyarrow with too few bytes")
+    ends = np.frombuffer(offsets, dtype, end + 1)[begin:]
+    if (np.diff(ends) < 0).any() or ends[0] < 0 or ends[-1] > len(text):
+        raise InvalidInputError("found an array of pyarrow with texts outside of its bytes")
+    is_valid = np.ones(end, bool)
+    if buffers[0] is not None:
+        is_valid = np.unpackbits(np.frombuffer(valid, "u1"), bitorder="little")[:end].astype(bool)
+    try:
+        return [
+            str(bytes(text[ends[k] : ends[k + 1]]), "utf-8") if is_valid[begin + k] else None for k in range(length)
+        ]
+    except UnicodeDecodeError:
+        raise InvalidInputError("found texts of pyarrow that are not UTF-8") from None
+
+
+def _chunked_array(args: tuple[Any, ...]) -> list[Any]:
+    if not args or not isinstance(args[0], list) or not all(isinstance(chunk, list) for chunk in args[0]):
+        raise InvalidInputError(f"found an array of pyarrow that holds no texts; {_ADVICE}")
+    return [item for chunk in args[0] for item in chunk]
+
+
+def _only(args: tuple[Any, ...]) -> Any:
+    if len(args) != 1 or not isinstance(args[0], bytes | bytearray | memoryview | str):
+        raise InvalidInputError("found bytes of pyarrow with other arguments than their own")
+    return args[0]
+
+
+def _bytes(args: tuple[Any, ...]) -> bytes:
+    if len(args) != 1 or not isinstance(args[0], bytes):
+        raise InvalidInputError("found builtins.bytearray of something else than bytes")
+    return args[0]
+
+
+_OFFSETS = {"string": np.dtype("<i4"), "large_string": np.dtype("<i8")}
+GLOBALS: dict[tuple[str, str], SafeGlobal] = {
+    ("pyarrow.lib", "_restore_array"): SafeFunction("pyarrow.lib._restore_array", _restore_array),
+    ("pyarrow.lib", "chunked_array"): SafeFunction("pyarrow.lib.chunked_array", _chunked_array),
+    ("pyarrow.lib", "type_for_alias"): SafeFunction("pyarrow.lib.type_for_alias", _only),
+    ("pyarrow.lib", "py_buffer"): SafeFunction("pyarrow.lib.py_buffer", _only),
+    ("builtins", "bytearray"): SafeFunction("builtins.bytearray", _bytes),
+}

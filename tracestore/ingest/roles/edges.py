@@ -1,0 +1,96 @@
+"""Attention as lists of heads or of edges, as arrays."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from tracestore.errors import InvalidInputError
+from tracestore.store.write.values import as_array, describe
+
+_INDEX = ("edge_index", "edges", "indices")
+_WEIGHT = ("edge_weight", "edge_weights", "edge_attr", "weight", "weights", "values")
+
+
+def set_attention(fields: dict[str, Any], num_tokens: int | None) -> None:
+    """Replace attention as lists of heads (S, S), or as pairs of edges (2, E) and weights (E,), by arrays.
+
+    Parameters
+    ----------
+    fields : dict
+        Fields of a trace; edges may have a key of their own each, with one item for each layer.
+    num_tokens : int or None
+        Number of tokens S; None if it is not known.
+
+    Raises
+    ------
+    InvalidInputError
+        If nothing shows which row of the edges is the token that attends.
+    """
+    if fields.get("attentions") is None and (pairs := _columns(fields)) is not None:
+        index, weight = pairs
+        fields["attentions"] = list(zip(fields.pop(index), fields.pop(weight), strict=True))
+    value = fields.get("attentions")
+    if isinstance(value, Mapping):
+        fields["attentions"] = {key: _layer(layer, num_tokens) for key, layer in value.items()}
+    elif isinstance(value, list | tuple):
+        fields["attentions"] = [_layer(layer, num_tokens) for layer in value]
+
+
+def _columns(fields: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the keys of edges and weights, lists with one item for each layer."""
+    index = next((key for key in _INDEX[:1] if isinstance(fields.get(key), list)), None)
+    weight = next((key for key in _WEIGHT[:3] if isinstance(fields.get(key), list)), None)
+    if index is None or weight is None or len(fields[index]) != len(fields[weight]):
+        return None
+    is_pair = all(_pair((i, w)) is not None for i, w in zip(fields[index], fields[weight], strict=True))
+    return (index, weight) if is_pair else None
+
+
+def _layer(value: Any, num_tokens: int | None) -> Any:
+    if num_tokens is not None and (pair := _pair(value)) is not None:
+        return _dense(*pair, num_tokens)
+    if isinstance(value, list | tuple) and value:
+        heads = [as_array(head) for head in value]
+        if num_tokens is not None and all(_pair(head) is not None for head in value):
+            heads = [_dense(*pair, num_tokens) for head in value if (pair := _pair(head)) is not None]
+        if all(head is not None and head.ndim == 2 and head.dtype.kind == "f" for head in heads):
+            shapes = {head.shape for head in heads if head is not None}
+            if len(shapes) == 1:
+                return np.stack([head for head in heads if head is not None])
+    return value
+
+
+def _pair(value: Any) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return edges (2, E) of integers and weights (E,) of floats; None for another value."""
+    if isinstance(value, Mapping):
+        index = next((value[key] for key in _INDEX if key in value), None)
+        weight = next((value[key] for key in _WEIGHT if key in value), None)
+    elif isinstance(value, list | tuple) and len(value) == 2:
+        index, weight = value
+    else:
+        return None
+    edges, weights = as_array(index), as_array(weight)
+    if edges is None or weights is None or edges.dtype.kind not in "iu" or weights.dtype.kind not in "fV":
+        return None
+    weights = weights.reshape(-1) if weights.ndim == 2 and 1 in weights.shape else weights
+    edges = edges.T if edges.ndim == 2 and edges.shape[0] != 2 and edges.shape[1] == 2 else edges
+    return (edges, weights) if edges.ndim == 2 and len(edges) == 2 and weights.shape == edges.shape[1:] else None
+
+
+def _dense(edges: np.ndarray, weights: np.ndarray, num_tokens: int) -> np.ndarray:
+    """Return attention (S, S): row i holds the weights with which token i attends to the tokens up to it."""
+    one, other = edges.astype("i8")
+    if edges.size and not 0 <= int(edges.min()) <= int(edges.max()) < num_tokens:
+        raise InvalidInputError(f"found edges beyond {num_tokens} tokens", field="attentions")
+    if (one <= other).all() and (one < other).any():
+        one, other = other, one
+    elif not (one >= other).all() or not (one > other).any():
+        raise InvalidInputError(
+            f"found edges {describe(edges)} in both directions, whose attending token nothing shows; save the attention "
+            "as an array (S, S)",
+            field="attentions",
+        )
+    dense = np.zeros((num_tokens, num_tokens), weights.dtype if weights.dtype.kind == "f" else "<f4")
+    dense[one, other] = weights
+    return dense
