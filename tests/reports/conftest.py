@@ -1,12 +1,15 @@
 """Fixtures: the browser, and the report of a run of 600 traces, 3 models, 5 folds x 3 seeds."""
 
 import datetime
+import json
 
 import pytest
 
 import tracestore
 from tests.browser import chromium
 from tests.reports.synthetic import make_results, write_traces
+from tracestore.experiment.compare_runs import compare_runs
+from tracestore.reports.comparison import write_comparison
 from tracestore.reports.run import RunFacts, write_report
 
 __all__ = ["chromium"]
@@ -23,5 +26,18 @@ def report(tmp_path_factory):
         with tracestore.open("store.zarr") as store:
             finished = datetime.datetime(2026, 1, 2, 3, 4, tzinfo=datetime.UTC)
             facts = RunFacts("tracestore train --store store.zarr --folds 5 --seeds 3", finished, 300 << 20)
-            write_report(make_results(store), folder / "report.html", store, facts)
+            results = make_results(store)
+            write_report(results, folder / "report.html", store, facts)
+        for name, rate in (("first", 0.001), ("second", 0.01)):
+            (folder / name).mkdir()
+            config = {**results["config"], "lr": rate}
+            (folder / name / "results.json").write_text(json.dumps({**results, "config": config}))
     return folder / "report.html"
+
+
+@pytest.fixture(scope="session")
+def comparison(report):
+    folders = [report.parent / name for name in ("first", "second")]
+    path = report.parent / "comparison.html"
+    write_comparison(compare_runs(folders), folders, path)
+    return path

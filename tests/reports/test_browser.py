@@ -20,6 +20,16 @@ def test_report_looks_as_kept_and_is_accessible(chromium, report, width, scheme)
         visit.assert_accessible()
 
 
+@pytest.mark.parametrize("width", [360, 1440])
+def test_comparison_fits_and_is_accessible(chromium, comparison, width):
+    with OpenPage(chromium, comparison, width, "dark") as visit:
+        visit.wait_for_plots()
+        visit.assert_fits()
+        visit.assert_accessible()
+        differing = visit.page.locator("table", has_text="Options that differ").locator("tbody tr")
+        assert differing.count() == 1 and differing.locator("td").all_inner_texts() == ["0.001", "0.01"]
+
+
 def test_report_is_small_and_ready_at_once(chromium, report):
     assert report.stat().st_size < 5_000_000
     times = []

@@ -252,7 +252,7 @@ def _names(names: Sequence[str] | None) -> list[str] | None:
 
 def _numbers(values: Sequence[float] | np.ndarray) -> list[float | None]:
     """Return numbers with six digits; null where they are not finite."""
-    numbers = (float(v) for v in values)
+    numbers = (math.nan if v is None else float(v) for v in values)
     return [None if not math.isfinite(v) else float(f"{v:.6g}") for v in numbers]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 import tracestore
+from tracestore.console import plural
 from tracestore.evaluation.table import PROBE_NAME
 from tracestore.pages.document import Section, document
 from tracestore.pages.elements import Html, element, join, paragraph, table
@@ -40,7 +41,7 @@ def write_comparison(
         models, pairs = entry["models"], entry["comparisons"]
         verdicts += [element("h3", name), verdict(models, pairs, {})]
         tables = [model_table(models, {}, best_of(models)), pair_table(pairs)]
-        note = f"The {entry['num_runs']} folds and seeds that all runs have."
+        note = f"{plural(entry['num_runs'], 'training')} of each run, of the folds and seeds that all runs have."
         sections.append(Section(name, join([*tables, _plots(runs, name)]), note))
     facts = {
         "runs": len(runs),

@@ -44,11 +44,14 @@ def control_entries(
     found = {}
     groups = np.array([store.group(k) for k in range(len(store))], dtype=object)
     tested = np.concatenate([split.indices["test"] for split in splits]).tolist()
+    num_tokens = store.num_tokens
+    has_lengths = bool((num_tokens[tested] > 0).all())
     has_logprob = any(store[k].token_logprob is not None for k in tested)
     scores: dict[str, list[np.ndarray]] = {}
     for split in splits:
         train, test = split.indices["train"], split.indices["test"]
-        scores.setdefault("number of tokens", []).append(store.num_tokens[test].astype(np.float64))
+        if has_lengths:
+            scores.setdefault("number of tokens", []).append(num_tokens[test].astype(np.float64))
         if has_logprob:
             scores.setdefault("mean log-probability", []).append(-_mean_logprob(store, test))
         if (groups != "").any():
