@@ -53,7 +53,9 @@ def photograph(url: str, browser: str) -> None:
         page.screenshot(path=PICTURES / "serve.png")
         for name, path in (("trace", "trace/0"), ("projection", "projection"), ("predictions", "results")):
             page.goto(f"{url.partition('?')[0]}{path}")
-            page.locator('[data-state="drawn"]').first.wait_for()
+            page.locator("[data-state=drawn]").first.wait_for()
+            if name == "trace":
+                page.locator("#view").evaluate("(part) => part.scrollIntoView()")
             page.wait_for_timeout(1_000)
             page.screenshot(path=PICTURES / f"serve-{name}.png")
         chromium.close()

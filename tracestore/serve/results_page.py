@@ -23,7 +23,7 @@ def results_sections(search: TraceSearch) -> list[Section]:
     if results.test:
         names = list(results.test)
         metrics = dict.fromkeys(key for test in results.test.values() for key in test)
-        rows = [[key, *(number(results.test[name].get(key)) for name in names)] for key in metrics]
+        rows = [[key, *(_metric(results.test[name].get(key)) for name in names)] for key in metrics]
         sections.append(Section("Test split", table(["metric", *names], rows, caption="Metrics of the test split")))
     if results.probabilities:
         note = (
@@ -34,6 +34,10 @@ def results_sections(search: TraceSearch) -> list[Section]:
     if curves:
         sections.append(Section("Training", element("div", *curves, class_="plots")))
     return sections
+
+
+def _metric(value: float | None) -> object:
+    return value if isinstance(value, int) else number(value)
 
 
 def _predictions(search: TraceSearch) -> Html:

@@ -99,10 +99,16 @@ def _texts(trace: Trace) -> Html:
         for text, kind in span_parts(answer, trace.optional("spans") or [])
     ]
     pairs = [("Question", preformatted(trace.question or "")), ("Answer", join(pieces))]
-    pairs += [(name, preformatted(str(value))) for name, value in trace.extras.items()]
+    others = {name: value for name, value in trace.extras.items() if not isinstance(value, str)}
+    pairs += [(name, preformatted(value)) for name, value in trace.extras.items() if name not in others]
     terms = [element("dt", name) + element("dd", text, class_=name.lower() if k < 2 else None)
              for k, (name, text) in enumerate(pairs)]  # fmt: skip
-    return element("dl", *map(Html, terms), class_="texts")
+    listed = element("dl", *map(Html, terms), class_="texts")
+    return (
+        join([listed, details("Other fields of the source", facts({k: str(v) for k, v in others.items()}))])
+        if others
+        else listed
+    )
 
 
 def _about(search: TraceSearch, trace: Trace) -> Html:
