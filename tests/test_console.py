@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import subprocess
 import sys
 
 import pytest
@@ -93,3 +94,14 @@ def test_progress_on_a_terminal_is_a_bar_that_clear_removes(clock, capsys, monke
         shown = capsys.readouterr()
     assert shown.out == "" and "| 500/1000 [" in shown.err
     assert capsys.readouterr().err.strip() == ""
+
+
+def test_bars_of_commands_are_shown_where_those_of_libraries_are_disabled():
+    """TQDM_DISABLE=1, which configure_program() sets, is read when tqdm is imported."""
+    code = (
+        "import sys; from tracestore import console, process; process.configure_program(); "
+        "sys.stderr.isatty = lambda: True; console._TERMINAL_INTERVAL_S = 0; "
+        "console.Progress(console.Output(False)).update(250, 1000)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "250/1000" in done.stderr

@@ -215,7 +215,14 @@ class Progress:
             if self._bar is None:
                 tqdm.monitor_interval = 0  # no thread
                 bar = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_noinv_fmt}{postfix}]"
-                options = {"initial": self._first, "leave": False, "dynamic_ncols": True, "file": sys.stderr}
+                # process.configure_program() disables the bars of libraries by default.
+                options = {
+                    "disable": False,
+                    "initial": self._first,
+                    "leave": False,
+                    "dynamic_ncols": True,
+                    "file": sys.stderr,
+                }
                 self._bar = tqdm(total=total, bar_format=bar, **options, **self._format)
                 self._bar.start_t -= now - self._start
             self._bar.n, self._bar.total = done, total
