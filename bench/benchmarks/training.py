@@ -72,7 +72,7 @@ class Step:
         self.optimizer = Adam(self.model.parameters(), fused=True)
         self.y = (torch.arange(B) % 2).float().to(device)
         if kind == "pyg":
-            layers = [layer_inputs(inputs, k).to(device) for k in range(L)]
+            layers = [layer_inputs(inputs, k).to(device) for k in self.model.layers_read]
             encode = self.model.encoder.forward
             self.model.encoder.forward = lambda *_: torch.cat([encode(layer) for layer in layers], dim=1)
         # Training draws dropout masks per trace; with PyG, torch draws them.

@@ -27,8 +27,8 @@ NORMS = {
 
 
 def config(**changes):
-    sizes = {"dropout": 0.0, "gnn_hidden": HIDDEN, "latent_dim": 12, "lstm_hidden": 10}
-    return ModelConfig(LAYERS, DIM, **(sizes | changes))
+    options = {"dropout": 0.0, "gnn_hidden": HIDDEN, "latent_dim": 12, "lstm_hidden": 10, "layers": (0, 1, 2)}
+    return ModelConfig(LAYERS, DIM, **(options | changes))
 
 
 @pytest.fixture
@@ -94,8 +94,8 @@ class Reference(nn.Module):
             position = torch.cat([torch.arange(n) for n in inputs.node_ptr.diff()[layer::LAYERS]])
             begin, end = inputs.answer[of].unbind(1)
             is_answer = (position >= begin) & (position < end)
-            last = torch.cat([(of[1:] != of[:-1]), torch.tensor([True])])
-            encoded[layer::LAYERS] = torch.cat([global_mean_pool(h[is_answer], of[is_answer]), x[last]], dim=1)
+            read = [global_mean_pool(v[is_answer], of[is_answer]) for v in (h, x)]
+            encoded[layer::LAYERS] = torch.cat(read, dim=1)
         return encoded.view(-1, LAYERS, HIDDEN + DIM)
 
 
@@ -127,9 +127,9 @@ def test_the_encoder_equals_plain_pyg(inputs_of, form, kind, message_passing):
         assert torch.allclose(mine, theirs, rtol=1e-9, atol=1e-9)
 
 
-def test_the_graph_vae_reads_mu_logvar_and_last_token_and_detaches_its_target(inputs_of):
+def test_the_graph_vae_reads_mu_and_the_skipped_states_and_detaches_its_target(inputs_of):
     inputs, y = inputs_of()
-    model = make_model("gvae_lstm", config(standardize=False)).double().eval()
+    model = make_model("gvae_lstm", config(standardize=False, skip="last")).double().eval()
     eps = torch.randn(6, LAYERS, 12, dtype=torch.float64)
 
     output = model(inputs, None, eps)
@@ -138,10 +138,9 @@ def test_the_graph_vae_reads_mu_logvar_and_last_token_and_detaches_its_target(in
     pooled, last = encoded[..., :HIDDEN], encoded[..., HIDDEN:]
     assert torch.equal(last[:, 0], inputs.x[inputs.last_rows()[::LAYERS]].double())
     mu, logvar = model.mu(pooled), model.logvar(pooled).clamp(-10, 10)
-    read = torch.cat([model.norm_mu(mu), model.norm_logvar(logvar), last], -1)
-    assert torch.allclose(output.logits, model.reader(read))
+    assert torch.allclose(output.logits, model.reader(torch.cat([mu, last], -1)))
     z = mu + (logvar / 2).exp() * eps
-    reconstruction = (model.decoder(z) - pooled.detach()).square().sum(-1).mean()
+    reconstruction = (model.decoder(z) - pooled.detach()).square().mean()
     assert torch.allclose(output.auxiliary["reconstruction"], reconstruction)
     wanted = torch.autograd.grad(reconstruction, model.encoder.conv1.conv.nn[0].weight)[0]
     found = torch.autograd.grad(output.auxiliary["reconstruction"], model.encoder.conv1.conv.nn[0].weight)[0]
@@ -230,6 +229,15 @@ def test_masks_and_neighbors_remove_edges(inputs_of, form):
     assert remaining(inputs, diagonal=True, sinks=1, neighbors=2) == expected
     degree = torch.bincount(inputs.coo()[0][1], minlength=len(inputs.x)).clamp_min(1)
     assert torch.allclose(inputs.message_scale(torch.float64), 1 / degree.double())
+
+
+def test_graph_detectors_read_the_middle_layers_unless_the_options_name_others():
+    for num_layers, expected in ((30, range(8, 26)), (32, range(8, 28)), (3, (1, 2)), (1, (0,))):
+        for name, spec in DETECTORS.items():
+            first_version = name.endswith("_v0") or spec.view == "sequence"
+            read = make_model(name, ModelConfig(num_layers, 2)).layers_read
+            assert list(read) == list(range(num_layers) if first_version else expected)
+    assert make_model("gvae_lstm", ModelConfig(30, 2, layers=(0, 29))).layers_read == (0, 29)
 
 
 def test_options_out_of_range_are_refused():

@@ -113,7 +113,7 @@ def make(name, optimizer="adam", drawn="by trace", dtype=torch.float64, **option
     guard = OOMGuard(model, opt, **options)
     sequences = torch.randn(SIZE, LAYERS, DIM, dtype=dtype)
     batch, y = graphs(dtype), torch.tensor([0.0, 1.0, 1.0, 0.0])
-    noise = torch.randn(SIZE, LAYERS, 4, dtype=dtype)
+    noise = torch.randn(SIZE, len(model.layers_read), 4, dtype=dtype)
 
     def loss_of(begin, end):
         inputs = sequences[begin:end] if name.startswith("lstm_solo") else batch.traces(begin, end)

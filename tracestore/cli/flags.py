@@ -38,7 +38,7 @@ PROVENANCE_FLAGS = {"allow_mixed_provenance": "accept traces whose models, layer
 # Fields of detectors.config.ModelConfig.
 MODEL_FLAGS: Flags = {
     "edge_features": "weights of an edge: the mean over the heads, or one per head (needs --attention heads)",
-    "layers": "layers of the language model to read, e.g. 0-9,20,29 (default: all)",
+    "layers": "layers of the language model to read, e.g. 0-9,20,29 (default: all; graph models: from 1/4 to 7/8)",
     "gnn_hidden": "width of the graph layers",
     "latent_dim": "width of the latent vectors of gvae_lstm",
     "lstm_hidden": "width of the LSTM",
@@ -54,7 +54,7 @@ MODEL_FLAGS: Flags = {
     "residual": {"action": _SWITCH, "help": "add the input of the second convolution to its output"},
     "pooling": "tokens that the readout of a graph averages",
     "layer_pooling": "what the head reads: the mean of the LSTM's outputs over the layers, or its final states",
-    "last_token": {"action": _SWITCH, "help": "graph models also read the last token of each layer"},
+    "skip": "hidden states that the LSTM of graph models also reads: their mean over the answer, or the last token",
     "mask_diagonal": {"action": _SWITCH, "help": "leave out the edges of tokens to themselves"},
     "mask_sinks": {"type": _at_least_0, "metavar": "N", "help": "leave out the edges from the first N tokens"},
     "neighbors": "keep the N edges into each token that have the largest weights (default: all)",

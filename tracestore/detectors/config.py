@@ -14,6 +14,7 @@ MessagePassing = Literal["fused", "pyg"]
 Normalization = Literal["layer", "graph", "batch", "none"]
 Aggregation = Literal["mean", "sum"]
 Pooling = Literal["answer", "all", "last"]
+Skip = Literal["answer", "last", "none"]
 LayerPooling = Literal["mean", "final"]
 # Device types that have the fused operators: GPUs need Triton.
 FUSED_DEVICES = ("cpu", "cuda") if importlib.util.find_spec("triton") else ("cpu",)
@@ -22,6 +23,7 @@ _CHOICES = {
     "normalization": Normalization,
     "aggregation": Aggregation,
     "pooling": Pooling,
+    "skip": Skip,
     "layer_pooling": LayerPooling,
 }
 
@@ -61,7 +63,8 @@ class ModelConfig:
     num_heads : int
         Weights per edge with ``edge_features="heads"``.
     layers : tuple of int, optional
-        Layers of the language model that the detector reads, ascending. Default: all.
+        Layers of the language model that the detector reads, ascending. Default: all; graph detectors read
+        those in the middle.
     normalization : {"layer", "graph", "batch", "none"}
         Of graph models, after each convolution: LayerNorm of each node, GraphNorm of each graph, BatchNorm
         with statistics of each layer of the language model.
@@ -74,8 +77,9 @@ class ModelConfig:
     layer_pooling : {"mean", "final"}
         What the head reads: the outputs of the LSTM, averaged over the layers of the language model, or
         its final states.
-    last_token : bool
-        The LSTM of graph models also reads the hidden state of the last token in each layer.
+    skip : {"answer", "last", "none"}
+        Hidden states that the LSTM of graph models reads in addition to the encoded graph of each layer: their mean
+        over the tokens of the answer, those of the last token, or none.
     mask_diagonal : bool
         Remove the edges of a token to itself.
     mask_sinks : int
@@ -84,6 +88,8 @@ class ModelConfig:
         Keep so many edges into each token, those with the largest weights. Default: all.
     detach_target : bool
         The gradient of the reconstruction error of gvae_lstm stops at the vector that is reconstructed.
+    column_mean : bool
+        The reconstruction error and the KL divergence of gvae_lstm are means over columns, not sums.
     edges : bool
         False: the graph encoder has no edges.
 
@@ -95,7 +101,7 @@ class ModelConfig:
 
     num_layers: int
     hidden_dim: int
-    gnn_hidden: int = 128
+    gnn_hidden: int = 64
     latent_dim: int = 128
     lstm_hidden: int = 64
     num_lstm_layers: int = 1
@@ -111,11 +117,12 @@ class ModelConfig:
     residual: bool = True
     pooling: Pooling = "answer"
     layer_pooling: LayerPooling = "mean"
-    last_token: bool = True
+    skip: Skip = "answer"
     mask_diagonal: bool = True
     mask_sinks: int = 1
     neighbors: int | None = None
     detach_target: bool = True
+    column_mean: bool = True
     edges: bool = True
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tracestore.detectors.config import ModelConfig
+from tracestore.detectors.config import ModelConfig, Pooling
 from tracestore.detectors.dropout import TraceDropout, TraceMasks
 from tracestore.detectors.graph.gine import GINE, mean_pool
 from tracestore.detectors.graph.inputs import GraphInputs
@@ -137,8 +137,8 @@ class GraphEncoder(nn.Module):
     """Two GINE convolutions, shared by all layers, each followed by a normalization, and a readout.
 
     h = dropout(relu(norm(GINE(x)))), h' = h + relu(norm(GINE(h))); the readout is the mean of h' over
-    the tokens of the answer. With ``config.last_token`` the standardized hidden state of the last
-    token is appended. Without edges, GINE is an MLP of each node, and only the tokens of the
+    the tokens of the answer. With ``config.skip`` standardized hidden states that bypass the
+    convolutions are appended. Without edges, GINE is an MLP of each node, and only the tokens of the
     readout are computed.
     """
 
@@ -158,14 +158,14 @@ class GraphEncoder(nn.Module):
     @property
     def width(self) -> int:
         """Columns of the encoded graphs."""
-        return self.config.gnn_hidden + (self.config.hidden_dim if self.config.last_token else 0)
+        return self.config.gnn_hidden + (self.config.hidden_dim if self.config.skip != "none" else 0)
 
     def forward(self, inputs: GraphInputs, masks: TraceMasks | None = None) -> torch.Tensor:
         """Return the encoded graphs (B, layers read, width)."""
         c = self.config
         if len(self.layers) < inputs.num_layers:
             inputs = inputs.select_layers(self.layers)
-        last = self._last_tokens(inputs) if c.last_token else None
+        skipped = None if c.skip == "none" else self._skip(inputs, c.skip)
         if c.edges:
             inputs = inputs.mask_edges(diagonal=c.mask_diagonal, sinks=c.mask_sinks, neighbors=c.neighbors)
         elif c.pooling != "all" and c.normalization in ("layer", "none"):
@@ -176,12 +176,13 @@ class GraphEncoder(nn.Module):
         x = F.relu(self.norm1(self.conv1(x, inputs, scale), inputs))
         x = self.dropout(x, masks, inputs.nodes_per_trace())
         pooled = self._read_out(x, inputs, scale)
-        parts = [pooled] if last is None else [pooled, last.to(pooled.dtype)]
+        parts = [pooled] if skipped is None else [pooled, skipped.to(pooled.dtype)]
         return torch.cat(parts, dim=1).reshape(inputs.num_traces, inputs.num_layers, -1)
 
-    def _last_tokens(self, inputs: GraphInputs) -> torch.Tensor:
-        """Return the standardized hidden state of the last token of each graph, (G, D)."""
-        x = inputs.x[inputs.last_rows()]
+    def _skip(self, inputs: GraphInputs, pooling: Pooling) -> torch.Tensor:
+        """Return the standardized hidden states of each graph, pooled: (G, D)."""
+        rows, counts = inputs.readout_rows(pooling)
+        x = mean_pool(inputs.x[rows].to(next(self.parameters()).dtype), counts)
         return self.standardiser.standardize_nodes(x, torch.arange(len(x) + 1, device=x.device), self.layers)
 
     def _read_out(self, x: torch.Tensor, inputs: GraphInputs, scale: torch.Tensor | None) -> torch.Tensor:
@@ -219,9 +220,9 @@ class GnnDetLstm(nn.Module):
 class GvaeLstm(nn.Module):
     """A variational autoencoder between the graph encoder and the LSTM.
 
-    The LSTM reads mu and log(variance), each after a LayerNorm, and the last token. The decoder reconstructs the pooled vector, which
-    is a constant for this term: otherwise the encoder could reduce it by shrinking its output. In
-    version 0 (``last_token=False, detach_target=False``) the LSTM reads z.
+    The LSTM reads mu and the states of ``config.skip``. The decoder reconstructs the pooled vector, which is a
+    constant for this term: otherwise the encoder could reduce it by shrinking its output. In version 0
+    (``skip="none", detach_target=False, column_mean=False``) the LSTM reads z.
 
     References
     ----------
@@ -237,10 +238,7 @@ class GvaeLstm(nn.Module):
         self.mu = nn.Linear(hidden, latent)
         self.logvar = nn.Linear(hidden, latent)
         self.decoder = nn.Sequential(nn.Linear(latent, hidden), nn.ReLU(), nn.Linear(hidden, hidden))
-        if config.last_token:
-            # The reconstruction drives log(variance) far below 0, where it would saturate the LSTM.
-            self.norm_mu, self.norm_logvar = nn.LayerNorm(latent), nn.LayerNorm(latent)
-        self.reader = LayerLSTM(2 * latent + config.hidden_dim if config.last_token else latent, config)
+        self.reader = LayerLSTM(latent + self.encoder.width - hidden, config)
 
     def forward(self, inputs: GraphInputs, masks: TraceMasks | None = None, eps: torch.Tensor | None = None) -> Output:
         """Return logits (B,), the reconstruction error and the KL divergence.
@@ -255,18 +253,17 @@ class GvaeLstm(nn.Module):
             training, zero in evaluation.
         """
         encoded = self.encoder(inputs, masks)
-        pooled, last = encoded.split([self.config.gnn_hidden, encoded.shape[2] - self.config.gnn_hidden], dim=2)
+        pooled, skipped = encoded.split([self.config.gnn_hidden, encoded.shape[2] - self.config.gnn_hidden], dim=2)
         mu, logvar = self.mu(pooled), self.logvar(pooled).clamp(-10, 10)
         z = mu
         if self.training or eps is not None:
             z = mu + torch.exp(logvar / 2) * (torch.randn_like(mu) if eps is None else eps)
         # The mean over traces, not the sum: the micro-batches of a split batch add up to the whole one.
         target = pooled.detach() if self.config.detach_target else pooled
-        reconstruction = (self.decoder(z) - target).square().sum(-1).mean()
-        kl = -0.5 * (1 + logvar - mu.square() - logvar.exp()).sum(-1).mean()
-        read = z
-        if self.config.last_token:
-            read = torch.cat([self.norm_mu(mu), self.norm_logvar(logvar), last], dim=2)
+        over_columns = torch.mean if self.config.column_mean else torch.sum
+        reconstruction = over_columns((self.decoder(z) - target).square(), -1).mean()
+        kl = -0.5 * over_columns(1 + logvar - mu.square() - logvar.exp(), -1).mean()
+        read = torch.cat([mu, skipped], dim=2) if self.config.skip != "none" else z
         return Output(self.reader(read, masks), {"reconstruction": reconstruction, "kl": kl})
 
 

@@ -33,6 +33,8 @@ class DetectorSpec:
         The graph detector of which this one is the edge-free twin, trained and reported together with it.
     is_default : bool
         Trained by default.
+    reads_middle : bool
+        Reads the layers from a quarter to seven eighths of the depth, unless the options name layers.
     """
 
     name: str
@@ -42,6 +44,14 @@ class DetectorSpec:
     options: Mapping[str, Any] = field(default_factory=dict)
     twin_of: str | None = None
     is_default: bool = True
+    reads_middle: bool = False
+
+    def model_config(self, config: ModelConfig) -> ModelConfig:
+        """Return the config with what this detector sets."""
+        options = dict(self.options)
+        if self.reads_middle and config.layers is None:
+            options["layers"] = tuple(range(round(config.num_layers / 4), round(config.num_layers * 7 / 8)))
+        return replace(config, **options)
 
     def edge_format(self, config: ModelConfig, store: TraceStore, device_type: str) -> EdgeFormat:
         """Return the ``edge_format`` argument of TraceLoader for this detector.
@@ -63,20 +73,23 @@ _V0 = {
     "residual": False,
     "pooling": "all",
     "layer_pooling": "final",
-    "last_token": False,
+    "skip": "none",
     "mask_diagonal": False,
     "mask_sinks": 0,
     "neighbors": None,
     "detach_target": False,
+    "column_mean": False,
 }
 DETECTORS = {
     spec.name: spec
     for spec in (
         DetectorSpec("lstm_solo", "sequence", "lstm", _LSTM),
-        DetectorSpec("gnn_det_lstm", "graph", "gnn-det", _GNN),
-        DetectorSpec("gnn_det_lstm_no_edges", "graph", "gnn-det-no-edges", _GNN, _NO_EDGES, "gnn_det_lstm"),
-        DetectorSpec("gvae_lstm", "graph", "gvae", _GVAE),
-        DetectorSpec("gvae_lstm_no_edges", "graph", "gvae-no-edges", _GVAE, _NO_EDGES, "gvae_lstm"),
+        DetectorSpec("gnn_det_lstm", "graph", "gnn-det", _GNN, reads_middle=True),
+        DetectorSpec(
+            "gnn_det_lstm_no_edges", "graph", "gnn-det-no-edges", _GNN, _NO_EDGES, "gnn_det_lstm", reads_middle=True
+        ),
+        DetectorSpec("gvae_lstm", "graph", "gvae", _GVAE, reads_middle=True),
+        DetectorSpec("gvae_lstm_no_edges", "graph", "gvae-no-edges", _GVAE, _NO_EDGES, "gvae_lstm", reads_middle=True),
         DetectorSpec("lstm_solo_v0", "sequence", "lstm-v0", _LSTM, _V0, is_default=False),
         DetectorSpec("gnn_det_lstm_v0", "graph", "gnn-det-v0", _GNN, _V0, is_default=False),
         DetectorSpec("gvae_lstm_v0", "graph", "gvae-v0", _GVAE, _V0, is_default=False),
@@ -89,4 +102,4 @@ def make_model(name: str, config: ModelConfig) -> "Detector":
     """Return an untrained detector; `name` is a key of `DETECTORS`."""
     spec = DETECTORS[name]
     constructor = cast("Callable[[ModelConfig], Detector]", pkgutil.resolve_name(spec.constructor))
-    return constructor(replace(config, **spec.options))
+    return constructor(spec.model_config(config))

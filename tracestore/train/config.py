@@ -26,7 +26,7 @@ class TrainConfig:
     epochs: int = _resumable(50)
     batch_size: int = 16
     grad_accum_steps: int = 1
-    lr: float = 0.0005
+    lr: float = 0.001
     seed: int = 42
     device: str = _resumable("cpu")
     precision: Precision = "float32"

@@ -46,7 +46,7 @@ class ModelRunner:
             if not self.model.training:
                 output = self.model(inputs)
             elif isinstance(self.model, GvaeLstm):
-                noise = batch.noise(begin, end, len(c.layers_read), c.latent_dim)
+                noise = batch.noise(begin, end, len(self.model.layers_read), c.latent_dim)
                 output = self.model(inputs, batch.masks(begin, end), noise)
             else:
                 output = self.model(inputs, batch.masks(begin, end))
