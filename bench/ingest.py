@@ -1,6 +1,6 @@
 """Measure speed and memory of conversion on large files, with the limits of the same run.
 
-python bench/ingest.py speed|gzip|workers|memory|small DIR [--gigabytes 1] [--rounds 5] [--traces FOLDER]
+python bench/ingest.py speed|gzip|workers|memory|containers|small DIR [--gigabytes 1] [--rounds 5] [--traces FOLDER]
 
 DIR selects the disk to measure; use tmpfs to exclude the disk. With --traces, `speed`, `gzip` and
 `workers` convert the pickles in FOLDER (as `tracestore extract` writes them) instead of synthetic ones.
@@ -21,6 +21,8 @@ from pathlib import Path
 
 import numpy as np
 from benchmarks.common import LARGE, ROOT, SMALL, baseline, convert, inflate, make_trace, open_source, warm
+from containers import WRITERS as writers
+from containers import write as write_container
 
 COPY_BYTES = 1 << 20
 
@@ -193,6 +195,24 @@ def memory(args: argparse.Namespace) -> None:
     shutil.rmtree(store)
 
 
+def containers(args: argparse.Namespace) -> None:
+    """Print the peak of anonymous memory of conversions of containers."""
+    source, store = args.folder / "container", args.folder / "out.zarr"
+    for name in args.only:
+        shutil.rmtree(source, ignore_errors=True)
+        source.mkdir()
+        write_container(name, source, args.gigabytes)
+        size = sum(path.stat().st_size for path in source.iterdir())
+        done = convert(source, store, "--attention", "none", "--workers", "1", watch=True)
+        peak = done["anonymous"] / 2**20
+        print(
+            f"{name}, {size / 1e9:.1f} GB: {peak:.0f} MiB of anonymous memory at the peak, {done['seconds']:.0f} s",
+            flush=True,
+        )
+        shutil.rmtree(source)
+        shutil.rmtree(store)
+
+
 def small(args: argparse.Namespace) -> None:
     """Convert 10,000 files of one small trace each, and open the store."""
     folder, store = args.folder / "many", args.folder / "out.zarr"
@@ -222,10 +242,11 @@ def small(args: argparse.Namespace) -> None:
 def main() -> None:
     """Run the program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("speed", "gzip", "workers", "memory", "small"))
+    parser.add_argument("what", choices=("speed", "gzip", "workers", "memory", "containers", "small"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", nargs="*", default=tuple(writers), choices=tuple(writers), help="of containers")
     parser.add_argument("--traces", type=Path, metavar="FOLDER")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)

@@ -250,8 +250,9 @@ class _Context:
 
     def container(self, reader: Reader, path: Path, scratch: Scratch, **source: Any) -> Iterator[TraceRecord]:
         """Yield the records of a container."""
-        renamed = self.options.keys.renamed
-        for item, is_borrowed in read_container(reader, path, self.name, scratch=scratch, renamed=renamed, **source):
+        keys = self.options.keys
+        given = {"scratch": scratch, "renamed": keys.renamed, "axes": keys.axes}
+        for item, is_borrowed in read_container(reader, path, self.name, **given, **source):
             if isinstance(item, InvalidInputError):
                 self.refuse(with_advice(item, None))
                 continue

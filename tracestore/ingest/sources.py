@@ -5,7 +5,6 @@ import os
 import re
 from collections import defaultdict
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +15,6 @@ from tracestore.ingest.containers.discovery import (
     FoundSource,
     advice_of,
     join_folders,
-    rows_by_file,
     sources_of_folder,
     tables_of_pickles,
 )
@@ -164,13 +162,9 @@ def _walk(top: Path, store: Path, *, is_text: bool = False) -> list[FoundSource]
         if source.table is None and not source.parts and source.path.name.endswith(PICKLE_SUFFIXES):
             pickles[source.path.parent].append(source)
     tables = {s.path: s.table for here, group in pickles.items() for s in tables_of_pickles(here, group)}
-    rows = cache(rows_by_file)
     for k, source in enumerate(found):
         if source.path in tables:
-            above = [parent for parent in source.path.parents[1:] if parent.is_relative_to(top)]
-            named = (rows(parent).get(source.path.name) for parent in above)
-            table = tables[source.path] or next((row for row in named if row is not None), None)
-            found[k] = source._replace(table=table)
+            found[k] = source._replace(table=tables[source.path])
     return found
 
 

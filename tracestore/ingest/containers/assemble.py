@@ -10,7 +10,13 @@ import numpy as np
 from tracestore._core import kernels
 from tracestore.errors import InvalidInputError, error_location
 from tracestore.ingest.containers.columns import Unit, plain, whole
-from tracestore.ingest.containers.grouping import check_one_trace, row_fields, stacked_count
+from tracestore.ingest.containers.grouping import (
+    check_one_trace,
+    count_by_axes,
+    row_fields,
+    set_by_axes,
+    stacked_count,
+)
 from tracestore.ingest.containers.keys import ID_KEYS, LENGTHS
 from tracestore.ingest.containers.tables import TableRows
 from tracestore.ingest.layouts.ragged import ragged
@@ -36,6 +42,7 @@ def traces_of(
     scratch: Scratch,
     *,
     is_alone: bool = False,
+    axes: str | None = None,
 ) -> Iterator[tuple[dict[str, Any] | InvalidInputError, bool]]:
     """Yield the values of each trace of some units, by the keys of the pickle schema.
 
@@ -53,6 +60,8 @@ def traces_of(
         Memory for large arrays.
     is_alone : bool
         Whether the folder of the source has no other file of this kind, so that it hardly holds one trace alone.
+    axes : str, optional
+        Axes of the hidden states; see `KeyOptions`.
 
     Yields
     ------
@@ -70,12 +79,15 @@ def traces_of(
         own_rows = rows if unit.trace == "" and not unit.is_trace else None
         _rename(unit.fields, renamed)
         with error_location(position=position):
-            parts = None if unit.is_trace else ragged(unit.fields, own_rows)
-            count, kind = stacked_count(unit, None if own_rows is None else len(own_rows))
+            parts = None if unit.is_trace or axes else ragged(unit.fields, own_rows)
+            if axes is not None:
+                count, kind = count_by_axes(unit, axes)
+            else:
+                count, kind = stacked_count(unit, None if own_rows is None else len(own_rows))
             if parts is not None:
                 count, kind = len(parts.bounds), "trace"
             is_mapped = any(field in ("hidden_states", "last_token") for field, _ in renamed)
-            if is_alone and count is None and not is_mapped and own_rows is None:
+            if is_alone and count is None and axes is None and not is_mapped and own_rows is None:
                 check_one_trace(unit)
             if own_rows is not None and len(own_rows) != (count or 1) and not _are_joined(unit, own_rows):
                 raise InvalidInputError(f"{own_rows.path.name} has {len(own_rows)} rows for {count or 1} traces")
@@ -96,6 +108,8 @@ def traces_of(
                 _set_texts_of_tokens(values)
                 if "hidden_states" not in values and "last_token" not in values:
                     pass  # refused with advice
+                elif axes is not None:
+                    set_by_axes(values, kind)
                 elif kind in ("last_token", "sequences") or _is_last_token(values, unit):
                     _set_last_token(values)
                 else:

@@ -239,8 +239,7 @@ def tables_of_pickles(folder: Path, sources: list[FoundSource]) -> list[FoundSou
     names = [p.name for p in folder.iterdir() if _is_table(p)]
     stems = {source.path.stem for source in sources}
     chosen = [n for n in names if Path(n).stem in _TABLE_STEMS or _owner(Path(n).stem) in stems]
-    rows = rows_by_file(folder) if names else {}
-    found = [source._replace(table=rows.get(source.path.name)) for source in sources]
+    found = [source._replace(table=_rows_of_file(folder, sorted(names), source.path)) for source in sources]
     rest = [source for source in found if source.table is None]
     added = {source.path: source for source in _with_tables(folder, chosen, rest)} if chosen else {}
     return [added.get(source.path, source) for source in found]
@@ -265,25 +264,25 @@ def advice_of(folder: Path) -> str | None:
 def _table_above(
     top: Path, source: FoundSource, listings: dict[Path, list[str]], order: tuple[int, int] | None
 ) -> TableReference | None:
-    """Return the rows that name a source by its path or id, of the only table in a folder above that of the source.
+    """Return the rows that name a source by its path or id, of a table in a folder above that of the source.
 
-    Of a table without such names, the source that is one of `order` = (number, count) has the row of its number.
+    The row of an id is that of the only table of a folder. Of a table without such names, the source that is one of
+    `order` = (number, count) has the row of its number.
     """
     folder = source.parts[0].parent if source.parts else source.path.parent
     while folder != top and top in folder.parents:
         folder = folder.parent
         if folder not in listings:
-            listings[folder] = [p.name for p in folder.iterdir() if _is_table(p)]
+            listings[folder] = sorted(p.name for p in folder.iterdir() if _is_table(p))
         names = listings[folder]
+        if (found := _rows_of_file(folder, names, source.path)) is not None:
+            return found
         if len(names) != 1:
             continue
         try:
             table = load_table(folder / names[0])
         except InvalidInputError:
-            continue  # a file of JSON that describes something else
-        path = source.path.relative_to(folder).as_posix()
-        if rows := table.by_file.get(path) or table.by_file.get(source.path.name):
-            return TableReference(table.path, tuple(rows))
+            continue
         row = table.by_id.get(source.path.name if source.parts else source.path.stem)
         if row is not None:
             return TableReference(table.path, (row,))
@@ -292,17 +291,17 @@ def _table_above(
     return None
 
 
-def rows_by_file(folder: Path) -> dict[str, TableReference]:
-    """Return the rows of the tables of a folder that name a file, by the name of the file."""
-    found: dict[str, TableReference] = {}
-    for path in sorted(p for p in folder.iterdir() if p.name.endswith(tables.SUFFIXES) and p.is_file()):
-        if path.name not in _NO_TABLES and "scores" not in path.name:
-            try:
-                rows = load_table(path).by_file
-            except InvalidInputError:
-                continue  # describes something else
-            found = {name: TableReference(path, tuple(chosen)) for name, chosen in rows.items()} | found
-    return found
+def _rows_of_file(folder: Path, names: list[str], path: Path) -> TableReference | None:
+    """Return the rows of the first table in a folder that names a file by its path or name; None without one."""
+    relative = path.relative_to(folder).as_posix()
+    for name in names:
+        try:
+            table = load_table(folder / name)
+        except InvalidInputError:
+            continue  # a file of JSON that describes something else
+        if rows := table.by_file.get(relative) or table.by_file.get(path.name):
+            return TableReference(table.path, tuple(rows))
+    return None
 
 
 def _data_files(folder: Path) -> tuple[Path, ...]:

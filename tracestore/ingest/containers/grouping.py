@@ -5,6 +5,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.containers.columns import Column, Unit, plain
 from tracestore.ingest.containers.keys import (
@@ -135,6 +137,59 @@ def _fields_of_steps(group: dict[str, tuple[Key | None, Any]]) -> dict[str, Any]
         else:
             steps[step][rest or name] = (None if key is None else key._replace(step=None), value)
     return _fields(others) | joined_steps({step: _fields(steps[step]) for step in sorted(steps)})
+
+
+class _SecondAxis(Column):
+    """An array whose second axis counts traces."""
+
+    def __init__(self, column: Column) -> None:
+        self._column, self.dtype = column, column.dtype
+        self.shape = (column.shape[1], column.shape[0], *column.shape[2:])
+
+    def row(self, k: int) -> np.ndarray:
+        """Return the values of trace `k`."""
+        return self._column.part(1, k, k + 1)[:, 0]
+
+
+def count_by_axes(unit: Unit, axes: str) -> tuple[int | None, str]:
+    """Return the number of stacked traces, None for one trace, and the axes of the states of each, as `--axes` names them.
+
+    Layers that have names are no axis.
+
+    Raises
+    ------
+    InvalidInputError
+        If the states have another number of axes.
+    """
+    name = next((field for field in ("hidden_states", "last_token") if field in unit.fields), None)
+    if name is None:
+        return None, axes
+    value = unit.fields.pop(name)
+    columns = value if isinstance(value, dict) else {0: value}
+    letters = axes.replace("L", "") if isinstance(value, dict) else axes
+    first = next(iter(columns.values()))
+    shape = first.shape if isinstance(first, Column) else np.shape(first)
+    if len(shape) == len(letters) - 1:
+        letters = letters.replace("N", "")
+    if len(shape) != len(letters):
+        raise InvalidInputError(f"found shape {shape}, which --axes {axes} does not name", field=name)
+    axis = letters.find("N")
+    if axis == 1:
+        columns = {number: _SecondAxis(column) for number, column in columns.items()}
+    unit.fields["hidden_states"] = columns if isinstance(value, dict) else columns[0]
+    return (None if axis < 0 else shape[axis]), letters.replace("N", "")
+
+
+def set_by_axes(values: dict[str, Any], letters: str) -> None:
+    """Bring the states of a trace with these axes into the form of the pickle schema."""
+    hidden = values.pop("hidden_states")
+    if isinstance(hidden, dict):
+        values["hidden_states" if "S" in letters else "last_token"] = hidden
+    elif "S" not in letters:
+        values["last_token"] = hidden if "L" in letters else hidden[None]
+    else:
+        hidden = hidden.transpose(1, 0, 2) if letters == "SLD" else hidden
+        values["hidden_states"] = list(hidden) if "L" in letters else [hidden]
 
 
 def stacked_count(unit: Unit, num_rows: int | None) -> tuple[int | None, str]:

@@ -71,6 +71,7 @@ def read_container(
     *,
     scratch: Scratch,
     renamed: tuple[tuple[str, str], ...] = (),
+    axes: str | None = None,
     parts: tuple[Path, ...] = (),
     table: TableReference | None = None,
 ) -> Iterator[tuple[dict[str, Any] | InvalidInputError, bool]]:
@@ -88,6 +89,8 @@ def read_container(
         Memory for large arrays.
     renamed : tuple of (str, str)
         Pairs of a field and its name in the container; see `KeyOptions`.
+    axes : str, optional
+        Axes of the hidden states; see `KeyOptions`.
     parts : tuple of Path
         Files of a source that consists of several.
     table : TableReference, optional
@@ -102,7 +105,7 @@ def read_container(
     source = Input(path, name, parts, scratch)
     try:
         is_alone = not parts and not any(p.suffix == path.suffix and p != path for p in path.parent.iterdir())
-        yield from traces_of(reader(source), name, rows, renamed, scratch, is_alone=is_alone)
+        yield from traces_of(reader(source), name, rows, renamed, scratch, is_alone=is_alone, axes=axes)
     except _ERRORS as error:
         raise InvalidInputError(_reason(error)) from None
     except OSError as error:
