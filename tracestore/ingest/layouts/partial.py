@@ -25,6 +25,7 @@ _TOKENS = (
     "step_index",
 )
 _TOKENS += ("generation_step", "decoding_step", "token_number", "t")
+_NUMBERED = frozenset((*_LAYERS, *_TOKENS))
 _TOKEN_IDS = ("token_id", "input_id", "token_ids", "generated_token_id", "next_token_id")
 # Keys of the lists of tokens or steps in a trace.
 _LISTS = frozenset(("steps", "tokens", "generation_steps", "token_states", "states", "generated_tokens", "positions"))
@@ -155,8 +156,11 @@ def joined_columns(columns: Sequence[Sequence[Any]], values: Sequence[Any]) -> l
 
 def is_part(record: Mapping[Any, Any]) -> bool:
     """Return whether a record has an id and the number of a layer, token or step, so that it may be a part of a trace."""
-    names = {normalized(key) for key in record if isinstance(key, str)}
-    return not names.isdisjoint((*_LAYERS, *_TOKENS)) and _numbers(record) != (None, None) and _id(record) is not None
+    return (
+        any(isinstance(key, str) and normalized(key) in _NUMBERED for key in record)
+        and _numbers(record) != (None, None)
+        and _id(record) is not None
+    )
 
 
 def _numbers(record: Mapping[Any, Any]) -> tuple[int | None, int | None]:

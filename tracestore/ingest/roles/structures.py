@@ -106,7 +106,7 @@ class Structures:
     # Dicts
 
     def _of_dict(self, fields: dict[Any, Any], depth: int, is_item: bool) -> Found | None:
-        if not self._options.renamed:
+        if not self._options.renamed and not _is_common(fields):
             if (traces := by_names(fields)) is not None:
                 return self._of_records(traces, depth)
             if (traces := split_ragged(fields)) is not None:
@@ -301,6 +301,11 @@ class Structures:
         raise InvalidInputError(
             f"found shape {shape_text(shape)}, expected the axes {axes} of --axes", field="hidden_states"
         )
+
+
+def _is_common(fields: Mapping[Any, Any]) -> bool:
+    """Return whether a dict is certainly a whole trace: its own id, and hidden states as a list of layers."""
+    return isinstance(fields.get("question_id"), str) and isinstance(fields.get("hidden_states"), list)
 
 
 def _parsed(key: Any) -> Any:
