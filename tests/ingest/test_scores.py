@@ -104,7 +104,7 @@ def test_a_store_holds_several_named_scores(tmp_path, source):
     judged = write_csv(tmp_path / "j.csv", ["question_id", "p_hallucination"], [["q0", 0.75], ["q2", 0.25]])
     flags = ["--scores", judged, "--name", "judge", "--source", "a judge", "--version", "2"]
     done = command("score", tmp_path / "s.zarr", *flags, check=0)
-    assert "2 of 4 have the score judge" in done.stdout and "the default score is bleurt_score" in done.stdout
+    assert "2 of 4 with the score judge" in done.stdout and "the default score is bleurt_score" in done.stdout
     command("merge", tmp_path / "s.zarr", tmp_path / "merged.zarr", check=0)
     for path in (tmp_path / "s.zarr", tmp_path / "merged.zarr"):
         with tracestore.open(path) as store:

@@ -370,9 +370,7 @@ def fit_attributes(attributes: schema.Attributes, trace: PackedTrace) -> schema.
     for name in ("num_layers", "hidden_dim", "num_heads", "hidden_dtype", "attention_dtype"):
         found, stored = getattr(trace, name), getattr(attributes, name)
         if found is not None and stored is not None and found != stored:
-            advice = (
-                "; if the first axis of hidden states counts tokens, choose --axes SLD" if name == "num_layers" else ""
-            )
+            advice = "; if their first axis counts tokens, choose --axes SLD" if name == "num_layers" else ""
             raise field_error(name, str(found), f"{stored} as in the rest of the store{advice}")
         values[name] = found if stored is None else stored
     for ids in (p.layer_ids for p in attributes.provenance):
