@@ -27,6 +27,7 @@ def rows(**names):
 FORMATS = {
     "my_scores.csv": "question_id,score\nq0,0.25\nq1,0.75\n\nq2,0.5\n",
     "semicolons.csv": "id;score\nq0;0.25\nq1;0.75\nq2;0.5\n",
+    "requests.csv": "request_id,score\nq0,0.25\nq1,0.75\nq2,0.5\n",
     "a.tsv": "Question ID\tSCORE\nq0\t0.25\nq1\t0.75\nq2\t0.5\n",
     "a.jsonl": "\n".join(json.dumps(row) for row in rows(score=SCORES)),
     "list.json": json.dumps(rows(score=SCORES)),

@@ -338,7 +338,7 @@ class TraceStore(TraceCollection):
         bare = self.internals.index.read_column("layout")[indices] == schema.LAYOUT_NONE
         if view == "graph" and bare.any():
             raise MissingFieldError(
-                f"{self.path}: no graphs: {int(bare.sum())} of {len(indices)} traces have no attention; convert without --attention none"
+                f"{self.path}: no graphs: {int(bare.sum())} of {len(indices)} traces have no attention; convert files with attention, without --attention none"
             )
 
     def info(self) -> dict[str, Any]:
