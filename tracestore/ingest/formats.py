@@ -251,7 +251,7 @@ class _Context:
     def container(self, reader: Reader, path: Path, scratch: Scratch, **source: Any) -> Iterator[TraceRecord]:
         """Yield the records of a container."""
         keys = self.options.keys
-        given = {"scratch": scratch, "renamed": keys.renamed, "axes": keys.axes}
+        given: dict[str, Any] = {"scratch": scratch, "renamed": keys.renamed, "axes": keys.axes}
         for item, is_borrowed in read_container(reader, path, self.name, **given, **source):
             if isinstance(item, InvalidInputError):
                 self.refuse(with_advice(item, None))

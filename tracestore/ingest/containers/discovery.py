@@ -175,7 +175,7 @@ def _orders(found: list[FoundSource]) -> dict[Path, tuple[int, int]]:
         counts[source.path.parent] += 1
         if match := re.fullmatch(r"(?:.*\D)?(\d{1,9})", name):
             numbers[source.path.parent][int(match[1])] = source.path
-    orders = {}
+    orders: dict[Path, tuple[int, int]] = {}
     for folder, paths in numbers.items():
         first = min(paths)
         if len(paths) == counts[folder] and first in (0, 1) and max(paths) - first + 1 == len(paths):
@@ -201,9 +201,9 @@ def _joined(top: Path, found: list[FoundSource]) -> list[FoundSource]:
     for path, parts in groups.items():
         if all(part.parent == path.parent for part in parts):
             by_folder[path.parent].append(path)
-    for folder, paths in by_folder.items():
-        if are_rows([path.name for path in paths]):
-            groups[folder] = [part for path in paths for part in groups.pop(path)]
+    for folder, members in by_folder.items():
+        if are_rows([path.name for path in members]):
+            groups[folder] = [part for path in members for part in groups.pop(path)]
     taken = {part for parts in groups.values() for part in parts}
     sources: dict[Path, list[FoundSource]] = defaultdict(list)
     for path, parts in groups.items():

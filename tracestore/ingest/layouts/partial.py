@@ -14,17 +14,9 @@ from tracestore.ingest.roles.layout import layer_number, layout, opened
 
 _LAYERS = ("layer", "layer_idx", "layer_index", "layer_id", "layer_number", "layer_name", "module")
 _TOKENS = (
-    "position",
-    "pos",
-    "token_position",
-    "token_pos",
-    "token_index",
-    "token_idx",
-    "step",
-    "step_idx",
-    "step_index",
-)
-_TOKENS += ("generation_step", "decoding_step", "token_number", "t")
+    "position", "pos", "token_position", "token_pos", "token_index", "token_idx", "token_number", "t",
+    "step", "step_idx", "step_index", "generation_step", "decoding_step",
+)  # fmt: skip
 _NUMBERED = frozenset((*_LAYERS, *_TOKENS))
 _TOKEN_IDS = ("token_id", "input_id", "token_ids", "generated_token_id", "next_token_id")
 # Keys of the lists of tokens or steps in a trace.
@@ -53,7 +45,8 @@ def by_names(fields: Mapping[Any, Any]) -> list[dict[str, Any]] | None:
     for path, value in leaves:
         if not all(isinstance(key, str) or type(key) is int for key in path):
             return None
-        is_numbered = any(isinstance(key, str) and not key.isdecimal() and parse_path(key).trace for key in path)
+        names = (str(key) for key in path if isinstance(key, str))
+        is_numbered = any(not name.isdecimal() and parse_path(name).trace for name in names)
         place = parse_path(*(f"layer_{key}" if is_numbered and str(key).isdecimal() else str(key) for key in path))
         if place.trace and place.has_role:
             parts.append(Part(place.trace, place._replace(trace=""), value))
@@ -64,7 +57,7 @@ def by_names(fields: Mapping[Any, Any]) -> list[dict[str, Any]] | None:
     traces = {part.trace for part in parts if part.place.is_states}
     if not traces or not {part.trace for part in parts} <= traces:
         return None
-    if all(trace.isdecimal() for trace in traces) and not all(part.place.layer is not None for part in parts):
+    if all(str(trace).isdecimal() for trace in traces) and not all(part.place.layer is not None for part in parts):
         # Numbers below hidden states are those of layers, unless texts have them, too.
         texts = {part.trace for part in parts if isinstance(part.value, str) and not part.place.is_states}
         if texts != traces:
@@ -277,5 +270,5 @@ def _states_key(record: Mapping[Any, Any]) -> str | None:
         if isinstance(k, str) and (s := layout(v)) is not None and s.kind == "f" and s.shape
     ]
     named = [k for k in arrays if (p := parse_path(normalized(k))).is_states and p.layer is None]
-    named = named or [k for k in arrays if (p := parse_key(normalized(k))) is None]
+    named = named or [k for k in arrays if parse_key(normalized(k)) is None]
     return named[0] if len(named) == 1 else None

@@ -128,7 +128,7 @@ def _joined(one: Place, other: Place) -> Place | None:
     pairs = list(zip(one[1:], other[1:], strict=True))
     if any(a not in ("", None) and b not in ("", None) and a != b for a, b in pairs):
         return None
-    values = [a if a not in ("", None) else b for a, b in pairs]
+    values: list[Any] = [a if a not in ("", None) else b for a, b in pairs]
     return Place("/".join(filter(None, (one.trace, other.trace))), *values)
 
 

@@ -33,7 +33,8 @@ class PandasObject(PickledValue):
 
     def __init__(self, full_name: str, args: tuple[Any, ...]) -> None:
         self.full_name, self.name = full_name, full_name.rpartition(".")[2]
-        self.args, self.state = args, None
+        self.args = args
+        self.state: Any = None
 
     def build(self, state: Any) -> None:
         """Set the state."""
@@ -150,7 +151,7 @@ def _index_columns(index: Any, count: int, names: set[str]) -> dict[str, Sequenc
     if class_name == "RangeIndex":
         return {}
     if class_name == "MultiIndex":
-        columns = {}
+        columns: dict[str, Sequence[Any]] = {}
         for level, codes, name in zip(fields["levels"], fields["codes"], fields["names"], strict=True):
             values, numbers = _values(level), codes.resolve()
             columns[str(name)] = [values[int(k)] if k >= 0 else None for k in numbers]
@@ -171,7 +172,8 @@ def _values(value: Any) -> Sequence[Any]:
         array: Sequence[Any] = value.resolve()
         return array
     if isinstance(value, list | np.ndarray):
-        return value
+        items: Sequence[Any] = value  # type: ignore[assignment]
+        return items
     if not isinstance(value, PandasObject):
         raise ValueError
     if value.name == "_new_Index":
@@ -246,7 +248,7 @@ def _bytes(args: tuple[Any, ...]) -> bytes:
     return args[0]
 
 
-_OFFSETS = {"string": np.dtype("<i4"), "large_string": np.dtype("<i8")}
+_OFFSETS: dict[str, np.dtype[Any]] = {"string": np.dtype("<i4"), "large_string": np.dtype("<i8")}
 GLOBALS: dict[tuple[str, str], SafeGlobal] = {
     ("pyarrow.lib", "_restore_array"): SafeFunction("pyarrow.lib._restore_array", _restore_array),
     ("pyarrow.lib", "chunked_array"): SafeFunction("pyarrow.lib.chunked_array", _chunked_array),

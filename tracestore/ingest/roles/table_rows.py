@@ -40,7 +40,7 @@ def with_rows(traces: Sequence[dict[Any, Any]], rows: TableRows, *, is_whole: bo
     by_id = rows.by_id
     ids = [_id_of(trace) for trace in traces]
     if by_id and any(key in by_id for key in ids):
-        found = [by_id.get(key) for key in ids]
+        found = [None if key is None else by_id.get(key) for key in ids]
         return [t if row is None else row | t for t, row in zip(traces, found, strict=True)]
     if len(rows) == len(traces) and is_whole and not rows.is_by_id and (len(traces) == 1 or not any(ids)):
         return [row | trace for row, trace in zip(rows, traces, strict=True)]

@@ -52,7 +52,7 @@ def large_array_bytes(store: TraceStore, indices: np.ndarray) -> np.ndarray:
     """
     tokens, pairs = store.token_and_pair_counts(indices)
     itemsize = schema.storage_dtype(store.hidden_dtype).itemsize
-    found = np.maximum(tokens, 1) * (store.num_layers * store.hidden_dim * itemsize)
+    found: np.ndarray = np.maximum(tokens, 1) * (store.num_layers * store.hidden_dim * itemsize)
     if store.attention_layout != "edges":
         found += pairs * (store.num_stored_heads * schema.storage_dtype(store.attention_dtype).itemsize)
     return found
