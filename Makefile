@@ -251,8 +251,10 @@ torture: install
 torture-training: install
 	TRACESTORE_OOM=all OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rA -o timeout=0 tests/oom/test_oom_injection.py tests/oom/test_oom_ranks.py
 
-# Build the site in build/site. Warnings are errors.
+# Build the site in build/site. Warnings are errors. If `make demo` has been run and Chromium is installed, the
+# pictures of the gallery are made again; otherwise the committed ones are used.
 docs: install
+	$(if $(wildcard $(DEMO)/results/report.html),$(BIN)/python docs/make_pictures.py $(DEMO)/store.zarr $(DEMO)/results)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 # Run every benchmark once in this environment. With git, results are stored under the hash of HEAD in

@@ -1,64 +1,97 @@
-"""Make the pictures of docs/looking.md from a store and the results of training.
+"""Make the pictures of docs/gallery.md, light and dark, from a store and the results of training.
 
     python docs/make_pictures.py STORE RESULTS_DIR
 
-Needs Chromium.
+Needs Chromium; without it the pictures are left unchanged. The script compares the detectors on the same store.
 """
 
 import argparse
+import io
 import json
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from typing import Literal
 
-from playwright.sync_api import sync_playwright
+from PIL import Image
+from playwright.sync_api import Browser, Page, sync_playwright
 
 PICTURES = Path(__file__).parent / "pictures"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
 def main() -> None:
-    """Save a picture of a trace and of each page of the server."""
+    """Make the pages of a store and save pictures of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("store", metavar="STORE")
-    parser.add_argument("results", metavar="RESULTS_DIR")
+    parser.add_argument("store", metavar="STORE", type=Path)
+    parser.add_argument("results", metavar="RESULTS_DIR", type=Path)
     args = parser.parse_args()
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if browser is None:
-        parser.error(f"none of {', '.join(BROWSERS)} is installed")
+    executable = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if executable is None:
+        print(f"none of {', '.join(BROWSERS)} is installed: the pictures are left unchanged")
+        return
     tracestore = [sys.executable, "-m", "tracestore"]
-    subprocess.run([*tracestore, "view", args.store, "0", "--save", PICTURES / "view.png"], check=True)
-    command = [*tracestore, "serve", args.store, "--results", args.results, "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        text = ""
-        while not text.endswith("}\n"):
-            text += server.stdout.readline()
-        try:
-            photograph(json.loads(text)["url"], browser)
-        finally:
-            server.send_signal(signal.SIGINT)
+    with tempfile.TemporaryDirectory() as name, sync_playwright() as playwright:
+        folder = Path(name)
+        # The pages name the store as the command does.
+        (folder / "store.zarr").symlink_to(args.store.resolve())
+        subprocess.run([*tracestore, "view", args.store, "0", "--save", folder / "view.png"], check=True)
+        save("view", (folder / "view.png").read_bytes())
+        subprocess.run([*tracestore, "report", "store.zarr", "--output", "store.html"], cwd=folder, check=True)
+        subprocess.run([*tracestore, "benchmark", "store.zarr"], cwd=folder, check=True)
+        browser = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
+        files = {
+            "report": args.results / "report.html",
+            "store": folder / "store.html",
+            "benchmark": folder / "benchmark" / "report.html",
+        }
+        photograph(browser, {picture: file.resolve().as_uri() for picture, file in files.items()})
+        command = [*tracestore, "serve", args.store, "--results", args.results, "--json"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+            assert server.stdout is not None
+            text = ""
+            while not text.endswith("}\n"):
+                text += server.stdout.readline()
+            try:
+                url = json.loads(text)["url"]
+                path = url.partition("?")[0]
+                pages = {"trace": "trace/0", "projection": "projection", "predictions": "results"}
+                photograph(browser, {"serve": url} | {f"serve-{key}": path + page for key, page in pages.items()})
+            finally:
+                server.send_signal(signal.SIGINT)
+        browser.close()
 
 
-def photograph(url: str, browser: str) -> None:
-    """Save screenshots of the pages at an address."""
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])
-        page = chromium.new_page(viewport={"width": 1110, "height": 1330})
-        page.goto(url)
+def photograph(browser: Browser, urls: dict[str, str]) -> None:
+    """Save a light and a dark picture of the upper part of each page."""
+    for suffix in ("", "-dark"):
+        scheme: Literal["light", "dark"] = "dark" if suffix else "light"
+        page = browser.new_page(viewport={"width": 1110, "height": 1330}, color_scheme=scheme)
+        for name, url in urls.items():
+            page.goto(url)
+            prepare(page, name)
+            page.wait_for_timeout(1_500)
+            save(name + suffix, page.screenshot())
+        page.context.close()
+
+
+def prepare(page: Page, name: str) -> None:
+    """Bring the page of a picture into the state that is shown."""
+    if name == "serve":
         page.get_by_label("Order by").select_option("score")
-        page.wait_for_timeout(1_000)
-        page.screenshot(path=PICTURES / "serve.png")
-        for name, path in (("trace", "trace/0"), ("projection", "projection"), ("predictions", "results")):
-            page.goto(f"{url.partition('?')[0]}{path}")
-            page.locator("[data-state=drawn]").first.wait_for()
-            if name == "trace":
-                page.locator("#view").evaluate("(part) => part.scrollIntoView()")
-            page.wait_for_timeout(1_000)
-            page.screenshot(path=PICTURES / f"serve-{name}.png")
-        chromium.close()
+    elif name.startswith("serve-"):
+        page.locator("[data-state=drawn]").first.wait_for()
+    if name == "serve-trace":
+        page.locator("#view").evaluate("(part) => part.scrollIntoView()")
+
+
+def save(name: str, picture: bytes) -> None:
+    """Save a picture of at most 256 colors."""
+    image = Image.open(io.BytesIO(picture)).convert("RGB")
+    image.quantize(256, dither=Image.Dither.NONE).save(PICTURES / f"{name}.png", optimize=True)
 
 
 if __name__ == "__main__":
