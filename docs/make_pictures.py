@@ -49,8 +49,9 @@ def main() -> None:
             "benchmark": folder / "benchmark" / "report.html",
         }
         photograph(browser, {picture: file.resolve().as_uri() for picture, file in files.items()})
-        command = [*tracestore, "serve", args.store, "--results", args.results, "--json"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        (folder / "results").symlink_to(args.results.resolve())
+        command = [*tracestore, "serve", "store.zarr", "--results", "results", "--json"]
+        with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as server:
             assert server.stdout is not None
             text = ""
             while not text.endswith("}\n"):
