@@ -65,5 +65,5 @@ def load(part="all"):
         importlib.import_module(f"tests.ingest.corpus.kinds.{name}")
     importlib.import_module("tests.ingest.corpus.outside")
     importlib.import_module("tests.ingest.corpus.unseen")
-    importlib.import_module("tests.ingest.corpus.unseen_new")
+    importlib.import_module("tests.ingest.corpus.unseen_second")
     return MAIN | UNSEEN | OUTSIDE if part == "all" else PARTS[part]
