@@ -98,11 +98,11 @@ def _fields(store: Path) -> tuple[int, str]:
 
 def _serve(store: Path) -> tuple[int, str]:
     import tracestore
-    from tracestore.serve.search import TraceSearch
+    from tracestore.serve.search import Query, TraceSearch
 
     def use() -> None:
         with tracestore.open(store) as opened:
-            TraceSearch(opened).find("why")
+            TraceSearch(opened).find(Query(words="why"))
 
     return _library(use)
 
