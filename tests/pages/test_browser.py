@@ -92,4 +92,6 @@ def test_tooltips_show_malicious_texts_as_text(chromium, example):
         for share in (0.3, 0.5, 0.8):
             visit.page.mouse.move(box["x"] + share * box["width"], box["y"] + 0.7 * box["height"])
             visit.page.wait_for_timeout(200)
-        visit.page.locator(".bk-tooltip-content").first.wait_for()
+        tooltip = visit.page.locator(".bk-tooltip-content").first
+        tooltip.wait_for()
+        assert any(text[:20] in tooltip.inner_text() for text in MALICIOUS)
