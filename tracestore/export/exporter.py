@@ -21,7 +21,7 @@ from tracestore.store.format import schema
 from tracestore.store.format.labels import SCORE_COLUMNS
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.io.fsio import atomic_write, check_output_dir, map_os_errors, require_free_bytes, write_rows
-from tracestore.store.maintain.selection import large_array_bytes
+from tracestore.store.maintain.selection import check_token_counts, large_array_bytes
 from tracestore.store.read.store import TraceStore
 from tracestore.store.read.trace import Trace
 
@@ -155,6 +155,7 @@ def _require_space(store: TraceStore, out: Path, format: ExportFormat) -> None:
     if format == "pt-lstm":
         needed = num_traces * store.num_layers * store.hidden_dim * itemsize
     elif format == "pt-gnn":
+        check_token_counts(store, store.indices)
         needed = int(store.num_tokens.sum()) * store.num_layers * store.hidden_dim * itemsize
     else:
         needed = int(large_array_bytes(store, np.arange(num_traces)).sum())

@@ -95,6 +95,8 @@ def _segment_texts(segment: SegmentReader, rows: np.ndarray) -> tuple[bytes, int
 
     The first text of all rows comes first, then the second text of all rows.
     """
+    if len(rows) and rows.max() >= segment.num_rows:
+        raise CorruptStoreError(f"{segment.rows_path}: row {rows.max()} of {segment.num_rows}")
     present = segment.values("fields")[rows]
     fields = [("question_id", np.ones(len(rows), bool))]
     fields.append(("question", (present & schema.FIELD_BITS["question"]) != 0))

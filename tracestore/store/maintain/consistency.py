@@ -224,9 +224,24 @@ def _check_edges(segment: SegmentReader, attributes: schema.Attributes, rows: di
             _require(is_inside, f"{segment.name}/edge_index", f"row {row}", "an edge leaves its graph")
 
 
-def _check_locations(index: StoreIndex, segment: SegmentReader, traces: np.ndarray, row_column: str) -> None:
-    """Require that the index agrees with a segment about the traces in it."""
-    found, where = index.read_column(row_column)[traces], index.name
+def check_rows(index: StoreIndex, segment: SegmentReader, traces: np.ndarray, row_column: str) -> np.ndarray:
+    """Require that the index agrees with the numbers of a segment about the traces in it, and return their rows.
+
+    Parameters
+    ----------
+    index : StoreIndex
+    segment : SegmentReader
+    traces : ndarray of int64, (n,)
+        Indices of traces whose `row_column` refers to the segment.
+    row_column : {"graph_row", "sequence_row"}
+
+    Raises
+    ------
+    CorruptStoreError
+        If they differ.
+    """
+    found: np.ndarray = index.read_column(row_column)[traces]
+    where = index.name
     _require(bool((found < segment.num_rows).all()), where, row_column, f"beyond the rows of {segment.name}")
     repeated = {"sample": "sample"}
     if row_column == "graph_row":
@@ -237,6 +252,12 @@ def _check_locations(index: StoreIndex, segment: SegmentReader, traces: np.ndarr
     for name, stored in repeated.items():
         agrees = index.read_column(name)[traces] == segment.values(stored)[found]
         _require(bool(agrees.all()), where, name, f"differs from {segment.name}")
+    return found
+
+
+def _check_locations(index: StoreIndex, segment: SegmentReader, traces: np.ndarray, row_column: str) -> None:
+    """Require that the index agrees with a segment about the traces in it and their ids."""
+    found = check_rows(index, segment, traces, row_column)
     for question_id, row in zip(index.question_ids(traces), found.tolist(), strict=True):
         agrees = segment.string("question_id", row) == question_id
-        _require(agrees, where, "id", f"differs from {segment.name}")
+        _require(agrees, index.name, "id", f"differs from {segment.name}")

@@ -7,6 +7,7 @@ import numpy as np
 
 from tracestore.errors import UsageError
 from tracestore.store.format import schema
+from tracestore.store.maintain.consistency import check_rows
 from tracestore.store.read.batch_sources import GRAPH_SEGMENT, SEQUENCE_SEGMENT
 from tracestore.store.read.store import TraceStore
 
@@ -48,14 +49,24 @@ def indices_of_segments(store: TraceStore, segments: Collection[int]) -> np.ndar
 def large_array_bytes(store: TraceStore, indices: np.ndarray) -> np.ndarray:
     """Return the bytes (n,) int64 of hidden states, or last tokens, and attention of some traces, without compression.
 
-    Edges are not counted. A store that holds copies of the traces is at least as large as the sum.
+    Edges are not counted. A store that holds copies of the traces is at least as large as the sum. CorruptStoreError if
+    the index and the segments disagree about the number of tokens.
     """
+    check_token_counts(store, indices)
     tokens, pairs = store.token_and_pair_counts(indices)
     itemsize = schema.storage_dtype(store.hidden_dtype).itemsize
     found: np.ndarray = np.maximum(tokens, 1) * (store.num_layers * store.hidden_dim * itemsize)
     if store.attention_layout != "edges":
         found += pairs * (store.num_stored_heads * schema.storage_dtype(store.attention_dtype).itemsize)
     return found
+
+
+def check_token_counts(store: TraceStore, indices: np.ndarray) -> None:
+    """Raise CorruptStoreError if the index and the segments disagree about the number of tokens of some traces."""
+    index = store.internals.index
+    segments = index.locations(indices)[:, GRAPH_SEGMENT]
+    for number in np.unique(segments[segments >= 0]).tolist():
+        check_rows(index, store.internals.segment(number), indices[segments == number], "graph_row")
 
 
 def by_source(store: TraceStore, wanted: np.ndarray) -> Iterator[tuple[int, np.ndarray, bool]]:

@@ -1,0 +1,43 @@
+"""Values of an index that differ from the segments, with correct checksums."""
+
+import pytest
+
+import tracestore
+from tests.helpers import make_traces, write_store
+from tests.malicious_inputs.stores import Store
+from tracestore.errors import CorruptStoreError
+from tracestore.export.exporter import export_store
+from tracestore.store.maintain.merge import merge_stores
+
+
+def _store_with(folder, name, value):
+    """Write a store whose index has a wrong value for its first trace."""
+    path = write_store(folder / "store.zarr", make_traces(4))
+    store = Store(path)
+    arrays = store.part(0)
+    arrays[name][0] = value
+    store.set_part(0, arrays)
+    store.seal()
+    return path
+
+
+@pytest.mark.parametrize("format", ["pkl", "pt-gnn", "safetensors"])
+def test_token_counts_are_checked_before_the_free_space(tmp_path, format):
+    path = _store_with(tmp_path, "num_tokens", 1 << 19)
+    with tracestore.open(path) as store, pytest.raises(CorruptStoreError, match="num_tokens: differs from"):
+        export_store(store, tmp_path / "out", format=format)
+
+
+def test_token_counts_are_checked_before_a_merge(tmp_path):
+    path = _store_with(tmp_path, "num_tokens", 1 << 19)
+    with pytest.raises(CorruptStoreError, match="num_tokens: differs from"):
+        merge_stores([path], tmp_path / "merged.zarr")
+
+
+def test_rows_beyond_a_segment_are_found_by_a_search_of_texts(tmp_path):
+    pytest.importorskip("tornado")
+    from tracestore.serve.texts import FoldedTexts
+
+    path = _store_with(tmp_path, "graph_row", 255)
+    with tracestore.open(path) as store, pytest.raises(CorruptStoreError, match="row 255 of 4"):
+        FoldedTexts(store)
