@@ -159,6 +159,8 @@ class ZipGroup:
 
     def strings(self, name: str, begin: int, end: int) -> list[str]:
         """Return the strings `begin` to `end` of a ragged array; raise ValueError if they are invalid."""
+        if begin > end:
+            raise ValueError(f"{name}_offsets: items {begin} to {end}")
         offsets = self.read(f"{name}_offsets", begin, end + 1)
         first, last = int(offsets[0]), int(offsets[-1])
         if not 0 <= first <= last <= self.num_items(name):

@@ -1,4 +1,4 @@
-"""Values of an index that differ from the segments, with correct checksums."""
+"""Wrong values of small arrays, with correct checksums."""
 
 import pytest
 
@@ -7,6 +7,7 @@ from tests.helpers import make_traces, write_store
 from tests.malicious_inputs.stores import Store
 from tracestore.errors import CorruptStoreError
 from tracestore.export.exporter import export_store
+from tracestore.store.format import schema
 from tracestore.store.maintain.merge import merge_stores
 
 
@@ -41,3 +42,16 @@ def test_rows_beyond_a_segment_are_found_by_a_search_of_texts(tmp_path):
     path = _store_with(tmp_path, "graph_row", 255)
     with tracestore.open(path) as store, pytest.raises(CorruptStoreError, match="row 255 of 4"):
         FoldedTexts(store)
+
+
+def test_texts_of_tokens_that_end_before_they_begin(tmp_path):
+    path = write_store(tmp_path / "store.zarr", make_traces(4))
+    store = Store(path)
+    (segment,) = store.segments()
+    arrays = store.arrays(f"{segment}/rows.zip", schema.ROW_DTYPES)
+    arrays["tokens_decoded_ptr"][1] = arrays["tokens_decoded_ptr"][2] + 1
+    store.set_rows(segment, arrays)
+    store.reseal()
+    store.seal()
+    with tracestore.open(path) as opened, pytest.raises(CorruptStoreError, match="tokens_decoded_offsets: items"):
+        list(opened[1].tokens_decoded)
