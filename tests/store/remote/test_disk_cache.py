@@ -1,5 +1,6 @@
 """The disk cache of remote files: its size, concurrent processes, kills and full disks."""
 
+import contextlib
 import os
 import random
 import shutil
@@ -35,15 +36,15 @@ def test_the_cache_stays_within_its_limit(local_store, remote_store, tmp_path, s
 
     def watch():
         nonlocal most
+        sizes_before = {}
         while not done.is_set():
-            total = 0
+            sizes_now = {}
             for item in os.scandir(tmp_path / "small"):
-                try:
-                    total += item.stat().st_size
-                except FileNotFoundError:
-                    total = 0
-                    break  # The folder changed during the scan.
-            most = max(most, total)
+                with contextlib.suppress(FileNotFoundError):
+                    sizes_now[item.name, item.inode()] = item.stat().st_size
+            # What two scans in a row saw was there all at once; one scan alone counts evicted files beside new ones.
+            most = max(most, sum(size for file, size in sizes_now.items() if sizes_before.get(file) == size))
+            sizes_before = sizes_now
 
     watcher = threading.Thread(target=watch)
     watcher.start()
