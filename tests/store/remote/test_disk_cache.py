@@ -42,7 +42,7 @@ def test_the_cache_stays_within_its_limit(local_store, remote_store, tmp_path, s
             for item in os.scandir(tmp_path / "small"):
                 with contextlib.suppress(FileNotFoundError):
                     sizes_now[item.name, item.inode()] = item.stat().st_size
-            # What two scans in a row saw was there all at once; one scan alone counts evicted files beside new ones.
+            # What two scans in a row saw was there all at once; one scan alone counts evicted files and the new ones.
             most = max(most, sum(size for file, size in sizes_now.items() if sizes_before.get(file) == size))
             sizes_before = sizes_now
 
