@@ -7,8 +7,9 @@ import pytest
 
 import tracestore
 from tests.browser import chromium
-from tests.reports.synthetic import make_results, write_traces
+from tests.reports.synthetic import make_benchmark, make_results, write_traces
 from tracestore.experiment.compare_runs import compare_runs
+from tracestore.reports.benchmark import write_benchmark
 from tracestore.reports.comparison import write_comparison
 from tracestore.reports.run import RunFacts, write_report
 
@@ -40,4 +41,11 @@ def comparison(report):
     folders = [report.parent / name for name in ("first", "second")]
     path = report.parent / "comparison.html"
     write_comparison(compare_runs(folders), folders, path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def benchmark(tmp_path_factory):
+    path = tmp_path_factory.mktemp("benchmark") / "report.html"
+    write_benchmark(make_benchmark(), path, "tracestore benchmark trivia.zarr b.zarr")
     return path

@@ -1,8 +1,11 @@
-"""Results of a training that never ran: random scores of 600 traces, 3 models, 5 folds x 3 seeds."""
+"""Results that were never computed: a training of 600 traces, 3 models, 5 folds x 3 seeds; a benchmark."""
+
+import itertools
 
 import numpy as np
 
 from tests.helpers import make_trace
+from tests.pages.example import MALICIOUS
 from tracestore.console import nan_to_none
 from tracestore.evaluation.evaluate import RunScores, evaluate_split
 from tracestore.evaluation.significance import compare
@@ -78,3 +81,47 @@ def make_results(store):
         "store": {**store.info(), "path": "store.zarr"},
     }
     return nan_to_none(results)
+
+
+DETECTORS = {"length": "control", "group_rate": "control", "perplexity": "untrained", "llm_check_attention": "untrained",
+             "lookback_lens": "trained", "lap_eigvals": "trained", "saplma": "trained", "probe_last": "trained",
+             "probe_mean": "trained", "probe_ensemble": "trained", "judge": "external", MALICIOUS[0]: "trained"}  # fmt: skip
+
+
+def make_benchmark():
+    """Return the content of a benchmark.json: random metrics of 12 detectors on two stores, and transfer."""
+    rng = np.random.default_rng(2)
+    stores = {name: _benchmark_store(rng) for name in ("trivia", MALICIOUS[1])}
+    transfer = [
+        {"detector": name, "trained_on": a, "tested_on": b, "auroc": 0.5 + 0.3 * rng.random()}
+        for name in list(DETECTORS)[2:]
+        for a, b in itertools.permutations(stores, 2)
+    ]
+    return {"stores": stores, "transfer": transfer}
+
+
+def _benchmark_store(rng):
+    def test(quality):
+        return {
+            "auroc": quality, "interval_by_question": [quality - 0.08, quality + 0.08], "interval_by_group": None,
+            "too_few": {"group": "2 groups; a jackknife needs at least 3"}, "within_group_auroc": quality - 0.03,
+            "auprc": quality - 0.1, "prr": quality - 0.3, "risk_coverage_area": 1 - quality, "brier": 0.2, "ece": 0.1,
+            "num_without_score": 0,
+        }  # fmt: skip
+
+    detectors = {
+        name: {
+            "kind": kind, "schemes": {s: test(0.5 + 0.4 * rng.random()) for s in ("question", "group")}, "fit_s": 1.25,
+            "score_s": 0.5, "peak_bytes": 40 << 20,
+        }
+        for name, kind in DETECTORS.items()
+    }  # fmt: skip
+    pairs = [
+        {"scheme": scheme, "unit": "question", "first": first, "second": second, "p_holm": float(rng.random() / 5)}
+        for scheme in ("question", "group")
+        for first, second in itertools.combinations(DETECTORS, 2)
+    ]
+    return {
+        "num_traces": 600, "num_hallucinated": 200, "folds": {"num_folds": 5, "schemes": ["question", "group"]},
+        "detectors": detectors, "comparisons": pairs, "skipped": {"probe_prompt": f"needs prompt_length {MALICIOUS[2]}"},
+    }  # fmt: skip
