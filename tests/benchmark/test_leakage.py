@@ -8,11 +8,11 @@ from tests.helpers import make_trace, write_store
 from tracestore.benchmark.run import BenchmarkOptions, run_benchmark
 from tracestore.detectors.catalog import select
 
-COUNT, GROUPS = 240, 12
+COUNT, QUESTIONS, GROUPS = 240, 120, 12
 
 
 def write_groups(path, labels):
-    """Write traces whose arrays reveal their group, and nothing else."""
+    """Write two answers to each question whose arrays reveal their group, and nothing else."""
     traces = []
     for k in range(COUNT):
         group = k % GROUPS
@@ -22,7 +22,9 @@ def write_groups(path, labels):
         weights = [np.tril(a + group / 4 * np.eye(len(a[0]))) for a in trace["attentions"]]
         trace["attentions"] = [(a / a.sum(-1, keepdims=True)).astype("f2") for a in weights]
         logprob = -rng.exponential(1 + group / 4, len(trace["tokens"]))
-        traces.append(trace | {"prompt_length": 3, "token_logprob": logprob, "token_entropy": -logprob})
+        answer = {"question_id": f"q{k % QUESTIONS}", "sample": k // QUESTIONS, "prompt_length": 3}
+        text = {"generated_answer_clean": "yes" if rng.random() < (group + 1) / 14 else "no"}
+        traces.append(trace | answer | text | {"token_logprob": logprob, "token_entropy": -logprob})
     return write_store(path, traces, label=lambda k: int(labels[k]), group=lambda k: f"g{k % GROUPS}", attention="mean")
 
 
@@ -58,7 +60,7 @@ def test_permuted_labels_give_chance(tmp_path):
     results = run_benchmark([write_groups(tmp_path / "s.zarr", labels)], tmp_path / "out", OPTIONS, lambda _: None)
     for scheme, name, test in by_scheme(results):
         low, high = test["interval_by_question"]
-        # With two tests of 19 detectors, a few of the 95 % intervals miss by chance; an interval of 99.9 % is 1.7 times as long.
+        # With two tests of 23 detectors, a few of the 95 % intervals miss by chance; an interval of 99.9 % is 1.7 times as long.
         middle, half = (low + high) / 2, 1.7 * (high - low) / 2
         assert middle - half <= 0.5 <= middle + half, (scheme, name, low, high)
     store = tracestore.open(tmp_path / "s.zarr")

@@ -58,7 +58,7 @@ ALLOWED: dict[str, set[str]] = {
     "inference": {*STORE, *TRAIN, "detectors.graph"},
     "planning": {*STORE, *TRAIN},
     "features": STORE,
-    "published": {*STORE, "features", "detectors", "evaluation", "oom"},
+    "published": {*STORE, "features", "detectors", "evaluation", "extract", "oom"},
     "benchmark": {*STORE, *TRAIN, "features", "published", "inference", "ingest", "reports"},
     "experiment": {*STORE, *TRAIN, "planning", "reports"},
     "bridges": {*STORE, "data"},

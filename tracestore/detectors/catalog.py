@@ -21,7 +21,7 @@ SETS = ("all", "features")
 _TORCH_MODEL = "tracestore.benchmark.torch_models:TorchModel"
 # The import path and the options of each built-in detector that is not in the registry of torch models.
 _PROBES, _UNTRAINED = "tracestore.published.probes", "tracestore.published.untrained"
-_ATTENTION = "tracestore.published.attention"
+_ATTENTION, _SAMPLES = "tracestore.published.attention", "tracestore.published.samples"
 _BUILT_IN: dict[str, tuple[str, dict[str, Any]]] = {
     "length": (f"{_UNTRAINED}:TokenStatistic", {"statistic": "length"}),
     "group_rate": (f"{_UNTRAINED}:GroupRate", {}),
@@ -30,6 +30,9 @@ _BUILT_IN: dict[str, tuple[str, dict[str, Any]]] = {
     "min_logprob": (f"{_UNTRAINED}:TokenStatistic", {"statistic": "min_logprob"}),
     "perplexity": (f"{_UNTRAINED}:TokenStatistic", {"statistic": "perplexity"}),
     "mean_entropy": (f"{_UNTRAINED}:TokenStatistic", {"statistic": "mean_entropy"}),
+    "semantic_entropy": (f"{_SAMPLES}:SemanticEntropy", {"weights": "likelihood"}),
+    "discrete_semantic_entropy": (f"{_SAMPLES}:SemanticEntropy", {"weights": "count"}),
+    "eigen_score": (f"{_SAMPLES}:EigenScore", {}),
     "llm_check_hidden": (f"{_UNTRAINED}:LLMCheck", {"score_of": "hidden"}),
     "llm_check_attention": (f"{_UNTRAINED}:LLMCheck", {"score_of": "attention"}),
     "llm_check_regression": (f"{_ATTENTION}:LogdetRegression", {}),
@@ -40,6 +43,7 @@ _BUILT_IN: dict[str, tuple[str, dict[str, Any]]] = {
     "probe_max": (f"{_PROBES}:LayerProbe", {"pooling": "answer_max"}),
     "probe_ensemble": (f"{_PROBES}:ProbeEnsemble", {}),
     "probe_logprob": (f"{_PROBES}:ProbeAndLogprob", {}),
+    "halo_scope": ("tracestore.published.haloscope:HaloScope", {}),
     "saplma": ("tracestore.published.saplma:Saplma", {}),
     "pooled_mlp": ("tracestore.published.pooled_mlp:PooledMLP", {}),
 }

@@ -11,8 +11,18 @@ from tracestore.errors import MissingFieldError, UsageError
 from tracestore.store.format import schema
 from tracestore.store.read.store import TraceStore
 
-# The fields that `Detector.fields` may name. "answer" and "attention" stand for the fields that give them.
-FIELDS = ("last_token", "hidden_states", "attention", "answer", "group", *schema.OPTIONAL_FIELDS)
+# The fields that `Detector.fields` may name. "answer", "answer_text" and "attention" stand for the fields that give them;
+# "samples" for several answers to a question.
+FIELDS = (
+    "last_token",
+    "hidden_states",
+    "attention",
+    "answer",
+    "answer_text",
+    "samples",
+    "group",
+    *schema.OPTIONAL_FIELDS,
+)
 Kind = Literal["trained", "untrained", "control"]
 Key = Literal["question", "group"]
 _TRACES_CHECKED = 16
@@ -145,6 +155,12 @@ def missing_fields(store: TraceStore, names: tuple[str, ...]) -> Iterator[str]:
         elif name == "answer":
             if not any(t.answer_span or t.generated_mask is not None or t.prompt_length is not None for t in first):
                 yield f"{store.path}: its first traces lack answer_span, generated_mask and prompt_length"
+        elif name == "answer_text":
+            if all(trace.answer is None for trace in first):
+                yield f"{store.path}: its first traces lack the text of the answer"
+        elif name == "samples":
+            if len(set(store.question_ids.take(np.arange(len(store))))) == len(store):
+                yield f"{store.path}: one answer per question, several are needed: tracestore extract --samples K"
         elif name == "group":
             if not any(store.group(k) for k in range(len(store))):
                 yield f"{store.path}: no trace has a group; add them: tracestore score {store.path} --scores CSV"

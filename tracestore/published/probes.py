@@ -104,7 +104,7 @@ class ProbeAndLogprob(LayerProbe):
     def fit(self, store: TraceStore, indices: np.ndarray, labels: np.ndarray) -> Self:
         """Fit the probe, then the regression on its cross-fitted logits and the log-probabilities."""
         super().fit(store, indices, labels)
-        states, logprob = layer_inputs(store, self.pooling)[self._layer], _mean_logprob(store)
+        states, logprob = layer_inputs(store, self.pooling)[self._layer], mean_logprob(store)
         kept = usable(labels, np.isfinite(states[indices]).all(1) & ~np.isnan(logprob[indices]), "log-probabilities")
         rows, y = indices[kept], labels[kept]
         bins = inner_bins(store, rows, y, INNER_BINS, self.seed, self.keep_together)
@@ -116,7 +116,7 @@ class ProbeAndLogprob(LayerProbe):
     def score(self, store: TraceStore, indices: np.ndarray) -> np.ndarray:
         """Return logits."""
         assert self._stack is not None, "fit() comes first"
-        both = np.stack([super().score(store, indices), _mean_logprob(store)[indices]], axis=1)
+        both = np.stack([super().score(store, indices), mean_logprob(store)[indices]], axis=1)
         return self._stack.logits(both)
 
     @property
@@ -125,7 +125,8 @@ class ProbeAndLogprob(LayerProbe):
         return super().chosen | ({} if self._stack is None else {"weights": self._stack.weight.tolist()})
 
 
-def _mean_logprob(store: TraceStore) -> np.ndarray:
+def mean_logprob(store: TraceStore) -> np.ndarray:
+    """Return the mean log-probability ``(N,)`` float64 of the answer of each trace, NaN where it is unknown."""
     column: np.ndarray = features(store, "tokens")["tokens"][:, STATISTICS.index("mean_logprob")]
     return column
 
