@@ -29,7 +29,7 @@ from tracestore.extract import run as extraction
 from tracestore.extract.answer_end import AnswerEnd
 from tracestore.extract.answering import AnswerOptions, answer_questions
 from tracestore.extract.model import LanguageModel, attention_weights, load_model
-from tracestore.extract.questions import FACTS, questions_file, read_questions
+from tracestore.extract.questions import FACTS, read_questions
 from tracestore.extract.select import Select
 
 
@@ -118,7 +118,7 @@ def small_model(lm):
 def overhead(args, lm) -> None:
     """Print the ratios of extraction to the model alone."""
     torch.set_num_threads(1)
-    every = read_questions(questions_file(FACTS))
+    every = read_questions(FACTS)
     options, ratios = AnswerOptions(extraction.INSTRUCTION, 32, top_logprobs=5), []
     for number in range(args.rounds):
         questions = every[number * args.questions :][: args.questions]
@@ -164,7 +164,7 @@ def main() -> None:
     if args.overhead:
         overhead(args, lm)
         return
-    every = read_questions(questions_file(FACTS))
+    every = read_questions(FACTS)
 
     def answer(questions):
         return answer_questions(lm, questions, AnswerOptions(extraction.INSTRUCTION, 32))

@@ -1,14 +1,19 @@
 """Test `tracestore extract` with a language model of two layers and random weights."""
 
 import csv
+import hashlib
 import json
+import math
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from datetime import datetime, timedelta
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -18,7 +23,8 @@ import tracestore
 from tests.helpers import ROOT, command, convert, read_all
 from tracestore.errors import InvalidInputError, UsageError
 from tracestore.extract import run as extraction
-from tracestore.extract.questions import FACTS, Question, questions_file, read_questions
+from tracestore.extract.judges import containment
+from tracestore.extract.questions import FACTS, GENERATED, Question, read_questions
 from tracestore.ingest.formats import read_traces
 from tracestore.store.io.files import LocalFiles
 
@@ -302,11 +308,90 @@ def test_questions_of_several_turns(tmp_path):
 
 
 def test_facts_are_unique_questions():
-    questions = read_questions(questions_file(FACTS))
+    questions = read_questions(FACTS)
     assert len(questions) >= 800 and len({q.template for q in questions}) >= 5
     assert len({q.text for q in questions}) == len(questions)
     with pytest.raises(InvalidInputError):
         read_questions(ROOT / "LICENSE")
+
+
+DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
+MONTHS = [
+    "January",
+    "February",
+    "March",
+    "April",
+    "May",
+    "June",
+    "July",
+    "August",
+    "September",
+    "October",
+    "November",
+    "December",
+]
+
+
+def by_formula(question):
+    """Return the answer to a generated question, from the numbers and names in its text."""
+    template, text = question.template, question.text
+    n = [int(number) for number in re.findall(r"\d+", text)]
+    days = [d for d in DAYS if d in text]
+    months = [m for m in MONTHS if m in text]
+    units = {"minutes": 60, "hours": 24, "days": 7, "meters": 1000, "inches": 12}
+    if template in units:
+        return str(n[0] * units[template])
+    numbers = {
+        "add": sum,
+        "add_tens": sum,
+        "add_three": sum,
+        "year": sum,
+        "subtract": lambda n: n[0] - n[1],
+        "subtract_tens": lambda n: n[0] - n[1],
+        "multiply": math.prod,
+        "multiply_teens": math.prod,
+        "divide": lambda n: Fraction(n[0], n[1]),
+        "half": lambda n: Fraction(n[0], 2),
+        "square": lambda n: n[0] ** 2,
+        "percent": lambda n: Fraction(n[0] * n[1], 100),
+        "remainder": lambda n: divmod(*n)[1],
+    }
+    if template in numbers:
+        return str(numbers[template](n))
+    if template in ("weekday", "weekday_before"):
+        return DAYS[(DAYS.index(days[0]) + (n[0] if template == "weekday" else -n[0])) % 7]
+    if template == "month":
+        return MONTHS[(MONTHS.index(months[0]) + n[0]) % 12]
+    if template == "time":
+        end = datetime(2000, 1, 1, n[1], n[2]) + timedelta(minutes=n[0])
+        return f"{end.hour}:{end.minute:02}"
+    first = np.datetime64(f"{n[-1]}-{MONTHS.index(months[0]) + 1:02}")
+    if template == "month_length":
+        return str(((first + 1).astype("M8[D]") - first.astype("M8[D]")).astype(int))
+    # 1970-01-01 was a Thursday.
+    return DAYS[((first.astype("M8[D]") - np.datetime64("1970-01-01")).astype(int) + n[0] - 1 + 3) % 7]
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_generated_questions_have_exact_answers(name):
+    questions = read_questions(name)
+    assert len(questions) == 600 and len({q.text for q in questions}) == len({q.question_id for q in questions}) == 600
+    assert [q.template for q in questions[:12]] == list(GENERATED[name])
+    for question in questions:
+        assert question.answers[0] == by_formula(question), question
+        assert containment(question.text, question.answers) == 0
+    assert ("4000", "4,000") in {q.answers for q in read_questions("package:dates:3")} or name != "package:dates"
+
+
+def test_generated_questions_are_a_function_of_the_seed():
+    first = read_questions("package:arithmetic")
+    assert first == read_questions("package:arithmetic:0") and first[0].question_id == "arithmetic-0-add-0"
+    assert not {q.question_id for q in first} & {q.question_id for q in read_questions("package:arithmetic:1")}
+    content = json.dumps([[q.question_id, q.text, q.answers] for name in GENERATED for q in read_questions(name)])
+    assert hashlib.sha256(content.encode()).hexdigest()[:12] == "ce33609fcebb"
+    for unknown in ("package:math", "package:dates:x"):
+        with pytest.raises(UsageError, match="expected package:facts, package:arithmetic, package:dates; a seed may"):
+            read_questions(unknown)
 
 
 @pytest.mark.long

@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from tests.helpers import ROOT
-from tracestore.extract.questions import FACTS, questions_file, read_questions
+from tracestore.extract.questions import FACTS, read_questions
 
 BENCH = ROOT / "bench"
 MODULES = ("conversion", "loading", "memory", "scale", "training")
@@ -81,6 +81,6 @@ def test_questions_of_the_confirmation_are_those_drawn():
     content = (BENCH / "confirmation_questions.txt").read_bytes()
     digest = "8195a94a7bc8ede082a373571e8a01b21a57862cfaf1a253e724f653b557dbe8"  # codespell:ignore ede
     assert hashlib.sha256(content).hexdigest() == digest
-    others = [question.question_id for question in read_questions(questions_file(FACTS))[600:]]
+    others = [question.question_id for question in read_questions(FACTS)[600:]]
     others.sort(key=lambda question: hashlib.sha256(f"confirmation {question}".encode()).digest())
     assert content.decode().splitlines() == sorted(others[:500])

@@ -14,7 +14,7 @@ from tracestore.console import Output, Parser, Progress, float_where, int_betwee
 from tracestore.errors import UsageError
 from tracestore.extract import run as extraction
 from tracestore.extract.judges import DEFAULT_JUDGES, JUDGES
-from tracestore.extract.questions import FACTS, Question, questions_file, read_questions, with_samples
+from tracestore.extract.questions import FACTS, GENERATED, Question, read_questions, with_samples
 from tracestore.extract.select import Select, parse_layers
 from tracestore.extras import needs
 from tracestore.store.format.schema import ATTENTION_MODES, CODECS
@@ -27,8 +27,11 @@ def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
     add = parser.add_argument
     add("--model", required=True, help="Hugging Face id, folder, .gguf file, or package:NAME")
-    text = f"CSV: question_id, question, answers (a|b), group; or JSON lines; {FACTS}: 1,653 facts of this package"
-    add("--questions", required=True, type=questions_file, metavar="FILE", help=text)
+    text = (
+        f"CSV: question_id, question, answers (a|b), group; or JSON lines; or a set of this package: {FACTS}, "
+        f"{', '.join(GENERATED)}"
+    )
+    add("--questions", required=True, metavar="FILE", help=text)
     add("--out", required=True, type=parse_location, help="folder for .pkl files, or a store (ends with .zarr)")
     add("--limit", type=positive_int, metavar="N", help="use only the first N questions")
     add("--traces-per-file", type=positive_int, default=500, metavar="N", help="answers in a .pkl file")
