@@ -5,11 +5,13 @@ import json
 
 import numpy as np
 import pytest
+from sklearn.metrics import cohen_kappa_score
 
 import tracestore
 from tests.detectors.plugins import install
 from tests.helpers import command, error_of, make_traces, write_scores, write_store
 from tests.published.conftest import COUNT, make_labeled, write_published
+from tracestore.benchmark.label_sources import agreement
 from tracestore.benchmark.measure import platt
 from tracestore.benchmark.run import BenchmarkOptions, run_benchmark
 from tracestore.detectors import catalog
@@ -126,6 +128,50 @@ def test_external_scores_join_the_table(path, tmp_path):
     assert "no score for 1 of 60 labeled traces, first 'q7'" in message
     assert "the name of a detector" in error_of(*words, "--overwrite", "--scores", f"length={judge}", code=2)
     assert "a name is given twice" in error_of(*words, "--scores", f"a={judge}", "--scores", f"a={judge}", code=2)
+
+
+def test_sources_of_labels_are_side_by_side(path, tmp_path):
+    y = np.arange(COUNT) % 2
+    values = {"strict": 1 - y.astype(float), "vague": 1.0 - (np.arange(COUNT) % 3 == 0)}
+    for name, scores in values.items():
+        scores = {f"q{k}": v for k, v in enumerate(scores.tolist()) if name == "strict" or k >= 10}
+        command("score", path, "--scores", write_scores(tmp_path / "scores.csv", scores), "--name", name, check=0)
+    out = tmp_path / "out"
+    (entry,) = run(path, out, "probe_mean")["stores"].values()
+    found = entry["label_sources"]
+    assert found["fitted_to"] == "stored labels" and list(found["sources"]) == ["stored labels", *values]
+    assert found["sources"]["vague"] == {"num_traces": 50, "num_hallucinated": 16}
+    pairs = {(p["first"], p["second"]): p for p in found["agreement"]}
+    assert pairs["stored labels", "strict"] == {
+        **{"first": "stored labels", "second": "strict", "num_traces": 60, "agreement": 1.0, "kappa": 1.0}
+    }
+    vague, labels = (np.arange(10, COUNT) % 3 == 0).astype(int), y[10:]
+    pair = pairs["strict", "vague"]
+    assert pair["agreement"] == pytest.approx((vague == labels).mean())
+    assert pair["kappa"] == pytest.approx(cohen_kappa_score(labels, vague))
+    with open(out / "scores.csv", newline="") as file:
+        rows = list(csv.DictReader(file))[10:]
+    for scheme in ("question", "group"):
+        fold, score = (np.array([float(r[f"{c}:{scheme}"]) for r in rows]) for c in ("fold", "probe_mean"))
+        by_fold = [auroc(vague[fold == k], score[fold == k]) for k in range(5)]
+        under = found["schemes"][scheme]["probe_mean"]
+        assert under["vague"]["auroc"] == pytest.approx(np.mean(by_fold))
+        low, high = under["vague"]["interval_by_question"]
+        assert low <= under["vague"]["auroc"] <= high
+        assert under["strict"]["auroc"] == entry["detectors"]["probe_mean"]["schemes"][scheme]["auroc"]
+    text = (out / "table.txt").read_text()
+    assert f"strict and vague: {pair['agreement']:.3f} of 50 labels equal, kappa {pair['kappa']:.3f}" in text
+    page = (out / "report.html").read_text(encoding="utf-8")
+    assert ">s, sources of labels</h2>" in page and "fitted to stored labels." in page
+
+
+def test_source_without_both_classes_in_a_fold_has_no_auroc(path, tmp_path):
+    scores = write_scores(tmp_path / "scores.csv", {f"q{k}": 1.0 for k in range(COUNT)})
+    command("score", path, "--scores", scores, "--name", "always", check=0)
+    found = next(iter(run(path, tmp_path / "out", "length")["stores"].values()))["label_sources"]
+    assert found["schemes"]["question"]["length"]["always"] == {"auroc": None, "interval_by_question": None}
+    assert agreement("a", "b", np.zeros(3), np.zeros(3))["kappa"] is None
+    assert agreement("a", "b", np.array([np.nan]), np.ones(1))["agreement"] is None
 
 
 def test_several_stores_give_a_transfer_matrix(path, tmp_path):

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from tracestore.benchmark.frozen_folds import FrozenFolds, frozen_folds
+from tracestore.benchmark.label_sources import compare_sources
 from tracestore.benchmark.measure import LabeledStore, Measured, external_scores, measure_all
 from tracestore.benchmark.results import compare_schemes, evaluate, transfer_entry
 from tracestore.benchmark.table import format_results
@@ -243,6 +244,7 @@ def _run_store(
         "features_s": features_s,
         "detectors": detectors,
         "comparisons": compare_schemes(measured, data, options.seed),
+        "label_sources": compare_sources(data, measured, options.score_threshold, options.seed),
         "skipped": skipped,
     }, measured
 

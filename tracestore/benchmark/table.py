@@ -30,6 +30,8 @@ def format_results(results: dict[str, Any]) -> str:
     parts = []
     for name, entry in results["stores"].items():
         parts += [_scheme_table(name, entry, scheme) for scheme in entry["folds"]["schemes"]]
+        if entry["label_sources"] is not None:
+            parts.append(_label_sources(name, entry["label_sources"]))
         parts += [f"not run: {detector}: {reason}" for detector, reason in entry["skipped"].items()]
         parts.append(f"features of all layers: {entry['features_s']:.1f} s")
     if results["transfer"]:
@@ -72,6 +74,27 @@ def _scheme_table(name: str, entry: dict[str, Any], scheme: str) -> str:
         if (n := detectors[d]["schemes"][scheme]["num_without_score"])
     ]
     return "\n".join([*lines, *sorted(reasons), *missing])
+
+
+def _label_sources(name: str, found: dict[str, Any]) -> str:
+    """Return AUROC of each detector under each source of labels, and the agreement of the sources."""
+    sources = list(found["sources"])
+    lines = [f"{name}, sources of labels; the detectors are fitted to {found['fitted_to']}"]
+    for source, counts in found["sources"].items():
+        lines.append(f"{source}: {plural(counts['num_traces'], 'trace')}, {counts['num_hallucinated']:,} hallucinated")
+    for pair in found["agreement"]:
+        lines.append(
+            f"{pair['first']} and {pair['second']}: {_number(pair['agreement'])} of {plural(pair['num_traces'], 'label')} "
+            f"equal, kappa {_number(pair['kappa'])}"
+        )
+    for scheme, detectors in found["schemes"].items():
+        width = max(map(len, (f"AUROC, folds by {scheme}", *detectors)))
+        lines.append(f"\n{f'AUROC, folds by {scheme}':{width}}  " + "  ".join(f"{s:>6}" for s in sources))
+        first = sources[0]
+        for detector in sorted(detectors, key=lambda d: -(detectors[d][first]["auroc"] or 0)):
+            values = [(_number(detectors[detector][s]["auroc"]), max(6, len(s))) for s in sources]
+            lines.append(f"{detector:{width}}  " + "  ".join(f"{value:>{length}}" for value, length in values))
+    return "\n".join(lines)
 
 
 def _transfer_table(results: dict[str, Any]) -> str:

@@ -36,6 +36,8 @@ def write_benchmark(results: Mapping[str, Any], path: Path, command: str | None 
             title = f"{name}, folds by {scheme}"
             verdicts += [element("h3", title), _verdict(entry, scheme)]
             sections.append(Section(title, _scheme(entry, scheme)))
+        if entry["label_sources"] is not None:
+            sections.append(Section(f"{name}, sources of labels", _label_sources(entry["label_sources"])))
         if entry["skipped"]:
             rows = list(entry["skipped"].items())
             sections.append(Section(f"{name}, not run", table(["detector", "reason"], rows, caption="Not run")))
@@ -126,6 +128,39 @@ def _scheme(entry: Mapping[str, Any], scheme: str) -> Html:
     reasons = sorted({r for t in tests for r in t["too_few"].values()})
     notes = [paragraph(text, kind="note") for text in (legend, *reasons)]
     return join([table(header, rows, caption="Detectors"), *notes, figure])
+
+
+def _label_sources(found: Mapping[str, Any]) -> Html:
+    """Return tables of the sources' agreement, and of AUROC under each source."""
+    sources = list(found["sources"])
+    tables = [
+        table(
+            ["source", "traces", "hallucinated"],
+            [[name, of["num_traces"], of["num_hallucinated"]] for name, of in found["sources"].items()],
+            caption="Sources of labels",
+        ),
+        table(
+            ["source", "other source", "traces of both", "equal labels", "Cohen's kappa"],
+            [
+                [p["first"], p["second"], p["num_traces"], number(p["agreement"]), number(p["kappa"])]
+                for p in found["agreement"]
+            ],
+            caption="Agreement",
+        ),
+    ]
+    for scheme, detectors in found["schemes"].items():
+        rows = [
+            [name, *(Cell(_auroc(of[s]), of[s]["auroc"]) for s in sources)]
+            for name, of in sorted(detectors.items(), key=lambda item: -(item[1][sources[0]]["auroc"] or 0))
+        ]
+        caption = f"AUROC under the labels of each source (95 % by question), folds by {scheme}"
+        tables.append(table(["detector", *sources], rows, caption=caption))
+    note = f"The detectors are fitted to {found['fitted_to']}. Only the labels of the tested traces are exchanged."
+    return join([paragraph(note, kind="note"), *tables])
+
+
+def _auroc(found: Mapping[str, Any]) -> str:
+    return "–" if found["auroc"] is None else format_interval(found["auroc"], found["interval_by_question"])
 
 
 def _transfer(results: Mapping[str, Any]) -> Html:
