@@ -101,8 +101,10 @@ def choose(
     y: np.ndarray,
     bins: np.ndarray,
     grid: Sequence[float] = GRID,
-) -> tuple[int, float]:
-    """Return the layer and the C with the best mean AUROC of a cross-validation: first the layer, then C for it.
+) -> tuple[list[int], float]:
+    """Return the layers, the best first, and the C with the best mean AUROC of a cross-validation.
+
+    The layers are compared with one C, then the values of C for the best layer.
 
     Layers with NaN or infinite values are left out. Of equal values the first one counts.
 
@@ -131,10 +133,10 @@ def choose(
             by_layer[layer] = _validated(x, y, bins, first) if len(layers) > 1 else 0.0
     if not by_layer:
         raise TrainingError("no layer without NaN or infinite values; tracestore lint names the traces")
-    layer = max(by_layer, key=lambda k: (by_layer[k], -k))
-    x = inputs(layer)
+    ranked = sorted(by_layer, key=lambda k: (-by_layer[k], k))
+    x = inputs(ranked[0])
     by_c = {c: _validated(x, y, bins, c) for c in grid}
-    return layer, max(grid, key=lambda c: by_c[c])
+    return ranked, max(grid, key=lambda c: by_c[c])
 
 
 def _validated(x: np.ndarray, y: np.ndarray, bins: np.ndarray, c: float) -> float:

@@ -30,21 +30,22 @@ def usable(y: np.ndarray, is_present: np.ndarray, what: str) -> np.ndarray:
 
 @dataclass
 class LayerProbe(Fitted):
-    """Logistic regression on the hidden states of one layer.
+    """Logistic regression on the hidden states of one layer, or the mean logit of those of several layers.
 
     Parameters
     ----------
     pooling : {"last", "prompt_last", "answer_mean", "answer_max"}
         Last token; last token of the prompt; mean or maximum over the tokens of the answer.
+    num_layers : int, optional
+        The best so many layers. None: all.
     """
 
     pooling: Pooling = "answer_mean"
-    _model: Linear | None = field(default=None, init=False, repr=False)
-    _layer: int = field(default=0, init=False, repr=False)
+    num_layers: int | None = 1
+    _models: list[Linear] = field(default_factory=list, init=False, repr=False)
+    _layers: list[int] = field(default_factory=list, init=False, repr=False)
     _c: float = field(default=0.0, init=False, repr=False)
 
-    layers: ClassVar[str] = "one, chosen by cross-validation"
-    cost: ClassVar[str] = "one product of D values"
     reference: ClassVar[str] = "Alain and Bengio 2017, arXiv:1610.01644"
     source: ClassVar[str] = "by formula"
 
@@ -58,37 +59,50 @@ class LayerProbe(Fitted):
         """The fields of the pooling."""
         return ("last_token",) if self.pooling == "last" else ("hidden_states", "answer")
 
+    @property
+    def layers(self) -> str:  # type: ignore[override]
+        """Which layers are read."""
+        return "all" if self.num_layers is None else f"{self.num_layers}, chosen by cross-validation"
+
+    @property
+    def cost(self) -> str:  # type: ignore[override]
+        """A product for each layer."""
+        return f"{'L' if self.num_layers is None else self.num_layers} x a product of D values"
+
     def fit(self, store: TraceStore, indices: np.ndarray, labels: np.ndarray) -> Self:
-        """Choose layer and regularization by cross-validation on the traces, then fit to all of them."""
+        """Choose layers and regularization by cross-validation on the traces, then fit to all of them."""
         states = layer_inputs(store, self.pooling)
         kept = usable(labels, ~np.isnan(states[:, indices, 0]).all(0), f"states for {self.pooling}")
         rows, y = indices[kept], labels[kept]
         bins = inner_bins(store, rows, y, INNER_BINS, self.seed, self.keep_together)
-        self._layer, self._c = choose(lambda layer: states[layer, rows], range(store.num_layers), y, bins)
-        self._model = fit_linear(states[self._layer, rows], y, self._c)
+        ranked, self._c = choose(lambda layer: states[layer, rows], range(store.num_layers), y, bins)
+        self._layers = ranked[: self.num_layers]
+        self._models = [fit_linear(states[layer, rows], y, self._c) for layer in self._layers]
         return self
 
     def score(self, store: TraceStore, indices: np.ndarray) -> np.ndarray:
-        """Return logits."""
-        assert self._model is not None, "fit() comes first"
-        return self._model.logits(layer_inputs(store, self.pooling)[self._layer, indices])
+        """Return logits, the mean over the layers."""
+        assert self._models, "fit() comes first"
+        states = layer_inputs(store, self.pooling)
+        logits = [model.logits(states[k, indices]) for k, model in zip(self._layers, self._models, strict=True)]
+        mean: np.ndarray = np.mean(logits, axis=0)
+        return mean
 
     @property
     def chosen(self) -> dict[str, Any]:
-        """The layer and the inverse regularization."""
-        return {} if self._model is None else {"layers": [self._layer], "C": self._c}
+        """The layers, the best first, and the inverse regularization."""
+        return {"layers": self._layers, "C": self._c} if self._models else {}
 
 
 @dataclass
 class ProbeAndLogprob(LayerProbe):
-    """Logistic regression on a probe's logit and the mean log-probability of the answer.
+    """Logistic regression on the logit of LayerProbe and the mean log-probability of the answer.
 
-    The probe's logits for this regression come from cross-validation on the training traces.
+    The logits for this regression come from cross-validation on the training traces.
     """
 
     _stack: Linear | None = field(default=None, init=False, repr=False)
 
-    cost: ClassVar[str] = "one product of D values, if log-probabilities are stored"
     reference: ClassVar[str] = "stacking: Wolpert 1992, Neural Networks 5"
 
     @property
@@ -104,11 +118,12 @@ class ProbeAndLogprob(LayerProbe):
     def fit(self, store: TraceStore, indices: np.ndarray, labels: np.ndarray) -> Self:
         """Fit the probe, then the regression on its cross-fitted logits and the log-probabilities."""
         super().fit(store, indices, labels)
-        states, logprob = layer_inputs(store, self.pooling)[self._layer], mean_logprob(store)
-        kept = usable(labels, np.isfinite(states[indices]).all(1) & ~np.isnan(logprob[indices]), "log-probabilities")
+        states, logprob = layer_inputs(store, self.pooling)[self._layers], mean_logprob(store)
+        is_finite = np.isfinite(states[:, indices]).all((0, 2))
+        kept = usable(labels, is_finite & ~np.isnan(logprob[indices]), "log-probabilities")
         rows, y = indices[kept], labels[kept]
         bins = inner_bins(store, rows, y, INNER_BINS, self.seed, self.keep_together)
-        logits = cross_fitted_logits(states[rows], y, bins, self._c)
+        logits = np.mean([cross_fitted_logits(layer[rows], y, bins, self._c) for layer in states], axis=0)
         both = np.stack([logits, logprob[rows]], axis=1)[~np.isnan(logits)]
         self._stack = fit_linear(both, y[~np.isnan(logits)], 1.0)
         return self
@@ -129,48 +144,3 @@ def mean_logprob(store: TraceStore) -> np.ndarray:
     """Return the mean log-probability ``(N,)`` float64 of the answer of each trace, NaN where it is unknown."""
     column: np.ndarray = features(store, "tokens")["tokens"][:, STATISTICS.index("mean_logprob")]
     return column
-
-
-@dataclass
-class ProbeEnsemble(Fitted):
-    """Mean logit of the logistic regressions of all layers.
-
-    Parameters
-    ----------
-    pooling : {"last", "prompt_last", "answer_mean", "answer_max"}
-        See LayerProbe.
-    """
-
-    pooling: Pooling = "answer_mean"
-    _models: list[Linear] = field(default_factory=list, init=False, repr=False)
-    _layers: list[int] = field(default_factory=list, init=False, repr=False)
-    _c: float = field(default=0.0, init=False, repr=False)
-
-    fields: ClassVar[tuple[str, ...]] = ("last_token", "hidden_states", "answer")
-    cost: ClassVar[str] = "L products of D values"
-    reference: ClassVar[str] = "Alain and Bengio 2017, arXiv:1610.01644, averaged"
-    source: ClassVar[str] = "by formula"
-
-    def fit(self, store: TraceStore, indices: np.ndarray, labels: np.ndarray) -> Self:
-        """Choose the regularization for the best layer, and fit every layer with it."""
-        states = layer_inputs(store, self.pooling)
-        kept = usable(labels, ~np.isnan(states[:, indices, 0]).all(0), f"states for {self.pooling}")
-        rows, y = indices[kept], labels[kept]
-        bins = inner_bins(store, rows, y, INNER_BINS, self.seed, self.keep_together)
-        middle = store.num_layers // 2
-        _, self._c = choose(lambda layer: states[layer, rows], [middle], y, bins)
-        finite = [k for k in range(store.num_layers) if np.isfinite(states[k, rows]).all()]
-        self._layers, self._models = finite, [fit_linear(states[k, rows], y, self._c) for k in finite]
-        return self
-
-    def score(self, store: TraceStore, indices: np.ndarray) -> np.ndarray:
-        """Return the mean of the logits."""
-        states = layer_inputs(store, self.pooling)
-        logits = [model.logits(states[k, indices]) for k, model in zip(self._layers, self._models, strict=True)]
-        mean: np.ndarray = np.mean(logits, axis=0)
-        return mean
-
-    @property
-    def chosen(self) -> dict[str, Any]:
-        """The layers without infinite values, and the inverse regularization."""
-        return {"layers": self._layers, "C": self._c} if self._models else {}
