@@ -61,7 +61,7 @@ class LayerProbe(Fitted):
 
     @property
     def layers(self) -> str:  # type: ignore[override]
-        """Which layers are read."""
+        """State how many layers are read."""
         return "all" if self.num_layers is None else f"{self.num_layers}, chosen by cross-validation"
 
     @property
