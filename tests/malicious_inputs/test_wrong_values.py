@@ -55,3 +55,13 @@ def test_texts_of_tokens_that_end_before_they_begin(tmp_path):
     store.seal()
     with tracestore.open(path) as opened, pytest.raises(CorruptStoreError, match="tokens_decoded_offsets: items"):
         list(opened[1].tokens_decoded)
+
+
+@pytest.mark.parametrize("name", ["num_layers", "hidden_dim", "hidden_dtype"])
+def test_shapes_that_are_unknown_in_a_store_with_traces(tmp_path, name):
+    path = write_store(tmp_path / "store.zarr", make_traces(4))
+    store = Store(path)
+    store.manifest["attributes"][name] = None
+    store.seal()
+    with pytest.raises(CorruptStoreError, match=f"{name}.*in a store with traces"):
+        tracestore.open(path)

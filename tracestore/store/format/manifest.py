@@ -190,6 +190,9 @@ class Manifest:
                 raise ValueError(f"{name}: found {found} traces, expected {self.num_traces}")
         if self.num_traces > _MAX_TRACES:
             raise ValueError(f"num_traces: found {self.num_traces}, expected at most {_MAX_TRACES}")
+        states = {name: getattr(self.attributes, name) for name in ("num_layers", "hidden_dim", "hidden_dtype")}
+        if self.num_traces and None in states.values():
+            raise ValueError(f"attributes: found {states} in a store with traces")
         lens = self.attributes.lens
         if lens is not None and lens.segment >= self.num_segments:
             raise ValueError(f"attributes: lens: found segment {lens.segment} of {self.num_segments}")
