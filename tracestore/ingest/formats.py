@@ -24,7 +24,7 @@ from tracestore.ingest.pickles.pickled_objects import PickledObject
 from tracestore.ingest.pickles.resolve import Limits, resolve
 from tracestore.ingest.preprocessed import read_graphs, read_sequences
 from tracestore.ingest.roles.assemble import records_of_trace
-from tracestore.ingest.roles.assign import with_advice
+from tracestore.ingest.roles.candidates import with_advice
 from tracestore.ingest.roles.columns import has_id, is_header, is_settings
 from tracestore.ingest.roles.keys import DEFAULT_KEYS, INPUTS_PAGE, KeyOptions
 from tracestore.ingest.roles.layout import layout, opened

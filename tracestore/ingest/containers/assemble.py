@@ -105,7 +105,6 @@ def traces_of(
                 trace = f"{unit.trace}/{k}" if unit.trace and (count or 1) > 1 else unit.trace
                 _set_id(values, trace, name, is_only=(count or 1) == 1 and trace == "" and not unit.is_trace)
                 set_arrays(values)
-                _set_texts_of_tokens(values)
                 if "hidden_states" not in values and "last_token" not in values:
                     pass  # refused with advice
                 elif axes is not None:
@@ -139,19 +138,6 @@ def _own_id(values: Mapping[str, Any]) -> Any:
     """Return the id among the values of a trace; None without one."""
     names = [name for name in values if name in ID_KEYS or _PLURALS.get(name) in ID_KEYS or _ID_NAME.fullmatch(name)]
     return next((values[name] for name in names if isinstance(values[name], str | int)), None)
-
-
-def _set_texts_of_tokens(values: dict[str, Any]) -> None:
-    """Move texts under the name of token ids to tokens_decoded."""
-    texts = values.get("tokens")
-    if isinstance(texts, np.ndarray) and texts.dtype.kind == "U":
-        texts = texts.tolist()
-    if isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts):
-        del values["tokens"]
-        values.setdefault("tokens_decoded", texts)
-        ids = next((name for name in ("token_ids", "input_ids") if name in values), None)
-        if ids is not None:
-            values["tokens"] = values.pop(ids)
 
 
 def _is_last_token(values: Mapping[str, Any], unit: Unit) -> bool:

@@ -1,6 +1,9 @@
 """Arrays of a container, which are read whole or trace by trace."""
 
+import ast
+import io
 import math
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +17,8 @@ from tracestore.store.io.scratch import Scratch
 
 # Kinds of dtypes that an array may have: bool, integers, floats, complex numbers, texts.
 DTYPE_KINDS = "biufcSU"
+NPY_MAGIC = b"\x93NUMPY"
+MAX_NPY_HEADER_BYTES = 10_000
 _CHUNK_BYTES = 4 << 20
 _BLOCK_BYTES = 16 << 20
 _MAX_VALUES = 5_000_000
@@ -212,6 +217,61 @@ def check_array(name: str, shape: tuple[int, ...], dtype: np.dtype, num_bytes: i
     if expected != num_bytes:
         raise InvalidInputError(f"found {num_bytes:,} bytes, expected {expected:,} for shape {shape}", field=name)
     return dtype
+
+
+def read_npy_header(head: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Return shape, whether the order is that of Fortran, and dtype of the array that follows in a stream."""
+    try:
+        version = np.lib.format.read_magic(head)
+        length = struct.unpack("<H" if version == (1, 0) else "<I", head.read(2 if version == (1, 0) else 4))[0]
+        if version not in ((1, 0), (2, 0), (3, 0)) or length > MAX_NPY_HEADER_BYTES:
+            raise ValueError(f"version {version}, header of {length:,} bytes")
+        header = ast.literal_eval(head.read(length).decode("latin1").strip())
+        shape, order, description = header["shape"], header["fortran_order"], header["descr"]
+        if type(order) is not bool or not isinstance(shape, tuple):
+            raise ValueError("a wrong header")
+        if not isinstance(description, str) and not _is_record(description):
+            raise ValueError("a dtype with nested fields")
+        if not all(type(n) is int for n in shape):
+            raise ValueError("a wrong shape")
+        return shape, order, np.dtype(description)
+    except (ValueError, TypeError, KeyError, SyntaxError, struct.error, MemoryError, RecursionError) as error:
+        raise InvalidInputError(f"not an array of NumPy: {' '.join(str(error).split())[:120]}", field=name) from None
+
+
+def _is_record(description: Any) -> bool:
+    """Return whether the dtype of a header is a list of named dtypes, each with an optional shape."""
+    if not isinstance(description, list) or not description:
+        return False
+    return all(
+        isinstance(field, tuple)
+        and len(field) in (2, 3)
+        and all(isinstance(part, str) for part in field[:2])
+        and all(isinstance(part, tuple) and all(type(n) is int and n > 0 for n in part) for part in field[2:])
+        for field in description
+    )
+
+
+def npy_array(data: bytes | bytearray | memoryview, name: str) -> np.ndarray:
+    """Return the array that the bytes of a .npy file hold.
+
+    Raises
+    ------
+    InvalidInputError
+        If the bytes are damaged, or hold Python objects.
+    """
+    view = memoryview(data).cast("B")
+    head = io.BytesIO(bytes(view[: MAX_NPY_HEADER_BYTES + 16]))
+    shape, is_fortran, dtype = read_npy_header(head, name)
+    values = view[head.tell() :]
+    dtype = check_array(name, shape, dtype, len(values))
+    array = np.frombuffer(values, "u1").view(dtype) if len(values) else np.empty(0, dtype)
+    return array.reshape(shape[::-1]).T if is_fortran else array.reshape(shape)
+
+
+def is_npy(value: Any) -> bool:
+    """Return whether a value is the content of a .npy file."""
+    return isinstance(value, bytes | bytearray | memoryview) and bytes(value[: len(NPY_MAGIC)]) == NPY_MAGIC
 
 
 def whole(value: Any) -> Any:

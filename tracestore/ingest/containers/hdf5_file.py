@@ -119,6 +119,9 @@ class _Reader:
             return False
         lengths: list[int] = []
         for group in groups:
+            # Ids of tokens are as many as the states of one trace.
+            if any((key := locate(name)) is not None and key.field == "tokens" for name in group):
+                return False
             shapes = [child.shape for child in group.values() if isinstance(child, self._h5py.Dataset) and child.shape]
             sizes, ranks = {shape[0] for shape in shapes}, {len(shape) > 1 for shape in shapes}
             if len(sizes) != 1 or ranks != {False, True}:

@@ -6,11 +6,23 @@ from functools import lru_cache
 from typing import NamedTuple
 
 # Names of the fields, besides those of docs/ingest.md.
-_HIDDEN = r"(?:all_|last_|layer_|decoder_)?hidden_?states?|hiddens?|hs|representations?|activations?|acts|residual(?:s|_stream)?|resid"
-_ATTENTION = r"(?:all_|decoder_)?attentions?|attention_(?:weights|maps?|probs)|attn(?:_weights)?"
+# What a name calls states after a word such as hidden or last_token.
+_KIND = r"(?:states?|acts?|activations?|reps?|reprs?|representations?|vec(?:tor)?s?|emb(?:ed(?:ding)?)?s?|features?|layers?|outputs?)"
+_OF_MODEL = r"(?:(?:all|last|layer|decoder|model|llm|internal|residual|resid)_)*"
+_HIDDEN = (
+    rf"{_OF_MODEL}hidden(?:_?{_KIND})?|hiddens|hs|{_OF_MODEL}(?:representations?|reprs?|reps|activations?|acts)"
+    r"|internal_states?|resid(?:ual)?s?(?:_streams?)?(?:_states?)?"
+)
+_ATTENTION = (
+    r"(?:(?:all|decoder|self|layer|model|causal)_)*(?:attentions?|attns?)"
+    r"(?:_(?:weights?|maps?|probs?|probabilities|scores?|matri(?:x|ces)|patterns?|tensors?))?"
+)
 _TOKENS = r"tokens|token_ids|input_ids|sequences"
-_LAST_TOKEN = r"last_tokens?(?:_hidden(?:_states?)?)?|layer_wise"
-_NAMES = f"(?P<hidden>{_HIDDEN})|(?P<attention>{_ATTENTION})|(?P<tokens>{_TOKENS})|(?P<last>{_LAST_TOKEN})"
+_LAST_TOKEN = (
+    rf"(?:last|final|eos)_?(?:(?:prompt|input|answer|response|generated)_)?(?:tokens?|tok)(?:_hidden)?(?:_{_KIND})?"
+    rf"|eos_(?:hidden(?:_{_KIND})?|{_KIND})|layer_wise"
+)
+_NAMES = f"(?P<last>{_LAST_TOKEN})|(?P<hidden>{_HIDDEN})|(?P<attention>{_ATTENTION})|(?P<tokens>{_TOKENS})"
 # The name of a trace before a field: anything before a dot or slash, or something with a digit before _ or -.
 _TRACE = r"(?:(?P<trace>.+?)[./]|(?P<trace_>.*?\d.*?)[_\-])??"
 # hidden_states, q1/hidden_states, tc_12_hidden_states
@@ -26,7 +38,8 @@ _BY_LAYER = re.compile(
     re.IGNORECASE,
 )
 _OUTPUT = re.compile(rf"(?:hook_)?(?:resid_(?:post|pre|mid)|mlp_out|attn_out|out(?:put)?|{_HIDDEN})(?:\.output)?")
-_PATTERN = re.compile(rf"(?:(?:self_)?attn[./])?(?:hook_pattern|pattern|{_ATTENTION})")
+# The module self_attn returns other values than attention.
+_PATTERN = re.compile(rf"(?!self_att(?:n|ention)$)(?:(?:self_)?attn[./])?(?:hook_pattern|pattern|{_ATTENTION})")
 # A step of generation, and a head: step_3, steps/3, q1_token_3, head.0. `tokens_3` are the tokens of a trace.
 _STEP = re.compile(
     r"(?:^|(?<=[./_\-]))(?:gen(?:erat(?:ion|ed))?_|decod(?:e|ing)_)?"
@@ -53,9 +66,11 @@ GROUPS_OF_TRACES = frozenset(("traces", "samples", "data", "examples", "question
 LISTS_OF_LAYERS = re.compile(r"(?:all_|hidden_)?(?:layers|blocks|layer_(?:outputs|states))", re.IGNORECASE)
 LISTS_OF_TOKENS = re.compile(
     r"(?:all_|generated_|output_|per_)?(?:tokens?|features|steps|words|positions|timesteps|pieces|token_(?:states|data)"
-    r"|trajectory|generation_steps)",
+    r"|trajectory|generation_steps|states)",
     re.IGNORECASE,
 )
+# Fields of the values of single tokens.
+OF_TOKENS = {"logprob": "token_logprob", "log_prob": "token_logprob", "entropy": "token_entropy"}
 ID_KEYS = ("question_id", "qid", "id", "example_id", "sample_id", "uid", "idx", "index")
 
 
@@ -92,7 +107,8 @@ def parse_key(name: str) -> Key | None:
     if match := _NUMBERED.fullmatch(name) or _WHOLE.fullmatch(name):
         number = match.groupdict().get("number")
         if not (layer := _BY_LAYER.fullmatch(name)) or number is not None:
-            is_layer = match.groupdict().get("word") is not None
+            is_named = match.groupdict().get("word") is not None or "layer" in (match["hidden"] or "").lower()
+            is_layer = number is not None and is_named
             return Key(_field(match), None if number is None else int(number), _trace(match), is_layer=is_layer)
         match = layer
     elif not (match := _BY_LAYER.fullmatch(name)):

@@ -1,6 +1,5 @@
 """Read .npy and .npz files: arrays that are mapped or inflated piece by piece, and pickled ones."""
 
-import ast
 import io
 import math
 import struct
@@ -24,7 +23,16 @@ from tracestore.ingest.byte_source import (
     check_regular,
     map_file,
 )
-from tracestore.ingest.containers.columns import Column, Input, ObjectColumn, StreamColumn, Unit, check_array
+from tracestore.ingest.containers.columns import (
+    MAX_NPY_HEADER_BYTES,
+    Column,
+    Input,
+    ObjectColumn,
+    StreamColumn,
+    Unit,
+    check_array,
+    read_npy_header,
+)
 from tracestore.ingest.containers.grouping import units_of
 from tracestore.ingest.containers.keys import column_name, parse_key
 from tracestore.ingest.layouts.object_arrays import read_objects, units_of_objects
@@ -32,8 +40,6 @@ from tracestore.ingest.torch_file import MappedStream
 from tracestore.store.format import schema
 from tracestore.store.io.scratch import Scratch
 
-NPY_MAGIC = b"\x93NUMPY"
-_MAX_HEADER_BYTES = 10_000
 _CHUNK_BYTES = 2 << 20
 _MAX_MEMBERS = 1_000_000
 _LOCAL = struct.Struct("<4s5H3I2H")
@@ -70,8 +76,8 @@ def npy_column(path: Path) -> Column:
 
 
 def _mapped_column(mapped: MappedFile, begin: int, end: int, name: str) -> Column:
-    head = io.BytesIO(mapped.read(begin, min(end, begin + _MAX_HEADER_BYTES + 16)))
-    shape, is_fortran, dtype = _read_header(head, name)
+    head = io.BytesIO(mapped.read(begin, min(end, begin + MAX_NPY_HEADER_BYTES + 16)))
+    shape, is_fortran, dtype = read_npy_header(head, name)
     begin += head.tell()
     if dtype.kind == "O":
         return _object_column(BufferReader(mapped, begin, end), lambda: end - begin, shape, name)
@@ -86,39 +92,6 @@ def _object_column(source: ByteReader, read_bytes: Callable[[], int], shape: tup
     if len(values) != math.prod(shape):
         raise InvalidInputError(f"found {len(values)} objects, expected those of shape {shape}", field=name)
     return ObjectColumn(values, shape)
-
-
-def _read_header(head: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """Return shape, whether the order is that of Fortran, and dtype of the array that follows in a stream."""
-    try:
-        version = np.lib.format.read_magic(head)
-        length = struct.unpack("<H" if version == (1, 0) else "<I", head.read(2 if version == (1, 0) else 4))[0]
-        if version not in ((1, 0), (2, 0), (3, 0)) or length > _MAX_HEADER_BYTES:
-            raise ValueError(f"version {version}, header of {length:,} bytes")
-        header = ast.literal_eval(head.read(length).decode("latin1").strip())
-        shape, order, description = header["shape"], header["fortran_order"], header["descr"]
-        if type(order) is not bool or not isinstance(shape, tuple):
-            raise ValueError("a wrong header")
-        if not isinstance(description, str) and not _is_record(description):
-            raise ValueError("a dtype with nested fields")
-        if not all(type(n) is int for n in shape):
-            raise ValueError("a wrong shape")
-        return shape, order, np.dtype(description)
-    except (ValueError, TypeError, KeyError, SyntaxError, struct.error, MemoryError, RecursionError) as error:
-        raise InvalidInputError(f"not an array of NumPy: {' '.join(str(error).split())[:120]}", field=name) from None
-
-
-def _is_record(description: Any) -> bool:
-    """Return whether the dtype of a header is a list of named dtypes, each with an optional shape."""
-    if not isinstance(description, list) or not description:
-        return False
-    return all(
-        isinstance(field, tuple)
-        and len(field) in (2, 3)
-        and all(isinstance(part, str) for part in field[:2])
-        and all(isinstance(part, tuple) and all(type(n) is int and n > 0 for n in part) for part in field[2:])
-        for field in description
-    )
 
 
 def _by_name(columns: dict[str, Column]) -> dict[str, Column]:
@@ -181,7 +154,7 @@ def _member(mapped: MappedFile, archive: zipfile.ZipFile, info: zipfile.ZipInfo,
     if not info.filename.endswith(".npy"):
         raise InvalidInputError(f"entry {info.filename[:60]!r} is not an array of NumPy")
     with archive.open(info) as head:  # compares the two headers
-        shape, is_fortran, dtype = _read_header(head, name)
+        shape, is_fortran, dtype = read_npy_header(head, name)
         header_bytes = head.tell()
     if info.compress_type == zipfile.ZIP_STORED:
         begin = info.header_offset + _LOCAL.size

@@ -11,7 +11,7 @@ from tracestore._core.mapping import MappedFile
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.containers import arrow_files, hdf5_process, numpy_files, safetensors_file
 from tracestore.ingest.containers.assemble import traces_of
-from tracestore.ingest.containers.columns import Input, Unit
+from tracestore.ingest.containers.columns import NPY_MAGIC, Input, Unit
 from tracestore.ingest.containers.tables import TableReference
 from tracestore.ingest.layouts import text_rows
 from tracestore.store.io.scratch import Scratch
@@ -39,7 +39,7 @@ def reader_of(mapped: MappedFile, path: Path) -> Reader | None:
     if path.name.endswith(safetensors_file.COMPRESSED_SUFFIXES):
         return safetensors_file.read_safetensors
     head = mapped.read(0, min(len(mapped), 16))
-    if head.startswith(numpy_files.NPY_MAGIC):
+    if head.startswith(NPY_MAGIC):
         return numpy_files.read_npy
     if head.startswith(b"PK\x03\x04") and numpy_files.is_npz(mapped):
         return numpy_files.read_npz

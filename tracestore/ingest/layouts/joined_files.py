@@ -29,6 +29,11 @@ from tracestore.ingest.roles.layout import layout, opened
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _TEXT = (".json", ".txt")
 _SHARD = re.compile(r"(?:shard|batch|part|chunk|fold|split|file|rank|worker|data)s?[_\-.]?\d", re.IGNORECASE)
+# Numbers in the names of models: llama-2, 7b.
+_MODEL = re.compile(
+    r"(?:llama|gpt|qwen|gemma|phi|mistral|opt|pythia|vicuna|olmo|t5)[_\-]?v?\d+(?:\.\d+)*|(?<![a-z\d])\d+(?:\.\d+)?[bm](?![a-z\d])",
+    re.IGNORECASE,
+)
 _MAX_TEXT_BYTES = 64 << 20
 _MAX_DEPTH = 4
 
@@ -92,7 +97,7 @@ def is_joined(parts: Sequence[Path]) -> bool:
 
 def names_one(name: str) -> bool:
     """Return whether the name that files share is that of one trace: it has a digit, and is none of a shard or batch."""
-    return re.search(r"\d", name) is not None and _SHARD.match(name) is None
+    return re.search(r"\d", _MODEL.sub("", name)) is not None and _SHARD.match(name) is None
 
 
 def read_joined(source: Input, resources: ExitStack) -> Iterator[dict[str, Any]]:

@@ -1,5 +1,6 @@
 """Values next to each other in one dict: prompt and response, records and states, traces behind each other."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from tracestore.ingest.layouts.ragged import is_bounds, ragged
 from tracestore.ingest.roles.columns import singular
 from tracestore.ingest.roles.keys import normalized
 from tracestore.ingest.roles.layout import layers_of, layout, opened
+
+_MASK_OR_IDS = re.compile(r"(?:attention_?)?masks?|input_ids|token_ids|tokens", re.IGNORECASE)
 
 
 def spread_records(fields: Mapping[Any, Any]) -> dict[Any, Any] | None:
@@ -105,6 +108,71 @@ def _states_column(value: Any) -> Any:
     arrays = {k: opened(layer) for k, layer in layers.items()}
     is_regular = all(isinstance(a, np.ndarray) and a.ndim == 2 and a.dtype.kind in "fV" for a in arrays.values())
     return {k: Column(a) for k, a in arrays.items()} if arrays and is_regular else None
+
+
+# Batches of a data loader
+
+
+def split_batches(fields: Mapping[Any, Any]) -> list[dict[Any, Any]] | None:
+    """Return a dict for each batch of lists over batches: layers to lists of (B, S, D), and masks or ids (B, S); None for others.
+
+    Values of all rows, such as ids, are cut into those of the batches.
+    """
+    given = {k: opened(v) for k, v in fields.items()}
+    sizes = next((s for k, v in given.items() if _MASK_OR_IDS.fullmatch(str(k)) and (s := _batch_sizes(v))), None)
+    states = [k for k in given if _is_states_name(k)]
+    if sizes is None or len(states) != 1:
+        return None
+    batches = _layers_of_batches(given[states[0]], sizes)
+    if batches is None:
+        return None
+    found, first = [], 0
+    for k, (count, _) in enumerate(sizes):
+        batch: dict[Any, Any] = {"hidden_states": batches[k]}
+        for name, value in given.items():
+            if name == states[0]:
+                continue
+            if isinstance(value, list | tuple) and len(value) == len(sizes) != sum(n for n, _ in sizes):
+                batch[singular(name)] = value[k]
+            elif _size(value) == sum(n for n, _ in sizes):
+                rows = value[first : first + count]
+                batch[singular(name)] = rows[0] if count == 1 else rows
+            else:
+                batch[name] = value
+        found.append(batch)
+        first += count
+    return found
+
+
+def _batch_sizes(value: Any) -> list[tuple[int, int]] | None:
+    """Return the sizes (B, S) of a list of masks or ids; None for another value."""
+    if not isinstance(value, list | tuple) or not value:
+        return None
+    shapes = [layout(item) for item in value]
+    if any(shape is None or shape.kind != "i" or len(shape.shape) != 2 or None in shape.shape for shape in shapes):
+        return None
+    return [(int(s.shape[0] or 0), int(s.shape[1] or 0)) for s in shapes if s is not None]
+
+
+def _layers_of_batches(value: Any, sizes: Sequence[tuple[int, int]]) -> list[Any] | None:
+    """Return the layers of each batch, with the batch outside or inside of the layers; None if shapes do not fit."""
+    if isinstance(value, dict):
+        lists = {number: opened(layer) for number, layer in layers_of(value).items()}
+        inner = [_layers_of_batches(layer, sizes) for layer in lists.values()]
+        if not lists or any(layer is None for layer in inner):
+            return None
+        return [{n: layer[k][0] for n, layer in zip(lists, inner, strict=True) if layer} for k in range(len(sizes))]
+    if not isinstance(value, list | tuple) or not value:
+        return None
+    shapes = [layout(item) for item in value]
+    if len(value) == len(sizes) and all(
+        s is not None and s.kind == "f" and s.shape[-3:-1] == size and len(s.shape) in (3, 4)
+        for s, size in zip(shapes, sizes, strict=True)
+    ):
+        return [[v] if s is not None and len(s.shape) == 3 else v for v, s in zip(value, shapes, strict=True)]
+    if len(sizes) > 1 and all(isinstance(opened(layer), list | tuple) for layer in value):
+        return _layers_of_batches(dict(enumerate(value)), sizes)
+    return None
 
 
 # Prompt and response

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.containers.keys import ID_KEYS, parse_key
+from tracestore.ingest.containers.keys import ID_KEYS, LISTS_OF_LAYERS, LISTS_OF_TOKENS, OF_TOKENS, parse_key
 from tracestore.ingest.layouts.parts import Part, Place, is_same, join_parts, parse_path
 from tracestore.ingest.roles.columns import is_id
 from tracestore.ingest.roles.keys import OTHER_NAMES, normalized
@@ -19,8 +19,7 @@ _TOKENS = (
 )  # fmt: skip
 _NUMBERED = frozenset((*_LAYERS, *_TOKENS))
 _TOKEN_IDS = ("token_id", "input_id", "token_ids", "generated_token_id", "next_token_id")
-# Keys of the lists of tokens or steps in a trace.
-_LISTS = frozenset(("steps", "tokens", "generation_steps", "token_states", "states", "generated_tokens", "positions"))
+_TOKEN_TEXTS = ("text", "word")
 _MAX_DEPTH = 4
 _MAX_LEAVES = 1 << 20
 
@@ -45,9 +44,7 @@ def by_names(fields: Mapping[Any, Any]) -> list[dict[str, Any]] | None:
     for path, value in leaves:
         if not all(isinstance(key, str) or type(key) is int for key in path):
             return None
-        names = (str(key) for key in path if isinstance(key, str))
-        is_numbered = any(not name.isdecimal() and parse_path(name).trace for name in names)
-        place = parse_path(*(f"layer_{key}" if is_numbered and str(key).isdecimal() else str(key) for key in path))
+        place = parse_path(*_names(path))
         if place.trace and place.has_role:
             parts.append(Part(place.trace, place._replace(trace=""), value))
         elif place.is_states or place.field == "attentions":
@@ -84,6 +81,14 @@ def _leaves(fields: Mapping[Any, Any], path: tuple[Any, ...], depth: int) -> Ite
             yield from _leaves(value, path + names, depth + 1)
         else:
             yield path + names, value
+
+
+def _names(path: Sequence[str | int]) -> list[str]:
+    """Return the keys of a path as names; next to the name of a trace, numbers are layers unless another key is one."""
+    texts = [parse_path(key) for key in path if isinstance(key, str) and not key.isdecimal()]
+    is_kind = {int: True, str: not any(isinstance(key, int) for key in path)}
+    is_open = any(place.trace for place in texts) and all(place.layer is None for place in texts)
+    return [f"layer_{k}" if is_open and is_kind[type(k)] and str(k).isdecimal() else str(k) for k in path]
 
 
 def _by_tuples(leaves: Sequence[tuple[tuple[Any, ...], Any]]) -> list[dict[str, Any]] | None:
@@ -193,20 +198,22 @@ def join_records(records: Sequence[Mapping[Any, Any]]) -> list[dict[str, Any]] |
 
 
 def join_steps(trace: Mapping[Any, Any]) -> dict[Any, Any] | None:
-    """Return a trace whose list of tokens or steps holds the hidden states of one each; None for others."""
+    """Return a trace whose list of tokens, steps or layers holds the hidden states of one each; None for others."""
     for key, value in trace.items():
-        items = opened(value)
-        if (
-            not isinstance(key, str)
-            or normalized(key) not in _LISTS
-            or not isinstance(items, list | tuple)
-            or not items
-        ):
+        items, name = opened(value), normalized(key) if isinstance(key, str) else ""
+        is_layers = LISTS_OF_LAYERS.fullmatch(name) is not None
+        if not isinstance(items, list | tuple) or not items or not (is_layers or LISTS_OF_TOKENS.fullmatch(name)):
             continue
         records = [opened(item) for item in items]
         if not all(isinstance(r, dict) and _states_key(r) is not None for r in records):
             continue
-        numbered = [dict(r) if _numbers(r)[1] is not None else {"position": k} | r for k, r in enumerate(records)]
+        column = "layer" if is_layers else "position"
+        numbered = [
+            ({column: k} if _numbers(r)[not is_layers] is None else {})
+            # A number is the id of the token, not of a trace.
+            | {"token_id" if n == "id" and type(_item(v)) is int and not is_layers else n: v for n, v in r.items()}
+            for k, r in enumerate(records)
+        ]
         if any(_id(r) is not None for r in numbered):
             continue
         return {k: v for k, v in trace.items() if k != key} | _trace(numbered)
@@ -247,6 +254,10 @@ def _trace(records: Sequence[Mapping[Any, Any]]) -> dict[str, Any]:
         elif name == "token" and tokens:
             given = [_item(record.get(name)) for record in tokens]
             fields["tokens_decoded" if isinstance(given[0], str) else "tokens"] = given
+        elif name in OF_TOKENS and tokens:
+            fields[OF_TOKENS[name]] = [_item(record.get(name)) for record in tokens]
+        elif name in _TOKEN_TEXTS and tokens and not all(is_same(value, values[0]) for value in values):
+            fields["tokens_decoded"] = [_item(record.get(name)) for record in tokens]
         elif all(is_same(value, values[0]) for value in values):
             fields[name] = values[0]
         else:

@@ -23,7 +23,7 @@ _RESPONSES = ("response", "completion", "generated", "generation", "continuation
 # Endings of the names of parts of one field, and what they mean: states of prompt and response, ids of tokens.
 _SEGMENTS = {**dict.fromkeys(_PROMPTS, "prompt"), **dict.fromkeys(_RESPONSES, "response")}
 _OTHERS = frozenset((*MAPPABLE, *(n for names in OTHER_NAMES.values() for n in names), *ID_KEYS, *LENGTHS))
-_OTHERS |= {"meta", "metadata", "info", "logits", "logprobs", "text", "texts", "mask"}
+_OTHERS |= {"head_wise", "meta", "metadata", "info", "logits", "logprobs", "text", "texts", "mask"}
 _FIELDS = frozenset((*_OTHERS, *(f"{name}s" for name in _OTHERS)))
 # Names of hidden states in folders and files, which mean less elsewhere.
 _STATES = frozenset(("states", "layers", "vectors", "embeddings", "reps"))

@@ -10,7 +10,7 @@ import numpy as np
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.containers.columns import Arena, Unit
 from tracestore.ingest.containers.grouping import units_of
-from tracestore.ingest.containers.keys import ID_KEYS, is_state_name, locate
+from tracestore.ingest.containers.keys import ID_KEYS, OF_TOKENS, is_state_name, locate
 from tracestore.ingest.layouts.array_names import WEAK, is_list_of_floats, with_vector
 from tracestore.ingest.layouts.values import STATES, array_of, set_arrays
 
@@ -35,7 +35,6 @@ _QUESTIONS = ("prompt", "question", "query", "statement", "text", "sentence", "i
 _COUNTERS = ("id", "uid", "idx", "index")
 _TOKEN_IDS = ("token_id", "input_id", "tok_id", "tokens", "token", "tok")
 _TOKEN_TEXTS = ("token", "tok", "token_text", "token_str", "word", "piece", "text", "tokens")
-_OF_TOKENS = {"logprob": "token_logprob", "log_prob": "token_logprob", "entropy": "token_entropy"}
 # Names of arrays that are no states.
 _OTHERS = re.compile(
     r".*(?:logit|prob|score|att(?:ention|n)|entrop|rank|grad|shape|dtype|mask|span|label).*", re.IGNORECASE
@@ -348,7 +347,7 @@ def _of_tokens(rows: list[Row], fields: Row, columns: Coordinates) -> Row:
         if key is not None:
             fields.pop(key, None)
             found[name] = [_item(row[key]) for row in rows]
-    for key, name in _OF_TOKENS.items():
+    for key, name in OF_TOKENS.items():
         if isinstance(rows[0].get(key), float | int):
             fields.pop(key, None)
             found[name] = [row.get(key) for row in rows]

@@ -95,7 +95,9 @@ def _record(
         ids = _layers_by_id(fields, "hidden_states")
         if need_attention is not False and "attentions" in fields:
             attention_ids = _layers_by_id(fields, "attentions")
-            if ids is not None and attention_ids is not None and attention_ids not in (ids, ids[1:]):
+            # Attention that is numbered from 0 as models return it, next to embeddings as layer 0.
+            is_shifted = ids == list(range(len(ids or ()))) and attention_ids == (ids or [])[:-1]
+            if ids is not None and attention_ids is not None and attention_ids not in (ids, ids[1:]) and not is_shifted:
                 raise field_error("attentions", f"layers {attention_ids}", f"{ids} as in hidden_states")
         is_head_mean = need_attention is not False and _add_head_axis(fields)
         record = _validated(found, source_name, position, need_attention)
@@ -122,6 +124,9 @@ def _validated(found: Assignment, source_name: str, position: int, need_attentio
     try:
         return record_from_dict(found.fields, need_tokens=False, **given)
     except InvalidInputError as error:
+        if error.field == "attentions" and error.reason.startswith("missing key"):
+            # What else is wrong would remain after --attention none.
+            record_from_dict(found.fields, need_tokens=False, **given | {"need_attention": None})
         if key is None or error.field != "tokens":
             raise
     found.fields[key] = found.fields.pop("tokens")

@@ -9,29 +9,48 @@ import numpy as np
 
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.containers.keys import kind_rank, layer_kind, parse_key
+from tracestore.ingest.layouts.values import array_of
 from tracestore.ingest.pickles.pickled_objects import PickledObject
-from tracestore.ingest.roles.candidates import attention_in, ids_in, states_in, vectors_in
+from tracestore.ingest.roles.candidates import keys_found
 from tracestore.ingest.roles.keys import (
     COUNTERS,
     INDEX_KEYS,
     INPUTS_PAGE,
     MAPPABLE,
     OTHER_NAMES,
+    SAME,
+    TOKENS_KEYS,
     KeyOptions,
     normalized,
 )
 from tracestore.ingest.score_files import SCORE_COLUMNS, direction_of, score_of_word
-from tracestore.store.format import schema
 from tracestore.store.write.values import as_array, describe
 
-TOKENS_KEYS = ("tokens", "input_ids", "sequences")
 OWN_KEYS = frozenset((*MAPPABLE, *TOKENS_KEYS, "global_example_id", "layers", "labels")) - {"label"}
 # Fields that may have another spelling.
 _SPELLED = frozenset((*MAPPABLE, *TOKENS_KEYS, "global_example_id"))
-# Keys of token ids that other programs use, for suggestions of --map.
-_TOKEN_NAMES = ("ids", "tok", "generated_ids", "output_ids", "sequence", "all_tokens")
-# Keys any of which gives a field a value.
-_SAME = {"question_id": ("question_id", "global_example_id"), "generated_answer": schema.ANSWER_FIELDS}
+# Names of nested dicts that describe the trace, and not its model, and the names of their fields.
+_ABOUT_TRACE = frozenset(
+    [
+        "request",
+        "sample",
+        "example",
+        "question",
+        "item",
+        "record",
+        "instance",
+        "input",
+        "inputs",
+        "doc",
+        "data",
+        "meta",
+        "metadata",
+        "info",
+        "row",
+        "entry",
+    ]
+)
+_NESTED = frozenset((*OTHER_NAMES["question_id"][:6], *OTHER_NAMES["question"], *OTHER_NAMES["generated_answer"]))
 # Nesting of values that are searched for what is not data.
 _MAX_DEPTH = 64
 
@@ -91,15 +110,18 @@ def assign(trace: Any, options: KeyOptions, *, has_objects: bool = False) -> Ass
         value = _take(values, key)
         if value is _MISSING:
             if name not in values:
-                raise InvalidInputError(f"missing key, named by --map; found {_keys_found(trace)}", field=key)
+                raise InvalidInputError(f"missing key, named by --map; found {keys_found(trace)}", field=key)
             continue
         values[name] = value
         found.roles[key] = name
     if has_objects:
         _remove_objects(found)
     _find_spellings(found)
+    if isinstance(values.get("hidden_states"), list | tuple):
+        values["hidden_states"] = _joined_passes(values["hidden_states"])
     if _is_nothing(values.get("attentions")):
         values.pop("attentions", None)
+    _move_texts_of_tokens(found)
     if "sequences" in values and "input_ids" in values and "tokens" not in values:
         # generate() returns the prompt and the answer in `sequences`; `input_ids` is the prompt.
         values["tokens"] = values.pop("sequences")
@@ -113,6 +135,36 @@ def assign(trace: Any, options: KeyOptions, *, has_objects: bool = False) -> Ass
 def _is_nothing(value: Any) -> bool:
     """Return whether a value is None or a nested list of None, as models without eager attention return it."""
     return value is None or (isinstance(value, list | tuple) and all(map(_is_nothing, value)))
+
+
+def _joined_passes(layers: Any) -> Any:
+    """Return the states (P, D) of a prompt and (D,) of each later token as one layer, and other layers unchanged."""
+    if len(layers) < 2 or _rank(layers[0]) != 2 or _rank(layers[1]) != 1:
+        return layers
+    parts = [array_of(layer) if as_array(layer) is None else as_array(layer) for layer in layers]
+    shapes = [np.shape(part)[-1:] if isinstance(part, np.ndarray) else () for part in parts]
+    if any(shape != shapes[0] for shape in shapes) or any(part.ndim != 1 for part in parts[1:]):
+        return layers
+    return [np.concatenate([parts[0], *(part[None] for part in parts[1:])])]
+
+
+def _rank(value: Any) -> int:
+    """Return the number of axes of an array or nested lists, by their first items."""
+    array = as_array(value)
+    if array is not None:
+        return array.ndim
+    return 1 + _rank(value[0]) if isinstance(value, list) and value else 0
+
+
+def _move_texts_of_tokens(found: Assignment) -> None:
+    """Move texts under the name of token ids to tokens_decoded."""
+    texts = found.fields.get("tokens")
+    if isinstance(texts, np.ndarray) and texts.dtype.kind == "U":
+        texts = texts.tolist()
+    if isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts):
+        del found.fields["tokens"]
+        found.fields.setdefault("tokens_decoded", texts)
+        found.roles["tokens"] = "tokens_decoded"
 
 
 def role_of(key: str, found: Assignment) -> str:
@@ -144,14 +196,14 @@ def _find_other_names(found: Assignment, options: KeyOptions) -> None:
         _merge_nested(found)
     if not _has_states(values) or "attentions" not in values:
         _find_arrays(found)
-    if options.id_key in values and not any(values.get(key) is not None for key in _SAME["question_id"]):
+    if options.id_key in values and not any(values.get(key) is not None for key in SAME["question_id"]):
         assert options.id_key is not None
         if isinstance(values[options.id_key], str | int | np.integer):
             values["question_id"] = values.pop(options.id_key)
             found.roles[options.id_key] = "question_id"
     keys = {normalized(key): key for key in reversed(values)}
     for name, others in OTHER_NAMES.items():
-        if any(values.get(key) is not None for key in _SAME.get(name, (name,))):
+        if any(values.get(key) is not None for key in SAME.get(name, (name,))):
             continue
         # A batch has ids and texts under a plural, which each of its answers keeps.
         known = [keys[k] for k in (*others, *(f"{n}s" for n in (name, *others))) if k in keys]
@@ -196,8 +248,13 @@ def _merge_nested(found: Assignment) -> None:
 
 def fields_of_nested(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that the nested dicts of a trace, such as the output of a tokenizer, have for its fields."""
-    nested = [value for value in values.values() if isinstance(value, Mapping)]
-    return {k: v for value in reversed(nested) for k, v in value.items() if k in _SPELLED and v is not None}
+    nested = {key: value for key, value in values.items() if isinstance(value, Mapping)}
+    return {
+        k: v
+        for key, value in reversed(nested.items())
+        for k, v in value.items()
+        if v is not None and (k in _SPELLED or (k in _NESTED and normalized(str(key)) in _ABOUT_TRACE))
+    }
 
 
 def _is_array_of_states(item: tuple[Any, Any]) -> bool:
@@ -252,11 +309,6 @@ def _take(values: dict[str, Any], path: str) -> Any:
     if not copy:
         del values[head]
     return value
-
-
-def _keys_found(trace: Mapping[Any, Any]) -> str:
-    names = [str(key)[:40] for key in trace]
-    return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "") or "no key"
 
 
 def _remove_objects(found: Assignment) -> None:
@@ -314,48 +366,3 @@ def _find_scores(found: Assignment, options: KeyOptions) -> None:
     if options.score_key != "label" and (label := _number(found.fields.get("label"))) in (0.0, 1.0):
         found.label = label
         found.roles["label"] = "label"
-
-
-def with_advice(error: InvalidInputError, trace: Any) -> InvalidInputError:
-    """Return the error with the closest fix at the end of its message: a mapping, or a place in the documentation."""
-    name = (error.field or "").partition("[")[0].partition(".")[0]
-    if INPUTS_PAGE in error.reason or ("--" in error.reason and not error.reason.startswith("missing key")):
-        return error
-    advice = f"see {INPUTS_PAGE}#keys"
-    if error.reason.startswith("missing key") and isinstance(trace, Mapping):
-        wanted = ("hidden_states", "attentions") if name in ("hidden_states", "attentions") else (name,)
-        pairs = [f"{field}={key}" for field in (*wanted, "tokens") if (key := _similar_key(field, trace)) is not None]
-        if name == "attentions":
-            pairs += [f"attentions={key}" for key in attention_in(trace)[:1] if not pairs]
-        if pairs:
-            advice = f"try --map {','.join(pairs)}"
-        elif name == "hidden_states":
-            advice = _advice_for_states(trace)
-    return InvalidInputError(
-        f"{error.reason}; {advice}", source=error.source, position=error.position, field=error.field
-    )
-
-
-def _advice_for_states(trace: Mapping[Any, Any]) -> str:
-    """Return the options that name hidden states, and the id if one value alone may be it."""
-    ids = [] if any(key in trace for key in _SAME["question_id"]) else ids_in(trace)
-    more = f",question_id={ids[0]}" if len(ids) == 1 and normalized(ids[0]) not in OTHER_NAMES["question_id"] else ""
-    maps = [f"--map hidden_states={key}{more}" for key in states_in(trace)[:4]]
-    maps = maps or [f"--map last_token={key}{more}" for key in vectors_in(trace)[:2]]
-    found = f"found {_keys_found(trace)}"
-    return f"{found}; try {' or '.join(maps)}" if maps else f"{found}; name it with --map hidden_states=KEY"
-
-
-def _similar_key(field_name: str, trace: Mapping[Any, Any]) -> str | None:
-    """Return a key, or a path to a key, that may be a missing field; None if the field is not missing."""
-    if field_name in trace or (field_name == "tokens" and any(key in trace for key in TOKENS_KEYS)):
-        return None
-    if field_name == "tokens" and (key := next((key for key in _TOKEN_NAMES if key in trace), None)):
-        return key
-    names = (field_name, *(TOKENS_KEYS if field_name == "tokens" else ()))
-    for key, value in trace.items():
-        if isinstance(key, str) and isinstance(value, Mapping):
-            for name in names:
-                if name in value:
-                    return f"{key}.{name}"
-    return None

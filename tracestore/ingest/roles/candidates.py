@@ -5,10 +5,13 @@ from typing import Any
 
 import numpy as np
 
+from tracestore.errors import InvalidInputError
 from tracestore.ingest.containers.keys import parse_key
-from tracestore.ingest.roles.keys import normalized
+from tracestore.ingest.roles.keys import INPUTS_PAGE, OTHER_NAMES, SAME, TOKENS_KEYS, normalized
 from tracestore.store.write.values import as_array
 
+# Keys of token ids that other programs use, for suggestions of --map.
+_TOKEN_NAMES = ("ids", "tok", "generated_ids", "output_ids", "sequence", "all_tokens")
 _MAX_DEPTH = 6
 _MAX_ID = 80
 
@@ -68,3 +71,54 @@ def _shapes(trace: Mapping[Any, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield key, shape
         elif isinstance(key, str) and isinstance(value, Mapping):
             yield from ((f"{key}.{name}", s) for name, v in value.items() if (s := shape_of(v)) is not None)
+
+
+def keys_found(trace: Mapping[Any, Any]) -> str:
+    """Return the first keys of a trace for a message."""
+    names = [str(key)[:40] for key in trace]
+    return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "") or "no key"
+
+
+def with_advice(error: InvalidInputError, trace: Any) -> InvalidInputError:
+    """Return the error with the closest fix at the end of its message: a mapping, or a place in the documentation."""
+    name = (error.field or "").partition("[")[0].partition(".")[0]
+    if INPUTS_PAGE in error.reason or ("--" in error.reason and not error.reason.startswith("missing key")):
+        return error
+    advice = f"see {INPUTS_PAGE}#keys"
+    if error.reason.startswith("missing key") and isinstance(trace, Mapping):
+        wanted = ("hidden_states", "attentions") if name in ("hidden_states", "attentions") else (name,)
+        pairs = [f"{field}={key}" for field in (*wanted, "tokens") if (key := _similar_key(field, trace)) is not None]
+        if name == "attentions":
+            pairs += [f"attentions={key}" for key in attention_in(trace)[:1] if not pairs]
+        if pairs:
+            advice = f"try --map {','.join(pairs)}"
+        elif name == "hidden_states":
+            advice = _advice_for_states(trace)
+    return InvalidInputError(
+        f"{error.reason}; {advice}", source=error.source, position=error.position, field=error.field
+    )
+
+
+def _advice_for_states(trace: Mapping[Any, Any]) -> str:
+    """Return the options that name hidden states, and the id if one value alone may be it."""
+    ids = [] if any(key in trace for key in SAME["question_id"]) else ids_in(trace)
+    more = f",question_id={ids[0]}" if len(ids) == 1 and normalized(ids[0]) not in OTHER_NAMES["question_id"] else ""
+    maps = [f"--map hidden_states={key}{more}" for key in states_in(trace)[:4]]
+    maps = maps or [f"--map last_token={key}{more}" for key in vectors_in(trace)[:2]]
+    found = f"found {keys_found(trace)}"
+    return f"{found}; try {' or '.join(maps)}" if maps else f"{found}; name it with --map hidden_states=KEY"
+
+
+def _similar_key(field_name: str, trace: Mapping[Any, Any]) -> str | None:
+    """Return a key, or a path to a key, that may be a missing field; None if the field is not missing."""
+    if field_name in trace or (field_name == "tokens" and any(key in trace for key in TOKENS_KEYS)):
+        return None
+    if field_name == "tokens" and (key := next((key for key in _TOKEN_NAMES if key in trace), None)):
+        return key
+    names = (field_name, *(TOKENS_KEYS if field_name == "tokens" else ()))
+    for key, value in trace.items():
+        if isinstance(key, str) and isinstance(value, Mapping):
+            for name in names:
+                if name in value:
+                    return f"{key}.{name}"
+    return None

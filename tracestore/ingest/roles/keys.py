@@ -47,6 +47,9 @@ OTHER_NAMES = {
 }
 COUNTERS = frozenset(("example_id", "sample_id", "idx", "index"))
 INDEX_KEYS = ("idx", "index")
+TOKENS_KEYS = ("tokens", "input_ids", "sequences")
+# Keys any of which gives a field a value.
+SAME = {"question_id": ("question_id", "global_example_id"), "generated_answer": schema.ANSWER_FIELDS}
 _WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[\s\-]+")
 # Axes of hidden states, from the outside: N traces, L layers, S tokens, D hidden size.
 Axes = Literal["LSD", "SLD", "SD", "LD", "D", "NLSD", "LNSD", "NSLD", "NSD", "NLD", "LND", "ND"]

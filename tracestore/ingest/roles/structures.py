@@ -13,11 +13,17 @@ import numpy as np
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.containers.keys import parse_key
 from tracestore.ingest.containers.tables import TableRows
-from tracestore.ingest.layouts.neighbors import join_segments, split_ragged, spread_records, with_embedding
+from tracestore.ingest.layouts.neighbors import (
+    join_segments,
+    split_batches,
+    split_ragged,
+    spread_records,
+    with_embedding,
+)
 from tracestore.ingest.layouts.partial import by_names, is_part, join_records, join_steps, joined_columns
 from tracestore.ingest.roles.assign import fields_of_nested
 from tracestore.ingest.roles.axes import letters_of_trace, shape_text, trace_axis, with_states
-from tracestore.ingest.roles.columns import has_id, has_one_id, is_header, named_columns, row_of
+from tracestore.ingest.roles.columns import has_id, has_one_id, is_header, named_columns, named_fields, row_of
 from tracestore.ingest.roles.keys import OTHER_NAMES, KeyOptions
 from tracestore.ingest.roles.layout import Layout, is_ragged, layers_of, layout, opened, row
 from tracestore.ingest.roles.table_rows import with_columns, with_rows
@@ -98,6 +104,8 @@ class Structures:
             return self._of_dict(value, depth, is_item)
         if isinstance(value, list | tuple) and value and any(isinstance(opened(item), dict) for item in value):
             return self._of_records(value, depth)
+        if isinstance(value, list | tuple) and 1 < len(value) <= 4 and (named := named_fields(value)) is not None:
+            return Found([named], is_one=True)
         shape = layout(value)
         if shape is None:
             return self._of_rows(value, depth) if isinstance(value, list | tuple) and value else None
@@ -111,12 +119,18 @@ class Structures:
                 return self._of_records(traces, depth)
             if (traces := split_ragged(fields)) is not None:
                 return Found(traces)
+            if (traces := split_batches(fields)) is not None:
+                return Found(traces)
             fields = join_segments(fields)
             fields = join_steps(fields) or spread_records(fields) or fields
             fields = with_embedding(fields)
         key, value = self._states(fields)
         if key is not None:
             shape = layout(value)
+            if key in ("layer_wise", "last_token") and shape is not None and shape.shape[2:-1] == (None,):
+                # Different numbers of tokens, and not the last one of each trace.
+                fields = {("hidden_states" if name == key else name): v for name, v in fields.items()}
+                key = "hidden_states"
             found = None if shape is None or shape.kind != "f" else self._of_states(fields, key, value, shape)
             # `assign` finds layers by their names.
             return Found([fields], is_one=True) if found is None or (key == "" and found.is_one) else found
