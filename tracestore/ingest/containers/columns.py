@@ -252,26 +252,21 @@ def _is_record(description: Any) -> bool:
     )
 
 
-def npy_array(data: bytes | bytearray | memoryview, name: str) -> np.ndarray:
-    """Return the array that the bytes of a .npy file hold.
-
-    Raises
-    ------
-    InvalidInputError
-        If the bytes are damaged, or hold Python objects.
-    """
-    view = memoryview(data).cast("B")
+def array_in_bytes(value: Any) -> np.ndarray | None:
+    """Return the array of numbers in the content of a .npy file, a view of its bytes; None for every other value."""
+    if not isinstance(value, bytes | bytearray | memoryview) or bytes(value[: len(NPY_MAGIC)]) != NPY_MAGIC:
+        return None
+    view = memoryview(value).cast("B")
     head = io.BytesIO(bytes(view[: MAX_NPY_HEADER_BYTES + 16]))
-    shape, is_fortran, dtype = read_npy_header(head, name)
-    values = view[head.tell() :]
-    dtype = check_array(name, shape, dtype, len(values))
-    array = np.frombuffer(values, "u1").view(dtype) if len(values) else np.empty(0, dtype)
+    try:
+        shape, is_fortran, dtype = read_npy_header(head, "array")
+        dtype = check_array("array", shape, dtype, len(view) - head.tell())
+    except InvalidInputError:
+        return None
+    if dtype.kind not in "biuf" and dtype != schema.BFLOAT16:
+        return None
+    array = np.frombuffer(view[head.tell() :], "u1").view(dtype) if math.prod(shape) else np.empty(0, dtype)
     return array.reshape(shape[::-1]).T if is_fortran else array.reshape(shape)
-
-
-def is_npy(value: Any) -> bool:
-    """Return whether a value is the content of a .npy file."""
-    return isinstance(value, bytes | bytearray | memoryview) and bytes(value[: len(NPY_MAGIC)]) == NPY_MAGIC
 
 
 def whole(value: Any) -> Any:

@@ -72,6 +72,13 @@ LISTS_OF_TOKENS = re.compile(
 # Fields of the values of single tokens.
 OF_TOKENS = {"logprob": "token_logprob", "log_prob": "token_logprob", "entropy": "token_entropy"}
 ID_KEYS = ("question_id", "qid", "id", "example_id", "sample_id", "uid", "idx", "index")
+# Names of the ids of traces in tables.
+ID_NAME = re.compile(
+    r"(?:q|question|ex|example|sample|prompt|doc(?:ument)?|item|data|instance|problem|task|req|request|custom|record"
+    r"|query|conv(?:ersation)?|case|text|sentence|seq(?:uence)?|trace|traj(?:ectory)?|passage|article|entry|statement)"
+    r"_?(?:id|idx|index|no|num|number|key|hash|uu?id)|uuid|guid|key|example|sample",
+    re.IGNORECASE,
+)
 
 
 # Outputs of a layer, the preferred one first; the name of a hook of TransformerLens may end with the second part.

@@ -10,7 +10,7 @@ import numpy as np
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.containers.columns import Arena, Unit
 from tracestore.ingest.containers.grouping import units_of
-from tracestore.ingest.containers.keys import ID_KEYS, OF_TOKENS, is_state_name, locate
+from tracestore.ingest.containers.keys import ID_KEYS, ID_NAME, OF_TOKENS, is_state_name, locate
 from tracestore.ingest.layouts.array_names import WEAK, is_list_of_floats, with_vector
 from tracestore.ingest.layouts.values import STATES, array_of, set_arrays
 
@@ -23,12 +23,6 @@ _TOKEN = re.compile(
 )
 _DIM = re.compile(rf"(?:dim(?:ension)?|neuron|feature|feat|unit|channel|component|hidden_?dim){_NUMBER}", re.IGNORECASE)
 _VALUE = re.compile(r"values?|val|activations?|act|x", re.IGNORECASE)
-_ID = re.compile(
-    r"(?:q|question|ex|example|sample|prompt|doc(?:ument)?|item|data|instance|problem|task|req|request|custom|record"
-    r"|query|conv(?:ersation)?|case|text|sentence|seq(?:uence)?|trace|traj(?:ectory)?|passage|article|entry|statement)"
-    r"_?(?:id|idx|index|no|num|number|key|hash|uu?id)|uuid|guid|key|example|sample",
-    re.IGNORECASE,
-)
 # Texts that tell the rows of different traces apart where no id does.
 _QUESTIONS = ("prompt", "question", "query", "statement", "text", "sentence", "input")
 # Ids that may number the rows of a table.
@@ -127,7 +121,7 @@ def id_column(row: Mapping[str, Any], others: set[str | None] | None = None) -> 
     texts = [name for name, v in row.items() if isinstance(v, str | int) and not isinstance(v, bool) and v != ""]
     texts = [name for name in texts if name not in (others or ())]
     named = next((name for name in ID_KEYS if name in texts and name not in _COUNTERS), None)
-    found = [name for name in texts if _ID.fullmatch(name)]
+    found = [name for name in texts if ID_NAME.fullmatch(name)]
     counter = next((name for name in _COUNTERS if name in texts), None)
     return named or (found[0] if len(found) == 1 or not counter else counter) if found or named else counter
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.containers.columns import is_npy, npy_array
+from tracestore.ingest.containers.columns import array_in_bytes
 from tracestore.ingest.containers.keys import parse_key
 from tracestore.store.format import schema
 
@@ -49,8 +49,8 @@ def set_arrays(values: dict[str, Any]) -> None:
             values[name] = _array(name, *inner)
         elif isinstance(value, Mapping):
             values[name] = {key: _shaped(array_of(layer), values) for key, layer in value.items()}
-        elif is_npy(value):
-            values[name] = npy_array(value, name)
+        elif (array := array_in_bytes(value)) is not None:
+            values[name] = array
         elif isinstance(value, bytes | bytearray | memoryview):
             dtype = _of(values, _DTYPE, name, lambda _: True)
             shape = _of(values, _SHAPE, name, lambda _: True)

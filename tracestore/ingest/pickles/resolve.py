@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.containers.columns import is_npy, npy_array
+from tracestore.ingest.containers.columns import array_in_bytes
 from tracestore.ingest.pickles.joblib_arrays import JoblibArray
 from tracestore.ingest.pickles.pickled_frames import PandasObject
 from tracestore.ingest.pickles.pickled_objects import PickledDict, PickledObject, UnknownClass
@@ -27,7 +27,10 @@ _MAX_BYTES_VALUE = 4 << 20
 def resolve(value: Any, limits: "Limits") -> Any:
     """Replace pickled values inside a value by arrays, charge them to the limits and return the value."""
     kind = type(value)
-    if kind is str or (kind is bytes and not is_npy(value)):
+    if (kind is bytes or kind is memoryview) and (array := array_in_bytes(value)) is not None:
+        limits.charge(0, array.nbytes)
+        return array
+    if kind is str or kind is bytes:
         limits.charge(len(value))
         return value
     if kind is PickledArray or kind is PickledTensor or kind is JoblibArray:
@@ -39,10 +42,6 @@ def resolve(value: Any, limits: "Limits") -> Any:
     if kind is PickledSparse:
         limits.charge(0, math.prod(value.size or ()) * 8)
         return value.resolve()
-    if (kind is memoryview or kind is bytes) and is_npy(value):
-        array = npy_array(value, "array")
-        limits.charge(0, array.nbytes)
-        return array
     limits.charge(len(value) if kind is memoryview else 0, value.nbytes if kind is np.ndarray else 0)
     if kind is dict:
         return {k: resolve(v, limits) for k, v in value.items()}

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.containers.keys import kind_rank, layer_kind, parse_key
+from tracestore.ingest.containers.keys import ID_NAME, kind_rank, layer_kind, parse_key
 from tracestore.ingest.layouts.values import array_of
 from tracestore.ingest.pickles.pickled_objects import PickledObject
-from tracestore.ingest.roles.candidates import keys_found
+from tracestore.ingest.roles.candidates import ids_in, keys_found
 from tracestore.ingest.roles.keys import (
     COUNTERS,
     INDEX_KEYS,
@@ -211,6 +211,11 @@ def _find_other_names(found: Assignment, options: KeyOptions) -> None:
         if key is not None:
             values[name] = values.pop(key)
             found.roles[key] = name
+    if not any(values.get(key) is not None for key in SAME["question_id"]):
+        ids = [key for key in ids_in(values) if ID_NAME.fullmatch(normalized(key))]
+        if len(ids) == 1:
+            values["question_id"] = values.pop(ids[0])
+            found.roles[ids[0]] = "question_id"
 
 
 def _is_value(field_name: str, key: str, value: Any, options: KeyOptions) -> bool:

@@ -149,20 +149,22 @@ def _token_shape(value: Any) -> int | None:
 def named_fields(items: Sequence[Any]) -> dict[str, Any] | None:
     """Return hidden states of one trace, and attention or ids of the same tokens, in a tuple without names; None for others."""
     named: dict[str, Any] = {}
-    num_tokens = None
+    count = num_tokens = None
     for k, item in enumerate(items):
         shape = layout(item)
         size = () if shape is None else shape.shape
         if "hidden_states" not in named:
             if shape is None or shape.kind != "f" or len(size) not in (3, 4) or (len(size) == 4 and size[1] != 1):
                 return None
-            name, num_tokens = "hidden_states", size[-2]
+            name, count, num_tokens = "hidden_states", size[0], size[-2]
         elif num_tokens is None or shape is None or not size:
             name = f"{UNNAMED}{k}"
         elif shape.kind == "f" and len(size) >= 3 and size[-2:] == (num_tokens, num_tokens):
             name = "attentions"
         else:
+            # As many integers as the first axis has items may be labels of as many traces.
             is_ids = shape.kind == "i" and size[-1] in (num_tokens, num_tokens + 1) and size[:-1] in ((), (1,))
+            is_ids = is_ids and (size != (count,) or "attentions" in named)
             name = "tokens" if is_ids else f"{UNNAMED}{k}"
         named[name if name not in named else f"{UNNAMED}{k}"] = item
     return named if named.keys() & {"attentions", "tokens"} else None

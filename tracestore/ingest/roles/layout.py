@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tracestore.ingest.containers.columns import is_npy, npy_array
+from tracestore.ingest.containers.columns import array_in_bytes
 from tracestore.ingest.containers.keys import kind_rank, layer_kind, parse_key
 from tracestore.ingest.pickles.joblib_arrays import JoblibArray
 from tracestore.ingest.pickles.pickled_frames import PandasObject
@@ -41,7 +41,8 @@ def opened(value: Any) -> Any:
         return value.fields or value.args or value.fields
     if isinstance(value, PickledArray | JoblibArray | PickledTensor | PickledSparse | PandasObject):
         return value.resolve()
-    return npy_array(value, "array") if is_npy(value) else value
+    array = array_in_bytes(value)
+    return value if array is None else array
 
 
 def layout(value: Any) -> Layout | None:
