@@ -234,7 +234,7 @@ def test_refusals_name_file_field_and_advice(tmp_path):
 
     refused("ambiguous.npy", lambda p: np.save(p, np.zeros((4, 8), "f2")), "hidden_states", "last_token")
     refused("none.npz", lambda p: np.savez(p, x=np.zeros(3)), "hidden_states: missing key; found x")
-    refused("ints.npz", lambda p: np.savez(p, hidden_states=np.zeros((2, 3, 4), int)), "attentions")
+    refused("ints.npz", lambda p: np.savez(p, hidden_states=np.zeros((2, 3, 4), int)), "hidden_states[0]", "int64")
     refused("fields.npy", lambda p: np.save(p, np.zeros(3, [("a", "i4")])), "hidden_states: missing key; found a")
     nested = [("a", [("b", "i4")])]
     refused("nested.npy", lambda p: np.save(p, np.zeros(3, nested)), "a dtype with nested fields")

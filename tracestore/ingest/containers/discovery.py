@@ -161,7 +161,11 @@ def join_folders(top: Path, found: list[FoundSource]) -> list[FoundSource]:
     listings: dict[Path, list[str]] = {}
     orders = _orders(found)
     return [
-        source if source.table else source._replace(table=_table_above(top, source, listings, orders.get(source.path)))
+        source
+        if source.table
+        else source._replace(
+            table=_table_above(top, source, listings, orders.get(source.path), is_only=len(found) == 1)
+        )
         for source in found
     ]
 
@@ -262,12 +266,17 @@ def advice_of(folder: Path) -> str | None:
 
 
 def _table_above(
-    top: Path, source: FoundSource, listings: dict[Path, list[str]], order: tuple[int, int] | None
+    top: Path,
+    source: FoundSource,
+    listings: dict[Path, list[str]],
+    order: tuple[int, int] | None,
+    *,
+    is_only: bool,
 ) -> TableReference | None:
     """Return the rows that name a source by its path or id, of a table in a folder above that of the source.
 
     The row of an id is that of the only table of a folder. Of a table without such names, the source that is one of
-    `order` = (number, count) has the row of its number.
+    `order` = (number, count) has the row of its number, and the only source all rows.
     """
     folder = source.parts[0].parent if source.parts else source.path.parent
     while folder != top and top in folder.parents:
@@ -288,6 +297,8 @@ def _table_above(
             return TableReference(table.path, (row,))
         if order is not None and len(table) == order[1] > 1 and not table.by_file:
             return TableReference(table.path, (order[0],))
+        if is_only and len(table) > 1 and not table.by_file:
+            return TableReference(table.path)
     return None
 
 
@@ -299,7 +310,7 @@ def _rows_of_file(folder: Path, names: list[str], path: Path) -> TableReference 
             table = load_table(folder / name)
         except InvalidInputError:
             continue  # a file of JSON that describes something else
-        if rows := table.by_file.get(relative) or table.by_file.get(path.name):
+        if rows := table.rows_of(relative, path.name):
             return TableReference(table.path, tuple(rows))
     return None
 
@@ -381,9 +392,8 @@ def _shared_rows(
     if others:
         return TableReference(path, is_by_id=True, others=others)
     name, stem = source.path.name, source.path.stem
-    for key in (name, stem):
-        if key in table.by_file:
-            return TableReference(path, tuple(table.by_file[key]))
+    if rows := table.rows_of(name, stem):
+        return TableReference(path, tuple(rows))
     for key in (stem, name):
         if key in table.by_id:
             return TableReference(path, (table.by_id[key],))

@@ -1,6 +1,7 @@
 """The containers: how each is recognized, and which module reads it."""
 
 import errno
+import re
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -104,7 +105,12 @@ def read_container(
     rows = None if table is None else table.load()
     source = Input(path, name, parts, scratch)
     try:
-        is_alone = not parts and not any(p.suffix == path.suffix and p != path for p in path.parent.iterdir())
+        # The name of a folder with the arrays of one trace has a number.
+        is_alone = (
+            re.search(r"\d", path.name) is None
+            if parts
+            else not any(p.suffix == path.suffix and p != path for p in path.parent.iterdir())
+        )
         yield from traces_of(reader(source), name, rows, renamed, scratch, is_alone=is_alone, axes=axes)
     except _ERRORS as error:
         raise InvalidInputError(_reason(error)) from None

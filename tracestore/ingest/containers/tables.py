@@ -24,6 +24,7 @@ from tracestore.ingest.containers.keys import (
     locate,
 )
 from tracestore.ingest.layouts.rows import id_column
+from tracestore.ingest.roles.keys import MAPPABLE, OTHER_NAMES
 from tracestore.store.format import schema
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
@@ -43,6 +44,9 @@ _FILE_KEYS = (
     "hidden_states_path",
     "shard",
 )
+# Columns that number the traces of one file.
+_ROW_KEYS = ("row", "row_index", "row_idx", "row_id", "index_in_file", "index_in_shard", "position", "index", "idx")
+_FIELDS = frozenset((*MAPPABLE, *(name for names in OTHER_NAMES.values() for name in names)))
 _VECTOR = re.compile(r"\[?(?:\s*-?\d+\.\d*(?:e[-+]?\d+)?(?=[\s\]]|$)){3,}\s*\]?")
 _TEXTS = frozenset((*schema.STRING_FIELDS, *ID_KEYS, *_FILE_KEYS, "answer", "prompt"))
 
@@ -117,7 +121,23 @@ class Table:
             path = PurePosixPath(value.replace("\\", "/"))
             for name in {path.as_posix(), path.name}:
                 found.setdefault(name, []).append(k)
-        return found
+        return {name: self._in_order(rows) for name, rows in found.items()}
+
+    def _in_order(self, rows: list[int]) -> list[int]:
+        """Return the rows of a file in the order of a column that numbers them from 0, if there is one."""
+        for key in _ROW_KEYS:
+            order = {self[k].get(key): k for k in rows} if key in self[rows[0]] else {}
+            if len(order) == len(rows) and all(type(n) is int for n in order) and set(order) == set(range(len(rows))):
+                return [order[n] for n in range(len(rows))]
+        return rows
+
+    def rows_of(self, *names: str) -> list[int] | None:
+        """Return the rows that name a file by one of its names, or by the only number in the name of a shard; else None."""
+        found = next((self.by_file[name] for name in names if name in self.by_file), None)
+        if found is not None or not self.by_file or not all(map(str.isdecimal, self.by_file)):
+            return found
+        numbers = re.findall(r"\d+", re.sub(r"-of-\d+", "", PurePosixPath(names[0]).name.partition(".")[0]))
+        return self.by_file.get(str(int(numbers[0]))) if len(numbers) == 1 else None
 
     @cached_property
     def by_id(self) -> dict[str, int]:
@@ -179,6 +199,8 @@ def _from_json(text: str, column: str) -> list[dict[str, Any]]:
         is_trace = any(LISTS_OF_LAYERS.fullmatch(key) or LISTS_OF_TOKENS.fullmatch(key) for key in value)
         if _is_by_id(value):
             value = [{"question_id": key} | row for key, row in value.items()]
+        elif column.removesuffix("s") in _FIELDS and all(type(v) in (str, int, float, bool) for v in value.values()):
+            value = [{"question_id": key, column.removesuffix("s"): field} for key, field in value.items()]
         elif _are_states_by_id(value):
             value = [{"question_id": key, "hidden_states": states} for key, states in value.items()]
         elif len(lists) == 1 and not is_trace and not {"question", "question_id", "id", "choices"} & value.keys():
