@@ -265,7 +265,8 @@ class _Context:
 
     def refuse(self, error: InvalidInputError) -> None:
         """Report the trace at the position as refused, or raise the error."""
-        error = error.with_location(source=self.name, position=self.position)
+        # The frames of a traceback keep the arrays of the trace.
+        error = error.with_traceback(None).with_location(source=self.name, position=self.position)
         if self.options.on_refused is None:
             raise error from None
         self.options.on_refused(error)

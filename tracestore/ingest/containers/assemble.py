@@ -21,7 +21,7 @@ from tracestore.ingest.containers.keys import ID_KEYS, LENGTHS
 from tracestore.ingest.containers.tables import TableRows
 from tracestore.ingest.layouts.ragged import ragged
 from tracestore.ingest.layouts.rows import id_column
-from tracestore.ingest.layouts.values import has_vectors, open_texts, set_arrays
+from tracestore.ingest.layouts.values import has_vectors, open_texts, set_arrays, with_mask
 from tracestore.store.format import schema
 from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.values import field_error
@@ -78,6 +78,7 @@ def traces_of(
             return
         own_rows = rows if unit.trace == "" and not unit.is_trace else None
         _rename(unit.fields, renamed)
+        unit.fields = dict(with_mask(unit.fields))
         with error_location(position=position):
             parts = None if unit.is_trace or axes else ragged(unit.fields, own_rows)
             if axes is not None:

@@ -10,11 +10,11 @@ from typing import NamedTuple
 _KIND = r"(?:states?|acts?|activations?|reps?|reprs?|representations?|vec(?:tor)?s?|emb(?:ed(?:ding)?)?s?|features?|layers?|outputs?)"
 _OF_MODEL = r"(?:(?:all|last|layer|decoder|model|llm|internal|residual|resid)_)*"
 _HIDDEN = (
-    rf"{_OF_MODEL}hidden(?:_?{_KIND})?|hiddens|hs|{_OF_MODEL}(?:representations?|reprs?|reps|activations?|acts)"
-    r"|internal_states?|resid(?:ual)?s?(?:_streams?)?(?:_states?)?"
+    rf"(?:{_OF_MODEL}hidden(?:_?{_KIND})?|{_OF_MODEL}(?:representations?|reprs?|reps|activations?|acts))(?:_?flat(?:tened)?)?"
+    r"|hiddens|hs|internal_states?|resid(?:ual)?s?(?:_streams?)?(?:_states?)?"
 )
 _ATTENTION = (
-    r"(?:(?:all|decoder|self|layer|model|causal)_)*(?:attentions?|attns?)"
+    r"(?:(?:all|decoder|self|layer|model|causal)_)*(?:attentions?|attns?|atts?)"
     r"(?:_(?:weights?|maps?|probs?|probabilities|scores?|matri(?:x|ces)|patterns?|tensors?))?"
 )
 _TOKENS = r"tokens|token_ids|input_ids|sequences"
@@ -34,10 +34,12 @@ _NUMBERED = re.compile(
 # layer_3, model.layers.3, blocks.3.hook_resid_post (TransformerLens), layer_3/hidden_states
 _BY_LAYER = re.compile(
     rf"{_TRACE}(?:(?:model|transformer|gpt_neox|language_model|decoder)[./])*"
-    r"(?:(?:layers?|blocks?)[._/\-]?|h\.)(?P<number>\d+)(?:[._/\-](?P<kind>.+))?",
+    rf"(?:(?:(?:{_KIND}|h|x)_)?(?:layers?|blocks?)[._/\-]?|h\.)(?P<number>\d+)(?:[._/\-](?P<kind>.+))?",
     re.IGNORECASE,
 )
-_OUTPUT = re.compile(rf"(?:hook_)?(?:resid_(?:post|pre|mid)|mlp_out|attn_out|out(?:put)?|{_HIDDEN})(?:\.output)?")
+_OUTPUT = re.compile(
+    rf"(?:hook_)?(?:resid_(?:post|pre|mid)|mlp_out|attn_out|out(?:put)?|{_HIDDEN}|{_KIND})(?:\.output)?"
+)
 # The module self_attn returns other values than attention.
 _PATTERN = re.compile(rf"(?!self_att(?:n|ention)$)(?:(?:self_)?attn[./])?(?:hook_pattern|pattern|{_ATTENTION})")
 # A step of generation, and a head: step_3, steps/3, q1_token_3, head.0. `tokens_3` are the tokens of a trace.

@@ -13,7 +13,7 @@ _LAYER_FIRST = re.compile(r"((?:layers?|blocks?)[._/\-]?\d+)[/.](.+)", re.IGNORE
 _SHORT = re.compile(r"(?:(?P<trace>.*?)[./_\-])?(?:h|hs|hid|l|lyr|state|out)_?(?P<number>\d+)", re.IGNORECASE)
 # Names that mean hidden states where an array is the only one of its trace.
 WEAK = re.compile(
-    r"(?:(?P<trace>.+)[./])?(?:arr_0|x|h|hid|states?|embs?|embeds?|embeddings?|vectors?|features?|feats?|latents?|values?|data|array|tensor)",
+    r"(?:(?P<trace>.+)[./])?(?:arr_0|x|h|hid|states?|embs?|embeds?|embeddings?|vectors?|features?|feats?|latents?|values?|data|array|tensor|samples)",
     re.IGNORECASE,
 )
 _MARKS = re.compile(r"__+|::?|[|@#>\\\\]")

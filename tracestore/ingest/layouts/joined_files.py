@@ -26,6 +26,7 @@ from tracestore.ingest.pickles.pickle_reader import pickle_reader
 from tracestore.ingest.roles.keys import normalized
 from tracestore.ingest.roles.layout import layout, opened
 
+_TEXTS = {"question": "prompt", "answer": "response", "output": "response"}
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _TEXT = (".json", ".txt")
 _SHARD = re.compile(r"(?:shard|batch|part|chunk|fold|split|file|rank|worker|data)s?[_\-.]?\d", re.IGNORECASE)
@@ -153,6 +154,8 @@ def _num_rows(values: dict[str, Any]) -> int:
 def _parts_of(path: Path, place: Place, source: Input, resources: ExitStack) -> Iterator[Part]:
     """Yield the value of a file at its place; of a dict of fields, the value of its field and all others."""
     value = opened(_value(path, source, resources))
+    if place.field in _TEXTS and (shape := layout(value)) is not None and shape.kind == "f" and len(shape.shape) > 1:
+        place = place._replace(field="", segment=_TEXTS[place.field])  # states of a text in a folder of its name
     place, field = place._replace(trace=""), place.field or "hidden_states"
     fields = _columns(value)
     names = [k for k in fields if isinstance(k, str)] if isinstance(fields, dict) else []

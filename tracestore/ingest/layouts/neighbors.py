@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 
 from tracestore.ingest.containers.columns import Column, ObjectColumn
+from tracestore.ingest.layouts.array_names import WEAK
 from tracestore.ingest.layouts.partial import resolved
 from tracestore.ingest.layouts.parts import Place, join_tokens, parse_path
 from tracestore.ingest.layouts.ragged import is_bounds, ragged
-from tracestore.ingest.roles.columns import singular
+from tracestore.ingest.roles.candidates import ids_in
+from tracestore.ingest.roles.columns import has_one_id, singular
 from tracestore.ingest.roles.keys import normalized
 from tracestore.ingest.roles.layout import layers_of, layout, opened
 
@@ -173,6 +175,22 @@ def _layers_of_batches(value: Any, sizes: Sequence[tuple[int, int]]) -> list[Any
     if len(sizes) > 1 and all(isinstance(opened(layer), list | tuple) for layer in value):
         return _layers_of_batches(dict(enumerate(value)), sizes)
     return None
+
+
+# Other names
+
+
+def with_weak_states(fields: dict[Any, Any]) -> dict[Any, Any]:
+    """Return fields whose only array of floats has a name such as X or features with it as hidden_states.
+
+    Values that may be an id under an unknown name leave the names to --map.
+    """
+    shapes = {k: s for k, v in fields.items() if (s := layout(v)) is not None and s.kind == "f" and len(s.shape) > 1}
+    if len(shapes) != 1 or not all(isinstance(name, str) and WEAK.fullmatch(normalized(name)) for name in shapes):
+        return fields
+    if not has_one_id(fields) and ids_in(fields):
+        return fields
+    return {("hidden_states" if name in shapes else name): value for name, value in fields.items()}
 
 
 # Prompt and response

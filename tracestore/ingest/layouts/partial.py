@@ -8,7 +8,7 @@ import numpy as np
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.containers.keys import ID_KEYS, LISTS_OF_LAYERS, LISTS_OF_TOKENS, OF_TOKENS, parse_key
 from tracestore.ingest.layouts.parts import Part, Place, is_same, join_parts, parse_path
-from tracestore.ingest.roles.columns import is_id
+from tracestore.ingest.roles.columns import is_id, singular
 from tracestore.ingest.roles.keys import OTHER_NAMES, normalized
 from tracestore.ingest.roles.layout import layer_number, layout, opened
 
@@ -45,9 +45,12 @@ def by_names(fields: Mapping[Any, Any]) -> list[dict[str, Any]] | None:
         if not all(isinstance(key, str) or type(key) is int for key in path):
             return None
         place = parse_path(*_names(path))
-        if place.trace and place.has_role:
+        is_array = place.is_states or place.field == "attentions"
+        if is_array and ((shape := layout(value)) is None or shape.kind != "f"):
+            shared["_".join(map(str, path))] = value
+        elif place.trace and place.has_role:
             parts.append(Part(place.trace, place._replace(trace=""), value))
-        elif place.is_states or place.field == "attentions":
+        elif is_array:
             return None
         else:
             shared["_".join(map(str, path))] = value
@@ -59,7 +62,8 @@ def by_names(fields: Mapping[Any, Any]) -> list[dict[str, Any]] | None:
         texts = {part.trace for part in parts if isinstance(part.value, str) and not part.place.is_states}
         if texts != traces:
             return None
-    return [{"question_id": trace} | shared | values for trace, values in join_parts(parts).items()]
+    found = join_parts(parts).items()
+    return [{"question_id": trace} | shared | {singular(k): v for k, v in values.items()} for trace, values in found]
 
 
 def _is_part_name(key: Any) -> bool:

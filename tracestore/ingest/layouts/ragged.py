@@ -24,6 +24,8 @@ _RANGES: tuple[tuple[str, str], ...] = (
     ("start_row", "end_row"),
     ("start", "end"),
 )
+# Names of both in a list of two.
+_SPANS = ("row_range", "row_span", "rows", "token_range", "span", "range", "bounds")
 _RANGES += (("begin", "end"), ("start_idx", "end_idx"), ("token_start", "token_end"))
 _STATES = ("hidden_states", "attentions", "last_token")
 
@@ -125,6 +127,12 @@ def _find(fields: dict[str, Any], extents: tuple[int, ...], rows: Rows | None) -
 
 def _from_rows(rows: Rows, extents: tuple[int, ...], fields: dict[str, Any]) -> Ragged | None:
     row = rows[0]
+    span = next((name for name in _SPANS if isinstance(row.get(name), list) and len(row[name]) == 2), None)
+    if span is not None:
+        pairs = [r.get(span) for r in rows]
+        is_regular = all(isinstance(pair, list) and list(map(type, pair)) == [int, int] for pair in pairs)
+        if is_regular and all(b[0] == a[1] for a, b in pairwise([[0, 0], *pairs, [extents[0], 0]])):
+            return _checked([(first, end) for first, end in pairs], extents, span, fields, is_whole=False)
     for begin, end in _RANGES:
         if type(row.get(begin)) is int and type(row.get(end)) is int:
             bounds = [(r.get(begin), r.get(end)) for r in rows]

@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.containers.columns import array_in_bytes
+from tracestore.ingest.containers.columns import array_in_bytes, whole
 from tracestore.ingest.containers.keys import parse_key
+from tracestore.ingest.roles.keys import normalized
+from tracestore.ingest.roles.layout import opened
 from tracestore.store.format import schema
 
 STATES = ("hidden_states", "attentions", "last_token")
@@ -27,6 +29,7 @@ _SIZES = (
     re.compile(r"(?:num_|n_)tok(?:en)?s?|seq_?len(?:gth)?|length|sequence_length|token_count"),
     re.compile(r"(?:hidden_|embed(?:ding)?_|model_)?(?:dim|size)|d_model|d_hidden|n_dims?|hidden_dimension"),
 )
+_MASK = re.compile(r"(?:att(?:ention|n)?_?|input_|token_)?masks?")
 _MAX_DEPTH = 6
 _TEXTS = frozenset((*schema.STRING_FIELDS, "answer", "prompt", "response", "completion"))
 _MAX_JSON_CHARACTERS = 16 << 20
@@ -71,6 +74,26 @@ def set_arrays(values: dict[str, Any]) -> None:
                 values[name] = array.reshape(shape)
         if values[name] is None:
             del values[name]
+
+
+def with_mask(fields: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """Return fields in which a mask of padding has the name attention_mask.
+
+    A `mask` is one of padding if a row of it has none, and the others have it at one end.
+    """
+    names = [name for name in fields if isinstance(name, str) and _MASK.fullmatch(normalized(name))]
+    if len(names) != 1 or "attention_mask" in fields:
+        return fields
+    if normalized(names[0]) in ("mask", "masks"):
+        mask = array_of(whole(opened(fields[names[0]])))
+        if not isinstance(mask, np.ndarray) or mask.ndim != 2 or mask.dtype.kind not in "biuf":
+            return fields
+        mask = mask != 0
+        if not mask.all(axis=1).any() or np.array_equal(mask, np.tril(mask)):
+            return fields
+        if not (mask[:, 1:] >= mask[:, :-1]).all() and not (mask[:, 1:] <= mask[:, :-1]).all():
+            return fields
+    return {("attention_mask" if name == names[0] else name): v for name, v in fields.items()}
 
 
 def open_texts(values: dict[str, Any], trace: str, k: int, count: int) -> None:

@@ -119,7 +119,7 @@ def _record(
 
 def _validated(found: Assignment, source_name: str, position: int, need_attention: bool | None) -> TraceRecord:
     """Return the record of the fields. Tokens of another name that do not fit to the hidden states are an extra."""
-    key = next((key for key, role in found.roles.items() if role == "tokens" and key not in _PER_TOKEN), None)
+    names = {role: key for key, role in found.roles.items() if key not in _PER_TOKEN}
     given: dict[str, Any] = {"source_name": source_name, "position": position, "need_attention": need_attention}
     try:
         return record_from_dict(found.fields, need_tokens=False, **given)
@@ -127,11 +127,12 @@ def _validated(found: Assignment, source_name: str, position: int, need_attentio
         if error.field == "attentions" and error.reason.startswith("missing key"):
             # What else is wrong would remain after --attention none.
             record_from_dict(found.fields, need_tokens=False, **given | {"need_attention": None})
-        if key is None or error.field != "tokens":
+        field = error.field or ""
+        if field not in ("tokens", "tokens_decoded") or field not in names:
             raise
-    found.fields[key] = found.fields.pop("tokens")
-    del found.roles[key]
-    return record_from_dict(found.fields, need_tokens=False, **given)
+    found.fields[names[field]] = found.fields.pop(field)
+    del found.roles[names[field]]
+    return _validated(found, source_name, position, need_attention)
 
 
 def _is_mask(value: Any) -> bool:

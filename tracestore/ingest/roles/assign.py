@@ -50,6 +50,10 @@ _ABOUT_TRACE = frozenset(
         "entry",
     ]
 )
+# Names of nested dicts with scores.
+_JUDGMENTS = frozenset(
+    ["eval", "evals", "evaluation", "metrics", "scores", "judge", "judgment", "judgement", "grading", "annotation"]
+)
 _NESTED = frozenset((*OTHER_NAMES["question_id"][:6], *OTHER_NAMES["question"], *OTHER_NAMES["generated_answer"]))
 # Nesting of values that are searched for what is not data.
 _MAX_DEPTH = 64
@@ -220,7 +224,7 @@ def _find_other_names(found: Assignment, options: KeyOptions) -> None:
 
 def _is_value(field_name: str, key: str, value: Any, options: KeyOptions) -> bool:
     """Return whether a key of another name holds a value of a field."""
-    if field_name == "tokens":
+    if field_name in ("tokens", "tokens_decoded"):
         return as_array(value) is not None or isinstance(value, list)
     if field_name == "question_id" and isinstance(value, int | np.integer):
         is_id = normalized(key) not in COUNTERS or (normalized(key) in INDEX_KEYS and options.is_index_id)
@@ -360,14 +364,17 @@ def _score(key: str, value: Any) -> float | None:
 
 def _find_scores(found: Assignment, options: KeyOptions) -> None:
     """Find scores and the label; their keys stay extras too, so that an export returns them."""
-    given = {normalized(key): key for key in reversed(found.fields)}
+    nested = {k: v for k, v in found.fields.items() if isinstance(v, Mapping) and normalized(k) in _JUDGMENTS}
+    values = {name: (value, key) for key, inner in nested.items() for name, value in inner.items()}
+    values |= {key: (value, key) for key, value in found.fields.items()}
+    given = {normalized(key): key for key in reversed(values) if isinstance(key, str)}
     names = (
         [given[name] for name in SCORE_COLUMNS if name in given] if options.score_key is None else [options.score_key]
     )
     for name in names:
-        if name in found.fields and (score := _score(name, found.fields[name])) is not None:
+        if name in values and (score := _score(name, values[name][0])) is not None:
             found.scores[name] = score
-            found.roles[name] = "score"
+            found.roles[values[name][1]] = "score"
     if options.score_key != "label" and (label := _number(found.fields.get("label"))) in (0.0, 1.0):
         found.label = label
         found.roles["label"] = "label"

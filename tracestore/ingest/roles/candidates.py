@@ -11,7 +11,7 @@ from tracestore.ingest.roles.keys import INPUTS_PAGE, OTHER_NAMES, SAME, TOKENS_
 from tracestore.store.write.values import as_array
 
 # Keys of token ids that other programs use, for suggestions of --map.
-_TOKEN_NAMES = ("ids", "tok", "generated_ids", "output_ids", "sequence", "all_tokens")
+_TOKEN_NAMES = ("ids", "tok")
 _MAX_DEPTH = 6
 _MAX_ID = 80
 

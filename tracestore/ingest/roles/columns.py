@@ -13,6 +13,8 @@ from tracestore.ingest.score_files import SCORE_COLUMNS
 
 # Names of values of one trace; a column may have an "s" at the end.
 _SINGULAR = frozenset((*MAPPABLE, *itertools.chain(*OTHER_NAMES.values()), *ID_KEYS, *SCORE_COLUMNS))
+_PER_TOKEN = frozenset((*OTHER_NAMES["tokens"], *OTHER_NAMES["tokens_decoded"], "attention_mask", "tokens_decoded"))
+_SINGULAR -= _PER_TOKEN
 UNNAMED = "item_"  # begin of the names of columns without a name
 _LENGTHS = frozenset(("num_tokens", "length", "seq_len", "seq_lens", "seq_lengths", "sequence_lengths"))
 # Lists under these names have one item for each layer.
@@ -86,7 +88,7 @@ def _length(value: Any) -> int | None:
 
 def _is_per_token(name: str) -> bool:
     parsed = parse_key(name)
-    return name in ("attention_mask", "tokens_decoded") or (parsed is not None and parsed.field == "tokens")
+    return name in _PER_TOKEN or (parsed is not None and parsed.field == "tokens")
 
 
 def _are_texts(value: Any) -> bool:
@@ -149,14 +151,16 @@ def _token_shape(value: Any) -> int | None:
 def named_fields(items: Sequence[Any]) -> dict[str, Any] | None:
     """Return hidden states of one trace, and attention or ids of the same tokens, in a tuple without names; None for others."""
     named: dict[str, Any] = {}
-    count = num_tokens = None
+    count = num_tokens = states = None
     for k, item in enumerate(items):
         shape = layout(item)
         size = () if shape is None else shape.shape
         if "hidden_states" not in named:
             if shape is None or shape.kind != "f" or len(size) not in (3, 4) or (len(size) == 4 and size[1] != 1):
                 return None
-            name, count, num_tokens = "hidden_states", size[0], size[-2]
+            name, states, count, num_tokens = "hidden_states", size, size[0], size[-2]
+        elif size == states:
+            return None  # layers
         elif num_tokens is None or shape is None or not size:
             name = f"{UNNAMED}{k}"
         elif shape.kind == "f" and len(size) >= 3 and size[-2:] == (num_tokens, num_tokens):

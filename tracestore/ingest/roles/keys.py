@@ -43,7 +43,24 @@ OTHER_NAMES = {
         "output_text",
         "answer",
     ),
-    "tokens": ("token_ids", "all_tokens"),
+    "tokens": (
+        "token_ids",
+        "all_tokens",
+        "generated_ids",
+        "output_ids",
+        "generated_tokens",
+        "prompt_token_ids",
+        "sequence",
+    ),
+    "tokens_decoded": (
+        "str_tokens",
+        "token_strs",
+        "token_strings",
+        "token_texts",
+        "tokens_str",
+        "decoded_tokens",
+        "words",
+    ),
 }
 COUNTERS = frozenset(("example_id", "sample_id", "idx", "index"))
 INDEX_KEYS = ("idx", "index")

@@ -19,8 +19,10 @@ from tracestore.ingest.layouts.neighbors import (
     split_ragged,
     spread_records,
     with_embedding,
+    with_weak_states,
 )
 from tracestore.ingest.layouts.partial import by_names, is_part, join_records, join_steps, joined_columns
+from tracestore.ingest.layouts.values import with_mask
 from tracestore.ingest.roles.assign import fields_of_nested
 from tracestore.ingest.roles.axes import letters_of_trace, shape_text, trace_axis, with_states
 from tracestore.ingest.roles.columns import has_id, has_one_id, is_header, named_columns, named_fields, row_of
@@ -114,6 +116,7 @@ class Structures:
     # Dicts
 
     def _of_dict(self, fields: dict[Any, Any], depth: int, is_item: bool) -> Found | None:
+        fields = dict(with_mask(fields))
         if not self._options.renamed and not _is_common(fields):
             if (traces := by_names(fields)) is not None:
                 return self._of_records(traces, depth)
@@ -123,7 +126,7 @@ class Structures:
                 return Found(traces)
             fields = join_segments(fields)
             fields = join_steps(fields) or spread_records(fields) or fields
-            fields = with_embedding(fields)
+            fields = with_weak_states(with_embedding(fields))
         key, value = self._states(fields)
         if key is not None:
             shape = layout(value)
