@@ -13,7 +13,6 @@ from tracestore.errors import UsageError, escape_unprintable
 from tracestore.ingest.containers import registry
 from tracestore.ingest.containers.discovery import (
     FoundSource,
-    advice_of,
     join_folders,
     sources_of_folder,
     tables_of_pickles,
@@ -27,6 +26,18 @@ _TORCH = (".pt", ".pth", ".ckpt")
 PICKLE_SUFFIXES = (*_PICKLES, *(f"{name}{packed}" for name in _PICKLES for packed in _COMPRESSED), *_TORCH)
 SUFFIXES = (*PICKLE_SUFFIXES, *registry.SUFFIXES)
 PROVENANCE_FILE = "provenance.json"
+# What to do with containers that are not read, by suffix or name.
+_SAVE = "as .npz or .safetensors, one file per trace"
+_OTHERS = {
+    **dict.fromkeys((".tar", ".tar.gz", ".tgz", ".zip", ".7z"), "extract the archive and convert the folder"),
+    **dict.fromkeys((".zarr", ".zgroup", ".zarray", "zarr.json"), f"open it with zarr and save its arrays {_SAVE}"),
+    ".mat": f"load it with scipy.io.loadmat and save its arrays {_SAVE}",
+    **dict.fromkeys((".db", ".sqlite", ".sqlite3"), f"read it with sqlite3 and save its arrays {_SAVE}"),
+    **dict.fromkeys(
+        (".lmdb", ".mdb", ".tfrecord", ".msgpack", ".pb"), f"read it with its library and save the arrays {_SAVE}"
+    ),
+    **dict.fromkeys((".nc", ".bp", ".beton"), f"read it with its library and save the arrays {_SAVE}"),
+}
 _MAX_PROVENANCE_BYTES = 1 << 20
 _SAMPLES = 16
 _SAMPLE_BYTES = 64 << 10
@@ -104,7 +115,7 @@ def find_sources(arguments: list[Path], store: Path) -> list[SourceFile]:
             names = [_source(f, argument) for f in _walk(argument, store) or _walk(argument, store, is_text=True)]
             if not names:
                 suffixes = ", ".join((*_PICKLES, *(f"...{packed}" for packed in _COMPRESSED), *_TORCH))
-                advice = advice_of(argument) or "name a file of another suffix"
+                advice = _advice_of(argument) or "name a file of another suffix"
                 raise UsageError(f"{argument}: no trace file in this folder ({suffixes}); {advice}")
             found += sorted(names, key=lambda s: natural_key(s.name))
         elif os.path.lexists(argument):
@@ -115,6 +126,17 @@ def find_sources(arguments: list[Path], store: Path) -> list[SourceFile]:
     for source in found:
         unique.setdefault(source.path.absolute(), source)
     return list(unique.values())
+
+
+def _advice_of(folder: Path) -> str | None:
+    """Return what to do with the first file or folder of another container that a folder holds; None without one."""
+    for path, folders, names in os.walk(folder):
+        for name in sorted((*folders, *names), key=natural_key):
+            suffix = next((s for s in _OTHERS if name.endswith(s)), None)
+            if suffix is not None:
+                inside = (Path(path) / name).relative_to(folder).as_posix()
+                return f"{inside}: {_OTHERS[suffix]}"
+    return None
 
 
 def _source(found: FoundSource, top: Path) -> SourceFile:

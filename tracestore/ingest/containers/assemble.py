@@ -200,7 +200,7 @@ def _prepare(values: dict[str, Any], is_token_major: bool, scratch: Scratch) -> 
     hidden = values["hidden_states"]
     if isinstance(hidden, np.ndarray):
         if hidden.ndim == 2:
-            if num_tokens is None or hidden.shape[0] not in (num_tokens, num_tokens - 1):
+            if hidden.shape[0] not in _token_counts(values, num_tokens):
                 raise field_error(
                     "hidden_states",
                     f"shape {hidden.shape}{'' if num_tokens is None else f' and {num_tokens} tokens'}",
@@ -224,6 +224,13 @@ def _prepare(values: dict[str, Any], is_token_major: bool, scratch: Scratch) -> 
             values["attentions"] = _of_layers(values["attentions"], (..., end, end))
     else:
         values["lengths"] = values.pop(length)
+
+
+def _token_counts(values: Mapping[str, Any], num_ids: int | None) -> set[Any]:
+    """Return how many rows the states of one layer may have, by the ids of tokens or the counts of a service."""
+    counts = {num_ids, num_ids - 1} if num_ids is not None else {values.get(name) for name in LENGTHS}
+    usage = values.get("usage")
+    return counts | {usage.get("total_tokens"), usage.get("prompt_tokens")} if isinstance(usage, dict) else counts
 
 
 def _of_layers(layers: Any, index: tuple[Any, ...]) -> Any:

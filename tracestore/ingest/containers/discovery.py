@@ -20,18 +20,6 @@ from tracestore.store.io import fsio
 
 # JSON files of a folder that describe something else than its traces.
 _NO_TABLES = ("provenance.json", "data_config.json", "dataset_info.json", "state.json", "dataset_dict.json")
-# What to do with containers that are not read, by suffix or name.
-_SAVE = "as .npz or .safetensors, one file per trace"
-_OTHERS = {
-    **dict.fromkeys((".tar", ".tar.gz", ".tgz", ".zip", ".7z"), "extract the archive and convert the folder"),
-    **dict.fromkeys((".zarr", ".zgroup", ".zarray", "zarr.json"), f"open it with zarr and save its arrays {_SAVE}"),
-    ".mat": f"load it with scipy.io.loadmat and save its arrays {_SAVE}",
-    **dict.fromkeys((".db", ".sqlite", ".sqlite3"), f"read it with sqlite3 and save its arrays {_SAVE}"),
-    **dict.fromkeys(
-        (".lmdb", ".mdb", ".tfrecord", ".msgpack", ".pb"), f"read it with its library and save the arrays {_SAVE}"
-    ),
-    **dict.fromkeys((".nc", ".bp", ".beton"), f"read it with its library and save the arrays {_SAVE}"),
-}
 _MAX_STATE_BYTES = 16 << 20
 _TABLE_STEMS = ("metadata", "meta", "traces", "samples", "questions", "index", "data", "manifest")
 
@@ -252,17 +240,6 @@ def tables_of_pickles(folder: Path, sources: list[FoundSource]) -> list[FoundSou
 def _owner(stem: str) -> str:
     """Return the name of a table without what such names end with: q1_meta, traces.info."""
     return re.sub(r"[._-](?:meta|metadata|info|ids|labels|annotations)$", "", stem)
-
-
-def advice_of(folder: Path) -> str | None:
-    """Return what to do with the first file or folder of another container that a folder holds; None without one."""
-    for path, folders, names in os.walk(folder):
-        for name in sorted((*folders, *names), key=natural_key):
-            suffix = next((s for s in _OTHERS if name.endswith(s)), None)
-            if suffix is not None:
-                inside = (Path(path) / name).relative_to(folder).as_posix()
-                return f"{inside}: {_OTHERS[suffix]}"
-    return None
 
 
 def _table_above(

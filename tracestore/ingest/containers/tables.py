@@ -3,6 +3,7 @@
 import csv
 import hashlib
 import io
+import itertools
 import json
 import re
 from array import array
@@ -48,6 +49,8 @@ _FILE_KEYS = (
 _ROW_KEYS = ("row", "row_index", "row_idx", "row_id", "index_in_file", "index_in_shard", "position", "index", "idx")
 _FIELDS = frozenset((*MAPPABLE, *(name for names in OTHER_NAMES.values() for name in names)))
 _VECTOR = re.compile(r"\[?(?:\s*-?\d+\.\d*(?:e[-+]?\d+)?(?=[\s\]]|$)){3,}\s*\]?")
+_NUMBER = re.compile(r"-?\d+(?:\.\d*)?(?:e[-+]?\d+)?", re.IGNORECASE)
+_MIN_NUMBERS = 8
 _TEXTS = frozenset((*schema.STRING_FIELDS, *ID_KEYS, *_FILE_KEYS, "answer", "prompt"))
 
 
@@ -252,8 +255,12 @@ def _is_by_id(value: dict[str, Any]) -> bool:
 
 def _from_csv(text: str, suffix: str) -> list[dict[str, Any]]:
     csv.field_size_limit(MAX_LINE_BYTES)
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter="\t" if suffix == ".tsv" else ",", strict=True)
+    reader: Iterator[list[str]] = csv.reader(
+        io.StringIO(text, newline=""), delimiter="\t" if suffix == ".tsv" else ",", strict=True
+    )
     header = next(reader, [])
+    if len(header) >= _MIN_NUMBERS and all(map(_NUMBER.fullmatch, header)):  # vectors without names
+        reader, header = itertools.chain([header], reader), [f"dim_{k}" for k in range(len(header))]
     if not header or len(set(header)) != len(header):
         raise ValueError("expected a header with different names")
     rows = []

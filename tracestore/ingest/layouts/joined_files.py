@@ -17,7 +17,7 @@ from tracestore.ingest import torch_file
 from tracestore.ingest.byte_source import InflatedChunks, check_regular, map_file
 from tracestore.ingest.containers.columns import Column, Input, Unit, plain
 from tracestore.ingest.containers.grouping import natural_key
-from tracestore.ingest.containers.keys import column_name
+from tracestore.ingest.containers.keys import ID_KEYS, column_name
 from tracestore.ingest.containers.registry import reader_of
 from tracestore.ingest.decompress import compression_of
 from tracestore.ingest.layouts.parts import Part, Place, join_parts, parse_path
@@ -35,6 +35,7 @@ _MODEL = re.compile(
     r"(?:llama|gpt|qwen|gemma|phi|mistral|opt|pythia|vicuna|olmo|t5)[_\-]?v?\d+(?:\.\d+)*|(?<![a-z\d])\d+(?:\.\d+)?[bm](?![a-z\d])",
     re.IGNORECASE,
 )
+_IDS = frozenset((*ID_KEYS, *(f"{name}s" for name in ID_KEYS)))
 _MAX_TEXT_BYTES = 64 << 20
 _MAX_DEPTH = 4
 
@@ -125,8 +126,12 @@ def read_joined(source: Input, resources: ExitStack) -> Iterator[dict[str, Any]]
     offset = 0
     for name in sorted(chunks, key=natural_key):
         parts: list[Part] = []
+        order: list[Any] | None = None
         for path in chunks[name]:
-            parts += _parts_of(path, places[path], source, resources)
+            found = list(_parts_of(path, places[path], source, resources))
+            own = next((p.value for p in found if p.place.field in _IDS and isinstance(p.value, list)), None)
+            parts += found if order is None or own is None else _in_order(found, own, order)
+            order = order or own
         values = join_parts(parts)[""]
         if ids is not None:
             count = _num_rows(values)
@@ -135,6 +140,21 @@ def read_joined(source: Input, resources: ExitStack) -> Iterator[dict[str, Any]]
             values.setdefault("question_ids", ids[offset : offset + count])
             offset += count
         yield values
+
+
+def _in_order(parts: list[Part], ids: list[Any], order: list[Any]) -> list[Part]:
+    """Return the rows of a file in the order of the ids of another one, if both have the same ids."""
+    rows = {key: k for k, key in enumerate(ids) if isinstance(key, str | int)}
+    if ids == order or len(rows) != len(order) or any(not isinstance(k, str | int) or k not in rows for k in order):
+        return parts
+    numbers = [rows[key] for key in order]
+    return [p._replace(value=_rows(p.value, numbers)) for p in parts]
+
+
+def _rows(value: Any, numbers: list[int]) -> Any:
+    if isinstance(value, np.ndarray) and value.ndim and len(value) == len(numbers):
+        return value[numbers]
+    return [value[k] for k in numbers] if isinstance(value, list) and len(value) == len(numbers) else value
 
 
 def _common_folder(parts: Sequence[Path]) -> Path:
@@ -165,6 +185,9 @@ def _parts_of(path: Path, place: Place, source: Input, resources: ExitStack) -> 
     if not own:
         if place.is_states and not _has_array(value):
             raise InvalidInputError(f"{path.name}: found no array, expected one in each file that is named by a layer")
+        if fields is not value and any(name in _IDS for name in names) and not place.is_states:
+            yield from (Part("", Place(field=n), v) for n, v in fields.items())  # a table
+            return
         yield Part("", place, value)
         return
     whole = [n for n in own if inside[n].layer is None and inside[n].token is None]

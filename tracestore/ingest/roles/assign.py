@@ -217,9 +217,19 @@ def _find_other_names(found: Assignment, options: KeyOptions) -> None:
             found.roles[key] = name
     if not any(values.get(key) is not None for key in SAME["question_id"]):
         ids = [key for key in ids_in(values) if ID_NAME.fullmatch(normalized(key))]
+        ids += [key for key, value in values.items() if _is_number_of_question(normalized(key), value, options)]
         if len(ids) == 1:
             values["question_id"] = values.pop(ids[0])
             found.roles[ids[0]] = "question_id"
+
+
+def _is_number_of_question(name: str, value: Any, options: KeyOptions) -> bool:
+    """Return whether an integer has the name of an id in tables; a count such as row_index is one if it goes on in each file."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or name in OWN_KEYS:
+        return False
+    is_count = name.endswith(("idx", "index")) or name in ("example", "sample")
+    is_name = ID_NAME.fullmatch(name) is not None or name in ("item", "problem", "instance", "question")
+    return is_name and (options.is_index_id or not is_count)
 
 
 def _is_value(field_name: str, key: str, value: Any, options: KeyOptions) -> bool:
