@@ -8,7 +8,13 @@ from pathlib import Path
 
 MODULES = ("pickles", "records", "torch_files", "hooks", "outputs", "generated", "renamed", "scores", "arrays")
 MODULES += ("tensors", "hdf5", "tables", "parts.joined", "parts.objects")
-MODULES += ("containers.hierarchies", "containers.long_tables", "containers.services", "containers.spellings")
+MODULES += (
+    "containers.notebooks",
+    "containers.hierarchies",
+    "containers.long_tables",
+    "containers.services",
+    "containers.spellings",
+)
 
 
 @dataclass(frozen=True)

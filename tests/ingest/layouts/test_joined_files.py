@@ -100,9 +100,15 @@ def test_a_table_with_the_same_ids_or_order_belongs_to_a_pickle(tmp_path):
         assert assert_stored(tmp_path / name, tmp_path / name / "in") == ["q0?", "q1?"]
 
 
-def test_files_in_another_order_are_refused(tmp_path):
+def test_files_in_another_order_are_joined_by_id(tmp_path):
+    dump(tmp_path / "in" / "hidden_states.pkl", [{"id": q, "hidden": h} for q, h in HIDDEN.items()])
+    dump(tmp_path / "in" / "last_token.pkl", [{"id": q, "last_token": h[:, -1]} for q, h in reversed(HIDDEN.items())])
+    assert_stored(tmp_path, tmp_path / "in")
+
+
+def test_files_of_other_ids_are_refused(tmp_path):
     dump(tmp_path / "hidden_states.pkl", [{"id": q, "hidden": h} for q, h in HIDDEN.items()])
-    dump(tmp_path / "last_token.pkl", [{"id": q, "last_token": h[:, -1]} for q, h in reversed(HIDDEN.items())])
+    dump(tmp_path / "last_token.pkl", [{"id": f"{q}0", "last_token": h[:, -1]} for q, h in HIDDEN.items()])
     assert "id differs between files" in error_of("convert", tmp_path, tmp_path / "s.zarr", *NONE, code=3)
 
 

@@ -128,3 +128,51 @@ def test_the_error_does_not_propose_attention_as_hidden_states(tmp_path):
     (tmp_path / "in.pkl").write_bytes(pickle.dumps([{"question_id": "q7", "attentions": np.ones((3, 2, 4, 4))}]))
     message = error_of("convert", tmp_path / "in.pkl", tmp_path / "s.zarr", code=3)
     assert "hidden_states=attentions" not in message and message.endswith("name it with --map hidden_states=KEY\n")
+
+
+@pytest.mark.parametrize("name", ["mask", "attn_mask", "attention_masks"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_masks_of_batches_under_other_names(tmp_path, name, side):
+    lengths = (2, 4, 3)
+    mask = np.array([np.arange(4) < n if side == "right" else np.arange(4) >= 4 - n for n in lengths])
+    np.savez(tmp_path / "in.npz", hidden=np.stack([HIDDEN[:2]] * 3), ids=["a", "b", "c"], **{name: mask})
+    convert(tmp_path / "in.npz", tmp_path / "s.zarr")
+    for trace, kept in zip(tracestore.open(tmp_path / "s.zarr"), mask, strict=True):
+        np.testing.assert_array_equal(trace.hidden_states, HIDDEN[:2, kept])
+
+
+@pytest.mark.parametrize("rows", [[[0, 1, 1, 0], [0, 0, 1, 1]], [[0, 0, 1, 1], [0, 0, 0, 1]]])
+def test_a_mask_that_is_not_of_padding_removes_no_token(tmp_path, rows):
+    np.savez(tmp_path / "in.npz", hidden=np.stack([HIDDEN[:2]] * 2), ids=["a", "b"], mask=np.array(rows))
+    convert(tmp_path / "in.npz", tmp_path / "s.zarr")
+    assert [t.hidden_states.shape for t in tracestore.open(tmp_path / "s.zarr")] == [(2, 4, 8)] * 2
+
+
+def test_names_of_tokens_their_texts_and_nested_scores(tmp_path):
+    given = {"item": 7, "hs": HIDDEN, "generated_ids": [4, 5, 6, 7], "str_tokens": list("abcd")}
+    trace = convert_trace(tmp_path, given | {"metrics": {"exact_match": 1.0}})
+    assert (trace.question_id, trace.tokens.tolist(), trace.tokens_decoded, trace.score) == (
+        "7",
+        [4, 5, 6, 7],
+        list("abcd"),
+        1.0,
+    )
+
+
+def test_ids_and_texts_of_another_number_are_extras(tmp_path):
+    trace = convert_trace(tmp_path, {"hs": HIDDEN, "generated_ids": [4, 5], "words": ["one", "word"]})
+    assert trace.tokens is None and trace.extras == {"generated_ids": [4, 5], "words": ["one", "word"]}
+
+
+@pytest.mark.parametrize("name", ["X", "features", "samples"])
+def test_the_only_array_with_a_weak_name_is_that_of_the_states(tmp_path, name):
+    (tmp_path / "in.pkl").write_bytes(pickle.dumps({name: HIDDEN[:, 0], "ids": ["a", "b", "c"], "y": [0, 1, 0]}))
+    convert(tmp_path / "in.pkl", tmp_path / "s.zarr")
+    store = tracestore.open(tmp_path / "s.zarr")
+    assert list(store.question_ids) == ["a", "b", "c"]
+    np.testing.assert_array_equal(store[1].last_token, HIDDEN[1:2, 0])
+
+
+def test_an_array_with_a_weak_name_next_to_others_is_not_guessed(tmp_path):
+    (tmp_path / "in.pkl").write_bytes(pickle.dumps({"X": HIDDEN[:, 0], "Z": HIDDEN[:, 1], "ids": ["a", "b", "c"]}))
+    error_of("convert", tmp_path / "in.pkl", tmp_path / "s.zarr", code=3)

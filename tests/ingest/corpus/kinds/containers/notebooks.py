@@ -1,0 +1,173 @@
+"""Dumps as notebooks write them: other names of masks, ids, texts and scores, and states without a name of their own."""
+
+from types import SimpleNamespace
+
+import numpy as np
+
+from tests.ingest.corpus.kinds.hdf5 import create
+from tests.ingest.corpus.registry import kind
+from tests.ingest.corpus.samples import (
+    dump,
+    expect_generated,
+    generate,
+    make_samples,
+    pad,
+    prompts,
+    save_pt,
+    tensor,
+    write_json,
+    write_lines,
+)
+
+
+def wrong(sample):
+    """Return 1 if the answer of a sample is a hallucination, else 0."""
+    return int(sample.score < 0.5)
+
+
+@kind("joblib")
+def joblib_of_features_and_targets(folder):
+    """Write the dict of a probe: X (N, D), y, ids."""
+    import joblib
+
+    samples = make_samples(6, layers=1)
+    value = {"X": np.stack([s.hidden[0, -1] for s in samples]), "y": np.array([wrong(s) for s in samples])}
+    joblib.dump(value | {"ids": [s.question_id for s in samples]}, folder / "probe.joblib")
+    return [s.expect_last("id") for s in samples]
+
+
+@kind(flags=("--axes", "SD"))
+def pkl_pooling_outputs(folder):
+    """Write request outputs of an engine: prompt_token_ids and an object with data (S, D)."""
+    samples = make_samples(3, layers=1)
+    rows = [
+        SimpleNamespace(
+            request_id=s.question_id,
+            prompt_token_ids=s.tokens.tolist(),
+            outputs=SimpleNamespace(data=tensor(s.hidden[0])),
+            finished=True,
+        )
+        for s in samples
+    ]
+    dump(folder / "outputs.pkl", rows)
+    return [s.expect("id tokens") for s in samples]
+
+
+@kind("transformers")
+def pkl_generated_ids_and_steps(folder):
+    """Write prompt, generated_text, generated_ids and all_hidden_states of generate()."""
+    rows, traces = [], []
+    for i, ids in enumerate(prompts()):
+        output = generate(ids, attentions=False)
+        texts = {"prompt": f"Q{i}", "generated_text": f"A{i}", "generated_ids": output.sequences[0].tolist()}
+        rows.append(texts | {"all_hidden_states": output.hidden_states})
+        traces.append(expect_generated(output, attention=False, question=f"Q{i}", answer=f"A{i}"))
+    dump(folder / "generated.pkl", rows)
+    return traces
+
+
+@kind()
+def jsonl_vector_per_layer(folder):
+    """Write rows of pandas with emb_layer_8, emb_layer_16 and emb_layer_24: last tokens."""
+    samples = make_samples(4)
+    rows = [
+        {"uid": s.question_id, "correct": not wrong(s)}
+        | {f"emb_layer_{layer}": s.hidden[k, -1].tolist() for k, layer in enumerate((8, 16, 24))}
+        for s in samples
+    ]
+    write_lines(folder / "vectors.jsonl", rows)
+    return [s.expect_last("id", score=float(not wrong(s))) for s in samples]
+
+
+@kind()
+def npz_batches_with_mask(folder):
+    """Write batch_000.npz ... with hidden (B, L, S, D) padded on the left, mask, qids and labels."""
+    samples = make_samples(5)
+    for b in range(3):
+        part = samples[2 * b : 2 * b + 2]
+        hidden, mask = pad([s.hidden for s in part], axis=1, side="left")
+        columns = {"qids": [s.question_id for s in part], "labels": [wrong(s) for s in part]}
+        np.savez_compressed(folder / f"batch_{b:03d}.npz", hidden=hidden.astype("f2"), mask=mask, **columns)
+    return [s.expect("id label") for s in samples]
+
+
+@kind()
+def npy_with_nested_metrics(folder):
+    """Write last_hidden.npy (N, L, D) and records.jsonl in order, with {"eval": {"exact_match": 1.0}}."""
+    samples = make_samples(5)
+    np.save(folder / "last_hidden.npy", np.stack([s.hidden[:, -1] for s in samples]).astype("f2"))
+    rows = [
+        {"id": s.question_id, "prompt": s.question, "completion": s.answer, "eval": {"exact_match": 1.0 - wrong(s)}}
+        for s in samples
+    ]
+    write_lines(folder / "records.jsonl", rows)
+    return [s.expect_last("id question answer", score=1.0 - wrong(s)) for s in samples]
+
+
+@kind("h5py")
+def h5_hs_and_att_groups(folder):
+    """Write examples/q0/hs/layer_00 and att/layer_00, tokens as texts, and attributes of the group."""
+    samples = make_samples(3)
+    with create(folder / "states.hdf5") as file:
+        file.attrs["model"] = "llama"
+        for s in samples:
+            group = file.create_group(f"examples/{s.question_id}")
+            for k in range(3):
+                group[f"hs/layer_{k:02d}"] = s.hidden[k]
+                group[f"att/layer_{k:02d}"] = s.attention[k]
+            group["tokens"] = np.array([word.encode() for word in s.words])
+            group.attrs.update(question=s.question, answer=s.answer, hallucinated=wrong(s))
+    return [s.expect("id attention words question answer label") for s in samples]
+
+
+@kind()
+def pt_config_layers_then_ids(folder):
+    """Write {"config": ..., "hidden": {"layer_12": {"q0": (S, D)}}, "labels": {"q0": 1}}."""
+    samples = make_samples(3)
+    hidden = {
+        f"layer_{layer}": {s.question_id: tensor(s.hidden[k]) for s in samples} for k, layer in enumerate((12, 16, 20))
+    }
+    config = {"layers": [12, 16, 20], "model": "llama"}
+    save_pt(folder / "a.pt", {"config": config, "hidden": hidden, "labels": {s.question_id: wrong(s) for s in samples}})
+    return [s.expect("id label") for s in samples]
+
+
+@kind()
+def npy_folders_of_prompt_and_answer(folder):
+    """Write prompt/q0.npy and answer/q0.npy: the states (L, S, D) of both."""
+    samples = make_samples(3)
+    for s in samples:
+        for name, rows in (("prompt", slice(0, s.prompt_length)), ("answer", slice(s.prompt_length, None))):
+            (folder / name).mkdir(exist_ok=True)
+            np.save(folder / name / f"{s.question_id}.npy", s.hidden[:, rows])
+    return [s.expect("id") for s in samples]
+
+
+@kind()
+def pt_data_set_object(folder):
+    """Write an object with samples (a tensor per trace), labels and ids."""
+    samples = make_samples(3)
+    columns = {"samples": [tensor(s.hidden) for s in samples], "labels": [wrong(s) for s in samples]}
+    save_pt(folder / "dataset.pt", SimpleNamespace(**columns, ids=[s.question_id for s in samples]))
+    return [s.expect("id label") for s in samples]
+
+
+@kind()
+def npz_token_major_with_texts(folder):
+    """Write an npz per question: activations (S, L, D), token_ids, str_tokens."""
+    samples = make_samples(3)
+    for s in samples:
+        arrays = {"activations": s.hidden.transpose(1, 0, 2), "token_ids": s.tokens, "str_tokens": np.array(s.words)}
+        np.savez(folder / f"{s.question_id}.npz", **arrays)
+    return [s.expect("id tokens words") for s in samples]
+
+
+@kind()
+def npy_of_all_tokens_with_spans(folder):
+    """Write activations.npy (sum of S, L, D) and docs.json with the rows of each document as span: [begin, end]."""
+    samples = make_samples(4)
+    np.save(folder / "activations.npy", np.concatenate([s.hidden.transpose(1, 0, 2) for s in samples]))
+    ends = np.cumsum([0, *(len(s.tokens) for s in samples)]).tolist()
+    rows = [{"doc_id": s.question_id, "span": ends[k : k + 2], "text": s.question} for k, s in enumerate(samples)]
+    write_json(folder / "docs.json", rows)
+    return [s.expect("id") for s in samples]
