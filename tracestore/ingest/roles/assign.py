@@ -52,7 +52,7 @@ _ABOUT_TRACE = frozenset(
 )
 # Names of nested dicts with scores.
 _JUDGMENTS = frozenset(
-    ["eval", "evals", "evaluation", "metrics", "scores", "judge", "judgment", "judgement", "grading", "annotation"]
+    ["eval", "evals", "evaluation", "metrics", "scores", "judge", "judgment", "grading", "annotation"]
 )
 _NESTED = frozenset((*OTHER_NAMES["question_id"][:6], *OTHER_NAMES["question"], *OTHER_NAMES["generated_answer"]))
 # Nesting of values that are searched for what is not data.
@@ -224,7 +224,7 @@ def _find_other_names(found: Assignment, options: KeyOptions) -> None:
 
 
 def _is_number_of_question(name: str, value: Any, options: KeyOptions) -> bool:
-    """Return whether an integer has the name of an id in tables; a count such as row_index is one if it goes on in each file."""
+    """Return whether an integer has the name of an id in tables; a count such as row_index only if it continues in each file."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or name in OWN_KEYS:
         return False
     is_count = name.endswith(("idx", "index")) or name in ("example", "sample", *COUNTERS)
