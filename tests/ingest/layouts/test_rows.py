@@ -91,8 +91,19 @@ def test_a_file_or_folder_per_layer(tmp_path, form):
     np.testing.assert_array_equal([t.last_token for t in store], LAST)
 
 
+def test_layers_of_the_same_traces_in_another_order_are_joined(tmp_path):
+    for n, order in enumerate(([0, 1, 2], [0, 2, 1])):
+        np.savez(tmp_path / f"layer_{n}.npz", hidden_states=LAST[order, n], question_ids=[f"q{k}" for k in order])
+
+    convert(tmp_path, tmp_path / "s.zarr", *NONE)
+
+    for k, trace in enumerate(tracestore.open(tmp_path / "s.zarr")):
+        assert trace.question_id == f"q{k}"
+        np.testing.assert_array_equal(trace.last_token, LAST[k, :2])
+
+
 def test_layers_of_different_traces_are_refused(tmp_path):
-    for n, ids in enumerate((["a", "b", "c"], ["a", "c", "b"])):
+    for n, ids in enumerate((["a", "b", "c"], ["a", "c", "d"])):
         np.savez(tmp_path / f"layer_{n}.npz", hidden_states=LAST[:, n], question_ids=ids)
 
     message = error_of("convert", tmp_path, tmp_path / "s.zarr", *NONE, code=3)

@@ -204,7 +204,7 @@ def _prepare(values: dict[str, Any], is_token_major: bool, scratch: Scratch) -> 
                 raise field_error(
                     "hidden_states",
                     f"shape {hidden.shape}{'' if num_tokens is None else f' and {num_tokens} tokens'}",
-                    "(L, S, D); name an array (L, D) of last tokens last_token, one layer (S, D) hidden_states.0",
+                    "(L, S, D); choose --axes LD for the last_token of each layer, --axes SD for the tokens of one layer",
                 )
             values["hidden_states"] = [hidden]
         elif hidden.ndim == 3:

@@ -13,7 +13,7 @@ from tracestore.ingest.containers.arrow_files import is_table as is_arrow_table
 from tracestore.ingest.containers.grouping import natural_key
 from tracestore.ingest.containers.keys import column_name, parse_key, split_key
 from tracestore.ingest.containers.registry import SUFFIXES
-from tracestore.ingest.containers.tables import TableReference, load_table
+from tracestore.ingest.containers.tables import Table, TableReference, load_table
 from tracestore.ingest.layouts import text_rows
 from tracestore.ingest.layouts.joined_files import are_rows, file_groups, names_one, place_of
 from tracestore.store.io import fsio
@@ -263,6 +263,11 @@ def _table_above(
         names = listings[folder]
         if (found := _rows_of_file(folder, names, source.path)) is not None:
             return found
+        if len(names) > 1:
+            stem = source.path.name if source.parts else source.path.stem
+            named = [t for t in map(_loaded, (folder / name for name in names)) if t is not None and stem in t.by_id]
+            if named:
+                return TableReference(named[0].path, (named[0].by_id[stem],), others=tuple(t.path for t in named[1:]))
         if len(names) != 1:
             continue
         try:
@@ -339,11 +344,17 @@ def _with_tables(folder: Path, candidates: list[str], sources: list[FoundSource]
         raise UsageError(f"{shared}: {error}") from None
 
 
-def _has_ids(path: Path) -> bool:
+def _loaded(path: Path) -> Table | None:
+    """Return a table; None for a file that is none."""
     try:
-        return bool(load_table(path).by_id)
+        return load_table(path)
     except InvalidInputError:
-        return False
+        return None
+
+
+def _has_ids(path: Path) -> bool:
+    table = _loaded(path)
+    return table is not None and bool(table.by_id)
 
 
 def _largest(folder: Path, names: list[str]) -> str:

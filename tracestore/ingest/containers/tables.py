@@ -152,6 +152,11 @@ class Table:
             found.setdefault(name, k)
         return {name: k for name, k in found.items() if name not in several}
 
+    @cached_property
+    def id_of(self) -> dict[int, str]:
+        """Id of each row that alone has it."""
+        return {k: name for name, k in self.by_id.items()}
+
     def _values(self, keys: Sequence[str]) -> Iterator[tuple[int, str]]:
         """Yield the number of each row that has one of some keys, and the value of the first of them."""
         for k in range(len(self)):
@@ -329,7 +334,13 @@ class TableRows:
         return len(self._rows)
 
     def __getitem__(self, k: int) -> dict[str, Any]:
-        return self._table[self._rows[k]]
+        return self._merged(self._rows[k])
+
+    def _merged(self, k: int) -> dict[str, Any]:
+        """Return a row together with the rows of the other tables that have its id."""
+        key = self._table.id_of.get(k) if self._others else None
+        found = [t[t.by_id[key]] for t in self._others if key in t.by_id]
+        return {field: value for row in (*reversed(found), self._table[k]) for field, value in row.items()}
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self[k] for k in range(len(self)))
@@ -338,7 +349,7 @@ class TableRows:
     def by_id(self) -> dict[str, dict[str, Any]]:
         """The rows by their ids."""
         own = set(self._rows)
-        return {name: self._table[k] for name, k in self._table.by_id.items() if k in own}
+        return {name: self._merged(k) for name, k in self._table.by_id.items() if k in own}
 
     def of(self, trace: str, position: int, key: Any = None) -> dict[str, Any] | None:
         """Return the row of a trace by its id `key`, by its name in the container, or by its position; None without one."""

@@ -18,6 +18,7 @@ WEAK = re.compile(
 )
 _MARKS = re.compile(r"__+|::?|[|@#>\\\\]")
 _SPLIT_OF = re.compile(rf"(?P<field>\w+?)_(?P<split>{'|'.join(sorted(SPLITS))})", re.IGNORECASE)
+_OF_SPLIT = re.compile(rf"(?P<split>{'|'.join(sorted(SPLITS))})_(?P<field>\w+)", re.IGNORECASE)
 _PROMPT_PART = re.compile(r"(?P<before>(?:.+/)?)(?:prompt|prefill)/(?P<after>.+)", re.IGNORECASE)
 _GENERATED_PART = re.compile(
     r"(?P<before>(?:.+/)?)(?:gen(?:erat(?:ed|ion))?|decode|step|token)[_/]?(?P<number>\d+)/(?P<after>.+)", re.IGNORECASE
@@ -87,6 +88,8 @@ def _with_slashes(fields: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _of_splits(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return fields in which the arrays of splits are below the split: X_train and y_train become train/X and train/y."""
+    if fields and all(map(_OF_SPLIT.fullmatch, fields)):  # train_layer_8, train_labels
+        return {_OF_SPLIT.sub(r"\g<split>/\g<field>", name): value for name, value in fields.items()}
     found = {name: match for name in fields if (match := _SPLIT_OF.fullmatch(name))}
     splits = {match["split"] for match in found.values()}
     if len(splits) < 2 or not all(isinstance(fields[name], Column) for name in found):

@@ -193,6 +193,31 @@ def with_weak_states(fields: dict[Any, Any]) -> dict[Any, Any]:
     return {("hidden_states" if name in shapes else name): value for name, value in fields.items()}
 
 
+def spread_nested(fields: dict[Any, Any]) -> dict[Any, Any]:
+    """Return fields in which nested dicts of segments or of layers are spread to what `join_segments` and `assign` know.
+
+    `{"hidden_states": {"prompt": a, "response": b}}` has the states of both, `{"layer_3": {"hidden": a, "attn": b}}`
+    those of a layer.
+    """
+    found: dict[Any, Any] = {}
+    for key, value in fields.items():
+        inner = opened(value)
+        if not isinstance(key, str) or not isinstance(inner, dict) or not all(isinstance(name, str) for name in inner):
+            found[key] = value
+            continue
+        place, places = parse_path(normalized(key)), [parse_path(normalized(name)) for name in inner]
+        segments = {p.segment for p in places if not p.field}
+        if place.field and segments == {"prompt", "response"} and len(inner) == 2:
+            found |= {f"{p.segment}_{place.field}": v for p, v in zip(places, inner.values(), strict=True)}
+        elif place.layer is not None and not place.trace and any(p.field == "hidden_states" for p in places):
+            for p, (name, v) in zip(places, inner.items(), strict=True):
+                is_layer = p.field in ("hidden_states", "attentions") and p.layer is None
+                found[f"{p.field}.{place.layer}" if is_layer else f"{key}.{name}"] = v
+        else:
+            found[key] = value
+    return found
+
+
 # Prompt and response
 
 

@@ -17,6 +17,7 @@ from tracestore.ingest.containers.keys import parse_key
 from tracestore.ingest.roles.keys import normalized
 from tracestore.ingest.roles.layout import opened
 from tracestore.store.format import schema
+from tracestore.store.write.values import as_array
 
 STATES = ("hidden_states", "attentions", "last_token")
 _SHAPE = re.compile(r"(?:(?P<name>.+)[_.])?shapes?|shapes?[_.](?P<name_>.+)")
@@ -94,6 +95,41 @@ def with_mask(fields: Mapping[Any, Any]) -> Mapping[Any, Any]:
         if not (mask[:, 1:] >= mask[:, :-1]).all() and not (mask[:, 1:] <= mask[:, :-1]).all():
             return fields
     return {("attention_mask" if name == names[0] else name): v for name, v in fields.items()}
+
+
+def joined_passes(layers: Any) -> Any:
+    """Return the states (P, D) of a prompt and (D,) of each later token as one layer, and other layers unchanged.
+
+    A layer may hold them, too, as hooks get them: (1, P, D), then (1, 1, D) for each token.
+    """
+    if isinstance(layers, Mapping):
+        return {number: _joined_passes_of_layer(layer) for number, layer in layers.items()}
+    if len(layers) < 2 or _rank(layers[0]) != 2 or _rank(layers[1]) != 1:
+        return [_joined_passes_of_layer(layer) for layer in layers] if isinstance(layers, list | tuple) else layers
+    parts = [array_of(layer) if as_array(layer) is None else as_array(layer) for layer in layers]
+    shapes = [np.shape(part)[-1:] if isinstance(part, np.ndarray) else () for part in parts]
+    if any(shape != shapes[0] for shape in shapes) or any(part.ndim != 1 for part in parts[1:]):
+        return layers
+    return [np.concatenate([parts[0], *(part[None] for part in parts[1:])])]
+
+
+def _joined_passes_of_layer(layer: Any) -> Any:
+    """Return the states of a prompt of several tokens and of single later tokens as (S, D), and other values unchanged."""
+    parts = [as_array(part) for part in layer] if isinstance(layer, list | tuple) else []
+    shapes = [part.shape[1:] if part.ndim == 3 and len(part) == 1 else part.shape for part in parts if part is not None]
+    if len(shapes) < 2 or len(shapes) < len(parts) or len(shapes[0]) != 2 or shapes[0][0] == 1:
+        return layer
+    if any(shape != (1, shapes[0][1]) for shape in shapes[1:]):
+        return layer
+    return np.concatenate([part.reshape(shape) for part, shape in zip(parts, shapes, strict=True) if part is not None])
+
+
+def _rank(value: Any) -> int:
+    """Return the number of axes of an array or nested lists, by their first items."""
+    array = as_array(value)
+    if array is not None:
+        return array.ndim
+    return 1 + _rank(value[0]) if isinstance(value, list) and value else 0
 
 
 def open_texts(values: dict[str, Any], trace: str, k: int, count: int) -> None:

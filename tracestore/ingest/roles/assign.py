@@ -9,7 +9,7 @@ import numpy as np
 
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.containers.keys import ID_NAME, kind_rank, layer_kind, parse_key
-from tracestore.ingest.layouts.values import array_of
+from tracestore.ingest.layouts.values import joined_passes
 from tracestore.ingest.pickles.pickled_objects import PickledObject
 from tracestore.ingest.roles.candidates import ids_in, keys_found
 from tracestore.ingest.roles.keys import (
@@ -23,7 +23,7 @@ from tracestore.ingest.roles.keys import (
     KeyOptions,
     normalized,
 )
-from tracestore.ingest.score_files import SCORE_COLUMNS, direction_of, score_of_word
+from tracestore.ingest.score_files import SCORE_COLUMNS, WORD_COLUMNS, direction_of, score_of_word
 from tracestore.store.write.values import as_array, describe
 
 OWN_KEYS = frozenset((*MAPPABLE, *TOKENS_KEYS, "global_example_id", "layers", "labels")) - {"label"}
@@ -121,8 +121,6 @@ def assign(trace: Any, options: KeyOptions, *, has_objects: bool = False) -> Ass
     if has_objects:
         _remove_objects(found)
     _find_spellings(found)
-    if isinstance(values.get("hidden_states"), list | tuple):
-        values["hidden_states"] = _joined_passes(values["hidden_states"])
     if _is_nothing(values.get("attentions")):
         values.pop("attentions", None)
     _move_texts_of_tokens(found)
@@ -131,6 +129,8 @@ def assign(trace: Any, options: KeyOptions, *, has_objects: bool = False) -> Ass
         values["tokens"] = values.pop("sequences")
         found.roles["sequences"] = "tokens"
     _find_other_names(found, options)
+    if isinstance(values.get("hidden_states"), list | tuple | Mapping):
+        values["hidden_states"] = joined_passes(values["hidden_states"])
     if not options.has_scores_file:
         _find_scores(found, options)
     return found
@@ -139,25 +139,6 @@ def assign(trace: Any, options: KeyOptions, *, has_objects: bool = False) -> Ass
 def _is_nothing(value: Any) -> bool:
     """Return whether a value is None or a nested list of None, as models without eager attention return it."""
     return value is None or (isinstance(value, list | tuple) and all(map(_is_nothing, value)))
-
-
-def _joined_passes(layers: Any) -> Any:
-    """Return the states (P, D) of a prompt and (D,) of each later token as one layer, and other layers unchanged."""
-    if len(layers) < 2 or _rank(layers[0]) != 2 or _rank(layers[1]) != 1:
-        return layers
-    parts = [array_of(layer) if as_array(layer) is None else as_array(layer) for layer in layers]
-    shapes = [np.shape(part)[-1:] if isinstance(part, np.ndarray) else () for part in parts]
-    if any(shape != shapes[0] for shape in shapes) or any(part.ndim != 1 for part in parts[1:]):
-        return layers
-    return [np.concatenate([parts[0], *(part[None] for part in parts[1:])])]
-
-
-def _rank(value: Any) -> int:
-    """Return the number of axes of an array or nested lists, by their first items."""
-    array = as_array(value)
-    if array is not None:
-        return array.ndim
-    return 1 + _rank(value[0]) if isinstance(value, list) and value else 0
 
 
 def _move_texts_of_tokens(found: Assignment) -> None:
@@ -385,6 +366,12 @@ def _find_scores(found: Assignment, options: KeyOptions) -> None:
         if name in values and (score := _score(name, values[name][0])) is not None:
             found.scores[name] = score
             found.roles[values[name][1]] = "score"
+    for name in WORD_COLUMNS if not found.scores and options.score_key is None else ():
+        text = found.fields.get(given.get(name, name))
+        if isinstance(text, str) and (score := score_of_word(text, None)) is not None:
+            found.scores[name] = score
+            found.roles[given[name]] = "score"
+            break
     if options.score_key != "label" and (label := _number(found.fields.get("label"))) in (0.0, 1.0):
         found.label = label
         found.roles["label"] = "label"

@@ -17,6 +17,7 @@ from tracestore.ingest.layouts.neighbors import (
     join_segments,
     split_batches,
     split_ragged,
+    spread_nested,
     spread_records,
     with_embedding,
     with_weak_states,
@@ -118,6 +119,7 @@ class Structures:
     def _of_dict(self, fields: dict[Any, Any], depth: int, is_item: bool) -> Found | None:
         fields = dict(with_mask(fields))
         if not self._options.renamed and not _is_common(fields):
+            fields = spread_nested(fields)
             if (traces := by_names(fields)) is not None:
                 return self._of_records(traces, depth)
             if (traces := split_ragged(fields)) is not None:
