@@ -265,3 +265,16 @@ def test_a_table_that_does_not_fit_is_refused(tmp_path):
 def test_bombs_are_refused(tmp_path):
     np.savez_compressed(tmp_path / "a.npz", hidden_states=np.zeros((1, 1 << 28), "u1"))
     assert "too many for a file" in error_of("convert", tmp_path / "a.npz", tmp_path / "s.zarr", code=3)
+
+
+@pytest.mark.parametrize("ids", [[9, 3, 7, 1], [9, 3, 9, 1]])
+def test_ids_of_tokens_are_not_taken_for_those_of_traces(tmp_path, ids):
+    layers = {f"L{k:02d}_hidden": np.full((4, 8), k, "f2") for k in range(3)}
+    np.savez(tmp_path / "a.npz", ids=np.array(ids), **layers)
+    if len(set(ids)) == len(ids):
+        message = error_of("convert", tmp_path / "a.npz", tmp_path / "s.zarr", code=3)
+        assert "--map tokens=ids or --map question_id=ids" in message
+        flags = ("--map", "tokens=ids")
+    convert(tmp_path / "a.npz", tmp_path / "s.zarr", *(flags if len(set(ids)) == len(ids) else ()))
+    (trace,) = tracestore.open(tmp_path / "s.zarr")
+    assert trace.tokens.tolist() == ids and trace.hidden_states[:, 0, 0].tolist() == [0, 1, 2]

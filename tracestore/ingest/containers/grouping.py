@@ -216,6 +216,7 @@ def stacked_count(unit: Unit, num_rows: int | None) -> tuple[int | None, str]:
     # A name with a prefix may be that of layers, and a mask that of tokens.
     names = [name for name in fields if column_name(name) == name.lower() and not name.endswith("mask")]
     counts = {fields[name].shape[0] for name in names if _ndim(fields[name]) == 1}
+    _check_ids(fields, counts)
     counts |= {num_rows} if num_rows is not None and num_rows > 1 else set()
     hidden, tokens = fields.get("hidden_states"), fields.get("tokens")
     if hidden is None:
@@ -249,6 +250,34 @@ def stacked_count(unit: Unit, num_rows: int | None) -> tuple[int | None, str]:
     if first.ndim == rank - 2 and shape[0] in counts and shape[0] > 1:
         return shape[0], "last_token"
     return None, "trace"
+
+
+def _check_ids(fields: dict[str, Any], counts: set[int]) -> None:
+    """Take integers called ids that repeat for the tokens of one trace; refuse those that may be ids of tokens or of traces.
+
+    This concerns states (X, D) by layer. Ids of traces increase, or are next to other values of as many traces.
+    """
+    ids = fields.get("ids")
+    if not isinstance(ids, Column) or ids.ndim != 1 or ids.dtype.kind not in "iu" or "tokens" in fields:
+        return
+    hidden = fields.get("hidden_states")
+    first = next(iter(hidden.values())) if isinstance(hidden, dict) and hidden else None
+    if not isinstance(first, Column) or first.ndim != 2 or ids.shape[0] != first.shape[0]:
+        return
+    values, others = (
+        ids.whole(),
+        [n for n, v in fields.items() if n != "ids" and _ndim(v) == 1 and v.shape == ids.shape],
+    )
+    if others or (np.diff(values.astype("i8")) > 0).all():
+        return
+    if len(np.unique(values)) == len(values):
+        raise InvalidInputError(
+            f"found {len(values)} integers for states of shape {first.shape}: ids of the tokens of one trace, or of "
+            f"{len(values)} traces; choose --map tokens=ids or --map question_id=ids",
+            field="ids",
+        )
+    fields["tokens"] = fields.pop("ids")
+    counts.discard(len(values))
 
 
 def check_one_trace(unit: Unit) -> None:

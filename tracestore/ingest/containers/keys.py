@@ -31,10 +31,12 @@ _WHOLE = re.compile(f"{_TRACE}(?:{_NAMES})", re.IGNORECASE)
 _NUMBERED = re.compile(
     rf"{_TRACE}(?:{_NAMES})[._/\-]?(?P<word>(?:layers?|blocks?)[._/\-]?)?(?P<number>\d+)", re.IGNORECASE
 )
+# L03 before a kind of output: L03_hidden.
+_SHORT_LAYER = rf"l(?:yr)?_?(?=\d+_(?:{_HIDDEN}|{_ATTENTION}|{_KIND})$)"
 # layer_3, model.layers.3, blocks.3.hook_resid_post (TransformerLens), layer_3/hidden_states
 _BY_LAYER = re.compile(
     rf"{_TRACE}(?:(?:model|transformer|gpt_neox|language_model|decoder)[./])*"
-    rf"(?:(?:(?:{_KIND}|h|x)_)?(?:layers?|blocks?)[._/\-]?|h\.)(?P<number>\d+)(?:[._/\-](?P<kind>.+))?",
+    rf"(?:(?:(?:{_KIND}|h|x)_)?(?:layers?|blocks?)[._/\-]?|h\.|{_SHORT_LAYER})(?P<number>\d+)(?:[._/\-](?P<kind>.+))?",
     re.IGNORECASE,
 )
 _OUTPUT = re.compile(
