@@ -129,7 +129,7 @@ def _from_rows(rows: Rows, extents: tuple[int, ...], fields: dict[str, Any]) -> 
     row = rows[0]
     span = next((name for name in _SPANS if isinstance(row.get(name), list) and len(row[name]) == 2), None)
     if span is not None:
-        pairs = [r.get(span) for r in rows]
+        pairs: list[Any] = [r.get(span) for r in rows]
         is_regular = all(isinstance(pair, list) and list(map(type, pair)) == [int, int] for pair in pairs)
         if is_regular and all(b[0] == a[1] for a, b in pairwise([[0, 0], *pairs, [extents[0], 0]])):
             return _checked([(first, end) for first, end in pairs], extents, span, fields, is_whole=False)

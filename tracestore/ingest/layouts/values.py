@@ -106,7 +106,7 @@ def joined_passes(layers: Any) -> Any:
         return {number: _joined_passes_of_layer(layer) for number, layer in layers.items()}
     if len(layers) < 2 or _rank(layers[0]) != 2 or _rank(layers[1]) != 1:
         return [_joined_passes_of_layer(layer) for layer in layers] if isinstance(layers, list | tuple) else layers
-    parts = [array_of(layer) if as_array(layer) is None else as_array(layer) for layer in layers]
+    parts: list[Any] = [array_of(layer) if as_array(layer) is None else as_array(layer) for layer in layers]
     shapes = [np.shape(part)[-1:] if isinstance(part, np.ndarray) else () for part in parts]
     if any(shape != shapes[0] for shape in shapes) or any(part.ndim != 1 for part in parts[1:]):
         return layers
@@ -115,13 +115,14 @@ def joined_passes(layers: Any) -> Any:
 
 def _joined_passes_of_layer(layer: Any) -> Any:
     """Return the states of a prompt of several tokens and of single later tokens as (S, D), and other values unchanged."""
-    parts = [as_array(part) for part in layer] if isinstance(layer, list | tuple) else []
-    shapes = [part.shape[1:] if part.ndim == 3 and len(part) == 1 else part.shape for part in parts if part is not None]
-    if len(shapes) < 2 or len(shapes) < len(parts) or len(shapes[0]) != 2 or shapes[0][0] == 1:
+    items = layer if isinstance(layer, list | tuple) else []
+    parts = [part for item in items if (part := as_array(item)) is not None]
+    shapes = [part.shape[1:] if part.ndim == 3 and len(part) == 1 else part.shape for part in parts]
+    if len(shapes) < 2 or len(shapes) < len(items) or len(shapes[0]) != 2 or shapes[0][0] == 1:
         return layer
     if any(shape != (1, shapes[0][1]) for shape in shapes[1:]):
         return layer
-    return np.concatenate([part.reshape(shape) for part, shape in zip(parts, shapes, strict=True) if part is not None])
+    return np.concatenate([part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)])
 
 
 def _rank(value: Any) -> int:
