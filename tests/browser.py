@@ -120,6 +120,29 @@ class OpenPage:
             seen.save(path)
             raise AssertionError(f"{share:.1%} of {kept} differ, see {path}")
 
+    def assert_prints(self):
+        """Assert that a sheet of A4 holds the whole width, in light colors, with a picture of each plot, without controls."""
+        num_plots = self.page.locator("[data-plot]").count()
+        end = time.monotonic() + 30
+        while self.page.locator("img.printed").count() < num_plots:
+            assert time.monotonic() < end, "there is no picture of a plot for paper"
+            self.page.wait_for_timeout(20)
+        self.page.emulate_media(media="print")
+        # 210 mm without margins of 12 mm.
+        self.page.set_viewport_size({"width": 703, "height": 1000})
+        found = self.page.evaluate("""() => ({
+            wide: [...document.querySelectorAll("table, img, pre, figure, .card")]
+                .filter((e) => e.getBoundingClientRect().right > innerWidth).map((e) => e.outerHTML.slice(0, 200)),
+            controls: [...document.querySelectorAll(".zoom, .tools, nav, [data-plot] canvas, .plot > [role=img]")]
+                .filter((e) => e.checkVisibility()).length,
+            pictures: [...document.querySelectorAll("img.printed")].filter((e) => e.checkVisibility() && e.naturalWidth).length,
+            background: getComputedStyle(document.documentElement).backgroundColor,
+        })""")
+        assert found == {"wide": [], "controls": 0, "pictures": num_plots, "background": "rgb(255, 255, 255)"}
+        self.assert_fits()
+        assert self.page.pdf(format="A4").startswith(b"%PDF")
+        self.page.emulate_media(media="screen")
+
     def assert_accessible(self):
         """Assert that axe-core finds no violation."""
         axe = pytest.importorskip("axe_playwright_python")

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from tests.browser import OpenPage, chromium
 from tests.helpers import command, make_optional, make_trace, write_store
 
 __all__ = ["chromium"]
+SCREENSHOTS = Path(__file__).parent / "reports/screenshots"
 MALICIOUS = "</td><script>window.hacked=1</script><img src=http://evil.example/x onerror=window.hacked=2>&"
 
 
@@ -57,6 +59,9 @@ def test_page_shows_the_store(store, page):
     assert "<dt>traces</dt><dd>31</dd>" in text and '<td data-v="9.67741935" class="n">9.7 %</td>' in text
     assert "token of 31 traces" in text.replace("tokens of", "token of") and "drawn at random with seed 0" in text
     assert '<th scope="row">nan</th><td>error</td><td data-v="1" class="n">1</td><td><a href="#trace-30">30</a>' in text
+    # Only the last trace has optional fields.
+    for name in make_optional(4):
+        assert f'<th scope="row">{name}</th><td data-v="1" class="n">1</td>' in text
     for name in ("score (default)", "tokens_decoded", "question", "hidden_states"):
         assert f'<th scope="row">{name}</th>' in text
     cards = re.findall(r'<div id="trace-(\d+)">', text)
@@ -102,11 +107,22 @@ def test_options_and_usage_errors(store, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 768, 1440])
-def test_page_fits_and_is_accessible(chromium, page, width, scheme):
+def test_page_fits_is_accessible_and_looks_as_kept(chromium, page, width, scheme):
     with OpenPage(chromium, page, width, scheme) as visit:
         visit.wait_for_plots()
         visit.assert_fits()
+        # The folder of the store differs from run to run.
+        visit.page.locator("header dd").first.evaluate("(e) => { e.textContent = 'store.zarr'; }")
+        for command in visit.page.locator(".command code").all():
+            command.evaluate("(e) => { e.textContent = 'tracestore view store.zarr 11'; }")
+        visit.assert_looks_like(SCREENSHOTS / f"store-{width}-{scheme}.png", is_whole_page=True)
         visit.assert_accessible()
+
+
+@pytest.mark.long
+def test_page_prints(chromium, page):
+    with OpenPage(chromium, page, 1440, "dark") as visit:
+        visit.assert_prints()
 
 
 def test_an_issue_links_to_its_trace(chromium, page):

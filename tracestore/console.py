@@ -107,7 +107,8 @@ class _HelpFormatter(argparse.HelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         text, default = action.help, action.default
-        if text is None or default in (None, False, (), argparse.SUPPRESS) or "default" in text:
+        # Not `in`, because 0 is equal to False and is a default to show.
+        if text is None or "default" in text or any(default is v for v in (None, False, argparse.SUPPRESS)):
             return text
         shown = "yes" if default is True else "%(default)s"
         return f"{text[:-1]}; default: {shown})" if text.endswith(")") else f"{text} (default: {shown})"

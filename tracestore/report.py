@@ -74,7 +74,7 @@ def write_report(
     examples = _examples(classes)
     sections = [
         Section("Contents", _contents(store, classes, score_threshold)),
-        Section("Distributions", element("div", *_distributions(store, classes, score_threshold), class_="plots")),
+        Section("Distributions", _distributions(store, classes, score_threshold)),
         Section(
             "Example traces",
             cards(_trace_card(store, k, _CLASSES[classes[k]]) for k in examples),
@@ -131,12 +131,21 @@ def _contents(store: TraceStore, classes: np.ndarray, threshold: float) -> Html:
         for name, field in sorted(store.score_fields.items())
     ]
     fields = [[name, count, _percent(count, len(store))] for name, count in _field_counts(store)]
-    parts = [paragraph(verdict, kind="verdict"), table(["class", "traces", "share"], share, caption="Classes")]
+    parts = [table(["class", "traces", "share"], share, caption="Classes")]
     if scores:
         header = ["score", "direction", "traces", "minimum", "median", "maximum", "source"]
         parts.append(table(header, scores, caption="Scores"))
-    parts.append(table(["field", "traces", "share"], fields, caption="Fields"))
-    return join(parts)
+    serve = shlex.join(["tracestore", "serve", str(store.path)])
+    return join([
+        paragraph(verdict, kind="verdict"),
+        element(
+            "div",
+            element("div", *parts),
+            element("div", table(["field", "traces", "share"], fields, caption="Fields")),
+            class_="tables",
+        ),
+        paragraph("To search and open the traces:"), command(serve),
+    ])  # fmt: skip
 
 
 def _percent(count: int, total: int) -> Cell:
@@ -159,19 +168,20 @@ def _field_counts(store: TraceStore) -> list[tuple[str, int]]:
     has_graph = columns["graph_segment"] >= 0
     segments = np.where(has_graph, columns["graph_segment"], columns["sequence_segment"])
     rows = np.where(has_graph, columns["graph_row"], columns["sequence_row"])
-    for segment in np.unique(segments).tolist():
-        bits = store.internals.segment(segment).values("fields")[rows[segments == segment]]
+    for number in np.unique(segments).tolist():
+        segment, own = store.internals.segment(number), rows[segments == number]
+        bits = segment.values("fields")[own]
         for name, bit in schema.FIELD_BITS.items():
             counts[name] += int(np.count_nonzero(bits & bit))
+        for name in segment.optional_names:
+            counts[name] += int(np.count_nonzero(segment.has_optional(name)[own]))
     groups = sum(bool(store.group(k)) for k in range(len(store)))
     known = [(name, count) for name, count in counts.items() if count]
     known += [("group", groups)] if groups else []
-    others = set(store.info()["fields"]) - schema.STORED_FIELDS - counts.keys()
-    known += [(f"{name} (some traces)", 0) for name in sorted(others)]
     return sorted(known, key=lambda item: (-item[1], item[0]))
 
 
-def _distributions(store: TraceStore, classes: np.ndarray, threshold: float) -> list[Html]:
+def _distributions(store: TraceStore, classes: np.ndarray, threshold: float) -> Html:
     lengths, scores = store.num_tokens, store.scores
     figures = []
     for title, values, label, references in (
@@ -188,7 +198,8 @@ def _distributions(store: TraceStore, classes: np.ndarray, threshold: float) -> 
         if np.isfinite(values).any()
     ]
     header = ["value", *(f"{q} %" for q in _QUANTILES)]
-    return [*figures, table(header, rows, caption="Quantiles", is_sortable=False)] if rows else figures
+    quantiles = table(header, rows, caption="Quantiles", is_sortable=False) if rows else ""
+    return join([element("div", *figures, class_="plots"), quantiles])
 
 
 def _histogram(
@@ -267,7 +278,7 @@ def _trace_card(store: TraceStore, index: int, label: str, *, has_plot: bool = T
             np.sqrt(np.maximum(blocks, 0)),
             x_label="attended token",
             y_label="attending token",
-            value_label="square root",
+            value_label="square root of the attention",
             note=""
             if is_whole
             else f"Each value is the maximum of a block of the {plural(trace.num_tokens, 'token')}.",

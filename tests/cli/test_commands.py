@@ -161,8 +161,9 @@ def test_every_argument_has_a_help_text_with_its_default(name):
         a: a.help and parser._get_formatter()._expand_help(a) for a in parser._actions if a.help != argparse.SUPPRESS
     }
     assert [a.dest for a, text in shown.items() if not text] == []
-    without = (None, False, argparse.SUPPRESS)
-    assert [a.dest for a, text in shown.items() if a.default not in without and "default" not in text] == []
+    required = {a for g in parser._mutually_exclusive_groups if g.required for a in g._group_actions}
+    with_value = [a for a in shown if a.option_strings and a.nargs != 0 and not a.required and a not in required]
+    assert [a.dest for a in with_value if "default" not in shown[a]] == []
 
 
 @pytest.mark.parametrize(

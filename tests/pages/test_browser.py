@@ -6,6 +6,8 @@ import pytest
 
 from tests.browser import OpenPage, share_of_different_cells
 from tests.pages.example import MALICIOUS
+from tracestore.pages.document import Section, document
+from tracestore.pages.plots import Series, plot
 
 SCREENSHOTS = Path(__file__).parent / "screenshots"
 
@@ -48,6 +50,32 @@ def test_tables_sort_and_filter_by_keyboard(chromium, example):
         page.get_by_role("searchbox").fill("WITHOUT value")
         assert page.locator("tbody tr:visible").count() == 1
         assert page.get_by_role("status").inner_text() == "1 of 16 rows"
+
+
+def test_only_tables_that_are_wider_than_their_place_scroll_by_keyboard(chromium, example):
+    with OpenPage(chromium, example, 360) as visit:
+        place = visit.page.locator(".table").first
+        assert (
+            place.get_attribute("tabindex") == "0" and place.get_attribute("aria-label") == "Models, scrolls sideways"
+        )
+        place.press("ArrowRight")
+        visit.page.wait_for_timeout(300)
+        assert place.evaluate("(e) => e.scrollLeft") > 0
+        assert place.locator("tbody th").first.bounding_box()["x"] >= 0
+        visit.page.set_viewport_size({"width": 2560, "height": 900})
+        visit.page.wait_for_timeout(100)
+        assert place.get_attribute("tabindex") is None and place.get_attribute("aria-label") == "Models"
+
+
+def test_references_are_in_the_range_of_the_axes(chromium, tmp_path):
+    page = tmp_path / "p.html"
+    lines = plot("L", [Series("a", [1, 2], [0.3, 0.4])], x_label="x", y_label="y", references=[("probe", "y", 0.9)])
+    page.write_text(document("t", sections=[Section("s", lines)]))
+    with OpenPage(chromium, page) as visit:
+        visit.wait_for_plots()
+        visit.page.evaluate("() => { window.range = Bokeh.documents[0].roots()[0].y_range; }")
+        assert visit.page.evaluate("window.range.end") > 0.9
+        assert visit.page.locator(".legend").inner_text().split("\n")[-1].strip() == "probe (0.9)"
 
 
 def test_plots_zoom_hide_and_list_their_numbers(chromium, example):

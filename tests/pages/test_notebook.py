@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from tests.helpers import make_optional, make_traces, write_store
 from tests.pages.example import MALICIOUS
 from tracestore.pages.notebook import BenchmarkResults, TrainingResults, fragment
 
+SCREENSHOTS = Path(__file__).parent / "screenshots"
 TEST = {"num_traces": 60, "auroc": 0.8123, "auroc_interval": [0.7, 0.9], "auprc": 0.7, "brier": 0.2, "ece": 0.1, "accuracy": 0.75, "f1": 0.7}  # fmt: skip
 
 
@@ -84,6 +86,23 @@ def test_malicious_texts_are_inert_and_fragments_accessible(chromium, fragments,
     with OpenPage(chromium, page, 1000) as visit:
         assert visit.page.locator(".tracestore").count() == len(fragments)
         visit.assert_accessible()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 768, 1440])
+def test_fragments_look_as_kept(chromium, fragments, tmp_path, width, scheme):
+    page = tmp_path / "notebook.html"
+    # The background of a notebook in dark mode is dark.
+    head = '<!doctype html><html lang="en"><meta charset="utf-8"><title>notebook</title>'
+    head += '<meta name="color-scheme" content="light dark">'
+    page.write_bytes((head + "<hr>".join(fragments)).encode("utf-8", "backslashreplace"))
+    with OpenPage(chromium, page, width, scheme) as visit:
+        visit.assert_fits()
+        # The folder of the store differs from run to run.
+        for name in visit.page.locator("h3, dd", has_text=".zarr").all():
+            name.evaluate("(e) => { e.textContent = 's.zarr'; }")
+        visit.assert_looks_like(SCREENSHOTS / f"notebook-{width}-{scheme}.png", is_whole_page=True)
 
 
 def test_results_are_dicts():

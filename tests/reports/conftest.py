@@ -2,6 +2,7 @@
 
 import datetime
 import json
+from pathlib import Path
 
 import pytest
 
@@ -28,7 +29,7 @@ def report(tmp_path_factory):
             finished = datetime.datetime(2026, 1, 2, 3, 4, tzinfo=datetime.UTC)
             facts = RunFacts("tracestore train --store store.zarr --folds 5 --seeds 3", finished, 300 << 20)
             results = make_results(store)
-            write_report(results, folder / "report.html", store, facts)
+            write_report(results, Path("report.html"), store, facts)
         for name, rate in (("first", 0.001), ("second", 0.01)):
             (folder / name).mkdir()
             config = {**results["config"], "lr": rate}
@@ -38,14 +39,18 @@ def report(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def comparison(report):
-    folders = [report.parent / name for name in ("first", "second")]
+    folders = [Path("first"), Path("second")]
     path = report.parent / "comparison.html"
-    write_comparison(compare_runs(folders), folders, path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(report.parent)
+        write_comparison(compare_runs(folders), folders, path)
     return path
 
 
 @pytest.fixture(scope="session")
 def benchmark(tmp_path_factory):
     path = tmp_path_factory.mktemp("benchmark") / "report.html"
-    write_benchmark(make_benchmark(), path, "tracestore benchmark trivia.zarr b.zarr")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(path.parent)
+        write_benchmark(make_benchmark(), Path("report.html"), "tracestore benchmark trivia.zarr b.zarr")
     return path

@@ -122,6 +122,6 @@ def _benchmark_store(rng):
         for first, second in itertools.combinations(DETECTORS, 2)
     ]
     return {
-        "num_traces": 600, "num_hallucinated": 200, "folds": {"num_folds": 5, "schemes": ["question", "group"]},
+        "store": {"path": "store.zarr"}, "label_sources": None, "num_traces": 600, "num_hallucinated": 200, "folds": {"num_folds": 5, "schemes": ["question", "group"]},
         "detectors": detectors, "comparisons": pairs, "skipped": {"probe_prompt": f"needs prompt_length {MALICIOUS[2]}"},
     }  # fmt: skip

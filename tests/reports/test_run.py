@@ -166,7 +166,7 @@ def test_oom_events_are_listed(finished):
     with tracestore.open(folder.parent / "store.zarr") as store:
         text = report_page({**results, "models": models}, store, RunFacts("tracestore train", peak_bytes=5 << 20))
     rows = Page(text).tables["Recovered out-of-memory errors"]
-    assert rows[1] == ["lstm_solo", "0", "3", "<forward>", "16", "8"] and len(rows) == 3
+    assert rows[1] == ["lstm_solo", "1", "3", "<forward>", "16", "8"] and len(rows) == 3
     assert "5.0 MiB" in text or "5 MiB" in text
 
 

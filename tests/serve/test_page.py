@@ -83,6 +83,8 @@ def test_bounds_and_orders(chromium, served):
         page.get_by_role("columnheader", name="tokens").get_by_role("link").click()
         assert_shows(page, "message", f"of {COUNT} found")
         assert page.locator(".traces tbody tr").first.locator("td").nth(3).inner_text() == "2"
+        assert page.get_by_role("columnheader", name="tokens").get_attribute("aria-sort") == "ascending"
+        assert page.locator("[aria-sort]").count() == 1
         page.get_by_label("Words in id").fill("no such words")
         assert_shows(page, "message", "0 to 0 of 0 found")
 

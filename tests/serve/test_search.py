@@ -145,17 +145,40 @@ def test_probability_of_a_trace_is_the_mean_of_its_tests(store, results_folder):
         ("predictions.csv", "question_id,sample,m\nq4,0,high\n"),
         ("predictions.csv", "m\n1\n"),
         ("predictions.csv", "question_id,sample,m\nq4,99999999999,1\n"),
+        ("predictions.csv", "question_id,sample,label,fold:question,m:question\nq4,0,1,0,high\n"),
     ],
 )
 def test_invalid_results_are_one_line(store, results_folder, tmp_path, name, text):
     for file in results_folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / name).write_text(text)
-    with pytest.raises(UsageError, match=f"{name}: not what tracestore train writes") as raised:
+    with pytest.raises(UsageError, match=f"{name}: not what tracestore train, predict or benchmark writes") as raised:
         Results.read([tmp_path], store)
     assert "\n" not in str(raised.value)
     with pytest.raises(UsageError, match=r"results\.json"):
         Results.read([tmp_path / "nowhere"], store)
+
+
+def test_scores_of_a_benchmark_are_ranks_of_their_fold(store, tmp_path):
+    # Scores of the second fold are larger; two of the first are equal; one trace has none.
+    rows = [
+        (4, 1, 0, -3.5),
+        (5, 0, 0, -7),
+        (6, 0, 0, -3.5),
+        (7, 1, 1, 90),
+        (8, 0, 1, 80),
+        (9, 0, 1, ""),
+        (999, 0, 1, 85),
+    ]
+    lines = [f"q{k},0,{label},g,{fold},{score},0" for k, label, fold, score in rows]
+    header = "question_id,sample,label,group,fold:question,gnn:question,length:group"
+    (tmp_path / "scores.csv").write_text("\n".join([header, *lines, ""]))
+    (tmp_path / "benchmark.json").write_text("{}")
+    for path in (tmp_path, tmp_path / "scores.csv"):
+        results = Results.read([path], store)
+        assert results.num_unknown == 1 and list(results.probabilities) == ["gnn:question"] == list(results.ranked)
+        np.testing.assert_allclose(results.probabilities["gnn:question"][4:10], [1, 1 / 3, 1, 1, 0.5, np.nan])
+        assert results.thresholds == {"gnn:question": pytest.approx(4 / 6)}
 
 
 def test_unreadable_texts_raise_instead_of_an_empty_result(served_store, tmp_path):

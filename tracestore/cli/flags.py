@@ -29,7 +29,7 @@ _BY_TYPE: dict[Any, dict[str, Any]] = {
 # Fields of convert.options.ConvertOptions, and parameters of ingest.scores.read_scores.
 SCORE_FLAGS: Flags = {
     "id_column": {"metavar": "NAME", "help": "column of the question ids (default: question_id or a usual other name)"},
-    "score_column": {"metavar": "NAME", "help": "column of the scores"},
+    "score_column": {"metavar": "NAME", "help": "column of the scores (default: score or another usual name)"},
     "score_direction": {"choices": DIRECTIONS, "help": "meaning of a high score (default: by the name of the column)"},
     "group_column": {"metavar": "NAME", "help": "column of groups, which splits keep together (default: group)"},
 }
@@ -70,7 +70,8 @@ STEP_FLAGS: Flags = {
     "top_k": {
         "type": float_where(lambda f: 0 < f <= 1, "a fraction above 0 and at most 1"),
         "metavar": "FRACTION",
-        "help": "keep this fraction of the pairs of each layer instead, those with the largest attention",
+        "help": "keep this fraction of the pairs of each layer, those with the largest attention "
+        "(default: all above --attention-threshold)",
     },
 }
 
@@ -111,7 +112,8 @@ def add_store(parser: argparse.ArgumentParser) -> None:
 
 def add_num_threads(parser: argparse.ArgumentParser) -> None:
     """Add --num-threads."""
-    parser.add_argument("--num-threads", type=positive_int, metavar="N", help="threads of torch and of the loader")
+    text = "threads of torch and of the loader (default: torch's own number, and 2 of the loader)"
+    parser.add_argument("--num-threads", type=positive_int, metavar="N", help=text)
 
 
 def add_allow_mixed_provenance(parser: argparse.ArgumentParser) -> None:

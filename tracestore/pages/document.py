@@ -120,7 +120,7 @@ def document(
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<meta name="color-scheme" content="light dark">{element("title", "tracestore: ", title)}{head}</head>'
-        f"<body>{body}</body></html>\n"
+        f"{element('body', body, data_printable=assets_at is None)}</html>\n"
     )
 
 

@@ -103,7 +103,12 @@ def number(value: float | None, digits: int = 3, *, sign: bool = False) -> Cell:
 
 
 def table(
-    header: Sequence[object], rows: Iterable[Sequence[object]], *, caption: str, is_sortable: bool = True
+    header: Sequence[object],
+    rows: Iterable[Sequence[object]],
+    *,
+    caption: str,
+    is_sortable: bool = True,
+    order: tuple[int, str] | None = None,
 ) -> Html:
     """Return a table. The first cell of a row is its heading.
 
@@ -120,6 +125,8 @@ def table(
         What the table contains. It is shown, and it is the name of the table for screen readers.
     is_sortable : bool
         False for tables whose order has a meaning.
+    order : (int, "ascending" or "descending"), optional
+        The column that the rows are sorted by, for its aria-sort.
     """
     body = [[c if isinstance(c, Cell) else Cell(c, _sort_value(c)) for c in row] for row in rows]
     numeric = [any(row[k].value is not None for row in body) for k in range(len(header))]
@@ -132,7 +139,11 @@ def table(
             text = f"{cell.text:,}" if isinstance(cell.text, int) and not isinstance(cell.text, bool) else cell.text
             line.append(element("th", text, scope="row", **options) if k == 0 else element("td", text, **options))
         cells.append(element("tr", *line))
-    head = [element("th", h, scope="col", class_="n" if n else None) for h, n in zip(header, numeric, strict=True)]
+    sorts = [order[1] if order is not None and k == order[0] else None for k in range(len(header))]
+    head = [
+        element("th", h, scope="col", class_="n" if n else None, aria_sort=sort)
+        for h, n, sort in zip(header, numeric, sorts, strict=True)
+    ]
     inner = element(
         "table",
         element("caption", caption),

@@ -43,7 +43,19 @@
     (table.closest(".table") ?? table).before(tools);
   }
 
+  // Only a table that is wider than its place needs the keyboard to scroll it.
+  const widths = new ResizeObserver((entries) => {
+    for (const { target } of entries) {
+      const scrolls = target.scrollWidth > target.clientWidth;
+      const name = target.querySelector("caption")?.textContent;
+      if (scrolls) target.tabIndex = 0;
+      else target.removeAttribute("tabindex");
+      target.ariaLabel = scrolls ? `${name}, scrolls sideways` : name;
+    }
+  });
+
   function enhance(root) {
+    for (const place of root.querySelectorAll(".table")) widths.observe(place);
     for (const table of root.querySelectorAll("table[data-sort]")) {
       table.removeAttribute("data-sort");
       Array.from(table.tHead.rows[0].cells).forEach((header, column) => {

@@ -5,8 +5,8 @@
   const COLORS = 7;
   const FONT = "system-ui, sans-serif";
   const make = (tag, values = {}) => Object.assign(document.createElement(tag), values);
-  const theme = () => {
-    const style = getComputedStyle(document.documentElement);
+  const theme = (element = document.documentElement) => {
+    const style = getComputedStyle(element);
     return (name) => style.getPropertyValue(`--${name}`).trim();
   };
   // BokehJS reads a text between these delimiters as a formula, and would load MathJax.
@@ -14,10 +14,10 @@
   const plain = (text) => String(text).replace(/\$(?=\$)|\\(?=[()[\]])/g, "$&\u200b");
   const format = (value) => (value === null ? "" : Number(value.toPrecision(5)).toString());
 
-  function colorOf(series, legend, css) {
+  function colorOf(series, legend) {
     if (!legend.has(series.name)) legend.set(series.name, { position: legend.size, items: [] });
     const color = series.color ?? legend.get(series.name).position;
-    return css(typeof color === "number" ? `series-${color % COLORS}` : color);
+    return typeof color === "number" ? `series-${color % COLORS}` : color;
   }
 
   function makeFigure(spec, css, width) {
@@ -121,10 +121,15 @@
       const item = kind === "diagonal"
         ? figure.segment({ x0: 0, y0: 0, x1: 1, y1: 1, ...dash })
         : new Bokeh.Span({ location: value, dimension: isAcross ? "width" : "height", ...dash });
-      if (kind !== "diagonal") figure.add_layout(item);
+      if (kind !== "diagonal") {
+        figure.add_layout(item);
+        // An invisible point, because axes that follow the data ignore lines.
+        const [p, v] = kind === "y" ? [spec.series[0]?.x[0] ?? 0, value] : [value, spec.series[0]?.y.find((y) => y !== null) ?? 0];
+        figure.scatter({ x: [spec.horizontal ? v : p], y: [spec.horizontal ? p : v], size: 1, fill_alpha: 0, line_alpha: 0 });
+      }
       if (!name) continue;
-      const label = kind === "diagonal" ? name : `${name} (${format(value)})`;
-      legend.set(label, { color, dashed: true, items: [item] });
+      const label = kind === "diagonal" ? name : `${name} (${Number(value.toPrecision(3))})`;
+      legend.set(label, { color: "muted", dashed: true, items: [item] });
     }
   }
 
@@ -199,7 +204,7 @@
     for (const [name, { items, color, dashed }] of legend) {
       const button = make("button", { type: "button" });
       const swatch = make("i", { className: dashed ? "dashed" : "" });
-      swatch.style.setProperty("--swatch", color);
+      swatch.style.setProperty("--swatch", `var(--${color})`);
       button.append(swatch, name);
       button.setAttribute("aria-pressed", "true");
       button.addEventListener("click", () => {
@@ -214,27 +219,33 @@
     holder.append(list);
   }
 
-  async function draw(holder) {
-    if (holder.dataset.state === "drawing") return;
-    const isOpen = holder.querySelector("details")?.open;
-    holder.dataset.state = "drawing";
-    const spec = JSON.parse(holder.parentElement.querySelector('script[type="application/json"]').textContent);
-    spec.title = holder.dataset.title;
-    const css = theme();
+  function compose(spec, css, width) {
     const legend = new Map();
-    const figure = makeFigure(spec, css, holder.clientWidth);
+    const figure = makeFigure(spec, css, width);
     if (spec.image) addImage(figure, spec.image, spec, css);
     spec.barCount = spec.series.filter((s) => s.kind === "bars").length;
     let bars = 0;
     for (const series of spec.series) {
-      const color = colorOf(series, legend, css);
+      const color = colorOf(series, legend);
       if (series.kind === "bars") series.barNumber = bars++;
       const entry = legend.get(series.name);
       entry.color = color;
       entry.dashed = series.dashed;
-      entry.items.push(...addSeries(figure, series, color, spec));
+      entry.items.push(...addSeries(figure, series, css(color), spec));
     }
     addReferences(figure, spec, css, legend);
+    return { figure, legend };
+  }
+
+  const specOf = (holder) => JSON.parse(holder.parentElement.querySelector('script[type="application/json"]').textContent);
+
+  async function draw(holder) {
+    if (holder.dataset.state === "drawing") return;
+    const isOpen = holder.querySelector("details")?.open;
+    holder.dataset.state = "drawing";
+    const spec = specOf(holder);
+    spec.title = holder.dataset.title;
+    const { figure, legend } = compose(spec, theme(), holder.clientWidth);
     figure.add_tools(new Bokeh.BoxZoomTool(), new Bokeh.WheelZoomTool({ modifiers: { ctrl: true } }), new Bokeh.ResetTool());
     const target = make("div");
     target.setAttribute("role", "img");
@@ -251,11 +262,28 @@
     holder.dataset.state = "drawn";
   }
 
+  // A plot cannot be drawn again when printing begins. Its picture for paper is light, and of a fixed width.
+  async function addPrinted(holder) {
+    const spec = specOf(holder);
+    const target = make("div", { className: "drawing" });
+    holder.before(target);
+    const isWide = holder.parentElement.parentElement.childElementCount === 1 || !holder.closest(".plots, .cards");
+    const width = spec.square ? spec.height + 60 : isWide ? 900 : 460;
+    const { figure } = compose(spec, theme(target), width);
+    figure.setv({ sizing_mode: "fixed", width });
+    const view = await Bokeh.Plotting.show(figure, target);
+    const svg = view.export("svg").ctx.get_serialized_svg(true);
+    target.replaceWith(make("img", { className: "printed", width, alt: "", src: `data:image/svg+xml,${encodeURIComponent(svg)}` }));
+    view.remove();
+  }
+
   const idle = window.requestIdleCallback ?? ((work) => setTimeout(work, 50));
   const nearby = new IntersectionObserver((entries) => {
     for (const entry of entries)
       if (entry.isIntersecting && !entry.target.dataset.state) draw(entry.target);
   }, { rootMargin: "200px" });
+
+  const isPrintable = document.body.hasAttribute("data-printable");
 
   function drawPlots(root) {
     const holders = Array.from(root.querySelectorAll("[data-plot]"));
@@ -265,8 +293,10 @@
     }
     const next = async () => {
       const holder = holders.find((h) => h.isConnected && !h.dataset.state);
-      if (!holder) return;
-      await draw(holder);
+      const last = isPrintable && holders.find((h) => h.isConnected && h.previousElementSibling.className !== "printed");
+      if (holder) await draw(holder);
+      else if (last) await addPrinted(last);
+      else return;
       idle(next);
     };
     idle(next);

@@ -1,6 +1,7 @@
 """report.html of a benchmark."""
 
 import datetime
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,16 @@ import numpy as np
 
 import tracestore
 from tracestore.console import format_size
-from tracestore.evaluation.table import format_interval, format_p
+from tracestore.evaluation.table import format_interval
+from tracestore.pages import elements
 from tracestore.pages.document import Section, document
 from tracestore.pages.elements import Cell, Html, element, join, number, paragraph, table
 from tracestore.pages.plots import Series, heat_map, plot
+from tracestore.reports.tables import p_value
 from tracestore.store.io.fsio import atomic_write
 
 _MAX_TRANSFER = 6
+_SERVE = "To list and open the traces that a detector misclassifies:"
 
 
 def write_benchmark(results: Mapping[str, Any], path: Path, command: str | None = None) -> None:
@@ -38,6 +42,9 @@ def write_benchmark(results: Mapping[str, Any], path: Path, command: str | None 
             sections.append(Section(title, _scheme(entry, scheme)))
         if entry["label_sources"] is not None:
             sections.append(Section(f"{name}, sources of labels", _label_sources(entry["label_sources"])))
+        scores = path.with_name("scores.csv" if len(stores) == 1 else f"scores-{name}.csv")
+        serve = shlex.join(["tracestore", "serve", entry["store"]["path"], "--results", str(scores)])
+        sections.append(Section(f"{name}, traces", join([paragraph(_SERVE), elements.command(serve)])))
         if entry["skipped"]:
             rows = list(entry["skipped"].items())
             sections.append(Section(f"{name}, not run", table(["detector", "reason"], rows, caption="Not run")))
@@ -49,7 +56,7 @@ def write_benchmark(results: Mapping[str, Any], path: Path, command: str | None 
         "folds": next(iter(stores.values()))["folds"]["num_folds"],
         "written": datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
         "tracestore": tracestore.__version__,
-        "command": command,
+        "command": command and elements.command(command),
     }
     page = document("Benchmark of detectors", facts=facts, sections=[Section("Verdict", join(verdicts)), *sections])
     with atomic_write(path) as file:
@@ -87,7 +94,8 @@ def _verdict(entry: Mapping[str, Any], scheme: str) -> Html:
     for control in controls:
         reached = detectors[control]["schemes"][scheme]["auroc"]
         if control != best and reached >= low:
-            said.append(paragraph(f"The control {control} reaches {reached:.3f}.", kind="warning"))
+            text = f"The control {control} reaches {reached:.3f}, which is in the interval of {best} or above it."
+            said.append(paragraph(text, kind="warning"))
     return join(said)
 
 
@@ -101,14 +109,16 @@ def _scheme(entry: Mapping[str, Any], scheme: str) -> Html:
         external = found["kind"] == "external"
         rows.append([
             name, found["kind"], Cell(format_interval(test["auroc"], interval), test["auroc"]),
-            "–" if by_group is None else f"{by_group[0]:.3f} to {by_group[1]:.3f}",
+            number(None) if by_group is None else Cell(f"{by_group[0]:.3f} to {by_group[1]:.3f}", by_group[0]),
             *(number(test[c]) for c in ("within_group_auroc", "auprc", "prr", "risk_coverage_area", "ece", "brier")),
-            Cell(format_p(p.get(name)), p.get(name)), test["num_without_score"],
+            p_value(p.get(name)), test["num_without_score"] or None,
             number(None if external else found["fit_s"] + found["score_s"], 1),
             Cell(format_size(found["peak_bytes"]), float(found["peak_bytes"])),
         ])  # fmt: skip
     header = ["detector", "kind", "AUROC (95 % by question)", "95 % by group", "in groups", "AUPRC", "PRR", "RC", "ECE",
               "Brier", "p to best, Holm", "without score", "seconds", "memory"]  # fmt: skip
+    # Without groups, or with scores of all traces, columns are empty.
+    shown = [k for k in range(len(header)) if any(number(None) != row[k] is not None for row in rows)]
     tests = [detectors[d]["schemes"][scheme] for d in ranked]
     intervals = [t["interval_by_question"] or (np.nan, np.nan) for t in tests]
     kinds: dict[str, list[int]] = {}
@@ -123,11 +133,12 @@ def _scheme(entry: Mapping[str, Any], scheme: str) -> Html:
         "AUROC with 95 % intervals", series, x_label="", y_label="AUROC", x_names=ranked, is_horizontal=True,
         references=[("chance", "y", 0.5)], height=100 + 20 * len(ranked),
     )  # fmt: skip
-    legend = "PRR: prediction rejection ratio. RC: area under the risk-coverage curve, lower is better. "
-    legend += "In groups: AUROC over pairs of the same group."
+    legend = "PRR: prediction rejection ratio. RC: area under the risk-coverage curve, lower is better."
+    legend += " In groups: AUROC over pairs of the same group." if header.index("in groups") in shown else ""
     reasons = sorted({r for t in tests for r in t["too_few"].values()})
     notes = [paragraph(text, kind="note") for text in (legend, *reasons)]
-    return join([table(header, rows, caption="Detectors"), *notes, figure])
+    columns = [[row[k] for k in shown] for row in rows]
+    return join([table([header[k] for k in shown], columns, caption="Detectors"), *notes, figure])
 
 
 def _label_sources(found: Mapping[str, Any]) -> Html:

@@ -10,6 +10,7 @@ import numpy as np
 import tracestore
 from tracestore.console import plural
 from tracestore.evaluation.table import PROBE_NAME
+from tracestore.pages import elements
 from tracestore.pages.document import Section, document
 from tracestore.pages.elements import Html, element, join, paragraph, table
 from tracestore.pages.plots import Series, plot
@@ -48,7 +49,7 @@ def write_comparison(
         "stores": ", ".join(dict.fromkeys(r["store"]["path"] for r in runs.values())),
         "written": datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
         "tracestore": tracestore.__version__,
-        "command": command,
+        "command": command and elements.command(command),
     }
     page = document(
         "Comparison of runs",

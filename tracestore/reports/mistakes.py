@@ -62,7 +62,7 @@ def _card(
     store: TraceStore, index: int, label: int, by_model: Mapping[str, Mapping[int, tuple[float, float, int]]]
 ) -> Html:
     trace = store[index]
-    kind = "hallucinated" if label else "correct"
+    kind, predicted = ("hallucinated", "correct") if label else ("correct", "hallucinated")
     reference = next((v for v in map(trace.extras.get, _REFERENCES) if v), None)
     if isinstance(reference, list):
         reference = "; ".join(map(str, reference))
@@ -76,7 +76,7 @@ def _card(
     title = f"{trace.question_id}, sample {trace.sample}" if trace.sample else trace.question_id
     return card(
         title, *lines, _token_values(trace), paragraph("Probability of a hallucination:", kind="note"),
-        facts(probabilities), command(opened), badge=kind, kind=kind,
+        facts(probabilities), command(opened), badge=f"{kind}, predicted {predicted}", kind=kind,
     )  # fmt: skip
 
 

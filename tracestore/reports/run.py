@@ -1,8 +1,9 @@
 """report.html of a training run."""
 
 import datetime
+import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from tracestore.console import format_size
 from tracestore.evaluation.evaluate import RunScores
 from tracestore.evaluation.table import PROBE_NAME, entries_of
 from tracestore.pages.document import Section, document
-from tracestore.pages.elements import Html, details, element, facts, join, number, paragraph, table
+from tracestore.pages.elements import Html, command, details, element, facts, join, number, paragraph, table
 from tracestore.pages.plots import Series, histogram, plot
 from tracestore.reports import curves
 from tracestore.reports.controls import DESCRIPTIONS
@@ -38,11 +39,14 @@ class RunFacts:
         When the run finished. Default: now.
     peak_bytes : int, optional
         Largest memory of the process.
+    folder : Path, optional
+        Output folder of the run.
     """
 
     command: str | None = None
     finished: datetime.datetime | None = None
     peak_bytes: int | None = None
+    folder: Path | None = None
 
 
 def write_report(results: Mapping[str, Any], path: Path, store: TraceStore, run_facts: RunFacts | None = None) -> None:
@@ -57,7 +61,7 @@ def write_report(results: Mapping[str, Any], path: Path, store: TraceStore, run_
         The store of the run, for lengths and the texts of misclassified traces.
     run_facts : RunFacts, optional
     """
-    text = report_page(results, store, run_facts or RunFacts())
+    text = report_page(results, store, replace(run_facts or RunFacts(), folder=path.parent))
     with atomic_write(path) as file:
         file.write(text.encode("utf-8", "backslashreplace"))
 
@@ -82,7 +86,7 @@ def report_page(results: Mapping[str, Any], store: TraceStore, run_facts: RunFac
         Section("Layers", _layers(entries)),
         Section("Groups", _groups(entries), "AUROC within each group: means over the runs in which it has both classes."),
         Section("Lengths", _lengths(scores, store), "AUROC of traces of similar length; a quarter of the tests each."),
-        Section("Most confident mistakes", mistake_cards(store, scores, best),
+        Section("Most confident mistakes", join([mistake_cards(store, scores, best), _serve(store, run_facts)]),
                 f"Wrong predictions of {best} on the test split, the most confident first."),
         Section("Runs", _runs(results, entries)),
         Section("Out of memory", _events(results["models"])),
@@ -113,19 +117,23 @@ def _header(results: Mapping[str, Any], run_facts: RunFacts) -> dict[str, object
     total = max(1, sum(classes.values()))
     folds, seeds = config.get("folds"), config.get("seeds") or 1
     divided = ", ".join(f"{name} {size:,}" for name, size in sizes.items())
-    provenance = "; ".join(str(Provenance.from_json(p) if isinstance(p, dict) else p) for p in store["provenance"])
+    origins = [Provenance(p.model, layer_ids=p.layer_ids, tool=p.tool) for p in map(_provenance, store["provenance"])]
     finished = run_facts.finished or datetime.datetime.now().astimezone()
     return {
         "store": store["path"],
-        "provenance": provenance or "unknown",
+        "provenance": "; ".join(dict.fromkeys(filter(None, map(str, origins)))) or "unknown",
         "traces": store["num_traces"],
         "classes": ", ".join(f"{count:,} {name} ({100 * count / total:.0f} %)" for name, count in classes.items()),
         "split": f"{folds} folds; first fold: {divided}" if folds else divided,
         "seeds": f"{config['seed']} to {config['seed'] + seeds - 1}" if seeds > 1 else config["seed"],
         "finished": finished.strftime("%Y-%m-%d %H:%M %Z"),
         "tracestore": tracestore.__version__,
-        "command": run_facts.command,
+        "command": run_facts.command and command(run_facts.command),
     }
+
+
+def _provenance(value: Any) -> Provenance:
+    return Provenance.from_json(value) if isinstance(value, Mapping) else value
 
 
 def _plots(plots: Sequence[Html]) -> Html:
@@ -149,7 +157,7 @@ def _training_plots(models: Mapping[str, Any], entries: Mapping[str, Any]) -> Ht
             Series("train", epochs, history["train_loss"], has_marks=True),
             Series("validation", epochs, history["val_loss"], has_marks=True, is_dashed=True),
         ]
-        marks = [] if best is None else [("best epoch", "x", best)]
+        marks = [] if best is None else [("best epoch", "x", best + 1)]
         plots.append(
             plot(f"{name}: loss", losses, x_label="epoch", y_label="loss", is_integer_x=True, references=marks)
         )
@@ -284,6 +292,13 @@ def _lengths(scores: Mapping[str, Sequence[RunScores]], store: TraceStore) -> Ht
     return _plots([figure])
 
 
+def _serve(store: TraceStore, run_facts: RunFacts) -> Html:
+    if run_facts.folder is None:
+        return Html("")
+    words = ["tracestore", "serve", str(store.path), "--results", str(run_facts.folder)]
+    return join([paragraph("To list and open all test traces that a model misclassifies:"), command(shlex.join(words))])
+
+
 def _runs(results: Mapping[str, Any], entries: Mapping[str, Any]) -> Html:
     counts = [
         [f"{k}" if results["config"].get("folds") else "–", name, c["hallucinated"], c["correct"]]
@@ -309,6 +324,8 @@ def _events(models: Mapping[str, Any]) -> Html:
         return paragraph("No out-of-memory errors.")
     columns = list(dict.fromkeys(key for _, event in events for key in event))
     rows = [[name, *(event.get(c, "") for c in columns)] for name, event in events]
+    for row in rows:
+        row[1:] = [value + 1 if column == "epoch" else value for column, value in zip(columns, row[1:], strict=True)]
     return table(["model", *(c.replace("_", " ") for c in columns)], rows, caption="Recovered out-of-memory errors")
 
 
@@ -336,8 +353,13 @@ def _configuration(results: Mapping[str, Any]) -> Html:
     def rows(values: Mapping[str, Any]) -> list[list[str]]:
         return [[name, str(value)] for name, value in values.items()]
 
+    store = dict(results["store"])
+    origins = [row for p in store.pop("provenance") for row in rows(_provenance(p).to_json())]
     parts = [
-        details(title, table(["name", "value"], rows(results[key]), caption=title))
-        for title, key in (("Options of the run", "config"), ("Store", "store"))
-    ]
+        details(title, table(["name", "value"], of, caption=title))
+        for title, of in (
+            ("Options of the run", rows(results["config"])), ("Store", rows(store)), ("Provenance", origins)
+        )
+        if of
+    ]  # fmt: skip
     return join(parts)

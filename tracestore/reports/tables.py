@@ -51,14 +51,19 @@ def _interval(test: Mapping[str, Any], name: str) -> Cell:
     return Cell(format_interval(test[name], test[f"{name}_interval"]), test[name])
 
 
+def p_value(value: float | None) -> Cell:
+    """Return the cell of a p-value, a dash for None."""
+    return number(None) if value is None else Cell(format_p(value), value)
+
+
 def pair_table(pairs: Sequence[Mapping[str, Any]]) -> Html:
     """Return the table of the tests between all pairs of detectors, empty without pairs."""
     rows = [
         [
             pair_name(p),
             Cell(format_interval(p["difference"], p["interval"], "+"), p["difference"]),
-            Cell(format_p(p["p"]), p["p"]),
-            Cell(format_p(p["p_holm"]), p["p_holm"]),
+            p_value(p["p"]),
+            p_value(p["p_holm"]),
             METHODS.get(p["method"], "–"),
         ]
         for p in pairs

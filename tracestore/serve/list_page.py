@@ -88,11 +88,13 @@ def _controls(search: TraceSearch, query: Query) -> Html:
 
 def _table(search: TraceSearch, query: Query, indices: np.ndarray) -> Html:
     names = list(search.results.probabilities)
-    header = [
-        _sort_link(query, "trace", STORED), "question id", "question", "answer", _sort_link(query, "tokens", TOKENS),
-        _sort_link(query, "score", SCORE), "label", *(["group"] if search.groups else []),
-        *(_sort_link(query, name, name) for name in names),
-    ]  # fmt: skip
+    # Titles of the columns, and the orders of those that sort.
+    columns = [("trace", STORED), ("question id", None), ("question", None), ("answer", None), ("tokens", TOKENS),
+               ("score", SCORE), ("label", None), *([("group", None)] if search.groups else []), *((name, name) for name in names)]  # fmt: skip
+    header = [title if order is None else _sort_link(query, title, order) for title, order in columns]
+    direction = "descending" if query.descending else "ascending"
+    # An address may name an order that there is not.
+    sorted_by = next(((k, direction) for k, (_, order) in enumerate(columns) if order == query.order), None)
     rows, arguments = [], query.arguments()
     for index in indices.tolist():
         trace = search.store[index]
@@ -101,15 +103,14 @@ def _table(search: TraceSearch, query: Query, indices: np.ndarray) -> Html:
         row += [trace.num_tokens, number(trace.score), label_name(search.targets[index])]
         row += [short_text(search.store.group(index))] if search.groups else []
         rows.append([*row, *(number(search.results.probabilities[name][index]) for name in names)])
-    return table(header, rows, caption="Traces", is_sortable=False)
+    return table(header, rows, caption="Traces", is_sortable=False, order=sorted_by)
 
 
 def _sort_link(query: Query, title: str, order: str) -> Html:
     """Return a link that sorts by a column; a second click reverses the order. Numbers begin with the largest."""
     is_order = query.order == order
     descending = not query.descending if is_order else order != STORED
-    state = "sorted, largest first" if query.descending else "sorted, smallest first"
-    mark = element("span", "↓" if query.descending else "↑", title=state, role="img", aria_label=state)
+    mark = element("span", "↓" if query.descending else "↑", aria_hidden="true")
     link = address("/store", query.arguments(order=order, descending=descending, page=1))
     return join([element("a", title, href=link), " ", mark if is_order else ""])
 

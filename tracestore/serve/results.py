@@ -1,4 +1,4 @@
-"""The results of `tracestore train` that the page shows."""
+"""The results of `tracestore train`, `predict` and `benchmark` that the page shows."""
 
 import csv
 import io
@@ -20,6 +20,8 @@ from tracestore.store.read.store import TraceStore
 PROBE = "logistic_probe"
 # Column of the decisions in a file of `tracestore predict`. Its threshold is the lowest score with a 1.
 _PREDICTED = "predicted"
+# File that a benchmark writes into its folder, and the beginning of the columns of folds in its scores.csv.
+_BENCHMARK, _FOLD = "benchmark.json", "fold:"
 
 
 @dataclass
@@ -37,6 +39,9 @@ class Results:
         Metrics of the test split.
     thresholds : dict of float
         Probability from which on the detector predicts a hallucination.
+    ranked : set of str
+        Detectors of a benchmark. Instead of a probability they have a rank: the share of the traces of the same fold
+        that have at most the same score.
     num_unknown : int
         Number of predictions for traces that the store lacks.
     """
@@ -45,33 +50,39 @@ class Results:
     history: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     test: dict[str, dict[str, float]] = field(default_factory=dict)
     thresholds: dict[str, float] = field(default_factory=dict)
+    ranked: set[str] = field(default_factory=set)
     num_unknown: int = 0
 
     @classmethod
     def read(cls, paths: Sequence[Path], store: TraceStore) -> "Results":
-        """Read output folders of `tracestore train` and files of scores.
+        """Read output folders of `tracestore train` or `benchmark`, and files of scores.
 
-        Scores are those of `tracestore predict` or the columns of a file like predictions.csv. With several paths, the
-        name of a detector begins with that of its path.
+        Scores are those of `tracestore predict` or `benchmark`, or the columns of a file like predictions.csv. With
+        several paths, the name of a detector begins with that of its path.
 
         Raises
         ------
         UsageError
-            A folder has no results.json, or a file is not what training or prediction writes.
+            A folder has neither results.json nor scores.csv, or a file is not what these commands write.
         """
         found = cls()
         for path in paths:
             results = cls()
-            if path.is_dir() or not path.suffix:
+            is_benchmark = (path / _BENCHMARK).exists()
+            if not is_benchmark and (path.is_dir() or not path.suffix):
                 with _readable(path / "results.json") as file:
                     results._read_models(read_json(file))
-            scores = path if path.suffix == ".csv" and not path.is_dir() else path / "predictions.csv"
-            if scores == path or scores.exists():
+            scores = (
+                path
+                if path.suffix == ".csv" and not path.is_dir()
+                else path / ("scores.csv" if is_benchmark else "predictions.csv")
+            )
+            if scores == path or is_benchmark or scores.exists():
                 with (
                     _readable(scores) as file,
                     io.TextIOWrapper(open_regular(file), encoding="utf-8", newline="") as rows,
                 ):
-                    results._read_predictions(csv.DictReader(rows, strict=True), store)
+                    results._read_scores(csv.DictReader(rows, strict=True), store)
             is_unique = len({other.name for other in paths}) == len(paths)
             found._add(results, "" if len(paths) == 1 else f"{path.name if is_unique else path}: ")
         return found
@@ -79,6 +90,7 @@ class Results:
     def _add(self, other: "Results", prefix: str) -> None:
         for name in ("probabilities", "history", "test", "thresholds"):
             getattr(self, name).update({prefix + key: value for key, value in getattr(other, name).items()})
+        self.ranked |= {prefix + name for name in other.ranked}
         self.num_unknown += other.num_unknown
 
     def _read_models(self, document: Any) -> None:
@@ -92,21 +104,57 @@ class Results:
             if "history" in entry:
                 self.history[name] = {k: _floats(v) for k, v in entry["history"].items()}
 
-    def _read_predictions(self, rows: "csv.DictReader[str]", store: TraceStore) -> None:
-        """Read predictions by question id and sample, because indices may differ in another store."""
+    def _read_scores(self, rows: "csv.DictReader[str]", store: TraceStore) -> None:
+        """Read scores by question id and sample, because indices may differ in another store."""
         columns = rows.fieldnames or ()
         if not {"question_id", "sample"} <= set(columns):
             raise ValueError("no columns question_id and sample")
+        schemes = [name.partition(":")[2] for name in columns if name.startswith(_FOLD)]
+        if schemes:
+            self._read_benchmark(rows, schemes, store)
+        else:
+            self._read_predictions(rows, columns, store)
+
+    def _index(self, row: dict[str, str], store: TraceStore) -> int | None:
+        """Return the index of the trace of a row; None, and a higher number of unknown traces, if the store lacks it."""
+        try:
+            return store.index_of(row["question_id"], int(row["sample"]))
+        except KeyError:
+            self.num_unknown += 1
+            return None
+
+    def _read_benchmark(self, rows: "csv.DictReader[str]", schemes: Sequence[str], store: TraceStore) -> None:
+        """Read the scores of a benchmark as ranks, because the scores of detectors and folds have no common scale.
+
+        As many traces of the highest ranks are predicted hallucinated as are labeled so.
+        """
+        found = {index: row for row in rows if (index := self._index(row, store)) is not None}
+        indices = list(found)
+        hallucinated = float(np.mean([float(row["label"]) for row in found.values()])) if found else 0.0
+        for name in rows.fieldnames or ():
+            _, colon, scheme = name.rpartition(":")
+            if not colon or scheme not in schemes or name.startswith(_FOLD):
+                continue
+            folds = np.array([row[_FOLD + scheme] for row in found.values()])
+            scores = np.array([float(row[name] or "nan") for row in found.values()])
+            ranks = np.full(len(scores), np.nan)
+            for fold in np.unique(folds):
+                inside = np.flatnonzero((folds == fold) & ~np.isnan(scores))
+                _, position, counts = np.unique(scores[inside], return_inverse=True, return_counts=True)
+                ranks[inside] = np.cumsum(counts)[position] / max(1, len(inside))
+            self.probabilities[name] = np.full(len(store), np.nan)
+            self.probabilities[name][indices] = ranks
+            self.thresholds[name] = 1 - hallucinated
+            self.ranked.add(name)
+
+    def _read_predictions(self, rows: "csv.DictReader[str]", columns: Sequence[str], store: TraceStore) -> None:
         others = (*PREDICTION_COLUMNS, "group", _PREDICTED)
-        names = [name for name in columns if name not in others and not name.startswith("fold:")]
+        names = [name for name in columns if name not in others]
         lowest = math.inf
         sums = {name: np.zeros(len(store)) for name in names}
         counts = {name: np.zeros(len(store), int) for name in names}
         for row in rows:
-            try:
-                index = store.index_of(row["question_id"], int(row["sample"]))
-            except KeyError:
-                self.num_unknown += 1
+            if (index := self._index(row, store)) is None:
                 continue
             for name in names:
                 value = float(row[name]) if row[name] else math.nan
@@ -132,7 +180,7 @@ def _readable(path: Path) -> Iterator[Path]:
         raise UsageError(f"{path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, csv.Error) as error:
         reason = escape_unprintable(str(error), 100)
-        raise UsageError(f"{path}: not what tracestore train writes ({reason})") from None
+        raise UsageError(f"{path}: not what tracestore train, predict or benchmark writes ({reason})") from None
 
 
 def _floats(values: Any) -> list[float]:

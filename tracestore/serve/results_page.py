@@ -10,13 +10,14 @@ from tracestore.serve.results import Results
 from tracestore.serve.search import Query, TraceSearch
 
 _BINS = np.linspace(0, 1, 41)
+_PROBABILITY, _RANK = "probability of a hallucination", "rank of the score in its fold"
 
 
 def results_sections(search: TraceSearch) -> list[Section]:
     """Return the sections of the page."""
     results = search.results
     if not results.probabilities and not results.test:
-        text = "Give the folder that tracestore train wrote, or a file of scores, as often as there are results to compare:"
+        text = "Give the folder that tracestore train or benchmark wrote, or a file of scores, as often as there are results to compare:"
         option = element("code", "tracestore serve STORE --results DIR --results SCORES.csv")
         return [Section("No results", paragraph(text, " ", option))]
     sections = []
@@ -26,10 +27,15 @@ def results_sections(search: TraceSearch) -> list[Section]:
         rows = [[key, *(_metric(results.test[name].get(key)) for name in names)] for key in metrics]
         sections.append(Section("Test split", table(["metric", *names], rows, caption="Metrics of the test split")))
     if results.probabilities:
-        note = (
-            f"{results.num_unknown:,} predictions are for traces that this store lacks." if results.num_unknown else ""
-        )
-        sections.append(Section("Predictions", _predictions(search), note))
+        notes = []
+        if results.num_unknown:
+            notes.append(f"{results.num_unknown:,} predictions are for traces that this store lacks.")
+        if results.ranked:
+            notes.append(
+                "Scores of a benchmark are ranks: the share of the fold's traces with at most this score. "
+                "As many of the highest are predicted hallucinated as are labeled so."
+            )
+        sections.append(Section("Predictions", _predictions(search), " ".join(notes)))
     curves = _curves(results)
     if curves:
         sections.append(Section("Training", element("div", *curves, class_="plots")))
@@ -56,7 +62,7 @@ def _predictions(search: TraceSearch) -> Html:
             for label, chosen in (("correct", search.targets < 0.5), ("hallucinated", search.targets >= 0.5))
         }
         plots.append(
-            histogram(name, _BINS, counts, x_label="probability of a hallucination",
+            histogram(name, _BINS, counts, x_label=_RANK if name in search.results.ranked else _PROBABILITY,
                       colors={label: label for label in counts}, references=[("threshold", "x", threshold)])
         )  # fmt: skip
     header = [

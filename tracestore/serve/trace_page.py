@@ -134,7 +134,13 @@ def _about(search: TraceSearch, trace: Trace) -> Html:
             predicted = label_name(float(probability >= threshold))
             verdict = "" if target != target else "right" if predicted == label_name(target) else "wrong"
             rows.append([name, number(probability), number(threshold), predicted, verdict])
-    header = ["detector", "probability", "threshold", "predicts", "verdict"]
+    header = [
+        "detector",
+        "probability or rank" if search.results.ranked else "probability",
+        "threshold",
+        "predicts",
+        "verdict",
+    ]
     found = [table(header, rows, caption="Detectors")] if rows else []
     words = ["tracestore", "view", str(search.store.path), str(trace.index)]
     return join([element("div", facts(values), class_="about"), *found, command(shlex.join(words))])

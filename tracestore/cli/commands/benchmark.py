@@ -36,7 +36,7 @@ def add_arguments(parser: Parser) -> None:
         action="append",
         default=[],
         metavar="NAME=CSV",
-        help="scores that were computed elsewhere; repeatable",
+        help="scores that were computed elsewhere; may be given several times (default: none)",
     )
     add("--output-dir", type=Path, default=Path("benchmark"), metavar="DIR", help="folder for results")
     add(

@@ -22,9 +22,9 @@ from tracestore.store.io.ownership import check_store_destination
 _FLAGS: Flags = {
     "map": {
         "metavar": "FIELD=KEY,...",
-        "help": "names of fields in the files, e.g. hidden_states=hs,question_id=id, or a .toml file of such lines",
+        "help": "names of fields in the files, e.g. hidden_states=hs,question_id=id, or a .toml file of such lines (default: the usual names)",
     },
-    "axes": "axes of hidden states whose shape does not show them: N traces, L layers, S tokens, D hidden size",
+    "axes": "axes of hidden states whose shape does not show them: N traces, L layers, S tokens, D hidden size (default: by the shape)",
     "scores": {
         "metavar": "FILE",
         "help": "scores by question_id (default: the only *scores*.csv, or another table of scores, in a SRC folder)",
@@ -42,7 +42,7 @@ _FLAGS: Flags = {
     "workers": "files read in parallel",
     "dask": {
         "metavar": "ADDRESS",
-        "help": "read with a Dask cluster that shares the file system: address of the scheduler, or local",
+        "help": "read with a Dask cluster that shares the file system: address of the scheduler, or local (default: threads of this process)",
     },
     "memory_budget": {
         "type": parse_size,

@@ -33,7 +33,7 @@ def add_arguments(parser: Parser) -> None:
     )
     add("--questions", required=True, metavar="FILE", help=text)
     add("--out", required=True, type=parse_location, help="folder for .pkl files, or a store (ends with .zarr)")
-    add("--limit", type=positive_int, metavar="N", help="use only the first N questions")
+    add("--limit", type=positive_int, metavar="N", help="use only the first N questions (default: all)")
     add("--traces-per-file", type=positive_int, default=500, metavar="N", help="answers in a .pkl file")
     add(
         "--shard",
@@ -49,8 +49,14 @@ def add_arguments(parser: Parser) -> None:
     add("--samples", type=positive_int, default=1, metavar="K", help="answers per question")
     temperature = float_where(lambda t: 0 <= t < math.inf, "a number of at least 0")
     add("--temperature", type=temperature, default=0.0, metavar="T", help="0 (default): the most likely tokens")
-    add("--seed", type=int_between(0, 2**63 - 1, "an integer from 0"), default=0, metavar="S", help="of --temperature")
-    text = "also record the K most likely tokens at each generated token"
+    add(
+        "--seed",
+        type=int_between(0, 2**63 - 1, "an integer from 0"),
+        default=0,
+        metavar="S",
+        help="seed of --temperature",
+    )
+    text = "also record the K most likely tokens at each generated token (default: none)"
     add("--top-logprobs", type=positive_int, default=0, metavar="K", help=text)
     text = (
         f"score of the answers, can be repeated; the first is the default score (default: {', '.join(DEFAULT_JUDGES)})"

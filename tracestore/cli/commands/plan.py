@@ -18,7 +18,12 @@ def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
     text = f"one of {', '.join(DETECTORS)} (default: all that the store has the data for)"
     parser.add_argument("--model", metavar="NAME", help=text)
-    parser.add_argument("--memory", type=parse_size, metavar="SIZE", help="memory that the process may use, e.g. 8GiB")
+    parser.add_argument(
+        "--memory",
+        type=parse_size,
+        metavar="SIZE",
+        help="memory that the process may use, e.g. 8GiB (default: only print what is needed)",
+    )
     add_flags(parser, ModelConfig, MODEL_FLAGS)
     add_flags(parser, TrainConfig, STEP_FLAGS)
     add_num_threads(parser)

@@ -31,7 +31,7 @@ def add_arguments(parser: Parser) -> None:
     add("--batch-size", type=positive_int, default=16, metavar="N", help="traces in a batch")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
     add_num_threads(parser)
-    text = "memory for scoring in addition to the libraries, e.g. 8GiB"
+    text = "memory for scoring in addition to the libraries, e.g. 8GiB (default: no limit)"
     add("--memory-budget", type=parse_size, metavar="SIZE", help=text)
     add_allow_mixed_provenance(parser)
 

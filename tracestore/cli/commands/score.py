@@ -19,7 +19,7 @@ def add_arguments(parser: Parser) -> None:
     add_flags(parser, ConvertOptions, SCORE_FLAGS)
     parser.add_argument("--name", help="name of the score (default: the store's default score)")
     parser.add_argument("--source", metavar="TEXT", help="where the values come from (default: file and column)")
-    parser.add_argument("--version", metavar="TEXT", help="version of the source")
+    parser.add_argument("--version", metavar="TEXT", help="version of the source (default: none)")
     text = "make it the score that training and other commands use; the first score of a store is in any case"
     parser.add_argument("--default", action="store_true", help=text)
     add_store(parser)

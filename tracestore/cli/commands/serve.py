@@ -16,7 +16,7 @@ from tracestore.serve import make_server
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
-    text = "output folder of tracestore train, or a .csv file of scores; may be given several times"
+    text = "output folder of tracestore train or benchmark, or a .csv file of scores; may be given several times (default: none)"
     add_store(parser)
     parser.add_argument("--results", type=Path, metavar="PATH", action="append", default=[], help=text)
     parser.add_argument("--port", type=port, default=0, metavar="N", help="default: any free port")

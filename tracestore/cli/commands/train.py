@@ -49,14 +49,14 @@ _RUN_FLAGS: Flags = {
     "memory_budget": {
         "type": parse_size,
         "metavar": "SIZE",
-        "help": "memory for training in addition to the libraries, e.g. 8GiB",
+        "help": "memory for training in addition to the libraries, e.g. 8GiB (default: no limit)",
     },
     "folds": {
         "type": int_between(2, 2**31 - 1, "a whole number of at least 2"),
         "metavar": "K",
-        "help": "cross-validation by question: each question is tested in one of K folds",
+        "help": "cross-validation by question: each question is tested in one of K folds (default: one split)",
     },
-    "seeds": "N trainings of each model and split, from --seed on",
+    "seeds": "N trainings of each model and split, from --seed on (default: 1)",
 }
 
 

@@ -19,7 +19,7 @@ def add_arguments(parser: Parser) -> None:
     add("--sample", type=non_negative_int, default=0, metavar="N", help="which of several answers")
     add("--layer", type=int, metavar="N", help="layer of the attention (default: the middle layer)")
     add("--head", type=int, metavar="N", help="head of the attention (default: the mean of the heads)")
-    add("--save", type=Path, metavar="FILE", help="save a picture: .png, .pdf or .svg")
+    add("--save", type=Path, metavar="FILE", help="save a picture: .png, .pdf or .svg (default: print)")
 
 
 def run(args: argparse.Namespace, output: Output) -> None:

@@ -205,6 +205,15 @@ class SegmentReader:
         """The fields of schema.OPTIONAL_FIELDS that a row may have."""
         return [n for n, arrays in schema.OPTIONAL_ARRAYS.items() if not self.small.names.isdisjoint(arrays)]
 
+    def has_optional(self, name: str) -> np.ndarray:
+        """Return which rows have a field of `optional_names`, bool (rows,)."""
+        field, arrays = schema.OPTIONAL_FIELDS[name], schema.OPTIONAL_ARRAYS[name]
+        if field.shape != schema.PER_TRACE:
+            return np.diff(self.values(f"{name}_offsets")) > 0
+        values = np.stack([self.values(array) for array in arrays])
+        known: np.ndarray = ((values != field.fill) & (values == values)).any(axis=0)
+        return known
+
     def optional(self, name: str, row: int, *, decode: bool = True) -> Any:
         """Return a field of schema.OPTIONAL_FIELDS, or None if the row lacks it; JSON as text without `decode`."""
         if name not in self.optional_names:
