@@ -2,6 +2,8 @@
 
 import csv
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from sklearn.metrics import cohen_kappa_score
 
 import tracestore
 from tests.detectors.plugins import install
-from tests.helpers import command, error_of, make_traces, write_scores, write_store
+from tests.helpers import ROOT, command, error_of, make_traces, write_scores, write_store
 from tests.published.conftest import COUNT, make_labeled, write_published
 from tracestore.benchmark.label_sources import agreement
 from tracestore.benchmark.measure import platt
@@ -190,6 +192,19 @@ def test_several_stores_give_a_transfer_matrix(path, tmp_path):
     cell = cells["probe_mean", "s", "other"]
     assert cell["auroc"] == pytest.approx(expected)
     assert cell["interval_by_question"][0] <= expected <= cell["interval_by_question"][1]
+    page = tmp_path / "page.md"
+    page.write_text(
+        "before\n<!-- leaderboard: written by bench/leaderboard.py -->\nearlier\n<!-- end of leaderboard -->\nafter"
+    )
+    script = [sys.executable, ROOT / "bench/leaderboard.py", page, out / "benchmark.json"]
+    subprocess.run(script, check=True)
+    text = page.read_text(encoding="utf-8")
+    assert text.startswith("before\n") and text.endswith("\nafter") and "earlier" not in text
+    assert f"| probe_mean | {expected:.3f} |" in text and "### other" in text
+    found = [line.split(" | ") for line in text.partition("### other")[0].splitlines() if " to " in line]
+    assert len(found) == 5 and [cells[1] for cells in found] == sorted((cells[1] for cells in found), reverse=True)
+    page.write_text("no markers")
+    assert subprocess.run(script, capture_output=True).returncode == 1 and page.read_text() == "no markers"
     assert "s -> other" in done.stdout and (out / "scores-other.csv").exists() and (out / "folds-other.json").exists()
     small = write_store(tmp_path / "small.zarr", make_traces(60, tokens=6, dim=4), label=lambda k: k % 2)
     assert "layers or hidden size differ" in error_of("benchmark", path, small, "--output-dir", tmp_path / "b", code=2)
