@@ -46,7 +46,7 @@ class SemanticEntropy(_Dispersion):
 
     The entropy is -sum_c p_c log p_c in nats. Answers are in one cluster if they are equal after the normalization of
     SQuAD (case, punctuation and articles do not count). The papers ask an entailment model instead, which also joins
-    paraphrases; for answers of a few words the difference is small.
+    paraphrases: answers of whole sentences are hardly ever equal, so that this detector is meant for short answers.
 
     Parameters
     ----------
