@@ -72,4 +72,5 @@ def load(part="all"):
     importlib.import_module("tests.ingest.corpus.outside")
     importlib.import_module("tests.ingest.corpus.unseen")
     importlib.import_module("tests.ingest.corpus.unseen_second")
+    importlib.import_module("tests.ingest.corpus.unseen_third")
     return MAIN | UNSEEN | OUTSIDE if part == "all" else PARTS[part]
