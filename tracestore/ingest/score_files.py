@@ -40,7 +40,7 @@ SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".npy", ".npz")
 _WORDS = {
     **dict.fromkeys(("correct", "right", "accurate", "truthful", "factual", "faithful", "supported"), True),
     **dict.fromkeys(("incorrect", "wrong", "inaccurate", "untruthful", "unfaithful", "unsupported"), False),
-    **dict.fromkeys(("hallucination", "hallucinated"), False),
+    **dict.fromkeys(("hallucination", "hallucinated", "hallu"), False),
 }
 _YES_OR_NO = {**dict.fromkeys(("yes", "true", "y", "t"), 1.0), **dict.fromkeys(("no", "false", "n", "f"), 0.0)}
 _NO_SCORES = ("provenance.json", "data_config.json", "dataset_info.json", "state.json", "dataset_dict.json")

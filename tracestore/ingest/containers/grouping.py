@@ -236,6 +236,7 @@ def stacked_count(unit: Unit, num_rows: int | None) -> tuple[int | None, str]:
         return None, "trace"
     if first.dtype.kind == "O" and first.ndim == 1:
         return first.shape[0], "trace"
+    tokens = tokens if isinstance(tokens, Column) else fields.get("attention_mask")
     shape, ids = first.shape, tokens.shape if isinstance(tokens, Column) else ()
     if unit.is_stack and not isinstance(hidden, dict) and first.ndim in (2, 3):
         return shape[0], "layer" if len(ids) == 2 and ids == shape[:2] else "last_token"

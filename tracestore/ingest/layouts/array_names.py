@@ -29,6 +29,8 @@ _ANSWER = re.compile(
 )
 
 
+# hidden_states_q1: the trace begins with a letter and has a digit.
+_ENDING = re.compile(r"(?P<field>[a-z]+(?:_[a-z]+)*)_(?P<trace>[a-z]+[_\-]?\d\w*)", re.IGNORECASE)
 _DIMENSION = re.compile(r"(?:.*[^\d])?(\d+)")
 _DIMENSION_WORD = re.compile(r"[_.\-]?(?:dim|d|feature|feat|f|h|unit|v|x)?[_.\-]?$", re.IGNORECASE)
 # Columns with numbers that begin alike make a vector from this number on.
@@ -52,7 +54,7 @@ def with_field_names(fields: Mapping[str, Any]) -> Mapping[str, Any]:
         return {names.get(name, name): value for name, value in fields.items()}
     if any(key.field in ARRAYS for key in map(locate, fields) if key):
         return fields
-    for names in (_by_field(fields), _by_layer(fields), _by_short_name(fields), _by_step(fields)):
+    for names in (_by_ending(fields), _by_field(fields), _by_layer(fields), _by_short_name(fields), _by_step(fields)):
         if names:
             return {names.get(name, name): value for name, value in fields.items()}
     columns = {name: value for name, value in fields.items() if isinstance(value, Column) and is_states(value)}
@@ -155,6 +157,22 @@ def _by_field(fields: Mapping[str, Any]) -> dict[str, str]:
                     found[name] = f"{trace}/{lead}"
                 break
     return found if any(locate(name).field in ARRAYS for name in found.values()) else {}  # type: ignore[union-attr]
+
+
+def _by_ending(fields: Mapping[str, Any]) -> dict[str, str]:
+    """Return new names of arrays with the trace behind the field: q1/hidden_states for hidden_states_q1."""
+    matches = {name: _ENDING.fullmatch(name) for name in fields}
+    found = {
+        name: f"{match['trace']}/{match['field']}"
+        for name, match in matches.items()
+        if match and locate(match["field"]) is not None and not _SHORT.fullmatch(match["trace"])
+    }
+    fields_of: dict[str, set[str]] = {}
+    for match in (matches[name] for name in found):
+        assert match is not None
+        fields_of.setdefault(match["trace"], set()).add(match["field"])
+    is_regular = len(fields_of) > 1 and len({frozenset(names) for names in fields_of.values()}) == 1
+    return found if is_regular and any(locate(name).field in ARRAYS for name in found.values()) else {}  # type: ignore[union-attr]
 
 
 def _by_layer(fields: Mapping[str, Any]) -> dict[str, str]:

@@ -21,9 +21,7 @@ _MASK_OR_IDS = re.compile(r"(?:attention_?)?masks?|input_ids|token_ids|tokens", 
 
 def spread_records(fields: Mapping[Any, Any]) -> dict[Any, Any] | None:
     """Return a dict of states of N traces and a list of N dicts without states with the columns of these; None for others."""
-    states = [
-        k for k, v in fields.items() if isinstance(k, str) and parse_path(normalized(k)).is_states and _size(v) > 1
-    ]
+    states = [k for k, v in fields.items() if _is_states_name(k) and _size(v) > 1 and _is_float(v)]
     if len(states) != 1:
         return None
     count = _size(fields[states[0]])
@@ -37,6 +35,11 @@ def spread_records(fields: Mapping[Any, Any]) -> dict[Any, Any] | None:
             columns = {name: [row.get(name) for row in rows] for name in names if name not in fields}
             return {k: v for k, v in fields.items() if k != key} | columns
     return None
+
+
+def _is_float(value: Any) -> bool:
+    shape = layout(value)
+    return shape is not None and shape.kind == "f"
 
 
 def _size(value: Any) -> int:
@@ -279,9 +282,11 @@ def _concatenated(pair: Sequence[Any], field: str) -> Any:
 
 
 def with_embedding(fields: dict[Any, Any]) -> dict[Any, Any]:
-    """Return a record of an embedding service, or of a model of sentences, with its only vector as last_token."""
+    """Return a record of an embedding service, or of a model of sentences, with its vector, or one per layer, as last_token."""
     vector = fields.get("embedding")
     shape = None if vector is None or "last_token" in fields or "hidden_states" in fields else layout(vector)
-    if shape is None or shape.kind != "f" or len(shape.shape) != 1:
+    if shape is None or shape.kind != "f" or (len(shape.shape) != 1 and shape.shape[1:-1] != (1,)):
         return fields
-    return {k: v for k, v in fields.items() if k != "embedding"} | {"last_token": [np.asarray(resolved(vector), "f4")]}
+    vectors = np.asarray(resolved(vector), "f4")
+    rest = {k: v for k, v in fields.items() if k != "embedding"}
+    return rest | {"last_token": vectors.reshape(-1, vectors.shape[-1])}

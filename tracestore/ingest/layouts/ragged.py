@@ -122,6 +122,11 @@ def _find(fields: dict[str, Any], extents: tuple[int, ...], rows: Rows | None) -
         if values is not None and len(values) > 1 and sum(values) in extents and min(values) > 0:
             ends = np.cumsum([0, *values]).tolist()
             return _checked(list(pairwise(ends)), extents, name, fields, is_whole=True)
+    for names in (*_RANGES, *((f"{begin}s", f"{end}s") for begin, end in _RANGES)):
+        begins, ends = (_integers(fields.get(name)) for name in names)
+        if begins and ends and begins == [0, *ends[:-1]] and ends[-1] in extents:
+            fields.pop(names[0])
+            return _checked(list(zip(begins, ends, strict=True)), extents, names[1], fields, is_whole=True)
     return None if rows is None or len(rows) == 0 else _from_rows(rows, extents, fields)
 
 

@@ -12,6 +12,7 @@ from tracestore.ingest.containers.keys import ID_NAME, kind_rank, layer_kind, pa
 from tracestore.ingest.layouts.values import joined_passes
 from tracestore.ingest.pickles.pickled_objects import PickledObject
 from tracestore.ingest.roles.candidates import ids_in, keys_found
+from tracestore.ingest.roles.columns import is_id
 from tracestore.ingest.roles.keys import (
     COUNTERS,
     INDEX_KEYS,
@@ -192,6 +193,8 @@ def _find_other_names(found: Assignment, options: KeyOptions) -> None:
             continue
         # A batch has ids and texts under a plural, which each of its answers keeps.
         known = [keys[k] for k in (*others, *(f"{n}s" for n in (name, *others))) if k in keys]
+        if name == "question_id":  # of a batch of one
+            values |= {k: v[0] for k in known if isinstance(v := values[k], list) and len(v) == 1 and is_id(v[0])}
         key = next((key for key in known if _is_value(name, key, values[key], options)), None)
         if key is not None:
             values[name] = values.pop(key)

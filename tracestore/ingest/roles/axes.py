@@ -95,6 +95,8 @@ def letters_of_trace(
     if rank == 2:
         if shape[0] in sizes:
             return "SD"
+        if any(_count(trace.get(name)) == shape[0] for name in ("layers", "layer_ids")):
+            return "LD"
         if stack is not None:
             raise _ambiguous(stack, "NLD", "NSD")
         raise _ambiguous(shape, "SD", "LD", *(["ND"] if trace.keys() == _BARE else []))
@@ -103,6 +105,11 @@ def letters_of_trace(
     if rank == 3 and (shape[0] or 0) > _MAX_LAYERS:
         raise _ambiguous(shape, "NLD", "SLD", "NSD")
     return None
+
+
+def _count(value: Any) -> int | None:
+    shape = layout(value)
+    return shape.shape[0] if shape is not None and shape.kind == "i" and len(shape.shape) == 1 else None
 
 
 def with_states(fields: dict[Any, Any], key: Any, value: Any, letters: str | None) -> dict[Any, Any]:

@@ -9,7 +9,7 @@ import numpy as np
 from tracestore.ingest.containers.keys import ID_KEYS, parse_key
 from tracestore.ingest.roles.keys import COUNTERS, MAPPABLE, OTHER_NAMES
 from tracestore.ingest.roles.layout import layout, opened, row
-from tracestore.ingest.score_files import SCORE_COLUMNS
+from tracestore.ingest.score_files import SCORE_COLUMNS, score_of_word
 
 # Names of values of one trace; a column may have an "s" at the end.
 _SINGULAR = frozenset((*MAPPABLE, *itertools.chain(*OTHER_NAMES.values()), *ID_KEYS, *SCORE_COLUMNS))
@@ -146,6 +146,13 @@ def _token_shape(value: Any) -> int | None:
     if shape is None or len(shape.shape) > 2 or (len(shape.shape) == 2 and shape.shape[0] != 1) or not shape.shape:
         return None
     return shape.shape[-1]
+
+
+def labels_of_classes(fields: Mapping[Any, Any]) -> dict[Any, float] | None:
+    """Return the label (1: hallucinated) of each key of a dict with two opposite words of judges; None for others."""
+    scores = {key: score_of_word(key, None) for key in fields if isinstance(key, str)}
+    is_pair = len(fields) == 2 and set(scores.values()) == {0.0, 1.0}
+    return {key: 1 - score for key, score in scores.items() if score is not None} if is_pair else None
 
 
 def named_fields(items: Sequence[Any]) -> dict[str, Any] | None:

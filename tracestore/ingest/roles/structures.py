@@ -26,7 +26,15 @@ from tracestore.ingest.layouts.partial import by_names, is_part, join_records, j
 from tracestore.ingest.layouts.values import with_mask
 from tracestore.ingest.roles.assign import fields_of_nested
 from tracestore.ingest.roles.axes import letters_of_trace, shape_text, trace_axis, with_states
-from tracestore.ingest.roles.columns import has_id, has_one_id, is_header, named_columns, named_fields, row_of
+from tracestore.ingest.roles.columns import (
+    has_id,
+    has_one_id,
+    is_header,
+    labels_of_classes,
+    named_columns,
+    named_fields,
+    row_of,
+)
 from tracestore.ingest.roles.keys import OTHER_NAMES, KeyOptions
 from tracestore.ingest.roles.layout import Layout, is_ragged, layers_of, layout, opened, row
 from tracestore.ingest.roles.table_rows import with_columns, with_rows
@@ -47,11 +55,14 @@ class Found(NamedTuple):
         Whether the value is one trace, or one batch of traces.
     has_keys : bool
         Whether the ids are keys of dicts.
+    is_question : bool
+        Whether the traces are answers to one question without an id of its own.
     """
 
     traces: list[dict[Any, Any]]
     is_one: bool = False
     has_keys: bool = False
+    is_question: bool = False
 
 
 class Structures:
@@ -129,6 +140,8 @@ class Structures:
             fields = join_segments(fields)
             fields = join_steps(fields) or spread_records(fields) or fields
             fields = with_weak_states(with_embedding(fields))
+        if (labels := labels_of_classes(fields)) is not None and (found := self._of_classes(fields, labels, depth)):
+            return found
         key, value = self._states(fields)
         if key is not None:
             shape = layout(value)
@@ -142,6 +155,23 @@ class Structures:
         if fields and (shape := layout(fields)) is not None and shape.kind == "f" and len(shape.shape) > 1:
             return self._of_states({"hidden_states": fields}, "hidden_states", fields, shape)
         return self._of_children(fields, depth, is_item) or self._of_arrays_by_id(fields)
+
+    def _of_classes(self, fields: Mapping[Any, Any], labels: Mapping[Any, float], depth: int) -> Found | None:
+        """Return the traces of lists by the word of a judge, with its label; None if a value is no list of traces."""
+        traces: list[dict[Any, Any]] = []
+        for key, value in fields.items():
+            items = opened(value)
+            shape = layout(items)
+            if shape is None:
+                found = self._find(items, depth + 1) if isinstance(items, list | tuple) else None
+            elif shape.kind == "f" and len(shape.shape) in (2, 4):
+                found = self._of_states({"hidden_states": items}, "hidden_states", items, shape, axis=0)
+            else:
+                found = None
+            if found is None or found.is_one:
+                return None
+            traces += [{"label": labels[key]} | trace for trace in found.traces]
+        return Found(traces)
 
     def _states(self, fields: Mapping[Any, Any]) -> tuple[Any, Any]:
         """Return key and value of the hidden states of a dict, "" as the key of layers; (None, None) without."""
@@ -196,11 +226,13 @@ class Structures:
         if len(ones) == len(found):
             # A record without hidden states is refused, not left out.
             found |= {key: Found([opened(others[key])], is_one=True) for key in similar}
-        answers = [trace for child in found.values() for trace in child.traces]
         is_question = has_one_id(others)
         is_question |= any(isinstance(others.get(name), str) for name in _QUESTIONS)
+        if is_question:  # the text in a row of an answer is no id
+            found = {key: _without_ids(child) if _is_rows(fields[key]) else child for key, child in found.items()}
+        answers = [trace for child in found.values() for trace in child.traces]
         if is_question and not any(child.has_keys for child in found.values()) and not any(map(has_id, answers)):
-            return Found(self._samples(others, answers))
+            return Found(self._samples(others, answers), is_question=not has_id(others))
         return _joined(found)
 
     def _samples(self, question: dict[Any, Any], answers: list[dict[Any, Any]]) -> list[dict[Any, Any]]:
@@ -336,15 +368,29 @@ def _are_ids(keys: Iterable[Any]) -> bool:
     return all(not isinstance(key, str) or re.search(r"\d", key) for key in keys)
 
 
+def _is_rows(value: Any) -> bool:
+    items = opened(value)
+    return isinstance(items, list | tuple) and len(items) > 0 and isinstance(opened(items[0]), list | tuple)
+
+
+def _without_ids(found: Found) -> Found:
+    names = {"question_id": "generated_answer"}
+    return found._replace(traces=[{names.get(k, k): v for k, v in trace.items()} for trace in found.traces])
+
+
 def _joined(found: Mapping[Any, Found]) -> Found:
     """Return the traces of several collections; ids that are keys get the keys around them if they repeat."""
     has_keys = all(child.is_one for child in found.values())
     if has_keys:
         pairs = [({"question_id": str(key)}, child.traces[0]) for key, child in found.items()]
         return Found([trace if has_id(trace) else key | trace for key, trace in pairs], has_keys=True)
-    has_keys = any(child.has_keys for child in found.values())
-    traces = [(key, trace) for key, child in found.items() for trace in child.traces]
+    has_keys = any(child.has_keys or child.is_question for child in found.values())
+    traces = [
+        (key, trace | {"question_id": str(key)} if child.is_question else trace)
+        for key, child in found.items()
+        for trace in child.traces
+    ]
     ids = [trace.get("question_id") for _, trace in traces]
-    if has_keys and len(set(ids)) < len(ids):
+    if has_keys and len({(t.get("question_id"), t.get("sample")) for _, t in traces}) < len(ids):
         return Found([t | {"question_id": f"{key}/{t.get('question_id')}"} for key, t in traces], has_keys=True)
     return Found([trace for _, trace in traces], has_keys=has_keys)
