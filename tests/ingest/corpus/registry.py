@@ -9,6 +9,7 @@ from pathlib import Path
 MODULES = ("pickles", "records", "torch_files", "hooks", "outputs", "generated", "renamed", "scores", "arrays")
 MODULES += ("tensors", "hdf5", "tables", "parts.joined", "parts.objects")
 MODULES += (
+    "containers.experiments",
     "containers.notebooks",
     "containers.hierarchies",
     "containers.long_tables",
