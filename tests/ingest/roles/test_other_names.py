@@ -176,3 +176,12 @@ def test_the_only_array_with_a_weak_name_is_that_of_the_states(tmp_path, name):
 def test_an_array_with_a_weak_name_next_to_others_is_not_guessed(tmp_path):
     (tmp_path / "in.pkl").write_bytes(pickle.dumps({"X": HIDDEN[:, 0], "Z": HIDDEN[:, 1], "ids": ["a", "b", "c"]}))
     error_of("convert", tmp_path / "in.pkl", tmp_path / "s.zarr", code=3)
+
+
+@pytest.mark.parametrize("word, score", [("correct", 1.0), ("Hallucinated", 0.0)])
+def test_words_of_a_judge_in_a_table_of_texts_are_scores(tmp_path, word, score):
+    np.savez(tmp_path / "q1.npz", hidden_states=HIDDEN)
+    (tmp_path / "judge.jsonl").write_text(f'{{"id": "q1", "question": "where?", "verdict": "{word}"}}\n')
+    convert(tmp_path, tmp_path / "s.zarr")
+    (trace,) = tracestore.open(tmp_path / "s.zarr")
+    assert (trace.question, trace.score) == ("where?", score)
