@@ -30,6 +30,7 @@ from tracestore.pages.notebook import TrainingResults
 from tracestore.planning.measure import plan_micro_batches
 from tracestore.platform_support import peak_memory
 from tracestore.reports.controls import control_entries
+from tracestore.reports.plot_files import write_plots
 from tracestore.reports.run import RunFacts, write_report
 from tracestore.store.format.provenance import require_compatible
 from tracestore.store.io.fsio import check_output_dir
@@ -52,7 +53,7 @@ def run_experiment(
     line: console.Progress | None = None,
     ranks: DistributedContext | None = None,
 ) -> dict[str, Any]:
-    """Train detectors and write results.json, predictions.csv and report.html.
+    """Train detectors and write results.json, predictions.csv, report.html and plots.
 
     With several ranks all of them call this function; rank 0 writes and logs.
 
@@ -170,6 +171,7 @@ class _Experiment:
         write_predictions(self.output_dir / "predictions.csv", tested)
         run_facts = RunFacts(options.command, peak_bytes=peak_memory())
         write_report(self.results, self.output_dir / REPORT, self.store, run_facts)
+        write_plots(self.results, self.output_dir)
         return TrainingResults(self.results)
 
     def _load_or_make_splits(self) -> list[Split]:

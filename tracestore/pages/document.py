@@ -146,6 +146,11 @@ def assets() -> dict[str, tuple[str, bytes]]:
     return files | {"style.css": ("text/css; charset=utf-8", _asset("style.css").encode())}
 
 
+def stylesheet() -> str:
+    """Return the styles of every page, which define its colors."""
+    return _asset("style.css")
+
+
 @cache
 def _asset(name: str) -> str:
     return (_FOLDER / name).read_text(encoding="utf-8")

@@ -18,7 +18,8 @@ import numpy as np
 from tracestore.errors import escape_unprintable
 from tracestore.pages.elements import Html, element
 
-_MAX_NAME = 40
+# Maximum number of characters of a name in a plot.
+MAX_NAME = 40
 # Maximum number of rows and columns of a heat map: more than a screen shows.
 MAX_SIDE = 400
 
@@ -160,7 +161,7 @@ def histogram(
     for name, values in counts.items():
         color = (colors or {}).get(name)
         series.append({
-            "name": escape_unprintable(name, _MAX_NAME), "kind": "bins", "color": color,
+            "name": escape_unprintable(name, MAX_NAME), "kind": "bins", "color": color,
             "x": _numbers(edges[:-1]), "right": _numbers(edges[1:]), "y": _numbers(values),
         })  # fmt: skip
     spec = {
@@ -232,7 +233,7 @@ def heat_map(
 
 def _series(series: Series) -> dict[str, Any]:
     spec: dict[str, Any] = {
-        "name": escape_unprintable(series.name, _MAX_NAME), "kind": series.kind, "color": series.color,
+        "name": escape_unprintable(series.name, MAX_NAME), "kind": series.kind, "color": series.color,
         "x": _numbers(series.x), "y": _numbers(series.y),
     }  # fmt: skip
     for name in ("low", "high", "sizes"):
@@ -247,7 +248,7 @@ def _series(series: Series) -> dict[str, Any]:
 
 
 def _names(names: Sequence[str] | None) -> list[str] | None:
-    return None if names is None else [escape_unprintable(name, _MAX_NAME) for name in names]
+    return None if names is None else [escape_unprintable(name, MAX_NAME) for name in names]
 
 
 def _numbers(values: Sequence[float] | np.ndarray) -> list[float | None]:

@@ -85,7 +85,7 @@ def report_page(results: Mapping[str, Any], store: TraceStore, run_facts: RunFac
         Section("Scores by class", _plots(_score_plots(entries, scores)), "Tests of all runs."),
         Section("Layers", _layers(entries)),
         Section("Groups", _groups(entries), "AUROC within each group: means over the runs in which it has both classes."),
-        Section("Lengths", _lengths(scores, store), "AUROC of traces of similar length; a quarter of the tests each."),
+        Section("Lengths", _lengths(scores, store), "AUROC of traces of similar length; a quarter of the tests each. Without a bar: one class only."),
         Section("Most confident mistakes", join([mistake_cards(store, scores, best), _serve(store, run_facts)]),
                 f"Wrong predictions of {best} on the test split, the most confident first."),
         Section("Runs", _runs(results, entries)),

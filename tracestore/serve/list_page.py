@@ -112,7 +112,7 @@ def _sort_link(query: Query, title: str, order: str) -> Html:
     descending = not query.descending if is_order else order != STORED
     mark = element("span", "↓" if query.descending else "↑", aria_hidden="true")
     link = address("/store", query.arguments(order=order, descending=descending, page=1))
-    return join([element("a", title, href=link), " ", mark if is_order else ""])
+    return join([element("a", title, href=link), Html("&nbsp;"), mark if is_order else ""])
 
 
 def _pages(query: Query, page: int, count: int) -> Html:

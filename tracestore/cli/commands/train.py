@@ -126,7 +126,7 @@ def run(args: argparse.Namespace, output: Output) -> None:
     if not ranks.is_rank_zero:
         return
     output.info("\n" + format_table(results) + "\n")
-    for name in ("results.json", "predictions.csv", "report.html"):
+    for name in ("results.json", "predictions.csv", "report.html", "*.svg"):
         output.info(str(args.output_dir / name))
     output.print_json(results)
 
