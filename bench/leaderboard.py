@@ -42,12 +42,11 @@ def store_lines(name: str, entry: dict[str, Any]) -> list[str]:
         cells += [number(question["within_group_auroc"]), number(question["ece"])]
         rows.append([*cells, f"{found['fit_s'] + found['score_s']:.1f}"])
     header = ["detector", "AUROC, folds by question", "95 % by question", "AUROC, folds by group", "95 % by group"]
-    folds = entry["folds"]
     lines = [
         f"### {name}",
         "",
         f"{entry['num_traces']} traces, {entry['num_hallucinated']} hallucinated, {entry['num_groups']} groups, "
-        f"{folds['num_folds']} folds, seed {folds['seed']}; folds SHA-256 {folds['sha256'][:12]}.",
+        f"{entry['folds']['num_folds']} folds, seed {entry['folds']['seed']}.",
         "",
         *table([*header, "in groups", "ECE", "s"], rows),
     ]
