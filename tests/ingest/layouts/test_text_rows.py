@@ -139,3 +139,13 @@ def test_arrays_that_do_not_fit_are_refused_and_skipped(tmp_path, changes, reaso
 
     assert "a.jsonl, trace 1, hidden_states: " in message and reason in message
     assert store.question_ids == ["q0", "q2"]
+
+
+def test_columns_of_a_frame_without_names_are_dimensions(tmp_path):
+    """pandas names them 0, 1, ..., which are no vector."""
+    states = np.arange(36, dtype="f4").reshape(3, 12) + 0.5
+    lines = [",".join(map(str, row)) for row in [range(12), *states.tolist()]]
+    (tmp_path / "q1_layer_8.csv").write_text("\n".join(lines) + "\n")
+    (tmp_path / "q1_layer_9.csv").write_text("\n".join(lines) + "\n")
+    store = stored(tmp_path, tmp_path)
+    np.testing.assert_array_equal(store["q1"].hidden_states, [states, states])

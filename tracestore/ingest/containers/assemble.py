@@ -70,12 +70,15 @@ def traces_of(
     is_borrowed : bool
         Whether the arrays may alias memory that the reader uses again.
     """
-    position = 0
+    position, is_numbered = 0, False
     while True:
         with error_location(position=position or None):
             unit = next(units, None)
         if unit is None:
+            if is_numbered and rows is not None and len(rows) != position:
+                raise InvalidInputError(f"{rows.path.name} has {len(rows)} rows for {position} traces")
             return
+        is_numbered = rows is not None and rows.number_of(unit.trace, None) is not None
         own_rows = rows if unit.trace == "" and not unit.is_trace else None
         _rename(unit.fields, renamed)
         unit.fields = dict(with_mask(unit.fields))
@@ -100,8 +103,12 @@ def traces_of(
                     values = row_fields(unit.fields, count or -1, k) if count is not None else _whole(unit.fields)
                 values = {field: plain(value) for field, value in values.items()}
                 open_texts(values, unit.trace, k, count or 1)
-                row = dict(rows.of(unit.trace, position, _own_id(values)) or {}) if rows is not None else {}
+                id_name = _id_name(values)
+                key = values.get(id_name)
+                row = dict(rows.of(unit.trace, position, key) or {}) if rows is not None else {}
                 _rename(row, renamed)
+                if row and rows is not None and rows.number_of("", key) is not None:
+                    del values[id_name]
                 values = row | values
                 trace = f"{unit.trace}/{k}" if unit.trace and (count or 1) > 1 else unit.trace
                 _set_id(values, trace, name, is_only=(count or 1) == 1 and trace == "" and not unit.is_trace)
@@ -135,10 +142,10 @@ def _are_joined(unit: Unit, rows: TableRows) -> bool:
     return rows.is_by_id or (bool(known) and all(str(key) in known for key in ids))
 
 
-def _own_id(values: Mapping[str, Any]) -> Any:
-    """Return the id among the values of a trace; None without one."""
+def _id_name(values: Mapping[str, Any]) -> str:
+    """Return the name of the id among the values of a trace; "" without one."""
     names = [name for name in values if name in ID_KEYS or _PLURALS.get(name) in ID_KEYS or _ID_NAME.fullmatch(name)]
-    return next((values[name] for name in names if isinstance(values[name], str | int)), None)
+    return next((name for name in names if isinstance(values[name], str | int)), "")
 
 
 def _is_last_token(values: Mapping[str, Any], unit: Unit) -> bool:

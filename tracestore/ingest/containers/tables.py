@@ -51,6 +51,8 @@ _FIELDS = frozenset((*MAPPABLE, *(name for names in OTHER_NAMES.values() for nam
 _VECTOR = re.compile(r"\[?(?:\s*-?\d+\.\d*(?:e[-+]?\d+)?(?=[\s\]]|$)){3,}\s*\]?")
 _NUMBER = re.compile(r"-?\d+(?:\.\d*)?(?:e[-+]?\d+)?", re.IGNORECASE)
 _MIN_NUMBERS = 8
+# Arrays that `numpy.savez` got without names.
+_UNNAMED = re.compile(r"arr_(\d{1,9})")
 _TEXTS = frozenset((*schema.STRING_FIELDS, *ID_KEYS, *_FILE_KEYS, "answer", "prompt"))
 
 
@@ -264,7 +266,10 @@ def _from_csv(text: str, suffix: str) -> list[dict[str, Any]]:
         io.StringIO(text, newline=""), delimiter="\t" if suffix == ".tsv" else ",", strict=True
     )
     header = next(reader, [])
-    if len(header) >= _MIN_NUMBERS and all(map(_NUMBER.fullmatch, header)):  # vectors without names
+    is_numbered = header == [str(k) for k in range(len(header))]  # by pandas, for columns without names
+    if len(header) >= _MIN_NUMBERS and is_numbered:
+        header = [f"dim_{name}" for name in header]
+    elif len(header) >= _MIN_NUMBERS and all(map(_NUMBER.fullmatch, header)):  # vectors without names
         reader, header = itertools.chain([header], reader), [f"dim_{k}" for k in range(len(header))]
     if not header or len(set(header)) != len(header):
         raise ValueError("expected a header with different names")
@@ -361,9 +366,34 @@ class TableRows:
             )
             if rows:
                 return {field: value for row in reversed(rows) for field, value in row.items()}
+        if (number := self.number_of(trace, key)) is not None:
+            return dict(self._table[number])
         if self.is_by_id or (trace and self._table.by_id):
             return None
         return dict(self._table[self._rows[position]]) if position < len(self._rows) else None
+
+    def number_of(self, trace: str, key: Any) -> int | None:
+        """Return the number of the row that an array without a name, such as arr_3, or an integer states; else None.
+
+        Raises
+        ------
+        InvalidInputError
+            If the table has no row of this number.
+        """
+        if self._others or len(self._rows) != len(self._table):
+            return None
+        if trace and (match := _UNNAMED.fullmatch(trace)):
+            number = int(match[1])
+        elif type(key) is int and self._table.by_id and not any(map(str.isdecimal, self._table.by_id)):
+            number = key
+        else:
+            return None
+        if not 0 <= number < len(self._table):
+            raise InvalidInputError(
+                f"found number {number}, and {len(self._table)} rows in {self.path.name}, counted from 0; give each row "
+                "a column question_id with the ids of the traces"
+            )
+        return number
 
     def update_digest(self, digest: "hashlib.blake2b") -> None:
         """Add the content of the rows to a digest."""
