@@ -336,3 +336,36 @@ def test_nested_objects_of_tokens_and_layers(tmp_path, row):
 
     assert store.question_ids == ["q0"] and store[0].tokens.tolist() == [5, 6, 7]
     assert np.asarray(store[0].hidden_states)[:, :, 0].tolist() == [[0.5, 1.5, 2.5], [1.5, 2.5, 3.5]]
+
+
+def test_a_row_per_answer_is_no_row_per_token(tmp_path):
+    rows = [
+        {"question_id": f"q{k // 2}", "generation_idx": k % 2, "response": f"answer {k}", "last_token": layers.tolist()}
+        for k, layers in enumerate([*LAST, LAST[0] + 1])
+    ]
+    write_lines(tmp_path / "a.jsonl", rows)
+
+    store = stored(tmp_path, tmp_path / "a.jsonl")
+
+    assert [(t.question_id, t.sample, t.answer) for t in store] == [
+        (f"q{k // 2}", k % 2, f"answer {k}") for k in range(4)
+    ]
+
+
+@pytest.mark.parametrize("place", ["output", "top"])
+def test_texts_in_nested_objects(tmp_path, place):
+    rows = []
+    for k, trace in enumerate(TRACES):
+        states = {"hidden_states": trace["hidden_states"].tolist()}
+        row = {"id": f"q{k}", "input": {"question": f"fact {k}?"}, "output": {"text": f"answer {k}"}}
+        row["tokens"] = trace["tokens"].tolist()
+        row |= {"output": row["output"] | states} if place == "output" else states
+        rows.append(row | {"evaluation": {"correct": k == 1}})
+    write_lines(tmp_path / "a.jsonl", rows)
+
+    store = stored(tmp_path, tmp_path / "a.jsonl")
+
+    check(store, TRACES)
+    assert [(t.question, t.answer, t.score) for t in store] == [
+        (f"fact {k}?", f"answer {k}", float(k == 1)) for k in range(3)
+    ]

@@ -13,13 +13,16 @@ from tracestore.ingest.containers.keys import (
     locate,
 )
 from tracestore.ingest.layouts.array_names import is_list_of_floats
-from tracestore.ingest.layouts.rows import Coordinates, coordinates_of, joined, with_states
+from tracestore.ingest.layouts.rows import Coordinates, coordinates_of, has_answer, joined, with_states
+from tracestore.ingest.roles.keys import fields_of_nested
 
 _TOKEN_KEYS = ("token", "token_id", "token_text", "token_str", "position", "pos", "step", "tok", "word", "token_idx")
 _LAYER_KEYS = ("layer", "layer_idx", "layer_id", "layer_index", "block")
 _POSITION_KEYS = ("position", "pos", "step", "token_idx", "token_index", "token_position")
 _INDEX = ("index", "idx", "id", "number", "i")
 _ANSWERS = ("choices", "outputs", "answers", "generations", "responses", "completions", "candidates", "samples")
+# Names of nested dicts of an answer.
+_OUTPUTS = ("output", "response", "completion", "generation", "result")
 _MAX_DEPTH = 5
 Row = dict[str, Any]
 
@@ -46,7 +49,7 @@ def traces_of_record(row: Row, depth: int = 0) -> Iterator[Row]:
         states = row[name]
         by_id = _by_id(states) if len(named) == 1 else None
         if by_id is None:
-            yield _with_layers(row, name)
+            yield _with_layers(_with_texts(row), name)
             return
         rest = {key: value for key, value in row.items() if key != name}
         for key, value in by_id.items():
@@ -57,7 +60,10 @@ def traces_of_record(row: Row, depth: int = 0) -> Iterator[Row]:
     dicts = [k for k, v in row.items() if isinstance(v, dict) and _has_states(v) and not _are_layers(k, v)]
     if not lists and len(dicts) == 1 and depth <= _MAX_DEPTH:
         rest = {key: value for key, value in row.items() if key != dicts[0]}
-        yield from traces_of_record(row[dicts[0]] | rest, depth + 1)
+        inner = row[dicts[0]]
+        texts = _with_texts(rest | {dicts[0]: {k: v for k, v in inner.items() if isinstance(v, str)}})
+        del texts[dicts[0]]
+        yield from traces_of_record(inner | texts, depth + 1)
         return
     if len(lists) != 1 or depth > _MAX_DEPTH:
         yield row
@@ -77,6 +83,17 @@ def traces_of_record(row: Row, depth: int = 0) -> Iterator[Row]:
             own["answer"] = own.pop("text")
         sample = {"sample": k} if is_numbered and not any(key in own for key in ID_KEYS) else {}
         yield from traces_of_record(sample | rest | own, depth + 1)
+
+
+def _with_texts(row: Row) -> Row:
+    """Return a row with the ids and texts in its nested dicts, where it has none itself: input.question, output.text."""
+    texts = fields_of_nested(row)
+    output = next(
+        (v for k in _OUTPUTS if isinstance(v := row.get(k), Mapping) and isinstance(v.get("text"), str)), None
+    )
+    if output is not None and not has_answer(texts | row):
+        texts["answer"] = output["text"]
+    return texts | row
 
 
 def _are_layers(name: str, value: Mapping[str, Any]) -> bool:

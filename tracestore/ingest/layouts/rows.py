@@ -13,6 +13,8 @@ from tracestore.ingest.containers.grouping import units_of
 from tracestore.ingest.containers.keys import ID_KEYS, ID_NAME, OF_TOKENS, is_state_name, locate
 from tracestore.ingest.layouts.array_names import WEAK, is_list_of_floats, with_vector
 from tracestore.ingest.layouts.values import STATES, array_of, set_arrays
+from tracestore.ingest.roles.keys import OTHER_NAMES
+from tracestore.store.format import schema
 
 _NUMBER = r"(?:_?(?:idx|index|id|no|num|number))?"
 _LAYER = re.compile(rf"(?:hidden_?|model_?)?(?:layers?|lyr|blocks?){_NUMBER}", re.IGNORECASE)
@@ -21,6 +23,9 @@ _TOKEN = re.compile(
     r"|seq(?:uence)?_?pos(?:ition)?|pos(?:ition)?|(?:time)?step|t",
     re.IGNORECASE,
 )
+# Names of the number of an answer to a question, in rows with the text of an answer.
+_SAMPLE = re.compile(r"(?:gen(?:eration)?|completion|rollout|attempt)_?(?:idx|index|no|num|number)", re.IGNORECASE)
+_ANSWERS = frozenset((*schema.ANSWER_FIELDS, *OTHER_NAMES["generated_answer"]))
 _DIM = re.compile(rf"(?:dim(?:ension)?|neuron|feature|feat|unit|channel|component|hidden_?dim){_NUMBER}", re.IGNORECASE)
 _VALUE = re.compile(r"values?|val|activations?|act|x", re.IGNORECASE)
 # Texts that tell the rows of different traces apart where no id does.
@@ -184,12 +189,20 @@ def _fields(row: Row) -> Row:
     for key, value in row.items():
         if isinstance(value, str) and _LAYER.fullmatch(key) and (number := _layer_number(value)) is not None:
             row = row | {key: number}
+    sample = _first((key for key, value in row.items() if type(value) is int), _SAMPLE)
+    if sample is not None and "sample" not in row and has_answer(row):
+        row = {("sample" if key == sample else key): value for key, value in row.items()}
     if not any(is_state_name(key) for key in row):
         row = with_states(_without_nesting(with_vector(row)))
     units = list(units_of({key: value for key, value in row.items() if value is not None}))
     if len(units) != 1 or units[0].trace:
         return row
     return units[0].fields
+
+
+def has_answer(row: Mapping[str, Any]) -> bool:
+    """Return whether a row has the text of an answer."""
+    return any(isinstance(row.get(name), str) for name in _ANSWERS)
 
 
 def _layer_number(text: str) -> int | None:

@@ -20,42 +20,20 @@ from tracestore.ingest.roles.keys import (
     MAPPABLE,
     OTHER_NAMES,
     SAME,
+    SPELLED,
     TOKENS_KEYS,
     KeyOptions,
+    fields_of_nested,
     normalized,
 )
 from tracestore.ingest.score_files import SCORE_COLUMNS, WORD_COLUMNS, direction_of, score_of_word
 from tracestore.store.write.values import as_array, describe
 
 OWN_KEYS = frozenset((*MAPPABLE, *TOKENS_KEYS, "global_example_id", "layers", "labels")) - {"label"}
-# Fields that may have another spelling.
-_SPELLED = frozenset((*MAPPABLE, *TOKENS_KEYS, "global_example_id"))
-# Names of nested dicts that describe the trace, and not its model, and the names of their fields.
-_ABOUT_TRACE = frozenset(
-    [
-        "request",
-        "sample",
-        "example",
-        "question",
-        "item",
-        "record",
-        "instance",
-        "input",
-        "inputs",
-        "doc",
-        "data",
-        "meta",
-        "metadata",
-        "info",
-        "row",
-        "entry",
-    ]
-)
 # Names of nested dicts with scores.
 _JUDGMENTS = frozenset(
     ["eval", "evals", "evaluation", "metrics", "scores", "judge", "judgment", "grading", "annotation"]
 )
-_NESTED = frozenset((*OTHER_NAMES["question_id"][:6], *OTHER_NAMES["question"], *OTHER_NAMES["generated_answer"]))
 # Nesting of values that are searched for what is not data.
 _MAX_DEPTH = 64
 
@@ -170,7 +148,7 @@ def _find_spellings(found: Assignment) -> None:
     values = found.fields
     for key in [key for key in values if key not in OWN_KEYS]:
         name = normalized(key)
-        if name in _SPELLED and values.get(name) is None:
+        if name in SPELLED and values.get(name) is None:
             values[name] = values.pop(key)
             found.roles[key] = name
 
@@ -247,17 +225,6 @@ def _merge_nested(found: Assignment) -> None:
             values.setdefault(name, value)
     found.fields |= fields_of_nested(values) | values
     found.roles[inner[0]] = "hidden_states"
-
-
-def fields_of_nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that the nested dicts of a trace, such as the output of a tokenizer, have for its fields."""
-    nested = {key: value for key, value in values.items() if isinstance(value, Mapping)}
-    return {
-        k: v
-        for key, value in reversed(nested.items())
-        for k, v in value.items()
-        if v is not None and (k in _SPELLED or (k in _NESTED and normalized(str(key)) in _ABOUT_TRACE))
-    }
 
 
 def _is_array_of_states(item: tuple[Any, Any]) -> bool:

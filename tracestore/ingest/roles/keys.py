@@ -2,10 +2,11 @@
 
 import re
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from tracestore.errors import UsageError, escape_unprintable
 from tracestore.store.format import schema
@@ -67,6 +68,30 @@ INDEX_KEYS = ("idx", "index")
 TOKENS_KEYS = ("tokens", "input_ids", "sequences")
 # Keys any of which gives a field a value.
 SAME = {"question_id": ("question_id", "global_example_id"), "generated_answer": schema.ANSWER_FIELDS}
+# Fields that may have another spelling.
+SPELLED = frozenset((*MAPPABLE, *TOKENS_KEYS, "global_example_id"))
+# Names of nested dicts that describe the trace, and not its model, and the names of their fields.
+_ABOUT_TRACE = frozenset(
+    [
+        "request",
+        "sample",
+        "example",
+        "question",
+        "item",
+        "record",
+        "instance",
+        "input",
+        "inputs",
+        "doc",
+        "data",
+        "meta",
+        "metadata",
+        "info",
+        "row",
+        "entry",
+    ]
+)
+_NESTED = frozenset((*OTHER_NAMES["question_id"][:6], *OTHER_NAMES["question"], *OTHER_NAMES["generated_answer"]))
 _WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[\s\-]+")
 # Axes of hidden states, from the outside: N traces, L layers, S tokens, D hidden size.
 Axes = Literal["LSD", "SLD", "SD", "LD", "D", "NLSD", "LNSD", "NSLD", "NSD", "NLD", "LND", "ND"]
@@ -155,3 +180,14 @@ def parse_map(text: str) -> tuple[tuple[str, str], ...]:
     if len({field for field, _ in pairs}) < len(pairs):
         raise UsageError("--map: a field appears twice")
     return tuple(pairs)
+
+
+def fields_of_nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that the nested dicts of a trace, such as the output of a tokenizer, have for its fields."""
+    nested = {key: value for key, value in values.items() if isinstance(value, Mapping)}
+    return {
+        k: v
+        for key, value in reversed(nested.items())
+        for k, v in value.items()
+        if v is not None and (k in SPELLED or (k in _NESTED and normalized(str(key)) in _ABOUT_TRACE))
+    }

@@ -24,7 +24,6 @@ from tracestore.ingest.layouts.neighbors import (
 )
 from tracestore.ingest.layouts.partial import by_names, is_part, join_records, join_steps, joined_columns
 from tracestore.ingest.layouts.values import with_mask
-from tracestore.ingest.roles.assign import fields_of_nested
 from tracestore.ingest.roles.axes import letters_of_trace, shape_text, trace_axis, with_states
 from tracestore.ingest.roles.columns import (
     has_id,
@@ -35,7 +34,7 @@ from tracestore.ingest.roles.columns import (
     named_fields,
     row_of,
 )
-from tracestore.ingest.roles.keys import OTHER_NAMES, KeyOptions
+from tracestore.ingest.roles.keys import OTHER_NAMES, KeyOptions, fields_of_nested
 from tracestore.ingest.roles.layout import Layout, is_ragged, layers_of, layout, opened, row
 from tracestore.ingest.roles.table_rows import with_columns, with_rows
 
