@@ -17,13 +17,7 @@ from tracestore._core.mapping import MappedFile
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.byte_source import check_regular, map_file
 from tracestore.ingest.containers import arrow_files
-from tracestore.ingest.containers.keys import (
-    GROUPS_OF_TRACES,
-    ID_KEYS,
-    LISTS_OF_LAYERS,
-    LISTS_OF_TOKENS,
-    locate,
-)
+from tracestore.ingest.containers.keys import GROUPS_OF_TRACES, ID_KEYS, LISTS_OF_LAYERS, LISTS_OF_TOKENS, locate
 from tracestore.ingest.layouts.rows import id_column
 from tracestore.ingest.roles.keys import MAPPABLE, OTHER_NAMES
 from tracestore.store.format import schema
@@ -33,18 +27,8 @@ SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
 MAX_BYTES = 64 << 20
 MAX_LINE_BYTES = 64 << 20
 # Columns that name the file of a trace.
-_FILE_KEYS = (
-    "file",
-    "filename",
-    "file_name",
-    "path",
-    "file_path",
-    "filepath",
-    "npz",
-    "npy",
-    "hidden_states_path",
-    "shard",
-)
+_FILE_KEYS = ("file", "filename", "file_name", "path", "file_path", "filepath")
+_FILE_KEYS += ("npz", "npy", "hidden_states_path", "shard")
 # Columns that number the traces of one file.
 _ROW_KEYS = ("row", "row_index", "row_idx", "row_id", "index_in_file", "index_in_shard", "position", "index", "idx")
 _FIELDS = frozenset((*MAPPABLE, *(name for names in OTHER_NAMES.values() for name in names)))
