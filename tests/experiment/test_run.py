@@ -40,6 +40,7 @@ def test_results_follow_the_public_contract(labeled, tmp_path):
     assert set.union(*ids) == {f"q{k}" for k in range(60)}, "a trace without a score is in no split"
     assert json.loads((tmp_path / "r/split.json").read_text()) == results["split"]
     assert (tmp_path / "r/report.html").stat().st_size > 1000 and "report.html" in done.stdout
+    assert {p.stem for p in (tmp_path / "r").glob("*.svg")} == {"loss", "auroc", "roc", "precision_recall"}
     assert "logistic probe" in done.stdout
 
 

@@ -52,6 +52,7 @@ def test_tables_sort_and_filter_by_keyboard(chromium, example):
         assert page.get_by_role("status").inner_text() == "1 of 16 rows"
 
 
+@pytest.mark.long
 def test_only_tables_that_are_wider_than_their_place_scroll_by_keyboard(chromium, example):
     with OpenPage(chromium, example, 360) as visit:
         place = visit.page.locator(".table").first

@@ -3,6 +3,7 @@
 from xml.etree import ElementTree
 
 import numpy as np
+import pytest
 
 from tests.pages.example import MALICIOUS
 from tests.reports.synthetic import MODELS, NUM_EPOCHS
@@ -21,6 +22,7 @@ def points_of(picture):
     ]
 
 
+@pytest.mark.long
 def test_each_plot_of_a_run_is_a_file(report):
     results = read_json(report.parent / "first/results.json")
     paths = write_plots(results, report.parent)
