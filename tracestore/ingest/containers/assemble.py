@@ -81,7 +81,7 @@ def traces_of(
         is_numbered = rows is not None and rows.number_of(unit.trace, None) is not None
         own_rows = rows if unit.trace == "" and not unit.is_trace else None
         _rename(unit.fields, renamed)
-        unit.fields = dict(with_mask(unit.fields))
+        unit.fields = with_mask(unit.fields)
         with error_location(position=position):
             parts = None if unit.is_trace or axes else ragged(unit.fields, own_rows)
             if axes is not None:

@@ -188,6 +188,8 @@ def with_weak_states(fields: dict[Any, Any]) -> dict[Any, Any]:
 
     Values that may be an id under an unknown name leave the names to --map.
     """
+    if not any(isinstance(name, str) and WEAK.fullmatch(normalized(name)) for name in fields):
+        return fields
     shapes = {k: s for k, v in fields.items() if (s := layout(v)) is not None and s.kind == "f" and len(s.shape) > 1}
     if len(shapes) != 1 or not all(isinstance(name, str) and WEAK.fullmatch(normalized(name)) for name in shapes):
         return fields

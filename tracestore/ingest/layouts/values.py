@@ -77,13 +77,20 @@ def set_arrays(values: dict[str, Any]) -> None:
             del values[name]
 
 
-def with_mask(fields: Mapping[Any, Any]) -> Mapping[Any, Any]:
+@lru_cache(maxsize=1 << 14)
+def _is_mask(name: str) -> bool:
+    return _MASK.fullmatch(normalized(name)) is not None
+
+
+def with_mask(fields: dict[Any, Any]) -> dict[Any, Any]:
     """Return fields in which a mask of padding has the name attention_mask.
 
     A `mask` is one of padding if a row of it has none, and the others have it at one end.
     """
-    names = [name for name in fields if isinstance(name, str) and _MASK.fullmatch(normalized(name))]
-    if len(names) != 1 or "attention_mask" in fields:
+    if "attention_mask" in fields:
+        return fields
+    names = [name for name in fields if isinstance(name, str) and _is_mask(name)]
+    if len(names) != 1:
         return fields
     if normalized(names[0]) in ("mask", "masks"):
         mask = array_of(whole(opened(fields[names[0]])))
@@ -105,7 +112,8 @@ def joined_passes(layers: Any) -> Any:
     if isinstance(layers, Mapping):
         return {number: _joined_passes_of_layer(layer) for number, layer in layers.items()}
     if len(layers) < 2 or _rank(layers[0]) != 2 or _rank(layers[1]) != 1:
-        return [_joined_passes_of_layer(layer) for layer in layers] if isinstance(layers, list | tuple) else layers
+        is_nested = any(isinstance(layer, list | tuple) for layer in layers)
+        return [_joined_passes_of_layer(layer) for layer in layers] if is_nested else layers
     parts: list[Any] = [array_of(layer) if as_array(layer) is None else as_array(layer) for layer in layers]
     shapes = [np.shape(part)[-1:] if isinstance(part, np.ndarray) else () for part in parts]
     if any(shape != shapes[0] for shape in shapes) or any(part.ndim != 1 for part in parts[1:]):

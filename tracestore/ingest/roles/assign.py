@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from tracestore.ingest.roles.keys import (
     COUNTERS,
     INDEX_KEYS,
     INPUTS_PAGE,
+    JUDGMENTS,
     MAPPABLE,
     OTHER_NAMES,
     SAME,
@@ -30,10 +32,6 @@ from tracestore.ingest.score_files import SCORE_COLUMNS, WORD_COLUMNS, direction
 from tracestore.store.write.values import as_array, describe
 
 OWN_KEYS = frozenset((*MAPPABLE, *TOKENS_KEYS, "global_example_id", "layers", "labels")) - {"label"}
-# Names of nested dicts with scores.
-_JUDGMENTS = frozenset(
-    ["eval", "evals", "evaluation", "metrics", "scores", "judge", "judgment", "grading", "annotation"]
-)
 # Nesting of values that are searched for what is not data.
 _MAX_DEPTH = 64
 
@@ -165,24 +163,32 @@ def _find_other_names(found: Assignment, options: KeyOptions) -> None:
         if isinstance(values[options.id_key], str | int | np.integer):
             values["question_id"] = values.pop(options.id_key)
             found.roles[options.id_key] = "question_id"
-    keys = {normalized(key): key for key in reversed(values)}
-    for name, others in OTHER_NAMES.items():
+    for name, known in _other_keys(tuple(values)):
         if any(values.get(key) is not None for key in SAME.get(name, (name,))):
             continue
-        # A batch has ids and texts under a plural, which each of its answers keeps.
-        known = [keys[k] for k in (*others, *(f"{n}s" for n in (name, *others))) if k in keys]
         if name == "question_id":  # of a batch of one
             values |= {k: v[0] for k in known if isinstance(v := values[k], list) and len(v) == 1 and is_id(v[0])}
         key = next((key for key in known if _is_value(name, key, values[key], options)), None)
         if key is not None:
             values[name] = values.pop(key)
             found.roles[key] = name
-    if not any(values.get(key) is not None for key in SAME["question_id"]):
+    if values.get("question_id") is None and values.get("global_example_id") is None:
         ids = [key for key in ids_in(values) if ID_NAME.fullmatch(normalized(key))]
         ids += [key for key, value in values.items() if _is_number_of_question(normalized(key), value, options)]
         if len(ids) == 1:
             values["question_id"] = values.pop(ids[0])
             found.roles[ids[0]] = "question_id"
+
+
+@lru_cache(maxsize=1 << 10)
+def _other_keys(keys: tuple[str, ...]) -> list[tuple[str, list[str]]]:
+    """Return the keys that are other names of a field, for each field that has some.
+
+    A batch has ids and texts under a plural, which each of its answers keeps.
+    """
+    given = _by_name(keys)
+    names = {name: (*others, *(f"{n}s" for n in (name, *others))) for name, others in OTHER_NAMES.items()}
+    return [(name, found) for name, others in names.items() if (found := [given[k] for k in others if k in given])]
 
 
 def _is_number_of_question(name: str, value: Any, options: KeyOptions) -> bool:
@@ -323,24 +329,38 @@ def _score(key: str, value: Any) -> float | None:
     return score_of_word(value, direction_of(key)) if isinstance(value, str) else _number(value)
 
 
+@lru_cache(maxsize=1 << 10)
+def _score_keys(keys: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the keys with the names of scores, and those with the names of words of judges, in the order of the names."""
+    given = _by_name(keys)
+    scores, words = ([given[name] for name in names if name in given] for names in (SCORE_COLUMNS, WORD_COLUMNS))
+    return tuple(scores), tuple(words)
+
+
+@lru_cache(maxsize=1 << 10)
+def _by_name(keys: tuple[str, ...]) -> dict[str, str]:
+    """Return the first key of each name, as `normalized` returns it."""
+    return {normalized(key): key for key in reversed(keys)}
+
+
 def _find_scores(found: Assignment, options: KeyOptions) -> None:
     """Find scores and the label; their keys stay extras too, so that an export returns them."""
-    nested = {k: v for k, v in found.fields.items() if isinstance(v, Mapping) and normalized(k) in _JUDGMENTS}
-    values = {name: (value, key) for key, inner in nested.items() for name, value in inner.items()}
-    values |= {key: (value, key) for key, value in found.fields.items()}
-    given = {normalized(key): key for key in reversed(values) if isinstance(key, str)}
-    names = (
-        [given[name] for name in SCORE_COLUMNS if name in given] if options.score_key is None else [options.score_key]
-    )
-    for name in names:
-        if name in values and (score := _score(name, values[name][0])) is not None:
+    values = found.fields
+    owners: dict[Any, str] = {}
+    for key, inner in found.fields.items():
+        if isinstance(inner, Mapping) and normalized(key) in JUDGMENTS:
+            owners |= dict.fromkeys(inner, key)
+            values = dict(inner) | values
+    names, words = _score_keys(tuple(name for name in values if isinstance(name, str)))
+    for name in names if options.score_key is None else (options.score_key,):
+        if name in values and (score := _score(name, values[name])) is not None:
             found.scores[name] = score
-            found.roles[values[name][1]] = "score"
-    for name in WORD_COLUMNS if not found.scores and options.score_key is None else ():
-        text = found.fields.get(given.get(name, name))
+            found.roles[name if name in found.fields else owners[name]] = "score"
+    for name in words if not found.scores and options.score_key is None else ():
+        text = found.fields.get(name)
         if isinstance(text, str) and (score := score_of_word(text, None)) is not None:
             found.scores[name] = score
-            found.roles[given[name]] = "score"
+            found.roles[name] = "score"
             break
     if options.score_key != "label" and (label := _number(found.fields.get("label"))) in (0.0, 1.0):
         found.label = label

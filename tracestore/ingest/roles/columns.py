@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,25 @@ def has_id(fields: Mapping[Any, Any]) -> bool:
 def has_one_id(fields: Mapping[Any, Any]) -> bool:
     """Return whether a dict has one id or number, also one that `assign` does not take."""
     return any(is_id(fields.get(name)) for name in ID_KEYS)
+
+
+def is_common(fields: Mapping[Any, Any]) -> bool:
+    """Return whether a dict is certainly a whole trace: its own id, and hidden states as a list of layers."""
+    return isinstance(fields.get("question_id"), str) and isinstance(fields.get("hidden_states"), list)
+
+
+def has_own_shape(fields: Mapping[Any, Any]) -> bool:
+    """Return whether the first layer of a list has a row for each token id, or for each but the last one."""
+    tokens, layers = opened(fields.get("tokens")), fields["hidden_states"]
+    if not layers or not isinstance(tokens, list | np.ndarray) or (isinstance(tokens, np.ndarray) and tokens.ndim != 1):
+        return False
+    first = layout(layers[0])
+    return (
+        first is not None
+        and first.kind == "f"
+        and len(first.shape) == 2
+        and first.shape[0] in (len(tokens), len(tokens) - 1)
+    )
 
 
 def is_header(item: Any, trace: Any) -> bool:
@@ -86,6 +106,7 @@ def _length(value: Any) -> int | None:
     return len(value) if isinstance(value, list | tuple) else None
 
 
+@lru_cache(maxsize=1 << 14)
 def _is_per_token(name: str) -> bool:
     parsed = parse_key(name)
     return name in _PER_TOKEN or (parsed is not None and parsed.field == "tokens")
@@ -150,8 +171,10 @@ def _token_shape(value: Any) -> int | None:
 
 def labels_of_classes(fields: Mapping[Any, Any]) -> dict[Any, float] | None:
     """Return the label (1: hallucinated) of each key of a dict with two opposite words of judges; None for others."""
+    if len(fields) != 2:
+        return None
     scores = {key: score_of_word(key, None) for key in fields if isinstance(key, str)}
-    is_pair = len(fields) == 2 and set(scores.values()) == {0.0, 1.0}
+    is_pair = set(scores.values()) == {0.0, 1.0}
     return {key: 1 - score for key, score in scores.items() if score is not None} if is_pair else None
 
 

@@ -92,6 +92,10 @@ _ABOUT_TRACE = frozenset(
     ]
 )
 _NESTED = frozenset((*OTHER_NAMES["question_id"][:6], *OTHER_NAMES["question"], *OTHER_NAMES["generated_answer"]))
+# Names of nested dicts with scores.
+JUDGMENTS = frozenset(
+    ["eval", "evals", "evaluation", "metrics", "scores", "judge", "judgment", "grading", "annotation"]
+)
 _WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[\s\-]+")
 # Axes of hidden states, from the outside: N traces, L layers, S tokens, D hidden size.
 Axes = Literal["LSD", "SLD", "SD", "LD", "D", "NLSD", "LNSD", "NSLD", "NSD", "NLD", "LND", "ND"]

@@ -15,6 +15,7 @@ from tracestore.ingest.pickles.pickled_values import PickledArray
 from tracestore.ingest.pickles.sparse import PickledSparse
 
 _MAX_RANK = 7
+_PLAIN = frozenset((dict, list, tuple, str, int, float, bool, np.ndarray, type(None)))
 
 
 class Layout(NamedTuple):
@@ -37,6 +38,8 @@ def opened(value: Any) -> Any:
 
     A frame of pandas is a list of dicts, a namedtuple a tuple.
     """
+    if type(value) in _PLAIN:
+        return value
     if isinstance(value, PickledObject):
         return value.fields or value.args or value.fields
     if isinstance(value, PickledArray | JoblibArray | PickledTensor | PickledSparse | PandasObject):

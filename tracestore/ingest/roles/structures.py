@@ -28,6 +28,8 @@ from tracestore.ingest.roles.axes import letters_of_trace, shape_text, trace_axi
 from tracestore.ingest.roles.columns import (
     has_id,
     has_one_id,
+    has_own_shape,
+    is_common,
     is_header,
     labels_of_classes,
     named_columns,
@@ -127,8 +129,10 @@ class Structures:
     # Dicts
 
     def _of_dict(self, fields: dict[Any, Any], depth: int, is_item: bool) -> Found | None:
-        fields = dict(with_mask(fields))
-        if not self._options.renamed and not _is_common(fields):
+        if self._options.axes is None and not self._options.renamed and is_common(fields) and has_own_shape(fields):
+            return Found([fields], is_one=True)
+        fields = with_mask(fields)
+        if not self._options.renamed and not is_common(fields):
             fields = spread_nested(fields)
             if (traces := by_names(fields)) is not None:
                 return self._of_records(traces, depth)
@@ -351,11 +355,6 @@ class Structures:
         raise InvalidInputError(
             f"found shape {shape_text(shape)}, expected the axes {axes} of --axes", field="hidden_states"
         )
-
-
-def _is_common(fields: Mapping[Any, Any]) -> bool:
-    """Return whether a dict is certainly a whole trace: its own id, and hidden states as a list of layers."""
-    return isinstance(fields.get("question_id"), str) and isinstance(fields.get("hidden_states"), list)
 
 
 def _parsed(key: Any) -> Any:
