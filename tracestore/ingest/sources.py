@@ -36,7 +36,7 @@ _OTHERS = {
     **dict.fromkeys(
         (".lmdb", ".mdb", ".tfrecord", ".msgpack", ".pb"), f"read it with its library and save the arrays {_SAVE}"
     ),
-    **dict.fromkeys((".nc", ".bp", ".beton"), f"read it with its library and save the arrays {_SAVE}"),
+    **dict.fromkeys((".bp", ".beton"), f"read it with its library and save the arrays {_SAVE}"),
 }
 _MAX_PROVENANCE_BYTES = 1 << 20
 _SAMPLES = 16

@@ -69,7 +69,7 @@ GROUPS_OF_TRACES = frozenset(("traces", "samples", "data", "examples", "question
 # Names of lists whose items are layers or tokens of one trace.
 LISTS_OF_LAYERS = re.compile(r"(?:all_|hidden_)?(?:layers|blocks|layer_(?:outputs|states))", re.IGNORECASE)
 LISTS_OF_TOKENS = re.compile(
-    r"(?:all_|generated_|output_|per_)?(?:tokens?|features|steps|words|positions|timesteps|pieces|token_(?:states|data)"
+    r"(?:all_|generated_|output_|per_)?(?:tokens?|features|steps|words|positions|timesteps|pieces|nodes|token_(?:states|data)"
     r"|trajectory|generation_steps|states)",
     re.IGNORECASE,
 )

@@ -26,6 +26,7 @@ SUFFIXES = (
     ".npy",
     ".h5",
     ".hdf5",
+    ".nc",
     ".arrow",
     ".feather",
     ".parquet",

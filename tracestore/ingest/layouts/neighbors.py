@@ -183,6 +183,29 @@ def _layers_of_batches(value: Any, sizes: Sequence[tuple[int, int]]) -> list[Any
 # Other names
 
 
+def with_graph(fields: dict[Any, Any]) -> dict[Any, Any]:
+    """Return a graph of PyTorch Geometric, x (S, D) and edge_index (2, E), as a trace of one layer."""
+    x, index = (layout(fields.get(name)) for name in ("x", "edge_index"))
+    if (
+        x is None
+        or index is None
+        or x.kind != "f"
+        or len(x.shape) != 2
+        or index.kind != "i"
+        or "hidden_states" in fields
+    ):
+        return fields
+    if len(index.shape) != 2 or index.shape[0] != 2 or not index.shape[1]:
+        return fields
+    names = [n for n in ("edge_weight", "edge_attr") if (s := layout(fields.get(n))) is not None and s.kind == "f"]
+    nodes = np.asarray(resolved(fields["edge_index"]))
+    if len(names) != 1 or x.shape[0] != int(nodes.max()) + 1:
+        return fields
+    rest = {k: v for k, v in fields.items() if k not in ("x", "edge_index", names[0])}
+    edges = {"edge_index": nodes, "edge_weight": resolved(fields[names[0]])}
+    return rest | {"hidden_states": [resolved(fields["x"])], "attentions": [edges]}
+
+
 def with_weak_states(fields: dict[Any, Any]) -> dict[Any, Any]:
     """Return fields whose only array of floats has a name such as X or features with it as hidden_states.
 

@@ -205,6 +205,8 @@ def join_steps(trace: Mapping[Any, Any]) -> dict[Any, Any] | None:
     """Return a trace whose list of tokens, steps or layers holds the hidden states of one each; None for others."""
     for key, value in trace.items():
         items, name = opened(value), normalized(key) if isinstance(key, str) else ""
+        if isinstance(items, dict) and list(items) == list(range(len(items))):
+            items = list(items.values())
         is_layers = LISTS_OF_LAYERS.fullmatch(name) is not None
         if not isinstance(items, list | tuple) or not items or not (is_layers or LISTS_OF_TOKENS.fullmatch(name)):
             continue

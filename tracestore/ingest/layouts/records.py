@@ -14,6 +14,7 @@ from tracestore.ingest.containers.keys import (
 )
 from tracestore.ingest.layouts.array_names import is_list_of_floats
 from tracestore.ingest.layouts.rows import Coordinates, coordinates_of, has_answer, joined, with_states
+from tracestore.ingest.roles.edges import attention_of_edges, is_list_of_edges
 from tracestore.ingest.roles.keys import fields_of_nested
 
 _TOKEN_KEYS = ("token", "token_id", "token_text", "token_str", "position", "pos", "step", "tok", "word", "token_idx")
@@ -57,6 +58,7 @@ def traces_of_record(row: Row, depth: int = 0) -> Iterator[Row]:
             yield rest | own | {"question_id": key, name: value}
         return
     lists = [key for key, value in row.items() if _is_list_of_objects(value) and _has_states(value[0])]
+    lists = [key for key in lists if not is_list_of_edges(row[key])]
     dicts = [k for k, v in row.items() if isinstance(v, dict) and _has_states(v) and not _are_layers(k, v)]
     if not lists and len(dicts) == 1 and depth <= _MAX_DEPTH:
         rest = {key: value for key, value in row.items() if key != dicts[0]}
@@ -71,7 +73,8 @@ def traces_of_record(row: Row, depth: int = 0) -> Iterator[Row]:
     name, rest = lists[0], {key: value for key, value in row.items() if key != lists[0]}
     items: list[Row] = row[name]
     if _axis(name, items) is not None:
-        cells = [with_states(cell) for cell in _cells(items, name)]
+        rest |= attention_of_edges(rest)
+        cells = [_named(with_states(cell)) for cell in _cells(items, name)]
         columns = coordinates_of(cells[0])._replace(id=None) if all(map(_has_state, cells)) else Coordinates()
         yield rest | joined(cells, columns) if columns.names else row
         return
@@ -100,6 +103,12 @@ def _are_layers(name: str, value: Mapping[str, Any]) -> bool:
     """Return whether a dict holds layers by number or name, or one array with its dtype and shape."""
     is_array = {"dtype", "shape"} <= value.keys()
     return is_array or LISTS_OF_LAYERS.fullmatch(name) is not None or all(is_state_name(f"{name}/{k}") for k in value)
+
+
+def _named(row: Row) -> Row:
+    """Return a row whose only states of no layer are called hidden_states."""
+    names = [key for key in row if is_state_name(key) and (place := locate(key)) is not None and place.number is None]
+    return {("hidden_states" if key in names else key): v for key, v in row.items()} if len(names) == 1 else row
 
 
 def _has_state(row: Row) -> bool:
@@ -200,7 +209,9 @@ def _with_response(row: Row) -> Row:
     for name in ("messages", "conversation", "conversations", "chat", "dialog"):
         if _is_list_of_objects(found.get(name)):
             found = _texts_of_chat(found[name]) | found
-    if "choices" in row or "outputs" in row or "logprobs" in row:
+    if isinstance(found.get("custom_id"), str):
+        found["question_id"] = found["custom_id"]  # next to the id of a response
+    if any(name in row for name in ("choices", "outputs", "logprobs", "meta_info")):
         if isinstance(found.get("text"), str) and not any(key in found for key in ("answer", "response", "completion")):
             found["answer"] = found.pop("text")
         return _with_logprobs(found)

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import chain, islice
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from tracestore.ingest.containers.keys import column_name, parse_key
 from tracestore.ingest.decompress import compression_of
 from tracestore.ingest.layouts.array_names import MIN_DIMENSIONS
 from tracestore.ingest.layouts.records import traces_of_record
-from tracestore.ingest.layouts.rows import has_dimension, units_of_rows
+from tracestore.ingest.layouts.rows import has_dimension, id_column, units_of_rows
 from tracestore.ingest.layouts.values import STATES, array_of
 
 SUFFIXES = tuple(
@@ -57,6 +57,9 @@ def read_text_rows(source: Input) -> Iterator[Unit]:
     rows = _records(source.path)
     first = list(islice(rows, 2))
     count = _count(first[0]) if len(first) == 1 else None
+    name = PurePosixPath(_COMPRESSED.sub("", source.name))
+    if len(first) == 1 and count is None and name.suffix == ".json" and id_column(first[0]) is None:
+        first = [{"question_id": str(name.with_suffix(""))} | first[0]]
     if count is None:
         yield from units_of_rows(chain(first, rows), lambda _: _records(source.path), Arena(source.scratch))
     else:

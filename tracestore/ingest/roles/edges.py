@@ -37,6 +37,25 @@ def set_attention(fields: dict[str, Any], num_tokens: int | None) -> None:
         fields["attentions"] = [_layer(layer, num_tokens) for layer in value]
 
 
+def is_list_of_edges(value: Any) -> bool:
+    """Return whether a value is a list of links between nodes: {"source": 0, "target": 3, "weight": 0.2}."""
+    first = value[0] if isinstance(value, list) and value else None
+    return isinstance(first, Mapping) and all(type(first.get(name)) is int for name in ("source", "target"))
+
+
+def attention_of_edges(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return attention of one layer as edges, of the only list of links with weights; {} without one."""
+    names = [name for name, value in fields.items() if is_list_of_edges(value)]
+    if len(names) != 1 or fields.get("attentions") is not None:
+        return {}
+    try:
+        edges = [(link["source"], link["target"], float(link["weight"])) for link in fields[names[0]]]
+    except (TypeError, KeyError, ValueError):
+        return {}
+    index = np.array([edge[:2] for edge in edges]).T
+    return {"attentions": [{"edge_index": index, "edge_weight": np.array([edge[2] for edge in edges], "f4")}]}
+
+
 def _columns(fields: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return the keys of edges and weights, lists with one item for each layer."""
     index = next((key for key in _INDEX[:1] if isinstance(fields.get(key), list)), None)

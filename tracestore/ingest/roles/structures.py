@@ -20,6 +20,7 @@ from tracestore.ingest.layouts.neighbors import (
     spread_nested,
     spread_records,
     with_embedding,
+    with_graph,
     with_weak_states,
 )
 from tracestore.ingest.layouts.partial import by_names, is_part, join_records, join_steps, joined_columns
@@ -142,7 +143,7 @@ class Structures:
                 return Found(traces)
             fields = join_segments(fields)
             fields = join_steps(fields) or spread_records(fields) or fields
-            fields = with_weak_states(with_embedding(fields))
+            fields = with_weak_states(with_graph(with_embedding(fields)))
         if (labels := labels_of_classes(fields)) is not None and (found := self._of_classes(fields, labels, depth)):
             return found
         key, value = self._states(fields)
