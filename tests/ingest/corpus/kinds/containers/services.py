@@ -2,8 +2,11 @@
 
 import json
 
+import numpy as np
+
+from tests.ingest.corpus.kinds.hdf5 import create
 from tests.ingest.corpus.registry import kind
-from tests.ingest.corpus.samples import make_samples, open_binary, write_json, write_lines
+from tests.ingest.corpus.samples import make_samples, open_binary, save_pt, tensor, write_json, write_lines
 
 
 @kind()
@@ -165,3 +168,74 @@ def jsonl_tokens_with_layers(folder):
     ]
     write_lines(folder / "tokens.jsonl", rows)
     return [s.expect("id words tokens") for s in samples]
+
+
+@kind()
+def json_graphs_of_nodes_and_links(folder):
+    """Write graphs as networkx.node_link_data gives them: nodes with hidden (D,) and token, links with the attention."""
+    samples = make_samples(3, layers=1)
+    for s in samples:
+        weights = s.attention[0].mean(0)
+        count = range(len(s.tokens))
+        nodes = [{"id": i, "token": s.words[i], "hidden": s.hidden[0, i].tolist()} for i in count]
+        links = [{"source": j, "target": i, "weight": float(weights[i, j])} for i in count for j in range(i + 1)]
+        write_json(folder / f"{s.question_id}.json", {"directed": True, "graph": {}, "nodes": nodes, "links": links})
+    return [s.expect("id mean words") for s in samples]
+
+
+@kind()
+def jsonl_batch_output_of_embeddings(folder):
+    """Write lines of a batch of requests: id, custom_id and response.body.data with an embedding."""
+    samples = make_samples(4, layers=1)
+    rows = []
+    for k, s in enumerate(samples):
+        data = [{"object": "embedding", "index": 0, "embedding": s.hidden[0, -1].tolist()}]
+        response = {"status_code": 200, "body": {"object": "list", "data": data}}
+        rows.append({"id": f"batch_{k}", "custom_id": s.question_id, "response": response, "error": None})
+    write_lines(folder / "batch_output.jsonl", rows)
+    return [s.expect_last("id") for s in samples]
+
+
+@kind()
+def jsonl_meta_info_of_answers(folder):
+    """Write text and meta_info with id and hidden_states: the prompt (P, D), then a vector for each token."""
+    samples = make_samples(3, layers=1)
+    rows = []
+    for s in samples:
+        prompt, rest = np.split(s.hidden[0], [s.prompt_length])
+        info = {
+            "id": s.question_id,
+            "prompt_tokens": s.prompt_length,
+            "hidden_states": [prompt.tolist(), *rest.tolist()],
+        }
+        rows.append({"text": s.answer, "meta_info": info})
+    write_lines(folder / "answers.jsonl", rows)
+    return [s.expect("id answer") for s in samples]
+
+
+@kind()
+def pt_graphs_of_x_and_edge_index(folder):
+    """Write graphs as dicts: x (S, D), edge_index (2, E), edge_weight (E,), y and qid."""
+    samples, rows = make_samples(3, layers=1), []
+    for s in samples:
+        weights = s.attention.mean(1)[0]
+        later, earlier = np.nonzero(weights)
+        edges = {"edge_index": np.stack([earlier, later]), "edge_weight": weights[later, earlier]}
+        rows.append({"x": tensor(s.hidden[0]), "qid": s.question_id, "y": 0} | {k: tensor(v) for k, v in edges.items()})
+    save_pt(folder / "graphs.pt", rows)
+    return [s.expect("id mean") for s in samples]
+
+
+@kind("h5py")
+def nc_with_dimension_scales(folder):
+    """Write a file of netCDF 4: hidden_states (question, layer, hidden) with scales, and label."""
+    samples = make_samples(4)
+    with create(folder / "a.nc") as file:
+        file["question"] = [s.question_id for s in samples]
+        file["layer"], file["hidden"] = np.array([8, 16, 24]), np.arange(12)
+        states = file.create_dataset("hidden_states", data=np.stack([s.hidden[:, -1] for s in samples]))
+        file["label"] = [int(s.score < 0.5) for s in samples]
+        for k, name in enumerate(("question", "layer", "hidden")):
+            file[name].make_scale(name)
+            states.dims[k].attach_scale(file[name])
+    return [s.expect_last("label") for s in samples]
