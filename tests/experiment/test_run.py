@@ -56,6 +56,13 @@ def test_same_seed_same_results_and_flags(labeled, tmp_path):
     assert third["split"] != first["split"]
 
 
+def test_a_store_without_attention_trains_what_needs_none(tmp_path):
+    write_store(tmp_path / "s.zarr", make_traces(30), score=lambda k: k % 2, attention="none")
+    done = train(tmp_path / "s.zarr", tmp_path / "r", "--epochs", 1, "--no-probe")
+    assert "has no attention: gnn_det_lstm, gnn_det_lstm_no_edges" in done.stdout
+    assert list(json.loads((tmp_path / "r/results.json").read_text())["models"]) == ["lstm_solo"]
+
+
 @pytest.mark.parametrize(
     "options", [["--top-k", 0.5], ["--attention-threshold", 0.4, "--standardize"], ["--message-passing", "pyg"]]
 )

@@ -15,7 +15,7 @@ from tracestore import console
 from tracestore.console import plural
 from tracestore.data.batch_format import BatchFormat
 from tracestore.detectors.config import ModelConfig
-from tracestore.detectors.registry import DETECTORS
+from tracestore.detectors.registry import DEFAULT_DETECTORS, DETECTORS
 from tracestore.errors import MissingFieldError, TrainingError, UsageError
 from tracestore.evaluation.evaluate import RunScores
 from tracestore.evaluation.predictions import write_predictions
@@ -90,6 +90,7 @@ def run_experiment(
     start = memory_use()
     store = open_store(store_path, score=options.config.score)
     options = replace(options, config=replace(options.config, score=store.score_name))
+    options = _trainable(store, options, log)
     model_config = _check_store(store, options)
     if ranks.world_size > 1 and model_config.normalization == "batch":
         raise UsageError("--normalization batch: its statistics are those of one process; found several ranks")
@@ -98,6 +99,16 @@ def run_experiment(
         ranks.on_rank_zero(lambda: stack.enter_context(lock_output_dir(output_dir)))
         ranks.on_rank_zero(lambda: _check_output_dir(output_dir, options))
         return _Experiment(store, output_dir, options, model_config, ranks, log, line).run(start)
+
+
+def _trainable(store: TraceStore, options: TrainOptions, log: Log) -> TrainOptions:
+    """Return the options without the graph detectors of the default selection if the store has no attention at all."""
+    if options.models != DEFAULT_DETECTORS or store.attention_mode != "none":
+        return options
+    models = tuple(name for name in options.models if DETECTORS[name].view != "graph")
+    others = ", ".join(name for name in options.models if name not in models)
+    log(f"{store.path} has no attention: {others} need graphs and are not trained")
+    return replace(options, models=models)
 
 
 def _check_store(store: TraceStore, options: TrainOptions) -> ModelConfig:
