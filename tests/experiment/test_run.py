@@ -123,7 +123,8 @@ def test_errors_before_training(labeled, tmp_path, store_path):
     write_store(tmp_path / "one.zarr", make_traces(12), score=0.9, attention="none")
     for store, args, words in (
         (tmp_path / "bare.zarr", [], "tracestore score"),
-        (tmp_path / "one.zarr", [], "no graphs"),
+        (tmp_path / "one.zarr", ["--no-run-lstm"], "no graphs"),
+        (tmp_path / "one.zarr", [], "0 hallucinated"),
         (tmp_path / "one.zarr", ["--no-run-gnn-det", "--no-run-gvae"], "0 hallucinated"),
         (tmp_path / "nowhere.zarr", [], "no such store"),
         (labeled, ["--no-run-gnn-det", "--no-run-gvae", "--no-run-lstm"], "switched off"),
