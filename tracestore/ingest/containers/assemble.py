@@ -23,6 +23,7 @@ from tracestore.ingest.layouts.ragged import ragged
 from tracestore.ingest.layouts.rows import id_column
 from tracestore.ingest.layouts.values import has_vectors, open_texts, set_arrays, with_mask
 from tracestore.store.format import schema
+from tracestore.store.format.labels import label_of_path
 from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.values import field_error
 
@@ -110,6 +111,8 @@ def traces_of(
                 if row and rows is not None and rows.number_of("", key) is not None:
                     del values[id_name]
                 values = row | values
+                if "label" not in values and (label := label_of_path(unit.trace)) is not None:
+                    values["label"] = label
                 trace = f"{unit.trace}/{k}" if unit.trace and (count or 1) > 1 else unit.trace
                 _set_id(values, trace, name, is_only=(count or 1) == 1 and trace == "" and not unit.is_trace)
                 set_arrays(values)

@@ -15,6 +15,7 @@ from tracestore.ingest.roles.batches import batch_size, crop, split_batch, valid
 from tracestore.ingest.roles.edges import set_attention
 from tracestore.ingest.roles.keys import DEFAULT_KEYS, INPUTS_PAGE, KeyOptions
 from tracestore.store.format import schema
+from tracestore.store.format.labels import label_of_path
 from tracestore.store.write.record import TraceRecord, record_from_dict
 from tracestore.store.write.values import as_array, describe, field_error, integer
 
@@ -70,6 +71,9 @@ def records_of_trace(
             counts[question] += 1
     else:
         given = [found]
+    for each in given:
+        if each.label is None and not each.scores and not options.has_scores_file:
+            each.label = label_of_path(source_name.rpartition("/")[0])
     is_batch = count > 1
     return [_record(each, source_name, position + k, need_attention, is_batch) for k, each in enumerate(given)]
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.roles.columns import counts_of, has_one_id, lengths_of, num_tokens
+from tracestore.ingest.roles.columns import counts_of, has_one_id, lengths_of, num_tokens, singular
 from tracestore.ingest.roles.layout import is_ragged, layers_of, layout, opened
 
 # More layers than any model has: an axis of this size counts something else.
@@ -46,6 +46,21 @@ def trace_axis(
     if has_rows and shape[1] in counts:
         return _axis_of_padding(fields, value, shape)
     return 0 if has_rows else None
+
+
+def without_time_first(fields: dict[Any, Any]) -> dict[Any, Any]:
+    """Return fields in which states (S, N, D), as torch's pad_sequence stacks them, are a list of traces without padding.
+
+    The numbers of tokens next to them tell both axes.
+    """
+    value, sizes = opened(fields.get("hidden_states")), np.asarray(opened(lengths_of(fields)))
+    if not isinstance(value, np.ndarray) or value.ndim != 3 or sizes.ndim != 1 or sizes.dtype.kind not in "iu":
+        return fields
+    counts = sizes.tolist()
+    if len(counts) != value.shape[1] or len(counts) in (1, len(value)) or min(counts) < 1 or max(counts) != len(value):
+        return fields
+    rest = {name: v for name, v in fields.items() if not isinstance(name, str) or singular(name) != "lengths"}
+    return rest | {"hidden_states": [[value[:size, k]] for k, size in enumerate(counts)]}
 
 
 def _axis_of_padding(fields: Mapping[Any, Any], value: Any, shape: tuple[int | None, ...]) -> int | None:

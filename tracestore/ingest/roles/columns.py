@@ -169,6 +169,16 @@ def _token_shape(value: Any) -> int | None:
     return shape.shape[-1]
 
 
+def with_columns_beside(fields: Mapping[Any, Any]) -> dict[Any, Any] | None:
+    """Return a dict of stacked states with the columns of the dicts next to it, such as non_tensor_batch; None without."""
+    dicts = [v for v in map(opened, fields.values()) if isinstance(v, dict) and v]
+    batches = [v for v in dicts if (s := layout(v.get("hidden_states"))) is not None and len(s.shape) > 2]
+    shape = None if len(batches) != 1 else layout(batches[0]["hidden_states"])
+    count = None if shape is None or (shape.shape[0] or 0) < 2 else shape.shape[0]
+    columns = [v for v in dicts if v not in batches and all(_length(opened(column)) == count for column in v.values())]
+    return {k: v for d in (*columns, *batches) for k, v in d.items()} if count is not None and columns else None
+
+
 def labels_of_classes(fields: Mapping[Any, Any]) -> dict[Any, float] | None:
     """Return the label (1: hallucinated) of each key of a dict with two opposite words of judges; None for others."""
     if len(fields) != 2:

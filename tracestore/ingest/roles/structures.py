@@ -25,7 +25,7 @@ from tracestore.ingest.layouts.neighbors import (
 )
 from tracestore.ingest.layouts.partial import by_names, is_part, join_records, join_steps, joined_columns
 from tracestore.ingest.layouts.values import with_mask
-from tracestore.ingest.roles.axes import letters_of_trace, shape_text, trace_axis, with_states
+from tracestore.ingest.roles.axes import letters_of_trace, shape_text, trace_axis, with_states, without_time_first
 from tracestore.ingest.roles.columns import (
     has_id,
     has_one_id,
@@ -36,6 +36,7 @@ from tracestore.ingest.roles.columns import (
     named_columns,
     named_fields,
     row_of,
+    with_columns_beside,
 )
 from tracestore.ingest.roles.keys import OTHER_NAMES, KeyOptions, fields_of_nested
 from tracestore.ingest.roles.layout import Layout, is_ragged, layers_of, layout, opened, row
@@ -143,7 +144,7 @@ class Structures:
                 return Found(traces)
             fields = join_segments(fields)
             fields = join_steps(fields) or spread_records(fields) or fields
-            fields = with_weak_states(with_graph(with_embedding(fields)))
+            fields = without_time_first(with_weak_states(with_graph(with_embedding(fields))))
         if (labels := labels_of_classes(fields)) is not None and (found := self._of_classes(fields, labels, depth)):
             return found
         key, value = self._states(fields)
@@ -203,6 +204,8 @@ class Structures:
 
     def _of_children(self, fields: dict[Any, Any], depth: int, is_item: bool) -> Found | None:
         """Return the traces below a dict without hidden states of its own."""
+        if (batch := with_columns_beside(fields)) is not None:
+            return self._find(batch, depth + 1)
         found: dict[Any, Found] = {}
         for key, value in fields.items():
             value = opened(value)
