@@ -252,7 +252,7 @@ def test_a_missing_file_of_a_data_set_is_refused(tmp_path):
     assert "state.json" in error_of("convert", tmp_path / "d", tmp_path / "s.zarr", code=2)
 
 
-@pytest.mark.parametrize("form", ["output", "layers", "bytes"])
+@pytest.mark.parametrize("form", ["output", "layers", "bytes", "flat"])
 def test_structs_and_bytes_hold_arrays(tmp_path, form):
     traces = [base(k, tokens=3, attention=False) for k in range(3)]
     rows = []
@@ -261,6 +261,7 @@ def test_structs_and_bytes_hold_arrays(tmp_path, form):
         states = {
             "output": {"output": {"hidden_states": hidden.tolist(), "model": "m"}},
             "layers": {"layers": {str(n): layer.tolist() for n, layer in enumerate(hidden)}},
+            "flat": {"hidden_states": {"data": hidden.ravel().tolist(), "shape": list(hidden.shape)}},
             "bytes": {"hidden_states": hidden.astype("f2").tobytes(), "dtype": "float16", "shape": list(hidden.shape)},
         }[form]
         rows.append({"id": f"q{k}", "tokens": trace["tokens"].tolist()} | states)

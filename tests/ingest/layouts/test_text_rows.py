@@ -149,3 +149,15 @@ def test_columns_of_a_frame_without_names_are_dimensions(tmp_path):
     (tmp_path / "q1_layer_9.csv").write_text("\n".join(lines) + "\n")
     store = stored(tmp_path, tmp_path)
     np.testing.assert_array_equal(store["q1"].hidden_states, [states, states])
+
+
+def test_arrays_of_json_tricks(tmp_path):
+    def encoded_array(array):
+        return {"__ndarray__": array.tolist(), "dtype": str(array.dtype), "shape": array.shape, "Corder": True}
+
+    results = {
+        f"q{k}": {"hidden_states": encoded_array(t["hidden_states"]), "tokens": encoded_array(t["tokens"])}
+        for k, t in enumerate(TRACES)
+    }
+    (tmp_path / "a.json").write_text(json.dumps({"config": {"layers": 3}, "results": results}))
+    check(stored(tmp_path, tmp_path / "a.json"), TRACES)

@@ -95,7 +95,7 @@ class Table:
         if self._rows:
             return self._rows[k]
         try:
-            row = json.loads(self._mapped.read(*self._begins[2 * k : 2 * k + 2]))
+            row = load_json(self._mapped.read(*self._begins[2 * k : 2 * k + 2]))
         except (ValueError, RecursionError) as error:
             raise InvalidInputError(f"{self.path.name}, row {k}: not JSON: {str(error)[:100]}") from None
         if not isinstance(row, dict):
@@ -154,6 +154,15 @@ class Table:
                 yield k, str(value)
 
 
+def load_json(data: bytes | str) -> Any:
+    """Return a value of JSON, in which arrays as json_tricks writes them are nested lists."""
+    return json.loads(data, object_hook=_without_header)
+
+
+def _without_header(value: dict[str, Any]) -> Any:
+    return value["__ndarray__"] if isinstance(value.get("__ndarray__"), list) else value
+
+
 def parse(data: bytes, name: str) -> list[dict[str, Any]]:
     """Return the rows of a JSON, CSV, TSV or text file.
 
@@ -181,7 +190,7 @@ def parse(data: bytes, name: str) -> list[dict[str, Any]]:
 
 def _from_json(text: str, column: str) -> list[dict[str, Any]]:
     """Return the rows of a list of objects or values, of {"traces": [...]}, of a dict of objects by id, or one object."""
-    value = json.loads(text)
+    value = load_json(text)
     if isinstance(value, list) and value and not any(isinstance(row, dict | list) for row in value):
         return [{column: row} for row in value]
     value = _frame(value)

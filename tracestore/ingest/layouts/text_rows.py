@@ -1,6 +1,5 @@
 """Read traces of JSON, JSON Lines and CSV files, one line at a time or, with a limit, a whole file."""
 
-import json
 import re
 from collections.abc import Iterator
 from contextlib import closing
@@ -105,7 +104,7 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
 
 def _object(line: bytes, number: int) -> dict[str, Any]:
     try:
-        row = json.loads(line)
+        row = tables.load_json(line)
     except (ValueError, RecursionError) as error:
         raise InvalidInputError(f"row {number}: not JSON: {str(error)[:100]}") from None
     if not isinstance(row, dict):

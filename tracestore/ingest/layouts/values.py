@@ -51,6 +51,8 @@ def set_arrays(values: dict[str, Any]) -> None:
         value = values.get(name)
         if isinstance(value, Mapping) and (inner := _described(value)) is not None:
             values[name] = _array(name, *inner)
+        elif isinstance(value, Mapping) and value.keys() == {"data", "shape"}:
+            values[name] = _flat_array(name, array_of(value["data"]), _shape(value["shape"]))
         elif isinstance(value, Mapping):
             values[name] = {key: _shaped(array_of(layer), values) for key, layer in value.items()}
         elif (array := array_in_bytes(value)) is not None:
@@ -278,6 +280,13 @@ def _described(value: Mapping[Any, Any]) -> tuple[Any, Any, Any] | None:
         return None
     data = next(v for k, v in value.items() if k not in ("dtype", "shape"))
     return data, value["dtype"], _shape(value["shape"])
+
+
+def _flat_array(name: str, data: Any, shape: tuple[int, ...] | None) -> np.ndarray:
+    """Return the array of a struct of flat values and their shape, as Ray writes arrays of different shapes."""
+    if shape is None or not isinstance(data, np.ndarray) or data.shape != (math.prod(shape),):
+        raise InvalidInputError(f"found data and shape that do not fit each other ({shape})", field=name)
+    return data.reshape(shape)
 
 
 def _array(name: str, data: Any, dtype: Any, shape: tuple[int, ...] | None) -> np.ndarray:
