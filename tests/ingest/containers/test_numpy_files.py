@@ -278,3 +278,14 @@ def test_ids_of_tokens_are_not_taken_for_those_of_traces(tmp_path, ids):
     convert(tmp_path / "a.npz", tmp_path / "s.zarr", *(flags if len(set(ids)) == len(ids) else ()))
     (trace,) = tracestore.open(tmp_path / "s.zarr")
     assert trace.tokens.tolist() == ids and trace.hidden_states[:, 0, 0].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("name", ["n_tokens", "lengths"])
+def test_the_longest_trace_tells_the_axis_of_tokens(tmp_path, name):
+    states = [np.random.default_rng(n).normal(size=(n, 2, 8)).astype("f2") for n in (3, 5, 4)]
+    padded = np.stack([np.concatenate([s, np.full((5 - len(s), 2, 8), np.nan, "f2")]) for s in states])
+    np.savez(tmp_path / "a.npz", hidden_states=padded, question_id=["a", "b", "c"], **{name: [3, 5, 4]})
+    convert(tmp_path / "a.npz", tmp_path / "s.zarr", "--attention", "none")
+    with tracestore.open(tmp_path / "s.zarr") as store:
+        for key, expected in zip("abc", states, strict=True):
+            np.testing.assert_array_equal(store[key].hidden_states, expected.transpose(1, 0, 2))

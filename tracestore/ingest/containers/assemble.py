@@ -9,7 +9,7 @@ import numpy as np
 
 from tracestore._core import kernels
 from tracestore.errors import InvalidInputError, error_location
-from tracestore.ingest.containers.columns import Unit, plain, whole
+from tracestore.ingest.containers.columns import Column, Unit, plain, whole
 from tracestore.ingest.containers.grouping import (
     check_one_trace,
     count_by_axes,
@@ -91,6 +91,8 @@ def traces_of(
                 count, kind = stacked_count(unit, None if own_rows is None else len(own_rows))
             if parts is not None:
                 count, kind = len(parts.bounds), "trace"
+            elif axes is None and kind == "trace":
+                _set_padded_axis(unit)
             is_mapped = any(field in ("hidden_states", "last_token") for field, _ in renamed)
             if is_alone and count is None and axes is None and not is_mapped and own_rows is None:
                 check_one_trace(unit)
@@ -134,6 +136,21 @@ def traces_of(
                 yield values, unit.is_trace
                 del values
             position += 1
+
+
+def _set_padded_axis(unit: Unit) -> None:
+    """Find the axis of tokens of padded traces (N, L, S, D) or (N, S, L, D): the longest trace fills it."""
+    states = unit.fields.get("hidden_states")
+    name = next((n for n in (*LENGTHS, "n_tokens") if n in unit.fields), "")
+    lengths = unit.fields.get(name)
+    if not isinstance(states, Column) or states.ndim != 4 or not isinstance(lengths, Column):
+        return
+    if lengths.shape != states.shape[:1] or lengths.dtype.kind not in "iu" or not lengths.shape[0]:
+        return
+    longest = int(lengths.whole().max())
+    if states.shape[1:3].count(longest) == 1:
+        unit.is_token_major = states.shape[1] == longest
+        unit.fields["num_tokens"] = unit.fields.pop(name)
 
 
 def _are_joined(unit: Unit, rows: TableRows) -> bool:
