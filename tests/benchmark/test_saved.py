@@ -74,8 +74,11 @@ def damaged(saved):
     yield {"store": {}}, "not a complete detector"
     yield {"threshold": "x"}, "not a complete detector"
     yield {"model": {}}, "not a complete detector"
-    linear = saved["model"]["_model"]["linear"]
-    yield {"model": saved["model"] | {"_model": {"linear": [linear[0][:3], *linear[1:]]}}}, "not a complete detector"
+    linear = saved["model"]["_models"][0]["linear"]
+    yield {"model": saved["model"] | {"_models": [{"linear": [linear[0][:3], *linear[1:]]}]}}, "not a complete detector"
+    yield {"model": saved["model"] | {"_models": []}}, "not a complete detector"
+    yield {"model": saved["model"] | {"_models": [None]}}, "not a complete detector"
+    yield {"model": saved["model"] | {"_layers": [99]}}, "not a complete detector"
 
 
 def test_damaged_checkpoints_are_refused_in_one_line(store, tmp_path):

@@ -176,6 +176,7 @@ def test_a_failure_keeps_the_old_file(trained, tmp_path, monkeypatch):
         score(run / "lstm_solo/best.pt", store, tmp_path / "nowhere" / "s.csv")
 
 
+@pytest.mark.long
 def test_scoring_splits_batches_that_do_not_fit(trained, tmp_path, monkeypatch):
     """A forward pass of more than two traces fails: the batch is halved, with the same scores."""
     path, run, _ = trained

@@ -47,7 +47,7 @@ def test_torchrun(labeled, tmp_path):
     assert wrong.stderr == "", "rank 0 reports errors that all ranks find"
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("signum", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL])
 def test_a_signal_or_kill_of_one_rank_ends_all(driver, labeled, tmp_path, signum):
     flags = ["--store", labeled, *SMALL, *ONLY["lstm_solo"], "--epochs", 6]
     found = driver("rank_signaled", flags, tmp_path, int(signum))

@@ -55,8 +55,18 @@ class FittedDetector:
         self.detector.check(store)
 
     def logits(self, store: TraceStore, indices: np.ndarray) -> np.ndarray:
-        """Return calibrated logits ``(n,)`` float64 of traces, NaN where there is none."""
-        scores = self.slope * self.detector.score(store, indices) + self.intercept
+        """Return calibrated logits ``(n,)`` float64 of traces, NaN where there is none.
+
+        Raises
+        ------
+        UsageError
+            The fitted values are not those of such a detector, or not for such a store.
+        """
+        try:
+            scores = self.slope * self.detector.score(store, indices) + self.intercept
+        except (AssertionError, AttributeError, IndexError, TypeError, ValueError) as error:
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise UsageError(f"not a complete detector: {self.name} cannot score: {reason:.200}") from error
         return np.where(np.isfinite(scores), scores, np.nan)
 
 

@@ -88,7 +88,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("context", ["fork", *long("forkserver", "spawn")])
+@pytest.mark.parametrize("context", long("fork", "forkserver", "spawn"))
 def test_datasets_work_in_worker_processes(remote_store, local_store, tmp_path, context):
     # A process of its own: a forkserver keeps the environment that it was started in.
     (tmp_path / "script.py").write_text(WITH_WORKERS)
