@@ -56,9 +56,10 @@ def read_questions(source: str | Path) -> list[Question]:
     Parameters
     ----------
     source : str or Path
-        FACTS, a key of GENERATED, perhaps followed by a colon and a seed, or the path of a file: a CSV file with the columns question_id, question, answers (separated by |) and optionally group,
-        or JSON lines (.jsonl) with the same names, where answers is a list, and question may be a list: what the
-        user writes in each turn of a conversation. The accepted answers are those to the last turn.
+        FACTS, a key of GENERATED, perhaps followed by a colon and a seed, or the path of a file: a CSV file with the
+        columns question_id, question, answers (separated by |) and optionally group, or JSON lines (.jsonl) with the
+        same names, where answers is a list, and question may be a list: what the user writes in each turn of a
+        conversation. The accepted answers are those to the last turn.
 
     Raises
     ------

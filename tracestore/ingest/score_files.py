@@ -36,33 +36,12 @@ _PRIMARY = tuple(SCORE_COLUMNS)[:9]
 WORD_COLUMNS = ("verdict", "judgment", "judge", "judge_label", "label", "labels")
 ID_COLUMN, GROUP_COLUMN = "question_id", "group"
 SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".npy", ".npz")
-# Words of judges: whether the answer is correct; and those whose meaning is that of the column.
-_WORDS = {
-    **dict.fromkeys(("correct", "right", "accurate", "truthful", "factual", "faithful", "supported"), True),
-    **dict.fromkeys(("incorrect", "wrong", "inaccurate", "untruthful", "unfaithful", "unsupported"), False),
-    **dict.fromkeys(("hallucination", "hallucinated", "hallu"), False),
-}
-_YES_OR_NO = {**dict.fromkeys(("yes", "true", "y", "t"), 1.0), **dict.fromkeys(("no", "false", "n", "f"), 0.0)}
 _NO_SCORES = ("provenance.json", "data_config.json", "dataset_info.json", "state.json", "dataset_dict.json")
 
 
 def direction_of(column: str) -> str | None:
     """Return what a high value of a column or key of this name means; None if that is not known."""
     return SCORE_COLUMNS.get(normalized(column))
-
-
-def score_of_word(text: str, direction: str | None) -> float | None:
-    """Return 1 or 0 for a word of a judge, in the direction of its column; None for other texts.
-
-    Examples
-    --------
-    >>> score_of_word("INCORRECT", "correct"), score_of_word("incorrect", "hallucination")
-    (0.0, 1.0)
-    """
-    word = text.strip().strip(".!").lower()
-    if word in _WORDS:
-        return float(_WORDS[word] == (direction != HALLUCINATION))
-    return None if direction is None else _YES_OR_NO.get(word)
 
 
 def id_column_of(header: Sequence[str]) -> str | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from tracestore.errors import InvalidInputError, UsageError
-from tracestore.ingest.roles.keys import normalized
+from tracestore.ingest.roles.keys import normalized, score_of_word
 from tracestore.ingest.score_files import (
     GROUP_COLUMN,
     ID_COLUMN,
@@ -20,7 +20,6 @@ from tracestore.ingest.score_files import (
     id_column_of,
     read_table,
     score_columns_of,
-    score_of_word,
 )
 from tracestore.store.format.labels import (
     CORRECT,

@@ -175,7 +175,8 @@ def test_the_only_array_with_a_weak_name_is_that_of_the_states(tmp_path, name):
 
 def test_an_array_with_a_weak_name_next_to_others_is_not_guessed(tmp_path):
     (tmp_path / "in.pkl").write_bytes(pickle.dumps({"X": HIDDEN[:, 0], "Z": HIDDEN[:, 1], "ids": ["a", "b", "c"]}))
-    error_of("convert", tmp_path / "in.pkl", tmp_path / "s.zarr", code=3)
+    message = error_of("convert", tmp_path / "in.pkl", tmp_path / "s.zarr", code=3)
+    assert "found X, Z, ids; name it with --map hidden_states=KEY" in message
 
 
 @pytest.mark.parametrize("word, score", [("correct", 1.0), ("Hallucinated", 0.0)])

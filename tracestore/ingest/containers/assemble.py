@@ -22,8 +22,8 @@ from tracestore.ingest.containers.tables import TableRows
 from tracestore.ingest.layouts.ragged import ragged
 from tracestore.ingest.layouts.rows import id_column
 from tracestore.ingest.layouts.values import has_vectors, open_texts, set_arrays, with_mask
+from tracestore.ingest.roles.keys import label_of_path
 from tracestore.store.format import schema
-from tracestore.store.format.labels import label_of_path
 from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.values import field_error
 

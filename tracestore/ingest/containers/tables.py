@@ -27,8 +27,10 @@ SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
 MAX_BYTES = 64 << 20
 MAX_LINE_BYTES = 64 << 20
 # Columns that name the file of a trace.
-_FILE_KEYS: tuple[str, ...] = ("file", "filename", "file_name", "path", "file_path", "filepath")
-_FILE_KEYS += ("npz", "npy", "hidden_states_path", "shard")
+_FILE_KEYS = (
+    *("file", "filename", "file_name", "path", "file_path", "filepath"),
+    *("npz", "npy", "hidden_states_path", "shard"),
+)
 # Columns that number the traces of one file.
 _ROW_KEYS = ("row", "row_index", "row_idx", "row_id", "index_in_file", "index_in_shard", "position", "index", "idx")
 _FIELDS = frozenset((*MAPPABLE, *(name for names in OTHER_NAMES.values() for name in names)))

@@ -13,9 +13,8 @@ from tracestore.ingest.containers.grouping import natural_key
 from tracestore.ingest.roles.assign import Assignment, assign
 from tracestore.ingest.roles.batches import batch_size, crop, split_batch, valid_span
 from tracestore.ingest.roles.edges import set_attention
-from tracestore.ingest.roles.keys import DEFAULT_KEYS, INPUTS_PAGE, KeyOptions
+from tracestore.ingest.roles.keys import DEFAULT_KEYS, INPUTS_PAGE, KeyOptions, label_of_path
 from tracestore.store.format import schema
-from tracestore.store.format.labels import label_of_path
 from tracestore.store.write.record import TraceRecord, record_from_dict
 from tracestore.store.write.values import as_array, describe, field_error, integer
 

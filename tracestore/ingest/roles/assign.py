@@ -27,8 +27,9 @@ from tracestore.ingest.roles.keys import (
     KeyOptions,
     fields_of_nested,
     normalized,
+    score_of_word,
 )
-from tracestore.ingest.score_files import SCORE_COLUMNS, WORD_COLUMNS, direction_of, score_of_word
+from tracestore.ingest.score_files import SCORE_COLUMNS, WORD_COLUMNS, direction_of
 from tracestore.store.write.values import as_array, describe
 
 OWN_KEYS = frozenset((*MAPPABLE, *TOKENS_KEYS, "global_example_id", "layers", "labels")) - {"label"}

@@ -87,13 +87,13 @@ def with_advice(error: InvalidInputError, trace: Any) -> InvalidInputError:
     advice = f"see {INPUTS_PAGE}#keys"
     if error.reason.startswith("missing key") and isinstance(trace, Mapping):
         wanted = ("hidden_states", "attentions") if name in ("hidden_states", "attentions") else (name,)
-        pairs = [f"{field}={key}" for field in (*wanted, "tokens") if (key := _similar_key(field, trace)) is not None]
-        if name == "attentions":
-            pairs += [f"attentions={key}" for key in attention_in(trace)[:1] if not pairs]
-        if pairs:
-            advice = f"try --map {','.join(pairs)}"
-        elif name == "hidden_states":
+        keys = {field: key for field in (*wanted, "tokens") if (key := _similar_key(field, trace)) is not None}
+        if name == "attentions" and not keys and (found := attention_in(trace)):
+            keys[name] = found[0]
+        if name == "hidden_states" and name not in keys:
             advice = _advice_for_states(trace)
+        elif keys:
+            advice = f"try --map {','.join(f'{field}={key}' for field, key in keys.items())}"
     return InvalidInputError(
         f"{error.reason}; {advice}", source=error.source, position=error.position, field=error.field
     )

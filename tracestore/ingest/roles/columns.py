@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from tracestore.ingest.containers.keys import ID_KEYS, parse_key
-from tracestore.ingest.roles.keys import COUNTERS, MAPPABLE, OTHER_NAMES
+from tracestore.ingest.roles.keys import COUNTERS, MAPPABLE, OTHER_NAMES, score_of_word
 from tracestore.ingest.roles.layout import layout, opened, row
-from tracestore.ingest.score_files import SCORE_COLUMNS, score_of_word
+from tracestore.ingest.score_files import SCORE_COLUMNS
 
 # Names of values of one trace; a column may have an "s" at the end.
 _SINGULAR = frozenset((*MAPPABLE, *itertools.chain(*OTHER_NAMES.values()), *ID_KEYS, *SCORE_COLUMNS))

@@ -1,4 +1,4 @@
-"""Names that the fields of a trace have in the files of a user: --map and the keys of scores."""
+"""Names that the fields of a trace have in the files of a user, for --map and scores, and the words of judges."""
 
 import re
 import tomllib
@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from tracestore.errors import UsageError, escape_unprintable
 from tracestore.store.format import schema
+from tracestore.store.format.labels import HALLUCINATION
 
 INPUTS_PAGE = "docs/inputs.md"
 # Fields that may have another name in a file.
@@ -96,6 +97,15 @@ _NESTED = frozenset((*OTHER_NAMES["question_id"][:6], *OTHER_NAMES["question"], 
 JUDGMENTS = frozenset(
     ["eval", "evals", "evaluation", "metrics", "scores", "judge", "judgment", "grading", "annotation"]
 )
+# Words of judges: whether the answer is correct; and those whose meaning is that of the column.
+_WORDS = {
+    **dict.fromkeys(("correct", "right", "accurate", "truthful", "factual", "faithful", "supported"), True),
+    **dict.fromkeys(("incorrect", "wrong", "inaccurate", "untruthful", "unfaithful", "unsupported"), False),
+    **dict.fromkeys(("hallucination", "hallucinated", "hallu"), False),
+}
+_YES_OR_NO = {**dict.fromkeys(("yes", "true", "y", "t"), 1.0), **dict.fromkeys(("no", "false", "n", "f"), 0.0)}
+# Words that are names of folders and groups of one class of answers.
+_CLASSES = ("correct", "incorrect", "wrong", "hallucinated")
 _WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[\s\-]+")
 # Axes of hidden states, from the outside: N traces, L layers, S tokens, D hidden size.
 Axes = Literal["LSD", "SLD", "SD", "LD", "D", "NLSD", "LNSD", "NSLD", "NSD", "NLD", "LND", "ND"]
@@ -195,3 +205,29 @@ def fields_of_nested(values: Mapping[str, Any]) -> dict[str, Any]:
         for k, v in value.items()
         if v is not None and (k in SPELLED or (k in _NESTED and normalized(str(key)) in _ABOUT_TRACE))
     }
+
+
+def score_of_word(text: str, direction: str | None) -> float | None:
+    """Return 1 or 0 for a word of a judge, in the direction of its column; None for other texts.
+
+    Examples
+    --------
+    >>> score_of_word("INCORRECT", "correct"), score_of_word("incorrect", "hallucination")
+    (0.0, 1.0)
+    """
+    word = text.strip().strip(".!").lower()
+    if word in _WORDS:
+        return float(_WORDS[word] == (direction != HALLUCINATION))
+    return None if direction is None else _YES_OR_NO.get(word)
+
+
+def label_of_path(path: str) -> float | None:
+    """Return the label (1: hallucination) that the name of a class among the parts of a path states; None without one.
+
+    Examples
+    --------
+    >>> label_of_path("activations/hallucinated"), label_of_path("correct/q0"), label_of_path("train/q0")
+    (1.0, 0.0, None)
+    """
+    labels = {score_of_word(part, HALLUCINATION) for part in path.lower().split("/") if part in _CLASSES}
+    return labels.pop() if len(labels) == 1 else None

@@ -18,8 +18,6 @@ DEFAULT_SCORE_NAME = "score"
 _SCORE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 MAX_SCORE_NAMES = 64
 _MAX_TEXT = 1024
-# Labels by the names of the folders and groups of a class of answers.
-_CLASSES = {"correct": 0.0, "incorrect": 1.0, "wrong": 1.0, "hallucinated": 1.0}
 # First columns of the predictions.csv that training writes; its label is 1 for a hallucination.
 PREDICTION_COLUMNS = ("question_id", "sample", "trace_index", "split", "fold", "seed", "label")
 
@@ -102,15 +100,3 @@ def describe(scores: np.ndarray, threshold: float, direction: str) -> str:
     count = int((known < threshold).sum() if direction == CORRECT else (known >= threshold).sum())
     where = "below" if direction == CORRECT else "at or above"
     return f"{count:,} of {len(known):,} {where} {threshold:g}: labeled hallucination"
-
-
-def label_of_path(path: str) -> float | None:
-    """Return the label that the name of a class among the parts of a path states; None without one.
-
-    Examples
-    --------
-    >>> label_of_path("activations/hallucinated"), label_of_path("correct/q0"), label_of_path("train/q0")
-    (1.0, 0.0, None)
-    """
-    labels = {_CLASSES[part] for part in path.lower().split("/") if part in _CLASSES}
-    return labels.pop() if len(labels) == 1 else None
