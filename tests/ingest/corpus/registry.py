@@ -74,4 +74,5 @@ def load(part="all"):
     importlib.import_module("tests.ingest.corpus.unseen")
     importlib.import_module("tests.ingest.corpus.unseen_second")
     importlib.import_module("tests.ingest.corpus.unseen_third")
+    importlib.import_module("tests.ingest.corpus.unseen_fourth")
     return MAIN | UNSEEN | OUTSIDE if part == "all" else PARTS[part]
