@@ -32,7 +32,7 @@ from tracestore.ingest.sources import (
 )
 from tracestore.store.format import paths
 from tracestore.store.format.labels import DEFAULT_THRESHOLD, describe
-from tracestore.store.format.provenance import Provenance
+from tracestore.store.format.provenance import Provenance, equals_but_layers, with_layers
 from tracestore.store.io import fsio
 from tracestore.store.io.files import local_dir, parse_location
 from tracestore.store.io.ownership import has_manifest
@@ -57,21 +57,6 @@ def _position(error: InvalidInputError) -> float:
     return math.inf if error.position is None else error.position
 
 
-def provenance_of(known: Provenance | None, first: PackedTrace | None) -> Provenance | None:
-    """Return the provenance of a source, with the layers that its first trace names."""
-    ids = None if first is None else first.record.layer_ids
-    if ids is None or (known is not None and known.layer_ids is not None):
-        return known
-    return replace(known or Provenance(), layer_ids=ids)
-
-
-def is_provenance_of(committed: Provenance | None, known: Provenance | None) -> bool:
-    """Return whether a committed provenance is the known one, perhaps with layers that traces named."""
-    if committed is not None and (known is None or known.layer_ids is None):
-        committed = replace(committed, layer_ids=None)
-    return (committed or Provenance()) == (known or Provenance())
-
-
 class Conversion:
     """One conversion of a list of sources.
 
@@ -85,8 +70,8 @@ class Conversion:
         Options of the conversion.
     output : Output
         Receives notes and progress.
-    only : callable
-        Return whether a source is converted.
+    only : callable, optional
+        Return whether a source is converted; by default all are.
 
     Raises
     ------
@@ -102,14 +87,16 @@ class Conversion:
         store: str,
         options: ConvertOptions,
         output: Output,
-        only: Callable[[SourceFile], bool] = lambda _: True,
+        only: Callable[[SourceFile], bool] | None = None,
     ) -> None:
         self._options, self._output = options, output
+        # While files are still being written, those with the ids of a table may follow.
+        self._need_ids = only is None and not options.skip_bad
         self.is_interrupted = False
         self.store = parse_location(store)
         self.folder = local_dir(store)
         self.scoring = Scoring(sources, find_sources(sources, self.folder), options, output)
-        self.sources = [source for source in self.scoring.sources if only(source)]
+        self.sources = [source for source in self.scoring.sources if only is None or only(source)]
         self.scoring.keys = replace(self.scoring.keys, is_index_id=is_index_id(self.sources, self.scoring.keys))
         self._default_attention = DefaultAttention(
             self.sources, replace(self.scoring.keys, axes=self._options.axes), self._check_interrupt
@@ -199,7 +186,7 @@ class Conversion:
             if source.name == committed.path:
                 size, digest = source_fingerprint(source)
                 is_same = committed.size == size and committed.fingerprint in (digest, partial_fingerprint(digest))
-                return is_same and is_provenance_of(committed.provenance, self._provenance(source))
+                return is_same and equals_but_layers(committed.provenance, self._provenance(source))
         return False
 
     def _interrupt(self, *_: object) -> None:
@@ -281,6 +268,8 @@ class Conversion:
                     report.num_sources_skipped += 1
                     report.skipped.append({"source": stream.source.name, "reason": str(error)})
                     self._report_refused(stream.source.name, stream.refused or [error], progress)
+        progress.clear()
+        self.scoring.check_ids(writer, can_refuse=self._need_ids)
         writer.commit()
 
     def _convert_one(self, writer: StoreWriter, stream: SourceStream | ClusterStream, progress: Progress) -> None:
@@ -308,7 +297,8 @@ class Conversion:
                 second = next(traces, None)
                 if second is None:
                     first.set_question_id(file_id)
-            provenance = provenance_of(self._provenance(stream.source), first)
+            provenance = with_layers(self._provenance(stream.source), None if first is None else first.record.layer_ids)
+            self.scoring.begin_source(stream.source)
             writer.begin_source(name, size, digest, provenance)
             try:
                 for packed in chain(filter(None, (first, second)), traces):
@@ -348,7 +338,7 @@ class Conversion:
     ) -> None:
         """Add a trace to the open source, or to the refused ones."""
         record = packed.record
-        scores, group = self.scoring.values(writer, record)
+        scores, group = self.scoring.values(writer, packed)
         try:
             ids = None if provenance is None else provenance.layer_ids
             if record.layer_ids is not None and record.layer_ids != ids:

@@ -9,6 +9,7 @@ import numpy as np
 
 from tracestore.console import Output, plural
 from tracestore.convert.options import ConvertOptions
+from tracestore.convert.table_ids import TableIds
 from tracestore.errors import InvalidInputError, UsageError, escape_unprintable
 from tracestore.ingest.roles.keys import INPUTS_PAGE, KeyOptions, parse_map
 from tracestore.ingest.score_files import ID_COLUMN, direction_of, find_score_files
@@ -17,7 +18,6 @@ from tracestore.ingest.sources import SourceFile
 from tracestore.store.format.labels import CORRECT, HALLUCINATION, ScoreField
 from tracestore.store.read.columns import TraceValues
 from tracestore.store.write.pack import PackedTrace
-from tracestore.store.write.record import TraceRecord
 from tracestore.store.write.writer import StoreWriter
 
 
@@ -68,7 +68,8 @@ class Scoring:
                 f"write a table with {ID_COLUMN}"
             )
         self._num_positions = 0
-        self._direction = options.score_direction
+        self._ids = TableIds(self.file)
+        self._output, self._direction = output, options.score_direction
         self._name = ""  # of the file's scores in the store
         self._used: Counter[str] = Counter()
         has_no_padding = options.padding == "none"
@@ -99,8 +100,14 @@ class Scoring:
             self._name = writer.attributes.default_score or self.file.name
             writer.define_score(self._name, self.file.score_field)
 
-    def values(self, writer: StoreWriter, record: TraceRecord) -> tuple[Mapping[str, float], str]:
+    def begin_source(self, source: SourceFile) -> None:
+        """Begin a source, which may have a table."""
+        self._ids.begin(source.table)
+
+    def values(self, writer: StoreWriter, packed: PackedTrace) -> tuple[Mapping[str, float], str]:
         """Return the named scores and the group of a trace; its scores are defined in the store."""
+        record = packed.record
+        self._ids.add(packed)
         if self.file is not None and self.file.in_order:
             self._num_positions = max(self._num_positions, record.position + 1)
             return {self._name: self.file.score_at(record.position)}, ""
@@ -130,6 +137,20 @@ class Scoring:
         """Raise InvalidInputError if a scores file without ids has more or fewer scores than the source traces."""
         if self.file is not None and self.file.in_order and len(self.file.in_order) != self._num_positions:
             raise InvalidInputError(self.file.count_text(self._num_positions), source=self.file.path.name)
+
+    def check_ids(self, writer: StoreWriter, *, can_refuse: bool) -> None:
+        """Print each table and scores file of which no id is that of a trace.
+
+        Raises
+        ------
+        InvalidInputError
+            If one of them has scores or labels, and the traces have no others; not without `can_refuse`.
+        """
+        has_others = bool(self._used or writer.manifest.num_scored or np.isfinite(writer.read_columns().labels).any())
+        for file in self._ids.unmatched(writer):
+            if can_refuse and file.has_scores and not has_others:
+                raise InvalidInputError(file.reason(), source=file.path.name)
+            self._output.info(f"{file.path.name}: {file.reason()}")
 
     def fill(self, writer: StoreWriter) -> None:
         """Set the scores of committed traces that have none, from the file."""

@@ -274,7 +274,7 @@ def _table_above(
             table = load_table(folder / names[0])
         except InvalidInputError:
             continue
-        row = table.by_id.get(source.path.name if source.parts else source.path.stem)
+        row = table.row_of(source.path.name if source.parts else source.path.stem)
         if row is not None:
             return TableReference(table.path, (row,))
         if order is not None and len(table) == order[1] > 1 and not table.by_file:
@@ -382,9 +382,8 @@ def _shared_rows(
     name, stem = source.path.name, source.path.stem
     if rows := table.rows_of(name, stem):
         return TableReference(path, tuple(rows))
-    for key in (stem, name):
-        if key in table.by_id:
-            return TableReference(path, (table.by_id[key],))
+    if (row := table.row_of(stem, name)) is not None:
+        return TableReference(path, (row,))
     if count == 1:
         return TableReference(path)
     if table.by_file:

@@ -1,5 +1,6 @@
 """Tables next to containers: JSON, JSON Lines or CSV files with the texts and numbers of traces."""
 
+import contextlib
 import csv
 import hashlib
 import io
@@ -7,13 +8,12 @@ import itertools
 import json
 import re
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from tracestore._core.mapping import MappedFile
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.byte_source import check_regular, map_file
 from tracestore.ingest.containers import arrow_files
@@ -24,19 +24,17 @@ from tracestore.store.format import schema
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
 # A table that is parsed as a whole; of JSON Lines, only one line at a time is.
-MAX_BYTES = 64 << 20
-MAX_LINE_BYTES = 64 << 20
+MAX_BYTES = MAX_LINE_BYTES = 64 << 20
 # Columns that name the file of a trace.
-_FILE_KEYS = (
-    *("file", "filename", "file_name", "path", "file_path", "filepath"),
-    *("npz", "npy", "hidden_states_path", "shard"),
-)
+_FILE_KEYS: tuple[str, ...] = ("file", "filename", "file_name", "path", "file_path", "filepath")
+_FILE_KEYS += ("npz", "npy", "hidden_states_path", "shard")
 # Columns that number the traces of one file.
 _ROW_KEYS = ("row", "row_index", "row_idx", "row_id", "index_in_file", "index_in_shard", "position", "index", "idx")
 _FIELDS = frozenset((*MAPPABLE, *(name for names in OTHER_NAMES.values() for name in names)))
 _VECTOR = re.compile(r"\[?(?:\s*-?\d+\.\d*(?:e[-+]?\d+)?(?=[\s\]]|$)){3,}\s*\]?")
 _NUMBER = re.compile(r"-?\d+(?:\.\d*)?(?:e[-+]?\d+)?", re.IGNORECASE)
 _MIN_NUMBERS = 8
+_HASH = re.compile(r"(?=.*[a-z])(?=.*\d)\S{6,}", re.IGNORECASE)
 # Arrays that `numpy.savez` got without names.
 _UNNAMED = re.compile(r"arr_(\d{1,9})")
 _TEXTS = frozenset((*schema.STRING_FIELDS, *ID_KEYS, *_FILE_KEYS, "answer", "prompt"))
@@ -61,7 +59,7 @@ class Table:
         self._rows: list[dict[str, Any]] = []
         self._begins = array("q")
         check_regular(path)
-        self._mapped: MappedFile = map_file(path)
+        self._mapped = map_file(path)
         if path.suffix in (".jsonl", ".ndjson"):
             self._find_lines()
         elif path.name.endswith(arrow_files.SUFFIXES):
@@ -133,12 +131,18 @@ class Table:
     @cached_property
     def by_id(self) -> dict[str, int]:
         """Row by id; an id that several rows have is left out."""
-        found: dict[str, int] = {}
-        several = set()
-        for k, name in self._values(ID_KEYS):
-            several |= {name} if name in found else set()
-            found.setdefault(name, k)
-        return {name: k for name, k in found.items() if name not in several}
+        return _of_one((name, k) for k, name in self._values(ID_KEYS))
+
+    @cached_property
+    def _by_cell(self) -> dict[str, int]:
+        """Row by a text without spaces in any column that no other row has, such as a hash."""
+        rows = (list(self[k].values()) for k in range(len(self)))
+        return _of_one((v, k) for k, row in enumerate(rows) for v in row if isinstance(v, str) and " " not in v)
+
+    def row_of(self, *names: str) -> int | None:
+        """Return the row that has one of the names of a file as its id, or in another column; None without one."""
+        found = next((self.by_id[name] for name in names if name in self.by_id), None)
+        return self._by_cell.get(names[0]) if found is None and _HASH.fullmatch(names[0]) else found
 
     @cached_property
     def id_of(self) -> dict[int, str]:
@@ -156,13 +160,16 @@ class Table:
                 yield k, str(value)
 
 
+def _of_one(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """Return a dict of pairs without the keys that several of them have."""
+    found: dict[str, int] = {}
+    several = {key for key, k in pairs if found.setdefault(key, k) != k}
+    return {key: k for key, k in found.items() if key not in several}
+
+
 def load_json(data: bytes | str) -> Any:
     """Return a value of JSON, in which arrays as json_tricks writes them are nested lists."""
-    return json.loads(data, object_hook=_without_header)
-
-
-def _without_header(value: dict[str, Any]) -> Any:
-    return value["__ndarray__"] if isinstance(value.get("__ndarray__"), list) else value
+    return json.loads(data, object_hook=lambda v: v["__ndarray__"] if isinstance(v.get("__ndarray__"), list) else v)
 
 
 def parse(data: bytes, name: str) -> list[dict[str, Any]]:
@@ -269,9 +276,7 @@ def _from_csv(text: str, suffix: str) -> list[dict[str, Any]]:
     if not header or len(set(header)) != len(header):
         raise ValueError("expected a header with different names")
     rows = []
-    for number, values in enumerate(reader):
-        if not values:
-            continue
+    for number, values in enumerate(filter(None, reader)):
         if len(values) != len(header):
             raise ValueError(f"row {number} has {len(values)} values, the header {len(header)}")
         row = {name: _csv_value(name, value) for name, value in zip(header, values, strict=True)}
@@ -286,10 +291,8 @@ def _csv_value(name: str, text: str) -> Any:
     if _VECTOR.fullmatch(text):  # as str() of an array
         return [float(number) for number in text.strip("[] \n").split()]
     if text[:1] in ("[", "{") or (text[:1] in "+-.0123456789" and len(text) < 40):
-        try:
+        with contextlib.suppress(ValueError, RecursionError):
             return json.loads(text)
-        except (ValueError, RecursionError):
-            return text or None
     return text or None
 
 
@@ -353,17 +356,15 @@ class TableRows:
 
     def of(self, trace: str, position: int, key: Any = None) -> dict[str, Any] | None:
         """Return the row of a trace by its id `key`, by its name in the container, or by its position; None without one."""
-        for name in (key, trace):
-            rows = (
-                [t[t.by_id[str(name)]] for t in (self._table, *self._others) if str(name) in t.by_id]
-                if name not in (None, "")
-                else []
-            )
-            if rows:
+        ids = [str(name) for name in (key, trace) if name not in (None, "")]
+        for name in ids:
+            if rows := [t[t.by_id[name]] for t in (self._table, *self._others) if name in t.by_id]:
                 return {field: value for row in reversed(rows) for field, value in row.items()}
         if (number := self.number_of(trace, key)) is not None:
             return dict(self._table[number])
-        if self.is_by_id or (trace and self._table.by_id):
+        # The order decides for traces without ids, and for rows that belong to the file by its name.
+        is_whole = 1 < len(self._rows) == len(self._table) and not self._table.by_file
+        if self.is_by_id or ((trace or (ids and is_whole)) and self._table.by_id):
             return None
         return dict(self._table[self._rows[position]]) if position < len(self._rows) else None
 

@@ -105,7 +105,7 @@ class Structures:
         if found is None:
             return None
         if rows is not None:
-            found = found._replace(traces=with_rows(found.traces, rows, is_whole=not is_item))
+            found = found._replace(traces=with_rows(found.traces, rows, self._options, is_whole=not is_item))
         if not found.is_one or is_item:
             return found
         trace = found.traces[0]

@@ -7,6 +7,7 @@ from tracestore.errors import InvalidInputError
 from tracestore.ingest.containers.keys import ID_KEYS
 from tracestore.ingest.containers.tables import TableRows
 from tracestore.ingest.roles.columns import counts_of, has_one_id
+from tracestore.ingest.roles.keys import KeyOptions
 from tracestore.ingest.roles.layout import layout, opened
 
 
@@ -32,13 +33,16 @@ def _has_ids(fields: Mapping[Any, Any]) -> bool:
     return any(f"{name}s" in fields or name in fields for name in ID_KEYS)
 
 
-def with_rows(traces: Sequence[dict[Any, Any]], rows: TableRows, *, is_whole: bool) -> list[dict[Any, Any]]:
+def with_rows(
+    traces: Sequence[dict[Any, Any]], rows: TableRows, options: KeyOptions, *, is_whole: bool
+) -> list[dict[Any, Any]]:
     """Return traces with the values of their rows: by id, else by position if there are as many rows as traces.
 
     Values of a trace take precedence over those of its row. `is_whole`: these are all traces of the file.
     """
     by_id = rows.by_id
-    ids = [_id_of(trace) for trace in traces]
+    names = (*(key for name, key in options.renamed if name == "question_id"), "global_example_id", *ID_KEYS)
+    ids = [_id_of(trace, names) for trace in traces]
     if by_id and any(key in by_id for key in ids):
         found = [None if key is None else by_id.get(key) for key in ids]
         return [t if row is None else row | t for t, row in zip(traces, found, strict=True)]
@@ -47,8 +51,8 @@ def with_rows(traces: Sequence[dict[Any, Any]], rows: TableRows, *, is_whole: bo
     return list(traces)
 
 
-def _id_of(trace: Mapping[Any, Any]) -> str | None:
-    value = next((trace[name] for name in ("global_example_id", *ID_KEYS) if trace.get(name) is not None), None)
+def _id_of(trace: Mapping[Any, Any], names: Sequence[str]) -> str | None:
+    value = next((trace[name] for name in names if trace.get(name) is not None), None)
     return str(value) if isinstance(value, str | int) else None
 
 

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from tracestore.errors import UsageError, escape_unprintable
@@ -163,6 +163,20 @@ def _text(value: object) -> str:
     if isinstance(value, list | tuple) and list(value) == list(range(value[0], value[0] + len(value))):
         return f"{value[0]}-{value[-1]}"  # layer_ids
     return escape_unprintable(value if isinstance(value, str) else json.dumps(value), 200)
+
+
+def with_layers(known: Provenance | None, layer_ids: tuple[int, ...] | None) -> Provenance | None:
+    """Return a provenance with the layers that a trace names, unless it has its own."""
+    if layer_ids is None or (known is not None and known.layer_ids is not None):
+        return known
+    return replace(known or Provenance(), layer_ids=layer_ids)
+
+
+def equals_but_layers(committed: Provenance | None, known: Provenance | None) -> bool:
+    """Return whether a committed provenance is the known one, perhaps with layers that traces named."""
+    if committed is not None and (known is None or known.layer_ids is None):
+        committed = replace(committed, layer_ids=None)
+    return (committed or Provenance()) == (known or Provenance())
 
 
 def require_compatible(known: Iterable[Provenance], added: Iterable[Provenance], where: str) -> None:
