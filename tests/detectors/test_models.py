@@ -12,6 +12,7 @@ import tracestore
 from tests.helpers import make_graphs, make_trace, make_traces, write_store
 from tracestore.data.loader import TraceLoader
 from tracestore.detectors.config import ModelConfig
+from tracestore.detectors.dropout import TraceMasks
 from tracestore.detectors.graph.inputs import GraphInputs
 from tracestore.detectors.models import detector_loss
 from tracestore.detectors.registry import make_model
@@ -62,7 +63,7 @@ def config(**changes):
 
 def plain_lstm(model):
     """Return the LSTM of a detector as one multi-layer LSTM of torch with the same parameters."""
-    first, *_ = layers = model.reader.lstm.layers
+    first, *_ = layers = model.readers[0].lstm.layers
     lstm = nn.LSTM(first.input_size, first.hidden_size, len(layers), batch_first=True, bidirectional=True)
     for k, layer in enumerate(layers):
         for name, parameter in layer.named_parameters():
@@ -85,7 +86,7 @@ class Reference(nn.Module):
             conv.load_state_dict(source.state_dict())
             self.convs.append(conv)
         self.lstm = plain_lstm(model)
-        self.head = model.reader.head
+        self.head = model.readers[0].head
 
     def forward(self, layers, eps=None):
         pooled = []
@@ -360,5 +361,22 @@ def test_the_lstm_reads_the_layers_in_order():
     assert out.shape == (5,)
     assert not torch.allclose(out, model(sequences.flip(1)).logits)
     _, (h, _) = plain_lstm(model)(sequences.float())
-    expected = model.reader.head(torch.cat([h[-2], h[-1]], 1)).squeeze(1)
+    expected = model.readers[0].head(torch.cat([h[-2], h[-1]], 1)).squeeze(1)
     assert torch.equal(out, expected)
+
+
+def test_each_reader_is_trained_on_the_labels_and_the_logit_is_their_mean():
+    model = make_model("lstm_solo", config(dropout=0.3, num_readers=3)).train()
+    sequences, y = torch.randn(4, LAYERS, DIM), torch.tensor([0.0, 1.0, 1.0, 0.0])
+    output = model(sequences, TraceMasks(key=1, first=0, count=4))
+    assert output.reader_logits.shape == (4, 3)
+    assert torch.equal(output.logits, output.reader_logits.mean(1))
+    losses = [F.binary_cross_entropy_with_logits(logits, y) for logits in output.reader_logits.T]
+    torch.testing.assert_close(detector_loss(output, y, 1.0), torch.stack(losses).mean())
+
+
+def test_readers_draw_masks_of_their_own():
+    model = make_model("lstm_solo", config(dropout=0.5, num_readers=2)).train()
+    model.readers[1].load_state_dict(model.readers[0].state_dict())
+    first, second = model(torch.randn(4, LAYERS, DIM), TraceMasks(key=1, first=0, count=4)).reader_logits.T
+    assert not torch.equal(first, second)

@@ -54,6 +54,7 @@ MODEL_FLAGS: Flags = {
     "residual": {"action": _SWITCH, "help": "add the input of the second convolution to its output"},
     "pooling": "tokens that the readout of a graph averages",
     "layer_pooling": "what the head reads: the mean of the LSTM's outputs over the layers, or its final states",
+    "num_readers": "LSTMs with heads that read the layers; their logits are averaged",
     "skip": "hidden states that the LSTM of graph models also reads: their mean over the answer, or the last token",
     "mask_diagonal": {"action": _SWITCH, "help": "leave out the edges of tokens to themselves"},
     "mask_sinks": {"type": _at_least_0, "metavar": "N", "help": "leave out the edges from the first N tokens"},

@@ -35,6 +35,7 @@ _MAX_SIZES = {
     "latent_dim": 1 << 16,
     "lstm_hidden": 1 << 16,
     "num_lstm_layers": 64,
+    "num_readers": 64,
     "num_heads": 4096,
 }
 
@@ -77,6 +78,8 @@ class ModelConfig:
     layer_pooling : {"mean", "final"}
         What the head reads: the outputs of the LSTM, averaged over the layers of the language model, or
         its final states.
+    num_readers : int
+        Number of LSTMs with heads, whose logits are averaged.
     skip : {"answer", "last", "none"}
         Hidden states that the LSTM of graph models reads in addition to the encoded graph of each layer: their mean
         over the tokens of the answer, those of the last token, or none.
@@ -117,6 +120,7 @@ class ModelConfig:
     residual: bool = True
     pooling: Pooling = "answer"
     layer_pooling: LayerPooling = "mean"
+    num_readers: int = 4
     skip: Skip = "answer"
     mask_diagonal: bool = True
     mask_sinks: int = 1

@@ -20,8 +20,10 @@ from tracestore.detectors.graph.normalization import NORMALIZATIONS
 
 AUXILIARY_WEIGHT = 0.1
 GNN_DROPOUT = 0.2
-# Streams of TraceMasks: the graph encoder, two layers of the head, then one per layer of the LSTM.
-_ENCODER, _HEAD, _LSTM = 0, 1, 3
+# Streams of TraceMasks: the graph encoder, then those of each reader: two layers of its head, and one per layer of
+# its LSTM.
+_ENCODER, _READERS = 0, 1
+_HEAD, _LSTM, _PER_READER = 0, 2, 1 << 16
 
 
 @dataclass
@@ -30,25 +32,31 @@ class Output:
 
     Parameters
     ----------
-    logits : torch.Tensor
-        ``(B,)``.
+    reader_logits : torch.Tensor
+        ``(B, R)``, those of each reader.
     auxiliary : dict of torch.Tensor
         Further terms of the loss, each a scalar mean over traces and layers.
     """
 
-    logits: torch.Tensor
+    reader_logits: torch.Tensor
     auxiliary: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """The means over the readers, ``(B,)``."""
+        return self.reader_logits.mean(1)
 
 
 class StackedLSTM(nn.Module):
     """nn.LSTM with several bidirectional layers, whose dropout uses masks of `TraceMasks`."""
 
-    def __init__(self, in_channels: int, hidden: int, num_layers: int, dropout: float, is_mean: bool) -> None:
+    def __init__(self, in_channels: int, config: ModelConfig, stream: int) -> None:
         super().__init__()
-        self.is_mean = is_mean
+        hidden, num_layers = config.lstm_hidden, config.num_lstm_layers
+        self.is_mean = config.layer_pooling == "mean"
         widths = [in_channels] + [2 * hidden] * (num_layers - 1)
         self.layers = nn.ModuleList(nn.LSTM(n, hidden, batch_first=True, bidirectional=True) for n in widths)
-        self.dropouts = nn.ModuleList(TraceDropout(dropout, _LSTM + k) for k in range(num_layers - 1))
+        self.dropouts = nn.ModuleList(TraceDropout(config.dropout, stream + k) for k in range(num_layers - 1))
 
     def forward(self, x: torch.Tensor, masks: TraceMasks | None = None) -> torch.Tensor:
         """Return the outputs of the last layer, averaged, or its final states: (B, L, in) -> (B, 2 * hidden)."""
@@ -61,17 +69,16 @@ class StackedLSTM(nn.Module):
 class LayerLSTM(nn.Module):
     """A bidirectional LSTM over the layers of the language model, and a head."""
 
-    def __init__(self, in_channels: int, config: ModelConfig) -> None:
+    def __init__(self, in_channels: int, config: ModelConfig, stream: int) -> None:
         super().__init__()
-        hidden, dropout = config.lstm_hidden, config.dropout
-        self.lstm = StackedLSTM(in_channels, hidden, config.num_lstm_layers, dropout, config.layer_pooling == "mean")
+        self.lstm = StackedLSTM(in_channels, config, stream + _LSTM)
         self.head = nn.Sequential(
-            nn.Linear(2 * hidden, 128),
+            nn.Linear(2 * config.lstm_hidden, 128),
             nn.ReLU(),
-            TraceDropout(dropout, _HEAD),
+            TraceDropout(config.dropout, stream + _HEAD),
             nn.Linear(128, 64),
             nn.ReLU(),
-            TraceDropout(dropout, _HEAD + 1),
+            TraceDropout(config.dropout, stream + _HEAD + 1),
             nn.Linear(64, 1),
         )
 
@@ -81,6 +88,26 @@ class LayerLSTM(nn.Module):
         for layer in self.head:
             x = layer(x, masks) if isinstance(layer, TraceDropout) else layer(x)
         return x.squeeze(1)
+
+
+class Readers(nn.ModuleList):
+    """``config.num_readers`` LSTMs with heads, which differ in their first weights and dropout masks.
+
+    Each is trained on the labels by itself, and the detector's logit is their mean.
+
+    References
+    ----------
+    Lee et al. 2015, "Why M Heads are Better than One: Training a Diverse Ensemble of Deep Networks",
+    section 3.1 (several heads on shared first layers).
+    """
+
+    def __init__(self, in_channels: int, config: ModelConfig) -> None:
+        streams = (_READERS + k * _PER_READER for k in range(config.num_readers))
+        super().__init__(LayerLSTM(in_channels, config, stream) for stream in streams)
+
+    def forward(self, x: torch.Tensor, masks: TraceMasks | None = None) -> torch.Tensor:
+        """Return the logits of each reader: (B, L, in) -> (B, R)."""
+        return torch.stack([reader(x, masks) for reader in self], dim=1)
 
 
 class Standardizer(nn.Module):
@@ -125,12 +152,12 @@ class LstmSolo(nn.Module):
         self.layers_read = config.layers_read
         # The name is a part of the keys of checkpoints.
         self.standardiser = Standardizer(config)
-        self.reader = LayerLSTM(config.hidden_dim, config)
+        self.readers = Readers(config.hidden_dim, config)
 
     def forward(self, sequences: torch.Tensor, masks: TraceMasks | None = None) -> Output:
         """Return logits for sequences (B, L, D) of any float dtype. Default masks: drawn by torch."""
-        x = self.standardiser(sequences.to(self.reader.head[0].weight.dtype))  # type: ignore[arg-type]
-        return Output(self.reader(x if len(self.layers_read) == x.shape[1] else x[:, list(self.layers_read)], masks))
+        x = self.standardiser(sequences.to(next(self.parameters()).dtype))
+        return Output(self.readers(x if len(self.layers_read) == x.shape[1] else x[:, list(self.layers_read)], masks))
 
 
 class GraphEncoder(nn.Module):
@@ -210,11 +237,11 @@ class GnnDetLstm(nn.Module):
         super().__init__()
         self.layers_read = config.layers_read
         self.encoder = GraphEncoder(config)
-        self.reader = LayerLSTM(self.encoder.width, config)
+        self.readers = Readers(self.encoder.width, config)
 
     def forward(self, inputs: GraphInputs, masks: TraceMasks | None = None) -> Output:
         """Return logits (B,). Default masks: drawn by torch."""
-        return Output(self.reader(self.encoder(inputs, masks), masks))
+        return Output(self.readers(self.encoder(inputs, masks), masks))
 
 
 class GvaeLstm(nn.Module):
@@ -238,7 +265,7 @@ class GvaeLstm(nn.Module):
         self.mu = nn.Linear(hidden, latent)
         self.logvar = nn.Linear(hidden, latent)
         self.decoder = nn.Sequential(nn.Linear(latent, hidden), nn.ReLU(), nn.Linear(hidden, hidden))
-        self.reader = LayerLSTM(latent + self.encoder.width - hidden, config)
+        self.readers = Readers(latent + self.encoder.width - hidden, config)
 
     def forward(self, inputs: GraphInputs, masks: TraceMasks | None = None, eps: torch.Tensor | None = None) -> Output:
         """Return logits (B,), the reconstruction error and the KL divergence.
@@ -264,14 +291,14 @@ class GvaeLstm(nn.Module):
         reconstruction = over_columns((self.decoder(z) - target).square(), -1).mean()
         kl = -0.5 * over_columns(1 + logvar - mu.square() - logvar.exp(), -1).mean()
         read = torch.cat([mu, skipped], dim=2) if self.config.skip != "none" else z
-        return Output(self.reader(read, masks), {"reconstruction": reconstruction, "kl": kl})
+        return Output(self.readers(read, masks), {"reconstruction": reconstruction, "kl": kl})
 
 
 Detector = LstmSolo | GnnDetLstm | GvaeLstm
 
 
 def detector_loss(output: Output, y: torch.Tensor, kl_weight: float) -> torch.Tensor:
-    """Return the mean binary cross-entropy, plus 0.1 (reconstruction + kl_weight KL) for gvae_lstm.
+    """Return the mean binary cross-entropy of the readers, plus 0.1 (reconstruction + kl_weight KL) for gvae_lstm.
 
     Parameters
     ----------
@@ -280,7 +307,8 @@ def detector_loss(output: Output, y: torch.Tensor, kl_weight: float) -> torch.Te
         ``(B,)``, 1 for a hallucination.
     kl_weight : float
     """
-    loss = F.binary_cross_entropy_with_logits(output.logits, y.to(output.logits.dtype))
+    logits = output.reader_logits
+    loss = F.binary_cross_entropy_with_logits(logits, y.to(logits.dtype)[:, None].expand_as(logits))
     if output.auxiliary:
         loss = loss + AUXILIARY_WEIGHT * (output.auxiliary["reconstruction"] + kl_weight * output.auxiliary["kl"])
     return loss

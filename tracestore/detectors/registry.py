@@ -73,6 +73,7 @@ _V0 = {
     "residual": False,
     "pooling": "all",
     "layer_pooling": "final",
+    "num_readers": 1,
     "skip": "none",
     "mask_diagonal": False,
     "mask_sinks": 0,

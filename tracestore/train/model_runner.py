@@ -50,7 +50,7 @@ class ModelRunner:
                 output = self.model(inputs, batch.masks(begin, end), noise)
             else:
                 output = self.model(inputs, batch.masks(begin, end))
-        output = Output(output.logits.float(), {name: term.float() for name, term in output.auxiliary.items()})
+        output = Output(output.reader_logits.float(), {name: term.float() for name, term in output.auxiliary.items()})
         return output.logits, detector_loss(output, y, c.kl_weight)
 
     def step_loss(self, step: AccumulatedBatch, begin: int, end: int) -> torch.Tensor:
@@ -68,11 +68,11 @@ class ModelRunner:
 
 
 def _checkpoint_activations(model: Detector) -> None:
-    """Recompute activations in backward: those of the graph encoder, or of the LSTM of lstm_solo.
+    """Recompute activations in backward: those of the graph encoder, or of the readers of lstm_solo.
 
     Dropout draws the same masks again.
     """
-    module = model.reader.lstm if isinstance(model, LstmSolo) else model.encoder
+    module = model.readers if isinstance(model, LstmSolo) else model.encoder
     forward = module.forward
 
     def recomputed(*inputs: Any) -> Any:
