@@ -14,6 +14,7 @@ from tracestore.errors import InvalidInputError, NoTracesError, TruncatedFileErr
 from tracestore.ingest import torch_file
 from tracestore.ingest.byte_source import TRUNCATED_WHILE_READING, InflatedChunks, check_regular, map_file
 from tracestore.ingest.containers.columns import Input
+from tracestore.ingest.containers.keys import id_of_name
 from tracestore.ingest.containers.registry import Reader, folder_reader, read_container, reader_of
 from tracestore.ingest.containers.tables import TableReference
 from tracestore.ingest.decompress import compression_of
@@ -24,6 +25,7 @@ from tracestore.ingest.pickles.pickled_objects import PickledObject
 from tracestore.ingest.pickles.resolve import Limits, resolve
 from tracestore.ingest.preprocessed import read_graphs, read_sequences
 from tracestore.ingest.roles.assemble import records_of_trace
+from tracestore.ingest.roles.batches import SampleNumbers
 from tracestore.ingest.roles.candidates import with_advice
 from tracestore.ingest.roles.columns import has_id, is_header, is_settings
 from tracestore.ingest.roles.keys import DEFAULT_KEYS, INPUTS_PAGE, KeyOptions
@@ -144,6 +146,7 @@ class _Context:
         self.name, self.options, self.position = name, options, 0
         self.limits = Limits(lambda: 0)
         self.structures = Structures(options.keys, str(_without_suffixes(PurePosixPath(name))))
+        self._numbers = SampleNumbers()
         self._headers: list[Any] = []  # dicts before the first trace
         self._unnamed: list[Any] = []  # items of the top-level list that are no dicts
         self._parts: list[Any] = []  # records that may be a part of a trace each
@@ -228,6 +231,8 @@ class _Context:
                 options=self.options.keys,
                 has_objects=self.limits.has_objects,
             )
+            for record in records:
+                self._numbers.set_sample(record, "" if record.position else self.structures.name)
         except InvalidInputError as error:
             error = with_advice(error, values)
             self.refuse(NoTracesError(error.reason, field=error.field) if is_settings else error)
@@ -265,7 +270,7 @@ class _Context:
 
     def refuse(self, error: InvalidInputError) -> None:
         """Report the trace at the position as refused, or raise the error."""
-        # The frames of a traceback keep the arrays of the trace.
+        # A traceback keeps the arrays of the trace.
         error = error.with_traceback(None).with_location(source=self.name, position=self.position)
         if self.options.on_refused is None:
             raise error from None
@@ -291,16 +296,12 @@ def _joined(
             if is_trace:
                 values = values if rows is None or len(rows) > 1 else rows[0] | values
                 name = str(_without_suffixes(PurePosixPath(context.name)))
-                values = values if has_id(values) else {"question_id": name} | values
+                values = values if has_id(values) else id_of_name(name) | values
             yield from _from_object(context, values)
 
 
 def _records(
-    path: Path,
-    context: _Context,
-    scratch: Scratch,
-    is_ahead: Callable[[], bool],
-    table: TableReference | None,
+    path: Path, context: _Context, scratch: Scratch, is_ahead: Callable[[], bool], table: TableReference | None
 ) -> Iterator[TraceRecord]:
     status = check_regular(path)
     if status.st_size == 0:

@@ -17,7 +17,7 @@ from tracestore.ingest.containers.grouping import (
     set_by_axes,
     stacked_count,
 )
-from tracestore.ingest.containers.keys import ID_KEYS, LENGTHS
+from tracestore.ingest.containers.keys import ID_KEYS, LENGTHS, id_of_name, question_of, split_sample
 from tracestore.ingest.containers.tables import TableRows
 from tracestore.ingest.layouts.ragged import ragged
 from tracestore.ingest.layouts.rows import id_column
@@ -115,7 +115,12 @@ def traces_of(
                 values = row | values
                 if "label" not in values and (label := label_of_path(unit.trace)) is not None:
                     values["label"] = label
-                trace = f"{unit.trace}/{k}" if unit.trace and (count or 1) > 1 else unit.trace
+                trace = unit.trace
+                if (count or 1) > 1 and (question := question_of(trace or name)):
+                    trace = question
+                    values.setdefault("sample", k)
+                elif trace and (count or 1) > 1:
+                    trace = f"{trace}/{k}"
                 _set_id(values, trace, name, is_only=(count or 1) == 1 and trace == "" and not unit.is_trace)
                 set_arrays(values)
                 if "hidden_states" not in values and "last_token" not in values:
@@ -208,14 +213,15 @@ def _set_id(values: dict[str, Any], trace: str, name: str, *, is_only: bool) -> 
             if key != "question_id":
                 del values[key]
                 values["question_id"] = value
+            if (found := split_sample(trace)) is not None and found[0].rpartition("/")[2] == str(value):
+                values.setdefault("sample", found[1])
             return
     name_of_id = id_column(values)
     if name_of_id is not None and isinstance(values[name_of_id], str) and len(values[name_of_id]) <= _MAX_ID:
         values["question_id"] = values.pop(name_of_id)
-    elif trace:
-        values["question_id"] = trace
-    elif is_only:
-        values["question_id"] = str(PurePosixPath(name).with_suffix(""))
+    elif trace or is_only:
+        named = id_of_name(trace or str(PurePosixPath(name).with_suffix("")))
+        values |= named if "sample" not in values else {"question_id": named["question_id"]}
 
 
 def _prepare(values: dict[str, Any], is_token_major: bool, scratch: Scratch) -> None:

@@ -84,6 +84,35 @@ ID_NAME = re.compile(
     re.IGNORECASE,
 )
 
+# Numbers in the names of models: llama-2, 7b.
+MODEL_NUMBER = re.compile(
+    r"(?:llama|gpt|qwen|gemma|phi|mistral|opt|pythia|vicuna|olmo|t5)[_\-]?v?\d+(?:\.\d+)*|(?<![a-z\d])\d+(?:\.\d+)?[bm](?![a-z\d])",
+    re.IGNORECASE,
+)
+_WORD_OF_ANSWER = (
+    r"(?:sample|gen(?:eration)?|completion|response|resp|answer|rollout|attempt|output|candidate|draw|repeat|rep)s?"
+)
+_ANSWER = re.compile(rf"{_WORD_OF_ANSWER}[._/\-]?(\d{{1,6}})|[skgar](\d{{1,4}})", re.IGNORECASE)
+_QUESTION_WORD = r"(?:q|question|p|prompt|ex|example|item|id|case|doc|query|problem|task|.*qa)"
+_QUESTION = re.compile(rf"{_QUESTION_WORD}s?[_\-.:#]?\d+", re.IGNORECASE)
+# A name that ends with a number of its own, or is one: tqa_0, squad-12, 17; or a hash.
+_ID = re.compile(r"\d+|.*[_\-.:#]\d+|(?=.*\d)[0-9a-f\-]{8,}", re.IGNORECASE)
+_NO_ID = re.compile(
+    r"(?:.*[_\-.])?(?:run|seed|fold|batch|shard|part|chunk|split|set|rank|worker|exp(?:eriment)?|epoch|ckpt|checkpoint"
+    r"|step|layer|block|head|trial|temp(?:erature)?|version|v|group|train|test|val|valid|dev|model|data(?:set)?"
+    r"|file|hidden|acts?|activations?|states?|features?|outputs?|tensors?|results?|samples?|traces?|[skgar])[_\-.]?\d+"
+    r"|\d{4}[_\-]\d\d?[_\-]\d\d?|.*[_\-.]0\.\d+",
+    re.IGNORECASE,
+)
+# Names of the number of an answer among those to its question, next to the id of the question.
+SAMPLE_NAMES = tuple(
+    f"{word}_{number}"
+    for word in ("gen", "generation", "completion", "rollout", "attempt", "response", "answer", "output", "candidate")
+    for number in ("idx", "index", "id", "num", "number", "no")
+)
+SAMPLE_NAMES += ("attempt", "rollout", "repeat", "rep", "trial", "draw", "k")
+SAMPLE_NAMES += ("sample_idx", "sample_index", "sample_id", "sample_num", "sample_number", "sample_no", "sampleid")
+
 
 # Outputs of a layer, the preferred one first; the name of a hook of TransformerLens may end with the second part.
 _KINDS = ("resid_post", "output", "out", "", "hidden_states", "resid_pre", "resid_mid", "mlp_out", "attn_out")
@@ -204,3 +233,48 @@ def split_key(name: str, traces: Container[str]) -> tuple[str, str]:
         if match[0] in "./" and name[match.end() :] in traces:
             return name[match.end() :], name[: match.start()]
     return "", name
+
+
+def is_question_name(name: str) -> bool:
+    """Return whether a name looks like the id of a question, and not like that of a run, split, batch, or model."""
+    last = MODEL_NUMBER.sub("", name.rpartition("/")[2])
+    if " " in name.strip():
+        return True  # the text of a question
+    return _NO_ID.fullmatch(last) is None and (_ID.fullmatch(last) or _QUESTION.fullmatch(last)) is not None
+
+
+def question_of(name: str) -> str:
+    """Return the id of a question that the name of several answers states, without the suffix of a file; else ""."""
+    name = re.sub(r"(?:\.[a-z][a-z0-9]*)+$", "", name, flags=re.IGNORECASE)
+    return name if _QUESTION.fullmatch(name.rpartition("/")[2]) else ""
+
+
+@lru_cache(maxsize=1 << 14)
+def split_sample(name: str) -> tuple[str, int] | None:
+    """Return the id of a question and the number of an answer to it that a name states; None for another name.
+
+    Examples
+    --------
+    >>> split_sample("tqa_0/sample_1"), split_sample("q3_gen2"), split_sample("sample_1/q0"), split_sample("q3/1")
+    (('tqa_0', 1), ('q3', 2), ('q0', 1), ('q3', 1))
+    >>> split_sample("sample_1"), split_sample("llama-2/sample_1"), split_sample("train/sample_1")
+    (None, None, None)
+    """
+    for mark in re.finditer(r"[._/\-]+", name):
+        before, after = name[: mark.start()], name[mark.end() :]
+        if not before or not after:
+            continue
+        if (match := _ANSWER.fullmatch(after)) and is_question_name(before):
+            return before, int(match[1] or match[2])
+        if "/" in mark[0] and (match := _ANSWER.fullmatch(before)) and match[1] and is_question_name(after):
+            return after, int(match[1])
+        is_number = "/" in mark[0] and after.isdecimal() and len(after) < 5
+        if is_number and _QUESTION.fullmatch(before.rpartition("/")[2]):
+            return before, int(after)
+    return None
+
+
+def id_of_name(name: str) -> dict[str, str | int]:
+    """Return the id that the name of a trace gives it, and the number of the answer if the name states both."""
+    found = split_sample(name)
+    return {"question_id": name} if found is None else {"question_id": found[0], "sample": found[1]}

@@ -17,9 +17,9 @@ from typing import Any
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.byte_source import check_regular, map_file
 from tracestore.ingest.containers import arrow_files
-from tracestore.ingest.containers.keys import GROUPS_OF_TRACES, ID_KEYS, LISTS_OF_LAYERS, LISTS_OF_TOKENS, locate
+from tracestore.ingest.containers.keys import ID_KEYS, SAMPLE_NAMES, split_sample
+from tracestore.ingest.layouts.records import rows_of_json
 from tracestore.ingest.layouts.rows import id_column
-from tracestore.ingest.roles.keys import MAPPABLE, OTHER_NAMES
 from tracestore.store.format import schema
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
@@ -30,7 +30,6 @@ _FILE_KEYS: tuple[str, ...] = ("file", "filename", "file_name", "path", "file_pa
 _FILE_KEYS += ("npz", "npy", "hidden_states_path", "shard")
 # Columns that number the traces of one file.
 _ROW_KEYS = ("row", "row_index", "row_idx", "row_id", "index_in_file", "index_in_shard", "position", "index", "idx")
-_FIELDS = frozenset((*MAPPABLE, *(name for names in OTHER_NAMES.values() for name in names)))
 _VECTOR = re.compile(r"\[?(?:\s*-?\d+\.\d*(?:e[-+]?\d+)?(?=[\s\]]|$)){3,}\s*\]?")
 _NUMBER = re.compile(r"-?\d+(?:\.\d*)?(?:e[-+]?\d+)?", re.IGNORECASE)
 _MIN_NUMBERS = 8
@@ -92,6 +91,10 @@ class Table:
         return len(self._rows) or len(self._begins) // 2
 
     def __getitem__(self, k: int) -> dict[str, Any]:
+        row = self._row(k)
+        return row if self._sample_key is None else {"sample": row.get(self._sample_key)} | row
+
+    def _row(self, k: int) -> dict[str, Any]:
         if self._rows:
             return self._rows[k]
         try:
@@ -129,9 +132,29 @@ class Table:
         return self.by_file.get(str(int(numbers[0]))) if len(numbers) == 1 else None
 
     @cached_property
+    def _sample_key(self) -> str | None:
+        """Column of the number of an answer to a question, if several rows have its id; None without one."""
+        key = next((name for name in SAMPLE_NAMES if len(self) and name in self._row(0)), None)
+        if key is None:
+            return None
+        rows = [
+            (next((row[n] for n in ID_KEYS if n in row), None), row.get(key))
+            for row in map(self._row, range(len(self)))
+        ]
+        is_numbered = all(type(number) is int and name is not None for name, number in rows)
+        return key if is_numbered and len({name for name, _ in rows}) < len(rows) == len(set(rows)) else None
+
+    @cached_property
     def by_id(self) -> dict[str, int]:
-        """Row by id; an id that several rows have is left out."""
-        return _of_one((name, k) for k, name in self._values(ID_KEYS))
+        """Row by id, or by id and number of the answer (q1/0); an id that several rows have is left out."""
+        key = self._sample_key
+        return _of_one((name if key is None else f"{name}/{self[k][key]}", k) for k, name in self._values(ID_KEYS))
+
+    def named(self, name: str) -> int | None:
+        """Return the row of an id, or of a name that states id and number of an answer; None without one."""
+        if name not in self.by_id and self._sample_key is not None and (found := split_sample(name)) is not None:
+            name = f"{found[0].rpartition('/')[2]}/{found[1]}"
+        return self.by_id.get(name)
 
     @cached_property
     def _by_cell(self) -> dict[str, int]:
@@ -141,7 +164,7 @@ class Table:
 
     def row_of(self, *names: str) -> int | None:
         """Return the row that has one of the names of a file as its id, or in another column; None without one."""
-        found = next((self.by_id[name] for name in names if name in self.by_id), None)
+        found = next((row for name in names if (row := self.named(name)) is not None), None)
         return self._by_cell.get(names[0]) if found is None and _HASH.fullmatch(names[0]) else found
 
     @cached_property
@@ -192,74 +215,9 @@ def parse(data: bytes, name: str) -> list[dict[str, Any]]:
         text = data.decode("utf-8-sig")
         if path.suffix == ".txt":
             return [{path.stem: line} for line in text.splitlines() if line]
-        return _from_json(text, path.stem) if path.suffix == ".json" else _from_csv(text, path.suffix)
+        return rows_of_json(load_json(text), path.stem) if path.suffix == ".json" else _from_csv(text, path.suffix)
     except (UnicodeDecodeError, ValueError, RecursionError, csv.Error) as error:
         raise InvalidInputError(f"{name} is not a table: {' '.join(str(error).split())[:200]}") from None
-
-
-def _from_json(text: str, column: str) -> list[dict[str, Any]]:
-    """Return the rows of a list of objects or values, of {"traces": [...]}, of a dict of objects by id, or one object."""
-    value = load_json(text)
-    if isinstance(value, list) and value and not any(isinstance(row, dict | list) for row in value):
-        return [{column: row} for row in value]
-    value = _frame(value)
-    if isinstance(value, dict):
-        inner = [v for k, v in value.items() if isinstance(v, dict) and k in GROUPS_OF_TRACES]
-        if len(inner) == 1 and _is_by_id(inner[0]):
-            value = inner[0]
-        lists = [v for k, v in value.items() if isinstance(v, list) and v and all(isinstance(r, dict) for r in v)]
-        is_trace = any(LISTS_OF_LAYERS.fullmatch(key) or LISTS_OF_TOKENS.fullmatch(key) for key in value)
-        if _is_by_id(value):
-            value = [{"question_id": key} | row for key, row in value.items()]
-        elif column.removesuffix("s") in _FIELDS and all(type(v) in (str, int, float, bool) for v in value.values()):
-            value = [{"question_id": key, column.removesuffix("s"): field} for key, field in value.items()]
-        elif _are_states_by_id(value):
-            value = [{"question_id": key, "hidden_states": states} for key, states in value.items()]
-        elif len(lists) == 1 and not is_trace and not {"question", "question_id", "id", "choices"} & value.keys():
-            value = lists[0]
-        else:
-            value = [value]
-    if not isinstance(value, list) or not all(isinstance(row, dict) for row in value):
-        raise ValueError("expected a list of objects")
-    return value
-
-
-def _frame(value: Any) -> Any:
-    """Return the rows of a data frame that pandas wrote: as lists of columns and rows, or as columns by number of the row."""
-    if not isinstance(value, dict):
-        return value
-    names, rows = value.get("columns"), value.get("data")
-    if (
-        isinstance(names, list)
-        and isinstance(rows, list)
-        and all(isinstance(r, list) and len(r) == len(names) for r in rows)
-    ):
-        return [dict(zip(map(str, names), row, strict=True)) for row in rows]
-    first = next(iter(value.values()), None)
-    if not isinstance(first, dict) or list(first) != [str(k) for k in range(len(first))] or not first:
-        return value
-    if any(not isinstance(column, dict) or column.keys() != first.keys() for column in value.values()):
-        return value
-    is_column = any(locate(name) is not None or name in ID_KEYS for name in value)
-    return [{name: column[k] for name, column in value.items()} for k in first] if is_column else value
-
-
-def _are_states_by_id(value: dict[str, Any]) -> bool:
-    """Return whether a dict holds nested lists (L, S, D) by id."""
-    for key, states in value.items():
-        if locate(key) is not None or key in ID_KEYS:
-            return False
-        for _ in range(3):
-            if not isinstance(states, list) or not states:
-                return False
-            states = states[0]
-        if not isinstance(states, float):
-            return False
-    return bool(value)
-
-
-def _is_by_id(value: dict[str, Any]) -> bool:
-    return bool(value) and all(isinstance(row, dict) for row in value.values())
 
 
 def _from_csv(text: str, suffix: str) -> list[dict[str, Any]]:
@@ -358,7 +316,7 @@ class TableRows:
         """Return the row of a trace by its id `key`, by its name in the container, or by its position; None without one."""
         ids = [str(name) for name in (key, trace) if name not in (None, "")]
         for name in ids:
-            if rows := [t[t.by_id[name]] for t in (self._table, *self._others) if name in t.by_id]:
+            if rows := [t[k] for t in (self._table, *self._others) if (k := t.named(name)) is not None]:
                 return {field: value for row in reversed(rows) for field, value in row.items()}
         if (number := self.number_of(trace, key)) is not None:
             return dict(self._table[number])

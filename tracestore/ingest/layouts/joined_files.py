@@ -17,7 +17,7 @@ from tracestore.ingest import torch_file
 from tracestore.ingest.byte_source import InflatedChunks, check_regular, map_file
 from tracestore.ingest.containers.columns import Column, Input, Unit, plain
 from tracestore.ingest.containers.grouping import natural_key
-from tracestore.ingest.containers.keys import ID_KEYS, column_name
+from tracestore.ingest.containers.keys import ID_KEYS, MODEL_NUMBER, column_name
 from tracestore.ingest.containers.registry import reader_of
 from tracestore.ingest.decompress import compression_of
 from tracestore.ingest.layouts.parts import Part, Place, join_parts, parse_path
@@ -30,11 +30,6 @@ _TEXTS = {"question": "prompt", "answer": "response", "output": "response"}
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _TEXT = (".json", ".txt")
 _SHARD = re.compile(r"(?:shard|batch|part|chunk|fold|split|file|rank|worker|data)s?[_\-.]?\d", re.IGNORECASE)
-# Numbers in the names of models: llama-2, 7b.
-_MODEL = re.compile(
-    r"(?:llama|gpt|qwen|gemma|phi|mistral|opt|pythia|vicuna|olmo|t5)[_\-]?v?\d+(?:\.\d+)*|(?<![a-z\d])\d+(?:\.\d+)?[bm](?![a-z\d])",
-    re.IGNORECASE,
-)
 _IDS = frozenset((*ID_KEYS, *(f"{name}s" for name in ID_KEYS)))
 _MAX_TEXT_BYTES = 64 << 20
 _MAX_DEPTH = 4
@@ -99,7 +94,7 @@ def is_joined(parts: Sequence[Path]) -> bool:
 
 def names_one(name: str) -> bool:
     """Return whether the name that files share is that of one trace: it has a digit, and is none of a shard or batch."""
-    return re.search(r"\d", _MODEL.sub("", name)) is not None and _SHARD.match(name) is None
+    return re.search(r"\d", MODEL_NUMBER.sub("", name)) is not None and _SHARD.match(name) is None
 
 
 def read_joined(source: Input, resources: ExitStack) -> Iterator[dict[str, Any]]:

@@ -6,7 +6,14 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.containers.keys import ID_KEYS, LISTS_OF_LAYERS, LISTS_OF_TOKENS, OF_TOKENS, parse_key
+from tracestore.ingest.containers.keys import (
+    ID_KEYS,
+    LISTS_OF_LAYERS,
+    LISTS_OF_TOKENS,
+    OF_TOKENS,
+    id_of_name,
+    parse_key,
+)
 from tracestore.ingest.layouts.parts import Part, Place, is_same, join_parts, parse_path
 from tracestore.ingest.roles.columns import is_id, singular
 from tracestore.ingest.roles.keys import OTHER_NAMES, normalized
@@ -63,7 +70,7 @@ def by_names(fields: Mapping[Any, Any]) -> list[dict[str, Any]] | None:
         if texts != traces:
             return None
     found = join_parts(parts).items()
-    return [{"question_id": trace} | shared | {singular(k): v for k, v in values.items()} for trace, values in found]
+    return [id_of_name(str(trace)) | shared | {singular(k): v for k, v in values.items()} for trace, values in found]
 
 
 def _is_part_name(key: Any) -> bool:

@@ -6,16 +6,18 @@ from typing import Any
 import numpy as np
 
 from tracestore.ingest.containers.keys import (
+    GROUPS_OF_TRACES,
     ID_KEYS,
     LISTS_OF_LAYERS,
     LISTS_OF_TOKENS,
+    is_question_name,
     is_state_name,
     locate,
 )
 from tracestore.ingest.layouts.array_names import is_list_of_floats
 from tracestore.ingest.layouts.rows import Coordinates, coordinates_of, has_answer, joined, with_states
 from tracestore.ingest.roles.edges import attention_of_edges, is_list_of_edges
-from tracestore.ingest.roles.keys import fields_of_nested
+from tracestore.ingest.roles.keys import MAPPABLE, OTHER_NAMES, fields_of_nested
 
 _TOKEN_KEYS = ("token", "token_id", "token_text", "token_str", "position", "pos", "step", "tok", "word", "token_idx")
 _LAYER_KEYS = ("layer", "layer_idx", "layer_id", "layer_index", "block")
@@ -24,6 +26,7 @@ _INDEX = ("index", "idx", "id", "number", "i")
 _ANSWERS = ("choices", "outputs", "answers", "generations", "responses", "completions", "candidates", "samples")
 # Names of nested dicts of an answer.
 _OUTPUTS = ("output", "response", "completion", "generation", "result")
+_FIELDS = frozenset((*MAPPABLE, *(name for names in OTHER_NAMES.values() for name in names)))
 _MAX_DEPTH = 5
 Row = dict[str, Any]
 
@@ -243,3 +246,74 @@ def _with_logprobs(row: Row) -> Row:
         "tokens_decoded": [str(item.get("token", "")) for item in content],
         "token_logprob": [item.get("logprob") for item in content],
     }
+
+
+def rows_of_json(value: Any, column: str) -> list[Row]:
+    """Return the rows of a JSON list of objects or values, of {"traces": [...]}, of a dict by id, or of one object.
+
+    `column` is the name of the column of plain values.
+    """
+    if isinstance(value, list) and value and not any(isinstance(row, dict | list) for row in value):
+        return [{column: row} for row in value]
+    value = _frame(value)
+    if isinstance(value, dict):
+        inner = [v for k, v in value.items() if isinstance(v, dict) and k in GROUPS_OF_TRACES]
+        if len(inner) == 1 and _is_by_id(inner[0]):
+            value = inner[0]
+        lists = [v for k, v in value.items() if isinstance(v, list) and v and all(isinstance(r, dict) for r in v)]
+        is_trace = any(LISTS_OF_LAYERS.fullmatch(key) or LISTS_OF_TOKENS.fullmatch(key) for key in value)
+        if _is_by_id(value):
+            value = [{"question_id": key} | row for key, row in value.items()]
+        elif column.removesuffix("s") in _FIELDS and all(type(v) in (str, int, float, bool) for v in value.values()):
+            value = [{"question_id": key, column.removesuffix("s"): field} for key, field in value.items()]
+        elif len(lists) == len(value) > 1 and all(map(is_question_name, value)):
+            value = [
+                {"question_id": key, "sample": k} | row for key, rows in value.items() for k, row in enumerate(rows)
+            ]
+        elif _are_states_by_id(value):
+            value = [{"question_id": key, "hidden_states": states} for key, states in value.items()]
+        elif len(lists) == 1 and not is_trace and not {"question", "question_id", "id", "choices"} & value.keys():
+            value = lists[0]
+        else:
+            value = [value]
+    if not isinstance(value, list) or not all(isinstance(row, dict) for row in value):
+        raise ValueError("expected a list of objects")
+    return value
+
+
+def _frame(value: Any) -> Any:
+    """Return the rows of a data frame that pandas wrote: as lists of columns and rows, or as columns by number of the row."""
+    if not isinstance(value, dict):
+        return value
+    names, rows = value.get("columns"), value.get("data")
+    if (
+        isinstance(names, list)
+        and isinstance(rows, list)
+        and all(isinstance(r, list) and len(r) == len(names) for r in rows)
+    ):
+        return [dict(zip(map(str, names), row, strict=True)) for row in rows]
+    first = next(iter(value.values()), None)
+    if not isinstance(first, dict) or list(first) != [str(k) for k in range(len(first))] or not first:
+        return value
+    if any(not isinstance(column, dict) or column.keys() != first.keys() for column in value.values()):
+        return value
+    is_column = any(locate(name) is not None or name in ID_KEYS for name in value)
+    return [{name: column[k] for name, column in value.items()} for k in first] if is_column else value
+
+
+def _are_states_by_id(value: Row) -> bool:
+    """Return whether a dict holds nested lists (L, S, D) by id."""
+    for key, states in value.items():
+        if locate(key) is not None or key in ID_KEYS:
+            return False
+        for _ in range(3):
+            if not isinstance(states, list) or not states:
+                return False
+            states = states[0]
+        if not isinstance(states, float):
+            return False
+    return bool(value)
+
+
+def _is_by_id(value: Row) -> bool:
+    return bool(value) and all(isinstance(row, dict) for row in value.values())

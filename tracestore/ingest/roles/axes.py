@@ -1,6 +1,6 @@
 """Find the axes of hidden states that count traces, layers and tokens, by shapes and by the values next to them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -146,6 +146,16 @@ def _stacked(value: Any) -> np.ndarray:
     """Return nested lists of arrays as one array."""
     value = opened(value)
     return value if isinstance(value, np.ndarray) else np.stack([_stacked(item) for item in value])
+
+
+def answers_of(values: Sequence[Any]) -> list[list[np.ndarray]] | None:
+    """Return lists of arrays (L, S, D), whose S differ within a list as those of layers do not; None for other values."""
+    lists = [[opened(item) for item in value] if isinstance(value, list | tuple) else [] for value in values]
+    if not all(items and all(isinstance(a, np.ndarray) and a.ndim == 3 for a in items) for items in lists):
+        return None
+    shapes = [[a.shape for a in items] for items in lists]
+    is_one_model = len({(shape[0], shape[2]) for group in shapes for shape in group}) == 1
+    return lists if is_one_model and any(len(set(group)) > 1 for group in shapes) and shapes[0][0][0] > 1 else None
 
 
 def shape_text(shape: tuple[int | None, ...]) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import InvalidInputError
+from tracestore.ingest.containers.keys import SAMPLE_NAMES, split_sample
 from tracestore.ingest.roles.keys import INPUTS_PAGE
 from tracestore.store.format import schema
 from tracestore.store.write.record import TraceRecord
@@ -159,3 +160,43 @@ def crop(record: TraceRecord, begin: int, end: int) -> None:
     if "answer_span" in record.optional:
         first, after = (at if at < 0 else min(max(at - begin, 0), end - begin) for at in record.optional["answer_span"])
         record.optional["answer_span"] = (first, after)
+
+
+class SampleNumbers:
+    """Give the answers to one question the numbers that a key such as sample_id next to the id of the question has.
+
+    Where each question has one answer, such a key may count all traces, and is no number of an answer.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[str, int] = {}
+
+    def set_sample(self, record: TraceRecord, name: str = "") -> None:
+        """Set the sample of a record if its question has another answer before it, or the name of its file states it.
+
+        Raises
+        ------
+        InvalidInputError
+            If the answers are not numbered from 0.
+        """
+        if record.sample:
+            return
+        found = split_sample(name) if name else None
+        if found is not None and (not record.has_own_id or found[0].rpartition("/")[2] == record.question_id):
+            record.question_id, record.sample = record.question_id if record.has_own_id else found[0], found[1]
+            return
+        if record.extras.keys().isdisjoint(SAMPLE_NAMES):
+            return
+        key = next(name for name in SAMPLE_NAMES if name in record.extras)
+        number = record.extras[key]
+        if not isinstance(number, int | np.integer) or isinstance(number, bool):
+            return
+        first = self._first.setdefault(record.question_id, int(number))
+        if first == number:
+            return
+        if first != 0:
+            raise InvalidInputError(
+                f"found answers {first} and {number} to one question, numbered by {key}; choose --map sample={key}",
+                field=key,
+            )
+        record.sample = int(number)

@@ -1,13 +1,14 @@
 """Columns of a decoded object: values with one item for each trace, and names for columns without one."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from tracestore.ingest.containers.keys import ID_KEYS, parse_key
+from tracestore.ingest.containers.keys import ID_KEYS, id_of_name, parse_key
 from tracestore.ingest.roles.keys import COUNTERS, MAPPABLE, OTHER_NAMES, score_of_word
 from tracestore.ingest.roles.layout import layout, opened, row
 from tracestore.ingest.score_files import SCORE_COLUMNS
@@ -35,6 +36,18 @@ def has_id(fields: Mapping[Any, Any]) -> bool:
         is_id(fields.get(name)) and (name not in COUNTERS or isinstance(fields[name], str))
         for name in ("global_example_id", *ID_KEYS)
     )
+
+
+def are_ids(keys: Iterable[Any]) -> bool:
+    """Return whether the keys of a dict look like ids: each is a number, or has a digit."""
+    return all(not isinstance(key, str) or re.search(r"\d", key) for key in keys)
+
+
+def id_of_key(key: Any) -> dict[str, str | int]:
+    """Return the id that a key states, and the number of an answer: q1_sample_0, ("q1", 0)."""
+    if isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], str) and type(key[1]) is int:
+        return {"question_id": key[0], "sample": key[1]}
+    return id_of_name(str(key))
 
 
 def has_one_id(fields: Mapping[Any, Any]) -> bool:

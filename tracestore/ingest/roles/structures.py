@@ -4,14 +4,13 @@ Each trace becomes a dict by the names in the file, whose roles `assign` finds. 
 of the hidden states counts traces, layers or tokens, the object is refused with the values of --axes that fit.
 """
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.containers.keys import parse_key
+from tracestore.ingest.containers.keys import id_of_name, is_question_name, parse_key
 from tracestore.ingest.containers.tables import TableRows
 from tracestore.ingest.layouts.neighbors import (
     join_segments,
@@ -25,11 +24,20 @@ from tracestore.ingest.layouts.neighbors import (
 )
 from tracestore.ingest.layouts.partial import by_names, is_part, join_records, join_steps, joined_columns
 from tracestore.ingest.layouts.values import with_mask
-from tracestore.ingest.roles.axes import letters_of_trace, shape_text, trace_axis, with_states, without_time_first
+from tracestore.ingest.roles.axes import (
+    answers_of,
+    letters_of_trace,
+    shape_text,
+    trace_axis,
+    with_states,
+    without_time_first,
+)
 from tracestore.ingest.roles.columns import (
+    are_ids,
     has_id,
     has_one_id,
     has_own_shape,
+    id_of_key,
     is_common,
     is_header,
     labels_of_classes,
@@ -80,7 +88,7 @@ class Structures:
     """
 
     def __init__(self, options: KeyOptions, name: str) -> None:
-        self._options, self._name = options, name
+        self._options, self.name = options, name
         self._num_questions = 0
         self._rows: TableRows | None = None
 
@@ -110,8 +118,8 @@ class Structures:
             return found
         trace = found.traces[0]
         if not isinstance(opened(value), dict) and not has_id(trace):
-            trace = {"question_id": self._name} | trace
-        return found._replace(traces=[trace])
+            return found._replace(traces=[id_of_name(self.name) | trace])
+        return found
 
     def _find(self, value: Any, depth: int, is_item: bool = False) -> Found | None:
         value = opened(value)
@@ -138,9 +146,7 @@ class Structures:
             fields = spread_nested(fields)
             if (traces := by_names(fields)) is not None:
                 return self._of_records(traces, depth)
-            if (traces := split_ragged(fields)) is not None:
-                return Found(traces)
-            if (traces := split_batches(fields)) is not None:
+            if (traces := split_ragged(fields) or split_batches(fields)) is not None:
                 return Found(traces)
             fields = join_segments(fields)
             fields = join_steps(fields) or spread_records(fields) or fields
@@ -192,9 +198,8 @@ class Structures:
         layers = {}
         for key, value in fields.items():
             parsed = parse_key(key) if isinstance(key, str) else None
-            if parsed is None or parsed.trace or parsed.field not in _STATES:
-                continue
-            if isinstance(value, str | int | float | None):
+            is_states = parsed is not None and not parsed.trace and parsed.field in _STATES
+            if parsed is None or not is_states or isinstance(value, str | int | float | None):
                 continue
             if parsed.number is not None:
                 layers[key] = value
@@ -228,7 +233,7 @@ class Structures:
                 return Found([fields], is_one=True)
             nested = fields_of_nested({key: opened(value) for key, value in others.items()})
             return Found([nested | ones[0].traces[0] | others], is_one=True)
-        if is_item and len(found) == len(ones) > 1 and not _are_ids(found):
+        if is_item and len(found) == len(ones) > 1 and not are_ids(found):
             return None  # may be several outputs for one trace
         if len(ones) == len(found):
             # A record without hidden states is refused, not left out.
@@ -236,7 +241,7 @@ class Structures:
         is_question = has_one_id(others)
         is_question |= any(isinstance(others.get(name), str) for name in _QUESTIONS)
         if is_question:  # the text in a row of an answer is no id
-            found = {key: _without_ids(child) if _is_rows(fields[key]) else child for key, child in found.items()}
+            found = {key: _as_answers(child, fields[key]) for key, child in found.items()}
         answers = [trace for child in found.values() for trace in child.traces]
         if is_question and not any(child.has_keys for child in found.values()) and not any(map(has_id, answers)):
             return Found(self._samples(others, answers), is_question=not has_id(others))
@@ -245,7 +250,7 @@ class Structures:
     def _samples(self, question: dict[Any, Any], answers: list[dict[Any, Any]]) -> list[dict[Any, Any]]:
         """Return the answers of one question with its values."""
         if not has_id(question):
-            question = {"question_id": f"{self._name}:{self._num_questions}"} | question
+            question = {"question_id": f"{self.name}:{self._num_questions}"} | question
             self._num_questions += 1
         # The text of an answer has no other name next to those of the question.
         named = ({"generated_answer" if key == "text" else key: v for key, v in answer.items()} for answer in answers)
@@ -254,10 +259,13 @@ class Structures:
     def _of_arrays_by_id(self, fields: dict[Any, Any]) -> Found | None:
         """Return the traces of a dict of hidden states by id, whose keys or shapes show that they are no fields."""
         values = list(fields.values())
+        if all(is_question_name(str(key)) for key in fields) and (answers := answers_of(values)):
+            pairs = zip(fields, answers, strict=True)
+            return _joined({key: Found([{"hidden_states": item} for item in items]) for key, items in pairs})
         shape = layout(values)
         if len(values) < 2 or shape is None or shape.kind != "f" or len(shape.shape) < 3 or shape.shape[-1] is None:
             return None
-        if not _are_ids(fields) and shape.shape[-2] is not None:
+        if not are_ids(fields) and shape.shape[-2] is not None:
             return None  # may be several outputs for one trace
         found = self._of_states({"hidden_states": values}, "hidden_states", values, shape, axis=0)
         return Found([{"question_id": str(k)} | t for k, t in zip(fields, found.traces, strict=True)], has_keys=True)
@@ -270,8 +278,7 @@ class Structures:
         if all(isinstance(r, dict) and is_part(r) for r in records) and (joined := join_records(records)) is not None:
             items = joined
         found = [self._find(item, depth + 1, is_item=True) for item in items]
-        first = next((k for k, child in enumerate(found) if child is not None), None)
-        if first is None:
+        if (first := next((k for k, child in enumerate(found) if child is not None), None)) is None:
             return None
         traces: list[dict[Any, Any]] = []
         for k, (item, child) in enumerate(zip(items, found, strict=True)):
@@ -319,8 +326,8 @@ class Structures:
         """Return the traces of a dict with hidden states: one, or one for each row of `axis`."""
         shape, letters = found.shape, self._letters(found.shape)
         if key == "":
-            fields = {k: v for k, v in fields.items() if (p := _parsed(k)) is None or p.number is None}
-        is_last = key == "last_token" or ((parsed := _parsed(key)) is not None and parsed.field == "last_token")
+            fields = {k: v for k, v in fields.items() if (p := parse_key(str(k))) is None or p.number is None}
+        is_last = key == "last_token" or ((parsed := parse_key(str(key))) is not None and parsed.field == "last_token")
         if letters is not None:
             axis = letters.find("N") if "N" in letters else None
         elif axis is None:
@@ -361,38 +368,32 @@ class Structures:
         )
 
 
-def _parsed(key: Any) -> Any:
-    return parse_key(key) if isinstance(key, str) else None
-
-
-def _are_ids(keys: Iterable[Any]) -> bool:
-    """Return whether the keys of a dict look like ids: each is a number, or has a digit."""
-    return all(not isinstance(key, str) or re.search(r"\d", key) for key in keys)
-
-
-def _is_rows(value: Any) -> bool:
-    items = opened(value)
-    return isinstance(items, list | tuple) and len(items) > 0 and isinstance(opened(items[0]), list | tuple)
-
-
-def _without_ids(found: Found) -> Found:
-    names = {"question_id": "generated_answer"}
+def _as_answers(found: Found, value: Any) -> Found:
+    """Return traces of rows without names, whose texts are answers and no ids."""
+    items, names = opened(value), {"question_id": "generated_answer"}
+    if not isinstance(items, list | tuple) or not isinstance(opened(next(iter(items), None)), list | tuple):
+        return found
     return found._replace(traces=[{names.get(k, k): v for k, v in trace.items()} for trace in found.traces])
 
 
 def _joined(found: Mapping[Any, Found]) -> Found:
     """Return the traces of several collections; ids that are keys get the keys around them if they repeat."""
-    has_keys = all(child.is_one for child in found.values())
-    if has_keys:
-        pairs = [({"question_id": str(key)}, child.traces[0]) for key, child in found.items()]
+    if all(child.is_one for child in found.values()):
+        pairs = [(id_of_key(key), child.traces[0]) for key, child in found.items()]
         return Found([trace if has_id(trace) else key | trace for key, trace in pairs], has_keys=True)
-    has_keys = any(child.has_keys or child.is_question for child in found.values())
     traces = [
-        (key, trace | {"question_id": str(key)} if child.is_question else trace)
+        (key, k, trace | {"question_id": str(key)} if child.is_question else trace)
         for key, child in found.items()
-        for trace in child.traces
+        for k, trace in enumerate(child.traces)
     ]
-    ids = [trace.get("question_id") for _, trace in traces]
-    if has_keys and len({(t.get("question_id"), t.get("sample")) for _, t in traces}) < len(ids):
-        return Found([t | {"question_id": f"{key}/{t.get('question_id')}"} for key, t in traces], has_keys=True)
-    return Found([trace for _, trace in traces], has_keys=has_keys)
+    if not any(child.has_keys or child.is_question for child in found.values()):
+        has_ids = set(map(str, found)) == {"0", "1"} or any(has_id(trace) for _, _, trace in traces)
+        if has_ids or not all(is_question_name(str(key)) for key in found):
+            return Found([trace for _, _, trace in traces])
+        return Found([{"question_id": str(key), "sample": k} | t for key, k, t in traces], has_keys=True)
+    named = [(id_of_name(f"{key}/{trace.get('question_id')}"), trace) for key, _, trace in traces]
+    if all("sample" in name for name, _ in named):
+        return Found([trace | name for name, trace in named], has_keys=True)
+    if len({(t.get("question_id"), t.get("sample")) for _, t in named}) == len(named):
+        return Found([trace for _, trace in named], has_keys=True)
+    return Found([t | {"question_id": f"{key}/{t.get('question_id')}"} for key, _, t in traces], has_keys=True)
