@@ -152,7 +152,7 @@ class StoreLockedError(TracestoreError):
 
 
 class OutputDirLockedError(TracestoreError):
-    """Another training run holds the lock of the output folder."""
+    """Another run holds the lock of the output folder."""
 
     exit_code = 5
 

@@ -62,6 +62,27 @@ def test_detector_of_another_package_is_in_the_table_with_all_metrics(path, tmp_
     assert (out / "table.txt").read_text().strip() in done.stdout
 
 
+@pytest.mark.long
+def test_detector_whose_process_is_killed_hinders_no_other(path, tmp_path, monkeypatch):
+    site = install(tmp_path / "site", "killed = killed_detector:Killed", "killed-detector")
+    (site / "killed_detector.py").write_text(
+        "import os, signal\n"
+        "from norm_detector import NormDetector\n\n"
+        "class Killed(NormDetector):\n"
+        "    name = 'killed'\n"
+        "    def fit(self, store, indices, labels):\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    monkeypatch.syspath_prepend(str(site))
+    catalog.catalog.cache_clear()
+    try:
+        (entry,) = run(path, tmp_path / "out", "killed", "probe_mean", workers=2)["stores"].values()
+    finally:
+        catalog.catalog.cache_clear()
+    assert set(entry["detectors"]) == {"probe_mean", *CONTROLS}
+    assert "its process was killed" in entry["skipped"]["killed"]
+
+
 def test_comparisons_are_adjusted_over_all_pairs(path, tmp_path):
     (entry,) = run(path, tmp_path / "out", "probe_mean")["stores"].values()
     assert {(c["scheme"], c["unit"]) for c in entry["comparisons"]} == {

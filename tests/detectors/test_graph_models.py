@@ -255,7 +255,8 @@ def test_answer_bounds_come_from_the_span_the_mask_or_the_prompt(tmp_path):
         {"prompt_length": 4},
         {"prompt_length": 6},
         {},
+        {"generated_mask": np.array([0, 1, 1, 0, 1, 1], "u1")},
     )
-    traces = [t | more for t, more in zip(make_traces(5, tokens=lambda _: 6), fields, strict=True)]
+    traces = [t | more for t, more in zip(make_traces(6, tokens=lambda _: 6), fields, strict=True)]
     with open_store(write_store(tmp_path / "s.zarr", traces)) as store:
-        assert answer_bounds(store, range(5)).tolist() == [[2, 4], [3, 5], [4, 6], [5, 6], [0, 6]]
+        assert answer_bounds(store, range(6)).tolist() == [[2, 4], [3, 5], [4, 6], [5, 6], [0, 6], [4, 6]]

@@ -123,6 +123,27 @@ def test_interrupted_file_is_written_again(tmp_path):
     assert calls == ["q0", "q1", "q2", "q3", "q2", "q3"]
 
 
+def test_scores_of_a_killed_run_never_stand_beside_the_traces_of_another(tmp_path, monkeypatch):
+    """The second run answers differently and ends between the file and its scores; the third one writes both."""
+    questions = [Question(f"q{k}", "?", ("a",)) for k in range(2)]
+
+    def run(text, judges):
+        def answer(questions):
+            return [{"generated_answer_clean": text, "hidden_states": []} for _ in questions]
+
+        batches = extraction.plan_batches(questions, 2)
+        return list(extraction.extract_to_folder(tmp_path, batches, answer, judges=judges))
+
+    run("a", ("containment",))
+    with monkeypatch.context() as patch:
+        write = extraction._write_rows
+        patch.setattr(extraction, "_write_rows", lambda path, rows: write(path, rows) if not rows else 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run("b", ("exact_match",))
+    assert run("c", ("exact_match",)) == [False, False]
+    assert run("d", ("exact_match",)) == [None, None]
+
+
 @pytest.mark.parametrize("name", ["scores.csv", "traces_batch_0001.pkl"])
 def test_foreign_files_are_not_replaced(tmp_path, name):
     (tmp_path / name).write_text("mine")

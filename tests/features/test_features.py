@@ -5,10 +5,10 @@ import pytest
 
 import tracestore
 from tests.helpers import command, make_optional, make_trace, write_scores, write_store
+from tracestore.data.tokens.answers import answer_span
 from tracestore.errors import DiskFullError
 from tracestore.features import table
 from tracestore.features.attention import SMALLEST
-from tracestore.features.positions import answer_span
 from tracestore.features.table import features, token_states
 from tracestore.features.tokens import STATISTICS
 

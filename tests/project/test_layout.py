@@ -57,7 +57,7 @@ ALLOWED: dict[str, set[str]] = {
     "train": {*STORE, *TRAIN, "data.tokens", "detectors.graph"},
     "inference": {*STORE, *TRAIN, "detectors.graph"},
     "planning": {*STORE, *TRAIN},
-    "features": STORE,
+    "features": {*STORE, "data.tokens"},
     "published": {*STORE, "features", "detectors", "evaluation", "extract", "oom"},
     "benchmark": {*STORE, *TRAIN, "features", "published", "inference", "ingest", "reports"},
     "experiment": {*STORE, *TRAIN, "planning", "reports"},

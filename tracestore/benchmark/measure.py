@@ -5,6 +5,7 @@ import multiprocessing
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -237,11 +238,27 @@ def measure_all(
     if workers == 1 or len(names) == 1:
         yield from (measure_detector(*job) for job in jobs)
         return
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+    with _processes(workers) as pool:
         # The last ones of the catalog take the longest, and begin first.
         futures = [pool.submit(measure_detector, *job) for job in reversed(jobs)]
         try:
-            for future in reversed(futures):
-                yield future.result()
+            for job, future in zip(jobs, reversed(futures), strict=True):
+                try:
+                    yield future.result()
+                except BrokenProcessPool:  # a process was killed: all of the pool end, whichever it was
+                    yield _measure_apart(*job)
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _processes(count: int) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(count, multiprocessing.get_context("spawn"))
+
+
+def _measure_apart(name: str, *arguments: Any) -> Measured:
+    """Return the result of a detector in a process of its own, or as its error that the process was killed."""
+    with _processes(1) as pool:
+        try:
+            return pool.submit(measure_detector, name, *arguments).result()
+        except BrokenProcessPool:
+            return Measured(name, error="its process was killed; if memory ran out, use fewer --workers")

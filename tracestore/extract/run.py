@@ -142,8 +142,9 @@ def extract_to_folder(
                     rows.append([question.question_id, question.sample, values, question.template, text])
                     yield values[judges[0]] >= _CORRECT_SCORE
                 writer.finish()
-                with fsio.atomic_write(scores) as scores_file:
-                    scores_file.write(json.dumps(rows).encode())
+                # Until the file is replaced, its scores are those of no question: a killed run writes both again.
+                _write_rows(scores, [])
+            _write_rows(scores, rows)
         _merge_scores(folder)
 
 
@@ -268,6 +269,11 @@ def _is_finished(scores: Path, batch: QuestionBatch, judges: Sequence[str]) -> b
     """
     rows = json.loads(scores.read_text(encoding="utf-8"))
     return [(*row[:2], list(row[2])) for row in rows] == [(*_key(q), list(judges)) for q in batch.questions]
+
+
+def _write_rows(path: Path, rows: Sequence[Sequence[Any]]) -> None:
+    with fsio.atomic_write(path) as file:
+        file.write(json.dumps(rows).encode())
 
 
 def _require_own_files(folder: Path, batches: Sequence[QuestionBatch]) -> None:

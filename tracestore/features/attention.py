@@ -8,7 +8,7 @@ import functools
 
 import numpy as np
 
-from tracestore.features.positions import answer_span
+from tracestore.data.tokens.answers import answer_span
 from tracestore.store.fields import PackedEdges
 from tracestore.store.format import schema
 from tracestore.store.read.trace import Trace

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tracestore.features.positions import answer_span
+from tracestore.data.tokens.answers import answer_span
 from tracestore.store.format import schema
 from tracestore.store.read.trace import Trace
 

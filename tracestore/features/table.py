@@ -18,9 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
+from tracestore.data.tokens.answers import answer_span
 from tracestore.features.attention import attention_features
 from tracestore.features.hidden import answer_states, pooled_states
-from tracestore.features.positions import answer_span
 from tracestore.features.tokens import STATISTICS, token_statistics
 from tracestore.platform_support import preallocate
 from tracestore.store.format import schema
@@ -187,9 +187,11 @@ def _cached(store: TraceStore, name: str, options: dict[str, object], write: Cal
             temporary = Path(tempfile.mkdtemp(prefix=".", dir=folder.parent))
             try:
                 write(temporary)
-                # Another process may have made the same entry meanwhile.
-                if not folder.is_dir():
+                try:
                     temporary.rename(folder)
+                except OSError:
+                    if not folder.is_dir():  # else another process has made the same entry
+                        raise
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
     return dict(_load(folder))

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tracestore.features.positions import answer_span
+from tracestore.data.tokens.answers import answer_span
 from tracestore.store.read.trace import Trace
 
 STATISTICS = ("mean_logprob", "min_logprob", "perplexity", "mean_entropy", "length")

@@ -24,7 +24,7 @@ def lock_output_dir(folder: Path) -> Iterator[None]:
     Raises
     ------
     OutputDirLockedError
-        If another process trains into this directory.
+        If another process writes into this directory.
     """
     fd = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -32,9 +32,7 @@ def lock_output_dir(folder: Path) -> Iterator[None]:
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
-                raise OutputDirLockedError(
-                    f"{folder}: another training run writes there; pass another --output-dir"
-                ) from None
+                raise OutputDirLockedError(f"{folder}: another run writes there; pass another --output-dir") from None
         yield
     finally:
         os.close(fd)

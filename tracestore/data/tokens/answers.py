@@ -1,18 +1,49 @@
-"""Find the tokens of a trace that are its answer."""
+"""Find the tokens of traces that are their answers."""
 
 from collections.abc import Iterable
 
 import numpy as np
 
 from tracestore.store.read.store import TraceStore
+from tracestore.store.read.trace import Trace
+
+
+def answer_span(trace: Trace, num_positions: int) -> tuple[int, int] | None:
+    """Return the first position of the answer and the position after its last one.
+
+    The positions come from ``answer_span``, else from the last run of ``generated_mask`` (the last turn), else from
+    ``prompt_length``. They are clipped to the positions that have hidden states, of which there may be one fewer than
+    tokens, and hold at least one.
+
+    Parameters
+    ----------
+    trace : Trace
+    num_positions : int
+        Positions of the trace with hidden states, S, or its tokens T.
+
+    Returns
+    -------
+    (int, int) or None
+        None if the trace does not tell where its answer is, or the answer is empty.
+    """
+    begin, end = trace.answer_span or (-1, -1)
+    mask = trace.generated_mask
+    if (begin < 0 or end < 0) and mask is not None and mask.any():
+        last = int(np.flatnonzero(mask)[-1])
+        before = np.flatnonzero(mask[:last] == 0)
+        begin, end = (int(before[-1]) + 1 if len(before) else 0), last + 1
+    if begin < 0 or end < 0:
+        if trace.prompt_length is None:
+            return None
+        begin, end = trace.prompt_length, max(num_positions, trace.prompt_length)
+    if num_positions == 0 or begin >= end:
+        return None
+    begin = min(begin, num_positions - 1)
+    return begin, max(begin + 1, min(end, num_positions))
 
 
 def answer_bounds(store: TraceStore, indices: Iterable[int]) -> np.ndarray:
-    """Return the first token of the answer of each trace and the one after its last.
-
-    The answer is answer_span, else the tokens from the first to the last that generated_mask marks,
-    else those after the prompt. An empty answer becomes the last token. Traces without any of these
-    fields count as a whole.
+    """Return the `answer_span` of traces; an empty answer is the last token, and traces without one count as a whole.
 
     Parameters
     ----------
@@ -23,20 +54,12 @@ def answer_bounds(store: TraceStore, indices: Iterable[int]) -> np.ndarray:
     Returns
     -------
     np.ndarray
-        ``(n, 2)`` int64.
+        ``(n, 2)`` int64, the first token and the one after the last.
     """
     bounds = []
-    for index in indices:
-        trace = store[int(index)]
-        length, span, mask = trace.num_tokens, trace.optional("answer_span"), trace.optional("generated_mask")
-        begin, end = 0, length
-        if span is not None:
-            begin, end = span
-        elif mask is not None:
-            marked = np.flatnonzero(mask)
-            begin, end = (int(marked[0]), int(marked[-1]) + 1) if len(marked) else (length, length)
-        elif trace.prompt_length is not None:
-            begin = trace.prompt_length
-        end = min(end, length)
-        bounds.append((begin, end) if begin < end else (length - 1, length))
+    for trace in (store[int(index)] for index in indices):
+        given = (trace.answer_span, trace.generated_mask, trace.prompt_length)
+        length = trace.num_tokens
+        rest = (0 if all(value is None for value in given) else length - 1, length)
+        bounds.append(answer_span(trace, length) or rest)
     return np.array(bounds, np.int64).reshape(-1, 2)

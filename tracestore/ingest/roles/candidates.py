@@ -1,4 +1,4 @@
-"""Values of a trace that may be its hidden states, attention or id under an unknown name, for the advice of errors."""
+"""Values of a trace that may be its hidden states, attention or id under an unknown name: for the advice of errors, ids and the default attention."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -87,7 +87,7 @@ def columns(generation: int) -> str:
 
 
 def manifest_copy(generation: int) -> str:
-    """Return the path of the second copy of a manifest, which only repair reads."""
+    """Return the path of the second copy of a manifest, which repair and verify read."""
     return f"index/{generation:010d}.manifest"
 
 
