@@ -107,7 +107,9 @@ def make(name, optimizer="adam", drawn="by trace", dtype=torch.float64, **option
     Dropout masks and the noise of the VAE are drawn "by trace", as in training, or "by torch".
     """
     torch.manual_seed(0)
-    config = ModelConfig(LAYERS, DIM, gnn_hidden=4, latent_dim=4, lstm_hidden=4, dropout=0.5, standardize=True)
+    # Two readers: a campaign has the square of the number of operations to compute.
+    sizes = {"gnn_hidden": 4, "latent_dim": 4, "lstm_hidden": 4, "num_readers": 2}
+    config = ModelConfig(LAYERS, DIM, **sizes, dropout=0.5, standardize=True)
     model = make_model(name, config).to(dtype)
     opt = make_optimizer(optimizer, model.parameters())
     guard = OOMGuard(model, opt, **options)
