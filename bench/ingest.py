@@ -1,6 +1,6 @@
 """Measure speed and memory of conversion on large files, with the limits of the same run.
 
-python bench/ingest.py speed|gzip|workers|memory|containers|small DIR [--gigabytes 1] [--rounds 5] [--traces FOLDER]
+python bench/ingest.py speed|gzip|workers|memory|containers|small|tiny DIR [--gigabytes 1] [--rounds 5] [--traces FOLDER]
 
 DIR selects the disk to measure; use tmpfs to exclude the disk. With --traces, `speed`, `gzip` and
 `workers` convert the pickles in FOLDER (as `tracestore extract` writes them) instead of synthetic ones.
@@ -239,15 +239,61 @@ def small(args: argparse.Namespace) -> None:
     shutil.rmtree(store)
 
 
+# Seconds of a processor that reading a file takes, and that converting it takes, the start apart.
+_TINY = """
+import sys, time
+from pathlib import Path
+from tracestore.cli import main
+from tracestore.ingest.formats import read_traces
+source, store = map(Path, sys.argv[1:])
+start = time.process_time()
+for trace in read_traces(source, source.name):
+    pass
+read = time.process_time()
+try:
+    code = main(["convert", str(source), str(store), "--workers", "1", "--json"])
+except SystemExit as error:
+    code = error.code
+assert not code
+print(read - start, time.process_time() - read)
+"""
+
+
+def tiny(args: argparse.Namespace) -> None:
+    """Read and convert one pickle of 50,000 traces of L=2 D=8 H=2 S=4, with each of the trees in turn."""
+    count, path, store = 50_000, args.folder / "tiny.pkl", args.folder / "out.zarr"
+    if not path.exists():
+        path.write_bytes(pickle.dumps([make_trace(k, 4, layers=2, dim=8, heads=2) for k in range(count)], 4))
+    times: dict[Path, list[list[float]]] = {tree: [] for tree in (*args.trees, ROOT)}
+    for _ in range(args.rounds):
+        for tree, found in times.items():
+            shutil.rmtree(store, ignore_errors=True)
+            command = [sys.executable, "-c", _TINY, str(path), str(store)]
+            done = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                check=True,
+                cwd=tree,
+                env=os.environ | {"PYTHONPATH": str(tree)},
+            )
+            found.append([1e6 * float(number) / count for number in done.stdout.split()[-2:]])
+    for tree, found in times.items():
+        texts = [f"{statistics.median(v):.1f} ({min(v):.1f} to {max(v):.1f})" for v in zip(*found, strict=True)]
+        print(f"{tree}: reading {texts[0]}, reading and storing {texts[1]} us per trace")
+    shutil.rmtree(store)
+
+
 def main() -> None:
     """Run the program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("speed", "gzip", "workers", "memory", "containers", "small"))
+    parser.add_argument("what", choices=("speed", "gzip", "workers", "memory", "containers", "small", "tiny"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="*", default=tuple(writers), choices=tuple(writers), help="of containers")
     parser.add_argument("--traces", type=Path, metavar="FOLDER")
+    parser.add_argument("--trees", type=Path, nargs="*", default=(), help="of tiny: other commits, built in place")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     globals()[args.what](args)

@@ -81,7 +81,7 @@ def test_states_of_plain_arrays():
         (1, (6, True), None, False, data),
         (1, (1 << 62, 1 << 62), None, False, data),
         (1, (2, 3), None, 0, data),
-        (1, (2, 3), None, False, bytes(data)),
+        (1, (2, 3), None, False, bytes(data) + b"0"),
         (1, (2, 3), None, False, memoryview(bytearray(data))),
         (1, (2, 3), None, False, data[::2]),
         (1, (2, 3), None, False, data.cast("f")),

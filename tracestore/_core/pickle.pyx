@@ -48,7 +48,7 @@ cdef enum:
     MAX_NAME_BYTES = 1_000
     # Limit of memo entries, plus one per MEMO_PER_BYTES bytes of the file. Real files have one entry per
     # some thousand bytes.
-    MAX_MEMO = 2_000_000
+    MAX_MEMO = 4_000_000
     MEMO_PER_BYTES = 256
 TOO_MUCH_TEXT = "the pickle contains more text than a file of traces"
 LONG_INTEGER = "found an integer of more than 512 bits"
@@ -913,7 +913,7 @@ def plain_array(tuple state, object dtype, Py_ssize_t itemsize):
     ----------
     state : tuple
         (version, shape, _, is_fortran, data). It is plain if the shape is a tuple of positive integers
-        and data a read-only memoryview of exactly the required bytes.
+        and data bytes, or a read-only memoryview, of exactly the required size.
     dtype : numpy.dtype
         Type of the values; every bit pattern must be valid.
     itemsize : int
@@ -928,7 +928,7 @@ def plain_array(tuple state, object dtype, Py_ssize_t itemsize):
     cdef tuple shape
     if len(state) != 5 or type(state[1]) is not tuple or type(state[3]) is not bool:
         return None
-    if not PyMemoryView_Check(state[4]):
+    if type(state[4]) is not bytes and not PyMemoryView_Check(state[4]):
         return None
     shape = <tuple> state[1]
     if len(shape) > MAX_NDIM or itemsize <= 0:
@@ -940,6 +940,8 @@ def plain_array(tuple state, object dtype, Py_ssize_t itemsize):
         if needed > MAX_ARRAY_BYTES // n:
             return None
         needed *= n
+    if type(state[4]) is bytes:
+        return _ndarray(shape, dtype, state[4], 0, None, "F" if state[3] else "C") if len(state[4]) == needed else None
     view = PyMemoryView_GET_BUFFER(state[4])
     if view.len != needed or not view.readonly or view.ndim != 1 or view.itemsize != 1:
         return None

@@ -154,33 +154,36 @@ class _Context:
     def items(self, item: Any, *, is_whole: bool = False) -> Iterator[TraceRecord]:
         """Yield the traces of an item of a top-level list, or of an object among several behind each other."""
         value = opened(item)
-        is_record = isinstance(value, dict) and not is_whole and is_part(value)
-        if is_record or isinstance(value, list | tuple | np.ndarray | np.generic | str | int | float):
+        is_dict = isinstance(value, dict)
+        is_record = is_dict and not is_whole and is_part(value)
+        if is_record or (not is_dict and isinstance(value, list | tuple | np.ndarray | np.generic | str | int | float)):
             pending = self._parts if is_record else self._unnamed
             pending.append(value if is_record else item)
             if len(pending) > _MAX_UNNAMED:
                 raise InvalidInputError(f"found more than {_MAX_UNNAMED:,} parts of traces; save a dict for each trace")
             return
-        if not isinstance(value, dict):
-            yield from self.traces(item)
-            return
-        del value
+        traces = self._found(item, value) if is_dict else [item]
+        del item, value
+        while traces:
+            yield from self.traces(traces.pop(0))
+
+    def _found(self, item: Any, fields: dict[Any, Any]) -> list[Any]:
+        """Return the traces in an item of a top-level list; none if it may be a header, or is refused."""
         try:
+            if not self._headers and self.structures.rows is None and self.structures.is_trace(fields):
+                return [item]
             found = self.structures.find(item, is_item=True)
         except (InvalidInputError, *_FAULTS) as error:
             self.refuse(error if isinstance(error, InvalidInputError) else _fault(error))
-            return
+            return []
         if found is None and self.position == 0 and is_settings(item):
             self._headers.append(item)
             if len(self._headers) > _MAX_HEADERS:
                 raise InvalidInputError("found many dicts without arrays, expected traces")
-            return
+            return []
         traces = [item] if found is None else found.traces
-        traces = [*(header for header in self._headers if not is_header(header, traces[0])), *traces]
-        self._headers = []
-        del item, found
-        while traces:
-            yield from self.traces(traces.pop(0))
+        headers, self._headers = self._headers, []
+        return [*(header for header in headers if not is_header(header, traces[0])), *traces]
 
     def rest(self) -> Iterator[TraceRecord]:
         """Yield the traces of the items without names, which are understood together."""
@@ -290,7 +293,7 @@ def _joined(
     context.limits = Limits(lambda: sum(part.stat().st_size for part in parts))
     rows = None if table is None else table.load()
     if rows is not None and not (is_trace and len(rows) == 1):
-        context.structures.set_rows(rows)
+        context.structures.rows = rows
     with contextlib.ExitStack() as resources:
         for values in read_joined(Input(path, context.name, parts, scratch), resources):
             if is_trace:
@@ -315,7 +318,7 @@ def _records(
         yield from context.container(reader, path, scratch, table=table)
         return
     if table is not None:
-        context.structures.set_rows(table.load())
+        context.structures.rows = table.load()
     if compression is not None:
         if compression == "gzip" and len(view) > 3 and view[3] & _GZIP_RESERVED:
             raise InvalidInputError("damaged gzip: reserved flags are set")
@@ -388,9 +391,7 @@ def _from_object(context: _Context, root: Any, *, is_only: bool = True) -> Itera
     if found is None and fields != []:
         item = fields[0] if isinstance(fields, list) else fields
         yield from context.traces(item, is_settings=is_settings(fields))
-    if found is None:
-        return
-    for trace in found.traces:
+    for trace in () if found is None else found.traces:
         yield from context.traces(trace)
 
 

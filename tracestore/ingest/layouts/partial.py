@@ -1,6 +1,7 @@
 """Find the parts of traces in an object: values by id, layer and token in names, keys and records."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -165,11 +166,12 @@ def joined_columns(columns: Sequence[Sequence[Any]], values: Sequence[Any]) -> l
 
 def is_part(record: Mapping[Any, Any]) -> bool:
     """Return whether a record has an id and the number of a layer, token or step, so that it may be a part of a trace."""
-    return (
-        any(isinstance(key, str) and normalized(key) in _NUMBERED for key in record)
-        and _numbers(record) != (None, None)
-        and _id(record) is not None
-    )
+    return _is_numbered(tuple(record)) and _numbers(record) != (None, None) and _id(record) is not None
+
+
+@lru_cache(maxsize=64)
+def _is_numbered(keys: tuple[Any, ...]) -> bool:
+    return any(isinstance(key, str) and normalized(key) in _NUMBERED for key in keys)
 
 
 def _numbers(record: Mapping[Any, Any]) -> tuple[int | None, int | None]:

@@ -17,7 +17,7 @@ from tracestore.ingest.containers.keys import parse_key
 from tracestore.ingest.roles.keys import normalized
 from tracestore.ingest.roles.layout import opened
 from tracestore.store.format import schema
-from tracestore.store.write.values import as_array
+from tracestore.store.write.values import are_arrays, as_array
 
 STATES = ("hidden_states", "attentions", "last_token")
 _SHAPE = re.compile(r"(?:(?P<name>.+)[_.])?shapes?|shapes?[_.](?P<name_>.+)")
@@ -113,6 +113,8 @@ def joined_passes(layers: Any) -> Any:
     """
     if isinstance(layers, Mapping):
         return {number: _joined_passes_of_layer(layer) for number, layer in layers.items()}
+    if are_arrays(layers) and layers[-1].ndim > 1:
+        return layers
     if len(layers) < 2 or _rank(layers[0]) != 2 or _rank(layers[1]) != 1:
         is_nested = any(isinstance(layer, list | tuple) for layer in layers)
         return [_joined_passes_of_layer(layer) for layer in layers] if is_nested else layers

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from operator import gt
 from typing import Any
 
 import numpy as np
@@ -22,15 +21,22 @@ from tracestore.ingest.pickles.sparse import PickledSparse
 # multiple of arrays is large because in files made by hand one array may stand for all layers.
 _ALLOWANCES = ((20_000, 4), (16 << 20, 4), (64 << 20, 200))
 _MAX_BYTES_VALUE = 4 << 20
+_NUMBERS = frozenset((int, float, bool))
 
 
 def resolve(value: Any, limits: "Limits") -> Any:
     """Replace pickled values inside a value by arrays, charge them to the limits and return the value."""
     kind = type(value)
+    if kind is str:
+        limits.charge(len(value))
+        return value
+    if kind is list or kind is tuple:
+        limits.charge()
+        return _resolve_all(value, limits)
     if (kind is bytes or kind is memoryview) and (array := array_in_bytes(value)) is not None:
         limits.charge(0, array.nbytes)
         return array
-    if kind is str or kind is bytes:
+    if kind is bytes:
         limits.charge(len(value))
         return value
     if kind is PickledArray or kind is PickledTensor or kind is JoblibArray:
@@ -45,8 +51,6 @@ def resolve(value: Any, limits: "Limits") -> Any:
     limits.charge(len(value) if kind is memoryview else 0, value.nbytes if kind is np.ndarray else 0)
     if kind is dict:
         return {k: resolve(v, limits) for k, v in value.items()}
-    if kind is list or kind is tuple:
-        return _resolve_all(value, limits)
     if kind is memoryview:
         if len(value) > _MAX_BYTES_VALUE:
             raise InvalidInputError(f"found {len(value):,} bytes that are not an array")
@@ -73,10 +77,13 @@ def resolve(value: Any, limits: "Limits") -> Any:
 
 
 def _resolve_all(values: Sequence[Any], limits: "Limits") -> list[Any]:
-    """Resolve a sequence, with shortcuts for the common cases of only texts or only arrays."""
+    """Resolve a sequence, with shortcuts for the common cases of only texts, only numbers or only arrays."""
     kinds = set(map(type, values))
     if kinds == {str}:
         limits.charge(sum(map(len, values)), count=len(values))
+        return list(values)
+    if kinds <= _NUMBERS:
+        limits.charge(count=len(values))
         return list(values)
     if kinds == {PickledArray}:
         arrays = [v.array for v in values]
@@ -96,18 +103,26 @@ class Limits:
 
     def __init__(self, read_bytes: Callable[[], int]) -> None:
         self._read_bytes = read_bytes
-        self._used: tuple[int, ...] = (0, 0, 0)
-        self._limits: tuple[int, ...] = (0, 0, 0)
+        self._values = self._text_bytes = self._array_bytes = 0
+        self._max_values = self._max_text_bytes = self._max_array_bytes = 0
         self.has_objects = False
 
     def charge(self, text_bytes: int = 0, array_bytes: int = 0, count: int = 1) -> None:
         """Add values and their bytes; raise InvalidInputError beyond a limit."""
-        num_values, all_text, all_arrays = self._used
-        self._used = (num_values + count, all_text + text_bytes, all_arrays + array_bytes)
-        if any(map(gt, self._used, self._limits)):
-            read_bytes = self._read_bytes()
-            self._limits = tuple(allowance + ratio * read_bytes for allowance, ratio in _ALLOWANCES)
-            if any(map(gt, self._used, self._limits)):
+        self._values += count
+        self._text_bytes += text_bytes
+        self._array_bytes += array_bytes
+        if self._is_exceeded():
+            maxima = (allowance + ratio * self._read_bytes() for allowance, ratio in _ALLOWANCES)
+            self._max_values, self._max_text_bytes, self._max_array_bytes = maxima
+            if self._is_exceeded():
                 raise InvalidInputError(
                     "traces whose values, counted each time they are named, exceed the file many times"
                 )
+
+    def _is_exceeded(self) -> bool:
+        return (
+            self._values > self._max_values
+            or self._text_bytes > self._max_text_bytes
+            or self._array_bytes > self._max_array_bytes
+        )

@@ -16,7 +16,7 @@ from tracestore.ingest.roles.edges import set_attention
 from tracestore.ingest.roles.keys import DEFAULT_KEYS, INPUTS_PAGE, KeyOptions, label_of_path
 from tracestore.store.format import schema
 from tracestore.store.write.record import TraceRecord, record_from_dict
-from tracestore.store.write.values import as_array, describe, field_error, integer
+from tracestore.store.write.values import are_arrays, as_array, describe, field_error, integer
 
 _LAYER_KEY = re.compile(r"(?:layers?[._-]?)?(\d{1,6})", re.IGNORECASE)
 _STEP_KEY = re.compile(r"steps?[._-]?\d{1,6}", re.IGNORECASE)
@@ -56,7 +56,7 @@ def records_of_trace(
     """
     found = assign(trace, options, has_objects=has_objects)
     count = batch_size(found.fields)
-    if count == 1 and need_attention is not False:
+    if count == 1 and need_attention is not False and not are_arrays(found.fields.get("attentions")):
         set_attention(found.fields, _num_tokens(found.fields))
     if count > 1:
         answers = split_batch(found.fields, count, has_padding=not options.has_no_padding)
@@ -70,11 +70,13 @@ def records_of_trace(
             counts[question] += 1
     else:
         given = [found]
-    for each in given:
-        if each.label is None and not each.scores and not options.has_scores_file:
-            each.label = label_of_path(source_name.rpartition("/")[0])
     is_batch = count > 1
-    return [_record(each, source_name, position + k, need_attention, is_batch) for k, each in enumerate(given)]
+    records = [_record(each, source_name, position + k, need_attention, is_batch) for k, each in enumerate(given)]
+    if not options.has_scores_file and (label := label_of_path(source_name.rpartition("/")[0])) is not None:
+        for record in records:
+            if record.label is None and not record.scores:
+                record.label, record.is_label_of_folder = label, True
+    return records
 
 
 def _num_tokens(fields: Mapping[str, Any]) -> int | None:
@@ -98,10 +100,11 @@ def _record(
         ids = _layers_by_id(fields, "hidden_states")
         if need_attention is not False and "attentions" in fields:
             attention_ids = _layers_by_id(fields, "attentions")
-            # Attention that is numbered from 0 as models return it, next to embeddings as layer 0.
-            is_shifted = ids == list(range(len(ids or ()))) and attention_ids == (ids or [])[:-1]
-            if ids is not None and attention_ids is not None and attention_ids not in (ids, ids[1:]) and not is_shifted:
-                raise field_error("attentions", f"layers {attention_ids}", f"{ids} as in hidden_states")
+            if ids is not None and attention_ids is not None:
+                # Attention that is numbered from 0 as models return it, next to embeddings as layer 0.
+                is_shifted = ids == list(range(len(ids))) and attention_ids == ids[:-1]
+                if attention_ids not in (ids, ids[1:]) and not is_shifted:
+                    raise field_error("attentions", f"layers {attention_ids}", f"{ids} as in hidden_states")
         is_head_mean = need_attention is not False and _add_head_axis(fields)
         record = _validated(found, source_name, position, need_attention)
         record.is_head_mean = is_head_mean
@@ -111,10 +114,16 @@ def _record(
             crop(record, begin, end)
             if mask is not None and (begin, end) == (0, num_tokens):
                 record.extras["attention_mask"] = mask
-    if given_ids is None and ids is None and _is_list_of_integers(record.extras.get("layers")):
+    if (
+        given_ids is None
+        and ids is None
+        and "layers" in record.extras
+        and _is_list_of_integers(record.extras.get("layers"))
+    ):
         # A list of another length has another meaning.
         given_ids = record.extras["layers"] if len(record.extras["layers"]) == record.num_layers else None
-    record.layer_ids = _layer_ids(ids if given_ids is None else given_ids, record)
+    given_ids = ids if given_ids is None else given_ids
+    record.layer_ids = None if given_ids is None else _layer_ids(given_ids, record)
     record.dropped, record.scores = found.dropped, found.scores
     record.label = found.label
     return record
@@ -122,7 +131,6 @@ def _record(
 
 def _validated(found: Assignment, source_name: str, position: int, need_attention: bool | None) -> TraceRecord:
     """Return the record of the fields. Tokens of another name that do not fit to the hidden states are an extra."""
-    names = {role: key for key, role in found.roles.items() if key not in _PER_TOKEN}
     given: dict[str, Any] = {"source_name": source_name, "position": position, "need_attention": need_attention}
     try:
         return record_from_dict(found.fields, need_tokens=False, **given)
@@ -131,6 +139,7 @@ def _validated(found: Assignment, source_name: str, position: int, need_attentio
             # What else is wrong would remain after --attention none.
             record_from_dict(found.fields, need_tokens=False, **given | {"need_attention": None})
         field = error.field or ""
+        names = {role: key for key, role in found.roles.items() if key not in _PER_TOKEN}
         if field not in ("tokens", "tokens_decoded") or field not in names:
             raise
     found.fields[names[field]] = found.fields.pop(field)
@@ -140,6 +149,8 @@ def _validated(found: Assignment, source_name: str, position: int, need_attentio
 
 def _is_mask(value: Any) -> bool:
     """Return whether a value is a mask of the tokens of one answer."""
+    if value is None:
+        return False
     array = as_array(value)
     if array is None and isinstance(value, list) and value:
         value = value[0] if len(value) == 1 and isinstance(value[0], list) else value
@@ -159,7 +170,7 @@ def _is_list_of_integers(value: Any) -> bool:
 def _layers_by_id(fields: dict[str, Any], name: str) -> list[int] | None:
     """Replace a dict of layers by their list in the order of the layers; return their numbers."""
     value = fields.get(name)
-    if not isinstance(value, Mapping):
+    if type(value) is list or not isinstance(value, Mapping):
         return None
     if value and all(isinstance(key, str) and _STEP_KEY.fullmatch(key) for key in value):
         # The passes of generate(), each with its layers.
@@ -180,10 +191,8 @@ def _layers_by_id(fields: dict[str, Any], name: str) -> list[int] | None:
     return ids
 
 
-def _layer_ids(value: Any, record: TraceRecord) -> tuple[int, ...] | None:
+def _layer_ids(value: Any, record: TraceRecord) -> tuple[int, ...]:
     """Return the layer of the model that each stored layer comes from."""
-    if value is None:
-        return None
     if not _is_list_of_integers(value):
         raise field_error("layer_ids", describe(value), "a list of L integers")
     ids = [integer(k, "layer_ids") for k in value]
@@ -197,6 +206,8 @@ def _layer_ids(value: Any, record: TraceRecord) -> tuple[int, ...] | None:
 def _add_head_axis(fields: dict[str, Any]) -> bool:
     """Give attention that is averaged over heads, (S, S) per layer, an axis of one head; return whether it was."""
     value = fields.get("attentions")
+    if are_arrays(value) and value[0].ndim != 2:
+        return False
     array = as_array(value)
     if array is not None:
         if array.ndim != 3:

@@ -30,7 +30,7 @@ from tracestore.ingest.roles.keys import (
     score_of_word,
 )
 from tracestore.ingest.score_files import SCORE_COLUMNS, WORD_COLUMNS, direction_of
-from tracestore.store.write.values import as_array, describe
+from tracestore.store.write.values import are_arrays, as_array, describe
 
 OWN_KEYS = frozenset((*MAPPABLE, *TOKENS_KEYS, "global_example_id", "layers", "labels")) - {"label"}
 # Nesting of values that are searched for what is not data.
@@ -85,7 +85,8 @@ def assign(trace: Any, options: KeyOptions, *, has_objects: bool = False) -> Ass
         )
     found = Assignment(dict(trace))
     values = found.fields
-    for key in [key for key in values if not isinstance(key, str)]:
+    others, spellings = _other_spellings(tuple(values))
+    for key in others:
         del values[key]
         found.dropped.append(f"{key!r:.60}")
     for name, key in options.renamed:
@@ -98,8 +99,11 @@ def assign(trace: Any, options: KeyOptions, *, has_objects: bool = False) -> Ass
         found.roles[key] = name
     if has_objects:
         _remove_objects(found)
-    _find_spellings(found)
-    if _is_nothing(values.get("attentions")):
+    for key, name in spellings:
+        if values.get(name) is None and key in values:
+            values[name] = values.pop(key)
+            found.roles[key] = name
+    if not are_arrays(attention := values.get("attentions")) and _is_nothing(attention):
         values.pop("attentions", None)
     _move_texts_of_tokens(found)
     if "sequences" in values and "input_ids" in values and "tokens" not in values:
@@ -142,14 +146,12 @@ def role_of(key: str, found: Assignment) -> str:
     return ("layer_ids" if key == "layers" else key) if key in OWN_KEYS else "extra"
 
 
-def _find_spellings(found: Assignment) -> None:
-    """Rename the keys that are names of fields in another spelling, such as hiddenStates."""
-    values = found.fields
-    for key in [key for key in values if key not in OWN_KEYS]:
-        name = normalized(key)
-        if name in SPELLED and values.get(name) is None:
-            values[name] = values.pop(key)
-            found.roles[key] = name
+@lru_cache(maxsize=1 << 10)
+def _other_spellings(keys: tuple[Any, ...]) -> tuple[list[Any], list[tuple[str, str]]]:
+    """Return the keys that are no texts, and those that are names of fields in another spelling, such as hiddenStates."""
+    texts = [key for key in keys if isinstance(key, str)]
+    spellings = [(key, normalized(key)) for key in texts if key not in OWN_KEYS]
+    return [key for key in keys if not isinstance(key, str)], [pair for pair in spellings if pair[1] in SPELLED]
 
 
 def _find_other_names(found: Assignment, options: KeyOptions) -> None:
@@ -242,22 +244,29 @@ def _is_array_of_states(item: tuple[Any, Any]) -> bool:
     return is_states and not isinstance(value, str | int | float | type(None))
 
 
+@lru_cache(maxsize=1 << 10)
+def _names_of_arrays(keys: tuple[str, ...]) -> list[tuple[str, Any]]:
+    """Return the keys that are names of arrays of the trace, and what they name."""
+    parsed = [(key, parse_key(normalized(key))) for key in keys]
+    return [(key, name) for key, name in parsed if name is not None and not name.trace]
+
+
 def _find_arrays(found: Assignment) -> None:
     """Find hidden states, attention and tokens by the names that containers know, such as layer_3."""
     layers: dict[str, dict[str, dict[int, str]]] = {}
     wholes: dict[str, str] = {}
-    for key, value in found.fields.items():
-        parsed = parse_key(normalized(key))
-        if parsed is None or parsed.trace or isinstance(value, str | int | float | type(None)):
+    values = found.fields
+    names = _names_of_arrays(tuple(values))
+    if _has_states(values):
+        names = [(key, parsed) for key, parsed in names if parsed.field == "attentions"]
+    for key, parsed in names:
+        if isinstance(values[key], str | int | float | type(None)):
             continue
         if parsed.number is None:
             wholes.setdefault(parsed.field, key)
         else:
             layers.setdefault(parsed.field, {}).setdefault(layer_kind(parsed), {})[parsed.number] = key
-    values = found.fields
-    if _has_states(values):
-        wholes, layers = ({k: v for k, v in names.items() if k == "attentions"} for names in (wholes, layers))  # type: ignore[assignment]
-    elif not {"hidden_states", "last_token"} & {*layers, *wholes}:
+    if not _has_states(values) and not {"hidden_states", "last_token"} & {*layers, *wholes}:
         return
     for name, key in wholes.items():
         if name not in values and not (name == "tokens" and any(k in values for k in TOKENS_KEYS)):
@@ -331,11 +340,16 @@ def _score(key: str, value: Any) -> float | None:
 
 
 @lru_cache(maxsize=1 << 10)
-def _score_keys(keys: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _score_keys(keys: tuple[Any, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the keys with the names of scores, and those with the names of words of judges, in the order of the names."""
-    given = _by_name(keys)
+    given = _by_name(tuple(key for key in keys if isinstance(key, str)))
     scores, words = ([given[name] for name in names if name in given] for names in (SCORE_COLUMNS, WORD_COLUMNS))
     return tuple(scores), tuple(words)
+
+
+@lru_cache(maxsize=1 << 10)
+def _judgments(keys: tuple[str, ...]) -> list[str]:
+    return [key for key in keys if normalized(key) in JUDGMENTS]
 
 
 @lru_cache(maxsize=1 << 10)
@@ -348,11 +362,11 @@ def _find_scores(found: Assignment, options: KeyOptions) -> None:
     """Find scores and the label; their keys stay extras too, so that an export returns them."""
     values = found.fields
     owners: dict[Any, str] = {}
-    for key, inner in found.fields.items():
-        if isinstance(inner, Mapping) and normalized(key) in JUDGMENTS:
+    for key in _judgments(tuple(values)):
+        if isinstance(inner := found.fields[key], Mapping):
             owners |= dict.fromkeys(inner, key)
             values = dict(inner) | values
-    names, words = _score_keys(tuple(name for name in values if isinstance(name, str)))
+    names, words = _score_keys(tuple(values))
     for name in names if options.score_key is None else (options.score_key,):
         if name in values and (score := _score(name, values[name])) is not None:
             found.scores[name] = score
@@ -363,6 +377,6 @@ def _find_scores(found: Assignment, options: KeyOptions) -> None:
             found.scores[name] = score
             found.roles[name] = "score"
             break
-    if options.score_key != "label" and (label := _number(found.fields.get("label"))) in (0.0, 1.0):
+    if "label" in found.fields and options.score_key != "label" and (label := _number(found.fields["label"])) in (0, 1):
         found.label = label
         found.roles["label"] = "label"

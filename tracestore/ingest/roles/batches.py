@@ -10,7 +10,7 @@ from tracestore.ingest.containers.keys import SAMPLE_NAMES, split_sample
 from tracestore.ingest.roles.keys import INPUTS_PAGE
 from tracestore.store.format import schema
 from tracestore.store.write.record import TraceRecord
-from tracestore.store.write.values import as_array, describe, field_error
+from tracestore.store.write.values import are_arrays, as_array, describe, field_error
 
 # Fields with one row per answer of a batch, although a single answer has a list of them too.
 _NESTED = frozenset(("tokens", "input_ids", "sequences", "tokens_decoded", "spans", *schema.TOKEN_FIELDS))
@@ -23,7 +23,7 @@ def batch_size(fields: Mapping[str, Any]) -> int:
     array = as_array(hidden)
     if array is not None:
         return array.shape[1] if array.ndim == 4 else 1
-    leaf = _first_leaf(hidden)
+    leaf = hidden[0] if are_arrays(hidden) else _first_leaf(hidden)
     return 1 if leaf is None or leaf.ndim != 3 else len(leaf)
 
 

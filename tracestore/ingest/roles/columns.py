@@ -61,17 +61,17 @@ def is_common(fields: Mapping[Any, Any]) -> bool:
 
 
 def has_own_shape(fields: Mapping[Any, Any]) -> bool:
-    """Return whether the first layer of a list has a row for each token id, or for each but the last one."""
-    tokens, layers = opened(fields.get("tokens")), fields["hidden_states"]
-    if not layers or not isinstance(tokens, list | np.ndarray) or (isinstance(tokens, np.ndarray) and tokens.ndim != 1):
+    """Return whether states are (S, D) per layer, or (L, S, D), where S is the number of tokens, or one less."""
+    tokens = opened(fields.get("tokens", fields.get("input_ids")))
+    states = opened(fields.get("hidden_states"))
+    if not isinstance(tokens, list | np.ndarray) or (isinstance(tokens, np.ndarray) and tokens.ndim != 1):
         return False
-    first = layout(layers[0])
-    return (
-        first is not None
-        and first.kind == "f"
-        and len(first.shape) == 2
-        and first.shape[0] in (len(tokens), len(tokens) - 1)
-    )
+    sizes = (len(tokens), len(tokens) - 1)
+    if isinstance(states, np.ndarray):
+        is_stack = states.ndim == 3 and states.dtype.kind in "fV"
+        return is_stack and states.shape[1] in sizes and states.shape[0] not in sizes
+    found = layout(states[0]) if states and isinstance(states, list) else None
+    return found is not None and found.kind == "f" and len(found.shape) == 2 and found.shape[0] in sizes
 
 
 def is_header(item: Any, trace: Any) -> bool:

@@ -221,6 +221,7 @@ def score_of_word(text: str, direction: str | None) -> float | None:
     return None if direction is None else _YES_OR_NO.get(word)
 
 
+@lru_cache(maxsize=1 << 10)
 def label_of_path(path: str) -> float | None:
     """Return the label (1: hallucination) that the name of a class among the parts of a path states; None without one.
 

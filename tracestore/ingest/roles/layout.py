@@ -40,6 +40,8 @@ def opened(value: Any) -> Any:
     """
     if type(value) in _PLAIN:
         return value
+    if type(value) is PickledArray:
+        return value.resolve()
     if isinstance(value, PickledObject):
         return value.fields or value.args or value.fields
     if isinstance(value, PickledArray | JoblibArray | PickledTensor | PickledSparse | PandasObject):

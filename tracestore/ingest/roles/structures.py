@@ -90,11 +90,7 @@ class Structures:
     def __init__(self, options: KeyOptions, name: str) -> None:
         self._options, self.name = options, name
         self._num_questions = 0
-        self._rows: TableRows | None = None
-
-    def set_rows(self, rows: TableRows) -> None:
-        """Set the rows of a table whose values belong to the traces of the file: by id, else in their order."""
-        self._rows = rows
+        self.rows: TableRows | None = None  # of a table: by id, else in the order of the traces
 
     def find(self, value: Any, *, is_item: bool = False) -> Found | None:
         """Return the traces of a whole file, or of an item of its list; None if there are none.
@@ -106,7 +102,7 @@ class Structures:
         InvalidInputError
             If the axes of hidden states can be understood in several ways.
         """
-        rows = self._rows
+        rows = self.rows
         if rows is not None and not is_item:
             value = with_columns(value, rows)
         found = self._find(value, 0, is_item)
@@ -138,8 +134,13 @@ class Structures:
 
     # Dicts
 
+    def is_trace(self, fields: Mapping[Any, Any]) -> bool:
+        """Return whether a dict is one trace of the schema, which is certain without a search."""
+        options = self._options
+        return options.axes is None and not options.renamed and has_one_id(fields) and has_own_shape(fields)
+
     def _of_dict(self, fields: dict[Any, Any], depth: int, is_item: bool) -> Found | None:
-        if self._options.axes is None and not self._options.renamed and is_common(fields) and has_own_shape(fields):
+        if self.is_trace(fields):
             return Found([fields], is_one=True)
         fields = with_mask(fields)
         if not self._options.renamed and not is_common(fields):
