@@ -11,14 +11,16 @@ from tracestore.console import Output, plural
 from tracestore.convert.options import ConvertOptions
 from tracestore.convert.table_ids import TableIds
 from tracestore.errors import InvalidInputError, UsageError, escape_unprintable
-from tracestore.ingest.roles.keys import INPUTS_PAGE, KeyOptions, parse_map
+from tracestore.ingest.roles.keys import INPUTS_PAGE, KeyOptions, label_of_path, parse_map
 from tracestore.ingest.score_files import ID_COLUMN, direction_of, find_score_files
 from tracestore.ingest.scores import Scores, read_scores, score_name
-from tracestore.ingest.sources import SourceFile
+from tracestore.ingest.sources import SourceFile, without_class_folders
 from tracestore.store.format.labels import CORRECT, HALLUCINATION, ScoreField
 from tracestore.store.read.columns import TraceValues
 from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.writer import StoreWriter
+
+_LONG_IDS = "the ids of {} keep the folder that names their class, because several files have one name"
 
 
 class Scoring:
@@ -61,7 +63,9 @@ class Scoring:
     ) -> None:
         self.file, paths = _read_files(arguments, sources, options, output)
         self.scores_file = ", ".join(map(str, paths)) or None
-        self.sources = [source for source in sources if source.path not in paths]
+        self.sources = without_class_folders([source for source in sources if source.path not in paths])
+        self._source_path = ""  # of a source whose ids keep the folder of its class
+        self._table = ""  # of the source
         if self.file is not None and self.file.in_order and len(self.sources) != 1:
             raise UsageError(
                 f"{self.file.path} has no ids and fits one trace file, found {len(self.sources):,}; "
@@ -103,11 +107,16 @@ class Scoring:
     def begin_source(self, source: SourceFile) -> None:
         """Begin a source, which may have a table."""
         self._ids.begin(source.table)
+        is_kept = source.id_folder is None and label_of_path(source.folder) is not None
+        self._source_path = f"{source.folder}/{source.stem}" if is_kept else ""
+        self._table = "" if source.table is None else f" or their rows in {source.table.path.name}"
 
     def values(self, writer: StoreWriter, packed: PackedTrace) -> tuple[Mapping[str, float], str]:
         """Return the named scores and the group of a trace; its scores are defined in the store."""
         record = packed.record
         self._ids.add(packed)
+        if self._source_path and record.question_id.startswith(self._source_path):
+            self._used[_LONG_IDS] += 1
         if self.file is not None and self.file.in_order:
             self._num_positions = max(self._num_positions, record.position + 1)
             return {self._name: self.file.score_at(record.position)}, ""
@@ -122,9 +131,12 @@ class Scoring:
             if stored is None or stored.direction != direction:
                 writer.define_score(name, ScoreField(direction, f"key {key} of the traces"[:1024]))
             found[name] = score
-            self._used[f"score {escape_unprintable(key, 60)} (high: {direction})"] += 1
+            self._used[
+                f"score {escape_unprintable(key, 60)} (high: {direction}): found inside {{}}{self._table} and used"
+            ] += 1
         if record.label is not None:
-            self._used[f"label (1: {HALLUCINATION})"] += 1
+            place = "in the names of the folders of {}" if record.is_label_of_folder else f"inside {{}}{self._table}"
+            self._used[f"label (1: {HALLUCINATION}): found {place} and used"] += 1
         return found, ""
 
     def id_of_file(self, packed: PackedTrace, source: str) -> str | None:
@@ -169,9 +181,9 @@ class Scoring:
         return 0 if self.file is None else sum(writer.index.find(q, s) < 0 for q, s in self.file.values)
 
     def lines(self) -> Iterator[str]:
-        """Yield what was found inside the traces."""
-        for name, count in self._used.items():
-            yield f"{name}: found inside {plural(count, 'trace')} and used; see {INPUTS_PAGE}#scores"
+        """Yield what was found inside the traces, and in the names of their folders."""
+        for text, count in self._used.items():
+            yield f"{text.format(plural(count, 'trace'))}; see {INPUTS_PAGE}#scores"
 
 
 def _read_files(

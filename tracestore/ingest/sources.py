@@ -18,6 +18,7 @@ from tracestore.ingest.containers.discovery import (
     tables_of_pickles,
 )
 from tracestore.ingest.containers.tables import TableReference
+from tracestore.ingest.roles.keys import label_of_path
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.io import fsio
 
@@ -59,6 +60,8 @@ class SourceFile:
         Rows of a table next to it, which are read with it.
     is_trace : bool
         Whether the parts are those of one trace, whose id they have in their names.
+    id_folder : str, optional
+        Folder in ids that are made of the path, instead of its own, which names a class of answers.
     """
 
     path: Path
@@ -66,6 +69,23 @@ class SourceFile:
     parts: tuple[Path, ...] = ()
     table: TableReference | None = None
     is_trace: bool = False
+    id_folder: str | None = None
+
+    @property
+    def folder(self) -> str:
+        """The folders below SRC."""
+        return self.name.rpartition("/")[0]
+
+    @property
+    def stem(self) -> str:
+        """The name of the file without suffixes."""
+        return self.name.rpartition("/")[2].partition(".")[0]
+
+    def with_short_id(self, question_id: str) -> str:
+        """Return an id in which the path of the source, if the id begins with it, has `id_folder`."""
+        if self.id_folder is None or not question_id.startswith(f"{self.folder}/{self.stem}"):
+            return question_id
+        return f"{self.id_folder}/{question_id[len(self.folder) + 1 :]}".removeprefix("/")
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -81,6 +101,21 @@ class SourceFile:
     def file_bytes(self) -> int:
         """Return the size of its files; 0 for one that is missing or not regular."""
         return sum(path.stat().st_size for path in self.files if path.is_file())
+
+
+def without_class_folders(sources: list[SourceFile]) -> list[SourceFile]:
+    """Return sources whose ids lack the folder that names their class, unless the ids would not be unique.
+
+    What is left of `train/correct/q1.npz` is `q1`, or `train/q1` if another source has that name.
+    """
+    paths = {source: source.folder.split("/") for source in sources}
+    classes = {s: k for s, path in paths.items() for k, part in enumerate(path) if label_of_path(part) is not None}
+    for after in (True, False) if classes else ():
+        folders = {s: "/".join([*(() if after else paths[s][:k]), *paths[s][k + 1 :]]) for s, k in classes.items()}
+        names = {(folders.get(source, source.folder), source.stem) for source in sources}
+        if len(names) == len(sources):
+            return [replace(source, id_folder=folders.get(source)) for source in sources]
+    return sources
 
 
 def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tracestore
-from tests.helpers import convert
+from tests.helpers import convert, write_pickle
 from tests.ingest.containers.layouts import base
 
 NONE = ("--attention", "none")
@@ -23,13 +23,32 @@ def stored(tmp_path):
     return convert_folder
 
 
-def test_folders_name_the_class(tmp_path, stored):
-    for k, states in enumerate(STATES):
-        path = tmp_path / "in" / ("hallucinated" if k == 1 else "correct") / f"q{k}.npz"
-        path.parent.mkdir(exist_ok=True)
-        np.savez(path, hidden_states=states, tokens=np.arange(2 + k))
-    with stored() as store:
-        assert {t.question_id: t.label for t in store} == {"correct/q0": 0, "hallucinated/q1": 1, "correct/q2": 0}
+FOLDERS = {
+    "one name each": (["correct/q0", "hallucinated/q1", "correct/q2"], ["q0", "q1", "q2"]),
+    "two splits": (["train/correct/q0", "test/correct/q0", "test/wrong/q1"], ["train/q0", "test/q0", "test/q1"]),
+    "one question in both": (["correct/q0", "wrong/q0", "wrong/q1"], ["correct/q0", "wrong/q0", "wrong/q1"]),
+}
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".pkl"])
+@pytest.mark.parametrize("case", FOLDERS)
+def test_folders_name_the_class(tmp_path, suffix, case):
+    names, ids = FOLDERS[case]
+    for k, name in enumerate(names):
+        path = tmp_path / "in" / f"{name}{suffix}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        trace = {"hidden_states": STATES[k], "tokens": np.arange(2 + k)}
+        if suffix == ".npz":
+            np.savez(path, **trace)
+        else:
+            write_pickle(path, trace)
+    done = convert(tmp_path / "in", tmp_path / "s.zarr", *NONE)
+    assert "label (1: hallucination): found in the names of the folders of 3 traces and used" in done.stdout
+    assert ("keep the folder that names their class" in done.stdout) == (ids == names)
+    with tracestore.open(tmp_path / "s.zarr") as store:
+        labels = [float("correct" not in name) for name in names]
+        stored = [store[i if suffix == ".npz" else f"{i}.pkl:0"] for i in ids]
+        assert [(t.label, len(t.tokens)) for t in stored] == list(zip(labels, (2, 3, 4), strict=True))
 
 
 def test_groups_name_the_class(tmp_path, stored):

@@ -93,6 +93,7 @@ def inspect_source(source: SourceFile, options: PackOptions, max_traces: int) ->
         )
         with closing(records):  # type: ignore[type-var]
             for record in islice(records, max_traces):
+                record.question_id = source.with_short_id(record.question_id)
                 with error_location(source.name, record.position):
                     check_attention(record, options)
                     packed = pack_record(
