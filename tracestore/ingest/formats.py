@@ -145,7 +145,9 @@ class _Context:
     def __init__(self, name: str, options: ReadOptions) -> None:
         self.name, self.options, self.position = name, options, 0
         self.limits = Limits(lambda: 0)
-        self.structures = Structures(options.keys, str(_without_suffixes(PurePosixPath(name))))
+        path = PurePosixPath(name).with_suffix("")  # another suffix may be before that of the compression
+        path = path.with_suffix("") if path.suffix in (".pkl", ".pickle", ".p", ".joblib") else path
+        self.structures = Structures(options.keys, str(path))
         self._numbers = SampleNumbers()
         self._headers: list[Any] = []  # dicts before the first trace
         self._unnamed: list[Any] = []  # items of the top-level list that are no dicts
@@ -214,10 +216,13 @@ class _Context:
         if self._headers and self.position == 0:
             yield from self.traces(self._headers[0], is_settings=True)
 
-    def traces(self, item: Any, *, is_resolved: bool = False, is_settings: bool = False) -> Iterator[TraceRecord]:
+    def traces(
+        self, item: Any, *, is_resolved: bool = False, is_settings: bool = False, is_alone: bool = False
+    ) -> Iterator[TraceRecord]:
         """Yield the traces of one dict.
 
         `is_resolved`: it holds arrays and plain values only. `is_settings`: it is no trace, which is another error.
+        `is_alone`: the name of the file is the id of a trace without one.
         """
         values: Any = item if is_resolved else None
         try:
@@ -236,13 +241,12 @@ class _Context:
             )
             for record in records:
                 self._numbers.set_sample(record, "" if record.position else self.structures.name)
-        except InvalidInputError as error:
-            error = with_advice(error, values)
-            self.refuse(NoTracesError(error.reason, field=error.field) if is_settings else error)
+        except (InvalidInputError, *_FAULTS) as error:
+            known = with_advice(error, values) if isinstance(error, InvalidInputError) else _fault(error)
+            self.refuse(NoTracesError(known.reason, field=known.field) if is_settings else known)
             return
-        except _FAULTS as error:
-            self.refuse(_fault(error))
-            return
+        if is_alone and len(records) == 1 and records[0].question_id == f"{self.name}:{self.position}":
+            records[0].question_id = self.structures.name
         del values
         while records:
             self.position += 1
@@ -292,14 +296,12 @@ def _joined(
     """Yield the records of files that hold parts of the same traces."""
     context.limits = Limits(lambda: sum(part.stat().st_size for part in parts))
     rows = None if table is None else table.load()
-    if rows is not None and not (is_trace and len(rows) == 1):
-        context.structures.rows = rows
+    context.structures.rows = None if is_trace and rows is not None and len(rows) == 1 else rows
     with contextlib.ExitStack() as resources:
         for values in read_joined(Input(path, context.name, parts, scratch), resources):
             if is_trace:
                 values = values if rows is None or len(rows) > 1 else rows[0] | values
-                name = str(_without_suffixes(PurePosixPath(context.name)))
-                values = values if has_id(values) else id_of_name(name) | values
+                values = values if has_id(values) else id_of_name(context.structures.name) | values
             yield from _from_object(context, values)
 
 
@@ -391,11 +393,6 @@ def _from_object(context: _Context, root: Any, *, is_only: bool = True) -> Itera
     if found is None and fields != []:
         item = fields[0] if isinstance(fields, list) else fields
         yield from context.traces(item, is_settings=is_settings(fields))
-    for trace in () if found is None else found.traces:
-        yield from context.traces(trace)
-
-
-def _without_suffixes(path: PurePosixPath) -> PurePosixPath:
-    """Return the path without the suffixes of its format and compression."""
-    path = path.with_suffix("")
-    return path.with_suffix("") if path.suffix in (".pkl", ".pickle", ".p", ".joblib") else path
+    traces = [] if found is None else found.traces
+    for trace in traces:
+        yield from context.traces(trace, is_alone=is_only and len(traces) == 1)

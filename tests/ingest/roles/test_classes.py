@@ -47,8 +47,7 @@ def test_folders_name_the_class(tmp_path, suffix, case):
     assert ("keep the folder that names their class" in done.stdout) == (ids == names)
     with tracestore.open(tmp_path / "s.zarr") as store:
         labels = [float("correct" not in name) for name in names]
-        stored = [store[i if suffix == ".npz" else f"{i}.pkl:0"] for i in ids]
-        assert [(t.label, len(t.tokens)) for t in stored] == list(zip(labels, (2, 3, 4), strict=True))
+        assert [(store[i].label, len(store[i].tokens)) for i in ids] == list(zip(labels, (2, 3, 4), strict=True))
 
 
 def test_groups_name_the_class(tmp_path, stored):

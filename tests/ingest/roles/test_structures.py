@@ -234,3 +234,56 @@ def test_files_of_layers_that_do_not_fit_together_are_refused(tmp_path):
     dump(tmp_path / "layer_2.pkl", LAST[:2, 1])
     error = convert(tmp_path, tmp_path / "s.zarr", "--axes", "LND", check=3).stderr
     assert "different numbers of rows" in error
+
+
+def test_as_many_ids_as_the_second_axis_are_not_tokens_of_one_trace(tmp_path):
+    value = {"hidden_states": LAST.transpose(1, 0, 2), "question_ids": IDS, "labels": [0, 1, 0]}
+    assert "choose --axes LND or --axes LSD" in refusal(tmp_path, value)
+    traces = stored(tmp_path, value, flags=("--axes", "LND"))
+    assert [(t.question_id, t.label) for t in traces] == [("q0", 0), ("q1", 1), ("q2", 0)]
+    for trace, states in zip(traces, LAST, strict=True):
+        np.testing.assert_array_equal(trace.last_token, states)
+
+
+def test_a_list_of_layers_tells_which_axis_counts_them(tmp_path):
+    traces = stored(tmp_path, {"hidden_states": LAST.transpose(1, 0, 2), "ids": IDS, "layers": [8, 16]})
+    assert [t.question_id for t in traces] == IDS
+    np.testing.assert_array_equal([t.last_token for t in traces], LAST)
+
+
+def test_texts_of_tokens_do_not_count_traces(tmp_path):
+    (trace,) = stored(tmp_path, {"hidden_states": HIDDEN[0], "pieces": ["a", "b", "c", "d"]})
+    np.testing.assert_array_equal(trace.hidden_states, HIDDEN[0])
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+def test_negative_numbers_count_layers_from_the_last(tmp_path, is_last):
+    values = [h[:, -1] if is_last else h for h in HIDDEN]
+    records = [{"id": q, "hidden_states": {-1: v[1], -2: v[0]}} for q, v in zip(IDS, values, strict=True)]
+    traces = stored(tmp_path, records)
+    assert [t.question_id for t in traces] == IDS
+    for trace, states in zip(traces, values, strict=True):
+        np.testing.assert_array_equal(trace.last_token if is_last else trace.hidden_states, states)
+
+
+def beams(indices):
+    """Return four passes of generate() with three beams: of 4 tokens, and of one token each; the answer has three tokens."""
+    rng = np.random.default_rng(0)
+    passes = [[rng.standard_normal((3, n, 5)).astype("f2") for _ in range(2)] for n in (4, 1, 1, 1)]
+    return {"sequences": np.arange(7)[None], "hidden_states": passes, "beam_indices": np.array(indices)}
+
+
+@pytest.mark.parametrize("indices", [[[0, 2, 1, -1]], [[0, 2, 1]]])
+def test_the_states_of_a_beam_search_are_those_of_the_best_answer(tmp_path, indices):
+    value = beams(indices)
+    (trace,) = stored(tmp_path, value, name="q7.pkl")
+    passes = value["hidden_states"]
+    expected = [np.concatenate([passes[k][n][row] for k, row in enumerate((0, 2, 1))]) for n in range(2)]
+    np.testing.assert_array_equal(trace.hidden_states, expected)
+    assert trace.question_id == "q7"
+
+
+def test_several_answers_of_a_beam_search_are_refused_with_the_way_out(tmp_path):
+    value = beams([[0, 2, 1], [0, 0, 2]])
+    assert "one pass over its tokens: model(sequences, output_hidden_states=True)" in refusal(tmp_path, value)
+    assert "--padding none" not in refusal(tmp_path, value)

@@ -18,7 +18,7 @@ from tracestore.ingest.containers.keys import (
 from tracestore.ingest.layouts.parts import Part, Place, is_same, join_parts, parse_path
 from tracestore.ingest.roles.columns import is_id, singular
 from tracestore.ingest.roles.keys import OTHER_NAMES, normalized
-from tracestore.ingest.roles.layout import layer_number, layout, opened
+from tracestore.ingest.roles.layout import is_counted_from_last, layer_number, layout, opened
 
 _LAYERS = ("layer", "layer_idx", "layer_index", "layer_id", "layer_number", "layer_name", "module")
 _TOKENS = (
@@ -40,6 +40,8 @@ def by_names(fields: Mapping[Any, Any]) -> list[dict[str, Any]] | None:
     """
     hidden = opened(fields.get("hidden_states"))
     if (hidden is not None and not isinstance(hidden, dict)) or not any(map(_is_part_name, fields)):
+        return None
+    if any(is_counted_from_last(value) for value in fields.values()):
         return None
     leaves = []
     for leaf in _leaves(fields, (), 0):

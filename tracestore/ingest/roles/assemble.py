@@ -11,7 +11,7 @@ import numpy as np
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.containers.grouping import natural_key
 from tracestore.ingest.roles.assign import Assignment, assign
-from tracestore.ingest.roles.batches import batch_size, crop, split_batch, valid_span
+from tracestore.ingest.roles.batches import batch_size, crop, split_batch, valid_span, with_beams
 from tracestore.ingest.roles.edges import set_attention
 from tracestore.ingest.roles.keys import DEFAULT_KEYS, INPUTS_PAGE, KeyOptions, label_of_path
 from tracestore.store.format import schema
@@ -55,6 +55,8 @@ def records_of_trace(
         If a field is missing or invalid.
     """
     found = assign(trace, options, has_objects=has_objects)
+    if "beam_indices" in found.fields:
+        with_beams(found.fields)
     count = batch_size(found.fields)
     if count == 1 and need_attention is not False and not are_arrays(found.fields.get("attentions")):
         set_attention(found.fields, _num_tokens(found.fields))

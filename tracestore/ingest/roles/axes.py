@@ -7,7 +7,7 @@ import numpy as np
 
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.roles.columns import counts_of, has_one_id, lengths_of, num_tokens, singular
-from tracestore.ingest.roles.layout import is_ragged, layers_of, layout, opened
+from tracestore.ingest.roles.layout import is_counted_from_last, is_ragged, layers_of, layout, opened
 
 # More layers than any model has: an axis of this size counts something else.
 _MAX_LAYERS = 256
@@ -34,6 +34,12 @@ def trace_axis(
         return 0 if (rank == 3 and (shape[1] != 1 or has_rows)) or (rank == 2 and has_rows and shape[0] != 1) else None
     if rank <= 3:
         is_stack = rank == 3 and shape[1] is None and not has_one_id(fields)
+        if rank == 3 and not has_rows and shape[1] != 1 and shape[1] in counts_of(fields, key, is_named=True):
+            # As many ids as the second axis has items: one trace has as many tokens, else the states of tokens are missing.
+            if shape[0] in {_count(fields.get(name)) for name in ("layers", "layer_ids")}:
+                return 1
+            if shape[1] not in num_tokens(fields):
+                raise _ambiguous(shape, "LND", "LSD")
         return 0 if is_stack or (rank > 1 and has_rows and shape[0] != 1) else None
     if _are_passes(value):
         return None
@@ -131,7 +137,8 @@ def with_states(fields: dict[Any, Any], key: Any, value: Any, letters: str | Non
     """Return a trace with these hidden states, whose axes are `letters`; None for those that the schema has."""
     value = opened(value)
     if isinstance(value, dict):
-        value = layers_of(value)
+        layers = layers_of(value)
+        value = list(layers.values()) if is_counted_from_last(value) else layers
     if letters is None or letters == "LSD":
         return fields | {key or "hidden_states": value}
     rest = {name: v for name, v in fields.items() if name != key}

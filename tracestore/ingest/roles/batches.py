@@ -40,6 +40,34 @@ def _first_leaf(value: Any) -> np.ndarray | None:
     return None
 
 
+def with_beams(fields: dict[str, Any]) -> None:
+    """Replace the rows of a beam search in each pass of generate() by those of its answer, which beam_indices (1, T) names.
+
+    Raises
+    ------
+    InvalidInputError
+        If the indices are those of several answers, or do not fit to the passes.
+    """
+    indices = as_array(fields.get("beam_indices"))
+    for name in ("hidden_states", "attentions"):
+        passes = fields.get(name)
+        if indices is None or not isinstance(passes, list) or not all(isinstance(layers, list) for layers in passes):
+            continue
+        rows = indices.reshape(-1)
+        arrays = [layer for layers in passes for layer in map(as_array, layers) if layer is not None and layer.ndim]
+        num_rows = min((len(layer) for layer in arrays), default=0)
+        if indices.ndim != 2 or len(indices) != 1 or not 0 <= rows.max() < num_rows:
+            raise field_error(
+                "beam_indices",
+                describe(indices),
+                f"the row of one answer, of {num_rows} in each pass; save the states of each answer from one pass over its "
+                "tokens: model(sequences, output_hidden_states=True)",
+            )
+        # The answer may end before other beams do.
+        kept = zip(rows[rows >= 0].tolist(), passes, strict=False)
+        fields[name] = [[layer[k][None] for layer in layers] for k, layers in kept]
+
+
 def split_batch(fields: Mapping[str, Any], count: int, *, has_padding: bool = True) -> list[dict[str, Any]]:
     """Return the fields of each answer of a batch.
 

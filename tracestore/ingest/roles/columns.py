@@ -91,10 +91,11 @@ def is_settings(value: Any, depth: int = 0) -> bool:
     return not isinstance(value, list | tuple) or all(is_settings(item, depth + 1) for item in value)
 
 
-def counts_of(fields: Mapping[Any, Any], key: Any) -> set[int]:
+def counts_of(fields: Mapping[Any, Any], key: Any, *, is_named: bool = False) -> set[int]:
     """Return how many traces the ids, texts, labels, lengths and tokens next to hidden states have.
 
-    A dict with one id has one trace, or one question with several answers.
+    A dict with one id has one trace, or one question with several answers. `is_named`: the names of the values count,
+    and not that they are texts, such as those of tokens.
     """
     if has_one_id(fields):
         return set()
@@ -107,7 +108,7 @@ def counts_of(fields: Mapping[Any, Any], key: Any) -> set[int]:
         is_nested = _length(opened(value[0])) is not None
         if _is_per_token(name):
             counts |= {count} if is_nested else set()
-        elif (singular(name) in _SINGULAR or _are_texts(value)) and not is_nested:
+        elif (singular(name) in _SINGULAR or (_are_texts(value) and not is_named)) and not is_nested:
             counts.add(count)
     return counts
 

@@ -32,7 +32,7 @@ _MAX_KEYS = 200
 _USEFUL = {
     "tokens": "the store has no token ids",
     "tokens_decoded": "viewers show no texts of tokens",
-    "question_id": "file name and position become the id",
+    "question_id": "the name of the file becomes the id, with the position if there are several traces",
     "answer": "generated_answer_clean, generated_answer or generated_text: the store has no answers",
 }
 

@@ -121,6 +121,12 @@ def layers_of(values: Mapping[Any, Any]) -> dict[int, Any]:
     return {number: _output(chosen[number]) for number in sorted(chosen)}
 
 
+def is_counted_from_last(value: Any) -> bool:
+    """Return whether the keys of a dict count layers from the last one: -1, -2."""
+    value = opened(value)
+    return isinstance(value, dict) and bool(value) and all(type(key) is int and key < 0 for key in value)
+
+
 def _output(value: Any) -> Any:
     if not isinstance(value, tuple) or not value:
         return value
