@@ -289,3 +289,24 @@ def test_the_longest_trace_tells_the_axis_of_tokens(tmp_path, name):
     with tracestore.open(tmp_path / "s.zarr") as store:
         for key, expected in zip("abc", states, strict=True):
             np.testing.assert_array_equal(store[key].hidden_states, expected.transpose(1, 0, 2))
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_batch_with_layers_first(tmp_path, count):
+    """(L, N, S, D) with a mask (N, S); with as many traces as layers, padding tells the axes."""
+    traces = [base(k, tokens=2 + k) for k in range(count)]
+    size = 1 + count
+    mask = np.array([np.arange(size) < len(t["tokens"]) for t in traces])
+    hidden, attention = np.zeros((3, count, size, 8), "f2"), np.zeros((3, count, 2, size, size), "f2")
+    for k, trace in enumerate(traces):
+        n = len(trace["tokens"])
+        hidden[:, k, :n], attention[:, k, :, :n, :n] = trace["hidden_states"], trace["attentions"]
+    tokens = np.array([np.resize(t["tokens"], size) for t in traces])
+    ids = [f"q{k}" for k in range(count)]
+    arrays = {"hidden_states": hidden, "attentions": attention, "attention_mask": mask, "input_ids": tokens}
+    np.savez(tmp_path / "a.npz", **arrays, question_ids=ids)
+
+    store = stored(tmp_path, tmp_path / "a.npz")
+
+    assert store.question_ids == ids
+    check(store, traces)

@@ -96,3 +96,25 @@ def test_attention_behind_each_other_is_refused(tmp_path):
     message = error_of("convert", tmp_path / "a.npz", tmp_path / "s.zarr", *NONE, code=3)
 
     assert "attentions: found attention of several traces in one array" in message
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_an_id_for_each_token_takes_an_array_apart(tmp_path, axis):
+    traces = traces_of()
+    ids = np.repeat([1, 0, 2], [len(t["tokens"]) for t in traces])
+    np.savez(tmp_path / "a.npz", **flat(traces, axis), example_ids=ids)
+    rows = [{"question_id": f"q{k}", "question": f"why {k}?"} for k in range(3)]
+    (tmp_path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    store = stored(tmp_path, tmp_path)
+
+    assert store.question_ids == ["q1", "q0", "q2"]
+    assert [t.question for t in store] == ["why 1?", "why 0?", "why 2?"]
+    check(store, traces)
+
+
+def test_ids_that_return_do_not_take_an_array_apart(tmp_path):
+    (trace,) = traces_of(1)
+    hidden = np.concatenate([trace["hidden_states"]] * 2, axis=1)
+    np.savez(tmp_path / "a.npz", hidden_states=hidden, input_ids=np.arange(4), seq_ids=[0, 1, 0, 0])
+    assert len(stored(tmp_path, tmp_path / "a.npz")) == 1

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.containers.columns import Column, Unit, plain
+from tracestore.ingest.containers.columns import Column, StreamColumn, Unit, plain
 from tracestore.ingest.containers.keys import (
     LENGTHS,
     SPLITS,
@@ -240,6 +240,12 @@ def stacked_count(unit: Unit, num_rows: int | None) -> tuple[int | None, str]:
     shape, ids = first.shape, tokens.shape if isinstance(tokens, Column) else ()
     if unit.is_stack and not isinstance(hidden, dict) and first.ndim in (2, 3):
         return shape[0], "layer" if len(ids) == 2 and ids == shape[:2] else "last_token"
+    if first.ndim == rank == 4 and ids == shape[1:3] and (shape[0] != shape[1] or _is_padded_by_second(first, fields)):
+        for name in ("hidden_states", "attentions"):
+            column = fields.get(name)
+            if isinstance(column, Column) and column.shape[:2] == shape[:2]:
+                fields[name] = _SecondAxis(column)
+        return shape[1], "trace"
     if first.ndim == rank:
         is_batch_of_one = shape[0] != 1 and shape[1] == 1 and shape[0] not in counts and ids[:1] != shape[:1]
         return (None if is_batch_of_one and rank == 4 else shape[0]), "trace"
@@ -251,6 +257,17 @@ def stacked_count(unit: Unit, num_rows: int | None) -> tuple[int | None, str]:
     if first.ndim == rank - 2 and shape[0] in counts and shape[0] > 1:
         return shape[0], "last_token"
     return None, "trace"
+
+
+def _is_padded_by_second(states: Column, fields: Mapping[str, Any]) -> bool:
+    """Return whether the padding of a mask (N, S) is zero if the second axis of states counts traces, and not the first."""
+    mask = fields.get("attention_mask")
+    if not isinstance(mask, Column) or isinstance(states, StreamColumn) or states.dtype.kind != "f":
+        return False
+    padding = mask.whole() == 0
+    for k in np.flatnonzero(padding.any(axis=1))[:1].tolist():
+        return bool(states.row(k)[:, padding[k]].any()) and not states.part(1, k, k + 1)[:, 0, padding[k]].any()
+    return False
 
 
 def _check_ids(fields: dict[str, Any], counts: set[int]) -> None:

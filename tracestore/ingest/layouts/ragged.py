@@ -16,6 +16,8 @@ from tracestore.ingest.containers.keys import LENGTHS
 _OFFSETS = re.compile(
     r"(?:.*_)?(?:offsets?|indptr|ptr|row_?splits|cu_?(?:seq_?)?lens?|cum(?:ulative|sum)?_?(?:lengths?|lens?))", re.I
 )
+# Names of the id of the trace of each token; not those that may mean ids of tokens or parts of a text.
+_IDS_OF_TOKENS = re.compile(r"(?:example|sample|question|doc(?:ument)?|seq|trace|item)_?(?:ids?|idxs?|ind(?:ex|ices))", re.I)
 # Names of the first row of a trace and of the row after its last one, in a table. Names without "row" may mean other
 # ranges, such as that of the answer: these have to follow each other without gaps.
 _RANGES: tuple[tuple[str, str], ...] = (
@@ -127,7 +129,23 @@ def _find(fields: dict[str, Any], extents: tuple[int, ...], rows: Rows | None) -
         if begins and ends and begins == [0, *ends[:-1]] and ends[-1] in extents:
             fields.pop(names[0])
             return _checked(list(zip(begins, ends, strict=True)), extents, names[1], fields, is_whole=True)
-    return None if rows is None or len(rows) == 0 else _from_rows(rows, extents, fields)
+    return _from_ids(fields, extents) or (_from_rows(rows, extents, fields) if rows is not None and len(rows) else None)
+
+
+def _from_ids(fields: dict[str, Any], extents: tuple[int, ...]) -> Ragged | None:
+    """Return the traces that an id for each token tells, and keep one id for each trace."""
+    for name in [n for n in fields if _IDS_OF_TOKENS.fullmatch(n)]:
+        values = np.array(_integers(fields[name]) or [], "i8")
+        begins = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist()]
+        ids = values[begins] if len(values) else values
+        if not 1 < len(ids) < len(values) or len(values) not in extents or len(np.unique(ids)) < len(ids):
+            continue
+        if "tokens" in fields or (np.diff(ids) > 0).all():
+            bounds = list(pairwise([*begins, len(values)]))
+            found = _checked(bounds, extents, name, fields, is_whole=True)
+            fields[name] = Column(ids)
+            return found
+    return None
 
 
 def _from_rows(rows: Rows, extents: tuple[int, ...], fields: dict[str, Any]) -> Ragged | None:
