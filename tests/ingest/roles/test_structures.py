@@ -287,3 +287,19 @@ def test_several_answers_of_a_beam_search_are_refused_with_the_way_out(tmp_path)
     value = beams([[0, 2, 1], [0, 0, 2]])
     assert "one pass over its tokens: model(sequences, output_hidden_states=True)" in refusal(tmp_path, value)
     assert "--padding none" not in refusal(tmp_path, value)
+
+
+@pytest.mark.parametrize(
+    "more", [{"config": {"hidden_size": 5, "num_hidden_layers": 2}}, {"d_model": 5}, {"layers": [8, 16]}]
+)
+def test_a_vector_holds_layers_behind_each_other_if_their_size_or_numbers_are_given(tmp_path, more):
+    traces = stored(tmp_path, {"hidden": LAST.reshape(3, -1), "question_ids": IDS, **more})
+    assert [t.question_id for t in traces] == IDS
+    np.testing.assert_array_equal([t.last_token for t in traces], LAST)
+
+
+def test_a_number_of_layers_alone_is_reported(tmp_path):
+    records = [{"id": q, "hidden": v, "n_layers": 2} for q, v in zip(IDS, LAST.reshape(3, -1), strict=True)]
+    done = convert(dump(tmp_path / "in.pkl", records), tmp_path / "s.zarr", "--dry-run")
+    assert "no layers: stored as one layer of 10 values; if n_layers of 5 lie behind each other" in done.stdout
+    assert {t.last_token.shape for t in stored(tmp_path, records)} == {(1, 10)}

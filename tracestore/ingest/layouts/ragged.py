@@ -17,7 +17,9 @@ _OFFSETS = re.compile(
     r"(?:.*_)?(?:offsets?|indptr|ptr|row_?splits|cu_?(?:seq_?)?lens?|cum(?:ulative|sum)?_?(?:lengths?|lens?))", re.I
 )
 # Names of the id of the trace of each token; not those that may mean ids of tokens or parts of a text.
-_IDS_OF_TOKENS = re.compile(r"(?:example|sample|question|doc(?:ument)?|seq|trace|item)_?(?:ids?|idxs?|ind(?:ex|ices))", re.I)
+_IDS_OF_TOKENS = re.compile(
+    r"(?:example|sample|question|doc(?:ument)?|seq|trace|item)_?(?:ids?|idxs?|ind(?:ex|ices))", re.I
+)
 # Names of the first row of a trace and of the row after its last one, in a table. Names without "row" may mean other
 # ranges, such as that of the answer: these have to follow each other without gaps.
 _RANGES: tuple[tuple[str, str], ...] = (

@@ -13,13 +13,14 @@ from tracestore.ingest.containers.grouping import natural_key
 from tracestore.ingest.roles.assign import Assignment, assign
 from tracestore.ingest.roles.batches import batch_size, crop, split_batch, valid_span, with_beams
 from tracestore.ingest.roles.edges import set_attention
-from tracestore.ingest.roles.keys import DEFAULT_KEYS, INPUTS_PAGE, KeyOptions, label_of_path
+from tracestore.ingest.roles.keys import DEFAULT_KEYS, INPUTS_PAGE, KeyOptions, label_of_path, normalized
 from tracestore.store.format import schema
 from tracestore.store.write.record import TraceRecord, record_from_dict
 from tracestore.store.write.values import are_arrays, as_array, describe, field_error, integer
 
 _LAYER_KEY = re.compile(r"(?:layers?[._-]?)?(\d{1,6})", re.IGNORECASE)
 _STEP_KEY = re.compile(r"steps?[._-]?\d{1,6}", re.IGNORECASE)
+_HIDDEN_SIZE = re.compile(r"(?:hidden|embed(?:ding)?|model)_(?:dim|size)|hidden_dimension|d_model|n_embd")
 _PER_TOKEN = ("tokens", "input_ids", "sequences", "tokens_decoded", *schema.TOKEN_FIELDS, "answer_span")
 
 
@@ -97,7 +98,7 @@ def _record(
     length = fields.pop("lengths", None) if is_batch or isinstance(fields.get("lengths"), int) else None
     given_ids = fields.pop("layer_ids", None)
     if fields.get("hidden_states") is None and fields.get("last_token") is not None:
-        record, ids = _last_token_record(fields, source_name, position)
+        record, ids = _last_token_record(fields, source_name, position, given_ids)
     else:
         ids = _layers_by_id(fields, "hidden_states")
         if need_attention is not False and "attentions" in fields:
@@ -227,7 +228,25 @@ def _add_head_axis(fields: dict[str, Any]) -> bool:
     return True
 
 
-def _last_token_record(fields: dict[str, Any], source_name: str, position: int) -> tuple[TraceRecord, list[int] | None]:
+def _behind_each_other(layers: list[np.ndarray], fields: Mapping[str, Any], layer_ids: Any) -> list[np.ndarray]:
+    """Return the layers that a single vector holds behind each other, if their size or their numbers are given."""
+    groups = [fields, *(value for value in fields.values() if isinstance(value, Mapping))]
+    sizes = {
+        int(v)
+        for group in groups
+        for k, v in group.items()
+        if isinstance(k, str) and isinstance(v, int | np.integer) and _HIDDEN_SIZE.fullmatch(normalized(k))
+    }
+    numbers = fields.get("layers") if layer_ids is None else layer_ids
+    size = layers[0].size
+    count = np.size(numbers) if _is_list_of_integers(numbers) else 0
+    dim = sizes.pop() if len(sizes) == 1 else size // count if count else size
+    return list(layers[0].reshape(-1, 1, dim)) if len(layers) == 1 and 0 < dim < size and size % dim == 0 else layers
+
+
+def _last_token_record(
+    fields: dict[str, Any], source_name: str, position: int, layer_ids: Any
+) -> tuple[TraceRecord, list[int] | None]:
     """Return the record of a trace that has the hidden states of the last token alone, and the numbers of its layers."""
     ids = _layers_by_id(fields, "last_token")
     value = fields.pop("last_token")
@@ -241,6 +260,7 @@ def _last_token_record(fields: dict[str, Any], source_name: str, position: int) 
         if layer is None or layer.ndim == 0 or layer.size != layer.shape[-1]:
             raise field_error(f"last_token[{k}]", describe(row), f"an array (D,); see {INPUTS_PAGE}#keys")
         layers.append(layer.reshape(1, -1))
+    layers = _behind_each_other(layers, fields, layer_ids)
     # Values per token belong to tokens that have no hidden states here.
     others = {name: fields.pop(name) for name in _PER_TOKEN if name in fields}
     fields.pop("attentions", None)

@@ -1,5 +1,6 @@
 """Describe the first traces of a file: what each key holds, which role it has, and what would be stored."""
 
+import re
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -22,12 +23,14 @@ from tracestore.ingest.sources import SourceFile
 from tracestore.store.format import schema
 from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.pack import PackedTrace, pack_record
+from tracestore.store.write.record import TraceRecord
 from tracestore.store.write.values import describe
 
 # Roles of the keys of a preprocessed file, which holds all traces in one dict.
 _WHOLE_FILE_ROLES = {"sequences": "last_token", "graphs": "hidden_states, edges", "labels": "label"}
 _WHOLE_FILE_ROLES |= {"question_ids": "question_id"}
 _MAX_KEYS = 200
+_NUM_LAYERS = re.compile(r"(?:num_|n_)(?:hidden_)?layers?|layers?_count", re.IGNORECASE)
 # Keys without which a trace is stored, but less useful: what the store has instead.
 _USEFUL = {
     "tokens": "the store has no token ids",
@@ -94,6 +97,8 @@ def inspect_source(source: SourceFile, options: PackOptions, max_traces: int) ->
         with closing(records):  # type: ignore[type-var]
             for record in islice(records, max_traces):
                 record.question_id = source.with_short_id(record.question_id)
+                if (text := _one_layer_of_several(record)) is not None:
+                    found.missing["layers"] = text
                 with error_location(source.name, record.position):
                     check_attention(record, options)
                     packed = pack_record(
@@ -128,6 +133,18 @@ def _keys(values: Any, options: KeyOptions, *, is_first: bool, missing: dict[str
             missing["label"] = f"if 1 in {labels[0]} means a hallucinated answer: --map label={labels[0]}"
     keys = [KeyFound(_name(key), describe_value(value), role_of(str(key), found)) for key, value in values.items()]
     return keys + [KeyFound(_name(path), "not data", "dropped") for path in found.dropped if path not in values]
+
+
+def _one_layer_of_several(record: TraceRecord) -> str | None:
+    """Return what to add if a vector is stored as one layer, and may hold as many as a key of the trace says."""
+    if record.last_token is None or len(record.last_token) > 1:
+        return None
+    size = record.hidden_dim
+    for key, value in record.extras.items():
+        if _NUM_LAYERS.fullmatch(key) and isinstance(value, int) and value > 1 and size % value == 0:
+            dim = size // value
+            return f"stored as one layer of {size:,} values; if {key} of {dim:,} lie behind each other, add a key hidden_size"
+    return None
 
 
 def _name(key: Any) -> str:
