@@ -239,7 +239,7 @@ def _behind_each_other(layers: list[np.ndarray], fields: Mapping[str, Any], laye
     }
     numbers = fields.get("layers") if layer_ids is None else layer_ids
     size = layers[0].size
-    count = np.size(numbers) if _is_list_of_integers(numbers) else 0
+    count = len(numbers) if numbers is not None and _is_list_of_integers(numbers) else 0
     dim = sizes.pop() if len(sizes) == 1 else size // count if count else size
     return list(layers[0].reshape(-1, 1, dim)) if len(layers) == 1 and 0 < dim < size and size % dim == 0 else layers
 
