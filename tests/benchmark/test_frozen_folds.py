@@ -43,6 +43,14 @@ def test_folds_are_read_again(store, tmp_path):
         frozen_folds(path, store, store.targets(), 4, 1)
 
 
+def test_folds_of_another_run_are_not_replaced(store, tmp_path):
+    path = tmp_path / "folds.json"
+    first, second = (make_frozen_folds(store, store.targets(), 5, seed) for seed in (1, 2))
+    first.write(path)
+    second.write(path)
+    assert read_folds(path) == first and [p.name for p in tmp_path.glob("*folds*")] == ["folds.json"]
+
+
 def test_changed_file_is_refused(store, tmp_path):
     path = tmp_path / "folds.json"
     frozen_folds(path, store, store.targets(), 5, 1)

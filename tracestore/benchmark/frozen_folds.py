@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,9 +53,17 @@ class FrozenFolds:
         return np.array([self.fold_of[scheme][question] for question in store.question_ids.take(indices)], np.int64)
 
     def write(self, path: Path) -> None:
-        """Write the folds with their digest."""
-        with atomic_write(path) as file:
+        """Write the folds with their digest, unless the file exists: another run may have written it meanwhile."""
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        with atomic_write(temporary) as file:
             file.write((json.dumps(self._content() | {_DIGEST: self.digest}, indent=1, sort_keys=True) + "\n").encode())
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            pass
+        except OSError:  # a file system without links
+            os.replace(temporary, path)
+        temporary.unlink(missing_ok=True)
 
 
 def label_digest(store: TraceStore, targets: np.ndarray) -> str:
@@ -106,9 +115,7 @@ def frozen_folds(path: Path, store: TraceStore, targets: np.ndarray, num_folds: 
         The folds are those of other labels, or of another number or seed.
     """
     if not path.exists():
-        made = make_frozen_folds(store, targets, num_folds, seed)
-        made.write(path)
-        return made
+        make_frozen_folds(store, targets, num_folds, seed).write(path)
     folds = read_folds(path)
     if folds.labels != label_digest(store, targets):
         raise UsageError(f"{path}: the folds of other questions, groups or labels than those of {store.path}")

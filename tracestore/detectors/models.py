@@ -93,7 +93,7 @@ class LayerLSTM(nn.Module):
 class Readers(nn.ModuleList):
     """``config.num_readers`` LSTMs with heads, which differ in their first weights and dropout masks.
 
-    Each is trained on the labels by itself, and the detector's logit is their mean.
+    Each is trained on the labels by itself, and the detector's logit is their mean (`Output.logits`).
 
     References
     ----------

@@ -71,7 +71,7 @@ def pull_store(
     revision : str, optional
         Branch, tag or commit of the data set.
     progress : callable, optional
-        Called with the bytes done and the total after each file.
+        Called by this thread with the bytes done and the total, after each file in the order of the list.
 
     Returns
     -------

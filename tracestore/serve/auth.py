@@ -1,4 +1,6 @@
-"""Authenticate local browsers. Access is read-only.
+"""Authenticate local browsers and serve pages to them. Access is read-only.
+
+The main thread checks requests and sends replies; four threads compute pages.
 
 A page of another site can send requests to 127.0.0.1, also under a host name of its own (DNS rebinding).
 Every request must therefore carry the host name of this server and a secret token: first in the address,

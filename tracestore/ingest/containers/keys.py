@@ -76,7 +76,7 @@ LISTS_OF_TOKENS = re.compile(
 # Fields of the values of single tokens.
 OF_TOKENS = {"logprob": "token_logprob", "log_prob": "token_logprob", "entropy": "token_entropy"}
 ID_KEYS = ("question_id", "qid", "id", "example_id", "sample_id", "uid", "idx", "index")
-# Names of the ids of traces in tables.
+# Names of the ids of traces in tables, and in files without a more usual id.
 ID_NAME = re.compile(
     r"(?:q|question|ex|example|sample|prompt|doc(?:ument)?|item|data|instance|problem|task|req|request|custom|record"
     r"|query|conv(?:ersation)?|case|text|sentence|seq(?:uence)?|trace|traj(?:ectory)?|passage|article|entry|statement)"

@@ -13,7 +13,7 @@ from tracestore.store.write.values import as_array
 # Keys of token ids that other programs use, for suggestions of --map.
 _TOKEN_NAMES = ("ids", "tok")
 _MAX_DEPTH = 6
-_MAX_ID = 80
+_MAX_ID_CHARACTERS = 80
 
 
 def shape_of(value: Any, depth: int = 0) -> tuple[int, ...] | None:
@@ -56,7 +56,7 @@ def attention_in(trace: Any) -> list[str]:
 def ids_in(trace: Mapping[Any, Any]) -> list[str]:
     """Return the keys whose values are texts of one word."""
     texts = ((key, value) for key, value in trace.items() if isinstance(key, str) and isinstance(value, str))
-    return [key for key, value in texts if 0 < len(value) <= _MAX_ID and len(value.split()) == 1]
+    return [key for key, value in texts if 0 < len(value) <= _MAX_ID_CHARACTERS and len(value.split()) == 1]
 
 
 def _field_of(name: str) -> str | None:
