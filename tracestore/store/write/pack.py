@@ -380,7 +380,7 @@ def fit_attributes(attributes: schema.Attributes, trace: PackedTrace) -> schema.
     if layout is not None and stored is not None and (layout == "edges") != (stored == "edges"):
         raise field_error("attention", f"{layout} attention", f"{stored} as in the rest of the store")
     values["attention_layout"] = stored if layout is None or stored == "square" else layout
-    return replace(attributes, **values)
+    return attributes if all(getattr(attributes, k) == v for k, v in values.items()) else replace(attributes, **values)
 
 
 def fit_lens(
