@@ -298,7 +298,11 @@ def _joined(
     rows = None if table is None else table.load()
     context.structures.rows = None if is_trace and rows is not None and len(rows) == 1 else rows
     with contextlib.ExitStack() as resources:
-        for values in read_joined(Input(path, context.name, parts, scratch), resources):
+        for values, numbers in read_joined(Input(path, context.name, parts, scratch), resources):
+            if numbers is not None and rows is None:
+                values.setdefault("index", list(numbers))
+            elif numbers is not None and rows is not None:
+                context.structures.set_rows(rows.at(numbers))
             if is_trace:
                 values = values if rows is None or len(rows) > 1 else rows[0] | values
                 values = values if has_id(values) else id_of_name(context.structures.name) | values

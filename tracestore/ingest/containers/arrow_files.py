@@ -3,7 +3,9 @@
 import importlib.util
 import struct
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import lru_cache, partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,9 @@ from tracestore.errors import InvalidInputError
 from tracestore.extras import needs
 from tracestore.ingest.byte_source import INFLATE_ALLOWANCE_BYTES, MAX_INFLATE_RATIO, check_regular, map_file
 from tracestore.ingest.containers.columns import Arena, Input, Unit
+from tracestore.ingest.containers.keys import is_state_name
 from tracestore.ingest.layouts.array_names import MIN_DIMENSIONS
+from tracestore.ingest.layouts.parts import is_same
 from tracestore.ingest.layouts.records import traces_of_record
 from tracestore.ingest.layouts.rows import has_dimension, units_of_rows
 from tracestore.store.io.scratch import Scratch
@@ -31,7 +35,38 @@ _RECORD_BATCH, _DICTIONARY_BATCH = 3, 2
 
 def read_arrow(source: Input) -> Iterator[Unit]:
     """Yield the traces of an Arrow file or stream, or of the files of a saved data set."""
-    yield from _units(source, partial(_arrow_rows, source))
+    folders: dict[Path, list[Path]] = {}
+    for path in source.parts:
+        folders.setdefault(path.parent, []).append(path)
+    if len(folders) < 2:
+        yield from _units(source, partial(_arrow_rows, source))
+        return
+    inputs = [replace(source, path=folder, parts=tuple(parts)) for folder, parts in folders.items()]
+    # The arrays of rows that are joined are read once each.
+    yield from _units(source, lambda names=None: _rows_of_layers(inputs))
+
+
+def _rows_of_layers(sources: list[Input]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of data sets that hold a layer of the same traces each, joined.
+
+    Raises
+    ------
+    InvalidInputError
+        If they have different numbers of rows, or different values of other columns.
+    """
+    rows = [_arrow_rows(source) for source in sources]
+    for k, found in enumerate(zip_longest(*rows)):
+        joined: dict[str, Any] = {}
+        for source, row in zip(sources, found, strict=True):
+            if row is None:
+                raise InvalidInputError(f"{source.path.name} has {k} rows, and other layers more")
+            states = [name for name in row if is_state_name(name)]
+            for name, value in row.items():
+                key = source.path.name if len(states) == 1 and name in states else name
+                if key in joined and not is_same(joined[key], value):
+                    raise InvalidInputError(f"row {k}: {name} differs between the folders of layers", field=name)
+                joined[key] = value
+        yield joined
 
 
 def read_parquet(source: Input) -> Iterator[Unit]:

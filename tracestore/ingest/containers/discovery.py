@@ -16,6 +16,7 @@ from tracestore.ingest.containers.registry import SUFFIXES
 from tracestore.ingest.containers.tables import Table, TableReference, load_table
 from tracestore.ingest.layouts import text_rows
 from tracestore.ingest.layouts.joined_files import are_rows, file_groups, names_one, place_of
+from tracestore.ingest.layouts.parts import parse_path
 from tracestore.store.io import fsio
 
 # JSON files of a folder that describe something else than its traces.
@@ -177,6 +178,7 @@ def _orders(found: list[FoundSource]) -> dict[Path, tuple[int, int]]:
 
 def _joined(top: Path, found: list[FoundSource]) -> list[FoundSource]:
     """Join the files whose names state the same trace and another field, layer or token, and add the tables next to them."""
+    found = _with_joined_data_sets(found)
     single = {source.path.relative_to(top): source for source in found if not source.parts}
     groups: dict[Path, list[Path]] = {}
     names: dict[Path, str] = {}
@@ -211,17 +213,28 @@ def _joined(top: Path, found: list[FoundSource]) -> list[FoundSource]:
     return [source for source in found if source.path not in taken] + joined
 
 
+def _with_joined_data_sets(found: list[FoundSource]) -> list[FoundSource]:
+    """Join the data sets of Arrow whose folders, next to each other, are named by a layer each."""
+    layers: dict[tuple[Path, str], list[FoundSource]] = defaultdict(list)
+    for source in found:
+        place = parse_path(source.path.name)
+        if source.parts and all(p.suffix == ".arrow" for p in source.parts) and place.layer is not None:
+            layers[source.path.parent, place.trace].append(source)
+    for (folder, _), group in layers.items():
+        if len(group) > 1:
+            parts = tuple(p for source in sorted(group, key=lambda s: natural_key(s.path.name)) for p in source.parts)
+            found = [s for s in found if s not in group] + [group[0]._replace(path=folder, parts=parts)]
+    return found
+
+
 def _lists_of(top: Path, folders: set[Path], group: str | None) -> list[Path]:
     """Return the files with a list of ids, labels or texts whose names state the same traces as a group of files."""
     found = []
     for path in sorted(p for folder in folders for p in folder.iterdir() if _is_table(p)):
         place = place_of(path.relative_to(top))
         if place.trace == group and place.field and path.suffix in (".json", ".txt"):
-            try:
-                table = load_table(path)
-            except InvalidInputError:
-                continue  # describes something else
-            if len(table) > 1 and list(table[0]) == [path.stem]:
+            table = _loaded(path)
+            if table is not None and len(table) > 1 and list(table[0]) == [path.stem]:
                 found.append(path)
     return found
 
@@ -270,9 +283,7 @@ def _table_above(
                 return TableReference(named[0].path, (named[0].by_id[stem],), others=tuple(t.path for t in named[1:]))
         if len(names) != 1:
             continue
-        try:
-            table = load_table(folder / names[0])
-        except InvalidInputError:
+        if (table := _loaded(folder / names[0])) is None:
             continue
         row = table.row_of(source.path.name if source.parts else source.path.stem)
         if row is not None:
@@ -288,11 +299,8 @@ def _rows_of_file(folder: Path, names: list[str], path: Path) -> TableReference 
     """Return the rows of the first table in a folder that names a file by its path or name; None without one."""
     relative = path.relative_to(folder).as_posix()
     for name in names:
-        try:
-            table = load_table(folder / name)
-        except InvalidInputError:
-            continue  # a file of JSON that describes something else
-        if rows := table.rows_of(relative, path.name):
+        table = _loaded(folder / name)
+        if table is not None and (rows := table.rows_of(relative, path.name)):
             return TableReference(table.path, tuple(rows))
     return None
 
@@ -361,13 +369,7 @@ def _largest(folder: Path, names: list[str]) -> str:
     """Return the table with the most rows: others describe the whole file, as an object of JSON does."""
     if len(names) == 1:
         return names[0]
-    sizes = {}
-    for name in names:
-        try:
-            sizes[name] = len(load_table(folder / name))
-        except InvalidInputError:
-            sizes[name] = 0
-    return max(names, key=lambda name: sizes[name])
+    return max(names, key=lambda name: len(_loaded(folder / name) or ()))
 
 
 def _shared_rows(

@@ -68,9 +68,12 @@ def natural_key(name: str) -> list[tuple[int, int, str]]:
 def _by_number(group: dict[str, tuple[Key | None, Any]]) -> list[tuple[int | None, dict[str, tuple[Key | None, Any]]]]:
     """Return the groups of the traces that names like hidden_states_3 and tokens_3 number; else one group."""
     numbered = [(key, value) for key, value in group.values() if key is not None and key.number is not None]
+    # Ids or a mask of all rows (N, S) show that the arrays (N, S, D) with numbers are layers.
+    rows = {v.shape for n, (_, v) in group.items() if n in (*_TOKEN_NAMES, "attention_mask") and isinstance(v, Column)}
     is_trace = any(key.field == "tokens" for key, _ in numbered) or any(
         key.field == "hidden_states" and not key.is_layer and isinstance(value, Column) and _is_stack(value)
         for key, value in numbered
+        if not isinstance(value, Column) or value.shape[:2] not in rows
     )
     if not is_trace:
         return [(None, group)]

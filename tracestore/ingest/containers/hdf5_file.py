@@ -14,7 +14,7 @@ from tracestore.errors import InvalidInputError
 from tracestore.ingest.byte_source import INFLATE_ALLOWANCE_BYTES, MAX_INFLATE_RATIO
 from tracestore.ingest.containers.columns import DTYPE_KINDS, Column, Unit
 from tracestore.ingest.containers.grouping import natural_key
-from tracestore.ingest.containers.keys import GROUPS_OF_TRACES, LISTS_OF_LAYERS, is_step, locate
+from tracestore.ingest.containers.keys import GROUPS_OF_TRACES, LISTS_OF_LAYERS, SECTIONS, is_step, locate
 
 _MAX_DEPTH = 8
 _MAX_OBJECTS = 2_000_000
@@ -88,9 +88,9 @@ class _Reader:
     def groups(self, group: Any, trace: str = "", depth: int = 0) -> Iterator[Unit]:
         """Yield a group with arrays of a trace or of a stack of traces, or the groups in it that have them."""
         children = self._children(group, depth)
-        is_unit = any(_is_of_unit(name) for name in children) or not any(
-            isinstance(child, self._h5py.Group) for child in children.values()
-        )
+        groups = [name for name, child in children.items() if isinstance(child, self._h5py.Group)]
+        is_section = [name.lower() in SECTIONS for name in groups]
+        is_unit = any(_is_of_unit(name) for name in children) or all(is_section) or sum(is_section) > 1
         if is_unit:
             yield Unit(self._flatten(group, children, "", depth), trace)
             return

@@ -17,7 +17,9 @@ _ATTENTION = (
     r"(?:(?:all|decoder|self|layer|model|causal)_)*(?:attentions?|attns?|atts?)"
     r"(?:_(?:weights?|maps?|probs?|probabilities|scores?|matri(?:x|ces)|patterns?|tensors?))?"
 )
-_TOKENS = r"tokens|token_ids|input_ids|sequences"
+_TOKENS = (
+    r"tokens|token_ids|(?:input|input_output|input_and_output|prompt_(?:and_)?(?:answer|response|output))_ids|sequences"
+)
 _LAST_TOKEN = (
     rf"(?:last|final|eos)_?(?:(?:prompt|input|answer|response|generated)_)?(?:tokens?|tok)(?:_hidden)?(?:_{_KIND})?"
     rf"|eos_(?:hidden(?:_{_KIND})?|{_KIND})|layer_wise"
@@ -64,6 +66,22 @@ _COLUMN = re.compile(
 LENGTHS = ("num_tokens", "length", "lengths", "seq_len", "seq_lens", "seq_lengths", "sequence_length", "token_counts")
 # Names of groups of traces that are no ids.
 SPLITS = frozenset(("train", "test", "val", "valid", "validation", "dev"))
+# Names of groups and nested dicts that hold fields of the same traces each.
+SECTIONS = frozenset(
+    (
+        "input",
+        "inputs",
+        "model_inputs",
+        "output",
+        "outputs",
+        "model_outputs",
+        "meta",
+        "metadata",
+        "info",
+        "internals",
+        "targets",
+    )
+)
 # Names of groups and nested dicts whose members are traces.
 GROUPS_OF_TRACES = frozenset(("traces", "samples", "data", "examples", "questions", "activations", "results"))
 # Names of lists whose items are layers or tokens of one trace.

@@ -297,6 +297,15 @@ class TableRows:
     def __getitem__(self, k: int) -> dict[str, Any]:
         return self._merged(self._rows[k])
 
+    def at(self, numbers: Sequence[int]) -> "TableRows":
+        """Return some of the rows."""
+        if numbers and max(numbers) >= len(self._rows):
+            raise InvalidInputError(
+                f"found row {max(numbers)} in the name of a file, and {len(self)} rows in {self.path.name}"
+            )
+        rows = [self._rows[k] for k in numbers]
+        return TableRows(self._table, rows, is_by_id=self.is_by_id, others=self._others)
+
     def _merged(self, k: int) -> dict[str, Any]:
         """Return a row together with the rows of the other tables that have its id."""
         key = self._table.id_of.get(k) if self._others else None

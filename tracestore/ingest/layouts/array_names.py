@@ -1,11 +1,12 @@
 """Names of arrays without the name of a field: q1, layer_0/q1, hidden_states/q1, h0, X."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 from tracestore.ingest.containers.columns import Column
-from tracestore.ingest.containers.keys import SPLITS, locate, without_step
+from tracestore.ingest.containers.keys import SECTIONS, SPLITS, locate, without_step
 
 ARRAYS = ("hidden_states", "attentions", "last_token")
 _LAYER_FIRST = re.compile(r"((?:layers?|blocks?)[._/\-]?\d+)[/.](.+)", re.IGNORECASE)
@@ -50,6 +51,7 @@ def with_field_names(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     fields = _with_slashes(_of_splits(_of_prompts(fields)))
     if (moved := _of_segments(fields)) is not None:
         return moved
+    fields = _without_sections(fields)
     if names := _layers_first(fields):
         return {names.get(name, name): value for name, value in fields.items()}
     if any(key.field in ARRAYS for key in map(locate, fields) if key):
@@ -73,6 +75,26 @@ def with_field_names(fields: Mapping[str, Any]) -> Mapping[str, Any]:
             return fields
         names = {name: f"{name}/hidden_states" for name in columns}
     return {names.get(name, name): value for name, value in fields.items()}
+
+
+def _without_sections(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return fields whose names have no sections in front, or behind the trace: outputs/layer_0, q1/inputs/input_ids.
+
+    Names that would become equal keep them.
+    """
+    names: dict[str, str] = {}
+    for name in fields:
+        parts = re.split(r"[./]", name)
+        k = 0 if parts[0].lower() in SECTIONS else 1
+        if len(parts) > k + 1 and parts[k].lower() in SECTIONS and (k == 0 or _is_trace_of(parts)):
+            names[name] = "/".join((*parts[:k], *parts[k + 1 :]))
+    counts = Counter(names.get(name, name) for name in fields)
+    return {new if counts[new := names.get(name, name)] == 1 else name: value for name, value in fields.items()}
+
+
+def _is_trace_of(parts: list[str]) -> bool:
+    """Return whether the first part of a name is a trace, and the parts behind a section name an array or its ids."""
+    return any(c.isdigit() for c in parts[0]) and locate(parts[0]) is None and locate("/".join(parts[2:])) is not None
 
 
 def is_states(value: Column) -> bool:

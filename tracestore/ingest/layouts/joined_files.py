@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -20,7 +21,7 @@ from tracestore.ingest.containers.grouping import natural_key
 from tracestore.ingest.containers.keys import ID_KEYS, MODEL_NUMBER, column_name
 from tracestore.ingest.containers.registry import reader_of
 from tracestore.ingest.decompress import compression_of
-from tracestore.ingest.layouts.parts import Part, Place, join_parts, parse_path
+from tracestore.ingest.layouts.parts import Part, Place, join_parts, parse_atom, parse_path
 from tracestore.ingest.layouts.values import array_of
 from tracestore.ingest.pickles.pickle_reader import pickle_reader
 from tracestore.ingest.roles.keys import normalized
@@ -30,6 +31,7 @@ _TEXTS = {"question": "prompt", "answer": "response", "output": "response"}
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _TEXT = (".json", ".txt")
 _SHARD = re.compile(r"(?:shard|batch|part|chunk|fold|split|file|rank|worker|data)s?[_\-.]?\d", re.IGNORECASE)
+_RANGE = re.compile(r"(?:rows?_)?(\d+)(?:_to_|[_\-])(\d+)", re.IGNORECASE)
 _IDS = frozenset((*ID_KEYS, *(f"{name}s" for name in ID_KEYS)))
 _MAX_TEXT_BYTES = 64 << 20
 _MAX_DEPTH = 4
@@ -38,7 +40,22 @@ _MAX_DEPTH = 4
 def place_of(path: PurePath) -> Place:
     """Return the place that the names of a relative path state."""
     name = path.name.removesuffix(path.suffix) if path.suffix in _COMPRESSED else path.name
-    return parse_path(*path.parts[:-1], name.rpartition(".")[0] or name)
+    name = name.rpartition(".")[0] or name
+    place = parse_path(*path.parts[:-1], name)
+    return place if place.has_role else _with_field_between(name, path.parts[:-1]) or place
+
+
+def _with_field_between(name: str, folders: tuple[str, ...]) -> Place | None:
+    """Return the place of a file with the name of a field between others: llama-hidden_states-nq; None for another one."""
+    marks = list(re.finditer(r"[._\- ]", name))
+    spans = [
+        (one, other) for k, one in enumerate(marks) for other in marks[k + 1 :] if one.start() and name[other.end() :]
+    ]
+    for one, other in sorted(spans, key=lambda pair: pair[0].end() - pair[1].start()):
+        place = parse_atom(name[one.end() : other.start()])
+        if place is not None and place.field and not place.segment:
+            return place._replace(trace="/".join((*folders, name[: one.end()] + name[other.end() :])))
+    return None
 
 
 def file_groups(paths: Sequence[PurePath]) -> dict[str, list[PurePath]]:
@@ -68,13 +85,26 @@ def file_groups(paths: Sequence[PurePath]) -> dict[str, list[PurePath]]:
             "meta",
             "metadata",
         }
-        if len(places) > 1 and is_whole and trace not in several:
+        is_range = is_whole and _RANGE.fullmatch(trace.rpartition("/")[2]) is not None
+        if (len(places) > 1 or is_range) and is_whole and trace not in several:
             found[trace] = sorted(places.values(), key=lambda path: natural_key(path.as_posix()))
+    ranges = [trace for trace, paths in found.items() if len(paths) == 1]
+    if ranges and not are_rows([trace.rpartition("/")[2] for trace in ranges]):
+        found = {trace: paths for trace, paths in found.items() if len(paths) > 1}
     return found
+
+
+def rows_of_name(name: str) -> range | None:
+    """Return the rows that a name such as 0_4 or 0-4 states; None for another name."""
+    match = _RANGE.fullmatch(name)
+    return None if match is None else range(int(match[1]), int(match[2]))
 
 
 def are_rows(groups: Sequence[str]) -> bool:
     """Return whether names are those of ranges of rows of one array: layer_8_0.pt and layer_8_25.pt, not _0 and _1."""
+    ranges = sorted((r for name in groups if (r := rows_of_name(name)) is not None), key=lambda r: r.start)
+    if ranges and len(ranges) == len(groups):
+        return len(ranges) > 1 and ranges[0].start == 0 and all(a.stop == b.start for a, b in pairwise(ranges))
     numbers = sorted(int(name) for name in groups if name.isdecimal())
     return len(numbers) == len(groups) > 1 and numbers[0] == 0 and numbers != list(range(len(numbers)))
 
@@ -89,7 +119,9 @@ def is_joined(parts: Sequence[Path]) -> bool:
     if any(part.parent != folder and not column_name(part.stem) for part in parts):
         return True
     places = [parse_path(part.stem) for part in parts]
-    return any(place.token is not None or place.segment for place in places)
+    if any(place.token is not None or place.segment or rows_of_name(place.trace) for place in places):
+        return True
+    return not any(place.has_role for place in places) and all(place_of(PurePath(p.name)).has_role for p in parts)
 
 
 def names_one(name: str) -> bool:
@@ -97,8 +129,8 @@ def names_one(name: str) -> bool:
     return re.search(r"\d", MODEL_NUMBER.sub("", name)) is not None and _SHARD.match(name) is None
 
 
-def read_joined(source: Input, resources: ExitStack) -> Iterator[dict[str, Any]]:
-    """Yield the values of the files of a source by field, one dict for each range of rows.
+def read_joined(source: Input, resources: ExitStack) -> Iterator[tuple[dict[str, Any], range | None]]:
+    """Yield the values of the files of a source by field, and the rows that the names of files state.
 
     Parameters
     ----------
@@ -134,7 +166,10 @@ def read_joined(source: Input, resources: ExitStack) -> Iterator[dict[str, Any]]
                 raise InvalidInputError(f"found {len(ids)} ids for at least {offset + count} rows")
             values.setdefault("question_ids", ids[offset : offset + count])
             offset += count
-        yield values
+        rows = rows_of_name(name)
+        if rows is not None and _num_rows(values) != len(rows):
+            raise InvalidInputError(f"found {_num_rows(values)} rows in a file of rows {name}")
+        yield values, rows
 
 
 def _in_order(parts: list[Part], ids: list[Any], order: list[Any]) -> list[Part]:

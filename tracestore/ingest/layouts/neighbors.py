@@ -1,19 +1,21 @@
 """Values next to each other in one dict: prompt and response, records and states, traces behind each other."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from tracestore.ingest.containers.columns import Column, ObjectColumn
+from tracestore.ingest.containers.keys import SECTIONS
 from tracestore.ingest.layouts.array_names import WEAK
 from tracestore.ingest.layouts.partial import resolved
 from tracestore.ingest.layouts.parts import Place, join_tokens, parse_path
 from tracestore.ingest.layouts.ragged import is_bounds, ragged
 from tracestore.ingest.roles.candidates import ids_in
 from tracestore.ingest.roles.columns import has_one_id, singular
-from tracestore.ingest.roles.keys import normalized
+from tracestore.ingest.roles.keys import OUTPUTS, normalized
 from tracestore.ingest.roles.layout import layers_of, layout, opened
 
 _MASK_OR_IDS = re.compile(r"(?:attention_?)?masks?|input_ids|token_ids|tokens", re.IGNORECASE)
@@ -228,7 +230,7 @@ def spread_nested(fields: dict[Any, Any]) -> dict[Any, Any]:
     those of a layer.
     """
     found: dict[Any, Any] = {}
-    for key, value in fields.items():
+    for key, value in _without_sections(fields).items():
         inner = opened(value)
         if not isinstance(key, str) or not isinstance(inner, dict) or not all(isinstance(name, str) for name in inner):
             found[key] = value
@@ -243,6 +245,27 @@ def spread_nested(fields: dict[Any, Any]) -> dict[Any, Any]:
                 found[f"{p.field}.{place.layer}" if is_layer else f"{key}.{name}"] = v
         else:
             found[key] = value
+    return found
+
+
+def _without_sections(fields: dict[Any, Any]) -> dict[Any, Any]:
+    """Return fields without the dicts of sections, such as outputs and meta, if one of them holds the states and several are there.
+
+    Keys that several sections have stay below them.
+    """
+    sections = {
+        k: v for k, value in fields.items() if str(k).lower() in SECTIONS and isinstance(v := opened(value), dict)
+    }
+    states = [k for k, v in sections.items() if any(map(_is_states_name, v))]
+    if len(sections) < 2 or len(states) != 1 or any(map(_is_states_name, fields)):
+        return fields
+    counts = Counter(name for values in (fields, *sections.values()) for name in values)
+    found = {k: v for k, v in fields.items() if k not in sections}
+    for key, values in sections.items():
+        rest = {name: v for name, v in values.items() if counts[name] > 1}
+        found |= {name: v for name, v in values.items() if counts[name] == 1} | ({key: rest} if rest else {})
+        if key.lower() in OUTPUTS and isinstance(found.get("text"), str):
+            found["generated_answer"] = found.pop("text")
     return found
 
 

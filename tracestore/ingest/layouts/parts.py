@@ -88,15 +88,15 @@ def parse_path(*names: str) -> Place:
 
 def _parse(name: str) -> Place:
     """Return the place that one name states: its ending first, then its beginning, names the field or layer."""
-    if (place := _atom(name)) is not None:
+    if (place := parse_atom(name)) is not None:
         return place
     marks = list(_MARK.finditer(name))
     for match in marks:
-        ending = _atom(name[match.end() :])
+        ending = parse_atom(name[match.end() :])
         if ending is not None and match.start() and (joined := _joined(_parse(name[: match.start()]), ending)):
             return joined
     for match in reversed(marks):
-        beginning = _atom(name[: match.start()])
+        beginning = parse_atom(name[: match.start()])
         if beginning is None or (beginning.segment or beginning.field not in _ARRAYS):
             continue
         if name[match.end() :] and (joined := _joined(beginning, _parse(name[match.end() :]))):
@@ -107,7 +107,7 @@ def _parse(name: str) -> Place:
     return Place(trace=name)
 
 
-def _atom(name: str) -> Place | None:
+def parse_atom(name: str) -> Place | None:
     """Return the place of a name that is no id at all; None for another one."""
     text = normalized(name)
     if match := _TOKEN.fullmatch(text):

@@ -72,6 +72,8 @@ TOKENS_KEYS = ("tokens", "input_ids", "sequences")
 SAME = {"question_id": ("question_id", "global_example_id"), "generated_answer": schema.ANSWER_FIELDS}
 # Fields that may have another spelling.
 SPELLED = frozenset((*MAPPABLE, *TOKENS_KEYS, "global_example_id"))
+# Names of nested dicts with the answer.
+OUTPUTS = ("output", "outputs", "model_output", "response", "generation", "completion", "prediction", "result")
 # Names of nested dicts that describe the trace, and not its model, and the names of their fields.
 _ABOUT_TRACE = frozenset(
     [
@@ -91,6 +93,12 @@ _ABOUT_TRACE = frozenset(
         "info",
         "row",
         "entry",
+        "qa",
+        "qa_pair",
+        "text",
+        "texts",
+        "content",
+        *OUTPUTS,
     ]
 )
 _NESTED = frozenset((*OTHER_NAMES["question_id"][:6], *OTHER_NAMES["question"], *OTHER_NAMES["generated_answer"]))
@@ -200,7 +208,9 @@ def parse_map(text: str) -> tuple[tuple[str, str], ...]:
 def fields_of_nested(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that the nested dicts of a trace, such as the output of a tokenizer, have for its fields."""
     nested = {key: value for key, value in values.items() if isinstance(value, Mapping)}
-    return {
+    texts = [v["text"] for k, v in nested.items() if normalized(str(k)) in OUTPUTS and isinstance(v.get("text"), str)]
+    answer = {"generated_answer": texts[0]} if len(texts) == 1 else {}
+    return answer | {
         k: v
         for key, value in reversed(nested.items())
         for k, v in value.items()
