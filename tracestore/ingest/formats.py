@@ -34,8 +34,7 @@ from tracestore.ingest.roles.structures import Structures
 from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.record import TraceRecord
 
-_PROTO = 0x80
-_GZIP_RESERVED = 0xE0
+_PROTO, _GZIP_RESERVED = 0x80, 0xE0
 _MAX_HEADERS = 16
 _MAX_UNNAMED = 1 << 17
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MODULES = ("pickles", "records", "torch_files", "hooks", "outputs", "generated", "renamed", "scores", "arrays")
-MODULES += ("tensors", "hdf5", "tables", "parts.joined", "parts.objects")
+MODULES += ("tensors", "hdf5", "tables", "parts.joined", "parts.objects", "parts.answers")
 MODULES += (
     "containers.experiments",
     "containers.notebooks",

@@ -131,6 +131,8 @@ def traces_of(
                     _set_last_token(values)
                 else:
                     hidden = values["hidden_states"]
+                    if count is not None:
+                        _check_padding(hidden, values)
                     if kind == "layer" or (parts is not None and isinstance(hidden, np.ndarray) and hidden.ndim == 2):
                         values["hidden_states"] = [hidden]
                     _prepare(values, unit.is_token_major or (parts is not None and parts.is_token_major), scratch)
@@ -141,6 +143,19 @@ def traces_of(
                 yield values, unit.is_trace
                 del values
             position += 1
+
+
+def _check_padding(hidden: Any, values: Mapping[str, Any]) -> None:
+    """Raise InvalidInputError if the states of stacked traces end with a token of zeros, and nothing states the padding."""
+    if not isinstance(hidden, np.ndarray) or hidden.ndim != 3 or hidden.dtype.kind != "f" or 1 in hidden.shape[:2]:
+        return
+    if "attention_mask" in values or any(name in values for name in LENGTHS):
+        return
+    if not (hidden[:, -1].any() and hidden[-1].any() and hidden[:, 0].any()):
+        raise InvalidInputError(
+            "found tokens of zeros, which look like padding; add attention_mask, or the numbers of tokens as lengths",
+            field="hidden_states",
+        )
 
 
 def _set_padded_axis(unit: Unit) -> None:

@@ -244,6 +244,7 @@ def tables_of_pickles(folder: Path, sources: list[FoundSource]) -> list[FoundSou
     names = [p.name for p in folder.iterdir() if _is_table(p)]
     stems = {source.path.stem for source in sources}
     chosen = [n for n in names if Path(n).stem in _TABLE_STEMS or _owner(Path(n).stem) in stems]
+    chosen = chosen or [n for n in names if len(names) == 1 and (t := _loaded(folder / n)) is not None and t.has_texts]
     found = [source._replace(table=_rows_of_file(folder, sorted(names), source.path)) for source in sources]
     rest = [source for source in found if source.table is None]
     added = {source.path: source for source in _with_tables(folder, chosen, rest)} if chosen else {}

@@ -11,7 +11,7 @@ _KIND = r"(?:states?|acts?|activations?|reps?|reprs?|representations?|vec(?:tor)
 _OF_MODEL = r"(?:(?:all|last|layer|decoder|model|llm|internal|residual|resid)_)*"
 _HIDDEN = (
     rf"(?:{_OF_MODEL}hidden(?:_?{_KIND})?|{_OF_MODEL}(?:representations?|reprs?|reps|activations?|acts))(?:_?flat(?:tened)?)?"
-    r"|hiddens|hs|internal_states?|resid(?:ual)?s?(?:_streams?)?(?:_states?)?"
+    r"|hiddens|hs|internal_states?|resid(?:ual)?s?(?:_streams?)?(?:_states?)?|resid_post"
 )
 _ATTENTION = (
     r"(?:(?:all|decoder|self|layer|model|causal)_)*(?:attentions?|attns?|atts?)"
@@ -44,6 +44,7 @@ _BY_LAYER = re.compile(
 _OUTPUT = re.compile(
     rf"(?:hook_)?(?:resid_(?:post|pre|mid)|mlp_out|attn_out|out(?:put)?|{_HIDDEN}|{_KIND})(?:\.output)?"
 )
+_LAST = re.compile(r"(?:last|final)(?:_?tok(?:en)?)?", re.IGNORECASE)
 # The module self_attn returns other values than attention.
 _PATTERN = re.compile(rf"(?!self_att(?:n|ention)$)(?:(?:self_)?attn[./])?(?:hook_pattern|pattern|{_ATTENTION})")
 # A step of generation, and a head: step_3, steps/3, q1_token_3, head.0. `tokens_3` are the tokens of a trace.
@@ -57,13 +58,26 @@ _HEAD = re.compile(r"(?:^|(?<=[./_\-]))heads?[./_\-]?(\d+)(?=$|[./_\-])", re.IGN
 _SPLIT = re.compile(r"[./_\-]")
 # Names with one value per trace: ids and labels, with a prefix such as that of the file.
 _COLUMN = re.compile(
-    r"(?:.*?[_.\-])??(?<!layer_)(?<!token_)(?<!input_)(?<!head_)(?P<name>(?:(?:question|example|sample|prompt)_?)?(?:ids?|idxs?|ind(?:ex|ices))|[qu]_?ids?"
+    r"(?:.*?[_.\-])??(?<!layer_)(?<!token_)(?<!input_)(?<!head_)(?<!logit_)(?<!tuned_)(?P<name>(?:(?:question|example|sample|prompt)_?)?(?:ids?|idxs?|ind(?:ex|ices))|[qu]_?ids?"
     r"|q_ind(?:ex|ices)|labels?|truthful|(?:[a-z]+_)?scores?|correct(?:ness)?|is_correct|hallucinat(?:ion|ed)"
-    r"|lengths?|seq_?lens?|(?:attention_)?mask|questions?|answers?|prompts?|responses?)",
+    r"|lengths?|(?:token_|seq_?)?lens?|(?:attention_)?mask|questions?|answers?|prompts?|responses?)",
     re.IGNORECASE,
 )
 # Names of numbers of tokens.
-LENGTHS = ("num_tokens", "length", "lengths", "seq_len", "seq_lens", "seq_lengths", "sequence_length", "token_counts")
+LENGTHS = (
+    "lens",
+    "token_lengths",
+    "token_lens",
+    "seqlens",
+    "num_tokens",
+    "length",
+    "lengths",
+    "seq_len",
+    "seq_lens",
+    "seq_lengths",
+    "sequence_length",
+    "token_counts",
+)
 # Names of groups of traces that are no ids.
 SPLITS = frozenset(("train", "test", "val", "valid", "validation", "dev"))
 # Names of groups and nested dicts that hold fields of the same traces each.
@@ -172,6 +186,8 @@ def parse_key(name: str) -> Key | None:
     elif not (match := _BY_LAYER.fullmatch(name)):
         return None
     kind = match["kind"] or ""
+    if _LAST.fullmatch(kind):
+        return Key("last_token", int(match["number"]), _trace(match), is_layer=True)
     if not kind or _OUTPUT.fullmatch(kind):
         return Key("hidden_states", int(match["number"]), _trace(match), kind, is_layer=True)
     return Key("attentions", int(match["number"]), _trace(match), is_layer=True) if _PATTERN.fullmatch(kind) else None

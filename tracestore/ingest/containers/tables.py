@@ -20,6 +20,7 @@ from tracestore.ingest.containers import arrow_files
 from tracestore.ingest.containers.keys import ID_KEYS, SAMPLE_NAMES, split_sample
 from tracestore.ingest.layouts.records import rows_of_json
 from tracestore.ingest.layouts.rows import id_column
+from tracestore.ingest.roles.keys import QUESTIONS_AND_ANSWERS
 from tracestore.store.format import schema
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
@@ -104,6 +105,11 @@ class Table:
         if not isinstance(row, dict):
             raise InvalidInputError(f"{self.path.name}, row {k}: found {type(row).__name__}, expected an object")
         return row
+
+    @cached_property
+    def has_texts(self) -> bool:
+        """Return whether the rows have ids and texts of questions or answers, and not scores alone."""
+        return bool(self.by_id) and not QUESTIONS_AND_ANSWERS.isdisjoint(self[0])
 
     @cached_property
     def by_file(self) -> dict[str, list[int]]:

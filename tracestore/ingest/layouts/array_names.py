@@ -55,7 +55,7 @@ def with_field_names(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     if names := _layers_first(fields):
         return {names.get(name, name): value for name, value in fields.items()}
     if any(key.field in ARRAYS for key in map(locate, fields) if key):
-        return fields
+        return _with_weak_states(fields)
     for names in (_by_ending(fields), _by_field(fields), _by_layer(fields), _by_short_name(fields), _by_step(fields)):
         if names:
             return {names.get(name, name): value for name, value in fields.items()}
@@ -68,13 +68,30 @@ def with_field_names(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     if len(weak) == len(columns) == len(set(weak.values())) and not others:
         names = {name: f"{trace}/hidden_states".lstrip("/") for name, trace in weak.items()}
     elif len(shapes) > 1 or others:
-        return fields
+        return _with_weak_states(fields)
     else:
         tokens = {column.shape[-2] for column in columns.values()}
         if len(tokens) < 2 or not all(re.search(r"\d", name) for name in columns):
             return fields
         names = {name: f"{name}/hidden_states" for name in columns}
     return {names.get(name, name): value for name, value in fields.items()}
+
+
+def _with_weak_states(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return fields in which the only array with a weak name is (L, S, D), if attention (..., S, S) or S tokens are next to it."""
+    keys = {name: locate(name) for name in fields}
+    weak = [
+        name for name, value in fields.items() if WEAK.fullmatch(name) and isinstance(value, Column) and value.ndim == 3
+    ]
+    found = {key.field for key in keys.values() if key is not None}
+    if len(weak) != 1 or "/" in weak[0] or keys[weak[0]] is not None or found & {"hidden_states", "last_token"}:
+        return fields
+    size = fields[weak[0]].shape[1]
+    others = [fields[n] for n, key in keys.items() if key is not None and not key.trace]
+    shapes = [value.shape for value in others if isinstance(value, Column)]
+    if fields[weak[0]].dtype.kind not in "fV" or not any(shape[-2:] in ((size,), (size, size)) for shape in shapes):
+        return fields
+    return {("hidden_states" if name == weak[0] else name): value for name, value in fields.items()}
 
 
 def _without_sections(fields: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -206,7 +206,10 @@ def _is_number_of_question(name: str, value: Any, options: KeyOptions) -> bool:
 def _is_value(field_name: str, key: str, value: Any, options: KeyOptions) -> bool:
     """Return whether a key of another name holds a value of a field."""
     if field_name in ("tokens", "tokens_decoded"):
-        return as_array(value) is not None or isinstance(value, list)
+        is_texts = isinstance(value, list) and len(value) > 0 and isinstance(value[0], str)
+        is_texts = is_texts or (isinstance(value, np.ndarray) and value.dtype.kind == "U")
+        is_fitting = key != "toks" or is_texts == (field_name == "tokens_decoded")
+        return is_fitting and (as_array(value) is not None or isinstance(value, list))
     if field_name == "question_id" and isinstance(value, int | np.integer):
         is_id = normalized(key) not in COUNTERS or (normalized(key) in INDEX_KEYS and options.is_index_id)
         return is_id and not isinstance(value, bool)

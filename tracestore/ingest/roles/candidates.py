@@ -103,7 +103,8 @@ def _advice_for_states(trace: Mapping[Any, Any]) -> str:
     """Return the options that name hidden states, and the id if one value alone may be it."""
     ids = [] if any(key in trace for key in SAME["question_id"]) else ids_in(trace)
     more = f",question_id={ids[0]}" if len(ids) == 1 and normalized(ids[0]) not in OTHER_NAMES["question_id"] else ""
-    maps = [f"--map hidden_states={key}{more}" for key in states_in(trace)[:4]]
+    fields = {key: "last_token" if "last" in key else "hidden_states" for key in states_in(trace)[:4]}
+    maps = [f"--map {name}={key}{more}" for key, name in fields.items()]
     maps = maps or [f"--map last_token={key}{more}" for key in vectors_in(trace)[:2]]
     found = f"found {keys_found(trace)}"
     return f"{found}; try {' or '.join(maps)}" if maps else f"{found}; name it with --map hidden_states=KEY"

@@ -18,7 +18,20 @@ _SINGULAR = frozenset((*MAPPABLE, *itertools.chain(*OTHER_NAMES.values()), *ID_K
 _PER_TOKEN = frozenset((*OTHER_NAMES["tokens"], *OTHER_NAMES["tokens_decoded"], "attention_mask", "tokens_decoded"))
 _SINGULAR -= _PER_TOKEN
 UNNAMED = "item_"  # begin of the names of columns without a name
-_LENGTHS = frozenset(("num_tokens", "length", "seq_len", "seq_lens", "seq_lengths", "sequence_lengths"))
+_LENGTHS = frozenset(
+    (
+        "lens",
+        "token_lengths",
+        "token_lens",
+        "seqlens",
+        "num_tokens",
+        "length",
+        "seq_len",
+        "seq_lens",
+        "seq_lengths",
+        "sequence_lengths",
+    )
+)
 # Lists under these names have one item for each layer.
 _PER_LAYER = frozenset(("layers", "layer_ids"))
 

@@ -54,6 +54,7 @@ OTHER_NAMES = {
         "generated_tokens",
         "prompt_token_ids",
         "sequence",
+        "toks",
     ),
     "tokens_decoded": (
         "str_tokens",
@@ -62,6 +63,7 @@ OTHER_NAMES = {
         "token_texts",
         "tokens_str",
         "decoded_tokens",
+        "toks",
         "words",
     ),
 }
@@ -70,6 +72,9 @@ INDEX_KEYS = ("idx", "index")
 TOKENS_KEYS = ("tokens", "input_ids", "sequences")
 # Keys any of which gives a field a value.
 SAME = {"question_id": ("question_id", "global_example_id"), "generated_answer": schema.ANSWER_FIELDS}
+QUESTIONS_AND_ANSWERS = frozenset(
+    ("question", *OTHER_NAMES["question"], *schema.ANSWER_FIELDS, *OTHER_NAMES["generated_answer"])
+)
 # Fields that may have another spelling.
 SPELLED = frozenset((*MAPPABLE, *TOKENS_KEYS, "global_example_id"))
 # Names of nested dicts with the answer.
