@@ -35,8 +35,7 @@ from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.record import TraceRecord
 
 _PROTO, _GZIP_RESERVED = 0x80, 0xE0
-_MAX_HEADERS = 16
-_MAX_UNNAMED = 1 << 17
+_MAX_HEADERS, _MAX_UNNAMED = 16, 1 << 17
 
 
 @dataclass
@@ -298,10 +297,10 @@ def _joined(
     context.structures.rows = None if is_trace and rows is not None and len(rows) == 1 else rows
     with contextlib.ExitStack() as resources:
         for values, numbers in read_joined(Input(path, context.name, parts, scratch), resources):
-            if numbers is not None and rows is None:
+            if numbers is not None and rows is not None:
+                context.structures.rows = rows.at(numbers)
+            elif numbers is not None:
                 values.setdefault("index", list(numbers))
-            elif numbers is not None and rows is not None:
-                context.structures.set_rows(rows.at(numbers))
             if is_trace:
                 values = values if rows is None or len(rows) > 1 else rows[0] | values
                 values = values if has_id(values) else id_of_name(context.structures.name) | values
