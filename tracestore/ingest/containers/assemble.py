@@ -151,7 +151,7 @@ def _check_padding(hidden: Any, values: Mapping[str, Any]) -> None:
         return
     if "attention_mask" in values or any(name in values for name in LENGTHS):
         return
-    if not (hidden[:, -1].any() and hidden[-1].any() and hidden[:, 0].any()):
+    if not (hidden[:, -1].any() and hidden[-1].any() and hidden[:, 0].any()) and hidden.any():
         raise InvalidInputError(
             "found tokens of zeros, which look like padding; add attention_mask, or the numbers of tokens as lengths",
             field="hidden_states",

@@ -95,7 +95,7 @@ def split_batch(fields: Mapping[str, Any], count: int, *, has_padding: bool = Tr
         )
     answers: list[dict[str, Any]] = [{} for _ in range(count)]
     for name, value in fields.items():
-        is_label = name == "labels" and "label" not in fields and np.shape(as_array(value)) == (count,)
+        is_label = name == "labels" and "label" not in fields and getattr(as_array(value), "shape", ()) == (count,)
         for k, answer in enumerate(answers):
             answer["label" if is_label else name] = _of_answer(name, value, k, count)
     return answers
