@@ -75,4 +75,5 @@ def load(part="all"):
     importlib.import_module("tests.ingest.corpus.unseen_second")
     importlib.import_module("tests.ingest.corpus.unseen_third")
     importlib.import_module("tests.ingest.corpus.unseen_fourth")
+    importlib.import_module("tests.ingest.corpus.unseen_fifth")
     return MAIN | UNSEEN | OUTSIDE if part == "all" else PARTS[part]
