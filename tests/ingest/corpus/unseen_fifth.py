@@ -58,7 +58,7 @@ def lm_polygraph_manager(folder):
         "metrics": {("sequence", "MaximumSequenceProbability", "Accuracy", "prr"): 0.31},
         "stats": stats | {"hidden_states": [s.hidden for s in samples]},
     }
-    save_pt(folder / "workdir" / "triviaqa" / "ue_manager_seed1.pt", manager)
+    save_pt(folder / "workdir" / "triviaqa" / "manager_seed1.pt", manager)
     return [s.expect("question answer tokens", score=correctness(s)) for s in samples]
 
 

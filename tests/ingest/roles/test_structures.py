@@ -54,6 +54,7 @@ WITH_IDS = {
     "nested by model and data set": {"m": {"d": collections.OrderedDict(zip(IDS, HIDDEN, strict=True))}},
     "lists of two splits": {"train": TRACES[:2], "test": TRACES[2:]},
     "columns": {"question_ids": IDS, "hidden_states": HIDDEN},
+    "columns, one of them named by a tuple": {"question_ids": IDS, "hidden_states": HIDDEN, ("seq", "acc"): [1, 0, 1]},
     "columns of lists of layers": {"ids": IDS, "hidden_states": [list(h) for h in HIDDEN], "layers": [7, 8, 9]},
     "rows of tuples": list(zip(IDS, HIDDEN, strict=True)),
     "rows of id and trace": [(q, {"hidden_states": h}) for q, h in zip(IDS, HIDDEN, strict=True)],

@@ -167,7 +167,9 @@ def row_of(fields: Mapping[Any, Any], k: int, count: int, axis: int = 0) -> dict
             values[name] = value
         else:
             item = value[k]
-            values[singular(name)] = item.item() if isinstance(item, np.generic) else item
+            values[singular(name) if isinstance(name, str) else name] = (
+                item.item() if isinstance(item, np.generic) else item
+            )
     return values
 
 
