@@ -76,6 +76,7 @@ LENGTHS = (
     "seq_lens",
     "seq_lengths",
     "sequence_length",
+    "sequence_lengths",
     "token_counts",
 )
 # Names of groups of traces that are no ids.

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tracestore.ingest.containers.keys import ID_KEYS, id_of_name, parse_key
+from tracestore.ingest.containers.keys import ID_KEYS, LENGTHS, id_of_name, parse_key
 from tracestore.ingest.roles.keys import COUNTERS, MAPPABLE, OTHER_NAMES, score_of_word
 from tracestore.ingest.roles.layout import layout, opened, row
 from tracestore.ingest.score_files import SCORE_COLUMNS
@@ -18,20 +18,6 @@ _SINGULAR = frozenset((*MAPPABLE, *itertools.chain(*OTHER_NAMES.values()), *ID_K
 _PER_TOKEN = frozenset((*OTHER_NAMES["tokens"], *OTHER_NAMES["tokens_decoded"], "attention_mask", "tokens_decoded"))
 _SINGULAR -= _PER_TOKEN
 UNNAMED = "item_"  # begin of the names of columns without a name
-_LENGTHS = frozenset(
-    (
-        "lens",
-        "token_lengths",
-        "token_lens",
-        "seqlens",
-        "num_tokens",
-        "length",
-        "seq_len",
-        "seq_lens",
-        "seq_lengths",
-        "sequence_lengths",
-    )
-)
 # Lists under these names have one item for each layer.
 _PER_LAYER = frozenset(("layers", "layer_ids"))
 
@@ -145,7 +131,7 @@ def _are_texts(value: Any) -> bool:
 
 def singular(name: str) -> str:
     """Return the name of one value of a column: "question_id" for "question_ids"."""
-    if name in _LENGTHS:
+    if name in LENGTHS:
         return "lengths"
     return name[:-1] if name not in _SINGULAR and name.endswith("s") and name[:-1] in _SINGULAR else name
 
