@@ -27,7 +27,7 @@ def test_keys_shapes_and_roles_are_printed(tmp_path):
         "note text -> extra",
         "bleurt_score float -> score",
         "logits float32 (40, 50000) -> dropped",
-        "no question_id: file name and position become the id",
+        "no question_id: the name of the file becomes the id, with the position if there are several traces",
     ):
         assert line in lines, done.stdout
     assert any(
