@@ -112,3 +112,12 @@ def test_a_hash_in_any_column_names_a_file(tmp_path):
     convert(tmp_path, tmp_path / "s.zarr")
     with tracestore.open(tmp_path / "s.zarr") as store:
         assert {q: store[q].score for q in store.question_ids} == {"0": 0, "1": 1, "2": 0}
+
+
+def test_a_table_whose_name_has_braces_is_named_in_the_summary(tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    write_pickle(folder / "a{0}{x}.pkl", [{k: v for k, v in t.items() if k != "label"} for t in make_traces(4)])
+    write_rows(folder / "a{0}{x}.jsonl", [{"question_id": f"q{k}", "label": k % 2} for k in range(4)])
+    done = convert(folder, tmp_path / "s.zarr", check=0)
+    assert "found inside 4 traces or their rows in a{0}{x}.jsonl and used" in done.stdout

@@ -20,7 +20,7 @@ from tracestore.store.read.columns import TraceValues
 from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.writer import StoreWriter
 
-_LONG_IDS = "the ids of {} keep the folder that names their class, because several files have one name"
+_LONG_IDS = ("the ids of ", " keep the folder that names their class, because several files have one name")
 
 
 class Scoring:
@@ -75,7 +75,7 @@ class Scoring:
         self._ids = TableIds(self.file)
         self._output, self._direction = output, options.score_direction
         self._name = ""  # of the file's scores in the store
-        self._used: Counter[str] = Counter()
+        self._used: Counter[tuple[str, str]] = Counter()  # by the texts before and behind a number of traces
         has_no_padding = options.padding == "none"
         renamed = () if options.map is None else parse_map(options.map)
         if self.file is not None:
@@ -109,7 +109,9 @@ class Scoring:
         self._ids.begin(source.table)
         is_kept = source.id_folder is None and label_of_path(source.folder) is not None
         self._source_path = f"{source.folder}/{source.stem}" if is_kept else ""
-        self._table = "" if source.table is None else f" or their rows in {source.table.path.name}"
+        self._table = (
+            "" if source.table is None else f" or their rows in {escape_unprintable(source.table.path.name, 60)}"
+        )
 
     def values(self, writer: StoreWriter, packed: PackedTrace) -> tuple[Mapping[str, float], str]:
         """Return the named scores and the group of a trace; its scores are defined in the store."""
@@ -131,12 +133,13 @@ class Scoring:
             if stored is None or stored.direction != direction:
                 writer.define_score(name, ScoreField(direction, f"key {key} of the traces"[:1024]))
             found[name] = score
-            self._used[
-                f"score {escape_unprintable(key, 60)} (high: {direction}): found inside {{}}{self._table} and used"
-            ] += 1
+            text = f"score {escape_unprintable(key, 60)} (high: {direction}): found inside "
+            self._used[text, f"{self._table} and used"] += 1
         if record.label is not None:
-            place = "in the names of the folders of {}" if record.is_label_of_folder else f"inside {{}}{self._table}"
-            self._used[f"label (1: {HALLUCINATION}): found {place} and used"] += 1
+            place, behind = (
+                ("in the names of the folders of", "") if record.is_label_of_folder else ("inside", self._table)
+            )
+            self._used[f"label (1: {HALLUCINATION}): found {place} ", f"{behind} and used"] += 1
         return found, ""
 
     def id_of_file(self, packed: PackedTrace, source: str) -> str | None:
@@ -182,8 +185,8 @@ class Scoring:
 
     def lines(self) -> Iterator[str]:
         """Yield what was found inside the traces, and in the names of their folders."""
-        for text, count in self._used.items():
-            yield f"{text.format(plural(count, 'trace'))}; see {INPUTS_PAGE}#scores"
+        for (before, behind), count in self._used.items():
+            yield f"{before}{plural(count, 'trace')}{behind}; see {INPUTS_PAGE}#scores"
 
 
 def _read_files(

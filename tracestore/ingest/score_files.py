@@ -20,35 +20,83 @@ from tracestore.store.io.fsio import open_regular
 from tracestore.store.io.scratch import Scratch
 
 # The meaning of a high value, by the normalized name of a column. A column named "label" may mean either.
-SCORE_COLUMNS = {
+_PRIMARY = {
     **dict.fromkeys(("bleurt_score", "score", "correctness", "is_correct", "correct"), CORRECT),
     **dict.fromkeys(("hallucination_score", "p_hallucination", "hallucination", "is_hallucination"), HALLUCINATION),
-    **dict.fromkeys(("hallucinated", "is_hallucinated", "has_hallucination"), HALLUCINATION),
-    **dict.fromkeys(
-        ("accuracy", "acc", "exact_match", "em", "f1", "f1_score", "bleurt", "bleu", "bleu_score"), CORRECT
-    ),
-    **dict.fromkeys(("rouge", "rouge_1", "rouge1", "rouge_2", "rouge2", "rouge_l", "rougel", "rouge_lsum"), CORRECT),
-    **dict.fromkeys(("rouge_score", "rouge_l_score", "meteor", "bert_score", "bertscore"), CORRECT),
-    **dict.fromkeys(("truthful", "is_truthful", "truthfulness", "factual", "faithful", "faithfulness"), CORRECT),
-    **dict.fromkeys(("automatic_correctness", "auto_correctness", "answer_correctness", "correctness_score"), CORRECT),
-    **dict.fromkeys(
-        ("is_right", "is_accurate", "answer_correct", "model_correct", "llm_correct", "judge_correct"), CORRECT
-    ),
-    **dict.fromkeys(("is_factual", "is_faithful", "factuality", "factuality_score", "faithfulness_score"), CORRECT),
-    **dict.fromkeys(
-        ("truthfulness_score", "em_score", "exact_match_score", "rougel_score", "rougel_fmeasure"), CORRECT
-    ),
-    **dict.fromkeys(
-        ("rougel_f1", "rouge_l_f1", "meteor_score", "bertscore_f1", "bert_score_f1", "is_supported"), CORRECT
-    ),
-    **dict.fromkeys(
-        ("hallu", "is_hallu", "hallu_score", "hallucinates", "hallucination_label", "hallu_label"), HALLUCINATION
-    ),
-    **dict.fromkeys(
-        ("hallucination_flag", "is_hallucinating", "is_wrong", "is_incorrect", "is_unfaithful"), HALLUCINATION
-    ),
 }
-_PRIMARY = tuple(SCORE_COLUMNS)[:9]
+_HALLUCINATION = (
+    "hallucinated",
+    "is_hallucinated",
+    "has_hallucination",
+    "hallu",
+    "is_hallu",
+    "hallu_score",
+    "hallucinates",
+    "hallucination_label",
+    "hallu_label",
+    "hallucination_flag",
+    "is_hallucinating",
+    "is_wrong",
+    "is_incorrect",
+    "is_unfaithful",
+)
+_CORRECT = (
+    "accuracy",
+    "acc",
+    "exact_match",
+    "em",
+    "f1",
+    "f1_score",
+    "bleurt",
+    "bleu",
+    "bleu_score",
+    "rouge",
+    "rouge_1",
+    "rouge1",
+    "rouge_2",
+    "rouge2",
+    "rouge_l",
+    "rougel",
+    "rouge_lsum",
+    "rouge_score",
+    "rouge_l_score",
+    "meteor",
+    "bert_score",
+    "bertscore",
+    "truthful",
+    "is_truthful",
+    "truthfulness",
+    "factual",
+    "faithful",
+    "faithfulness",
+    "automatic_correctness",
+    "auto_correctness",
+    "answer_correctness",
+    "correctness_score",
+    "is_right",
+    "is_accurate",
+    "answer_correct",
+    "model_correct",
+    "llm_correct",
+    "judge_correct",
+    "is_factual",
+    "is_faithful",
+    "factuality",
+    "factuality_score",
+    "faithfulness_score",
+    "truthfulness_score",
+    "em_score",
+    "exact_match_score",
+    "rougel_score",
+    "rougel_fmeasure",
+    "rougel_f1",
+    "rouge_l_f1",
+    "meteor_score",
+    "bertscore_f1",
+    "bert_score_f1",
+    "is_supported",
+)
+SCORE_COLUMNS = _PRIMARY | dict.fromkeys(_HALLUCINATION, HALLUCINATION) | dict.fromkeys(_CORRECT, CORRECT)
 # Columns whose words have a meaning, and whose numbers do not. They count if there is none of SCORE_COLUMNS.
 WORD_COLUMNS = ("verdict", "judgment", "judge", "judge_label", "label", "labels")
 ID_COLUMN, GROUP_COLUMN = "question_id", "group"
