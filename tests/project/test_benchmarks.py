@@ -76,7 +76,7 @@ def test_the_readme_lists_every_script_and_benchmark(benchmarks):
                 assert cls_name in text
 
 
-def test_questions_of_the_confirmation_are_those_drawn():
+def test_questions_of_both_confirmations_are_those_drawn():
     """No detector may be chosen on them: the list must stay unchanged."""
     content = (BENCH / "confirmation_questions.txt").read_bytes()
     digest = "8195a94a7bc8ede082a373571e8a01b21a57862cfaf1a253e724f653b557dbe8"  # codespell:ignore ede
@@ -84,3 +84,6 @@ def test_questions_of_the_confirmation_are_those_drawn():
     others = [question.question_id for question in read_questions(FACTS)[600:]]
     others.sort(key=lambda question: hashlib.sha256(f"confirmation {question}".encode()).digest())
     assert content.decode().splitlines() == sorted(others[:500])
+    second = "".join(f"{question}\n" for question in sorted(others[500:]))
+    digest = "542c194f1bb4e02b2b49c565e132d588166aef034d7a57d4c56a48131aa80030"
+    assert hashlib.sha256(second.encode()).hexdigest() == digest
