@@ -4,8 +4,10 @@ import contextlib
 import csv
 import io
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -95,18 +97,35 @@ _CORRECT = (
     "bertscore_f1",
     "bert_score_f1",
     "is_supported",
+    "correct_prediction",
 )
 SCORE_COLUMNS = _PRIMARY | dict.fromkeys(_HALLUCINATION, HALLUCINATION) | dict.fromkeys(_CORRECT, CORRECT)
 # Columns whose words have a meaning, and whose numbers do not. They count if there is none of SCORE_COLUMNS.
 WORD_COLUMNS = ("verdict", "judgment", "judge", "judge_label", "label", "labels")
+# What the name of a score may have before or behind it without another meaning.
+_AFFIX = re.compile(r"^(?:label|human)_|_(?:to_target|reward)$")
 ID_COLUMN, GROUP_COLUMN = "question_id", "group"
 SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".npy", ".npz")
 _NO_SCORES = ("provenance.json", "data_config.json", "dataset_info.json", "state.json", "dataset_dict.json")
 
 
+@lru_cache(maxsize=1 << 14)
+def known_name(column: str) -> str:
+    """Return the name of a column in SCORE_COLUMNS that differs by an affix alone; for others what `normalized` returns.
+
+    Examples
+    --------
+    >>> known_name("label_hallucinated"), known_name("rougeL_to_target"), known_name("step")
+    ('hallucinated', 'rouge_l', 'step')
+    """
+    name = normalized(column)
+    known = _AFFIX.sub("", name)
+    return known if known in SCORE_COLUMNS else name
+
+
 def direction_of(column: str) -> str | None:
     """Return what a high value of a column or key of this name means; None if that is not known."""
-    return SCORE_COLUMNS.get(normalized(column))
+    return SCORE_COLUMNS.get(known_name(column))
 
 
 def id_column_of(header: Sequence[str]) -> str | None:
@@ -117,10 +136,10 @@ def id_column_of(header: Sequence[str]) -> str | None:
 
 def score_columns_of(header: Sequence[str]) -> list[str]:
     """Return the columns that may hold the scores; several are ambiguous."""
-    found = {normalized(name): name for name in reversed(header)}
+    found = {known_name(name): name for name in reversed(header)}
     known = [found[name] for name in SCORE_COLUMNS if name in found]
     # Next to a column called score those of metrics are further scores, as in the files that extract writes.
-    known = [name for name in known if normalized(name) in _PRIMARY] or known
+    known = [name for name in known if known_name(name) in _PRIMARY] or known
     return known or [found[name] for name in WORD_COLUMNS if name in found][:1]
 
 

@@ -283,3 +283,14 @@ def test_steps_without_an_array_of_the_others_are_refused(tmp_path):
     write(tmp_path / "a.h5", arrays | {"q0/step_1/hidden_states": np.ones((2, 1, 8), "f4")})
     message = error_of("convert", tmp_path / "a.h5", tmp_path / "s.zarr", code=3)
     assert "attentions: found no array in step 1, expected one in each step" in message
+
+
+def test_the_text_of_an_answer_to_a_question(tmp_path):
+    traces = [base(k, tokens=2 + k, attention=False) for k in range(3)]
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for k, trace in enumerate(traces):
+            group = file.create_group(f"coqa_1/generations/{k}")
+            group["hidden_states"] = trace["hidden_states"]
+            group.attrs["text"] = f"Answer {k}"
+    store = stored(tmp_path, tmp_path / "a.h5", "--attention", "none")
+    assert [(t.question_id, t.sample, t.answer) for t in store] == [("coqa_1", k, f"Answer {k}") for k in range(3)]

@@ -192,3 +192,11 @@ def test_the_header_is_read_as_the_library_reads_it(tmp_path):
             np.testing.assert_array_equal(column.whole().view("u1"), expected[name].view("u1"))
         same += 1
     assert same > 100
+
+
+def test_the_input_of_a_layer_is_the_output_of_the_one_before(tmp_path):
+    layers = np.random.default_rng(0).random((4, 5, 8), np.float32)
+    arrays = {f"blocks.{k}.hook_resid_pre": layers[k][None] for k in range(3)}
+    arrays |= {"blocks.2.hook_resid_post": layers[3][None], "tokens": np.arange(5)}
+    store = stored(tmp_path, save(tmp_path / "q7.safetensors", arrays), *NONE)
+    np.testing.assert_allclose(store[0].hidden_states, layers[1:], atol=1e-3)

@@ -369,3 +369,13 @@ def test_texts_in_nested_objects(tmp_path, place):
     assert [(t.question, t.answer, t.score) for t in store] == [
         (f"fact {k}?", f"answer {k}", float(k == 1)) for k in range(3)
     ]
+
+
+def test_a_step_next_to_whole_traces_is_that_of_a_training(tmp_path):
+    states = np.random.default_rng(0).random((4, 3, 5, 8), np.float32)
+    rows = [{"step": 10, "prompt": f"Q{k // 2}", "hidden_states": states[k].tolist()} for k in range(4)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    convert(tmp_path / "a.jsonl", tmp_path / "s.zarr", "--attention", "none")
+    store = tracestore.open(tmp_path / "s.zarr")
+    assert [trace.question for trace in store] == ["Q0", "Q0", "Q1", "Q1"]
+    np.testing.assert_allclose(store[3].hidden_states, states[3], atol=1e-3)

@@ -186,3 +186,30 @@ def test_words_of_a_judge_in_a_table_of_texts_are_scores(tmp_path, word, score):
     convert(tmp_path, tmp_path / "s.zarr")
     (trace,) = tracestore.open(tmp_path / "s.zarr")
     assert (trace.question, trace.score) == ("where?", score)
+
+
+def test_names_of_one_answer_among_several(tmp_path):
+    value = {"question_id": ["q7"], "most_likely_generation": "Paris", "generated_texts": ["a", "b"]}
+    value |= {"most_likely_generation_ids": np.arange(4), "most_likely_generation_hidden_states": list(HIDDEN)}
+    trace = convert_trace(tmp_path, value)
+    np.testing.assert_array_equal(trace.hidden_states, HIDDEN)
+    assert (trace.question_id, trace.answer, trace.tokens.tolist()) == ("q7", "Paris", [0, 1, 2, 3])
+
+
+@pytest.mark.parametrize("others, answer", [({}, "Paris"), ({"correct_answers": ["Paris"]}, None)])
+def test_the_best_answer_next_to_other_references_is_one(tmp_path, others, answer):
+    assert convert_trace(tmp_path, {"id": 1, "best_answer": "Paris", "hs": HIDDEN} | others).answer == answer
+
+
+@pytest.mark.parametrize("name", ["input_tokens", "model_output_tokens"])
+@pytest.mark.parametrize("values, field", [(list("abcd"), "tokens_decoded"), ([1, 2, 3, 4], "tokens")])
+def test_a_name_of_ids_or_texts_of_tokens(tmp_path, name, values, field):
+    trace = convert_trace(tmp_path, {"id": 1, "hidden_states": HIDDEN, name: values})
+    assert list(getattr(trace, field)) == values
+
+
+@pytest.mark.parametrize("name", ["label_hallucinated", "rougeL_to_target", "accuracy_reward", "human_correct"])
+def test_names_of_scores_with_an_affix(tmp_path, name):
+    assert convert_trace(tmp_path, {"id": 1, "hidden_states": HIDDEN, name: 1.0}).score == 1
+    direction = "hallucination" if "hallucinated" in name else "correct"
+    assert tracestore.open(tmp_path / "s.zarr").score_direction == direction

@@ -20,7 +20,7 @@ from tracestore.ingest.containers.grouping import (
 from tracestore.ingest.containers.keys import ID_KEYS, LENGTHS, id_of_name, question_of, split_sample
 from tracestore.ingest.containers.tables import TableRows
 from tracestore.ingest.layouts.ragged import ragged
-from tracestore.ingest.layouts.rows import id_column
+from tracestore.ingest.layouts.rows import has_answer, id_column
 from tracestore.ingest.layouts.values import has_vectors, open_texts, set_arrays, with_mask
 from tracestore.ingest.roles.keys import label_of_path
 from tracestore.store.format import schema
@@ -116,6 +116,8 @@ def traces_of(
                 if "label" not in values and (label := label_of_path(unit.trace)) is not None:
                     values["label"] = label
                 trace = unit.trace
+                if isinstance(values.get("text"), str) and split_sample(trace) and not has_answer(values):
+                    values["generated_answer"] = values.pop("text")
                 if (count or 1) > 1 and (question := question_of(trace or name)):
                     trace = question
                     values.setdefault("sample", k)

@@ -14,9 +14,9 @@ from tracestore.ingest.containers.keys import (
     SPLITS,
     Key,
     column_name,
-    kind_rank,
     layer_kind,
     locate,
+    outputs_of_layers,
     split_key,
     without_step,
 )
@@ -122,8 +122,7 @@ def _fields(group: dict[str, tuple[Key | None, Any]]) -> dict[str, Any]:
         fields[field] = group[first][1]
         fields |= {name: group[name][1] for name in others}
     for field, kinds in layers.items():
-        kind = min(kinds, key=kind_rank)
-        fields[field] = {number: kinds[kind][number] for number in sorted(kinds[kind])}
+        fields[field] = outputs_of_layers(kinds)
         if len(kinds) > 1:  # a cache of TransformerLens, whose other arrays are not states of a layer
             fields = {name: value for name, value in fields.items() if "hook_" not in name}
     return fields

@@ -1,9 +1,11 @@
 """The names of arrays in a container: which field, layer and trace they belong to."""
 
 import re
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+Value = TypeVar("Value")
 
 # Names of the fields, besides those of docs/ingest.md.
 # What a name calls states after a word such as hidden or last_token.
@@ -17,14 +19,16 @@ _ATTENTION = (
     r"(?:(?:all|decoder|self|layer|model|causal)_)*(?:attentions?|attns?|atts?)"
     r"(?:_(?:weights?|maps?|probs?|probabilities|scores?|matri(?:x|ces)|patterns?|tensors?))?"
 )
-_TOKENS = (
-    r"tokens|token_ids|(?:input|input_output|input_and_output|prompt_(?:and_)?(?:answer|response|output))_ids|sequences"
-)
+_TOKENS = r"tokens|(?<=most_likely_)generation_ids|token_ids|(?:input|input_output|input_and_output|prompt_(?:and_)?(?:answer|response|output))_ids|sequences"
 _LAST_TOKEN = (
     rf"(?:last|final|eos)_?(?:(?:prompt|input|answer|response|generated)_)?(?:tokens?|tok)(?:_hidden)?(?:_{_KIND})?"
     rf"|eos_(?:hidden(?:_{_KIND})?|{_KIND})|layer_wise"
 )
-_NAMES = f"(?P<last>{_LAST_TOKEN})|(?P<hidden>{_HIDDEN})|(?P<attention>{_ATTENTION})|(?P<tokens>{_TOKENS})"
+# Names of one answer among several: most_likely_generation_hidden_states.
+_OF_ANSWER = r"(?:(?:most_likely|greedy)_(?:(?:generation|answer|sequence)_)?)?"
+_NAMES = (
+    rf"{_OF_ANSWER}(?:(?P<last>{_LAST_TOKEN})|(?P<hidden>{_HIDDEN})|(?P<attention>{_ATTENTION})|(?P<tokens>{_TOKENS}))"
+)
 # The name of a trace before a field: anything before a dot or slash, or something with a digit before _ or -.
 _TRACE = r"(?:(?P<trace>.+?)[./]|(?P<trace_>.*?\d.*?)[_\-])??"
 # hidden_states, q1/hidden_states, tc_12_hidden_states
@@ -244,9 +248,16 @@ def layer_kind(key: Key) -> str:
     return key.kind.lower().removeprefix("hook_")
 
 
-def kind_rank(kind: str) -> int:
-    """Return the rank of a kind of output among those of a layer; the lowest one is read."""
-    return _KINDS.index(kind) if kind in _KINDS else len(_KINDS)
+def outputs_of_layers(kinds: Mapping[str, Mapping[int, Value]]) -> dict[int, Value]:
+    """Return the values of the layers in order: those of the kind of output that is read, of several.
+
+    What enters layer 3, `resid_pre`, is what layer 2 returns, if more layers have it.
+    """
+    kind = min(kinds, key=lambda name: _KINDS.index(name) if name in _KINDS else len(_KINDS))
+    found, before = kinds[kind], kinds.get("resid_pre", {})
+    if kind == "resid_post" and len(before) > len(found):
+        found = {number - 1: value for number, value in before.items() if number} | dict(found)
+    return {number: found[number] for number in sorted(found)}
 
 
 def _trace(match: re.Match[str]) -> str:

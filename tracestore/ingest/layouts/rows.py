@@ -103,14 +103,21 @@ def coordinates_of(row: Mapping[str, Any]) -> Coordinates:
     layer, token, dim = (_first(numbers, pattern) for pattern in (_LAYER, _TOKEN, _DIM))
     if token is None and layer is not None and "token" in numbers:
         token = "token"
-    if "hidden_states" not in row:
-        return Coordinates()
+    if "hidden_states" not in row or _shape(row)[:-2] not in ((), (1,)):
+        return Coordinates()  # such as the layers and tokens of a trace in each row, and the step of a training
     if dim is not None and not isinstance(row["hidden_states"], float | int):
         dim = None
     key = id_column(row, {layer, token, dim})
     if key is None:
         key = next((name for name in _QUESTIONS if isinstance(row.get(name), str)), None)
-    if token is None and dim is None and layer is None and key is not None and _has_token(row) and _is_vector(row):
+    if (
+        token is None
+        and dim is None
+        and layer is None
+        and key is not None
+        and _has_token(row)
+        and len(_shape(row)) == 1
+    ):
         token = ""  # the order of the rows
     return Coordinates(key, layer, token, dim)
 
@@ -139,10 +146,11 @@ def _has_token(row: Mapping[str, Any]) -> bool:
     return any(isinstance(row.get(name), str) for name in ("token", "tok", "token_text", "token_str", "word"))
 
 
-def _is_vector(row: Mapping[str, Any]) -> bool:
+def _shape(row: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the shape of the states of a row, or of its first layer; () if they are no array."""
     hidden = row["hidden_states"]
     hidden = next(iter(hidden.values()), None) if isinstance(hidden, Mapping) else hidden
-    return getattr(array_of(hidden), "ndim", 0) == 1
+    return getattr(array_of(hidden), "shape", ())
 
 
 def _key(row: Mapping[str, Any], columns: Coordinates) -> tuple[Any, Any]:

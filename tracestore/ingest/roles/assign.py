@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.containers.keys import ID_NAME, kind_rank, layer_kind, parse_key
+from tracestore.ingest.containers.keys import ID_NAME, layer_kind, outputs_of_layers, parse_key
 from tracestore.ingest.layouts.values import joined_passes
 from tracestore.ingest.pickles.pickled_objects import PickledObject
 from tracestore.ingest.roles.candidates import ids_in, keys_found
@@ -29,10 +29,11 @@ from tracestore.ingest.roles.keys import (
     normalized,
     score_of_word,
 )
-from tracestore.ingest.score_files import SCORE_COLUMNS, WORD_COLUMNS, direction_of
+from tracestore.ingest.score_files import SCORE_COLUMNS, WORD_COLUMNS, direction_of, known_name
 from tracestore.store.write.values import are_arrays, as_array, describe
 
 OWN_KEYS = frozenset((*MAPPABLE, *TOKENS_KEYS, "global_example_id", "layers", "labels")) - {"label"}
+_REFERENCES = frozenset(("correct_answers", "incorrect_answers"))
 # Nesting of values that are searched for what is not data.
 _MAX_DEPTH = 64
 
@@ -166,12 +167,14 @@ def _find_other_names(found: Assignment, options: KeyOptions) -> None:
         if isinstance(values[options.id_key], str | int | np.integer):
             values["question_id"] = values.pop(options.id_key)
             found.roles[options.id_key] = "question_id"
+    if isinstance(ids := values.get("question_id"), list) and len(ids) == 1 and is_id(ids[0]):  # of a batch of one
+        values["question_id"] = ids[0]
     for name, known in _other_keys(tuple(values)):
         if any(values.get(key) is not None for key in SAME.get(name, (name,))):
             continue
         if name == "question_id":  # of a batch of one
             values |= {k: v[0] for k in known if isinstance(v := values[k], list) and len(v) == 1 and is_id(v[0])}
-        key = next((key for key in known if _is_value(name, key, values[key], options)), None)
+        key = next((k for k in known if k in values and _is_value(name, k, values[k], options)), None)
         if key is not None:
             values[name] = values.pop(key)
             found.roles[key] = name
@@ -191,6 +194,10 @@ def _other_keys(keys: tuple[str, ...]) -> list[tuple[str, list[str]]]:
     """
     given = _by_name(keys)
     names = {name: (*others, *(f"{n}s" for n in (name, *others))) for name, others in OTHER_NAMES.items()}
+    # TruthfulQA calls a reference best_answer, next to its other ones.
+    names["generated_answer"] = tuple(
+        n for n in names["generated_answer"] if n != "best_answer" or not _REFERENCES & given.keys()
+    )
     return [(name, found) for name, others in names.items() if (found := [given[k] for k in others if k in given])]
 
 
@@ -208,8 +215,7 @@ def _is_value(field_name: str, key: str, value: Any, options: KeyOptions) -> boo
     if field_name in ("tokens", "tokens_decoded"):
         is_texts = isinstance(value, list) and len(value) > 0 and isinstance(value[0], str)
         is_texts = is_texts or (isinstance(value, np.ndarray) and value.dtype.kind == "U")
-        is_fitting = key != "toks" or is_texts == (field_name == "tokens_decoded")
-        return is_fitting and (as_array(value) is not None or isinstance(value, list))
+        return is_texts == (field_name == "tokens_decoded") and (as_array(value) is not None or isinstance(value, list))
     if field_name == "question_id" and isinstance(value, int | np.integer):
         is_id = normalized(key) not in COUNTERS or (normalized(key) in INDEX_KEYS and options.is_index_id)
         return is_id and not isinstance(value, bool)
@@ -277,7 +283,7 @@ def _find_arrays(found: Assignment) -> None:
             found.roles[key] = name
     for name, kinds in layers.items():
         if name not in values:
-            chosen = kinds[min(kinds, key=kind_rank)]
+            chosen = outputs_of_layers(kinds)
             values[name] = {number: values.pop(key) for number, key in chosen.items()}
             found.roles |= dict.fromkeys(chosen.values(), name)
 
@@ -345,7 +351,7 @@ def _score(key: str, value: Any) -> float | None:
 @lru_cache(maxsize=1 << 10)
 def _score_keys(keys: tuple[Any, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the keys with the names of scores, and those with the names of words of judges, in the order of the names."""
-    given = _by_name(tuple(key for key in keys if isinstance(key, str)))
+    given = {known_name(key): key for key in reversed(keys) if isinstance(key, str)}
     scores, words = ([given[name] for name in names if name in given] for names in (SCORE_COLUMNS, WORD_COLUMNS))
     return tuple(scores), tuple(words)
 

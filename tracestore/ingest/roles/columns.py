@@ -11,7 +11,7 @@ import numpy as np
 from tracestore.ingest.containers.keys import ID_KEYS, LENGTHS, id_of_name, parse_key
 from tracestore.ingest.roles.keys import COUNTERS, MAPPABLE, OTHER_NAMES, score_of_word
 from tracestore.ingest.roles.layout import layout, opened, row
-from tracestore.ingest.score_files import SCORE_COLUMNS
+from tracestore.ingest.score_files import SCORE_COLUMNS, known_name
 
 # Names of values of one trace; a column may have an "s" at the end.
 _SINGULAR = frozenset((*MAPPABLE, *itertools.chain(*OTHER_NAMES.values()), *ID_KEYS, *SCORE_COLUMNS))
@@ -107,7 +107,7 @@ def counts_of(fields: Mapping[Any, Any], key: Any, *, is_named: bool = False) ->
         is_nested = _length(opened(value[0])) is not None
         if _is_per_token(name):
             counts |= {count} if is_nested else set()
-        elif (singular(name) in _SINGULAR or (_are_texts(value) and not is_named)) and not is_nested:
+        elif (known_name(singular(name)) in _SINGULAR or (_are_texts(value) and not is_named)) and not is_nested:
             counts.add(count)
     return counts
 

@@ -33,9 +33,10 @@ MAPPABLE = (
 # Names, as `normalized` returns them, that other programs give to fields. Where a field is missing, the first one found
 # is taken for it; ID_NAME of containers.keys has further names of ids in tables. Integers under the names of COUNTERS
 # may count the traces of one file; those of INDEX_KEYS are ids if they do not.
+_IDS_OR_TEXTS = ("toks", "input_tokens", "output_tokens", "model_output_tokens")
 OTHER_NAMES = {
     "question_id": ("qid", "id", "uid", "prompt_id", "doc_id", "request_id", "example_id", "sample_id", "idx", "index"),
-    "question": ("prompt", "query", "instruction", "input"),
+    "question": ("prompt", "query", "instruction", "input", "input_text", "model_input"),
     "generated_answer": (
         "response",
         "completion",
@@ -44,7 +45,13 @@ OTHER_NAMES = {
         "generation",
         "output",
         "output_text",
+        "model_output_text",
+        "greedy_text",
+        "most_likely_generation",
+        "most_likely_answer",
+        "greedy_answer",
         "answer",
+        "best_answer",
     ),
     "tokens": (
         "token_ids",
@@ -54,7 +61,7 @@ OTHER_NAMES = {
         "generated_tokens",
         "prompt_token_ids",
         "sequence",
-        "toks",
+        *_IDS_OR_TEXTS,
     ),
     "tokens_decoded": (
         "str_tokens",
@@ -63,8 +70,8 @@ OTHER_NAMES = {
         "token_texts",
         "tokens_str",
         "decoded_tokens",
-        "toks",
         "words",
+        *_IDS_OR_TEXTS,
     ),
 }
 COUNTERS = frozenset(("example_id", "sample_id", "idx", "index"))

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tracestore.ingest.containers.columns import array_in_bytes
-from tracestore.ingest.containers.keys import kind_rank, layer_kind, parse_key
+from tracestore.ingest.containers.keys import layer_kind, outputs_of_layers, parse_key
 from tracestore.ingest.pickles.joblib_arrays import JoblibArray
 from tracestore.ingest.pickles.pickled_frames import PandasObject
 from tracestore.ingest.pickles.pickled_objects import PickledObject
@@ -107,7 +107,7 @@ def layer_number(key: Any) -> int | None:
 def layers_of(values: Mapping[Any, Any]) -> dict[int, Any]:
     """Return the values of a dict whose keys mean layers, by their numbers, in order.
 
-    Of several outputs of a layer the one is chosen that `kind_rank` prefers. A tuple, which a hook of PyTorch gets
+    Of several outputs of a layer `outputs_of_layers` chooses one. A tuple, which a hook of PyTorch gets
     from a layer with several outputs, stands for its first array.
     """
     kinds: dict[str, dict[int, Any]] = {}
@@ -117,8 +117,7 @@ def layers_of(values: Mapping[Any, Any]) -> dict[int, Any]:
             kinds.setdefault("" if parsed is None else layer_kind(parsed), {}).setdefault(number, value)
     if not kinds:
         return {}
-    chosen = kinds[min(kinds, key=kind_rank)]
-    return {number: _output(chosen[number]) for number in sorted(chosen)}
+    return {number: _output(value) for number, value in outputs_of_layers(kinds).items()}
 
 
 def is_counted_from_last(value: Any) -> bool:
