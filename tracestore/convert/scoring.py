@@ -14,7 +14,7 @@ from tracestore.errors import InvalidInputError, UsageError, escape_unprintable
 from tracestore.ingest.roles.keys import INPUTS_PAGE, KeyOptions, label_of_path, parse_map
 from tracestore.ingest.score_files import ID_COLUMN, direction_of, find_score_files
 from tracestore.ingest.scores import Scores, read_scores, score_name
-from tracestore.ingest.sources import SourceFile, without_class_folders
+from tracestore.ingest.sources import SourceFile, with_classes
 from tracestore.store.format.labels import CORRECT, HALLUCINATION, ScoreField
 from tracestore.store.read.columns import TraceValues
 from tracestore.store.write.pack import PackedTrace
@@ -63,7 +63,7 @@ class Scoring:
     ) -> None:
         self.file, paths = _read_files(arguments, sources, options, output)
         self.scores_file = ", ".join(map(str, paths)) or None
-        self.sources = without_class_folders([source for source in sources if source.path not in paths])
+        self.sources = with_classes([source for source in sources if source.path not in paths])
         self._source_path = ""  # of a source whose ids keep the folder of its class
         self._table = ""  # of the source
         if self.file is not None and self.file.in_order and len(self.sources) != 1:
@@ -136,9 +136,7 @@ class Scoring:
             text = f"score {escape_unprintable(key, 60)} (high: {direction}): found inside "
             self._used[text, f"{self._table} and used"] += 1
         if record.label is not None:
-            place, behind = (
-                ("in the names of the folders of", "") if record.is_label_of_folder else ("inside", self._table)
-            )
+            place, behind = ("in the paths of", "") if record.is_label_of_path else ("inside", self._table)
             self._used[f"label (1: {HALLUCINATION}): found {place} ", f"{behind} and used"] += 1
         return found, ""
 

@@ -102,7 +102,7 @@ def packed_traces(
             if record is None:
                 return
             num_read += 1
-            record.question_id = source.with_short_id(record.question_id)
+            source.name_record(record, has_scores_file=options.keys.has_scores_file)
             # Measured for one trace of a source, because it takes longer than the conversion.
             is_measured = num_read == 1 and not options.keep_dtype
             source_bytes = sum(array.nbytes for array in (*(record.hidden or ()), *(record.attention or ())))

@@ -104,6 +104,8 @@ SCORE_COLUMNS = _PRIMARY | dict.fromkeys(_HALLUCINATION, HALLUCINATION) | dict.f
 WORD_COLUMNS = ("verdict", "judgment", "judge", "judge_label", "label", "labels")
 # What the name of a score may have before or behind it without another meaning.
 _AFFIX = re.compile(r"^(?:label|human)_|_(?:to_target|reward)$")
+# Labels next to X, the input of a classifier; 1: hallucinated.
+LABELS = "y"
 ID_COLUMN, GROUP_COLUMN = "question_id", "group"
 SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".npy", ".npz")
 _NO_SCORES = ("provenance.json", "data_config.json", "dataset_info.json", "state.json", "dataset_dict.json")

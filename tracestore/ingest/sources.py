@@ -21,6 +21,7 @@ from tracestore.ingest.containers.tables import TableReference
 from tracestore.ingest.roles.keys import label_of_path
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.io import fsio
+from tracestore.store.write.record import TraceRecord
 
 _PICKLES, _COMPRESSED = (".pkl", ".pickle", ".p", ".joblib"), (".gz", ".bz2", ".xz", ".zst")
 _TORCH = (".pt", ".pth", ".ckpt")
@@ -62,6 +63,8 @@ class SourceFile:
         Whether the parts are those of one trace, whose id they have in their names.
     id_folder : str, optional
         Folder in ids that are made of the path, instead of its own, which names a class of answers.
+    label : float, optional
+        Label (1: hallucinated) of the class that its folders name, or the file itself next to one of the other class.
     """
 
     path: Path
@@ -70,6 +73,7 @@ class SourceFile:
     table: TableReference | None = None
     is_trace: bool = False
     id_folder: str | None = None
+    label: float | None = None
 
     @property
     def folder(self) -> str:
@@ -81,11 +85,13 @@ class SourceFile:
         """The name of the file without suffixes."""
         return self.name.rpartition("/")[2].partition(".")[0]
 
-    def with_short_id(self, question_id: str) -> str:
-        """Return an id in which the path of the source, if the id begins with it, has `id_folder`."""
-        if self.id_folder is None or not question_id.startswith(f"{self.folder}/{self.stem}"):
-            return question_id
-        return f"{self.id_folder}/{question_id[len(self.folder) + 1 :]}".removeprefix("/")
+    def name_record(self, record: TraceRecord, *, has_scores_file: bool) -> None:
+        """Set the id of a record of the source, if it begins with its path, to that with `id_folder`, and a missing label."""
+        question_id = record.question_id
+        if self.id_folder is not None and question_id.startswith(f"{self.folder}/{self.stem}"):
+            record.question_id = f"{self.id_folder}/{question_id[len(self.folder) + 1 :]}".removeprefix("/")
+        if self.label is not None and not has_scores_file and record.label is None and not record.scores:
+            record.label, record.is_label_of_path = self.label, True
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -103,11 +109,18 @@ class SourceFile:
         return sum(path.stat().st_size for path in self.files if path.is_file())
 
 
-def without_class_folders(sources: list[SourceFile]) -> list[SourceFile]:
-    """Return sources whose ids lack the folder that names their class, unless the ids would not be unique.
+def with_classes(sources: list[SourceFile]) -> list[SourceFile]:
+    """Return sources with the labels of the classes that their paths name.
 
-    What is left of `train/correct/q1.npz` is `q1`, or `train/q1` if another source has that name.
+    Their ids lack the folder that names a class, unless they would not be unique: what is left of
+    `train/correct/q1.npz` is `q1`, or `train/q1` if another source has that name.
     """
+    by_name = _labels_of_names(sources)
+    labels = [label_of_path(source.folder) for source in sources]
+    sources = [
+        replace(source, label=by_name.get(source) if label is None else label)
+        for source, label in zip(sources, labels, strict=True)
+    ]
     paths = {source: source.folder.split("/") for source in sources}
     classes = {s: k for s, path in paths.items() for k, part in enumerate(path) if label_of_path(part) is not None}
     for after in (True, False) if classes else ():
@@ -116,6 +129,18 @@ def without_class_folders(sources: list[SourceFile]) -> list[SourceFile]:
         if len(names) == len(sources):
             return [replace(source, id_folder=folders.get(source)) for source in sources]
     return sources
+
+
+def _labels_of_names(sources: list[SourceFile]) -> dict[SourceFile, float]:
+    """Return the labels of files whose names differ in the word of the class: correct_data.h5 and wrong_data.h5."""
+    found: dict[tuple[str, ...], dict[SourceFile, float]] = defaultdict(dict)
+    for source in sources:
+        words = re.split(r"[._\-]", source.stem)
+        for k, word in enumerate(words):
+            if (label := label_of_path(word)) is not None:
+                found[source.folder, *words[:k], "", *words[k + 1 :]][source] = label
+    pairs = [labels for labels in found.values() if len(set(labels.values())) == 2]
+    return {source: label for labels in pairs for source, label in labels.items()}
 
 
 def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:

@@ -161,3 +161,17 @@ def test_arrays_of_json_tricks(tmp_path):
     }
     (tmp_path / "a.json").write_text(json.dumps({"config": {"layers": 3}, "results": results}))
     check(stored(tmp_path, tmp_path / "a.json"), TRACES)
+
+
+def test_a_line_per_batch(tmp_path):
+    states = np.random.default_rng(0).random((5, 3, 8), np.float32)
+    batches = [range(3), range(3, 5)]
+    lines = [
+        {"batch_idx": k, "question_ids": [f"q{i}" for i in b], "last_token_states": states[list(b)].tolist()}
+        | {"hallucinated": [i % 2 for i in b]}
+        for k, b in enumerate(batches)
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    store = stored(tmp_path, tmp_path / "a.jsonl")
+    np.testing.assert_allclose([t.last_token for t in store], states, atol=1e-3)
+    assert [(t.question_id, t.score) for t in store] == [(f"q{i}", i % 2) for i in range(5)]

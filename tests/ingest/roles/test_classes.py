@@ -43,11 +43,22 @@ def test_folders_name_the_class(tmp_path, suffix, case):
         else:
             write_pickle(path, trace)
     done = convert(tmp_path / "in", tmp_path / "s.zarr", *NONE)
-    assert "label (1: hallucination): found in the names of the folders of 3 traces and used" in done.stdout
+    assert "label (1: hallucination): found in the paths of 3 traces and used" in done.stdout
     assert ("keep the folder that names their class" in done.stdout) == (ids == names)
     with tracestore.open(tmp_path / "s.zarr") as store:
         labels = [float("correct" not in name) for name in names]
         assert [(store[i].label, len(store[i].tokens)) for i in ids] == list(zip(labels, (2, 3, 4), strict=True))
+
+
+def test_names_of_files_name_the_class_if_both_are_there(tmp_path, stored):
+    for name, k in (("correct_data", 0), ("hallucinated_data", 1), ("wrong_other", 2)):
+        np.savez(tmp_path / "in" / f"{name}.npz", hidden_states=STATES[k], tokens=np.arange(2 + k))
+    with stored() as store:
+        assert {t.question_id: str(t.label) for t in store} == {
+            "correct_data": "0.0",
+            "hallucinated_data": "1.0",
+            "wrong_other": "nan",
+        }
 
 
 def test_groups_name_the_class(tmp_path, stored):

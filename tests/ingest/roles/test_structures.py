@@ -304,3 +304,19 @@ def test_a_number_of_layers_alone_is_reported(tmp_path):
     done = convert(dump(tmp_path / "in.pkl", records), tmp_path / "s.zarr", "--dry-run")
     assert "no layers: stored as one layer of 10 values; if n_layers of 5 lie behind each other" in done.stdout
     assert {t.last_token.shape for t in stored(tmp_path, records)} == {(1, 10)}
+
+
+def test_splits_of_a_classifier(tmp_path):
+    columns = {"X": LAST[[0, 1, 2, 0, 1]], "y": np.array([0, 1, 0, 1, 1]), "ids": np.array(list("abcde"))}
+    rows = {"train": slice(3), "test": slice(3, 5)}
+    value = {f"{name}_{split}": column[k] for split, k in rows.items() for name, column in columns.items()}
+    traces = stored(tmp_path, value, flags=("--axes", "NLD"))
+    assert [(t.question_id, t.label) for t in traces] == list(zip("abcde", [0, 1, 0, 1, 1], strict=True))
+    np.testing.assert_array_equal([t.last_token for t in traces], columns["X"])
+
+
+def test_metrics_by_level_and_name_next_to_the_statistics(tmp_path):
+    manager = {"gen_metrics": {("sequence", "Accuracy"): [1, 0, 1]}, "metrics": {("a", "b"): 0.3}}
+    manager["stats"] = {"hidden_states": HIDDEN, "input_texts": ["x", "y", "z"], "greedy_texts": ["1", "2", "3"]}
+    traces = stored(tmp_path, manager)
+    assert [(t.question, t.answer, t.score) for t in traces] == [("x", "1", 1), ("y", "2", 0), ("z", "3", 1)]

@@ -64,7 +64,7 @@ _SPLIT = re.compile(r"[./_\-]")
 _COLUMN = re.compile(
     r"(?:.*?[_.\-])??(?<!layer_)(?<!token_)(?<!input_)(?<!head_)(?<!logit_)(?<!tuned_)(?P<name>(?:(?:question|example|sample|prompt)_?)?(?:ids?|idxs?|ind(?:ex|ices))|[qu]_?ids?"
     r"|q_ind(?:ex|ices)|labels?|truthful|(?:[a-z]+_)?scores?|correct(?:ness)?|is_correct|hallucinat(?:ion|ed)"
-    r"|lengths?|(?:token_|seq_?)?lens?|(?:attention_)?mask|questions?|answers?|prompts?|responses?)",
+    r"|y|lengths?|(?:token_|seq_?)?lens?|(?:attention_)?mask|questions?|answers?|prompts?|responses?)",
     re.IGNORECASE,
 )
 # Names of numbers of tokens.

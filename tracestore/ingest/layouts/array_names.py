@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from tracestore.ingest.containers.columns import Column
@@ -129,13 +130,20 @@ def _with_slashes(fields: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _of_splits(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return fields in which the arrays of splits are below the split: X_train and y_train become train/X and train/y."""
-    if fields and all(map(_OF_SPLIT.fullmatch, fields)):  # train_layer_8, train_labels
-        return {_OF_SPLIT.sub(r"\g<split>/\g<field>", name): value for name, value in fields.items()}
-    found = {name: match for name in fields if (match := _SPLIT_OF.fullmatch(name))}
-    splits = {match["split"] for match in found.values()}
-    if len(splits) < 2 or not all(isinstance(fields[name], Column) for name in found):
+    found = names_of_splits(tuple(fields))
+    if not all(isinstance(fields[name], Column) for name in found):
         return fields
-    return {f"{m['split']}/{m['field']}" if (m := found.get(n)) else n: value for n, value in fields.items()}
+    return {"/".join(found.get(name, (name,))): value for name, value in fields.items()}
+
+
+@lru_cache(maxsize=1 << 10)
+def names_of_splits(names: tuple[str, ...]) -> dict[str, tuple[str, str]]:
+    """Return (split, field) of the names that state a split, such as X_train, if all do or several splits are there."""
+    whole = {name: match for name in names if (match := _OF_SPLIT.fullmatch(name))}  # train_layer_8, train_labels
+    behind = {name: match for name in names if (match := _SPLIT_OF.fullmatch(name))}
+    is_behind = len({match["split"] for match in behind.values()}) > 1
+    found = whole if len(whole) == len(names) else behind if is_behind else {}
+    return {name: (match["split"], match["field"]) for name, match in found.items()}
 
 
 def _of_prompts(fields: Mapping[str, Any]) -> Mapping[str, Any]:

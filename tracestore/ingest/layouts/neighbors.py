@@ -9,7 +9,7 @@ import numpy as np
 
 from tracestore.ingest.containers.columns import Column, ObjectColumn
 from tracestore.ingest.containers.keys import SECTIONS
-from tracestore.ingest.layouts.array_names import WEAK
+from tracestore.ingest.layouts.array_names import WEAK, names_of_splits
 from tracestore.ingest.layouts.partial import resolved
 from tracestore.ingest.layouts.parts import Place, join_tokens, parse_path
 from tracestore.ingest.layouts.ragged import is_bounds, ragged
@@ -223,14 +223,23 @@ def with_weak_states(fields: dict[Any, Any]) -> dict[Any, Any]:
     return {("hidden_states" if name in shapes else name): value for name, value in fields.items()}
 
 
+def _below_splits(fields: dict[Any, Any]) -> dict[Any, Any]:
+    """Return fields in which those of a split, such as X_train, y_train and ids_train, are a dict of their own."""
+    names = names_of_splits(tuple(name for name in fields if isinstance(name, str)))
+    found: dict[Any, Any] = {key: value for key, value in fields.items() if key not in names}
+    for name, (split, field) in names.items():
+        found.setdefault(split, {})[field] = fields[name]
+    return found
+
+
 def spread_nested(fields: dict[Any, Any]) -> dict[Any, Any]:
     """Return fields in which nested dicts of segments or of layers are spread to what `join_segments` and `assign` know.
 
     `{"hidden_states": {"prompt": a, "response": b}}` has the states of both, `{"layer_3": {"hidden": a, "attn": b}}`
-    those of a layer.
+    those of a layer. The fields of a split, such as X_train and y_train, become a dict of their own.
     """
     found: dict[Any, Any] = {}
-    for key, value in _without_sections(fields).items():
+    for key, value in _without_sections(_below_splits(fields)).items():
         inner = opened(value)
         if not isinstance(key, str) or not isinstance(inner, dict) or not all(isinstance(name, str) for name in inner):
             found[key] = value

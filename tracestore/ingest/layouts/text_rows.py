@@ -14,7 +14,7 @@ from tracestore.ingest.byte_source import InflatedChunks, check_regular
 from tracestore.ingest.containers import tables
 from tracestore.ingest.containers.columns import Arena, Column, Input, ObjectColumn, Unit
 from tracestore.ingest.containers.grouping import units_of
-from tracestore.ingest.containers.keys import column_name, parse_key
+from tracestore.ingest.containers.keys import ID_KEYS, column_name, parse_key
 from tracestore.ingest.decompress import compression_of
 from tracestore.ingest.layouts.array_names import MIN_DIMENSIONS
 from tracestore.ingest.layouts.records import traces_of_record
@@ -52,17 +52,24 @@ def holds_arrays(path: Path) -> bool:
 
 
 def read_text_rows(source: Input) -> Iterator[Unit]:
-    """Yield the traces of a file: a row is a trace, a layer or token of one, or the only row holds lists of all traces."""
+    """Yield the traces of a file: a row is a trace, a layer or token of one, or a batch with lists of ids, or of all traces."""
     rows = _records(source.path)
     first = list(islice(rows, 2))
-    count = _count(first[0]) if len(first) == 1 else None
+    count = _count(first[0]) if len(first) == 1 or (first and _has_ids(first[0])) else None
     name = PurePosixPath(_COMPRESSED.sub("", source.name))
     if len(first) == 1 and count is None and name.suffix == ".json" and id_column(first[0]) is None:
         first = [{"question_id": str(name.with_suffix(""))} | first[0]]
     if count is None:
         yield from units_of_rows(chain(first, rows), lambda _: _records(source.path), Arena(source.scratch))
-    else:
-        yield from units_of({name: _column(name, value, count) for name, value in first[0].items()})
+        return
+    for row in chain(first, rows):
+        count = _count(row)
+        yield from units_of({name: _column(name, value, count) for name, value in row.items()})
+
+
+def _has_ids(row: dict[str, Any]) -> bool:
+    """Return whether a row has a list of ids."""
+    return any(isinstance(row.get(name), list) for key in ID_KEYS for name in (key, f"{key}s"))
 
 
 def _count(row: dict[str, Any]) -> int | None:
@@ -71,9 +78,9 @@ def _count(row: dict[str, Any]) -> int | None:
     return counts.pop() if len(counts) == 1 else None
 
 
-def _column(name: str, value: Any, count: int) -> Any:
+def _column(name: str, value: Any, count: int | None) -> Any:
     """Return a list of one value per trace as a column, and other values unchanged."""
-    if not isinstance(value, list) or len(value) != count:
+    if count is None or not isinstance(value, list) or len(value) != count:
         return value
     key = parse_key(name)
     if key is None or key.field not in STATES:

@@ -13,7 +13,7 @@ from tracestore.ingest.containers.grouping import natural_key
 from tracestore.ingest.roles.assign import Assignment, assign
 from tracestore.ingest.roles.batches import batch_size, crop, split_batch, valid_span, with_beams
 from tracestore.ingest.roles.edges import set_attention
-from tracestore.ingest.roles.keys import DEFAULT_KEYS, INPUTS_PAGE, KeyOptions, label_of_path, normalized
+from tracestore.ingest.roles.keys import DEFAULT_KEYS, INPUTS_PAGE, KeyOptions, normalized
 from tracestore.store.format import schema
 from tracestore.store.write.record import TraceRecord, record_from_dict
 from tracestore.store.write.values import are_arrays, as_array, describe, field_error, integer
@@ -74,12 +74,7 @@ def records_of_trace(
     else:
         given = [found]
     is_batch = count > 1
-    records = [_record(each, source_name, position + k, need_attention, is_batch) for k, each in enumerate(given)]
-    if not options.has_scores_file and (label := label_of_path(source_name.rpartition("/")[0])) is not None:
-        for record in records:
-            if record.label is None and not record.scores:
-                record.label, record.is_label_of_folder = label, True
-    return records
+    return [_record(each, source_name, position + k, need_attention, is_batch) for k, each in enumerate(given)]
 
 
 def _num_tokens(fields: Mapping[str, Any]) -> int | None:

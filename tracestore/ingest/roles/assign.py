@@ -29,7 +29,7 @@ from tracestore.ingest.roles.keys import (
     normalized,
     score_of_word,
 )
-from tracestore.ingest.score_files import SCORE_COLUMNS, WORD_COLUMNS, direction_of, known_name
+from tracestore.ingest.score_files import LABELS, SCORE_COLUMNS, WORD_COLUMNS, direction_of, known_name
 from tracestore.store.write.values import are_arrays, as_array, describe
 
 OWN_KEYS = frozenset((*MAPPABLE, *TOKENS_KEYS, "global_example_id", "layers", "labels")) - {"label"}
@@ -386,6 +386,7 @@ def _find_scores(found: Assignment, options: KeyOptions) -> None:
             found.scores[name] = score
             found.roles[name] = "score"
             break
-    if "label" in found.fields and options.score_key != "label" and (label := _number(found.fields["label"])) in (0, 1):
+    key = "label" if "label" in found.fields else LABELS
+    if key in found.fields and options.score_key != key and (label := _number(found.fields[key])) in (0, 1):
         found.label = label
-        found.roles["label"] = "label"
+        found.roles[key] = "label"

@@ -65,7 +65,7 @@ def without_time_first(fields: dict[Any, Any]) -> dict[Any, Any]:
     counts = sizes.tolist()
     if len(counts) != value.shape[1] or len(counts) in (1, len(value)) or min(counts) < 1 or max(counts) != len(value):
         return fields
-    rest = {name: v for name, v in fields.items() if not isinstance(name, str) or singular(name) != "lengths"}
+    rest = {name: v for name, v in fields.items() if singular(name) != "lengths"}
     return rest | {"hidden_states": [[value[:size, k]] for k, size in enumerate(counts)]}
 
 

@@ -11,10 +11,10 @@ import numpy as np
 from tracestore.ingest.containers.keys import ID_KEYS, LENGTHS, id_of_name, parse_key
 from tracestore.ingest.roles.keys import COUNTERS, MAPPABLE, OTHER_NAMES, score_of_word
 from tracestore.ingest.roles.layout import layout, opened, row
-from tracestore.ingest.score_files import SCORE_COLUMNS, known_name
+from tracestore.ingest.score_files import LABELS, SCORE_COLUMNS, known_name
 
 # Names of values of one trace; a column may have an "s" at the end.
-_SINGULAR = frozenset((*MAPPABLE, *itertools.chain(*OTHER_NAMES.values()), *ID_KEYS, *SCORE_COLUMNS))
+_SINGULAR = frozenset((*MAPPABLE, *itertools.chain(*OTHER_NAMES.values()), *ID_KEYS, *SCORE_COLUMNS, LABELS))
 _PER_TOKEN = frozenset((*OTHER_NAMES["tokens"], *OTHER_NAMES["tokens_decoded"], "attention_mask", "tokens_decoded"))
 _SINGULAR -= _PER_TOKEN
 UNNAMED = "item_"  # begin of the names of columns without a name
@@ -129,8 +129,10 @@ def _are_texts(value: Any) -> bool:
     return isinstance(value, list | tuple) and len(value) > 0 and all(isinstance(item, str) for item in value)
 
 
-def singular(name: str) -> str:
-    """Return the name of one value of a column: "question_id" for "question_ids"."""
+def singular(name: Any) -> Any:
+    """Return the name of one value of a column, "question_id" for "question_ids", and a key that is no text unchanged."""
+    if not isinstance(name, str):
+        return name
     if name in LENGTHS:
         return "lengths"
     return name[:-1] if name not in _SINGULAR and name.endswith("s") and name[:-1] in _SINGULAR else name
@@ -153,9 +155,7 @@ def row_of(fields: Mapping[Any, Any], k: int, count: int, axis: int = 0) -> dict
             values[name] = value
         else:
             item = value[k]
-            values[singular(name) if isinstance(name, str) else name] = (
-                item.item() if isinstance(item, np.generic) else item
-            )
+            values[singular(name)] = item.item() if isinstance(item, np.generic) else item
     return values
 
 
@@ -191,7 +191,9 @@ def with_columns_beside(fields: Mapping[Any, Any]) -> dict[Any, Any] | None:
     shape = None if len(batches) != 1 else layout(batches[0]["hidden_states"])
     count = None if shape is None or (shape.shape[0] or 0) < 2 else shape.shape[0]
     columns = [v for v in dicts if v not in batches and all(_length(opened(column)) == count for column in v.values())]
-    return {k: v for d in (*columns, *batches) for k, v in d.items()} if count is not None and columns else None
+    # Of a level and the name of a metric, the name counts.
+    pairs = ((k[-1] if isinstance(k, tuple) and k else k, v) for d in (*columns, *batches) for k, v in d.items())
+    return dict(pairs) if count is not None and columns else None
 
 
 def labels_of_classes(fields: Mapping[Any, Any]) -> dict[Any, float] | None:

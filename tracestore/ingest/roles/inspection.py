@@ -96,7 +96,7 @@ def inspect_source(source: SourceFile, options: PackOptions, max_traces: int) ->
         )
         with closing(records):  # type: ignore[type-var]
             for record in islice(records, max_traces):
-                record.question_id = source.with_short_id(record.question_id)
+                source.name_record(record, has_scores_file=options.keys.has_scores_file)
                 if (text := _one_layer_of_several(record)) is not None:
                     found.missing["layers"] = text
                 with error_location(source.name, record.position):

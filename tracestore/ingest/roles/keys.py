@@ -33,7 +33,7 @@ MAPPABLE = (
 # Names, as `normalized` returns them, that other programs give to fields. Where a field is missing, the first one found
 # is taken for it; ID_NAME of containers.keys has further names of ids in tables. Integers under the names of COUNTERS
 # may count the traces of one file; those of INDEX_KEYS are ids if they do not.
-_IDS_OR_TEXTS = ("toks", "input_tokens", "output_tokens", "model_output_tokens")
+_IDS_OR_TEXTS = ("toks", "input_tokens", "output_tokens", "model_output_tokens", "greedy_tokens")
 OTHER_NAMES = {
     "question_id": ("qid", "id", "uid", "prompt_id", "doc_id", "request_id", "example_id", "sample_id", "idx", "index"),
     "question": ("prompt", "query", "instruction", "input", "input_text", "model_input"),

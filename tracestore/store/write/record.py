@@ -53,8 +53,8 @@ class TraceRecord:
         Whether the source had the embeddings in front of the hidden states of L layers.
     is_head_mean : bool
         Whether `attention` is the mean over heads, with one head.
-    is_label_of_folder : bool
-        Whether the name of a folder is the label.
+    is_label_of_path : bool
+        Whether the path of the source names the label.
     layer_ids : tuple of int, optional
         The layer of the model that each layer comes from.
     scores : dict[str, float]
@@ -79,7 +79,7 @@ class TraceRecord:
     optional: dict[str, Any] = field(default_factory=dict)
     extras: dict[str, Any] = field(default_factory=dict)
     label: float | None = None
-    is_label_of_folder: bool = False
+    is_label_of_path: bool = False
     has_own_id: bool = True
     is_without_embeddings: bool = False
     is_head_mean: bool = False
