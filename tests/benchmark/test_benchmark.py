@@ -17,6 +17,7 @@ from tracestore.benchmark.label_sources import agreement
 from tracestore.benchmark.measure import platt
 from tracestore.benchmark.run import BenchmarkOptions, run_benchmark
 from tracestore.detectors import catalog
+from tracestore.evaluation.clusters import adjusted_p_to
 from tracestore.evaluation.metrics import auroc
 from tracestore.evaluation.significance import holm
 
@@ -95,6 +96,11 @@ def test_comparisons_are_adjusted_over_all_pairs(path, tmp_path):
         assert all(c["difference"] == pytest.approx(found[c["first"]] - found[c["second"]]) for c in pairs)
 
 
+def section(text, scheme):
+    """Return the part of the page's verdict about a scheme of folds."""
+    return text.split(f">s, folds by {scheme}</h3>")[1].split("</h3>")[0].split("</section>")[0]
+
+
 def test_report_ranks_the_detectors_of_each_scheme(path, tmp_path):
     (entry,) = run(path, tmp_path / "out", "probe_mean", command="tracestore benchmark <x>")["stores"].values()
     text = (tmp_path / "out/report.html").read_text(encoding="utf-8")
@@ -102,6 +108,10 @@ def test_report_ranks_the_detectors_of_each_scheme(path, tmp_path):
         best = max(entry["detectors"], key=lambda d: entry["detectors"][d]["schemes"][scheme]["auroc"])
         assert f"{best} has the highest AUROC of {len(entry['detectors'])} detectors" in text
         assert f">s, folds by {scheme}</h2>" in text
+        for unit, p in adjusted_p_to(best, [c for c in entry["comparisons"] if c["scheme"] == scheme]).items():
+            assert set(p) == set(entry["detectors"]) - {best}
+            equal = any(value >= 0.05 for value in p.values())
+            assert (f"The tests by {unit} show no difference" in section(text, scheme)) == equal
     assert text.count('scope="row">probe_mean<') == 2 and "tracestore benchmark &lt;x&gt;" in text
 
 

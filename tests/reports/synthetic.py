@@ -117,8 +117,8 @@ def _benchmark_store(rng):
         for name, kind in DETECTORS.items()
     }  # fmt: skip
     pairs = [
-        {"scheme": scheme, "unit": "question", "first": first, "second": second, "p_holm": float(rng.random() / 5)}
-        for scheme in ("question", "group")
+        {"scheme": scheme, "unit": unit, "first": first, "second": second, "p_holm": float(rng.random() / 5)}
+        for scheme, unit in itertools.product(("question", "group"), repeat=2)
         for first, second in itertools.combinations(DETECTORS, 2)
     ]
     return {

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tracestore.console import format_size, plural
+from tracestore.evaluation.clusters import adjusted_p_to
 
 _KINDS = {"control": "*", "untrained": "-", "external": "+"}
 LEGEND = (
@@ -42,12 +43,7 @@ def format_results(results: dict[str, Any]) -> str:
 def _scheme_table(name: str, entry: dict[str, Any], scheme: str) -> str:
     detectors = entry["detectors"]
     ranked = sorted(detectors, key=lambda d: -detectors[d]["schemes"][scheme]["auroc"])
-    p_to_best = {
-        (pair["unit"], other): pair["p_holm"]
-        for pair in entry["comparisons"]
-        if pair["scheme"] == scheme and ranked[0] in (pair["first"], pair["second"])
-        for other in {pair["first"], pair["second"]} - {ranked[0]}
-    }
+    p_to_best = adjusted_p_to(ranked[0], [pair for pair in entry["comparisons"] if pair["scheme"] == scheme])
     width = 2 + max(map(len, ranked))
     lines = [
         f"{name}, folds by {scheme}: {plural(entry['num_traces'], 'trace')}, {entry['num_hallucinated']:,} hallucinated, "
@@ -59,7 +55,7 @@ def _scheme_table(name: str, entry: dict[str, Any], scheme: str) -> str:
         found = detectors[detector]
         test = found["schemes"][scheme]
         seconds = "-" if found["kind"] == "external" else f"{found['fit_s'] + found['score_s']:.1f}"
-        ps = [_p(p_to_best.get((unit, detector))) for unit in ("question", "group")]
+        ps = [_p(p_to_best[unit].get(detector)) for unit in ("question", "group")]
         lines.append(
             f"{_KINDS.get(found['kind'], ' ')} {detector:{width - 2}} {_number(test['auroc']):>6} "
             f"{_interval(test['interval_by_question']):>16} {_interval(test['interval_by_group']):>16} "

@@ -133,3 +133,20 @@ def compare_pairs(found: Mapping[str, Resampling]) -> list[dict[str, Any]]:
     for pair, adjusted in zip(tested, holm([pair["p"] for pair in tested]), strict=True):
         pair["p_holm"] = adjusted
     return pairs
+
+
+def adjusted_p_to(detector: str, comparisons: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:
+    """Return p_holm of the difference between every other detector and `detector`, by unit.
+
+    Parameters
+    ----------
+    detector : str
+    comparisons : sequence of mapping
+        Pairs of one scheme of folds with their unit, as in benchmark.json.
+    """
+    found: dict[str, dict[str, float | None]] = {unit: {} for unit in UNITS}
+    for pair in comparisons:
+        if detector in (pair["first"], pair["second"]):
+            (other,) = {pair["first"], pair["second"]} - {detector}
+            found[pair["unit"]][other] = pair["p_holm"]
+    return found

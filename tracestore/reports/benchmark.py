@@ -10,6 +10,7 @@ import numpy as np
 
 import tracestore
 from tracestore.console import format_size
+from tracestore.evaluation.clusters import UNITS, adjusted_p_to
 from tracestore.evaluation.table import format_interval
 from tracestore.pages import elements
 from tracestore.pages.document import Section, document
@@ -67,14 +68,8 @@ def _ranked(entry: Mapping[str, Any], scheme: str) -> list[str]:
     return sorted(entry["detectors"], key=lambda d: -entry["detectors"][d]["schemes"][scheme]["auroc"])
 
 
-def _p_to_best(entry: Mapping[str, Any], scheme: str, best: str) -> dict[str, float | None]:
-    """Return the adjusted p, by group of questions, of the difference between each detector and the best one."""
-    return {
-        other: pair["p_holm"]
-        for pair in entry["comparisons"]
-        if pair["scheme"] == scheme and pair["unit"] == "question" and best in (pair["first"], pair["second"])
-        for other in {pair["first"], pair["second"]} - {best}
-    }
+def _p_to_best(entry: Mapping[str, Any], scheme: str, best: str) -> dict[str, dict[str, float | None]]:
+    return adjusted_p_to(best, [pair for pair in entry["comparisons"] if pair["scheme"] == scheme])
 
 
 def _verdict(entry: Mapping[str, Any], scheme: str) -> Html:
@@ -84,11 +79,12 @@ def _verdict(entry: Mapping[str, Any], scheme: str) -> Html:
     test = detectors[best]["schemes"][scheme]
     value = format_interval(test["auroc"], test["interval_by_question"])
     said = [paragraph(f"{best} has the highest AUROC of {len(ranked)} detectors: {value}.", kind="verdict")]
-    p = _p_to_best(entry, scheme, best)
-    equal = [d for d in ranked[1:] if p.get(d) is not None and p[d] >= 0.05]  # type: ignore[operator]
-    if equal:
-        shown = ", ".join(equal[:5]) + (f" and {len(equal) - 5} more" if len(equal) > 5 else "")
-        said.append(paragraph(f"The test shows no difference to {shown} (p ≥ 0.05, adjusted by Holm)."))
+    for unit, p in _p_to_best(entry, scheme, best).items():
+        equal = [d for d in ranked[1:] if (p.get(d) or 0) >= 0.05]
+        if equal:
+            shown = ", ".join(equal[:5]) + (f" and {len(equal) - 5} more" if len(equal) > 5 else "")
+            text = f"The tests by {unit} show no difference to {shown} (p ≥ 0.05, adjusted by Holm)."
+            said.append(paragraph(text))
     controls = [d for d in ranked if detectors[d]["kind"] == "control"]
     low = test["interval_by_question"][0] if test["interval_by_question"] else test["auroc"]
     for control in controls:
@@ -111,12 +107,12 @@ def _scheme(entry: Mapping[str, Any], scheme: str) -> Html:
             name, found["kind"], Cell(format_interval(test["auroc"], interval), test["auroc"]),
             number(None) if by_group is None else Cell(f"{by_group[0]:.3f} to {by_group[1]:.3f}", by_group[0]),
             *(number(test[c]) for c in ("within_group_auroc", "auprc", "prr", "risk_coverage_area", "ece", "brier")),
-            p_value(p.get(name)), test["num_without_score"] or None,
+            *(p_value(p[unit].get(name)) for unit in UNITS), test["num_without_score"] or None,
             number(None if external else found["fit_s"] + found["score_s"], 1),
             Cell(format_size(found["peak_bytes"]), float(found["peak_bytes"])),
         ])  # fmt: skip
     header = ["detector", "kind", "AUROC (95 % by question)", "95 % by group", "in groups", "AUPRC", "PRR", "RC", "ECE",
-              "Brier", "p to best, Holm", "without score", "seconds", "memory"]  # fmt: skip
+              "Brier", "p to best by question", "by group", "without score", "seconds", "memory"]  # fmt: skip
     # Without groups, or with scores of all traces, columns are empty.
     shown = [k for k in range(len(header)) if any(number(None) != row[k] is not None for row in rows)]
     tests = [detectors[d]["schemes"][scheme] for d in ranked]
@@ -135,6 +131,7 @@ def _scheme(entry: Mapping[str, Any], scheme: str) -> Html:
     )  # fmt: skip
     legend = "PRR: prediction rejection ratio. RC: area under the risk-coverage curve, lower is better."
     legend += " In groups: AUROC over pairs of the same group." if header.index("in groups") in shown else ""
+    legend += " p: of the difference to the best detector, adjusted by Holm for all pairs."
     reasons = sorted({r for t in tests for r in t["too_few"].values()})
     notes = [paragraph(text, kind="note") for text in (legend, *reasons)]
     columns = [[row[k] for k in shown] for row in rows]
