@@ -3,6 +3,7 @@
 import bz2
 import gzip
 import importlib
+import io
 import lzma
 import pickle
 import zlib
@@ -146,3 +147,20 @@ def test_damaged_files_of_joblib_are_refused(tmp_path):
         path.write_bytes(content)
         assert "a.joblib" in error_of("convert", path, tmp_path / "s.zarr", code=3)
     assert not (tmp_path / "s.zarr").exists()
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_compressed_torch_files(tmp_path, suffix, is_zip):
+    torch = pytest.importorskip("torch")
+    states = torch.randn(3, 4, 8).half()
+    buffer = io.BytesIO()
+    torch.save({"question_id": "q7", "hidden_states": states}, buffer, _use_new_zipfile_serialization=is_zip)
+    data = PACK[suffix](buffer.getvalue())
+    (tmp_path / "in").mkdir()
+    (tmp_path / f"in/a.pt{suffix}").write_bytes(data)
+    convert(tmp_path / "in", tmp_path / "s.zarr", "--attention", "none")
+    with tracestore.open(tmp_path / "s.zarr") as store:
+        np.testing.assert_array_equal(store["q7"].hidden_states, states.numpy())
+    (tmp_path / f"in/a.pt{suffix}").write_bytes(data[: len(data) // 2])
+    assert "a.pt" in error_of("convert", tmp_path / "in", tmp_path / "t.zarr", "--attention", "none", code=3)

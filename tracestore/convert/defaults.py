@@ -81,24 +81,27 @@ def has_attention(
 
 
 def is_index_id(sources: list[SourceFile], keys: KeyOptions) -> bool:
-    """Return whether integers named idx or index are ids: no two files begin with the same one.
+    """Return whether integers named idx or index, or such as question_idx, are ids: no two of the first traces have one.
 
-    The result depends on the sources alone. The first trace of at most 64 files, evenly spaced, is read; only that of
-    the first one if it has another id.
+    The result depends on the sources alone. The first traces of at most 64 files, evenly spaced, are read; only those
+    of the first one if they have another id.
     """
-    seen: set[str] = set()
+    seen: set[tuple[str, int]] = set()
     is_from_index: list[bool] = []
 
     def on_trace(trace: Any) -> None:
         roles = assign(trace, keys).roles if isinstance(trace, Mapping) else {}
-        is_from_index.append(any(roles.get(key) == "question_id" and normalized(key) in INDEX_KEYS for key in roles))
+        is_from_index.append(
+            any(role == "question_id" and normalized(key).endswith(INDEX_KEYS) for key, role in roles.items())
+        )
 
     keys = replace(keys, is_index_id=True)
     for source in _some(sources):
-        for record in _first_traces(source, keys, 1, on_trace):
-            if record.question_id in seen or not any(is_from_index):
+        for record in _first_traces(source, keys, MAX_TRACES, on_trace):
+            key = record.question_id, record.sample
+            if key in seen or not any(is_from_index):
                 return False
-            seen.add(record.question_id)
+            seen.add(key)
     return bool(seen)
 
 

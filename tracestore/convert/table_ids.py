@@ -98,7 +98,7 @@ class TableIds:
 
     def begin(self, reference: TableReference | None) -> None:
         """Begin a source with a table, or without one."""
-        is_whole = reference is not None and reference.rows is None
+        is_whole = reference is not None and reference.rows is None and not reference.is_apart
         paths = [reference.path, *reference.others] if reference is not None and is_whole else []
         for path in paths:
             if path not in self._files:

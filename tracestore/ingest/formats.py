@@ -12,13 +12,13 @@ import numpy as np
 from tracestore._core.pickle import BufferReader, ByteReader, ChunkReader
 from tracestore.errors import InvalidInputError, NoTracesError, TruncatedFileError
 from tracestore.ingest import torch_file
-from tracestore.ingest.byte_source import TRUNCATED_WHILE_READING, InflatedChunks, check_regular, map_file
+from tracestore.ingest.byte_source import TRUNCATED_WHILE_READING, InflatedChunks, check_regular
 from tracestore.ingest.containers.columns import Input
 from tracestore.ingest.containers.keys import id_of_name
 from tracestore.ingest.containers.registry import Reader, folder_reader, read_container, reader_of
 from tracestore.ingest.containers.tables import TableReference
-from tracestore.ingest.decompress import compression_of
 from tracestore.ingest.layouts.joined_files import is_joined, read_joined
+from tracestore.ingest.layouts.neighbors import with_predictions
 from tracestore.ingest.layouts.partial import is_part, join_records
 from tracestore.ingest.pickles.pickle_reader import pickle_reader
 from tracestore.ingest.pickles.pickled_objects import PickledObject
@@ -310,14 +310,11 @@ def _joined(
 def _records(
     path: Path, context: _Context, scratch: Scratch, is_ahead: Callable[[], bool], table: TableReference | None
 ) -> Iterator[TraceRecord]:
-    status = check_regular(path)
-    if status.st_size == 0:
+    if check_regular(path).st_size == 0:
         raise InvalidInputError("the file is empty")
-    mapped = map_file(path)
+    mapped, compression = torch_file.map_content(path, scratch)
     view = memoryview(mapped)
-    head = bytes(view[:8])
-    compression = compression_of(head)
-    context.limits = Limits(lambda: status.st_size)
+    context.limits = Limits(lambda: len(mapped))
     if (reader := reader_of(mapped, path)) is not None:
         yield from context.container(reader, path, scratch, table=table)
         return
@@ -329,7 +326,7 @@ def _records(
         with contextlib.closing(InflatedChunks(path, is_ahead, compression)) as chunks:
             context.limits = Limits(lambda: chunks.inflated_bytes)
             yield from _from_pickle(context, chunks.reader(scratch))
-    elif head[:4] == b"PK\x03\x04":
+    elif bytes(view[:4]) == b"PK\x03\x04":
         yield from _from_object(context, torch_file.read_zip(mapped))
     elif torch_file.is_legacy(view):
         yield from _from_object(context, torch_file.read_legacy(view))
@@ -377,7 +374,7 @@ def _from_pickle(context: _Context, source: ByteReader) -> Iterator[TraceRecord]
 
 def _from_object(context: _Context, root: Any, *, is_only: bool = True) -> Iterator[TraceRecord]:
     """Yield the traces of an object; `is_only`: there is no other in the file."""
-    fields = opened(root)
+    fields = with_predictions(opened(root))
     if isinstance(root, PickledObject) and not fields:
         raise InvalidInputError(f"found an object of {root.name}, expected traces; see {INPUTS_PAGE}#files")
     if isinstance(fields, dict) and fields.get("hidden_states") is None:

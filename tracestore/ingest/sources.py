@@ -10,22 +10,19 @@ from typing import NamedTuple
 
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import UsageError, escape_unprintable
+from tracestore.ingest import torch_file
 from tracestore.ingest.containers import registry
-from tracestore.ingest.containers.discovery import (
-    FoundSource,
-    join_folders,
-    sources_of_folder,
-    tables_of_pickles,
-)
 from tracestore.ingest.containers.tables import TableReference
+from tracestore.ingest.discovery.folders import join_folders, sources_of_folder
+from tracestore.ingest.discovery.tables_beside import FoundSource, is_table, tables_of_pickles
 from tracestore.ingest.roles.keys import label_of_path
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.io import fsio
 from tracestore.store.write.record import TraceRecord
 
 _PICKLES, _COMPRESSED = (".pkl", ".pickle", ".p", ".joblib"), (".gz", ".bz2", ".xz", ".zst")
-_TORCH = (".pt", ".pth", ".ckpt")
-PICKLE_SUFFIXES = (*_PICKLES, *(f"{name}{packed}" for name in _PICKLES for packed in _COMPRESSED), *_TORCH)
+_PLAIN = (*_PICKLES, *torch_file.SUFFIXES)
+PICKLE_SUFFIXES = (*_PLAIN, *(f"{name}{packed}" for name in _PLAIN for packed in _COMPRESSED))
 SUFFIXES = (*PICKLE_SUFFIXES, *registry.SUFFIXES)
 PROVENANCE_FILE = "provenance.json"
 # What to do with containers that are not read, by suffix or name.
@@ -174,7 +171,7 @@ def find_sources(arguments: list[Path], store: Path) -> list[SourceFile]:
         if argument.is_dir():
             names = [_source(f, argument) for f in _walk(argument, store) or _walk(argument, store, is_text=True)]
             if not names:
-                suffixes = ", ".join((*_PICKLES, *(f"...{packed}" for packed in _COMPRESSED), *_TORCH))
+                suffixes = ", ".join((*_PICKLES, *(f"...{packed}" for packed in _COMPRESSED), *torch_file.SUFFIXES))
                 advice = _advice_of(argument) or "name a file of another suffix"
                 raise UsageError(f"{argument}: no trace file in this folder ({suffixes}); {advice}")
             found += sorted(names, key=lambda s: natural_key(s.name))
@@ -227,6 +224,7 @@ def _walk(top: Path, store: Path, *, is_text: bool = False) -> list[FoundSource]
     suffixes = (*PICKLE_SUFFIXES, ".bin") if is_text else PICKLE_SUFFIXES
     seen = {top.resolve()}
     found: list[FoundSource] = []
+    apart: list[Path] = []
     for name, folders, files in os.walk(top, followlinks=True, onerror=refuse):
         here = Path(name)
         inside = []
@@ -237,8 +235,10 @@ def _walk(top: Path, store: Path, *, is_text: bool = False) -> list[FoundSource]
                 seen.add(real)
                 inside.append(folder)
         folders[:] = inside
-        found += sources_of_folder(here, files, lambda f: f.endswith(suffixes), is_text=is_text)
-    found = join_folders(top, found)
+        own = sources_of_folder(here, files, lambda f: f.endswith(suffixes), is_text=is_text)
+        apart += [here / f for f in sorted(files) if not own and is_table(here / f)]
+        found += own
+    found = join_folders(top, found, apart)
     pickles: dict[Path, list[FoundSource]] = defaultdict(list)
     for source in found:
         if source.table is None and not source.parts and source.path.name.endswith(PICKLE_SUFFIXES):

@@ -1,15 +1,24 @@
 """Read files of torch.save as data: the zip archive and the legacy stream."""
 
+import re
 import struct
+import tempfile
 import zipfile
+from contextlib import closing
+from pathlib import Path
 from typing import IO, Any, cast
 
 from tracestore._core.mapping import MappedFile
 from tracestore._core.pickle import BufferReader
 from tracestore.errors import InvalidInputError
+from tracestore.ingest.byte_source import InflatedChunks, map_file
+from tracestore.ingest.decompress import compression_of
 from tracestore.ingest.pickles.pickle_reader import pickle_reader
 from tracestore.ingest.pickles.pickled_torch import PickledStorage, StorageType
+from tracestore.store.io.scratch import Scratch
 
+SUFFIXES = (".pt", ".pth", ".ckpt")
+_COMPRESSED = re.compile(r"\.(?:pt|pth|ckpt)\.(?:gz|bz2|xz|zst)$")
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 MAX_ENTRIES = 10_000_000
 _LOCAL = struct.Struct("<4s5H3I2H")
@@ -21,6 +30,28 @@ _LOCATOR = struct.Struct("<4sIQI")
 _END64 = struct.Struct("<4sQ2H2I4Q")
 _ZIP64_COUNT = 0xFFFF  # the real count is in the zip64 record
 _ZIP64_SIZE = 0xFFFFFFFF  # the real size is in an extra field
+
+
+def map_content(path: Path, scratch: Scratch) -> tuple[MappedFile, str | None]:
+    """Return the bytes of a file, and its compression; those of a compressed torch file are inflated to an unnamed file.
+
+    Raises
+    ------
+    InvalidInputError
+        If the file is damaged, or inflates to too many bytes.
+    """
+    mapped = map_file(path)
+    compression = compression_of(mapped.read(0, min(8, len(mapped))))
+    if compression is None or _COMPRESSED.search(path.name) is None:
+        return mapped, compression
+    with (
+        closing(InflatedChunks(path, lambda: False, compression)) as chunks,
+        tempfile.TemporaryFile(dir=scratch.folder) as file,
+    ):
+        while chunk := chunks():
+            file.write(chunk)
+        file.flush()
+        return MappedFile(path, fd=file.fileno()), None
 
 
 class MappedStream:

@@ -137,3 +137,17 @@ def test_traces_behind_each_other_in_one_array_of_a_pickle(tmp_path):
         store = tracestore.open(tmp_path / f"{name}.zarr")
         assert store.question_ids == ["a", "b", "c"]
         np.testing.assert_array_equal(store["c"].hidden_states, total[:, 5:])
+
+
+def test_predictions_of_a_trainer_are_a_batch_without_padding(tmp_path):
+    output = pytest.importorskip("transformers").trainer_utils.PredictionOutput
+    states = [np.random.default_rng(n).random((2, n, 8), np.float32).astype("f2") for n in (3, 5)]
+    padded = [np.full((2, 5, 8), -100, "f2") for _ in range(2)]
+    for k, value in enumerate(states):
+        for layer in range(2):
+            padded[layer][k, : value.shape[1]] = value[layer]
+    value = output((np.zeros((2, 5, 9), "f4"), tuple(padded)), np.full((2, 5), -100), {"test_loss": 4.0})
+    (tmp_path / "a.pkl").write_bytes(pickle.dumps(value))
+    convert(tmp_path / "a.pkl", tmp_path / "s.zarr", "--attention", "none")
+    for trace, expected in zip(tracestore.open(tmp_path / "s.zarr"), states, strict=True):
+        np.testing.assert_array_equal(trace.hidden_states, expected)

@@ -38,10 +38,11 @@ def test_a_number_that_may_count_the_traces_of_a_file_is_no_id(tmp_path, name):
     assert convert_trace(tmp_path, {name: 3, "hidden_states": list(HIDDEN)}).question_id == "in.pkl:0"
 
 
+@pytest.mark.parametrize("name", ["idx", "question_idx"])
 @pytest.mark.parametrize("first, ids", [(2, ["0", "1", "2", "3"]), (0, ["0.pkl:0", "0.pkl:1", "1.pkl:0", "1.pkl:1"])])
-def test_an_index_is_an_id_unless_it_begins_again_with_each_file(tmp_path, first, ids):
+def test_an_index_is_an_id_unless_it_begins_again_with_each_file(tmp_path, name, first, ids):
     for k, begin in enumerate((0, first)):
-        traces = [{"idx": begin + i, "hidden_states": list(HIDDEN)} for i in range(2)]
+        traces = [{name: begin + i, "hidden_states": list(HIDDEN)} for i in range(2)]
         (tmp_path / f"{k}.pkl").write_bytes(pickle.dumps(traces))
     dry = convert(tmp_path, tmp_path / "s.zarr", "--dry-run").stdout
     assert ("question_id '0'" in dry) == (first == 2)

@@ -80,7 +80,8 @@ def traces_of(
                 raise InvalidInputError(f"{rows.path.name} has {len(rows)} rows for {position} traces")
             return
         is_numbered = rows is not None and rows.number_of(unit.trace, None) is not None
-        own_rows = rows if unit.trace == "" and not unit.is_trace else None
+        group = None if rows is None or unit.is_trace else rows.group(unit.trace)
+        own_rows = group if rows is None or rows.is_by_id or unit.trace or unit.is_trace else rows
         _rename(unit.fields, renamed)
         unit.fields = with_mask(unit.fields)
         with error_location(position=position):
@@ -108,7 +109,10 @@ def traces_of(
                 open_texts(values, unit.trace, k, count or 1)
                 id_name = _id_name(values)
                 key = values.get(id_name)
-                row = dict(rows.of(unit.trace, position, key) or {}) if rows is not None else {}
+                if group is not None:
+                    row = dict(group.of("", k, key) or {})
+                else:
+                    row = dict(rows.of(unit.trace, position, key) or {}) if rows is not None else {}
                 _rename(row, renamed)
                 if row and rows is not None and rows.number_of("", key) is not None:
                     del values[id_name]
@@ -181,7 +185,7 @@ def _are_joined(unit: Unit, rows: TableRows) -> bool:
     ids = plain(whole(ids)) if ids is not None else None
     ids = ids.tolist() if isinstance(ids, np.ndarray) else ids if isinstance(ids, list) else [ids]
     known = rows.by_id
-    return rows.is_by_id or (bool(known) and all(str(key) in known for key in ids))
+    return bool(known) and all(str(key) in known for key in ids)
 
 
 def _id_name(values: Mapping[str, Any]) -> str:
@@ -234,7 +238,9 @@ def _set_id(values: dict[str, Any], trace: str, name: str, *, is_only: bool) -> 
                 values.setdefault("sample", found[1])
             return
     name_of_id = id_column(values)
-    if name_of_id is not None and isinstance(values[name_of_id], str) and len(values[name_of_id]) <= _MAX_ID:
+    # An integer may count something else than traces, unless it is the name of the file.
+    is_id = name_of_id is not None and isinstance(values[name_of_id], str) and len(values[name_of_id]) <= _MAX_ID
+    if name_of_id is not None and (is_id or str(values[name_of_id]) == PurePosixPath(name).stem):
         values["question_id"] = values.pop(name_of_id)
     elif trace or is_only:
         named = id_of_name(trace or str(PurePosixPath(name).with_suffix("")))

@@ -18,7 +18,7 @@ from tracestore.errors import InvalidInputError
 from tracestore.ingest.byte_source import check_regular, map_file
 from tracestore.ingest.containers import arrow_files
 from tracestore.ingest.containers.keys import ID_KEYS, SAMPLE_NAMES, split_sample
-from tracestore.ingest.layouts.records import rows_of_json
+from tracestore.ingest.layouts.records import rows_of_json, with_texts
 from tracestore.ingest.layouts.rows import id_column
 from tracestore.ingest.roles.keys import QUESTIONS_AND_ANSWERS
 from tracestore.store.format import schema
@@ -92,7 +92,7 @@ class Table:
         return len(self._rows) or len(self._begins) // 2
 
     def __getitem__(self, k: int) -> dict[str, Any]:
-        row = self._row(k)
+        row = with_texts(self._row(k))
         return row if self._sample_key is None else {"sample": row.get(self._sample_key)} | row
 
     def _row(self, k: int) -> dict[str, Any]:
@@ -279,6 +279,7 @@ class TableReference:
     rows: tuple[int, ...] | None = None
     is_by_id: bool = False  # traces are found in it by their ids alone
     others: tuple[Path, ...] = ()  # more tables with ids
+    is_apart: bool = False  # the tables are in another folder, and may belong to something else
 
     def load(self) -> "TableRows":
         """Return the rows."""
@@ -302,6 +303,11 @@ class TableRows:
 
     def __getitem__(self, k: int) -> dict[str, Any]:
         return self._merged(self._rows[k])
+
+    def group(self, trace: str) -> "TableRows | None":
+        """Return the rows of the table with the name of a group of arrays, among tables by id; None without one."""
+        tables = (self._table, *self._others) if self.is_by_id and trace else ()
+        return next((TableRows(t, range(len(t))) for t in tables if t.path.stem == trace), None)
 
     def at(self, numbers: Sequence[int]) -> "TableRows":
         """Return some of the rows."""

@@ -15,13 +15,12 @@ import numpy as np
 from tracestore._core.pickle import BufferReader
 from tracestore.errors import InvalidInputError
 from tracestore.ingest import torch_file
-from tracestore.ingest.byte_source import InflatedChunks, check_regular, map_file
+from tracestore.ingest.byte_source import InflatedChunks, check_regular
 from tracestore.ingest.containers.columns import Column, Input, Unit, plain
 from tracestore.ingest.containers.grouping import natural_key
 from tracestore.ingest.containers.keys import ID_KEYS, MODEL_NUMBER, column_name
 from tracestore.ingest.containers.registry import reader_of
-from tracestore.ingest.decompress import compression_of
-from tracestore.ingest.layouts.parts import Part, Place, join_parts, parse_atom, parse_path
+from tracestore.ingest.layouts.parts import ARRAYS, Part, Place, join_parts, parse_atom, parse_path
 from tracestore.ingest.layouts.values import array_of
 from tracestore.ingest.pickles.pickle_reader import pickle_reader
 from tracestore.ingest.roles.keys import normalized
@@ -42,7 +41,10 @@ def place_of(path: PurePath) -> Place:
     name = path.name.removesuffix(path.suffix) if path.suffix in _COMPRESSED else path.name
     name = name.rpartition(".")[0] or name
     place = parse_path(*path.parts[:-1], name)
-    return place if place.has_role else _with_field_between(name, path.parts[:-1]) or place
+    # The name of a folder such as output is that of a field by chance.
+    if place.has_role and (place.field in ARRAYS or parse_path(name).has_role):
+        return place
+    return _with_field_between(name, path.parts[:-1]) or place
 
 
 def _with_field_between(name: str, folders: tuple[str, ...]) -> Place | None:
@@ -257,11 +259,10 @@ def _value(path: Path, source: Input, resources: ExitStack) -> Any:
     check_regular(path)
     if path.suffix in _TEXT:
         return _text_value(path)
-    mapped = map_file(path)
+    mapped, compression = torch_file.map_content(path, source.scratch)
     if (reader := reader_of(mapped, path)) is not None:
         return _of_units(list(reader(replace(source, path=path, parts=()))), path)
     view = memoryview(mapped)
-    compression = compression_of(bytes(view[:8]))
     if compression is not None:
         chunks = resources.enter_context(closing(InflatedChunks(path, lambda: False, compression)))
         return pickle_reader(chunks.reader(source.scratch), load_bytes=torch_file.load_bytes).load()

@@ -278,6 +278,25 @@ def _without_sections(fields: dict[Any, Any]) -> dict[Any, Any]:
     return found
 
 
+def with_predictions(value: Any) -> Any:
+    """Return the predictions of transformers' Trainer, a tuple with states (N, S, D) by layer, as a batch with a mask.
+
+    The Trainer pads states with -100. Other values are returned unchanged.
+    """
+    items = opened(value.get("predictions")) if isinstance(value, dict) else None
+    found: dict[str, list[np.ndarray]] = {}
+    for item in items if isinstance(items, tuple | list) else ():
+        shape = layout(item)
+        if shape is not None and shape.kind == "f" and isinstance(item, tuple | list):
+            name = {4: "hidden_states", 5: "attentions"}.get(len(shape.shape))
+            if name is not None and None not in shape.shape:
+                found.setdefault(name, [np.asarray(resolved(layer)) for layer in item])
+    if "hidden_states" not in found:
+        return value
+    mask = (found["hidden_states"][0] != -100).any(axis=-1)
+    return {k: v for k, v in value.items() if k != "predictions"} | found | {"attention_mask": mask}
+
+
 # Prompt and response
 
 

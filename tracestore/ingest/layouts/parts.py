@@ -28,7 +28,7 @@ _FIELDS = frozenset((*_OTHERS, *(f"{name}s" for name in _OTHERS)))
 # Names of hidden states in folders and files, which mean less elsewhere.
 _STATES = frozenset(("states", "layers", "vectors", "embeddings", "reps"))
 # Fields whose names may begin the name of a file: hidden_3, but question_3 is an id.
-_ARRAYS = frozenset(("", "hidden_states", "attentions", "tokens", "last_token"))
+ARRAYS = frozenset(("", "hidden_states", "attentions", "tokens", "last_token"))
 # A folder of a partition, such as layer=3.
 _PARTITION = re.compile(r"^(layers?|blocks?|steps?|tokens?|positions?)=", re.IGNORECASE)
 _MARK = re.compile(r"[._\- ]")
@@ -97,7 +97,7 @@ def _parse(name: str) -> Place:
             return joined
     for match in reversed(marks):
         beginning = parse_atom(name[: match.start()])
-        if beginning is None or (beginning.segment or beginning.field not in _ARRAYS):
+        if beginning is None or (beginning.segment or beginning.field not in ARRAYS):
             continue
         if name[match.end() :] and (joined := _joined(beginning, _parse(name[match.end() :]))):
             return joined

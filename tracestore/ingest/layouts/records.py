@@ -53,7 +53,7 @@ def traces_of_record(row: Row, depth: int = 0) -> Iterator[Row]:
         states = row[name]
         by_id = _by_id(states) if len(named) == 1 else None
         if by_id is None:
-            yield _with_layers(_with_texts(row), name)
+            yield _with_layers(with_texts(row), name)
             return
         rest = {key: value for key, value in row.items() if key != name}
         for key, value in by_id.items():
@@ -66,7 +66,7 @@ def traces_of_record(row: Row, depth: int = 0) -> Iterator[Row]:
     if not lists and len(dicts) == 1 and depth <= _MAX_DEPTH:
         rest = {key: value for key, value in row.items() if key != dicts[0]}
         inner = row[dicts[0]]
-        texts = _with_texts(rest | {dicts[0]: {k: v for k, v in inner.items() if isinstance(v, str)}})
+        texts = with_texts(rest | {dicts[0]: {k: v for k, v in inner.items() if isinstance(v, str)}})
         del texts[dicts[0]]
         yield from traces_of_record(inner | texts, depth + 1)
         return
@@ -91,7 +91,7 @@ def traces_of_record(row: Row, depth: int = 0) -> Iterator[Row]:
         yield from traces_of_record(sample | rest | own, depth + 1)
 
 
-def _with_texts(row: Row) -> Row:
+def with_texts(row: Row) -> Row:
     """Return a row with the ids and texts in its nested dicts, where it has none itself: input.question, output.text."""
     texts = fields_of_nested(row)
     output = next(

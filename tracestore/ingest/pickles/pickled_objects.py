@@ -24,6 +24,11 @@ _KNOWN_MODULES = frozenset(
 _LIBRARIES = frozenset(("numpy", "torch", "torch_geometric", "tracestore"))
 # Also the outputs of tokenizers, which hold their dict as the attribute "data".
 _MODEL_OUTPUT = re.compile(r"[A-Za-z0-9_]*Output[A-Za-z0-9_]*|Batch(?:Encoding|Feature)")
+# Fields of the named tuples of transformers' Trainer.
+_NAMES = {
+    "PredictionOutput": ("predictions", "label_ids", "metrics"),
+    "EvalLoopOutput": ("predictions", "label_ids", "metrics", "num_samples"),
+}
 _MAX_NAME = 200
 _MAX_RANGE = 4096  # a longer range is kept as text
 
@@ -102,7 +107,10 @@ class _ModelOutput(UnknownClass):
         return PickledDict(self.name)
 
     def new(self, args: tuple[Any, ...]) -> PickledObject:
-        return PickledDict(self.name)
+        made, names = PickledDict(self.name, args), _NAMES.get(self.name.rpartition(".")[2], ())
+        if len(names) == len(args):
+            made.fields = dict(zip(names, args, strict=True))
+        return made
 
 
 def unknown_class(module: str, name: str) -> UnknownClass | None:

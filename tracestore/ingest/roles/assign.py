@@ -202,10 +202,10 @@ def _other_keys(keys: tuple[str, ...]) -> list[tuple[str, list[str]]]:
 
 
 def _is_number_of_question(name: str, value: Any, options: KeyOptions) -> bool:
-    """Return whether an integer has the name of an id in tables; a count such as row_index only if it continues in each file."""
+    """Return whether an integer has the name of an id in tables; a count such as question_idx only if it continues in each file."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or name in OWN_KEYS:
         return False
-    is_count = name.endswith(("idx", "index")) or name in ("example", "sample", *COUNTERS)
+    is_count = name.endswith(INDEX_KEYS) or name in ("example", "sample", *COUNTERS)
     is_name = ID_NAME.fullmatch(name) is not None or name in ("item", "problem", "instance", "question")
     return is_name and (options.is_index_id or not is_count)
 

@@ -227,6 +227,7 @@ def fields_of_nested(values: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in reversed(nested.items())
         for k, v in value.items()
         if v is not None and (k in SPELLED or (k in _NESTED and normalized(str(key)) in _ABOUT_TRACE))
+        if key != "doc" or k not in OTHER_NAMES["generated_answer"]  # a reference, by lm-evaluation-harness
     }
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.containers.keys import ID_KEYS
 from tracestore.ingest.containers.tables import TableRows
+from tracestore.ingest.layouts.rows import id_column
 from tracestore.ingest.roles.columns import counts_of, has_one_id
 from tracestore.ingest.roles.keys import KeyOptions
 from tracestore.ingest.roles.layout import layout, opened
@@ -14,12 +15,14 @@ from tracestore.ingest.roles.layout import layout, opened
 def with_columns(value: Any, rows: TableRows) -> Any:
     """Return arrays without ids together with the columns of a table that has a row for each of their traces."""
     fields = opened(value)
-    if len(rows) < 2:
+    if len(rows) < 2 or rows.is_by_id:
         return value
     fields = fields if isinstance(fields, dict) else {"hidden_states": value}
     hidden = next((fields[key] for key in ("hidden_states", "last_token") if fields.get(key) is not None), None)
     shape = layout(hidden)
-    is_list = isinstance(opened(hidden), list) and len(opened(hidden)) == len(rows)
+    is_list = isinstance(items := opened(hidden), list) and len(items) == len(rows)
+    if is_list and any(isinstance(opened(item), dict) for item in items):
+        return value  # the traces
     if hidden is None or has_one_id(fields) or (counts_of(fields, "hidden_states") and _has_ids(fields)):
         return value
     if not is_list and (shape is None or len(rows) not in shape.shape[:2]):
@@ -43,6 +46,9 @@ def with_rows(
     by_id = rows.by_id
     names = (*(key for name, key in options.renamed if name == "question_id"), "global_example_id", *ID_KEYS)
     ids = [_id_of(trace, names) for trace in traces]
+    if by_id and not any(ids):  # numbers that may count something else, unless they are the ids of the table
+        numbers = [_id_of(trace, (id_column(trace) or "",)) for trace in traces]
+        ids = numbers if len({*numbers} & by_id.keys()) == len(traces) else ids
     if by_id and any(key in by_id for key in ids):
         found = [None if key is None else by_id.get(key) for key in ids]
         return [t if row is None else row | t for t, row in zip(traces, found, strict=True)]

@@ -1,0 +1,273 @@
+"""Tables next to sources, above them or apart from them: which rows belong to which source."""
+
+import re
+from collections import Counter, defaultdict
+from pathlib import Path, PurePath
+from typing import NamedTuple
+
+from tracestore.errors import InvalidInputError, UsageError
+from tracestore.ingest.containers import tables
+from tracestore.ingest.containers.arrow_files import is_table as is_arrow_table
+from tracestore.ingest.containers.keys import column_name
+from tracestore.ingest.containers.tables import Table, TableReference, load_table
+from tracestore.ingest.layouts.joined_files import place_of
+
+# JSON files of a folder that describe something else than its traces.
+NO_TABLES = ("provenance.json", "data_config.json", "dataset_info.json", "state.json", "dataset_dict.json")
+_TABLE_STEMS = ("metadata", "meta", "traces", "samples", "questions", "index", "data", "manifest")
+_MAX_APART = 16
+
+
+class FoundSource(NamedTuple):
+    """A source of a folder: a file, or the folder and the files in it that are read together."""
+
+    path: Path
+    parts: tuple[Path, ...] = ()
+    table: TableReference | None = None
+    is_trace: bool = False  # the name that the parts share is that of one trace
+
+
+def is_table(path: Path) -> bool:
+    """Return whether a file may be a table with values of traces, by its name; scores files are none."""
+    name = path.name
+    if not path.is_file() or name in NO_TABLES:
+        return False
+    if is_arrow_table(path):
+        return True
+    is_text = name.endswith(".txt") and column_name(name.removesuffix(".txt")) is None
+    return name.endswith(tables.SUFFIXES) and not is_text and "scores" not in name
+
+
+def named_files(folder: Path, candidates: list[str]) -> set[str]:
+    """Return the names of files that the only table of a folder names."""
+    if len(candidates) != 1:
+        return set()
+    try:
+        return set(load_table(folder / candidates[0]).by_file)
+    except InvalidInputError:
+        return set()
+
+
+def tables_of_pickles(folder: Path, sources: list[FoundSource]) -> list[FoundSource]:
+    """Return the pickles of a folder with the tables that their names, or the usual names of tables, state."""
+    names = [p.name for p in folder.iterdir() if is_table(p)]
+    stems = {source.path.stem for source in sources}
+    chosen = [n for n in names if Path(n).stem in _TABLE_STEMS or _owner(Path(n).stem) in stems]
+    chosen = chosen or [n for n in names if len(names) == 1 and (t := loaded(folder / n)) is not None and t.has_texts]
+    found = [source._replace(table=_rows_of_file(folder, sorted(names), source.path)) for source in sources]
+    rest = [source for source in found if source.table is None]
+    added = {source.path: source for source in with_tables(folder, chosen, rest)} if chosen else {}
+    return [added.get(source.path, source) for source in found]
+
+
+def _owner(stem: str) -> str:
+    """Return the name of a table without what such names end with: q1_meta, traces.info."""
+    return re.sub(r"[._-](?:meta|metadata|info|ids|labels|annotations)$", "", stem)
+
+
+def add_tables_elsewhere(top: Path, found: list[FoundSource], apart: list[Path]) -> list[FoundSource]:
+    """Return sources with the tables in folders above them, or in folders without a source, if they have none.
+
+    Parameters
+    ----------
+    top : Path
+        The folder that was searched.
+    found : list of FoundSource
+        Its sources.
+    apart : list of Path
+        The tables of the folders without a source.
+    """
+    listings: dict[Path, list[str]] = {}
+    orders = _orders(found)
+    found = [
+        source._replace(table=_table_above(top, source, listings, orders.get(source.path), is_only=len(found) == 1))
+        if source.table is None
+        else source
+        for source in found
+    ]
+    if all(source.table is not None for source in found) or not 0 < len(apart) <= _MAX_APART:
+        return found
+    if sum(path.stat().st_size for path in apart) > tables.MAX_BYTES:
+        return found
+    known = [table for path in apart if (table := loaded(path)) is not None]
+    names = Counter(_name(source) for source in found)
+    folders = Counter(source.path.parent for source in found)
+    return [
+        source._replace(
+            table=_table_apart(
+                source, known, is_named=names[_name(source)] == 1, is_alone=folders[source.path.parent] == 1
+            )
+        )
+        if source.table is None
+        else source
+        for source in found
+    ]
+
+
+def _table_apart(source: FoundSource, known: list[Table], *, is_named: bool, is_alone: bool) -> TableReference | None:
+    """Return the row that has the name of a source as its id, all rows of the table of its name, or tables with ids.
+
+    `is_named`: no other source has its name. `is_alone`: no other source is in its folder, whose name counts too.
+    """
+    name, folder = _name(source), source.path.parent.name
+    if is_named:
+        by_id = [table for table in known if name in table.by_id]
+        by_id = [table for table in by_id if folder in table.path.stem] if len(by_id) > 1 else by_id
+        if len(by_id) == 1:
+            return TableReference(by_id[0].path, (by_id[0].by_id[name],))
+    named = [t for t in known if t.path.stem == name or (is_alone and t.path.stem == folder)]
+    if len(named) == 1 and len(named[0]) > 1:
+        return TableReference(named[0].path)
+    paths = [table.path for table in known if len(table) > 1 and table.by_id]
+    return TableReference(paths[0], is_by_id=True, others=tuple(paths[1:]), is_apart=True) if paths else None
+
+
+def _name(source: FoundSource) -> str:
+    """Return the name of a file without its suffix, or that of a folder."""
+    return source.path.name if source.parts else source.path.stem
+
+
+def _orders(found: list[FoundSource]) -> dict[Path, tuple[int, int]]:
+    """Return (number, count) of the sources that count from 0 or 1 in their folder: hidden_0.pt, hidden_1.pt."""
+    numbers: dict[Path, dict[int, Path]] = defaultdict(dict)
+    counts: dict[Path, int] = defaultdict(int)
+    for source in found:
+        name = source.path.name if source.parts else source.path.stem
+        counts[source.path.parent] += 1
+        if match := re.fullmatch(r"(?:.*\D)?(\d{1,9})", name):
+            numbers[source.path.parent][int(match[1])] = source.path
+    orders: dict[Path, tuple[int, int]] = {}
+    for folder, paths in numbers.items():
+        first = min(paths)
+        if len(paths) == counts[folder] and first in (0, 1) and max(paths) - first + 1 == len(paths):
+            orders |= {path: (number - first, len(paths)) for number, path in paths.items()}
+    return orders
+
+
+def _table_above(
+    top: Path,
+    source: FoundSource,
+    listings: dict[Path, list[str]],
+    order: tuple[int, int] | None,
+    *,
+    is_only: bool,
+) -> TableReference | None:
+    """Return the rows that name a source by its path or id, of a table in a folder above that of the source.
+
+    The row of an id is that of the only table of a folder. Of a table without such names, the source that is one of
+    `order` = (number, count) has the row of its number, and the only source all rows.
+    """
+    folder = source.parts[0].parent if source.parts else source.path.parent
+    while folder != top and top in folder.parents:
+        folder = folder.parent
+        if folder not in listings:
+            listings[folder] = sorted(p.name for p in folder.iterdir() if is_table(p))
+        names = listings[folder]
+        if (found := _rows_of_file(folder, names, source.path)) is not None:
+            return found
+        if len(names) > 1:
+            stem = source.path.name if source.parts else source.path.stem
+            named = [t for t in map(loaded, (folder / name for name in names)) if t is not None and stem in t.by_id]
+            if named:
+                return TableReference(named[0].path, (named[0].by_id[stem],), others=tuple(t.path for t in named[1:]))
+        if len(names) != 1:
+            continue
+        if (table := loaded(folder / names[0])) is None:
+            continue
+        row = table.row_of(source.path.name if source.parts else source.path.stem)
+        if row is not None:
+            return TableReference(table.path, (row,))
+        if order is not None and len(table) == order[1] > 1 and not table.by_file:
+            return TableReference(table.path, (order[0],))
+        if is_only and len(table) > 1 and not table.by_file:
+            return TableReference(table.path)
+    return None
+
+
+def _rows_of_file(folder: Path, names: list[str], path: Path) -> TableReference | None:
+    """Return the rows of the first table in a folder that names a file by its path or name; None without one."""
+    relative = path.relative_to(folder).as_posix()
+    for name in names:
+        table = loaded(folder / name)
+        if table is not None and (rows := table.rows_of(relative, path.name)):
+            return TableReference(table.path, tuple(rows))
+    return None
+
+
+def with_tables(folder: Path, candidates: list[str], sources: list[FoundSource]) -> list[FoundSource]:
+    """Add to each source the table of its name, or its row of the only table of the folder."""
+    stems = {source.path.name if source.parts else source.path.stem: k for k, source in enumerate(sources)}
+    named: dict[int, list[str]] = defaultdict(list)
+    for name in candidates:
+        stem, rest_of_name = Path(name).stem, ""
+        if stem not in stems and (between := place_of(PurePath(name)).trace) in stems:
+            stem = between  # llama-answers-nq.csv next to llama-hidden_states-nq.pt
+        while stem not in stems and (mark := max(stem.rfind("."), stem.rfind("_"))) > 0:
+            stem, rest_of_name = stem[:mark], stem[mark + 1 :] + rest_of_name
+        if stem in stems and (rest_of_name in ("", "meta", "metadata") or _has_ids(folder / name)):
+            named[stems[stem]].append(name)
+    own = {k: _largest(folder, group) for k, group in named.items()}
+    known = {name for group in named.values() for name in group}
+    rest = [name for name in candidates if name not in known]
+    others: tuple[Path, ...] = ()
+    if len(rest) > 1 and not any(Path(n).stem.lower() in _TABLE_STEMS for n in rest):
+        by_id = [folder / n for n in rest if _has_ids(folder / n)]
+        rest, others = [path.name for path in by_id[:1]], tuple(by_id[1:])
+    elif len(rest) > 1:
+        rest = [n for n in rest if Path(n).stem.lower() in _TABLE_STEMS]
+        rest = [_largest(folder, rest)] if rest else []
+    shared = folder / rest[0] if len(rest) == 1 and len(own) < len(sources) else None
+    try:
+        return [
+            source._replace(
+                table=TableReference(folder / own[k])
+                if k in own
+                else _shared_rows(shared, source, k, len(sources), others)
+            )
+            for k, source in enumerate(sources)
+        ]
+    except InvalidInputError as error:
+        raise UsageError(f"{shared}: {error}") from None
+
+
+def loaded(path: Path) -> Table | None:
+    """Return a table; None for a file that is none."""
+    try:
+        return load_table(path)
+    except InvalidInputError:
+        return None
+
+
+def _has_ids(path: Path) -> bool:
+    table = loaded(path)
+    return table is not None and bool(table.by_id)
+
+
+def _largest(folder: Path, names: list[str]) -> str:
+    """Return the table with the most rows: others describe the whole file, as an object of JSON does."""
+    if len(names) == 1:
+        return names[0]
+    return max(names, key=lambda name: len(loaded(folder / name) or ()))
+
+
+def _shared_rows(
+    path: Path | None, source: FoundSource, k: int, count: int, others: tuple[Path, ...]
+) -> TableReference | None:
+    """Return the rows of a table for the k-th of `count` sources: the row with its name, else all, or the k-th."""
+    if path is None:
+        return None
+    table = load_table(path)
+    if others:
+        return TableReference(path, is_by_id=True, others=others)
+    name, stem = source.path.name, source.path.stem
+    if rows := table.rows_of(name, stem):
+        return TableReference(path, tuple(rows))
+    if (row := table.row_of(stem, name)) is not None:
+        return TableReference(path, (row,))
+    if count == 1:
+        return TableReference(path)
+    if table.by_file:
+        return None
+    if len(table) == count:
+        return TableReference(path, (k,))
+    return TableReference(path, is_by_id=True) if table.by_id else None
