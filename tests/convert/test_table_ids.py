@@ -35,6 +35,8 @@ def folder(request, tmp_path):
 
 def test_labels_of_a_table_without_an_id_of_the_traces_are_refused(folder, tmp_path):
     write_rows(folder / "metadata.jsonl", [{"id": f"x{k}", "label": k % 2} for k in range(4)])
+    first = BOTH.replace("the traces", "the first traces of each file")
+    assert f"metadata.jsonl: found 4 ids {first}" in convert(folder, tmp_path / "s.zarr", "--dry-run").stdout
     message = error_of("convert", folder, tmp_path / "s.zarr", code=3)
     assert f"metadata.jsonl: found 4 ids {BOTH}" in message and "--map question_id=KEY" in message
     assert not (tmp_path / "s.zarr").exists()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from tracestore.console import Output, plural
@@ -93,13 +94,16 @@ def dry_run(sources: list[Path], store: str, options: ConvertOptions, output: Ou
     groups: dict[object, AlikeFiles] = {}
     refused: list[InvalidInputError] = []
     for source in found:
-        inspection = inspect_source(source, pack_options, MAX_TRACES)
+        scoring.begin_source(source)
+        inspection = inspect_source(source, pack_options, MAX_TRACES, partial(scoring.add_ids, source=source.name))
         refused += [] if inspection.refused is None else [inspection.refused]
         _add(groups, source, inspection)
     report.files, report.num_sources_refused = list(groups.values()), len(refused)
     for files in report.files:
         for line in files.lines():
             output.info(line)
+    for line in scoring.lines_of_ids():
+        output.info(line)
     if options.attention is None and (note := default_attention.note(attention)):
         output.info(note)
     output.info(f"{plural(len(found), 'file')}, {len(refused):,} refused; nothing was written")

@@ -1,5 +1,6 @@
 """Scores of a conversion: from a scores file, or from the traces themselves."""
 
+import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -11,6 +12,7 @@ from tracestore.console import Output, plural
 from tracestore.convert.options import ConvertOptions
 from tracestore.convert.table_ids import TableIds
 from tracestore.errors import InvalidInputError, UsageError, escape_unprintable
+from tracestore.ingest.roles.columns import UNNAMED
 from tracestore.ingest.roles.keys import INPUTS_PAGE, KeyOptions, label_of_path, parse_map
 from tracestore.ingest.score_files import ID_COLUMN, direction_of, find_score_files
 from tracestore.ingest.scores import Scores, read_scores, score_name
@@ -76,6 +78,7 @@ class Scoring:
         self._output, self._direction = output, options.score_direction
         self._name = ""  # of the file's scores in the store
         self._used: Counter[tuple[str, str]] = Counter()  # by the texts before and behind a number of traces
+        self._unused: Counter[str] = Counter()  # by the key of values that may be labels
         has_no_padding = options.padding == "none"
         renamed = () if options.map is None else parse_map(options.map)
         if self.file is not None:
@@ -138,6 +141,9 @@ class Scoring:
         if record.label is not None:
             place, behind = ("in the paths of", "") if record.is_label_of_path else ("inside", self._table)
             self._used[f"label (1: {HALLUCINATION}): found {place} ", f"{behind} and used"] += 1
+        elif not found and UNNAMED in packed.extras:
+            extras = json.loads(packed.extras)
+            self._unused.update(k for k, v in extras.items() if k.startswith(UNNAMED) and v in (0, 1))
         return found, ""
 
     def id_of_file(self, packed: PackedTrace, source: str) -> str | None:
@@ -165,6 +171,17 @@ class Scoring:
                 raise InvalidInputError(file.reason(), source=file.path.name)
             self._output.info(f"{file.path.name}: {file.reason()}")
 
+    def add_ids(self, packed: PackedTrace, source: str) -> None:
+        """Add a trace of the source for `lines_of_ids`; it is not scored."""
+        if (file_id := self.id_of_file(packed, source)) is not None:
+            packed.set_question_id(file_id)
+        self._ids.add(packed)
+
+    def lines_of_ids(self) -> Iterator[str]:
+        """Yield a line for each table and scores file of which no id is that of a trace that was added."""
+        for file in self._ids.unmatched(None):
+            yield f"{file.path.name}: {file.reason('the first traces of each file')}"
+
     def fill(self, writer: StoreWriter) -> None:
         """Set the scores of committed traces that have none, from the file."""
         if self.file is None or self.file.in_order:
@@ -182,9 +199,14 @@ class Scoring:
         return 0 if self.file is None else sum(writer.index.find(q, s) < 0 for q, s in self.file.values)
 
     def lines(self) -> Iterator[str]:
-        """Yield what was found inside the traces, and in the names of their folders."""
+        """Yield what was found inside the traces, and in the names of their folders, and what may be labels."""
         for (before, behind), count in self._used.items():
             yield f"{before}{plural(count, 'trace')}{behind}; see {INPUTS_PAGE}#scores"
+        for key, count in self._unused.items():
+            yield (
+                f"{key}: 0 or 1 in {plural(count, 'trace')}, not used; --map label={key} takes them as labels "
+                f"(1: {HALLUCINATION})"
+            )
 
 
 def _read_files(

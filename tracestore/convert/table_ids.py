@@ -58,8 +58,8 @@ class FileOfIds:
         """Return whether the file has scores or labels."""
         return self.is_scores_file or bool(score_columns_of(list(dict.fromkeys(k for row in self.rows for k in row))))
 
-    def reason(self) -> str:
-        """Return an example of both sides, and the flag to use."""
+    def reason(self, traces: str = "the traces") -> str:
+        """Return an example of both sides, and the flag to use. `traces` are those that were read, in words."""
         own, other = (escape_unprintable(next(iter(ids)), 40) for ids in (self.ids, self.ids_of_traces))
         names = dict.fromkeys(k for row in self.rows for k, v in row.items() if str(v) in self.ids_of_traces)
         if self.keys:
@@ -73,7 +73,7 @@ class FileOfIds:
             advice = "write the ids of the traces into it, or name another key of the traces with --map question_id=KEY"
             advice += "; without its labels, convert after moving it elsewhere" if self.has_scores else ""
         return (
-            f"found {plural(len(self.ids), 'id')} such as {own!r}, and none of them in the traces, which have ids such as "
+            f"found {plural(len(self.ids), 'id')} such as {own!r}, and none of them in {traces}, which have ids such as "
             f"{other!r}; {advice}"
         )
 
@@ -115,8 +115,9 @@ class TableIds:
             if file is not None and file.has_id_of(trace):
                 self._files[path] = None
 
-    def unmatched(self, writer: StoreWriter) -> Iterator[FileOfIds]:
+    def unmatched(self, writer: StoreWriter | None) -> Iterator[FileOfIds]:
         """Yield the files of which no id is that of a trace, neither of one that was read nor of one in the store."""
         for file in filter(None, self._files.values()):
-            if file.ids and file.ids_of_traces and not any(writer.index.find(key) >= 0 for key in file.ids):
+            is_stored = writer is not None and any(writer.index.find(key) >= 0 for key in file.ids)
+            if file.ids and file.ids_of_traces and not is_stored:
                 yield file

@@ -106,7 +106,7 @@ def read_traces(
     """
     context, scratch = _Context(name, options or ReadOptions(need_attention)), scratch or Scratch()
     try:
-        if parts and not is_joined(parts):
+        if parts and not is_joined(parts) and not (table is not None and table.is_in_turn):
             yield from context.container(folder_reader(parts), path, scratch, parts=parts, table=table)
         elif parts:
             yield from _joined(path, context, scratch, parts, table, is_trace)
@@ -296,7 +296,8 @@ def _joined(
     rows = None if table is None else table.load()
     context.structures.rows = None if is_trace and rows is not None and len(rows) == 1 else rows
     with contextlib.ExitStack() as resources:
-        for values, numbers in read_joined(Input(path, context.name, parts, scratch), resources):
+        is_in_turn = table is not None and table.is_in_turn
+        for values, numbers in read_joined(Input(path, context.name, parts, scratch), resources, is_in_turn=is_in_turn):
             if numbers is not None and rows is not None:
                 context.structures.rows = rows.at(numbers)
             elif numbers is not None:

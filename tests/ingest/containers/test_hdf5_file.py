@@ -294,3 +294,33 @@ def test_the_text_of_an_answer_to_a_question(tmp_path):
             group.attrs["text"] = f"Answer {k}"
     store = stored(tmp_path, tmp_path / "a.h5", "--attention", "none")
     assert [(t.question_id, t.sample, t.answer) for t in store] == [("coqa_1", k, f"Answer {k}") for k in range(3)]
+
+
+def write_frame(file, name, values, index, **others):
+    """Write a frame, or a series, as to_hdf of pandas does."""
+    members = ("values", "index") if values.ndim == 1 else ("block0_values", "axis1")
+    group = file.create_group(name)
+    group.attrs["pandas_type"] = np.bytes_("series" if values.ndim == 1 else "frame")
+    group.attrs["TITLE"] = h5py.Empty("S1")
+    for key, value in {**dict(zip(members, (values, np.asarray(index, "S")), strict=True)), **others}.items():
+        group[key] = value
+
+
+def test_frames_of_pandas(tmp_path):
+    states = np.random.default_rng(0).random((2, 4, 8), np.float32)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for k in range(2):
+            write_frame(file, f"layer_{k}", states[k], list("abcd"))
+        write_frame(file, "is_hallucination", np.array([0, 1, 1, 0]), list("abcd"))
+    store = stored(tmp_path, tmp_path / "a.h5", "--attention", "none")
+    assert {t.question_id: t.score for t in store} == {"a": 0, "b": 1, "c": 1, "d": 0}
+    np.testing.assert_allclose(store["c"].last_token, states[:, 2], atol=1e-3)
+
+
+@pytest.mark.parametrize("index, others", [("abcx", {}), ("abcd", {"block1_values": np.zeros(4)})])
+def test_other_frames_of_pandas_are_refused(tmp_path, index, others):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        write_frame(file, "layer_0", np.ones((4, 8), "f4"), list("abcd"))
+        write_frame(file, "layer_1", np.ones((4, 8), "f4"), list(index), **others)
+    reason = "another index" if not others else "save it with DataFrame.to_parquet"
+    assert reason in error_of("convert", tmp_path / "a.h5", tmp_path / "s.zarr", code=3)

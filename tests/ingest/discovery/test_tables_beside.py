@@ -109,3 +109,22 @@ def test_layers_by_file_in_a_folder_with_the_name_of_a_table(tmp_path):
             *((f"test{k}", k % 2) for k in range(2)),
         ]
         np.testing.assert_array_equal(store["dev5"].last_token, LAST[2])
+
+
+@pytest.mark.parametrize("form", ["lists", "arrays", "batches"])
+@pytest.mark.parametrize("suffix", [".pkl", ".npy"])
+def test_chunks_of_the_rows_of_a_table(tmp_path, form, suffix):
+    flags = ("--axes", "NLD") if form == "arrays" else ()
+    write_csv(tmp_path / "in/questions.csv", [{"id": f"q{k}", "question": f"Q{k}"} for k in range(4)])
+    for k, rows in enumerate((slice(3), slice(3, 4))):
+        arrays = {"hidden_states": LAST[rows] if form == "arrays" else STATES[rows]}
+        if form == "batches":
+            arrays["attention_mask"] = np.ones((len(STATES[rows]), 5), int)
+        for name, value in arrays.items():
+            value = list(value) if form == "lists" and suffix == ".pkl" else value
+            path = tmp_path / f"in/{name}_{k}{suffix}"
+            np.save(path, value) if suffix == ".npy" else write_pickle(path, value)
+    with stored(tmp_path, *flags) as store:
+        assert [(t.question_id, t.question) for t in store] == [(f"q{k}", f"Q{k}") for k in range(4)]
+        found = [t.last_token if form == "arrays" else t.hidden_states for t in store]
+    np.testing.assert_array_equal(found, LAST if form == "arrays" else STATES)

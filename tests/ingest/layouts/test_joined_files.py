@@ -140,3 +140,16 @@ NESTED = {
 def test_parts_of_traces_in_one_object(tmp_path, name):
     dump(tmp_path / "in.pkl", NESTED[name])
     assert_stored(tmp_path, tmp_path / "in.pkl")
+
+
+def test_settings_behind_the_field_in_the_names_of_files(tmp_path):
+    states = np.random.default_rng(0).random((3, 8, 2), np.float32)
+    settings = "model_gpt2__split_test__token_-1"
+    (tmp_path / "in").mkdir()
+    np.save(tmp_path / f"in/hidden_states__{settings}.npy", states)
+    np.save(tmp_path / f"in/correct__{settings}.npy", np.array([1, 0, 1]))
+    assert "--axes NDL" in error_of("convert", tmp_path / "in", tmp_path / "s.zarr", *NONE, code=3)
+    convert(tmp_path / "in", tmp_path / "s.zarr", *NONE, "--axes", "NDL")
+    with tracestore.open(tmp_path / "s.zarr") as store:
+        np.testing.assert_allclose([t.last_token for t in store], states.transpose(0, 2, 1), atol=1e-3)
+        assert [t.score for t in store] == [1, 0, 1]

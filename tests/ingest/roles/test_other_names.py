@@ -214,3 +214,8 @@ def test_names_of_scores_with_an_affix(tmp_path, name):
     assert convert_trace(tmp_path, {"id": 1, "hidden_states": HIDDEN, name: 1.0}).score == 1
     direction = "hallucination" if "hallucinated" in name else "correct"
     assert tracestore.open(tmp_path / "s.zarr").score_direction == direction
+
+
+def test_a_matrix_of_the_last_token_or_layer_is_proposed(tmp_path):
+    (tmp_path / "in.pkl").write_bytes(pickle.dumps([{"id": f"q{k}", "hs_last": HIDDEN[:, k]} for k in range(3)]))
+    assert "try --map last_token=hs_last" in error_of("convert", tmp_path / "in.pkl", tmp_path / "s.zarr", code=3)

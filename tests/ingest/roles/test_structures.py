@@ -184,6 +184,8 @@ def test_a_dict_of_unknown_keys_in_a_tuple_key_is_refused(tmp_path):
 
 def test_unnamed_numbers_are_proposed_as_label(tmp_path):
     path = dump(tmp_path / "in.pkl", (HIDDEN, [1, 0, 1]))
+    text = convert(path, tmp_path / "t.zarr").stdout
+    assert "item_1: 0 or 1 in 3 traces, not used; --map label=item_1 takes them as labels (1: hallucination)" in text
     assert (
         "--map label=item_1" in convert("--dry-run", path, tmp_path / "s.zarr", "--attention", "none", check=0).stdout
     )

@@ -188,7 +188,7 @@ def set_by_axes(values: dict[str, Any], letters: str) -> None:
     if isinstance(hidden, dict):
         values["hidden_states" if "S" in letters else "last_token"] = hidden
     elif "S" not in letters:
-        values["last_token"] = hidden if "L" in letters else hidden[None]
+        values["last_token"] = hidden.T if letters == "DL" else hidden if "L" in letters else hidden[None]
     else:
         hidden = hidden.transpose(1, 0, 2) if letters == "SLD" else hidden
         values["hidden_states"] = list(hidden) if "L" in letters else [hidden]

@@ -27,6 +27,9 @@ _PART_BYTES = 16 << 20  # of an array, which are read and sent together
 # deflate, shuffle, fletcher32, szip, nbit, scaleoffset; LZF, which h5py contains. Others are plugins: libraries that
 # HDF5 would load from a folder.
 _FILTERS = frozenset((1, 2, 3, 4, 5, 6, 32000))
+# The arrays of a frame of pandas with one type, and of a series.
+_MEMBERS = {"frame": ("block0_values", "axis1"), "series": ("values", "index")}
+_OF_PANDAS = "found a table of pandas that is no array of numbers below a name; save it with DataFrame.to_parquet"
 
 
 class HDF5Column(Column):
@@ -88,6 +91,10 @@ class _Reader:
     def groups(self, group: Any, trace: str = "", depth: int = 0) -> Iterator[Unit]:
         """Yield a group with arrays of a trace or of a stack of traces, or the groups in it that have them."""
         children = self._children(group, depth)
+        if "pandas_type" in group.attrs:
+            raise InvalidInputError(
+                f"{_OF_PANDAS}, or write a key such as layer_8 for each layer", field=group.name[:60]
+            )
         groups = [name for name, child in children.items() if isinstance(child, self._h5py.Group)]
         is_section = [name.lower() in SECTIONS for name in groups]
         is_unit = any(_is_of_unit(name) for name in children) or all(is_section) or sum(is_section) > 1
@@ -160,7 +167,9 @@ class _Reader:
         fields = {prefix + name: value for name, value in self._attributes(group).items()}
         for name, child in children.items():
             path = prefix + name
-            if isinstance(child, self._h5py.Group):
+            if "pandas_type" in child.attrs:
+                fields |= self._frame(child, path, fields.get("question_ids"))
+            elif isinstance(child, self._h5py.Group):
                 fields |= self._flatten(child, self._children(child, depth + 1), f"{path}/", depth + 1)
             else:
                 fields |= self._columns(child, path)
@@ -168,11 +177,28 @@ class _Reader:
                 raise InvalidInputError(f"found more than {_MAX_FIELDS:,} arrays in one group", field=group.name[:60])
         return fields
 
+    def _frame(self, group: Any, name: str, ids: Any) -> dict[str, Any]:
+        """Return the values of a frame or series of pandas (`to_hdf`), and its index of texts as ids; all have one index."""
+        kind = bytes(group.attrs["pandas_type"]).decode("utf-8", "replace")
+        values, index = _MEMBERS.get(kind, ("", ""))
+        children = self._children(group, _MAX_DEPTH)
+        arrays = [children.get(member) for member in (values, index)]
+        if "block1_values" in children or not all(isinstance(array, self._h5py.Dataset) for array in arrays):
+            raise InvalidInputError(_OF_PANDAS, field=name[:60])
+        found = self._columns(children[values], name)
+        if children[index].dtype.kind == "S":
+            found |= self._columns(children[index], "question_ids")
+            if ids is not None and not np.array_equal(ids.objects(()), found["question_ids"].objects(())):
+                raise InvalidInputError("found another index than that of the frame before", field=name[:60])
+        return found
+
     def _attributes(self, group: Any) -> dict[str, Any]:
         """Return the attributes that hold texts and numbers."""
         values = {}
         for name in group.attrs:
             attribute = group.attrs.get_id(name)
+            if attribute.shape is None:
+                continue  # without a value
             if self._h5py.check_string_dtype(attribute.dtype) is None and attribute.dtype.kind not in DTYPE_KINDS:
                 continue  # references between objects, as netCDF and pandas write them
             self._texts += attribute.get_storage_size()
@@ -182,7 +208,7 @@ class _Reader:
             values[name] = value.decode("utf-8", "replace") if isinstance(value, bytes) else value
         return values
 
-    def _columns(self, dataset: Any, name: str) -> dict[str, Column]:
+    def _columns(self, dataset: Any, name: str) -> dict[str, HDF5Column]:
         """Return an array, or the fields of one of a compound type, by name.
 
         Raises

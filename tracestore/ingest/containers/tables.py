@@ -279,6 +279,7 @@ class TableReference:
     rows: tuple[int, ...] | None = None
     is_by_id: bool = False  # traces are found in it by their ids alone
     others: tuple[Path, ...] = ()  # more tables with ids
+    is_in_turn: bool = False  # each file of the source has the next rows
     is_apart: bool = False  # the tables are in another folder, and may belong to something else
 
     def load(self) -> "TableRows":

@@ -11,6 +11,7 @@ from tracestore.ingest.containers.arrow_files import is_table as is_arrow_table
 from tracestore.ingest.containers.grouping import natural_key
 from tracestore.ingest.containers.keys import column_name, parse_key, split_key
 from tracestore.ingest.containers.registry import SUFFIXES
+from tracestore.ingest.containers.tables import TableReference
 from tracestore.ingest.discovery.tables_beside import (
     NO_TABLES,
     FoundSource,
@@ -21,11 +22,12 @@ from tracestore.ingest.discovery.tables_beside import (
     with_tables,
 )
 from tracestore.ingest.layouts import text_rows
-from tracestore.ingest.layouts.joined_files import are_rows, file_groups, names_one, place_of
+from tracestore.ingest.layouts.joined_files import are_rows, chunks_of, count_rows, file_groups, names_one, place_of
 from tracestore.ingest.layouts.parts import parse_path
 from tracestore.store.io import fsio
 
 _MAX_STATE_BYTES = 16 << 20
+_MAX_CHUNKS = 1024
 
 
 def sources_of_folder(
@@ -117,13 +119,31 @@ def join_folders(top: Path, found: list[FoundSource], apart: list[Path]) -> list
     """
     # A table of Arrow or Parquet without arrays is a source where nothing else is.
     found = [s for s in found if s.parts or not is_arrow_table(s.path)] or found
-    found = _joined(top, found)
+    found = _joined(top, _with_chunks(found))
     columns = [s for s in found if not s.parts and s.path.suffix == ".npy" and column_name(s.path.stem)]
     others = [s for s in found if s not in columns]
     if columns and len(others) == 1 and all(p.suffix == ".npy" for p in others[0].parts or (others[0].path,)):
         parts = others[0].parts or (others[0].path,)
         found = [others[0]._replace(parts=(*parts, *(s.path for s in columns)))]
     return add_tables_elsewhere(top, found, apart)
+
+
+def _with_chunks(found: list[FoundSource]) -> list[FoundSource]:
+    """Join the numbered files of a folder that hold together as many rows as its only table: hidden_states_0.pt, ..."""
+    folders: dict[Path, list[FoundSource]] = defaultdict(list)
+    for source in found:
+        folders[source.path if source.parts else source.path.parent].append(source)
+    for folder, group in folders.items():
+        chunks = chunks_of([p for source in group for p in source.parts or (source.path,)])
+        names = [p for p in folder.iterdir() if is_table(p)] if chunks else []
+        table = loaded(names[0]) if len(names) == 1 else None
+        if table is None or not len(chunks) < len(table) or len(chunks) > _MAX_CHUNKS or table.by_file:
+            continue
+        if count_rows(chunks) == len(table):
+            parts = tuple(path for _, chunk in sorted(chunks.items()) for path in chunk.values())
+            joined = FoundSource(folder, parts, TableReference(table.path, is_in_turn=True))
+            found = [source for source in found if source not in group] + [joined]
+    return found
 
 
 def _joined(top: Path, found: list[FoundSource]) -> list[FoundSource]:

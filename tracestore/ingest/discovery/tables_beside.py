@@ -11,6 +11,7 @@ from tracestore.ingest.containers.arrow_files import is_table as is_arrow_table
 from tracestore.ingest.containers.keys import column_name
 from tracestore.ingest.containers.tables import Table, TableReference, load_table
 from tracestore.ingest.layouts.joined_files import place_of
+from tracestore.ingest.layouts.parts import ARRAYS
 
 # JSON files of a folder that describe something else than its traces.
 NO_TABLES = ("provenance.json", "data_config.json", "dataset_info.json", "state.json", "dataset_dict.json")
@@ -200,8 +201,9 @@ def with_tables(folder: Path, candidates: list[str], sources: list[FoundSource])
     named: dict[int, list[str]] = defaultdict(list)
     for name in candidates:
         stem, rest_of_name = Path(name).stem, ""
-        if stem not in stems and (between := place_of(PurePath(name)).trace) in stems:
-            stem = between  # llama-answers-nq.csv next to llama-hidden_states-nq.pt
+        place = place_of(PurePath(name))
+        if stem not in stems and place.trace in stems and place.field not in ARRAYS:
+            stem = place.trace  # llama-answers-nq.csv next to llama-hidden_states-nq.pt
         while stem not in stems and (mark := max(stem.rfind("."), stem.rfind("_"))) > 0:
             stem, rest_of_name = stem[:mark], stem[mark + 1 :] + rest_of_name
         if stem in stems and (rest_of_name in ("", "meta", "metadata") or _has_ids(folder / name)):

@@ -3,7 +3,7 @@
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from itertools import pairwise
@@ -25,12 +25,15 @@ from tracestore.ingest.layouts.values import array_of
 from tracestore.ingest.pickles.pickle_reader import pickle_reader
 from tracestore.ingest.roles.keys import normalized
 from tracestore.ingest.roles.layout import layout, opened
+from tracestore.store.io.scratch import Scratch
 
 _TEXTS = {"question": "prompt", "answer": "response", "output": "response"}
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _TEXT = (".json", ".txt")
 _SHARD = re.compile(r"(?:shard|batch|part|chunk|fold|split|file|rank|worker|data)s?[_\-.]?\d", re.IGNORECASE)
 _RANGE = re.compile(r"(?:rows?_)?(\d+)(?:_to_|[_\-])(\d+)", re.IGNORECASE)
+_CHUNK = re.compile(r"(.+?)[._\-]?(?:shard|batch|part|chunk)?[._\-]?(\d{1,6})", re.IGNORECASE)
+_SUFFIXES_OF_CHUNKS = (".pt", ".pth", ".npy", ".pkl", ".pickle", ".p")
 _IDS = frozenset((*ID_KEYS, *(f"{name}s" for name in ID_KEYS)))
 _MAX_TEXT_BYTES = 64 << 20
 _MAX_DEPTH = 4
@@ -123,21 +126,59 @@ def is_joined(parts: Sequence[Path]) -> bool:
     places = [parse_path(part.stem) for part in parts]
     if any(place.token is not None or place.segment or rows_of_name(place.trace) for place in places):
         return True
+    if any("__" in part.stem for part in parts):  # FIELD__SETTINGS
+        return True
     return not any(place.has_role for place in places) and all(place_of(PurePath(p.name)).has_role for p in parts)
 
 
 def names_one(name: str) -> bool:
-    """Return whether the name that files share is that of one trace: it has a digit, and is none of a shard or batch."""
-    return re.search(r"\d", MODEL_NUMBER.sub("", name)) is not None and _SHARD.match(name) is None
+    """Return whether the name that files share is that of one trace: it has a digit, and is none of a shard, batch or settings."""
+    return "__" not in name and re.search(r"\d", MODEL_NUMBER.sub("", name)) is not None and _SHARD.match(name) is None
 
 
-def read_joined(source: Input, resources: ExitStack) -> Iterator[tuple[dict[str, Any], range | None]]:
-    """Yield the values of the files of a source by field, and the rows that the names of files state.
+def chunks_of(paths: Sequence[Path]) -> dict[int, dict[str, Path]]:
+    """Return the files such as hidden_states_0.pt and attention_mask_0.pt by number and field; empty if they are no chunks.
+
+    The numbers have no gaps, and each has the same fields, with hidden states or last tokens.
+    """
+    found: dict[int, dict[str, Path]] = defaultdict(dict)
+    for path in paths:
+        match = _CHUNK.fullmatch(path.stem)
+        place = None if match is None else parse_atom(match[1])
+        if match is None or place is None or not place.field or path.suffix not in _SUFFIXES_OF_CHUNKS:
+            return {}
+        found[int(match[2])][place.field] = path
+    fields = {frozenset(group) for group in found.values()}
+    is_whole = len(fields) == 1 and bool({"hidden_states", "last_token"} & next(iter(fields)))
+    is_counted = len(found) > 1 and min(found) < 2 and max(found) - min(found) == len(found) - 1
+    return found if is_whole and is_counted and sum(map(len, found.values())) == len(paths) else {}
+
+
+def count_rows(chunks: Mapping[int, Mapping[str, Path]]) -> int:
+    """Return the number of rows of states in all chunks; 0 if a file is refused."""
+    with ExitStack() as resources:
+        try:
+            return sum(
+                _num_rows({field: _value(path, Input(path, path.name, (), Scratch()), resources)})
+                for chunk in chunks.values()
+                for field, path in chunk.items()
+                if field in ("hidden_states", "last_token")
+            )
+        except (InvalidInputError, ValueError, TypeError, OSError):
+            return 0
+
+
+def read_joined(
+    source: Input, resources: ExitStack, *, is_in_turn: bool = False
+) -> Iterator[tuple[dict[str, Any], range | None]]:
+    """Yield the values of the files of a source by field, and the rows of a table that they have.
 
     Parameters
     ----------
     source : Input
         The files; `resources` holds what keeps their arrays readable.
+    is_in_turn : bool
+        Whether the files are `chunks_of` rows. Otherwise names may state the rows.
 
     Raises
     ------
@@ -145,11 +186,13 @@ def read_joined(source: Input, resources: ExitStack) -> Iterator[tuple[dict[str,
         If a file is refused, or a layer or token is missing.
     """
     base = _common_folder(source.parts)
-    places = {path: place_of(path.relative_to(base)) for path in source.parts}
+    numbered = chunks_of(source.parts) if is_in_turn else {}
+    places = {path: Place(str(k), field) for k, chunk in numbered.items() for field, path in chunk.items()}
+    places = places or {path: place_of(path.relative_to(base)) for path in source.parts}
     chunks: dict[str, list[Path]] = defaultdict(list)
     for path, place in places.items():
         chunks[place.trace].append(path)
-    if len(chunks) > 1 and not are_rows(list(chunks)):
+    if len(chunks) > 1 and not is_in_turn and not are_rows(list(chunks)):
         chunks = {"": list(places)}
     ids = _shared_ids(source.parts[0].parent)
     offset = 0
@@ -162,15 +205,15 @@ def read_joined(source: Input, resources: ExitStack) -> Iterator[tuple[dict[str,
             parts += found if order is None or own is None else _in_order(found, own, order)
             order = order or own
         values = join_parts(parts)[""]
+        count = _num_rows(values)
         if ids is not None:
-            count = _num_rows(values)
             if len(ids) < offset + count:
                 raise InvalidInputError(f"found {len(ids)} ids for at least {offset + count} rows")
             values.setdefault("question_ids", ids[offset : offset + count])
-            offset += count
-        rows = rows_of_name(name)
-        if rows is not None and _num_rows(values) != len(rows):
-            raise InvalidInputError(f"found {_num_rows(values)} rows in a file of rows {name}")
+        rows = range(offset, offset + count) if is_in_turn else rows_of_name(name)
+        if rows is not None and count != len(rows):
+            raise InvalidInputError(f"found {count} rows in a file of rows {name}")
+        offset += count
         yield values, rows
 
 

@@ -90,6 +90,9 @@ def _parse(name: str) -> Place:
     """Return the place that one name states: its ending first, then its beginning, names the field or layer."""
     if (place := parse_atom(name)) is not None:
         return place
+    first, mark, rest = name.partition("__")  # hidden_states__model_gpt2__split_test
+    if mark and (place := parse_atom(first)) is not None and (joined := _joined(place, Place(trace=rest))):
+        return joined
     marks = list(_MARK.finditer(name))
     for match in marks:
         ending = parse_atom(name[match.end() :])

@@ -119,7 +119,9 @@ def letters_of_trace(
         if any(_count(trace.get(name)) == shape[0] for name in ("layers", "layer_ids")):
             return "LD"
         if stack is not None:
-            raise _ambiguous(stack, "NLD", "NSD")
+            # Layers last, as CCS writes them, are fewer than the hidden size.
+            fits = ("NDL",) if (shape[0] or 0) > (shape[1] or 0) else ()
+            raise _ambiguous(stack, "NLD", "NSD", *fits)
         raise _ambiguous(shape, "SD", "LD", *(["ND"] if trace.keys() == _BARE else []))
     if rank == 3 and shape[0] != 1 and shape[0] in sizes and shape[1] not in sizes and not is_ragged(shape):
         return "SLD"
@@ -144,7 +146,9 @@ def with_states(fields: dict[Any, Any], key: Any, value: Any, letters: str | Non
     rest = {name: v for name, v in fields.items() if name != key}
     if letters == "SLD":
         return rest | {"hidden_states": _stacked(value).transpose(1, 0, 2)}
-    if letters in ("SD", "D"):
+    if letters == "DL":
+        value = _stacked(value).T
+    elif letters in ("SD", "D"):
         value = [value]
     return rest | {"hidden_states" if "S" in letters else "last_token": value}
 

@@ -42,8 +42,10 @@ def states_in(trace: Mapping[Any, Any]) -> list[str]:
 
 
 def vectors_in(trace: Mapping[Any, Any]) -> list[str]:
-    """Return the keys, or paths to keys, whose values are vectors of floats."""
-    return [name for name, shape in _shapes(trace) if len(shape) == 1 and shape[0] > 2]
+    """Return the keys, or paths to keys, whose values are vectors of floats, or a matrix of those of the last token."""
+    shapes = list(_shapes(trace))
+    found = [name for name, shape in shapes if len(shape) == 2 and "last" in name.lower()]
+    return found or [name for name, shape in shapes if len(shape) == 1 and shape[0] > 2]
 
 
 def attention_in(trace: Any) -> list[str]:

@@ -1,7 +1,7 @@
 """Describe the first traces of a file: what each key holds, which role it has, and what would be stored."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -71,8 +71,10 @@ class Inspection:
     refused: InvalidInputError | None = None
 
 
-def inspect_source(source: SourceFile, options: PackOptions, max_traces: int) -> Inspection:
-    """Read and pack the first traces of a source, and describe them."""
+def inspect_source(
+    source: SourceFile, options: PackOptions, max_traces: int, on_packed: Callable[[PackedTrace], None]
+) -> Inspection:
+    """Read and pack the first traces of a source, and describe them; each is given to `on_packed`."""
     found = Inspection()
     seen: set[str] = set()
 
@@ -105,6 +107,7 @@ def inspect_source(source: SourceFile, options: PackOptions, max_traces: int) ->
                         record, attention=options.attention, keep_dtype=options.keep_dtype, scratch=scratch
                     )
                 found.stored.append(_stored(packed))
+                on_packed(packed)
                 dropped = set(map(_name, record.dropped or ()))
                 found.keys = [replace(key, role="dropped") if key.key in dropped else key for key in found.keys]
     except InvalidInputError as error:

@@ -129,7 +129,7 @@ _YES_OR_NO = {**dict.fromkeys(("yes", "true", "y", "t"), 1.0), **dict.fromkeys((
 _CLASSES = ("correct", "incorrect", "wrong", "hallucinated")
 _WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[\s\-]+")
 # Axes of hidden states, from the outside: N traces, L layers, S tokens, D hidden size.
-Axes = Literal["LSD", "SLD", "SD", "LD", "D", "NLSD", "LNSD", "NSLD", "NSD", "NLD", "LND", "ND"]
+Axes = Literal["LSD", "SLD", "SD", "LD", "D", "NLSD", "LNSD", "NSLD", "NSD", "NLD", "LND", "NDL", "ND"]
 _MAX_MAP_BYTES = 1 << 20
 
 
