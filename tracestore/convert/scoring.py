@@ -13,8 +13,8 @@ from tracestore.convert.options import ConvertOptions
 from tracestore.convert.table_ids import TableIds
 from tracestore.errors import InvalidInputError, UsageError, escape_unprintable
 from tracestore.ingest.roles.columns import UNNAMED
-from tracestore.ingest.roles.keys import INPUTS_PAGE, KeyOptions, label_of_path, parse_map
-from tracestore.ingest.score_files import ID_COLUMN, direction_of, find_score_files
+from tracestore.ingest.roles.keys import INPUTS_PAGE, KeyOptions, direction_of, label_of_path, parse_map
+from tracestore.ingest.score_files import ID_COLUMN, find_score_files
 from tracestore.ingest.scores import Scores, read_scores, score_name
 from tracestore.ingest.sources import SourceFile, with_classes
 from tracestore.store.format.labels import CORRECT, HALLUCINATION, ScoreField

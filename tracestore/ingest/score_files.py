@@ -4,10 +4,8 @@ import contextlib
 import csv
 import io
 import json
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,119 +13,22 @@ from tracestore.errors import InvalidInputError, UsageError
 from tracestore.ingest.byte_source import map_file
 from tracestore.ingest.containers.numpy_files import npy_column, npz_columns
 from tracestore.ingest.containers.tables import MAX_BYTES, Table
-from tracestore.ingest.roles.keys import OTHER_NAMES, normalized
+from tracestore.ingest.roles.keys import (
+    OTHER_NAMES,
+    PRIMARY_SCORES,
+    SCORE_COLUMNS,
+    WORD_COLUMNS,
+    known_name,
+    normalized,
+)
 from tracestore.ingest.sources import SourceFile, natural_key
-from tracestore.store.format.labels import CORRECT, HALLUCINATION, PREDICTION_COLUMNS
+from tracestore.store.format.labels import PREDICTION_COLUMNS
 from tracestore.store.io.fsio import open_regular
 from tracestore.store.io.scratch import Scratch
 
-# The meaning of a high value, by the normalized name of a column. A column named "label" may mean either.
-_PRIMARY = {
-    **dict.fromkeys(("bleurt_score", "score", "correctness", "is_correct", "correct"), CORRECT),
-    **dict.fromkeys(("hallucination_score", "p_hallucination", "hallucination", "is_hallucination"), HALLUCINATION),
-}
-_HALLUCINATION = (
-    "hallucinated",
-    "is_hallucinated",
-    "has_hallucination",
-    "hallu",
-    "is_hallu",
-    "hallu_score",
-    "hallucinates",
-    "hallucination_label",
-    "hallu_label",
-    "hallucination_flag",
-    "is_hallucinating",
-    "is_wrong",
-    "is_incorrect",
-    "is_unfaithful",
-)
-_CORRECT = (
-    "accuracy",
-    "acc",
-    "exact_match",
-    "em",
-    "f1",
-    "f1_score",
-    "bleurt",
-    "bleu",
-    "bleu_score",
-    "rouge",
-    "rouge_1",
-    "rouge1",
-    "rouge_2",
-    "rouge2",
-    "rouge_l",
-    "rougel",
-    "rouge_lsum",
-    "rouge_score",
-    "rouge_l_score",
-    "meteor",
-    "bert_score",
-    "bertscore",
-    "truthful",
-    "is_truthful",
-    "truthfulness",
-    "factual",
-    "faithful",
-    "faithfulness",
-    "automatic_correctness",
-    "auto_correctness",
-    "answer_correctness",
-    "correctness_score",
-    "is_right",
-    "is_accurate",
-    "answer_correct",
-    "model_correct",
-    "llm_correct",
-    "judge_correct",
-    "is_factual",
-    "is_faithful",
-    "factuality",
-    "factuality_score",
-    "faithfulness_score",
-    "truthfulness_score",
-    "em_score",
-    "exact_match_score",
-    "rougel_score",
-    "rougel_fmeasure",
-    "rougel_f1",
-    "rouge_l_f1",
-    "meteor_score",
-    "bertscore_f1",
-    "bert_score_f1",
-    "is_supported",
-    "correct_prediction",
-)
-SCORE_COLUMNS = _PRIMARY | dict.fromkeys(_HALLUCINATION, HALLUCINATION) | dict.fromkeys(_CORRECT, CORRECT)
-# Columns whose words have a meaning, and whose numbers do not. They count if there is none of SCORE_COLUMNS.
-WORD_COLUMNS = ("verdict", "judgment", "judge", "judge_label", "label", "labels")
-# What the name of a score may have before or behind it without another meaning.
-_AFFIX = re.compile(r"^(?:label|human)_|_(?:to_target|reward)$")
-# Labels next to X, the input of a classifier; 1: hallucinated.
-LABELS = "y"
 ID_COLUMN, GROUP_COLUMN = "question_id", "group"
 SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".npy", ".npz")
 _NO_SCORES = ("provenance.json", "data_config.json", "dataset_info.json", "state.json", "dataset_dict.json")
-
-
-@lru_cache(maxsize=1 << 14)
-def known_name(column: str) -> str:
-    """Return the name of a column in SCORE_COLUMNS that differs by an affix alone; for others what `normalized` returns.
-
-    Examples
-    --------
-    >>> known_name("label_hallucinated"), known_name("rougeL_to_target"), known_name("step")
-    ('hallucinated', 'rouge_l', 'step')
-    """
-    name = normalized(column)
-    known = _AFFIX.sub("", name)
-    return known if known in SCORE_COLUMNS else name
-
-
-def direction_of(column: str) -> str | None:
-    """Return what a high value of a column or key of this name means; None if that is not known."""
-    return SCORE_COLUMNS.get(known_name(column))
 
 
 def id_column_of(header: Sequence[str]) -> str | None:
@@ -141,7 +42,7 @@ def score_columns_of(header: Sequence[str]) -> list[str]:
     found = {known_name(name): name for name in reversed(header)}
     known = [found[name] for name in SCORE_COLUMNS if name in found]
     # Next to a column called score those of metrics are further scores, as in the files that extract writes.
-    known = [name for name in known if known_name(name) in _PRIMARY] or known
+    known = [name for name in known if known_name(name) in PRIMARY_SCORES] or known
     return known or [found[name] for name in WORD_COLUMNS if name in found][:1]
 
 

@@ -10,13 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from tracestore.errors import InvalidInputError, UsageError
-from tracestore.ingest.roles.keys import normalized, score_of_word
+from tracestore.ingest.roles.keys import WORD_COLUMNS, direction_of, normalized, score_of_word
 from tracestore.ingest.score_files import (
     GROUP_COLUMN,
     ID_COLUMN,
-    WORD_COLUMNS,
     ScoreTable,
-    direction_of,
     id_column_of,
     read_table,
     score_columns_of,
@@ -124,7 +122,7 @@ def read_scores(
     path : Path
         A table in a format of `score_files.SUFFIXES`.
     score_column : str, optional
-        Column of the scores; by default the only one of `score_files.SCORE_COLUMNS` in the file.
+        Column of the scores; by default the only one of `roles.keys.SCORE_COLUMNS` in the file.
     group_column : str, optional
         Column of the groups; by default GROUP_COLUMN, if the file has it.
     score_direction : str, optional

@@ -9,8 +9,7 @@ import pytest
 
 import tracestore
 from tests.helpers import ROOT, command, convert, error_of, make_trace, make_traces, write_pickle, write_scores
-from tracestore.ingest.roles.keys import MAPPABLE, parse_map
-from tracestore.ingest.score_files import SCORE_COLUMNS
+from tracestore.ingest.roles.keys import MAPPABLE, SCORE_COLUMNS, parse_map
 
 
 def stored(tmp_path, traces, *flags):

@@ -24,6 +24,7 @@ from tracestore.ingest.layouts.array_names import ARRAYS, with_field_names
 from tracestore.ingest.layouts.steps import joined_heads, joined_steps
 
 _NUMBERED_NAME = re.compile(r"(.+?)[._/\-]?(\d+)")
+_NUMBER_AT_END = re.compile(r"(\d+)$")
 _TOKEN_NAMES = ("tokens", "token_ids", "input_ids", "sequences")
 
 
@@ -44,11 +45,27 @@ def units_of(fields: Mapping[str, Any], **options: bool) -> Iterator[Unit]:
     shared = groups.pop("", {}) if len(groups) > 1 else {}
     if any(key and key.field in ARRAYS for key, _ in shared.values()):
         raise InvalidInputError(f"found arrays of named traces and others ({', '.join(list(shared)[:3])[:80]})")
+    units = []
     for trace in sorted(groups, key=natural_key):
         for number, group in _by_number(groups[trace]):
             name = trace if number is None else f"{trace}_{number}".strip("_")
             values = {field: value for field, (_, value) in shared.items()} | _fields(group)
-            yield Unit(values, name, **(options | ({"is_stack": True} if _is_split(name, values) else {})))
+            units.append(Unit(values, name, **(options | ({"is_stack": True} if _is_split(name, values) else {}))))
+    _divide_shared(units)
+    yield from units
+
+
+def _divide_shared(units: list[Unit]) -> None:
+    """Give traces that are numbered without gaps their items of the arrays that have one for each, such as labels."""
+    count = len(units)
+    numbers = [int(match[1]) for unit in units if (match := _NUMBER_AT_END.search(unit.trace))]
+    if count < 2 or numbers not in (list(range(count)), list(range(1, count + 1))):
+        return
+    for field, value in list(units[0].fields.items()):
+        is_one_each = isinstance(value, Column) and value.shape == (count,) and not field.startswith("layer")
+        if is_one_each and all(unit.fields.get(field) is value for unit in units):
+            for k, unit in enumerate(units):
+                unit.fields[field] = plain(np.asarray(value.row(k)))
 
 
 def _is_split(name: str, values: Mapping[str, Any]) -> bool:

@@ -173,6 +173,8 @@ class _Reader:
                 fields |= self._flatten(child, self._children(child, depth + 1), f"{path}/", depth + 1)
             else:
                 fields |= self._columns(child, path)
+                if locate(path) is None and len(child.shape or ()) > 1:  # an array with the name of a trace
+                    fields |= {f"{path}/{key}": value for key, value in self._attributes(child).items()}
             if len(fields) > _MAX_FIELDS:
                 raise InvalidInputError(f"found more than {_MAX_FIELDS:,} arrays in one group", field=group.name[:60])
         return fields

@@ -15,7 +15,7 @@ from tracestore.ingest.layouts.parts import ARRAYS
 
 # JSON files of a folder that describe something else than its traces.
 NO_TABLES = ("provenance.json", "data_config.json", "dataset_info.json", "state.json", "dataset_dict.json")
-_TABLE_STEMS = ("metadata", "meta", "traces", "samples", "questions", "index", "data", "manifest")
+_TABLE_STEMS = ("metadata", "meta", "traces", "samples", "questions", "index", "data", "manifest", "labels")
 _MAX_APART = 16
 
 

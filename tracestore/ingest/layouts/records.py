@@ -16,8 +16,9 @@ from tracestore.ingest.containers.keys import (
 )
 from tracestore.ingest.layouts.array_names import is_list_of_floats
 from tracestore.ingest.layouts.rows import Coordinates, coordinates_of, has_answer, joined, with_states
+from tracestore.ingest.roles.columns import singular
 from tracestore.ingest.roles.edges import attention_of_edges, is_list_of_edges
-from tracestore.ingest.roles.keys import MAPPABLE, OTHER_NAMES, fields_of_nested
+from tracestore.ingest.roles.keys import MAPPABLE, OTHER_NAMES, direction_of, fields_of_nested
 
 _TOKEN_KEYS = ("token", "token_id", "token_text", "token_str", "position", "pos", "step", "tok", "word", "token_idx")
 _LAYER_KEYS = ("layer", "layer_idx", "layer_id", "layer_index", "block")
@@ -255,7 +256,7 @@ def rows_of_json(value: Any, column: str) -> list[Row]:
     """
     if isinstance(value, list) and value and not any(isinstance(row, dict | list) for row in value):
         return [{column: row} for row in value]
-    value = _frame(value)
+    value = _rows_of_columns(_frame(value))
     if isinstance(value, dict):
         inner = [v for k, v in value.items() if isinstance(v, dict) and k in GROUPS_OF_TRACES]
         if len(inner) == 1 and _is_by_id(inner[0]):
@@ -264,8 +265,8 @@ def rows_of_json(value: Any, column: str) -> list[Row]:
         is_trace = any(LISTS_OF_LAYERS.fullmatch(key) or LISTS_OF_TOKENS.fullmatch(key) for key in value)
         if _is_by_id(value):
             value = [{"question_id": key} | row for key, row in value.items()]
-        elif column.removesuffix("s") in _FIELDS and all(type(v) in (str, int, float, bool) for v in value.values()):
-            value = [{"question_id": key, column.removesuffix("s"): field} for key, field in value.items()]
+        elif (name := _name_of_values(column)) and all(type(v) in (str, int, float, bool) for v in value.values()):
+            value = [{"question_id": key, name: field} for key, field in value.items()]
         elif len(lists) == len(value) > 1 and all(map(is_question_name, value)):
             value = [
                 {"question_id": key, "sample": k} | row for key, rows in value.items() for k, row in enumerate(rows)
@@ -279,6 +280,26 @@ def rows_of_json(value: Any, column: str) -> list[Row]:
     if not isinstance(value, list) or not all(isinstance(row, dict) for row in value):
         raise ValueError("expected a list of objects")
     return value
+
+
+def _name_of_values(column: str) -> str | None:
+    """Return the name of a field or score at the end of the name of a file with values by id; None without one."""
+    words = column.lower().removesuffix("s").split("_")
+    names = ("_".join(words[k:]) for k in range(len(words)))
+    return next((name for name in names if name in _FIELDS or direction_of(name) is not None), None)
+
+
+def _rows_of_columns(value: Any) -> Any:
+    """Return the rows of lists that are as long as a list of ids next to them; other values belong to every row."""
+    if not isinstance(value, dict):
+        return value
+    ids = next((v for k, v in value.items() if k.endswith("s") and k[:-1] in ID_KEYS and isinstance(v, list)), [])
+    is_list_of_ids = len(ids) > 1 and all(type(v) in (str, int) for v in ids) and len(set(ids)) == len(ids)
+    names = [k for k, v in value.items() if isinstance(v, list) and len(v) == len(ids) and not k.startswith("layer")]
+    if not is_list_of_ids or len(names) < 2:
+        return value
+    shared = {key: field for key, field in value.items() if key not in names}
+    return [shared | {singular(key): value[key][k] for key in names} for k in range(len(ids))]
 
 
 def _frame(value: Any) -> Any:

@@ -19,17 +19,21 @@ from tracestore.ingest.roles.keys import (
     INDEX_KEYS,
     INPUTS_PAGE,
     JUDGMENTS,
+    LABELS,
     MAPPABLE,
     OTHER_NAMES,
     SAME,
+    SCORE_COLUMNS,
     SPELLED,
     TOKENS_KEYS,
+    WORD_COLUMNS,
     KeyOptions,
+    direction_of,
     fields_of_nested,
+    known_name,
     normalized,
     score_of_word,
 )
-from tracestore.ingest.score_files import LABELS, SCORE_COLUMNS, WORD_COLUMNS, direction_of, known_name
 from tracestore.store.write.values import are_arrays, as_array, describe
 
 OWN_KEYS = frozenset((*MAPPABLE, *TOKENS_KEYS, "global_example_id", "layers", "labels")) - {"label"}
@@ -386,7 +390,8 @@ def _find_scores(found: Assignment, options: KeyOptions) -> None:
             found.scores[name] = score
             found.roles[name] = "score"
             break
-    key = "label" if "label" in found.fields else LABELS
-    if key in found.fields and options.score_key != key and (label := _number(found.fields[key])) in (0, 1):
-        found.label = label
-        found.roles[key] = "label"
+    for key in ("label", "labels", LABELS):
+        if key in found.fields and options.score_key != key and (label := _number(found.fields[key])) in (0, 1):
+            found.label = label
+            found.roles[key] = "label"
+            break

@@ -9,9 +9,16 @@ from typing import Any
 import numpy as np
 
 from tracestore.ingest.containers.keys import ID_KEYS, LENGTHS, id_of_name, parse_key
-from tracestore.ingest.roles.keys import COUNTERS, MAPPABLE, OTHER_NAMES, score_of_word
+from tracestore.ingest.roles.keys import (
+    COUNTERS,
+    LABELS,
+    MAPPABLE,
+    OTHER_NAMES,
+    SCORE_COLUMNS,
+    known_name,
+    score_of_word,
+)
 from tracestore.ingest.roles.layout import layout, opened, row
-from tracestore.ingest.score_files import LABELS, SCORE_COLUMNS, known_name
 
 # Names of values of one trace; a column may have an "s" at the end.
 _SINGULAR = frozenset((*MAPPABLE, *itertools.chain(*OTHER_NAMES.values()), *ID_KEYS, *SCORE_COLUMNS, LABELS))

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from tracestore.errors import UsageError, escape_unprintable
 from tracestore.store.format import schema
-from tracestore.store.format.labels import HALLUCINATION
+from tracestore.store.format.labels import CORRECT, HALLUCINATION
 
 INPUTS_PAGE = "docs/inputs.md"
 # Fields that may have another name in a file.
@@ -133,6 +133,93 @@ Axes = Literal["LSD", "SLD", "SD", "LD", "D", "NLSD", "LNSD", "NSLD", "NSD", "NL
 _MAX_MAP_BYTES = 1 << 20
 
 
+# The meaning of a high value, by the normalized name of a column. A column named "label" may mean either.
+PRIMARY_SCORES = {
+    **dict.fromkeys(("bleurt_score", "score", "correctness", "is_correct", "correct"), CORRECT),
+    **dict.fromkeys(("hallucination_score", "p_hallucination", "hallucination", "is_hallucination"), HALLUCINATION),
+}
+_HALLUCINATION = (
+    "hallucinated",
+    "is_hallucinated",
+    "has_hallucination",
+    "hallu",
+    "is_hallu",
+    "hallu_score",
+    "hallucinates",
+    "hallucination_label",
+    "hallu_label",
+    "hallucination_flag",
+    "is_hallucinating",
+    "is_wrong",
+    "is_incorrect",
+    "is_unfaithful",
+)
+_CORRECT = (
+    "accuracy",
+    "acc",
+    "exact_match",
+    "em",
+    "f1",
+    "f1_score",
+    "bleurt",
+    "bleu",
+    "bleu_score",
+    "rouge",
+    "rouge_1",
+    "rouge1",
+    "rouge_2",
+    "rouge2",
+    "rouge_l",
+    "rougel",
+    "rouge_lsum",
+    "rouge_score",
+    "rouge_l_score",
+    "meteor",
+    "bert_score",
+    "bertscore",
+    "truthful",
+    "is_truthful",
+    "truthfulness",
+    "factual",
+    "faithful",
+    "faithfulness",
+    "automatic_correctness",
+    "auto_correctness",
+    "answer_correctness",
+    "correctness_score",
+    "is_right",
+    "is_accurate",
+    "answer_correct",
+    "model_correct",
+    "llm_correct",
+    "judge_correct",
+    "is_factual",
+    "is_faithful",
+    "factuality",
+    "factuality_score",
+    "faithfulness_score",
+    "truthfulness_score",
+    "em_score",
+    "exact_match_score",
+    "rougel_score",
+    "rougel_fmeasure",
+    "rougel_f1",
+    "rouge_l_f1",
+    "meteor_score",
+    "bertscore_f1",
+    "bert_score_f1",
+    "is_supported",
+    "correct_prediction",
+)
+SCORE_COLUMNS = PRIMARY_SCORES | dict.fromkeys(_HALLUCINATION, HALLUCINATION) | dict.fromkeys(_CORRECT, CORRECT)
+# Columns whose words have a meaning, and whose numbers do not. They count if there is none of SCORE_COLUMNS.
+WORD_COLUMNS = ("verdict", "judgment", "judge", "judge_label", "label", "labels")
+# What the name of a score may have before or behind it without another meaning.
+_AFFIX = re.compile(r"^(?:label|human)_|_(?:to_target|reward)$")
+# Labels next to X, the input of a classifier; 1: hallucinated.
+LABELS = "y"
+
+
 @dataclass(frozen=True)
 class KeyOptions:
     """Name the keys of the fields of a trace.
@@ -177,6 +264,25 @@ def normalized(name: str) -> str:
     ('hidden_states', 'question_id', 'exact_match')
     """
     return _WORD.sub("_", name.strip()).lower()
+
+
+@lru_cache(maxsize=1 << 14)
+def known_name(column: str) -> str:
+    """Return the name of a column in SCORE_COLUMNS that differs by an affix alone; for others what `normalized` returns.
+
+    Examples
+    --------
+    >>> known_name("label_hallucinated"), known_name("rougeL_to_target"), known_name("step")
+    ('hallucinated', 'rouge_l', 'step')
+    """
+    name = normalized(column)
+    known = _AFFIX.sub("", name)
+    return known if known in SCORE_COLUMNS else name
+
+
+def direction_of(column: str) -> str | None:
+    """Return what a high value of a column or key of this name means; None if that is not known."""
+    return SCORE_COLUMNS.get(known_name(column))
 
 
 def parse_map(text: str) -> tuple[tuple[str, str], ...]:

@@ -171,3 +171,53 @@ def npy_of_all_tokens_with_spans(folder):
     rows = [{"doc_id": s.question_id, "span": ends[k : k + 2], "text": s.question} for k, s in enumerate(samples)]
     write_json(folder / "docs.json", rows)
     return [s.expect("id") for s in samples]
+
+
+@kind()
+def npz_numbered_states_and_labels(folder):
+    """Write one npz with hidden_0, hidden_1, ... (L, S, D) and labels (N,)."""
+    samples = make_samples(5)
+    states = {f"hidden_{k}": s.hidden for k, s in enumerate(samples)}
+    np.savez(folder / "acts.npz", **states, labels=[wrong(s) for s in samples])
+    return [s.expect("label") for s in samples]
+
+
+@kind()
+def pt_numbered_files_and_list_of_labels(folder):
+    """Write hs_000.pt, hs_001.pt, ... and a list of labels in JSON."""
+    samples = make_samples(5)
+    for k, s in enumerate(samples):
+        save_pt(folder / f"hs_{k:03d}.pt", tensor(s.hidden))
+    write_json(folder / "labels.json", [wrong(s) for s in samples])
+    return [s.expect("label") for s in samples]
+
+
+@kind()
+def pt_folder_and_labels_by_id(folder):
+    """Write hidden/ID.pt and hallucination_labels.json next to the folder, {id: true or false}."""
+    samples = make_samples(5)
+    for s in samples:
+        save_pt(folder / "hidden" / f"{s.question_id}.pt", tensor(s.hidden))
+    write_json(folder / "hallucination_labels.json", {s.question_id: bool(wrong(s)) for s in samples})
+    return [s.expect("id label") for s in samples]
+
+
+@kind("h5py")
+def h5_arrays_by_id_with_attributes(folder):
+    """Write an array (L, S, D) by id, whose attributes are question and label."""
+    samples = make_samples(5)
+    with create(folder / "acts.h5") as file:
+        for s in samples:
+            file[s.question_id] = s.hidden
+            file[s.question_id].attrs.update(label=wrong(s), question=s.question)
+    return [s.expect("id label question") for s in samples]
+
+
+@kind()
+def npy_and_columns_in_json(folder):
+    """Write last tokens (N, L, D) and a JSON file with settings, a list of ids and a list of labels."""
+    samples = make_samples(5)
+    np.save(folder / "activations.npy", np.stack([s.hidden[:, -1] for s in samples]).astype("f2"))
+    columns = {"ids": [s.question_id for s in samples], "labels": [wrong(s) for s in samples]}
+    write_json(folder / "meta.json", {"model": "gpt2", "layers": [1, 2, 3]} | columns)
+    return [s.expect_last("id label") for s in samples]
