@@ -123,3 +123,17 @@ def test_a_table_whose_name_has_braces_is_named_in_the_summary(tmp_path):
     write_rows(folder / "a{0}{x}.jsonl", [{"question_id": f"q{k}", "label": k % 2} for k in range(4)])
     done = convert(folder, tmp_path / "s.zarr", check=0)
     assert "found inside 4 traces or their rows in a{0}{x}.jsonl and used" in done.stdout
+
+
+def test_tables_that_are_not_read_are_named(tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for k, trace in enumerate(make_traces(4)):
+        write_pickle(folder / f"states_{k}.pkl", trace)
+    (folder / "notes.json").write_text('[{"speaker": "a"}, {"speaker": "b"}]')
+    (folder / "config.json").write_text('{"model": "m"}')
+    done = convert(folder, tmp_path / "s.zarr")
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("not read: ")]
+    assert "notes.json" in line and "config.json" not in line
+    (folder / "notes.json").unlink()
+    assert "not read" not in convert(folder, tmp_path / "t.zarr").stdout

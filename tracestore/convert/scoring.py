@@ -12,6 +12,7 @@ from tracestore.console import Output, plural
 from tracestore.convert.options import ConvertOptions
 from tracestore.convert.table_ids import TableIds
 from tracestore.errors import InvalidInputError, UsageError, escape_unprintable
+from tracestore.ingest.discovery.tables_beside import unread_tables
 from tracestore.ingest.roles.columns import UNNAMED
 from tracestore.ingest.roles.keys import INPUTS_PAGE, KeyOptions, direction_of, label_of_path, parse_map
 from tracestore.ingest.score_files import ID_COLUMN, find_score_files
@@ -225,4 +226,19 @@ def _read_files(
             scores = found
         else:
             scores.join(found)
+    if unread := _unread(arguments, sources, paths):
+        names = ", ".join(escape_unprintable(path.name, 60) for path in unread)
+        output.info(
+            f"not read: {names}; rows belong to traces by id, by the name of a file, or in order if there are as many: "
+            f"{INPUTS_PAGE}#files-that-belong-together"
+        )
     return scores, paths
+
+
+def _unread(arguments: list[Path], sources: list[SourceFile], scores: list[Path]) -> list[Path]:
+    """Return the tables next to the sources from which nothing is taken."""
+    tables = [source.table for source in sources if source.table is not None]
+    used = {path for source in sources for path in (source.path, *source.parts)} | set(scores)
+    used |= {path for table in tables for path in (table.path, *table.others)}
+    folders = {path.parent for path in used} | {path for path in arguments if path.is_dir()}
+    return unread_tables(folders, used)

@@ -15,7 +15,7 @@ from tracestore.ingest.layouts.parts import ARRAYS
 
 # JSON files of a folder that describe something else than its traces.
 NO_TABLES = ("provenance.json", "data_config.json", "dataset_info.json", "state.json", "dataset_dict.json")
-_TABLE_STEMS = ("metadata", "meta", "traces", "samples", "questions", "index", "data", "manifest", "labels")
+_TABLE_STEMS = ("metadata", "meta", "traces", "samples", "questions", "index", "data", "manifest")
 _MAX_APART = 16
 
 
@@ -53,7 +53,7 @@ def tables_of_pickles(folder: Path, sources: list[FoundSource]) -> list[FoundSou
     """Return the pickles of a folder with the tables that their names, or the usual names of tables, state."""
     names = [p.name for p in folder.iterdir() if is_table(p)]
     stems = {source.path.stem for source in sources}
-    chosen = [n for n in names if Path(n).stem in _TABLE_STEMS or _owner(Path(n).stem) in stems]
+    chosen = [n for n in names if Path(n).stem in (*_TABLE_STEMS, "labels") or _owner(Path(n).stem) in stems]
     chosen = chosen or [n for n in names if len(names) == 1 and (t := loaded(folder / n)) is not None and t.has_texts]
     found = [source._replace(table=_rows_of_file(folder, sorted(names), source.path)) for source in sources]
     rest = [source for source in found if source.table is None]
@@ -273,3 +273,11 @@ def _shared_rows(
     if len(table) == count:
         return TableReference(path, (k,))
     return TableReference(path, is_by_id=True) if table.by_id else None
+
+
+def unread_tables(folders: set[Path], used: set[Path]) -> list[Path]:
+    """Return the tables in some folders, with more than one row, that are not among the files that are used."""
+    files = sorted(path for folder in folders for path in folder.iterdir() if path not in used)
+    suffixes = tuple(suffix for suffix in tables.SUFFIXES if suffix != ".txt")
+    files = [p for p in files if p.name.endswith(suffixes) and p.name not in NO_TABLES and p.is_file()]
+    return [path for path in files[:_MAX_APART] if len(loaded(path) or ()) > 1]
