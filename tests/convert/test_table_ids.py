@@ -137,3 +137,10 @@ def test_tables_that_are_not_read_are_named(tmp_path):
     assert "notes.json" in line and "config.json" not in line
     (folder / "notes.json").unlink()
     assert "not read" not in convert(folder, tmp_path / "t.zarr").stdout
+
+
+def test_labels_in_the_order_of_a_list_that_is_read_one_by_one_are_refused(tmp_path):
+    write_pickle(tmp_path / "t.pkl", [{k: v for k, v in t.items() if k != "question_id"} for t in make_traces(4)])
+    (tmp_path / "labels.json").write_text("[0, 1, 1, 0]")
+    message = error_of("convert", tmp_path, tmp_path / "s.zarr", code=3)
+    assert "the rows of labels.json have no ids" in message and "question_id or question" in message

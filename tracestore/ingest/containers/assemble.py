@@ -22,6 +22,7 @@ from tracestore.ingest.containers.tables import TableRows
 from tracestore.ingest.layouts.ragged import ragged
 from tracestore.ingest.layouts.rows import has_answer, id_column
 from tracestore.ingest.layouts.values import has_vectors, open_texts, set_arrays, with_mask
+from tracestore.ingest.roles.columns import singular
 from tracestore.ingest.roles.keys import label_of_path
 from tracestore.store.format import schema
 from tracestore.store.io.scratch import Scratch
@@ -31,8 +32,6 @@ _BLOCK_BYTES = 4 << 20
 _MAX_ID = 200
 _SCALES = "hidden_states_scales"  # of FP8HiddenStatesConnector
 _ID_NAME = re.compile(r"(?:q|question|example|sample|prompt)_?(?:ids|idxs?|ind(?:ex|ices))")
-# Names of stacked values by the name of one of them.
-_PLURALS = {"question_ids": "question_id", "ids": "id", "labels": "label", "questions": "question", "answers": "answer"}
 
 
 def traces_of(
@@ -181,7 +180,7 @@ def _set_padded_axis(unit: Unit) -> None:
 
 def _are_joined(unit: Unit, rows: TableRows) -> bool:
     """Return whether the rows of a table belong to stacked traces by their ids."""
-    ids = next((v for k, v in unit.fields.items() if k in (*ID_KEYS, *_PLURALS) or _ID_NAME.fullmatch(k)), None)
+    ids = next((v for k, v in unit.fields.items() if singular(k) in ID_KEYS or _ID_NAME.fullmatch(k)), None)
     ids = plain(whole(ids)) if ids is not None else None
     ids = ids.tolist() if isinstance(ids, np.ndarray) else ids if isinstance(ids, list) else [ids]
     known = rows.by_id
@@ -190,7 +189,7 @@ def _are_joined(unit: Unit, rows: TableRows) -> bool:
 
 def _id_name(values: Mapping[str, Any]) -> str:
     """Return the name of the id among the values of a trace; "" without one."""
-    names = [name for name in values if name in ID_KEYS or _PLURALS.get(name) in ID_KEYS or _ID_NAME.fullmatch(name)]
+    names = [name for name in values if singular(name) in ID_KEYS or _ID_NAME.fullmatch(name)]
     return next((name for name in names if isinstance(values[name], str | int)), "")
 
 
@@ -225,7 +224,7 @@ def _set_id(values: dict[str, Any], trace: str, name: str, *, is_only: bool) -> 
     """Set question_id: an id among the values, else the name of the trace in the container, else of its file."""
     has_id = any(key in values for key in (*ID_KEYS, "ids", "question_ids"))
     for plural in list(values):
-        single = _PLURALS.get(plural) or ("id" if _ID_NAME.fullmatch(plural) and not has_id else plural)
+        single = "id" if _ID_NAME.fullmatch(plural) and not has_id and singular(plural) == plural else singular(plural)
         if single not in values and not isinstance(values[plural], list | np.ndarray):
             values[single] = values.pop(plural)
     for key in ID_KEYS:

@@ -20,7 +20,7 @@ from tracestore.ingest.containers import arrow_files
 from tracestore.ingest.containers.keys import ID_KEYS, SAMPLE_NAMES, split_sample
 from tracestore.ingest.layouts.records import rows_of_json, with_texts
 from tracestore.ingest.layouts.rows import id_column
-from tracestore.ingest.roles.keys import QUESTIONS_AND_ANSWERS
+from tracestore.ingest.roles.keys import OTHER_NAMES, QUESTIONS_AND_ANSWERS
 from tracestore.store.format import schema
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
@@ -155,6 +155,11 @@ class Table:
         """Row by id, or by id and number of the answer (q1/0); an id that several rows have is left out."""
         key = self._sample_key
         return _of_one((name if key is None else f"{name}/{self[k][key]}", k) for k, name in self._values(ID_KEYS))
+
+    @cached_property
+    def by_question(self) -> dict[str, int]:
+        """Row by the text of its question; a text that several rows have is left out."""
+        return _of_one((text, k) for k, text in self._values(("question", *OTHER_NAMES["question"])))
 
     def named(self, name: str) -> int | None:
         """Return the row of an id, or of a name that states id and number of an answer; None without one."""
@@ -333,6 +338,12 @@ class TableRows:
         """The rows by their ids."""
         own = set(self._rows)
         return {name: self._merged(k) for name, k in self._table.by_id.items() if k in own}
+
+    @cached_property
+    def by_question(self) -> dict[str, dict[str, Any]]:
+        """The rows by the texts of their questions."""
+        own = set(self._rows)
+        return {text: self._merged(k) for text, k in self._table.by_question.items() if k in own}
 
     def of(self, trace: str, position: int, key: Any = None) -> dict[str, Any] | None:
         """Return the row of a trace by its id `key`, by its name in the container, or by its position; None without one."""

@@ -8,8 +8,10 @@ from tracestore.ingest.containers.keys import ID_KEYS
 from tracestore.ingest.containers.tables import TableRows
 from tracestore.ingest.layouts.rows import id_column
 from tracestore.ingest.roles.columns import counts_of, has_one_id
-from tracestore.ingest.roles.keys import KeyOptions
+from tracestore.ingest.roles.keys import LABELS, OTHER_NAMES, WORD_COLUMNS, KeyOptions, direction_of, normalized
 from tracestore.ingest.roles.layout import layout, opened
+
+_QUESTIONS = ("question", *OTHER_NAMES["question"])
 
 
 def with_columns(value: Any, rows: TableRows) -> Any:
@@ -39,9 +41,14 @@ def _has_ids(fields: Mapping[Any, Any]) -> bool:
 def with_rows(
     traces: Sequence[dict[Any, Any]], rows: TableRows, options: KeyOptions, *, is_whole: bool
 ) -> list[dict[Any, Any]]:
-    """Return traces with the values of their rows: by id, else by position if there are as many rows as traces.
+    """Return traces with the values of their rows: by id, by question, or by position if there are as many rows.
 
     Values of a trace take precedence over those of its row. `is_whole`: these are all traces of the file.
+
+    Raises
+    ------
+    InvalidInputError
+        If scores or labels would be lost, because the traces are not known together and have nothing of a row.
     """
     by_id = rows.by_id
     names = (*(key for name, key in options.renamed if name == "question_id"), "global_example_id", *ID_KEYS)
@@ -52,9 +59,22 @@ def with_rows(
     if by_id and any(key in by_id for key in ids):
         found = [None if key is None else by_id.get(key) for key in ids]
         return [t if row is None else row | t for t, row in zip(traces, found, strict=True)]
+    texts = [_id_of(trace, _QUESTIONS) for trace in traces]
+    if not any(ids) and any(text in rows.by_question for text in texts):
+        found = [None if text is None else rows.by_question.get(text) for text in texts]
+        return [t if row is None else row | t for t, row in zip(traces, found, strict=True)]
     if len(rows) == len(traces) and is_whole and not rows.is_by_id and (len(traces) == 1 or not any(ids)):
         return [row | trace for row, trace in zip(rows, traces, strict=True)]
+    if not is_whole and len(rows) > 1 and not (rows.is_by_id or by_id) and _has_label(rows[0]):
+        raise InvalidInputError(
+            f"the rows of {rows.path.name} have no ids, and a list of dicts is read one by one; give its rows the "
+            "column question_id or question as in the traces"
+        )
     return list(traces)
+
+
+def _has_label(row: Mapping[str, Any]) -> bool:
+    return any(direction_of(name) is not None or normalized(name) in (*WORD_COLUMNS, LABELS) for name in row)
 
 
 def _id_of(trace: Mapping[Any, Any], names: Sequence[str]) -> str | None:

@@ -221,3 +221,28 @@ def npy_and_columns_in_json(folder):
     columns = {"ids": [s.question_id for s in samples], "labels": [wrong(s) for s in samples]}
     write_json(folder / "meta.json", {"model": "gpt2", "layers": [1, 2, 3]} | columns)
     return [s.expect_last("id label") for s in samples]
+
+
+@kind("h5py")
+def h5_padded_with_scores_in_the_plural(folder):
+    """Write padded states (N, L, S, D) and attention with attention_mask, ids and scores, one file."""
+    samples = make_samples(5)
+    longest = max(len(s.tokens) for s in samples)
+    states, mask = pad([s.hidden for s in samples], axis=1)
+    weights = np.zeros((5, 3, 2, longest, longest), "f4")
+    for k, s in enumerate(samples):
+        weights[k, :, :, : len(s.tokens), : len(s.tokens)] = s.attention
+    with create(folder / "dump.h5") as file:
+        file.update(hidden_states=states, attention_mask=mask, attentions=weights)
+        file.update(ids=[s.question_id for s in samples], scores=[s.score for s in samples])
+    return [s.expect("id attention score") for s in samples]
+
+
+@kind()
+def pkl_and_labels_by_question(folder):
+    """Write a list of dicts with questions, and labels.csv with questions in another order and words of a judge."""
+    samples = make_samples(5)
+    dump(folder / "states.pkl", [{"question": s.question, "hidden_states": s.hidden} for s in samples])
+    words = [f"{s.question},{'hallucinated' if wrong(s) else 'correct'}" for s in reversed(samples)]
+    (folder / "labels.csv").write_text("\n".join(["question,label", *words]))
+    return [s.expect("question label") for s in samples]
