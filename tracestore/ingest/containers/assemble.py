@@ -223,7 +223,7 @@ def _whole(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _set_id(values: dict[str, Any], trace: str, name: str, *, is_only: bool) -> None:
     """Set question_id: an id among the values, else the name of the trace in the container, else of its file."""
     has_id = any(key in values for key in (*ID_KEYS, "ids", "question_ids"))
-    for plural in list(values):
+    for plural in [name for name in values if name not in LENGTHS]:
         single = "id" if _ID_NAME.fullmatch(plural) and not has_id and singular(plural) == plural else singular(plural)
         if single not in values and not isinstance(values[plural], list | np.ndarray):
             values[single] = values.pop(plural)
