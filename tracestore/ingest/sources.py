@@ -15,7 +15,7 @@ from tracestore.ingest.containers import registry
 from tracestore.ingest.containers.tables import TableReference
 from tracestore.ingest.discovery.folders import join_folders, sources_of_folder
 from tracestore.ingest.discovery.tables_beside import FoundSource, is_table, tables_of_pickles
-from tracestore.ingest.roles.keys import label_of_path
+from tracestore.ingest.roles.keys import label_of_path, score_of_word
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.io import fsio
 from tracestore.store.write.record import TraceRecord
@@ -134,8 +134,9 @@ def _labels_of_names(sources: list[SourceFile]) -> dict[SourceFile, float]:
     for source in sources:
         words = re.split(r"[._\-]", source.stem)
         for k, word in enumerate(words):
-            if (label := label_of_path(word)) is not None:
-                found[source.folder, *words[:k], "", *words[k + 1 :]][source] = label
+            word = {"true": "correct", "false": "incorrect"}.get(word.lower(), word)
+            if (score := score_of_word(word, None)) is not None:
+                found[source.folder, *words[:k], "", *words[k + 1 :]][source] = 1 - score
     pairs = [labels for labels in found.values() if len(set(labels.values())) == 2]
     return {source: label for labels in pairs for source, label in labels.items()}
 

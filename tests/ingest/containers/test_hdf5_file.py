@@ -324,3 +324,17 @@ def test_other_frames_of_pandas_are_refused(tmp_path, index, others):
         write_frame(file, "layer_1", np.ones((4, 8), "f4"), list(index), **others)
     reason = "another index" if not others else "save it with DataFrame.to_parquet"
     assert reason in error_of("convert", tmp_path / "a.h5", tmp_path / "s.zarr", code=3)
+
+
+def test_attributes_of_arrays_and_files_with_other_fields_of_the_same_traces(tmp_path):
+    (tmp_path / "in").mkdir()
+    traces = {f"nq_{k}": base(k, tokens=3 + k) for k in range(3)}
+    for name in ("hidden_states", "attentions"):
+        with h5py.File(tmp_path / f"in/{name}.h5", "w") as file:
+            for key, arrays in traces.items():
+                array = file.create_dataset(key, data=arrays[name])
+                array.attrs["question"], array.attrs["unit"] = f"{key}?", "none"
+    store = stored(tmp_path, tmp_path / "in")
+    for key, arrays in traces.items():
+        assert store[key].question == f"{key}?"
+        np.testing.assert_allclose(store[key].hidden_states, arrays["hidden_states"], atol=1e-3)

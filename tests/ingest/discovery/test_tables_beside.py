@@ -128,3 +128,65 @@ def test_chunks_of_the_rows_of_a_table(tmp_path, form, suffix):
         assert [(t.question_id, t.question) for t in store] == [(f"q{k}", f"Q{k}") for k in range(4)]
         found = [t.last_token if form == "arrays" else t.hidden_states for t in store]
     np.testing.assert_array_equal(found, LAST if form == "arrays" else STATES)
+
+
+def test_batches_of_layers_named_by_their_first_rows_and_a_table_of_the_name_of_their_folder(tmp_path):
+    for name, count in (("cities", 3), ("larger", 4)):
+        for k in range(2):
+            for first in (0, 2):
+                path = tmp_path / f"in/acts/{name}/layer_{8 * k}_{first}.pkl"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_pickle(path, LAST[first : min(first + 2, count), k])
+        rows = [{"statement": f"{name} {k}", "label": k % 2} for k in range(count)]
+        write_csv(tmp_path / f"in/datasets/{name}.csv", rows)
+    with stored(tmp_path) as store:
+        assert [(t.question, t.label) for t in store] == [
+            *((f"cities {k}", k % 2) for k in range(3)),
+            *((f"larger {k}", k % 2) for k in range(4)),
+        ]
+        np.testing.assert_array_equal([t.last_token for t in store], np.concatenate([LAST[:3], LAST]))
+
+
+def test_tables_named_like_files_without_their_field(tmp_path):
+    for name, rows in (("true", slice(1)), ("false", slice(1, 4))):
+        (tmp_path / "in").mkdir(exist_ok=True)
+        write_pickle(tmp_path / f"in/{name}_hidden_states.pkl", list(STATES[rows]))
+        count = len(STATES[rows])
+        write_lines(tmp_path / f"in/{name}_statements.jsonl", [{"id": f"{name}{k}"} for k in range(count)])
+    with stored(tmp_path) as store:
+        found = {t.question_id: t.label for t in store}
+    assert found == {"true0": 0, "false0": 1, "false1": 1, "false2": 1}
+
+
+def test_the_only_table_in_another_folder_has_a_row_for_each_number(tmp_path):
+    (tmp_path / "in/hs").mkdir(parents=True)
+    for k, states in enumerate(STATES):
+        np.savez(tmp_path / f"in/hs/sample_{k:04d}.npz", hidden_states=states, tokens=np.arange(5))
+    write_lines(tmp_path / "in/results/texts.jsonl", [{"model_response": f"A{k}"} for k in range(4)])
+    with stored(tmp_path) as store:
+        assert [t.answer for t in store] == [f"A{k}" for k in range(4)]
+
+
+def test_an_object_of_columns_is_a_table(tmp_path):
+    (tmp_path / "in").mkdir()
+    np.save(tmp_path / "in/hidden_states.npy", LAST)
+    columns = {"model": "m", "layers": [8, 16], "ids": list("abcd"), "labels": [0, 1, 1, 0]}
+    (tmp_path / "in/meta.json").write_text(json.dumps(columns))
+    with stored(tmp_path) as store:
+        assert {t.question_id: t.label for t in store} == dict(zip("abcd", columns["labels"], strict=True))
+
+
+def test_a_table_for_each_file_in_another_folder_and_columns_by_file(tmp_path):
+    for k in range(2):
+        for folder in ("tensors", "meta", f"q{k}"):
+            (tmp_path / "in" / folder).mkdir(parents=True, exist_ok=True)
+        np.savez(tmp_path / f"in/tensors/a{k}.npz", hidden_states=STATES[k], tokens=np.arange(5))
+        (tmp_path / f"in/meta/a{k}.json").write_text(json.dumps({"id": f"a{k}", "question": f"Q{k}", "label": k}))
+        for n in range(2):
+            np.save(tmp_path / f"in/q{k}/layer_{n}.npy", STATES[k, n])
+        for name, text in (("prompt", f"P{k}"), ("response", f"R{k}"), ("label", str(k))):
+            (tmp_path / f"in/q{k}/{name}.txt").write_text(text)
+    with stored(tmp_path) as store:
+        assert [(store[f"a{k}"].question, store[f"a{k}"].label) for k in range(2)] == [("Q0", 0), ("Q1", 1)]
+        found = [(store[f"q{k}"].question, store[f"q{k}"].answer, store[f"q{k}"].label) for k in range(2)]
+        assert found == [("P0", "R0", 0), ("P1", "R1", 1)]

@@ -219,3 +219,20 @@ def test_names_of_scores_with_an_affix(tmp_path, name):
 def test_a_matrix_of_the_last_token_or_layer_is_proposed(tmp_path):
     (tmp_path / "in.pkl").write_bytes(pickle.dumps([{"id": f"q{k}", "hs_last": HIDDEN[:, k]} for k in range(3)]))
     assert "try --map last_token=hs_last" in error_of("convert", tmp_path / "in.pkl", tmp_path / "s.zarr", code=3)
+
+
+@pytest.mark.parametrize(
+    "value, texts",
+    [
+        ({"prompt": "where?", "text": "Paris"}, ("where?", "Paris")),
+        ({"prompt": "where?", "text": "where? Paris"}, ("where?", None)),
+        ({"statement": "where?", "llm_response": "Paris", "answer": "Rome"}, ("where?", "Paris")),
+        (
+            {"messages": [{"role": "user", "content": "where?"}, {"role": "assistant", "content": "Paris"}]},
+            ("where?", "Paris"),
+        ),
+    ],
+)
+def test_texts_under_other_names(tmp_path, value, texts):
+    trace = convert_trace(tmp_path, {"id": 1, "layers": {0: HIDDEN[0], 1: HIDDEN[1]}} | value)
+    assert (trace.question, trace.answer) == texts

@@ -34,6 +34,8 @@ _ROW_KEYS = ("row", "row_index", "row_idx", "row_id", "index_in_file", "index_in
 _VECTOR = re.compile(r"\[?(?:\s*-?\d+\.\d*(?:e[-+]?\d+)?(?=[\s\]]|$)){3,}\s*\]?")
 _NUMBER = re.compile(r"-?\d+(?:\.\d*)?(?:e[-+]?\d+)?", re.IGNORECASE)
 _MIN_NUMBERS = 8
+# Names of columns of numbers in files with one value per line.
+_NUMBERS = re.compile(r"label|score|correct|halluc|truth|len", re.IGNORECASE)
 _HASH = re.compile(r"(?=.*[a-z])(?=.*\d)\S{6,}", re.IGNORECASE)
 # Arrays that `numpy.savez` got without names.
 _UNNAMED = re.compile(r"arr_(\d{1,9})")
@@ -225,7 +227,8 @@ def parse(data: bytes, name: str) -> list[dict[str, Any]]:
     try:
         text = data.decode("utf-8-sig")
         if path.suffix == ".txt":
-            return [{path.stem: line} for line in text.splitlines() if line]
+            is_number = _NUMBERS.search(path.stem) is not None
+            return [{path.stem: _csv_value("", s) if is_number else s} for s in text.splitlines() if s]
         return rows_of_json(load_json(text), path.stem) if path.suffix == ".json" else _from_csv(text, path.suffix)
     except (UnicodeDecodeError, ValueError, RecursionError, csv.Error) as error:
         raise InvalidInputError(f"{name} is not a table: {' '.join(str(error).split())[:200]}") from None
@@ -284,15 +287,18 @@ class TableReference:
     rows: tuple[int, ...] | None = None
     is_by_id: bool = False  # traces are found in it by their ids alone
     others: tuple[Path, ...] = ()  # more tables with ids
+    are_columns: bool = False  # the others have one column each, and the same rows
     is_in_turn: bool = False  # each file of the source has the next rows
     is_apart: bool = False  # the tables are in another folder, and may belong to something else
 
     def load(self) -> "TableRows":
         """Return the rows."""
         table, others = load_table(self.path), tuple(map(load_table, self.others))
-        return TableRows(
+        rows = TableRows(
             table, range(len(table)) if self.rows is None else self.rows, is_by_id=self.is_by_id, others=others
         )
+        rows.are_columns = self.are_columns
+        return rows
 
 
 class TableRows:
@@ -302,6 +308,8 @@ class TableRows:
         self, table: Table, rows: Sequence[int], *, is_by_id: bool = False, others: tuple[Table, ...] = ()
     ) -> None:
         self._table, self._rows, self.is_by_id, self._others = table, rows, is_by_id, others
+        self.is_chunk = False  # of the rows of a source
+        self.are_columns = False  # the other tables have the same rows
         self.path = table.path
 
     def __len__(self) -> int:
@@ -322,10 +330,14 @@ class TableRows:
                 f"found row {max(numbers)} in the name of a file, and {len(self)} rows in {self.path.name}"
             )
         rows = [self._rows[k] for k in numbers]
-        return TableRows(self._table, rows, is_by_id=self.is_by_id, others=self._others)
+        found = TableRows(self._table, rows, is_by_id=self.is_by_id, others=self._others)
+        found.is_chunk, found.are_columns = True, self.are_columns
+        return found
 
     def _merged(self, k: int) -> dict[str, Any]:
         """Return a row together with the rows of the other tables that have its id."""
+        if self.are_columns:
+            return {field: value for table in (*self._others, self._table) for field, value in table[k].items()}
         key = self._table.id_of.get(k) if self._others else None
         found = [t[t.by_id[key]] for t in self._others if key in t.by_id]
         return {field: value for row in (*reversed(found), self._table[k]) for field, value in row.items()}
@@ -349,6 +361,8 @@ class TableRows:
         """Return the row of a trace by its id `key`, by its name in the container, or by its position; None without one."""
         ids = [str(name) for name in (key, trace) if name not in (None, "")]
         for name in ids:
+            if self.are_columns and (k := self._table.named(name)) is not None:
+                return self._merged(k)
             if rows := [t[k] for t in (self._table, *self._others) if (k := t.named(name)) is not None]:
                 return {field: value for row in reversed(rows) for field, value in row.items()}
         if (number := self.number_of(trace, key)) is not None:
@@ -357,7 +371,7 @@ class TableRows:
         is_whole = 1 < len(self._rows) == len(self._table) and not self._table.by_file
         if self.is_by_id or ((trace or (ids and is_whole)) and self._table.by_id):
             return None
-        return dict(self._table[self._rows[position]]) if position < len(self._rows) else None
+        return dict(self._merged(self._rows[position])) if position < len(self._rows) else None
 
     def number_of(self, trace: str, key: Any) -> int | None:
         """Return the number of the row that an array without a name, such as arr_3, or an integer states; else None.

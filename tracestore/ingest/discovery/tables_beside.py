@@ -2,6 +2,8 @@
 
 import re
 from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import NamedTuple
 
@@ -52,18 +54,13 @@ def named_files(folder: Path, candidates: list[str]) -> set[str]:
 def tables_of_pickles(folder: Path, sources: list[FoundSource]) -> list[FoundSource]:
     """Return the pickles of a folder with the tables that their names, or the usual names of tables, state."""
     names = [p.name for p in folder.iterdir() if is_table(p)]
-    stems = {source.path.stem for source in sources}
-    chosen = [n for n in names if Path(n).stem in (*_TABLE_STEMS, "labels") or _owner(Path(n).stem) in stems]
+    stems = _stems(sources)
+    chosen = [n for n in names if Path(n).stem in (*_TABLE_STEMS, "labels") or _owner(n, stems)[0] is not None]
     chosen = chosen or [n for n in names if len(names) == 1 and (t := loaded(folder / n)) is not None and t.has_texts]
     found = [source._replace(table=_rows_of_file(folder, sorted(names), source.path)) for source in sources]
     rest = [source for source in found if source.table is None]
     added = {source.path: source for source in with_tables(folder, chosen, rest)} if chosen else {}
     return [added.get(source.path, source) for source in found]
-
-
-def _owner(stem: str) -> str:
-    """Return the name of a table without what such names end with: q1_meta, traces.info."""
-    return re.sub(r"[._-](?:meta|metadata|info|ids|labels|annotations)$", "", stem)
 
 
 def add_tables_elsewhere(top: Path, found: list[FoundSource], apart: list[Path]) -> list[FoundSource]:
@@ -86,17 +83,30 @@ def add_tables_elsewhere(top: Path, found: list[FoundSource], apart: list[Path])
         else source
         for source in found
     ]
+    names = Counter(_name(source) for source in found)
+    stems = Counter(path.stem for path in apart)
+    same = {path.stem: path for path in apart if stems[path.stem] == names[path.stem] == 1}
+    found = [
+        source._replace(table=TableReference(same[_name(source)]))
+        if source.table is None and _name(source) in same and loaded(same[_name(source)]) is not None
+        else source
+        for source in found
+    ]
+    apart = [path for path in apart if path.stem not in same]
     if all(source.table is not None for source in found) or not 0 < len(apart) <= _MAX_APART:
         return found
     if sum(path.stat().st_size for path in apart) > tables.MAX_BYTES:
         return found
     known = [table for path in apart if (table := loaded(path)) is not None]
-    names = Counter(_name(source) for source in found)
     folders = Counter(source.path.parent for source in found)
     return [
         source._replace(
             table=_table_apart(
-                source, known, is_named=names[_name(source)] == 1, is_alone=folders[source.path.parent] == 1
+                source,
+                known,
+                orders.get(source.path),
+                is_named=names[_name(source)] == 1,
+                is_alone=folders[source.path.parent] == 1,
             )
         )
         if source.table is None
@@ -105,10 +115,13 @@ def add_tables_elsewhere(top: Path, found: list[FoundSource], apart: list[Path])
     ]
 
 
-def _table_apart(source: FoundSource, known: list[Table], *, is_named: bool, is_alone: bool) -> TableReference | None:
+def _table_apart(
+    source: FoundSource, known: list[Table], order: tuple[int, int] | None, *, is_named: bool, is_alone: bool
+) -> TableReference | None:
     """Return the row that has the name of a source as its id, all rows of the table of its name, or tables with ids.
 
-    `is_named`: no other source has its name. `is_alone`: no other source is in its folder, whose name counts too.
+    `is_named`: no other source has its name. `is_alone`: no other source is in its folder, whose name counts too. The
+    only table has the row of the number of a source that is one of `order` = (number, count).
     """
     name, folder = _name(source), source.path.parent.name
     if is_named:
@@ -119,6 +132,8 @@ def _table_apart(source: FoundSource, known: list[Table], *, is_named: bool, is_
     named = [t for t in known if t.path.stem == name or (is_alone and t.path.stem == folder)]
     if len(named) == 1 and len(named[0]) > 1:
         return TableReference(named[0].path)
+    if len(known) == 1 and order is not None and len(known[0]) == order[1] > 1 and not known[0].by_file:
+        return TableReference(known[0].path, (order[0],))
     paths = [table.path for table in known if len(table) > 1 and table.by_id]
     return TableReference(paths[0], is_by_id=True, others=tuple(paths[1:]), is_apart=True) if paths else None
 
@@ -197,22 +212,20 @@ def _rows_of_file(folder: Path, names: list[str], path: Path) -> TableReference 
 
 def with_tables(folder: Path, candidates: list[str], sources: list[FoundSource]) -> list[FoundSource]:
     """Add to each source the table of its name, or its row of the only table of the folder."""
-    stems = {source.path.name if source.parts else source.path.stem: k for k, source in enumerate(sources)}
+    stems = _stems(sources)
     named: dict[int, list[str]] = defaultdict(list)
     for name in candidates:
-        stem, rest_of_name = Path(name).stem, ""
-        place = place_of(PurePath(name))
-        if stem not in stems and place.trace in stems and place.field not in ARRAYS:
-            stem = place.trace  # llama-answers-nq.csv next to llama-hidden_states-nq.pt
-        while stem not in stems and (mark := max(stem.rfind("."), stem.rfind("_"))) > 0:
-            stem, rest_of_name = stem[:mark], stem[mark + 1 :] + rest_of_name
-        if stem in stems and (rest_of_name in ("", "meta", "metadata") or _has_ids(folder / name)):
-            named[stems[stem]].append(name)
+        owner, rest_of_name = _owner(name, stems)
+        if owner is not None and (rest_of_name in ("", "meta", "metadata") or _has_ids(folder / name)):
+            named[owner].append(name)
     own = {k: _largest(folder, group) for k, group in named.items()}
     known = {name for group in named.values() for name in group}
     rest = [name for name in candidates if name not in known]
     others: tuple[Path, ...] = ()
-    if len(rest) > 1 and not any(Path(n).stem.lower() in _TABLE_STEMS for n in rest):
+    columns = _columns_of_rows(folder, rest)
+    if columns:
+        rest = [columns[0].name]
+    elif len(rest) > 1 and not any(Path(n).stem.lower() in _TABLE_STEMS for n in rest):
         by_id = [folder / n for n in rest if _has_ids(folder / n)]
         rest, others = [path.name for path in by_id[:1]], tuple(by_id[1:])
     elif len(rest) > 1:
@@ -220,16 +233,47 @@ def with_tables(folder: Path, candidates: list[str], sources: list[FoundSource])
         rest = [_largest(folder, rest)] if rest else []
     shared = folder / rest[0] if len(rest) == 1 and len(own) < len(sources) else None
     try:
-        return [
-            source._replace(
-                table=TableReference(folder / own[k])
-                if k in own
-                else _shared_rows(shared, source, k, len(sources), others)
-            )
+        tables_of = [
+            TableReference(folder / own[k]) if k in own else _shared_rows(shared, source, k, len(sources), others)
             for k, source in enumerate(sources)
         ]
     except InvalidInputError as error:
         raise UsageError(f"{shared}: {error}") from None
+    if len(columns) > 1:
+        tables_of = [
+            replace(table, others=columns[1:], are_columns=True) if table and table.path == shared else table
+            for table in tables_of
+        ]
+    return [source._replace(table=table) for source, table in zip(sources, tables_of, strict=True)]
+
+
+def _columns_of_rows(folder: Path, names: list[str]) -> tuple[Path, ...]:
+    """Return several files with one column each of the same rows, that with ids first: questions.txt and labels.json."""
+    found = {}
+    for path in (folder / name for name in names):
+        table = loaded(path) if path.suffix in (".txt", ".json") else None
+        if table is not None and len(table) and list(table[0]) == [path.stem]:
+            found[path] = table
+    is_same = len(found) > 1 and len({len(table) for table in found.values()}) == 1
+    return tuple(sorted(found, key=lambda path: not found[path].by_id)) if is_same else ()
+
+
+def _stems(sources: list[FoundSource]) -> dict[str, int]:
+    """Return the numbers of sources by their names, and by what is left of these without a field, if one source has it."""
+    stems = {_name(source): k for k, source in enumerate(sources)}
+    traces = [place_of(PurePath(source.path.name)).trace for source in sources]
+    return {trace: k for k, trace in enumerate(traces) if trace and traces.count(trace) == 1} | stems
+
+
+def _owner(name: str, stems: Mapping[str, int]) -> tuple[int | None, str]:
+    """Return the number of the source that the name of a table begins with, or has around a field, and the rest of the name."""
+    stem, rest_of_name = Path(name).stem, ""
+    place = place_of(PurePath(name))
+    if stem not in stems and place.trace in stems and place.field not in ARRAYS:
+        stem = place.trace  # llama-answers-nq.csv next to llama-hidden_states-nq.pt
+    while stem not in stems and (mark := max(stem.rfind("."), stem.rfind("_"))) > 0:
+        stem, rest_of_name = stem[:mark], stem[mark + 1 :] + rest_of_name
+    return stems.get(stem), rest_of_name
 
 
 def loaded(path: Path) -> Table | None:

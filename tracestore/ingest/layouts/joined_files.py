@@ -16,7 +16,7 @@ from tracestore._core.pickle import BufferReader
 from tracestore.errors import InvalidInputError
 from tracestore.ingest import torch_file
 from tracestore.ingest.byte_source import InflatedChunks, check_regular
-from tracestore.ingest.containers.columns import Column, Input, Unit, plain
+from tracestore.ingest.containers.columns import Column, Input, plain
 from tracestore.ingest.containers.grouping import natural_key
 from tracestore.ingest.containers.keys import ID_KEYS, MODEL_NUMBER, column_name
 from tracestore.ingest.containers.registry import reader_of
@@ -210,7 +210,8 @@ def read_joined(
             if len(ids) < offset + count:
                 raise InvalidInputError(f"found {len(ids)} ids for at least {offset + count} rows")
             values.setdefault("question_ids", ids[offset : offset + count])
-        rows = range(offset, offset + count) if is_in_turn else rows_of_name(name)
+        is_next = is_in_turn or name == str(offset)  # the first row in the name: layer_8_25.pt
+        rows = range(offset, offset + count) if is_next and len(chunks) > 1 else rows_of_name(name)
         if rows is not None and count != len(rows):
             raise InvalidInputError(f"found {count} rows in a file of rows {name}")
         offset += count
@@ -304,7 +305,9 @@ def _value(path: Path, source: Input, resources: ExitStack) -> Any:
         return _text_value(path)
     mapped, compression = torch_file.map_content(path, source.scratch)
     if (reader := reader_of(mapped, path)) is not None:
-        return _of_units(list(reader(replace(source, path=path, parts=()))), path)
+        # A reader of HDF5 reads the arrays of one unit until the next one.
+        units = reader(replace(source, path=path, parts=()))
+        return _of_units([(unit.trace, {k: _plain(v) for k, v in unit.fields.items()}) for unit in units], path)
     view = memoryview(mapped)
     if compression is not None:
         chunks = resources.enter_context(closing(InflatedChunks(path, lambda: False, compression)))
@@ -316,11 +319,11 @@ def _value(path: Path, source: Input, resources: ExitStack) -> Any:
     return pickle_reader(BufferReader(mapped), load_bytes=torch_file.load_bytes).load()
 
 
-def _of_units(units: list[Unit], path: Path) -> Any:
+def _of_units(units: list[tuple[str, dict[str, Any]]], path: Path) -> Any:
     """Return the arrays of a container: by field for one trace, by trace and field for several."""
-    named = {unit.trace: {k: _plain(v) for k, v in unit.fields.items()} for unit in units}
+    named = dict(units)
     if len(named) < len(units):
-        return [{k: _plain(v) for k, v in unit.fields.items()} for unit in units]  # rows of a table
+        return [fields for _, fields in units]  # rows of a table
     values: Any = named[""] if list(named) == [""] else named
     if path.suffix == ".npy" and isinstance(values, dict) and len(values) == 1:
         return next(iter(values.values()))

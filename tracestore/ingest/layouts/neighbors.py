@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tracestore.ingest.containers.columns import Column, ObjectColumn
-from tracestore.ingest.containers.keys import SECTIONS
+from tracestore.ingest.containers.keys import LISTS_OF_LAYERS, SECTIONS
 from tracestore.ingest.layouts.array_names import WEAK, names_of_splits
 from tracestore.ingest.layouts.partial import resolved
 from tracestore.ingest.layouts.parts import Place, join_tokens, parse_path
@@ -226,6 +226,8 @@ def with_weak_states(fields: dict[Any, Any]) -> dict[Any, Any]:
 def _below_splits(fields: dict[Any, Any]) -> dict[Any, Any]:
     """Return fields in which those of a split, such as X_train, y_train and ids_train, are a dict of their own."""
     names = names_of_splits(tuple(name for name in fields if isinstance(name, str)))
+    if not names:
+        return fields
     found: dict[Any, Any] = {key: value for key, value in fields.items() if key not in names}
     for name, (split, field) in names.items():
         found.setdefault(split, {})[field] = fields[name]
@@ -242,7 +244,9 @@ def spread_nested(fields: dict[Any, Any]) -> dict[Any, Any]:
     for key, value in _without_sections(_below_splits(fields)).items():
         inner = opened(value)
         if not isinstance(key, str) or not isinstance(inner, dict) or not all(isinstance(name, str) for name in inner):
-            found[key] = value
+            is_states = isinstance(inner, dict) and _are_layers(key, inner)
+            is_states = is_states and not any(_is_states_name(name) for name in fields if name != key)
+            found["hidden_states" if is_states else key] = value
             continue
         place, places = parse_path(normalized(key)), [parse_path(normalized(name)) for name in inner]
         segments = {p.segment for p in places if not p.field}
@@ -255,6 +259,12 @@ def spread_nested(fields: dict[Any, Any]) -> dict[Any, Any]:
         else:
             found[key] = value
     return found
+
+
+def _are_layers(name: Any, values: dict[Any, Any]) -> bool:
+    """Return whether a dict such as layers holds one array for each number of a layer."""
+    is_named = isinstance(name, str) and LISTS_OF_LAYERS.fullmatch(name) is not None
+    return is_named and 0 < len(values) == len(layers_of(values)) and layout(values) is not None
 
 
 def _without_sections(fields: dict[Any, Any]) -> dict[Any, Any]:

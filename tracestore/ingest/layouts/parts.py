@@ -14,6 +14,7 @@ import numpy as np
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.containers.keys import ID_KEYS, LENGTHS, column_name, parse_key
 from tracestore.ingest.roles.keys import MAPPABLE, OTHER_NAMES, normalized
+from tracestore.ingest.roles.layout import opened
 
 _TOKEN = re.compile(
     r"(?:generation_|gen_|decod(?:e|ing)_)?(?:steps?|tokens?|tok|positions?|pos)[_.\-]?(\d+)", re.IGNORECASE
@@ -180,6 +181,7 @@ def join_parts(parts: Iterable[Part]) -> dict[Hashable, dict[str, Any]]:
 
 def is_same(one: Any, other: Any) -> bool:
     """Return whether two values are equal, also arrays and values that hold arrays."""
+    one, other = opened(one), opened(other)
     if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
         return isinstance(one, np.ndarray) and isinstance(other, np.ndarray) and np.array_equal(one, other)
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):

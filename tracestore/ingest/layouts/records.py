@@ -28,6 +28,7 @@ _ANSWERS = ("choices", "outputs", "answers", "generations", "responses", "comple
 # Names of nested dicts of an answer.
 _OUTPUTS = ("output", "response", "completion", "generation", "result")
 _FIELDS = frozenset((*MAPPABLE, *(name for names in OTHER_NAMES.values() for name in names)))
+_CHATS = ("messages", "conversation", "conversations", "chat", "dialog")
 _MAX_DEPTH = 5
 Row = dict[str, Any]
 
@@ -94,6 +95,8 @@ def traces_of_record(row: Row, depth: int = 0) -> Iterator[Row]:
 
 def with_texts(row: Row) -> Row:
     """Return a row with the ids and texts in its nested dicts, where it has none itself: input.question, output.text."""
+    if not any(isinstance(value, dict) for value in row.values()):
+        return row
     texts = fields_of_nested(row)
     output = next(
         (v for k in _OUTPUTS if isinstance(v := row.get(k), Mapping) and isinstance(v.get("text"), str)), None
@@ -210,9 +213,7 @@ def _with_response(row: Row) -> Row:
     if isinstance(message, Mapping) and isinstance(message.get("content"), str):
         del found["message"]
         found.setdefault("answer", message["content"])
-    for name in ("messages", "conversation", "conversations", "chat", "dialog"):
-        if _is_list_of_objects(found.get(name)):
-            found = _texts_of_chat(found[name]) | found
+    found = texts_of_chat(found) | found
     if isinstance(found.get("custom_id"), str):
         found["question_id"] = found["custom_id"]  # next to the id of a response
     if any(name in row for name in ("choices", "outputs", "logprobs", "meta_info")):
@@ -222,9 +223,24 @@ def _with_response(row: Row) -> Row:
     return found
 
 
-def _texts_of_chat(messages: list[Row]) -> Row:
-    """Return the last answer of a chat, and the question before it."""
+def other_texts(trace: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """Return (key, text) of the texts by field of a chat, or of `text` next to a question that it does not repeat.
+
+    The key is "" for texts of a chat.
+    """
+    chat = texts_of_chat(trace)
+    names = {"question": "question", "answer": "generated_answer"}
+    if chat:
+        return {name: ("", chat[key]) for key, name in names.items() if key in chat and trace.get(name) is None}
+    question, text = trace.get("question"), trace.get("text")
+    is_answer = isinstance(question, str) and isinstance(text, str) and question.strip() not in text
+    return {"generated_answer": ("text", str(text))} if is_answer else {}
+
+
+def texts_of_chat(row: Mapping[str, Any]) -> Row:
+    """Return the last answer of a chat in a row, and the question before it."""
     found: Row = {}
+    messages: list[Row] = next((row[name] for name in _CHATS if _is_list_of_objects(row.get(name))), [])
     for message in messages:
         role, text = message.get("role", message.get("from")), message.get("content", message.get("value"))
         if isinstance(text, str) and role in ("user", "human"):

@@ -10,6 +10,7 @@ import numpy as np
 
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.containers.keys import ID_NAME, layer_kind, outputs_of_layers, parse_key
+from tracestore.ingest.layouts.records import other_texts
 from tracestore.ingest.layouts.values import joined_passes
 from tracestore.ingest.pickles.pickled_objects import PickledObject
 from tracestore.ingest.roles.candidates import ids_in, keys_found
@@ -37,7 +38,6 @@ from tracestore.ingest.roles.keys import (
 from tracestore.store.write.values import are_arrays, as_array, describe
 
 OWN_KEYS = frozenset((*MAPPABLE, *TOKENS_KEYS, "global_example_id", "layers", "labels")) - {"label"}
-_REFERENCES = frozenset(("correct_answers", "incorrect_answers"))
 # Nesting of values that are searched for what is not data.
 _MAX_DEPTH = 64
 
@@ -182,6 +182,11 @@ def _find_other_names(found: Assignment, options: KeyOptions) -> None:
         if key is not None:
             values[name] = values.pop(key)
             found.roles[key] = name
+    if not any(values.get(key) for key in SAME["generated_answer"]):
+        for name, (key, text) in other_texts(values).items():
+            values[name] = text
+            values.pop(key, None)
+            found.roles |= {key: name} if key else {}
     if values.get("question_id") is None and values.get("global_example_id") is None:
         ids = [key for key in ids_in(values) if ID_NAME.fullmatch(normalized(key))]
         ids += [key for key, value in values.items() if _is_number_of_question(normalized(key), value, options)]
@@ -197,11 +202,9 @@ def _other_keys(keys: tuple[str, ...]) -> list[tuple[str, list[str]]]:
     A batch has ids and texts under a plural, which each of its answers keeps.
     """
     given = _by_name(keys)
+    if {"correct_answers", "incorrect_answers"} & given.keys():  # of TruthfulQA, whose best_answer is one, too
+        given = {key: value for key, value in given.items() if key != "best_answer"}
     names = {name: (*others, *(f"{n}s" for n in (name, *others))) for name, others in OTHER_NAMES.items()}
-    # TruthfulQA calls a reference best_answer, next to its other ones.
-    names["generated_answer"] = tuple(
-        n for n in names["generated_answer"] if n != "best_answer" or not _REFERENCES & given.keys()
-    )
     return [(name, found) for name, others in names.items() if (found := [given[k] for k in others if k in given])]
 
 

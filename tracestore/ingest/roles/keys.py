@@ -33,23 +33,27 @@ MAPPABLE = (
 # Names, as `normalized` returns them, that other programs give to fields. Where a field is missing, the first one found
 # is taken for it; ID_NAME of containers.keys has further names of ids in tables. Integers under the names of COUNTERS
 # may count the traces of one file; those of INDEX_KEYS are ids if they do not.
+_MAKERS = ("model", "llm", "generated", "predicted", "pred", "greedy", "decoded")
+_ANSWERS = ("answer", "response", "completion", "prediction", "generation", "output")
 _IDS_OR_TEXTS = ("toks", "input_tokens", "output_tokens", "model_output_tokens", "greedy_tokens")
 OTHER_NAMES = {
     "question_id": ("qid", "id", "uid", "prompt_id", "doc_id", "request_id", "example_id", "sample_id", "idx", "index"),
-    "question": ("prompt", "query", "instruction", "input", "input_text", "model_input"),
+    "question": (
+        *("prompt", "query", "instruction", "input", "input_text", "model_input", "question_text", "prompt_text"),
+        *("user_prompt", "user_query", "input_prompt", "statement"),
+    ),
     "generated_answer": (
         "response",
         "completion",
-        "model_answer",
         "prediction",
         "generation",
         "output",
-        "output_text",
         "model_output_text",
         "greedy_text",
         "most_likely_generation",
         "most_likely_answer",
-        "greedy_answer",
+        *(f"{maker}_{name}" for maker in _MAKERS for name in _ANSWERS if (maker, name) != ("generated", "answer")),
+        *(f"{name}_text" for name in _ANSWERS),
         "answer",
         "best_answer",
     ),

@@ -48,7 +48,7 @@ from tracestore.ingest.roles.columns import (
 )
 from tracestore.ingest.roles.keys import OTHER_NAMES, KeyOptions, fields_of_nested
 from tracestore.ingest.roles.layout import Layout, is_ragged, layers_of, layout, opened, row
-from tracestore.ingest.roles.table_rows import with_columns, with_rows
+from tracestore.ingest.roles.table_rows import axis_of_chunk, with_columns, with_rows
 
 _MAX_DEPTH = 8
 _STATES = ("hidden_states", "last_token")
@@ -90,6 +90,7 @@ class Structures:
     def __init__(self, options: KeyOptions, name: str) -> None:
         self._options, self.name = options, name
         self._num_questions = 0
+        self._axis: int | None = None  # that counted traces
         self.rows: TableRows | None = None  # of a table: by id, else in the order of the traces
 
     def find(self, value: Any, *, is_item: bool = False) -> Found | None:
@@ -131,8 +132,6 @@ class Structures:
         if shape is None:
             return self._of_rows(value, depth) if isinstance(value, list | tuple) and value else None
         return self._of_states({"hidden_states": value}, "hidden_states", value, shape) if shape.kind == "f" else None
-
-    # Dicts
 
     def is_trace(self, fields: Mapping[Any, Any]) -> bool:
         """Return whether a dict is one trace of the schema, which is certain without a search."""
@@ -321,8 +320,6 @@ class Structures:
         traces = joined_columns(others, columns[arrays[0]])
         return None if traces is None else self._of_records(traces, 1)
 
-    # Shapes
-
     def _of_states(self, fields: dict[Any, Any], key: Any, value: Any, found: Layout, axis: int | None = None) -> Found:
         """Return the traces of a dict with hidden states: one, or one for each row of `axis`."""
         shape, letters = found.shape, self._letters(found.shape)
@@ -332,7 +329,8 @@ class Structures:
         if letters is not None:
             axis = letters.find("N") if "N" in letters else None
         elif axis is None:
-            axis = trace_axis(fields, key, value, shape, is_last)
+            axis = axis_of_chunk(self.rows, self._axis, shape)
+            axis = self._axis = trace_axis(fields, key, value, shape, is_last) if axis is None else axis
         if axis is None:
             rest = letters or letters_of_trace(fields, value, shape, is_last)
             return Found([with_states(fields, key, value, rest)], is_one=True)

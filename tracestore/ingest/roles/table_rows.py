@@ -17,7 +17,7 @@ _QUESTIONS = ("question", *OTHER_NAMES["question"])
 def with_columns(value: Any, rows: TableRows) -> Any:
     """Return arrays without ids together with the columns of a table that has a row for each of their traces."""
     fields = opened(value)
-    if len(rows) < 2 or rows.is_by_id:
+    if (len(rows) < 2 and not rows.is_chunk) or rows.is_by_id:
         return value
     fields = fields if isinstance(fields, dict) else {"hidden_states": value}
     hidden = next((fields[key] for key in ("hidden_states", "last_token") if fields.get(key) is not None), None)
@@ -32,6 +32,12 @@ def with_columns(value: Any, rows: TableRows) -> Any:
     names = dict.fromkeys(name for row in rows for name in row)
     columns = {name: [row.get(name) for row in rows] for name in names if name not in fields}
     return dict(fields) | columns
+
+
+def axis_of_chunk(rows: TableRows | None, axis: int | None, shape: Sequence[int | None]) -> int | None:
+    """Return the axis that counted traces in the chunk before, if it does in the next one of this shape; else None."""
+    is_same = rows is not None and rows.is_chunk and axis is not None and shape[axis : axis + 1] == (len(rows),)
+    return axis if is_same else None
 
 
 def _has_ids(fields: Mapping[Any, Any]) -> bool:
