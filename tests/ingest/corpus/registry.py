@@ -76,4 +76,5 @@ def load(part="all"):
     importlib.import_module("tests.ingest.corpus.unseen_third")
     importlib.import_module("tests.ingest.corpus.unseen_fourth")
     importlib.import_module("tests.ingest.corpus.unseen_fifth")
+    importlib.import_module("tests.ingest.corpus.unseen_sixth")
     return MAIN | UNSEEN | OUTSIDE if part == "all" else PARTS[part]
