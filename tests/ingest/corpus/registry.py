@@ -71,10 +71,6 @@ def load(part="all"):
     for name in MODULES:
         importlib.import_module(f"tests.ingest.corpus.kinds.{name}")
     importlib.import_module("tests.ingest.corpus.outside")
-    importlib.import_module("tests.ingest.corpus.unseen")
-    importlib.import_module("tests.ingest.corpus.unseen_second")
-    importlib.import_module("tests.ingest.corpus.unseen_third")
-    importlib.import_module("tests.ingest.corpus.unseen_fourth")
-    importlib.import_module("tests.ingest.corpus.unseen_fifth")
-    importlib.import_module("tests.ingest.corpus.unseen_sixth")
+    for name in ("", "_second", "_third", "_fourth", "_fifth", "_sixth", "_seventh"):
+        importlib.import_module(f"tests.ingest.corpus.unseen{name}")
     return MAIN | UNSEEN | OUTSIDE if part == "all" else PARTS[part]
