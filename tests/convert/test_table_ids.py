@@ -144,3 +144,13 @@ def test_labels_in_the_order_of_a_list_that_is_read_one_by_one_are_refused(tmp_p
     (tmp_path / "labels.json").write_text("[0, 1, 1, 0]")
     message = error_of("convert", tmp_path, tmp_path / "s.zarr", code=3)
     assert "the rows of labels.json have no ids" in message and "question_id or question" in message
+
+
+def test_a_column_of_row_numbers_states_the_order_of_a_table(tmp_path):
+    states = np.stack([t["hidden_states"] for t in make_traces(4, tokens=3)])
+    np.save(tmp_path / "hidden_states.npy", states)
+    write_rows(tmp_path / "samples.jsonl", [{"row": k, "question": f"{k}?", "label": k % 2} for k in (2, 0, 3, 1)])
+    convert(tmp_path, tmp_path / "s.zarr")
+    for trace in tracestore.open(tmp_path / "s.zarr"):
+        np.testing.assert_array_equal(trace.hidden_states, states[int(trace.question[0])])
+        assert trace.label == int(trace.question[0]) % 2

@@ -150,3 +150,11 @@ def test_passes_may_be_dicts_by_the_number_of_the_step(tmp_path):
     path = write_pickle(tmp_path / "a.pkl", [trace | {"hidden_states": dict(sorted(steps.items()))}])
     convert(path, tmp_path / "s.zarr")
     np.testing.assert_array_equal(tracestore.open(tmp_path / "s.zarr")[0].hidden_states, hidden)
+
+
+def test_nested_lists_of_attention_averaged_over_heads(tmp_path):
+    traces = make_traces(3, tokens=4)
+    means = [[layer.astype("f4").mean(0) for layer in t["attentions"]] for t in traces]
+    lists = [t | {"attentions": [m.tolist() for m in mean]} for t, mean in zip(traces, means, strict=True)]
+    for trace, mean in zip(stored(tmp_path, lists), means, strict=True):
+        np.testing.assert_allclose(trace.attention, np.stack(mean), rtol=1e-3, atol=1e-6)

@@ -98,11 +98,11 @@ def test_attention_behind_each_other_is_refused(tmp_path):
     assert "attentions: found attention of several traces in one array" in message
 
 
-@pytest.mark.parametrize("axis", [0, 1])
-def test_an_id_for_each_token_takes_an_array_apart(tmp_path, axis):
+@pytest.mark.parametrize(("axis", "name"), [(0, "example_ids"), (1, "example_ids"), (0, "prompt_ids")])
+def test_an_id_for_each_token_takes_an_array_apart(tmp_path, axis, name):
     traces = traces_of()
     ids = np.repeat([1, 0, 2], [len(t["tokens"]) for t in traces])
-    np.savez(tmp_path / "a.npz", **flat(traces, axis), example_ids=ids)
+    np.savez(tmp_path / "a.npz", **flat(traces, axis), **{name: ids})
     rows = [{"question_id": f"q{k}", "question": f"why {k}?"} for k in range(3)]
     (tmp_path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 

@@ -30,7 +30,8 @@ MAX_BYTES = MAX_LINE_BYTES = 64 << 20
 _FILE_KEYS: tuple[str, ...] = ("file", "filename", "file_name", "path", "file_path", "filepath")
 _FILE_KEYS += ("npz", "npy", "hidden_states_path", "shard")
 # Columns that number the traces of one file.
-_ROW_KEYS = ("row", "row_index", "row_idx", "row_id", "index_in_file", "index_in_shard", "position", "index", "idx")
+_ROWS = ("row", "row_index", "row_idx", "row_id", "index_in_file", "index_in_shard", "position")
+_ROW_KEYS = (*_ROWS, "index", "idx")
 _VECTOR = re.compile(r"\[?(?:\s*-?\d+\.\d*(?:e[-+]?\d+)?(?=[\s\]]|$)){3,}\s*\]?")
 _NUMBER = re.compile(r"-?\d+(?:\.\d*)?(?:e[-+]?\d+)?", re.IGNORECASE)
 _MIN_NUMBERS = 8
@@ -121,11 +122,16 @@ class Table:
             path = PurePosixPath(value.replace("\\", "/"))
             for name in {path.as_posix(), path.name}:
                 found.setdefault(name, []).append(k)
-        return {name: self._in_order(rows) for name, rows in found.items()}
+        return {name: self._in_order(rows, _ROW_KEYS) for name, rows in found.items()}
 
-    def _in_order(self, rows: list[int]) -> list[int]:
+    @cached_property
+    def order(self) -> list[int]:
+        """All rows in the order of a column such as row_index, which numbers the rows of an array, if there is one."""
+        return self._in_order(list(range(len(self))), _ROWS)
+
+    def _in_order(self, rows: list[int], keys: Sequence[str]) -> list[int]:
         """Return the rows of a file in the order of a column that numbers them from 0, if there is one."""
-        for key in _ROW_KEYS:
+        for key in keys if rows else ():
             order = {self[k].get(key): k for k in rows} if key in self[rows[0]] else {}
             if len(order) == len(rows) and all(type(n) is int for n in order) and set(order) == set(range(len(rows))):
                 return [order[n] for n in range(len(rows))]
@@ -209,19 +215,9 @@ def load_json(data: bytes | str) -> Any:
 
 
 def parse(data: bytes, name: str) -> list[dict[str, Any]]:
-    """Return the rows of a JSON, CSV, TSV or text file.
+    """Return the rows of the content of a JSON, CSV, TSV or text file; InvalidInputError with its name if it is none.
 
-    Parameters
-    ----------
-    data : bytes
-        Content of the file.
-    name : str
-        Its name. A list of plain values, or a text with one per line, is a column of this name.
-
-    Raises
-    ------
-    InvalidInputError
-        If the file is not a table. The message names it.
+    A list of plain values, or a text with one per line, is a column of the name of the file.
     """
     path = PurePosixPath(name)
     try:
@@ -294,9 +290,7 @@ class TableReference:
     def load(self) -> "TableRows":
         """Return the rows."""
         table, others = load_table(self.path), tuple(map(load_table, self.others))
-        rows = TableRows(
-            table, range(len(table)) if self.rows is None else self.rows, is_by_id=self.is_by_id, others=others
-        )
+        rows = TableRows(table, table.order if self.rows is None else self.rows, is_by_id=self.is_by_id, others=others)
         rows.are_columns = self.are_columns
         return rows
 

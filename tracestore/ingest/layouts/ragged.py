@@ -16,9 +16,9 @@ from tracestore.ingest.containers.keys import LENGTHS
 _OFFSETS = re.compile(
     r"(?:.*_)?(?:offsets?|indptr|ptr|row_?splits|cu_?(?:seq_?)?lens?|cum(?:ulative|sum)?_?(?:lengths?|lens?))", re.I
 )
-# Names of the id of the trace of each token; not those that may mean ids of tokens or parts of a text.
+# Names of the id of the trace of each token, not those of parts of a text. prompt_ids means tokens where no others are.
 _IDS_OF_TOKENS = re.compile(
-    r"(?:example|sample|question|doc(?:ument)?|seq|trace|item)_?(?:ids?|idxs?|ind(?:ex|ices))", re.I
+    r"(?:example|sample|question|doc(?:ument)?|seq|trace|item|prompt)_?(?:ids?|idxs?|ind(?:ex|ices))", re.I
 )
 # Names of the first row of a trace and of the row after its last one, in a table. Names without "row" may mean other
 # ranges, such as that of the answer: these have to follow each other without gaps.
@@ -142,7 +142,7 @@ def _from_ids(fields: dict[str, Any], extents: tuple[int, ...]) -> Ragged | None
         ids = values[begins] if len(values) else values
         if not 1 < len(ids) < len(values) or len(values) not in extents or len(np.unique(ids)) < len(ids):
             continue
-        if "tokens" in fields or (np.diff(ids) > 0).all():
+        if "tokens" in fields or ((np.diff(ids) > 0).all() and not name.lower().startswith("prompt")):
             bounds = list(pairwise([*begins, len(values)]))
             found = _checked(bounds, extents, name, fields, is_whole=True)
             fields[name] = Column(ids)

@@ -231,6 +231,15 @@ def _parsed(text: str) -> Any:
         return None
 
 
+def has_numbers_at(value: Any, depth: int) -> bool:
+    """Return whether the first items of nested lists lead to a number at a depth: 2 for a list of lists of numbers."""
+    for _ in range(depth):
+        if not isinstance(value, list | tuple) or not value:
+            return False
+        value = value[0]
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def array_of(value: Any) -> Any:
     """Return nested lists of numbers of one length per level as a float32 array, and any other value unchanged."""
     leaf, depth = value, 0

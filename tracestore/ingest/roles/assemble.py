@@ -10,6 +10,7 @@ import numpy as np
 
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.containers.grouping import natural_key
+from tracestore.ingest.layouts.values import array_of, has_numbers_at
 from tracestore.ingest.roles.assign import Assignment, assign
 from tracestore.ingest.roles.batches import batch_size, crop, split_batch, valid_span, with_beams
 from tracestore.ingest.roles.edges import set_attention
@@ -213,6 +214,8 @@ def _add_head_axis(fields: dict[str, Any]) -> bool:
         value = list(array)
     if not isinstance(value, list | tuple) or not value:
         return False
+    if has_numbers_at(value, depth=3):  # nested lists (S, S) per layer
+        value = [array_of(layer) for layer in value]
     first = as_array(value[0])
     if first is None or first.ndim != 2:
         return False
