@@ -71,6 +71,6 @@ def load(part="all"):
     for name in MODULES:
         importlib.import_module(f"tests.ingest.corpus.kinds.{name}")
     importlib.import_module("tests.ingest.corpus.outside")
-    for name in ("", "_second", "_third", "_fourth", "_fifth", "_sixth", "_seventh"):
-        importlib.import_module(f"tests.ingest.corpus.unseen{name}")
+    for name in ("first", "second", "third", "fourth", "fifth", "sixth", "seventh"):
+        importlib.import_module(f"tests.ingest.corpus.unseen_sets.{name}")
     return MAIN | UNSEEN | OUTSIDE if part == "all" else PARTS[part]

@@ -24,7 +24,7 @@ from tests.ingest.corpus.samples import (
     write_lines,
     write_table,
 )
-from tests.ingest.corpus.unseen_second import correctness, record, wrong
+from tests.ingest.corpus.unseen_sets.second import correctness, record, wrong
 
 kind = functools.partial(registry.kind, register=registry.UNSEEN)
 
