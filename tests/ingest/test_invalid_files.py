@@ -54,7 +54,7 @@ def bad_schema():
     yield "tokens too many", {**good, "tokens": np.arange(9)}, "9 tokens"
     yield "tokens not integers", {**good, "tokens": [0.5, 1.0, 2.0]}, "integers"
     yield "answer not text", {**good, "generated_answer_clean": 7}, "generated_answer_clean"
-    yield "id not text", {**good, "question_id": [1, 2]}, "question_id"
+    yield "id not text", {**good, "question_id": [1]}, "question_id"
     yield (
         "beyond float16",
         {**good, "hidden_states": [h.astype("f4") * 1e6 for h in good["hidden_states"]]},

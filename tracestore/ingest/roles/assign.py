@@ -68,21 +68,10 @@ class Assignment:
 
 
 def assign(trace: Any, options: KeyOptions, *, has_objects: bool = False) -> Assignment:
-    """Assign a role to each key of a trace.
+    """Assign a role to each key of a trace, the value found where a dict is expected.
 
-    Parameters
-    ----------
-    trace : Any
-        The value found where a dict is expected.
-    options : KeyOptions
-        Names of the fields in this file.
-    has_objects : bool
-        Whether the trace may contain objects that are not data.
-
-    Raises
-    ------
-    InvalidInputError
-        If the value is not a dict, or a mapped key is missing.
+    `has_objects`: the trace may contain objects that are not data. Raises InvalidInputError if the value is not a dict,
+    or a mapped key is missing.
     """
     if not isinstance(trace, Mapping):
         raise InvalidInputError(
@@ -159,6 +148,14 @@ def _other_spellings(keys: tuple[Any, ...]) -> tuple[list[Any], list[tuple[str, 
     return [key for key in keys if not isinstance(key, str)], [pair for pair in spellings if pair[1] in SPELLED]
 
 
+def _is_batch_of_one(values: Mapping[str, Any]) -> bool:
+    """Return whether the states have a batch dimension of one: (1, S, D) per layer, or (L, 1, S, D)."""
+    hidden = values.get("hidden_states")
+    first = hidden[0] if isinstance(hidden, list | tuple) and hidden else hidden
+    shape = getattr(as_array(first), "shape", ())
+    return (len(shape) == 3 and shape[0] == 1) or (len(shape) == 4 and 1 in shape[:2])
+
+
 def _find_other_names(found: Assignment, options: KeyOptions) -> None:
     """Give missing fields the values of keys that other programs use for them."""
     values = found.fields
@@ -171,12 +168,12 @@ def _find_other_names(found: Assignment, options: KeyOptions) -> None:
         if isinstance(values[options.id_key], str | int | np.integer):
             values["question_id"] = values.pop(options.id_key)
             found.roles[options.id_key] = "question_id"
-    if isinstance(ids := values.get("question_id"), list) and len(ids) == 1 and is_id(ids[0]):  # of a batch of one
+    if _is_batch_of_one(values) and isinstance(ids := values.get("question_id"), list) and len(ids) == 1:
         values["question_id"] = ids[0]
     for name, known in _other_keys(tuple(values)):
         if any(values.get(key) is not None for key in SAME.get(name, (name,))):
             continue
-        if name == "question_id":  # of a batch of one
+        if name == "question_id" and _is_batch_of_one(values):
             values |= {k: v[0] for k in known if isinstance(v := values[k], list) and len(v) == 1 and is_id(v[0])}
         key = next((k for k in known if k in values and _is_value(name, k, values[k], options)), None)
         if key is not None:
