@@ -152,7 +152,7 @@ def _is_batch_of_one(values: Mapping[str, Any]) -> bool:
     """Return whether the states have a batch dimension of one: (1, S, D) per layer, or (L, 1, S, D)."""
     hidden = values.get("hidden_states")
     first = hidden[0] if isinstance(hidden, list | tuple) and hidden else hidden
-    shape = getattr(as_array(first), "shape", ())
+    shape: tuple[int, ...] = getattr(as_array(first), "shape", ())
     return (len(shape) == 3 and shape[0] == 1) or (len(shape) == 4 and 1 in shape[:2])
 
 
