@@ -191,7 +191,10 @@ def test_words_of_a_judge_in_a_table_of_texts_are_scores(tmp_path, word, score):
 
 def test_names_of_one_answer_among_several(tmp_path):
     value = {"question_id": ["q7"], "most_likely_generation": "Paris", "generated_texts": ["a", "b"]}
-    value |= {"most_likely_generation_ids": np.arange(4), "most_likely_generation_hidden_states": [h[None] for h in HIDDEN]}
+    value |= {
+        "most_likely_generation_ids": np.arange(4),
+        "most_likely_generation_hidden_states": [h[None] for h in HIDDEN],
+    }
     trace = convert_trace(tmp_path, value)
     np.testing.assert_array_equal(trace.hidden_states, HIDDEN)
     assert (trace.question_id, trace.answer, trace.tokens.tolist()) == ("q7", "Paris", [0, 1, 2, 3])
