@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.helpers import run_cli
+from tests.oom.failing import FailAt
 from tests.train.runs import FAST, ONLY
 from tracestore.train.distributed import DistributedContext
 
@@ -92,3 +93,17 @@ def test_collectives_of_one_process_return_their_argument():
     parameter.grad = gradient = torch.ones(2)
     ranks.sum_gradients([parameter])
     assert parameter.grad is gradient and ranks.all_reduce_max(7) == 7 and ranks.all_gather("x") == ["x"]
+
+
+def test_no_operation_follows_the_collective(monkeypatch):
+    """An operation after the sum could run out of memory, and the other ranks would not sum again."""
+    ranks = DistributedContext()
+    ranks.world_size = 2
+    first, second = torch.nn.Parameter(torch.ones(2, 3)), torch.nn.Parameter(torch.ones(4))
+    first.grad = torch.full((2, 3), 5.0)
+    operations = []
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda flat: (operations.append(mode.count), flat.mul_(2)))
+    with FailAt() as mode:
+        ranks.sum_gradients([first, second])
+    assert mode.count == operations[0] + 1
+    assert first.grad.tolist() == [[10.0] * 3] * 2 and second.grad.tolist() == [0.0] * 4

@@ -48,6 +48,7 @@ class DistributedContext(RankGroup):
         self.rank = distributed.get_rank() if is_distributed else 0
         self.world_size = distributed.get_world_size() if is_distributed else 1
         self._flat: torch.Tensor | None = None
+        self._views: list[torch.Tensor] = []
         # Allocated now and read through numpy, so that nothing can fail after the collective.
         self._integer = torch.zeros(1, dtype=torch.int64)
         self._integer_view = self._integer.numpy()
@@ -104,10 +105,13 @@ class DistributedContext(RankGroup):
     # Gradients
 
     def allocate(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Allocate the buffer of `sum_gradients`, so that no rank fails while the others wait."""
-        size, first = sum(p.numel() for p in parameters), parameters[0]
-        if self.world_size > 1 and (self._flat is None or len(self._flat) != size):
-            self._flat = torch.zeros(size, dtype=first.dtype, device=first.device)
+        """Allocate the buffer of `sum_gradients` and its views, so that no rank fails while the others wait."""
+        shapes = [p.shape for p in parameters]
+        if self.world_size == 1 or [view.shape for view in self._views] == shapes:
+            return
+        sizes, first = [p.numel() for p in parameters], parameters[0]
+        self._flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+        self._views = [part.view(shape) for part, shape in zip(self._flat.split(sizes), shapes, strict=True)]
 
     @torch.no_grad()
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -119,13 +123,13 @@ class DistributedContext(RankGroup):
             return
         parameters = list(parameters)
         self.allocate(parameters)
-        assert self._flat is not None
         gradients = [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters]
         torch.cat(gradients, out=self._flat)
         with _map_errors():
             distributed.all_reduce(self._flat)
-        for p, summed in zip(parameters, self._flat.split([p.numel() for p in parameters]), strict=True):
-            p.grad = summed.view_as(p)
+        # Not an operation of torch, which could run out of memory after the collective.
+        for p, summed in zip(parameters, self._views, strict=True):
+            p.grad = summed
 
     # Errors
 
