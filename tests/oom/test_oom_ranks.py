@@ -9,11 +9,10 @@ import pytest
 
 from tests.helpers import ROOT
 
-pytestmark = pytest.mark.long
-
 # 0: every operation.
 OPERATIONS = 0 if os.environ.get("TRACESTORE_OOM") == "all" else 4
 SECONDS = 7200 if OPERATIONS == 0 else 200
+pytestmark = [pytest.mark.long, pytest.mark.timeout(SECONDS + 60)]
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +36,7 @@ def reports(tmp_path_factory):
     finally:
         for rank in ranks:
             rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(error[-4000:] for _, error in outputs)
     return [json.loads(out) for out, _ in outputs]
 
 
