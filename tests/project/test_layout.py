@@ -13,7 +13,7 @@ from tests.helpers import ROOT
 
 PACKAGE, TESTS = ROOT / "tracestore", ROOT / "tests"
 # Every package may import these modules.
-BASE = {"errors", "extras", "console", "page", "pages", "process", "cgroup", "platform_support", "split"}
+BASE = {"errors", "extras", "console", "pages", "process", "cgroup", "platform_support", "split"}
 STORE = {
     "_core",
     "store.fields",
