@@ -1,7 +1,7 @@
 """Record the hidden states and attention of a model while your own code runs it."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -330,15 +330,11 @@ def capture(model: nn.Module, *, select: Select = EVERYTHING, dtype: torch.dtype
         output = type(output)(**{name: value for name, value in output.items() if name not in extra})
         return output.to_tuple() if requested[0].get("return_dict") is False else output
 
-    handles = [
+    with (
         model.register_forward_pre_hook(before, with_kwargs=True),
         model.register_forward_hook(after, with_kwargs=True),
-    ]
-    try:
+    ):
         yield states
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
@@ -364,16 +360,12 @@ def _module_hooks(model: nn.Module, states: Capture, names: Sequence[str]) -> It
         hidden = [outputs.pop(name) for name in names]
         states._add(hidden, None, *_inputs(args, kwargs, output))
 
-    handles = [
-        modules[name].register_forward_hook(lambda _module, _args, output, name=name: keep(name, output))
-        for name in names
-    ]
-    handles.append(model.register_forward_hook(after, with_kwargs=True))
-    try:
+    with ExitStack() as handles:
+        for name in names:
+            hook = modules[name].register_forward_hook(lambda _module, _args, output, name=name: keep(name, output))
+            handles.enter_context(hook)
+        handles.enter_context(model.register_forward_hook(after, with_kwargs=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _inputs(

@@ -82,12 +82,9 @@ def _explains_logits(model: Any, module: nn.Module, head: nn.Module) -> bool:
     if getattr(model.config.get_text_config(), "final_logit_softcapping", None):
         return False  # The difference can be less than a rounding error.
     outputs: list[torch.Tensor] = []
-    hook = module.register_forward_hook(lambda _module, _args, output: outputs.append(output))
-    try:
+    with module.register_forward_hook(lambda _module, _args, output: outputs.append(output)):
         ids = torch.arange(min(4, head.weight.shape[0]), device=model.device)[None]  # type: ignore[arg-type, index]
         logits = model(ids, use_cache=False).logits
-    finally:
-        hook.remove()
     if len(outputs) != 1 or outputs[0].shape[:2] != logits.shape[:2]:
         return False
     return _are_close(head(outputs[0]), logits, 2 * torch.finfo(head.weight.dtype).eps)  # type: ignore[arg-type]
