@@ -34,9 +34,9 @@ def test_format_size(count, expected):
         (console.non_negative_int, "-1"),
         (console.non_negative_int, "9" * 5000),
         (console.port, "65536"),
+        *((console.int_list, text) for text in ("", "a", "1-", "3-1", "--1", "1,,2", "0-9999999")),
         (console.int_ranges, "3-1"),
-        (console.int_ranges, "1,,2"),
-        (console.int_ranges, "0-9999999"),
+        (console.int_ranges, "-1-2"),
         (console.float_where(lambda value: value > 0, "a number above 0"), "nan"),
         (console.float_where(lambda value: value > 0, "a number above 0"), "0"),
     ],
@@ -48,6 +48,13 @@ def test_invalid_arguments_name_what_was_expected(parse, text):
 
 def test_int_ranges_are_sorted_and_unique():
     assert console.int_ranges("7,0-3,2") == (0, 1, 2, 3, 7)
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"), [("3", (3,)), ("8,1-3", (8, 1, 2, 3)), ("-1", (-1,)), ("-4--2,-1", (-4, -3, -2, -1))]
+)
+def test_int_list_keeps_the_order(text, numbers):
+    assert console.int_list(text) == numbers
 
 
 def test_nan_to_none_replaces_nested_values():

@@ -78,17 +78,24 @@ def float_where(accepts: Callable[[float], bool], expected: str) -> Callable[[st
     return parse
 
 
-def int_ranges(text: str) -> tuple[int, ...]:
-    """Return the sorted, unique integers of a list such as 0-9,20,29, for argparse."""
-    chosen: set[int] = set()
+def int_list(text: str) -> tuple[int, ...]:
+    """Return the integers of a list such as 0-9,20,-1, in its order and below 1,000,000, for argparse."""
+    numbers: list[int] = []
     for part in text.split(","):
-        first, dash, last = part.partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
-            raise argparse.ArgumentTypeError(f"found {text!r}, expected numbers as 0-9,20,29")
-        if int(last or first) >= 1_000_000:
-            raise argparse.ArgumentTypeError(f"found {last or first}, expected numbers below 1,000,000")
-        chosen.update(range(int(first), int(last or first) + 1))
-    return tuple(sorted(chosen))
+        match = re.fullmatch(r"(-?[0-9]{1,6})(?:-(-?[0-9]{1,6}))?", part)
+        bounds = range(0) if match is None else range(int(match[1]), int(match[2] or match[1]) + 1)
+        if not bounds:
+            raise argparse.ArgumentTypeError(f"found {text!r}, expected numbers as 0-9,20,29, each below 1,000,000")
+        numbers += bounds
+    return tuple(numbers)
+
+
+def int_ranges(text: str) -> tuple[int, ...]:
+    """Return the sorted, unique integers of a list such as 0-9,20,29, none negative, for argparse."""
+    numbers = sorted(set(int_list(text)))
+    if numbers[0] < 0:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected no negative numbers")
+    return tuple(numbers)
 
 
 def nan_to_none(value: Any) -> Any:

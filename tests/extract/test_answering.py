@@ -13,7 +13,7 @@ from tracestore.extract.generation import generate, seed_of_answer
 from tracestore.extract.model import load_model
 from tracestore.extract.prompts import PLAIN_PROMPT, PromptTemplate, read_template, template_of
 from tracestore.extract.questions import Question, with_samples
-from tracestore.extract.select import Select, parse_layers
+from tracestore.extract.select import Select
 
 OPTIONS = AnswerOptions("Say it", 12)
 QUESTIONS = [Question(f"q{k}", f"What is {'very ' * k}{k}?", ("a",)) for k in range(3)]
@@ -212,16 +212,3 @@ def test_provenance_names_the_selected_layers(lm):
     for layers in ([3], [0], [-3], [2, 1], [1, 1]):
         with pytest.raises(UsageError, match="layers: found"):
             provenance_of(lm, replace(OPTIONS, select=Select(layers)))
-
-
-@pytest.mark.parametrize(
-    ("text", "layers"), [("3", (3,)), ("1,8-10", (1, 8, 9, 10)), ("-1", (-1,)), ("-4--2,-1", (-4, -3, -2, -1))]
-)
-def test_layers_are_read_from_a_text(text, layers):
-    assert parse_layers(text) == layers
-
-
-@pytest.mark.parametrize("text", ["", "0", "a", "1-", "3-1", "--1", "1,,2", "0-3"])
-def test_texts_that_are_no_layers_are_refused(text):
-    with pytest.raises(ValueError):
-        parse_layers(text)

@@ -310,6 +310,8 @@ def test_errors_are_one_line(tiny_model, questions, tmp_path):
         ((tiny_model, questions, tmp_path / "o", "--samples", 2), 2, "--temperature above 0"),
         ((tiny_model, questions, tmp_path / "o", "--temperature", -1), 2, "at least 0"),
         ((tiny_model, questions, tmp_path / "o", "--layers", "0"), 2, "expected numbers"),
+        ((tiny_model, questions, tmp_path / "o", "--layers", "0-3"), 2, "expected numbers"),
+        ((tiny_model, questions, tmp_path / "o", "--layers", "a"), 2, "expected numbers"),
         ((tiny_model, questions, tmp_path / "o", "--layers=1-3"), 2, "expected 1 to 2"),
         ((tiny_model, questions, tmp_path / "o", "--positions", "0"), 2, "all, answer"),
         ((tiny_model, questions, tmp_path / "o", "--judge", "me"), 2, "rouge_l"),

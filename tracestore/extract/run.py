@@ -16,7 +16,7 @@ from tracestore.ingest.sources import PROVENANCE_FILE, read_provenance
 from tracestore.store.format.provenance import Provenance, require_compatible
 from tracestore.store.io import fsio
 from tracestore.store.io.files import RemoteURL
-from tracestore.store.read.store import TraceStore, open_store
+from tracestore.store.read.store import open_store
 from tracestore.store.write.create import create
 
 INSTRUCTION = "Give the correct answer in a few words."
@@ -195,7 +195,7 @@ def extract_to_store(
     # A missing store, or one without a commit, is a UsageError here. create() then makes the store, or
     # reports the problem.
     with suppress(UsageError), open_store(path) as store:
-        existing = {_key(q) for q in questions if _is_stored(store, q)}
+        existing = {_key(q) for q in questions if store.internals.index.find(*_key(q)) >= 0}
     began = committed = time.monotonic()
     with create(
         path,
@@ -252,14 +252,6 @@ def _scores_path(folder: Path, batch: QuestionBatch) -> Path:
 
 def _key(question: Question) -> tuple[str, int]:
     return question.question_id, question.sample
-
-
-def _is_stored(store: TraceStore, question: Question) -> bool:
-    try:
-        store.index_of(*_key(question))
-    except KeyError:
-        return False
-    return True
 
 
 def _is_finished(scores: Path, batch: QuestionBatch, judges: Sequence[str]) -> bool:

@@ -1,6 +1,5 @@
 """Selection of layers, positions and heads."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -72,15 +71,3 @@ class Select:
 
 
 EVERYTHING = Select()
-
-
-def parse_layers(text: str) -> tuple[int, ...]:
-    """Return the numbers in a text such as "1,8-12,-1", in the order of the text; raise ValueError for other texts."""
-    layers: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(-?[0-9]{1,7})(?:-(-?[0-9]{1,7}))?", part)
-        numbers = [int(n) for n in match.groups() if n is not None] if match else []
-        if not numbers or numbers[-1] < numbers[0] or not numbers[0] * numbers[-1] > 0:
-            raise ValueError
-        layers += range(numbers[0], numbers[-1] + 1)
-    return tuple(layers)

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from tracestore.cli.flags import add_allow_mixed_provenance
-from tracestore.console import Output, Parser, Progress, float_where, int_between, plural, positive_int
+from tracestore.console import Output, Parser, Progress, float_where, int_between, int_list, plural, positive_int
 from tracestore.errors import UsageError
 from tracestore.extract import run as extraction
 from tracestore.extract.judges import DEFAULT_JUDGES, JUDGES
 from tracestore.extract.questions import FACTS, GENERATED, Question, read_questions, with_samples
-from tracestore.extract.select import Select, parse_layers
+from tracestore.extract.select import Select
 from tracestore.extras import needs
 from tracestore.store.format.schema import ATTENTION_MODES, CODECS
 from tracestore.store.io.files import local_dir, parse_location
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace, output: Output) -> None:
         raise UsageError(f"--out {args.out}: --lens needs a store; the name of a store ends with .zarr")
     if args.samples > 1 and not args.temperature:
         raise UsageError("--samples needs a --temperature above 0, because the most likely tokens are always the same")
-    judges = tuple(dict.fromkeys(args.judges or DEFAULT_JUDGES))
+    select = Select(args.layers, args.positions, "none" if to_store and args.attention == "none" else "all")
     with map_os_errors(local_dir(args.out)):
         if to_store:
             check_store_destination(args.out)
@@ -114,14 +114,19 @@ def run(args: argparse.Namespace, output: Output) -> None:
         temperature=args.temperature,
         seed=args.seed,
         top_logprobs=args.top_logprobs,
-        select=Select(args.layers, args.positions, "none" if to_store and args.attention == "none" else "all"),
+        select=select,
     )
     lm = load_model(args.model, device=args.device, dtype=args.dtype)
 
     def answer(batch: Sequence[Question]) -> list[dict[str, Any]]:
         return answer_questions(lm, batch, options)
 
-    provenance = provenance_of(lm, options)
+    common: dict[str, Any] = {
+        "batch_size": args.batch_size,
+        "judges": tuple(dict.fromkeys(args.judges or DEFAULT_JUDGES)),
+        "provenance": provenance_of(lm, options),
+        "allow_mixed_provenance": args.allow_mixed_provenance,
+    }
     if to_store:
         shard, count = args.shard
         questions = with_samples(questions[shard::count], args.samples)
@@ -133,24 +138,13 @@ def run(args: argparse.Namespace, output: Output) -> None:
             attention=args.attention,
             codec=args.codec,
             commit_interval_s=args.commit_interval,
-            batch_size=args.batch_size,
-            judges=judges,
-            provenance=provenance,
-            allow_mixed_provenance=args.allow_mixed_provenance,
             lens=lens_of(lm) if args.lens else None,
+            **common,
         )
     else:
         batches = extraction.plan_batches(with_samples(questions, args.samples), args.traces_per_file, args.shard)
         total = sum(len(b.questions) for b in batches)
-        steps = extraction.extract_to_folder(
-            args.out,
-            batches,
-            answer,
-            batch_size=args.batch_size,
-            judges=judges,
-            provenance=provenance,
-            allow_mixed_provenance=args.allow_mixed_provenance,
-        )
+        steps = extraction.extract_to_folder(args.out, batches, answer, **common)
     output.info(f"{plural(total, 'answer')} of {args.model} -> {args.out}")
     report = extraction.ExtractReport(str(args.out))
     with Progress(output) as progress:
@@ -179,16 +173,12 @@ def _shard(text: str) -> tuple[int, int]:
 
 def _layers(text: str) -> tuple[int, ...]:
     """Return the numbers of layers in a text, for argparse."""
-    try:
-        return parse_layers(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"found {text!r}, expected numbers as 1,8-12,-1") from None
+    layers = int_list(text)
+    if 0 in layers:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected numbers from 1, or from the end as -1")
+    return layers
 
 
-def _positions(text: str) -> str | int:
-    """Return "all", "answer" or a number of tokens, for argparse."""
-    if text in ("all", "answer"):
-        return text
-    if text.isdecimal() and len(text) < 10 and int(text) > 0:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"found {text!r}, expected all, answer or a number of tokens")
+def _positions(text: str) -> Any:
+    """Return a number as an integer and other texts unchanged, for argparse; Select checks them."""
+    return int(text) if text.isdecimal() and len(text) < 10 else text
