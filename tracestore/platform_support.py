@@ -77,26 +77,29 @@ def shared_memory_folder() -> Path | None:
     return _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
 
 
-class ProcessMemory(NamedTuple):
-    """Memory of this process in bytes: resident, resident and shared, and counted by RLIMIT_DATA."""
+class MemoryUse(NamedTuple):
+    """Memory of this process in bytes."""
 
-    resident: int
-    shared: int
+    #: Resident and not reclaimable.
+    anonymous: int
+    #: Resident pages of libraries and mapped stores.
+    file: int
+    #: VmData, which RLIMIT_DATA limits.
     data: int
 
 
-def process_memory() -> ProcessMemory:
+def memory_use() -> MemoryUse:
     """Return the memory of this process, read in microseconds.
 
-    Other systems than Linux report the peak of the resident memory, and no shared memory.
+    Other systems than Linux report the peak of the resident memory, and no pages of files.
     """
     try:
         _, resident, shared, _, _, data, _ = map(int, (_PROC / "self/statm").read_text().split())
     except OSError:
         peak = peak_memory()
-        return ProcessMemory(peak, 0, peak)
+        return MemoryUse(peak, 0, peak)
     page = resource.getpagesize()
-    return ProcessMemory(resident * page, shared * page, data * page)
+    return MemoryUse((resident - shared) * page, shared * page, data * page)
 
 
 def peak_memory() -> int:

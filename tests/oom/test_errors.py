@@ -89,7 +89,8 @@ def test_memory_is_short_under_a_limit_of_the_data_segment():
     """The limit leaves 100 MiB."""
     code = """
 import resource
-from tracestore.oom.limits import allocatable_bytes, memory_use
+from tracestore.oom.limits import allocatable_bytes
+from tracestore.platform_support import memory_use
 from tracestore.oom.errors import memory_is_short
 assert allocatable_bytes() > 200 << 20
 resource.setrlimit(resource.RLIMIT_DATA, (memory_use().data + (100 << 20), resource.RLIM_INFINITY))

@@ -12,9 +12,9 @@ from tracestore.data.batch_format import BatchFormat
 from tracestore.data.epoch import EpochPlanner
 from tracestore.detectors.registry import DEFAULT_DETECTORS
 from tracestore.errors import UsageError
-from tracestore.oom.limits import memory_use
 from tracestore.planning.measure import plan_micro_batches, plan_training
 from tracestore.planning.plan import TrainingPlan, largest_batch_factor
+from tracestore.platform_support import memory_use
 from tracestore.train.config import TrainConfig
 
 SMALL = {"gnn_hidden": 8, "latent_dim": 8, "lstm_hidden": 8}

@@ -79,7 +79,8 @@ def test_recovers_from_a_real_lack_of_memory(device):
     code = (
         "import gc, resource, sys, torch\n"
         "from tracestore.train import OOMGuard\n"
-        "from tracestore.oom.limits import memory_use, start_thread_pools\n"
+        "from tracestore.oom.limits import start_thread_pools\n"
+        "from tracestore.platform_support import memory_use\n"
         "device = torch.device(sys.argv[1])\n"
         "torch.manual_seed(0)\n"
         "x = torch.randn(64, 1 << 18, device=device)\n"

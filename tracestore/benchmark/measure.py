@@ -18,7 +18,8 @@ from tracestore.detectors.interface import Detector
 from tracestore.detectors.saved import content
 from tracestore.errors import RunInterruptedError, TracestoreError, UsageError
 from tracestore.evaluation.metrics import probability, youden_threshold
-from tracestore.oom.limits import MemoryUse, PeakMemoryMonitor, memory_use
+from tracestore.oom.limits import PeakMemoryMonitor
+from tracestore.platform_support import MemoryUse, memory_use
 from tracestore.published.linear import fit_linear
 from tracestore.store.read.store import TraceStore
 from tracestore.train.checkpoint import save_checkpoint

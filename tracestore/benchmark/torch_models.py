@@ -60,7 +60,9 @@ class TorchModel(Detector):
         options = TrainConfig(epochs=self.epochs, seed=self.seed)
         with tempfile.TemporaryDirectory() as folder:
             Trainer(self.name, store, split, targets, config, options, Path(folder), lambda _: None).run()
-            self._trained = load_detector(Path(folder) / "best.pt")
+            trained = load_detector(Path(folder) / "best.pt")
+        assert isinstance(trained, TrainedDetector)
+        self._trained = trained
         return self
 
     def score(self, store: TraceStore, indices: np.ndarray) -> np.ndarray:

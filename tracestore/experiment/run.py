@@ -25,10 +25,10 @@ from tracestore.evaluation.split import Split, class_counts, make_folds, make_sp
 from tracestore.experiment import folds
 from tracestore.experiment.options import TrainOptions
 from tracestore.extras import require
-from tracestore.oom.limits import MemoryUse, limited_memory, memory_limit, memory_use
+from tracestore.oom.limits import limited_memory, memory_limit
 from tracestore.pages.notebook import TrainingResults
 from tracestore.planning.measure import plan_micro_batches
-from tracestore.platform_support import peak_memory
+from tracestore.platform_support import MemoryUse, memory_use, peak_memory
 from tracestore.reports.controls import control_entries
 from tracestore.reports.plot_files import write_plots
 from tracestore.reports.run import RunFacts, write_report

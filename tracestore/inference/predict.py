@@ -1,6 +1,6 @@
 """Apply a trained detector to a store: logits in memory, or scores in a CSV file."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,8 +21,9 @@ from tracestore.errors import InsufficientMemoryError, UsageError
 from tracestore.evaluation.metrics import probability
 from tracestore.oom.errors import is_out_of_memory
 from tracestore.oom.guard import OOMGuard
-from tracestore.oom.limits import RESERVE_BYTES, limited_memory, memory_use
+from tracestore.oom.limits import RESERVE_BYTES, limited_memory
 from tracestore.oom.optimizers import SGD
+from tracestore.platform_support import memory_use
 from tracestore.store.format.provenance import Provenance, require_compatible
 from tracestore.store.io.fsio import map_os_errors, write_rows
 from tracestore.store.read.store import TraceStore, open_store
@@ -99,8 +100,8 @@ class TrainedDetector:
         ]
 
 
-def load_detector(path: Path) -> TrainedDetector:
-    """Load best.pt without executing code.
+def load_detector(path: Path) -> TrainedDetector | FittedDetector:
+    """Load best.pt, or a checkpoint of ``tracestore benchmark --save-detectors``, without executing code.
 
     Raises
     ------
@@ -108,6 +109,8 @@ def load_detector(path: Path) -> TrainedDetector:
         The file is damaged, not a detector, or of another version.
     """
     saved = load_checkpoint(path)
+    if is_fitted_detector(saved):
+        return from_content(saved, path)
     version = saved.get("version")
     if "model_config" not in saved or not isinstance(version, int):
         raise UsageError(f"{path}: not a detector; give the best.pt of a run of tracestore train")
@@ -249,7 +252,7 @@ def predict_store(
     num_threads : int, optional
         Threads of torch and of the loader. Default: those of torch, and 2.
     memory_budget : int, optional
-        Bytes that scoring may use in addition to the libraries.
+        Bytes that scoring with a detector of a training may use in addition to the libraries.
     allow_mixed_provenance : bool
         Score a store whose provenance conflicts with that of the training store.
     log : callable
@@ -262,47 +265,40 @@ def predict_store(
     UsageError
         The detector cannot read the store, the provenance conflicts, or the budget is too small.
     """
-    fitted = load_fitted_detector(checkpoint)
-    if fitted is not None:
-        store = open_store(store_path)
-        fitted.check(store)
-        if not allow_mixed_provenance:
-            require_compatible(fitted.provenance, store.provenance, str(store.path))
-        report = PredictReport(str(output), str(checkpoint), str(store_path), fitted.name, fitted.threshold, len(store))
-        logits = fitted.logits(store, np.arange(len(store)))
-        with map_os_errors(output):
-            write_rows(output, HEADER, _rows(store, store.indices, logits, fitted.threshold, report))
-        progress(len(store), len(store))
-        return report
     with torch_threads(num_threads):
-        device = pick_device(device)
         detector = load_detector(checkpoint)
         start = memory_use()
         store = open_store(store_path)
         detector.check(store)
         if not allow_mixed_provenance:
             require_compatible(detector.provenance, store.provenance, str(store.path))
-        for difference in detector.differences(store):
-            log(f"note: {difference}; scores may not carry over")
-        if memory_budget is not None:
-            _check_budget(detector, store, memory_budget)
         report = PredictReport(
             str(output), str(checkpoint), str(store_path), detector.name, detector.threshold, len(store)
         )
-
-        def rows() -> Iterator[tuple[Any, ...]]:
-            done = 0
-            for indices, logits in score_traces(
+        batches: Iterable[tuple[np.ndarray, np.ndarray]]
+        if isinstance(detector, FittedDetector):
+            memory_budget = None
+            batches = [(store.indices, detector.logits(store, store.indices))]
+        else:
+            for difference in detector.differences(store):
+                log(f"note: {difference}; scores may not carry over")
+            if memory_budget is not None:
+                _check_budget(detector, store, memory_budget)
+            batches = score_traces(
                 detector,
                 store,
                 batch_size=batch_size,
-                device=device,
+                device=pick_device(device),
                 num_threads=num_threads or 2,
                 memory_budget=None if memory_budget is None else memory_budget // 2,
                 on_event=lambda event: log(
                     f"out of memory: {plural(event['size_before'], 'trace')} at once -> {event['size_after']}"
                 ),
-            ):
+            )
+
+        def rows() -> Iterator[tuple[Any, ...]]:
+            done = 0
+            for indices, logits in batches:
                 yield from _rows(store, indices, logits, detector.threshold, report)
                 done += len(indices)
                 progress(done, report.num_traces)
@@ -323,18 +319,6 @@ def _rows(
         yield question, store[int(k)].sample, *((float(score), int(hit)) if has_score else ("", ""))
         report.num_without_score += not has_score
         report.num_predicted += bool(hit)
-
-
-def load_fitted_detector(path: Path) -> FittedDetector | None:
-    """Load a checkpoint of ``tracestore benchmark --save-detectors``; None for one of ``tracestore train``.
-
-    Raises
-    ------
-    UsageError
-        The file is damaged, no checkpoint, or of another version.
-    """
-    saved = load_checkpoint(path)
-    return from_content(saved, path) if is_fitted_detector(saved) else None
 
 
 def _check_budget(detector: TrainedDetector, store: TraceStore, memory_budget: int) -> None:

@@ -8,38 +8,19 @@ import resource
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
 import torch
 
 from tracestore.cgroup import cgroup_free, cgroup_limit
-from tracestore.platform_support import process_memory
+from tracestore.platform_support import MemoryUse, memory_use
 
 # Released before the last checkpoint of a run that cannot continue.
 RESERVE_BYTES = 48 << 20
 # Left free in a memory cgroup for page tables, sockets, shared memory, other processes, and
 # pages that this process has mapped but not yet touched.
 _CGROUP_MARGIN = 128 << 20
-
-
-@dataclass(frozen=True)
-class MemoryUse:
-    """Memory of this process in bytes."""
-
-    #: Resident and not reclaimable.
-    anonymous: int
-    #: Resident pages of libraries and mapped stores.
-    file: int
-    #: VmData, which RLIMIT_DATA limits.
-    data: int
-
-
-def memory_use() -> MemoryUse:
-    """Return the memory of this process; see `platform_support.process_memory`."""
-    found = process_memory()
-    return MemoryUse(found.resident - found.shared, found.shared, found.data)
 
 
 class PeakMemoryMonitor:
@@ -54,8 +35,7 @@ class PeakMemoryMonitor:
         return self
 
     def _sample(self) -> None:
-        now, peak = memory_use(), self.peak
-        self.peak = MemoryUse(max(now.anonymous, peak.anonymous), max(now.file, peak.file), max(now.data, peak.data))
+        self.peak = MemoryUse(*map(max, self.peak, memory_use()))
 
     def _watch(self) -> None:
         while not self._done.wait(0.001):

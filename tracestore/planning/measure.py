@@ -20,7 +20,7 @@ from tracestore.detectors.config import ModelConfig
 from tracestore.detectors.registry import DETECTORS, make_model
 from tracestore.errors import UsageError
 from tracestore.oom.guard import OOMGuard
-from tracestore.oom.limits import RESERVE_BYTES, MemoryUse, PeakMemoryMonitor, memory_use
+from tracestore.oom.limits import RESERVE_BYTES, PeakMemoryMonitor
 from tracestore.oom.optimizers import Adam
 from tracestore.planning.plan import (
     LATER_BATCHES,
@@ -31,6 +31,7 @@ from tracestore.planning.plan import (
     mapped_bytes,
     training_traces,
 )
+from tracestore.platform_support import MemoryUse, memory_use
 from tracestore.store.read.store import TraceStore
 from tracestore.train.batches import AccumulatedBatch, BatchFeed
 from tracestore.train.config import WEIGHT_DECAY, TrainConfig

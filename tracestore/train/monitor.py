@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tracestore import console
-from tracestore.oom.limits import memory_use
+from tracestore.platform_support import memory_use
 from tracestore.train.config import TrainState
 
 Log = Callable[[str], None]

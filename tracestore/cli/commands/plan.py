@@ -11,6 +11,7 @@ from tracestore.console import Output, Parser, format_size, parse_size
 from tracestore.detectors.config import ModelConfig
 from tracestore.detectors.registry import DETECTORS
 from tracestore.errors import UsageError
+from tracestore.platform_support import memory_use
 from tracestore.train.config import TrainConfig
 
 
@@ -35,7 +36,6 @@ def run(args: argparse.Namespace, output: Output) -> None:
     # Imported here, because --help needs none of it. The run module is imported for its memory, which is
     # part of a plan.
     import tracestore.experiment.run
-    from tracestore.oom.limits import memory_use
     from tracestore.planning.measure import plan_training
     from tracestore.planning.plan import detectors_for, training_traces
 
