@@ -1,8 +1,8 @@
 """The result of a conversion."""
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 
 from tracestore.console import format_size, plural
 from tracestore.convert.options import ON_CONFLICT, OnConflict
@@ -13,6 +13,13 @@ from tracestore.store.write.pack import PackedTrace
 MAX_REFUSED_LINES = 10
 _MAX_NAMES = 8
 _MAX_DROPPED = 1000
+# Counts of a source that a conversion adds up under the same name.
+_ADDED = (
+    "num_duplicates", "num_nonfinite", "num_without_embeddings", "num_without_tokens", "num_without_last_state",
+    "num_made_up_ids",
+)  # fmt: skip
+# Counts of a conversion that are those of the store.
+_TOTALS = ("num_traces", "num_segments", "num_unscored", "num_scores_without_trace", "generation", "bytes_out")
 
 
 @dataclass
@@ -95,20 +102,26 @@ class ConvertReport:
         self.num_sources += 1
         self.bytes_in += size
         self.num_traces_read += found.num_new
-        self.num_duplicates += found.num_duplicates
-        self.num_nonfinite += found.num_nonfinite
-        self.num_without_embeddings += found.num_without_embeddings
-        self.num_without_tokens += found.num_without_tokens
-        self.num_without_last_state += found.num_without_last_state
-        self.num_made_up_ids += found.num_made_up_ids
-        for key, count in found.dropped.items():
+        for field_name in _ADDED:
+            setattr(self, field_name, getattr(self, field_name) + getattr(found, field_name))
+        self._add_details(found.dropped, {found.rounded_from: 1} if found.rounded_from else {}, found.rounding_error)
+
+    def add_earlier(self, before: "ConvertReport") -> None:
+        """Add the counts of an earlier conversion of the same store."""
+        for item in fields(self):
+            value = getattr(before, item.name)
+            if item.name not in (*_TOTALS, "rounding_error") and isinstance(value, int | float | list):
+                setattr(self, item.name, value + getattr(self, item.name))
+        self._add_details(before.dropped, before.num_sources_rounded, before.rounding_error)
+
+    def _add_details(self, dropped: Mapping[str, int], rounded: Mapping[str, int], error: float | None) -> None:
+        for key, count in dropped.items():
             if key in self.dropped or len(self.dropped) < _MAX_DROPPED:
                 self.dropped[key] = self.dropped.get(key, 0) + count
-        if found.rounded_from is not None:
-            rounded = self.num_sources_rounded
-            rounded[found.rounded_from] = rounded.get(found.rounded_from, 0) + 1
-            if found.rounding_error is not None:
-                self.rounding_error = max(self.rounding_error or 0.0, found.rounding_error)
+        for dtype, count in rounded.items():
+            self.num_sources_rounded[dtype] = self.num_sources_rounded.get(dtype, 0) + count
+        if error is not None:
+            self.rounding_error = max(self.rounding_error or 0.0, error)
 
     def lines(self, on_conflict: OnConflict) -> Iterator[str]:
         """Yield the report as lines of text."""

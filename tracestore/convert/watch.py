@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 from tracestore.console import Output, plural
@@ -17,8 +17,6 @@ from tracestore.store.io.files import local_dir
 POLL_INTERVAL_S = 1.0
 # A file that looks unfinished is converted, and refused, when it has not changed for this time.
 STALE_S = 60.0
-# Counts of the store, not of a conversion.
-_TOTALS = ("num_traces", "num_segments", "num_unscored", "num_scores_without_trace", "generation", "bytes_out")
 
 # Size and modification time of the files of a source.
 State = tuple[tuple[int, int], ...]
@@ -122,7 +120,9 @@ class Watch:
         finally:
             self._num_traces = conversion.report.num_traces or self._num_traces
         self._options = replace(self._options, overwrite=False)
-        self._report = report if self._report is None else _sum(self._report, report)
+        if self._report is not None:
+            report.add_earlier(self._report)
+        self._report = report
         if conversion.is_interrupted:  # Ctrl-C after the last trace
             raise KeyboardInterrupt
 
@@ -134,16 +134,3 @@ def _state(source: SourceFile) -> State:
     except OSError:
         return ()
     return tuple((status.st_size, status.st_mtime_ns) for status in found)
-
-
-def _sum(before: ConvertReport, report: ConvertReport) -> ConvertReport:
-    """Return the report of two conversions of one store."""
-    counts = {
-        field.name: getattr(before, field.name) + getattr(report, field.name)
-        for field in fields(report)
-        if field.name not in _TOTALS and isinstance(getattr(report, field.name), int | float | list)
-    }
-    rounded = dict(before.num_sources_rounded)
-    for dtype, count in report.num_sources_rounded.items():
-        rounded[dtype] = rounded.get(dtype, 0) + count
-    return replace(report, **counts, num_sources_rounded=rounded)
