@@ -2,8 +2,8 @@
 
 import importlib.util
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args, get_origin
 
 from tracestore.data.batch_format import EdgeFormat
 from tracestore.errors import MissingFieldError, UsageError
@@ -11,21 +11,10 @@ from tracestore.store.read.store import TraceStore
 
 Precision = Literal["float32", "bf16", "fp16"]
 MessagePassing = Literal["fused", "pyg"]
-Normalization = Literal["layer", "graph", "batch", "none"]
 Aggregation = Literal["mean", "sum"]
 Pooling = Literal["answer", "all", "last"]
-Skip = Literal["answer", "last", "none"]
-LayerPooling = Literal["mean", "final"]
 # Device types that have the fused operators: GPUs need Triton.
 FUSED_DEVICES = ("cpu", "cuda") if importlib.util.find_spec("triton") else ("cpu",)
-
-_CHOICES = {
-    "normalization": Normalization,
-    "aggregation": Aggregation,
-    "pooling": Pooling,
-    "skip": Skip,
-    "layer_pooling": LayerPooling,
-}
 
 # Upper limits, because an untrusted checkpoint may claim any size.
 _MAX_SIZES = {
@@ -115,13 +104,13 @@ class ModelConfig:
     edge_features: Literal["mean", "heads"] = "mean"
     num_heads: int = 1
     layers: tuple[int, ...] | None = None
-    normalization: Normalization = "layer"
+    normalization: Literal["layer", "graph", "batch", "none"] = "layer"
     aggregation: Aggregation = "mean"
     residual: bool = True
     pooling: Pooling = "answer"
-    layer_pooling: LayerPooling = "mean"
+    layer_pooling: Literal["mean", "final"] = "mean"
     num_readers: int = 4
-    skip: Skip = "answer"
+    skip: Literal["answer", "last", "none"] = "answer"
     mask_diagonal: bool = True
     mask_sinks: int = 1
     neighbors: int | None = None
@@ -138,9 +127,10 @@ class ModelConfig:
             value = getattr(self, name)
             if not (name == "neighbors" and value is None) and (type(value) is not int or value < least):
                 raise UsageError(f"found {name} {value!r:.40}, expected a whole number of at least {least}")
-        for name, kind in _CHOICES.items():
-            if (value := getattr(self, name)) not in get_args(kind):
-                raise UsageError(f"found {name} {value!r:.40}, expected one of {', '.join(get_args(kind))}")
+        for field in fields(self):
+            choices = get_args(field.type) if get_origin(field.type) is Literal else None
+            if choices and (value := getattr(self, field.name)) not in choices:
+                raise UsageError(f"found {field.name} {value!r:.40}, expected one of {', '.join(choices)}")
         layers = self.layers
         if layers is not None and (not layers or list(layers) != [k for k in range(self.num_layers) if k in layers]):
             raise UsageError(
