@@ -16,6 +16,31 @@ TAGS = ("tracestore", "hidden-states", "interpretability")
 # The part of the card that a push replaces.
 _BEGIN, _END = "<!-- tracestore: begin -->", "<!-- tracestore: end -->"
 _SIZES = (("n<1K", 10**3), ("1K<n<10K", 10**4), ("10K<n<100K", 10**5), ("100K<n<1M", 10**6), ("1M<n<10M", 10**7))
+_CARD = """# {title}
+
+Traces of a language model that answers questions: the hidden states and the attention of its layers, in a \
+[tracestore](https://github.com/tracestore/tracestore) store (Zarr v3).
+
+## Contents
+
+{contents}
+
+{scores}## Provenance
+
+{provenance}
+
+## How to open
+
+```sh
+pip install 'tracestore[hub]' && tracestore pull {repo_id} {name}.zarr
+```
+
+```python
+import tracestore
+
+store = tracestore.open("{name}.zarr")
+print(len(store), store[0].hidden_states.shape)
+```"""
 _MEANINGS = {"correct": "correct answer", "hallucination": "hallucinated answer"}
 
 
@@ -42,14 +67,14 @@ def make_card(store: TraceStore, repo_id: str, license: str | None, old: str = "
     count = len(store)
     data["size_categories"] = [next((name for name, limit in _SIZES if count < limit), "10M<n<100M")]
     data["viewer"] = False  # which would take the metadata of arrays for a table
-    generated = "\n".join([_BEGIN, *_sections(store, repo_id), _END])
+    generated = "\n".join([_BEGIN, _generated(store, repo_id), _END])
     before, begin, rest = card.text.partition(_BEGIN)
     after = rest.partition(_END)[2] if begin else ""
     card.text = "\n".join(part for part in (before.strip(), generated, after.strip()) if part) + "\n"
     return str(card)
 
 
-def _sections(store: TraceStore, repo_id: str) -> list[str]:
+def _generated(store: TraceStore, repo_id: str) -> str:
     info, name = store.info(), repo_id.rpartition("/")[2]
     heads = f"{store.attention_mode} ({plural(store.num_heads, 'head')})" if store.num_heads else store.attention_mode
     optional = {n for k in range(info["num_segments"]) for n in store.internals.segment(k).optional_names}
@@ -70,50 +95,25 @@ def _sections(store: TraceStore, repo_id: str) -> list[str]:
         (score, _MEANINGS[field.direction], field.source, field.version, "yes" if score == info["score"] else "")
         for score, field in sorted(store.score_fields.items())
     ]
-    lines = [
-        f"# {_escape(name)}",
-        "",
-        "Traces of a language model that answers questions: the hidden states and the attention of its layers, in a "
-        "[tracestore](https://github.com/tracestore/tracestore) store (Zarr v3).",
-        "",
-        "## Contents",
-        "",
-        *_table(("", ""), [(key, value) for key, value in contents.items() if value not in (None, "")]),
+    score_header = ("name", "a high value marks a", "source", "version", "default")
+    origins = [
+        _table(("", ""), [(key, value) for key, value in provenance.to_json().items() if value is not None])
+        for provenance in store.provenance
     ]
-    if scores:
-        lines += [
-            "",
-            "## Scores",
-            "",
-            *_table(("name", "a high value marks a", "source", "version", "default"), scores),
-        ]
-    lines += ["", "## Provenance", ""]
-    for number, provenance in enumerate(store.provenance):
-        known = [(key, value) for key, value in provenance.to_json().items() if value is not None]
-        lines += [*([""] if number else []), *_table(("", ""), known)]
-    lines += [] if store.provenance else ["Unknown."]
-    lines += [
-        "",
-        "## How to open",
-        "",
-        "```sh",
-        f"pip install 'tracestore[hub]' && tracestore pull {repo_id} {name}.zarr",
-        "```",
-        "",
-        "```python",
-        "import tracestore",
-        "",
-        f'store = tracestore.open("{name}.zarr")',
-        "print(len(store), store[0].hidden_states.shape)",
-        "```",
-    ]
-    return lines
+    return _CARD.format(
+        title=_escape(name),
+        contents=_table(("", ""), [(key, value) for key, value in contents.items() if value not in (None, "")]),
+        scores=f"## Scores\n\n{_table(score_header, scores)}\n\n" if scores else "",
+        provenance="\n\n".join(origins) or "Unknown.",
+        repo_id=repo_id,
+        name=name,
+    )
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
-    """Return the lines of a Markdown table."""
+def _table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Return a Markdown table."""
     cells = [header, ["---"] * len(header), *rows]
-    return [f"| {' | '.join(_escape(cell) for cell in row)} |" for row in cells]
+    return "\n".join(f"| {' | '.join(_escape(cell) for cell in row)} |" for row in cells)
 
 
 def _escape(value: Any) -> str:
