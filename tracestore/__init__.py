@@ -3,8 +3,7 @@
 `import tracestore` imports no torch. Names that need torch are imported on first use.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tracestore import errors
 from tracestore.errors import (
@@ -17,7 +16,7 @@ from tracestore.errors import (
     TracestoreError,
     UsageError,
 )
-from tracestore.extras import needs
+from tracestore.extras import import_on_use
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.read.store import TraceStore
 from tracestore.store.read.store import open_store as open
@@ -32,14 +31,6 @@ if TYPE_CHECKING:
     from tracestore.export.batch_loader import TraceBatchLoader, extract_batch_subset, merge_batches
 
 __version__ = "0.1.0"
-
-# Names that are imported on first use, by module.
-_LAZY = {
-    "export.batch_loader": ("TraceBatchLoader", "extract_batch_subset", "merge_batches"),
-    "data.datasets": ("TraceDataset", "TraceIterableDataset"),
-    "data.loader": ("TraceLoader",),
-    "data.collate": ("ShuffleBufferSampler", "collate_graphs", "collate_sequences"),
-}
 
 __all__ = [
     "CorruptStoreError",
@@ -70,13 +61,15 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    for module, names in _LAZY.items():
-        if name in names:
-            with needs():
-                globals()[name] = getattr(importlib.import_module(f"tracestore.{module}"), name)
-            return globals()[name]
-    raise AttributeError(f"module 'tracestore' has no attribute {name!r}")
+__getattr__ = import_on_use(
+    __name__,
+    {
+        "tracestore.export.batch_loader": ("TraceBatchLoader", "extract_batch_subset", "merge_batches"),
+        "tracestore.data.datasets": ("TraceDataset", "TraceIterableDataset"),
+        "tracestore.data.loader": ("TraceLoader",),
+        "tracestore.data.collate": ("ShuffleBufferSampler", "collate_graphs", "collate_sequences"),
+    },
+)
 
 
 def __dir__() -> list[str]:

@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, is_dataclass
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 from tracestore.errors import TracestoreError, TracestoreWarning, UsageError, escape_unprintable
 from tracestore.extras import needs
@@ -156,14 +156,9 @@ class Output:
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
 
-    @property
-    def notes(self) -> TextIO:
-        """The stream of notes."""
-        return sys.stderr if self.as_json else sys.stdout
-
     def info(self, text: str) -> None:
         """Print a note."""
-        print(text, file=self.notes, flush=True)
+        print(text, file=sys.stderr if self.as_json else sys.stdout, flush=True)
 
     def print_json(self, value: Any) -> None:
         """Print a value or dataclass as the JSON document if --json was given, with null for NaN and infinities."""

@@ -1,8 +1,10 @@
 """The libraries of each extra, and the error for a missing library."""
 
 import importlib.util
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from tracestore.errors import MissingExtraError
 
@@ -48,6 +50,31 @@ def needs(extra: str | None = None) -> Iterator[None]:
         if not found:
             raise
         raise _missing(module, extra if extra in found else found[0]) from None
+
+
+def import_on_use(package: str, modules: Mapping[str, Sequence[str]], extra: str | None = None) -> Callable[[str], Any]:
+    """Return the ``__getattr__`` of a package that imports some names when they are first used.
+
+    Parameters
+    ----------
+    package : str
+        The full name of the package.
+    modules : mapping of str to sequence of str
+        The names by their modules.
+    extra : str, optional
+        See `needs`.
+    """
+
+    def import_name(name: str) -> Any:
+        for module, names in modules.items():
+            if name in names:
+                with needs(extra):
+                    value = getattr(importlib.import_module(module), name)
+                setattr(sys.modules[package], name, value)
+                return value
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return import_name
 
 
 def require(extra: str) -> None:

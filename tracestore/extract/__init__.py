@@ -3,22 +3,15 @@
 `capture` records a model inside your own loop. `tracestore extract` is such a loop.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tracestore.extract.select import Select
-from tracestore.extras import needs
+from tracestore.extras import import_on_use
 
 if TYPE_CHECKING:
     from tracestore.extract.hooks import Capture, capture
 
 __all__ = ["Capture", "Select", "capture"]
 
-
-def __getattr__(name: str) -> Any:
-    # Imported on first use, because reading questions needs no torch.
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    with needs("extract"):
-        from tracestore.extract import hooks
-
-    return getattr(hooks, name)
+# Reading questions needs no torch.
+__getattr__ = import_on_use(__name__, {"tracestore.extract.hooks": ("Capture", "capture")}, "extract")

@@ -1,20 +1,13 @@
 """Training loops that recover from out-of-memory errors."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from tracestore.extras import needs
+from tracestore.extras import import_on_use
 
 if TYPE_CHECKING:
     from tracestore.oom.guard import OOMGuard
 
 __all__ = ["OOMGuard"]
 
-
-def __getattr__(name: str) -> Any:
-    """Import OOMGuard on first use: torch takes seconds to import."""
-    if name == "OOMGuard":
-        with needs("train"):
-            from tracestore.oom.guard import OOMGuard
-
-        return OOMGuard
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# Torch takes seconds to import.
+__getattr__ = import_on_use(__name__, {"tracestore.oom.guard": __all__}, "train")
