@@ -14,11 +14,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from pathlib import Path
 
 import numpy as np
+from benchmarks.common import Memcpy, timed
 from peers import BATCH, SHAPES, SYSTEMS, trace
 
 
@@ -48,24 +47,6 @@ class Server:
         """End the process."""
         self.process.stdin.close()
         self.process.wait()
-
-
-def memcpy_rate(num_bytes):
-    """Return a function that returns the bytes per second of two threads that copy `num_bytes`."""
-    part = num_bytes // 2
-    pairs = [(np.zeros(part, "u1"), np.ones(part, "u1")) for _ in range(2)]
-
-    def run():
-        threads = [threading.Thread(target=np.copyto, args=p) for p in pairs]
-        began = time.perf_counter()
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join()
-        return 2 * part / (time.perf_counter() - began)
-
-    run()
-    return run
 
 
 def compare(shape, peers_python, names, rounds, seconds):
@@ -99,9 +80,10 @@ def compare(shape, peers_python, names, rounds, seconds):
             except RuntimeError as error:
                 failed[name] = str(error).splitlines()[-1]
                 server.close()
-        copy, copies = memcpy_rate(int(mean_bytes * count)), []
+        copy, copies = Memcpy(int(mean_bytes * count)), []
         for _ in range(rounds):
-            copies.append(max(copy() for _ in range(3)))  # the first one after a pause is slower
+            # The first copy after a pause is slower.
+            copies.append(mean_bytes * count / min(timed(copy) for _ in range(3)))
             for server in servers:
                 server.rates.append(server.request(do="time", ids=ids.tolist(), seconds=seconds))
     finally:

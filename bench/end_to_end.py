@@ -12,13 +12,11 @@ import csv
 import json
 import pickle
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
-from benchmarks.common import ROOT, Peak
+from benchmarks.common import ROOT, run
 
 from tracestore.evaluation.metrics import auroc
 
@@ -50,14 +48,8 @@ def copy_traces(source: Path, folder: Path, count: int, per_file: int) -> Path:
 def measure(*command: object) -> tuple[float, int, str]:
     """Run a Python process. Return its seconds, peak anonymous bytes and standard output."""
     began = time.perf_counter()
-    process = subprocess.Popen([sys.executable, *map(str, command)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    peak = Peak(process.pid)
-    out, _ = process.communicate()
-    seconds = time.perf_counter() - began
-    memory = peak.stop()
-    if process.returncode:
-        raise SystemExit(f"exit {process.returncode}: {' '.join(map(str, command))}")
-    return seconds, memory, out
+    out, memory = run(*command, cwd=ROOT)
+    return time.perf_counter() - began, memory, out
 
 
 def main() -> None:

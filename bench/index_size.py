@@ -5,15 +5,14 @@ python bench/index_size.py TRACES SEGMENTS [FOLDER]
 The store has an index without arrays, and ids of 36 bytes.
 """
 
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.common import ROOT, median_seconds
+
+sys.path.insert(0, str(ROOT))
 
 import tracestore
 from tests.store.synthetic import make_index_only_store
@@ -27,22 +26,11 @@ store.index_of(sys.argv[3])
 print(psutil.Process().memory_full_info().uss - before)
 """
 ID_BYTES = 36
-ROUNDS = 9
 
 
 def question_id(number: int) -> str:
     """Return an id of ID_BYTES bytes."""
     return f"q{number:0{ID_BYTES - 1}d}"
-
-
-def median_seconds(work: Callable[[], object]) -> float:
-    """Return the median time of several calls."""
-    times = []
-    for _ in range(ROUNDS):
-        began = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times)
 
 
 def main() -> None:

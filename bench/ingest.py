@@ -9,18 +9,16 @@ inflate a tenth faster.
 """
 
 import argparse
-import gzip as gzip_file
 import os
 import pickle
 import shutil
 import statistics
-import subprocess
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from benchmarks.common import LARGE, ROOT, SMALL, baseline, convert, inflate, make_trace, open_source, warm
+from benchmarks.common import LARGE, ROOT, SMALL, baseline, convert, inflate, make_trace, open_source, run, warm
 from containers import WRITERS as writers
 from containers import write as write_container
 
@@ -79,70 +77,51 @@ def disk_write(target: Path, num_bytes: int) -> float:
     return seconds * num_bytes / (-(-num_bytes // len(data)) * len(data))
 
 
-def synthetic_dir(folder: Path, suffix: str, files: int, gigabytes: float) -> Path:
-    """Return a folder of synthetic files, written on the first call."""
-    folder = folder / f"{files}_files_{gigabytes:g}GB{suffix}"
-    if not folder.exists():
-        partial = folder.with_name(f"partial_{folder.name}")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        for k in range(files):
-            traces = synthetic_traces(gigabytes * 1e9 / files, SMALL, (30, 71), first=10_000 * k)
-            write_file(partial / f"batch_{k}{suffix}", traces)
-        partial.rename(folder)
-    return folder
-
-
 def source_dir(args: argparse.Namespace, suffix: str, files: int) -> Path:
-    """Return the folder of files to convert: synthetic ones, or copies of those in --traces."""
+    """Return the folder of files to convert: synthetic ones, or copies of those in --traces; made once."""
+    name = f"{files}_files_{args.gigabytes:g}GB{suffix}" if args.traces is None else f"real{suffix}"
+    folder: Path = args.folder / name
+    if folder.exists():
+        return folder
+    partial = args.folder / f"partial_{name}"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
     if args.traces is None:
-        return synthetic_dir(args.folder, suffix, files, args.gigabytes)
-    folder = args.folder / f"real{suffix}"
-    if not folder.exists():
-        partial = folder.with_name(f"partial_{folder.name}")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        for k in range(files):
+            traces = synthetic_traces(args.gigabytes * 1e9 / files, SMALL, (30, 71), first=10_000 * k)
+            write_file(partial / f"batch_{k}{suffix}", traces)
+    else:
         for path in sorted(args.traces.glob("*.pkl")):
-            with path.open("rb") as source:
-                if suffix == ".pkl":
-                    with (partial / path.name).open("wb") as target:
-                        shutil.copyfileobj(source, target, COPY_BYTES)
-                else:
-                    with gzip_file.open(partial / f"{path.name}.gz", "wb") as packed:
-                        shutil.copyfileobj(source, packed, COPY_BYTES)
-        partial.rename(folder)
-    return folder
+            with path.open("rb") as source, open_source(partial / f"{path.stem}{suffix}", "wb") as target:
+                shutil.copyfileobj(source, target, COPY_BYTES)
+    return partial.rename(folder)
 
 
-def speed(args: argparse.Namespace) -> None:
-    """Compare the conversion of a .pkl with pickle.load, a write and an fsync."""
-    store, raw = args.folder / "out.zarr", args.folder / "raw"
-    source = source_dir(args, ".pkl", 1)
+def compare(args: argparse.Namespace, suffix: str, limit: str, seconds: Callable[[Path, int], float]) -> None:
+    """Compare a conversion by one worker with `seconds`, which takes the source and the bytes of the store."""
+    store, source = args.folder / "out.zarr", source_dir(args, suffix, 1)
     for mode in ("heads", "mean"):
         ratios = []
         for _ in range(args.rounds):
             warm(source)
             ours = convert(source, store, "--attention", mode, "--workers", "1")
             warm(source)
-            base = baseline(source, raw, int(ours["bytes"]))
+            base = seconds(source, int(ours["bytes"]))
             ratios.append(base / ours["seconds"])
-            print(f".pkl {mode}: convert {ours['seconds']:.2f} s, pickle.load + write + fsync {base:.2f} s", flush=True)
-        print(f".pkl {mode}: {statistics.median(ratios):.2f} times pickle.load + write + fsync ({ratios})", flush=True)
+            print(f"{suffix} {mode}: convert {ours['seconds']:.2f} s, {limit} {base:.2f} s", flush=True)
+        print(f"{suffix} {mode}: {statistics.median(ratios):.2f} of the speed of {limit} ({ratios})", flush=True)
     shutil.rmtree(store)
+
+
+def speed(args: argparse.Namespace) -> None:
+    """Compare the conversion of a .pkl with pickle.load, a write and an fsync."""
+    raw = args.folder / "raw"
+    compare(args, ".pkl", "pickle.load + write + fsync", lambda source, size: baseline(source, raw, size))
 
 
 def gzip(args: argparse.Namespace) -> None:
     """Compare the conversion of a .pkl.gz with isal's inflate."""
-    store = args.folder / "out.zarr"
-    source = source_dir(args, ".pkl.gz", 1)
-    for mode in ("heads", "mean"):
-        ratios = []
-        for _ in range(args.rounds):
-            warm(source)
-            ours, base = convert(source, store, "--attention", mode, "--workers", "1")["seconds"], inflate(source)
-            ratios.append(base / ours)
-        print(f".pkl.gz {mode}: {statistics.median(ratios):.2f} of the speed of isal's inflate ({ratios})", flush=True)
-    shutil.rmtree(store)
+    compare(args, ".pkl.gz", "isal's inflate", lambda source, _: inflate(source))
 
 
 def workers(args: argparse.Namespace) -> None:
@@ -223,14 +202,7 @@ def small(args: argparse.Namespace) -> None:
             (folder / f"t_{k}.pkl").write_bytes(pickle.dumps([trace], 4))
     done = convert(folder, store, watch=True)
     code = "import time, tracestore\nt = time.perf_counter()\ns = tracestore.open({!r})\nlen(s), s.scores[0]\nprint(time.perf_counter() - t)"
-    opened = [
-        float(
-            subprocess.run(
-                [sys.executable, "-c", code.format(str(store))], capture_output=True, text=True, check=True, cwd=ROOT
-            ).stdout
-        )
-        for _ in range(args.rounds)
-    ]
+    opened = [float(run("-c", code.format(str(store)), watch=False, cwd=ROOT)[0]) for _ in range(args.rounds)]
     segments = len(list((store / "segments").iterdir()))
     print(
         f"10,000 files: {done['seconds']:.1f} s, {done['anonymous'] / 2**20:.0f} MiB anonymous, {segments} segments, "
@@ -268,16 +240,8 @@ def tiny(args: argparse.Namespace) -> None:
     for _ in range(args.rounds):
         for tree, found in times.items():
             shutil.rmtree(store, ignore_errors=True)
-            command = [sys.executable, "-c", _TINY, str(path), str(store)]
-            done = subprocess.run(
-                command,
-                capture_output=True,
-                text=True,
-                check=True,
-                cwd=tree,
-                env=os.environ | {"PYTHONPATH": str(tree)},
-            )
-            found.append([1e6 * float(number) / count for number in done.stdout.split()[-2:]])
+            out, _ = run("-c", _TINY, path, store, watch=False, cwd=tree, env=os.environ | {"PYTHONPATH": str(tree)})
+            found.append([1e6 * float(number) / count for number in out.split()[-2:]])
     for tree, found in times.items():
         texts = [f"{statistics.median(v):.1f} ({min(v):.1f} to {max(v):.1f})" for v in zip(*found, strict=True)]
         print(f"{tree}: reading {texts[0]}, reading and storing {texts[1]} us per trace")

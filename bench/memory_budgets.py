@@ -77,7 +77,6 @@ def outcome(name: str, args: argparse.Namespace, budget: int, cgroup: bool) -> s
 def sweep(name: str, args: argparse.Namespace) -> int:
     """Run all budgets of one model. Return the number of wrong outcomes."""
     flags = ["--model", name, "--batch-size", args.batch_size, "--num-threads", args.num_threads, "--json"]
-    flags += ["--measure"] if args.measure else []
     (plan,) = json.loads(process("-m", "tracestore", "plan", args.store, *flags).stdout)["models"]
     floor, wrong = plan["floor_bytes"], 0
     print(f"{name}: floor {floor / 2**20:.0f} MiB, peak {plan['peak_memory_bytes'] / 2**20:.0f} MiB", flush=True)
@@ -99,7 +98,6 @@ def main() -> int:
     parser.add_argument("--num-threads", type=int, default=1)
     parser.add_argument("--num-workers", type=int, default=0)
     parser.add_argument("--cgroup", action="store_true")
-    parser.add_argument("--measure", action="store_true", help="take the floor from plan --measure")
     parser.add_argument("--models", nargs="*", default=list(FLAGS))
     parser.add_argument("--factors", type=float, nargs="*", default=FACTORS, help="budgets as multiples of the floor")
     args = parser.parse_args()

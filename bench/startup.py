@@ -1,7 +1,7 @@
 """Measure the start: seconds of imports, and seconds of a short training outside of its epochs.
 
 python bench/startup.py STORE [--repeats 5] [--epochs 3]
-python bench/startup.py --make STORE     # 100 traces of L=30, D=576, H=9, 30 to 70 tokens
+python bench/startup.py --make STORE     # 100 traces of L=30, D=576, 30 to 70 tokens
 
 Prints wall time and processor time, each the median over separate processes. On a busy machine, read
 the processor time. Time outside of the epochs is the time of the whole process without the training
@@ -12,7 +12,6 @@ the libraries' bytecode, even where PYTHONDONTWRITEBYTECODE is set.
 import argparse
 import json
 import os
-import pickle
 import resource
 import subprocess
 import sys
@@ -38,32 +37,6 @@ PHASES = (
     ("tracestore.experiment.run", "control_entries", "controls"),
     ("tracestore.experiment.run", "write_report", "report"),
 )
-
-
-def make(path: Path, count: int = 100) -> None:
-    """Write a store of `count` synthetic traces with scores."""
-    rng = np.random.default_rng(0)
-    layers, dim, heads = 30, 576, 9
-    with tempfile.TemporaryDirectory() as folder:
-        traces = []
-        for k in range(count):
-            n = int(rng.integers(30, 71))
-            attention = np.tril(rng.random((layers, heads, n, n), np.float32)).astype("f2")
-            traces.append(
-                {
-                    "hidden_states": list(rng.standard_normal((layers, n, dim), np.float32).astype("f2")),
-                    "attentions": list(attention),
-                    "tokens": rng.integers(0, 50_000, n),
-                    "tokens_decoded": ["word"] * n,
-                    "generated_answer_clean": "answer",
-                    "question_id": f"q{k}",
-                }
-            )
-        with (Path(folder) / "traces.pkl").open("wb") as file:
-            pickle.dump(traces, file)
-        scores = "".join(f"q{k},{score:.4f}\n" for k, score in enumerate(rng.random(count)))
-        (Path(folder) / "scores.csv").write_text("question_id,score\n" + scores)
-        subprocess.run([sys.executable, "-m", "tracestore.convert", folder, path], check=True, env=ENVIRONMENT)
 
 
 def seconds(*command: object) -> np.ndarray:
@@ -146,7 +119,9 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     args = parser.parse_args()
     if args.make:
-        make(args.store)
+        from benchmarks.common import make_store
+
+        make_store(args.store, 30, 576, 100)
         return
     training(args.store, 1)
     found = {name: [] for name in IMPORTS}

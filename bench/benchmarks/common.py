@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 
@@ -95,6 +95,18 @@ class Peak:
         self._done.set()
         self._thread.join()
         return self.anonymous
+
+
+def run(*command: object, watch: bool = True, **options: Any) -> tuple[str, int]:
+    """Run a Python process. Return its standard output and, with `watch`, the peak of anonymous memory in bytes."""
+    words = [sys.executable, *map(str, command)]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, **options)
+    peak = Peak(process.pid) if watch else None
+    out, _ = process.communicate()
+    anonymous = peak.stop() if peak else 0
+    if process.returncode != 0:
+        raise RuntimeError(f"{' '.join(words)}: exit {process.returncode}")
+    return out, anonymous
 
 
 def run_measured(module: str, *args: object) -> tuple[list[str], int]:
@@ -191,13 +203,8 @@ def convert(source: Path, store: Path, *options: str, watch: bool = False) -> di
         time), `anonymous`, the peak of anonymous memory in bytes.
     """
     shutil.rmtree(store, ignore_errors=True)
-    command = [sys.executable, "-m", "tracestore.convert", str(source), str(store), "--json", *options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    peak = Peak(process.pid) if watch else None
-    out, _ = process.communicate()
-    anonymous = peak.stop() if peak else 0
-    if process.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)}: exit {process.returncode}")
+    command = ["-m", "tracestore.convert", source, store, "--json", *options]
+    out, anonymous = run(*command, watch=watch, stderr=subprocess.DEVNULL)
     summary = json.loads(out)
     return {"seconds": summary["seconds"], "bytes": summary["bytes_out"], "anonymous": anonymous}
 
@@ -222,11 +229,9 @@ print(time.perf_counter() - start)
 
 def baseline(source: Path, target: Path, num_bytes: int) -> float:
     """Return the seconds of pickle.load, a write of `num_bytes` and an fsync."""
-    done = subprocess.run(
-        [sys.executable, "-c", _BASELINE, source, target, str(num_bytes)], capture_output=True, text=True, check=True
-    )
+    out, _ = run("-c", _BASELINE, source, target, num_bytes, watch=False)
     target.unlink()
-    return float(done.stdout)
+    return float(out)
 
 
 _INFLATE = """
@@ -243,10 +248,7 @@ print(time.perf_counter() - start)
 
 def inflate(source: Path) -> float:
     """Return the seconds that isal takes to inflate the files of a folder."""
-    names = sorted(map(str, source.iterdir()))
-    return float(
-        subprocess.run([sys.executable, "-c", _INFLATE, *names], capture_output=True, text=True, check=True).stdout
-    )
+    return float(run("-c", _INFLATE, *sorted(source.iterdir()), watch=False)[0])
 
 
 def warm(folder: Path) -> None:
