@@ -4,6 +4,7 @@ Each message is one line that names what was found and what was expected. A comm
 standard error and exits with the exception's `exit_code`.
 """
 
+import copy
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -88,13 +89,10 @@ class InvalidInputError(TracestoreError):
 
     def with_location(self, source: str | None = None, position: int | None = None) -> "InvalidInputError":
         """Return a copy of the error in which a missing source and position are filled in."""
-        return type(self)(
-            self.reason,
-            source=self.source if self.source is not None else source,
-            position=self.position if self.position is not None else position,
-            field=self.field,
-            is_whole_source=self.is_whole_source,
-        )
+        error = copy.copy(self)
+        error.source = source if self.source is None else self.source
+        error.position = position if self.position is None else self.position
+        return error
 
     def __str__(self) -> str:
         where = [] if self.source is None else [self.source]

@@ -4,6 +4,7 @@ import random
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -255,14 +256,10 @@ def _norms(store: TraceStore) -> list[Html]:
 def _examples(classes: np.ndarray) -> list[int]:
     """Return some traces, from each class in turn, the same ones each time."""
     draw = random.Random(SEED)
-    chosen: list[int] = []
-    drawn = [np.flatnonzero(classes == k).tolist() for k in range(len(_CLASSES))]
-    drawn = [draw.sample(indices, min(_EXAMPLES, len(indices))) for indices in drawn]
-    while any(drawn) and len(chosen) < _EXAMPLES:
-        for indices in drawn:
-            if indices and len(chosen) < _EXAMPLES:
-                chosen.append(indices.pop())
-    return sorted(chosen)
+    by_class = [np.flatnonzero(classes == k).tolist() for k in range(len(_CLASSES))]
+    drawn = [draw.sample(indices, min(_EXAMPLES, len(indices))) for indices in by_class]
+    in_turn = [k for turn in zip_longest(*drawn) for k in turn if k is not None]
+    return sorted(in_turn[:_EXAMPLES])
 
 
 def _trace_card(store: TraceStore, index: int, label: str, *, has_plot: bool = True) -> Html:

@@ -104,8 +104,16 @@ def test_unreadable_stores_are_refused(trained, tmp_path):
     _, run, _ = trained
     checkpoint = run / "gnn_det_lstm/best.pt"
     for store, kind, words in (
-        (make_store(tmp_path / "layers.zarr", 3, layers=4), UsageError, "trained on 3 layers, this store has 4"),
-        (make_store(tmp_path / "dim.zarr", 3, dim=6), UsageError, "trained on 8 columns .* has 6"),
+        (
+            make_store(tmp_path / "layers.zarr", 3, layers=4),
+            UsageError,
+            "fitted to 3 layers of 8 columns, this store has 4 of 8",
+        ),
+        (
+            make_store(tmp_path / "dim.zarr", 3, dim=6),
+            UsageError,
+            "fitted to 3 layers of 8 columns, this store has 3 of 6",
+        ),
         (make_store(tmp_path / "none.zarr", 3, attention="none"), MissingFieldError, "no graphs"),
         (tmp_path / "nowhere.zarr", UsageError, "no such store"),
     ):

@@ -46,12 +46,7 @@ class FittedDetector:
 
     def check(self, store: TraceStore) -> None:
         """Raise UsageError or MissingFieldError unless the detector can read the store."""
-        found = (store.num_layers, store.hidden_dim)
-        if found != self.shape:
-            raise UsageError(
-                f"{store.path}: {self.name} was fitted to {self.shape[0]} layers of {self.shape[1]} columns, this store "
-                f"has {found[0]} of {found[1]}"
-            )
+        check_shape(self.name, self.shape, store)
         self.detector.check(store)
 
     def logits(self, store: TraceStore, indices: np.ndarray) -> np.ndarray:
@@ -68,6 +63,15 @@ class FittedDetector:
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             raise UsageError(f"not a complete detector: {self.name} cannot score: {reason:.200}") from error
         return np.where(np.isfinite(scores), scores, np.nan)
+
+
+def check_shape(name: str, shape: tuple[int, int], store: TraceStore) -> None:
+    """Raise UsageError unless a store has the layers and the hidden size that a detector was fitted to."""
+    if (found := (store.num_layers, store.hidden_dim)) != shape:
+        raise UsageError(
+            f"{store.path}: {name} was fitted to {shape[0]} layers of {shape[1]} columns, this store has {found[0]} "
+            f"of {found[1]}"
+        )
 
 
 def content(

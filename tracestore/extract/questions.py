@@ -117,8 +117,8 @@ _MONTHS = (
 )
 
 
-def _convert(many: str, few: str, factor: int, counts: range = range(2, 100)) -> _Template:
-    return (lambda n: (f"How many {many} are in {n} {few}?", n * factor)), (counts,)
+def _convert(many: str, few: str, factor: int) -> _Template:
+    return (lambda n: (f"How many {many} are in {n} {few}?", n * factor)), (range(2, 100),)
 
 
 def _weekday_of_date(year: int, month: int, day: int) -> tuple[str, object]:

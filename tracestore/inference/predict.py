@@ -16,7 +16,7 @@ from tracestore.detectors.checkpoint import DETECTOR_VERSION
 from tracestore.detectors.config import ModelConfig, Precision
 from tracestore.detectors.models import Detector
 from tracestore.detectors.registry import DETECTORS, make_model
-from tracestore.detectors.saved import FittedDetector, from_content, is_fitted_detector
+from tracestore.detectors.saved import FittedDetector, check_shape, from_content, is_fitted_detector
 from tracestore.errors import InsufficientMemoryError, UsageError
 from tracestore.evaluation.metrics import probability
 from tracestore.oom.errors import is_out_of_memory
@@ -78,12 +78,7 @@ class TrainedDetector:
         MissingFieldError
             The store lacks the view or the attention weights.
         """
-        for what, expected, found in (
-            ("layers", self.config.num_layers, store.num_layers),
-            ("columns of hidden states", self.config.hidden_dim, store.hidden_dim),
-        ):
-            if expected != found:
-                raise UsageError(f"{store.path}: {self.name} was trained on {expected} {what}, this store has {found}")
+        check_shape(self.name, (self.config.num_layers, self.config.hidden_dim), store)
         spec = DETECTORS[self.name]
         store.require_view(spec.view)
         spec.edge_format(self.config, store, "cpu")

@@ -4,6 +4,7 @@ Example: tracestore merge one.zarr two.zarr all.zarr
 """
 
 import argparse
+from collections.abc import Callable
 from dataclasses import asdict
 
 import tracestore
@@ -32,21 +33,19 @@ def add_destination(parser: Parser) -> None:
 
 def run(args: argparse.Namespace, output: Output) -> None:
     """Merge stores and print a summary."""
+    copy_traces(args, output, lambda **options: merge_stores(args.stores, args.dst, **options))
+
+
+def copy_traces(args: argparse.Namespace, output: Output, copy: Callable[..., MergeReport]) -> None:
+    """Copy traces to the store of `add_destination` with `copy`, which takes its options, and print a summary."""
     with map_os_errors(local_dir(args.dst)), Progress(output) as progress:
         check_store_destination(args.dst, overwrite=args.overwrite)
-        report = merge_stores(
-            args.stores,
-            args.dst,
+        report = copy(
             codec=args.codec,
             overwrite=args.overwrite,
             allow_mixed_provenance=args.allow_mixed_provenance,
             progress=progress.update,
         )
-    print_copied(args, output, report)
-
-
-def print_copied(args: argparse.Namespace, output: Output, report: MergeReport) -> None:
-    """Print the summary of a merge or a subset."""
     with tracestore.open(args.dst) as store:
         num_traces = len(store)
     output.print_json({"store": str(args.dst), "num_traces": num_traces, **asdict(report)})

@@ -5,17 +5,15 @@ Example: tracestore subset store.zarr train.zarr --split train
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 import tracestore
-from tracestore.cli.commands.merge import add_destination, print_copied
+from tracestore.cli.commands.merge import add_destination, copy_traces
 from tracestore.cli.flags import add_score, add_store
-from tracestore.console import Output, Parser, Progress, int_ranges
-from tracestore.store.io.files import local_dir
-from tracestore.store.io.fsio import map_os_errors
-from tracestore.store.io.ownership import check_store_destination
-from tracestore.store.maintain.merge import subset_store
+from tracestore.console import Output, Parser, int_ranges
+from tracestore.store.maintain.merge import MergeReport, subset_store
 from tracestore.store.maintain.selection import indices_of_segments, read_ids
 
 
@@ -34,20 +32,13 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace, output: Output) -> None:
     """Copy the chosen traces and print a summary."""
-    with map_os_errors(local_dir(args.dst)), Progress(output) as progress:
-        check_store_destination(args.dst, overwrite=args.overwrite)
+
+    def copy(**options: Any) -> MergeReport:
         with tracestore.open(args.store, score=args.score) as store:
             indices = _chosen_indices(store, args)
-        report = subset_store(
-            args.store,
-            args.dst,
-            indices,
-            codec=args.codec,
-            overwrite=args.overwrite,
-            allow_mixed_provenance=args.allow_mixed_provenance,
-            progress=progress.update,
-        )
-    print_copied(args, output, report)
+        return subset_store(args.store, args.dst, indices, **options)
+
+    copy_traces(args, output, copy)
 
 
 def _chosen_indices(store: tracestore.TraceStore, args: argparse.Namespace) -> np.ndarray:
