@@ -6,6 +6,7 @@ The process answers requests on standard input, one JSON object per line. The pe
 dependencies, so they have a separate environment, and this file imports only numpy before a system is chosen.
 """
 
+import functools
 import json
 import sys
 import time
@@ -30,13 +31,9 @@ def trace(k, layers, dim):
     return np.ascontiguousarray(hidden), weight.astype("f2")
 
 
-_BASES = {}
-
-
+@functools.cache
 def _base(layers, dim):
-    if (layers, dim) not in _BASES:
-        _BASES[layers, dim] = np.random.default_rng(1).standard_normal((layers, 70, dim), "f4").astype("f2")
-    return _BASES[layers, dim]
+    return np.random.default_rng(1).standard_normal((layers, 70, dim), "f4").astype("f2")
 
 
 def collate(items):
@@ -60,13 +57,7 @@ def collate(items):
     return x, np.stack([np.concatenate(sources), np.concatenate(targets)]), np.concatenate(weights)
 
 
-_PAIRS = {}
-
-
-def _pairs(tokens):
-    if tokens not in _PAIRS:
-        _PAIRS[tokens] = np.tril_indices(tokens)
-    return _PAIRS[tokens]
+_pairs = functools.cache(np.tril_indices)
 
 
 def digest(batch):
@@ -142,11 +133,9 @@ class Pt(Peer):
                 part = []
 
     def open(self):
-        from functools import lru_cache
-
         import torch
 
-        self.load = lru_cache(2)(
+        self.load = functools.lru_cache(2)(
             lambda n: torch.load(self.folder / f"preprocessed_{n}.pt", weights_only=False)["graphs"]
         )
 
@@ -187,7 +176,7 @@ class Lmdb(Peer):
         return flat[:cut].reshape(self.layers, tokens, self.dim), flat[cut:].reshape(self.layers, -1)
 
 
-class H5(Peer):
+class H5(Memmap):
     """h5py, contiguous datasets."""
 
     def write(self):
@@ -204,10 +193,6 @@ class H5(Peer):
 
         self.f = h5py.File(self.folder / "f.h5")
         self.h, self.a, self.offsets = self.f["h"], self.f["a"], self.f["offsets"][:]
-
-    def read(self, k):
-        (h0, a0), (h1, a1) = self.offsets[k : k + 2]
-        return self.h[h0:h1].reshape(self.layers, -1, self.dim), self.a[a0:a1].reshape(self.layers, -1)
 
 
 class Litdata(Peer):

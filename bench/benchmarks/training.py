@@ -10,6 +10,7 @@ import argparse
 import functools
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -51,13 +52,9 @@ def make_inputs(shape: str) -> GraphInputs:
 
 def layer_inputs(inputs: GraphInputs, layer: int) -> GraphInputs:
     """Return one layer of every trace, with edge lists."""
-    graphs = range(layer, len(inputs.node_ptr) - 1, inputs.num_layers)
-    picks = [slice(int(inputs.node_ptr[g]), int(inputs.node_ptr[g + 1])) for g in graphs]
-    weights = [slice(int(inputs.weight_ptr[g]), int(inputs.weight_ptr[g + 1])) for g in graphs]
-    nodes, pairs = (torch.tensor([0, *np.cumsum([s.stop - s.start for s in p])]) for p in (picks, weights))
-    x, weight = torch.cat([inputs.x[p] for p in picks]), torch.cat([inputs.weight[w] for w in weights])
-    edge_index, weight = GraphInputs(x, nodes, weight, pairs, 1, threshold=inputs.threshold).coo()
-    return GraphInputs(x, nodes, weight[:, 0], pairs, 1, edge_index)
+    one = inputs.select_layers([layer])
+    edge_index, weight = one.coo()
+    return replace(one, weight=weight[:, 0], edge_index=edge_index, threshold=0.0)
 
 
 class Step:
