@@ -91,17 +91,16 @@ def test_other_files_are_converted_when_they_do_not_change_any_more(tmp_path):
 def test_counts_of_several_conversions_are_added(tmp_path):
     folder = tmp_path / "in"
     folder.mkdir()
-    traces = [trace | {"logits": np.zeros((40, 50_000), "f4")} for trace in make_traces(6, dtype="f4")]
+    deep = json.loads("[" * 70 + "]" * 70)
+    traces = [trace | {"deep": deep} for trace in make_traces(6, dtype="f4")]
     write_pickle(folder / "0.pkl", make_traces(2))
-    timers = [
-        threading.Timer(0.4, lambda: write_pickle(folder / "1.pkl", traces[2:4])),
-        threading.Timer(0.8, lambda: write_pickle(folder / "2.pkl", traces[4:])),
-    ]
-    for timer in timers:
-        timer.start()
+    for k in (1, 2):
+        # A file that grows may be read before it is whole.
+        path = write_pickle(tmp_path / f"{k}.pkl", traces[2 * k : 2 * k + 2])
+        threading.Timer(0.4 * k, path.rename, [folder / path.name]).start()
     report = json.loads(convert(folder, tmp_path / "s.zarr", *WATCH, "--json").stdout)
     assert report["num_traces"] == report["num_traces_read"] == 6 and report["num_sources"] == 3
-    assert report["num_sources_rounded"] == {"float32": 2} and report["dropped"] == {"logits": 4}
+    assert report["num_sources_rounded"] == {"float32": 2} and report["dropped"] == {"deep": 4}
     assert 0 < report["rounding_error"] < 2**-10
 
 

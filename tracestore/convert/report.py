@@ -18,6 +18,17 @@ _ADDED = (
     "num_duplicates", "num_nonfinite", "num_without_embeddings", "num_without_tokens", "num_without_last_state",
     "num_made_up_ids",
 )  # fmt: skip
+# What the report says of traces, by the name of their count.
+_NOTES = {
+    "num_conflicts": "different content under a question id and sample of the store: {}, {}",
+    "num_nonfinite": "NaN or infinite values in {}; training reports an error",
+    "num_without_embeddings": "the embeddings of {} are not stored: they had L + 1 hidden states and attention of L "
+    "layers",
+    "num_without_last_state": "one token more than hidden states in {}: a model computes no state for the last token "
+    "that it generates",
+    "num_without_tokens": "no token ids in {}; --map tokens=KEY names their key",
+    "num_made_up_ids": "no question_id in {}: file name and position were used; --map question_id=KEY names their key",
+}
 # Counts of a conversion that are those of the store.
 _TOTALS = ("num_traces", "num_segments", "num_unscored", "num_scores_without_trace", "generation", "bytes_out")
 
@@ -137,30 +148,9 @@ class ConvertReport:
         )
         if self.labels is not None:
             yield self.labels
-        if self.num_conflicts:
-            yield (
-                f"different content under a question id and sample of the store: {plural(self.num_conflicts, 'trace')}, "
-                f"{ON_CONFLICT[on_conflict]}"
-            )
-        if self.num_nonfinite:
-            yield f"NaN or infinite values in {plural(self.num_nonfinite, 'trace')}; training reports an error"
-        if self.num_without_embeddings:
-            yield (
-                f"the embeddings of {plural(self.num_without_embeddings, 'trace')} are not stored: "
-                "they had L + 1 hidden states and attention of L layers"
-            )
-        if self.num_without_last_state:
-            yield (
-                f"one token more than hidden states in {plural(self.num_without_last_state, 'trace')}: "
-                "a model computes no state for the last token that it generates"
-            )
-        if self.num_without_tokens:
-            yield f"no token ids in {plural(self.num_without_tokens, 'trace')}; --map tokens=KEY names their key"
-        if self.num_made_up_ids:
-            yield (
-                f"no question_id in {plural(self.num_made_up_ids, 'trace')}: file name and position were used; "
-                "--map question_id=KEY names their key"
-            )
+        for name, text in _NOTES.items():
+            if count := getattr(self, name):
+                yield text.format(plural(count, "trace"), ON_CONFLICT[on_conflict])
         if self.dropped:
             counts = [f"{escape_unprintable(key, 60)} ({count:,})" for key, count in self.dropped.items()]
             more = f" and {len(counts) - _MAX_NAMES:,} more" if len(counts) > _MAX_NAMES else ""

@@ -20,14 +20,14 @@ _MAX_ROWS = _MAX_TRACES = 100  # from which a message names a column or a key
 
 @dataclass
 class FileOfIds:
-    """A table or scores file, none of whose ids has been met as that of a trace.
+    """A table or scores file.
 
     Attributes
     ----------
     path : Path
         The file.
     ids : collection of str
-        Its ids.
+        Its ids; empty once one of them has been met as that of a trace.
     rows : list of dict
         Its first rows.
     is_scores_file : bool
@@ -43,15 +43,14 @@ class FileOfIds:
     ids_of_traces: dict[str, None] = field(default_factory=dict)
     keys: dict[str, None] = field(default_factory=dict)
 
-    def has_id_of(self, trace: PackedTrace) -> bool:
-        """Return whether the id of a trace is in the file; if not, keep what a message needs."""
+    def add(self, trace: PackedTrace) -> None:
+        """Compare the id of a trace with those of the file, and keep what a message needs."""
         if trace.record.question_id in self.ids:
-            return True
-        if len(self.ids_of_traces) < _MAX_TRACES:
+            self.ids = ()
+        elif self.ids and len(self.ids_of_traces) < _MAX_TRACES:
             self.ids_of_traces[trace.record.question_id] = None
             extras = json.loads(trace.extras or "{}")
             self.keys |= {k: None for k, v in extras.items() if type(v) in (str, int) and str(v) in self.ids}
-        return False
 
     @property
     def has_scores(self) -> bool:
@@ -88,13 +87,13 @@ class TableIds:
     """
 
     def __init__(self, scores: Scores | None) -> None:
-        self._files: dict[Path, FileOfIds | None] = {}
-        self._scores = [] if scores is None or scores.in_order else [scores.path]
-        self._current = self._scores
-        if scores is not None and self._scores:
+        self._files: dict[Path, FileOfIds] = {}
+        if scores is not None and not scores.in_order:
             with read_table(scores.path) as table:
                 rows = [row for _, row in islice(table.rows, _MAX_ROWS)]
             self._files[scores.path] = FileOfIds(scores.path, dict.fromkeys(q for q, _ in scores.values), rows, True)
+        self._scores = list(self._files.values())
+        self._current = self._scores
 
     def begin(self, reference: TableReference | None) -> None:
         """Begin a source with a table, or without one."""
@@ -105,19 +104,17 @@ class TableIds:
                 table = load_table(path)
                 is_joined = len(table) > 1 and bool(table.by_id) and not table.by_file
                 rows = [table[k] for k in range(min(len(table), _MAX_ROWS))] if is_joined else []
-                self._files[path] = FileOfIds(path, table.by_id, rows) if is_joined else None
-        self._current = [path for path in (*self._scores, *paths) if self._files[path] is not None]
+                self._files[path] = FileOfIds(path, table.by_id if is_joined else (), rows)
+        self._current = [*self._scores, *(self._files[path] for path in paths)]
 
     def add(self, trace: PackedTrace) -> None:
         """Add a trace of the source."""
-        for path in self._current:
-            file = self._files[path]
-            if file is not None and file.has_id_of(trace):
-                self._files[path] = None
+        for file in self._current:
+            file.add(trace)
 
     def unmatched(self, writer: StoreWriter | None) -> Iterator[FileOfIds]:
         """Yield the files of which no id is that of a trace, neither of one that was read nor of one in the store."""
-        for file in filter(None, self._files.values()):
+        for file in self._files.values():
             is_stored = writer is not None and any(writer.index.find(key) >= 0 for key in file.ids)
             if file.ids and file.ids_of_traces and not is_stored:
                 yield file

@@ -1,7 +1,6 @@
 """Convert the files of folders that grow, until none has been added for a while."""
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,7 +59,7 @@ class Watch:
             If no source was found before the timeout, or as for `Conversion`.
         """
         try:
-            self._watch(self._convert)
+            self._watch()
         except KeyboardInterrupt as error:
             text = f"interrupted: {plural(self._num_traces, 'trace')} committed; run the same command to continue"
             raise KeyboardInterrupt(str(error) or text) from None
@@ -68,13 +67,13 @@ class Watch:
             raise UsageError(f"{', '.join(map(str, self._arguments))}: no trace file within {self._timeout_s:g} s")
         return self._report
 
-    def _watch(self, convert: Callable[[dict[Path, State]], None]) -> None:
+    def _watch(self) -> None:
         last = time.monotonic()
         while True:
             is_last = self._timeout_s is not None and time.monotonic() - last >= self._timeout_s
             ready = self._ready_sources(is_last=is_last)
             if ready:
-                convert(ready)
+                self._convert(ready)
                 last = time.monotonic()
             elif is_last:
                 return
