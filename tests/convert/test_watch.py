@@ -95,7 +95,7 @@ def test_counts_of_several_conversions_are_added(tmp_path):
     traces = [trace | {"deep": deep} for trace in make_traces(6, dtype="f4")]
     write_pickle(folder / "0.pkl", make_traces(2))
     for k in (1, 2):
-        # A file that grows may be read before it is whole.
+        # A file that grows may be read before it is complete.
         path = write_pickle(tmp_path / f"{k}.pkl", traces[2 * k : 2 * k + 2])
         threading.Timer(0.4 * k, path.rename, [folder / path.name]).start()
     report = json.loads(convert(folder, tmp_path / "s.zarr", *WATCH, "--json").stdout)

@@ -18,7 +18,7 @@ _ADDED = (
     "num_duplicates", "num_nonfinite", "num_without_embeddings", "num_without_tokens", "num_without_last_state",
     "num_made_up_ids",
 )  # fmt: skip
-# What the report says of traces, by the name of their count.
+# Lines of the report about traces, by the name of their count.
 _NOTES = {
     "num_conflicts": "different content under a question id and sample of the store: {}, {}",
     "num_nonfinite": "NaN or infinite values in {}; training reports an error",
