@@ -113,7 +113,7 @@ class StoreIndex:
     def __init__(self, files: StoreFiles, manifest: mf.Manifest) -> None:
         self.manifest = manifest
         self._parts: list[ZipGroup] = []
-        self._kept: dict[tuple[int, str], np.ndarray] = {}  # (part, name); part -1 stands for all parts
+        self._columns: dict[str, np.ndarray] = {}
         self._keys: list[KeyTable] = []
         self._first_trace = [p.first_trace for p in manifest.parts]
         self._first_segment = [p.first_segment for p in manifest.parts]
@@ -146,12 +146,6 @@ class StoreIndex:
         part = self._parts[number]
         return {name: part.read(name) for name in mf.PART_DTYPES}
 
-    def _keep(self, part: int, name: str) -> np.ndarray:
-        """Return an array of a part, which is read once."""
-        if (part, name) not in self._kept:
-            self._kept[part, name] = self._parts[part].read(name)
-        return self._kept[part, name]
-
     @_checked
     def find(self, question_id: str, sample: int = 0) -> int:
         """Return the store index of a key, or -1."""
@@ -165,36 +159,29 @@ class StoreIndex:
         self._places.look_up(np.ascontiguousarray(indices, np.int64), out)
         return out
 
-    def _locate(self, index: int) -> tuple[int, int]:
-        part = bisect_right(self._first_trace, index) - 1
-        return part, index - self._first_trace[part]
-
     @_checked
     def row(self, index: int) -> TraceRow:
         """Return the locations of trace `index` (0 <= index < N), with the patches of later parts applied."""
-        part, k = self._locate(index)
-        arrays = self._parts[part]
-        self.locations(np.array([index]))  # Checks the values that rows of segments are read by.
-        values = {name: [int(arrays.read(name, k, k + 1)[0])] for name in mf.TRACE_COLUMNS}
-        for number in range(part + 1, len(self._parts)):
-            later = self._parts[number]
-            if later.num_items("patch_trace") == 0:
-                continue
-            begin, end = np.searchsorted(self._keep(number, "patch_trace"), [index, index + 1])
-            for p in range(int(begin), int(end)):
-                patch = {name: int(later.read(name, p, p + 1)[0]) for name in mf.PATCH_COLUMNS}
-                mf.apply_patch(values, 0, patch)
-        return TraceRow(**{name: v[0] for name, v in values.items()})
+        graph, graph_row, num_tokens, layout, sequence, sequence_row = self.locations(np.array([index]))[0].tolist()
+        part = bisect_right(self._first_trace, index) - 1
+        k = index - self._first_trace[part]
+        sample, source, position = (
+            int(self._parts[part].read(name, k, k + 1)[0]) for name in ("sample", "source", "source_position")
+        )
+        nonfinite = int(self.read_column("nonfinite")[index])
+        return TraceRow(
+            graph, graph_row, sequence, sequence_row, num_tokens, layout, nonfinite, sample, source, position
+        )
 
     @_checked
     def read_column(self, name: str) -> np.ndarray:
         """Return one of manifest.TRACE_COLUMNS for all traces, read-only, with patches applied."""
-        values = self._kept.get((-1, name))
+        values = self._columns.get(name)
         if values is None:
             values = self._load_column(name)
             self._check_column(name, values)
             values.flags.writeable = False
-            self._kept[-1, name] = values
+            self._columns[name] = values
         return values
 
     def _check_column(self, name: str, values: np.ndarray) -> None:

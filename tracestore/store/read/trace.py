@@ -248,18 +248,21 @@ class Trace(OptionalFields, TraceHtml):
         A = S (S + 1) / 2 for causal attention (lower triangle with diagonal, row by row), S * S for square
         attention. PackedEdges if only edges are stored.
         """
+        return self._packed(0, self._store.num_layers)
+
+    def _packed(self, layer: int, num_layers: int) -> np.ndarray | PackedEdges:
+        """Return the stored attention of some layers."""
         segment = self._graph("attention")
         row, store = self._row, self._store
         if row.layout == schema.LAYOUT_NONE:
             raise MissingFieldError(f"trace {self.index} ({self.question_id}) has no attention: it was not stored")
         if row.layout == schema.LAYOUT_EDGES:
-            begin = segment.begin("edges", row.graph_row)
-            return PackedEdges(*segment.edges(begin, store.num_layers, row.num_tokens, self._private))
-        heads = store.num_stored_heads
-        pairs = schema.num_pairs(row.num_tokens, row.layout)
-        begin = segment.begin("attention", row.graph_row)
-        values = self._rows(segment, "attention", begin, begin + store.num_layers * heads * pairs)
-        shape = (store.num_layers, heads, pairs) if store.attributes.attention == "heads" else (store.num_layers, pairs)
+            begin = segment.begin("edges", row.graph_row) + layer
+            return PackedEdges(*segment.edges(begin, num_layers, row.num_tokens, self._private))
+        heads, pairs = store.num_stored_heads, schema.num_pairs(row.num_tokens, row.layout)
+        begin = segment.begin("attention", row.graph_row) + layer * heads * pairs
+        values = self._rows(segment, "attention", begin, begin + num_layers * heads * pairs)
+        shape = (num_layers, heads, pairs) if store.attributes.attention == "heads" else (num_layers, pairs)
         return values.reshape(shape)
 
     @property
@@ -268,16 +271,17 @@ class Trace(OptionalFields, TraceHtml):
 
         The value at [..., i, j] is how much token i attends to token j.
         """
-        layout = self._row.layout
         # The kernel reads the map under the SIGBUS guard; numpy needs a copy.
-        kernel_reads = layout == schema.LAYOUT_CAUSAL and not self._private
-        packed = (
-            self.attention_packed if kernel_reads else Trace(self._store, self.index, private=True).attention_packed
-        )
-        dense = dense_attention(packed, layout, self._store.num_layers, self._row.num_tokens, f"trace {self.index}")
+        kernel_reads = self._row.layout == schema.LAYOUT_CAUSAL and not self._private
+        trace = self if kernel_reads else self._in_own_memory()
+        dense = trace._dense(0, self._store.num_layers)
         if kernel_reads:
             self._graph("attention").array("attention").check_intact()
         return dense
+
+    def _dense(self, layer: int, num_layers: int) -> np.ndarray:
+        packed, where = self._packed(layer, num_layers), f"trace {self.index}"
+        return dense_attention(packed, self._row.layout, num_layers, self._row.num_tokens, where)
 
     def attention_layer(self, layer: int) -> np.ndarray:
         """Return the dense attention of one layer, in memory of its own.
@@ -292,20 +296,8 @@ class Trace(OptionalFields, TraceHtml):
         np.ndarray
             (S, S), or (H, S, S) if every head is stored.
         """
-        row, store, where = self._row, self._store, f"trace {self.index}"
-        if row.layout in (schema.LAYOUT_EDGES, schema.LAYOUT_NONE):
-            packed = Trace(store, self.index, private=True).attention_packed
-            assert isinstance(packed, PackedEdges)
-            begin, end = packed.ptr[layer : layer + 2]
-            edges = PackedEdges(np.array([0, end - begin]), packed.edge_index[begin:end], packed.weight[begin:end])
-            dense: np.ndarray = dense_attention(edges, row.layout, 1, row.num_tokens, where)[0]
-            return dense
-        heads, pairs = store.num_stored_heads, schema.num_pairs(row.num_tokens, row.layout)
-        segment = self._graph("attention")
-        first = segment.begin("attention", row.graph_row) + layer * heads * pairs
-        values = segment.array("attention").copy(first, first + heads * pairs)
-        shape = (heads, pairs) if store.attributes.attention == "heads" else (pairs,)
-        return dense_attention(values.reshape(shape), row.layout, 1, row.num_tokens, where)
+        layers: np.ndarray = self._in_own_memory()._dense(layer, 1)
+        return layers[0]
 
     @property
     def attention_mean(self) -> np.ndarray:
