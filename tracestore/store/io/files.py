@@ -1,15 +1,16 @@
 """Access to the committed files of a store, locations of stores, and the cache folder."""
 
+import contextlib
 import errno
 import json
 import os
 import stat
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, Self
 
 from tracestore._core.mapping import MappedFile
-from tracestore.errors import CorruptStoreError, UsageError
+from tracestore.errors import CorruptStoreError, UsageError, escape_unprintable
 from tracestore.store.format import paths, schema
 from tracestore.store.format.entries import FileEntry, size_mismatch
 from tracestore.store.format.manifest import MAX_MANIFEST_BYTES, Manifest, parse_manifest
@@ -53,6 +54,18 @@ def local_dir(store: str | os.PathLike[str]) -> Path:
     return location if isinstance(location, Path) else cache_dir()
 
 
+@contextlib.contextmanager
+def reading_committed(path: str, what: str = "") -> Iterator[None]:
+    """Raise CorruptStoreError if a committed file is missing or damaged; `what` precedes the reason."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise CorruptStoreError(f"{path}: {what}missing") from None
+    except (OSError, ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise CorruptStoreError(f"{path}: {what}{escape_unprintable(reason, 300)}") from None
+
+
 class FilePrefetcher:
     """Prefetches files during one pass over a store. This base class does nothing: local files need no prefetching."""
 
@@ -93,13 +106,19 @@ class StoreFiles(Protocol):
 
 
 class ReadableFiles(StoreFiles, Protocol):
-    """The files and the generations of a store, for readers."""
+    """The files and the generations of a store, for readers.
 
-    keeps_generations: bool  # A generation stays readable without a pin.
+    What a class does not define is that of a local store, whose files stay while their generation is pinned.
 
-    @property
-    def location(self) -> "Path | RemoteURL":
-        """Folder or URL of the store."""
+    Attributes
+    ----------
+    keeps_generations : bool
+        A generation stays readable without a pin.
+    location : Path or RemoteURL
+    """
+
+    keeps_generations = False
+    location: Path | RemoteURL
 
     def generations(self) -> list[int]:
         """Return the numbers of the generations that have a manifest, newest first."""
@@ -126,25 +145,26 @@ class ReadableFiles(StoreFiles, Protocol):
 
     def evicted(self) -> Sequence[str]:
         """Return the paths of files that were mapped and have left the cache since the last call."""
+        return ()
 
     def prefetch(self, files_of: Callable[[int], Iterable[FileEntry]], start: int, total: int) -> FilePrefetcher:
         """Return a prefetcher for the batches start .. total - 1; `files_of(batch)` lists the files of a batch."""
+        return FilePrefetcher()
 
     def reopen(self) -> Self:
         """Return the same files with state of its own."""
+        return self
 
     def close(self) -> None:
         """Release what the files hold."""
 
 
-class LocalFiles:
+class LocalFiles(ReadableFiles):
     """Access to the files of a local store.
 
     The store's folder itself may be a symbolic link. Inside the folder no link is followed, and only
     regular files are opened.
     """
-
-    keeps_generations = False
 
     def __init__(self, root: Path) -> None:
         self.root = self.location = root
@@ -201,31 +221,15 @@ class LocalFiles:
     def fetch(self, entries: Iterable[FileEntry]) -> None:
         """Do nothing: the files are here."""
 
-    def evicted(self) -> Sequence[str]:
-        """Return nothing: committed files stay as long as their generation is pinned."""
-        return ()
-
-    def prefetch(self, files_of: Callable[[int], Iterable[FileEntry]], start: int, total: int) -> FilePrefetcher:
-        """Return a prefetcher that does nothing."""
-        return FilePrefetcher()
-
-    def reopen(self) -> "LocalFiles":
-        """Return these files, which hold no state."""
-        return self
-
     def close(self) -> None:
         """Do nothing."""
 
     def read(self, entry: FileEntry) -> bytes:
         """Return all bytes of a small file; see StoreFiles."""
-        fd = self.open(entry.path)
-        try:
-            size = os.fstat(fd).st_size
-            if size != entry.size:
-                raise size_mismatch(entry, size)
-            return _read_all(fd, size)
-        finally:
-            os.close(fd)
+        data = self.read_small(entry.path, entry.size)
+        if len(data) != entry.size:
+            raise size_mismatch(entry, len(data))
+        return data
 
     def read_small(self, path: str, max_bytes: int) -> bytes:
         """Return all bytes of a file that no manifest lists.

@@ -11,12 +11,12 @@ import numpy as np
 from tracestore._core.gather import ArrayView
 from tracestore._core.kernels import crc32c
 from tracestore._core.mapping import MappedFile
-from tracestore.errors import CorruptStoreError, escape_unprintable
+from tracestore.errors import CorruptStoreError
 from tracestore.store.format import schema
 from tracestore.store.format.codecs import ChunkCodec
 from tracestore.store.format.entries import FileEntry
 from tracestore.store.format.zarr_json import array_metadata
-from tracestore.store.io.files import StoreFiles
+from tracestore.store.io.files import StoreFiles, reading_committed
 from tracestore.store.read.chunk_cache import ChunkCache, ChunkKey
 
 _MAX_METADATA_BYTES = 1 << 16  # of an array's zarr.json
@@ -105,14 +105,11 @@ class ArrayReader:
     ) -> None:
         self.name, self.dtype, self.row_items = name, spec.dtype, spec.row_items
         self._cache, self._codec = cache, None if spec.codec == "none" else ChunkCodec(spec.codec, spec.dtype.itemsize)
-        try:
+        with reading_committed(f"{name}/zarr.json"):
             entry = _entry(entries, f"{name}/zarr.json")
             if entry.size > _MAX_METADATA_BYTES:
                 raise ValueError(f"{entry.size} bytes")
             num_rows, self.chunk_rows = _check_metadata(files.read(entry), spec)
-        except (OSError, ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
-            reason = error.strerror if isinstance(error, OSError) else escape_unprintable(str(error), 200)
-            raise CorruptStoreError(f"{name}/zarr.json: {reason}") from None
         self.shape = (num_rows, *spec.columns)
         self._offsets: np.ndarray | None = None
         self._mapped: MappedFile | None = None
@@ -124,7 +121,7 @@ class ArrayReader:
         num_chunks = -(-num_rows // self.chunk_rows)
         chunk_bytes = self.chunk_rows * self.row_items * self.dtype.itemsize
         entry = _entry(entries, file_name)
-        try:
+        with reading_committed(file_name):
             if self._codec is None and entry.size != num_chunks * (chunk_bytes + 16) + 4:
                 raise ValueError(f"{entry.size} bytes for {num_chunks} inner chunks of {chunk_bytes}")
             if entry.size < 16 * num_chunks + 4:
@@ -136,9 +133,6 @@ class ArrayReader:
                 self.view = ArrayView(mapped, num_rows, self.row_items * self.dtype.itemsize)
             else:
                 self._offsets = self._coded_index(mapped, num_chunks, chunk_bytes)
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else str(error)
-            raise CorruptStoreError(f"{file_name}: {reason}") from None
 
     @staticmethod
     def _coded_index(mapped: MappedFile, num_chunks: int, chunk_bytes: int) -> np.ndarray:

@@ -5,20 +5,18 @@ like size; replacing values rewrites them as one.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
-from tracestore.errors import CorruptStoreError, escape_unprintable
 from tracestore.store.format import schema
 from tracestore.store.format.entries import FileEntry
 from tracestore.store.format.manifest import ColumnsRef, Manifest
 from tracestore.store.format.ragged import concatenate_ragged, decode_string, encode_strings, is_offsets
 from tracestore.store.format.zip_group import ZipGroup
-from tracestore.store.io.files import StoreFiles
+from tracestore.store.io.files import StoreFiles, reading_committed
 
 
 class TraceValues(NamedTuple):
@@ -123,15 +121,13 @@ class MappedColumns:
     Raises
     ------
     CorruptStoreError
-        If it does not have the form of this format.
-    FileNotFoundError
-        If the file is missing.
+        If the file is missing or does not have the form of this format.
     """
 
     def __init__(self, files: StoreFiles, ref: ColumnsRef, score_names: Iterable[str]) -> None:
         self._ref = ref
         self._scores = {f"{schema.SCORE_PREFIX}{name}": name for name in score_names}
-        with self._checked():
+        with reading_committed(ref.path):
             dtypes = schema.COLUMN_DTYPES | dict.fromkeys(self._scores, schema.SCORE_DTYPE)
             mapped = files.map(FileEntry(ref.path, ref.size, ref.crc32c))
             self._group = ZipGroup(mapped, dtypes, frozenset(self._scores))
@@ -139,18 +135,9 @@ class MappedColumns:
                 if self._group.num_items(name) != ref.num_traces + (name == "groups_offsets"):
                     raise ValueError(f"{name}: not of {ref.num_traces} traces")
 
-    @contextmanager
-    def _checked(self) -> Iterator[None]:
-        try:
-            yield
-        except FileNotFoundError:
-            raise
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise CorruptStoreError(f"{self._ref.path}: {escape_unprintable(str(error), 300)}") from None
-
     def read(self) -> Columns:
         """Return a copy of the values."""
-        with self._checked():
+        with reading_committed(self._ref.path):
             scores = {name: self._group.read(array) for array, name in self._scores.items() if array in self._group}
             columns = Columns(scores, **{name: self._group.read(name) for name in schema.COLUMN_DTYPES})
             if not is_offsets(columns.groups_offsets, len(columns.groups)):

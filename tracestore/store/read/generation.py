@@ -2,27 +2,20 @@
 
 import time
 import warnings
-from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 from tracestore.errors import CorruptStoreError, TracestoreWarning
 from tracestore.store.format import manifest as mf
 from tracestore.store.format import paths
 from tracestore.store.io.files import ReadableFiles
+from tracestore.store.io.fsio import Pin
 from tracestore.store.read.columns import Columns, MappedColumns, join_columns
 from tracestore.store.read.index import StoreIndex
 
 # Maximum number of attempts of a reader while writers remove the generation that it opens.
 ATTEMPTS = 100
-
-
-class Pin(Protocol):
-    """Keeps a generation from being removed."""
-
-    def close(self) -> None:
-        """Release the generation."""
 
 
 @dataclass(frozen=True)
@@ -60,32 +53,21 @@ def open_generation(files: ReadableFiles, number: int) -> PinnedGeneration:
     CorruptStoreError
         If a file of the generation is damaged or missing.
     """
-    path = paths.manifest(number)
-    close: Callable[[], None] = lambda: None  # noqa: E731
     try:
         data, pin = files.read_manifest(number, mf.MAX_MANIFEST_BYTES)
-        if pin is not None:
-            close = pin.close
-        manifest = mf.parse_manifest(data, number)
-        try:
-            files.fetch(manifest.small_files())
-            index = StoreIndex(files, manifest)
-            columns = tuple(MappedColumns(files, ref, manifest.attributes.scores) for ref in manifest.columns)
-        except FileNotFoundError as error:
-            # The files of a pinned generation are not removed.
-            raise CorruptStoreError(f"{error.filename or error}: missing") from None
     except FileNotFoundError:
-        close()
         raise
-    except OSError as error:
-        close()
-        raise CorruptStoreError(f"{path}: {error.strerror}") from None
-    except ValueError as error:
-        close()
-        raise CorruptStoreError(f"{path}: {error}") from None
-    except BaseException:
-        close()
-        raise
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CorruptStoreError(f"{paths.manifest(number)}: {reason}") from None
+    with ExitStack() as stack:
+        if pin is not None:
+            stack.callback(pin.close)
+        manifest = mf.parse_manifest(data, number)
+        files.fetch(manifest.small_files())
+        index = StoreIndex(files, manifest)
+        columns = tuple(MappedColumns(files, ref, manifest.attributes.scores) for ref in manifest.columns)
+        stack.pop_all()
     return PinnedGeneration(manifest, index, columns, pin)
 
 

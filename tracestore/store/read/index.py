@@ -15,7 +15,7 @@ from tracestore.store.format import paths, schema
 from tracestore.store.format.entries import FileEntry
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.format.zip_group import ZipGroup
-from tracestore.store.io.files import StoreFiles
+from tracestore.store.io.files import StoreFiles, reading_committed
 
 
 @dataclass(frozen=True)
@@ -120,16 +120,12 @@ class StoreIndex:
         self._first_source = [p.first_source for p in manifest.parts]
         self.name = "index/" + ",".join(p.path.removeprefix("index/") for p in manifest.parts)
         for ref in manifest.parts:
-            try:
+            with reading_committed(ref.path):
                 mapped = files.map(FileEntry(ref.path, ref.size, ref.crc32c))
                 part = ZipGroup(mapped, mf.PART_DTYPES)
                 arrays = part.views()
                 mf.check_part(ref, {name: len(array) for name, array in arrays.items()})
                 keys = KeyTable(arrays["key_table"], arrays["id_offsets"], arrays["id"], arrays["sample"], mapped)
-            except FileNotFoundError:
-                raise
-            except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-                raise CorruptStoreError(f"{ref.path}: {escape_unprintable(str(error), 300)}") from None
             self._parts.append(part)
             self._keys.append(keys)
         try:

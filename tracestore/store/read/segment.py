@@ -1,19 +1,19 @@
 """Reading one segment: an immutable Zarr group of arrays."""
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from tracestore.errors import CorruptStoreError, escape_unprintable
+from tracestore.errors import CorruptStoreError
 from tracestore.store.format import schema
 from tracestore.store.format.entries import FileEntry
 from tracestore.store.format.extras import decode_extras, decode_list
 from tracestore.store.format.zip_group import ZipGroup
-from tracestore.store.io.files import StoreFiles
+from tracestore.store.io.files import StoreFiles, reading_committed
 from tracestore.store.lens import Lens
 from tracestore.store.read.array_reader import ArrayReader, ArraySpec
 from tracestore.store.read.chunk_cache import ChunkCache
@@ -64,16 +64,9 @@ class SegmentReader:
             self.small = ZipGroup(files.map(entry.rows), schema.ROW_DTYPES, schema.OPTIONAL_ROW_ARRAYS)
             self.entries = self._parse_entries(self.small.attributes()["tracestore"])
 
-    @contextmanager
-    def _checked(self, what: str = "") -> Iterator[None]:
+    def _checked(self, what: str = "") -> AbstractContextManager[None]:
         """Turn the errors of damaged small arrays into CorruptStoreError; `what` precedes the reason."""
-        try:
-            yield
-        except CorruptStoreError:
-            raise
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            reason = error.strerror if isinstance(error, OSError) else escape_unprintable(str(error), 300)
-            raise CorruptStoreError(f"{self.rows_path}: {what}{reason}") from None
+        return reading_committed(self.rows_path, what)
 
     def _parse_entries(self, attributes: Any) -> dict[str, FileEntry]:
         """Return the other files of the segment by their path in the store."""

@@ -14,7 +14,7 @@ from tracestore.errors import StorageError, UsageError
 from tracestore.store.format import paths
 from tracestore.store.format.entries import FileEntry, size_mismatch
 from tracestore.store.io import fsio
-from tracestore.store.io.files import FilePrefetcher, RemoteURL
+from tracestore.store.io.files import FilePrefetcher, ReadableFiles, RemoteURL
 from tracestore.store.remote.disk_cache import DiskCache, NextUse
 from tracestore.store.remote.helper import Helper
 from tracestore.store.remote.object_store import ObjectStore
@@ -35,7 +35,7 @@ def cache_of_environment() -> DiskCache:
         raise UsageError(f"TRACESTORE_CACHE_SIZE: {error}") from None
 
 
-class RemoteFiles:
+class RemoteFiles(ReadableFiles):
     """The committed files of a remote store, read through the disk cache.
 
     Object stores have no locks, so a generation is not pinned. Its segments stay until the store is replaced, and

@@ -15,14 +15,14 @@ from pathlib import Path
 
 from tracestore._core.kernels import crc32c
 from tracestore._core.mapping import MappedFile
-from tracestore.errors import CorruptStoreError, RemoteError, StoreLockedError, UsageError, escape_unprintable
+from tracestore.errors import CorruptStoreError, RemoteError, StoreLockedError, UsageError
 from tracestore.store.format import manifest as mf
 from tracestore.store.format import paths
 from tracestore.store.format.entries import FileEntry
 from tracestore.store.format.paths import TEMPORARY_PREFIX
 from tracestore.store.format.zip_group import ZipGroup
 from tracestore.store.io import fsio
-from tracestore.store.io.files import LocalFiles, RemoteURL, cache_dir
+from tracestore.store.io.files import LocalFiles, RemoteURL, cache_dir, reading_committed
 from tracestore.store.remote.files import RemoteFiles, cache_of_environment, list_generations
 from tracestore.store.remote.object_store import ObjectStore, Version, seconds_of
 
@@ -249,11 +249,9 @@ class RemotePublisher:
 
     def _segment_names(self, part: mf.PartRef) -> list[str]:
         """Return the names of the segments of an index part that was fetched."""
-        try:
+        with reading_committed(part.path):
             mapped = LocalFiles(self.folder).map(FileEntry(part.path, part.size, part.crc32c))
             return ZipGroup(mapped, mf.PART_DTYPES).strings("segment_name", 0, part.num_segments)
-        except ValueError as error:
-            raise CorruptStoreError(f"{part.path}: {escape_unprintable(str(error), 300)}") from None
 
     def _fetch(self, entry: FileEntry) -> None:
         try:
