@@ -16,7 +16,8 @@ from tracestore.data.buffers import Allocate, BatchBuffer, TorchBuffer, align_up
 from tracestore.errors import CorruptStoreError, UsageError
 from tracestore.store.format.schema import LAYOUT_CAUSAL, dtype_code, storage_dtype
 from tracestore.store.io.files import FilePrefetcher
-from tracestore.store.read.batch_sources import graph_sources, sequence_sources
+from tracestore.store.read.batch_sources import batch_files, chunk_keys, graph_sources, sequence_sources
+from tracestore.store.read.chunk_cache import ChunkKey
 from tracestore.store.read.store import TraceStore
 
 
@@ -205,13 +206,26 @@ class BatchGatherer:
         return job_class(self.store, indices, self.targets, self.batch_format)
 
     def hint_upcoming(self, indices: np.ndarray) -> Callable[[], None]:
-        """Announce the chunks of a batch to the cache; see `TraceStore.hint_upcoming`."""
+        """Announce the chunks of a batch to the cache; see `ChunkCache.hint_upcoming`."""
+        return self.store.internals.chunk_cache.hint_upcoming(self._chunk_keys(indices))
+
+    def _chunk_keys(self, indices: np.ndarray) -> list[ChunkKey]:
         form = self.batch_format
-        return self.store.hint_upcoming(indices, view=form.source_view, layers=form.layer_numbers(self.store))
+        return chunk_keys(self.store.internals, indices, form.source_view, form.layer_numbers(self.store))
 
     def prefetch(self, batches: Callable[[int], np.ndarray], start: int, total: int) -> FilePrefetcher:
-        """Return a prefetcher of the files of batches; see `TraceStore.prefetch`."""
-        return self.store.prefetch(batches, start, total, self.batch_format.source_view)
+        """Return a prefetcher of the files of the batches start .. total - 1, which does nothing for a local store.
+
+        `batches` maps the number of a batch to its indices.
+        """
+        internals, view = self.store.internals, self.batch_format.source_view
+        return internals.files.prefetch(
+            lambda batch: batch_files(internals, self._traces(batches(batch)), view), start, total
+        )
+
+    def _traces(self, indices: np.ndarray) -> np.ndarray:
+        """Return the traces that the indices of a batch refer to."""
+        return indices
 
     def gather(self, indices: Sequence[int] | np.ndarray, allocate: Allocate | None = None) -> Any:
         """Gather a batch in this thread.

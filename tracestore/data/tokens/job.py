@@ -1,8 +1,7 @@
 """Jobs that gather a batch of tokens."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -14,7 +13,6 @@ from tracestore.data.batch_format import BatchFormat
 from tracestore.data.batch_jobs import BatchGatherer, BatchJob
 from tracestore.data.tokens.table import Tokens, TokenTable
 from tracestore.store.format.schema import dtype_code, storage_dtype
-from tracestore.store.io.files import FilePrefetcher
 from tracestore.store.read.array_reader import ArrayReader
 from tracestore.store.read.chunk_cache import ChunkKey
 from tracestore.store.read.store import TraceStore
@@ -60,10 +58,6 @@ class _Chunk(NamedTuple):
     number: int
     row: np.ndarray
     target: np.ndarray
-
-    @property
-    def key(self) -> ChunkKey:
-        return self.reader.name, self.number
 
     def decode(self) -> gather.ArrayView:
         """Return the rows of the chunk."""
@@ -193,16 +187,8 @@ class TokenGatherer(BatchGatherer):
     def _look_up(self, indices: np.ndarray) -> BatchJob:
         return TokenJob(self.store, indices, self.targets, self.batch_format, self.table, self.arrays)
 
-    def hint_upcoming(self, indices: np.ndarray) -> Callable[[], None]:
-        """Announce the chunks of a batch to the cache; see `TraceStore.hint_upcoming`."""
-        keys = [chunk.key for chunk in _chunks(self.store, self.table.locate(indices))]
-        self.store.internals.chunk_cache.hint_upcoming(keys)
-        return partial(self.store.internals.chunk_cache.release, keys)
+    def _chunk_keys(self, indices: np.ndarray) -> list[ChunkKey]:
+        return [(chunk.reader.name, chunk.number) for chunk in _chunks(self.store, self.table.locate(indices))]
 
-    def prefetch(self, batches: Callable[[int], np.ndarray], start: int, total: int) -> FilePrefetcher:
-        """Return a prefetcher of the files of batches; see `TraceStore.prefetch`."""
-
-        def traces(batch: int) -> np.ndarray:
-            return np.unique(self.table.locate(batches(batch)).trace)
-
-        return self.store.prefetch(traces, start, total, "tokens")
+    def _traces(self, indices: np.ndarray) -> np.ndarray:
+        return np.unique(self.table.locate(indices).trace)

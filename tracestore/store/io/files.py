@@ -117,7 +117,7 @@ class ReadableFiles(StoreFiles, Protocol):
     location : Path or RemoteURL
     """
 
-    keeps_generations = False
+    keeps_generations: bool = False
     location: Path | RemoteURL
 
     def generations(self) -> list[int]:

@@ -4,6 +4,7 @@ import os
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -49,14 +50,21 @@ class ChunkCache:
             self._trim()
         return chunk
 
-    def hint_upcoming(self, keys: Sequence[ChunkKey]) -> None:
-        """Record that these chunks are read after all that were hinted before."""
+    def hint_upcoming(self, keys: Sequence[ChunkKey]) -> Callable[[], None]:
+        """Record that these chunks are read after all that were hinted before.
+
+        Returns
+        -------
+        Callable
+            Call it when the chunks were read, or will not be read: it releases the hint.
+        """
         with self._lock:
             self._clock += 1
             for key in keys:
                 self._upcoming.setdefault(key, deque()).append(self._clock)
+        return partial(self._release, keys)
 
-    def release(self, keys: Sequence[ChunkKey]) -> None:
+    def _release(self, keys: Sequence[ChunkKey]) -> None:
         """Drop the oldest hint of each chunk."""
         with self._lock:
             for key in keys:

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from tracestore.errors import CorruptStoreError, UsageError
+from tracestore.store.format.labels import CORRECT
 from tracestore.store.io.files import LocalFiles, ReadableFiles, parse_location
 from tracestore.store.lens import Lens
 from tracestore.store.read.chunk_cache import ChunkCache
@@ -40,10 +41,16 @@ class StoreInternals:
     manifest : Manifest
     index : StoreIndex
     attributes : schema.Attributes
+    num_layers : int
+        L.
+    num_stored_heads : int
+        Attention values of one pair of tokens in one layer: H, or 1 for the head mean.
     chunk_cache : ChunkCache
         Decoded chunks of compressed arrays.
     score_name : str or None
         The named score that is used; None for a store without scores.
+    score_direction : {"correct", "hallucination"}
+        The answers that a high score marks.
     num_evictions : int
         Files that the cache of a remote store evicted since the store was opened.
 
@@ -59,11 +66,14 @@ class StoreInternals:
         self.files, self._generation = files, generation
         self.manifest, self.index = generation.manifest, generation.index
         self.attributes = self.manifest.attributes
+        self.num_layers, self.num_stored_heads = self.attributes.num_layers or 0, self.attributes.num_stored_heads
         self.score_name = score or self.attributes.default_score
         if score is not None and score not in self.attributes.scores:
             generation.close()
             found = ", ".join(sorted(self.attributes.scores)) or "none"
             raise UsageError(f"{files.location}: found no score {score!r}; its scores are: {found}")
+        field = self.attributes.scores.get(self.score_name or "")
+        self.score_direction = CORRECT if field is None else field.direction
         self.chunk_cache = ChunkCache(cache_bytes)
         self._segments: dict[int, SegmentReader] = {}
         self.num_evictions = 0
@@ -100,16 +110,6 @@ class StoreInternals:
     def scores(self) -> np.ndarray:
         """The score that is used (N,) float64, NaN where missing."""
         return self.columns.score(self.score_name)
-
-    @property
-    def num_layers(self) -> int:
-        """L."""
-        return self.attributes.num_layers or 0
-
-    @property
-    def num_stored_heads(self) -> int:
-        """Attention values of one pair of tokens in one layer: H, or 1 for the head mean."""
-        return self.attributes.num_stored_heads
 
     def segment(self, number: int) -> SegmentReader:
         """Return the reader of a segment.

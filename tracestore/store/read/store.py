@@ -1,8 +1,7 @@
 """Opening a store for reading."""
 
 import os
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -10,19 +9,11 @@ import numpy as np
 from tracestore.console import plural
 from tracestore.errors import CorruptStoreError, MissingFieldError, UsageError
 from tracestore.store.format import schema
-from tracestore.store.format.labels import CORRECT, DEFAULT_THRESHOLD, ScoreField, derive, describe
+from tracestore.store.format.labels import DEFAULT_THRESHOLD, ScoreField, describe
 from tracestore.store.format.provenance import Provenance
-from tracestore.store.io.files import FilePrefetcher
 from tracestore.store.lens import Lens
 from tracestore.store.read import table
-from tracestore.store.read.batch_sources import (
-    GRAPH_ROW,
-    GRAPH_SEGMENT,
-    LAYOUT,
-    NUM_TOKENS,
-    batch_files,
-    chunk_keys,
-)
+from tracestore.store.read.batch_sources import GRAPH_ROW, GRAPH_SEGMENT, LAYOUT, NUM_TOKENS
 from tracestore.store.read.index import QuestionIds
 from tracestore.store.read.internals import StoreInternals, open_files
 from tracestore.store.read.subset import TraceCollection, TraceSubset
@@ -139,11 +130,6 @@ class TraceStore(TraceCollection):
         return QuestionIds(self.internals.index)
 
     @property
-    def scores(self) -> np.ndarray:
-        """The default score, or the one chosen at opening: (N,) float64, NaN for a trace without it."""
-        return self.internals.scores
-
-    @property
     def score_name(self) -> str | None:
         """Name of the score that `scores` holds; None for a store without scores."""
         return self.internals.score_name
@@ -165,19 +151,9 @@ class TraceStore(TraceCollection):
             raise KeyError(name)
         return self.internals.columns.score(name)
 
-    @property
-    def labels(self) -> np.ndarray:
-        """Labels (N,) float64 that the sources contained, NaN where missing."""
-        return self.internals.columns.labels
-
     def group(self, index: int) -> str:
         """Return the group of a trace that a split keeps together, "" if missing."""
         return self.internals.columns.group(index)
-
-    @property
-    def num_tokens(self) -> np.ndarray:
-        """Tokens (N,) of each trace; 0 if only its last tokens are stored."""
-        return self.internals.index.read_column("num_tokens")
 
     def token_and_pair_counts(
         self, indices: np.ndarray, layers: Sequence[int] | None = None
@@ -199,15 +175,9 @@ class TraceStore(TraceCollection):
         return tokens, pairs
 
     @property
-    def has_nonfinite(self) -> np.ndarray:
-        """Traces (N,) bool whose source had NaN or infinite values in its arrays."""
-        return self.internals.index.read_column("nonfinite").astype(bool)
-
-    @property
     def score_direction(self) -> str:
         """The answers that a high score marks: "correct" or "hallucination"."""
-        field = self.internals.attributes.scores.get(self.score_name or "")
-        return CORRECT if field is None else field.direction
+        return self.internals.score_direction
 
     @property
     def provenance(self) -> tuple[Provenance, ...]:
@@ -218,21 +188,6 @@ class TraceStore(TraceCollection):
     def lens(self) -> Lens | None:
         """Final norm and unembedding matrix of the language model, for a logit lens; None: the store has none."""
         return self.internals.lens
-
-    def targets(self, score_threshold: float = DEFAULT_THRESHOLD) -> np.ndarray:
-        """Return the label of each trace: the stored one, else one derived from the score.
-
-        Parameters
-        ----------
-        score_threshold : float
-            Score below which a trace counts as a hallucination, or above which in a store of hallucination scores.
-
-        Returns
-        -------
-        np.ndarray
-            (N,) float64: 1 for a hallucination, 0 for a correct answer, NaN without a label or score.
-        """
-        return derive(self.scores, self.labels, score_threshold, self.score_direction)
 
     def describe_scores(self, score_threshold: float = DEFAULT_THRESHOLD) -> str:
         """Return one line that tells how many scores become which label."""
@@ -268,40 +223,6 @@ class TraceStore(TraceCollection):
     def private_trace(self, index: int) -> Trace:
         """Return trace `index`, whose arrays are in memory of their own instead of views of the mapped files."""
         return Trace(self.internals, index, private=True)
-
-    # Hints to the caches
-
-    def hint_upcoming(self, indices: np.ndarray, view: str, layers: Sequence[int] | None = None) -> Callable[[], None]:
-        """Tell the chunk cache which traces are read after all that were hinted before.
-
-        Returns
-        -------
-        Callable
-            Call it when the traces were read, or will not be read: it releases the hint.
-        """
-        keys = chunk_keys(self.internals, indices, view, layers)
-        self.internals.chunk_cache.hint_upcoming(keys)
-        return partial(self.internals.chunk_cache.release, keys)
-
-    def prefetch(self, traces: Callable[[int], np.ndarray], start: int, total: int, view: str) -> FilePrefetcher:
-        """Return a prefetcher for a pass over batches; it does nothing for a local store.
-
-        Parameters
-        ----------
-        traces : Callable
-            Maps a batch number to the store indices of its traces.
-        start, total : int
-            The pass reads the batches start .. total - 1.
-        view : {"sequence", "graph", "tokens"}
-
-        Returns
-        -------
-        FilePrefetcher
-            A context manager; call its `advance(batch)` before each batch.
-        """
-        return self.internals.files.prefetch(
-            lambda batch: batch_files(self.internals, traces(batch), view), start, total
-        )
 
     def set_cache_limit(self, max_bytes: int) -> None:
         """Keep at most max_bytes of decoded chunks from now on, but at least one chunk."""

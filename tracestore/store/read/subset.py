@@ -12,7 +12,7 @@ from tracestore.console import plural
 from tracestore.errors import MissingFieldError
 from tracestore.extras import needs
 from tracestore.split import SPLITS, assign_splits, labeled_positions
-from tracestore.store.format.labels import DEFAULT_THRESHOLD
+from tracestore.store.format.labels import DEFAULT_THRESHOLD, derive
 from tracestore.store.html import CollectionHtml
 from tracestore.store.io.files import RemoteURL
 from tracestore.store.read import table
@@ -27,9 +27,11 @@ class TraceCollection(CollectionHtml, ABC):
     slice, a boolean mask with one value per trace, an array of positions, or a list of question ids.
     """
 
-    def __init__(self, internals: StoreInternals) -> None:
+    def __init__(self, internals: StoreInternals, chosen: "slice | np.ndarray" = slice(None)) -> None:
         self.path: Path | RemoteURL = internals.files.location
         self.internals = internals
+        # Selects the values of the traces in an array with one value for each trace of the store.
+        self._chosen = chosen
 
     @property
     @abstractmethod
@@ -44,10 +46,6 @@ class TraceCollection(CollectionHtml, ABC):
         """Return the position of a question's trace. KeyError with the id if it is absent."""
 
     @abstractmethod
-    def targets(self, score_threshold: float = DEFAULT_THRESHOLD) -> np.ndarray:
-        """Return labels (n,) float64: the stored label, else one derived from the score, else NaN."""
-
-    @abstractmethod
     def _subset(self, positions: np.ndarray) -> "TraceSubset": ...
 
     @property
@@ -59,6 +57,41 @@ class TraceCollection(CollectionHtml, ABC):
     def hidden_dim(self) -> int:
         """D: size of a hidden state."""
         return self.internals.attributes.hidden_dim or 0
+
+    @property
+    def scores(self) -> np.ndarray:
+        """The default score, or the one chosen at opening: (n,) float64, NaN for a trace without it."""
+        return self.internals.scores[self._chosen]
+
+    @property
+    def labels(self) -> np.ndarray:
+        """Labels (n,) float64 that the sources contained, NaN where missing."""
+        return self.internals.columns.labels[self._chosen]
+
+    @property
+    def num_tokens(self) -> np.ndarray:
+        """Tokens (n,) of each trace; 0 if only its last tokens are stored."""
+        return self.internals.index.read_column("num_tokens")[self._chosen]
+
+    @property
+    def has_nonfinite(self) -> np.ndarray:
+        """Traces (n,) bool whose source had NaN or infinite values in its arrays."""
+        return self.internals.index.read_column("nonfinite")[self._chosen].astype(bool)
+
+    def targets(self, score_threshold: float = DEFAULT_THRESHOLD) -> np.ndarray:
+        """Return the label of each trace: the stored one, else one derived from the score.
+
+        Parameters
+        ----------
+        score_threshold : float
+            Score below which a trace counts as a hallucination, or above which in a store of hallucination scores.
+
+        Returns
+        -------
+        np.ndarray
+            (n,) float64: 1 for a hallucination, 0 for a correct answer, NaN without a label or score.
+        """
+        return derive(self.scores, self.labels, score_threshold, self.internals.score_direction)
 
     @overload
     def __getitem__(self, key: int | str) -> Trace: ...  # type: ignore[overload-overlap]
@@ -310,11 +343,11 @@ class TraceSubset(TraceCollection):
     """
 
     def __init__(self, store: Any, indices: np.ndarray) -> None:
-        super().__init__(store.internals)
-        # Of type Any, because the module of TraceStore imports this one.
-        self.store = store
         self._indices = indices.astype(np.int64)
         self._indices.flags.writeable = False
+        super().__init__(store.internals, self._indices)
+        # Of type Any, because the module of TraceStore imports this one.
+        self.store = store
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TraceSubset, (self.store, self._indices)
@@ -334,31 +367,6 @@ class TraceSubset(TraceCollection):
     def question_ids(self) -> list[str]:
         """The question id of each trace."""
         return self.internals.index.question_ids(self._indices)
-
-    @property
-    def scores(self) -> np.ndarray:
-        """The score that the store uses: (n,) float64, NaN for a trace without it."""
-        return self.internals.scores[self._indices]
-
-    @property
-    def labels(self) -> np.ndarray:
-        """Labels (n,) float64 that the sources contained, NaN where missing."""
-        return self.internals.columns.labels[self._indices]
-
-    @property
-    def num_tokens(self) -> np.ndarray:
-        """Tokens (n,) of each trace; 0 if only its last tokens are stored."""
-        return table.column(self.internals, "num_tokens", self._indices)
-
-    @property
-    def has_nonfinite(self) -> np.ndarray:
-        """Traces (n,) bool whose source had NaN or infinite values in its arrays."""
-        return table.column(self.internals, "has_nonfinite", self._indices)
-
-    def targets(self, score_threshold: float = DEFAULT_THRESHOLD) -> np.ndarray:
-        """Return the label (n,) float64 of each trace; see `TraceStore.targets`."""
-        targets: np.ndarray = self.store.targets(score_threshold)[self._indices]
-        return targets
 
     def index_of(self, question_id: str, sample: int = 0) -> int:
         """Return the first position of a question's trace in the subset; see `TraceStore.index_of`."""

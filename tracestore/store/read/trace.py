@@ -71,13 +71,8 @@ class DetachedTrace(OptionalFields):
     @classmethod
     def from_trace(cls, trace: "Trace") -> "DetachedTrace":
         """Copy the fields of a trace whose arrays are private."""
-        values = {f.name: getattr(trace, f.name) for f in fields(cls) if f.name not in _MAY_BE_MISSING}
-        for name, is_there in (
-            ("hidden_states", trace.num_tokens > 0),
-            ("attention_packed", trace.attention_layout is not None),
-        ):
-            values[name] = getattr(trace, name) if is_there else None
-        return cls(**values)
+        missing = [name for name in ("hidden_states", "attention_packed") if not trace._has_large(name)]
+        return cls(**{f.name: None if f.name in missing else getattr(trace, f.name) for f in fields(cls)})
 
     def optional(self, name: str) -> Any:
         """Return a field of schema.OPTIONAL_FIELDS, or None."""
@@ -92,9 +87,6 @@ class DetachedTrace(OptionalFields):
         return dense_attention(
             self.attention_packed, layout, len(self.last_token), self.num_tokens, f"trace {self.index}"
         )
-
-
-_MAY_BE_MISSING = {"hidden_states", "attention_packed"}
 
 
 class Trace(OptionalFields, TraceHtml):
@@ -296,8 +288,8 @@ class Trace(OptionalFields, TraceHtml):
         np.ndarray
             (S, S), or (H, S, S) if every head is stored.
         """
-        layers: np.ndarray = self._in_own_memory()._dense(layer, 1)
-        return layers[0]
+        matrices: np.ndarray = self._in_own_memory()._dense(layer, 1)[0]
+        return matrices
 
     @property
     def attention_mean(self) -> np.ndarray:
