@@ -3,11 +3,10 @@
 import tracestore
 
 
-def test_no_file_is_pending_after_the_last_batch(remote_store, local_store):
+def test_no_file_is_pending_after_the_last_batch(remote_store):
     """The sizes of pending files are counted exactly, and all files are released after the last batch."""
-    store = tracestore.open(remote_store)
-    loader = tracestore.TraceLoader(local_store, view="graph", batch_size=5, seed=3)
-    ahead = store.prefetch(loader.batch_indices, 0, len(loader), "graph")
+    loader = tracestore.TraceLoader(remote_store, view="graph", batch_size=5, seed=3)
+    ahead = loader._gatherer.prefetch(loader.batch_indices, 0, len(loader))
     with ahead:
         for batch in range(len(loader)):
             ahead.advance(batch)

@@ -36,8 +36,7 @@ _LOCK = ".lock"
 _NAME = re.compile(r"[0-9a-f]{32}-[0-9a-f]{8}-\d+")
 # Below half of its bound the cache is counted this often: other processes may add to it.
 _COUNT_EVERY_S = 1.0
-_POLL_S = 0.02
-_WAIT_S = 1.0
+_POLL_S = 0.01
 # How often a file with a wrong checksum is fetched: the transfer may have damaged it.
 _ATTEMPTS = 2
 
@@ -85,8 +84,6 @@ class DiskCache:
         if max_bytes < 1:
             raise UsageError(f"found a cache of {max_bytes} bytes, expected at least 1")
         self.max_bytes = max_bytes
-        self._fetching: dict[str, threading.Event] = {}  # what threads of this process fetch, until they have
-        self._beginning = threading.Lock()
         self._counting = threading.Lock()
         self._counted_at = -math.inf
         self._count = 0
@@ -143,34 +140,19 @@ class DiskCache:
         name = self.name_of(object_store.address, entry)
         with fsio.map_os_errors(self.folder, lambda: entry.size):
             while True:
-                path = self.get_cached(name)
-                if path is not None:
-                    return path
-                with self._beginning:
-                    other = self._fetching.get(name)
-                    if other is None:
-                        mine = self._fetching[name] = threading.Event()
-                if other is not None:
-                    check()
-                    other.wait(_WAIT_S)
-                    continue
-                try:
-                    path = self._fetch_locked(object_store, entry, name, next_use, check)
-                finally:
-                    del self._fetching[name]
-                    mine.set()
+                path = self.get_cached(name) or self._fetch_locked(object_store, entry, name, next_use, check)
                 if path is not None:
                     return path
 
     def _fetch_locked(
         self, object_store: ObjectStore, entry: FileEntry, name: str, next_use: NextUse, check: Callable[[], None]
     ) -> Path | None:
-        """Fetch a file under its lock; None if another process fetched it, or eviction made room for a retry."""
+        """Fetch a file under its lock; None if another thread or process fetched it, or eviction made room."""
         final, partial = self.folder / name, self.folder / (_PARTIAL + name)
         self.folder.mkdir(parents=True, exist_ok=True)
         fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            while not _try_lock(fd):  # another process is fetching it
+            while not _try_lock(fd):  # another thread or process is fetching it
                 check()
                 time.sleep(_POLL_S)
             if not fsio.is_same_file(fd, partial):
@@ -211,21 +193,18 @@ class DiskCache:
 
     @staticmethod
     def _fetch(object_store: ObjectStore, entry: FileEntry, fd: int, check: Callable[[], None]) -> None:
-        for _ in range(_ATTEMPTS):
-            if DiskCache._fetched_crc(object_store, entry, fd, check) == entry.crc32c:
-                return
-        raise CorruptStoreError(f"{entry.path}: checksum mismatch: damaged at {object_store.address}")
-
-    @staticmethod
-    def _fetched_crc(object_store: ObjectStore, entry: FileEntry, fd: int, check: Callable[[], None]) -> int:
         def take(piece: Any, offset: int) -> None:
             check()
             fsio.pwritev_all(fd, [memoryview(piece)], offset)
 
-        try:
-            return object_store.stream(entry.path, entry.size, take)
-        except FileNotFoundError:
-            raise CorruptStoreError(f"{entry.path}: missing at {object_store.address}") from None
+        for _ in range(_ATTEMPTS):
+            try:
+                crc = object_store.stream(entry.path, entry.size, take)
+            except FileNotFoundError:
+                raise CorruptStoreError(f"{entry.path}: missing at {object_store.address}") from None
+            if crc == entry.crc32c:
+                return
+        raise CorruptStoreError(f"{entry.path}: checksum mismatch: damaged at {object_store.address}")
 
     # Eviction
 
@@ -239,8 +218,8 @@ class DiskCache:
                         found.append((item.name, status.st_size, status.st_mtime))
         return found
 
-    def _partials(self, own: int) -> int:
-        """Return the bytes of files that other processes fetch, and remove what killed processes left."""
+    def _partials(self) -> int:
+        """Return the bytes of files that are being fetched, and remove what killed processes left."""
         total = 0
         for item in os.scandir(self.folder):
             if not item.name.startswith(_PARTIAL):
@@ -250,16 +229,12 @@ class DiskCache:
             except OSError:
                 continue  # Removed meanwhile.
             try:
-                if os.path.samestat(os.fstat(fd), os.fstat(own)):
-                    os.close(fd)
-                    fd = -1
-                elif not _try_lock(fd):
+                if not _try_lock(fd):
                     total += os.fstat(fd).st_size
                 elif fsio.is_same_file(fd, Path(item.path)):
                     os.unlink(item.path)
             finally:
-                if fd >= 0:
-                    _unlock(fd)
+                _unlock(fd)
         return total
 
     @contextlib.contextmanager
@@ -283,7 +258,7 @@ class DiskCache:
                 return
         while True:
             with self._locked():
-                fetching, whole = self._partials(fd), self._complete()
+                fetching, whole = self._partials(), self._complete()  # The file behind fd is still empty.
                 held = sum(s for _, s, _ in whole)
                 over = held + fetching + size - self.max_bytes
                 # A single file may be larger than the cache. It waits for other transfers to end.

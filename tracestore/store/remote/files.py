@@ -118,7 +118,7 @@ class RemoteFiles(ReadableFiles):
         if len(missing) < 2 or sum(e.size for e in missing) > self.cache.max_bytes or self.object_store.is_forked:
             return
         errors: list[Exception] = []
-        stopped = threading.Event()
+        stopped, upcoming = threading.Event(), iter(missing)
 
         def check() -> None:
             if stopped.is_set():
@@ -126,14 +126,9 @@ class RemoteFiles(ReadableFiles):
 
         def run() -> None:
             try:
-                while not stopped.is_set():
-                    try:
-                        entry = missing.pop()
-                    except IndexError:
-                        return
+                for entry in upcoming:  # Each thread takes the next one.
+                    check()
                     self.cache.get(self.object_store, entry, self.next_use, check)
-            except FetchCancelledError:
-                pass
             except Exception as error:
                 errors.append(error)
                 stopped.set()

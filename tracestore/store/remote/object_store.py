@@ -6,7 +6,7 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -149,9 +149,7 @@ class ObjectStore:
         while True:
             try:
                 return call()
-            except FileNotFoundError:
-                raise
-            except (errors.AlreadyExistsError, errors.PreconditionError):
+            except (FileNotFoundError, errors.AlreadyExistsError, errors.PreconditionError):
                 raise
             except (errors.PermissionDeniedError, errors.UnauthenticatedError) as error:
                 raise self._refused(what, error) from None
@@ -226,7 +224,7 @@ class ObjectStore:
             result = self._obstore.get(self._store, path, options=options)
             found = int(result.meta["size"])
             if found != size:
-                raise _AnotherSizeError(found)
+                raise CorruptStoreError(f"{path}: {found} bytes at {self.address} where {size} were committed")
             for piece in result.stream(min_chunk_size=_CHUNK_BYTES):
                 take(piece, done)
                 crc = crc32c(memoryview(piece), crc)
@@ -235,15 +233,9 @@ class ObjectStore:
             if done < size:
                 raise _CutError(f"cut after {done:,} of {size:,} bytes")
 
-        if size == 0:
-            return 0
-        try:
+        if size:
             self.retry(path, transfer, lambda: furthest)
-            return crc
-        except _AnotherSizeError as error:
-            raise CorruptStoreError(
-                f"{path}: {error.size} bytes at {self.address} where {size} were committed"
-            ) from None
+        return crc
 
     def size(self, path: str) -> int | None:
         """Return the size of an object in bytes, or None if it does not exist."""
@@ -257,9 +249,15 @@ class ObjectStore:
 
         Web servers have no common listing: the links of the page that they show for the folder are returned.
         """
+
+        def listed() -> list[str]:
+            found = self._obstore.list_with_delimiter(self._store, folder)
+            paths = [o["path"] for o in found["objects"]] + [p.rstrip("/") for p in found["common_prefixes"]]
+            return sorted(path.rsplit("/", 1)[-1] for path in paths)
+
         if self.can_list:
             try:
-                return self.retry(folder, lambda: sorted(self._list(folder)))
+                return self.retry(folder, listed)
             except FileNotFoundError:
                 return []
         try:
@@ -275,13 +273,6 @@ class ObjectStore:
         return sorted(
             path.rsplit("/", 1)[-1] for path in self.list_recursive(folder) if path.count("/") == folder.count("/") + 1
         )
-
-    def _list(self, folder: str) -> Iterator[str]:
-        result = self._obstore.list_with_delimiter(self._store, folder)
-        for found in result["objects"]:
-            yield found["path"].rsplit("/", 1)[-1]
-        for prefix in result["common_prefixes"]:
-            yield prefix.rstrip("/").rsplit("/", 1)[-1]
 
     def list_recursive(self, folder: str) -> list[str]:
         """Return the paths of all objects below a folder, in order. RemoteError for an endless listing."""
@@ -377,8 +368,3 @@ def _version(found: Any) -> Version:
 
 class _CutError(Exception):
     """The response was truncated."""
-
-
-class _AnotherSizeError(Exception):
-    def __init__(self, size: int) -> None:
-        self.size = size

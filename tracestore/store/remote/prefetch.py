@@ -95,11 +95,6 @@ class RemoteFilePrefetcher(FilePrefetcher):
             uses = self._uses.get(name)
             return uses[0] if uses else None
 
-    def _named(self, entries: Iterable[FileEntry]) -> dict[str, FileEntry]:
-        """Return the entries by their names in the cache."""
-        address = self._files.object_store.address
-        return {DiskCache.name_of(address, entry): entry for entry in entries}
-
     def _can_plan(self) -> bool:
         return (
             not self._is_planning
@@ -110,8 +105,9 @@ class RemoteFilePrefetcher(FilePrefetcher):
 
     def _plan(self, batch: int) -> None:
         """Plan the next batch. The lock is not held: the list of files of a segment may have to be fetched."""
+        address = self._files.object_store.address
         try:
-            found = self._named(self._files_of(batch))
+            found = {DiskCache.name_of(address, entry): entry for entry in self._files_of(batch)}
         finally:
             with self._lock:
                 self._is_planning = False

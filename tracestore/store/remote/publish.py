@@ -9,11 +9,10 @@ import hashlib
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tracestore._core.kernels import crc32c
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import CorruptStoreError, RemoteError, StoreLockedError, UsageError
 from tracestore.store.format import manifest as mf
@@ -56,7 +55,7 @@ class RemoteLock:
         # Requests now end before another writer would take over the lock.
         self._object_store = ObjectStore(address, timeout_s=self._stale_s / 3, patience_s=self._stale_s / 2)
         self._is_lost, self._ended = False, threading.Event()
-        self._renewing = threading.Lock()
+        self._renewing = threading.RLock()
         self._thread = threading.Thread(target=self._renew_always, name="tracestore-lock", daemon=True)
         self._thread.start()
 
@@ -94,17 +93,14 @@ class RemoteLock:
     def renew(self) -> None:
         """Renew the lock. StoreLockedError if another writer has taken it."""
         with self._renewing:
-            self._renew()
-
-    def _renew(self) -> None:
-        began = time.monotonic()
-        if self._is_lost:
-            raise self._locked()
-        version = self._object_store.put_if_match("lock", self._version, self._content()) or self._own_version()
-        if version is None:
-            self._is_lost = True
-            raise self._locked()
-        self._version, self._renewed_at = version, began
+            began = time.monotonic()
+            if self._is_lost:
+                raise self._locked()
+            version = self._object_store.put_if_match("lock", self._version, self._content()) or self._own_version()
+            if version is None:
+                self._is_lost = True
+                raise self._locked()
+            self._version, self._renewed_at = version, began
 
     def _own_version(self) -> Version | None:
         """Return the version of the lock if it is this writer's: an earlier answer may have been lost."""
@@ -120,7 +116,7 @@ class RemoteLock:
         if time.monotonic() - self._renewed_at > self._stale_s / 2:
             with self._renewing:
                 if time.monotonic() - self._renewed_at > self._stale_s / 2:  # Another thread may have renewed it.
-                    self._renew()
+                    self.renew()
 
     def _renew_always(self) -> None:
         while not self._ended.wait(self._stale_s / _RENEWALS_UNTIL_STALE):
@@ -188,8 +184,8 @@ class RemotePublisher:
         self._object_store.require_writable()
         name = hashlib.sha256(str(self._object_store.address).encode()).hexdigest()[:32]
         self.folder = cache_dir() / ".writing" / f"{name}-{secrets.token_hex(4)}"
-        there = RemoteFiles(self._object_store, cache_of_environment())
-        self.files = _Written(LocalFiles(self.folder), there)
+        self._cached = RemoteFiles(self._object_store, cache_of_environment())
+        self.files = _Written(LocalFiles(self.folder), self._cached)
         found = self._object_store.list_dir("")
         if set(found) - _OWN_NAMES:
             raise UsageError(f"{address}: holds other objects and is not a store")
@@ -232,36 +228,31 @@ class RemotePublisher:
             except (CorruptStoreError, FileNotFoundError) as error:
                 raise CorruptStoreError(f"{self.address}: {error}") from None
             small = manifest.small_files()
-            with fsio.map_os_errors(self.folder), ThreadPoolExecutor(_UPLOADS) as pool:
-                list(pool.map(self._fetch, small))
-                for name, content in ((paths.manifest(numbers[0]), data), (paths.manifest_copy(numbers[0]), data)):
-                    fsio.makedirs((self.folder / name).parent)
-                    fsio.write_file(self.folder / name, content)
-                self._there = {e.path for e in small} | {paths.manifest(numbers[0]), paths.manifest_copy(numbers[0])}
-                with contextlib.suppress(FileNotFoundError):
-                    fsio.write_file(self.folder / "zarr.json", self._object_store.read("zarr.json"))
-                    self._there.add("zarr.json")
+            self._cached.fetch(small)
+            for entry in small:
+                self._write_copy(entry.path, self._cached.read(entry))
+            for path in (paths.manifest(numbers[0]), paths.manifest_copy(numbers[0])):
+                self._write_copy(path, data)
+            with contextlib.suppress(FileNotFoundError):
+                self._write_copy("zarr.json", self._object_store.read("zarr.json"))
             kept = set().union(*(self._segment_names(part) for part in manifest.parts))
         # Segments of a writer that was stopped before its manifest.
         for name in self._object_store.list_dir("segments"):
             if name not in kept:
                 self._delete_own(f"segments/{name}")
 
+    def _write_copy(self, path: str, data: bytes) -> None:
+        """Write a file of the remote store into the local folder."""
+        with fsio.map_os_errors(self.folder):
+            fsio.makedirs((self.folder / path).parent)
+            fsio.write_file(self.folder / path, data)
+        self._there.add(path)
+
     def _segment_names(self, part: mf.PartRef) -> list[str]:
         """Return the names of the segments of an index part that was fetched."""
         with reading_committed(part.path):
             mapped = LocalFiles(self.folder).map(FileEntry(part.path, part.size, part.crc32c))
             return ZipGroup(mapped, mf.PART_DTYPES).strings("segment_name", 0, part.num_segments)
-
-    def _fetch(self, entry: FileEntry) -> None:
-        try:
-            data = self._object_store.read(entry.path, entry.size)
-        except FileNotFoundError:
-            raise CorruptStoreError(f"{self.address}/{entry.path}: missing") from None
-        if len(data) != entry.size or crc32c(data) != entry.crc32c:
-            raise CorruptStoreError(f"{self.address}/{entry.path}: not what was committed")
-        (self.folder / entry.path).parent.mkdir(parents=True, exist_ok=True)  # Other threads create it, too.
-        fsio.write_file(self.folder / entry.path, data)
 
     def publish(self, manifest: mf.Manifest) -> None:
         """Upload a generation that was committed in `folder`.
@@ -278,7 +269,8 @@ class RemotePublisher:
         if self._is_replaced:
             self._clear()
             self._is_replaced = False
-        self._put_all(new)
+        with ThreadPoolExecutor(_UPLOADS) as pool:
+            list(pool.map(lambda path: self._object_store.put(path, self.folder / path), new))
         root = (self.folder / "zarr.json").read_bytes()
         if "zarr.json" not in self._there:
             self._object_store.put("zarr.json", root)
@@ -295,11 +287,6 @@ class RemotePublisher:
     def _local_files(self, folder: str) -> Iterable[str]:
         found = sorted(p for p in (self.folder / folder).rglob("*") if p.is_file())
         return [p.relative_to(self.folder).as_posix() for p in found if TEMPORARY_PREFIX not in p.as_posix()]
-
-    def _put_all(self, paths: list[str]) -> None:
-        put: Callable[[str], None] = lambda path: self._object_store.put(path, self.folder / path)  # noqa: E731
-        with ThreadPoolExecutor(_UPLOADS) as pool:
-            list(pool.map(put, paths))
 
     def _remove_old(self, manifest: mf.Manifest) -> None:
         """Remove all generations but the last two, and the files that only they refer to."""
