@@ -69,9 +69,3 @@ class TorchBuffer(BatchBuffer):
 
 # Returns a buffer of at least the given number of bytes.
 Allocate = Callable[[int], BatchBuffer]
-
-
-def as_tensor(array: np.ndarray, dtype_name: str) -> torch.Tensor:
-    """Return a copy of a stored array as a tensor. bfloat16 arrays hold the raw bits as uint16."""
-    raw = torch.from_numpy(np.array(array).view("i2") if dtype_name == "bfloat16" else np.array(array))
-    return raw.view(torch.bfloat16) if dtype_name == "bfloat16" else raw

@@ -6,20 +6,20 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from tracestore._core.blocks import MemoryPool
 from tracestore.data.batch import BatchT, pyg_classes
 from tracestore.data.batch_format import BatchFormat, Layers, Positions, View
 from tracestore.data.batch_jobs import BatchGatherer
-from tracestore.data.buffers import BatchBuffer, TorchBuffer, as_tensor
+from tracestore.data.buffers import BatchBuffer, TorchBuffer
 from tracestore.data.collate import GraphItem, SequenceItem
 from tracestore.data.epoch import EpochPlanner, rank_and_world_size
 from tracestore.data.memory_plan import cache_limit
 from tracestore.data.order import Shuffle, shuffle_name
-from tracestore.data.tokens.job import TokenGatherer
+from tracestore.data.tokens.job import OpenArrays, TokenGatherer
 from tracestore.data.tokens.table import TokenTable
+from tracestore.errors import UsageError
 from tracestore.store.read.store import TraceStore, open_store
 from tracestore.store.read.subset import TraceSubset
 
@@ -28,23 +28,41 @@ StoreLike = TraceStore | TraceSubset | str | os.PathLike[str]
 _ORDER_CHUNK = 1024
 
 
-def open_for_batches(store: StoreLike, batch_format: BatchFormat) -> tuple[TraceStore, np.ndarray | None]:
+def open_for_batches(
+    store: StoreLike,
+    batch_format: BatchFormat,
+    score_threshold: float,
+    indices: Sequence[int] | np.ndarray | None = None,
+) -> tuple[BatchGatherer, np.ndarray | None, TokenTable | None]:
     """Open a store with a cache of its own and check that its traces can give such batches.
 
     Returns
     -------
-    TraceStore
-        The whole store.
+    BatchGatherer
+        Gathers batches of the whole store.
     ndarray of int64, shape (n,), or None
-        The store indices of a subset. None: all traces.
+        The store indices of a subset, or those given. None: all traces.
+    TokenTable or None
+        The tokens of view "tokens".
+
+    Raises
+    ------
+    UsageError
+        For both a subset and indices.
     """
-    indices = store.indices if isinstance(store, TraceSubset) else None
-    whole = store.store if isinstance(store, TraceSubset) else store
+    whole, subset = (store.store, store.indices) if isinstance(store, TraceSubset) else (store, None)
+    if subset is not None and indices is not None:
+        raise UsageError("found a subset and indices, expected one of them: select from the subset, subset[...]")
     opened = whole.reopen() if isinstance(whole, TraceStore) else open_store(whole)
-    batch_format.check(opened, indices)
+    batch_format.check(opened, subset)
     if batch_format.view == "graph" and batch_format.as_pyg:
         pyg_classes()  # imported now, so that workers forked from this process need not import PyG
-    return opened, indices
+    chosen = subset if indices is None else np.asarray(indices, np.int64)
+    targets = opened.targets(score_threshold)
+    if batch_format.view != "tokens":
+        return BatchGatherer(opened, targets, batch_format), chosen, None
+    tokens = TokenTable(opened, batch_format, chosen)
+    return TokenGatherer(opened, targets, batch_format, tokens, OpenArrays(opened)), chosen, tokens
 
 
 class TraceDataset(Dataset[Any]):
@@ -122,15 +140,11 @@ class TraceDataset(Dataset[Any]):
         self.format = BatchFormat(
             view, attention_threshold=attention_threshold, top_k=top_k, dtype=dtype, layers=layers, positions=positions
         )
-        self.store, self.indices = open_for_batches(store, self.format)
+        self.gatherer, self.indices, self.tokens = open_for_batches(store, self.format, score_threshold)
+        self.store = self.gatherer.store
         self.store.set_cache_limit(cache_limit(self.store, self.format, cache_bytes, max_cache_batches, batch_size))
         self.view = view
-        self.targets = self.store.targets(score_threshold)
-        self.gatherer = BatchGatherer(self.store, self.targets, self.format)
         self._plain_gatherer = replace(self.gatherer, batch_format=replace(self.format, as_pyg=False))
-        self.tokens = TokenTable(self.store, self.format, self.indices) if view == "tokens" else None
-        if self.tokens is not None:
-            self.gatherer = TokenGatherer.make(self.gatherer, self.tokens)
 
     def __len__(self) -> int:
         if self.tokens is not None:
@@ -157,11 +171,11 @@ class TraceDataset(Dataset[Any]):
             batch = self.gatherer.gather([index], TorchBuffer)
             return batch.hidden_states[0], int(batch.trace_index[0]), int(batch.position[0])
         trace = self.store.private_trace(index)
-        y, score = float(self.targets[trace.index]), trace.score
+        y, score = float(self.gatherer.targets[trace.index]), trace.score
         if self.view == "sequence":
             if self.format.layers is None and self.format.position == -1:
-                sequence = as_tensor(trace.last_token, self.store.hidden_dtype)
-                sequence = sequence.to(getattr(torch, self.format.hidden_dtype(self.store)))
+                dtype = "float32" if self.format.dtype == "float32" else None
+                sequence = trace.to_torch("last_token", dtype=dtype)["last_token"]
             else:
                 sequence = self.gatherer.gather([index], TorchBuffer).sequences[0]
             return SequenceItem.make(sequence, score, trace.question_id, y, trace.index)

@@ -10,15 +10,12 @@ from torch.utils.data import get_worker_info
 from tracestore._core.blocks import MemoryPool
 from tracestore.data.batch import BatchT
 from tracestore.data.batch_format import BatchFormat, EdgeFormat, Layers, LoaderHtml, Positions, View
-from tracestore.data.batch_jobs import BatchGatherer
 from tracestore.data.buffers import BatchBuffer, TorchBuffer
 from tracestore.data.datasets import StoreLike, open_for_batches
 from tracestore.data.epoch import BatchBy, EpochPlan, EpochPlanner, rank_and_world_size
 from tracestore.data.memory_plan import cache_limit, plan_memory
 from tracestore.data.order import Shuffle, shuffle_name
 from tracestore.data.prefetch import BatchPrefetcher, NativePrefetcher, ThreadPrefetcher
-from tracestore.data.tokens.job import TokenGatherer
-from tracestore.data.tokens.table import TokenTable
 from tracestore.errors import MemoryBudgetError, UsageError
 
 STATE_VERSION = 2
@@ -199,12 +196,8 @@ class TraceLoader(LoaderHtml, Generic[BatchT]):
             layers=layers,
             positions=positions,
         )
-        self.store, subset = open_for_batches(store, self.format)
-        if subset is not None and indices is not None:
-            raise UsageError("found a subset and indices, expected one of them: select from the subset, subset[...]")
-        indices = subset if indices is None else np.asarray(indices, np.int64)
-        self.targets = self.store.targets(score_threshold)
-        tokens = TokenTable(self.store, self.format, indices) if view == "tokens" else None
+        self._gatherer, chosen, tokens = open_for_batches(store, self.format, score_threshold, indices)
+        self.store = self._gatherer.store
         if batch_size is None:
             batch_size = DEFAULT_BATCH_SIZE if tokens is None else DEFAULT_TOKENS
         self.planner = EpochPlanner(
@@ -215,16 +208,13 @@ class TraceLoader(LoaderHtml, Generic[BatchT]):
             max_batch_cost=max_batch_cost,
             shuffle=shuffle_name(shuffle),
             seed=seed,
-            indices=indices if tokens is None else None,
+            indices=chosen if tokens is None else None,
             tokens=tokens,
             buffer_size=buffer_size,
             block_bytes=block_bytes,
             drop_last=drop_last,
             pad_last=pad_last,
         )
-        self._gatherer = BatchGatherer(self.store, self.targets, self.format)
-        if tokens is not None:
-            self._gatherer = TokenGatherer.make(self._gatherer, tokens)
         self.rank, self.world_size = rank_and_world_size(rank, world_size)
         self.num_threads, self.pin_memory = num_threads, pin_memory
         limit = cache_limit(self.store, self.format, cache_bytes, max_cache_batches, batch_size)

@@ -179,11 +179,6 @@ class TokenGatherer(BatchGatherer):
     table: TokenTable
     arrays: OpenArrays
 
-    @classmethod
-    def make(cls, base: BatchGatherer, table: TokenTable) -> "TokenGatherer":
-        """Return a gatherer of tokens of the same store."""
-        return cls(base.store, base.targets, base.batch_format, table, OpenArrays(base.store))
-
     def _look_up(self, indices: np.ndarray) -> BatchJob:
         return TokenJob(self.store, indices, self.targets, self.batch_format, self.table, self.arrays)
 

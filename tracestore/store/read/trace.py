@@ -72,7 +72,8 @@ class DetachedTrace(OptionalFields):
     def from_trace(cls, trace: "Trace") -> "DetachedTrace":
         """Copy the fields of a trace whose arrays are private."""
         missing = [name for name in ("hidden_states", "attention_packed") if not trace._has_large(name)]
-        return cls(**{f.name: None if f.name in missing else getattr(trace, f.name) for f in fields(cls)})
+        values: dict[str, Any] = {f.name: getattr(trace, f.name) for f in fields(cls) if f.name not in missing}
+        return cls(**values | dict.fromkeys(missing))
 
     def optional(self, name: str) -> Any:
         """Return a field of schema.OPTIONAL_FIELDS, or None."""
@@ -148,7 +149,7 @@ class Trace(OptionalFields, TraceHtml):
         return DetachedTrace.from_trace(self._in_own_memory())
 
     def _in_own_memory(self) -> "Trace":
-        return Trace(self._store, self.index, private=True)
+        return self if self._private else Trace(self._store, self.index, private=True)
 
     # Keys and values
 
