@@ -25,13 +25,6 @@ class SequenceItem(tuple[torch.Tensor, float, str]):
     y: float
     trace_index: int
 
-    @classmethod
-    def make(cls, sequence: torch.Tensor, score: float, question_id: str, y: float, index: int) -> "SequenceItem":
-        """Return the item of one trace."""
-        item = cls((sequence, score, question_id))
-        item.y, item.trace_index = y, index
-        return item
-
 
 class GraphItem(list["Data"]):
     """List of L PyG Data with the attributes `score`, `y`, `question_id` and `trace_index`."""

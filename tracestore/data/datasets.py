@@ -178,20 +178,19 @@ class TraceDataset(Dataset[Any]):
                 sequence = trace.to_torch("last_token", dtype=dtype)["last_token"]
             else:
                 sequence = self.gatherer.gather([index], TorchBuffer).sequences[0]
-            return SequenceItem.make(sequence, score, trace.question_id, y, trace.index)
+            vector = SequenceItem((sequence, score, trace.question_id))
+            vector.y, vector.trace_index = y, trace.index
+            return vector
         batch = self._plain_gatherer.gather([trace.index], TorchBuffer)
         _, data_class = pyg_classes()
         nodes, edges = batch.ptr.diff().tolist(), batch.edge_ptr.diff().tolist()
         parts = batch.x.split(nodes), batch.edge_index.split(edges, 1), batch.edge_attr.split(edges)
-        item = GraphItem(
+        graphs = GraphItem(
             data_class(x=x, edge_index=edge_index - first, edge_attr=edge_attr, num_nodes=len(x))
             for x, edge_index, edge_attr, first in zip(*parts, batch.ptr.tolist(), strict=False)
         )
-        item.y, item.score, item.question_id, item.trace_index = y, score, trace.question_id, trace.index
-        return item
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        return [self[k] for k in indices]
+        graphs.y, graphs.score, graphs.question_id, graphs.trace_index = y, score, trace.question_id, trace.index
+        return graphs
 
 
 class TraceIterableDataset(IterableDataset[BatchT]):

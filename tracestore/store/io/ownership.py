@@ -151,15 +151,11 @@ def _is_unfinished(store: Path, names: list[str]) -> bool:
 def has_manifest(store: Path) -> bool:
     """Return whether one of the two latest manifests is valid."""
     files = LocalFiles(store)
-    try:
+    with contextlib.suppress(OSError, CorruptStoreError):
         for number in files.generations()[:2]:
-            try:
+            with contextlib.suppress(FileNotFoundError, CorruptStoreError):
                 files.load_manifest(number)
                 return True
-            except (CorruptStoreError, FileNotFoundError):
-                continue
-    except (OSError, CorruptStoreError):
-        pass
     return False
 
 

@@ -216,10 +216,9 @@ class StoreIndex:
         """Return the question ids of some traces."""
         return self._places.question_ids(np.ascontiguousarray(indices, np.int64))
 
-    @_checked
     def question_id(self, index: int) -> str:
         """Return the question id of one trace."""
-        return self._places.question_ids(np.array([index], np.int64))[0]
+        return self.question_ids(np.array([index]))[0]
 
     @_checked
     def segments(self) -> list[SegmentEntry]:

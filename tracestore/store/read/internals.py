@@ -23,10 +23,8 @@ def open_files(path: str | os.PathLike[str]) -> ReadableFiles:
         from tracestore.store.remote.files import RemoteFiles
 
         return RemoteFiles.open(place)
-    if not place.exists():
-        raise UsageError(f"{place}: no such store")
     if not place.is_dir():
-        raise UsageError(f"{place}: not a store")
+        raise UsageError(f"{place}: {'not a store' if place.exists() else 'no such store'}")
     return LocalFiles(place)
 
 

@@ -300,11 +300,9 @@ class ObjectStore:
         if not self.can_list:
             raise UsageError(f"{self.address}: web servers cannot be written to: use s3:// or gs://")
 
-    def put(self, path: str, data: bytes | Path) -> None:
-        """Write an object. An existing object is replaced."""
-        self._put(path, data)
+    def put(self, path: str, data: bytes | Path, **how: Any) -> Version:
+        """Write an object and return its version; `how` are options of obstore. By default an object is replaced."""
 
-    def _put(self, path: str, data: bytes | Path, **how: Any) -> Version:
         def call() -> Any:
             self.before_write()
             return self._obstore.put(self._store, path, data, **how)
@@ -317,7 +315,7 @@ class ObjectStore:
     def put_if_absent(self, path: str, data: bytes) -> Version | None:
         """Create an object and return its version; None if one with other bytes exists."""
         try:
-            return self._put(path, data, mode="create", use_multipart=False)
+            return self.put(path, data, mode="create", use_multipart=False)
         except self._obstore.exceptions.AlreadyExistsError:
             # This call may have created it, if the answer was lost.
             return self._version_if(path, data)
@@ -340,7 +338,7 @@ class ObjectStore:
     def put_if_match(self, path: str, version: Version, data: bytes) -> Version | None:
         """Replace this version of an object and return the new version; None if the version has changed."""
         try:
-            return self._put(path, data, mode=version, use_multipart=False)
+            return self.put(path, data, mode=version, use_multipart=False)
         except (self._obstore.exceptions.PreconditionError, UsageError):
             return self._version_if(path, data)
 
