@@ -33,9 +33,4 @@ class FileEntry:
 
 def size_mismatch(entry: FileEntry, found: int) -> CorruptStoreError:
     """Return the error for a file of `found` bytes that has another committed size."""
-    return CorruptStoreError(f"{entry.path}: {size_difference(entry, found)}")
-
-
-def size_difference(entry: FileEntry, found: int) -> str:
-    """Return the description of a size mismatch for a report, without the path."""
-    return f"found {found} bytes, expected {entry.size}"
+    return CorruptStoreError(f"{entry.path}: found {found} bytes, expected {entry.size}")

@@ -21,20 +21,6 @@ from tracestore.store.write.values import optional_fields
 _LOCATIONS = (("graph_segment", "graph_row"), ("sequence_segment", "sequence_row"))
 
 
-def find_inconsistencies(files: StoreFiles, manifest: Manifest) -> dict[str, str]:
-    """Compare all values of a generation whose checksums are correct.
-
-    Returns
-    -------
-    dict
-        Path in the store -> what is wrong there; empty if all files agree.
-    """
-    checker = ConsistencyChecker(files, manifest)
-    for number in range(checker.num_segments):
-        checker.check_segment(files, number)
-    return checker.damaged
-
-
 class ConsistencyChecker:
     """Check of one generation: its index and columns at once, its segments one by one.
 
@@ -101,16 +87,26 @@ class _TracesBySegment:
         return self._order[begin:end]
 
 
+def reason_of(error: Exception) -> str:
+    """Return what is wrong with a file, for a report that names the file itself."""
+    if isinstance(error, CorruptStoreError):
+        return str(error).split(": ", 1)[-1]
+    if isinstance(error, FileNotFoundError):
+        return "missing"
+    reason = error.strerror if isinstance(error, OSError) else None
+    return escape_unprintable(reason or str(error), 300)
+
+
 @contextmanager
 def collect_damage(found: dict[str, str], where: str) -> Iterator[None]:
     """Add an error of the block to `found`, unless its file is there, under the file that it names or `where`."""
     try:
         yield
     except CorruptStoreError as error:
-        path, _, reason = str(error).partition(": ")
-        found.setdefault(path if reason else where, reason or path)
+        path, separator, _ = str(error).partition(": ")
+        found.setdefault(path if separator else where, reason_of(error))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        found.setdefault(where, escape_unprintable(str(error), 300))
+        found.setdefault(where, reason_of(error))
 
 
 def _require(holds: bool, where: str, name: str, reason: str) -> None:

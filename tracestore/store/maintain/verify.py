@@ -1,9 +1,8 @@
 """Checking every byte of a store against its manifest, and repairing the newest manifest."""
 
 import os
-import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -13,18 +12,15 @@ from tracestore.console import plural
 from tracestore.errors import CorruptStoreError, StoreLockedError, UsageError
 from tracestore.store.format import manifest as mf
 from tracestore.store.format import paths
-from tracestore.store.format.entries import FileEntry
-from tracestore.store.format.zip_group import ZipGroup
+from tracestore.store.format.entries import FileEntry, size_mismatch
 from tracestore.store.io import fsio
 from tracestore.store.io.files import MAX_ROOT_BYTES, LocalFiles, parse_location
 from tracestore.store.io.ownership import has_manifest
-from tracestore.store.maintain.consistency import collect_damage, find_inconsistencies
-from tracestore.store.maintain.leftovers import find_leftovers
-from tracestore.store.maintain.verify_report import VerifyReport
+from tracestore.store.maintain.consistency import ConsistencyChecker, reason_of
+from tracestore.store.maintain.verifier import SegmentFiles, StoreVerifier, VerifyReport
 from tracestore.store.read.columns import read_columns
 from tracestore.store.read.generation import ATTEMPTS, backoff, open_generation
-from tracestore.store.read.index import SegmentEntry, StoreIndex, part_segments
-from tracestore.store.read.segment import SegmentReader
+from tracestore.store.read.index import StoreIndex
 from tracestore.store.write.commit import root_metadata
 
 # Size of a read, and of the chunks that threads share.
@@ -32,109 +28,82 @@ _READ_BYTES = 1 << 20
 _PIECE_BYTES = 64 << 20
 
 
-class _FileVerifier:
-    """Compares files with their committed sizes and checksums, in several threads."""
+class _FileVerifier(StoreVerifier):
+    """Verification of a folder. Files are read, not mapped: a bad sector or a truncation is then an error."""
 
-    def __init__(
-        self,
-        store: Path,
-        report: VerifyReport,
-        quick: bool,
-        num_threads: int,
-        progress: Callable[[int, int], None] | None,
-    ) -> None:
-        self._files, self._report, self._quick = LocalFiles(store), report, quick
-        self._num_threads, self._progress = num_threads, progress
-        self._lock, self._local = threading.Lock(), threading.local()
-        self._done = self._total = 0
+    files: LocalFiles
 
-    def check(self, entries: Iterable[FileEntry]) -> None:
-        """Verify files and add the result to the report. Large files go first, which balances the threads."""
-        report, chosen = self._report, sorted(entries, key=lambda e: (-e.size, e.path))
-        report.num_files += len(chosen)
-        report.num_bytes += sum(e.size for e in chosen)
-        self._total = report.num_bytes
-        with ThreadPoolExecutor(self._num_threads) as pool:
-            pieces = [[pool.submit(self._piece, e, begin) for begin in self._begins(e.size)] for e in chosen]
-            for entry, futures in zip(chosen, pieces, strict=True):
-                problem = self._verdict(entry, [f.result() for f in futures])
-                if problem is not None:
-                    report.damaged[entry.path] = problem
+    def read(self, path: str, max_bytes: int) -> bytes:
+        """See StoreVerifier."""
+        return self.files.read_small(path, max_bytes)
 
-    def _begins(self, size: int) -> range:
-        return range(0, 1 if self._quick else max(1, size), _PIECE_BYTES)
+    def start(self, pool: ThreadPoolExecutor, entry: FileEntry) -> Callable[[], int]:
+        """See StoreVerifier. The threads share a large file."""
+        begins = range(0, 1 if self.quick else max(1, entry.size), _PIECE_BYTES)
+        pieces = [pool.submit(self._piece, entry, begin) for begin in begins]
 
-    def _verdict(self, entry: FileEntry, found: list[int | str]) -> str | None:
-        crc = 0
-        for begin, value in zip(self._begins(entry.size), found, strict=True):
-            if isinstance(value, str):
-                return value
-            crc = crc32c_combine(crc, value, min(_PIECE_BYTES, entry.size - begin))
-        return None if self._quick or crc == entry.crc32c else "checksum mismatch"
+        def crc() -> int:
+            total = 0
+            for begin, piece in zip(begins, pieces, strict=True):
+                total = crc32c_combine(total, piece.result(), min(_PIECE_BYTES, entry.size - begin))
+            return total
 
-    def _piece(self, entry: FileEntry, begin: int) -> int | str:
-        """Return the crc32c of a chunk, or the problem with it.
+        return crc
 
-        The file is read, not mapped: a bad sector or a truncation is then an error instead of a signal.
-        """
-        end = min(begin + _PIECE_BYTES, entry.size)
-        try:
-            fd = self._files.open(entry.path)
-        except CorruptStoreError as error:
-            return str(error).split(": ", 1)[-1]
-        except OSError as error:
-            return error.strerror or str(error)
+    def _piece(self, entry: FileEntry, begin: int) -> int:
+        """Return the CRC-32C of the piece of a file that begins at `begin`; 0 if only the size is checked."""
+        num_bytes = min(_PIECE_BYTES, entry.size - begin)
+        fd = self.files.open(entry.path)
         try:
             size = os.fstat(fd).st_size
             if size != entry.size:
-                return f"{size} bytes where {entry.size} were committed"
-            return 0 if self._quick else self._crc(fd, begin, end)
-        except OSError as error:
-            return error.strerror or str(error)
+                raise size_mismatch(entry, size)
+            crc, end = 0, begin if self.quick else begin + num_bytes
+            buffer = memoryview(bytearray(min(_READ_BYTES, end - begin)))
+            while begin < end:
+                count = os.preadv(fd, [buffer[: end - begin]], begin)
+                if count == 0:
+                    raise CorruptStoreError(f"{entry.path}: cut short while it was read")
+                crc = crc32c(buffer[:count], crc)
+                begin += count
+            return crc
         finally:
             os.close(fd)
-            self._tell(end - begin)
+            self.advance(num_bytes)
 
-    def _crc(self, fd: int, begin: int, end: int) -> int | str:
-        buffer = getattr(self._local, "buffer", None)
-        if buffer is None:
-            buffer = self._local.buffer = memoryview(bytearray(_READ_BYTES))
-        crc = 0
-        while begin < end:
-            count = os.preadv(fd, [buffer[: min(_READ_BYTES, end - begin)]], begin)
-            if count == 0:
-                return "cut short while it was read"
-            crc = crc32c(buffer[:count], crc)
-            begin += count
-        return crc
+    def check_contents(self, manifests: list[mf.Manifest], listed: SegmentFiles) -> None:
+        """See StoreVerifier."""
+        self.check(entry for entries in listed.values() for entry in entries.values())
+        for manifest in manifests:
+            if not self.report.damaged:
+                checker = ConsistencyChecker(self.files, manifest)
+                for number in range(checker.num_segments):
+                    checker.check_segment(self.files, number)
+                self.report.damaged |= checker.damaged
 
-    def _tell(self, num_bytes: int) -> None:
-        if self._progress is not None:
-            with self._lock:
-                self._done += num_bytes
-                self._progress(self._done, self._total)
+    def list_all(self) -> list[str]:
+        """See StoreVerifier."""
+        root = self.files.root
+        return [Path(folder, name).relative_to(root).as_posix() for folder, _, names in os.walk(root) for name in names]
+
+    def existing(self, found: list[str]) -> list[str]:
+        """See StoreVerifier. A running writer may have removed or renamed a file."""
+        return [path for path in found if os.path.lexists(self.files.root / path)]
 
 
-def _pin_newest(store: Path, stack: ExitStack) -> dict[int, fsio.Pin]:
+def _pin_newest(files: LocalFiles, stack: ExitStack) -> list[int]:
     """Pin the newest generation and its predecessor, so that a writer removes no file that is being read."""
     for attempt in range(ATTEMPTS):
-        files = LocalFiles(store)
-        numbers = files.generations() if store.is_dir() else []
+        numbers = files.generations()[:2] if files.root.is_dir() else []
         if not numbers:
-            raise UsageError(
-                f"{store}: no such store" if not store.exists() else f"{store}: not a store, or nothing committed"
-            )
+            raise files.no_store_error()
         try:
-            with ExitStack() as held:
-                pins = {}
-                for number in numbers[:2]:
-                    name = paths.manifest(number)
-                    pins[number] = held.enter_context(closing(fsio.Pin(files.open(name), store / name)))
-                stack.push(held.pop_all())
-                return pins
+            for path in map(paths.manifest, numbers):
+                stack.enter_context(closing(fsio.Pin(files.open(path), files.root / path)))
+            return numbers
         except FileNotFoundError:
             backoff(attempt)
-    raise CorruptStoreError(f"{store}: generations change faster than they can be read")
+    raise CorruptStoreError(f"{files.root}: generations change faster than they can be read")
 
 
 def verify_store(
@@ -149,65 +118,16 @@ def verify_store(
     Nothing is changed, and a writer may work at the same time. `progress` receives the bytes done and the total, from
     any thread. UsageError if there is no store.
     """
-    place = parse_location(store)
-    if not isinstance(place, Path):
+    location = parse_location(store)
+    if not isinstance(location, Path):
         # Imported here because remote stores need an optional library.
         from tracestore.store.maintain.verify_remote import verify_remote
 
-        return verify_remote(place, quick=quick, progress=progress)
-    path, report = place, VerifyReport()
-    checker = _FileVerifier(path, report, quick, num_threads or min(8, os.cpu_count() or 1), progress)
-    good: list[mf.Manifest] = []
+        return verify_remote(location, quick=quick, progress=progress)
+    files = LocalFiles(location)
+    verifier = _FileVerifier(files, quick, num_threads or min(8, os.cpu_count() or 1), progress)
     with ExitStack() as stack:
-        for number, pin in _pin_newest(path, stack).items():
-            try:
-                good.append(mf.parse_manifest(pin.read(mf.MAX_MANIFEST_BYTES), number))
-                report.num_files += 1
-            except OSError as error:
-                report.damaged[paths.manifest(number)] = error.strerror or str(error)
-            except ValueError as error:
-                report.damaged[paths.manifest(number)] = str(error)
-            except CorruptStoreError as error:
-                report.damaged[paths.manifest(number)] = str(error).split(": ", 1)[-1]
-        report.generation = good[0].generation if good else None
-        small = {f.path: f for m in good for f in m.small_files()}
-        checker.check((small | {f.path: f for m in good for f in _copy_of(path, m)}).values())
-        segments: dict[str, SegmentEntry] = {}
-        for part in {part.path: part for m in good for part in m.parts if part.path not in report.damaged}.values():
-            with collect_damage(report.damaged, part.path):
-                group = ZipGroup(LocalFiles(path).map(small[part.path]), mf.PART_DTYPES)
-                segments |= {s.path: s for s in part_segments(group)}
-        checker.check(s.rows for s in segments.values())
-        entries: dict[str, FileEntry] = {}
-        for segment in segments.values():
-            if segment.rows.path not in report.damaged:
-                with collect_damage(report.damaged, segment.rows.path):
-                    entries |= SegmentReader(LocalFiles(path), segment, good[0].attributes).entries
-        checker.check(entries.values())
-        known = {*small, *entries, *(s.rows.path for s in segments.values())}
-        for manifest in good:
-            if not report.damaged:
-                # Correct checksums prove that nothing changed after writing, not that correct values were written.
-                report.damaged |= _inconsistencies(path, manifest, quick)
-        _check_root(path, good, report)
-        report.leftovers = _leftovers(path, known, report.generation or 0)
-    return report
-
-
-def _inconsistencies(store: Path, manifest: mf.Manifest, quick: bool) -> dict[str, str]:
-    if not quick:
-        return find_inconsistencies(LocalFiles(store), manifest)
-    try:
-        StoreIndex(LocalFiles(store), manifest)
-    except (OSError, CorruptStoreError) as error:
-        return {paths.manifest(manifest.generation): str(error)}
-    return {}
-
-
-def _copy_of(store: Path, manifest: mf.Manifest) -> list[FileEntry]:
-    """Return the entry of the manifest's copy, if the store has one."""
-    copy, data = paths.manifest_copy(manifest.generation), manifest.to_bytes()
-    return [FileEntry(copy, len(data), crc32c(data))] if os.path.lexists(store / copy) else []
+        return verifier.run(_pin_newest(files, stack))
 
 
 def _restore(store: Path, number: int) -> bool:
@@ -226,40 +146,6 @@ def _restore(store: Path, number: int) -> bool:
             raise StoreLockedError(f"{store}: a reader has the damaged generation {number} open")
         fsio.replace_file(store / path, data)
     return True
-
-
-def _check_root(store: Path, good: list[mf.Manifest], report: VerifyReport) -> None:
-    try:
-        found = LocalFiles(store).read_small("zarr.json", MAX_ROOT_BYTES)
-    except CorruptStoreError as error:
-        report.damaged["zarr.json"] = str(error).split(": ", 1)[-1]
-        return
-    except OSError as error:
-        report.damaged["zarr.json"] = (
-            "missing" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
-        )
-        return
-    if not good or found in {root_metadata(m.attributes) for m in good}:
-        return
-    for number in LocalFiles(store).generations():  # Includes generations that a writer has added meanwhile.
-        try:
-            if found == root_metadata(LocalFiles(store).load_manifest(number).attributes):
-                return
-        except (CorruptStoreError, FileNotFoundError):
-            continue
-    report.damaged["zarr.json"] = "not what the manifest says"
-
-
-def _leftovers(store: Path, known: set[str], verified: int) -> list[str]:
-    """Return the files of interrupted or running writers."""
-    found = []
-    for folder, _, names in os.walk(store):
-        found += [Path(folder, name).relative_to(store).as_posix() for name in names]
-    files = LocalFiles(store)
-    left = find_leftovers(found, known, verified, files.generations(), files.load_manifest, files)
-    # A running writer may have removed or renamed a file.
-    damaged = f"manifest/{paths.DAMAGED_PREFIX}"
-    return [path for path in left if not path.startswith(damaged) and os.path.lexists(store / path)]
 
 
 def _is_root(files: LocalFiles, expected: bytes) -> bool:
@@ -298,7 +184,7 @@ def repair_store(store: str | os.PathLike[str]) -> VerifyReport:
                 whole = _readable(path, number)
                 break
             except (CorruptStoreError, FileNotFoundError) as error:
-                reason = str(error).split(": ", 1)[-1]
+                reason = reason_of(error)
             if _restore(path, number):
                 repaired.append(f"{paths.manifest(number)} restored from its copy: {reason}")
                 whole = _readable(path, number)

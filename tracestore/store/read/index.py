@@ -132,7 +132,7 @@ class StoreIndex:
             parts = [(first, p.views(), p.mapped) for first, p in zip(self._first_trace, self._parts, strict=True)]
             self._places = LocationTable(parts, manifest.num_segments, manifest.attributes.allowed_layouts)
         except (ValueError, KeyError) as error:
-            raise CorruptStoreError(f"generation {manifest.generation}: the index: {error}") from None
+            raise CorruptStoreError(f"{paths.manifest(manifest.generation)}: the index: {error}") from None
 
     def __len__(self) -> int:
         return self.manifest.num_traces
