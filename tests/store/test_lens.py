@@ -15,7 +15,7 @@ from tracestore.errors import CorruptStoreError, InvalidInputError, UsageError
 from tracestore.store import lens as lens_module
 from tracestore.store.format.lens import MAX_VOCABULARY
 from tracestore.store.format.manifest import Manifest
-from tracestore.store.maintain.merge import merge_stores, subset_store
+from tracestore.store.maintain.merge import merge_stores
 from tracestore.store.maintain.verify import verify_store
 
 VOCABULARY, DIM = 301, 8
@@ -234,7 +234,7 @@ def test_merge_and_subset(tmp_path):
         with tracestore.open(path) as store:
             return store.lens and store.lens.unembedding.tobytes()
 
-    assert subset_store(one, tmp_path / "subset.zarr", np.array([1, 3]), codec="zstd").lens == "copied"
+    assert merge_stores([one], tmp_path / "subset.zarr", chosen=[np.array([1, 3])], codec="zstd").lens == "copied"
     assert lens_of(tmp_path / "subset.zarr") == lens_of(one) is not None
     assert merge_stores([plain, one, two], tmp_path / "all.zarr").lens == "copied"
     assert merge_stores([two], tmp_path / "all.zarr").lens == "copied"

@@ -19,7 +19,7 @@ from tests.helpers import (
 )
 from tracestore.errors import InvalidInputError, UsageError
 from tracestore.store.format import schema
-from tracestore.store.maintain.merge import merge_stores, subset_store
+from tracestore.store.maintain.merge import merge_stores
 from tracestore.store.maintain.verify import verify_store
 
 
@@ -157,11 +157,11 @@ def test_subsets_by_segment_and_by_split(store, tmp_path):
 
 
 def test_a_subset_of_all_traces_equals_a_merge(store, tmp_path):
-    subset_store(store, tmp_path / "a.zarr", np.arange(15))
+    merge_stores([store], tmp_path / "a.zarr", chosen=[np.arange(15)])
     merge_stores([store], tmp_path / "b.zarr")
     assert tree_bytes(tmp_path / "a.zarr") == tree_bytes(tmp_path / "b.zarr")
     with pytest.raises(IndexError, match="of 15"):
-        subset_store(store, tmp_path / "c.zarr", np.array([3, 15]))
+        merge_stores([store], tmp_path / "c.zarr", chosen=[np.array([3, 15])])
 
 
 def test_wrong_usage_is_one_line(store, tmp_path):
@@ -221,5 +221,5 @@ def test_a_subset_does_not_contain_its_sources_completely(tmp_path):
 def test_an_empty_subset_replaces_nothing(tmp_path):
     one, two = make_store(tmp_path / "one.zarr", 4), make_store(tmp_path / "two.zarr", 2)
     with pytest.raises(UsageError, match="no trace is chosen"):
-        subset_store(one, two, np.zeros(0, np.int64), overwrite=True)
+        merge_stores([one], two, chosen=[np.zeros(0, np.int64)], overwrite=True)
     assert len(tracestore.open(two)) == 2

@@ -13,7 +13,7 @@ from tests.helpers import command, convert, make_optional, make_trace, make_trac
 from tests.malicious_inputs.stores import Store, change_array
 from tracestore.errors import CorruptStoreError, InvalidInputError
 from tracestore.store.format import schema
-from tracestore.store.maintain.merge import merge_stores, subset_store
+from tracestore.store.maintain.merge import merge_stores
 from tracestore.store.maintain.verify import verify_store
 from tracestore.store.read.trace import OptionalFields
 
@@ -75,7 +75,7 @@ def test_every_field_survives_create_convert_merge_subset_and_export(tmp_path):
     write_pickle(tmp_path / "a.pkl", traces)
     convert(tmp_path / "a.pkl", tmp_path / "b.zarr")
     merge_stores([tmp_path / "a.zarr", tmp_path / "b.zarr"], tmp_path / "m.zarr")
-    subset_store(tmp_path / "m.zarr", tmp_path / "s.zarr", np.arange(1, 3))
+    merge_stores([tmp_path / "m.zarr"], tmp_path / "s.zarr", chosen=[np.arange(1, 3)])
     command("export", tmp_path / "m.zarr", tmp_path / "out", "--format", "pkl", check=0)
     convert(tmp_path / "out", tmp_path / "c.zarr")
     for name in ("b", "m", "c"):

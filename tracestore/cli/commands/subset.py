@@ -13,7 +13,7 @@ import tracestore
 from tracestore.cli.commands.merge import add_destination, copy_traces
 from tracestore.cli.flags import add_score, add_store
 from tracestore.console import Output, Parser, int_ranges
-from tracestore.store.maintain.merge import MergeReport, subset_store
+from tracestore.store.maintain.merge import MergeReport, merge_stores
 from tracestore.store.maintain.selection import indices_of_segments, read_ids
 
 
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace, output: Output) -> None:
     def copy(**options: Any) -> MergeReport:
         with tracestore.open(args.store, score=args.score) as store:
             indices = _chosen_indices(store, args)
-        return subset_store(args.store, args.dst, indices, **options)
+        return merge_stores([args.store], args.dst, chosen=[indices], **options)
 
     copy_traces(args, output, copy)
 

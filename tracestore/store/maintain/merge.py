@@ -96,103 +96,58 @@ def merge_stores(
     sources: Sequence[str | os.PathLike[str]],
     destination: str | os.PathLike[str],
     *,
+    chosen: Sequence[np.ndarray] | None = None,
     codec: str | None = None,
     overwrite: bool = False,
     allow_mixed_provenance: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> MergeReport:
-    """Add every trace of `sources`, in order, to the store `destination`.
+    """Add traces of `sources`, in order, with scores and sources to the store `destination`.
 
     A new destination gets the options of the first source. A trace that the destination has with equal content is a
     duplicate; it adds its score and group if no score is stored. An interrupted merge continues when it is run again. `progress`
     receives the number of traces done and the total.
 
+    Parameters
+    ----------
+    sources : sequence of str or os.PathLike
+    destination : str or os.PathLike
+    chosen : sequence of np.ndarray, optional
+        Of each source the indices of the traces to copy, int64. Their order does not matter. Default: all traces.
+    codec : str, optional
+    overwrite, allow_mixed_provenance : bool
+    progress : callable, optional
+
     Raises
     ------
     InvalidInputError
         If two traces with one key differ in content.
+    IndexError
+        If a source lacks a chosen trace.
     UsageError
-        If the provenance of two stores conflicts, unless `allow_mixed_provenance` is true. A store that is mixed
-        already needs no permission.
+        If no trace of a source is chosen, or the provenance of two stores conflicts, unless `allow_mixed_provenance` is
+        true. A store that is mixed already needs no permission.
     """
     opened = [open_store(s) for s in sources]
     if not opened:
         raise UsageError("found no store to merge")
-    chosen = [np.arange(len(store)) for store in opened]
-    return _copy(
-        opened,
-        chosen,
-        destination,
-        codec=codec,
-        overwrite=overwrite,
-        allow_mixed_provenance=allow_mixed_provenance,
-        progress=progress,
-    )
-
-
-def subset_store(
-    source: str | os.PathLike[str],
-    destination: str | os.PathLike[str],
-    indices: np.ndarray,
-    *,
-    codec: str | None = None,
-    overwrite: bool = False,
-    allow_mixed_provenance: bool = False,
-    progress: Callable[[int, int], None] | None = None,
-) -> MergeReport:
-    """Copy the traces `indices` (int64) of a store, with scores and sources, to the store `destination`.
-
-    The traces keep their order; otherwise this is merge_stores.
-
-    Raises
-    ------
-    IndexError
-        If the store lacks a trace.
-    UsageError
-        If no trace is chosen.
-    """
-    store = open_store(source)
-    indices = np.unique(np.asarray(indices, np.int64))
-    if len(indices) == 0:
-        raise UsageError(f"{store.path}: no trace is chosen")
-    if not 0 <= indices[0] <= indices[-1] < len(store):
-        raise IndexError(f"traces {indices[0]} to {indices[-1]} of {len(store)}")
-    return _copy(
-        [store],
-        [indices],
-        destination,
-        codec=codec,
-        overwrite=overwrite,
-        allow_mixed_provenance=allow_mixed_provenance,
-        progress=progress,
-    )
-
-
-def _copy(
-    opened: Sequence[TraceStore],
-    chosen: Sequence[np.ndarray],
-    destination: str | os.PathLike[str],
-    *,
-    codec: str | None,
-    overwrite: bool,
-    allow_mixed_provenance: bool,
-    progress: Callable[[int, int], None] | None,
-) -> MergeReport:
-    """Copy the `chosen` traces of each store, source by source."""
-    report = MergeReport()
-    for store in opened:
+    wanted = [np.arange(len(store)) for store in opened] if chosen is None else [np.unique(k) for k in chosen]
+    copies = list(zip(opened, wanted, strict=True))
+    options = opened[0].internals.attributes.options
+    for store, indices in copies:
+        if chosen is not None and len(indices) == 0:
+            raise UsageError(f"{store.path}: no trace is chosen")
+        if len(indices) and not 0 <= indices[0] <= indices[-1] < len(store):
+            raise IndexError(f"traces {indices[0]} to {indices[-1]} of {len(store)}")
         if _is_same(store.path, parse_location(destination)):
             raise UsageError(f"{store.path}: is a source and the destination")
-    options = opened[0].internals.attributes.options
-    for store in opened:
         for name in ("attention", "dtype"):
-            if store.internals.attributes.options[name] != options[name]:
-                raise UsageError(
-                    f"{store.path} was made with --{name} {store.internals.attributes.options[name]}, "
-                    f"{opened[0].path} with {options[name]}"
-                )
+            found = store.internals.attributes.options[name]
+            if found != options[name]:
+                raise UsageError(f"{store.path} was made with --{name} {found}, {opened[0].path} with {options[name]}")
+    report = MergeReport()
     score_fields = _joined_score_fields(opened)
-    total, done = sum(map(len, chosen)), 0
+    total, done = sum(map(len, wanted)), 0
     with StoreWriter(
         destination,
         attention=options["attention"],
@@ -201,47 +156,48 @@ def _copy(
         overwrite=overwrite,
         allow_mixed_provenance=True,  # checked here store by store
     ) as writer:
-        _require_space(writer, opened, chosen)
+        _require_space(writer, copies)
         for name, field in score_fields.items():
             if name not in writer.attributes.scores or writer.attributes.scores[name].direction != field.direction:
                 writer.define_score(name, field)
         known = list(writer.attributes.provenance)
-        for store, wanted in zip(opened, chosen, strict=True):
-            added = _provenances(store, wanted)
-            for provenance in () if allow_mixed_provenance else added:
+        for store, indices in copies:
+            new = _provenances(store, indices)
+            for provenance in () if allow_mixed_provenance else new:
                 require_compatible(known, [provenance], str(store.path))
-            known += added
+            known += new
         _copy_lens(writer, opened, report)
-        for store, wanted in zip(opened, chosen, strict=True):
+        for store, indices in copies:
             try:
-                for number, indices, is_whole in by_source(store, wanted):
-                    _merge_source(writer, store, number, indices, is_whole, report)
-                    done += len(indices)
+                for number, added, is_whole in by_source(store, indices):
+                    _merge_source(writer, store, number, added, is_whole, report)
+                    done += len(added)
                     if progress is not None:
                         progress(done, total)
             except InvalidInputError as error:
                 writer.commit()  # Sources that were copied completely stay.
                 raise error.with_location(source=str(store.path)) from None
         writer.commit()
-        for store, wanted in zip(opened, chosen, strict=True):
-            _fill_scores(writer, store, wanted, report)
+        for store, indices in copies:
+            _fill_scores(writer, store, indices, report)
         writer.replace_existing()
     return report
 
 
-def _require_space(writer: StoreWriter, opened: Sequence[TraceStore], chosen: Sequence[np.ndarray]) -> None:
+def _require_space(writer: StoreWriter, copies: Sequence[tuple[TraceStore, np.ndarray]]) -> None:
     """Raise DiskFullError if the traces that the destination lacks do not fit on its disk without compression."""
     if writer.attributes.options["codec"] != "none":
         return
     seen: set[tuple[str, int]] = set()
     needed = 0
-    for store, wanted in zip(opened, chosen, strict=True):
-        samples = store.internals.index.read_column("sample")[wanted].tolist()
-        keys = list(zip(store.question_ids.take(wanted), samples, strict=True))
+    for store, indices in copies:
+        samples = store.internals.index.read_column("sample")[indices].tolist()
+        keys = list(zip(store.question_ids.take(indices), samples, strict=True))
         is_new = np.array([key not in seen and writer.index.find(*key) < 0 for key in keys], bool)
-        needed += int(large_array_bytes(store, wanted[is_new]).sum())
+        needed += int(large_array_bytes(store, indices[is_new]).sum())
         seen.update(keys)
-    require_free_bytes(writer.path, needed, f"a copy of {plural(sum(map(len, chosen)), 'trace')}")
+    num_traces = sum(len(indices) for _, indices in copies)
+    require_free_bytes(writer.path, needed, f"a copy of {plural(num_traces, 'trace')}")
 
 
 def _joined_score_fields(opened: Sequence[TraceStore]) -> dict[str, ScoreField]:
