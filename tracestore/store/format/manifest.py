@@ -8,7 +8,7 @@ reader maps only a handful of files.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -82,12 +82,9 @@ MAX_PART_TRACES = 1 << 21
 
 
 @dataclass(frozen=True)
-class PartRef:
-    """A reference to an index part."""
+class PartRef(FileEntry):
+    """The file of an index part and the ranges it covers."""
 
-    path: str
-    size: int
-    crc32c: int
     first_trace: int
     num_traces: int
     first_segment: int
@@ -97,12 +94,9 @@ class PartRef:
 
 
 @dataclass(frozen=True)
-class ColumnsRef:
-    """A reference to a group of columns and the range of traces it covers."""
+class ColumnsRef(FileEntry):
+    """The file of a group of columns and the range of traces it covers."""
 
-    path: str
-    size: int
-    crc32c: int
     first_trace: int
     num_traces: int
 
@@ -133,9 +127,8 @@ class Manifest:
         return sum(p.num_sources for p in self.parts)
 
     def small_files(self) -> list[FileEntry]:
-        """Return the entries of the files of the index and the columns."""
-        refs: list[PartRef | ColumnsRef] = [*self.parts, *self.columns]
-        return [FileEntry(ref.path, ref.size, ref.crc32c) for ref in refs]
+        """Return the files of the index and the columns."""
+        return [*self.parts, *self.columns]
 
     def to_bytes(self) -> bytes:
         """Return the JSON document followed by a line with its CRC-32C."""
@@ -171,8 +164,8 @@ class Manifest:
         manifest = cls(
             generation=_count("generation", body["generation"]),
             attributes=schema.Attributes.from_json(body["attributes"]),
-            parts=tuple(_part_ref(p) for p in _list("index", body["index"])),
-            columns=tuple(_columns_ref(c) for c in _list("columns", body["columns"])),
+            parts=_refs(PartRef, "index", body["index"]),
+            columns=_refs(ColumnsRef, "columns", body["columns"]),
             fields=tuple(fields),
             **counts,
         )
@@ -200,6 +193,7 @@ class Manifest:
             raise ValueError("found more scores or labels than traces")
 
 
+Ref = TypeVar("Ref", PartRef, ColumnsRef)
 _COUNTS = ("num_traces", "num_tokens", "num_scored", "num_labeled", "num_bytes")
 _KEYS = {"tracestore_manifest", "generation", "attributes", "index", "columns", "fields", *_COUNTS}
 
@@ -210,32 +204,18 @@ def _count(name: str, value: object) -> int:
     return value
 
 
-def _list(name: str, value: object) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise ValueError(f"{name}: found {value!r:.40}, expected a list of objects")
-    return value
-
-
-def _part_ref(data: dict[str, Any]) -> PartRef:
-    ref = PartRef(**data)
-    for name in ("first_trace", "num_traces", "first_segment", "num_segments", "first_source", "num_sources"):
-        _count(name, getattr(ref, name))
-    _check_file("index", ref)
-    return ref
-
-
-def _columns_ref(data: dict[str, Any]) -> ColumnsRef:
-    ref = ColumnsRef(**data)
-    _count("first_trace", ref.first_trace)
-    _count("num_traces", ref.num_traces)
-    _check_file("columns", ref)
-    return ref
-
-
-def _check_file(folder: str, ref: PartRef | ColumnsRef) -> None:
-    FileEntry(ref.path, ref.size, ref.crc32c)
-    if not ref.path.startswith(f"{folder}/"):
-        raise ValueError(f"{folder}: found {ref.path!r:.60}")
+def _refs(kind: type[Ref], folder: str, value: object) -> tuple[Ref, ...]:
+    """Return the references to files in a folder of the store; raise ValueError or TypeError if one is not valid."""
+    if not isinstance(value, list):
+        raise ValueError(f"{folder}: found {value!r:.40}, expected a list of objects")
+    refs = tuple(kind(**item) for item in value)
+    for ref in refs:
+        if not ref.path.startswith(f"{folder}/"):
+            raise ValueError(f"{folder}: found {ref.path!r:.60}")
+        for name, count in vars(ref).items():
+            if name.startswith(("first_", "num_")):
+                _count(name, count)
+    return refs
 
 
 def _check_contiguous(name: str, refs: Sequence[Any], first: str, count: str) -> None:

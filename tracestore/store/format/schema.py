@@ -1,7 +1,7 @@
 """Names, dtypes and sizes of format version 1, which docs/format.md describes in prose."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any
@@ -235,7 +235,7 @@ _ATTRIBUTE_VALUES: dict[str, tuple[Any, ...]] = {
     "attention_layout": (None, *LAYOUT_NAMES.values()),
     "format_version": (FORMAT_VERSION,),
 }
-_OPTION_VALUES: dict[str, tuple[str, ...]] = {
+_OPTION_VALUES: dict[str, tuple[Any, ...]] = {
     "attention": ATTENTION_MODES,
     "dtype": ("float16", "keep"),
     "codec": CODECS,
@@ -280,9 +280,7 @@ class Attributes:
         """Return the attributes in a JSON object; raise ValueError if they are not valid in this format."""
         if not isinstance(data, dict) or data.keys() != {f.name for f in fields(cls)}:
             raise ValueError("attributes: the keys are not those of this format")
-        for name, allowed in _ATTRIBUTE_VALUES.items():
-            if data[name] not in allowed or isinstance(data[name], bool | float):
-                raise ValueError(f"attributes: {name}: found {data[name]!r:.40}")
+        _require_values("attributes", data, _ATTRIBUTE_VALUES)
         for name in ("num_layers", "hidden_dim", "num_heads"):
             if data[name] is not None and (type(data[name]) is not int or not 0 < data[name] <= MAX_DIMENSION):
                 raise ValueError(f"attributes: {name}: found {data[name]!r:.40}")
@@ -291,9 +289,7 @@ class Attributes:
         options = data["options"]
         if not isinstance(options, dict) or options.keys() != _OPTION_VALUES.keys():
             raise ValueError("attributes: options: the keys are not those of this format")
-        for name, allowed in _OPTION_VALUES.items():
-            if options[name] not in allowed:
-                raise ValueError(f"attributes: options: {name}: found {options[name]!r:.40}")
+        _require_values("attributes: options", options, _OPTION_VALUES)
         if options["attention"] != data["attention"]:
             raise ValueError("attributes: options: attention differs from the store's")
         scores = labels.score_fields(data["scores"])
@@ -345,6 +341,12 @@ class Attributes:
     def num_stored_heads(self) -> int:
         """Number of attention matrices stored per layer: H if every head is stored, otherwise 1."""
         return (self.num_heads or 1) if self.attention == "heads" else 1
+
+
+def _require_values(where: str, data: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]]) -> None:
+    for name, values in allowed.items():
+        if data[name] not in values or isinstance(data[name], bool | float):
+            raise ValueError(f"{where}: {name}: found {data[name]!r:.40}")
 
 
 def _provenances(data: object, num_layers: int | None) -> tuple[Provenance, ...]:
