@@ -21,25 +21,24 @@ from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.record import TraceRecord
 
 _LENGTH = struct.Struct("<QQ")  # sizes of the header and of the arrays
-_RECORD_VALUES = (
-    "question_id",
-    "sample",
-    "position",
-    "tokens_decoded",
-    "strings",
-    "prompt_length",
-    "label",
-    "has_own_id",
-    "is_without_embeddings",
-    "layer_ids",
-    "scores",
-    "dropped",
-)
-_TRACE_VALUES = tuple(f.name for f in fields(PackedTrace) if f.name not in ("record", "arrays", "edge_counts"))
+_ARRAY = "$array"  # in the header the key of [dtype, shape], instead of an array
 
 
-def _bytes_of(array: np.ndarray) -> memoryview:
-    return np.ascontiguousarray(array).reshape(-1).view("u1").data
+def _values(instance: PackedTrace | TraceRecord) -> dict[str, Any]:
+    return {f.name: getattr(instance, f.name) for f in fields(instance)}
+
+
+def _pieces(trace: PackedTrace) -> list[memoryview]:
+    """Return the bytes of a trace."""
+    arrays: list[np.ndarray] = []
+
+    def describe(array: np.ndarray) -> dict[str, Any]:
+        arrays.append(np.ascontiguousarray(array))
+        return {_ARRAY: [array.dtype.str, array.shape]}
+
+    header = json.dumps(_values(trace) | {"record": _values(trace.record)}, default=describe).encode()
+    lengths = _LENGTH.pack(len(header), sum(a.nbytes for a in arrays))
+    return [memoryview(lengths + header), *(a.reshape(-1).view("u1").data for a in arrays if a.nbytes)]
 
 
 def write_spool(path: Path, traces: Iterable[PackedTrace]) -> int:
@@ -49,27 +48,7 @@ def write_spool(path: Path, traces: Iterable[PackedTrace]) -> int:
     try:
         with with_filename(path):
             for trace in traces:
-                arrays: list[tuple[str, np.ndarray]] = [
-                    (n, a) for n, pieces in trace.in_memory_arrays.items() for a in pieces
-                ]
-                optional = trace.record.optional
-                arrays += [(n, v) for n, v in optional.items() if isinstance(v, np.ndarray)]
-                if trace.record.tokens is not None:
-                    arrays.append(("tokens", trace.record.tokens))
-                if trace.edge_counts is not None:
-                    arrays.append(("edge_counts", trace.edge_counts))
-                header = json.dumps(
-                    {
-                        "record": {name: getattr(trace.record, name) for name in _RECORD_VALUES},
-                        "optional": {n: v for n, v in optional.items() if not isinstance(v, np.ndarray)},
-                        "trace": {name: getattr(trace, name) for name in _TRACE_VALUES},
-                        "names": list(trace.arrays),
-                        "arrays": [(name, a.dtype.str, a.shape) for name, a in arrays],
-                    }
-                ).encode()
-                num_bytes = sum(a.nbytes for _, a in arrays)
-                pieces = [memoryview(_LENGTH.pack(len(header), num_bytes) + header)]
-                pieces += [_bytes_of(a) for _, a in arrays if a.nbytes]
+                pieces = _pieces(trace)
                 pwritev_all(fd, pieces, position)
                 position += sum(map(len, pieces))
                 count += 1
@@ -93,27 +72,25 @@ def read_spool(path: Path) -> Iterator[PackedTrace]:
         position = begin + header_bytes + num_bytes
         if position > len(view):
             raise CorruptStoreError(f"{path.name}: truncated")
-        header = json.loads(bytes(view[begin : begin + header_bytes]))
-        yield _trace(header, view[begin + header_bytes : position])
+        yield _trace(bytes(view[begin : begin + header_bytes]), view[begin + header_bytes : position])
 
 
-def _trace(header: dict[str, Any], data: memoryview) -> PackedTrace:
-    arrays: dict[str, list[np.ndarray]] = {name: [] for name in header["names"]}
-    others: dict[str, np.ndarray] = {}
+def _trace(header: bytes, data: memoryview) -> PackedTrace:
     begin = 0
-    for name, dtype, shape in header["arrays"]:
+
+    def restore(item: dict[str, Any]) -> Any:
+        nonlocal begin
+        if item.keys() != {_ARRAY}:
+            return item
+        dtype, shape = item[_ARRAY]
         count = int(np.prod(shape, dtype=np.int64))
         # A trace without edges has empty arrays.
         array = np.frombuffer(data, dtype, count, begin) if count else np.empty(0, dtype)
         begin += array.nbytes
-        array = array.reshape(shape)
-        if name in arrays:
-            arrays[name].append(array)
-        else:
-            others[name] = array
-    tokens, edge_counts = others.pop("tokens", None), others.pop("edge_counts", None)
-    optional = others | {n: tuple(v) if isinstance(v, list) else v for n, v in header["optional"].items()}
-    values = header["record"]
-    ids = values.pop("layer_ids")
-    record = TraceRecord(**values, layer_ids=None if ids is None else tuple(ids), tokens=tokens, optional=optional)
-    return PackedTrace(record=record, arrays=arrays, edge_counts=edge_counts, **header["trace"])
+        return array.reshape(shape)
+
+    values = json.loads(header, object_hook=restore)
+    record = TraceRecord(**values.pop("record"))
+    record.optional = {n: tuple(v) if isinstance(v, list) else v for n, v in record.optional.items()}
+    record.layer_ids = None if record.layer_ids is None else tuple(record.layer_ids)
+    return PackedTrace(record, **values)
