@@ -61,19 +61,12 @@ def stored_traces(store: TraceStore, index: int) -> Iterator[PackedTrace]:
             num_layers=store.num_layers,
             num_tokens=trace.num_tokens if (number, row) == graph else 0,
             hidden_dim=store.hidden_dim,
-            layout=schema.LAYOUT_NONE,
             arrays=arrays,
-            edge_counts=None,
             reversed_edges=bool(segment.scalar("edges_reversed", row)),
             num_nonfinite=segment.scalar("num_nonfinite", row),
             extras=segment.string("extras", row),
             field_bits=segment.scalar("fields", row),
-            crcs={},
-            graph_crc=0,
-            sequence_crc=0,
-            num_heads=None,
             hidden_dtype=store.hidden_dtype,
-            attention_dtype=None,
         )
         if (number, row) == graph:
             arrays["hidden_states"] = [trace.hidden_states]

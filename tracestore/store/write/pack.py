@@ -1,7 +1,7 @@
 """Packing of a validated trace: conversion to the arrays that a segment appends."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -62,19 +62,19 @@ class PackedTrace:
     num_layers: int
     num_tokens: int
     hidden_dim: int
-    layout: int
-    arrays: Mapping[str, Sequence[np.ndarray] | SpooledRows]
-    edge_counts: np.ndarray | None
-    reversed_edges: bool
-    num_nonfinite: int
-    extras: str
-    field_bits: int
-    crcs: dict[str, int]
-    graph_crc: int
-    sequence_crc: int
-    num_heads: int | None
     hidden_dtype: str
-    attention_dtype: str | None
+    layout: int = schema.LAYOUT_NONE
+    arrays: Mapping[str, Sequence[np.ndarray] | SpooledRows] = field(default_factory=dict)
+    edge_counts: np.ndarray | None = None
+    reversed_edges: bool = False
+    num_nonfinite: int = 0
+    extras: str = ""
+    field_bits: int = 0
+    crcs: dict[str, int] = field(default_factory=dict)
+    graph_crc: int = 0
+    sequence_crc: int = 0
+    num_heads: int | None = None
+    attention_dtype: str | None = None
     rounded_from: str | None = None
     rounding_error: float | None = None
     has_last_token: bool = False
@@ -255,107 +255,86 @@ def pack_record(
     InvalidInputError
         If a value cannot be stored.
     """
-    num_layers, num_tokens, hidden_dim = record.num_layers, record.num_tokens, record.hidden_dim
     if attention == "none":
         record.attention = record.edges = None
     scratch = scratch or Scratch(max_memory=1 << 62)
     scratch.start()
-    arrays: dict[str, list[np.ndarray]] = {}
-    bits = schema.FIELD_BITS
-    present = 0
-    nonfinite = 0
-    layout, counts, is_reversed, heads, attention_dtype = schema.LAYOUT_NONE, None, False, None, None
-    crcs: dict[str, int] = {}
-    if record.hidden is not None:
-        present |= bits["hidden_states"]
-        source_dtype = schema.dtype_name(record.hidden[0].dtype)
-        arrays["hidden_states"] = [
-            _stored(h, keep_dtype, f"hidden_states[{k}]", scratch) for k, h in enumerate(record.hidden)
-        ]
-    else:
-        assert record.last_token is not None
-        source_dtype = schema.dtype_name(record.last_token.dtype)
-    hidden_dtype = source_dtype if keep_dtype else "float16"
-    source_dtypes = [source_dtype]
+    states = record.last_token if record.hidden is None else record.hidden[0]
+    assert states is not None
+    source_dtypes = [schema.dtype_name(states.dtype)]
     # A head mean is computed and has no dtype of a source.
     if attention == "heads" and record.attention is not None:
         source_dtypes.append(schema.dtype_name(record.attention[0].dtype))
     if record.edges is not None:
         source_dtypes.append(schema.dtype_name(record.edges[0][1].dtype))
+    arrays: dict[str, list[np.ndarray]] = {}
+    trace = PackedTrace(
+        record,
+        record.num_layers,
+        record.num_tokens,
+        record.hidden_dim,
+        hidden_dtype=source_dtypes[0] if keep_dtype else "float16",
+        arrays=arrays,
+        rounded_from=None if keep_dtype else next((d for d in source_dtypes if d != "float16"), None),
+    )
+    crcs = trace.crcs
     if record.hidden is not None:
-        layers, copy = arrays["hidden_states"], None
+        layers, copy = (
+            [_stored(h, keep_dtype, f"hidden_states[{k}]", scratch) for k, h in enumerate(record.hidden)],
+            None,
+        )
         # A large trace is not copied: its size is accounted for, and it may be in files.
         if record.is_borrowed and not can_alias and len(layers) * layers[0].nbytes <= scratch.max_memory // 2:
             copy = scratch.empty((len(layers), *layers[0].shape), layers[0].dtype)
-        nonfinite, crcs["hidden_states"] = _scan(layers, hidden_dtype, copy)
-        record.hidden = layers
-        if copy is not None:
-            record.hidden, arrays["hidden_states"] = list(copy), [copy]
+        trace.num_nonfinite, crcs["hidden_states"] = _scan(layers, trace.hidden_dtype, copy)
+        record.hidden, arrays["hidden_states"] = (layers, layers) if copy is None else (list(copy), [copy])
     if record.last_token is not None:
-        present |= bits["last_token"]
         arrays["last_token"] = [_stored(record.last_token, keep_dtype, "sequences", scratch)]
-        bad, crcs["last_token"] = _scan(arrays["last_token"], hidden_dtype)
-        nonfinite += bad
+        bad, crcs["last_token"] = _scan(arrays["last_token"], trace.hidden_dtype)
+        trace.num_nonfinite += bad
     elif record.edges is None:
         assert record.hidden is not None
         arrays["last_token"] = [np.array([h[-1] for h in record.hidden])]
         crcs["last_token"] = _crc(arrays["last_token"])
     if record.attention is not None:
-        present |= bits["attentions"]
         if record.is_head_mean and attention == "heads":
             raise field_error(
                 "attentions", "attention averaged over heads", "(H, S, S) per layer; use --attention mean"
             )
-        heads = None if record.is_head_mean else int(record.attention[0].shape[0])
-        layout, arrays["attention"], attention_dtype, bad, crcs["attention"] = _pack_attention(
-            record.attention, attention, keep_dtype, num_tokens, scratch
+        trace.num_heads = None if record.is_head_mean else int(record.attention[0].shape[0])
+        trace.layout, arrays["attention"], trace.attention_dtype, bad, crcs["attention"] = _pack_attention(
+            record.attention, attention, keep_dtype, trace.num_tokens, scratch
         )
-        nonfinite += bad
+        trace.num_nonfinite += bad
     if record.edges is not None:
-        present |= bits["edges"]
-        layout = schema.LAYOUT_EDGES
-        arrays["edge_index"], arrays["edge_weight"], counts, attention_dtype, is_reversed = _pack_edges(
-            record, keep_dtype, scratch
+        trace.layout = schema.LAYOUT_EDGES
+        arrays["edge_index"], arrays["edge_weight"], trace.edge_counts, trace.attention_dtype, trace.reversed_edges = (
+            _pack_edges(record, keep_dtype, scratch)
         )
-        code = schema.dtype_code(attention_dtype)
-        nonfinite += sum(kernels.count_nonfinite(_bytes(a), code) for a in arrays["edge_weight"])
+        code = schema.dtype_code(trace.attention_dtype)
+        trace.num_nonfinite += sum(kernels.count_nonfinite(_bytes(a), code) for a in arrays["edge_weight"])
         crcs |= {name: _crc(arrays[name]) for name in ("edge_index", "edge_weight")}
-    graph_crc = 0
     for name in ("hidden_states", "attention", "edge_index", "edge_weight"):
         if name in arrays:
-            graph_crc = kernels.crc32c_combine(graph_crc, crcs[name], sum(a.nbytes for a in arrays[name]))
-    for name, here in (
-        ("tokens", record.tokens is not None),
-        ("tokens_decoded", record.tokens_decoded is not None),
-        ("question_id", record.has_own_id),
-        ("prompt_length", record.prompt_length is not None),
-        ("label", record.label is not None),
-        *((key, True) for key in record.strings),
-    ):
-        present |= bits[name] if here else 0
+            trace.graph_crc = kernels.crc32c_combine(trace.graph_crc, crcs[name], num_bytes_of(arrays[name]))
+    trace.sequence_crc = crcs.get("last_token", 0)
+    present = {
+        "hidden_states": record.hidden,
+        "attentions": record.attention,
+        "edges": record.edges,
+        "last_token": record.last_token,
+        "tokens": record.tokens,
+        "tokens_decoded": record.tokens_decoded,
+        "question_id": record.question_id if record.has_own_id else None,
+        **record.strings,
+        "prompt_length": record.prompt_length,
+        "label": record.label,
+    }
+    trace.field_bits = sum(schema.FIELD_BITS[name] for name, value in present.items() if value is not None)
     # A trace that waits for its turn must not keep the source's arrays alive.
     record.hidden = record.attention = record.edges = record.last_token = None
-    extras, record.extras = extras_json(record.extras, record.dropped), {}
-    return PackedTrace(
-        record=record,
-        num_layers=num_layers,
-        num_tokens=num_tokens,
-        hidden_dim=hidden_dim,
-        layout=layout,
-        arrays=arrays,
-        edge_counts=counts,
-        reversed_edges=is_reversed,
-        num_nonfinite=nonfinite,
-        extras=extras,
-        field_bits=present,
-        crcs=crcs,
-        graph_crc=graph_crc,
-        sequence_crc=crcs.get("last_token", 0),
-        num_heads=heads,
-        hidden_dtype=hidden_dtype,
-        attention_dtype=attention_dtype,
-        rounded_from=None if keep_dtype else next((d for d in source_dtypes if d != "float16"), None),
-    )
+    trace.extras, record.extras = extras_json(record.extras, record.dropped), {}
+    return trace
 
 
 def fit_attributes(attributes: schema.Attributes, trace: PackedTrace) -> schema.Attributes:
