@@ -38,16 +38,9 @@ ANSWER_FIELDS = ("generated_answer_clean", "generated_answer", "generated_text")
 # Optional texts of a trace, with one string array each.
 TEXT_FIELDS = ("question", *ANSWER_FIELDS)
 STRING_FIELDS = ("question_id", *TEXT_FIELDS, "extras")
-# The large arrays of a segment, each a Zarr array of one shard file. Their dtypes; None is given by the
-# store's attributes. A segment has those that one of its traces needs. Only they are compressed by --codec.
-LARGE_ARRAYS: dict[str, str | None] = {
-    "hidden_states": None,
-    "last_token": None,
-    "attention": None,
-    "edge_index": "<i4",
-    "edge_weight": None,
-    "unembedding": None,
-}
+# The large arrays of a segment, each a Zarr array of one shard file; Attributes.array_type() has their dtypes. A
+# segment has those that one of its traces needs. Only they are compressed by --codec.
+LARGE_ARRAYS = ("hidden_states", "last_token", "attention", "edge_index", "edge_weight", "unembedding")
 
 
 @dataclass(frozen=True)
@@ -325,6 +318,26 @@ class Attributes:
         if len(self.provenance) == MAX_PROVENANCES:
             raise UsageError(f"a store can hold {MAX_PROVENANCES} provenances; write the traces to another store")
         return replace(self, provenance=(*self.provenance, provenance)), len(self.provenance)
+
+    def array_type(self, name: str) -> tuple[np.dtype, tuple[int, ...], bool]:
+        """Return the dtype on disk of a large array, its shape after axis 0, and whether it holds bfloat16.
+
+        ValueError if the store has no such array yet.
+        """
+        if name == "edge_index":
+            return np.dtype("<i4"), (2,), False
+        stored: dict[str, tuple[str | None, tuple[int | None, ...]]] = {
+            "hidden_states": (self.hidden_dtype, (self.hidden_dim,)),
+            "last_token": (self.hidden_dtype, (self.num_layers, self.hidden_dim)),
+            "attention": (self.attention_dtype, ()),
+            "edge_weight": (self.attention_dtype, ()),
+            "unembedding": (self.lens.dtype if self.lens is not None else None, (self.hidden_dim,)),
+        }
+        dtype, columns = stored[name]
+        known = tuple(extent for extent in columns if extent is not None)
+        if dtype is None or len(known) < len(columns):
+            raise ValueError("the attributes of the store define no such array")
+        return storage_dtype(dtype), known, dtype == "bfloat16"
 
     @property
     def allowed_layouts(self) -> int:

@@ -120,26 +120,13 @@ class SegmentReader:
         return reader
 
     def _spec(self, name: str) -> ArraySpec:
-        fixed, a = schema.LARGE_ARRAYS[name], self._attributes
-        codec = a.options["codec"]
-        if fixed is not None:
-            return ArraySpec(np.dtype(fixed), (2,), codec)
-        if name == "unembedding":
-            if a.lens is None or a.hidden_dim is None:
-                raise CorruptStoreError(f"{self.name}/{name}: the attributes of the store define no such array")
-            dtype = schema.storage_dtype(a.lens.dtype)
-            is_bfloat16 = a.lens.dtype == "bfloat16"
-            return ArraySpec(dtype, (a.hidden_dim,), codec, a.lens.num_tokens, is_bfloat16)
-        stored = a.hidden_dtype if name in ("hidden_states", "last_token") else a.attention_dtype
-        columns: tuple[int | None, ...] = ()
-        if name == "hidden_states":
-            columns = (a.hidden_dim,)
-        elif name == "last_token":
-            columns = (a.num_layers, a.hidden_dim)
-        if stored is None or None in columns:
-            raise CorruptStoreError(f"{self.name}/{name}: the attributes of the store define no such array")
-        shape = tuple(n for n in columns if n is not None)
-        return ArraySpec(schema.storage_dtype(stored), shape, codec, is_bfloat16=stored == "bfloat16")
+        attributes = self._attributes
+        try:
+            dtype, columns, is_bfloat16 = attributes.array_type(name)
+        except ValueError as error:
+            raise CorruptStoreError(f"{self.name}/{name}: {error}") from None
+        num_rows = attributes.lens.num_tokens if name == "unembedding" and attributes.lens is not None else None
+        return ArraySpec(dtype, columns, attributes.options["codec"], num_rows, is_bfloat16)
 
     def lens_arrays(self) -> dict[str, np.ndarray]:
         """Return copies of those of schema.LENS_ARRAYS that the segment has.

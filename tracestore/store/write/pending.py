@@ -55,10 +55,10 @@ class PendingLens:
     def __init__(self, store: Path, attributes: schema.Attributes, arrays: LensArrays, provenance: int) -> None:
         path = paths.temporary("segments/lens")
         require_removed(store, path)
-        self.segment = SegmentWriter(store / path, -1, attributes, attributes.options["codec"])
         self._field = LensField(
             -1, arrays.shape[0], arrays.dtype, arrays.norm, arrays.eps, None if provenance < 0 else provenance
         )
+        self.segment = SegmentWriter(store / path, -1, replace(attributes, lens=self._field))
         digest = arrays.new_digest()
 
         def blocks() -> Iterator[np.ndarray]:
@@ -67,7 +67,7 @@ class PendingLens:
                 yield block
 
         try:
-            self.segment.write_lens(blocks(), arrays.dtype, arrays.small)
+            self.segment.write_lens(blocks(), arrays.small)
         except BaseException:
             self.remove()
             raise

@@ -21,45 +21,34 @@ from tracestore.store.write.shard_writer import ShardWriter
 class SegmentWriter:
     """Writer that appends packed traces to a segment in a temporary folder."""
 
-    def __init__(self, folder: Path, number: int, attributes: schema.Attributes, codec: str) -> None:
-        self.folder, self.number, self.codec = folder, number, codec
-        self.attributes = attributes
+    def __init__(self, folder: Path, number: int, attributes: schema.Attributes) -> None:
+        self.folder, self.number, self.attributes = folder, number, attributes
         self.num_bytes = 0
         self._traces: list[PackedTrace] = []
         self._streams: dict[str, ShardWriter] = {}
-        self._lens_dtype: str | None = None
         self._lens_arrays: Mapping[str, np.ndarray] = {}
         makedirs(folder)
 
     def __len__(self) -> int:
         return len(self._traces)
 
-    def _stream(
-        self, name: str, dtype: np.dtype, shape: tuple[int, ...], dtype_text: str | None, trace_bytes: int
-    ) -> ShardWriter:
+    def _stream(self, name: str, trace_bytes: int) -> ShardWriter:
+        """Return the writer of an array, whose first trace has `trace_bytes` bytes in it."""
         if name not in self._streams:
-            dtype = dtype if dtype_text is None else schema.storage_dtype(dtype_text)
-            chunk_bytes = schema.INNER_CHUNK_BYTES
-            if self.codec != "none":
+            dtype, columns, _ = self.attributes.array_type(name)
+            codec, chunk_bytes = self.attributes.options["codec"], schema.INNER_CHUNK_BYTES
+            if codec != "none":
                 chunk_bytes = min(max(trace_bytes // 2, schema.MIN_CODED_CHUNK_BYTES), schema.INNER_CHUNK_BYTES)
-            columns = tuple(shape[1:])
-            if name == "hidden_states":
-                columns = (shape[-1],)
-            elif name == "last_token":
-                assert self.attributes.num_layers is not None
-                columns = (self.attributes.num_layers, shape[-1])
             path = self.folder / name / "c" / "/".join("0" * (1 + len(columns)))
-            self._streams[name] = ShardWriter(path, dtype, columns, self.codec, chunk_bytes)
+            self._streams[name] = ShardWriter(path, dtype, columns, codec, chunk_bytes)
         return self._streams[name]
 
     def append(self, trace: PackedTrace, attributes: schema.Attributes) -> None:
         """Append a trace and drop its arrays; `attributes` replaces those of the segment."""
         self.attributes = attributes
-        dtypes = self._dtype_names()
         self.num_bytes += trace.segment_bytes
         for name, rows in trace.arrays.items():
-            first = rows if isinstance(rows, SpooledRows) else rows[0]
-            stream = self._stream(name, first.dtype, first.shape, dtypes.get(name), num_bytes_of(rows))
+            stream = self._stream(name, num_bytes_of(rows))
             if isinstance(rows, SpooledRows):
                 stream.append_spooled(rows, trace.crcs[name])
             else:
@@ -68,20 +57,14 @@ class SegmentWriter:
         trace.arrays = {}
         self._traces.append(trace)
 
-    def write_lens(self, blocks: Iterable[np.ndarray], dtype: str, small: Mapping[str, np.ndarray]) -> None:
+    def write_lens(self, blocks: Iterable[np.ndarray], small: Mapping[str, np.ndarray]) -> None:
         """Write the arrays of a lens: rows of the unembedding matrix, and those of schema.LENS_ARRAYS in `small`."""
-        self._lens_dtype, self._lens_arrays = dtype, small
+        self._lens_arrays = small
         for block in blocks:
-            stream = self._stream("unembedding", block.dtype, block.shape, dtype, block.nbytes)
+            stream = self._stream("unembedding", block.nbytes)
             stream.append([block])
             stream.flush()
             self.num_bytes += block.nbytes
-
-    def _dtype_names(self) -> dict[str, str | None]:
-        """Return the dtype names of the arrays whose dtype the attributes of the store give."""
-        hidden, attention = self.attributes.hidden_dtype, self.attributes.attention_dtype
-        names = {"hidden_states": hidden, "last_token": hidden, "attention": attention, "edge_weight": attention}
-        return names | {"unembedding": self._lens_dtype}
 
     def flush(self) -> None:
         """Write the buffered arrays of appended traces, whose memory can be released then."""
@@ -136,9 +119,8 @@ class SegmentWriter:
             The bytes of all files.
         """
         self._files: list[tuple[str, int, int]] = []
-        dtypes = self._dtype_names()
         for name, stream in sorted(self._streams.items()):
-            self._finish_array(name, stream, is_bfloat16=dtypes.get(name) == "bfloat16")
+            self._finish_array(name, stream)
         self._write_file("zarr.json", group_metadata({}))
         attributes = {"tracestore": {"num_traces": len(self), "files": sorted(self._files)}}
         lens = {name: self._lens_arrays[name] for name in schema.LENS_ARRAYS if name in self._lens_arrays}
@@ -148,7 +130,7 @@ class SegmentWriter:
         rows = FileEntry(paths.segment_rows(paths.segment(self.number)), len(data), crc32c(data))
         return rows, len(data) + sum(size for _, size, _ in self._files)
 
-    def _finish_array(self, name: str, stream: ShardWriter, *, is_bfloat16: bool) -> None:
+    def _finish_array(self, name: str, stream: ShardWriter) -> None:
         makedirs(self.folder / name)
         if stream.num_rows:
             size, crc = stream.finish()
@@ -157,6 +139,7 @@ class SegmentWriter:
                 if folder == self.folder / name:
                     break
                 fsync_path(folder)
+        _, _, is_bfloat16 = self.attributes.array_type(name)
         attributes = {"tracestore": {"dtype": "bfloat16"}} if is_bfloat16 else {}
         shape = (stream.num_rows, *stream.columns)
         meta = array_metadata(shape, stream.chunk_rows, stream.dtype, stream.codec, attributes)

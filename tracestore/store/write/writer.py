@@ -266,7 +266,7 @@ class StoreWriter:
         number = self.manifest.num_segments + len(segments)
         path = paths.temporary(paths.segment(number))
         require_removed(self.path, path)
-        segments.append(SegmentWriter(self.path / path, number, self.attributes, self.attributes.options["codec"]))
+        segments.append(SegmentWriter(self.path / path, number, self.attributes))
         return segments[-1]
 
     def read_columns(self) -> Columns:
