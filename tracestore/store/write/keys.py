@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -17,6 +18,8 @@ from tracestore.store.write.pending import Pending, PendingRow
 from tracestore.store.write.record import TraceRecord, read_record
 
 OnConflict = Literal["error", "keep-first", "keep-last"]
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 
 class KeyResolver:
@@ -39,10 +42,10 @@ class KeyResolver:
         self._files, self._index, self._pending = files, index, pending
         self._on_conflict, self._read_labels = on_conflict, read_labels
         self.num_conflicts = 0
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], object]] = []
         self._segments: dict[int, SegmentReader] = {}  # committed segments that were compared with
 
-    def begin_source(self, undo: list[Callable[[], None]]) -> None:
+    def begin_source(self, undo: list[Callable[[], object]]) -> None:
         """Begin a source. `undo` receives a function for each change; their reverse order reverts the source."""
         self._undo, self.num_conflicts = undo, 0
 
@@ -137,98 +140,87 @@ class KeyResolver:
         groups : set[int]
             Result of resolve_new() for the trace.
         given : TraceValues
-            Values for the columns if the key is new; the label is used in any case.
+            Values for the columns if the key is new. The label, from resolve_label(), is used in any case.
         """
         pending, key = self._pending, (record.question_id, record.sample)
+        index = self._index.find(*key)
         if key in pending.keys:
-            row = pending.rows[pending.keys[key]]
-            before = (dict(row.values), row.given)
-            self._undo.append(lambda: row.__dict__.update(values=before[0], given=before[1]))
+            row = self._changing(pending.rows[pending.keys[key]])
             for added in groups:
                 row.values |= {name: location[name] for name in _location_columns(added)}
             row.values["nonfinite"] |= location["nonfinite"]
-            row.given = row.given._replace(label=self._resolve_label(row.given.label, given.label))
+        elif index < 0:
+            self._set(pending.keys, key, len(pending.rows))
+            pending.rows.append(PendingRow(record.question_id, location, given))
+            self._undo.append(pending.rows.pop)
             return
+        else:
+            for added in groups:
+                name = mf.GROUP_NAMES[added]
+                patch = {f"patch_{column}": location[f"{name}_{column}"] for column in ("segment", "row")}
+                for columns in mf.LOCATION_COLUMNS.values():
+                    patch |= {f"patch_{column}": location[column] for column in columns}
+                patch |= {"patch_trace": index, "patch_group": added, "patch_nonfinite": location["nonfinite"]}
+                self._set(pending.patches, (index, added), patch)
+        self.set_label(record, given.label)
+
+    def _set(self, changes: dict[Key, Value], key: Key, value: Value) -> None:
+        """Set an item of the pending changes until the source is aborted."""
+        before = changes.get(key)
+
+        def restore() -> None:
+            if before is None:
+                del changes[key]
+            else:
+                changes[key] = before
+
+        changes[key] = value
+        self._undo.append(restore)
+
+    def _changing(self, row: PendingRow) -> PendingRow:
+        """Return a pending row, which the caller may change until the source is aborted."""
+        before = replace(row, values=dict(row.values))
+        self._undo.append(lambda: vars(row).update(vars(before)))
+        return row
+
+    def _stored_label(self, record: TraceRecord) -> float:
+        """Return the label of the record's key, NaN if it has none."""
+        pending, key = self._pending, (record.question_id, record.sample)
+        if key in pending.keys:
+            return pending.rows[pending.keys[key]].given.label
         index = self._index.find(*key)
         if index < 0:
-            pending.keys[key] = len(pending.rows)
-            pending.rows.append(PendingRow(record.question_id, location, given))
+            return math.nan
+        earlier = pending.updates.get(index)
+        return float(self._read_labels()[index]) if earlier is None else earlier.label
 
-            def forget() -> None:
-                pending.rows.pop()
-                del pending.keys[key]
+    def resolve_label(self, record: TraceRecord) -> float:
+        """Return the label that the record's key gets from it, NaN for none.
 
-            self._undo.append(forget)
-            return
-        for added in sorted(groups):
-            name = mf.GROUP_NAMES[added]
-            patch = {f"patch_{column}": location[f"{name}_{column}"] for column in ("segment", "row")}
-            for columns in mf.LOCATION_COLUMNS.values():
-                patch |= {f"patch_{column}": location[column] for column in columns}
-            patch |= {"patch_trace": index, "patch_group": added, "patch_nonfinite": location["nonfinite"]}
-            self._add_patch((index, added), patch)
-        self.add_label(record)
-
-    def _add_patch(self, key: tuple[int, int], patch: dict[str, int]) -> None:
-        pending, before = self._pending, self._pending.patches.get(key)
-
-        def restore() -> None:
-            del pending.patches[key]
-            if before is not None:
-                pending.patches[key] = before
-
-        pending.patches[key] = patch
-        self._undo.append(restore)
-
-    def check_label(self, record: TraceRecord) -> None:
-        """Raise InvalidInputError if the label of a record conflicts with the stored one."""
+        InvalidInputError if it differs from the stored one and `on_conflict` is "error".
+        """
         if record.label is None:
-            return
-        row, index = self._pending.keys.get((record.question_id, record.sample)), -1
-        if row is None:
-            index = self._index.find(record.question_id, record.sample)
-        if row is not None:
-            self._resolve_label(self._pending.rows[row].given.label, record.label)
-        elif index >= 0:
-            earlier = self._pending.updates.get(index)
-            self._resolve_label(float(self._read_labels()[index]) if earlier is None else earlier.label, record.label)
+            return math.nan
+        stored = self._stored_label(record)
+        if math.isnan(stored) or math.isnan(record.label) or stored == record.label:
+            return record.label
+        if self._on_conflict == "error":
+            raise InvalidInputError(
+                f"found label {record.label:g}, expected {stored:g} as stored for this key", field="labels"
+            )
+        return record.label if self._on_conflict == "keep-last" else stored
 
-    def add_label(self, record: TraceRecord) -> None:
-        """Add the label of a second source to an existing key; refuse a label that differs from the stored one."""
-        pending, label = self._pending, record.label
-        if label is None:
+    def set_label(self, record: TraceRecord, label: float) -> None:
+        """Set the label of an existing key to the result of resolve_label()."""
+        if math.isnan(label) or label == self._stored_label(record):
             return
-        key = (record.question_id, record.sample)
+        pending, key = self._pending, (record.question_id, record.sample)
         if key in pending.keys:
-            row = pending.rows[pending.keys[key]]
-            before = row.given
-            self._undo.append(lambda: setattr(row, "given", before))
-            row.given = before._replace(label=self._resolve_label(before.label, label))
+            row = self._changing(pending.rows[pending.keys[key]])
+            row.given = row.given._replace(label=label)
             return
         index = self._index.find(*key)
-        earlier = pending.updates.get(index)
-        stored = float(self._read_labels()[index]) if earlier is None else earlier.label
-        label = self._resolve_label(stored, label)
-        if math.isnan(label) or label == stored:
-            return
-
-        def restore() -> None:
-            if earlier is None:
-                del pending.updates[index]
-            else:
-                pending.updates[index] = earlier
-
-        pending.updates[index] = (earlier or TraceValues())._replace(label=label)
-        self._undo.append(restore)
-
-    def _resolve_label(self, stored: float, label: float) -> float:
-        if not math.isnan(stored) and not math.isnan(label) and stored != label:
-            if self._on_conflict != "error":
-                return label if self._on_conflict == "keep-last" else stored
-            raise InvalidInputError(
-                f"found label {label:g}, expected {stored:g} as stored for this key", field="labels"
-            )
-        return stored if math.isnan(label) else label
+        self._set(pending.updates, index, pending.updates.get(index, TraceValues())._replace(label=label))
 
 
 def _location_columns(group: int) -> tuple[str, ...]:

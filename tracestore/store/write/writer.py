@@ -1,7 +1,6 @@
 """StoreWriter: complete sources and atomic commits (docs/format.md, "Commit")."""
 
 import contextlib
-import math
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
@@ -122,7 +121,7 @@ class StoreWriter:
             raise CorruptStoreError(f"{error.filename or error}: missing") from None
         self._sources = {(s.path, s.size, s.fingerprint) for s in self.index.sources()}
         self._reset_pending()
-        self._undo: list[Callable[[], None]] | None = None
+        self._undo: list[Callable[[], object]] | None = None
         write_root(self.path, self.attributes)
         remove_unreferenced(self.path, self.index)
 
@@ -239,13 +238,12 @@ class StoreWriter:
         try:
             attributes = fit_attributes(self.attributes, trace)
             groups = self._keys.resolve_new(trace)
-            self._keys.check_label(record)
-            if not groups:
-                self._keys.add_label(record)
+            label = self._keys.resolve_label(record)
             self.attributes = attributes
         except InvalidInputError as error:
             raise error.with_location(position=record.position) from None
         if not groups:
+            self._keys.set_label(record, label)
             source.num_skipped += 1
             return False
         segment = self._segment_for(trace)
@@ -253,8 +251,7 @@ class StoreWriter:
         location = location_of(trace, groups, segment.number, len(segment), source_number)
         segment.append(trace, self.attributes)
         source.num_traces += 1
-        given = TraceValues(scores, math.nan if record.label is None else record.label, group)
-        self._keys.add_location(record, location, groups, given)
+        self._keys.add_location(record, location, groups, TraceValues(scores, label, group))
         return True
 
     def _segment_for(self, trace: PackedTrace) -> SegmentWriter:
