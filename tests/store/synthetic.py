@@ -33,7 +33,8 @@ def make_index_only_store(
     for k in range(num_parts):
         first, end = int(cuts[k]), num_traces if k == num_parts - 1 else int(cuts[k + 1])
         n, ids = end - first, np.arange(first, end)
-        arrays = mf.empty_columns()
+        empty = {name: np.zeros(int(name.endswith("_offsets")), dtype) for name, dtype in mf.PART_DTYPES.items()}
+        arrays = {name: array for name, array in empty.items() if name != "key_table"}
         for name, dtype in mf.TRACE_COLUMNS.items():
             arrays[name] = np.full(n, template[name][0], dtype)
         tokens = 30 + ids * 7919 % 41

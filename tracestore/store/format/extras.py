@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from tracestore.store.format.schema import as_float32
+
 
 def decode_list(text: str) -> list[Any]:
     """Return the list that encode_value() encoded as JSON.
@@ -20,8 +22,7 @@ def decode_list(text: str) -> list[Any]:
     found = json.loads(text)
     if not isinstance(found, list):
         raise ValueError("not a JSON list")
-    decoded: list[Any] = decode_extras({"": found})[""]
-    return decoded
+    return [_decode(item) for item in found]
 
 
 def decode_extras(extras: Mapping[str, Any]) -> dict[str, Any]:
@@ -32,29 +33,28 @@ def decode_extras(extras: Mapping[str, Any]) -> dict[str, Any]:
     ValueError, TypeError, RecursionError
         If an encoded value is invalid.
     """
+    return {name: _decode(item) for name, item in extras.items()}
 
-    def value(item: Any) -> Any:
-        if isinstance(item, list):
-            return [value(v) for v in item]
-        if not isinstance(item, dict):
-            return item
-        match item:
-            case {"$int": str(text)} if len(item) == 1:
-                return int(text)
-            case {"$float": str(text)} if len(item) == 1:
-                return float(text)
-            case {"$bytes": str(text)} if len(item) == 1:
-                return base64.b64decode(text)
-            case {"$array": [str(dtype), list(shape), str(text)]} if len(item) == 1:
-                data = base64.b64decode(text)
-                if dtype != "bfloat16" and re.fullmatch(r"[<>|=]?[biufcSU]\d+", dtype) is None:
-                    raise ValueError(f"dtype {dtype}")
-                if dtype == "bfloat16":
-                    bits = np.frombuffer(data, "<u2").astype("<u4") << 16
-                    return bits.view("<f4").reshape(shape)
-                return np.frombuffer(data, dtype).reshape(shape).copy()
-            case {"$dict": list(pairs)} if len(item) == 1:
-                return {value(k): value(v) for k, v in pairs}
-        return {k: value(v) for k, v in item.items()}
 
-    return {name: value(item) for name, item in extras.items()}
+def _decode(item: Any) -> Any:
+    if isinstance(item, list):
+        return [_decode(v) for v in item]
+    if not isinstance(item, dict):
+        return item
+    match item:
+        case {"$int": str(text)} if len(item) == 1:
+            return int(text)
+        case {"$float": str(text)} if len(item) == 1:
+            return float(text)
+        case {"$bytes": str(text)} if len(item) == 1:
+            return base64.b64decode(text)
+        case {"$array": [str(dtype), list(shape), str(text)]} if len(item) == 1:
+            data = base64.b64decode(text)
+            if dtype == "bfloat16":
+                return as_float32(np.frombuffer(data, "<u2"), dtype).reshape(shape)
+            if re.fullmatch(r"[<>|=]?[biufcSU]\d+", dtype) is None:
+                raise ValueError(f"dtype {dtype}")
+            return np.frombuffer(data, dtype).reshape(shape).copy()
+        case {"$dict": list(pairs)} if len(item) == 1:
+            return {_decode(k): _decode(v) for k, v in pairs}
+    return {k: _decode(v) for k, v in item.items()}

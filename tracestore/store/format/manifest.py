@@ -17,7 +17,7 @@ from tracestore._core.kernels import crc32c
 from tracestore.errors import CorruptStoreError, escape_unprintable
 from tracestore.store.format import paths, schema
 from tracestore.store.format.entries import FileEntry
-from tracestore.store.format.ragged import concatenate_ragged, encode_strings
+from tracestore.store.format.ragged import concatenate_ragged
 
 # A manifest references some tens of parts: their number grows with the logarithm of the number of commits.
 MAX_MANIFEST_BYTES = 4 << 20
@@ -235,15 +235,6 @@ def parse_manifest(data: bytes, generation: int) -> Manifest:
     except (ValueError, KeyError, TypeError, RecursionError, CorruptStoreError) as error:
         raise CorruptStoreError(f"{paths.manifest(generation)}: {escape_unprintable(str(error), 300)}") from None
     return manifest
-
-
-def empty_columns() -> dict[str, np.ndarray]:
-    """Return the arrays of an empty index part, without its key table."""
-    arrays = {name: np.zeros(0, dtype) for name, dtype in PART_DTYPES.items()}
-    for name in STRINGS:
-        arrays[name], arrays[f"{name}_offsets"] = encode_strings([])
-    del arrays["key_table"]  # with_key_table() adds it.
-    return arrays
 
 
 def check_part(ref: PartRef, lengths: Mapping[str, int]) -> None:

@@ -36,26 +36,22 @@ def _document(indent: int | None = 2, **values: Any) -> bytes:
     return json.dumps(values, indent=indent).encode()
 
 
-def array_metadata(
-    shape: Sequence[int], chunk_rows: int, dtype: np.dtype, codec: str, attributes: dict[str, Any]
+def _array(
+    shape: Sequence[int],
+    chunk_shape: Sequence[int],
+    dtype: np.dtype,
+    codecs: list[dict[str, Any]],
+    attributes: dict[str, Any],
+    indent: int | None,
 ) -> bytes:
-    """Return the zarr.json of an array with one shard, split along axis 0 into inner chunks of `chunk_rows` rows."""
-    shard_rows = max(1, -(-shape[0] // chunk_rows)) * chunk_rows
-    grid = {"name": "regular", "configuration": {"chunk_shape": [shard_rows, *shape[1:]]}}
-    sharding = _codec(
-        "sharding_indexed",
-        chunk_shape=[chunk_rows, *shape[1:]],
-        codecs=[_bytes_codec(dtype.itemsize), *_compressors(codec, dtype.itemsize)],
-        index_codecs=[_bytes_codec(8), _codec("crc32c")],
-        index_location="end",
-    )
     return _document(
+        indent,
         shape=list(shape),
         data_type=dtype.name,
-        chunk_grid=grid,
+        chunk_grid={"name": "regular", "configuration": {"chunk_shape": list(chunk_shape)}},
         chunk_key_encoding={"name": "default", "configuration": {"separator": "/"}},
         fill_value=0.0 if dtype.kind == "f" else 0,
-        codecs=[sharding],
+        codecs=codecs,
         attributes=attributes,
         zarr_format=3,
         node_type="array",
@@ -63,22 +59,25 @@ def array_metadata(
     )
 
 
+def array_metadata(
+    shape: Sequence[int], chunk_rows: int, dtype: np.dtype, codec: str, attributes: dict[str, Any]
+) -> bytes:
+    """Return the zarr.json of an array with one shard, split along axis 0 into inner chunks of `chunk_rows` rows."""
+    shard_rows = max(1, -(-shape[0] // chunk_rows)) * chunk_rows
+    sharding = _codec(
+        "sharding_indexed",
+        chunk_shape=[chunk_rows, *shape[1:]],
+        codecs=[_bytes_codec(dtype.itemsize), *_compressors(codec, dtype.itemsize)],
+        index_codecs=[_bytes_codec(8), _codec("crc32c")],
+        index_location="end",
+    )
+    return _array(shape, (shard_rows, *shape[1:]), dtype, [sharding], attributes, 2)
+
+
 @functools.lru_cache(maxsize=256)
 def small_array_metadata(num_items: int, dtype: np.dtype) -> bytes:
     """Return the zarr.json of a one-dimensional array of one uncompressed chunk."""
-    return _document(
-        indent=None,
-        shape=[num_items],
-        data_type=dtype.name,
-        chunk_grid={"name": "regular", "configuration": {"chunk_shape": [max(1, num_items)]}},
-        chunk_key_encoding={"name": "default", "configuration": {"separator": "/"}},
-        fill_value=0.0 if dtype.kind == "f" else 0,
-        codecs=[_bytes_codec(dtype.itemsize)],
-        attributes={},
-        zarr_format=3,
-        node_type="array",
-        storage_transformers=[],
-    )
+    return _array([num_items], [max(1, num_items)], dtype, [_bytes_codec(dtype.itemsize)], {}, None)
 
 
 def group_metadata(attributes: dict[str, Any]) -> bytes:

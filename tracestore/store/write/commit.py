@@ -102,7 +102,7 @@ def _write_index(store: Path, index: StoreIndex, pending: Pending, segments: lis
     `segments` has the rows.zip of each pending segment.
     """
     old, generation = index.manifest, index.manifest.generation + 1
-    arrays = mf.empty_columns()
+    arrays: dict[str, np.ndarray] = {}
     for name, dtype in mf.TRACE_COLUMNS.items():
         arrays[name] = np.array([r.values[name] for r in pending.rows], dtype)
     patches = [pending.patches[place] for place in sorted(pending.patches)]

@@ -128,11 +128,7 @@ def _stored(array: np.ndarray, keep: bool, name: str, scratch: Scratch) -> np.nd
     flat = kernels.to_float16(array.view("u1").reshape(-1), schema.dtype_code(dtype), out.view("u1").reshape(-1))
     if flat >= 0:
         raw = array.reshape(-1)[flat : flat + 1]
-        value = (
-            (raw.view("<u2").astype("<u4") << 16).view("<f4")[0]
-            if dtype == "bfloat16" and raw.dtype == schema.BFLOAT16
-            else raw[0]
-        )
+        value = schema.as_float32(raw.view("<u2"), dtype)[0] if dtype == "bfloat16" else raw[0]
         raise field_error(
             name, f"{float(value):g}, which float16 cannot hold", "at most 65504 in size, or the option --dtype keep"
         )

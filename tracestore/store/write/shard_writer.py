@@ -44,7 +44,6 @@ class ShardWriter:
         self._coder = ChunkCodec(codec, dtype.itemsize) if codec != "none" else None
         self._chunks: list[tuple[int, int]] = []
         self._fd = -1
-        self._finished = False
 
     @property
     def num_rows(self) -> int:
@@ -180,8 +179,6 @@ class ShardWriter:
         tuple[int, int]
             Size and CRC-32C of the file.
         """
-        assert not self._finished
-        self._finished = True
         self.flush()
         if self._adopted is not None:  # An adopted file may end with rows of traces that were left out.
             with with_filename(self.path):
