@@ -84,7 +84,7 @@ class StoreVerifier(ABC):
 
     @abstractmethod
     def list_all(self) -> list[str]:
-        """Return the paths of all files in the store."""
+        """Return the paths of all files in the store; none if its server does not list them."""
 
     def existing(self, found: list[str]) -> list[str]:
         """Return those of some paths that exist, where that takes no request."""
@@ -175,6 +175,8 @@ class StoreVerifier(ABC):
     def _leftovers(self, known: set[str]) -> list[str]:
         """Return the files that neither `known`, the files of the verified generations, nor a generation names."""
         found = self.list_all()  # Before the generations: the files of each commit in between are then named.
+        if not found:
+            return []
         named, later = known | {"zarr.json", "lock", "manifest/newest"}, set()
         for number in self.files.generations():
             named |= {paths.manifest(number), paths.manifest_copy(number)}

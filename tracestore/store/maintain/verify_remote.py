@@ -110,7 +110,7 @@ class _ObjectVerifier(StoreVerifier):
                 self.report.damaged |= generation.damaged
 
     def list_all(self) -> list[str]:
-        """See StoreVerifier. Web servers do not list their files."""
+        """See StoreVerifier."""
         return self._object_store.list_recursive("") if self._object_store.can_list else []
 
 
