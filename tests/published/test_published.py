@@ -11,7 +11,7 @@ from tracestore.detectors.catalog import catalog, make_detector, select
 from tracestore.errors import TrainingError
 from tracestore.evaluation.metrics import auroc
 from tracestore.evaluation.split import inner_bins
-from tracestore.published.linear import choose, cross_fitted_logits
+from tracestore.published.linear import candidate, choose, cross_fitted
 from tracestore.published.pooled_mlp import PooledNetwork
 from tracestore.published.pooled_mlp import _components as components_of
 
@@ -169,7 +169,7 @@ def test_combination_is_a_regression_on_cross_fitted_logits(store, name, num_lay
     assert len(layers) == num_layers
     x = np.stack([t.hidden_states[layers, BEGIN:].astype("f4").mean(1) for t in store], axis=1)
     bins = inner_bins(store, TRAIN, LABELS[TRAIN], 3, 0, "question")
-    inner = np.mean([cross_fitted_logits(states[TRAIN], LABELS[TRAIN], bins, c) for states in x], axis=0)
+    inner = np.mean([cross_fitted(states[TRAIN], LABELS[TRAIN], bins, candidate(c)) for states in x], axis=0)
     logprob = np.array([t.token_logprob[BEGIN:].astype("f8").mean() for t in store])
     both = np.c_[np.r_[inner, probe.score(store, TEST)], logprob]
     np.testing.assert_allclose(detector.score(store, TEST), by_newton(both, 1.0)[TEST], rtol=1e-5, atol=1e-7)

@@ -26,7 +26,6 @@ class MapRegression(Fitted):
     _c: float = field(default=0.0, init=False, repr=False)
 
     fields: ClassVar[tuple[str, ...]] = ("attention", "answer")
-    source: ClassVar[str] = "by formula"
 
     @abstractmethod
     def _columns(self, store: TraceStore, indices: np.ndarray) -> np.ndarray:

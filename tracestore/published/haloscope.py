@@ -10,7 +10,7 @@ from tracestore.evaluation.metrics import auroc
 from tracestore.evaluation.split import inner_bins
 from tracestore.features.table import features
 from tracestore.published.linear import FIRST_C, Fitted, Linear, fit_linear
-from tracestore.published.probes import usable
+from tracestore.published.probes import finite_last_tokens, usable
 from tracestore.store.read.store import TraceStore
 
 # One in so many training questions is labeled; the labels of the others are not read.
@@ -48,14 +48,11 @@ class HaloScope(Fitted):
     gives_logits: ClassVar[bool] = False
     cost: ClassVar[str] = "one product of D values"
     reference: ClassVar[str] = "Du et al. 2024, arXiv:2409.17504 (membership score zeta)"
-    source: ClassVar[str] = "by formula"
 
     def fit(self, store: TraceStore, indices: np.ndarray, labels: np.ndarray) -> Self:
         """Choose layer, components, sign and threshold by the labeled traces, and fit the probe to the unlabeled ones."""
         states = features(store, "last")["last"]
-        is_finite = np.array([np.isfinite(states[:, k]).all() for k in indices])
-        kept = usable(labels, is_finite, "finite last tokens")
-        rows, y = indices[kept], labels[kept]
+        rows, y = finite_last_tokens(store, indices, labels)
         is_labeled = inner_bins(store, rows, y, LABELED_BINS, self.seed, self.keep_together) == 0
         labeled = usable(y, is_labeled, "a label for the choice of layer and threshold")
         unlabeled = np.flatnonzero(~is_labeled)

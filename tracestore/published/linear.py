@@ -2,19 +2,22 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
 from tracestore.detectors.interface import Detector
 from tracestore.errors import TrainingError
 from tracestore.evaluation.metrics import auroc
+from tracestore.store.read.store import TraceStore
 
 # Candidates of the inverse regularization C, and the one with which layers are compared.
 GRID = (0.0003, 0.001, 0.003, 0.01, 0.1)
 FIRST_C = 0.003
 # Bins of the cross-validation inside of the training split.
 INNER_BINS = 3
+# Fits a model to rows and labels, and returns the function that gives its logits for rows.
+Fit = Callable[[np.ndarray, np.ndarray], Callable[[np.ndarray], np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,8 @@ class Linear:
 class Fitted(Detector):
     """Base of detectors whose fitted values are the private fields of a dataclass: plain values, arrays and `Linear`."""
 
+    source: ClassVar[str] = "by formula"
+
     def state(self) -> dict[str, Any]:
         """Return the fitted values by name."""
         return {f.name: _encode(getattr(self, f.name)) for f in fields(self) if not f.init}  # type: ignore[arg-type]
@@ -55,6 +60,18 @@ class Fitted(Detector):
             raise ValueError("other names")
         for name in names:
             setattr(self, name, _decode(state[name]))
+
+
+class Unfitted(Fitted):
+    """Base of scores that nothing is fitted for."""
+
+    kind = "untrained"
+    layers: ClassVar[str] = "none"
+    gives_logits: ClassVar[bool] = False
+
+    def fit(self, store: TraceStore, indices: np.ndarray, labels: np.ndarray) -> Self:
+        """Return the detector unchanged."""
+        return self
 
 
 def _encode(value: Any) -> Any:
@@ -130,34 +147,40 @@ def choose(
     for layer in layers:
         x = inputs(layer)
         if np.isfinite(x).all():
-            by_layer[layer] = _validated(x, y, bins, first) if len(layers) > 1 else 0.0
+            by_layer[layer] = cross_validated(x, y, bins, candidate(first)) if len(layers) > 1 else 0.0
     if not by_layer:
         raise TrainingError("no layer without NaN or infinite values; tracestore lint names the traces")
     ranked = sorted(by_layer, key=lambda k: (-by_layer[k], k))
     x = inputs(ranked[0])
-    by_c = {c: _validated(x, y, bins, c) for c in grid}
+    by_c = {c: cross_validated(x, y, bins, candidate(c)) for c in grid}
     return ranked, max(grid, key=lambda c: by_c[c])
 
 
-def _validated(x: np.ndarray, y: np.ndarray, bins: np.ndarray, c: float) -> float:
-    """Return the mean AUROC over the bins, each scored by the model of the others."""
-    return float(np.nanmean([auroc(y[bins == b], logits) for b, logits in _cross_fitted(x, y, bins, c)]))
+def cross_fitted(x: np.ndarray, y: np.ndarray, bins: np.ndarray, fit: Fit) -> np.ndarray:
+    """Return the logit ``(n,)`` of each row from the model of the other bins, NaN if those lack a class.
 
-
-def _cross_fitted(x: np.ndarray, y: np.ndarray, bins: np.ndarray, c: float) -> list[tuple[int, np.ndarray]]:
-    scores = []
-    for b in np.unique(bins).tolist():
+    Raises
+    ------
+    TrainingError
+        If there is no logit.
+    """
+    out = np.full(len(x), np.nan)
+    for b in np.unique(bins):
         inside = bins == b
         if 0 < y[~inside].sum() < (~inside).sum():
-            scores.append((b, fit_linear(x[~inside], y[~inside], c, is_exact=False).logits(x[inside])))
-    if not scores:
+            out[inside] = fit(x[~inside], y[~inside])(x[inside])
+    if np.isnan(out).all():
         raise TrainingError("too few traces of a class for a choice inside of the training split")
-    return scores
-
-
-def cross_fitted_logits(x: np.ndarray, y: np.ndarray, bins: np.ndarray, c: float) -> np.ndarray:
-    """Return the logit ``(n,)`` of each row from the model of the other bins, NaN where there is none."""
-    out = np.full(len(x), np.nan)
-    for b, logits in _cross_fitted(x, y, bins, c):
-        out[bins == b] = logits
     return out
+
+
+def cross_validated(x: np.ndarray, y: np.ndarray, bins: np.ndarray, fit: Fit) -> float:
+    """Return the mean AUROC over the bins of `cross_fitted`."""
+    logits = cross_fitted(x, y, bins, fit)
+    tested = np.unique(bins[~np.isnan(logits)])
+    return float(np.nanmean([auroc(y[bins == b], logits[bins == b]) for b in tested]))
+
+
+def candidate(c: float) -> Fit:
+    """Return how regressions with an inverse regularization are fitted to compare candidates."""
+    return lambda x, y: fit_linear(x, y, c, is_exact=False).logits

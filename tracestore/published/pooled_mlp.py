@@ -144,11 +144,6 @@ class PooledMLP(Detector):
             network.load_state_dict(weights, assign=True)
             self._models.append(network.eval())
 
-    @property
-    def chosen(self) -> dict[str, Any]:
-        """Nothing is chosen besides the epoch."""
-        return {}
-
 
 def _padded(values: np.ndarray, offsets: np.ndarray, rows: np.ndarray, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the tokens (n, T, columns) float32 of some traces, padded with zeros, and the mask (n, T) of tokens."""

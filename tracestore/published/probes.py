@@ -9,7 +9,7 @@ from tracestore.errors import TrainingError
 from tracestore.evaluation.split import inner_bins
 from tracestore.features.table import features
 from tracestore.features.tokens import STATISTICS
-from tracestore.published.linear import INNER_BINS, Fitted, Linear, choose, cross_fitted_logits, fit_linear
+from tracestore.published.linear import INNER_BINS, Fitted, Linear, candidate, choose, cross_fitted, fit_linear
 from tracestore.store.read.store import TraceStore
 
 Pooling = Literal["last", "prompt_last", "answer_mean", "answer_max"]
@@ -26,6 +26,13 @@ def usable(y: np.ndarray, is_present: np.ndarray, what: str) -> np.ndarray:
     if not 0 < y[kept].sum() < len(kept):
         raise TrainingError(f"{len(kept)} of {len(y)} training traces have {what}, and not of both classes")
     return kept
+
+
+def finite_last_tokens(store: TraceStore, indices: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the traces without NaN or infinite values in their last tokens, and their labels."""
+    states = features(store, "last")["last"]
+    kept = usable(labels, np.array([np.isfinite(states[:, k]).all() for k in indices]), "finite last tokens")
+    return indices[kept], labels[kept]
 
 
 @dataclass
@@ -47,7 +54,6 @@ class LayerProbe(Fitted):
     _c: float = field(default=0.0, init=False, repr=False)
 
     reference: ClassVar[str] = "Alain and Bengio 2017, arXiv:1610.01644"
-    source: ClassVar[str] = "by formula"
 
     @property
     def kind(self) -> Any:  # type: ignore[override]
@@ -123,7 +129,7 @@ class ProbeAndLogprob(LayerProbe):
         kept = usable(labels, is_finite & ~np.isnan(logprob[indices]), "log-probabilities")
         rows, y = indices[kept], labels[kept]
         bins = inner_bins(store, rows, y, INNER_BINS, self.seed, self.keep_together)
-        logits = np.mean([cross_fitted_logits(layer[rows], y, bins, self._c) for layer in states], axis=0)
+        logits = np.mean([cross_fitted(layer[rows], y, bins, candidate(self._c)) for layer in states], axis=0)
         both = np.stack([logits, logprob[rows]], axis=1)[~np.isnan(logits)]
         self._stack = fit_linear(both, y[~np.isnan(logits)], 1.0)
         return self

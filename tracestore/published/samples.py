@@ -6,28 +6,16 @@ question with one answer.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal
 
 import numpy as np
 
 from tracestore.extract.judges import squad_words
 from tracestore.features.hidden import log_determinant
 from tracestore.features.table import features
-from tracestore.published.linear import Fitted
+from tracestore.published.linear import Unfitted
 from tracestore.published.probes import mean_logprob
 from tracestore.store.read.store import TraceStore
-
-
-class _Dispersion(Fitted):
-    """Base of scores that the answers of a question share."""
-
-    kind = "untrained"
-    gives_logits: ClassVar[bool] = False
-    source: ClassVar[str] = "by formula"
-
-    def fit(self, store: TraceStore, indices: np.ndarray, labels: np.ndarray) -> Self:
-        """Return the detector unchanged."""
-        return self
 
 
 def _by_question(store: TraceStore, indices: np.ndarray, value: Callable[[np.ndarray], float]) -> np.ndarray:
@@ -41,7 +29,7 @@ def _by_question(store: TraceStore, indices: np.ndarray, value: Callable[[np.nda
 
 
 @dataclass
-class SemanticEntropy(_Dispersion):
+class SemanticEntropy(Unfitted):
     """Semantic entropy: entropy over clusters of the answers to a question that mean the same.
 
     The entropy is -sum_c p_c log p_c in nats. Answers are in one cluster if they are equal after the normalization of
@@ -57,7 +45,6 @@ class SemanticEntropy(_Dispersion):
 
     weights: Literal["likelihood", "count"] = "likelihood"
 
-    layers: ClassVar[str] = "none"
     cost: ClassVar[str] = "none beyond the generation of K answers"
     reference: ClassVar[str] = (
         "Kuhn et al. 2023, arXiv:2302.09664; Farquhar et al. 2024, Nature 630 (length-normalized likelihoods, summed "
@@ -87,7 +74,7 @@ class SemanticEntropy(_Dispersion):
 
 
 @dataclass
-class EigenScore(_Dispersion):
+class EigenScore(Unfitted):
     """EigenScore: mean log-eigenvalue of the covariance of the last tokens of the answers to a question.
 
     With the states Z (D, K) of the K answers' last tokens in the middle layer, it is log det(Z^T J Z + 0.001 I) / K,

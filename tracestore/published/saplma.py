@@ -2,15 +2,15 @@
 
 import warnings
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from tracestore.evaluation.metrics import auroc
 from tracestore.evaluation.split import inner_bins
 from tracestore.features.table import features
-from tracestore.published.linear import INNER_BINS, Fitted
-from tracestore.published.probes import usable
+from tracestore.published.linear import INNER_BINS, Fitted, cross_validated
+from tracestore.published.probes import finite_last_tokens
 from tracestore.store.read.store import TraceStore
 
 HIDDEN = (256, 128, 64)
@@ -37,7 +37,6 @@ class Saplma(Fitted):
     layers: ClassVar[str] = "one of five, chosen by cross-validation"
     cost: ClassVar[str] = "a network of 190,000 weights for D = 576"
     reference: ClassVar[str] = "Azaria and Mitchell 2023, arXiv:2304.13734"
-    source: ClassVar[str] = "by formula"
 
     def _train(self, x: np.ndarray, y: np.ndarray) -> list[np.ndarray]:
         """Return mean and scale of the inputs, then weights and biases of each layer."""
@@ -64,21 +63,13 @@ class Saplma(Fitted):
     def fit(self, store: TraceStore, indices: np.ndarray, labels: np.ndarray) -> Self:
         """Choose the layer by cross-validation on the traces, then train on all of them."""
         states = features(store, "last")["last"]
-        is_finite = np.array([np.isfinite(states[:, k]).all() for k in indices])
-        kept = usable(labels, is_finite, "finite last tokens")
-        rows, y = indices[kept], labels[kept]
+        rows, y = finite_last_tokens(store, indices, labels)
         bins = inner_bins(store, rows, y, INNER_BINS, self.seed, self.keep_together)
         count = store.num_layers
         candidates = sorted({round((count - 1) * part / 8) for part in (4, 5, 6, 7, 8)})
 
         def validated(layer: int) -> float:
-            values = []
-            for b in np.unique(bins):
-                inside = bins == b
-                if 0 < y[~inside].sum() < (~inside).sum():
-                    model = self._train(states[layer, rows[~inside]], y[~inside])
-                    values.append(auroc(y[inside], _logits(model, states[layer, rows[inside]])))
-            return float(np.nanmean(values))
+            return cross_validated(states[layer, rows], y, bins, lambda x, y: partial(_logits, self._train(x, y)))
 
         self._layer = max(candidates, key=validated) if len(candidates) > 1 else candidates[0]
         self._network = self._train(states[self._layer, rows], y)

@@ -8,7 +8,7 @@ import numpy as np
 from tracestore.evaluation.metrics import auroc
 from tracestore.features.table import features
 from tracestore.features.tokens import STATISTICS
-from tracestore.published.linear import Fitted
+from tracestore.published.linear import Fitted, Unfitted
 from tracestore.published.probes import usable
 from tracestore.store.read.store import TraceStore
 
@@ -24,7 +24,7 @@ _REFERENCES = {
 
 
 @dataclass
-class TokenStatistic(Fitted):
+class TokenStatistic(Unfitted):
     """A statistic of the answer's tokens.
 
     Parameters
@@ -34,10 +34,7 @@ class TokenStatistic(Fitted):
 
     statistic: str = "mean_logprob"
 
-    layers: ClassVar[str] = "none"
-    gives_logits: ClassVar[bool] = False
     cost: ClassVar[str] = "none beyond generation"
-    source: ClassVar[str] = "by formula"
 
     @property
     def kind(self) -> Any:  # type: ignore[override]
@@ -54,10 +51,6 @@ class TokenStatistic(Fitted):
     def reference(self) -> str:  # type: ignore[override]
         """The paper of the statistic."""
         return _REFERENCES[self.statistic]
-
-    def fit(self, store: TraceStore, indices: np.ndarray, labels: np.ndarray) -> Self:
-        """Return the detector unchanged."""
-        return self
 
     def score(self, store: TraceStore, indices: np.ndarray) -> np.ndarray:
         """Return the statistic, negative where a low one marks a hallucination."""
@@ -87,7 +80,6 @@ class LLMCheck(Fitted):
     layers: ClassVar[str] = "one, chosen on the training traces"
     gives_logits: ClassVar[bool] = False
     reference: ClassVar[str] = "Sriramanan et al. 2024, LLM-Check, NeurIPS (hidden score, attention score)"
-    source: ClassVar[str] = "by formula"
 
     @property
     def cost(self) -> str:  # type: ignore[override]
@@ -100,12 +92,10 @@ class LLMCheck(Fitted):
         return ("hidden_states" if self.score_of == "hidden" else "attention", "answer")
 
     def _values(self, store: TraceStore, indices: np.ndarray) -> np.ndarray:
-        is_hidden = self.score_of == "hidden"
-        values: np.ndarray = (
-            features(store, "hidden")["hidden_logdet"]
-            if is_hidden
-            else features(store, "attention")["attention_logdet"].sum(2)
-        )
+        if self.score_of == "hidden":
+            values = features(store, "hidden")["hidden_logdet"]
+        else:
+            values = features(store, "attention")["attention_logdet"].sum(2)
         chosen: np.ndarray = values[indices].astype(np.float64)
         return chosen
 
@@ -145,7 +135,6 @@ class GroupRate(Fitted):
     gives_logits: ClassVar[bool] = False
     cost: ClassVar[str] = "none"
     reference: ClassVar[str] = "a detector at this level has learned the groups only"
-    source: ClassVar[str] = "by formula"
 
     def fit(self, store: TraceStore, indices: np.ndarray, labels: np.ndarray) -> Self:
         """Count hallucinations by group."""
