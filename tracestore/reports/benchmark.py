@@ -1,6 +1,7 @@
 """report.html of a benchmark."""
 
 import datetime
+import itertools
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,10 +17,15 @@ from tracestore.pages import elements
 from tracestore.pages.document import Section, document
 from tracestore.pages.elements import Cell, Html, element, join, number, paragraph, table
 from tracestore.pages.plots import Series, heat_map, plot
+from tracestore.pages.tables import Table
 from tracestore.reports.tables import p_value
 from tracestore.store.io.fsio import atomic_write
 
 _MAX_TRANSFER = 6
+LEGEND = (
+    "PRR: prediction rejection ratio. RC: area under the risk-coverage curve, lower is better. In groups: AUROC over "
+    "pairs of the same group. p: of the difference to the best detector, adjusted by Holm for all pairs."
+)
 _SERVE = "To list and open the traces that a detector misclassifies:"
 
 
@@ -95,16 +101,17 @@ def _verdict(entry: Mapping[str, Any], scheme: str) -> Html:
     return join(said)
 
 
-def _scheme(entry: Mapping[str, Any], scheme: str) -> Html:
+def scheme_table(entry: Mapping[str, Any], scheme: str) -> Table:
+    """Return the table of the detectors of a store, the best first; columns without values are left out."""
     detectors, ranked = entry["detectors"], _ranked(entry, scheme)
     p, rows = _p_to_best(entry, scheme, ranked[0]), []
     for name in ranked:
         found = detectors[name]
         test = found["schemes"][scheme]
-        interval, by_group = test["interval_by_question"], test["interval_by_group"]
+        by_group = test["interval_by_group"]
         external = found["kind"] == "external"
         rows.append([
-            name, found["kind"], Cell(format_interval(test["auroc"], interval), test["auroc"]),
+            name, found["kind"], Cell(format_interval(test["auroc"], test["interval_by_question"]), test["auroc"]),
             number(None) if by_group is None else Cell(f"{by_group[0]:.3f} to {by_group[1]:.3f}", by_group[0]),
             *(number(test[c]) for c in ("within_group_auroc", "auprc", "prr", "risk_coverage_area", "ece", "brier")),
             *(p_value(p[unit].get(name)) for unit in UNITS), test["num_without_score"] or None,
@@ -115,6 +122,16 @@ def _scheme(entry: Mapping[str, Any], scheme: str) -> Html:
               "Brier", "p to best by question", "by group", "without score", "seconds", "memory"]  # fmt: skip
     # Without groups, or with scores of all traces, columns are empty.
     shown = [k for k in range(len(header)) if any(number(None) != row[k] is not None for row in rows)]
+    return Table("Detectors", [header[k] for k in shown], [[row[k] for k in shown] for row in rows])
+
+
+def too_few(entry: Mapping[str, Any], scheme: str) -> list[str]:
+    """Return the reasons why detectors have no intervals."""
+    return sorted({r for of in entry["detectors"].values() for r in of["schemes"][scheme]["too_few"].values()})
+
+
+def _scheme(entry: Mapping[str, Any], scheme: str) -> Html:
+    detectors, ranked = entry["detectors"], _ranked(entry, scheme)
     tests = [detectors[d]["schemes"][scheme] for d in ranked]
     intervals = [t["interval_by_question"] or (np.nan, np.nan) for t in tests]
     kinds: dict[str, list[int]] = {}
@@ -129,32 +146,21 @@ def _scheme(entry: Mapping[str, Any], scheme: str) -> Html:
         "AUROC with 95 % intervals", series, x_label="", y_label="AUROC", x_names=ranked, is_horizontal=True,
         references=[("chance", "y", 0.5)], height=100 + 20 * len(ranked),
     )  # fmt: skip
-    legend = "PRR: prediction rejection ratio. RC: area under the risk-coverage curve, lower is better."
-    legend += " In groups: AUROC over pairs of the same group." if header.index("in groups") in shown else ""
-    legend += " p: of the difference to the best detector, adjusted by Holm for all pairs."
-    reasons = sorted({r for t in tests for r in t["too_few"].values()})
-    notes = [paragraph(text, kind="note") for text in (legend, *reasons)]
-    columns = [[row[k] for k in shown] for row in rows]
-    return join([table([header[k] for k in shown], columns, caption="Detectors"), *notes, figure])
+    notes = [paragraph(text, kind="note") for text in (LEGEND, *too_few(entry, scheme))]
+    return join([scheme_table(entry, scheme), *notes, figure])
 
 
-def _label_sources(found: Mapping[str, Any]) -> Html:
-    """Return tables of the sources' agreement, and of AUROC under each source."""
+def label_source_tables(found: Mapping[str, Any]) -> list[Table]:
+    """Return tables of the sources' traces, of their agreement, and of AUROC under each source."""
     sources = list(found["sources"])
+    counts = [[name, of["num_traces"], of["num_hallucinated"]] for name, of in found["sources"].items()]
+    agreement = [
+        [p["first"], p["second"], p["num_traces"], number(p["agreement"]), number(p["kappa"])]
+        for p in found["agreement"]
+    ]
     tables = [
-        table(
-            ["source", "traces", "hallucinated"],
-            [[name, of["num_traces"], of["num_hallucinated"]] for name, of in found["sources"].items()],
-            caption="Sources of labels",
-        ),
-        table(
-            ["source", "other source", "traces of both", "equal labels", "Cohen's kappa"],
-            [
-                [p["first"], p["second"], p["num_traces"], number(p["agreement"]), number(p["kappa"])]
-                for p in found["agreement"]
-            ],
-            caption="Agreement",
-        ),
+        Table("Sources of labels", ["source", "traces", "hallucinated"], counts),
+        Table("Agreement", ["source", "other source", "traces of both", "equal labels", "Cohen's kappa"], agreement),
     ]
     for scheme, detectors in found["schemes"].items():
         rows = [
@@ -162,25 +168,42 @@ def _label_sources(found: Mapping[str, Any]) -> Html:
             for name, of in sorted(detectors.items(), key=lambda item: -(item[1][sources[0]]["auroc"] or 0))
         ]
         caption = f"AUROC under the labels of each source (95 % by question), folds by {scheme}"
-        tables.append(table(["detector", *sources], rows, caption=caption))
+        tables.append(Table(caption, ["detector", *sources], rows))
+    return tables
+
+
+def _label_sources(found: Mapping[str, Any]) -> Html:
     note = f"The detectors are fitted to {found['fitted_to']}. Only the labels of the tested traces are exchanged."
-    return join([paragraph(note, kind="note"), *tables])
+    return join([paragraph(note, kind="note"), *label_source_tables(found)])
 
 
 def _auroc(found: Mapping[str, Any]) -> str:
     return "–" if found["auroc"] is None else format_interval(found["auroc"], found["interval_by_question"])
 
 
-def _transfer(results: Mapping[str, Any]) -> Html:
-    """Return a table of all pairs of stores, and heat maps of the best detectors."""
-    stores = list(results["stores"])
+def _transfer_cells(results: Mapping[str, Any]) -> dict[tuple[str, str, str], float]:
+    """Return AUROC by detector and the stores of training and test; within a store, that of the folds by question."""
     cells = {(c["detector"], c["trained_on"], c["tested_on"]): c["auroc"] for c in results["transfer"]}
     for store, entry in results["stores"].items():
         for detector, found in entry["detectors"].items():
             cells[detector, store, store] = found["schemes"]["question"]["auroc"]
-    names = list(dict.fromkeys(detector for detector, _, _ in cells))
-    pairs = [(a, b) for a in stores for b in stores]
+    return cells
+
+
+def transfer_table(results: Mapping[str, Any]) -> Table:
+    """Return the table of AUROC of each detector for each pair of stores."""
+    cells = _transfer_cells(results)
+    pairs = list(itertools.product(results["stores"], repeat=2))
+    names = dict.fromkeys(detector for detector, _, _ in cells)
     rows = [[name, *(number(cells.get((name, a, b))) for a, b in pairs)] for name in names]
+    header = ["detector", *(f"{a} → {b}" for a, b in pairs)]
+    return Table("AUROC, trained on → tested on", header, rows)
+
+
+def _transfer(results: Mapping[str, Any]) -> Html:
+    """Return the table of all pairs of stores, and heat maps of the best detectors."""
+    stores, cells = list(results["stores"]), _transfer_cells(results)
+    names = dict.fromkeys(detector for detector, _, _ in cells)
     matrices = {n: np.array([[cells.get((n, a, b), np.nan) for b in stores] for a in stores], float) for n in names}
     best = sorted(names, key=lambda n: -np.nan_to_num(np.nanmean(matrices[n])))[:_MAX_TRANSFER]
     maps = [
@@ -188,5 +211,4 @@ def _transfer(results: Mapping[str, Any]) -> Html:
                  y_names=stores, height=260)
         for n in best
     ]  # fmt: skip
-    header = ["detector", *(f"{a} → {b}" for a, b in pairs)]
-    return join([table(header, rows, caption="AUROC, trained on → tested on"), element("div", *maps, class_="plots")])
+    return join([transfer_table(results), element("div", *maps, class_="plots")])
