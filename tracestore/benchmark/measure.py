@@ -154,7 +154,7 @@ def _cross_validate(result: Measured, data: LabeledStore, scheme: str, folds: np
         detector = _fitted(result, data, train, scheme, seed)
         scores[test] = _scored(result, detector, data, test)
         if detector.gives_logits:
-            p[test] = _probability(scores[test])
+            p[test] = probability(scores[test])
         else:
             p[test] = platt(_scored(result, detector, data, train), data.y[train], scores[test])
         chosen.append(detector.chosen)
@@ -174,11 +174,7 @@ def _use_all(
         return
     slope, intercept = 1.0, 0.0
     if not detector.gives_logits:
-        scores = _scored(result, detector, data, rows)
-        known = ~np.isnan(scores)
-        platt = fit_linear(scores[known, None], data.y[known], _PLATT_C)
-        slope = float(platt.weight[0] / platt.scale[0])
-        intercept = platt.intercept - slope * float(platt.mean[0])
+        slope, intercept = _platt_line(_scored(result, detector, data, rows), data.y)
     # The threshold comes from the out-of-fold probabilities.
     p = result.probabilities["question"]
     known = ~np.isnan(p)
@@ -190,14 +186,6 @@ def _use_all(
         result.unsaved = str(error)
 
 
-def _probability(logits: np.ndarray) -> np.ndarray:
-    """Return sigmoid(logits), NaN where they are NaN."""
-    known = ~np.isnan(logits)
-    out = np.full(len(logits), np.nan)
-    out[known] = probability(logits[known])
-    return out
-
-
 def platt(train: np.ndarray, y: np.ndarray, test: np.ndarray) -> np.ndarray:
     """Return probabilities of test scores, from a logistic regression of the training labels on the training scores.
 
@@ -207,11 +195,19 @@ def platt(train: np.ndarray, y: np.ndarray, test: np.ndarray) -> np.ndarray:
     ----------
     Platt 1999, "Probabilistic Outputs for Support Vector Machines".
     """
-    known = ~np.isnan(train)
-    train, labels = train[known], y[known]
-    if not 0 < labels.sum() < len(labels) or np.ptp(train) == 0:
-        return np.where(np.isnan(test), np.nan, y.mean())
-    return _probability(fit_linear(train[:, None], labels, _PLATT_C).logits(test[:, None]))
+    slope, intercept = _platt_line(train, y)
+    return probability(slope * test + intercept)
+
+
+def _platt_line(scores: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+    """Return slope and intercept of the logit of the label as a function of the score."""
+    known = ~np.isnan(scores)
+    x, labels = scores[known, None], y[known]
+    if not 0 < labels.sum() < len(labels) or np.ptp(x) == 0:
+        return 0.0, float(np.log(y.mean() / (1 - y.mean())))
+    model = fit_linear(x, labels, _PLATT_C)
+    slope = float(model.weight[0] / model.scale[0])
+    return slope, model.intercept - slope * float(model.mean[0])
 
 
 def external_scores(name: str, data: LabeledStore, scores: np.ndarray) -> Measured:

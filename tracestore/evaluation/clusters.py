@@ -13,7 +13,7 @@ import numpy as np
 
 from tracestore.evaluation.evaluate import BootstrapResampler, RunScores
 from tracestore.evaluation.metrics import LEVEL, percentile_interval
-from tracestore.evaluation.significance import holm
+from tracestore.evaluation.significance import adjust
 
 # With fewer groups there is a jackknife instead of a bootstrap, and below the second number neither.
 BOOTSTRAP_GROUPS, MIN_GROUPS = 100, 5
@@ -35,18 +35,15 @@ class Resampling:
     def __init__(self, runs: Sequence[RunScores], unit: str, seed: int) -> None:
         resampler = BootstrapResampler(runs, seed, unit)
         count = resampler.num_questions
-        self.estimate, self.reason = float(resampler.estimate()[0]), resampler.too_few
-        self.method: str | None = "bootstrap"
+        self.estimate = float(resampler.estimate()[0])
+        is_jackknife = unit == "group" and count < BOOTSTRAP_GROUPS
+        too_few_groups = None if count >= MIN_GROUPS else f"{count} groups, fewer than {MIN_GROUPS}"
+        self.reason = too_few_groups if is_jackknife else resampler.too_few
+        self.method: str | None = None
         self.values = np.zeros(0)
-        if unit == "group" and count < BOOTSTRAP_GROUPS:
-            self.method = "jackknife"
-            self.reason = None if count >= MIN_GROUPS else f"{count} groups, fewer than {MIN_GROUPS}"
-        if self.reason is not None:
-            self.method = None
-        elif self.method == "jackknife":
-            self.values = resampler.leave_one_out()[:, 0]
-        else:
-            self.values = resampler.draws()[:, 0]
+        if self.reason is None:
+            self.method = "jackknife" if is_jackknife else "bootstrap"
+            self.values = (resampler.leave_one_out() if is_jackknife else resampler.draws())[:, 0]
 
     def interval(self) -> list[float] | None:
         """Return the 95 % interval, within 0 and 1."""
@@ -129,10 +126,7 @@ def compare_pairs(found: Mapping[str, Resampling]) -> list[dict[str, Any]]:
         else:
             pair |= {"interval": list(jackknife_interval(difference, values)), "p": jackknife_p(difference, values)}
         pairs.append(pair)
-    tested = [pair for pair in pairs if pair["p"] is not None]
-    for pair, adjusted in zip(tested, holm([pair["p"] for pair in tested]), strict=True):
-        pair["p_holm"] = adjusted
-    return pairs
+    return adjust(pairs)
 
 
 def adjusted_p_to(detector: str, comparisons: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:

@@ -202,8 +202,9 @@ def threshold_metrics(y: np.ndarray, predicted: np.ndarray) -> dict[str, float]:
 
 
 def probability(logit: np.ndarray, temperature: float | np.ndarray = 1.0) -> np.ndarray:
-    """Return sigmoid(logit / temperature)."""
-    probabilities: np.ndarray = np.exp(-np.logaddexp(0, -logit / temperature))
+    """Return sigmoid(logit / temperature), NaN for NaN."""
+    with np.errstate(invalid="ignore"):
+        probabilities: np.ndarray = np.exp(-np.logaddexp(0, -logit / temperature))
     return probabilities
 
 

@@ -11,15 +11,6 @@ from tracestore.evaluation.evaluate import BootstrapResampler, RunScores
 from tracestore.evaluation.metrics import percentile_interval
 
 
-def _midranks(scores: np.ndarray) -> np.ndarray:
-    """Return the rank of each score in its row, from 1; equal scores get their mean rank: (k, n) -> (k, n)."""
-    ranks = np.empty(scores.shape)
-    for row, out in zip(scores, ranks, strict=True):
-        _, inverse, counts = np.unique(row, return_inverse=True, return_counts=True)
-        out[:] = (np.cumsum(counts) - (counts - 1) / 2)[inverse]
-    return ranks
-
-
 def delong(y: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the AUROC of several sets of scores of the same traces, and their covariance.
 
@@ -45,12 +36,14 @@ def delong(y: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     Receiver Operating Characteristic Curves", equations 5 and 6. Sun and Xu 2014, "Fast
     Implementation of DeLong's Algorithm", for the midranks.
     """
+    from scipy.stats import rankdata
+
     positive, negative = scores[:, y == 1], scores[:, y == 0]
     m, n = positive.shape[1], negative.shape[1]
-    among_all = _midranks(np.concatenate([positive, negative], axis=1))
+    among_all = rankdata(np.concatenate([positive, negative], axis=1), axis=1)
     # Structural components: for each positive the share of negatives below it, and vice versa.
-    v10 = (among_all[:, :m] - _midranks(positive)) / n
-    v01 = 1 - (among_all[:, m:] - _midranks(negative)) / m
+    v10 = (among_all[:, :m] - rankdata(positive, axis=1)) / n
+    v01 = 1 - (among_all[:, m:] - rankdata(negative, axis=1)) / m
     covariance = np.atleast_2d(np.cov(v10)) / m + np.atleast_2d(np.cov(v01)) / n
     return v10.mean(axis=1), covariance
 
@@ -91,6 +84,14 @@ def holm(p: Sequence[float]) -> list[float]:
     adjusted = np.empty(len(p))
     adjusted[order] = np.minimum(1, np.maximum.accumulate(np.asarray(p)[order] * factors))
     return adjusted.tolist()
+
+
+def adjust(pairs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return pairs with p_holm, their p adjusted for the number of pairs that have one."""
+    tested = [pair for pair in pairs if pair["p"] is not None]
+    for pair, p in zip(tested, holm([pair["p"] for pair in tested]), strict=True):
+        pair["p_holm"] = p
+    return pairs
 
 
 def _tested(runs: Sequence[RunScores]) -> dict[int, list[tuple[int, str, int]]]:
@@ -147,7 +148,4 @@ def compare(models: Mapping[str, Sequence[RunScores]], seed: int) -> list[dict[s
         method = "delong" if independent and not np.isnan(p["delong_p"]) else "bootstrap"
         interval = list(percentile_interval(differences))
         pairs.append(pair | {"interval": interval, "method": method, "p": p[f"{method}_p"], **p})
-    tested = [pair for pair in pairs if pair["p"] is not None]
-    for pair, adjusted in zip(tested, holm([pair["p"] for pair in tested]), strict=True):
-        pair["p_holm"] = adjusted
-    return pairs
+    return adjust(pairs)
