@@ -35,7 +35,7 @@ class Series:
     name : str
         Name in the legend. Series of the same name share their entry.
     x, y : sequence of float
-        Positions and values; NaN interrupts a line.
+        Positions and values; a value that is NaN or None interrupts a line.
     kind : str
         "line"; "step" (each value holds down to the previous x); "points"; "bars" (x: positions).
     low, high : sequence of float, optional
@@ -57,7 +57,7 @@ class Series:
 
     name: str
     x: Sequence[float] | np.ndarray
-    y: Sequence[float] | np.ndarray
+    y: Sequence[float | None] | np.ndarray
     kind: Kind = "line"
     low: Sequence[float] | np.ndarray | None = None
     high: Sequence[float] | np.ndarray | None = None
@@ -251,7 +251,7 @@ def _names(names: Sequence[str] | None) -> list[str] | None:
     return None if names is None else [escape_unprintable(name, MAX_NAME) for name in names]
 
 
-def _numbers(values: Sequence[float] | np.ndarray) -> list[float | None]:
+def _numbers(values: Sequence[float | None] | np.ndarray) -> list[float | None]:
     """Return numbers with six digits; null where they are not finite."""
     numbers = (math.nan if v is None else float(v) for v in values)
     return [None if not math.isfinite(v) else float(f"{v:.6g}") for v in numbers]

@@ -78,7 +78,7 @@ def _plots(runs: Mapping[str, Any], name: str) -> Html:
     validation, rocs, risks = [], [], []
     for folder, results in runs.items():
         history = results["models"][name]["history"]["val_auroc"]
-        validation.append(Series(folder, np.arange(1, len(history) + 1), _floats(history), has_marks=True))
+        validation.append(Series(folder, np.arange(1, len(history) + 1), history, has_marks=True))
         scores = test_scores(results)[name]
         rocs.append(Series(folder, *curves.mean_curve(scores, curves.roc)))
         risks.append(Series(folder, *curves.mean_curve(scores, curves.risk_coverage)))
@@ -93,7 +93,3 @@ def _plots(runs: Mapping[str, Any], name: str) -> Html:
              x_range=(0, 1), is_square=True, height=360),
         class_="plots",
     )  # fmt: skip
-
-
-def _floats(values: Sequence[float | None]) -> list[float]:
-    return [float("nan") if v is None else v for v in values]

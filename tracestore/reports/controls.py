@@ -4,13 +4,12 @@ A detector near a control may have learned no more than the control: that long a
 the questions of a group are hard.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from tracestore.evaluation import metrics
-from tracestore.evaluation.evaluate import BootstrapResampler, RunScores
+from tracestore.evaluation.evaluate import RunScores, evaluate_runs
 from tracestore.evaluation.split import Split
 from tracestore.store.read.store import TraceStore
 
@@ -19,6 +18,8 @@ DESCRIPTIONS = {
     "mean log-probability": "answers of a low log-probability are hallucinated",
     "group rate": "the share of hallucinations in the group's training traces",
 }
+# A control has no threshold and no probabilities.
+_METRICS = ("auroc", "auroc_interval", "auprc", "auprc_interval", "num_traces", "num_questions", "too_few")
 
 
 def control_entries(
@@ -41,29 +42,27 @@ def control_entries(
     dict
         Entries by name, with ``test``: auroc, auprc, their intervals, num_traces, num_questions, too_few.
     """
-    found = {}
     groups = np.array([store.group(k) for k in range(len(store))], dtype=object)
     tested = np.concatenate([split.indices["test"] for split in splits]).tolist()
     num_tokens = store.num_tokens
-    has_lengths = bool((num_tokens[tested] > 0).all())
-    has_logprob = any(store[k].token_logprob is not None for k in tested)
-    scores: dict[str, list[np.ndarray]] = {}
-    for split in splits:
-        train, test = split.indices["train"], split.indices["test"]
-        if has_lengths:
-            scores.setdefault("number of tokens", []).append(num_tokens[test].astype(np.float64))
-        if has_logprob:
-            scores.setdefault("mean log-probability", []).append(-_mean_logprob(store, test))
-        if (groups != "").any():
-            scores.setdefault("group rate", []).append(_group_rate(groups, targets, train, test))
-    for name, values in scores.items():
+    # Functions of the training and test traces.
+    controls: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {}
+    if (num_tokens[tested] > 0).all():
+        controls["number of tokens"] = lambda _, test: num_tokens[test].astype(np.float64)
+    if any(store[k].token_logprob is not None for k in tested):
+        controls["mean log-probability"] = lambda _, test: -_mean_logprob(store, test)
+    if (groups != "").any():
+        controls["group rate"] = lambda train, test: _group_rate(groups, targets, train, test)
+    found = {}
+    for name, score in controls.items():
         runs = []
-        for fold, (split, score) in enumerate(zip(splits, values, strict=True)):
-            test = split.indices["test"]
+        for fold, split in enumerate(splits):
+            train, test = split.indices["train"], split.indices["test"]
             questions = np.array(store.question_ids.take(test), dtype=object)
             labels = (targets[test] >= 0.5).astype(np.int64)
-            runs.append(RunScores(fold, test, questions, groups[test], labels, score, 0.0, 1.0))
-        found[name] = {"test": _test_metrics(runs, seed)}
+            runs.append(RunScores(fold, test, questions, groups[test], labels, score(train, test), 0.0, 1.0))
+        of_runs = evaluate_runs(runs, seed)["test"]
+        found[name] = {"test": {key: of_runs[key] for key in _METRICS}}
     return found
 
 
@@ -86,15 +85,3 @@ def _group_rate(groups: np.ndarray, targets: np.ndarray, train: np.ndarray, test
     labels = targets[train] >= 0.5
     rates = {name: float(labels[groups[train] == name].mean()) for name in set(groups[train])}
     return np.array([rates.get(name, float(labels.mean())) for name in groups[test]])
-
-
-def _test_metrics(runs: Sequence[RunScores], seed: int) -> dict[str, Any]:
-    resampler = BootstrapResampler(runs, seed)
-    estimate, draws = resampler.estimate(), resampler.draws() if resampler.too_few is None else None
-    found: dict[str, Any] = {}
-    for k, name in enumerate(("auroc", "auprc")):
-        found[name] = float(estimate[k])
-        interval = None if draws is None else list(metrics.percentile_interval(draws[:, k]))
-        found[f"{name}_interval"] = interval
-    counts = {"num_traces": len(resampler.trace), "num_questions": resampler.num_questions}
-    return {**found, **counts, "too_few": resampler.too_few}

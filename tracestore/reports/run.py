@@ -1,6 +1,7 @@
 """report.html of a training run."""
 
 import datetime
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -174,28 +175,22 @@ def _training_plots(models: Mapping[str, Any], entries: Mapping[str, Any]) -> Ht
 
 def _ranking_plots(entries: Mapping[str, Any], scores: Mapping[str, Sequence[RunScores]]) -> Html:
     share = float(np.mean(np.concatenate([run.y for runs in scores.values() for run in runs])))
-    areas = {
-        "auroc": {name: entry["test"]["auroc"] for name, entry in entries.items()},
-        "auprc": {name: entry["test"]["auprc"] for name, entry in entries.items()},
-    }
-    unit = {"x_range": (0.0, 1.0), "y_range": (0.0, 1.02), "is_square": True, "height": 360}
-    kinds: list[tuple[str, Any, str, str, dict[str, float], tuple[str, str, float]]] = [
-        ("ROC", curves.roc, "false positive rate", "true positive rate", areas["auroc"], ("chance", "diagonal", 0)),
-        ("Precision and recall", curves.precision_recall, "recall", "precision", areas["auprc"], ("chance", "y", share)),
-        ("Risk and coverage", curves.risk_coverage, "coverage", "share of hallucinations among the answered", {},
+    kinds: list[tuple[str, Any, str, str, str, tuple[str, str, float]]] = [
+        ("ROC", curves.roc, "false positive rate", "true positive rate", "auroc", ("chance", "diagonal", 0)),
+        ("Precision and recall", curves.precision_recall, "recall", "precision", "auprc", ("chance", "y", share)),
+        ("Risk and coverage", curves.risk_coverage, "coverage", "share of hallucinations among the answered", "",
          ("answer at random", "y", share)),
     ]  # fmt: skip
     plots = []
-    for title, curve, x_label, y_label, area, reference in kinds:
+    for title, curve, x_label, y_label, metric, reference in kinds:
         series = []
         for name, runs in scores.items():
-            x, y = curves.mean_curve(runs, curve)
-            shown = f"{name} {area[name]:.3f}" if name in area else name
-            series.append(Series(shown, x, y, is_dashed=name == PROBE_NAME))
-        options = unit | ({"y_range": None} if not area else {})
+            shown = f"{name} {entries[name]['test'][metric]:.3f}" if metric else name
+            series.append(Series(shown, *curves.mean_curve(runs, curve), is_dashed=name == PROBE_NAME))
         plots.append(
-            plot(title, series, x_label=x_label, y_label=y_label, references=[reference], **options)  # type: ignore[arg-type]
-        )
+            plot(title, series, x_label=x_label, y_label=y_label, x_range=(0, 1), y_range=(0, 1.02) if metric else None,
+                 is_square=True, height=360, references=[reference])
+        )  # fmt: skip
     return _plots(plots)
 
 
@@ -240,11 +235,9 @@ def _layers(entries: Mapping[str, Any]) -> Html:
     values = entries.get(PROBE_NAME, {}).get("val_auroc_by_layer", [])
     if not values:
         return Html("")
-    aurocs = [float("nan") if v is None else v for v in values]
-    layers = list(range(len(aurocs)))
-    skipped = [str(k) for k, value in enumerate(aurocs) if np.isnan(value)]
+    skipped = [str(k) for k, value in enumerate(values) if value is None or math.isnan(value)]
     figure = plot(
-        "Logistic probe by layer", [Series(PROBE_NAME, layers, aurocs, has_marks=True)], x_label="layer",
+        "Logistic probe by layer", [Series(PROBE_NAME, range(len(values)), values, has_marks=True)], x_label="layer",
         y_label="AUROC on validation", is_integer_x=True, references=[("chance", "y", 0.5)],
         note="The probe is tested with its best layer."
         + (f" Left out, because values are not finite: layer {', '.join(skipped)}." if skipped else ""),
@@ -262,10 +255,9 @@ def _groups(entries: Mapping[str, Any]) -> Html:
         for of in groups
     ]
     shown = sorted(groups, key=lambda of: -of[0]["num_traces"])[:_MAX_GROUPS]
-    series = []
-    for k, name in enumerate(entries):
-        values = [float("nan") if of[k]["auroc"] is None else of[k]["auroc"] for of in shown]
-        series.append(Series(name, range(len(shown)), values, "points"))
+    series = [
+        Series(name, range(len(shown)), [of[k]["auroc"] for of in shown], "points") for k, name in enumerate(entries)
+    ]
     figure = plot(
         "AUROC by group", series, x_label="group", y_label="AUROC", x_names=[of[0]["group"] for of in shown],
         is_horizontal=True, references=[("chance", "y", 0.5)], height=120 + 24 * len(shown),
