@@ -19,10 +19,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tornado.httpserver import HTTPServer
-from tornado.httputil import HTTPHeaders, HTTPServerRequest
+from tornado.httputil import HTTPServerRequest
 from tornado.ioloop import IOLoop
 from tornado.netutil import bind_sockets
-from tornado.web import Application, OutputTransform, RequestHandler
+from tornado.web import Application, RequestHandler
 
 from tracestore.errors import UsageError, escape_unprintable
 from tracestore.pages.document import SERVER_POLICY
@@ -41,18 +41,16 @@ _HEADERS = {
 }
 
 
-class _Headers(OutputTransform):
-    """Add security headers to every response."""
+class _Handler(RequestHandler):
+    """Base of handlers. Every response, an error too, has the security headers."""
 
-    def transform_first_chunk(
-        self, status_code: int, headers: HTTPHeaders, chunk: bytes, finishing: bool
-    ) -> tuple[int, HTTPHeaders, bytes]:
-        """Add the headers to the first chunk of a response."""
-        headers.update(_HEADERS)
-        return status_code, headers, chunk
+    def set_default_headers(self) -> None:
+        """Set the security headers."""
+        for name, value in _HEADERS.items():
+            self.set_header(name, value)
 
 
-class _Reply(RequestHandler):
+class _Reply(_Handler):
     """Answer a request with a fixed text, and possibly a cookie."""
 
     def initialize(self, status: int, kind: str, text: str, cookie: tuple[str, str] | None = None) -> None:
@@ -69,7 +67,7 @@ class _Reply(RequestHandler):
         self.finish(self._text + "\n")
 
 
-class _Pages(RequestHandler):
+class _Pages(_Handler):
     """Answer a request with a page of the viewer, computed in a thread."""
 
     def initialize(self, viewer: Viewer, threads: ThreadPoolExecutor) -> None:
@@ -105,7 +103,6 @@ class AuthenticatedApp(Application):
         self._cookie, self._token = f"tracestore-{port}", token
         threads = ThreadPoolExecutor(_NUM_THREADS, "page")
         super().__init__([(".*", _Pages, {"viewer": viewer, "threads": threads})], compress_response=True)
-        self.transforms.append(_Headers)
 
     def find_handler(self, request: HTTPServerRequest, **options: Any) -> Any:
         """Return the handler of a request, after checking its authentication."""

@@ -1,6 +1,8 @@
 """The projection of traces on the principal components of their last tokens' hidden states."""
 
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -23,7 +25,7 @@ class Projection:
 
     def __init__(self, search: TraceSearch) -> None:
         self._search = search
-        self._last: tuple[tuple[str, int] | None, tuple[np.ndarray, np.ndarray, float] | None] = (None, None)
+        self._last_points = lru_cache(maxsize=1)(self._points)
 
     def sections(self, query: Query, arguments: Mapping[str, str]) -> list[Section]:
         """Return the sections of the page. An error is a line on the page."""
@@ -39,7 +41,7 @@ class Projection:
         return [Section("Principal components", join([controls, part("points", alert(problem), content)]))]
 
     def _content(self, query: Query, layer: int) -> Html:
-        chosen, points, share = self._points(query, layer)
+        chosen, points, share = self._last_points(replace(query, page=1), layer)
         found, arguments = len(self._search.find(query)), query.arguments(page=1)
         message = (
             f"Layer {layer}: {len(points):,} of the {found:,} traces found, columns standardized; "
@@ -73,16 +75,11 @@ class Projection:
 
     def _points(self, query: Query, layer: int) -> tuple[np.ndarray, np.ndarray, float]:
         """Return the traces (n,), their components (n, 2) and the share of the variance; n = 0 for too few traces."""
-        key, (last, kept) = (query.arguments(page=1), layer), self._last
-        if last == key and kept is not None:
-            return kept
         chosen = self._search.find(query)
         if len(chosen) > MAX_POINTS:
             chosen = np.random.default_rng(0).choice(chosen, MAX_POINTS, replace=False)
         chosen = np.sort(chosen) if len(chosen) >= 3 else chosen[:0]
-        found = (chosen, *principal_components(self._search.store[chosen].features(layer)))
-        self._last = (key, found)
-        return found
+        return chosen, *principal_components(self._search.store[chosen].features(layer))
 
 
 def principal_components(states: np.ndarray) -> tuple[np.ndarray, float]:

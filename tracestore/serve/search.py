@@ -5,6 +5,7 @@ import math
 import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property, lru_cache
 from typing import Any
 from urllib.parse import urlencode
 
@@ -124,12 +125,12 @@ class TraceSearch:
         self.store, self.results = store, results or Results()
         self.targets = store.targets(score_threshold)
         self._texts: FoldedTexts | None = None
-        self._groups: tuple[list[str], np.ndarray] | None = None
         self._thread: threading.Thread | None = None
         self._error: TracestoreError | None = None
         self._lock = threading.Lock()
-        self._last: tuple[Query, np.ndarray] | None = None
-        self._last_matches: tuple[Query, np.ndarray] | None = None
+        self._last_found = lru_cache(maxsize=1)(self._find)
+        # A new order of the same traces does not search again.
+        self._last_matches = lru_cache(maxsize=1)(lambda filters: np.flatnonzero(self._matches(filters)))
 
     @property
     def orders(self) -> tuple[str, ...]:
@@ -139,7 +140,7 @@ class TraceSearch:
     @property
     def groups(self) -> list[str]:
         """Names of the groups of the store, sorted."""
-        return self._group_numbers()[0]
+        return self._group_numbers[0]
 
     def find(self, query: Query) -> np.ndarray:
         """Return the indices of the matching traces in their order, int64 (n,). The page of the query is ignored.
@@ -147,19 +148,14 @@ class TraceSearch:
         UsageError if the query names a label, detector, group or order that there is not. CorruptStoreError if the
         texts cannot be read.
         """
-        last = self._last
-        key = replace(query, page=1)
-        if key.order not in self.orders:
-            raise UsageError(f"order: there is no {escape_unprintable(key.order, 80)}")
-        if last is None or last[0] != key:
-            # A new order of the same traces does not search again.
-            filters = replace(key, order=STORED, descending=False)
-            kept = self._last_matches
-            if kept is None or kept[0] != filters:
-                kept = self._last_matches = (filters, np.flatnonzero(self._matches(filters)))
-            indices = kept[1]
-            last = self._last = (key, indices[self._ranks(key.order, indices, key.descending)])
-        return last[1]
+        if query.order not in self.orders:
+            raise UsageError(f"order: there is no {escape_unprintable(query.order, 80)}")
+        return self._last_found(replace(query, page=1))
+
+    def _find(self, query: Query) -> np.ndarray:
+        indices = self._last_matches(replace(query, order=STORED, descending=False))
+        found: np.ndarray = indices[self._ranks(query.order, indices, query.descending)]
+        return found
 
     def is_missed(self, name: str) -> np.ndarray:
         """Return which traces a detector misclassifies at its threshold, bool (N,)."""
@@ -190,7 +186,7 @@ class TraceSearch:
         if query.missed:
             mask &= self.is_missed(query.missed)
         if query.group:
-            names_of_groups, numbers = self._group_numbers()
+            names_of_groups, numbers = self._group_numbers
             mask &= numbers == names_of_groups.index(query.group)
         for values, low, high in (
             (self.store.scores, query.min_score, query.max_score),
@@ -213,17 +209,16 @@ class TraceSearch:
         # Negated rather than reversed: NaN then sorts last in both directions.
         return np.argsort(-values if descending else values, kind="stable")
 
+    @cached_property
     def _group_numbers(self) -> tuple[list[str], np.ndarray]:
-        """Return the sorted names of the groups, and the number of the group of each trace (N,), -1 for none."""
-        if self._groups is None:
-            columns = self.store.internals.columns
-            data, offsets = columns.groups.tobytes(), columns.groups_offsets.tolist()
-            of_traces = [data[a:b] for a, b in itertools.pairwise(offsets)]
-            known = sorted(set(of_traces) - {b""})
-            numbers = {name: k for k, name in enumerate(known)} | {b"": -1}
-            names = [name.decode("utf-8", "surrogatepass") for name in known]
-            self._groups = names, np.array([numbers[name] for name in of_traces], np.int64)
-        return self._groups
+        """The sorted names of the groups, and the number of the group of each trace (N,), -1 for none."""
+        columns = self.store.internals.columns
+        data, offsets = columns.groups.tobytes(), columns.groups_offsets.tolist()
+        of_traces = [data[a:b] for a, b in itertools.pairwise(offsets)]
+        known = sorted(set(of_traces) - {b""})
+        numbers = {name: k for k, name in enumerate(known)} | {b"": -1}
+        names = [name.decode("utf-8", "surrogatepass") for name in known]
+        return names, np.array([numbers[name] for name in of_traces], np.int64)
 
     def _all_texts(self) -> FoldedTexts:
         self.start_reading().join()
@@ -234,7 +229,7 @@ class TraceSearch:
     def _read(self) -> None:
         try:
             self._texts = FoldedTexts(self.store)
-            self._group_numbers()
+            _ = self._group_numbers
         except TracestoreError as error:
             self._error = error
         except Exception as error:  # The page shows it.
