@@ -164,15 +164,9 @@ def _run(opened: dict[str, TraceStore], output_dir: Path, options: BenchmarkOpti
 
 
 def _config(options: BenchmarkOptions) -> dict[str, Any]:
-    return {
-        "detectors": list(options.detectors),
-        "folds": options.folds,
-        "seed": options.seed,
-        "score": options.score,
-        "score_threshold": options.score_threshold,
-        "scores": {name: str(path) for name, path in options.scores.items()},
-        "workers": options.workers,
-    }
+    names = ("folds", "seed", "score", "score_threshold", "workers")
+    config = {"detectors": list(options.detectors)} | {name: getattr(options, name) for name in names}
+    return config | {"scores": {name: str(path) for name, path in options.scores.items()}}
 
 
 def _labeled(name: str, store: TraceStore, targets: np.ndarray, folds: FrozenFolds) -> LabeledStore:

@@ -66,11 +66,11 @@ def jackknife_error(values: np.ndarray) -> float:
     return float(np.sqrt((count - 1) / count * np.square(values - values.mean()).sum()))
 
 
-def jackknife_interval(estimate: float, values: np.ndarray, level: float = LEVEL) -> tuple[float, float]:
+def jackknife_interval(estimate: float, values: np.ndarray) -> tuple[float, float]:
     """Return estimate -+ t s, with the jackknife's standard error s and Student's t with G - 1 degrees of freedom."""
     from scipy.stats import t
 
-    half = float(t.ppf((1 + level) / 2, len(values) - 1)) * jackknife_error(values)
+    half = float(t.ppf((1 + LEVEL) / 2, len(values) - 1)) * jackknife_error(values)
     return estimate - half, estimate + half
 
 

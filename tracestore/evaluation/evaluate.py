@@ -1,6 +1,6 @@
 """Evaluation of a detector on its test split, for one run or aggregated over several."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,17 @@ class RunScores:
             float(entry["threshold"]),
             float(entry["temperature"]),
         )
+
+
+def run_scores(results: Mapping[str, Any]) -> dict[str, dict[tuple[int, int], RunScores]]:
+    """Return the test scores of each model of results.json by fold and seed; the fold is 0 for a run without folds."""
+    runs = results.get("runs") or [{"fold": 0, "seed": results["config"]["seed"], "models": results["models"]}]
+    found: dict[str, dict[tuple[int, int], RunScores]] = {}
+    for run in runs:
+        fold = run["fold"] or 0
+        for name, entry in run["models"].items():
+            found.setdefault(name, {})[fold, run["seed"]] = RunScores.from_entry(entry, fold)
+    return found
 
 
 class BootstrapResampler:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tracestore.errors import UsageError
-from tracestore.evaluation.evaluate import RunScores, evaluate_runs
+from tracestore.evaluation.evaluate import RunScores, evaluate_runs, run_scores
 from tracestore.evaluation.significance import compare
 from tracestore.store.format.provenance import Provenance, require_compatible
 from tracestore.store.io.fsio import read_json
@@ -70,13 +70,7 @@ def _load_scores(folder: Path) -> tuple[dict[str, dict[tuple[int, int], RunScore
     path = folder / "results.json"
     try:
         results = read_json(path)
-        seed = int(results["config"]["seed"])
-        runs = results.get("runs") or [{"fold": None, "seed": seed, "models": results["models"]}]
-        found: dict[str, dict[tuple[int, int], RunScores]] = {}
-        for run in runs:
-            fold = run["fold"] or 0
-            for name, entry in run["models"].items():
-                found.setdefault(name, {})[fold, run["seed"]] = RunScores.from_entry(entry, fold)
+        seed, found = int(results["config"]["seed"]), run_scores(results)
         provenance = [Provenance.from_json(p) for p in results["store"]["provenance"]]
         if "comparisons" not in results:
             raise ValueError

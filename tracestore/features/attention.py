@@ -5,6 +5,7 @@ built. Sums are float64.
 """
 
 import functools
+from collections.abc import Callable
 
 import numpy as np
 
@@ -147,18 +148,17 @@ def attention_features(trace: Trace, dtype: str, top_k: int) -> dict[str, np.nda
     maps = stored.reshape(-1, stored.shape[-1])
     shape = (len(stored), len(maps) // len(stored))
     span = answer_span(trace, num_tokens)
-    out: dict[str, np.ndarray] = {"laplacian": np.empty((len(maps), top_k))}
+    functions: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+        "laplacian": lambda packed: laplacian_eigenvalues(packed, num_tokens, top_k)
+    }
     if span is not None:
-        out["attention_logdet"] = np.empty(len(maps))
+        functions["attention_logdet"] = lambda packed: log_diagonal(packed, *span)
         if span[0] > 0:
-            out["lookback"] = np.empty(len(maps))
+            functions["lookback"] = lambda packed: lookback_ratio(packed, *span)
+    parts: dict[str, list[np.ndarray]] = {name: [] for name in functions}
     step = max(1, _BLOCK_VALUES // maps.shape[1])
     for first in range(0, len(maps), step):
-        part = slice(first, first + step)
-        packed = schema.as_float32(maps[part], dtype).astype(np.float64)
-        out["laplacian"][part] = laplacian_eigenvalues(packed, num_tokens, top_k)
-        if span is not None:
-            out["attention_logdet"][part] = log_diagonal(packed, *span)
-            if span[0] > 0:
-                out["lookback"][part] = lookback_ratio(packed, *span)
-    return {name: values.reshape(*shape, *values.shape[1:]) for name, values in out.items()}
+        packed = schema.as_float32(maps[first : first + step], dtype).astype(np.float64)
+        for name, function in functions.items():
+            parts[name].append(function(packed))
+    return {name: np.concatenate(of).reshape(*shape, *of[0].shape[1:]) for name, of in parts.items()}

@@ -56,13 +56,10 @@ def pooled_states(trace: Trace, dtype: str) -> dict[str, np.ndarray]:
         over the answer. hidden_logdet: ``(L,)`` float64, see `log_determinant`. NaN, or left out, where the trace does
         not tell where its answer is.
     """
-    if trace.num_tokens == 0:
-        return {}
-    hidden = trace.hidden_states
-    span = answer_span(trace, hidden.shape[1])
+    span = answer_span(trace, trace.num_tokens)
     if span is None:
         return {}
-    begin, end = span
+    hidden, (begin, end) = trace.hidden_states, span
     states = schema.as_float32(hidden[:, begin:end], dtype)
     before = schema.as_float32(hidden[:, begin - 1], dtype) if begin else np.full(states[:, 0].shape, np.nan, "f4")
     finite = np.isfinite(states).all((1, 2))
@@ -72,12 +69,3 @@ def pooled_states(trace: Trace, dtype: str) -> dict[str, np.ndarray]:
     with np.errstate(invalid="ignore"):  # infinite values of both signs
         mean = states.mean(1)
     return {"prompt_last": before, "answer_mean": mean, "answer_max": states.max(1), "hidden_logdet": logdet}
-
-
-def answer_states(trace: Trace, layers: list[int]) -> np.ndarray | None:
-    """Return the states ``(M, len(layers), D)`` of the answer's positions in the stored dtype, None without them."""
-    if trace.num_tokens == 0:
-        return None
-    hidden = trace.hidden_states
-    span = answer_span(trace, hidden.shape[1])
-    return None if span is None else hidden[layers, span[0] : span[1]].transpose(1, 0, 2)

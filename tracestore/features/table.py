@@ -20,7 +20,7 @@ import numpy as np
 
 from tracestore.data.tokens.answers import answer_span
 from tracestore.features.attention import attention_features
-from tracestore.features.hidden import answer_states, pooled_states
+from tracestore.features.hidden import pooled_states
 from tracestore.features.tokens import STATISTICS, token_statistics
 from tracestore.platform_support import preallocate
 from tracestore.store.format import schema
@@ -139,19 +139,15 @@ def token_states(store: TraceStore, layers: Sequence[int]) -> tuple[np.ndarray, 
     chosen = [int(layer) for layer in layers]
 
     def write(folder: Path) -> None:
-        counts = np.zeros(len(store) + 1, np.int64)
-        for k in range(len(store)):
-            trace = store[k]
-            span = answer_span(trace, trace.num_tokens)
-            counts[k + 1] = 0 if span is None else span[1] - span[0]
-        offsets = np.cumsum(counts)
+        spans = [answer_span(trace, trace.num_tokens) or (0, 0) for trace in store]
+        offsets = np.cumsum([0, *(end - begin for begin, end in spans)], dtype=np.int64)
         _create(folder, "offsets", "<i8", offsets.shape)[:] = offsets
         dtype = schema.storage_dtype(store.hidden_dtype).str
         values = _create(folder, "values", dtype, (int(offsets[-1]), len(chosen), store.hidden_dim))
-        for k in np.flatnonzero(counts[1:]).tolist():
-            states = answer_states(store.private_trace(k), chosen)
-            assert states is not None
-            values[offsets[k] : offsets[k + 1]] = states
+        for k, (begin, end) in enumerate(spans):
+            if begin < end:
+                states = store.private_trace(k).hidden_states[chosen, begin:end]
+                values[offsets[k] : offsets[k + 1]] = states.transpose(1, 0, 2)
 
     found = _cached(store, "token_states", {"layers": chosen}, write)
     return found["values"], found["offsets"]

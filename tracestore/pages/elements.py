@@ -214,29 +214,20 @@ def tokens(
     chosen : int, optional
         Position of a token with a frame.
     """
-    if values is None:
-        return element(
-            "p",
-            *(element("span", preformatted(t), data_chosen=k == chosen) for k, t in enumerate(texts)),
-            class_="tokens",
-        )
-    finite = [v for v in values if math.isfinite(v)] or [0.0]
+    numbers = [math.nan] * len(texts) if values is None else values
+    finite = [v for v in numbers if math.isfinite(v)] or [0.0]
     low, high = min(finite) if low is None else low, max(finite) if high is None else high
     spans = []
-    for k, (text, value) in enumerate(zip(texts, values, strict=True)):
-        if not math.isfinite(value):
-            spans.append(element("span", preformatted(text), data_chosen=k == chosen))
-            continue
-        share = (value - low) / (high - low) if high != low else 0.0
-        level = min(_LEVELS - 1, max(0, int(share * _LEVELS)))
-        spans.append(
-            element(
-                "span", preformatted(text), class_=f"v{level}", title=f"{label} {value:.4g}", data_chosen=k == chosen
-            )
-        )
+    for k, (text, value) in enumerate(zip(texts, numbers, strict=True)):
+        color = {}
+        if math.isfinite(value):
+            share = (value - low) / (high - low) if high != low else 0.0
+            level = min(_LEVELS - 1, max(0, int(share * _LEVELS)))
+            color = {"class_": f"v{level}", "title": f"{label} {value:.4g}"}
+        spans.append(element("span", preformatted(text), **color, data_chosen=k == chosen))
+    shown = element("p", *spans, class_="tokens")
+    if values is None:
+        return shown
     scale = [element("span", Html("&nbsp;"), class_=f"v{k}") for k in range(_LEVELS)]
     legend = element("span", *scale, class_="scale", aria_hidden="true")
-    return join([
-        element("p", *spans, class_="tokens"),
-        element("p", f"{label} {low:.3g} ", legend, f" {high:.3g}", class_="note"),
-    ])  # fmt: skip
+    return join([shown, element("p", f"{label} {low:.3g} ", legend, f" {high:.3g}", class_="note")])

@@ -138,7 +138,6 @@ def histogram(
     y_label: str = "traces",
     colors: Mapping[str, str] | None = None,
     references: Sequence[tuple[str, str, float]] = (),
-    note: str = "",
 ) -> Html:
     """Return a histogram of one or more distributions with common bins.
 
@@ -154,7 +153,7 @@ def histogram(
         Labels of the axes.
     colors : mapping of str to str, optional
         Color names of distributions, as in Series.
-    references, note
+    references
         As in `plot`.
     """
     series = []
@@ -171,7 +170,7 @@ def histogram(
         "references": [list(r) for r in references],
         "height": 260,
     }
-    return _figure(title, spec, note)
+    return _figure(title, spec)
 
 
 def heat_map(
@@ -257,7 +256,7 @@ def _numbers(values: Sequence[float | None] | np.ndarray) -> list[float | None]:
     return [None if not math.isfinite(v) else float(f"{v:.6g}") for v in numbers]
 
 
-def _figure(title: str, spec: dict[str, Any], note: str) -> Html:
+def _figure(title: str, spec: dict[str, Any], note: str = "") -> Html:
     # "<" would let a text end the script element.
     text = json.dumps(spec, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return element(

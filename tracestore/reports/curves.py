@@ -42,18 +42,18 @@ def risk_coverage(y: np.ndarray, score: np.ndarray) -> Curve:
     return np.r_[0, answered / len(y)], np.r_[risk[0], risk]
 
 
-def histograms(runs: Sequence[RunScores], num_bins: int = 20) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+def histograms(runs: Sequence[RunScores]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Return edges of probabilities, and counts of the tests of correct and of hallucinated answers."""
     p = np.concatenate([probability(run.logit) for run in runs])
     y = np.concatenate([run.y for run in runs])
-    edges = np.linspace(0, 1, num_bins + 1)
+    edges = np.linspace(0, 1, 21)
     classes = {"correct": 0, "hallucinated": 1}
     return edges, {name: np.histogram(p[y == label], edges)[0] for name, label in classes.items()}
 
 
-def length_bins(num_tokens: np.ndarray, num_bins: int = 4) -> list[tuple[int, int]]:
-    """Return bins (first, last) of lengths with about the same number of traces each."""
-    edges = np.unique(np.quantile(num_tokens, np.linspace(0, 1, num_bins + 1)).round().astype(int))
+def length_bins(num_tokens: np.ndarray) -> list[tuple[int, int]]:
+    """Return four bins (first, last) of lengths with about the same number of traces each."""
+    edges = np.unique(np.quantile(num_tokens, np.linspace(0, 1, 5)).round().astype(int))
     if len(edges) == 1:
         return [(int(edges[0]), int(edges[0]))]
     firsts = [int(edges[0]), *(int(e) + 1 for e in edges[1:-1])]

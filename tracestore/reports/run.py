@@ -12,7 +12,7 @@ import numpy as np
 
 import tracestore
 from tracestore.console import format_size
-from tracestore.evaluation.evaluate import RunScores
+from tracestore.evaluation.evaluate import RunScores, run_scores
 from tracestore.evaluation.table import PROBE_NAME, entries_of
 from tracestore.pages.document import Section, document
 from tracestore.pages.elements import Html, command, details, element, facts, join, number, paragraph, table
@@ -99,11 +99,7 @@ def report_page(results: Mapping[str, Any], store: TraceStore, run_facts: RunFac
 
 def test_scores(results: Mapping[str, Any]) -> dict[str, list[RunScores]]:
     """Return the test scores of each run of each model, and of the probe."""
-    runs = results.get("runs") or [{"fold": None, "models": results["models"]}]
-    found: dict[str, list[RunScores]] = {}
-    for run in runs:
-        for name, entry in run["models"].items():
-            found.setdefault(name, []).append(RunScores.from_entry(entry, run["fold"] or 0))
+    found = {name: list(of_model.values()) for name, of_model in run_scores(results).items()}
     if results.get("probe"):
         probes = results.get("probes") or [{"fold": None, **results["probe"]}]
         found[PROBE_NAME] = [RunScores.from_entry(p, p["fold"] or 0) for p in probes]

@@ -31,17 +31,12 @@ def model_table(entries: Mapping[str, dict[str, Any]], controls: Mapping[str, di
     rows: list[list[object]] = []
     has_std = any(entry["test"].get("auroc_std_over_seeds") is not None for entry in entries.values())
     last = [c for c in (*COLUMNS[2:], "auroc_std_over_seeds") if has_std or c in COLUMNS]
-    for name, entry in entries.items():
+    for name, entry in {**entries, **controls}.items():
         test = entry["test"]
-        kind = "baseline" if name == PROBE_NAME else "detector"
-        first = [_interval(test, c) for c in ("auroc", "auprc")]
-        counts = (test["num_traces"], test["num_questions"])
-        rows.append([f"{name} (best)" if name == best else name, kind, *counts, *first,
-                     *(number(test.get(c)) for c in last)])  # fmt: skip
-    for name, entry in controls.items():
-        test = entry["test"]
-        values = [_interval(test, c) for c in ("auroc", "auprc")]
-        rows.append([name, "control", test["num_traces"], test["num_questions"], *values, *[number(None)] * len(last)])
+        kind = "control" if name in controls else "baseline" if name == PROBE_NAME else "detector"
+        intervals = [_interval(test, c) for c in ("auroc", "auprc")]
+        rows.append([f"{name} (best)" if name == best else name, kind, test["num_traces"], test["num_questions"],
+                     *intervals, *(number(test.get(c)) for c in last)])  # fmt: skip
     header = ["model", "kind", "n", "questions", "AUROC (95 %)", "AUPRC (95 %)",
               *(TITLES.get(c, c) for c in last)]  # fmt: skip
     return table(header, rows, caption="Test split")

@@ -93,7 +93,7 @@ def _parse(name: str, text: str) -> Any:
     """Return the value of an argument of an address."""
     kind = Query.__dataclass_fields__[name].type
     try:
-        if kind == "str" or kind is str:
+        if kind is str:
             return text[:_MAX_WORDS]
         if kind is bool:
             return {"0": False, "1": True}[text]
