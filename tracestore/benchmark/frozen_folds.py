@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +45,7 @@ class FrozenFolds:
         return hashlib.sha256(json.dumps(self._content(), sort_keys=True).encode()).hexdigest()
 
     def _content(self) -> dict[str, Any]:
-        head = {"version": VERSION, "num_folds": self.num_folds, "seed": self.seed, "labels": self.labels}
-        return head | {"fold_of": self.fold_of}
+        return {"version": VERSION, **asdict(self)}
 
     def folds(self, store: TraceStore, indices: np.ndarray, scheme: str) -> np.ndarray:
         """Return the fold ``(n,)`` int64 of traces of the store."""

@@ -55,14 +55,8 @@ def evaluate(measured: Measured, data: LabeledStore, seed: int) -> dict[str, Any
             "num_without_score": int(np.isnan(scores).sum()),
             "chosen": measured.chosen[scheme],
         }
-    return {
-        "schemes": schemes,
-        "provenance": measured.provenance,
-        "fit_s": measured.fit_s,
-        "score_s": measured.score_s,
-        "cpu_s": measured.cpu_s,
-        "peak_bytes": measured.peak_bytes,
-    }
+    costs = ("fit_s", "score_s", "cpu_s", "peak_bytes")
+    return {"schemes": schemes, "provenance": measured.provenance, **{name: getattr(measured, name) for name in costs}}
 
 
 def compare_schemes(measured: Sequence[Measured], data: LabeledStore, seed: int) -> list[dict[str, Any]]:

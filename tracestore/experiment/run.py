@@ -3,7 +3,7 @@
 import gc
 import os
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -137,25 +137,23 @@ def _check_output_dir(folder: Path, options: TrainOptions) -> None:
         raise UsageError(f"{folder} holds an earlier run: continue it with --resume, or replace it with --overwrite")
 
 
+@dataclass
 class _Experiment:
     """A run whose options fit the store and whose output directory is locked."""
 
-    def __init__(
-        self,
-        store: TraceStore,
-        output_dir: Path,
-        options: TrainOptions,
-        model_config: ModelConfig,
-        ranks: DistributedContext,
-        log: Log,
-        line: console.Progress | None,
-    ) -> None:
-        self.store, self.output_dir, self.options, self.model_config = store, output_dir, options, model_config
-        self.ranks, self.log, self.line = ranks, log, line
-        self.splits_path = output_dir / (folds.FOLDS_FILE if options.is_folded else folds.SPLIT_FILE)
-        self.targets = store.targets(options.config.score_threshold)
-        self.splits = ranks.on_rank_zero(self._load_or_make_splits)
-        self.runs = folds.plan_runs(self.splits, options, output_dir)
+    store: TraceStore
+    output_dir: Path
+    options: TrainOptions
+    model_config: ModelConfig
+    ranks: DistributedContext
+    log: Log
+    line: console.Progress | None
+
+    def __post_init__(self) -> None:
+        self.splits_path = self.output_dir / (folds.FOLDS_FILE if self.options.is_folded else folds.SPLIT_FILE)
+        self.targets = self.store.targets(self.options.config.score_threshold)
+        self.splits = self.ranks.on_rank_zero(self._load_or_make_splits)
+        self.runs = folds.plan_runs(self.splits, self.options, self.output_dir)
         self.entries: list[dict[str, Any]] = [{"fold": run.fold, "seed": run.seed, "models": {}} for run in self.runs]
         self.results = self._empty_results()
 

@@ -307,13 +307,11 @@ def _runs(results: Mapping[str, Any], entries: Mapping[str, Any]) -> Html:
 
 
 def _events(models: Mapping[str, Any]) -> Html:
-    events = [(name, event) for name, entry in models.items() for event in entry["oom_events"]]
+    events = [(name, e | {"epoch": e["epoch"] + 1}) for name, entry in models.items() for e in entry["oom_events"]]
     if not events:
         return paragraph("No out-of-memory errors.")
     columns = list(dict.fromkeys(key for _, event in events for key in event))
     rows = [[name, *(event.get(c, "") for c in columns)] for name, event in events]
-    for row in rows:
-        row[1:] = [value + 1 if column == "epoch" else value for column, value in zip(columns, row[1:], strict=True)]
     return table(["model", *(c.replace("_", " ") for c in columns)], rows, caption="Recovered out-of-memory errors")
 
 

@@ -49,11 +49,6 @@ class FoldedTexts:
         self._owners = np.concatenate(owners or [np.zeros(0, "i4")])
         self._frequency = np.bincount(self._bytes, minlength=256)
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the texts and of their positions."""
-        return self._bytes.nbytes + self._ends.nbytes + self._owners.nbytes
-
     def containing(self, words: str) -> np.ndarray:
         """Return which traces contain all words, bool (N,).
 
