@@ -3,14 +3,13 @@
 import math
 from typing import Any
 
-import numpy as np
-
 from tracestore._core.pickle import ByteReader
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.pickles.pickled_values import (
     NDARRAY,
+    PickledArray,
     PickledDtype,
-    PickledValue,
+    SafeFunction,
     SafeGlobal,
     checked_shape,
     make_array,
@@ -19,14 +18,14 @@ from tracestore.ingest.pickles.pickled_values import (
 WRAPPER = ("joblib.numpy_pickle", "NumpyArrayWrapper")
 
 
-class JoblibArray(PickledValue):
+class JoblibArray(PickledArray):
     """A NumpyArrayWrapper of joblib. Its state describes an array whose bytes follow in the file."""
 
-    __slots__ = ("_source", "array")
+    __slots__ = ("_source",)
 
     def __init__(self, source: ByteReader) -> None:
+        super().__init__()
         self._source = source
-        self.array: np.ndarray | None = None
 
     def build(self, state: Any) -> None:
         """Read the array that a state describes."""
@@ -41,23 +40,14 @@ class JoblibArray(PickledValue):
         dtype, shape = state["dtype"].dtype, checked_shape(state["shape"])
         self.array = make_array(self._source.read(math.prod(shape) * dtype.itemsize), dtype, shape, state["order"])
 
-    def resolve(self) -> np.ndarray:
-        """Return the array."""
-        if self.array is None:
-            raise InvalidInputError("found a joblib array that was never filled")
-        return self.array
 
-
-class JoblibWrapper(SafeGlobal):
-    """The class NumpyArrayWrapper; `source` is the file behind the pickle."""
-
+def joblib_wrapper(source: ByteReader) -> SafeGlobal:
+    """Return the class NumpyArrayWrapper; `source` is the file behind the pickle."""
     name = ".".join(WRAPPER)
 
-    def __init__(self, source: ByteReader) -> None:
-        self._source = source
-
-    def new(self, args: tuple[Any, ...]) -> JoblibArray:
-        """Return an array that the opcode BUILD fills."""
+    def new(args: tuple[Any, ...]) -> JoblibArray:
         if args:
-            raise InvalidInputError(f"found {self.name} made with arguments")
-        return JoblibArray(self._source)
+            raise InvalidInputError(f"found {name} made with arguments")
+        return JoblibArray(source)
+
+    return SafeFunction(name, new, is_class=True, is_called=False)

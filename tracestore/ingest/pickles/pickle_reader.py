@@ -7,7 +7,6 @@ from tracestore._core.pickle import ByteReader, SafeUnpickler
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.pickles import joblib_arrays, pickled_objects, pickled_torch, pickled_values, sparse
 from tracestore.ingest.pickles import pickled_frames as frames
-from tracestore.ingest.pickles.pickled_torch import NestedTorchLoader
 from tracestore.ingest.pickles.pickled_values import PickledDtype, PickledValue, SafeGlobal
 
 # Memory for objects of finished traces that a later trace could refer to.
@@ -44,8 +43,8 @@ def pickle_reader(
     """
     # One loader for the whole pickle, however often a file names it.
     allowed = ALLOWED | {
-        ("torch.storage", "_load_from_bytes"): NestedTorchLoader(load_bytes),
-        joblib_arrays.WRAPPER: joblib_arrays.JoblibWrapper(source),
+        ("torch.storage", "_load_from_bytes"): pickled_torch.nested_loader(load_bytes),
+        joblib_arrays.WRAPPER: joblib_arrays.joblib_wrapper(source),
     }
 
     def find_class(module: Any, name: Any) -> SafeGlobal:

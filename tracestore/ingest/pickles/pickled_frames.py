@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.pickles.pickled_values import PickledArray, PickledValue, SafeFunction, SafeGlobal
+from tracestore.ingest.pickles.pickled_values import PickledArray, PickledValue, SafeFunction, SafeGlobal, functions
 
 _SLICE = re.compile(r"slice\((\d+), (\d+), (\d+)\)")
 _MAX_COLUMNS = 1 << 16
@@ -58,23 +58,15 @@ class PandasObject(PickledValue):
             raise InvalidInputError(f"found an object of {self.full_name} of another structure; {_ADVICE}") from None
 
 
-class _PandasClass(SafeGlobal):
-    """A class or function of pandas."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def call(self, args: tuple[Any, ...]) -> PandasObject:
-        """Return an object with these arguments: nothing is called."""
-        return PandasObject(self.name, args)
-
-    new = call
-
-
 def pandas_class(module: str, name: str) -> SafeGlobal | None:
-    """Return the stand-in of a class of pandas, or of what pickles of frames call; None for other names."""
-    is_known = name[:1].isupper() or name in _FUNCTIONS
-    return _PandasClass(f"{module}.{name}") if module.partition(".")[0] == "pandas" and is_known else None
+    """Return the stand-in of a class of pandas, or of what pickles of frames call; None for other names.
+
+    Its objects keep their arguments: nothing is called.
+    """
+    if module.partition(".")[0] != "pandas" or not (name[:1].isupper() or name in _FUNCTIONS):
+        return None
+    full_name = f"{module}.{name}"
+    return SafeFunction(full_name, lambda args: PandasObject(full_name, args), is_class=True)
 
 
 def _manager(frame: PandasObject, name: str) -> tuple[list[tuple[Any, Any]], list[Any]]:
@@ -249,10 +241,5 @@ def _bytes(args: tuple[Any, ...]) -> bytes:
 
 
 _OFFSETS: dict[str, np.dtype[Any]] = {"string": np.dtype("<i4"), "large_string": np.dtype("<i8")}
-GLOBALS: dict[tuple[str, str], SafeGlobal] = {
-    ("pyarrow.lib", "_restore_array"): SafeFunction("pyarrow.lib._restore_array", _restore_array),
-    ("pyarrow.lib", "chunked_array"): SafeFunction("pyarrow.lib.chunked_array", _chunked_array),
-    ("pyarrow.lib", "type_for_alias"): SafeFunction("pyarrow.lib.type_for_alias", _only),
-    ("pyarrow.lib", "py_buffer"): SafeFunction("pyarrow.lib.py_buffer", _only),
-    ("builtins", "bytearray"): SafeFunction("builtins.bytearray", _bytes),
-}
+GLOBALS = functions("pyarrow.lib", _restore_array=_restore_array, chunked_array=_chunked_array)
+GLOBALS |= functions("pyarrow.lib", type_for_alias=_only, py_buffer=_only) | functions("builtins", bytearray=_bytes)

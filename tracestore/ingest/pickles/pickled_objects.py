@@ -126,7 +126,7 @@ def unknown_class(module: str, name: str) -> UnknownClass | None:
 
 
 def _checked(name: str, read: Callable[[tuple[Any, ...]], Any]) -> SafeFunction:
-    """Return the stand-in of a callable; `read` returns its value as data or raises ValueError."""
+    """Return the stand-in of a class; `read` returns its value as data or raises ValueError."""
 
     def call(args: tuple[Any, ...]) -> Any:
         try:
@@ -237,32 +237,25 @@ def _timezone(args: tuple[Any, ...]) -> str:
 
 
 _PATHS = ("Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath")
-GLOBALS: dict[tuple[str, str], SafeGlobal] = {
-    ("datetime", "datetime"): _checked("datetime.datetime", _datetime),
-    ("datetime", "date"): _checked("datetime.date", _date),
-    ("datetime", "time"): _checked("datetime.time", _time),
-    ("datetime", "timedelta"): _checked("datetime.timedelta", _timedelta),
-    ("datetime", "timezone"): _checked("datetime.timezone", _timezone),
-    ("decimal", "Decimal"): _checked("decimal.Decimal", _text),
-    ("fractions", "Fraction"): _checked("fractions.Fraction", _fraction),
-    ("collections", "deque"): _checked("collections.deque", _deque),
-    ("collections", "Counter"): _checked("collections.Counter", _counter),
-    ("collections", "defaultdict"): _checked("collections.defaultdict", _defaultdict),
-    ("uuid", "UUID"): UnknownClass("uuid.UUID"),
-    ("torch.utils.data.dataset", "TensorDataset"): UnknownClass("torch.utils.data.TensorDataset"),
-    ("types", "SimpleNamespace"): UnknownClass("types.SimpleNamespace"),
-    ("argparse", "Namespace"): UnknownClass("argparse.Namespace"),
-    **{
-        (module, name): _checked(f"{module}.{name}", _path)
-        for module in ("pathlib", "pathlib._local")
-        for name in _PATHS
-    },
+# How the objects of a class become plain values, by module and name.
+_VALUES: dict[str, dict[str, Callable[[tuple[Any, ...]], Any]]] = {
+    "datetime": {"datetime": _datetime, "date": _date, "time": _time, "timedelta": _timedelta, "timezone": _timezone},
+    "decimal": {"Decimal": _text},
+    "fractions": {"Fraction": _fraction},
+    "collections": {"deque": _deque, "Counter": _counter, "defaultdict": _defaultdict},
+    "builtins": {"set": _listed, "frozenset": _listed, "range": _range, "slice": _slice, "complex": _complex},
+    "pathlib": dict.fromkeys(_PATHS, _path),
 }
-for _module in ("builtins", "__builtin__"):  # Python 3 and 2
-    for _name in ("set", "frozenset"):
-        GLOBALS[_module, _name] = _checked(f"{_module}.{_name}", _listed)
-    GLOBALS[_module, "range"] = _checked(f"{_module}.range", _range)
-    GLOBALS[_module, "slice"] = _checked(f"{_module}.slice", _slice)
-    GLOBALS[_module, "complex"] = _checked(f"{_module}.complex", _complex)
-    for _name in ("list", "dict", "int", "float", "str", "tuple", "bool"):  # factories of defaultdict
-        GLOBALS[_module, _name] = SafeClass(f"{_module}.{_name}")
+_VALUES |= {"__builtin__": _VALUES["builtins"], "pathlib._local": _VALUES["pathlib"]}  # Python 2, Python 3.13
+_FACTORIES = ("list", "dict", "int", "float", "str", "tuple", "bool")  # of defaultdict
+_NAMESPACES = (("types", "SimpleNamespace"), ("argparse", "Namespace"))
+_OBJECTS = (*_NAMESPACES, ("uuid", "UUID"), ("torch.utils.data.dataset", "TensorDataset"))
+GLOBALS: dict[tuple[str, str], SafeGlobal] = {
+    (module, name): _checked(f"{module}.{name}", read)
+    for module, readers in _VALUES.items()
+    for name, read in readers.items()
+}
+GLOBALS |= {key: UnknownClass(".".join(key)) for key in _OBJECTS}
+GLOBALS |= {
+    (module, name): SafeClass(f"{module}.{name}") for module in ("builtins", "__builtin__") for name in _FACTORIES
+}

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from tracestore.ingest.pickles.pickled_values import (
     SafeFunction,
     SafeGlobal,
     checked_shape,
+    functions,
 )
 from tracestore.store.format.schema import BFLOAT16
 
@@ -144,47 +146,37 @@ class _GraphClass(SafeClass):
         return PickledGraph()
 
 
-class _RebuildTensor(SafeGlobal):
-    """Either version of torch's function that makes a tensor over a storage."""
-
-    def __init__(self, version: int) -> None:
-        self.name = f"torch._utils._rebuild_tensor_v{version}"
-        self._version = version
-
-    def call(self, args: tuple[Any, ...]) -> PickledTensor:
-        if len(args) < 4:
-            raise InvalidInputError(f"found {self.name} with {len(args)} arguments")
-        if len(args) > 5 and args[5]:
-            raise InvalidInputError("found a tensor with hooks")
-        dtype = None
-        if self._version == 3:
-            if len(args) < 7 or not isinstance(args[6], TorchDtype):
-                raise InvalidInputError("found a tensor without a dtype")
-            dtype = args[6].dtype
-        # torch negates and conjugates lazily: the metadata names the operations still to be applied.
-        metadata = args[self._version + 4] if len(args) > self._version + 4 else None
-        metadata = {} if metadata is None else metadata
-        if not isinstance(metadata, dict) or not metadata.keys() <= {"neg", "conj"} or metadata.get("conj"):
-            raise InvalidInputError("found a tensor with attributes of its own, such as torch's conjugate bit")
-        return PickledTensor(args[0], args[1], args[2], args[3], dtype, bool(metadata.get("neg")))
+def _rebuild_tensor(version: int, args: tuple[Any, ...]) -> PickledTensor:
+    """Make a tensor over a storage, as either version of torch's function does."""
+    if len(args) < 4:
+        raise InvalidInputError(f"found torch._utils._rebuild_tensor_v{version} with {len(args)} arguments")
+    if len(args) > 5 and args[5]:
+        raise InvalidInputError("found a tensor with hooks")
+    dtype = None
+    if version == 3:
+        if len(args) < 7 or not isinstance(args[6], TorchDtype):
+            raise InvalidInputError("found a tensor without a dtype")
+        dtype = args[6].dtype
+    # torch negates and conjugates lazily: the metadata names the operations still to be applied.
+    metadata = args[version + 4] if len(args) > version + 4 else None
+    metadata = {} if metadata is None else metadata
+    if not isinstance(metadata, dict) or not metadata.keys() <= {"neg", "conj"} or metadata.get("conj"):
+        raise InvalidInputError("found a tensor with attributes of its own, such as torch's conjugate bit")
+    return PickledTensor(args[0], args[1], args[2], args[3], dtype, bool(metadata.get("neg")))
 
 
-class NestedTorchLoader(SafeGlobal):
-    """torch.storage._load_from_bytes: a whole legacy torch file inside a pickle.
+def nested_loader(load: Callable[[Any], Any] | None) -> SafeFunction:
+    """Return torch.storage._load_from_bytes, which reads a whole legacy torch file inside a pickle with `load`.
 
-    `load` reads the file. Without it the call is refused, as on a second level.
+    Without `load` the call is refused, as on a second level.
     """
 
-    name = "torch.storage._load_from_bytes"
-
-    def __init__(self, load: Callable[[Any], Any] | None = None) -> None:
-        self._load = load
-
-    def call(self, args: tuple[Any, ...]) -> Any:
-        """Return the storage in the file."""
-        if self._load is None or len(args) != 1:
+    def call(args: tuple[Any, ...]) -> Any:
+        if load is None or len(args) != 1:
             raise InvalidInputError("found a torch file inside a torch file inside a pickle")
-        return self._load(args[0])
+        return load(args[0])
+
+    return SafeFunction("torch.storage._load_from_bytes", call)
 
 
 def _rebuild_parameter(args: tuple[Any, ...]) -> PickledTensor:
@@ -205,21 +197,18 @@ _PYG_DATA = "torch_geometric.data.data"
 _PYG_STORAGE = "torch_geometric.data.storage"
 
 GLOBALS: dict[tuple[str, str], SafeGlobal] = {
-    ("torch._utils", "_rebuild_tensor_v2"): _RebuildTensor(2),
-    ("torch._utils", "_rebuild_tensor_v3"): _RebuildTensor(3),
-    ("torch._utils", "_rebuild_parameter"): SafeFunction("torch._utils._rebuild_parameter", _rebuild_parameter),
-    ("torch", "Size"): SafeFunction("torch.Size", lambda args: checked_shape(args[0] if args else ())),
-    ("torch", "device"): SafeFunction("torch.device", lambda args: "cpu"),
+    **functions("torch._utils", _rebuild_tensor_v2=partial(_rebuild_tensor, 2), _rebuild_parameter=_rebuild_parameter),
+    **functions("torch._utils", _rebuild_tensor_v3=partial(_rebuild_tensor, 3)),
+    **functions("torch", Size=lambda args: checked_shape(args[0] if args else ()), device=lambda args: "cpu"),
     ("torch", "UntypedStorage"): StorageType("torch.UntypedStorage", None),
     ("torch.storage", "UntypedStorage"): StorageType("torch.UntypedStorage", None),
-    ("torch.storage", "_load_from_bytes"): NestedTorchLoader(),
     (_PYG_DATA, "Data"): _GraphClass(f"{_PYG_DATA}.Data"),
     (_PYG_DATA, "DataEdgeAttr"): SafeClass(f"{_PYG_DATA}.DataEdgeAttr"),
     (_PYG_DATA, "DataTensorAttr"): SafeClass(f"{_PYG_DATA}.DataTensorAttr"),
     (_PYG_STORAGE, "GlobalStorage"): _GraphClass(f"{_PYG_STORAGE}.GlobalStorage"),
 }
 for _module in ("copyreg", "copy_reg"):  # Python 3 and 2
-    GLOBALS[_module, "_reconstructor"] = SafeFunction("copyreg._reconstructor", _reconstructor)
+    GLOBALS |= functions(_module, _reconstructor=_reconstructor)
 for _name, _storage, _dtype in _DTYPES:
     GLOBALS["torch", _name] = TorchDtype(f"torch.{_name}", _dtype)
     GLOBALS["torch", _storage] = StorageType(f"torch.{_storage}", _dtype)

@@ -46,16 +46,24 @@ class SafeClass(SafeGlobal):
 
 
 class SafeFunction(SafeGlobal):
-    """A function that a pickle may call; `function` takes the tuple of arguments.
+    """A function or class whose uses give a value; `function` takes the tuple of arguments.
 
-    With `is_class` a pickle may also instantiate it.
+    A pickle may call a function. With `is_class` a pickle may also instantiate it, without `is_called` only that.
     """
 
-    def __init__(self, name: str, function: Callable[[tuple[Any, ...]], Any], *, is_class: bool = False) -> None:
+    def __init__(
+        self, name: str, function: Callable[[tuple[Any, ...]], Any], *, is_class: bool = False, is_called: bool = True
+    ) -> None:
         self.name = name
-        self.call = function  # type: ignore[method-assign, assignment]
+        if is_called:
+            self.call = function  # type: ignore[method-assign, assignment]
         if is_class:
             self.new = function  # type: ignore[method-assign, assignment]
+
+
+def functions(module: str, **named: Callable[[tuple[Any, ...]], Any]) -> dict[tuple[str, str], SafeGlobal]:
+    """Return the stand-ins of functions of a module by module and name."""
+    return {(module, name): SafeFunction(f"{module}.{name}", function) for name, function in named.items()}
 
 
 class PickledValue:
@@ -256,14 +264,13 @@ OBJECT, NDARRAY = SafeClass("builtins.object"), SafeClass("numpy.ndarray")
 
 GLOBALS: dict[tuple[str, str], SafeGlobal] = {
     ("numpy", "ndarray"): NDARRAY,
-    ("numpy", "dtype"): SafeFunction("numpy.dtype", _dtype),
-    ("_codecs", "encode"): SafeFunction("_codecs.encode", _encode),
+    **functions("numpy", dtype=_dtype),
+    **functions("_codecs", encode=_encode),
     ("collections", "OrderedDict"): SafeFunction("collections.OrderedDict", _ordered_dict, is_class=True),
 }
 for _module in ("builtins", "__builtin__"):  # Python 3 and 2
     GLOBALS[_module, "object"] = OBJECT
     GLOBALS[_module, "bytes"] = SafeFunction("bytes", _empty_bytes)
 for _module in ("numpy.core", "numpy._core"):  # NumPy 1 and 2
-    GLOBALS[f"{_module}.multiarray", "_reconstruct"] = SafeFunction("numpy _reconstruct", _reconstruct)
-    GLOBALS[f"{_module}.multiarray", "scalar"] = SafeFunction("numpy scalar", _scalar)
-    GLOBALS[f"{_module}.numeric", "_frombuffer"] = SafeFunction("numpy _frombuffer", _from_buffer)
+    GLOBALS |= functions(f"{_module}.multiarray", _reconstruct=_reconstruct, scalar=_scalar)
+    GLOBALS |= functions(f"{_module}.numeric", _frombuffer=_from_buffer)

@@ -7,7 +7,14 @@ import numpy as np
 
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.pickles.pickled_torch import PickledTensor
-from tracestore.ingest.pickles.pickled_values import PickledArray, PickledValue, SafeFunction, SafeGlobal, checked_shape
+from tracestore.ingest.pickles.pickled_values import (
+    PickledArray,
+    PickledValue,
+    SafeFunction,
+    SafeGlobal,
+    checked_shape,
+    functions,
+)
 
 # Bytes of the array of a sparse matrix: an allowance, and a multiple of the bytes of its entries.
 _ALLOWANCE_BYTES, _MAX_RATIO = 4 << 20, 200
@@ -87,22 +94,12 @@ def _array(value: Any) -> np.ndarray:
     return array
 
 
-class _SparseClass(SafeGlobal):
-    """A class of SciPy such as csr_matrix."""
-
-    def __init__(self, name: str, layout: str) -> None:
-        self.name, self._layout = name, layout
-
-    def new(self, args: tuple[Any, ...]) -> PickledSparse:
-        """Return a matrix that BUILD fills."""
-        return PickledSparse(self._layout)
-
-
 def scipy_class(module: str, name: str) -> SafeGlobal | None:
     """Return the stand-in of a class of sparse matrices of SciPy; None for other names."""
     layout, _, kind = name.partition("_")
     if module.startswith("scipy.sparse") and layout in ("coo", "csr", "csc") and kind in ("matrix", "array"):
-        return _SparseClass(f"{module}.{name}", layout)
+        # BUILD fills the matrix.
+        return SafeFunction(f"{module}.{name}", lambda args: PickledSparse(layout), is_class=True, is_called=False)
     return None
 
 
@@ -121,10 +118,5 @@ def _layout_of(args: tuple[Any, ...]) -> str:
     return name.removeprefix("torch.sparse_") if isinstance(name, str) else ""
 
 
-GLOBALS: dict[tuple[str, str], SafeGlobal] = {
-    ("torch._utils", "_rebuild_sparse_tensor"): SafeFunction("torch._utils._rebuild_sparse_tensor", _rebuild_sparse),
-    ("torch._utils", "_rebuild_sparse_csr_tensor"): SafeFunction(
-        "torch._utils._rebuild_sparse_csr_tensor", _rebuild_sparse
-    ),
-    ("torch.serialization", "_get_layout"): SafeFunction("torch.serialization._get_layout", _layout_of),
-}
+GLOBALS = functions("torch._utils", _rebuild_sparse_tensor=_rebuild_sparse, _rebuild_sparse_csr_tensor=_rebuild_sparse)
+GLOBALS |= functions("torch.serialization", _get_layout=_layout_of)

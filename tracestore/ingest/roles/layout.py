@@ -7,7 +7,6 @@ import numpy as np
 
 from tracestore.ingest.containers.columns import array_in_bytes
 from tracestore.ingest.containers.keys import layer_kind, outputs_of_layers, parse_key
-from tracestore.ingest.pickles.joblib_arrays import JoblibArray
 from tracestore.ingest.pickles.pickled_frames import PandasObject
 from tracestore.ingest.pickles.pickled_objects import PickledObject
 from tracestore.ingest.pickles.pickled_torch import PickledTensor
@@ -44,7 +43,7 @@ def opened(value: Any) -> Any:
         return value.resolve()
     if isinstance(value, PickledObject):
         return value.fields or value.args or value.fields
-    if isinstance(value, PickledArray | JoblibArray | PickledTensor | PickledSparse | PandasObject):
+    if isinstance(value, PickledArray | PickledTensor | PickledSparse | PandasObject):
         return value.resolve()
     array = array_in_bytes(value)
     return value if array is None else array
