@@ -1,8 +1,9 @@
 """Read traces of JSON, JSON Lines and CSV files, one line at a time or, with a limit, a whole file."""
 
 import re
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -38,8 +39,7 @@ _ARRAY = re.compile(
 def holds_arrays(path: Path) -> bool:
     """Return whether the beginning of a file of text holds arrays of numbers, or cannot be inflated."""
     try:
-        with closing(_Text(path)) as text:
-            head = text.read(_HEAD_BYTES)
+        head = _head(path, _HEAD_BYTES)
     except InvalidInputError:
         return True  # refused by name
     except OSError:
@@ -96,12 +96,11 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
     name = _COMPRESSED.sub("", path.name)
-    with closing(_Text(path)) as text:
-        if name.endswith((".jsonl", ".ndjson")):
-            for number, line in enumerate(text.lines()):
-                yield _object(line, number)
-            return
-        data = text.read(tables.MAX_BYTES + 1)
+    if name.endswith((".jsonl", ".ndjson")):
+        for number, line in enumerate(filter(bytes.strip, _lines(path))):
+            yield _object(line, number)
+        return
+    data = _head(path, tables.MAX_BYTES + 1)
     if len(data) > tables.MAX_BYTES:
         raise InvalidInputError(
             f"found more than {tables.MAX_BYTES:,} bytes, which are parsed together; write JSON Lines, one trace per line"
@@ -119,52 +118,44 @@ def _object(line: bytes, number: int) -> dict[str, Any]:
     return row
 
 
-class _Text:
-    """The bytes of a file, which may be compressed."""
+def _blocks(path: Path) -> Iterator[bytes]:
+    """Yield the bytes of a file, inflated if it is compressed."""
+    check_regular(path)
+    with ExitStack() as resources:
+        file = resources.enter_context(open(path, "rb"))
+        compression = compression_of(file.read(8))
+        file.seek(0)
+        read: Callable[[], bytes] = partial(file.read, _BLOCK_BYTES)
+        if compression is not None:
+            read = resources.enter_context(closing(InflatedChunks(path, lambda: False, compression)))
+        yield from iter(read, b"")
 
-    def __init__(self, path: Path) -> None:
-        check_regular(path)
-        self._file = open(path, "rb")  # noqa: SIM115 - close() closes it
-        compression = compression_of(self._file.read(8))
-        self._file.seek(0)
-        self._chunks = None if compression is None else InflatedChunks(path, lambda: False, compression)
-        self._rest = b""
 
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-        if self._chunks is not None:
-            self._chunks.close()
+def _head(path: Path, count: int) -> bytes:
+    """Return the first `count` bytes of a file."""
+    found = bytearray()
+    with closing(_blocks(path)) as blocks:  # type: ignore[type-var]
+        for block in blocks:
+            found += block
+            if len(found) >= count:
+                break
+    return bytes(found[:count])
 
-    def _block(self) -> bytes:
-        return self._file.read(_BLOCK_BYTES) if self._chunks is None else self._chunks()
 
-    def read(self, count: int) -> bytes:
-        """Return up to `count` bytes."""
-        blocks, size = [], 0
-        while size < count and (block := self._block()):
-            blocks.append(block)
-            size += len(block)
-        return b"".join(blocks)[:count]
-
-    def lines(self) -> Iterator[bytes]:
-        """Yield the lines that are not blank."""
-        pieces: list[bytes] = []
-        size = 0
-        while block := self._block():
+def _lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file."""
+    pieces: list[bytes] = []
+    size = 0
+    with closing(_blocks(path)) as blocks:  # type: ignore[type-var]
+        for block in blocks:
             first, *others = block.split(b"\n")
             pieces.append(first)
             size += len(first)
             for other in others:
-                yield from self._line(pieces)
+                yield b"".join(pieces)
                 pieces, size = [other], len(other)
             if size > tables.MAX_LINE_BYTES:
                 raise InvalidInputError(
                     f"found a line of more than {tables.MAX_LINE_BYTES:,} bytes; save such traces as .npz or .safetensors"
                 )
-        yield from self._line(pieces)
-
-    def _line(self, pieces: list[bytes]) -> Iterator[bytes]:
-        line = b"".join(pieces)
-        if line.strip():
-            yield line
+    yield b"".join(pieces)
