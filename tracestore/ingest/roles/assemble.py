@@ -74,8 +74,7 @@ def records_of_trace(
             counts[question] += 1
     else:
         given = [found]
-    is_batch = count > 1
-    return [_record(each, source_name, position + k, need_attention, is_batch) for k, each in enumerate(given)]
+    return [_record(each, source_name, position + k, need_attention, count > 1) for k, each in enumerate(given)]
 
 
 def _num_tokens(fields: Mapping[str, Any]) -> int | None:
@@ -113,14 +112,9 @@ def _record(
             crop(record, begin, end)
             if mask is not None and (begin, end) == (0, num_tokens):
                 record.extras["attention_mask"] = mask
-    if (
-        given_ids is None
-        and ids is None
-        and "layers" in record.extras
-        and _is_list_of_integers(record.extras.get("layers"))
-    ):
-        # A list of another length has another meaning.
-        given_ids = record.extras["layers"] if len(record.extras["layers"]) == record.num_layers else None
+    layers = record.extras.get("layers")
+    if given_ids is None and ids is None and _is_list_of_integers(layers) and len(layers) == record.num_layers:
+        given_ids = layers  # a list of another length has another meaning
     given_ids = ids if given_ids is None else given_ids
     record.layer_ids = None if given_ids is None else _layer_ids(given_ids, record)
     record.dropped, record.scores = found.dropped, found.scores
@@ -148,15 +142,11 @@ def _validated(found: Assignment, source_name: str, position: int, need_attentio
 
 def _is_mask(value: Any) -> bool:
     """Return whether a value is a mask of the tokens of one answer."""
-    if value is None:
-        return False
-    array = as_array(value)
-    if array is None and isinstance(value, list) and value:
+    if isinstance(value, list) and value:
         value = value[0] if len(value) == 1 and isinstance(value[0], list) else value
         return all(isinstance(item, int) for item in value)
-    return (
-        array is not None and array.dtype.kind in "biuf" and (array.ndim == 1 or (array.ndim == 2 and len(array) == 1))
-    )
+    array = as_array(value)
+    return array is not None and array.dtype.kind in "biuf" and (array.ndim == 1 or array.shape[:-1] == (1,))
 
 
 def _is_list_of_integers(value: Any) -> bool:
@@ -205,24 +195,15 @@ def _layer_ids(value: Any, record: TraceRecord) -> tuple[int, ...]:
 def _add_head_axis(fields: dict[str, Any]) -> bool:
     """Give attention that is averaged over heads, (S, S) per layer, an axis of one head; return whether it was."""
     value = fields.get("attentions")
-    if are_arrays(value) and value[0].ndim != 2:
-        return False
-    array = as_array(value)
-    if array is not None:
-        if array.ndim != 3:
-            return False
-        value = list(array)
-    if not isinstance(value, list | tuple) or not value:
-        return False
-    if has_numbers_at(value, depth=3):  # nested lists (S, S) per layer
+    if (array := as_array(value)) is not None:
+        value = list(array) if array.ndim == 3 else []
+    elif has_numbers_at(value, depth=3):  # nested lists (S, S) per layer
         value = [array_of(layer) for layer in value]
-    first = as_array(value[0])
-    if first is None or first.ndim != 2:
+    layers = list(map(as_array, value)) if isinstance(value, list | tuple) else []
+    squares = [layer[None] for layer in layers if layer is not None and layer.ndim == 2 and len(set(layer.shape)) == 1]
+    if not layers or len(squares) < len(layers):
         return False
-    layers = [as_array(layer) for layer in value]
-    if not all(layer is not None and layer.ndim == 2 and layer.shape[0] == layer.shape[1] for layer in layers):
-        return False
-    fields["attentions"] = [layer[None] for layer in layers if layer is not None]
+    fields["attentions"] = squares
     return True
 
 

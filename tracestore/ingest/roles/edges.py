@@ -67,17 +67,14 @@ def _columns(fields: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def _layer(value: Any, num_tokens: int | None) -> Any:
-    if num_tokens is not None and (pair := _pair(value)) is not None:
-        return _dense(*pair, num_tokens)
-    if isinstance(value, list | tuple) and value:
-        heads = [as_array(head) for head in value]
-        if num_tokens is not None and all(_pair(head) is not None for head in value):
-            heads = [_dense(*pair, num_tokens) for head in value if (pair := _pair(head)) is not None]
-        if all(head is not None and head.ndim == 2 and head.dtype.kind == "f" for head in heads):
-            shapes = {head.shape for head in heads if head is not None}
-            if len(shapes) == 1:
-                return np.stack([head for head in heads if head is not None])
-    return value
+    """Return the attention of a layer, edges or a list of heads, as an array, and other values unchanged."""
+    if (dense := _dense(value, num_tokens)) is not None:
+        return dense
+    items = value if isinstance(value, list | tuple) else []
+    heads = [as_array(item) if (dense := _dense(item, num_tokens)) is None else dense for item in items]
+    arrays = [head for head in heads if head is not None and head.ndim == 2 and head.dtype.kind == "f"]
+    is_regular = len(arrays) == len(heads) and len({head.shape for head in arrays}) == 1
+    return np.stack(arrays) if is_regular else value
 
 
 def _pair(value: Any) -> tuple[np.ndarray, np.ndarray] | None:
@@ -97,8 +94,12 @@ def _pair(value: Any) -> tuple[np.ndarray, np.ndarray] | None:
     return (edges, weights) if edges.ndim == 2 and len(edges) == 2 and weights.shape == edges.shape[1:] else None
 
 
-def _dense(edges: np.ndarray, weights: np.ndarray, num_tokens: int) -> np.ndarray:
-    """Return attention (S, S): row i holds the weights with which token i attends to the tokens up to it."""
+def _dense(value: Any, num_tokens: int | None) -> np.ndarray | None:
+    """Return edges and weights as attention (S, S), whose row i holds the weights of token i; None for another value."""
+    pair = None if num_tokens is None else _pair(value)
+    if num_tokens is None or pair is None:
+        return None
+    edges, weights = pair
     one, other = edges.astype("i8")
     if edges.size and not 0 <= int(edges.min()) <= int(edges.max()) < num_tokens:
         raise InvalidInputError(f"found edges beyond {num_tokens} tokens", field="attentions")
