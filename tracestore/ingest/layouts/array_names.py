@@ -8,6 +8,7 @@ from typing import Any
 
 from tracestore.ingest.containers.columns import Column
 from tracestore.ingest.containers.keys import SECTIONS, SPLITS, locate, without_step
+from tracestore.ingest.layouts.values import leaf_of
 
 ARRAYS = ("hidden_states", "attentions", "last_token")
 _LAYER_FIRST = re.compile(r"((?:layers?|blocks?)[._/\-]?\d+)[/.](.+)", re.IGNORECASE)
@@ -248,9 +249,7 @@ def is_list_of_floats(value: Any) -> bool:
     """Return whether a value is an array or nested list of floats in memory."""
     if hasattr(value, "dtype") and not isinstance(value, Column):
         return value.dtype.kind in "fV" and value.ndim > 0
-    while isinstance(value, list) and value:
-        value = value[0]
-    return isinstance(value, float)
+    return isinstance(leaf_of(value)[0], float)
 
 
 def _by_step(fields: Mapping[str, Any]) -> dict[str, str]:

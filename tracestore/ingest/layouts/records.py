@@ -16,6 +16,7 @@ from tracestore.ingest.containers.keys import (
 )
 from tracestore.ingest.layouts.array_names import is_list_of_floats
 from tracestore.ingest.layouts.rows import Coordinates, coordinates_of, has_answer, joined, with_states
+from tracestore.ingest.layouts.values import leaf_of
 from tracestore.ingest.roles.columns import singular
 from tracestore.ingest.roles.edges import attention_of_edges, is_list_of_edges
 from tracestore.ingest.roles.keys import MAPPABLE, OTHER_NAMES, direction_of, fields_of_nested
@@ -340,16 +341,9 @@ def _frame(value: Any) -> Any:
 
 def _are_states_by_id(value: Row) -> bool:
     """Return whether a dict holds nested lists (L, S, D) by id."""
-    for key, states in value.items():
-        if locate(key) is not None or key in ID_KEYS:
-            return False
-        for _ in range(3):
-            if not isinstance(states, list) or not states:
-                return False
-            states = states[0]
-        if not isinstance(states, float):
-            return False
-    return bool(value)
+    if not value or any(locate(key) is not None or key in ID_KEYS for key in value):
+        return False
+    return all(isinstance(leaf, float) and depth == 3 for leaf, depth in map(leaf_of, value.values()))
 
 
 def _is_by_id(value: Row) -> bool:

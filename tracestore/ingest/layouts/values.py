@@ -139,10 +139,9 @@ def _joined_passes_of_layer(layer: Any) -> Any:
 
 def _rank(value: Any) -> int:
     """Return the number of axes of an array or nested lists, by their first items."""
-    array = as_array(value)
-    if array is not None:
-        return array.ndim
-    return 1 + _rank(value[0]) if isinstance(value, list) and value else 0
+    leaf, depth = leaf_of(value)
+    array = as_array(leaf)
+    return depth + (0 if array is None else array.ndim)
 
 
 def open_texts(values: dict[str, Any], trace: str, k: int, count: int) -> None:
@@ -231,20 +230,17 @@ def _parsed(text: str) -> Any:
         return None
 
 
-def has_numbers_at(value: Any, depth: int) -> bool:
-    """Return whether the first items of nested lists lead to a number at a depth: 2 for a list of lists of numbers."""
-    for _ in range(depth):
-        if not isinstance(value, list | tuple) or not value:
-            return False
-        value = value[0]
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def leaf_of(value: Any) -> tuple[Any, int]:
+    """Return what the first items of nested lists lead to, and the number of lists around it."""
+    depth = 0
+    while isinstance(value, list | tuple) and value and depth < _MAX_DEPTH:
+        value, depth = value[0], depth + 1
+    return value, depth
 
 
 def array_of(value: Any) -> Any:
     """Return nested lists of numbers of one length per level as a float32 array, and any other value unchanged."""
-    leaf, depth = value, 0
-    while isinstance(leaf, list | tuple) and leaf and depth < _MAX_DEPTH:
-        leaf, depth = leaf[0], depth + 1
+    leaf, depth = leaf_of(value)
     if not depth or isinstance(leaf, bool) or not isinstance(leaf, int | float):
         return value
     try:

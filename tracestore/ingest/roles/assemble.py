@@ -10,7 +10,7 @@ import numpy as np
 
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.containers.grouping import natural_key
-from tracestore.ingest.layouts.values import array_of, has_numbers_at
+from tracestore.ingest.layouts.values import array_of, leaf_of
 from tracestore.ingest.roles.assign import Assignment, assign
 from tracestore.ingest.roles.batches import batch_size, crop, split_batch, valid_span, with_beams
 from tracestore.ingest.roles.edges import set_attention
@@ -197,7 +197,7 @@ def _add_head_axis(fields: dict[str, Any]) -> bool:
     value = fields.get("attentions")
     if (array := as_array(value)) is not None:
         value = list(array) if array.ndim == 3 else []
-    elif has_numbers_at(value, depth=3):  # nested lists (S, S) per layer
+    elif leaf_of(value)[1] == 3:  # nested lists (S, S) per layer
         value = [array_of(layer) for layer in value]
     layers = list(map(as_array, value)) if isinstance(value, list | tuple) else []
     squares = [layer[None] for layer in layers if layer is not None and layer.ndim == 2 and len(set(layer.shape)) == 1]
