@@ -24,7 +24,7 @@ from tracestore.ingest.layouts.parts import ARRAYS, Part, Place, join_parts, par
 from tracestore.ingest.layouts.values import array_of
 from tracestore.ingest.pickles.pickle_reader import pickle_reader
 from tracestore.ingest.roles.keys import normalized
-from tracestore.ingest.roles.layout import layout, opened
+from tracestore.ingest.roles.layout import opened, shape_of
 from tracestore.store.io.scratch import Scratch
 
 _TEXTS = {"question": "prompt", "answer": "response", "output": "response"}
@@ -250,7 +250,7 @@ def _num_rows(values: dict[str, Any]) -> int:
 def _parts_of(path: Path, place: Place, source: Input, resources: ExitStack) -> Iterator[Part]:
     """Yield the value of a file at its place; of a dict of fields, the value of its field and all others."""
     value = opened(_value(path, source, resources))
-    if place.field in _TEXTS and (shape := layout(value)) is not None and shape.kind == "f" and len(shape.shape) > 1:
+    if place.field in _TEXTS and len(shape_of(value)) > 1:
         place = place._replace(field="", segment=_TEXTS[place.field])  # states of a text in a folder of its name
     place, field = place._replace(trace=""), place.field or "hidden_states"
     fields = _columns(value)
@@ -293,8 +293,7 @@ def _has_array(value: Any, depth: int = 0) -> bool:
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list | tuple) and depth < _MAX_DEPTH:
-        shape = layout(value)
-        return (shape is not None and shape.kind == "f") or any(_has_array(item, depth + 1) for item in value[:64])
+        return shape_of(value) != () or any(_has_array(item, depth + 1) for item in value[:64])
     return False
 
 

@@ -16,14 +16,14 @@ from tracestore.ingest.layouts.ragged import is_bounds, ragged
 from tracestore.ingest.roles.candidates import ids_in
 from tracestore.ingest.roles.columns import has_one_id, singular
 from tracestore.ingest.roles.keys import OUTPUTS, normalized
-from tracestore.ingest.roles.layout import layers_of, layout, opened
+from tracestore.ingest.roles.layout import layers_of, layout, opened, shape_of
 
 _MASK_OR_IDS = re.compile(r"(?:attention_?)?masks?|input_ids|token_ids|tokens", re.IGNORECASE)
 
 
 def spread_records(fields: Mapping[Any, Any]) -> dict[Any, Any] | None:
     """Return a dict of states of N traces and a list of N dicts without states with the columns of these; None for others."""
-    states = [k for k, v in fields.items() if _is_states_name(k) and _size(v) > 1 and _is_float(v)]
+    states = [k for k, v in fields.items() if _is_states_name(k) and _size(v) > 1 and shape_of(v)]
     if len(states) != 1:
         return None
     count = _size(fields[states[0]])
@@ -37,11 +37,6 @@ def spread_records(fields: Mapping[Any, Any]) -> dict[Any, Any] | None:
             columns = {name: [row.get(name) for row in rows] for name in names if name not in fields}
             return {k: v for k, v in fields.items() if k != key} | columns
     return None
-
-
-def _is_float(value: Any) -> bool:
-    shape = layout(value)
-    return shape is not None and shape.kind == "f"
 
 
 def _size(value: Any) -> int:
@@ -68,12 +63,8 @@ def split_ragged(fields: Mapping[Any, Any]) -> list[dict[Any, Any]] | None:
     columns: dict[str, Any] = {}
     for name, value in given.items():
         place = parse_path(normalized(name))
-        if (
-            place.is_states
-            and place.layer is None
-            and not place.trace
-            and (states := _states_column(value)) is not None
-        ):
+        is_whole = place.is_states and place.layer is None and not place.trace
+        if is_whole and (states := _states_column(value)) is not None:
             columns["hidden_states"] = states
         elif place.is_states and place.layer is not None and isinstance(value, np.ndarray):
             columns.setdefault("hidden_states", {})[place.layer] = Column(value)
@@ -91,11 +82,10 @@ def split_ragged(fields: Mapping[Any, Any]) -> list[dict[Any, Any]] | None:
     for k in range(len(found.bounds)):
         values = found.fields(columns, k)
         hidden = values["hidden_states"]
-        if isinstance(hidden, np.ndarray):
-            is_token_major = hidden.ndim == 3 and found.is_token_major
-            values["hidden_states"] = (
-                [hidden] if hidden.ndim == 2 else hidden.transpose(1, 0, 2) if is_token_major else hidden
-            )
+        if isinstance(hidden, np.ndarray) and hidden.ndim == 2:
+            values["hidden_states"] = [hidden]
+        elif isinstance(hidden, np.ndarray) and found.is_token_major:
+            values["hidden_states"] = hidden.transpose(1, 0, 2)
         single = {singular(n): values.pop(n) for n in list(values) if n not in ("hidden_states", "tokens")}
         traces.append(values | {n: v.item() if isinstance(v, np.generic) else v for n, v in single.items()})
     return traces
@@ -105,13 +95,8 @@ def _states_column(value: Any) -> Any:
     """Return an array, or layers (total, D) by number, as columns."""
     if isinstance(value, np.ndarray):
         return Column(value) if value.dtype.kind in "fV" else None
-    layers = (
-        layers_of(value)
-        if isinstance(value, dict)
-        else dict(enumerate(value))
-        if isinstance(value, list | tuple)
-        else {}
-    )
+    value = dict(enumerate(value)) if isinstance(value, list | tuple) else value
+    layers = layers_of(value) if isinstance(value, dict) else {}
     arrays = {k: opened(layer) for k, layer in layers.items()}
     is_regular = all(isinstance(a, np.ndarray) and a.ndim == 2 and a.dtype.kind in "fV" for a in arrays.values())
     return {k: Column(a) for k, a in arrays.items()} if arrays and is_regular else None
@@ -153,12 +138,10 @@ def split_batches(fields: Mapping[Any, Any]) -> list[dict[Any, Any]] | None:
 
 def _batch_sizes(value: Any) -> list[tuple[int, int]] | None:
     """Return the sizes (B, S) of a list of masks or ids; None for another value."""
-    if not isinstance(value, list | tuple) or not value:
+    shapes = [shape_of(item, "i") for item in value] if isinstance(value, list | tuple) else []
+    if not shapes or any(len(shape) != 2 or None in shape for shape in shapes):
         return None
-    shapes = [layout(item) for item in value]
-    if any(shape is None or shape.kind != "i" or len(shape.shape) != 2 or None in shape.shape for shape in shapes):
-        return None
-    return [(int(s.shape[0] or 0), int(s.shape[1] or 0)) for s in shapes if s is not None]
+    return [(count or 0, size or 0) for count, size in shapes]
 
 
 def _layers_of_batches(value: Any, sizes: Sequence[tuple[int, int]]) -> list[Any] | None:
@@ -171,12 +154,9 @@ def _layers_of_batches(value: Any, sizes: Sequence[tuple[int, int]]) -> list[Any
         return [{n: layer[k][0] for n, layer in zip(lists, inner, strict=True) if layer} for k in range(len(sizes))]
     if not isinstance(value, list | tuple) or not value:
         return None
-    shapes = [layout(item) for item in value]
-    if len(value) == len(sizes) and all(
-        s is not None and s.kind == "f" and s.shape[-3:-1] == size and len(s.shape) in (3, 4)
-        for s, size in zip(shapes, sizes, strict=True)
-    ):
-        return [[v] if s is not None and len(s.shape) == 3 else v for v, s in zip(value, shapes, strict=True)]
+    shapes = [shape_of(item) for item in value]
+    if [shape[-3:-1] for shape in shapes] == list(sizes) and {3, 4}.issuperset(map(len, shapes)):
+        return [[v] if len(shape) == 3 else v for v, shape in zip(value, shapes, strict=True)]
     if len(sizes) > 1 and all(isinstance(opened(layer), list | tuple) for layer in value):
         return _layers_of_batches(dict(enumerate(value)), sizes)
     return None
@@ -187,21 +167,12 @@ def _layers_of_batches(value: Any, sizes: Sequence[tuple[int, int]]) -> list[Any
 
 def with_graph(fields: dict[Any, Any]) -> dict[Any, Any]:
     """Return a graph of PyTorch Geometric, x (S, D) and edge_index (2, E), as a trace of one layer."""
-    x, index = (layout(fields.get(name)) for name in ("x", "edge_index"))
-    if (
-        x is None
-        or index is None
-        or x.kind != "f"
-        or len(x.shape) != 2
-        or index.kind != "i"
-        or "hidden_states" in fields
-    ):
+    x, index = shape_of(fields.get("x")), shape_of(fields.get("edge_index"), "i")
+    names = [name for name in ("edge_weight", "edge_attr") if shape_of(fields.get(name))]
+    if len(x) != 2 or index[:1] != (2,) or len(index) != 2 or not index[1] or len(names) != 1:
         return fields
-    if len(index.shape) != 2 or index.shape[0] != 2 or not index.shape[1]:
-        return fields
-    names = [n for n in ("edge_weight", "edge_attr") if (s := layout(fields.get(n))) is not None and s.kind == "f"]
     nodes = np.asarray(resolved(fields["edge_index"]))
-    if len(names) != 1 or x.shape[0] != int(nodes.max()) + 1:
+    if "hidden_states" in fields or x[0] != int(nodes.max()) + 1:
         return fields
     rest = {k: v for k, v in fields.items() if k not in ("x", "edge_index", names[0])}
     edges = {"edge_index": nodes, "edge_weight": resolved(fields[names[0]])}
@@ -215,12 +186,12 @@ def with_weak_states(fields: dict[Any, Any]) -> dict[Any, Any]:
     """
     if not any(isinstance(name, str) and WEAK.fullmatch(normalized(name)) for name in fields):
         return fields
-    shapes = {k: s for k, v in fields.items() if (s := layout(v)) is not None and s.kind == "f" and len(s.shape) > 1}
-    if len(shapes) != 1 or not all(isinstance(name, str) and WEAK.fullmatch(normalized(name)) for name in shapes):
+    names = [name for name, value in fields.items() if len(shape_of(value)) > 1]
+    if len(names) != 1 or not isinstance(names[0], str) or not WEAK.fullmatch(normalized(names[0])):
         return fields
     if not has_one_id(fields) and ids_in(fields):
         return fields
-    return {("hidden_states" if name in shapes else name): value for name, value in fields.items()}
+    return {("hidden_states" if name in names else name): value for name, value in fields.items()}
 
 
 def _below_splits(fields: dict[Any, Any]) -> dict[Any, Any]:
@@ -296,11 +267,10 @@ def with_predictions(value: Any) -> Any:
     items = opened(value.get("predictions")) if isinstance(value, dict) else None
     found: dict[str, list[np.ndarray]] = {}
     for item in items if isinstance(items, tuple | list) else ():
-        shape = layout(item)
-        if shape is not None and shape.kind == "f" and isinstance(item, tuple | list):
-            name = {4: "hidden_states", 5: "attentions"}.get(len(shape.shape))
-            if name is not None and None not in shape.shape:
-                found.setdefault(name, [np.asarray(resolved(layer)) for layer in item])
+        shape = shape_of(item)
+        name = {4: "hidden_states", 5: "attentions"}.get(len(shape))
+        if name is not None and isinstance(item, tuple | list) and None not in shape:
+            found.setdefault(name, [np.asarray(resolved(layer)) for layer in item])
     if "hidden_states" not in found:
         return value
     mask = (found["hidden_states"][0] != -100).any(axis=-1)
@@ -336,17 +306,14 @@ def join_segments(trace: dict[Any, Any]) -> dict[Any, Any]:
     hidden = joined.get("hidden_states")
     if hidden is None:
         return trace
-    lengths = [layout(values[found["hidden_states"][s]]) for s in ("prompt", "response")]
-    counts = [0 if shape is None else shape.shape[-2] or 0 for shape in lengths]
+    shapes = [shape_of(values[found["hidden_states"][s]]) for s in ("prompt", "response")]
+    counts = [shape[-2] or 0 for shape in shapes]
     if joined.get("tokens") is not None and len(joined["tokens"]) not in (sum(counts), sum(counts) + 1):
         return trace
     taken = {found[field][s] for field in joined for s in found[field] if joined[field] is not None}
     rest = {k: v for k, v in trace.items() if k not in taken}
-    return (
-        rest
-        | {k: v for k, v in joined.items() if v is not None}
-        | {"prompt_length": trace.get("prompt_length", counts[0])}
-    )
+    joined = {k: v for k, v in joined.items() if v is not None}
+    return rest | joined | {"prompt_length": trace.get("prompt_length", counts[0])}
 
 
 def _concatenated(pair: Sequence[Any], field: str) -> Any:
@@ -356,10 +323,9 @@ def _concatenated(pair: Sequence[Any], field: str) -> Any:
             np.asarray(v).reshape(-1) if np.ndim(v) in (1, 2) and np.size(v) == np.shape(v)[-1] else None for v in pair
         ]
         return None if any(v is None for v in ids) else np.concatenate(ids)  # type: ignore[arg-type]
-    shapes = [layout(v) for v in pair]
-    if any(s is None or len(s.shape) < 2 or None in s.shape for s in shapes):
+    one, other = shapes = [shape_of(v) for v in pair]
+    if any(len(shape) < 2 or None in shape for shape in shapes):
         return None
-    one, other = (s.shape for s in shapes if s is not None)
     if len(one) != len(other) or one[-1] != other[-1] or one[:-2] != other[:-2] or len(one) > 4:
         return None
     if len(one) == 2:
@@ -369,10 +335,9 @@ def _concatenated(pair: Sequence[Any], field: str) -> Any:
 
 def with_embedding(fields: dict[Any, Any]) -> dict[Any, Any]:
     """Return a record of an embedding service, or of a model of sentences, with its vector, or one per layer, as last_token."""
-    vector = fields.get("embedding")
-    shape = None if vector is None or "last_token" in fields or "hidden_states" in fields else layout(vector)
-    if shape is None or shape.kind != "f" or (len(shape.shape) != 1 and shape.shape[1:-1] != (1,)):
+    shape = shape_of(fields.get("embedding"))
+    if "last_token" in fields or "hidden_states" in fields or not (len(shape) == 1 or shape[1:-1] == (1,)):
         return fields
-    vectors = np.asarray(resolved(vector), "f4")
+    vectors = np.asarray(resolved(fields["embedding"]), "f4")
     rest = {k: v for k, v in fields.items() if k != "embedding"}
     return rest | {"last_token": vectors.reshape(-1, vectors.shape[-1])}

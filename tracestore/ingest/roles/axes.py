@@ -7,16 +7,14 @@ import numpy as np
 
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.roles.columns import counts_of, has_one_id, lengths_of, num_tokens, singular
-from tracestore.ingest.roles.layout import is_counted_from_last, is_ragged, layers_of, layout, opened
+from tracestore.ingest.roles.layout import Shape, is_counted_from_last, is_ragged, layers_of, opened, shape_of
 
 # More layers than any model has: an axis of this size counts something else.
 _MAX_LAYERS = 256
 _BARE = {"hidden_states"}
 
 
-def trace_axis(
-    fields: Mapping[Any, Any], key: Any, value: Any, shape: tuple[int | None, ...], is_last: bool
-) -> int | None:
+def trace_axis(fields: Mapping[Any, Any], key: Any, value: Any, shape: Shape, is_last: bool) -> int | None:
     """Return the axis of hidden states that counts traces; None for one trace, or a batch that `batches` splits."""
     rank, counts = len(shape), counts_of(fields, key)
     if isinstance(value, dict):
@@ -69,7 +67,7 @@ def without_time_first(fields: dict[Any, Any]) -> dict[Any, Any]:
     return rest | {"hidden_states": [[value[:size, k]] for k, size in enumerate(counts)]}
 
 
-def _axis_of_padding(fields: Mapping[Any, Any], value: Any, shape: tuple[int | None, ...]) -> int | None:
+def _axis_of_padding(fields: Mapping[Any, Any], value: Any, shape: Shape) -> int | None:
     """Return which of two axes of one size counts traces: padding with zeros belongs to one of them."""
     mask, lengths = opened(fields.get("attention_mask")), lengths_of(fields)
     is_batch = mask is not None or "lengths" in fields  # a batch as models return it has layers first
@@ -91,16 +89,15 @@ def _are_passes(value: Any) -> bool:
     """Return whether a list holds the passes of generate(): after the first, one token each."""
     if not isinstance(value, list | tuple) or len(value) < 2 or not isinstance(value[0], list | tuple):
         return False
-    shapes = [layout(item) for item in value]
-    return all(shape is not None and shape.shape[-2:-1] == (1,) for shape in shapes[1:])
+    return all(shape_of(item)[-2:-1] == (1,) for item in value[1:])
 
 
 def letters_of_trace(
     trace: Mapping[Any, Any],
     value: Any,
-    shape: tuple[int | None, ...],
+    shape: Shape,
     is_last: bool,
-    stack: tuple[int | None, ...] | None = None,
+    stack: Shape | None = None,
 ) -> str | None:
     """Return the axes of the hidden states of one trace; None for those that the schema has.
 
@@ -131,8 +128,8 @@ def letters_of_trace(
 
 
 def _count(value: Any) -> int | None:
-    shape = layout(value)
-    return shape.shape[0] if shape is not None and shape.kind == "i" and len(shape.shape) == 1 else None
+    shape = shape_of(value, "i")
+    return shape[0] if len(shape) == 1 else None
 
 
 def with_states(fields: dict[Any, Any], key: Any, value: Any, letters: str | None) -> dict[Any, Any]:
@@ -169,12 +166,12 @@ def answers_of(values: Sequence[Any]) -> list[list[np.ndarray]] | None:
     return lists if is_one_model and any(len(set(group)) > 1 for group in shapes) and shapes[0][0][0] > 1 else None
 
 
-def shape_text(shape: tuple[int | None, ...]) -> str:
+def shape_text(shape: Shape) -> str:
     """Return a shape for a message, with "?" for sizes that differ."""
     return str(tuple("?" if n is None else n for n in shape)).replace("'", "")
 
 
-def _ambiguous(shape: tuple[int | None, ...], *fits: str) -> InvalidInputError:
+def _ambiguous(shape: Shape, *fits: str) -> InvalidInputError:
     choices = " or ".join(f"--axes {letters}" for letters in fits)
     return InvalidInputError(
         f"found shape {shape_text(shape)}, whose axes may count traces N, layers L or tokens S; choose {choices}",

@@ -18,7 +18,7 @@ from tracestore.ingest.roles.keys import (
     known_name,
     score_of_word,
 )
-from tracestore.ingest.roles.layout import layout, opened, row
+from tracestore.ingest.roles.layout import layout, opened, row, shape_of
 
 # Names of values of one trace; a column may have an "s" at the end.
 _SINGULAR = frozenset((*MAPPABLE, *itertools.chain(*OTHER_NAMES.values()), *ID_KEYS, *SCORE_COLUMNS, LABELS))
@@ -76,8 +76,8 @@ def has_own_shape(fields: Mapping[Any, Any]) -> bool:
     if isinstance(states, np.ndarray):
         is_stack = states.ndim == 3 and states.dtype.kind in "fV"
         return is_stack and states.shape[1] in sizes and states.shape[0] not in sizes
-    found = layout(states[0]) if states and isinstance(states, list) else None
-    return found is not None and found.kind == "f" and len(found.shape) == 2 and found.shape[0] in sizes
+    shape = shape_of(states[0]) if states and isinstance(states, list) else ()
+    return len(shape) == 2 and shape[0] in sizes
 
 
 def is_header(item: Any, trace: Any) -> bool:
@@ -194,9 +194,9 @@ def _token_shape(value: Any) -> int | None:
 def with_columns_beside(fields: Mapping[Any, Any]) -> dict[Any, Any] | None:
     """Return a dict of stacked states with the columns of the dicts next to it, such as non_tensor_batch; None without."""
     dicts = [v for v in map(opened, fields.values()) if isinstance(v, dict) and v]
-    batches = [v for v in dicts if (s := layout(v.get("hidden_states"))) is not None and len(s.shape) > 2]
-    shape = None if len(batches) != 1 else layout(batches[0]["hidden_states"])
-    count = None if shape is None or (shape.shape[0] or 0) < 2 else shape.shape[0]
+    batches = [v for v in dicts if len(shape_of(v.get("hidden_states"))) > 2]
+    sizes = [size for v in batches if (size := shape_of(v["hidden_states"])[0]) is not None and size > 1]
+    count = sizes[0] if len(sizes) == len(batches) == 1 else None
     columns = [v for v in dicts if v not in batches and all(_length(opened(column)) == count for column in v.values())]
     # Of a level and the name of a metric, the name counts.
     pairs = ((k[-1] if isinstance(k, tuple) and k else k, v) for d in (*columns, *batches) for k, v in d.items())

@@ -13,6 +13,8 @@ from tracestore.ingest.pickles.pickled_torch import PickledTensor
 from tracestore.ingest.pickles.pickled_values import PickledArray
 from tracestore.ingest.pickles.sparse import PickledSparse
 
+# Sizes of nested lists and arrays, from the outside; None where they differ, or the shapes of parts do.
+Shape = tuple[int | None, ...]
 _MAX_RANK = 7
 _PLAIN = frozenset((dict, list, tuple, str, int, float, bool, np.ndarray, type(None)))
 
@@ -23,12 +25,12 @@ class Layout(NamedTuple):
     Attributes
     ----------
     shape : tuple of int or None
-        Sizes of nested lists and arrays, from the outside; None where they differ, or the shapes of parts do.
+        Sizes of nested lists and arrays.
     kind : str
         "f" for floating-point numbers, "i" for others.
     """
 
-    shape: tuple[int | None, ...]
+    shape: Shape
     kind: str
 
 
@@ -52,6 +54,12 @@ def opened(value: Any) -> Any:
 def layout(value: Any) -> Layout | None:
     """Return the layout of numbers; None for every other value."""
     return _layout(value, 0)
+
+
+def shape_of(value: Any, kind: str = "f") -> Shape:
+    """Return the shape of arrays or lists of floats, or of numbers of another kind; () for every other value."""
+    found = layout(value)
+    return found.shape if found is not None and found.kind == kind else ()
 
 
 def _layout(value: Any, depth: int) -> Layout | None:

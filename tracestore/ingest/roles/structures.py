@@ -47,7 +47,7 @@ from tracestore.ingest.roles.columns import (
     with_columns_beside,
 )
 from tracestore.ingest.roles.keys import OTHER_NAMES, KeyOptions, fields_of_nested
-from tracestore.ingest.roles.layout import Layout, is_ragged, layers_of, layout, opened, row
+from tracestore.ingest.roles.layout import Shape, is_ragged, layers_of, layout, opened, row, shape_of
 from tracestore.ingest.roles.table_rows import axis_of_chunk, with_columns, with_rows
 
 _MAX_DEPTH = 8
@@ -131,7 +131,7 @@ class Structures:
         shape = layout(value)
         if shape is None:
             return self._of_rows(value, depth) if isinstance(value, list | tuple) and value else None
-        return self._of_states({"hidden_states": value}, "hidden_states", value, shape) if shape.kind == "f" else None
+        return self._of_bare(value, shape.shape) if shape.kind == "f" else None
 
     def is_trace(self, fields: Mapping[Any, Any]) -> bool:
         """Return whether a dict is one trace of the schema, which is certain without a search."""
@@ -155,16 +155,16 @@ class Structures:
             return found
         key, value = self._states(fields)
         if key is not None:
-            shape = layout(value)
-            if key in ("layer_wise", "last_token") and shape is not None and shape.shape[2:-1] == (None,):
+            shape = shape_of(value)
+            if key in ("layer_wise", "last_token") and shape[2:-1] == (None,):
                 # Different numbers of tokens, and not the last one of each trace.
                 fields = {("hidden_states" if name == key else name): v for name, v in fields.items()}
                 key = "hidden_states"
-            found = None if shape is None or shape.kind != "f" else self._of_states(fields, key, value, shape)
+            found = self._of_states(fields, key, value, shape) if shape else None
             # `assign` finds layers by their names.
             return Found([fields], is_one=True) if found is None or (key == "" and found.is_one) else found
-        if fields and (shape := layout(fields)) is not None and shape.kind == "f" and len(shape.shape) > 1:
-            return self._of_states({"hidden_states": fields}, "hidden_states", fields, shape)
+        if len(shape := shape_of(fields)) > 1:
+            return self._of_bare(fields, shape)
         return self._of_children(fields, depth, is_item) or self._of_arrays_by_id(fields)
 
     def _of_classes(self, fields: Mapping[Any, Any], labels: Mapping[Any, float], depth: int) -> Found | None:
@@ -176,7 +176,7 @@ class Structures:
             if shape is None:
                 found = self._find(items, depth + 1) if isinstance(items, list | tuple) else None
             elif shape.kind == "f" and len(shape.shape) in (2, 4):
-                found = self._of_states({"hidden_states": items}, "hidden_states", items, shape, axis=0)
+                found = self._of_bare(items, shape.shape, axis=0)
             else:
                 found = None
             if found is None or found.is_one:
@@ -262,12 +262,12 @@ class Structures:
         if all(is_question_name(str(key)) for key in fields) and (answers := answers_of(values)):
             pairs = zip(fields, answers, strict=True)
             return _joined({key: Found([{"hidden_states": item} for item in items]) for key, items in pairs})
-        shape = layout(values)
-        if len(values) < 2 or shape is None or shape.kind != "f" or len(shape.shape) < 3 or shape.shape[-1] is None:
+        shape = shape_of(values)
+        if len(values) < 2 or len(shape) < 3 or shape[-1] is None:
             return None
-        if not are_ids(fields) and shape.shape[-2] is not None:
+        if not are_ids(fields) and shape[-2] is not None:
             return None  # may be several outputs for one trace
-        found = self._of_states({"hidden_states": values}, "hidden_states", values, shape, axis=0)
+        found = self._of_bare(values, shape, axis=0)
         return Found([{"question_id": str(k)} | t for k, t in zip(fields, found.traces, strict=True)], has_keys=True)
 
     # Lists
@@ -304,25 +304,27 @@ class Structures:
                 return self._of_records(rows, depth)
             if "hidden_states" in named:
                 value = named["hidden_states"]
-                shape = layout(value)
-                assert shape is not None
-                return self._of_states(named, "hidden_states", value, shape, axis=0)
+                return self._of_states(named, "hidden_states", value, shape_of(value), axis=0)
         return None
 
     def _of_numbered(self, columns: Sequence[Any]) -> Found | None:
         """Return the traces of columns of ids, numbers of layers or tokens, and arrays."""
         if len(columns) not in (3, 4):
             return None
-        arrays = [k for k, column in enumerate(columns) if (s := layout(column)) is not None and s.kind == "f"]
+        arrays = [k for k, column in enumerate(columns) if shape_of(column)]
         if len(arrays) != 1:
             return None
         others = [list(opened(column)) for k, column in enumerate(columns) if k not in arrays]
         traces = joined_columns(others, columns[arrays[0]])
         return None if traces is None else self._of_records(traces, 1)
 
-    def _of_states(self, fields: dict[Any, Any], key: Any, value: Any, found: Layout, axis: int | None = None) -> Found:
+    def _of_bare(self, value: Any, shape: Shape, axis: int | None = None) -> Found:
+        """Return the traces of hidden states without a name."""
+        return self._of_states({"hidden_states": value}, "hidden_states", value, shape, axis)
+
+    def _of_states(self, fields: dict[Any, Any], key: Any, value: Any, shape: Shape, axis: int | None = None) -> Found:
         """Return the traces of a dict with hidden states: one, or one for each row of `axis`."""
-        shape, letters = found.shape, self._letters(found.shape)
+        letters = self._letters(shape)
         if key == "":
             fields = {k: v for k, v in fields.items() if (p := parse_key(str(k))) is None or p.number is None}
         is_last = key == "last_token" or ((parsed := parse_key(str(key))) is not None and parsed.field == "last_token")
@@ -342,8 +344,7 @@ class Structures:
             part = row(value, k, axis)
             trace = row_of({name: v for name, v in fields.items() if name != key}, k, count, axis)
             if letters is None:
-                of_row = layout(part)
-                size = () if of_row is None else of_row.shape
+                size = shape_of(part)
                 is_one_layer = len(size) == 2 and is_ragged(shape[axis + 1 : -1])
                 rest = "SD" if is_one_layer else letters_of_trace(trace, part, size, is_last, shape)
             else:
@@ -353,7 +354,7 @@ class Structures:
             traces = [{"sample": k} | trace for k, trace in enumerate(traces)]
         return Found(traces, is_one=count == 1)
 
-    def _letters(self, shape: tuple[int | None, ...]) -> str | None:
+    def _letters(self, shape: Shape) -> str | None:
         """Return --axes for a value of this shape; in a list or dict of traces its N is not part of the value."""
         axes = self._options.axes
         if axes is None or len(axes) == len(shape):
