@@ -33,28 +33,26 @@ def resolve(value: Any, limits: "Limits") -> Any:
     if kind is list or kind is tuple:
         limits.charge()
         return _resolve_all(value, limits)
-    if (kind is bytes or kind is memoryview) and (array := array_in_bytes(value)) is not None:
-        limits.charge(0, array.nbytes)
-        return array
-    if kind is bytes:
+    if kind is bytes or kind is memoryview:
+        if (array := array_in_bytes(value)) is not None:
+            limits.charge(0, array.nbytes)
+            return array
         limits.charge(len(value))
-        return value
+        if kind is memoryview and len(value) > _MAX_BYTES_VALUE:
+            raise InvalidInputError(f"found {len(value):,} bytes that are not an array")
+        return bytes(value)
     if kind is PickledArray or kind is PickledTensor or kind is JoblibArray:
         array = value.resolve()
         if isinstance(array, list):
-            return [resolve(v, limits) for v in array]
+            return _resolve_all(array, limits)
         limits.charge(0, array.nbytes)
         return array
     if kind is PickledSparse:
         limits.charge(0, math.prod(value.size or ()) * 8)
         return value.resolve()
-    limits.charge(len(value) if kind is memoryview else 0, value.nbytes if kind is np.ndarray else 0)
+    limits.charge(0, value.nbytes if kind is np.ndarray else 0)
     if kind is dict:
         return {k: resolve(v, limits) for k, v in value.items()}
-    if kind is memoryview:
-        if len(value) > _MAX_BYTES_VALUE:
-            raise InvalidInputError(f"found {len(value):,} bytes that are not an array")
-        return bytes(value)
     if kind is PandasObject:
         return resolve(value.resolve(), limits)
     if kind is PickledObject and value.args and not value.fields:

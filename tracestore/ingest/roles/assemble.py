@@ -112,7 +112,7 @@ def _record(
             crop(record, begin, end)
             if mask is not None and (begin, end) == (0, num_tokens):
                 record.extras["attention_mask"] = mask
-    layers = record.extras.get("layers")
+    layers: Any = record.extras.get("layers")
     if given_ids is None and ids is None and _is_list_of_integers(layers) and len(layers) == record.num_layers:
         given_ids = layers  # a list of another length has another meaning
     given_ids = ids if given_ids is None else given_ids
@@ -194,7 +194,7 @@ def _layer_ids(value: Any, record: TraceRecord) -> tuple[int, ...]:
 
 def _add_head_axis(fields: dict[str, Any]) -> bool:
     """Give attention that is averaged over heads, (S, S) per layer, an axis of one head; return whether it was."""
-    value = fields.get("attentions")
+    value: Any = fields.get("attentions")
     if (array := as_array(value)) is not None:
         value = list(array) if array.ndim == 3 else []
     elif leaf_of(value)[1] == 3:  # nested lists (S, S) per layer

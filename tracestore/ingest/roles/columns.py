@@ -155,9 +155,8 @@ def row_of(fields: Mapping[Any, Any], k: int, count: int, axis: int = 0) -> dict
         value = opened(value)
         parsed = parse_key(name) if isinstance(name, str) else None
         if parsed is not None and parsed.field == "attentions":
-            shape = layout(value)
-            at = axis if shape is not None and len(shape.shape) > 3 and shape.shape[axis] == count else -1
-            values[name] = value if at < 0 else row(value, k, at)
+            shape = shape_of(value)
+            values[name] = row(value, k, axis) if len(shape) > 3 and shape[axis] == count else value
         elif _length(value) != count or name in _PER_LAYER or (name == "tokens_decoded" and _are_texts(value)):
             values[name] = value
         else:
@@ -214,26 +213,20 @@ def labels_of_classes(fields: Mapping[Any, Any]) -> dict[Any, float] | None:
 
 def named_fields(items: Sequence[Any]) -> dict[str, Any] | None:
     """Return hidden states of one trace, and attention or ids of the same tokens, in a tuple without names; None for others."""
-    named: dict[str, Any] = {}
-    count = num_tokens = states = None
-    for k, item in enumerate(items):
-        shape = layout(item)
-        size = () if shape is None else shape.shape
-        if "hidden_states" not in named:
-            if shape is None or shape.kind != "f" or len(size) not in (3, 4) or (len(size) == 4 and size[1] != 1):
-                return None
-            name, states, count, num_tokens = "hidden_states", size, size[0], size[-2]
-        elif size == states:
+    states = shape_of(items[0])
+    if len(states) not in (3, 4) or (len(states) == 4 and states[1] != 1):
+        return None
+    named: dict[str, Any] = {"hidden_states": items[0]}
+    size = states[-2] or 0
+    for k, item in enumerate(items[1:], 1):
+        floats, ids, name = shape_of(item), shape_of(item, "i"), f"{UNNAMED}{k}"
+        if floats == states:
             return None  # layers
-        elif num_tokens is None or shape is None or not size:
-            name = f"{UNNAMED}{k}"
-        elif shape.kind == "f" and len(size) >= 3 and size[-2:] == (num_tokens, num_tokens):
+        if size and len(floats) >= 3 and floats[-2:] == (size, size):
             name = "attentions"
-        else:
-            # As many integers as the first axis has items may be labels of as many traces.
-            is_ids = shape.kind == "i" and size[-1] in (num_tokens, num_tokens + 1) and size[:-1] in ((), (1,))
-            is_ids = is_ids and (size != (count,) or "attentions" in named)
-            name = "tokens" if is_ids else f"{UNNAMED}{k}"
+        # As many integers as the first axis has items may be labels of as many traces.
+        elif size and ids in ((size,), (size + 1,), (1, size), (1, size + 1)):
+            name = "tokens" if ids != states[:1] or "attentions" in named else name
         named[name if name not in named else f"{UNNAMED}{k}"] = item
     return named if named.keys() & {"attentions", "tokens"} else None
 
@@ -243,12 +236,11 @@ def named_columns(columns: Sequence[Any]) -> dict[str, Any]:
     named: dict[str, Any] = {}
     for k, column in enumerate(columns):
         column = opened(column)
-        name, shape = f"{UNNAMED}{k}", layout(column)
-        rank = 0 if shape is None else len(shape.shape)
-        if shape is not None and shape.kind == "f" and rank >= 3:
-            is_square = rank >= 4 and shape.shape[-1] == shape.shape[-2]
+        name, shape = f"{UNNAMED}{k}", shape_of(column)
+        if len(shape) >= 3:
+            is_square = len(shape) >= 4 and shape[-1] == shape[-2]
             name = "attentions" if "hidden_states" in named and is_square else "hidden_states"
-        elif shape is not None and rank == 2 and shape.kind == "i":
+        elif len(shape_of(column, "i")) == 2:
             name = "tokens"
         elif _are_texts(column) and len(set(column)) == len(column) and all(len(text.split()) == 1 for text in column):
             name = "question_id"

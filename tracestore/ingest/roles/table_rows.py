@@ -9,7 +9,7 @@ from tracestore.ingest.containers.tables import TableRows
 from tracestore.ingest.layouts.rows import id_column
 from tracestore.ingest.roles.columns import counts_of, has_one_id
 from tracestore.ingest.roles.keys import LABELS, OTHER_NAMES, WORD_COLUMNS, KeyOptions, direction_of, normalized
-from tracestore.ingest.roles.layout import layout, opened
+from tracestore.ingest.roles.layout import opened, shape_of
 
 _QUESTIONS = ("question", *OTHER_NAMES["question"])
 
@@ -21,13 +21,12 @@ def with_columns(value: Any, rows: TableRows) -> Any:
         return value
     fields = fields if isinstance(fields, dict) else {"hidden_states": value}
     hidden = next((fields[key] for key in ("hidden_states", "last_token") if fields.get(key) is not None), None)
-    shape = layout(hidden)
     is_list = isinstance(items := opened(hidden), list) and len(items) == len(rows)
     if is_list and any(isinstance(opened(item), dict) for item in items):
         return value  # the traces
     if hidden is None or has_one_id(fields) or (counts_of(fields, "hidden_states") and _has_ids(fields)):
         return value
-    if not is_list and (shape is None or len(rows) not in shape.shape[:2]):
+    if not is_list and len(rows) not in shape_of(hidden)[:2]:
         return value
     names = dict.fromkeys(name for row in rows for name in row)
     columns = {name: [row.get(name) for row in rows] for name in names if name not in fields}
@@ -63,12 +62,10 @@ def with_rows(
         numbers = [_id_of(trace, (id_column(trace) or "",)) for trace in traces]
         ids = numbers if len({*numbers} & by_id.keys()) == len(traces) else ids
     if by_id and any(key in by_id for key in ids):
-        found = [None if key is None else by_id.get(key) for key in ids]
-        return [t if row is None else row | t for t, row in zip(traces, found, strict=True)]
+        return _merged(traces, ids, by_id)
     texts = [_id_of(trace, _QUESTIONS) for trace in traces]
     if not any(ids) and any(text in rows.by_question for text in texts):
-        found = [None if text is None else rows.by_question.get(text) for text in texts]
-        return [t if row is None else row | t for t, row in zip(traces, found, strict=True)]
+        return _merged(traces, texts, rows.by_question)
     if len(rows) == len(traces) and is_whole and not rows.is_by_id and (len(traces) == 1 or not any(ids)):
         return [row | trace for row, trace in zip(rows, traces, strict=True)]
     if not is_whole and len(rows) > 1 and not (rows.is_by_id or by_id) and _has_label(rows[0]):
@@ -77,6 +74,13 @@ def with_rows(
             "column question_id or question as in the traces"
         )
     return list(traces)
+
+
+def _merged(
+    traces: Sequence[dict[Any, Any]], keys: Sequence[str | None], rows: Mapping[Any, dict[str, Any]]
+) -> list[dict[Any, Any]]:
+    """Return each trace with the values of the row of its key, if there is one."""
+    return [rows.get(key, {}) | trace for key, trace in zip(keys, traces, strict=True)]
 
 
 def _has_label(row: Mapping[str, Any]) -> bool:
