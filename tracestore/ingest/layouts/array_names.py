@@ -209,15 +209,11 @@ def _by_field(fields: Mapping[str, Any]) -> dict[str, str]:
 
 def _by_ending(fields: Mapping[str, Any]) -> dict[str, str]:
     """Return new names of arrays with the trace behind the field: q1/hidden_states for hidden_states_q1."""
-    matches = {name: _ENDING.fullmatch(name) for name in fields}
-    found = {
-        name: f"{match['trace']}/{match['field']}"
-        for name, match in matches.items()
-        if match and locate(match["field"]) is not None and not _SHORT.fullmatch(match["trace"])
-    }
+    matches = {name: match for name in fields if (match := _ENDING.fullmatch(name))}
+    matches = {n: m for n, m in matches.items() if locate(m["field"]) and not _SHORT.fullmatch(m["trace"])}
+    found = {name: f"{match['trace']}/{match['field']}" for name, match in matches.items()}
     fields_of: dict[str, set[str]] = {}
-    for match in (matches[name] for name in found):
-        assert match is not None
+    for match in matches.values():
         fields_of.setdefault(match["trace"], set()).add(match["field"])
     is_regular = len(fields_of) > 1 and len({frozenset(names) for names in fields_of.values()}) == 1
     return found if is_regular and any(locate(name).field in ARRAYS for name in found.values()) else {}  # type: ignore[union-attr]
@@ -231,18 +227,15 @@ def _by_layer(fields: Mapping[str, Any]) -> dict[str, str]:
 def _by_short_name(fields: Mapping[str, Any]) -> dict[str, str]:
     """Return new names of arrays such as h0 and h1, which have one shape per trace."""
     found: dict[str, str] = {}
-    shapes: dict[str, set[tuple[int, ...]]] = {}
-    counts: dict[str, int] = {}
+    shapes: dict[str, list[tuple[int, ...]]] = {}
     for name, value in fields.items():
         match = _SHORT.fullmatch(name)
         is_array = isinstance(value, Column) and value.dtype.kind in "fV" and value.ndim in (2, 3)
         if match and (is_array or is_list_of_floats(value)):
             trace = match["trace"] or ""
-            shape = value.shape if isinstance(value, Column) else (len(value),)
-            shapes.setdefault(trace, set()).add(shape)
-            counts[trace] = counts.get(trace, 0) + 1
+            shapes.setdefault(trace, []).append(value.shape if isinstance(value, Column) else (len(value),))
             found[name] = f"{trace}/layer_{match['number']}".lstrip("/")
-    return found if found and all(len(s) == 1 for s in shapes.values()) and min(counts.values()) > 1 else {}
+    return found if all(len(set(of_trace)) == 1 < len(of_trace) for of_trace in shapes.values()) else {}
 
 
 def is_list_of_floats(value: Any) -> bool:

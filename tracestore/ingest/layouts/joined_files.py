@@ -1,6 +1,7 @@
 """Files that belong together: they hold fields, layers or tokens of the same traces, as their names and folders state."""
 
 import json
+import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -185,7 +186,7 @@ def read_joined(
     InvalidInputError
         If a file is refused, or a layer or token is missing.
     """
-    base = _common_folder(source.parts)
+    base = Path(os.path.commonpath([part.parent for part in source.parts]))
     numbered = chunks_of(source.parts) if is_in_turn else {}
     places = {path: Place(str(k), field) for k, chunk in numbered.items() for field, path in chunk.items()}
     places = places or {path: place_of(path.relative_to(base)) for path in source.parts}
@@ -231,13 +232,6 @@ def _rows(value: Any, numbers: list[int]) -> Any:
     if isinstance(value, np.ndarray) and value.ndim and len(value) == len(numbers):
         return value[numbers]
     return [value[k] for k in numbers] if isinstance(value, list) and len(value) == len(numbers) else value
-
-
-def _common_folder(parts: Sequence[Path]) -> Path:
-    folder = parts[0].parent
-    while not all(part.is_relative_to(folder) for part in parts):
-        folder = folder.parent
-    return folder
 
 
 def _num_rows(values: dict[str, Any]) -> int:

@@ -81,7 +81,11 @@ def traces_of_record(row: Row, depth: int = 0) -> Iterator[Row]:
     if _axis(name, items) is not None:
         rest |= attention_of_edges(rest)
         cells = [_named(with_states(cell)) for cell in _cells(items, name)]
-        columns = coordinates_of(cells[0])._replace(id=None) if all(map(_has_state, cells)) else Coordinates()
+        columns = (
+            coordinates_of(cells[0])._replace(id=None)
+            if all("hidden_states" in cell for cell in cells)
+            else Coordinates()
+        )
         yield rest | joined(cells, columns) if columns.names else row
         return
     has_id = any(key in rest for key in ID_KEYS)
@@ -117,10 +121,6 @@ def _named(row: Row) -> Row:
     """Return a row whose only states of no layer are called hidden_states."""
     names = [key for key in row if is_state_name(key) and (place := locate(key)) is not None and place.number is None]
     return {("hidden_states" if key in names else key): v for key, v in row.items()} if len(names) == 1 else row
-
-
-def _has_state(row: Row) -> bool:
-    return "hidden_states" in row
 
 
 def _is_list_of_objects(value: Any) -> bool:

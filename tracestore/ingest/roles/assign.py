@@ -361,11 +361,6 @@ def _score_keys(keys: tuple[Any, ...]) -> tuple[tuple[str, ...], tuple[str, ...]
 
 
 @lru_cache(maxsize=1 << 10)
-def _judgments(keys: tuple[str, ...]) -> list[str]:
-    return [key for key in keys if normalized(key) in JUDGMENTS]
-
-
-@lru_cache(maxsize=1 << 10)
 def _by_name(keys: tuple[str, ...]) -> dict[str, str]:
     """Return the first key of each name, as `normalized` returns it."""
     return {normalized(key): key for key in reversed(keys)}
@@ -375,8 +370,8 @@ def _find_scores(found: Assignment, options: KeyOptions) -> None:
     """Find scores and the label; their keys stay extras too, so that an export returns them."""
     values = found.fields
     owners: dict[Any, str] = {}
-    for key in _judgments(tuple(values)):
-        if isinstance(inner := found.fields[key], Mapping):
+    for key, inner in found.fields.items():
+        if isinstance(inner, Mapping) and normalized(key) in JUDGMENTS:
             owners |= dict.fromkeys(inner, key)
             values = dict(inner) | values
     names, words = _score_keys(tuple(values))

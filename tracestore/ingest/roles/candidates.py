@@ -16,7 +16,7 @@ _MAX_DEPTH = 6
 _MAX_ID_CHARACTERS = 80
 
 
-def shape_of(value: Any, depth: int = 0) -> tuple[int, ...] | None:
+def _first_shape(value: Any, depth: int = 0) -> tuple[int, ...] | None:
     """Return the shape of an array of floats, or of nested lists of them by their first items; None for others."""
     array = as_array(value)
     if array is not None:
@@ -27,7 +27,7 @@ def shape_of(value: Any, depth: int = 0) -> tuple[int, ...] | None:
         value = list(value.values())
     if not isinstance(value, list | tuple) or not value or depth > _MAX_DEPTH:
         return None
-    inner = shape_of(value[0], depth + 1)
+    inner = _first_shape(value[0], depth + 1)
     return None if inner is None else (len(value), *inner)
 
 
@@ -69,10 +69,10 @@ def _field_of(name: str) -> str | None:
 
 def _shapes(trace: Mapping[Any, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
     for key, value in trace.items():
-        if isinstance(key, str) and (shape := shape_of(value)) is not None:
+        if isinstance(key, str) and (shape := _first_shape(value)) is not None:
             yield key, shape
         elif isinstance(key, str) and isinstance(value, Mapping):
-            yield from ((f"{key}.{name}", s) for name, v in value.items() if (s := shape_of(v)) is not None)
+            yield from ((f"{key}.{name}", s) for name, v in value.items() if (s := _first_shape(v)) is not None)
 
 
 def keys_found(trace: Mapping[Any, Any]) -> str:

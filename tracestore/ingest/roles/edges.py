@@ -27,9 +27,13 @@ def set_attention(fields: dict[str, Any], num_tokens: int | None) -> None:
     InvalidInputError
         If nothing shows which row of the edges is the token that attends.
     """
-    if fields.get("attentions") is None and (pairs := _columns(fields)) is not None:
-        index, weight = pairs
-        fields["attentions"] = list(zip(fields.pop(index), fields.pop(weight), strict=True))
+    edges = fields.get("edge_index")
+    name = next((key for key in _WEIGHT[:3] if isinstance(fields.get(key), list)), "")
+    if fields.get("attentions") is None and isinstance(edges, list) and name and len(edges) == len(fields[name]):
+        pairs = list(zip(edges, fields[name], strict=True))
+        if all(_pair(pair) is not None for pair in pairs):
+            fields["attentions"] = pairs
+            del fields["edge_index"], fields[name]
     value = fields.get("attentions")
     if isinstance(value, Mapping):
         fields["attentions"] = {key: _layer(layer, num_tokens) for key, layer in value.items()}
@@ -54,16 +58,6 @@ def attention_of_edges(fields: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     index = np.array([edge[:2] for edge in edges]).T
     return {"attentions": [{"edge_index": index, "edge_weight": np.array([edge[2] for edge in edges], "f4")}]}
-
-
-def _columns(fields: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the keys of edges and weights, lists with one item for each layer."""
-    index = next((key for key in _INDEX[:1] if isinstance(fields.get(key), list)), None)
-    weight = next((key for key in _WEIGHT[:3] if isinstance(fields.get(key), list)), None)
-    if index is None or weight is None or len(fields[index]) != len(fields[weight]):
-        return None
-    is_pair = all(_pair((i, w)) is not None for i, w in zip(fields[index], fields[weight], strict=True))
-    return (index, weight) if is_pair else None
 
 
 def _layer(value: Any, num_tokens: int | None) -> Any:

@@ -53,9 +53,8 @@ INDEX_KEYS = ("idx", "index")
 TOKENS_KEYS = ("tokens", "input_ids", "sequences")
 # Keys any of which gives a field a value.
 SAME = {"question_id": ("question_id", "global_example_id"), "generated_answer": schema.ANSWER_FIELDS}
-QUESTIONS_AND_ANSWERS = frozenset(
-    ("question", *OTHER_NAMES["question"], *schema.ANSWER_FIELDS, *OTHER_NAMES["generated_answer"])
-)
+QUESTIONS = ("question", *OTHER_NAMES["question"])
+QUESTIONS_AND_ANSWERS = frozenset((*QUESTIONS, *schema.ANSWER_FIELDS, *OTHER_NAMES["generated_answer"]))
 # Fields that may have another spelling.
 SPELLED = frozenset((*MAPPABLE, *TOKENS_KEYS, "global_example_id"))
 # Names of nested dicts with the answer.
@@ -69,9 +68,7 @@ _ABOUT_TRACE = frozenset(
 )
 _NESTED = frozenset((*OTHER_NAMES["question_id"][:6], *OTHER_NAMES["question"], *OTHER_NAMES["generated_answer"]))
 # Names of nested dicts with scores.
-JUDGMENTS = frozenset(
-    ["eval", "evals", "evaluation", "metrics", "scores", "judge", "judgment", "grading", "annotation"]
-)
+JUDGMENTS = ("eval", "evals", "evaluation", "metrics", "scores", "judge", "judgment", "grading", "annotation")
 # Words of judges: whether the answer is correct; and those whose meaning is that of the column.
 _WORDS = {
     **dict.fromkeys(("correct", "right", "accurate", "truthful", "factual", "faithful", "supported"), True),

@@ -46,13 +46,12 @@ from tracestore.ingest.roles.columns import (
     row_of,
     with_columns_beside,
 )
-from tracestore.ingest.roles.keys import OTHER_NAMES, KeyOptions, fields_of_nested
+from tracestore.ingest.roles.keys import QUESTIONS, KeyOptions, fields_of_nested
 from tracestore.ingest.roles.layout import Shape, is_ragged, layers_of, layout, opened, row, shape_of
 from tracestore.ingest.roles.table_rows import axis_of_chunk, with_columns, with_rows
 
 _MAX_DEPTH = 8
 _STATES = ("hidden_states", "last_token")
-_QUESTIONS = ("question", *OTHER_NAMES["question"])
 
 
 class Found(NamedTuple):
@@ -239,7 +238,7 @@ class Structures:
             # A record without hidden states is refused, not left out.
             found |= {key: Found([opened(others[key])], is_one=True) for key in similar}
         is_question = has_one_id(others)
-        is_question |= any(isinstance(others.get(name), str) for name in _QUESTIONS)
+        is_question |= any(isinstance(others.get(name), str) for name in QUESTIONS)
         if is_question:  # the text in a row of an answer is no id
             found = {key: _as_answers(child, fields[key]) for key, child in found.items()}
         answers = [trace for child in found.values() for trace in child.traces]

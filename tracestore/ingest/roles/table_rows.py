@@ -8,10 +8,8 @@ from tracestore.ingest.containers.keys import ID_KEYS
 from tracestore.ingest.containers.tables import TableRows
 from tracestore.ingest.layouts.rows import id_column
 from tracestore.ingest.roles.columns import counts_of, has_one_id
-from tracestore.ingest.roles.keys import LABELS, OTHER_NAMES, WORD_COLUMNS, KeyOptions, direction_of, normalized
+from tracestore.ingest.roles.keys import LABELS, QUESTIONS, WORD_COLUMNS, KeyOptions, direction_of, normalized
 from tracestore.ingest.roles.layout import opened, shape_of
-
-_QUESTIONS = ("question", *OTHER_NAMES["question"])
 
 
 def with_columns(value: Any, rows: TableRows) -> Any:
@@ -63,7 +61,7 @@ def with_rows(
         ids = numbers if len({*numbers} & by_id.keys()) == len(traces) else ids
     if by_id and any(key in by_id for key in ids):
         return _merged(traces, ids, by_id)
-    texts = [_id_of(trace, _QUESTIONS) for trace in traces]
+    texts = [_id_of(trace, QUESTIONS) for trace in traces]
     if not any(ids) and any(text in rows.by_question for text in texts):
         return _merged(traces, texts, rows.by_question)
     if len(rows) == len(traces) and is_whole and not rows.is_by_id and (len(traces) == 1 or not any(ids)):
