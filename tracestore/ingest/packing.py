@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -68,17 +69,18 @@ def packed_traces(
     is_ahead: Callable[[], bool] = lambda: True,
     before_pack: Callable[[], bool] = lambda: False,
     refused: list[InvalidInputError] | None = None,
+    on_trace: Callable[[int, Any], None] | None = None,
 ) -> Iterator[PackedTrace]:
     """Yield the traces of one source, packed.
 
     A thread inflates ahead while `is_ahead()` is true. `before_pack()` is called before each trace is packed.
     It returns whether the caller drops the trace before it requests the next one; the trace may then alias
     the memory of the reader. An InvalidInputError names file, position and field. With `skip_bad`, refused traces are
-    appended to `refused`, and so is an error that ends a source after its first trace.
+    appended to `refused`, and so is an error that ends a source after its first trace. `on_trace` is that of ReadOptions.
     """
     on_refused = refused.append if options.skip_bad and refused is not None else None
     scratch = Scratch(options.scratch, max_memory=options.max_memory)
-    read_options = ReadOptions(options.need_attention, options.keys, on_refused)
+    read_options = ReadOptions(options.need_attention, options.keys, on_refused, on_trace)
     records = read_traces(
         source.path,
         source.name,

@@ -1,5 +1,6 @@
 """Describe the first traces of a file: what each key holds, which role it has, and what would be stored."""
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -10,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from tracestore.console import plural
-from tracestore.errors import InvalidInputError, error_location, escape_unprintable
-from tracestore.ingest.formats import ReadOptions, read_traces
-from tracestore.ingest.packing import PackOptions, check_attention
+from tracestore.errors import InvalidInputError, escape_unprintable
+from tracestore.ingest.packing import PackOptions, packed_traces
 from tracestore.ingest.pickles.pickled_objects import PickledObject
 from tracestore.ingest.pickles.pickled_torch import PickledTensor
 from tracestore.ingest.pickles.pickled_values import PickledArray
@@ -21,9 +21,7 @@ from tracestore.ingest.roles.columns import UNNAMED
 from tracestore.ingest.roles.keys import KeyOptions
 from tracestore.ingest.sources import SourceFile
 from tracestore.store.format import schema
-from tracestore.store.io.scratch import Scratch
-from tracestore.store.write.pack import PackedTrace, pack_record
-from tracestore.store.write.record import TraceRecord
+from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.values import describe
 
 # Roles of the keys of a preprocessed file, which holds all traces in one dict.
@@ -84,31 +82,14 @@ def inspect_source(
                 seen.add(key.key)
                 found.keys.append(key)
 
-    read_options = ReadOptions(options.need_attention, options.keys, on_trace=on_trace)
-    scratch = Scratch(options.scratch, max_memory=options.max_memory)
     try:
-        records = read_traces(
-            source.path,
-            source.name,
-            scratch=scratch,
-            options=read_options,
-            parts=source.parts,
-            table=source.table,
-            is_trace=source.is_trace,
-        )
-        with closing(records):  # type: ignore[type-var]
-            for record in islice(records, max_traces):
-                source.name_record(record, has_scores_file=options.keys.has_scores_file)
-                if (text := _one_layer_of_several(record)) is not None:
+        with closing(packed_traces(source, options, on_trace=on_trace)) as traces:  # type: ignore[type-var]
+            for packed in islice(traces, max_traces):
+                if (text := _one_layer_of_several(packed)) is not None:
                     found.missing["layers"] = text
-                with error_location(source.name, record.position):
-                    check_attention(record, options)
-                    packed = pack_record(
-                        record, attention=options.attention, keep_dtype=options.keep_dtype, scratch=scratch
-                    )
                 found.stored.append(_stored(packed))
                 on_packed(packed)
-                dropped = set(map(_name, record.dropped or ()))
+                dropped = set(map(_name, packed.record.dropped or ()))
                 found.keys = [replace(key, role="dropped") if key.key in dropped else key for key in found.keys]
     except InvalidInputError as error:
         found.refused = error.with_location(source=source.name)
@@ -138,12 +119,12 @@ def _keys(values: Any, options: KeyOptions, *, is_first: bool, missing: dict[str
     return keys + [KeyFound(_name(path), "not data", "dropped") for path in found.dropped if path not in values]
 
 
-def _one_layer_of_several(record: TraceRecord) -> str | None:
+def _one_layer_of_several(packed: PackedTrace) -> str | None:
     """Return what to add if a vector is stored as one layer, and may hold as many as a key of the trace says."""
-    if record.last_token is None or len(record.last_token) > 1:
+    if packed.num_tokens or packed.num_layers > 1:
         return None
-    size = record.hidden_dim
-    for key, value in record.extras.items():
+    size = packed.hidden_dim
+    for key, value in json.loads(packed.extras or "{}").items():
         if _NUM_LAYERS.fullmatch(key) and isinstance(value, int) and value > 1 and size % value == 0:
             dim = size // value
             return f"stored as one layer of {size:,} values; if {key} of {dim:,} lie behind each other, add a key hidden_size"
