@@ -1,16 +1,17 @@
 """Traces behind each other in one array, which offsets, lengths or ranges of rows take apart."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.containers.columns import Column
 from tracestore.ingest.containers.keys import LENGTHS
+from tracestore.ingest.containers.tables import TableRows
 
 # Names of N + 1 offsets; of N lengths: LENGTHS. Whether the values fit decides, not the name alone.
 _OFFSETS = re.compile(
@@ -22,24 +23,13 @@ _IDS_OF_TOKENS = re.compile(
 )
 # Names of the first row of a trace and of the row after its last one, in a table. Names without "row" may mean other
 # ranges, such as that of the answer: these have to follow each other without gaps.
-_RANGES: tuple[tuple[str, str], ...] = (
-    ("row_start", "row_end"),
-    ("row_begin", "row_end"),
-    ("start_row", "end_row"),
-    ("start", "end"),
+_RANGES = (
+    *(("row_start", "row_end"), ("row_begin", "row_end"), ("start_row", "end_row")),
+    *(("start", "end"), ("begin", "end"), ("start_idx", "end_idx"), ("token_start", "token_end")),
 )
 # Names of both in a list of two.
 _SPANS = ("row_range", "row_span", "rows", "token_range", "span", "range", "bounds")
-_RANGES += (("begin", "end"), ("start_idx", "end_idx"), ("token_start", "token_end"))
 _STATES = ("hidden_states", "attentions", "last_token")
-
-
-class Rows(Protocol):
-    """Rows of a table."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, k: int, /) -> dict[str, Any]: ...
-    def __iter__(self) -> Iterator[dict[str, Any]]: ...
 
 
 @dataclass(frozen=True)
@@ -80,7 +70,7 @@ class Ragged:
         return column.whole()
 
 
-def ragged(fields: dict[str, Any], rows: Rows | None) -> Ragged | None:
+def ragged(fields: dict[str, Any], rows: TableRows | None) -> Ragged | None:
     """Return how the tokens of an array belong to traces; None if each row of it is one trace, or all are.
 
     Arrays of offsets and lengths are removed from `fields`.
@@ -89,7 +79,7 @@ def ragged(fields: dict[str, Any], rows: Rows | None) -> Ragged | None:
     ----------
     fields : dict[str, Any]
         Fields of a unit.
-    rows : Rows, optional
+    rows : TableRows, optional
         Rows of a table next to the unit, which may hold ranges of rows or lengths.
 
     Raises
@@ -115,7 +105,7 @@ def is_bounds(name: str) -> bool:
     return name in LENGTHS or _OFFSETS.fullmatch(name) is not None
 
 
-def _find(fields: dict[str, Any], extents: tuple[int, ...], rows: Rows | None) -> Ragged | None:
+def _find(fields: dict[str, Any], extents: tuple[int, ...], rows: TableRows | None) -> Ragged | None:
     for name in [n for n in fields if _OFFSETS.fullmatch(n)]:
         values = _integers(fields[name])
         if values is None or len(values) in extents or len(values) < 2:
@@ -150,7 +140,7 @@ def _from_ids(fields: dict[str, Any], extents: tuple[int, ...]) -> Ragged | None
     return None
 
 
-def _from_rows(rows: Rows, extents: tuple[int, ...], fields: dict[str, Any]) -> Ragged | None:
+def _from_rows(rows: TableRows, extents: tuple[int, ...], fields: dict[str, Any]) -> Ragged | None:
     row = rows[0]
     span = next((name for name in _SPANS if isinstance(row.get(name), list) and len(row[name]) == 2), None)
     if span is not None:

@@ -160,11 +160,8 @@ def _index_columns(index: Any, count: int, names: set[str]) -> dict[str, Sequenc
 
 def _values(value: Any) -> Sequence[Any]:
     """Return the items of an array, index or extension array."""
-    if isinstance(value, PickledArray):
-        array: Sequence[Any] = value.resolve()
-        return array
-    if isinstance(value, list | np.ndarray):
-        items: Sequence[Any] = value  # type: ignore[assignment]
+    items: Sequence[Any] = value.resolve() if isinstance(value, PickledArray) else value
+    if isinstance(items, list | np.ndarray):
         return items
     if not isinstance(value, PandasObject):
         raise ValueError

@@ -121,20 +121,20 @@ class PickledGraph(PickledValue):
         return {str(k): v for k, v in state.items() if isinstance(k, str) and not k.startswith("_")}
 
 
-class StorageType(SafeClass):
-    """A storage class such as torch.HalfStorage; dtype is None for untyped storages."""
+class _ClassWithDtype(SafeClass):
+    """A class that stands for a dtype; None for untyped storages."""
 
     def __init__(self, name: str, dtype: np.dtype | None) -> None:
         super().__init__(name)
         self.dtype = dtype
 
 
-class TorchDtype(SafeClass):
-    """A dtype object such as torch.float16."""
+class StorageType(_ClassWithDtype):
+    """A storage class such as torch.HalfStorage."""
 
-    def __init__(self, name: str, dtype: np.dtype) -> None:
-        super().__init__(name)
-        self.dtype = dtype
+
+class TorchDtype(_ClassWithDtype):
+    """A dtype object such as torch.float16."""
 
 
 class _GraphClass(SafeClass):
