@@ -9,7 +9,7 @@ from tracestore.convert.options import ConvertOptions
 from tracestore.convert.report import ConvertReport
 from tracestore.convert.runner import Conversion
 from tracestore.errors import InvalidInputError, UsageError
-from tracestore.ingest.containers.registry import is_being_written
+from tracestore.ingest.containers.safetensors_file import is_being_written
 from tracestore.ingest.sources import SourceFile, find_sources
 from tracestore.store.io.files import local_dir
 

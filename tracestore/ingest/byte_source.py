@@ -2,9 +2,11 @@
 
 import os
 import stat
+import tempfile
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 from tracestore._core.mapping import MappedFile
@@ -63,18 +65,41 @@ class InflatedChunks:
 
     def reader(self, scratch: Scratch) -> ChunkReader:
         """Return a reader of values in the chunks; large traces go through `scratch`."""
-        return ChunkReader(
-            self,
-            scratch.new_file,
-            disk_bytes=self.disk_bytes,
-            max_memory=min(scratch.max_memory, MAX_INFLATED_MEMORY_BYTES),
-            max_payload=MAX_INFLATED_PAYLOAD_BYTES,
-        )
+        return value_reader(self, self.disk_bytes, scratch)
 
     def close(self) -> None:
         """End the thread and close the file."""
         self._pool.shutdown(cancel_futures=True)
         self._file.close()
+
+
+def value_reader(read: Callable[[], bytes], disk_bytes: int, scratch: Scratch) -> ChunkReader:
+    """Return a reader of values in chunks of `disk_bytes` compressed bytes; large traces go through `scratch`."""
+    return ChunkReader(
+        read,
+        scratch.new_file,
+        disk_bytes=disk_bytes,
+        max_memory=min(scratch.max_memory, MAX_INFLATED_MEMORY_BYTES),
+        max_payload=MAX_INFLATED_PAYLOAD_BYTES,
+    )
+
+
+def inflate(path: Path, compression: str, scratch: Scratch) -> MappedFile:
+    """Return the bytes of a compressed file, inflated to an unnamed one.
+
+    Raises
+    ------
+    InvalidInputError
+        If the file is damaged, or inflates to too many bytes.
+    """
+    with (
+        closing(InflatedChunks(path, lambda: False, compression)) as chunks,
+        tempfile.TemporaryFile(dir=scratch.folder) as file,
+    ):
+        while chunk := chunks():
+            file.write(chunk)
+        file.flush()
+        return MappedFile(path, fd=file.fileno())
 
 
 def check_regular(path: Path) -> os.stat_result:

@@ -2,16 +2,14 @@
 
 import re
 import struct
-import tempfile
 import zipfile
-from contextlib import closing
 from pathlib import Path
 from typing import IO, Any, cast
 
 from tracestore._core.mapping import MappedFile
 from tracestore._core.pickle import BufferReader
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.byte_source import InflatedChunks, map_file
+from tracestore.ingest.byte_source import inflate, map_file
 from tracestore.ingest.decompress import compression_of
 from tracestore.ingest.pickles.pickle_reader import pickle_reader
 from tracestore.ingest.pickles.pickled_torch import PickledStorage, StorageType
@@ -44,14 +42,7 @@ def map_content(path: Path, scratch: Scratch) -> tuple[MappedFile, str | None]:
     compression = compression_of(mapped.read(0, min(8, len(mapped))))
     if compression is None or _COMPRESSED.search(path.name) is None:
         return mapped, compression
-    with (
-        closing(InflatedChunks(path, lambda: False, compression)) as chunks,
-        tempfile.TemporaryFile(dir=scratch.folder) as file,
-    ):
-        while chunk := chunks():
-            file.write(chunk)
-        file.flush()
-        return MappedFile(path, fd=file.fileno()), None
+    return inflate(path, compression, scratch), None
 
 
 class MappedStream:

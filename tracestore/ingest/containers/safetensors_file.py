@@ -8,7 +8,6 @@ import json
 import math
 import os
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import numpy as np
 
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.byte_source import INFLATE_ALLOWANCE_BYTES, MAX_INFLATE_RATIO, InflatedChunks, map_file
+from tracestore.ingest.byte_source import inflate, map_file
 from tracestore.ingest.containers.columns import Column, Input, TableColumn, Unit
 from tracestore.ingest.containers.grouping import units_of
 from tracestore.ingest.decompress import compression_of
@@ -25,9 +24,10 @@ from tracestore.store.io.scratch import Scratch
 
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the library
 _MAX_TENSORS = 1_000_000
-_DTYPES = {
+_DTYPES: dict[str, Any] = {
     "F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "|i1",
     "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "|u1", "BOOL": "|b1", "C64": "<c8",
+    "BF16": schema.BFLOAT16, "F8_E4M3": "|u1", "F8_E5M2": "|u1",
 }  # fmt: skip
 # Tensors of ExampleHiddenStatesConnector of vLLM, and of FP8HiddenStatesConnector of speculators.
 _CONNECTOR_TENSORS = {"hidden_states", "token_ids"}
@@ -45,42 +45,22 @@ def read_safetensors(source: Input) -> Iterator[Unit]:
     """Yield the traces of a file; those of vLLM and speculators have hidden states (S, L, D)."""
     if is_locked(f"{source.path}.lock"):
         raise InvalidInputError("another program is still writing this file and holds its lock; convert it later")
-    is_compressed = source.path.name.endswith(COMPRESSED_SUFFIXES)
-    data = _inflated(source.path, source.scratch) if is_compressed else map_file(source.path)
-    tensors, metadata = safetensors_columns(data)
+    tensors, metadata = safetensors_columns(_content(source.path, source.scratch))
     is_connector = tensors.keys() - {_SCALES} == _CONNECTOR_TENSORS
     for unit in units_of(tensors, is_token_major=is_connector):
         unit.fields = _values(metadata) | unit.fields
         yield unit
 
 
-def _inflated(path: Path, scratch: Scratch) -> memoryview:
-    """Return the bytes of a compressed file, in scratch memory of the size that its header states."""
-    compression = compression_of(map_file(path).read(0, min(8, os.stat(path).st_size)))
+def _content(path: Path, scratch: Scratch) -> MappedFile:
+    """Return the bytes of a file; those of a compressed one are inflated to an unnamed file."""
+    mapped = map_file(path)
+    if not path.name.endswith(COMPRESSED_SUFFIXES):
+        return mapped
+    compression = compression_of(mapped.read(0, min(8, len(mapped))))
     if compression is None:
         raise InvalidInputError("not compressed, as its name says")
-    with closing(InflatedChunks(path, lambda: False, compression)) as chunks:
-        head = b""
-        while len(head) < 8 or len(head) < 8 + int.from_bytes(head[:8], "little"):
-            chunk = chunks()
-            if not chunk or (len(head) >= 8 and int.from_bytes(head[:8], "little") > _MAX_HEADER_BYTES):
-                raise InvalidInputError("truncated or damaged .safetensors file: its header ends beyond the file")
-            head += chunk
-        header, begin = _header(memoryview(head))
-        size = begin + max(
-            (_span(name, entry)[1] for name, entry in header.items() if name != "__metadata__"), default=0
-        )
-        if size > os.stat(path).st_size * MAX_INFLATE_RATIO + INFLATE_ALLOWANCE_BYTES:
-            raise InvalidInputError(f"inflates to {size:,} bytes, too many for the file")
-        out = memoryview(scratch.empty(size, "u1").data).cast("B")
-        position = 0
-        while head:
-            if position + len(head) > size:
-                raise InvalidInputError(f"trailing bytes: expected {size:,}")
-            out[position : position + len(head)] = head
-            position += len(head)
-            head = chunks()
-    return out[:position].toreadonly()
+    return inflate(path, compression, scratch)
 
 
 def _values(metadata: dict[str, str]) -> dict[str, Any]:
@@ -92,8 +72,10 @@ def _values(metadata: dict[str, str]) -> dict[str, Any]:
     return values
 
 
-def is_unfinished(path: Path) -> bool:
-    """Return whether a file is shorter than its header states, or the lock of its writer is held."""
+def is_being_written(path: Path) -> bool:
+    """Return whether a .safetensors file is shorter than its header states, or the lock of its writer is held."""
+    if path.suffix != ".safetensors":
+        return False
     try:
         safetensors_columns(map_file(path))
     except InvalidInputError as error:
@@ -118,7 +100,7 @@ def is_locked(path: str) -> bool:
     return False
 
 
-def safetensors_columns(data: MappedFile | memoryview) -> tuple[dict[str, Column], dict[str, str]]:
+def safetensors_columns(data: MappedFile) -> tuple[dict[str, Column], dict[str, str]]:
     """Return the tensors and the metadata of a file.
 
     Raises
@@ -145,23 +127,19 @@ def safetensors_columns(data: MappedFile | memoryview) -> tuple[dict[str, Column
     return tensors, metadata
 
 
-def _header(data: MappedFile | memoryview) -> tuple[dict[str, Any], int]:
+def _header(data: MappedFile) -> tuple[dict[str, Any], int]:
     """Return the header of a file, and where its tensors begin."""
-    header_bytes = int.from_bytes(_bytes(data, 0, 8), "little") if len(data) >= 8 else 0
+    header_bytes = int.from_bytes(data.read(0, 8), "little") if len(data) >= 8 else 0
     begin = 8 + header_bytes
     if not 2 <= header_bytes <= _MAX_HEADER_BYTES or begin > len(data):
         raise InvalidInputError("truncated or damaged .safetensors file: its header ends beyond the file")
     try:
-        header = json.loads(_bytes(data, 8, begin).decode("utf-8"), object_pairs_hook=_unique)
+        header = json.loads(data.read(8, begin).decode("utf-8"), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise InvalidInputError(f"damaged .safetensors header: {str(error)[:120]}") from None
     if not isinstance(header, dict) or len(header) > _MAX_TENSORS:
         raise InvalidInputError("damaged .safetensors header: expected a dict of tensors")
     return header, begin
-
-
-def _bytes(data: MappedFile | memoryview, begin: int, end: int) -> bytes:
-    return data.read(begin, end) if isinstance(data, MappedFile) else bytes(data[begin:end])
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -182,25 +160,25 @@ def _span(name: str, entry: Any) -> tuple[int, int]:
             raise InvalidInputError("damaged .safetensors header: wrong shape or offsets", field=name)
     if len(offsets) != 2 or len(shape) > 8:
         raise InvalidInputError("damaged .safetensors header: wrong shape or offsets", field=name)
-    expected = math.prod(shape) * _item_bytes(name, entry["dtype"])
+    dtype = entry["dtype"]
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise InvalidInputError(f"found dtype {str(dtype)[:20]}, which is not supported", field=name)
+    expected = math.prod(shape) * np.dtype(_DTYPES[dtype]).itemsize
     if offsets[1] - offsets[0] != expected:
         found = f"{offsets[1] - offsets[0]:,} bytes, expected {expected:,}"
         raise InvalidInputError(f"damaged .safetensors header: {found} for shape {shape}", field=name)
     return offsets[0], offsets[1]
 
 
-def _item_bytes(name: str, dtype: Any) -> int:
-    if not isinstance(dtype, str) or (dtype not in _DTYPES and dtype not in ("BF16", "F8_E4M3", "F8_E5M2")):
-        raise InvalidInputError(f"found dtype {str(dtype)[:20]}, which is not supported", field=name)
-    return {"BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}.get(dtype) or np.dtype(_DTYPES[dtype]).itemsize
-
-
 def _column(data: memoryview, entry: dict[str, Any]) -> Column:
     dtype, shape = entry["dtype"], tuple(entry["shape"])
     codes = np.frombuffer(data, "u1") if len(data) else np.empty(0, "u1")
-    if dtype.startswith("F8"):
-        return TableColumn(codes.reshape(shape), _float8_values(4 if dtype == "F8_E4M3" else 5))
-    return Column(codes.view(schema.BFLOAT16 if dtype == "BF16" else _DTYPES[dtype]).reshape(shape))
+    values = codes.view(_DTYPES[dtype]).reshape(shape)
+    return (
+        TableColumn(values, _float8_values(4 if dtype == "F8_E4M3" else 5))
+        if dtype.startswith("F8")
+        else Column(values)
+    )
 
 
 def _float8_values(exponent_bits: int) -> np.ndarray:
