@@ -9,8 +9,6 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import InvalidInputError
 from tracestore.extras import needs
@@ -92,8 +90,7 @@ def _is_table(path: Path, size: int, modified_ns: int) -> bool:
         if path.name.endswith(".parquet"):
             schema = pq.read_schema(pa.BufferReader(pa.py_buffer(mapped)))
         else:
-            begin = len(FILE_MAGIC) if mapped.read(0, min(8, len(mapped))) == FILE_MAGIC else 0
-            schema = pa.ipc.open_stream(pa.py_buffer(memoryview(mapped)[begin:])).schema
+            schema = pa.ipc.open_stream(pa.py_buffer(_stream_of(mapped))).schema
         kinds = [field.type for field in schema]
     except (InvalidInputError, OSError, ValueError, TypeError, pa.ArrowException):
         return False
@@ -136,19 +133,21 @@ def _units(source: Input, read: Callable[..., Iterator[dict[str, Any]]]) -> Iter
 def _arrow_rows(source: Input, names: list[str] | None = None) -> Iterator[dict[str, Any]]:
     for path in source.parts or (source.path,):
         check_regular(path)
-        mapped = map_file(path)
-        begin = len(FILE_MAGIC) if mapped.read(0, min(8, len(mapped))) == FILE_MAGIC else 0
         try:
-            yield from _stream(mapped, begin, names)
+            yield from _rows_of_stream(_stream_of(map_file(path)), names)
         except InvalidInputError as error:
             raise error if path is source.path else InvalidInputError(f"{path.name}: {error}") from None
 
 
-def _stream(mapped: MappedFile, begin: int, names: list[str] | None) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a stream. A file is a stream between two marks."""
+def _stream_of(mapped: MappedFile) -> memoryview:
+    """Return the stream of a file, which may be between two marks."""
+    is_file = mapped.read(0, min(len(FILE_MAGIC), len(mapped))) == FILE_MAGIC
+    return memoryview(mapped)[len(FILE_MAGIC) if is_file else 0 :]
+
+
+def _rows_of_stream(view: memoryview, names: list[str] | None) -> Iterator[dict[str, Any]]:
     with needs("inputs"):
         import pyarrow as pa
-    view = memoryview(mapped)[begin:]
     if not len(view):
         raise InvalidInputError("truncated: no schema")
     try:
@@ -267,59 +266,41 @@ def _storage(pa: Any, column: Any) -> tuple[Any, tuple[int, ...] | None]:
 
 def _value(pa: Any, column: Any, row: int, shape: tuple[int, ...] | None, name: str) -> Any:
     """Return one value: an array for nested lists of numbers, else a Python value."""
+    types = pa.types
     if column.is_null()[row].as_py():
         return None
-    if pa.types.is_struct(column.type):
+    if types.is_struct(column.type):
         names = [column.type.field(k).name for k in range(column.type.num_fields)]
         parts = {n: _storage(pa, part) for n, part in zip(names, column.flatten(), strict=True)}
         return {n: _value(pa, part, row, inner, name) for n, (part, inner) in parts.items()}
-    if pa.types.is_map(column.type):
+    if types.is_map(column.type):
         places = range(column.offsets[row].as_py(), column.offsets[row + 1].as_py())
         items = _storage(pa, column.items)
         return {column.keys[k].as_py(): _value(pa, items[0], k, items[1], name) for k in places}
-    if _is_list(pa, column.type) and pa.types.is_nested(column.type.value_type) and _has_objects(pa, column.type):
-        items = _storage(pa, column[row].values)
-        return [_value(pa, items[0], k, items[1], name) for k in range(_checked_count(len(items[0]), name))]
+    if _is_list(pa, column.type) and any(
+        is_kind(column.type.value_type) for is_kind in (types.is_struct, types.is_map)
+    ):
+        items, shape = _storage(pa, column[row].values)
+        if len(items) > _MAX_RAGGED_VALUES:
+            raise InvalidInputError(
+                f"found a list of {len(items):,} objects, expected at most {_MAX_RAGGED_VALUES:,}", field=name
+            )
+        return [_value(pa, items, k, shape, name) for k in range(len(items))]
     if not _is_list(pa, column.type):
         value = column[row].as_py()
         return value if not hasattr(value, "isoformat") else value.isoformat()
-    begin, end, inner, sizes = row, row + 1, column, []
+    inner, sizes = column.slice(row, 1), []
     while _is_list(pa, inner.type):
-        if inner.slice(begin, end - begin).null_count:
+        lengths = inner.value_lengths()
+        sizes.append(lengths[0].as_py() if len(lengths) else 0)
+        if inner.null_count or (lengths.to_numpy() != sizes[-1]).any():
             return _ragged(column, row, name)
-        if pa.types.is_fixed_size_list(inner.type):
-            size = inner.type.list_size
-            begin, end = (inner.offset + begin) * size, (inner.offset + end) * size
-        else:
-            offsets = inner.offsets.slice(begin, end - begin + 1).to_numpy()
-            lengths = np.diff(offsets)
-            size = int(lengths[0]) if len(lengths) else 0
-            if (lengths != size).any():
-                return _ragged(column, row, name)
-            begin, end = int(offsets[0]), int(offsets[-1])
-        sizes.append(size)
-        inner, inner_shape = _storage(pa, inner.values)
+        inner, inner_shape = _storage(pa, inner.flatten())
         shape = shape or inner_shape
-    leaf = inner.slice(begin, end - begin)
-    if leaf.null_count or not (
-        pa.types.is_integer(leaf.type) or pa.types.is_floating(leaf.type) or pa.types.is_boolean(leaf.type)
-    ):
+    is_number = types.is_integer(inner.type) or types.is_floating(inner.type) or types.is_boolean(inner.type)
+    if inner.null_count or not is_number:
         return _ragged(column, row, name)
-    values = leaf.to_numpy(zero_copy_only=False)
-    return values.reshape(shape or tuple(sizes))
-
-
-def _has_objects(pa: Any, kind: Any) -> bool:
-    """Return whether the items of a list are structs or maps."""
-    return bool(pa.types.is_struct(kind.value_type) or pa.types.is_map(kind.value_type))
-
-
-def _checked_count(count: int, name: str) -> int:
-    if count > _MAX_RAGGED_VALUES:
-        raise InvalidInputError(
-            f"found a list of {count:,} objects, expected at most {_MAX_RAGGED_VALUES:,}", field=name
-        )
-    return count
+    return inner.to_numpy(zero_copy_only=False).reshape(shape or tuple(sizes))
 
 
 def _is_list(pa: Any, kind: Any) -> bool:
