@@ -90,7 +90,7 @@ class Column:
 
     def row(self, k: int) -> np.ndarray:
         """Return row `k`. Rows are requested in ascending order."""
-        row: np.ndarray = self._array[k]
+        row: np.ndarray = self.part(0, k, k + 1)[0]
         return row
 
     def part(self, axis: int, begin: int, end: int) -> np.ndarray:
@@ -109,11 +109,6 @@ class TableColumn(Column):
     def whole(self) -> np.ndarray:
         """Return the array of values."""
         values: np.ndarray = self._table[super().whole()]
-        return values
-
-    def row(self, k: int) -> np.ndarray:
-        """Return the values of row `k`."""
-        values: np.ndarray = self._table[super().row(k)]
         return values
 
     def part(self, axis: int, begin: int, end: int) -> np.ndarray:
@@ -159,13 +154,8 @@ class StreamColumn(Column):
                 raise InvalidInputError("trailing bytes after an array")
         return array
 
-    def row(self, k: int) -> np.ndarray:
-        """Inflate row `k`, from the beginning if a later one was read before."""
-        row: np.ndarray = self.part(0, k, k + 1)[0]
-        return row
-
     def part(self, axis: int, begin: int, end: int) -> np.ndarray:
-        """Inflate rows; of the second axis, the whole array once."""
+        """Inflate rows, from the beginning if a later one was read before; of the second axis, the whole array once."""
         if axis:
             self._whole = self.whole() if self._whole is None else self._whole
             part: np.ndarray = self._whole[_index(axis, begin, end)]
@@ -198,6 +188,13 @@ def _index(axis: int, begin: int, end: int) -> tuple[slice, ...]:
     return (*(slice(None),) * axis, slice(begin, end))
 
 
+def check_dtype(name: str, dtype: np.dtype) -> None:
+    """Raise InvalidInputError unless a dtype is that of numbers or texts, or of records of them."""
+    is_record = dtype.names and all(dtype[n].base.kind in DTYPE_KINDS for n in dtype.names)
+    if not is_record and (dtype.kind not in DTYPE_KINDS or dtype.subdtype is not None):
+        raise InvalidInputError(f"found dtype {str(dtype)[:60]}, expected numbers or texts", field=name)
+
+
 def check_array(name: str, shape: tuple[int, ...], dtype: np.dtype, num_bytes: int) -> np.dtype:
     """Return the dtype of an array with these bytes; raise InvalidInputError if they do not fit together.
 
@@ -207,10 +204,8 @@ def check_array(name: str, shape: tuple[int, ...], dtype: np.dtype, num_bytes: i
         raise InvalidInputError("found Python objects in records; save numbers or texts", field=name)
     if dtype.str.lstrip("<>|") == "V2" and dtype.fields is None:
         dtype = schema.BFLOAT16
-    elif dtype.names and all(dtype[n].base.kind in DTYPE_KINDS for n in dtype.names):
-        pass  # records of numbers and texts
-    elif dtype.kind not in DTYPE_KINDS or dtype.subdtype is not None:
-        raise InvalidInputError(f"found dtype {str(dtype)[:60]}, expected numbers or texts", field=name)
+    else:
+        check_dtype(name, dtype)
     if any(not 0 <= n < 1 << 48 for n in shape) or len(shape) > 8:
         raise InvalidInputError(f"found shape {str(shape)[:60]}", field=name)
     expected = math.prod(shape) * dtype.itemsize

@@ -12,7 +12,7 @@ import numpy as np
 
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.byte_source import INFLATE_ALLOWANCE_BYTES, MAX_INFLATE_RATIO
-from tracestore.ingest.containers.columns import DTYPE_KINDS, Column, Unit
+from tracestore.ingest.containers.columns import DTYPE_KINDS, Column, Unit, check_dtype
 from tracestore.ingest.containers.grouping import natural_key
 from tracestore.ingest.containers.keys import GROUPS_OF_TRACES, LISTS_OF_LAYERS, SECTIONS, is_step, locate
 
@@ -235,10 +235,8 @@ class _Reader:
         if dtype.kind == "O":
             if self._h5py.check_string_dtype(dtype) is None and self._h5py.check_vlen_dtype(dtype) is None:
                 raise InvalidInputError("found references to objects, expected numbers or texts", field=name[:60])
-        elif dtype.names and all(dtype[n].base.kind in DTYPE_KINDS for n in dtype.names):
-            pass  # records of numbers and texts
-        elif dtype.kind not in DTYPE_KINDS or dtype.subdtype is not None:
-            raise InvalidInputError(f"found dtype {str(dtype)[:60]}, expected numbers or texts", field=name[:60])
+        else:
+            check_dtype(name[:60], dtype)
         stored = dataset.id.get_storage_size()
         if math.prod(dataset.shape) * dtype.itemsize > stored * MAX_INFLATE_RATIO + INFLATE_ALLOWANCE_BYTES:
             raise InvalidInputError(

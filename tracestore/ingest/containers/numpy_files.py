@@ -13,15 +13,14 @@ from typing import IO, Any, cast
 import numpy as np
 
 from tracestore._core.mapping import MappedFile
-from tracestore._core.pickle import BufferReader, ByteReader, ChunkReader
+from tracestore._core.pickle import BufferReader, ByteReader
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.byte_source import (
     INFLATE_ALLOWANCE_BYTES,
     MAX_INFLATE_RATIO,
-    MAX_INFLATED_MEMORY_BYTES,
-    MAX_INFLATED_PAYLOAD_BYTES,
     check_regular,
     map_file,
+    value_reader,
 )
 from tracestore.ingest.containers.columns import (
     MAX_NPY_HEADER_BYTES,
@@ -166,13 +165,7 @@ def _member(mapped: MappedFile, archive: zipfile.ZipFile, info: zipfile.ZipInfo,
         raise InvalidInputError("compressed by another method than NumPy's", field=name)
     if dtype.kind == "O":
         with _open_values(archive, info, header_bytes) as stream:
-            chunks = ChunkReader(
-                lambda: stream.read(_CHUNK_BYTES),
-                scratch.new_file,
-                disk_bytes=info.compress_size,
-                max_memory=min(scratch.max_memory, MAX_INFLATED_MEMORY_BYTES),
-                max_payload=MAX_INFLATED_PAYLOAD_BYTES,
-            )
+            chunks = value_reader(lambda: stream.read(_CHUNK_BYTES), info.compress_size, scratch)
             return _object_column(chunks, lambda: info.file_size, shape, name)
     dtype = check_array(name, shape, dtype, info.file_size - header_bytes)
     column = StreamColumn(
