@@ -31,11 +31,9 @@ _NAMES = (
 )
 # The name of a trace before a field: anything before a dot or slash, or something with a digit before _ or -.
 _TRACE = r"(?:(?P<trace>.+?)[./]|(?P<trace_>.*?\d.*?)[_\-])??"
-# hidden_states, q1/hidden_states, tc_12_hidden_states
-_WHOLE = re.compile(f"{_TRACE}(?:{_NAMES})", re.IGNORECASE)
-# hidden_states.3, hidden_states_layer_3, q1/hidden_states/3
-_NUMBERED = re.compile(
-    rf"{_TRACE}(?:{_NAMES})[._/\-]?(?P<word>(?:layers?|blocks?)[._/\-]?)?(?P<number>\d+)", re.IGNORECASE
+# hidden_states, q1/hidden_states, tc_12_hidden_states, hidden_states.3, hidden_states_layer_3, q1/hidden_states/3
+_NAMED = re.compile(
+    rf"{_TRACE}(?:{_NAMES})(?:[._/\-]?(?P<word>(?:layers?|blocks?)[._/\-]?)?(?P<number>\d+))?", re.IGNORECASE
 )
 # L03 before a kind of output: L03_hidden.
 _SHORT_LAYER = rf"l(?:yr)?_?(?=\d+_(?:{_HIDDEN}|{_ATTENTION}|{_KIND})$)"
@@ -181,10 +179,10 @@ def parse_key(name: str) -> Key | None:
     >>> parse_key("blocks.3.hook_resid_post")
     Key(field='hidden_states', number=3, trace='', kind='hook_resid_post', is_layer=True)
     """
-    if match := _NUMBERED.fullmatch(name) or _WHOLE.fullmatch(name):
-        number = match.groupdict().get("number")
+    if match := _NAMED.fullmatch(name):
+        number = match["number"]
         if not (layer := _BY_LAYER.fullmatch(name)) or number is not None:
-            is_named = match.groupdict().get("word") is not None or "layer" in (match["hidden"] or "").lower()
+            is_named = match["word"] is not None or "layer" in (match["hidden"] or "").lower()
             is_layer = number is not None and is_named
             return Key(_field(match), None if number is None else int(number), _trace(match), is_layer=is_layer)
         match = layer
