@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import NamedTuple
@@ -29,6 +29,11 @@ class FoundSource(NamedTuple):
     table: TableReference | None = None
     is_trace: bool = False  # the name that the parts share is that of one trace
 
+    @property
+    def name(self) -> str:
+        """The name of the file without its suffix, or that of the folder."""
+        return self.path.name if self.parts else self.path.stem
+
 
 def is_table(path: Path) -> bool:
     """Return whether a file may be a table with values of traces, by its name; scores files are none."""
@@ -45,10 +50,8 @@ def named_files(folder: Path, candidates: list[str]) -> set[str]:
     """Return the names of files that the only table of a folder names."""
     if len(candidates) != 1:
         return set()
-    try:
-        return set(load_table(folder / candidates[0]).by_file)
-    except InvalidInputError:
-        return set()
+    table = loaded(folder / candidates[0])
+    return set() if table is None else set(table.by_file)
 
 
 def tables_of_pickles(folder: Path, sources: list[FoundSource]) -> list[FoundSource]:
@@ -77,21 +80,17 @@ def add_tables_elsewhere(top: Path, found: list[FoundSource], apart: list[Path])
     """
     listings: dict[Path, list[str]] = {}
     orders = _orders(found)
-    found = [
-        source._replace(table=_table_above(top, source, listings, orders.get(source.path), is_only=len(found) == 1))
-        if source.table is None
-        else source
-        for source in found
-    ]
-    names = Counter(_name(source) for source in found)
+
+    def complete(find: Callable[[FoundSource], TableReference | None]) -> list[FoundSource]:
+        return [source if source.table is not None else source._replace(table=find(source)) for source in found]
+
+    is_only = len(found) == 1
+    found = complete(lambda s: _table_above(top, s, listings, orders.get(s.path), is_only=is_only))
+    names = Counter(source.name for source in found)
     stems = Counter(path.stem for path in apart)
     same = {path.stem: path for path in apart if stems[path.stem] == names[path.stem] == 1}
-    found = [
-        source._replace(table=TableReference(same[_name(source)]))
-        if source.table is None and _name(source) in same and loaded(same[_name(source)]) is not None
-        else source
-        for source in found
-    ]
+    tables_of = {name: TableReference(path) for name, path in same.items() if loaded(path) is not None}
+    found = complete(lambda s: tables_of.get(s.name))
     apart = [path for path in apart if path.stem not in same]
     if all(source.table is not None for source in found) or not 0 < len(apart) <= _MAX_APART:
         return found
@@ -99,20 +98,11 @@ def add_tables_elsewhere(top: Path, found: list[FoundSource], apart: list[Path])
         return found
     known = [table for path in apart if (table := loaded(path)) is not None]
     folders = Counter(source.path.parent for source in found)
-    return [
-        source._replace(
-            table=_table_apart(
-                source,
-                known,
-                orders.get(source.path),
-                is_named=names[_name(source)] == 1,
-                is_alone=folders[source.path.parent] == 1,
-            )
+    return complete(
+        lambda s: _table_apart(
+            s, known, orders.get(s.path), is_named=names[s.name] == 1, is_alone=folders[s.path.parent] == 1
         )
-        if source.table is None
-        else source
-        for source in found
-    ]
+    )
 
 
 def _table_apart(
@@ -123,7 +113,7 @@ def _table_apart(
     `is_named`: no other source has its name. `is_alone`: no other source is in its folder, whose name counts too. The
     only table has the row of the number of a source that is one of `order` = (number, count).
     """
-    name, folder = _name(source), source.path.parent.name
+    name, folder = source.name, source.path.parent.name
     if is_named:
         by_id = [table for table in known if name in table.by_id]
         by_id = [table for table in by_id if folder in table.path.stem] if len(by_id) > 1 else by_id
@@ -132,15 +122,17 @@ def _table_apart(
     named = [t for t in known if t.path.stem == name or (is_alone and t.path.stem == folder)]
     if len(named) == 1 and len(named[0]) > 1:
         return TableReference(named[0].path)
-    if len(known) == 1 and order is not None and len(known[0]) == order[1] > 1 and not known[0].by_file:
-        return TableReference(known[0].path, (order[0],))
+    if len(known) == 1 and (numbered := _row_by_order(known[0], order)) is not None:
+        return numbered
     paths = [table.path for table in known if len(table) > 1 and table.by_id]
     return TableReference(paths[0], is_by_id=True, others=tuple(paths[1:]), is_apart=True) if paths else None
 
 
-def _name(source: FoundSource) -> str:
-    """Return the name of a file without its suffix, or that of a folder."""
-    return source.path.name if source.parts else source.path.stem
+def _row_by_order(table: Table, order: tuple[int, int] | None) -> TableReference | None:
+    """Return the row of the number of a source, `order` = (number, count), if the table has as many rows; else None."""
+    if order is None or not len(table) == order[1] > 1 or table.by_file:
+        return None
+    return TableReference(table.path, (order[0],))
 
 
 def _orders(found: list[FoundSource]) -> dict[Path, tuple[int, int]]:
@@ -148,9 +140,8 @@ def _orders(found: list[FoundSource]) -> dict[Path, tuple[int, int]]:
     numbers: dict[Path, dict[int, Path]] = defaultdict(dict)
     counts: dict[Path, int] = defaultdict(int)
     for source in found:
-        name = source.path.name if source.parts else source.path.stem
         counts[source.path.parent] += 1
-        if match := re.fullmatch(r"(?:.*\D)?(\d{1,9})", name):
+        if match := re.fullmatch(r"(?:.*\D)?(\d{1,9})", source.name):
             numbers[source.path.parent][int(match[1])] = source.path
     orders: dict[Path, tuple[int, int]] = {}
     for folder, paths in numbers.items():
@@ -181,22 +172,20 @@ def _table_above(
         names = listings[folder]
         if (found := _rows_of_file(folder, names, source.path)) is not None:
             return found
+        found_tables = [table for name in names if (table := loaded(folder / name)) is not None]
         if len(names) > 1:
-            stem = source.path.name if source.parts else source.path.stem
-            named = [t for t in map(loaded, (folder / name for name in names)) if t is not None and stem in t.by_id]
+            named = [t for t in found_tables if source.name in t.by_id]
             if named:
-                return TableReference(named[0].path, (named[0].by_id[stem],), others=tuple(t.path for t in named[1:]))
-        if len(names) != 1:
+                row = named[0].by_id[source.name]
+                return TableReference(named[0].path, (row,), others=tuple(t.path for t in named[1:]))
             continue
-        if (table := loaded(folder / names[0])) is None:
-            continue
-        row = table.row_of(source.path.name if source.parts else source.path.stem)
-        if row is not None:
-            return TableReference(table.path, (row,))
-        if order is not None and len(table) == order[1] > 1 and not table.by_file:
-            return TableReference(table.path, (order[0],))
-        if is_only and len(table) > 1 and not table.by_file:
-            return TableReference(table.path)
+        for table in found_tables:
+            if (own := table.row_of(source.name)) is not None:
+                return TableReference(table.path, (own,))
+            if (numbered := _row_by_order(table, order)) is not None:
+                return numbered
+            if is_only and len(table) > 1 and not table.by_file:
+                return TableReference(table.path)
     return None
 
 
@@ -260,7 +249,7 @@ def _columns_of_rows(folder: Path, names: list[str]) -> tuple[Path, ...]:
 
 def _stems(sources: list[FoundSource]) -> dict[str, int]:
     """Return the numbers of sources by their names, and by what is left of these without a field, if one source has it."""
-    stems = {_name(source): k for k, source in enumerate(sources)}
+    stems = {source.name: k for k, source in enumerate(sources)}
     traces = [place_of(PurePath(source.path.name)).trace for source in sources]
     return {trace: k for k, trace in enumerate(traces) if trace and traces.count(trace) == 1} | stems
 
