@@ -54,7 +54,10 @@ def test_a_row_per_token(tmp_path, layers):
     assert store[0].tokens_decoded == ["t0", "t1"]
 
 
-@pytest.mark.parametrize(("positions", "reason"), [([0, 0], "the same position"), ([0, 2], "expected each token")])
+@pytest.mark.parametrize(
+    ("positions", "reason"),
+    [([0, 0], "two values for layer 0 and token 0"), ([0, 2], "found tokens 0, 2, expected numbers without gaps")],
+)
 def test_rows_with_missing_or_repeated_tokens_are_refused(tmp_path, positions, reason):
     write_lines(
         tmp_path / "a.jsonl", [{"id": "q", "position": p, "hidden_state": [0.5, 0.25, 0.125]} for p in positions]

@@ -266,19 +266,20 @@ def _trace(records: Sequence[Mapping[Any, Any]]) -> dict[str, Any]:
     tokens = [of_token[token] for token in order]
     for name in names:
         values = [_item(record.get(name)) for record in records]
+        given = [_item(record.get(name)) for record in tokens]
+        is_shared = all(is_same(value, values[0]) for value in values)
         if normalized(name) in _TOKEN_IDS and tokens and "tokens" not in fields:
-            fields["tokens"] = [_item(record.get(name)) for record in tokens]
+            fields["tokens"] = given
         elif name == "token" and tokens:
-            given = [_item(record.get(name)) for record in tokens]
             fields["tokens_decoded" if isinstance(given[0], str) else "tokens"] = given
         elif name in OF_TOKENS and tokens:
-            fields[OF_TOKENS[name]] = [_item(record.get(name)) for record in tokens]
-        elif name in _TOKEN_TEXTS and tokens and not all(is_same(value, values[0]) for value in values):
-            fields["tokens_decoded"] = [_item(record.get(name)) for record in tokens]
-        elif all(is_same(value, values[0]) for value in values):
+            fields[OF_TOKENS[name]] = given
+        elif is_shared:
             fields[name] = values[0]
+        elif name in _TOKEN_TEXTS and tokens:
+            fields["tokens_decoded"] = given
         else:
-            fields[name] = [_item(record.get(name)) for record in tokens] if tokens else values
+            fields[name] = given or values
     return fields
 
 

@@ -169,7 +169,8 @@ def join_parts(parts: Iterable[Part]) -> dict[Hashable, dict[str, Any]]:
                         field=field,
                     )
                 continue
-            raise InvalidInputError(f"found two values for {_text(number)} of {str(trace)[:60]!r}", field=field)
+            owner = f" of {str(trace)[:60]!r}" if trace else ""
+            raise InvalidInputError(f"found two values for {_text(number)}{owner}", field=field)
         by_number[number] = value
     found: dict[Hashable, dict[str, Any]] = {}
     for trace, fields in cells.items():

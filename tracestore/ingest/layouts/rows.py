@@ -12,6 +12,7 @@ from tracestore.ingest.containers.columns import Arena, Unit
 from tracestore.ingest.containers.grouping import units_of
 from tracestore.ingest.containers.keys import ID_KEYS, ID_NAME, OF_TOKENS, is_state_name, locate
 from tracestore.ingest.layouts.array_names import WEAK, is_list_of_floats, with_vector
+from tracestore.ingest.layouts.parts import Part, Place, is_same, join_parts
 from tracestore.ingest.layouts.values import STATES, array_of, set_arrays
 from tracestore.ingest.roles.keys import OTHER_NAMES
 from tracestore.store.format import schema
@@ -285,33 +286,23 @@ def joined(rows: list[Row], columns: Coordinates) -> Row:
             name = columns.token or columns.layer
             raise InvalidInputError(f"found {len(rows)} rows of one id, expected a vector per token", field=name)
         return _with_id(rows[0], columns)
-    cells: dict[tuple[int, int], Row] = {}
-    for k, row in enumerate(rows):
-        place = (row[by_layer] if by_layer else 0, row[by_token] if by_token else k if by_token == "" else 0)
-        if place in cells:
-            names = " and ".join(filter(None, (by_layer, by_token)))
-            raise InvalidInputError(f"found two rows of one id with the same {names}", field=names)
-        cells[place] = row
-    layers, tokens = sorted({n for n, _ in cells}), sorted({n for _, n in cells})
-    if len(cells) != len(layers) * len(tokens) or tokens != list(range(tokens[0], tokens[0] + len(tokens))):
-        raise InvalidInputError(
-            f"found {len(rows)} rows with tokens {str(tokens)[:60]}, expected each token of each layer",
-            field=by_token or by_layer,
-        )
+    numbers: list[tuple[Any, Any]] = [
+        (row[by_layer] if by_layer else 0, row[by_token] if by_token else k if by_token == "" else None)
+        for k, row in enumerate(rows)
+    ]
+    parts = []
+    for (layer, token), row in zip(numbers, rows, strict=True):
+        states = row["hidden_states"]
+        layers = {layer: states}
+        if by_layer is None and (isinstance(states, dict) or is_all_layers):
+            layers = states if isinstance(states, dict) else dict(enumerate(states))
+        parts += [Part("", Place(layer=number, token=token), value) for number, value in layers.items()]
+    found = join_parts(parts)[""]["hidden_states"]
     fields = _common(rows, columns)
     if by_token is not None:
-        fields |= _of_tokens([cells[layers[0], n] for n in tokens], fields, columns)
-    if by_layer:
-        found = {n: _stacked([cells[n, t]["hidden_states"] for t in tokens], is_one=by_token is None) for n in layers}
-        fields["hidden_states"] = found if layers[0] >= 0 else list(found.values())
-    elif isinstance(hidden, dict):
-        states = [cells[0, n]["hidden_states"] for n in tokens]
-        fields["hidden_states"] = {n: _stacked([state[n] for state in states]) for n in hidden}
-    elif is_all_layers:
-        stack = np.stack([cells[0, n]["hidden_states"] for n in tokens])
-        fields["hidden_states"] = dict(enumerate(stack.transpose(1, 0, 2)))
-    else:
-        fields["hidden_states"] = {0: _stacked([cells[0, n]["hidden_states"] for n in tokens])}
+        first = sorted((token, k) for k, (layer, token) in enumerate(numbers) if layer == min(numbers)[0])
+        fields |= _of_tokens([rows[k] for _, k in first], fields, columns)
+    fields["hidden_states"] = found if min(found) >= 0 else list(found.values())
     return _with_id(fields, columns)
 
 
@@ -376,23 +367,11 @@ def _item(value: Any) -> Any:
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
-def _stacked(values: list[Any], *, is_one: bool = False) -> Any:
-    if is_one:
-        return array_of(values[0])
-    return np.stack([value[0] if value.ndim == 2 else value for value in values])
-
-
 def _common(rows: list[Row], columns: Coordinates) -> Row:
     """Return the values that all rows of a trace share, and lists of other ones, without the numbers of the rows."""
     skipped = {*STATES, *columns.names, *(_COUNTERS if columns.id not in _COUNTERS else ())}
     return {
-        key: value if all(_same(row.get(key), value) for row in rows) else [row.get(key) for row in rows]
+        key: value if all(is_same(row.get(key), value) for row in rows) else [row.get(key) for row in rows]
         for key, value in rows[0].items()
         if key not in skipped
     }
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
-        return isinstance(one, np.ndarray) and isinstance(other, np.ndarray) and np.array_equal(one, other)
-    return bool(one == other)
