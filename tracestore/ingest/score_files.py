@@ -11,8 +11,10 @@ from typing import Any
 
 from tracestore.errors import InvalidInputError, UsageError
 from tracestore.ingest.byte_source import map_file
+from tracestore.ingest.containers.grouping import natural_key
 from tracestore.ingest.containers.numpy_files import npy_column, npz_columns
 from tracestore.ingest.containers.tables import MAX_BYTES, Table
+from tracestore.ingest.discovery.tables_beside import NO_TABLES
 from tracestore.ingest.roles.keys import (
     OTHER_NAMES,
     PRIMARY_SCORES,
@@ -21,14 +23,13 @@ from tracestore.ingest.roles.keys import (
     known_name,
     normalized,
 )
-from tracestore.ingest.sources import SourceFile, natural_key
+from tracestore.ingest.sources import SourceFile
 from tracestore.store.format.labels import PREDICTION_COLUMNS
 from tracestore.store.io.fsio import open_regular
 from tracestore.store.io.scratch import Scratch
 
 ID_COLUMN, GROUP_COLUMN = "question_id", "group"
 SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".npy", ".npz")
-_NO_SCORES = ("provenance.json", "data_config.json", "dataset_info.json", "state.json", "dataset_dict.json")
 
 
 def id_column_of(header: Sequence[str]) -> str | None:
@@ -182,7 +183,7 @@ def find_score_files(arguments: list[Path], sources: list[SourceFile]) -> list[P
 
 def _has_scores(path: Path) -> bool:
     """Return whether a file has ids and scores by the names of its columns, or a score in its own name."""
-    if path.suffix not in SUFFIXES or path.name in _NO_SCORES or path.name.startswith("."):
+    if path.suffix not in SUFFIXES or path.name in NO_TABLES or path.name.startswith("."):
         return False
     if path.suffix in (".npy", ".npz"):
         return _column_of_file(path) != path.stem or normalized(path.stem) in (*SCORE_COLUMNS, *WORD_COLUMNS)

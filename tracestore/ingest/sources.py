@@ -12,6 +12,7 @@ from tracestore._core.mapping import MappedFile
 from tracestore.errors import UsageError, escape_unprintable
 from tracestore.ingest import torch_file
 from tracestore.ingest.containers import registry
+from tracestore.ingest.containers.grouping import natural_key
 from tracestore.ingest.containers.tables import TableReference
 from tracestore.ingest.discovery.folders import join_folders, sources_of_folder
 from tracestore.ingest.discovery.tables_beside import FoundSource, is_table, tables_of_pickles
@@ -33,9 +34,9 @@ _OTHERS = {
     ".mat": f"load it with scipy.io.loadmat and save its arrays {_SAVE}",
     **dict.fromkeys((".db", ".sqlite", ".sqlite3"), f"read it with sqlite3 and save its arrays {_SAVE}"),
     **dict.fromkeys(
-        (".lmdb", ".mdb", ".tfrecord", ".msgpack", ".pb"), f"read it with its library and save the arrays {_SAVE}"
+        (".lmdb", ".mdb", ".tfrecord", ".msgpack", ".pb", ".bp", ".beton"),
+        f"read it with its library and save the arrays {_SAVE}",
     ),
-    **dict.fromkeys((".bp", ".beton"), f"read it with its library and save the arrays {_SAVE}"),
 }
 _MAX_PROVENANCE_BYTES = 1 << 20
 _SAMPLES = 16
@@ -97,7 +98,7 @@ class SourceFile:
 
     def absolute(self) -> "SourceFile":
         """Return the source with absolute paths, for a process with another working folder."""
-        table = None if self.table is None else replace(self.table, path=self.table.path.absolute())
+        table = None if self.table is None else self.table.absolute()
         parts = tuple(part.absolute() for part in self.parts)
         return replace(self, path=self.path.absolute(), parts=parts, table=table)
 
@@ -139,12 +140,6 @@ def _labels_of_names(sources: list[SourceFile]) -> dict[SourceFile, float]:
                 found[source.folder, *words[:k], "", *words[k + 1 :]][source] = 1 - score
     pairs = [labels for labels in found.values() if len(set(labels.values())) == 2]
     return {source: label for labels in pairs for source, label in labels.items()}
-
-
-def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
-    """Return a sort key that puts batch_2 before batch_10."""
-    pieces = re.split(r"(\d+)", name)
-    return tuple((1, int(p), p) if p.isdecimal() else (0, 0, p) for p in pieces)
 
 
 def find_sources(arguments: list[Path], store: Path) -> list[SourceFile]:
@@ -245,10 +240,7 @@ def _walk(top: Path, store: Path, *, is_text: bool = False) -> list[FoundSource]
         if source.table is None and not source.parts and source.path.name.endswith(PICKLE_SUFFIXES):
             pickles[source.path.parent].append(source)
     tables = {s.path: s.table for here, group in pickles.items() for s in tables_of_pickles(here, group)}
-    for k, source in enumerate(found):
-        if source.path in tables:
-            found[k] = source._replace(table=tables[source.path])
-    return found
+    return [source._replace(table=tables.get(source.path, source.table)) for source in found]
 
 
 def find_provenance_files(arguments: list[Path]) -> dict[Path, Path]:

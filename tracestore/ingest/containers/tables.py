@@ -8,8 +8,8 @@ import itertools
 import json
 import re
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -74,22 +74,14 @@ class Table:
 
     def _find_lines(self) -> None:
         """Record where each line that is not blank begins and ends."""
-        size, begin = len(self._mapped), 0
-        rest = b""
-        for offset in range(0, size, 4 << 20):
-            rest += self._mapped.read(offset, min(size, offset + (4 << 20)))
-            lines = rest.split(b"\n")
-            rest = lines.pop()
-            for line in lines:
-                self._add_line(line, begin)
-                begin += len(line) + 1
-            if len(rest) > MAX_LINE_BYTES:
-                raise InvalidInputError(f"{self.path.name}: found a line of more than {MAX_LINE_BYTES:,} bytes")
-        self._add_line(rest, begin)
-
-    def _add_line(self, line: bytes, begin: int) -> None:
-        if line.strip():
-            self._begins.extend((begin, begin + len(line)))
+        begin, size = 0, len(self._mapped)
+        with open(self.path, "rb") as file:
+            while begin < size and (line := file.readline(min(MAX_LINE_BYTES + 1, size - begin))):
+                if len(line) > MAX_LINE_BYTES:
+                    raise InvalidInputError(f"{self.path.name}: found a line of more than {MAX_LINE_BYTES:,} bytes")
+                if line.strip():
+                    self._begins.extend((begin, begin + len(line)))
+                begin += len(line)
 
     def __len__(self) -> int:
         return len(self._rows) or len(self._begins) // 2
@@ -287,54 +279,59 @@ class TableReference:
     is_in_turn: bool = False  # each file of the source has the next rows
     is_apart: bool = False  # the tables are in another folder, and may belong to something else
 
+    def absolute(self) -> "TableReference":
+        """Return the reference with absolute paths."""
+        return replace(self, path=self.path.absolute(), others=tuple(path.absolute() for path in self.others))
+
     def load(self) -> "TableRows":
         """Return the rows."""
         table, others = load_table(self.path), tuple(map(load_table, self.others))
-        rows = TableRows(table, table.order if self.rows is None else self.rows, is_by_id=self.is_by_id, others=others)
-        rows.are_columns = self.are_columns
-        return rows
+        rows = table.order if self.rows is None else self.rows
+        return TableRows(table, rows, self.is_by_id, others, self.are_columns)
 
 
+@dataclass(eq=False)
 class TableRows:
-    """The rows of a table that belong to one source."""
+    """The rows of a table that belong to one source; the fields are those of TableReference."""
 
-    def __init__(
-        self, table: Table, rows: Sequence[int], *, is_by_id: bool = False, others: tuple[Table, ...] = ()
-    ) -> None:
-        self._table, self._rows, self.is_by_id, self._others = table, rows, is_by_id, others
-        self.is_chunk = False  # of the rows of a source
-        self.are_columns = False  # the other tables have the same rows
-        self.path = table.path
+    table: Table
+    rows: Sequence[int]
+    is_by_id: bool = False
+    others: tuple[Table, ...] = ()
+    are_columns: bool = False
+    is_chunk: bool = False  # of the rows of a source
+
+    @property
+    def path(self) -> Path:
+        """The file of the table."""
+        return self.table.path
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
     def __getitem__(self, k: int) -> dict[str, Any]:
-        return self._merged(self._rows[k])
+        return self._merged(self.rows[k])
 
     def group(self, trace: str) -> "TableRows | None":
         """Return the rows of the table with the name of a group of arrays, among tables by id; None without one."""
-        tables = (self._table, *self._others) if self.is_by_id and trace else ()
+        tables = (self.table, *self.others) if self.is_by_id and trace else ()
         return next((TableRows(t, range(len(t))) for t in tables if t.path.stem == trace), None)
 
     def at(self, numbers: Sequence[int]) -> "TableRows":
         """Return some of the rows."""
-        if numbers and max(numbers) >= len(self._rows):
+        if numbers and max(numbers) >= len(self.rows):
             raise InvalidInputError(
                 f"found row {max(numbers)} in the name of a file, and {len(self)} rows in {self.path.name}"
             )
-        rows = [self._rows[k] for k in numbers]
-        found = TableRows(self._table, rows, is_by_id=self.is_by_id, others=self._others)
-        found.is_chunk, found.are_columns = True, self.are_columns
-        return found
+        return replace(self, rows=[self.rows[k] for k in numbers], is_chunk=True)
 
     def _merged(self, k: int) -> dict[str, Any]:
         """Return a row together with the rows of the other tables that have its id."""
         if self.are_columns:
-            return {field: value for table in (*self._others, self._table) for field, value in table[k].items()}
-        key = self._table.id_of.get(k) if self._others else None
-        found = [t[t.by_id[key]] for t in self._others if key in t.by_id]
-        return {field: value for row in (*reversed(found), self._table[k]) for field, value in row.items()}
+            return {field: value for table in (*self.others, self.table) for field, value in table[k].items()}
+        key = self.table.id_of.get(k) if self.others else None
+        found = [t[t.by_id[key]] for t in self.others if key in t.by_id]
+        return {field: value for row in (*reversed(found), self.table[k]) for field, value in row.items()}
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self[k] for k in range(len(self)))
@@ -342,30 +339,32 @@ class TableRows:
     @cached_property
     def by_id(self) -> dict[str, dict[str, Any]]:
         """The rows by their ids."""
-        own = set(self._rows)
-        return {name: self._merged(k) for name, k in self._table.by_id.items() if k in own}
+        return self._own(self.table.by_id)
 
     @cached_property
     def by_question(self) -> dict[str, dict[str, Any]]:
         """The rows by the texts of their questions."""
-        own = set(self._rows)
-        return {text: self._merged(k) for text, k in self._table.by_question.items() if k in own}
+        return self._own(self.table.by_question)
+
+    def _own(self, numbers: Mapping[str, int]) -> dict[str, dict[str, Any]]:
+        own = set(self.rows)
+        return {name: self._merged(k) for name, k in numbers.items() if k in own}
 
     def of(self, trace: str, position: int, key: Any = None) -> dict[str, Any] | None:
         """Return the row of a trace by its id `key`, by its name in the container, or by its position; None without one."""
         ids = [str(name) for name in (key, trace) if name not in (None, "")]
         for name in ids:
-            if self.are_columns and (k := self._table.named(name)) is not None:
+            if self.are_columns and (k := self.table.named(name)) is not None:
                 return self._merged(k)
-            if rows := [t[k] for t in (self._table, *self._others) if (k := t.named(name)) is not None]:
+            if rows := [t[k] for t in (self.table, *self.others) if (k := t.named(name)) is not None]:
                 return {field: value for row in reversed(rows) for field, value in row.items()}
         if (number := self.number_of(trace, key)) is not None:
-            return dict(self._table[number])
+            return dict(self.table[number])
         # The order decides for traces without ids, and for rows that belong to the file by its name.
-        is_whole = 1 < len(self._rows) == len(self._table) and not self._table.by_file
-        if self.is_by_id or ((trace or (ids and is_whole)) and self._table.by_id):
+        is_whole = 1 < len(self.rows) == len(self.table) and not self.table.by_file
+        if self.is_by_id or ((trace or (ids and is_whole)) and self.table.by_id):
             return None
-        return dict(self._merged(self._rows[position])) if position < len(self._rows) else None
+        return dict(self._merged(self.rows[position])) if position < len(self.rows) else None
 
     def number_of(self, trace: str, key: Any) -> int | None:
         """Return the number of the row that an array without a name, such as arr_3, or an integer states; else None.
@@ -375,25 +374,23 @@ class TableRows:
         InvalidInputError
             If the table has no row of this number.
         """
-        if self._others or len(self._rows) != len(self._table):
+        if self.others or len(self.rows) != len(self.table):
             return None
         if trace and (match := _UNNAMED.fullmatch(trace)):
             number = int(match[1])
-        elif type(key) is int and self._table.by_id and not any(map(str.isdecimal, self._table.by_id)):
+        elif type(key) is int and self.table.by_id and not any(map(str.isdecimal, self.table.by_id)):
             number = key
         else:
             return None
-        if not 0 <= number < len(self._table):
+        if not 0 <= number < len(self.table):
             raise InvalidInputError(
-                f"found number {number}, and {len(self._table)} rows in {self.path.name}, counted from 0; give each row "
+                f"found number {number}, and {len(self.table)} rows in {self.path.name}, counted from 0; give each row "
                 "a column question_id with the ids of the traces"
             )
         return number
 
     def update_digest(self, digest: "hashlib.blake2b") -> None:
         """Add the content of the rows to a digest."""
-        for k in self._rows:
-            digest.update(json.dumps(self._table[k], sort_keys=True, default=str).encode())
-        for table in self._others:
-            for k in range(len(table)):
+        for table, rows in ((self.table, self.rows), *((table, range(len(table))) for table in self.others)):
+            for k in rows:
                 digest.update(json.dumps(table[k], sort_keys=True, default=str).encode())
