@@ -216,10 +216,11 @@ _TINY = """
 import sys, time
 from pathlib import Path
 from tracestore.cli import main
-from tracestore.ingest.formats import read_traces
+from tracestore.ingest.formats import ReadOptions, read_traces
+from tracestore.ingest.sources import SourceFile
 source, store = map(Path, sys.argv[1:])
 start = time.process_time()
-for trace in read_traces(source, source.name):
+for trace in read_traces(SourceFile(source, source.name), ReadOptions()):
     pass
 read = time.process_time()
 try:

@@ -14,6 +14,8 @@ from pathlib import Path
 import numpy as np
 
 import tracestore
+from tracestore.ingest import formats
+from tracestore.ingest.sources import SourceFile
 from tracestore.store.format import schema
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -162,6 +164,11 @@ def error_of(*words, code):
     done = command(*words, check=code)
     assert done.stderr.count("\n") == 1, done.stderr
     return done.stderr
+
+
+def read_traces(path, name, *, need_attention=True):
+    """Yield the traces of one file; see `tracestore.ingest.formats.read_traces`."""
+    return formats.read_traces(SourceFile(path, name), formats.ReadOptions(need_attention))
 
 
 def read_all(store):

@@ -20,12 +20,11 @@ import pytest
 import torch
 
 import tracestore
-from tests.helpers import ROOT, command, convert, read_all
+from tests.helpers import ROOT, command, convert, read_all, read_traces
 from tracestore.errors import InvalidInputError, UsageError
 from tracestore.extract import run as extraction
 from tracestore.extract.judges import containment
 from tracestore.extract.questions import FACTS, GENERATED, Question, read_questions
-from tracestore.ingest.formats import read_traces
 from tracestore.store.io.files import LocalFiles
 
 

@@ -7,7 +7,8 @@ import numpy as np
 
 from tracestore.errors import InvalidInputError
 from tracestore.ingest import byte_source
-from tracestore.ingest.formats import read_traces
+from tracestore.ingest.formats import ReadOptions, read_traces
+from tracestore.ingest.sources import SourceFile
 from tracestore.store.write.pack import pack_record
 from tracestore.store.write.record import TraceRecord
 
@@ -33,9 +34,8 @@ def read(path: Path) -> bool:
     """
     for need_attention, mode, keep in ((True, "heads", True), (False, "mean", False)):
         try:
-            for record in read_traces(
-                path, "fuzzed", need_attention=need_attention, is_ahead=lambda n=need_attention: n
-            ):
+            options, source = ReadOptions(need_attention), SourceFile(path, "fuzzed")
+            for record in read_traces(source, options, is_ahead=lambda n=need_attention: n):
                 _touch(record)
                 pack_record(record, attention=mode if need_attention else "none", keep_dtype=keep)
         except InvalidInputError as error:

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 
 import tracestore
-from tests.helpers import convert, error_of, make_trace, make_traces
+from tests.helpers import convert, error_of, make_trace, make_traces, read_traces
 from tests.tiers import long
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.formats import read_traces
 
 
 def zstd(data):

@@ -10,9 +10,17 @@ import pytest
 import torch
 
 import tracestore
-from tests.helpers import as_torch, convert, make_graphs, make_trace, make_traces, write_pickle, write_store
+from tests.helpers import (
+    as_torch,
+    convert,
+    make_graphs,
+    make_trace,
+    make_traces,
+    read_traces,
+    write_pickle,
+    write_store,
+)
 from tests.store.second_reader import read_store
-from tracestore.ingest.formats import read_traces
 from tracestore.ingest.pickles import pickle_reader
 
 

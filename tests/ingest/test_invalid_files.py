@@ -12,9 +12,8 @@ import pytest
 import torch
 
 import tracestore
-from tests.helpers import as_torch, command, convert, make_trace, make_traces, tree_bytes, write_pickle
+from tests.helpers import as_torch, command, convert, make_trace, make_traces, read_traces, tree_bytes, write_pickle
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.formats import read_traces
 
 
 def assert_refused(path, *words):

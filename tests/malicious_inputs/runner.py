@@ -26,12 +26,13 @@ _STANDARD_ERROR = 2
 
 def _read(path: Path, _store: str) -> dict[str, object]:
     from tracestore.errors import InvalidInputError
-    from tracestore.ingest.formats import read_traces
+    from tracestore.ingest.formats import ReadOptions, read_traces
+    from tracestore.ingest.sources import SourceFile
     from tracestore.store.write.pack import pack_record
 
     count = 0
     try:
-        for record in read_traces(path, path.name):
+        for record in read_traces(SourceFile(path, path.name), ReadOptions()):
             pack_record(record, attention="heads", keep_dtype=False)
             count += 1
     except InvalidInputError as error:

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from tests.golden.library_inputs import expected_traces
-from tests.helpers import ROOT
+from tests.helpers import ROOT, read_traces
 from tests.valid_inputs.corpus import KINDS, expected_record, graph_files, pickles, raw, sequence_files
-from tracestore.ingest.formats import read_traces
 from tracestore.store.format.schema import BFLOAT16
 
 LIBRARIES = sorted((ROOT / "tests/golden/libraries").glob("*.pkl*"))

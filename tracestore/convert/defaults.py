@@ -114,9 +114,7 @@ def _first_traces(
 ) -> Iterator[TraceRecord]:
     """Yield the first traces of a source. The conversion reports what is refused."""
     options = ReadOptions(None, keys, on_refused=lambda _: None, on_trace=lambda _, trace: on_trace(trace))
-    traces = read_traces(
-        source.path, source.name, options=options, parts=source.parts, table=source.table, is_trace=source.is_trace
-    )
+    traces = read_traces(source, options)
     try:
         with closing(traces):  # type: ignore[type-var]
             yield from islice(traces, count)

@@ -13,7 +13,7 @@ import numpy as np
 from tracestore.console import plural
 from tracestore.export.exporter import TRACES_PER_FILE
 from tracestore.export.file_formats import PickleListWriter, record_dict, trace_dict
-from tracestore.ingest.formats import read_traces
+from tracestore.ingest.formats import ReadOptions, read_traces
 from tracestore.ingest.sources import SourceFile, find_sources
 from tracestore.store.io.files import LocalFiles, parse_location
 from tracestore.store.io.fsio import atomic_write, map_os_errors
@@ -176,8 +176,8 @@ class _Batch:
 
 
 def _file_batch(source: SourceFile) -> _Batch:
-    read = partial(read_traces, source.path, source.name, need_attention=None)
-    return _Batch(source.name, source.path.stat().st_size, read, record_dict)
+    read = partial(read_traces, source, ReadOptions(need_attention=None))
+    return _Batch(source.name, source.file_bytes(), read, record_dict)
 
 
 def _store_batches(traces: TraceStore | TraceSubset) -> list[_Batch]:

@@ -4,7 +4,7 @@ import contextlib
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ from tracestore.ingest.roles.columns import has_id, is_header, is_settings
 from tracestore.ingest.roles.keys import DEFAULT_KEYS, INPUTS_PAGE, KeyOptions
 from tracestore.ingest.roles.layout import layout, opened
 from tracestore.ingest.roles.structures import Structures
+from tracestore.ingest.sources import SourceFile
 from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.record import TraceRecord
 
@@ -61,38 +62,25 @@ class ReadOptions:
 
 
 def read_traces(
-    path: Path,
-    name: str,
+    source: SourceFile,
+    options: ReadOptions,
     *,
-    need_attention: bool | None = True,
     scratch: Scratch | None = None,
     is_ahead: Callable[[], bool] = lambda: True,
-    options: ReadOptions | None = None,
-    parts: tuple[Path, ...] = (),
-    table: TableReference | None = None,
-    is_trace: bool = False,
 ) -> Iterator[TraceRecord]:
     """Read the traces of one source in order.
 
     Parameters
     ----------
-    path : Path
-        A regular file in one of the formats of docs/ingest.md and docs/containers.md, or the folder of `parts`.
-    name : str
-        Name of the file in error messages.
-    need_attention : bool or None
-        As in `ReadOptions`, which `options` replaces.
+    source : SourceFile
+        A regular file in one of the formats of docs/ingest.md and docs/containers.md, or several of them.
+    options : ReadOptions
+        Names of the fields, and what is refused.
     scratch : Scratch, optional
         Files for what exceeds some MiB of a trace of a compressed file. By default they are
         in the system's temporary folder.
     is_ahead : callable, optional
         Return whether a thread inflates ahead; called before each chunk.
-    options : ReadOptions, optional
-        All options.
-    parts, table
-        As for `read_container`.
-    is_trace : bool
-        Whether the parts are those of one trace, whose id is the name.
 
     Yields
     ------
@@ -104,14 +92,16 @@ def read_traces(
     InvalidInputError
         Names file, position and field. Unless `on_refused` is given, the caller must discard the traces it got before.
     """
-    context, scratch = _Context(name, options or ReadOptions(need_attention)), scratch or Scratch()
+    name, table = source.name, source.table
+    context = _Context(name, options)
+    files = Input(source.path, name, source.parts, scratch or Scratch())
     try:
-        if parts and not is_joined(parts) and not (table is not None and table.is_in_turn):
-            yield from context.container(folder_reader(parts), path, scratch, parts=parts, table=table)
-        elif parts:
-            yield from _joined(path, context, scratch, parts, table, is_trace)
+        if not files.parts:
+            yield from _records(files, context, table, is_ahead)
+        elif is_joined(files.parts) or (table is not None and table.is_in_turn):
+            yield from _joined(files, context, table, source.is_trace)
         else:
-            yield from _records(path, context, scratch, is_ahead, table)
+            yield from context.container(folder_reader(files.parts), files, table)
         if context.position == 0:
             raise InvalidInputError(f"found no trace; see {INPUTS_PAGE}#files")
     except InvalidInputError as error:
@@ -258,11 +248,9 @@ class _Context:
             self.position += 1
             yield record
 
-    def container(self, reader: Reader, path: Path, scratch: Scratch, **source: Any) -> Iterator[TraceRecord]:
+    def container(self, reader: Reader, source: Input, table: TableReference | None) -> Iterator[TraceRecord]:
         """Yield the records of a container."""
-        keys = self.options.keys
-        given: dict[str, Any] = {"scratch": scratch, "renamed": keys.renamed, "axes": keys.axes}
-        for item, is_borrowed in read_container(reader, path, self.name, **given, **source):
+        for item, is_borrowed in read_container(reader, source, self.options.keys, table):
             if isinstance(item, InvalidInputError):
                 self.refuse(with_advice(item, None))
                 continue
@@ -283,21 +271,14 @@ class _Context:
         self.position += 1
 
 
-def _joined(
-    path: Path,
-    context: _Context,
-    scratch: Scratch,
-    parts: tuple[Path, ...],
-    table: TableReference | None,
-    is_trace: bool,
-) -> Iterator[TraceRecord]:
+def _joined(source: Input, context: _Context, table: TableReference | None, is_trace: bool) -> Iterator[TraceRecord]:
     """Yield the records of files that hold parts of the same traces."""
-    context.limits = Limits(lambda: sum(part.stat().st_size for part in parts))
+    context.limits = Limits(lambda: sum(part.stat().st_size for part in source.parts))
     rows = None if table is None else table.load()
     context.structures.rows = None if is_trace and rows is not None and len(rows) == 1 else rows
     with contextlib.ExitStack() as resources:
         is_in_turn = table is not None and table.is_in_turn
-        for values, numbers in read_joined(Input(path, context.name, parts, scratch), resources, is_in_turn=is_in_turn):
+        for values, numbers in read_joined(source, resources, is_in_turn=is_in_turn):
             if numbers is not None and rows is not None:
                 context.structures.rows = rows.at(numbers)
             elif numbers is not None:
@@ -309,15 +290,16 @@ def _joined(
 
 
 def _records(
-    path: Path, context: _Context, scratch: Scratch, is_ahead: Callable[[], bool], table: TableReference | None
+    source: Input, context: _Context, table: TableReference | None, is_ahead: Callable[[], bool]
 ) -> Iterator[TraceRecord]:
+    path = source.path
     if check_regular(path).st_size == 0:
         raise InvalidInputError("the file is empty")
-    mapped, compression = torch_file.map_content(path, scratch)
+    mapped, compression = torch_file.map_content(path, source.scratch)
     view = memoryview(mapped)
     context.limits = Limits(lambda: len(mapped))
     if (reader := reader_of(mapped, path)) is not None:
-        yield from context.container(reader, path, scratch, table=table)
+        yield from context.container(reader, source, table)
         return
     if table is not None:
         context.structures.rows = table.load()
@@ -326,7 +308,7 @@ def _records(
             raise InvalidInputError("damaged gzip: reserved flags are set")
         with contextlib.closing(InflatedChunks(path, is_ahead, compression)) as chunks:
             context.limits = Limits(lambda: chunks.inflated_bytes)
-            yield from _from_pickle(context, chunks.reader(scratch))
+            yield from _from_pickle(context, chunks.reader(source.scratch))
     elif bytes(view[:4]) == b"PK\x03\x04":
         yield from _from_object(context, torch_file.read_zip(mapped))
     elif torch_file.is_legacy(view):

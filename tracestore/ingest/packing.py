@@ -81,16 +81,7 @@ def packed_traces(
     on_refused = refused.append if options.skip_bad and refused is not None else None
     scratch = Scratch(options.scratch, max_memory=options.max_memory)
     read_options = ReadOptions(options.need_attention, options.keys, on_refused, on_trace)
-    records = read_traces(
-        source.path,
-        source.name,
-        scratch=scratch,
-        is_ahead=is_ahead,
-        options=read_options,
-        parts=source.parts,
-        table=source.table,
-        is_trace=source.is_trace,
-    )
+    records = read_traces(source, read_options, scratch=scratch, is_ahead=is_ahead)
     num_read = 0
     with closing(records):  # type: ignore[type-var]
         while True:
@@ -178,7 +169,7 @@ def identify(source: SourceFile) -> Identity:
     """Return the identity of a source; raise InvalidInputError if the file cannot be read."""
     for path in source.files:
         if not path.is_file():
-            next(iter(read_traces(path, source.name)))  # raises with the reason
+            next(read_traces(SourceFile(path, source.name), ReadOptions()))  # raises with the reason
     try:
         modified_ns = max(os.stat(path).st_mtime_ns for path in source.files)
         return Identity(*source_fingerprint(source), modified_ns)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import tracestore
-from tests.helpers import convert, error_of, tree_bytes
+from tests.helpers import convert, error_of, read_traces, tree_bytes
 from tests.ingest.containers.layouts import base, by_layer, check
 
 pa = pytest.importorskip("pyarrow")
@@ -210,7 +210,6 @@ def small(writer):
 def test_damaged_files_are_refused_or_read(tmp_path, writer):
     """No change of a file ends the process or gives a traceback."""
     from tracestore.errors import InvalidInputError
-    from tracestore.ingest.formats import read_traces
 
     data, rng, refused = small(writer), np.random.default_rng(0), 0
     path = tmp_path / "a"

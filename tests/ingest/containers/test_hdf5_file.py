@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 
 import tracestore
-from tests.helpers import convert, error_of, tree_bytes
+from tests.helpers import convert, error_of, read_traces, tree_bytes
 from tests.ingest.containers.layouts import LAYOUTS, base, check
 from tests.tiers import long
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.containers import hdf5_process
-from tracestore.ingest.formats import read_traces
 
 h5py = pytest.importorskip("h5py")
 HEADS = ("--attention", "heads")

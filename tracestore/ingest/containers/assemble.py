@@ -9,7 +9,7 @@ import numpy as np
 
 from tracestore._core import kernels
 from tracestore.errors import InvalidInputError, error_location
-from tracestore.ingest.containers.columns import Column, Unit, plain, whole
+from tracestore.ingest.containers.columns import Column, Input, Unit, plain, whole
 from tracestore.ingest.containers.grouping import (
     check_one_trace,
     count_by_axes,
@@ -23,7 +23,7 @@ from tracestore.ingest.layouts.ragged import ragged
 from tracestore.ingest.layouts.rows import has_answer, id_column
 from tracestore.ingest.layouts.values import has_vectors, open_texts, set_arrays, with_mask
 from tracestore.ingest.roles.columns import singular
-from tracestore.ingest.roles.keys import label_of_path
+from tracestore.ingest.roles.keys import KeyOptions, label_of_path
 from tracestore.store.format import schema
 from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.values import field_error
@@ -35,33 +35,22 @@ _ID_NAME = re.compile(r"(?:q|question|example|sample|prompt)_?(?:ids|idxs?|ind(?
 
 
 def traces_of(
-    units: Iterator[Unit],
-    name: str,
-    rows: TableRows | None,
-    renamed: tuple[tuple[str, str], ...],
-    scratch: Scratch,
-    *,
-    is_alone: bool = False,
-    axes: str | None = None,
+    source: Input, units: Iterator[Unit], rows: TableRows | None, keys: KeyOptions, *, is_alone: bool
 ) -> Iterator[tuple[dict[str, Any] | InvalidInputError, bool]]:
     """Yield the values of each trace of some units, by the keys of the pickle schema.
 
     Parameters
     ----------
+    source : Input
+        The container.
     units : iterator of Unit
-        What the container holds.
-    name : str
-        Name of the source.
+        What it holds.
     rows : TableRows or None
         Values of the traces from a table next to the container.
-    renamed : tuple of (str, str)
-        Pairs of a field and its name in the container; see `KeyOptions`.
-    scratch : Scratch
-        Memory for large arrays.
+    keys : KeyOptions
+        Names of the fields in the container, and axes of the hidden states.
     is_alone : bool
         Whether the folder of the source has no other file of this kind, so that it hardly holds one trace alone.
-    axes : str, optional
-        Axes of the hidden states; see `KeyOptions`.
 
     Yields
     ------
@@ -70,6 +59,7 @@ def traces_of(
     is_borrowed : bool
         Whether the arrays may alias memory that the reader uses again.
     """
+    name, renamed, axes = source.name, keys.renamed, keys.axes
     position, is_numbered = 0, False
     while True:
         with error_location(position=position or None):
@@ -140,7 +130,9 @@ def traces_of(
                         _check_padding(hidden, values)
                     if kind == "layer" or (parts is not None and isinstance(hidden, np.ndarray) and hidden.ndim == 2):
                         values["hidden_states"] = [hidden]
-                    _prepare(values, unit.is_token_major or (parts is not None and parts.is_token_major), scratch)
+                    _prepare(
+                        values, unit.is_token_major or (parts is not None and parts.is_token_major), source.scratch
+                    )
             except InvalidInputError as error:
                 yield error, False
             else:

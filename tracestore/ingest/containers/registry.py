@@ -15,7 +15,7 @@ from tracestore.ingest.containers.assemble import traces_of
 from tracestore.ingest.containers.columns import NPY_MAGIC, Input, Unit
 from tracestore.ingest.containers.tables import TableReference
 from tracestore.ingest.layouts import text_rows
-from tracestore.store.io.scratch import Scratch
+from tracestore.ingest.roles.keys import KeyOptions
 
 Reader = Callable[[Input], Iterator[Unit]]
 
@@ -31,6 +31,13 @@ SUFFIXES = (
     ".feather",
     ".parquet",
 )
+_READERS: dict[bytes, Reader] = {
+    NPY_MAGIC: numpy_files.read_npy,
+    hdf5_process.HDF5_MAGIC: hdf5_process.read_hdf5,
+    arrow_files.PARQUET_MAGIC: arrow_files.read_parquet,
+    arrow_files.FILE_MAGIC: arrow_files.read_arrow,
+    arrow_files.STREAM_MAGIC: arrow_files.read_arrow,
+}
 _ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError)
 
 
@@ -41,19 +48,12 @@ def reader_of(mapped: MappedFile, path: Path) -> Reader | None:
     if path.name.endswith(safetensors_file.COMPRESSED_SUFFIXES):
         return safetensors_file.read_safetensors
     head = mapped.read(0, min(len(mapped), 16))
-    if head.startswith(NPY_MAGIC):
-        return numpy_files.read_npy
-    if head.startswith(b"PK\x03\x04") and numpy_files.is_npz(mapped):
-        return numpy_files.read_npz
-    if head.startswith(hdf5_process.HDF5_MAGIC):
-        return hdf5_process.read_hdf5
-    if head.startswith(arrow_files.PARQUET_MAGIC):
-        return arrow_files.read_parquet
-    if head.startswith((arrow_files.FILE_MAGIC, arrow_files.STREAM_MAGIC)):
-        return arrow_files.read_arrow
-    if safetensors_file.is_safetensors(head, len(mapped)):
+    if head.startswith(b"PK\x03\x04"):
+        return numpy_files.read_npz if numpy_files.is_npz(mapped) else None
+    found = next((reader for magic, reader in _READERS.items() if head.startswith(magic)), None)
+    if found is None and safetensors_file.is_safetensors(head, len(mapped)):
         return safetensors_file.read_safetensors
-    return None
+    return found
 
 
 def folder_reader(parts: tuple[Path, ...]) -> Reader:
@@ -61,21 +61,8 @@ def folder_reader(parts: tuple[Path, ...]) -> Reader:
     return arrow_files.read_arrow if parts[0].suffix == ".arrow" else numpy_files.read_npy_folder
 
 
-def is_being_written(path: Path) -> bool:
-    """Return whether a file is shorter than it states, or a program that writes it holds its lock."""
-    return path.suffix == ".safetensors" and safetensors_file.is_unfinished(path)
-
-
 def read_container(
-    reader: Reader,
-    path: Path,
-    name: str,
-    *,
-    scratch: Scratch,
-    renamed: tuple[tuple[str, str], ...] = (),
-    axes: str | None = None,
-    parts: tuple[Path, ...] = (),
-    table: TableReference | None = None,
+    reader: Reader, source: Input, keys: KeyOptions, table: TableReference | None
 ) -> Iterator[tuple[dict[str, Any] | InvalidInputError, bool]]:
     """Yield the traces of a source; see `traces_of`.
 
@@ -83,18 +70,10 @@ def read_container(
     ----------
     reader : Reader
         Reader of the container.
-    path : Path
-        The file, or the folder of `parts`.
-    name : str
-        Name of the source.
-    scratch : Scratch
-        Memory for large arrays.
-    renamed : tuple of (str, str)
-        Pairs of a field and its name in the container; see `KeyOptions`.
-    axes : str, optional
-        Axes of the hidden states; see `KeyOptions`.
-    parts : tuple of Path
-        Files of a source that consists of several.
+    source : Input
+        The files.
+    keys : KeyOptions
+        Names of the fields, and axes of the hidden states.
     table : TableReference, optional
         Rows of a table next to the source, one per trace.
 
@@ -103,16 +82,15 @@ def read_container(
     InvalidInputError
         If the container is refused.
     """
-    rows = None if table is None else table.load()
-    source = Input(path, name, parts, scratch)
+    rows, path = None if table is None else table.load(), source.path
     try:
         # The name of a folder with the arrays of one trace has a number.
         is_alone = (
             re.search(r"\d", path.name) is None
-            if parts
+            if source.parts
             else not any(p.suffix == path.suffix and p != path for p in path.parent.iterdir())
         )
-        yield from traces_of(reader(source), name, rows, renamed, scratch, is_alone=is_alone, axes=axes)
+        yield from traces_of(source, reader(source), rows, keys, is_alone=is_alone)
     except _ERRORS as error:
         raise InvalidInputError(_reason(error)) from None
     except OSError as error:
