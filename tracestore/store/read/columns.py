@@ -12,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 
 from tracestore.store.format import schema
-from tracestore.store.format.entries import FileEntry
 from tracestore.store.format.manifest import ColumnsRef, Manifest
 from tracestore.store.format.ragged import concatenate_ragged, decode_string, encode_strings, is_offsets
 from tracestore.store.format.zip_group import ZipGroup
@@ -129,7 +128,7 @@ class MappedColumns:
         self._scores = {f"{schema.SCORE_PREFIX}{name}": name for name in score_names}
         with reading_committed(ref.path):
             dtypes = schema.COLUMN_DTYPES | dict.fromkeys(self._scores, schema.SCORE_DTYPE)
-            mapped = files.map(FileEntry(ref.path, ref.size, ref.crc32c))
+            mapped = files.map(ref)
             self._group = ZipGroup(mapped, dtypes, frozenset(self._scores))
             for name in self._group.names - {"groups"}:
                 if self._group.num_items(name) != ref.num_traces + (name == "groups_offsets"):

@@ -121,7 +121,7 @@ class StoreIndex:
         self.name = "index/" + ",".join(p.path.removeprefix("index/") for p in manifest.parts)
         for ref in manifest.parts:
             with reading_committed(ref.path):
-                mapped = files.map(FileEntry(ref.path, ref.size, ref.crc32c))
+                mapped = files.map(ref)
                 part = ZipGroup(mapped, mf.PART_DTYPES)
                 arrays = part.views()
                 mf.check_part(ref, {name: len(array) for name, array in arrays.items()})

@@ -114,11 +114,8 @@ class StoreWriter:
         self.manifest = self._folder.load_manifest(options)
         self.attributes = self.manifest.attributes
         self._columns: Columns | None = None
-        try:
-            self.index = StoreIndex(LocalFiles(self.path), self.manifest)
-            self.read_columns()
-        except FileNotFoundError as error:
-            raise CorruptStoreError(f"{error.filename or error}: missing") from None
+        self.index = StoreIndex(LocalFiles(self.path), self.manifest)
+        self.read_columns()
         self._sources = {(s.path, s.size, s.fingerprint) for s in self.index.sources()}
         self._reset_pending()
         self._undo: list[Callable[[], object]] | None = None
