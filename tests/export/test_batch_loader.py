@@ -46,6 +46,19 @@ def assert_equal(found, saved, *, mean=False):
             assert found[name] == value, name
 
 
+def test_traces_of_several_files_each(tmp_path):
+    traces = make_traces(2)
+    for trace in traces:
+        folder = tmp_path / "samples" / trace["question_id"]
+        folder.mkdir(parents=True)
+        np.save(folder / "hidden_states.npy", np.array(trace["hidden_states"]))
+        np.save(folder / "attentions.npy", np.array(trace["attentions"]))
+    loader = tracestore.TraceBatchLoader(tmp_path / "samples")
+    assert [trace["question_id"] for trace in loader.iter_traces()] == [trace["question_id"] for trace in traces]
+    for found, trace in zip(loader.iter_traces(), traces, strict=True):
+        np.testing.assert_array_equal(np.array(found["hidden_states"]), np.array(trace["hidden_states"]))
+
+
 @pytest.mark.parametrize("source", ["folder", "heads", "mean"])
 def test_batches_of_a_folder_and_of_stores(data, traces, tmp_path, source):
     path = data
