@@ -42,10 +42,10 @@ class KeyResolver:
         self._files, self._index, self._pending = files, index, pending
         self._on_conflict, self._read_labels = on_conflict, read_labels
         self.num_conflicts = 0
-        self._undo: list[Callable[[], object]] = []
+        self._undo: list[Callable[[], None]] = []
         self._segments: dict[int, SegmentReader] = {}  # committed segments that were compared with
 
-    def begin_source(self, undo: list[Callable[[], object]]) -> None:
+    def begin_source(self, undo: list[Callable[[], None]]) -> None:
         """Begin a source. `undo` receives a function for each change; their reverse order reverts the source."""
         self._undo, self.num_conflicts = undo, 0
 
@@ -150,9 +150,14 @@ class KeyResolver:
                 row.values |= {name: location[name] for name in _location_columns(added)}
             row.values["nonfinite"] |= location["nonfinite"]
         elif index < 0:
-            self._set(pending.keys, key, len(pending.rows))
+            pending.keys[key] = len(pending.rows)
             pending.rows.append(PendingRow(record.question_id, location, given))
-            self._undo.append(pending.rows.pop)
+
+            def forget() -> None:
+                pending.rows.pop()
+                del pending.keys[key]
+
+            self._undo.append(forget)
             return
         else:
             for added in groups:

@@ -118,7 +118,7 @@ class StoreWriter:
         self.read_columns()
         self._sources = {(s.path, s.size, s.fingerprint) for s in self.index.sources()}
         self._reset_pending()
-        self._undo: list[Callable[[], object]] | None = None
+        self._undo: list[Callable[[], None]] | None = None
         write_root(self.path, self.attributes)
         remove_unreferenced(self.path, self.index)
 
