@@ -148,6 +148,7 @@ def test_missing_tensorboard_package_is_reported(train, monkeypatch):
         train("lstm_solo", "r", tensorboard=True)
 
 
+@pytest.mark.long
 def test_malicious_checkpoints_are_refused(labeled, tmp_path):
     """Impossible sizes, compression, FIFOs and tensors without data are refused with one line, at once."""
     command(
