@@ -35,7 +35,7 @@ PLATFORMS = {
 }
 MACOS = "14.0"
 # Some packages exclude the first patch releases of a Python.
-PYTHONS = {"3.11": "3.11.5", "3.12": "3.12.1", "3.13": "3.13.0", "3.14": "3.14.0"}
+PYTHONS = {"3.11": "3.11.0", "3.12": "3.12.1", "3.13": "3.13.0", "3.14": "3.14.0"}
 # Environment variables of uv that are kept: those of the index, the connection and the cache.
 KEPT_VARIABLES = re.compile(r"(?!UV_)|UV_(DEFAULT_INDEX|INDEX_URL|CACHE_DIR|HTTP_\w+|SYSTEM_CERTS|NATIVE_TLS)$")
 PARALLEL_RESOLUTIONS = 4

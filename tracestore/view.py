@@ -21,7 +21,7 @@ _SHADES = " .:-=+*#%@"
 _COLORS = (16, 17, 18, 54, 90, 126, 162, 203, 214, 227)
 _MAX_ROWS = 40
 _MAX_TEXT = 2_000
-_PICTURES = (".png", ".pdf", ".svg")
+PICTURES = (".png", ".pdf", ".svg")
 # Attributes of a trace in the JSON document.
 _JSON_FIELDS = (
     "index", "question_id", "sample", "source", "score", "scores", "label", "group", "has_nonfinite", "num_tokens",
@@ -243,8 +243,8 @@ def save_picture(view: View, path: Path) -> None:
     UsageError
         The suffix is none of these, or the trace has nothing to draw.
     """
-    if path.suffix.lower() not in _PICTURES:
-        raise UsageError(f"{path}: found {path.suffix or 'no suffix'}, expected one of {', '.join(_PICTURES)}")
+    if path.suffix.lower() not in PICTURES:
+        raise UsageError(f"{path}: found {path.suffix or 'no suffix'}, expected one of {', '.join(PICTURES)}")
     with needs("pictures"):
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator

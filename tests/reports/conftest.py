@@ -9,7 +9,7 @@ import pytest
 import tracestore
 from tests.browser import chromium
 from tests.reports.synthetic import make_benchmark, make_results, write_traces
-from tracestore.experiment.compare_runs import compare_runs
+from tracestore.experiment.compare_runs import compare_runs, load_runs
 from tracestore.reports.benchmark import write_benchmark
 from tracestore.reports.comparison import write_comparison
 from tracestore.reports.run import RunFacts, write_report
@@ -43,7 +43,8 @@ def comparison(report):
     path = report.parent / "comparison.html"
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(report.parent)
-        write_comparison(compare_runs(folders), folders, path)
+        runs = load_runs(folders)
+        write_comparison(compare_runs(runs), runs, path)
     return path
 
 

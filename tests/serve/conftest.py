@@ -44,10 +44,15 @@ def make_results(folder, store):
         "test": {"auroc": 0.75, "accuracy": 0.5},
         "history": {"train_loss": curve, "val_loss": curve, "val_auroc": [0.5, None, 0.7]},
     }
+    scores = {"trace_index": [4, 5], "question_id": ["q4", "q5"], "sample": [0, 0], "group": ["", ""], "label": [0, 1]}
+    entry |= {"threshold": 0.0, "temperature": 1.0, "test_scores": scores | {"logit": [0.0, 1.0]}}
     # Thresholds are logits: of the probability 0.95 for the second detector, 0.25 for the probe.
     results = {
         "models": {"lstm_solo": entry, DETECTOR: entry | {"threshold": math.log(0.95 / 0.05)}},
-        "probe": {"test": {"auroc": 0.8}, "threshold": math.log(0.25 / 0.75)},
+        "probe": entry | {"test": {"auroc": 0.8}, "threshold": math.log(0.25 / 0.75)},
+        "config": {"seed": 42},
+        "store": {"path": str(store), "provenance": []},
+        "traces": "",
     }
     (folder / "results.json").write_text(json.dumps(results))
     names = ["question_id", "sample", "trace_index", "split", "fold", "seed", "label"]

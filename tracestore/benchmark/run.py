@@ -1,7 +1,7 @@
 """A comparison of detectors: frozen folds, results, and their files."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,10 @@ from tracestore.ingest.scores import read_scores
 from tracestore.pages.notebook import BenchmarkResults
 from tracestore.reports.benchmark import write_benchmark
 from tracestore.split import labeled_positions
-from tracestore.store.format.labels import CORRECT, DEFAULT_THRESHOLD
+from tracestore.store.format.labels import CORRECT, DEFAULT_THRESHOLD, FOLD_PREFIX
 from tracestore.store.format.provenance import require_compatible
-from tracestore.store.io.fsio import atomic_write, check_output_dir, write_rows
+from tracestore.store.io.destinations import BENCHMARK, check_output_dir, check_output_files
+from tracestore.store.io.fsio import atomic_write, write_rows
 from tracestore.store.read.store import TraceStore, open_store
 from tracestore.train.monitor import Log
 from tracestore.train.output_dir import lock_output_dir, write_json
@@ -104,7 +105,8 @@ def run_benchmark(
     InvalidInputError
         A file of folds was changed.
     """
-    check_output_dir(output_dir)
+    for folder in (output_dir, options.folds_dir or output_dir):
+        check_output_dir(folder)
     opened = {_name(path): open_store(path, score=options.score) for path in stores}
     if len(opened) != len(stores):
         raise UsageError("two stores have the same name; rename one of them")
@@ -113,7 +115,19 @@ def run_benchmark(
     with lock_output_dir(output_dir):
         if (output_dir / RESULTS).exists() and not options.overwrite:
             raise UsageError(f"{output_dir} holds earlier results; pass --overwrite or another --output-dir")
+        check_output_files(
+            output_dir,
+            (REPORT, TABLE, *(_scores_file(name, opened) for name in opened)),
+            own=BENCHMARK,
+            overwrite=options.overwrite,
+            inputs=options.scores.values(),
+        )
         return _run(opened, output_dir, options, log)
+
+
+def _scores_file(name: str, stores: Collection[str]) -> str:
+    """Return the name of the file of scores of one of the stores."""
+    return SCORES if len(stores) == 1 else f"scores-{name}.csv"
 
 
 def _name(path: Any) -> str:
@@ -151,7 +165,7 @@ def _run(opened: dict[str, TraceStore], output_dir: Path, options: BenchmarkOpti
         checkpoints = folder if options.save_detectors else None
         entry, measured = _run_store(of_store, others, folds[name], options, checkpoints, log)
         results["stores"][name] = entry
-        write_scores(output_dir / (SCORES if len(data) == 1 else f"scores-{name}.csv"), of_store, measured)
+        write_scores(output_dir / _scores_file(name, data), of_store, measured)
         for other in others:
             results["transfer"] += [
                 transfer_entry(m, name, other, options.seed) for m in measured if other.name in m.transfer
@@ -263,7 +277,14 @@ def write_scores(path: Path, data: LabeledStore, measured: Sequence[Measured]) -
     The columns of a detector are its name and the scheme of the folds, separated by a colon.
     """
     columns = [(f"{m.name}:{scheme}", scores) for m in measured for scheme, scores in m.scores.items()]
-    header = ("question_id", "sample", "label", "group", *(f"fold:{s}" for s in data.folds), *(c for c, _ in columns))
+    header = (
+        "question_id",
+        "sample",
+        "label",
+        "group",
+        *(f"{FOLD_PREFIX}{s}" for s in data.folds),
+        *(c for c, _ in columns),
+    )
     rows = []
     for k, (index, question) in enumerate(
         zip(data.indices.tolist(), data.store.question_ids.take(data.indices), strict=True)

@@ -13,6 +13,7 @@ from tracestore.extras import needs
 from tracestore.store.format import schema
 from tracestore.store.format.extras import decode_extras, decode_list
 from tracestore.store.format.labels import CORRECT, SCORE_COLUMNS
+from tracestore.store.format.ragged import without_surrogates
 from tracestore.store.read.store import TraceStore
 from tracestore.store.read.subset import TraceSubset
 from tracestore.store.write.create import create
@@ -79,8 +80,9 @@ def to_datasets(store: TraceStore | TraceSubset, arrays: Sequence[Array] = ("las
             row = {name: getattr(trace, name) for name in _TYPES} | {score: trace.score}
             row["source"], row["source_position"] = trace.source
             tokens = trace.tokens
+            row = {name: without_surrogates(value) for name, value in row.items()}
             row["tokens"] = [] if tokens is None else tokens.tolist()
-            row["tokens_decoded"] = trace.tokens_decoded or []
+            row["tokens_decoded"] = without_surrogates(trace.tokens_decoded or [])
             for name in arrays:
                 dtype = whole.attention_dtype if name == "attention" else whole.hidden_dtype
                 array = schema.as_float32(getattr(trace, name), dtype)

@@ -111,6 +111,11 @@ def add_store(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("store", metavar="STORE", help="folder or URL of a store")
 
 
+def add_overwrite(parser: argparse.ArgumentParser) -> None:
+    """Add --overwrite of a command that writes one file."""
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing FILE")
+
+
 def add_num_threads(parser: argparse.ArgumentParser) -> None:
     """Add --num-threads."""
     text = "threads of torch and of the loader (default: torch's own number, and 2 of the loader)"

@@ -117,19 +117,18 @@ def from_content(saved: Mapping[str, Any], path: object) -> FittedDetector:
         raise UsageError(f"{path}: of another version of tracestore; fit the detector again")
     try:
         name, options = str(saved["name"]), json.loads(saved["parameters"])
-        shape, provenance = saved["store"]["shape"], saved["store"]["provenance"]
         numbers = [float(saved[key]) for key in ("slope", "intercept", "threshold")]
-        layers, columns = int(shape[0]), int(shape[1])
-        origin = tuple(map(Provenance.from_json, provenance))
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise UsageError(f"{path}: not a complete detector: {type(error).__name__}") from None
-    detector = make_detector(name, **options)
-    try:
+        layers, columns = map(int, saved["store"]["shape"])
+        if not np.isfinite(numbers).all():
+            raise ValueError
+        origin = tuple(map(Provenance.from_json, saved["store"]["provenance"]))
+        detector = make_detector(name, **options)
         detector.load_state(_to_arrays(saved["model"]))
+    except (UsageError, MemoryError):
+        raise
     except Exception as error:
         raise UsageError(f"{path}: not a complete detector: {type(error).__name__}") from None
-    slope, intercept, threshold = numbers
-    return FittedDetector(name, detector, slope, intercept, threshold, (layers, columns), origin)
+    return FittedDetector(name, detector, *numbers, (layers, columns), origin)
 
 
 def _to_tensors(value: Any) -> Any:

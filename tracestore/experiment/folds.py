@@ -15,10 +15,11 @@ from tracestore.evaluation.split import Split, split_from_ids
 from tracestore.experiment.options import TrainOptions
 from tracestore.split import SPLITS
 from tracestore.store.io.fsio import read_json
+from tracestore.store.io.run_results import RESULTS_FILE
 from tracestore.store.read.store import TraceStore
 from tracestore.train.checkpoint import CHECKPOINTS
 
-SPLIT_FILE, FOLDS_FILE, RESULTS_FILE = "split.json", "folds.json", "results.json"
+SPLIT_FILE, FOLDS_FILE = "split.json", "folds.json"
 
 
 @dataclass(frozen=True)

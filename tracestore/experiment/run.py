@@ -30,10 +30,11 @@ from tracestore.pages.notebook import TrainingResults
 from tracestore.planning.measure import plan_micro_batches
 from tracestore.platform_support import MemoryUse, memory_use, peak_memory
 from tracestore.reports.controls import control_entries
-from tracestore.reports.plot_files import write_plots
+from tracestore.reports.plot_files import PLOTS, write_plots
 from tracestore.reports.run import RunFacts, write_report
 from tracestore.store.format.provenance import require_compatible
-from tracestore.store.io.fsio import check_output_dir
+from tracestore.store.io.destinations import TRAIN, check_output_dir, check_output_files
+from tracestore.store.io.run_results import RESULTS_FILE
 from tracestore.store.read.store import TraceStore, open_store
 from tracestore.train.distributed import DistributedContext
 from tracestore.train.monitor import Log
@@ -41,7 +42,7 @@ from tracestore.train.output_dir import lock_output_dir, write_json
 from tracestore.train.signals import StopSignals
 from tracestore.train.trainer import Trainer
 
-PROBE, REPORT = "logistic_probe", "report.html"
+PROBE, REPORT, PREDICTIONS = "logistic_probe", "report.html", "predictions.csv"
 
 
 def run_experiment(
@@ -133,8 +134,12 @@ def _check_store(store: TraceStore, options: TrainOptions) -> ModelConfig:
 
 
 def _check_output_dir(folder: Path, options: TrainOptions) -> None:
-    if not (options.config.resume or options.overwrite) and folds.holds_run(folder):
+    is_run = folds.holds_run(folder)
+    if is_run and not (options.config.resume or options.overwrite):
         raise UsageError(f"{folder} holds an earlier run: continue it with --resume, or replace it with --overwrite")
+    # Files of these names in a folder without a run are those of somebody else.
+    replaces = options.overwrite or (options.config.resume and is_run)
+    check_output_files(folder, (PREDICTIONS, REPORT, *PLOTS), own=TRAIN, overwrite=replaces)
 
 
 @dataclass
@@ -177,7 +182,7 @@ class _Experiment:
         self.results["controls"] = control_entries(self.store, self.splits, self.targets, seed)
         self._write_results()
         tested = [{**e, "models": e["models"] | ({PROBE: probes[e["fold"]]} if probes else {})} for e in self.entries]
-        write_predictions(self.output_dir / "predictions.csv", tested)
+        write_predictions(self.output_dir / PREDICTIONS, tested)
         run_facts = RunFacts(options.command, peak_bytes=peak_memory())
         write_report(self.results, self.output_dir / REPORT, self.store, run_facts)
         write_plots(self.results, self.output_dir)
@@ -223,6 +228,7 @@ class _Experiment:
                 for split in self.splits
             ],
             "store": self.store.info(),
+            "traces": self.store.digest(np.concatenate([*self.splits[0].indices.values()])),
         }
         if options.is_repeated:
             results["config"] |= {"folds": options.folds, "seeds": options.seeds}
@@ -298,7 +304,7 @@ class _Experiment:
         results["comparisons"] = compare(scores, seed)
 
     def _write_results(self) -> None:
-        write_json(self.output_dir / folds.RESULTS_FILE, console.nan_to_none(self.results))
+        write_json(self.output_dir / RESULTS_FILE, console.nan_to_none(self.results))
 
 
 def _log_run(log: Log, run: folds.TrainingRun, text: str) -> None:

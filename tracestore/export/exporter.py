@@ -20,7 +20,8 @@ from tracestore.ingest.sources import PROVENANCE_FILE
 from tracestore.store.format import schema
 from tracestore.store.format.labels import SCORE_COLUMNS
 from tracestore.store.format.provenance import Provenance
-from tracestore.store.io.fsio import atomic_write, check_output_dir, map_os_errors, require_free_bytes, write_rows
+from tracestore.store.io.destinations import check_output_dir
+from tracestore.store.io.fsio import atomic_write, map_os_errors, require_free_bytes, write_rows
 from tracestore.store.maintain.selection import check_token_counts, large_array_bytes
 from tracestore.store.read.store import TraceStore
 from tracestore.store.read.trace import Trace
@@ -254,8 +255,5 @@ def _write_scores(store: TraceStore, out: Path) -> Path | None:
     if not rows:
         return None
     kept = (True, with_sample, True, with_group)
-    # Question ids may hold lone surrogates.
-    write_rows(
-        out / SCORES_FILE, list(compress(header, kept)), (list(compress(r, kept)) for r in rows), "surrogatepass"
-    )
+    write_rows(out / SCORES_FILE, list(compress(header, kept)), (list(compress(r, kept)) for r in rows))
     return out / SCORES_FILE

@@ -10,6 +10,7 @@ from tracestore.errors import UsageError
 from tracestore.export.trace_values import arrays_of, row_of, score_columns
 from tracestore.extras import needs
 from tracestore.store.format import schema
+from tracestore.store.format.ragged import without_surrogates
 from tracestore.store.read.store import TraceStore
 from tracestore.store.read.trace import Trace
 
@@ -95,7 +96,7 @@ def _row(store: TraceStore, trace: Trace, columns: Any) -> Any:
         if field.name in arrays:
             found.append(_nested(arrays[field.name], f"trace {trace.index} ({trace.question_id}), {field.name}"))
         else:
-            found.append(pyarrow.array([_utf8(values.get(field.name))], field.type))
+            found.append(pyarrow.array([without_surrogates(values.get(field.name))], field.type))
     return pyarrow.RecordBatch.from_arrays(found, schema=columns)
 
 
@@ -111,10 +112,3 @@ def _nested(array: np.ndarray, where: str) -> Any:
         offsets = np.arange(count + 1, dtype="<i4") * array.shape[axis]
         found = pyarrow.ListArray.from_arrays(pyarrow.array(offsets), found)
     return found
-
-
-def _utf8(value: Any) -> Any:
-    """Return texts with escape sequences for lone surrogates, which UTF-8 lacks."""
-    if isinstance(value, str):
-        return value.encode("utf-8", "backslashreplace").decode()
-    return [_utf8(item) for item in value] if isinstance(value, list | tuple) else value

@@ -12,6 +12,7 @@ from typing import Any
 
 from tracestore.errors import InvalidInputError, UsageError
 from tracestore.extract.judges import containment
+from tracestore.store.io.fsio import open_csv, open_regular
 
 # Name of the question file of this package: 1,653 questions with short answers, in 28 groups.
 FACTS = "package:facts"
@@ -75,7 +76,7 @@ def read_questions(source: str | Path) -> list[Question]:
         raise UsageError(f"{path}: no such file of questions")
     rows: list[Any] = []
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
+        with open_csv(open_regular(path), "utf-8-sig", "strict") as file:
             if path.suffix == ".jsonl":
                 rows = [json.loads(line) for line in file if line.strip()]
             else:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tracestore.console import format_size, plural
-from tracestore.errors import escape_unprintable
+from tracestore.errors import UsageError, escape_unprintable
 from tracestore.extras import needs
 from tracestore.store.read.store import TraceStore
 
@@ -57,12 +57,23 @@ def make_card(store: TraceStore, repo_id: str, license: str | None, old: str = "
         Identifier of the license; None keeps that of the old card.
     old : str
         The card to update: its text and metadata stay, except what tracestore writes.
+
+    Raises
+    ------
+    UsageError
+        The metadata of the old card is not valid YAML, or not that of a card.
     """
-    card = DatasetCard(old or "---\n---\n", ignore_metadata_errors=True)
+    try:
+        card = DatasetCard(old or "---\n---\n", ignore_metadata_errors=True)
+        tags = card.data.get("tags") or []
+        if not isinstance(tags, list):
+            raise ValueError(f"tags: found {tags!r:.40}, expected a list")
+    except Exception as error:  # of YAML, or of the library's own checks
+        reason = escape_unprintable(str(error), 100)
+        raise UsageError(f"{repo_id}: README.md: the metadata is not valid: {reason}; correct it on the Hub") from None
     data = card.data
     if license is not None:
         data["license"] = license
-    tags = data.get("tags") or []
     data["tags"] = [*tags, *(tag for tag in TAGS if tag not in tags)]
     count = len(store)
     data["size_categories"] = [next((name for name, limit in _SIZES if count < limit), "10M<n<100M")]

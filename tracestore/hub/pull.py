@@ -12,6 +12,7 @@ from tracestore.store.format import paths
 from tracestore.store.format.entries import FileEntry, size_mismatch
 from tracestore.store.format.manifest import MAX_MANIFEST_BYTES, Manifest
 from tracestore.store.io import fsio
+from tracestore.store.io.destinations import require_outside_stores
 from tracestore.store.io.files import LocalFiles, RemoteURL, parse_location
 from tracestore.store.io.ownership import remove_own
 from tracestore.store.maintain.verify import verify_store
@@ -93,6 +94,7 @@ def pull_store(
     path = parse_location(dst)
     if isinstance(path, RemoteURL):
         raise UsageError(f"{path}: pull to a folder of this machine")
+    require_outside_stores(path)
     folder = path.parent / f".pull-{path.name}"
     with fsio.map_os_errors(path), hub_calls(repo_id) as api:
         _require_absent(path)

@@ -24,6 +24,7 @@ from tracestore.oom.guard import OOMGuard
 from tracestore.oom.limits import RESERVE_BYTES, limited_memory
 from tracestore.oom.optimizers import SGD
 from tracestore.platform_support import memory_use
+from tracestore.store.format.labels import PREDICTED_COLUMNS
 from tracestore.store.format.provenance import Provenance, require_compatible
 from tracestore.store.io.fsio import map_os_errors, write_rows
 from tracestore.store.read.store import TraceStore, open_store
@@ -34,8 +35,6 @@ from tracestore.train.devices import pick_device, torch_threads
 from tracestore.train.distributed import DistributedContext
 from tracestore.train.model_runner import ModelRunner
 from tracestore.train.monitor import Log
-
-HEADER = ("question_id", "sample", "hallucination_score", "predicted")
 
 
 @dataclass
@@ -120,18 +119,18 @@ def load_detector(path: Path) -> TrainedDetector | FittedDetector:
         with torch.device("meta"):
             model = make_model(saved["name"], config)
         model.load_state_dict(saved["model"], assign=True)
-        if saved["precision"] not in get_args(Precision):
-            raise ValueError
         top_k = None if saved["top_k"] is None else float(saved["top_k"])
-        threshold = float(saved["attention_threshold"])
+        numbers = [float(saved[name]) for name in ("threshold", "temperature", "attention_threshold")]
+        if saved["precision"] not in get_args(Precision) or not np.isfinite(numbers).all():
+            raise ValueError
+        trained_on = {name: saved["store"][name] for name in ("attention", "attention_layout")}
         return TrainedDetector(
             saved["name"],
             model.eval(),
             config,
-            float(saved["threshold"]),
-            float(saved["temperature"]),
-            TrainConfig(precision=saved["precision"], attention_threshold=threshold, top_k=top_k),
-            dict(saved["store"]),
+            *numbers[:2],
+            TrainConfig(precision=saved["precision"], attention_threshold=numbers[2], top_k=top_k),
+            trained_on,
             tuple(map(Provenance.from_json, saved["store"]["provenance"])),
         )
     except Exception as error:
@@ -233,7 +232,7 @@ def predict_store(
     log: Log = print,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> PredictReport:
-    """Write a CSV file with the columns HEADER and a row for each trace of a store.
+    """Write a CSV file with the columns PREDICTED_COLUMNS and a row for each trace of a store.
 
     Parameters
     ----------
@@ -299,7 +298,7 @@ def predict_store(
                 progress(done, report.num_traces)
 
         with limited_memory(memory_budget, start), map_os_errors(output):
-            write_rows(output, HEADER, rows())
+            write_rows(output, PREDICTED_COLUMNS, rows())
     return report
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import csv
-import io
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,8 +23,8 @@ from tracestore.ingest.roles.keys import (
     normalized,
 )
 from tracestore.ingest.sources import SourceFile
-from tracestore.store.format.labels import PREDICTION_COLUMNS
-from tracestore.store.io.fsio import open_regular
+from tracestore.store.format.labels import is_prediction
+from tracestore.store.io.fsio import open_csv, open_regular
 from tracestore.store.io.scratch import Scratch
 
 ID_COLUMN, GROUP_COLUMN = "question_id", "group"
@@ -80,7 +79,7 @@ def read_table(path: Path) -> Iterator[ScoreTable]:
     elif path.suffix in (".json", ".jsonl", ".ndjson"):
         yield _json(path)
     else:
-        with io.TextIOWrapper(open_regular(path), "utf-8-sig", "surrogatepass", newline="") as file:
+        with open_csv(open_regular(path), "utf-8-sig") as file:
             first = file.readline(MAX_BYTES)
             file.seek(0)
             rows = csv.reader(file, delimiter="\t" if path.suffix == ".tsv" else _delimiter(first), strict=True)
@@ -152,7 +151,8 @@ def find_score_files(arguments: list[Path], sources: list[SourceFile]) -> list[P
     """Return the scores files next to the traces: at most one in each folder.
 
     They are the only *scores*.csv directly in an argument; else those in the folders of the sources; else the other
-    files that have ids and scores by the names of their columns, or a score in their own name.
+    files that have ids and scores by the names of their columns, or a score in their own name. Files that train,
+    predict and benchmark write are none: what a detector predicts is no ground truth.
 
     Raises
     ------
@@ -170,7 +170,7 @@ def find_score_files(arguments: list[Path], sources: list[SourceFile]) -> list[P
             for folder in folders:
                 names = folder.glob("*scores*.csv") if is_by_name else folder.iterdir()
                 files = sorted(p for p in names if p.is_file() and p not in used)
-                found.append([p for p in files if is_by_name or _has_scores(p)])
+                found.append([p for p in files if (not _has_predictions(p) if is_by_name else _has_scores(p))])
             if any(found):
                 several = [p for files in found if len(files) > 1 for p in files]
                 several = several or ([p for files in found for p in files] if folders is tops else [])
@@ -189,8 +189,16 @@ def _has_scores(path: Path) -> bool:
         return _column_of_file(path) != path.stem or normalized(path.stem) in (*SCORE_COLUMNS, *WORD_COLUMNS)
     try:
         with read_table(path) as table:
-            is_prediction = tuple(table.header[: len(PREDICTION_COLUMNS)]) == PREDICTION_COLUMNS
             has_ids = table.has_ids and id_column_of(table.header) is not None
-            return has_ids and not is_prediction and bool(score_columns_of(table.header))
+            return has_ids and not is_prediction(table.header) and bool(score_columns_of(table.header))
     except (InvalidInputError, OSError, ValueError, csv.Error):
+        return False
+
+
+def _has_predictions(path: Path) -> bool:
+    """Return whether a CSV file has the columns of a file of predictions."""
+    try:
+        with read_table(path) as table:
+            return is_prediction(table.header)
+    except (InvalidInputError, UsageError, OSError, ValueError, csv.Error):
         return False

@@ -18,6 +18,8 @@ from tracestore.errors import MissingExtraError
 from tracestore.pages.elements import Html, element, join
 from tracestore.pages.elements import facts as facts_list
 
+# An element at the beginning of every page, by which commands recognize their own pages.
+PAGE_MARK = '<meta name="generator" content="tracestore">'
 _BASE = "base-uri 'none'; object-src 'none'; form-action"
 # BokehJS writes style elements and has its icons as data: URLs.
 _STYLES = "style-src 'unsafe-inline'{self}; img-src data:{self}"
@@ -117,7 +119,7 @@ def document(
         foot,
     ])  # fmt: skip
     return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">{PAGE_MARK}'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<meta name="color-scheme" content="light dark">{element("title", "tracestore: ", title)}{head}</head>'
         f"{element('body', body, data_printable=assets_at is None)}</html>\n"

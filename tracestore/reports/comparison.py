@@ -17,27 +17,32 @@ from tracestore.pages.plots import Series, plot
 from tracestore.reports import curves
 from tracestore.reports.run import test_scores
 from tracestore.reports.tables import best_of, model_table, pair_table, verdict
-from tracestore.store.io.fsio import atomic_write, read_json
+from tracestore.store.io.fsio import atomic_write
 
 
 def write_comparison(
-    found: Mapping[str, Mapping[str, Any]], folders: Sequence[Path], path: Path, command: str | None = None
+    found: Mapping[str, Mapping[str, Any]],
+    runs: Mapping[str, Any],
+    path: Path,
+    command: str | None = None,
+    notes: Sequence[str] = (),
 ) -> None:
     """Write one page about several runs.
 
     Parameters
     ----------
     found : mapping
-        What `compare_runs` returns for the folders.
-    folders : sequence of Path
-        Output folders of ``tracestore train``.
+        What `compare_runs` returns for the runs.
+    runs : mapping
+        The results of each run by its folder.
     path : Path
         The page.
     command : str, optional
         The command that compares.
+    notes : sequence of str
+        Warnings about what is compared.
     """
-    runs = {str(folder): read_json(folder / "results.json") for folder in folders}
-    verdicts, sections = [], []
+    verdicts, sections = [paragraph(f"{note}.", kind="warning") for note in notes], []
     for name, entry in found.items():
         models, pairs = entry["models"], entry["comparisons"]
         verdicts += [element("h3", name), verdict(models, pairs, {})]

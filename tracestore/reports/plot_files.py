@@ -13,9 +13,11 @@ from tracestore.reports import curves
 from tracestore.reports.run import test_scores
 from tracestore.store.io.fsio import atomic_write
 
+PLOTS = ("loss.svg", "auroc.svg", "roc.svg", "precision_recall.svg")
+
 
 def write_plots(results: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Write loss.svg, auroc.svg, roc.svg and precision_recall.svg.
+    """Write PLOTS.
 
     Parameters
     ----------
@@ -42,18 +44,14 @@ def write_plots(results: Mapping[str, Any], folder: Path) -> list[Path]:
     for name, runs in test_scores(results).items():
         for plot, curve in (("roc", curves.roc), ("precision_recall", curves.precision_recall)):
             of_test[plot].append(Series(name, *curves.mean_curve(runs, curve), is_dashed=name == PROBE_NAME))
-    plots = {
-        "loss": drawing("Loss", losses, x_label="epoch", y_label="loss"),
-        "auroc": drawing("Validation AUROC", aurocs, x_label="epoch", y_label="AUROC"),
-        "roc": drawing(
-            "ROC, test split", of_test["roc"], x_label="false positive rate", y_label="true positive rate"
-        ),
-        "precision_recall": drawing(
-            "Precision and recall, test split", of_test["precision_recall"], x_label="recall", y_label="precision"
-        ),
-    }  # fmt: skip
-    paths = [folder / f"{name}.svg" for name in plots]
-    for path, text in zip(paths, plots.values(), strict=True):
+    drawings = (
+        drawing("Loss", losses, x_label="epoch", y_label="loss"),
+        drawing("Validation AUROC", aurocs, x_label="epoch", y_label="AUROC"),
+        drawing("ROC, test split", of_test["roc"], x_label="false positive rate", y_label="true positive rate"),
+        drawing("Precision and recall, test split", of_test["precision_recall"], x_label="recall", y_label="precision"),
+    )
+    paths = [folder / name for name in PLOTS]
+    for path, text in zip(paths, drawings, strict=True):
         with atomic_write(path) as file:
             file.write(text.encode("utf-8", "backslashreplace"))
     return paths

@@ -1,7 +1,6 @@
 """The results of `tracestore train`, `predict` and `benchmark` that the page shows."""
 
 import csv
-import io
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,16 +11,17 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import UsageError, escape_unprintable
-from tracestore.store.format.labels import PREDICTION_COLUMNS
-from tracestore.store.io.fsio import open_regular, read_json
+from tracestore.store.format.labels import FOLD_PREFIX, PREDICTION_COLUMNS
+from tracestore.store.io.fsio import open_csv, open_regular
+from tracestore.store.io.run_results import read_results
 from tracestore.store.read.store import TraceStore
 
 # Column of the logistic probe in predictions.csv. In results.json the probe is not among the models.
 PROBE = "logistic_probe"
 # Column of the decisions in a file of `tracestore predict`. Its threshold is the lowest score with a 1.
 _PREDICTED = "predicted"
-# File that a benchmark writes into its folder, and the beginning of the columns of folds in its scores.csv.
-_BENCHMARK, _FOLD = "benchmark.json", "fold:"
+# File that a benchmark writes into its folder.
+_BENCHMARK = "benchmark.json"
 
 
 @dataclass
@@ -70,18 +70,14 @@ class Results:
             results = cls()
             is_benchmark = (path / _BENCHMARK).exists()
             if not is_benchmark and (path.is_dir() or not path.suffix):
-                with _readable(path / "results.json") as file:
-                    results._read_models(read_json(file))
+                results._read_models(read_results(path))
             scores = (
                 path
                 if path.suffix == ".csv" and not path.is_dir()
                 else path / ("scores.csv" if is_benchmark else "predictions.csv")
             )
             if scores == path or is_benchmark or scores.exists():
-                with (
-                    _readable(scores) as file,
-                    io.TextIOWrapper(open_regular(file), encoding="utf-8", newline="") as rows,
-                ):
+                with _readable(scores) as file, open_csv(open_regular(file)) as rows:
                     results._read_scores(csv.DictReader(rows, strict=True), store)
             is_unique = len({other.name for other in paths}) == len(paths)
             found._add(results, "" if len(paths) == 1 else f"{path.name if is_unique else path}: ")
@@ -93,14 +89,14 @@ class Results:
         self.ranked |= {prefix + name for name in other.ranked}
         self.num_unknown += other.num_unknown
 
-    def _read_models(self, document: Any) -> None:
+    def _read_models(self, document: dict[str, Any]) -> None:
         models = dict(document["models"])
         if document.get("probe"):
             models[PROBE] = document["probe"]
         for name, entry in models.items():
             self.test[name] = {k: v for k, v in entry["test"].items() if isinstance(v, int | float)}
             # results.json holds a logit.
-            self.thresholds[name] = 1 / (1 + math.exp(-float(entry.get("threshold") or 0.0)))
+            self.thresholds[name] = 1 / (1 + math.exp(-max(entry.get("threshold", 0.0), -700.0)))
             if "history" in entry:
                 self.history[name] = {k: _floats(v) for k, v in entry["history"].items()}
 
@@ -109,7 +105,7 @@ class Results:
         columns = rows.fieldnames or ()
         if not {"question_id", "sample"} <= set(columns):
             raise ValueError("no columns question_id and sample")
-        schemes = [name.partition(":")[2] for name in columns if name.startswith(_FOLD)]
+        schemes = [name.partition(":")[2] for name in columns if name.startswith(FOLD_PREFIX)]
         if schemes:
             self._read_benchmark(rows, schemes, store)
         else:
@@ -133,9 +129,9 @@ class Results:
         hallucinated = float(np.mean([float(row["label"]) for row in found.values()])) if found else 0.0
         for name in rows.fieldnames or ():
             _, colon, scheme = name.rpartition(":")
-            if not colon or scheme not in schemes or name.startswith(_FOLD):
+            if not colon or scheme not in schemes or name.startswith(FOLD_PREFIX):
                 continue
-            folds = np.array([row[_FOLD + scheme] for row in found.values()])
+            folds = np.array([row[FOLD_PREFIX + scheme] for row in found.values()])
             scores = np.array([float(row[name] or "nan") for row in found.values()])
             ranks = np.full(len(scores), np.nan)
             for fold in np.unique(folds):

@@ -3,10 +3,12 @@
 import io
 import os
 import zipfile
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 
 from tracestore.errors import UsageError
@@ -20,7 +22,9 @@ from tracestore.train.batches import BatchFeed
 from tracestore.train.config import TrainState
 
 BEST, LAST = CHECKPOINTS = ("best.pt", "last.pt")
-CHECKPOINT_VERSION = 6
+CHECKPOINT_VERSION = 7
+# Entries of the identity of a run that are digests of what it is trained on.
+_OF_STORE = {"traces": "other traces of the same questions", "split_and_labels": "another split or other labels"}
 
 
 @dataclass(frozen=True)
@@ -67,20 +71,32 @@ class CheckpointedRun:
         Raises
         ------
         UsageError
-            If the checkpoint is of another version or another run.
+            If the checkpoint is of another version or another run, or damaged. Out-of-memory errors propagate unchanged.
         """
+        try:
+            return self._restore(saved)
+        except UsageError:
+            raise
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            raise UsageError(f"is not complete: {type(error).__name__}; train without --resume") from None
+
+    def _restore(self, saved: dict[str, Any]) -> TrainState:
         if saved.get("version") != CHECKPOINT_VERSION:
             raise UsageError("is of another version of tracestore; train without --resume")
         for key, value in self.identity.items():
             if saved["config"].get(key) != value:
+                if key in _OF_STORE:
+                    raise UsageError(f"was trained on {_OF_STORE[key]}; continue with the store of the run")
                 flag = key.removeprefix("model_").replace("_", "-")
                 raise UsageError(f"was trained with {flag} {saved['config'].get(key)}, not {value}")
         if not self.allow_mixed_provenance:
-            try:
-                known = [Provenance.from_json(p) for p in saved["provenance"]]
-            except (KeyError, TypeError, ValueError):
-                raise UsageError("holds no valid provenance") from None
+            known = [Provenance.from_json(p) for p in saved["provenance"]]
             require_compatible(known, self.provenance, "is of another store")
+        state = TrainState.from_dict(saved["progress"])
+        if not all(isinstance(event, dict) and type(event["epoch"]) is int for event in saved["guard"]["events"]):
+            raise ValueError
         self.guard.model.load_state_dict(saved["model"])
         self.guard.optimizer.load_state_dict(saved["optimizer"])
         if self.guard.scaler is not None:
@@ -92,7 +108,7 @@ class CheckpointedRun:
             self.guard.policy = planned
         self.feed.loader.load_state_dict(saved["loader"])
         restore_random_state(saved["random"])
-        return TrainState(**saved["progress"])
+        return state
 
 
 def save_checkpoint(path: Path, value: dict[str, Any]) -> None:
@@ -138,3 +154,44 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict) or "model" not in value:
         raise UsageError(f"{path}: not a checkpoint of this program")
     return value
+
+
+# What a result takes from best.pt, by its name in the result.
+_BEST = {"threshold": "threshold", "temperature": "temperature", "best_epoch": "epoch", "best_val_auroc": "val_auroc"}
+
+
+def finished_test(saved: dict[str, Any], num_traces: int) -> tuple[dict[str, Any], np.ndarray]:
+    """Return what `load_best` returned and the logits (num_traces,) of the test, from last.pt of a finished run.
+
+    UsageError if the result in the checkpoint is damaged.
+    """
+    try:
+        best = {entry: saved["result"][name] for name, entry in _BEST.items()}
+        logits = np.array(saved["result"]["test_scores"]["logit"], np.float64)
+        if not _are_numbers(best.values()) or logits.shape != (num_traces,) or not np.isfinite(logits).all():
+            raise ValueError
+    except (KeyError, OverflowError, TypeError, ValueError):
+        raise UsageError("holds no valid result; train without --resume") from None
+    return best, logits
+
+
+def _are_numbers(values: Iterable[Any]) -> bool:
+    return all(type(value) in (int, float) and abs(value) < 1e300 for value in values)
+
+
+def load_best(path: Path, model: torch.nn.Module) -> dict[str, Any]:
+    """Load best.pt of a run.
+
+    Raises
+    ------
+    UsageError
+        If it is not a checkpoint of `model` with what the test needs. Out-of-memory errors propagate unchanged.
+    """
+    best, expected = load_checkpoint(path), model.state_dict()
+    weights = best["model"] if isinstance(best["model"], dict) else {}
+    shapes = {name: getattr(value, "shape", None) for name, value in weights.items()}
+    if not _are_numbers(best.get(name) for name in _BEST.values()) or shapes != {
+        n: v.shape for n, v in expected.items()
+    }:
+        raise UsageError(f"{path}: not the best epoch of this run; train again, with --overwrite")
+    return best

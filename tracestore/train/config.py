@@ -71,6 +71,22 @@ class TrainState:
     seconds: float = 0.0
     waited_s: float = 0.0
 
+    @classmethod
+    def from_dict(cls, saved: dict[str, Any]) -> "TrainState":
+        """Return the progress in a checkpoint; raise ValueError if it is none."""
+        state = cls(**saved)
+        curves = [*state.history.values(), state.seconds_per_epoch]
+        counts = (state.epoch, state.batch, state.best_epoch + 1, state.loss_count)
+        sums = (state.loss_sum, state.seconds, state.waited_s)
+        if (
+            not all(type(count) is int and count >= 0 for count in counts)
+            or not all(type(value) is float for value in (state.best_val_auroc, *sums))
+            or state.history.keys() != {*HISTORY}
+            or not all(len(curve) == state.epoch and set(map(type, curve)) <= {float} for curve in curves)
+        ):
+            raise ValueError("not the progress of a training")
+        return state
+
     @property
     def loss(self) -> float:
         """Mean training loss of the current epoch."""

@@ -37,7 +37,15 @@ from tracestore.oom.snapshot import seed_step
 from tracestore.split import SPLITS
 from tracestore.store.read.store import TraceStore
 from tracestore.train.batches import STEP, AccumulatedBatch, BatchFeed
-from tracestore.train.checkpoint import BEST, LAST, CheckpointedRun, load_checkpoint, save_checkpoint
+from tracestore.train.checkpoint import (
+    BEST,
+    LAST,
+    CheckpointedRun,
+    finished_test,
+    load_best,
+    load_checkpoint,
+    save_checkpoint,
+)
 from tracestore.train.config import WEIGHT_DECAY, TrainConfig, TrainState
 from tracestore.train.distributed import DistributedContext
 from tracestore.train.model_runner import ModelRunner, SplitScores, score_split
@@ -196,12 +204,13 @@ class Trainer:
         )
 
     def _identity(self) -> dict[str, Any]:
-        """Return what must not change when the run resumes: options, split and labels."""
+        """Return what must not change when the run resumes: options, split, labels and traces."""
         digest = hashlib.blake2b(digest_size=16)
         for split in SPLITS:
             digest.update(self.split.indices[split].tobytes() + self.targets[self.split.indices[split]].tobytes())
         options = self.config.identity() | {f"model_{k}": v for k, v in asdict(self.model_config).items()}
-        return options | {"split_and_labels": digest.hexdigest()}
+        used = np.concatenate([self.split.indices[split] for split in SPLITS])
+        return options | {"split_and_labels": digest.hexdigest(), "traces": self.store.digest(used)}
 
     def _resume(self) -> tuple[TrainState, dict[str, Any] | None]:
         """Load last.pt if the run resumes. Return its state, and its result if it is finished."""
@@ -213,10 +222,11 @@ class Trainer:
             return TrainState(), None
         try:
             state = self.checkpointed.load_state_dict(saved)
+            if saved["result"] is not None and state.epoch >= self.config.epochs:
+                best, logits = finished_test(saved, len(self.split.indices["test"]))
+                return state, self._result(state, best, logits)
         except UsageError as error:
             self.ranks.abort_all(UsageError(f"--resume: {path} {error}"))
-        if saved["result"] is not None and state.epoch >= self.config.epochs:
-            return state, dict(saved["result"])
         batch = f", batch {state.batch} of {len(self.feed)}" if state.batch else ""
         self.monitor.log(f"continues after epoch {state.epoch} of {self.config.epochs}{batch}")
         return state, None
@@ -312,26 +322,20 @@ class Trainer:
     def _finish(self, state: TrainState) -> dict[str, Any]:
         """Test the weights of the best epoch. last.pt keeps the last weights, so that more epochs can follow."""
         last = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-        best = self.ranks.on_rank_zero(lambda: load_checkpoint(self.folder / BEST))
+        best = self.ranks.on_rank_zero(lambda: load_best(self.folder / BEST, self.model))
         self.model.load_state_dict(best["model"])
         # last.pt is complete: there is nothing to save if the test stops early.
         scores = self._score("test", None)
         self.model.load_state_dict(last)
-        result = self.ranks.on_rank_zero(lambda: self._result(state, best, scores))
+        result = self.ranks.on_rank_zero(lambda: self._result(state, best, scores.logits))
         self._save_last(state, result)
         return result
 
-    def _result(self, state: TrainState, best: dict[str, Any], scores: SplitScores) -> dict[str, Any]:
+    def _result(self, state: TrainState, best: dict[str, Any], logits: np.ndarray) -> dict[str, Any]:
+        tested, seed = self.split.indices["test"], self.config.seed
+        y = (self.targets[tested] >= 0.5).astype(np.int64)
         return {
-            **evaluate_split(
-                self.store,
-                self.split.indices["test"],
-                scores.y,
-                scores.logits,
-                best["threshold"],
-                best["temperature"],
-                self.config.seed,
-            ),
+            **evaluate_split(self.store, tested, y, logits, best["threshold"], best["temperature"], seed),
             # These values belong to the tested weights. A run that was killed after it wrote best.pt, and
             # resumed on another device or number of ranks, may not have reached them again.
             "best_val_auroc": best["val_auroc"],

@@ -11,18 +11,19 @@ import argparse
 import shlex
 from pathlib import Path
 
-from tracestore.cli.flags import add_allow_mixed_provenance
+from tracestore.cli.flags import add_allow_mixed_provenance, add_overwrite
 from tracestore.console import Output, Parser, plural
 from tracestore.errors import UsageError
-from tracestore.store.io.fsio import check_destination
+from tracestore.store.io.destinations import check_output_file
+from tracestore.store.io.fsio import map_os_errors
 
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("folders", metavar="DIR", nargs="+", type=Path, help="output folders of tracestore train")
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="write a page (.html) about all runs (default: none)"
-    )
+    text = "write a page (.html) about all runs; replaces an earlier page (default: none)"
+    parser.add_argument("--output", type=Path, metavar="FILE", help=text)
+    add_overwrite(parser)
     add_allow_mixed_provenance(parser)
 
 
@@ -32,16 +33,21 @@ def run(args: argparse.Namespace, output: Output) -> None:
     if len(folders) < 2:
         raise UsageError("give the folders of at least two runs")
     if args.output is not None:
-        check_destination(args.output)
+        check_output_file(args.output, (".html",), overwrite=args.overwrite, inputs=folders)
     # Imported here, so that wrong usage is reported at once.
     from tracestore.evaluation.table import format_table
-    from tracestore.experiment.compare_runs import compare_runs
+    from tracestore.experiment.compare_runs import compare_runs, differences_of_traces, load_runs
 
-    document = compare_runs(folders, allow_mixed_provenance=args.allow_mixed_provenance)
+    results = load_runs(folders)
+    document = compare_runs(results, allow_mixed_provenance=args.allow_mixed_provenance)
+    notes = differences_of_traces(results)
+    for note in notes:
+        output.info(f"note: {note}")
     if args.output is not None:
         from tracestore.reports.comparison import write_comparison
 
-        write_comparison(document, folders, args.output, shlex.join([*args.prog.split(), *args.words]))
+        with map_os_errors(args.output):
+            write_comparison(document, results, args.output, shlex.join([*args.prog.split(), *args.words]), notes)
     for name, found in document.items():
         count = found.pop("num_runs")
         output.info(f"{name}, {plural(count, 'run')} each")

@@ -10,9 +10,10 @@ Example: tracestore predict --checkpoint results/gnn_det_lstm/best.pt --store ot
 import argparse
 from pathlib import Path
 
-from tracestore.cli.flags import add_allow_mixed_provenance, add_num_threads
+from tracestore.cli.flags import add_allow_mixed_provenance, add_num_threads, add_overwrite
 from tracestore.console import Output, Parser, Progress, parse_size, plural, positive_int
 from tracestore.errors import UsageError
+from tracestore.store.io.destinations import check_output_file
 from tracestore.store.io.files import parse_location
 
 
@@ -21,13 +22,9 @@ def add_arguments(parser: Parser) -> None:
     add = parser.add_argument
     add("--checkpoint", required=True, type=Path, metavar="BEST.PT", help="checkpoint of tracestore train or benchmark")
     add("--store", required=True, type=parse_location, help="folder or URL of a store")
-    add(
-        "--output",
-        type=Path,
-        default=Path("scores.csv"),
-        metavar="CSV",
-        help="file to write; replaced when all traces are scored",
-    )
+    text = "the file (.csv), which appears when all traces are scored"
+    add("--output", type=Path, default=Path("predictions.csv"), metavar="FILE", help=text)
+    add_overwrite(parser)
     add("--batch-size", type=positive_int, default=16, metavar="N", help="traces in a batch")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
     add_num_threads(parser)
@@ -41,8 +38,7 @@ def run(args: argparse.Namespace, output: Output) -> None:
     for path, what in ((args.checkpoint, "checkpoint"), (args.store, "store")):
         if isinstance(path, Path) and not path.exists():
             raise UsageError(f"{path}: no such {what}")
-    if not args.output.absolute().parent.is_dir():
-        raise UsageError(f"--output {args.output}: no such folder")
+    check_output_file(args.output, (".csv",), overwrite=args.overwrite, inputs=[args.checkpoint, args.store])
     # Imported here, because torch takes seconds to import and wrong usage is reported before.
     from tracestore.inference.predict import predict_store
 

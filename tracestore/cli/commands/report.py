@@ -10,21 +10,27 @@ import argparse
 from pathlib import Path
 
 import tracestore
-from tracestore.cli.flags import add_score, add_store
+from tracestore.cli.flags import add_overwrite, add_score, add_store
 from tracestore.console import Output, Parser, Progress
 from tracestore.report import write_report
+from tracestore.store.io.destinations import check_output_file
+from tracestore.store.io.files import parse_location
 
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
     add_store(parser)
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="the page, .html")
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="FILE", help="the page, .html; replaces an earlier page"
+    )
+    add_overwrite(parser)
     add_score(parser)
     parser.add_argument("--no-lint", action="store_true", help="skip lint, which reads every value")
 
 
 def run(args: argparse.Namespace, output: Output) -> None:
     """Write the page."""
+    check_output_file(args.output, (".html",), overwrite=args.overwrite, inputs=[parse_location(args.store)])
     options = {"score_threshold": args.score_threshold, "lint": not args.no_lint}
     with tracestore.open(args.store, score=args.score) as store, Progress(output) as progress:
         write_report(store, args.output, **options, progress=progress.update)

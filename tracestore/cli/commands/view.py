@@ -7,8 +7,11 @@ import argparse
 from pathlib import Path
 
 import tracestore
+from tracestore.cli.flags import add_overwrite
 from tracestore.console import Output, Parser, non_negative_int
-from tracestore.view import View, as_json, find_trace, render_terminal, save_picture
+from tracestore.store.io.destinations import check_output_file
+from tracestore.store.io.files import parse_location
+from tracestore.view import PICTURES, View, as_json, find_trace, render_terminal, save_picture
 
 
 def add_arguments(parser: Parser) -> None:
@@ -20,10 +23,13 @@ def add_arguments(parser: Parser) -> None:
     add("--layer", type=int, metavar="N", help="layer of the attention (default: the middle layer)")
     add("--head", type=int, metavar="N", help="head of the attention (default: the mean of the heads)")
     add("--save", type=Path, metavar="FILE", help="save a picture: .png, .pdf or .svg (default: print)")
+    add_overwrite(parser)
 
 
 def run(args: argparse.Namespace, output: Output) -> None:
     """Print a trace, or save a picture of it."""
+    if args.save is not None:
+        check_output_file(args.save, PICTURES, overwrite=args.overwrite, inputs=[parse_location(args.store)])
     with tracestore.open(args.store) as store:
         view = View.read(store, find_trace(store, args.trace, args.sample), args.layer, args.head)
         if args.save is not None:

@@ -22,6 +22,7 @@ from tracestore.ingest.layouts.records import rows_of_json, with_texts
 from tracestore.ingest.layouts.rows import id_column
 from tracestore.ingest.roles.keys import OTHER_NAMES, QUESTIONS_AND_ANSWERS
 from tracestore.store.format import schema
+from tracestore.store.io.fsio import MAX_FIELD_BYTES
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
 # A table that is parsed as a whole; of JSON Lines, only one line at a time is.
@@ -223,7 +224,7 @@ def parse(data: bytes, name: str) -> list[dict[str, Any]]:
 
 
 def _from_csv(text: str, suffix: str) -> list[dict[str, Any]]:
-    csv.field_size_limit(MAX_LINE_BYTES)
+    csv.field_size_limit(MAX_FIELD_BYTES)
     reader: Iterator[list[str]] = csv.reader(
         io.StringIO(text, newline=""), delimiter="\t" if suffix == ".tsv" else ",", strict=True
     )

@@ -1,6 +1,7 @@
 """Named scores, and the derivation of labels from them: 1 for a hallucinated answer, 0 for a correct one."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,6 +21,8 @@ MAX_SCORE_NAMES = 64
 _MAX_TEXT = 1024
 # First columns of the predictions.csv that training writes; its label is 1 for a hallucination.
 PREDICTION_COLUMNS = ("question_id", "sample", "trace_index", "split", "fold", "seed", "label")
+# Columns of the file that predict writes, and the beginning of the columns of folds in that of benchmark.
+PREDICTED_COLUMNS, FOLD_PREFIX = ("question_id", "sample", "hallucination_score", "predicted"), "fold:"
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,12 @@ class ScoreField:
 def is_score_name(name: object) -> bool:
     """Return whether scores may have this name: letters, digits, "_", "-" and ".", at most 64."""
     return isinstance(name, str) and _SCORE_NAME.fullmatch(name) is not None
+
+
+def is_prediction(header: Sequence[str]) -> bool:
+    """Return whether a table with these columns is one of predictions, which train, predict and benchmark write."""
+    starts = (PREDICTION_COLUMNS, PREDICTED_COLUMNS)
+    return any(tuple(header[: len(s)]) == s for s in starts) or any(name.startswith(FOLD_PREFIX) for name in header)
 
 
 def score_fields(data: object) -> dict[str, ScoreField]:

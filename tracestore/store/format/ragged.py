@@ -1,6 +1,7 @@
 """Ragged arrays: strings as UTF-8 bytes plus offsets (int64, length N + 1, from 0, non-decreasing)."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
@@ -44,3 +45,10 @@ def concatenate_ragged(parts: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.n
         offsets.append(starts[1:] + base)
         base += len(data)
     return (np.concatenate(values) if values else np.zeros(0, "u1")), np.concatenate(offsets).astype("<i8")
+
+
+def without_surrogates(value: Any) -> Any:
+    """Return texts, also those of lists, with escape sequences for lone surrogates, which UTF-8 lacks."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    return [without_surrogates(item) for item in value] if isinstance(value, list | tuple) else value

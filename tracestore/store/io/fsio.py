@@ -23,6 +23,8 @@ MAX_JSON_BYTES = 4 << 30
 
 # Errors of flock() that mean that another process holds the lock.
 _LOCK_HELD_ERRORS = (errno.EWOULDBLOCK, errno.EACCES)
+# Largest field of a CSV file that is read. The longest id and every other value that `write_rows` gets are shorter.
+MAX_FIELD_BYTES = 64 << 20
 _MAX_IOVECS = 512  # per call of pwritev; IOV_MAX is 1,024
 
 
@@ -224,10 +226,17 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     fsync_path(path.parent)
 
 
-def write_rows(
-    path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]], errors: str = "backslashreplace"
-) -> None:
+def open_csv(file: BinaryIO, encoding: str = "utf-8", errors: str = "surrogatepass") -> io.TextIOWrapper:
+    """Return the text of a CSV file for a reader of the csv module, as `write_rows` writes it."""
+    # The limit of the csv module is one of the process: 131,072 by default.
+    csv.field_size_limit(MAX_FIELD_BYTES)
+    return io.TextIOWrapper(file, encoding, errors, newline="")
+
+
+def write_rows(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     """Write a CSV file as RFC 4180 describes it, in UTF-8, with floats in full precision.
+
+    Ids may hold lone surrogates, which are encoded like other characters: `open_csv` reads them again.
 
     The file gets its name when all rows are on disk; on a failure an existing file stays.
 
@@ -237,11 +246,9 @@ def write_rows(
     header : sequence of str
     rows : iterable of sequence
         Consumed while the file is written.
-    errors : str
-        How lone surrogates are encoded; see `codecs`.
     """
     with atomic_write(path) as file:
-        text = io.TextIOWrapper(file, "utf-8", errors, newline="")
+        text = io.TextIOWrapper(file, "utf-8", "surrogatepass", newline="")
         writer = csv.writer(text)
         writer.writerow(header)
         writer.writerows(rows)
@@ -263,17 +270,6 @@ def require_free_bytes(path: Path, needed_bytes: int, what: str) -> None:
             f"{path}: {what} needs at least {needed_bytes:,} bytes, {free:,} are free on the file system; "
             "free some space or choose another destination"
         )
-
-
-def check_output_dir(path: Path) -> None:
-    """Raise UsageError if `path` is not a folder and cannot be made one, or if it is not writable."""
-    parent = path.absolute()
-    while not os.path.lexists(parent):
-        parent = parent.parent
-    if not parent.is_dir():
-        raise UsageError(f"cannot write {path}: {parent} is not a folder")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise UsageError(f"cannot write {path}: the folder {parent} is not writable")
 
 
 class WriterLock:

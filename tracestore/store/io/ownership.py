@@ -10,6 +10,7 @@ from pathlib import Path
 from tracestore.errors import CorruptStoreError, UsageError, escape_unprintable
 from tracestore.store.format import paths
 from tracestore.store.format.paths import TEMPORARY_PREFIX
+from tracestore.store.io.destinations import require_outside_stores
 from tracestore.store.io.files import MAX_ROOT_BYTES, LocalFiles, not_regular_error, parse_location
 from tracestore.store.io.fsio import retry_eintr
 
@@ -76,6 +77,7 @@ def check_store_destination(location: str | os.PathLike[str], *, overwrite: bool
     kind, parent = classify_folder(store), store.absolute().parent
     if not parent.is_dir():
         raise UsageError(f"{store}: the parent folder does not exist")
+    require_outside_stores(store)
     for folder in {parent} if overwrite or kind is FolderKind.ABSENT else {store}:
         if not os.access(folder, os.W_OK | os.X_OK):
             raise UsageError(f"cannot write {store}: the folder {folder} is not writable")

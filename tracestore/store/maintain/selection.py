@@ -7,19 +7,26 @@ import numpy as np
 
 from tracestore.errors import UsageError
 from tracestore.store.format import schema
+from tracestore.store.io.fsio import open_regular
 from tracestore.store.maintain.consistency import check_rows
 from tracestore.store.read.batch_sources import GRAPH_SEGMENT, SEQUENCE_SEGMENT
 from tracestore.store.read.store import TraceStore
+
+# Bound of the memory for a file of question ids.
+_MAX_IDS_BYTES = 1 << 30
 
 
 def read_ids(path: Path) -> list[str]:
     """Return the question ids of a text file with one id a line; empty lines are skipped.
 
-    UsageError if the file does not exist or has no id.
+    UsageError if the file does not exist, is not a regular file, is too large or has no id.
     """
     try:
-        with path.open(encoding="utf-8-sig", errors="surrogatepass", newline="") as file:
-            text = file.read()
+        with open_regular(path) as file:
+            data = file.read(_MAX_IDS_BYTES + 1)
+        if len(data) > _MAX_IDS_BYTES:
+            raise UsageError(f"{path}: more than {_MAX_IDS_BYTES:,} bytes; split it, and run subset for each part")
+        text = data.decode("utf-8-sig", "surrogatepass")
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError:

@@ -110,6 +110,14 @@ class SegmentReader:
                 raise ValueError(f"{name}: found {len(values)} values, expected {expected}")
             return values
 
+    def row_values(self, name: str, rows: np.ndarray) -> np.ndarray:
+        """Return the values of some rows of an array of schema.ROW_ARRAYS with one value per row."""
+        values = self.values(name)
+        if len(rows) and rows.max() >= len(values):
+            raise CorruptStoreError(f"{self.rows_path}: row {rows.max()} of {len(values)}")
+        found: np.ndarray = values[rows]
+        return found
+
     def array(self, name: str) -> ArrayReader:
         """Return the reader of a large array. CorruptStoreError if its files differ from what was committed."""
         reader = self._arrays.get(name)

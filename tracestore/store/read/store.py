@@ -262,6 +262,13 @@ class TraceStore(TraceCollection):
                 f"{self.path}: no graphs: {int(bare.sum())} of {len(indices)} traces have no attention; convert files with attention, without --attention none"
             )
 
+    def digest(self, indices: np.ndarray) -> str:
+        """Return a digest of some traces: of their ids, samples and stored arrays, by the checksums in the store.
+
+        Equal traces have the same digest in every order and every store, also after a merge. No large array is read.
+        """
+        return table.digest(self.internals, indices)
+
     def info(self) -> dict[str, Any]:
         """Return the fields of ``tracestore info --json``."""
         return table.facts(self.internals)

@@ -10,7 +10,6 @@ import numpy as np
 
 from tracestore.console import plural
 from tracestore.errors import MissingFieldError
-from tracestore.extras import needs
 from tracestore.split import SPLITS, assign_splits, labeled_positions
 from tracestore.store.format.labels import DEFAULT_THRESHOLD, derive
 from tracestore.store.html import CollectionHtml
@@ -312,9 +311,7 @@ class TraceCollection(CollectionHtml, ABC):
         >>> store[2:4].to_pandas()["num_tokens"].tolist()
         [3, 4]
         """
-        with needs("bridges"):
-            import pandas
-        return pandas.DataFrame(table.metadata(self.internals, self.indices, texts=texts))
+        return table.data_frame(self.internals, self.indices, texts=texts)
 
 
 class TraceSubset(TraceCollection):

@@ -1,14 +1,23 @@
 """Traces as rows of a table and of a feature matrix, and keys that select rows."""
 
-from collections.abc import Callable
+import hashlib
+import zlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from tracestore._core.gather import CopyJob
 from tracestore.errors import UsageError
+from tracestore.extras import needs
 from tracestore.store.format import schema
-from tracestore.store.read.batch_sources import sequence_sources
+from tracestore.store.read.batch_sources import (
+    GRAPH_ROW,
+    GRAPH_SEGMENT,
+    SEQUENCE_ROW,
+    SEQUENCE_SEGMENT,
+    sequence_sources,
+)
 from tracestore.store.read.internals import StoreInternals
 from tracestore.store.read.trace import Trace
 
@@ -108,17 +117,52 @@ def positions(key: Any, count: int, question_ids: Callable[[], list[str]]) -> np
     return np.array([position for samples in found.values() for position in samples], np.int64)
 
 
-def metadata(store: StoreInternals, indices: np.ndarray, *, texts: bool = False) -> dict[str, Any]:
-    """Return what the store holds of some traces besides their arrays, as named columns of n values.
+def data_frame(store: StoreInternals, indices: np.ndarray, *, texts: bool = False) -> Any:
+    """Return what the store holds of some traces besides their arrays, as a pandas DataFrame.
 
     `texts` adds question and answer, which are read trace by trace.
     """
+    with needs("bridges"):
+        import pandas
     columns: dict[str, Any] = {name: column(store, name, indices) for name in column_names(store)}
     if texts:
         traces = [Trace(store, k) for k in indices.tolist()]
         columns["question"] = [trace.question for trace in traces]
         columns["answer"] = [trace.answer for trace in traces]
-    return columns
+    # The string type of pandas 3 is UTF-8, which has no lone surrogates.
+    return pandas.DataFrame(
+        {name: pandas.Series(v, dtype=object) if _has_surrogates(v) else v for name, v in columns.items()}
+    )
+
+
+def _has_surrogates(values: Sequence[Any] | np.ndarray) -> bool:
+    if isinstance(values, np.ndarray) and values.dtype != object:
+        return False
+    try:
+        "".join(value for value in values if isinstance(value, str)).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def digest(store: StoreInternals, indices: np.ndarray) -> str:
+    """Return a digest of the ids, samples and arrays of some traces; see `TraceStore.digest`."""
+    locations = store.index.locations(indices)
+    sums = np.zeros((len(indices), 2), np.uint64)
+    places = ((GRAPH_SEGMENT, GRAPH_ROW, "graph_crc32c"), (SEQUENCE_SEGMENT, SEQUENCE_ROW, "sequence_crc32c"))
+    for k, (segment, row, name) in enumerate(places):
+        order = np.argsort(locations[:, segment], kind="stable")
+        numbers, begins = np.unique(locations[order, segment], return_index=True)
+        for number, chosen in zip(numbers.tolist(), np.split(order, begins[1:]), strict=True):
+            if number >= 0:
+                sums[chosen, k] = store.segment(number).row_values(name, locations[chosen, row])
+    ids = (zlib.crc32(question.encode("utf-8", "surrogatepass")) for question in store.index.question_ids(indices))
+    keys = np.fromiter(ids, np.uint64, len(indices)) << np.uint64(32)
+    keys |= store.index.read_column("sample")[indices].astype(np.uint64)
+    content = sums[:, 0] << np.uint64(32) | sums[:, 1]
+    # Sorted by key, so that the order in the store does not matter.
+    rows = np.stack([keys, content], axis=1)[np.lexsort((content, keys))]
+    return hashlib.blake2b(rows.astype("<u8").tobytes(), digest_size=16).hexdigest()
 
 
 def facts(store: StoreInternals) -> dict[str, Any]:

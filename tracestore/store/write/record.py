@@ -21,6 +21,8 @@ from tracestore.store.write.values import (
 _OWN_FIELDS = frozenset(
     ("hidden_states", "attentions", "tokens", "tokens_decoded", "question_id", "prompt_length", *schema.TEXT_FIELDS)
 )
+# Ids are short. A field of a CSV file, which has an end, holds them.
+MAX_ID_CHARACTERS = 1 << 20
 # Keys of the token ids: that of this schema, of a tokenizer, and of the output of generate().
 _TOKENS_KEYS = ("tokens", "input_ids", "sequences")
 # With "labels", the name of `spans` in RAGTruth.
@@ -223,6 +225,8 @@ def question_id_text(value: Any, name: str = "question_id") -> str:
     if isinstance(value, str):
         if not value:
             raise field_error(name, "an empty string", "an id")
+        if len(value) > MAX_ID_CHARACTERS:
+            raise field_error(name, f"{len(value):,} characters", f"at most {MAX_ID_CHARACTERS:,}")
         return value
     return str(integer(value, name))
 

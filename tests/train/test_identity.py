@@ -1,0 +1,123 @@
+"""A run continues with its own traces only, and results say which traces they are of."""
+
+import json
+import shutil
+import time
+
+import numpy as np
+import pytest
+
+import tracestore
+from tests.helpers import command, error_of, make_traces, write_store
+from tests.train.runs import FAST, ONLY, outcome, write_labeled
+
+
+def train(store, folder, *more, check=0, model="lstm_solo"):
+    words = ["train", "--store", store, "--output-dir", folder, *FAST, *ONLY[model], "--epochs", 1, "--no-probe"]
+    return command(*words, *more, check=check)
+
+
+def changed(path, change):
+    """Write the store of `write_labeled` with a change of its traces."""
+    traces = make_traces(64, tokens=lambda k: 2 + k % 4)
+    for trace in traces[1::2]:
+        trace["hidden_states"] = [h + np.float16(1.5) for h in trace["hidden_states"]]
+    traces = change(traces)
+    score = {f"q{k}": None if k >= 60 else 0.9 - 0.8 * (k % 2) for k in range(64)}
+    return write_store(path, traces, score=lambda k: score[traces[k]["question_id"]])
+
+
+def with_other_traces(traces):
+    others = make_traces(64, tokens=lambda k: 2 + k % 4, seed=1)
+    return others
+
+
+def with_one_bit(traces):
+    traces[7]["hidden_states"][2][-1, 3] += np.float16(0.25)
+    return traces
+
+
+def with_other_attention(traces):
+    traces[7]["attentions"][1][0, 1, 0] += np.float16(0.25)
+    return traces
+
+
+def exchanged(traces):
+    first, second = traces[2]["question_id"], traces[4]["question_id"]
+    traces[2]["question_id"], traces[4]["question_id"] = second, first
+    traces[2], traces[4] = traces[4], traces[2]
+    return traces
+
+
+@pytest.mark.parametrize("change", [with_other_traces, with_one_bit, with_other_attention, exchanged])
+def test_another_store_of_the_same_ids_and_labels_is_refused(change, tmp_path):
+    one, other = write_labeled(tmp_path / "one.zarr"), changed(tmp_path / "other.zarr", change)
+    train(one, tmp_path / "r")
+    before = (tmp_path / "r/results.json").read_bytes()
+    with tracestore.open(one) as a, tracestore.open(other) as b:
+        assert list(a.question_ids) == list(b.question_ids)
+        assert np.array_equal(a.targets(), b.targets(), equal_nan=True)
+    words = ("train", "--store", other, "--output-dir", tmp_path / "r", *FAST, *ONLY["lstm_solo"], "--no-probe")
+    error = error_of(*words, "--epochs", 1, "--resume", code=2)
+    assert "was trained on other traces of the same questions; continue with the store of the run" in error
+    assert (tmp_path / "r/results.json").read_bytes() == before
+    error_of(*words, "--epochs", 2, "--resume", code=2)  # one that is not finished
+
+
+@pytest.mark.parametrize("how", ["copied", "moved", "appended", "merged", "compressed", "rewritten in segments"])
+def test_the_same_traces_in_another_store_continue(how, tmp_path):
+    store, again = write_labeled(tmp_path / "s.zarr"), tmp_path / "again.zarr"
+    train(store, tmp_path / "r")
+    expected = outcome(tmp_path / "r")
+    if how in ("copied", "moved"):
+        (shutil.copytree if how == "copied" else shutil.move)(store, again)
+    elif how == "appended":
+        with tracestore.create(store, append=True, attention="mean") as writer:
+            for trace in make_traces(5, tokens=3, seed=2):
+                writer.append(trace | {"question_id": f"new {trace['question_id']}"})
+        again = store
+    elif how == "rewritten in segments":
+        write_labeled(again, commit_after=range(0, 64, 7))
+    else:
+        more = ["--codec", "zstd"] if how == "compressed" else []
+        write_store(tmp_path / "more.zarr", make_traces(5, tokens=3, seed=2) [:0] or [
+            t | {"question_id": f"m{k}"} for k, t in enumerate(make_traces(5, tokens=3, seed=2))])  # fmt: skip
+        command("merge", store, tmp_path / "more.zarr", again, *more, check=0)
+    assert "already finished" in train(again, tmp_path / "r", "--resume").stdout
+    assert outcome(tmp_path / "r")["models"] == expected["models"]
+
+
+def test_the_digest_does_not_depend_on_the_order(tmp_path):
+    traces = make_traces(40, tokens=3)
+    traces = [t | {"sample": k % 2, "question_id": f"q{k // 2}"} for k, t in enumerate(traces)]
+    one = tracestore.open(write_store(tmp_path / "one.zarr", traces, commit_after=(3, 9)))
+    two = tracestore.open(write_store(tmp_path / "two.zarr", traces[::-1]))
+    assert one.digest(one.indices) == two.digest(two.indices) == one.digest(one.indices[::-1])
+    assert one.digest(np.arange(5)) != one.digest(np.arange(6)) and one.digest(np.arange(0)) == two.digest(np.arange(0))
+    assert one.digest(np.array([0, 3])) == two.digest(np.array([39, 36]))
+
+
+def test_results_name_the_traces_and_compare_reports_others(tmp_path):
+    one, other = write_labeled(tmp_path / "one.zarr"), changed(tmp_path / "other.zarr", with_one_bit)
+    train(one, tmp_path / "r1")
+    train(other, tmp_path / "r2")
+    train(one, tmp_path / "r3", "--lr", 0.01)
+    results = [json.loads((tmp_path / name / "results.json").read_text()) for name in ("r1", "r2", "r3")]
+    assert results[0]["traces"] == results[2]["traces"] != results[1]["traces"]
+    page = tmp_path / "page.html"
+    done = command("compare", tmp_path / "r1", tmp_path / "r2", "--output", page, check=0)
+    note = f"note: {tmp_path / 'r2'} was trained on other traces of the same questions than {tmp_path / 'r1'}"
+    assert note in done.stdout and "other traces of the same questions" in page.read_text()
+    assert "note:" not in command("compare", tmp_path / "r1", tmp_path / "r3", check=0).stdout
+
+
+@pytest.mark.long
+def test_a_digest_of_many_traces_takes_little_time(tmp_path):
+    trace = make_traces(1, tokens=1, layers=1, dim=1, heads=1)[0]
+    with tracestore.create(tmp_path / "s.zarr") as writer:
+        for k in range(50_000):
+            writer.append(trace | {"question_id": f"question {k}"})
+    with tracestore.open(tmp_path / "s.zarr") as store:
+        begin = time.perf_counter()
+        store.digest(store.indices)
+        assert time.perf_counter() - begin < 1
