@@ -83,6 +83,7 @@ BAD = {
     "folder": lambda w, s: w / "traces",
     "no parent folder": lambda w, s: w / f"none/x{s}",
     "pipe": lambda w, s: os.mkfifo(w / f"x{s}") or w / f"x{s}",
+    "loop of links": lambda w, s: symbolic_link(w / f"x{s}", f"x{s}") and w / f"x{s}/y{s}",
     "device": lambda w, s: symbolic_link(w / f"x{s}", "/dev/null"),
 }
 

@@ -117,6 +117,7 @@ def test_heads_and_layers_in_training_planning_and_prediction(labeled, tmp_path,
         labeled,
         "--output",
         scores,
+        "--overwrite",
         check=0,
     )
     bad = [*more, "--layers", "0,3"] if "--layers" in options else more

@@ -180,7 +180,7 @@ def test_a_failure_keeps_the_old_file(trained, tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="broken"):
         score(run / "lstm_solo/best.pt", store, tmp_path / "s.csv")
     assert (tmp_path / "s.csv").read_text() == "old" and os.listdir(tmp_path) == ["s.csv"]
-    with pytest.raises(UsageError, match="no such folder"):
+    with pytest.raises(UsageError, match="the parent folder does not exist"):
         score(run / "lstm_solo/best.pt", store, tmp_path / "nowhere" / "s.csv")
 
 

@@ -1,4 +1,4 @@
-"""A run continues with its own traces only, and results say which traces they are of."""
+"""A run continues with its own traces only, and results have a digest of their traces."""
 
 import json
 import shutil

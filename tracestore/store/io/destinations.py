@@ -1,4 +1,4 @@
-"""Where commands write: no file of a store, of another command's run or of the input is ever replaced."""
+"""Checks of output paths: no file of a store, of another command's run or of the input is ever replaced."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -48,10 +48,10 @@ def check_output_file(
         No file can be created there, the suffix is wrong, the file exists and may not be replaced, or it lies in a
         store.
     """
+    check_destination(path)
     if path.suffix.lower() not in suffixes:
         expected = suffixes[0] if len(suffixes) == 1 else f"one of {', '.join(suffixes)}"
         raise UsageError(f"{path}: found {path.suffix or 'no suffix'}, expected {expected}")
-    check_destination(path)
     _require_outside_stores(path)
     _require_replaceable(path, overwrite=overwrite or _is_page(path), inputs=inputs)
 
@@ -98,13 +98,14 @@ def _require_outside_stores(path: Path) -> None:
 
 def _places(path: Path) -> set[Path]:
     """Return the file at a path, without links in the path of its folder, and the file that it links to."""
-    return {path.parent.resolve() / path.name, path.resolve()}
+    # realpath() accepts loops of links.
+    return {Path(os.path.realpath(path.parent), path.name), Path(os.path.realpath(path))}
 
 
 def _is_store(folder: Path) -> bool:
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         return False
-    return LocalFiles(folder).has_root() or all((folder / name).is_dir() for name in TOP_FOLDERS)
+    return LocalFiles(folder).has_root() or all(os.path.isdir(folder / name) for name in TOP_FOLDERS)
 
 
 def _require_replaceable(path: Path, *, overwrite: bool, inputs: Iterable[object], own: str | None = None) -> None:
@@ -138,7 +139,7 @@ def _is_file_of(path: Path, place: Path) -> bool:
 
 def _holding(path: Path) -> str | None:
     """Return what the folder of a file holds if the file is a part of it."""
-    names = os.listdir(path.parent)
+    names = os.listdir(path.parent) if os.access(path.parent, os.R_OK) else []
     for holding, (signs, files) in _HOLDINGS.items():
         is_there = any(fnmatchcase(name, sign) for name in names for sign in signs)
         if is_there and any(fnmatchcase(path.name, pattern) for pattern in (*signs, *files)):
@@ -148,7 +149,7 @@ def _holding(path: Path) -> str | None:
 
 def _is_page(path: Path) -> bool:
     """Return whether a file is a page that tracestore wrote."""
-    if path.suffix.lower() != ".html" or not path.is_file():
+    if path.suffix.lower() != ".html" or not path.is_file() or not os.access(path, os.R_OK):
         return False
     with path.open("rb") as file:
         return PAGE_MARK.encode() in file.read(1024)

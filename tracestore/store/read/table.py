@@ -153,7 +153,7 @@ def digest(store: StoreInternals, indices: np.ndarray) -> str:
     for k, (segment, row, name) in enumerate(places):
         order = np.argsort(locations[:, segment], kind="stable")
         numbers, begins = np.unique(locations[order, segment], return_index=True)
-        for number, chosen in zip(numbers.tolist(), np.split(order, begins[1:]), strict=True):
+        for number, chosen in zip(numbers.tolist(), np.split(order, begins[1:]), strict=False):
             if number >= 0:
                 sums[chosen, k] = store.segment(number).row_values(name, locations[chosen, row])
     ids = (zlib.crc32(question.encode("utf-8", "surrogatepass")) for question in store.index.question_ids(indices))
