@@ -11,8 +11,8 @@ import shutil
 import pytest
 
 import tracestore
+from tests.cli.mutations import mutated
 from tests.helpers import command, error_of, make_traces, write_store
-from tests.mutations import mutated
 from tests.train.runs import FAST, ONLY, write_labeled
 from tracestore.errors import UsageError
 from tracestore.evaluation import metrics

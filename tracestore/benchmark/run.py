@@ -209,6 +209,7 @@ def _run_store(
     log: Log,
 ) -> tuple[dict[str, Any], list[Measured]]:
     """Return the entry of a store in the results, and the scores of the detectors that could run."""
+    external = {name: _read_external(path, data) for name, path in options.scores.items()}
     skipped, runnable, info = {}, [], {}
     for name in _with_controls(options.detectors):
         try:
@@ -237,7 +238,7 @@ def _run_store(
         measured.append(result)
         log(f"{result.name}: {result.fit_s + result.score_s:.1f} s{f'; {result.unsaved}' if result.unsaved else ''}")
     for name, path in options.scores.items():
-        measured.append(external_scores(name, data, _read_external(path, data)))
+        measured.append(external_scores(name, data, external[name]))
         info[name] = {"kind": "external", "summary": path.name, "package": ""}
     if not measured:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
