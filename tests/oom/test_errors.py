@@ -7,6 +7,7 @@ from tests.helpers import run_cli
 from tests.oom.failing import NO_KERNEL
 from tracestore.errors import UsageError, explain_dtype
 from tracestore.oom import errors
+from tracestore.oom.error_texts import AMBIGUOUS_TEXTS, DEVICE_TEXTS, HOST_TEXTS
 from tracestore.oom.errors import StepOutcome, classify, is_out_of_memory
 from tracestore.oom.guard import OOMGuard
 
@@ -76,6 +77,57 @@ def test_classification(error, outcome, monkeypatch):
     for is_short in (False, True):
         monkeypatch.setattr(errors, "memory_is_short", lambda is_short=is_short: is_short)
         assert is_out_of_memory(error) == (is_short if outcome == AMBIGUOUS else outcome != OTHER_ERROR)
+
+
+# What each back end writes, and a word of the table that recognizes it.
+BY_BACK_END = [
+    ("cuda driver error", "CUDA driver error: out of memory", DEVICE_OOM),
+    ("cuda_error_out", "cuMemCreate failed: CUDA_ERROR_OUT_OF_MEMORY", DEVICE_OOM),
+    ("cusolver", "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`", DEVICE_OOM),
+    ("cufft", "cuFFT error: CUFFT_ALLOC_FAILED", DEVICE_OOM),
+    ("triton error [cuda]", "Triton Error [CUDA]: out of memory", DEVICE_OOM),
+    ("hip driver error", "HIP driver error: out of memory", DEVICE_OOM),
+    ("hip error", "HIP error: out of memory\nHIP kernel errors might be asynchronously reported", DEVICE_OOM),
+    ("hiperror", "hipMalloc: hipErrorOutOfMemory", DEVICE_OOM),
+    ("hipblas", "CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`", DEVICE_OOM),
+    ("rocblas", "rocblas_status_memory_error", DEVICE_OOM),
+    ("miopen", "miopenStatusAllocFailed", DEVICE_OOM),
+    ("triton error [hip]", "Triton Error [HIP]: Code: 2, Message: out of memory", DEVICE_OOM),
+    ("triton error [hip]", "Triton Error [HIP]:  Code: 2, Messsage: out of memory", DEVICE_OOM),
+    ("ur_result", "level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)", DEVICE_OOM),
+    ("ze_result", "Native API failed. ZE_RESULT_ERROR_OUT_OF_DEVICE_MEMORY", DEVICE_OOM),
+    ("npu out", "NPU out of memory. Tried to allocate 386.00 MiB (NPU 0; 61.27 GiB total capacity", DEVICE_OOM),
+    ("acl_error", "call aclrtMalloc failed: ACL_ERROR_RT_MEMORY_ALLOCATION", DEVICE_OOM),
+    ("mps backend", "MPS backend out of memory (MPS allocated: 17.21 GiB, max allowed: 20.13 GiB)", DEVICE_OOM),
+    ("invalid buffer size", "Invalid buffer size: 48.00 GiB", DEVICE_OOM),
+    ("kiogpu", "Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)", DEVICE_OOM),
+    ("ur_result", "level_zero backend failed with error: 38 (UR_RESULT_ERROR_OUT_OF_HOST_MEMORY)", HOST_OOM),
+    # Registers or handles of an Intel GPU, or its memory.
+    ("ur_result", "level_zero backend failed with error: 40 (UR_RESULT_ERROR_OUT_OF_RESOURCES)", AMBIGUOUS),
+    ("pi_error", "Native API failed. Native API returns: -5 (PI_ERROR_OUT_OF_RESOURCES)", AMBIGUOUS),
+    # Not memory, on the same devices.
+    (None, "level_zero backend failed with error: 20 (UR_RESULT_ERROR_DEVICE_LOST)", OTHER_ERROR),
+    (None, "CUDA driver error: invalid argument", OTHER_ERROR),
+    (None, "Triton Error [HIP]: Code: 1, Messsage: invalid argument", OTHER_ERROR),
+    (None, "CUSOLVER_STATUS_EXECUTION_FAILED", OTHER_ERROR),
+    (None, "HIP error: an illegal memory access was encountered", OTHER_ERROR),
+    (None, "ACL_ERROR_RT_PARAM_INVALID", OTHER_ERROR),
+]
+
+
+@pytest.mark.parametrize(("word", "text", "outcome"), BY_BACK_END)
+def test_every_back_end_is_recognized_by_its_text(word, text, outcome):
+    assert classify(RuntimeError(text)) == outcome
+    tables = {DEVICE_OOM: DEVICE_TEXTS, HOST_OOM: HOST_TEXTS, AMBIGUOUS: AMBIGUOUS_TEXTS}
+    if word is not None:
+        assert [t for t in tables[outcome] if t.startswith(word) and t in text.lower()]
+
+
+def test_every_text_of_the_table_has_a_source_and_is_found_in_lower_case():
+    for texts, outcome in ((DEVICE_TEXTS, DEVICE_OOM), (HOST_TEXTS, HOST_OOM), (AMBIGUOUS_TEXTS, AMBIGUOUS)):
+        for text, source in texts.items():
+            assert text == text.lower() and source
+            assert classify(RuntimeError(f"A step failed: {text.upper()}")) == outcome, text
 
 
 @pytest.mark.parametrize("signal,outcome", [("Killed", HOST_OOM), ("Segmentation fault", OTHER_ERROR)])

@@ -6,6 +6,7 @@ from enum import IntEnum
 
 import torch
 
+from tracestore.oom.error_texts import AMBIGUOUS_TEXTS, DEVICE_TEXTS, HOST_TEXTS
 from tracestore.oom.limits import allocatable_bytes
 from tracestore.platform_support import shared_memory_folder
 
@@ -35,37 +36,6 @@ _OTHER_TEXTS = (
     "too many open files",
     "operation not permitted",
     "permission denied",
-)
-_DEVICE_TEXTS = (
-    "cuda out of memory",
-    "cuda error: out of memory",
-    "hip out of memory",
-    "hip error: out of memory",
-    "xpu out of memory",
-    "mps backend out of memory",
-    "cublas_status_alloc_failed",
-    "cudnn_status_alloc_failed",
-    "hipblas_status_alloc_failed",
-    "defaultcpuallocator: can't allocate memory",
-    "defaultcpuallocator: not enough memory",
-)
-_HOST_TEXTS = ("std::bad_alloc", "out of host memory")
-# Messages with several causes. oneDNN raises the first four when memory runs out, when the
-# processor has no kernel for a dtype, and when code cannot be generated. Threads also fail at
-# process limits, mappings at vm.max_map_count. A CUDA library that could not initialize had no
-# memory for its workspace, or does not match the driver.
-_AMBIGUOUS_TEXTS = (
-    "could not create a primitive",
-    "could not create a memory",
-    "could not execute a primitive",
-    "could not initialize a primitive",
-    "cannot allocate memory",
-    "resource temporarily unavailable",
-    "can't start new thread",
-    "thread constructor failed",
-    "failed to map segment",
-    "cublas_status_not_initialized",
-    "cudnn_status_not_initialized",
 )
 
 
@@ -100,15 +70,15 @@ def classify(error: BaseException) -> StepOutcome:
     # ImportError: a shared library that is loaded on first use.
     if not isinstance(error, RuntimeError | ImportError):
         return StepOutcome.OTHER_ERROR
-    if any(t in text for t in _DEVICE_TEXTS):
+    if any(t in text for t in DEVICE_TEXTS):
         return StepOutcome.DEVICE_OOM
-    if any(t in text for t in _HOST_TEXTS):
+    if any(t in text for t in HOST_TEXTS):
         return StepOutcome.HOST_OOM
     if "dataloader worker" in text:
         return _classify_worker(f"{text} {str(error.__cause__).lower()}")
     if "shared memory" in text or "</torch_" in text:
         return _classify_shared_memory(text)
-    return StepOutcome.AMBIGUOUS if any(t in text for t in _AMBIGUOUS_TEXTS) else StepOutcome.OTHER_ERROR
+    return StepOutcome.AMBIGUOUS if any(t in text for t in AMBIGUOUS_TEXTS) else StepOutcome.OTHER_ERROR
 
 
 def _classify_worker(text: str) -> StepOutcome:
