@@ -184,7 +184,7 @@ class RemoteFiles(ReadableFiles):
 
 def list_generations(object_store: ObjectStore) -> list[int]:
     """Return the generations that have a manifest, newest first."""
-    names = [n for n in object_store.list_files("manifest") if paths.is_generation(n)]
+    names = [n for n in object_store.list_dir("manifest") if paths.is_generation(n)]
     if not names and not object_store.can_list:
         with contextlib.suppress(FileNotFoundError):
             newest = object_store.read("manifest/newest", 64).decode("ascii", "replace").strip()

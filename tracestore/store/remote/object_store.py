@@ -6,7 +6,7 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -16,16 +16,15 @@ from tracestore._core.kernels import crc32c
 from tracestore.errors import CorruptStoreError, RemoteError, UsageError
 from tracestore.extras import needs
 from tracestore.store.io.files import RemoteURL
+from tracestore.store.remote.web_server import LEAST_BYTES_PER_S, StatusError, TransferError, WebServer
 
 SCHEMES = ("s3", "gs", "http", "https")
 # A request that receives no byte for this time is repeated.
 TIMEOUT_S = 30.0
 # A call that makes no progress for this time fails.
 PATIENCE_S = 120.0
-# A slower transfer counts as no progress: a server may send a byte now and then.
-_LEAST_BYTES_PER_S = 1024
-# Bound for objects that are read whole, and for pages that list a folder.
-_MAX_SMALL_BYTES = 64 << 20
+# Bound for objects that are read whole, and for the page of a web server that lists a folder.
+_MAX_SMALL_BYTES = 4 << 20
 # More objects than any store has.
 _MAX_NAMES = 4_000_000
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
@@ -102,12 +101,21 @@ class ObjectStore:
         # A URL parser would drop these parts or read them as something else.
         if re.search(r"[?#\s\\]|//|(^|/)\.{1,2}(/|$)", rest.rstrip("/")) or not rest.strip("/"):
             raise UsageError(f"{address}: found an address with an empty part, '..', a blank, '?' or '#'")
-        with needs("remote"):
-            import obstore
-            from obstore.store import HTTPStore, from_url
-        self._obstore = obstore
+        self.can_list = scheme in ("s3", "gs")
         # Called before each attempt to change an object; may raise.
         self.before_write: Callable[[], None] = lambda: None
+        self._web: WebServer | None = None
+        self._errors: Any = None
+        if self.can_list:
+            self._open_client(scheme, timeout_s)
+        else:
+            self._web = WebServer(str(self.address), timeout_s, self.patience_s)
+
+    def _open_client(self, scheme: str, timeout_s: float) -> None:
+        with needs("remote"):
+            import obstore
+            from obstore.store import from_url
+        self._obstore, self._errors = obstore, obstore.exceptions
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
         options: dict[str, Any] = {
             # For one request; a larger transfer continues where it was cut.
@@ -115,22 +123,21 @@ class ObjectStore:
             "read_timeout": timedelta(seconds=timeout_s),
             "connect_timeout": timedelta(seconds=min(10.0, timeout_s)),
         }
-        if scheme == "http" or (scheme == "s3" and endpoint.startswith("http://")):
+        if scheme == "s3" and endpoint.startswith("http://"):
             options["allow_http"] = True
         retries: Any = {"max_retries": _ATTEMPTS_OF_ONE_REQUEST, "retry_timeout": timedelta(seconds=self.patience_s)}
+        make: Any = from_url
         try:
-            make: Any = from_url if scheme in ("s3", "gs") else HTTPStore.from_url
             self._store: Any = make(str(self.address), client_options=options, retry_config=retries)
         except Exception as error:  # Each kind of store has its own error for an invalid address.
-            raise UsageError(f"{address}: {summarize_error(error)}") from None
-        self.can_list = scheme in ("s3", "gs")
+            raise UsageError(f"{self.address}: {summarize_error(error)}") from None
 
     # Retries
 
     @property
     def is_forked(self) -> bool:
         """True if this process was forked after the client threads started: it has none of them."""
-        return _client_pid is not None and _client_pid != os.getpid()
+        return self._web is None and _client_pid is not None and _client_pid != os.getpid()
 
     def retry(self, what: str, call: Callable[[], T], progress: Callable[[], int] = lambda: 0) -> T:
         """Repeat a call until it succeeds, or fails for patience_s without progress.
@@ -143,63 +150,94 @@ class ObjectStore:
                 "before the fork, or start processes by spawn or forkserver"
             )
         global _client_pid
-        _client_pid = os.getpid()
-        errors = self._obstore.exceptions
+        _client_pid = os.getpid() if self._web is None else _client_pid
         since, before, pause = time.monotonic(), progress(), _FIRST_PAUSE_S
         while True:
             try:
-                return call()
-            except (FileNotFoundError, errors.AlreadyExistsError, errors.PreconditionError):
-                raise
-            except (errors.PermissionDeniedError, errors.UnauthenticatedError) as error:
-                raise self._refused(what, error) from None
-            except (errors.NotSupportedError, errors.InvalidPathError) as error:
-                raise UsageError(f"{self.address}/{what}: {summarize_error(error)}") from None
-            except (errors.BaseError, _CutError) as error:
-                self._raise_lasting(what, error)
+                with self._common_errors(what):
+                    return call()
+            except TransferError as error:
                 now = progress()
-                if now - before > _LEAST_BYTES_PER_S * (time.monotonic() - since):
+                if now - before > LEAST_BYTES_PER_S * (time.monotonic() - since):
                     since, before, pause = time.monotonic(), now, _FIRST_PAUSE_S
                 if time.monotonic() - since > self.patience_s:
-                    raise RemoteError(
-                        f"{self.address}/{what}: failed for {self.patience_s:g} s: {summarize_error(error)}"
-                    ) from None
+                    raise RemoteError(f"{self.address}/{what}: failed for {self.patience_s:g} s: {error}") from None
             # Jitter: calls that failed together do not repeat together.
             time.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
-    def _raise_lasting(self, what: str, error: BaseException) -> None:
-        """Raise an error that a retry would not change."""
-        if _INSTANCE_METADATA in str(error):
-            raise UsageError(f"{self.address}: found no credentials (docs/remote.md)")
-        found = re.search(r"status code: (\d{3})", str(error))
-        status = 0 if found is None else int(found[1])
-        if status == 404:  # A listing in a bucket that does not exist.
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{self.address}/{what}")
+    @contextlib.contextmanager
+    def _common_errors(self, what: str) -> Iterator[None]:
+        """Raise TransferError for the errors of both clients that a retry may solve, errors of tracestore for others."""
+        errors = self._errors
+        try:
+            yield
+        except StatusError as error:
+            self._raise_status(what, error.status, error)
+            raise TransferError(summarize_error(error)) from None
+        except Exception as error:
+            if errors is None or not isinstance(error, errors.BaseError):
+                raise
+            if isinstance(error, (errors.AlreadyExistsError, errors.PreconditionError)):
+                raise  # The result of a conditional write.
+            if isinstance(error, (errors.PermissionDeniedError, errors.UnauthenticatedError)):
+                raise self._refused(what, error) from None
+            if isinstance(error, (errors.NotSupportedError, errors.InvalidPathError)):
+                raise UsageError(f"{self.address}/{what}: {summarize_error(error)}") from None
+            if _INSTANCE_METADATA in str(error):
+                raise UsageError(f"{self.address}: found no credentials (docs/remote.md)") from None
+            found = re.search(r"status code: (\d{3})", str(error))
+            self._raise_status(what, 0 if found is None else int(found[1]), error)
+            raise TransferError(summarize_error(error)) from None
+
+    def _raise_status(self, what: str, status: int, error: Exception) -> None:
+        """Raise the error of a status that a retry would not change."""
+        if status == 404:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{self.address}/{what}") from None
         if status in (401, 403):
-            raise self._refused(what, error)
+            raise self._refused(what, error) from None
         if 300 <= status < 500 and status not in (408, 409, 425, 429):
-            raise UsageError(f"{self.address}/{what}: {summarize_error(error)}")
+            raise UsageError(f"{self.address}/{what}: {summarize_error(error)}") from None
 
     def _refused(self, what: str, error: BaseException) -> UsageError:
         return UsageError(f"{self.address}/{what}: no permission: {summarize_error(error)}")
 
     # Reading
 
+    @contextlib.contextmanager
+    def _opened(self, path: str, max_bytes: int, offset: int = 0) -> Iterator[tuple[int | None, int, Iterator[Any]]]:
+        """Request an object. Yield its size, None if unknown, the offset of the first byte, and the pieces.
+
+        No more than a piece beyond max_bytes is read, whatever the server sends.
+        """
+        if self._web is not None:
+            with self._web.request(path, offset=offset) as answer:
+                yield answer.size, answer.offset, answer.pieces(max_bytes - answer.offset)
+            return
+        options: Any = {"range": {"offset": offset}} if offset else {}
+        result = self._obstore.get(self._store, path, options=options)
+        yield int(result.meta["size"]), offset, result.stream(min_chunk_size=_CHUNK_BYTES)
+
     def read(self, path: str, max_bytes: int = _MAX_SMALL_BYTES) -> bytes:
         """Return all bytes of an object. CorruptStoreError if it has more than max_bytes."""
 
         def whole() -> bytes:
-            found = self._obstore.get(self._store, path)
-            size = int(found.meta["size"])
-            if size > max_bytes:
-                raise CorruptStoreError(f"{path}: {size} bytes at {self.address}, expected at most {max_bytes}")
-            return bytes(found.bytes())
+            data = bytearray()
+            with self._opened(path, max_bytes) as (size, _, pieces):
+                expected = max_bytes if size is None else size
+                while expected <= max_bytes and len(data) <= expected and (piece := next(pieces, None)) is not None:
+                    data += piece
+            if max(len(data), expected) > max_bytes:
+                found = expected if expected > max_bytes else f"more than {max_bytes}"
+                raise CorruptStoreError(f"{path}: {found} bytes at {self.address}, expected at most {max_bytes}")
+            if size is not None and len(data) != size:
+                raise TransferError(f"{len(data):,} bytes of an object of {size:,}")
+            return bytes(data)
 
         return self.retry(path, whole)
 
     def stream(self, path: str, size: int, take: Callable[[Any, int], None]) -> int:
-        """Call ``take(piece, offset)`` for each chunk of an object, in order.
+        """Call ``take(piece, offset)`` for each chunk of an object, in order. `take` never gets more than `size` bytes.
 
         A cut transfer continues at its offset, or starts again at 0 if the server has no range requests.
 
@@ -220,18 +258,22 @@ class ObjectStore:
             attempts = attempts + 1 if done else 0
             if attempts > _ATTEMPTS_TO_GO_ON:
                 done = attempts = crc = 0
-            options: Any = {"range": {"offset": done}} if done else {}
-            result = self._obstore.get(self._store, path, options=options)
-            found = int(result.meta["size"])
-            if found != size:
-                raise CorruptStoreError(f"{path}: {found} bytes at {self.address} where {size} were committed")
-            for piece in result.stream(min_chunk_size=_CHUNK_BYTES):
-                take(piece, done)
-                crc = crc32c(memoryview(piece), crc)
-                done, attempts = done + len(piece), 0
-                furthest = max(furthest, done)
+            with self._opened(path, size, done) as (found, offset, pieces):
+                if found is not None and found != size:
+                    raise CorruptStoreError(f"{path}: {found} bytes at {self.address} where {size} were committed")
+                if offset != done:
+                    done = crc = 0
+                for piece in pieces:
+                    if done + len(piece) > size:
+                        raise CorruptStoreError(
+                            f"{path}: more bytes at {self.address} than the {size} that were committed"
+                        )
+                    take(piece, done)
+                    crc = crc32c(memoryview(piece), crc)
+                    done, attempts = done + len(piece), 0
+                    furthest = max(furthest, done)
             if done < size:
-                raise _CutError(f"cut after {done:,} of {size:,} bytes")
+                raise TransferError(f"cut after {done:,} of {size:,} bytes")
 
         if size:
             self.retry(path, transfer, lambda: furthest)
@@ -239,40 +281,33 @@ class ObjectStore:
 
     def size(self, path: str) -> int | None:
         """Return the size of an object in bytes, or None if it does not exist."""
+
+        def ask() -> int:
+            if self._web is None:
+                return int(self._obstore.head(self._store, path)["size"])
+            with self._web.request(path, method="HEAD") as answer:
+                if answer.size is None:
+                    raise TransferError("the server does not tell the size")
+                return answer.size
+
         try:
-            return int(self.retry(path, lambda: self._obstore.head(self._store, path))["size"])
+            return self.retry(path, ask)
         except FileNotFoundError:
             return None
 
     def list_dir(self, folder: str) -> list[str]:
-        """Return the names of the objects and folders directly in a folder, in order.
+        """Return the names of the objects and folders directly in a folder, in order. Errors are those of list_recursive.
 
         Web servers have no common listing: the links of the page that they show for the folder are returned.
         """
-
-        def listed() -> list[str]:
-            found = self._obstore.list_with_delimiter(self._store, folder)
-            paths = [o["path"] for o in found["objects"]] + [p.rstrip("/") for p in found["common_prefixes"]]
-            return sorted(path.rsplit("/", 1)[-1] for path in paths)
-
         if self.can_list:
-            try:
-                return self.retry(folder, listed)
-            except FileNotFoundError:
-                return []
+            begin = len(folder) + 1 if folder else 0
+            return sorted({path[begin:].partition("/")[0] for path in self.list_recursive(folder)})
         try:
             page = self.read(f"{folder}/").decode("utf-8", "replace")
         except (FileNotFoundError, UsageError):
             return []
         return sorted({m.rstrip("/") for m in re.findall(r'href="(?:\./)?([^"/?#:]+/?)"', page)})
-
-    def list_files(self, folder: str) -> list[str]:
-        """Return the names of the objects directly in a folder, in order. RemoteError for an endless listing."""
-        if not self.can_list:
-            return self.list_dir(folder)
-        return sorted(
-            path.rsplit("/", 1)[-1] for path in self.list_recursive(folder) if path.count("/") == folder.count("/") + 1
-        )
 
     def list_recursive(self, folder: str) -> list[str]:
         """Return the paths of all objects below a folder, in order. RemoteError for an endless listing."""
@@ -362,7 +397,3 @@ def _version(found: Any) -> Version:
     if not version:
         raise UsageError("the server gives objects neither entity tags nor versions: it cannot be written to safely")
     return version
-
-
-class _CutError(Exception):
-    """The response was truncated."""
