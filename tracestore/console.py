@@ -167,7 +167,7 @@ class Output:
 
 
 class Progress:
-    """Progress with its rate and the time left: a bar on a terminal, a note of the Output every 30 s in a log.
+    """Progress with its rate and the time left: a bar on a terminal, a note of the Output now and then in a log.
 
     Parameters
     ----------
@@ -175,10 +175,12 @@ class Progress:
         Receives the notes.
     unit : str
         What is counted; "B" for bytes.
+    log_interval_s : float
+        Seconds between two notes in a log.
     """
 
-    def __init__(self, output: Output, unit: str = "traces") -> None:
-        self._output = output
+    def __init__(self, output: Output, unit: str = "traces", log_interval_s: float = _LOG_INTERVAL_S) -> None:
+        self._output, self._log_interval_s = output, log_interval_s
         self._is_terminal = sys.stderr.isatty()
         self._start = self._last = time.monotonic()
         # tqdm puts the unit behind the rate without a space.
@@ -208,7 +210,7 @@ class Progress:
         """
         self._first = done if self._first is None else self._first
         now = time.monotonic()
-        if now - self._last < (_TERMINAL_INTERVAL_S if self._is_terminal else _LOG_INTERVAL_S):
+        if now - self._last < (_TERMINAL_INTERVAL_S if self._is_terminal else self._log_interval_s):
             return
         self._last = now
         # Imported here, because most commands end before the first update.

@@ -64,27 +64,6 @@ def test_detector_of_another_package_is_in_the_table_with_all_metrics(path, tmp_
     assert (out / "table.txt").read_text().strip() in done.stdout
 
 
-@pytest.mark.long
-def test_detector_whose_process_is_killed_hinders_no_other(path, tmp_path, monkeypatch):
-    site = install(tmp_path / "site", "killed = killed_detector:Killed", "killed-detector")
-    (site / "killed_detector.py").write_text(
-        "import os, signal\n"
-        "from norm_detector import NormDetector\n\n"
-        "class Killed(NormDetector):\n"
-        "    name = 'killed'\n"
-        "    def fit(self, store, indices, labels):\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    monkeypatch.syspath_prepend(str(site))
-    catalog.catalog.cache_clear()
-    try:
-        (entry,) = run(path, tmp_path / "out", "killed", "probe_mean", workers=2)["stores"].values()
-    finally:
-        catalog.catalog.cache_clear()
-    assert set(entry["detectors"]) == {"probe_mean", *CONTROLS}
-    assert "its process was killed" in entry["skipped"]["killed"]
-
-
 def test_comparisons_are_adjusted_over_all_pairs(path, tmp_path):
     (entry,) = run(path, tmp_path / "out", "probe_mean")["stores"].values()
     assert {(c["scheme"], c["unit"]) for c in entry["comparisons"]} == {
@@ -241,18 +220,6 @@ def test_several_stores_give_a_transfer_matrix(path, tmp_path):
     assert "s -> other" in done.stdout and (out / "scores-other.csv").exists() and (out / "folds-other.json").exists()
     small = write_store(tmp_path / "small.zarr", make_traces(60, tokens=6, dim=4), label=lambda k: k % 2)
     assert "layers or hidden size differ" in error_of("benchmark", path, small, "--output-dir", tmp_path / "b", code=2)
-
-
-def test_detector_that_fails_hinders_no_other(path, tmp_path, with_plugin, monkeypatch):
-    import norm_detector
-
-    def fail(*_):
-        raise ZeroDivisionError("by a detector")
-
-    monkeypatch.setattr(norm_detector.NormDetector, "fit", fail)
-    (entry,) = run(path, tmp_path / "out", "norm", "probe_mean")["stores"].values()
-    assert entry["skipped"] == {"norm": "ZeroDivisionError: by a detector"} and "probe_mean" in entry["detectors"]
-    assert "not run: norm: ZeroDivisionError" in (tmp_path / "out/table.txt").read_text()
 
 
 def test_detectors_without_their_fields_are_skipped_with_the_reason(tmp_path):

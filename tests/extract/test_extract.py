@@ -418,7 +418,7 @@ def test_generated_questions_are_a_function_of_the_seed():
 
 @pytest.mark.long
 def test_killed_and_resumed_run_makes_the_same_store(tiny_model, tmp_path):
-    """Kill the run at random times (20 in `make torture`), and resume it each time."""
+    """Kill the run at random times (50 in `make torture`), and resume it each time."""
     kills = int(os.environ.get("TRACESTORE_EXTRACT_KILLS", "3"))
     count = 20 + 20 * kills
     questions, store = tmp_path / "questions.csv", tmp_path / "killed.zarr"

@@ -26,6 +26,8 @@ def hub(monkeypatch, tmp_path):
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "HF_HOME": str(tmp_path / "hf"),
         "HF_TOKEN": TOKEN,
+        "TRACESTORE_REMOTE_TIMEOUT": "1",
+        "TRACESTORE_REMOTE_RETRY_TIMEOUT": "1.5",
     }
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

@@ -12,6 +12,8 @@ from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from tests.store.remote.lies import tell
+
 TOKEN = "hf_valid"
 PAGE = 7  # entries in a page of a listing
 MAX_REGULAR_BYTES = 1024
@@ -32,14 +34,16 @@ class Hub:
         Number of requests by (method, path).
     fault : callable
         Return the status to answer a request with, given (method, path), or None.
+    lie : callable
+        Return a function that sends the answer to a request, given (handler, data), or None, given (method, path).
     """
 
     def __init__(self):
         self.commits, self.branches, self.private, self.large = {}, {}, {}, {}
         self.parents, self.requests, self.fault = [], Counter(), lambda method, path: None
+        self.lie = lambda method, path: None
         self._lock = threading.Lock()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
         # As on the Hub, large files are on another host.
         self.large_url = f"http://localhost:{self._server.server_address[1]}/large"
@@ -70,6 +74,13 @@ class Hub:
         for data, _ in files.values():
             self.large[hashlib.sha256(data).hexdigest()] = data
         return name
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *_):
+        """A client may close a connection before its answer."""
 
 
 def _oid(data, is_large):
@@ -107,7 +118,10 @@ class _Handler(BaseHTTPRequestHandler):
             fault = self.hub.fault(self.command, path)
             if fault is not None:
                 return self.refuse(fault)
-            return self.dispatch(path)
+            lie = self.hub.lie(self.command, path)
+            if lie is None:
+                return self.dispatch(path)
+        return tell(lie, self, self.hub.large.get(path.removeprefix("/large/"), b"[]"))
 
     do_GET = do_HEAD = do_POST = do_PUT = handle_request
 

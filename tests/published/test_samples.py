@@ -6,7 +6,8 @@ import pytest
 import tracestore
 from tests.helpers import make_trace, write_store
 from tests.published.conftest import BEGIN, make_labeled, write_published
-from tracestore.detectors.catalog import list_detectors, make_detector, select
+from tracestore.detectors.apart import list_detectors
+from tracestore.detectors.catalog import make_detector, select
 from tracestore.detectors.interface import missing_fields
 
 QUESTIONS, SAMPLES = 8, 3

@@ -2,9 +2,10 @@
 
 import functools
 import multiprocessing
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,10 +14,12 @@ from typing import Any
 import numpy as np
 from threadpoolctl import threadpool_limits
 
+from tracestore.benchmark.activity import Activity
+from tracestore.detectors.apart import as_scores, one_line, plain, run_apart
 from tracestore.detectors.catalog import catalog, make_detector
 from tracestore.detectors.interface import Detector
 from tracestore.detectors.saved import content
-from tracestore.errors import RunInterruptedError, TracestoreError, UsageError
+from tracestore.errors import RunInterruptedError, UsageError, escape_unprintable
 from tracestore.evaluation.metrics import probability, youden_threshold
 from tracestore.oom.limits import PeakMemoryMonitor
 from tracestore.platform_support import MemoryUse, memory_use
@@ -24,6 +27,7 @@ from tracestore.published.linear import fit_linear
 from tracestore.store.read.store import TraceStore
 from tracestore.train.checkpoint import save_checkpoint
 
+_Job = tuple[str, "LabeledStore", Sequence["LabeledStore"], int, Path | None]
 # Platt scaling is nearly unregularized.
 _PLATT_C = 1000.0
 
@@ -112,8 +116,7 @@ def measure_detector(
         except (RunInterruptedError, KeyboardInterrupt):
             raise
         except Exception as error:
-            text = str(error) if isinstance(error, TracestoreError) else f"{type(error).__name__}: {error}"
-            result.error = " ".join(text.split())
+            result.error = one_line(error)
     result.cpu_s = time.process_time() - cpu
     result.peak_bytes = max(0, monitor.peak.anonymous - start.anonymous)
     return result
@@ -139,11 +142,9 @@ def _fitted(result: Measured, data: LabeledStore, rows: np.ndarray, keep_togethe
 
 def _scored(result: Measured, detector: Detector, data: LabeledStore, rows: np.ndarray) -> np.ndarray:
     start = time.perf_counter()
-    scores = np.asarray(detector.score(data.store, data.indices[rows]), np.float64)
+    scores = as_scores(detector.score(data.store, data.indices[rows]), rows.shape)
     result.score_s += time.perf_counter() - start
-    if scores.shape != rows.shape:
-        raise ValueError(f"score() returned the shape {scores.shape}, expected {rows.shape}")
-    return np.where(np.isfinite(scores), scores, np.nan)
+    return scores
 
 
 def _cross_validate(result: Measured, data: LabeledStore, scheme: str, folds: np.ndarray, seed: int) -> None:
@@ -228,34 +229,63 @@ def measure_all(
     others: Sequence[LabeledStore],
     seed: int,
     workers: int,
-    checkpoints: Path | None = None,
+    checkpoints: Path | None,
+    activity: Activity,
 ) -> Iterator[Measured]:
-    """Yield the result of every detector in the order of their names, computed by so many processes side by side."""
+    """Yield the result of every detector in the order of their names, computed by so many processes side by side.
+
+    A detector of another package runs in a process of its own, also with one worker.
+    """
     jobs = [(n, data, others, seed, None if checkpoints is None else checkpoints / f"{n}.pt") for n in names]
-    if workers == 1 or len(names) == 1:
-        yield from (measure_detector(*job) for job in jobs)
-        return
-    with _processes(workers) as pool:
-        # The last ones of the catalog take the longest, and begin first.
-        futures = [pool.submit(measure_detector, *job) for job in reversed(jobs)]
-        try:
-            for job, future in zip(jobs, reversed(futures), strict=True):
+
+    cancelled = threading.Event()
+
+    def measure(job: _Job, pool: ProcessPoolExecutor | None) -> Measured:
+        with activity.step(job[0]):
+            if catalog()[job[0]].is_foreign:
+                result = _measure_apart(job, cancelled)
+            elif pool is None:
+                result = measure_detector(*job)
+            else:
                 try:
-                    yield future.result()
-                except BrokenProcessPool:  # a process was killed: all of the pool end, whichever it was
-                    yield _measure_apart(*job)
-        finally:
-            pool.shutdown(cancel_futures=True)
+                    result = pool.submit(measure_detector, *job).result()
+                except BrokenProcessPool:  # A process was killed: all of the pool end, whichever it was.
+                    result = _measure_apart(job, cancelled)
+        activity.log(f"{result.name}: {result.error or _costs(result)}")
+        return result
+
+    if workers == 1 or len(names) == 1:
+        yield from (measure(job, None) for job in jobs)
+        return
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
+    threads = ThreadPoolExecutor(workers)
+    try:
+        # The last ones of the catalog take the longest, and begin first.
+        futures = [threads.submit(measure, job, pool) for job in reversed(jobs)]
+        yield from (future.result() for future in reversed(futures))
+    finally:
+        cancelled.set()
+        threads.shutdown(wait=False, cancel_futures=True)
+        pool.shutdown(cancel_futures=True)
+        threads.shutdown()
 
 
-def _processes(count: int) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(count, multiprocessing.get_context("spawn"))
+def _costs(result: Measured) -> str:
+    return f"{result.fit_s + result.score_s:.1f} s{f'; {result.unsaved}' if result.unsaved else ''}"
 
 
-def _measure_apart(name: str, *arguments: Any) -> Measured:
-    """Return the result of a detector in a process of its own, or as its error that the process was killed."""
-    with _processes(1) as pool:
-        try:
-            return pool.submit(measure_detector, name, *arguments).result()
-        except BrokenProcessPool:
-            return Measured(name, error="its process was killed; if memory ran out, use fewer --workers")
+def _measure_apart(job: _Job, cancelled: threading.Event) -> Measured:
+    """Return the result of a detector in a process of its own, or what the process did instead as its error."""
+    try:
+        result: Measured = run_apart(f"{__name__}:measure_plain", *job, cancelled=cancelled)
+    except UsageError as error:
+        return Measured(job[0], error=str(error))
+    return result
+
+
+def measure_plain(name: str, *arguments: Any) -> Measured:
+    """Return the result of `measure_detector` without values of classes that the detector defines."""
+    result = measure_detector(name, *arguments)
+    result.chosen, result.provenance = plain(result.chosen), plain(result.provenance)
+    result.unsaved = None if result.unsaved is None else escape_unprintable(result.unsaved)
+    return result

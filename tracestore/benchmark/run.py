@@ -8,14 +8,16 @@ from typing import Any
 
 import numpy as np
 
+from tracestore.benchmark.activity import Activity, Show
 from tracestore.benchmark.frozen_folds import FrozenFolds, frozen_folds
 from tracestore.benchmark.label_sources import compare_sources
 from tracestore.benchmark.measure import LabeledStore, Measured, external_scores, measure_all
 from tracestore.benchmark.results import compare_schemes, evaluate, transfer_entry
 from tracestore.benchmark.table import format_results
 from tracestore.console import nan_to_none, plural
+from tracestore.detectors.apart import named, properties
 from tracestore.detectors.catalog import catalog, make_detector
-from tracestore.detectors.interface import describe, missing_fields
+from tracestore.detectors.interface import missing_fields
 from tracestore.errors import TrainingError, UsageError
 from tracestore.features.table import features
 from tracestore.ingest.scores import read_scores
@@ -79,7 +81,7 @@ class BenchmarkOptions:
 
 
 def run_benchmark(
-    stores: Sequence[Any], output_dir: Path, options: BenchmarkOptions, log: Log = print
+    stores: Sequence[Any], output_dir: Path, options: BenchmarkOptions, log: Log = print, show: Show | None = None
 ) -> dict[str, Any]:
     """Compare detectors on stores, and write benchmark.json, scores.csv, table.txt, report.html and the folds.
 
@@ -92,6 +94,8 @@ def run_benchmark(
     options : BenchmarkOptions
     log : callable
         Called with each line of the log.
+    show : callable, optional
+        Called several times a second with the steps done, their number, and a function that returns what runs.
 
     Returns
     -------
@@ -122,7 +126,8 @@ def run_benchmark(
             overwrite=options.overwrite,
             inputs=options.scores.values(),
         )
-        return _run(opened, output_dir, options, log)
+        with Activity(log, show) as activity:
+            return _run(opened, output_dir, options, activity)
 
 
 def _scores_file(name: str, stores: Collection[str]) -> str:
@@ -148,32 +153,42 @@ def _check_stores(stores: list[TraceStore], options: BenchmarkOptions) -> None:
         raise UsageError(f"--scores {min(known)}=...: the name of a detector; choose another name")
 
 
-def _run(opened: dict[str, TraceStore], output_dir: Path, options: BenchmarkOptions, log: Log) -> dict[str, Any]:
+def _run(
+    opened: dict[str, TraceStore], output_dir: Path, options: BenchmarkOptions, activity: Activity
+) -> dict[str, Any]:
     data, folds = {}, {}
     for name, store in opened.items():
         targets = store.targets(options.score_threshold)
         path = (options.folds_dir or output_dir) / f"folds-{name}.json"
         folds[name] = frozen_folds(path, store, targets, options.folds, options.seed)
         data[name] = _labeled(name, store, targets, folds[name])
-        log(
+        activity.log(
             f"{store.path}: {plural(len(data[name].y), 'labeled trace')}, {int(data[name].y.sum()):,} hallucinated; {path}"
         )
+    if options.save_detectors:
+        (output_dir / RESULTS).unlink(missing_ok=True)
     results: dict[str, Any] = {"config": _config(options), "stores": {}, "transfer": []}
+    scores: dict[str, list[Measured]] = {}
     for name, of_store in data.items():
         others = [other for other in data.values() if other.name != name]
         folder = output_dir / ("checkpoints" if len(data) == 1 else f"checkpoints-{name}")
         checkpoints = folder if options.save_detectors else None
-        entry, measured = _run_store(of_store, others, folds[name], options, checkpoints, log)
-        results["stores"][name] = entry
-        write_scores(output_dir / _scores_file(name, data), of_store, measured)
+        entry, measured = _run_store(of_store, others, folds[name], options, checkpoints, activity)
+        results["stores"][name], scores[name] = entry, measured
         for other in others:
             results["transfer"] += [
                 transfer_entry(m, name, other, options.seed) for m in measured if other.name in m.transfer
             ]
-    write_json(output_dir / RESULTS, nan_to_none(results))
+    # Where benchmark.json is, the results are complete: earlier ones go first, the new ones come last.
+    (output_dir / RESULTS).unlink(missing_ok=True)
+    for name, measured in scores.items():
+        write_scores(output_dir / _scores_file(name, data), data[name], measured)
     with atomic_write(output_dir / TABLE) as file:
         file.write((format_results(results) + "\n").encode())
-    write_benchmark(nan_to_none(results), output_dir / REPORT, options.command)
+    activity.total += 1
+    with activity.step("report"):
+        write_benchmark(nan_to_none(results), output_dir / REPORT, options.command)
+    write_json(output_dir / RESULTS, nan_to_none(results))
     return BenchmarkResults(results)
 
 
@@ -206,44 +221,49 @@ def _run_store(
     folds: FrozenFolds,
     options: BenchmarkOptions,
     checkpoints: Path | None,
-    log: Log,
+    activity: Activity,
 ) -> tuple[dict[str, Any], list[Measured]]:
     """Return the entry of a store in the results, and the scores of the detectors that could run."""
     external = {name: _read_external(path, data) for name, path in options.scores.items()}
     skipped, runnable, info = {}, [], {}
     for name in _with_controls(options.detectors):
+        entry = catalog()[name]
         try:
-            detector = make_detector(name)
-            reason = next((m for s in (data, *others) for m in missing_fields(s.store, detector.fields)), None)
-            info[name] = {**describe(detector), "package": catalog()[name].package}
+            info[name] = properties(name) | {"package": entry.package}
+            fields = tuple(info[name]["fields"])
+            reason = next((m for s in (data, *others) for m in missing_fields(s.store, fields)), None)
         except UsageError as error:
-            reason = str(error)
+            reason = named(entry, error)
         if reason is None:
             runnable.append(name)
         else:
             skipped[name] = reason
+    activity.total += len(runnable) + 1
     start = time.perf_counter()
     wanted = {f for name in runnable if info[name]["package"] == "tracestore" for f in info[name]["fields"]}
     for group in dict.fromkeys(_FEATURES[f] for f in _FEATURES if f in wanted):
-        for of_store in (data, *others):
-            features(of_store.store, group)
+        activity.total += 1
+        with activity.step(f"features of {group}"):
+            for of_store in (data, *others):
+                features(of_store.store, group)
     features_s = time.perf_counter() - start
-    log(f"features of all layers: {features_s:.1f} s")
+    activity.log(f"features of all layers: {features_s:.1f} s")
     measured = []
-    for result in measure_all(runnable, data, others, options.seed, options.workers, checkpoints):
-        if result.error is not None:
+    for result in measure_all(runnable, data, others, options.seed, options.workers, checkpoints, activity):
+        if result.error is None:
+            measured.append(result)
+        else:
             skipped[result.name] = result.error
-            log(f"{result.name}: {result.error}")
-            continue
-        measured.append(result)
-        log(f"{result.name}: {result.fit_s + result.score_s:.1f} s{f'; {result.unsaved}' if result.unsaved else ''}")
     for name, path in options.scores.items():
         measured.append(external_scores(name, data, external[name]))
         info[name] = {"kind": "external", "summary": path.name, "package": ""}
     if not measured:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
         raise TrainingError(f"{data.store.path}: no detector can run: {reasons}")
-    detectors = {m.name: info[m.name] | evaluate(m, data, options.seed) for m in measured}
+    with activity.step("metrics and tests"):
+        detectors = {m.name: info[m.name] | evaluate(m, data, options.seed) for m in measured}
+        comparisons = compare_schemes(measured, data, options.seed)
+        label_sources = compare_sources(data, measured, options.score_threshold, options.seed)
     return {
         "store": data.store.info(),
         "folds": {"sha256": folds.digest, "num_folds": folds.num_folds, "seed": folds.seed, "schemes": [*data.folds]},
@@ -252,8 +272,8 @@ def _run_store(
         "num_groups": len({data.store.group(int(k)) for k in data.indices} - {""}),
         "features_s": features_s,
         "detectors": detectors,
-        "comparisons": compare_schemes(measured, data, options.seed),
-        "label_sources": compare_sources(data, measured, options.score_threshold, options.seed),
+        "comparisons": comparisons,
+        "label_sources": label_sources,
         "skipped": skipped,
     }, measured
 

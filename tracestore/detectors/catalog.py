@@ -5,17 +5,20 @@ A built-in detector is not an entry point itself, so that a checkout that is not
 
 import functools
 import pkgutil
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
 
-from tracestore.detectors.interface import Detector, describe, missing_fields
+from tracestore.detectors.interface import Detector
 from tracestore.detectors.registry import DETECTORS
-from tracestore.errors import UsageError
-from tracestore.store.read.store import TraceStore
+from tracestore.errors import UsageError, escape_unprintable
 
 GROUP = "tracestore.detectors"
+_OWN = "tracestore"
+# Names are also names of files, and columns of tables.
+_VALID_NAME = re.compile(r"[\w.+-]{1,100}", re.ASCII)
 # Sets of detectors that --detectors takes instead of names.
 SETS = ("all", "features")
 _TORCH_MODEL = "tracestore.benchmark.torch_models:TorchModel"
@@ -70,6 +73,11 @@ class CatalogEntry:
     make: Callable[..., Detector]
     is_torch_model: bool = False
 
+    @property
+    def is_foreign(self) -> bool:
+        """True for a detector of another package, whose code runs in a process of its own: see `apart`."""
+        return self.package != _OWN
+
 
 @functools.cache
 def catalog() -> dict[str, CatalogEntry]:
@@ -80,19 +88,16 @@ def catalog() -> dict[str, CatalogEntry]:
     UsageError
         Two packages have a detector of the same name.
     """
-    found = {
-        name: CatalogEntry(name, "tracestore", _lazy(path, options)) for name, (path, options) in _BUILT_IN.items()
-    }
+    found = {name: CatalogEntry(name, _OWN, _lazy(path, options)) for name, (path, options) in _BUILT_IN.items()}
     for name in DETECTORS:
-        found[name] = CatalogEntry(name, "tracestore", _lazy(_TORCH_MODEL, {"name": name}), is_torch_model=True)
+        found[name] = CatalogEntry(name, _OWN, _lazy(_TORCH_MODEL, {"name": name}), is_torch_model=True)
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
-        package = point.dist.name if point.dist else point.value
-        if point.name in found:
-            other = found[point.name].package
-            raise UsageError(
-                f"{package}: its detector {point.name} has the name of one of {other}; uninstall {package}"
-            )
-        found[point.name] = CatalogEntry(point.name, package, functools.partial(_load, point.name, point.load, package))
+        package = escape_unprintable(point.dist.name if point.dist else point.value, 100)
+        name = escape_unprintable(point.name, 100)
+        if name in found:
+            other = found[name].package
+            raise UsageError(f"{package}: its detector {name} has the name of one of {other}; uninstall {package}")
+        found[name] = CatalogEntry(name, package, functools.partial(_load, name, point.load, package))
     return found
 
 
@@ -106,10 +111,12 @@ def _lazy(path: str, options: dict[str, Any]) -> Callable[..., Detector]:
 
 def _load(name: str, load: Callable[[], Any], package: str, **options: Any) -> Detector:
     """Return a detector of another package; UsageError, with the name of the package, if it cannot be made."""
+    if _VALID_NAME.fullmatch(name) is None:
+        raise UsageError(f"{package}: found the name {name!r}, expected letters, digits and the characters _.+-")
     try:
         detector = load()(**options)
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        reason = escape_unprintable(f"{type(error).__name__}: {error}", 200)
         raise UsageError(f"{package}: detector {name} cannot be loaded: {reason}") from error
     if not isinstance(detector, Detector):
         raise UsageError(f"{package}: {name} is a {type(detector).__name__}, expected a tracestore.detectors.Detector")
@@ -153,22 +160,3 @@ def select(text: str) -> list[str]:
         return entry.name in wanted or "all" in wanted or ("features" in wanted and not entry.is_torch_model)
 
     return [name for name, entry in entries.items() if is_wanted(entry)]
-
-
-def list_detectors(store: TraceStore | None = None) -> list[dict[str, Any]]:
-    """Return the properties of every detector, values of JSON.
-
-    Each has name, package, the keys of `interface.describe` and parameters. With a store, "missing" lists what the
-    store lacks for the detector. A detector that cannot be loaded has "error" instead.
-    """
-    rows = []
-    for name, entry in catalog().items():
-        row: dict[str, Any] = {"name": name, "package": entry.package}
-        try:
-            detector = entry.make()
-        except UsageError as error:
-            rows.append(row | {"error": str(error)})
-            continue
-        row |= {**describe(detector), "parameters": detector.parameters}
-        rows.append(row if store is None else row | {"missing": list(missing_fields(store, detector.fields))})
-    return rows

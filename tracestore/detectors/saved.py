@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 import tracestore
-from tracestore.detectors.catalog import make_detector
+from tracestore.detectors.apart import DetectorApart
+from tracestore.detectors.catalog import catalog, make_detector
 from tracestore.detectors.interface import Detector
 from tracestore.errors import UsageError
 from tracestore.store.format.provenance import Provenance
@@ -122,7 +123,8 @@ def from_content(saved: Mapping[str, Any], path: object) -> FittedDetector:
         if not np.isfinite(numbers).all():
             raise ValueError
         origin = tuple(map(Provenance.from_json, saved["store"]["provenance"]))
-        detector = make_detector(name, **options)
+        is_foreign = name in catalog() and catalog()[name].is_foreign
+        detector = DetectorApart(name, options) if is_foreign else make_detector(name, **options)
         detector.load_state(_to_arrays(saved["model"]))
     except (UsageError, MemoryError):
         raise

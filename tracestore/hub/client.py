@@ -1,4 +1,4 @@
-"""The library of the Hugging Face Hub: its errors as errors of tracestore, and its output silenced."""
+"""The library of the Hugging Face Hub, which uploads: its errors as errors of tracestore, and its output silenced."""
 
 import errno
 import os
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from tracestore.errors import DiskFullError, RemoteError, TracestoreError, UsageError
 from tracestore.extras import needs
-from tracestore.store.format import paths
+from tracestore.hub.data_set import README
 
 with needs("hub"):
     from huggingface_hub import HfApi
@@ -26,7 +26,6 @@ with needs("hub"):
     )
 
 REPO_TYPE = "dataset"
-README, _ATTRIBUTES = "README.md", ".gitattributes"
 # The base class of errors of the HTTP library, whose name differs between versions of huggingface_hub.
 _HTTPError: type[Exception] = HfHubHTTPError.__bases__[0]
 _SILENT = 60  # above logging.CRITICAL
@@ -86,19 +85,3 @@ def _converted(error: Exception, repo_id: str) -> TracestoreError:
     if isinstance(error, ValueError) and README in text:
         return UsageError(f"{repo_id}: {text}")
     return RemoteError(f"{repo_id}: {' '.join(str(chain[-1]).split())[:200] or type(chain[-1]).__name__}")
-
-
-def store_files(api: HfApi, repo_id: str, commit: str) -> tuple[dict[str, int], list[str]]:
-    """Return the sizes of the files of a data set that can be files of a store, and the paths of the others.
-
-    The card and the file with git's attributes are in neither.
-    """
-    sizes, others = {}, []
-    for item in api.list_repo_tree(repo_id, recursive=True, revision=commit, repo_type=REPO_TYPE):
-        if not hasattr(item, "size"):
-            continue  # a folder
-        if paths.is_own(item.path, is_folder=False):
-            sizes[item.path] = item.size
-        elif item.path not in (README, _ATTRIBUTES):
-            others.append(item.path)
-    return sizes, others

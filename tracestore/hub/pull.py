@@ -2,12 +2,14 @@
 
 import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from tracestore._core.kernels import crc32c
+from tracestore._core.mapping import MappedFile
 from tracestore.errors import CorruptStoreError, UsageError
-from tracestore.hub.client import REPO_TYPE, hub_calls, store_files
+from tracestore.hub.data_set import DataSet
 from tracestore.store.format import paths
 from tracestore.store.format.entries import FileEntry, size_mismatch
 from tracestore.store.format.manifest import MAX_MANIFEST_BYTES, Manifest
@@ -18,12 +20,16 @@ from tracestore.store.io.ownership import remove_own
 from tracestore.store.maintain.verify import verify_store
 from tracestore.store.read.index import StoreIndex
 from tracestore.store.read.segment import SegmentReader
+from tracestore.store.remote.object_store import ObjectStore
+from tracestore.store.remote.threads import in_threads
 from tracestore.store.write.commit import write_root
 
 _REQUESTS = 4
-# The library keeps its records of complete files in this folder.
-_LIBRARY_FOLDER = ".cache"
-_EXPECTED = {*paths.TOP_FOLDERS, "lock", "zarr.json", _LIBRARY_FOLDER}
+# Files in transfer are in this folder.
+_PARTIAL = ".partial"
+_EXPECTED = {*paths.TOP_FOLDERS, "lock", "zarr.json", _PARTIAL}
+# How often a file with a wrong checksum is fetched: an earlier part of it may be of another commit.
+_ATTEMPTS = 2
 
 
 @dataclass
@@ -60,7 +66,7 @@ def pull_store(
     """Download the newest generation of a store, verify it, and give it its name.
 
     Nothing in the data set is trusted: only paths that the format defines are requested, only with the sizes that
-    the manifest lists. Until the store is complete and verified, its files are in the hidden folder ``.pull-NAME``
+    the manifest lists, and a file is cut at that size. Until the store is complete and verified, its files are in the hidden folder ``.pull-NAME``
     next to it; after an interruption the same call continues there. All files are regular files.
 
     Parameters
@@ -96,25 +102,21 @@ def pull_store(
         raise UsageError(f"{path}: pull to a folder of this machine")
     require_outside_stores(path)
     folder = path.parent / f".pull-{path.name}"
-    with fsio.map_os_errors(path), hub_calls(repo_id) as api:
+    with fsio.map_os_errors(path):
         _require_absent(path)
-        commit = str(api.dataset_info(repo_id, revision=revision).sha)
-        sizes, others = store_files(api, repo_id, commit)
+        data_set = DataSet(repo_id, revision)
+        sizes, others = data_set.list_files()
         numbers = [int(p[-10:]) for p in sizes if p.startswith("manifest/") and paths.is_generation(p[9:])]
         if not numbers:
             raise UsageError(f"{repo_id}: the data set holds no store")
-        report = PullReport(str(path), repo_id, commit, max(numbers), ignored=others)
+        report = PullReport(str(path), repo_id, data_set.commit, max(numbers), ignored=others)
         fsio.makedirs(folder)
         if unknown := sorted(set(os.listdir(folder)) - _EXPECTED):
             raise UsageError(f"{folder}: contains {unknown[0]!r}, which pull did not write. Move it elsewhere.")
         lock = fsio.WriterLock(folder)
         try:
             _require_absent(path)
-
-            def download(name: str) -> None:
-                api.hf_hub_download(repo_id, name, repo_type=REPO_TYPE, revision=commit, local_dir=folder)
-
-            _Download(folder, sizes, download, progress).run(report)
+            _Download(folder, sizes, data_set.files, progress).run(report)
             os.rename(folder, path)
             fsio.fsync_path(path.parent)
         finally:
@@ -136,8 +138,8 @@ class _Download:
         The folder, which may hold files of an interrupted download.
     sizes : dict of str to int
         Sizes of the files on the server.
-    download : callable
-        Download a file into the folder, unless it is there.
+    objects : ObjectStore
+        The files on the server.
     progress : callable or None
         Receives the bytes done and the total.
     """
@@ -146,10 +148,10 @@ class _Download:
         self,
         folder: Path,
         sizes: dict[str, int],
-        download: Callable[[str], None],
+        objects: ObjectStore,
         progress: Callable[[int, int], None] | None,
     ) -> None:
-        self._folder, self._sizes, self._download, self._progress = folder, sizes, download, progress
+        self._folder, self._sizes, self._objects, self._progress = folder, sizes, objects, progress
         self._wanted: dict[str, FileEntry] = {}
         self._done = 0
 
@@ -175,7 +177,8 @@ class _Download:
             raise CorruptStoreError(
                 f"{newest}: found {self._sizes[newest]:,} bytes, expected at most {MAX_MANIFEST_BYTES:,}"
             )
-        self._download(newest)
+        fsio.makedirs((self._folder / newest).parent)
+        fsio.replace_file(self._folder / newest, self._objects.read(newest, MAX_MANIFEST_BYTES))
         manifest = files.load_manifest(generation)
         self._fetch(manifest.small_files())
         segments = list(StoreIndex(files, manifest).segments())
@@ -197,14 +200,37 @@ class _Download:
         needed = sum(entry.size for entry in chosen.values() if not (self._folder / entry.path).exists())
         fsio.require_free_bytes(self._folder, needed, "the store")
         total = sum(entry.size for entry in self._wanted.values())
-        pool = ThreadPoolExecutor(_REQUESTS)
-        try:
-            for entry, _ in zip(chosen.values(), pool.map(self._download, chosen), strict=True):
-                self._done += entry.size
-                if self._progress is not None:
-                    self._progress(self._done, total)
-        finally:
-            pool.shutdown(cancel_futures=True)
+        for entry in in_threads(self._download, chosen.values(), _REQUESTS):
+            self._done += entry.size
+            if self._progress is not None:
+                self._progress(self._done, total)
+
+    def _download(self, entry: FileEntry, check: Callable[[], None]) -> FileEntry:
+        """Download a file and give it its name when it is complete. A part of an earlier download is continued."""
+        final, partial = self._folder / entry.path, self._folder / _PARTIAL / entry.path.replace("/", "-")
+        if final.exists() and _crc_of(final, entry.size) == entry.crc32c:
+            return entry
+        for folder in (final.parent, partial.parent):
+            fsio.makedirs(folder)
+        with open(os.open(partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), "r+b", buffering=0) as file:
+
+            def take(piece: Any, offset: int) -> None:
+                check()
+                fsio.pwritev_all(file.fileno(), [memoryview(piece)], offset)
+
+            done = min(os.fstat(file.fileno()).st_size, entry.size)
+            for _ in range(_ATTEMPTS):
+                file.truncate(done)
+                try:
+                    found = self._objects.stream(entry.path, entry.size, take, done, _crc_of(partial, done) or 0)
+                except FileNotFoundError:
+                    raise CorruptStoreError(f"{entry.path}: missing in the data set") from None
+                if found == entry.crc32c:
+                    os.replace(partial, final)
+                    return entry
+                done = 0
+        fsio.remove_tree(partial)
+        raise CorruptStoreError(f"{entry.path}: checksum mismatch: damaged in the data set")
 
     def _verify(self, manifest: Manifest) -> None:
         """Raise CorruptStoreError unless the store is intact; remove damaged files, so that they are fetched again."""
@@ -224,7 +250,7 @@ class _Download:
 
     def _complete(self, manifest: Manifest) -> None:
         """Add the copy of the manifest, remove other files, and synchronize the store with the disk."""
-        fsio.remove_tree(self._folder / _LIBRARY_FOLDER)
+        fsio.remove_tree(self._folder / _PARTIAL)
         newest = paths.manifest(manifest.generation)
         fsio.replace_file(self._folder / paths.manifest_copy(manifest.generation), manifest.to_bytes())
         kept = {*self._wanted, newest, paths.manifest_copy(manifest.generation), "zarr.json", "lock"}
@@ -237,3 +263,10 @@ class _Download:
                 elif name in names or not os.listdir(Path(parent, name)):
                     remove_own(self._folder, path)
             fsio.fsync_path(Path(parent))
+
+
+def _crc_of(path: Path, size: int) -> int | None:
+    """Return the CRC-32C of a file, None if it has another size."""
+    if path.stat().st_size != size:
+        return None
+    return crc32c(memoryview(MappedFile(path, size, path.name))) if size else 0

@@ -2,7 +2,6 @@
 
 import os
 import re
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,8 @@ from tracestore.console import plural
 from tracestore.errors import CorruptStoreError, UsageError
 from tracestore.extras import needs
 from tracestore.hub.card import make_card
-from tracestore.hub.client import README, REPO_TYPE, hub_calls, store_files
+from tracestore.hub.client import REPO_TYPE, hub_calls
+from tracestore.hub.data_set import README, DataSet
 from tracestore.store.format import paths
 from tracestore.store.io.files import RemoteURL, parse_location
 from tracestore.store.io.fsio import map_os_errors
@@ -146,8 +146,9 @@ class _Upload:
             **{file.path: str(self._folder / file.path) for file in manifest.small_files()},
         }
         self._total = len(data) + len(last)
-        old, _ = store_files(self._api, self._target["repo_id"], self._commit)
-        readme = make_card(self._store, self._target["repo_id"], license, self._old_readme())
+        found = DataSet(self._target["repo_id"], self._commit)
+        old, _ = found.list_files()
+        readme = make_card(self._store, self._target["repo_id"], license, _old_readme(found))
         stale = sorted(old.keys() - last.keys() - set(data))
         while len(data) > _FILES_PER_COMMIT:
             self._send({path: str(self._folder / path) for path in data[:_FILES_PER_COMMIT]}, "Upload segments")
@@ -175,14 +176,12 @@ class _Upload:
         )
         self._commit = done.oid
 
-    def _old_readme(self) -> str:
-        """Return the README.md of the data set, "" if it has none."""
-        repo_id, commit = self._target["repo_id"], self._commit
-        found: list[Any] = self._api.get_paths_info(repo_id, [README], revision=commit, repo_type=REPO_TYPE)
-        if not found:
-            return ""
-        if found[0].size > _MAX_README_BYTES:
-            raise UsageError(f"{repo_id}: {README} has {found[0].size:,} bytes, expected at most {_MAX_README_BYTES:,}")
-        with tempfile.TemporaryDirectory() as folder:
-            path = self._api.hf_hub_download(repo_id, README, repo_type=REPO_TYPE, revision=commit, local_dir=folder)
-            return Path(path).read_text(encoding="utf-8", errors="replace")
+
+def _old_readme(data_set: DataSet) -> str:
+    """Return the README.md of the data set, "" if it has none."""
+    try:
+        return data_set.files.read(README, _MAX_README_BYTES).decode("utf-8", "replace")
+    except FileNotFoundError:
+        return ""
+    except CorruptStoreError as error:
+        raise UsageError(f"{data_set.repo_id}: {error}") from None

@@ -37,7 +37,7 @@ class FolderServer:
                 pass
 
             def do_GET(self):
-                path = root / self.path.lstrip("/").split("/", 1)[-1]
+                path = root / self.path.partition("?")[0].lstrip("/").split("/", 1)[-1]
                 if path.is_dir():
                     names = "".join(f'<a href="{name}">' for name in sorted(os.listdir(path)))
                     data = names.encode()

@@ -12,13 +12,16 @@ import shlex
 from pathlib import Path
 
 from tracestore.cli.flags import add_allow_mixed_provenance
-from tracestore.console import Output, Parser, int_between, positive_int
+from tracestore.console import Output, Parser, Progress, int_between, positive_int
 from tracestore.errors import UsageError
 from tracestore.extras import require
 from tracestore.platform_support import num_processors
 from tracestore.store.format.labels import DEFAULT_THRESHOLD
 from tracestore.store.io.files import parse_location
 from tracestore.store.io.fsio import map_os_errors
+
+# In a log, a line tells at least this often what runs.
+_LOG_INTERVAL_S = 3.0
 
 
 def add_arguments(parser: Parser) -> None:
@@ -98,8 +101,13 @@ def run(args: argparse.Namespace, output: Output) -> None:
         overwrite=args.overwrite,
         allow_mixed_provenance=args.allow_mixed_provenance,
     )
-    with map_os_errors(args.output_dir):
-        results = run_benchmark(args.stores, args.output_dir, options, log=output.info)
+    with map_os_errors(args.output_dir), Progress(output, "steps", _LOG_INTERVAL_S) as progress:
+
+        def log(line: str) -> None:
+            progress.clear()
+            output.info(line)
+
+        results = run_benchmark(args.stores, args.output_dir, options, log, progress.update)
     output.info(f"\n{format_results(results)}\n\n{args.output_dir / RESULTS}\n{args.output_dir / REPORT}")
     output.print_json(results)
 

@@ -23,7 +23,7 @@ def run(args: argparse.Namespace, output: Output) -> None:
     """Print one line for each detector, and then its description, cost and reference."""
     if isinstance(args.store, Path) and not args.store.exists():
         raise UsageError(f"{args.store}: no such store")
-    from tracestore.detectors.catalog import list_detectors
+    from tracestore.detectors.apart import list_detectors
     from tracestore.store.read.store import open_store
 
     rows = list_detectors(None if args.store is None else open_store(args.store))

@@ -145,7 +145,8 @@ class StoreVerifier(ABC):
 
     def check(self, entries: Iterable[FileEntry]) -> None:
         """Check announced files. Large files go first, which balances the threads."""
-        with ThreadPoolExecutor(self._num_threads) as pool:
+        pool = ThreadPoolExecutor(self._num_threads)
+        try:
             started = [(e, self.start(pool, e)) for e in sorted(entries, key=lambda e: (-e.size, e.path))]
             for entry, crc in started:
                 try:
@@ -153,6 +154,8 @@ class StoreVerifier(ABC):
                         self.report.damaged[entry.path] = "checksum mismatch"
                 except (CorruptStoreError, OSError) as error:
                     self.report.damaged[entry.path] = reason_of(error)
+        finally:
+            pool.shutdown(cancel_futures=True)  # A server that fails does so for every file that waits.
 
     def advance(self, num_bytes: int) -> None:
         """Report that some more bytes are done."""

@@ -18,7 +18,8 @@ from tracestore.store.io.files import FilePrefetcher, ReadableFiles, RemoteURL
 from tracestore.store.remote.disk_cache import DiskCache, NextUse
 from tracestore.store.remote.helper import Helper
 from tracestore.store.remote.object_store import ObjectStore
-from tracestore.store.remote.prefetch import FetchCancelledError, RemoteFilePrefetcher
+from tracestore.store.remote.prefetch import RemoteFilePrefetcher
+from tracestore.store.remote.threads import in_threads
 
 _SMALL_AT_ONCE = 16  # requests for the small files that opening needs
 _TRIES = 20
@@ -117,33 +118,12 @@ class RemoteFiles(ReadableFiles):
             missing = [e for e in entries if self.cache.get_cached(DiskCache.name_of(address, e)) is None]
         if len(missing) < 2 or sum(e.size for e in missing) > self.cache.max_bytes or self.object_store.is_forked:
             return
-        errors: list[Exception] = []
-        stopped, upcoming = threading.Event(), iter(missing)
 
-        def check() -> None:
-            if stopped.is_set():
-                raise FetchCancelledError
+        def get(entry: FileEntry, check: Callable[[], None]) -> None:
+            self.cache.get(self.object_store, entry, self.next_use, check)
 
-        def run() -> None:
-            try:
-                for entry in upcoming:  # Each thread takes the next one.
-                    check()
-                    self.cache.get(self.object_store, entry, self.next_use, check)
-            except Exception as error:
-                errors.append(error)
-                stopped.set()
-
-        # Daemon threads: a server may take minutes to answer, and the process does not wait for it.
-        threads = [threading.Thread(target=run, daemon=True) for _ in range(min(len(missing), _SMALL_AT_ONCE))]
-        for thread in threads:
-            thread.start()
-        try:
-            for thread in threads:
-                thread.join()
-        finally:
-            stopped.set()
-        if errors:
-            raise errors[0]
+        for _ in in_threads(get, missing, _SMALL_AT_ONCE):
+            pass
 
     def close(self) -> None:
         """Stop the helper process, if there is one."""

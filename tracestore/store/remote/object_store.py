@@ -1,9 +1,7 @@
 """A folder of an object store or web server: its objects as bytes, with retries after failures."""
 
 import contextlib
-import errno
 import os
-import random
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -15,19 +13,14 @@ from typing import Any, TypeVar
 from tracestore._core.kernels import crc32c
 from tracestore.errors import CorruptStoreError, RemoteError, UsageError
 from tracestore.extras import needs
-from tracestore.store.io.files import RemoteURL
-from tracestore.store.remote.web_server import LEAST_BYTES_PER_S, StatusError, TransferError, WebServer
+from tracestore.store.remote.retries import Server, summarize_error
+from tracestore.store.remote.web_server import TransferError, WebServer
 
 SCHEMES = ("s3", "gs", "http", "https")
-# A request that receives no byte for this time is repeated.
-TIMEOUT_S = 30.0
-# A call that makes no progress for this time fails.
-PATIENCE_S = 120.0
 # Bound for objects that are read whole, and for the page of a web server that lists a folder.
 _MAX_SMALL_BYTES = 4 << 20
 # More objects than any store has.
 _MAX_NAMES = 4_000_000
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _CHUNK_BYTES = 1 << 20
 _ATTEMPTS_TO_GO_ON = 2
 _AT_ONCE = 16
@@ -44,25 +37,7 @@ Version = dict[str, str]
 _client_pid: int | None = None
 
 
-def seconds_of(variable: str, default: float) -> float:
-    """Return the seconds that an environment variable sets. UsageError if its value is not a positive number."""
-    text = os.environ.get(variable)
-    try:
-        value = default if text is None else float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise UsageError(f"found {variable}={text}, expected seconds")
-    return value
-
-
-def summarize_error(error: BaseException) -> str:
-    """Return the message of a server error on one line, without its XML document."""
-    text = str(error).split("\n", 1)[0].split(": <?xml", 1)[0]
-    return " ".join(re.sub(r"Debug source:.*", "", text).split())[:300]
-
-
-class ObjectStore:
+class ObjectStore(Server):
     """Objects by their path below `address`.
 
     Safe to use from threads, not across a fork. Responses 408, 409, 425, 429 and 5xx, timeouts and
@@ -74,10 +49,10 @@ class ObjectStore:
         A URL. The usual environment variables select endpoint and credentials: AWS_ACCESS_KEY_ID,
         AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL, AWS_SKIP_SIGNATURE=true for public buckets,
         GOOGLE_APPLICATION_CREDENTIALS, ...
-    timeout_s : float, optional
-        Seconds without a byte after which a request is repeated (TRACESTORE_REMOTE_TIMEOUT, 30).
-    patience_s : float, optional
-        Seconds without progress after which a call fails (TRACESTORE_REMOTE_RETRY_TIMEOUT, 120).
+    timeout_s, patience_s : float, optional
+        See Server.
+    login : str
+        Value of the header Authorization for a web server.
 
     Raises
     ------
@@ -89,12 +64,10 @@ class ObjectStore:
         From methods that need an object, if it does not exist.
     """
 
-    def __init__(self, address: str, *, timeout_s: float | None = None, patience_s: float | None = None) -> None:
-        self.address = RemoteURL(address.rstrip("/"))
-        self.patience_s = (
-            seconds_of("TRACESTORE_REMOTE_RETRY_TIMEOUT", PATIENCE_S) if patience_s is None else patience_s
-        )
-        timeout_s = seconds_of("TRACESTORE_REMOTE_TIMEOUT", TIMEOUT_S) if timeout_s is None else timeout_s
+    def __init__(
+        self, address: str, *, timeout_s: float | None = None, patience_s: float | None = None, login: str = ""
+    ) -> None:
+        super().__init__(address, timeout_s=timeout_s, patience_s=patience_s)
         scheme, _, rest = address.partition("://")
         if scheme not in SCHEMES:
             raise UsageError(f"{address}: found {scheme}://, expected one of {', '.join(f'{s}://' for s in SCHEMES)}")
@@ -107,11 +80,11 @@ class ObjectStore:
         self._web: WebServer | None = None
         self._errors: Any = None
         if self.can_list:
-            self._open_client(scheme, timeout_s)
+            self._open_client(scheme)
         else:
-            self._web = WebServer(str(self.address), timeout_s, self.patience_s)
+            self._web = WebServer(str(self.address), self.timeout_s, self.patience_s, login)
 
-    def _open_client(self, scheme: str, timeout_s: float) -> None:
+    def _open_client(self, scheme: str) -> None:
         with needs("remote"):
             import obstore
             from obstore.store import from_url
@@ -119,9 +92,9 @@ class ObjectStore:
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
         options: dict[str, Any] = {
             # For one request; a larger transfer continues where it was cut.
-            "timeout": timedelta(seconds=max(self.patience_s, timeout_s)),
-            "read_timeout": timedelta(seconds=timeout_s),
-            "connect_timeout": timedelta(seconds=min(10.0, timeout_s)),
+            "timeout": timedelta(seconds=max(self.patience_s, self.timeout_s)),
+            "read_timeout": timedelta(seconds=self.timeout_s),
+            "connect_timeout": timedelta(seconds=min(10.0, self.timeout_s)),
         }
         if scheme == "s3" and endpoint.startswith("http://"):
             options["allow_http"] = True
@@ -140,10 +113,7 @@ class ObjectStore:
         return self._web is None and _client_pid is not None and _client_pid != os.getpid()
 
     def retry(self, what: str, call: Callable[[], T], progress: Callable[[], int] = lambda: 0) -> T:
-        """Repeat a call until it succeeds, or fails for patience_s without progress.
-
-        `progress` returns the bytes that were transferred so far; `what` names the object in errors.
-        """
+        """See Server. UsageError in a process that `is_forked`."""
         if self.is_forked:
             raise UsageError(
                 f"{self.address}: this process was forked from one that talks to a server: open the store "
@@ -151,56 +121,23 @@ class ObjectStore:
             )
         global _client_pid
         _client_pid = os.getpid() if self._web is None else _client_pid
-        since, before, pause = time.monotonic(), progress(), _FIRST_PAUSE_S
-        while True:
-            try:
-                with self._common_errors(what):
-                    return call()
-            except TransferError as error:
-                now = progress()
-                if now - before > LEAST_BYTES_PER_S * (time.monotonic() - since):
-                    since, before, pause = time.monotonic(), now, _FIRST_PAUSE_S
-                if time.monotonic() - since > self.patience_s:
-                    raise RemoteError(f"{self.address}/{what}: failed for {self.patience_s:g} s: {error}") from None
-            # Jitter: calls that failed together do not repeat together.
-            time.sleep(pause * random.uniform(0.5, 1.0))
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
+        return super().retry(what, call, progress)
 
-    @contextlib.contextmanager
-    def _common_errors(self, what: str) -> Iterator[None]:
-        """Raise TransferError for the errors of both clients that a retry may solve, errors of tracestore for others."""
+    def translate(self, what: str, error: Exception) -> Exception:
+        """See Server."""
         errors = self._errors
-        try:
-            yield
-        except StatusError as error:
-            self._raise_status(what, error.status, error)
-            raise TransferError(summarize_error(error)) from None
-        except Exception as error:
-            if errors is None or not isinstance(error, errors.BaseError):
-                raise
-            if isinstance(error, (errors.AlreadyExistsError, errors.PreconditionError)):
-                raise  # The result of a conditional write.
-            if isinstance(error, (errors.PermissionDeniedError, errors.UnauthenticatedError)):
-                raise self._refused(what, error) from None
-            if isinstance(error, (errors.NotSupportedError, errors.InvalidPathError)):
-                raise UsageError(f"{self.address}/{what}: {summarize_error(error)}") from None
-            if _INSTANCE_METADATA in str(error):
-                raise UsageError(f"{self.address}: found no credentials (docs/remote.md)") from None
-            found = re.search(r"status code: (\d{3})", str(error))
-            self._raise_status(what, 0 if found is None else int(found[1]), error)
-            raise TransferError(summarize_error(error)) from None
-
-    def _raise_status(self, what: str, status: int, error: Exception) -> None:
-        """Raise the error of a status that a retry would not change."""
-        if status == 404:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{self.address}/{what}") from None
-        if status in (401, 403):
-            raise self._refused(what, error) from None
-        if 300 <= status < 500 and status not in (408, 409, 425, 429):
-            raise UsageError(f"{self.address}/{what}: {summarize_error(error)}") from None
-
-    def _refused(self, what: str, error: BaseException) -> UsageError:
-        return UsageError(f"{self.address}/{what}: no permission: {summarize_error(error)}")
+        # The results of conditional writes.
+        kept = () if errors is None else (errors.AlreadyExistsError, errors.PreconditionError)
+        if errors is None or not isinstance(error, errors.BaseError) or isinstance(error, kept):
+            return super().translate(what, error)
+        if isinstance(error, (errors.PermissionDeniedError, errors.UnauthenticatedError)):
+            return self.refused(what, error)
+        if isinstance(error, (errors.NotSupportedError, errors.InvalidPathError)):
+            return UsageError(f"{self.address}/{what}: {summarize_error(error)}")
+        if _INSTANCE_METADATA in str(error):
+            return UsageError(f"{self.address}: found no credentials (docs/remote.md)")
+        found = re.search(r"status code: (\d{3})", str(error))
+        return self.of_status(what, 0 if found is None else int(found[1]), error)
 
     # Reading
 
@@ -230,16 +167,19 @@ class ObjectStore:
             if max(len(data), expected) > max_bytes:
                 found = expected if expected > max_bytes else f"more than {max_bytes}"
                 raise CorruptStoreError(f"{path}: {found} bytes at {self.address}, expected at most {max_bytes}")
-            if size is not None and len(data) != size:
+            if len(data) > expected:
+                raise CorruptStoreError(f"{path}: more bytes at {self.address} than the {expected} that it states")
+            if size is not None and len(data) < size:
                 raise TransferError(f"{len(data):,} bytes of an object of {size:,}")
             return bytes(data)
 
         return self.retry(path, whole)
 
-    def stream(self, path: str, size: int, take: Callable[[Any, int], None]) -> int:
+    def stream(self, path: str, size: int, take: Callable[[Any, int], None], done: int = 0, crc: int = 0) -> int:
         """Call ``take(piece, offset)`` for each chunk of an object, in order. `take` never gets more than `size` bytes.
 
-        A cut transfer continues at its offset, or starts again at 0 if the server has no range requests.
+        A cut transfer continues at its offset, or starts again at 0 if the server has no range requests. An earlier
+        call may have transferred the first `done` bytes, whose crc32c is `crc`.
 
         Returns
         -------
@@ -251,7 +191,7 @@ class ObjectStore:
         CorruptStoreError
             If the object has another size than `size`.
         """
-        done = furthest = attempts = crc = 0
+        furthest, attempts = done, 0
 
         def transfer() -> None:
             nonlocal done, furthest, attempts, crc
@@ -275,7 +215,7 @@ class ObjectStore:
             if done < size:
                 raise TransferError(f"cut after {done:,} of {size:,} bytes")
 
-        if size:
+        if done < size:
             self.retry(path, transfer, lambda: furthest)
         return crc
 

@@ -13,15 +13,12 @@ from tracestore.store.format.entries import FileEntry
 from tracestore.store.io.files import FilePrefetcher
 from tracestore.store.remote.disk_cache import DiskCache, NextUse
 from tracestore.store.remote.object_store import ObjectStore
+from tracestore.store.remote.threads import FetchCancelledError
 
 _THREADS = 6
 _BATCHES_AHEAD = 1024
 _CACHE_SHARE = 0.9  # of the cache that prefetched files may take
 _CLOSE_S = 1.0
-
-
-class FetchCancelledError(Exception):
-    """The fetch was cancelled: its result is no longer needed."""
 
 
 class CachedFiles(Protocol):

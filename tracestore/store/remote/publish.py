@@ -23,7 +23,8 @@ from tracestore.store.format.zip_group import ZipGroup
 from tracestore.store.io import fsio
 from tracestore.store.io.files import LocalFiles, RemoteURL, cache_dir, reading_committed
 from tracestore.store.remote.files import RemoteFiles, cache_of_environment, list_generations
-from tracestore.store.remote.object_store import ObjectStore, Version, seconds_of
+from tracestore.store.remote.object_store import ObjectStore, Version
+from tracestore.store.remote.retries import seconds_of
 
 # A lock that is not renewed for this time has no writer.
 STALE_S = 30.0

@@ -24,6 +24,7 @@ LEAST_BYTES_PER_S = 1024
 # Status lines, headers, and the bodies of redirects.
 _MAX_HEAD_BYTES = 64 << 10
 _PIECE_BYTES = 256 << 10
+_LOGIN = "Authorization"
 
 
 class TransferError(Exception):
@@ -33,9 +34,9 @@ class TransferError(Exception):
 class StatusError(Exception):
     """A server answered with the status of an error."""
 
-    def __init__(self, status: int, reason: str) -> None:
+    def __init__(self, status: int, reason: str, headers: Message) -> None:
         super().__init__(f"status {status} {reason}")
-        self.status = status
+        self.status, self.headers = status, headers
 
 
 class _Wire(io.RawIOBase):
@@ -76,14 +77,18 @@ class _Response(http.client.HTTPResponse):
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Follows redirects to web servers, at most ten."""
+    """Follows redirects to web servers, at most ten. A login is for the first server only."""
 
     def redirect_request(
         self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Any, newurl: str
     ) -> urllib.request.Request | None:
         if urllib.parse.urlsplit(newurl).scheme not in ("http", "https"):
-            raise StatusError(code, "with a redirect to another kind of server")
-        return super().redirect_request(req, fp, code, msg, headers, newurl)
+            raise StatusError(code, "with a redirect to another kind of server", headers)
+        found = super().redirect_request(req, fp, code, msg, headers, newurl)
+        login = req.unredirected_hdrs.get(_LOGIN)
+        if found is not None and login and (found.type, found.host) == (req.type, req.host):
+            found.add_unredirected_header(_LOGIN, login)
+        return found
 
 
 class Answer:
@@ -95,11 +100,13 @@ class Answer:
         Bytes of the object; None if the server does not tell.
     offset : int
         Offset of the first byte of the body in the object: 0 if the server ignores ranges.
+    headers : Message
     """
 
     def __init__(self, response: _Response) -> None:
         self._response = response
         length, found = response.headers.get("Content-Length", ""), response.headers.get("Content-Range", "")
+        self.headers = response.headers
         self.size = self._length = int(length) if length.isdecimal() else None
         self.offset = 0
         if response.chunked:
@@ -126,6 +133,13 @@ class Answer:
             left -= len(piece)
             yield piece
 
+    def read(self, max_bytes: int) -> bytes:
+        """Return the body. TransferError if it has more bytes, or fewer than the server told."""
+        data = b"".join(self.pieces(max_bytes))
+        if len(data) > max_bytes or (self._length is not None and len(data) < self._length):
+            raise TransferError(f"{len(data):,} bytes, expected {self._length or f'at most {max_bytes:,}'}")
+        return data
+
 
 class WebServer:
     """Objects by their path below an address.
@@ -137,9 +151,11 @@ class WebServer:
         usual environment variables.
     timeout_s, patience_s : float
         Seconds without a byte, and seconds with less than 1 KiB per second, after which a request fails.
+    login : str
+        Value of the header Authorization.
     """
 
-    def __init__(self, address: str, timeout_s: float, patience_s: float) -> None:
+    def __init__(self, address: str, timeout_s: float, patience_s: float, login: str = "") -> None:
         parts = urllib.parse.urlsplit(address)
         try:
             port, host = parts.port, parts.hostname
@@ -149,7 +165,7 @@ class WebServer:
             raise UsageError(f"{address}: no valid host and port")
         host = f"[{host}]" if ":" in host else host
         self._root = f"{parts.scheme}://{host}{f':{port}' if port else ''}{urllib.parse.quote(parts.path, safe='/%')}"
-        self._login = ""
+        self._login = login
         if parts.username:
             words = f"{urllib.parse.unquote(parts.username)}:{urllib.parse.unquote(parts.password or '')}"
             self._login = f"Basic {base64.b64encode(words.encode()).decode()}"
@@ -178,7 +194,7 @@ class WebServer:
         if offset:
             request.add_header("Range", f"bytes={offset}-")
         if self._login:
-            request.add_unredirected_header("Authorization", self._login)
+            request.add_unredirected_header(_LOGIN, self._login)
         return Answer(_checked(self._opener.open, request, timeout=self._timeout_s))
 
 
@@ -207,7 +223,7 @@ def _checked(call: Any, *arguments: Any, **options: Any) -> Any:
         return call(*arguments, **options)
     except urllib.error.HTTPError as error:
         error.close()
-        raise StatusError(error.code, _reason(error.headers, error.reason)) from None
+        raise StatusError(error.code, _reason(error.headers, error.reason), error.headers) from None
     except urllib.error.URLError as error:
         raise TransferError(str(error.reason)) from None
     except (OSError, ValueError, http.client.HTTPException) as error:

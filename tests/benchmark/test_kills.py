@@ -1,0 +1,70 @@
+"""A benchmark that is killed at random moments leaves no results that look complete and are not."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.helpers import ROOT
+from tests.published.conftest import write_published
+from tracestore.inference.predict import load_detector
+
+KILLS = int(os.environ.get("TRACESTORE_BENCHMARK_KILLS", "3"))
+NAMES = "probe_last,saplma,lookback_lens"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3000)
+def test_a_killed_benchmark_leaves_nothing_that_looks_complete(tmp_path):
+    path, out, folds = write_published(tmp_path / "s.zarr"), tmp_path / "out", tmp_path / "folds"
+    folds.mkdir()
+
+    def run(folder, names, seconds=None):
+        words = [sys.executable, "-m", "tracestore", "benchmark", path, "--detectors", names, "--workers", 2]
+        words += ["--output-dir", folder, "--folds-dir", folds, "--overwrite", "--save-detectors"]
+        with subprocess.Popen(
+            list(map(str, words)), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+            start_new_session=True,
+        ) as process:  # fmt: skip
+            try:
+                process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+            assert process.wait() in (0, -9), process.stderr.read()
+        return process.returncode
+
+    began = time.monotonic()
+    expected = {}
+    for names in (NAMES, "probe_last"):
+        assert run(tmp_path / names, names) == 0
+        expected[names] = (tmp_path / names / "scores.csv").read_bytes()
+    duration = (time.monotonic() - began) / 2
+    rng, whole = random.Random(0), 0
+    for k in range(KILLS):
+        # Runs with other detectors into the same folder: results of both are never side by side.
+        run(out, (NAMES, "probe_last")[k % 2], rng.uniform(0.1, 1.1) * duration)
+        whole += check(out, expected)
+    assert run(out, NAMES) == 0 and check(out, expected)
+    print(f"{KILLS} kills of a benchmark of {duration:.1f} s: complete results after {whole}")
+
+
+def check(out, expected):
+    """Check the results in a folder; return whether there are any."""
+    for path in out.glob("checkpoints/*.pt"):
+        load_detector(path)
+    if not (out / "benchmark.json").exists():
+        return False
+    results = json.loads((out / "benchmark.json").read_text())
+    (entry,) = results["stores"].values()
+    names = ",".join(results["config"]["detectors"])
+    assert set(names.split(",")) <= set(entry["detectors"]) and entry["skipped"] == {}
+    assert (out / "scores.csv").read_bytes() == expected[names]
+    table, page = (out / "table.txt").read_text(), (out / "report.html").read_text()
+    for name in NAMES.split(","):
+        assert (name in table) == (name in entry["detectors"]) == (f">{name}<" in page)
+    return True

@@ -1,0 +1,147 @@
+"""A Hub that lies: pull ends soon, with bounded memory and disk, and an error of one line."""
+
+import itertools
+import json
+
+import pytest
+
+from tests.helpers import command, make_traces, write_store
+from tests.hub.server import TOKEN
+from tests.store.remote.lies import LIES, bounded, disk_bytes
+from tests.store.remote.test_lying_servers import ALL, NAMES
+from tests.tiers import long
+from tracestore.hub import data_set
+
+REPO = "user/traces"
+_BLOCK_BYTES = 1 << 20
+
+
+@pytest.fixture
+def pushed(hub, tmp_path, monkeypatch):
+    """Push a store, and return its folder."""
+    path = write_store(tmp_path / "store.zarr", make_traces(4, layers=2, tokens=24, dim=64))
+    command("push", path, REPO, check=0)
+    monkeypatch.setenv("TRACESTORE_REMOTE_TIMEOUT", "0.4")
+    monkeypatch.setenv("TRACESTORE_REMOTE_RETRY_TIMEOUT", "0.8")
+    return path
+
+
+def pull(tmp_path, **limits):
+    with bounded(**limits):
+        done = command("pull", REPO, tmp_path / "new.zarr")
+    assert done.stderr.count("\n") == (done.returncode != 0) and (tmp_path / "new.zarr").exists() == (
+        done.returncode == 0
+    )
+    return done
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_lie_about_a_file(hub, pushed, tmp_path, name):
+    largest = max(hub.large, key=lambda digest: len(hub.large[digest]))
+    hub.lie = lambda method, path: NAMES[name] if path == f"/large/{largest}" else None
+    assert pull(tmp_path).returncode in LIES[NAMES[name]]
+    assert sum(map(disk_bytes, (*tmp_path.glob(".pull-*"), tmp_path / "new.zarr"))) <= disk_bytes(pushed) + _BLOCK_BYTES
+    hub.lie = lambda method, path: None
+    if not (tmp_path / "new.zarr").exists():
+        assert pull(tmp_path).returncode == 0
+    assert "intact" in command("verify", tmp_path / "new.zarr", check=0).stdout
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("part", ["/revision/", "/tree/"])
+def test_a_lie_about_the_data_set(hub, pushed, tmp_path, name, part):
+    """Answers without a known size: what is JSON and short is accepted as it is."""
+    hub.lie = lambda method, path: NAMES[name] if part in path else None
+    assert pull(tmp_path).returncode in {1, 2, 3}
+    assert not list(tmp_path.glob(".pull-*"))
+
+
+def page(entries, link=None):
+    """Return an answer with a page of the list of files."""
+
+    def send(handler, data):
+        handler.answer(entries, **({"Link": f'<{link}>; rel="next"'} if link else {}))
+
+    return send
+
+
+def files(begin):
+    return [{"type": "file", "path": f"segments/{k:08d}/rows.zip", "size": 1} for k in range(begin, begin + 1000)]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["endless pages", "the same page", *long("a ring", "empty pages", "deep", "no list", "long names", "numbers")],
+)
+def test_a_list_of_files_without_end(hub, pushed, tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(data_set, "MAX_LIST_BYTES", 4 << 20)
+    count = itertools.count()
+
+    def lie(method, path):
+        if "/tree/" not in path:
+            return None
+        k = next(count)
+        here = f"{hub.url}{path}?recursive=true&cursor="
+        return {
+            "endless pages": page(files(1000 * k), f"{here}{k}"),
+            "the same page": page(files(0), f"{here}1"),
+            "a ring": page(files(0), f"{here}{k % 5}"),
+            "empty pages": page([], f"{here}{k}"),
+            "deep": page(b"[" * (4 << 20)),
+            "no list": page({"error": "?"}),
+            "long names": page([{"type": "file", "path": "x" * (2 << 20), "size": 1}], f"{here}{k}"),
+            "numbers": page([1, None, {"type": "file"}, {"type": "file", "path": 1, "size": "?"}] * 1000, f"{here}{k}"),
+        }[kind]
+
+    hub.lie = lie
+    done = pull(tmp_path)
+    assert done.returncode == (2 if kind == "no list" else 1), done.stderr
+    if kind not in ("deep", "no list"):
+        assert "the list of files has no end" in done.stderr and hub.requests.total() < 5000
+
+
+def test_the_token_is_sent_to_the_hub_only(hub, pushed, tmp_path):
+    tokens = []
+
+    def lie(method, path):
+        if path.startswith("/large/"):
+            return lambda handler, data: (tokens.append(handler.headers["Authorization"]), handler.answer(data))
+        if "/tree/" in path and not tokens:
+            tokens.append(None)
+            return page([], f"{hub.url.replace('127.0.0.1', 'localhost')}{path}?cursor=1")
+        return None
+
+    hub.lie = lie
+    assert "no end" in pull(tmp_path).stderr, "a next page of another server"
+    assert pull(tmp_path).returncode == 0 and len(tokens) > 5 and set(tokens) == {None} and TOKEN
+
+
+def test_a_partial_file_is_continued(hub, pushed, tmp_path):
+    largest = max(hub.large, key=lambda digest: len(hub.large[digest]))
+    data, ranges = hub.large[largest], []
+
+    def half(handler, _):
+        handler.send_response(200)
+        handler.send_header("Content-Length", str(len(data)))
+        handler.end_headers()
+        handler.wfile.write(data[: len(data) // 2])
+
+    def rest(handler, _):
+        ranges.append(handler.headers["Range"])
+        begin = int((handler.headers["Range"] or "bytes=0-")[6:-1])
+        headers = {"Content_Range": f"bytes {begin}-{len(data) - 1}/{len(data)}"}
+        handler.answer(data[begin:], 206 if begin else 200, **headers)
+
+    for answer in (half, rest):
+        hub.lie = lambda method, path, answer=answer: answer if path == f"/large/{largest}" else None
+        done = pull(tmp_path)
+    assert done.returncode == 0 and ranges == [f"bytes={len(data) // 2}-"]
+
+
+def test_a_partial_file_of_other_bytes_is_fetched_anew(hub, pushed, tmp_path):
+    folder = tmp_path / ".pull-new.zarr" / ".partial"
+    folder.mkdir(parents=True)
+    path = next(p for p in hub.files(REPO) if "hidden_states/c" in p)
+    (folder / path.replace("/", "-")).write_bytes(b"x" * 100)
+    assert pull(tmp_path).returncode == 0
+    assert json.loads(command("verify", tmp_path / "new.zarr", "--json", check=0).stdout)["damaged"] == {}
