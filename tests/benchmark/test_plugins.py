@@ -28,7 +28,7 @@ from norm_detector import NormDetector
 class Bad(NormDetector):
     '''A detector.'''
 """
-# What a detector does, as the body of its module, and what is said of it.
+# What a detector does, as the body of its module, and what the table reports.
 BEHAVIORS = {
     "exits at import": ("sys.exit(3)", "it called sys.exit(3)"),
     "exits at import without code": ("sys.exit()", "it called sys.exit()"),
@@ -120,21 +120,21 @@ def run(path, out, *names, **options):
     "kind", [k for k in BEHAVIORS if k in _SHORT] + long(*(k for k in BEHAVIORS if k not in _SHORT))
 )
 def test_what_a_detector_does_is_a_row(path, tmp_path, plugin, kind):
-    body, said = BEHAVIORS[kind]
+    body, reported = BEHAVIORS[kind]
     plugin(body)
     done = command("benchmark", path, "--detectors", "bad", "--workers", 1, "--output-dir", tmp_path / "out", check=0)
     (entry,) = json.loads((tmp_path / "out/benchmark.json").read_text())["stores"].values()
     assert set(entry["detectors"]) >= CONTROLS and done.stderr == ""
-    if said is None:
+    if reported is None:
         assert set(entry["detectors"]) == {"bad", *CONTROLS} and entry["skipped"] == {}
     else:
-        assert said in entry["skipped"]["bad"] and "not run: bad: " in (tmp_path / "out/table.txt").read_text()
-        assert said in done.stdout
+        assert reported in entry["skipped"]["bad"] and "not run: bad: " in (tmp_path / "out/table.txt").read_text()
+        assert reported in done.stdout
     shown = done.stdout + (tmp_path / "out/table.txt").read_text()
     assert "\x1b" not in shown and "xxx" not in shown
     if "import" in kind or kind.startswith("has ") or kind.startswith("is no"):
         listed = command("detectors", check=0).stdout
-        assert kind == "has an unknown field" or (said in listed and "bad_detector-package: " in listed)
+        assert kind == "has an unknown field" or (reported in listed and "bad_detector-package: " in listed)
 
 
 @pytest.mark.long
@@ -220,7 +220,7 @@ def test_predict_with_a_detector_of_another_package(path, tmp_path, plugin):
     command("benchmark", path, "--detectors", "bad", *words, check=0)
     predict = ("predict", "--checkpoint", out / "checkpoints/bad.pt", "--store", path, "--output", tmp_path / "p.csv")
     assert "60" in command(*predict, check=0).stdout
-    for body, said in (
+    for body, reported in (
         (f"{state}\n    def score(self, *_): os._exit(0)", "exit code 0 and without a result"),
         ("sys.exit(0)", "it called sys.exit(0)"),
         (f"{state}\n    def score(self, *_): return np.zeros(3)", "returned the shape (3,)"),
@@ -229,7 +229,7 @@ def test_predict_with_a_detector_of_another_package(path, tmp_path, plugin):
         (site / "bad_detector.py").write_text(f"{HEAD}\n{body}\n" if at_import else f"{HEAD}    {body}\n")
         (tmp_path / "p.csv").unlink(missing_ok=True)
         done = command(*predict, check=2)
-        assert said in done.stderr and done.stderr.count("\n") == 1 and not (tmp_path / "p.csv").exists()
+        assert reported in done.stderr and done.stderr.count("\n") == 1 and not (tmp_path / "p.csv").exists()
 
 
 def test_results_of_another_process_are_those_of_this_one():

@@ -80,7 +80,7 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, *_):
-        """A client may close a connection before its answer."""
+        """Ignore clients that close a connection before its answer."""
 
 
 def _oid(data, is_large):

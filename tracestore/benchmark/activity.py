@@ -1,4 +1,4 @@
-"""What a benchmark does at the moment, shown by a thread while detectors run."""
+"""Show what a benchmark does at the moment, by a thread of its own."""
 
 import threading
 from collections.abc import Callable, Iterator

@@ -117,15 +117,15 @@ def _receive(reading: int, process: subprocess.Popen[bytes], cancelled: threadin
 def _how_it_ended(code: int, printed: bytes) -> str:
     lines = printed.decode("utf-8", "replace").split("\n")
     last = next((escape_unprintable(line, _SHOWN_CHARACTERS) for line in reversed(lines) if line.strip()), "")
-    said = f"; its last output: {last}" if last else ""
+    suffix = f"; its last output: {last}" if last else ""
     if code >= 0:
-        return f"its process ended with exit code {code} and without a result{said}"
+        return f"its process ended with exit code {code} and without a result{suffix}"
     try:
         name = signal.Signals(-code).name
     except ValueError:
         name = f"signal {-code}"
     hint = "; if memory ran out, use fewer --workers" if -code == signal.SIGKILL else ""
-    return f"its process was killed by {name}{hint}{said}"
+    return f"its process was killed by {name}{hint}{suffix}"
 
 
 def one_line(error: BaseException) -> str:
@@ -216,7 +216,7 @@ class DetectorApart(Detector):
         self.fields = tuple(properties(name, options)["fields"])  # type: ignore[misc]
 
     def fit(self, store: TraceStore, indices: np.ndarray, labels: np.ndarray) -> Self:
-        """Not needed: a checkpoint has fitted values."""
+        """Raise NotImplementedError: a checkpoint has fitted values."""
         raise NotImplementedError
 
     def score(self, store: TraceStore, indices: np.ndarray) -> np.ndarray:

@@ -14,10 +14,10 @@ class FetchCancelledError(Exception):
 
 
 def in_threads(work: Callable[[T, Callable[[], None]], R], items: Iterable[T], num_threads: int) -> Iterator[R]:
-    """Yield the result of each ``work(item, check)`` as it is complete.
+    """Yield the result of each ``work(item, check)`` in the order of completion.
 
     After an error, or when the iterator is closed, `check` raises FetchCancelledError in the other threads. They are
-    daemon threads, and nobody waits for them: a server may take minutes to answer.
+    daemon threads that the caller does not wait for: a server may take minutes to answer.
     """
     waiting = list(items)
     upcoming, count = iter(waiting), len(waiting)
