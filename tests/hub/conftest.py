@@ -4,7 +4,7 @@ import pytest
 
 from tests.hub.server import TOKEN, Hub
 
-huggingface_hub = pytest.importorskip("huggingface_hub")
+constants = pytest.importorskip("huggingface_hub.constants")
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def hub(monkeypatch, tmp_path):
         "HF_HUB_CACHE": str(tmp_path / "hf" / "hub"),
     }
     for name, value in values.items():
-        monkeypatch.setattr(huggingface_hub.constants, name, value)
+        monkeypatch.setattr(constants, name, value)
     environment = {
         "HF_ENDPOINT": server.url,
         "HF_HUB_DISABLE_XET": "1",

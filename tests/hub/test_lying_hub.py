@@ -82,16 +82,17 @@ def test_a_list_of_files_without_end(hub, pushed, tmp_path, monkeypatch, kind):
             return None
         k = next(count)
         here = f"{hub.url}{path}?recursive=true&cursor="
-        return {
-            "endless pages": page(files(1000 * k), f"{here}{k}"),
-            "the same page": page(files(0), f"{here}1"),
-            "a ring": page(files(0), f"{here}{k % 5}"),
-            "empty pages": page([], f"{here}{k}"),
-            "deep": page(b"[" * (4 << 20)),
-            "no list": page({"error": "?"}),
-            "long names": page([{"type": "file", "path": "x" * (2 << 20), "size": 1}], f"{here}{k}"),
-            "numbers": page([1, None, {"type": "file"}, {"type": "file", "path": 1, "size": "?"}] * 1000, f"{here}{k}"),
+        entries, following = {
+            "endless pages": (lambda: files(1000 * k), k),
+            "the same page": (lambda: files(0), 1),
+            "a ring": (lambda: files(0), k % 5),
+            "empty pages": (list, k),
+            "deep": (lambda: b"[" * (4 << 20), None),
+            "no list": (lambda: {"error": "?"}, None),
+            "long names": (lambda: [{"type": "file", "path": "x" * (2 << 20), "size": 1}], k),
+            "numbers": (lambda: [1, None, {"type": "file"}, {"type": "file", "path": 1, "size": "?"}] * 1000, k),
         }[kind]
+        return page(entries(), None if following is None else f"{here}{following}")
 
     hub.lie = lie
     done = pull(tmp_path)

@@ -6,14 +6,13 @@ import os
 import stat
 import threading
 
-import huggingface_hub
 import pytest
 
 import tracestore
 from tests.helpers import command, error_of, make_optional, make_traces, read_all, run_cli, tree_bytes, write_store
 from tests.hub.server import TOKEN
 from tests.tiers import long
-from tracestore.hub import pull, push
+from tracestore.hub import data_set, pull, push
 from tracestore.store.format import paths
 
 REPO = "user/traces"
@@ -225,7 +224,7 @@ def test_errors_are_one_line(hub, store, tmp_path, monkeypatch):
     hub.fault = lambda *_: None
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     assert "no access to it; log in" in error_of("push", store, REPO, code=2)
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(data_set.constants, "ENDPOINT", "http://127.0.0.1:9")
     assert "Connection refused" in error_of("pull", REPO, new, code=1)
     assert not new.exists() and not list(tmp_path.glob(".pull-*"))
 
