@@ -116,6 +116,7 @@ def run(path, out, *names, **options):
     return run_benchmark([path], out, BenchmarkOptions(names, **options), lambda _: None)
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kinds", [_SHORT, *long(list(BEHAVIORS))], ids=["short", "all"])
 def test_what_a_detector_does_is_a_row(path, tmp_path, plugin, kinds):
     names = {f"bad{list(BEHAVIORS).index(kind)}": kind for kind in kinds}
