@@ -8,6 +8,7 @@ import errno
 import os
 import resource
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -105,6 +106,27 @@ def memory_use() -> MemoryUse:
 def peak_memory() -> int:
     """Return the largest resident memory of this process so far, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def run_queue_waits() -> dict[str, int]:
+    """Return for how many nanoseconds each thread of this process has been ready to run without a processor, by id.
+
+    Return an empty dict if the system does not count this.
+    """
+    waits: dict[str, int] = {}
+    try:
+        ids = os.listdir(_PROC / "self/task")
+    except OSError:
+        return waits
+    for thread in ids:
+        # A thread may have ended, and a kernel without CONFIG_SCHED_INFO has no such file.
+        with suppress(OSError):
+            fd = os.open(f"{_PROC}/self/task/{thread}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                waits[thread] = int(os.read(fd, 100).split()[1])
+            finally:
+                os.close(fd)
+    return waits
 
 
 def preallocate(fd: int, num_bytes: int) -> None:
