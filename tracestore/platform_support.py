@@ -129,6 +129,21 @@ def run_queue_waits() -> dict[str, int]:
     return waits
 
 
+def idle_processor_s() -> float | None:
+    """Return for how many seconds the processors that this process may use did nothing, in total, or None if unknown.
+
+    The time that a hypervisor gave to others counts as idle.
+    """
+    try:
+        lines = (_PROC / "stat").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    allowed = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    rows = [words for line in lines if (words := line.split())[0] in allowed]
+    # The columns: name, user, nice, system, idle, iowait, irq, softirq, steal.
+    return sum(int(row[4]) + int(row[5]) + int(row[8]) for row in rows) / os.sysconf("SC_CLK_TCK")
+
+
 def preallocate(fd: int, num_bytes: int) -> None:
     """Allocate disk space for an empty file, by writing zeros if the system has no call for it.
 

@@ -14,6 +14,7 @@ from tracestore.evaluation.split import Split, inner_bins
 from tracestore.inference.predict import TrainedDetector, load_detector, score_traces
 from tracestore.store.read.store import TraceStore
 from tracestore.train.config import TrainConfig
+from tracestore.train.devices import torch_threads
 from tracestore.train.trainer import Trainer
 
 # One in so many questions of the training split validates.
@@ -58,7 +59,7 @@ class TorchModel(Detector):
         targets[indices] = labels
         config = ModelConfig.from_store(store, standardize=self.standardize)
         options = TrainConfig(epochs=self.epochs, seed=self.seed)
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, torch_threads(None):
             Trainer(self.name, store, split, targets, config, options, Path(folder), lambda _: None).run()
             trained = load_detector(Path(folder) / "best.pt")
         assert isinstance(trained, TrainedDetector)
@@ -69,8 +70,9 @@ class TorchModel(Detector):
         """Return logits divided by the temperature that fits the validation split."""
         assert self._trained is not None, "fit() comes first"
         logits = np.full(len(store), np.nan)
-        for batch, values in score_traces(self._trained, store, indices=indices):
-            logits[batch] = values
+        with torch_threads(None):
+            for batch, values in score_traces(self._trained, store, indices=indices):
+                logits[batch] = values
         scaled: np.ndarray = logits[indices] / self._trained.temperature
         return scaled
 

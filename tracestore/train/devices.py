@@ -15,12 +15,13 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import NamedTuple, Self
 
 import torch
 
 from tracestore.errors import UsageError
 from tracestore.oom.limits import RESERVE_BYTES, allocatable_bytes
-from tracestore.platform_support import num_processors, run_queue_waits
+from tracestore.platform_support import idle_processor_s, num_processors, run_queue_waits
 
 _INTERVAL_S = 0.1
 # Upper bound for the stack of a thread and what the allocator keeps for it.
@@ -47,7 +48,7 @@ def torch_threads(count: int | None) -> Iterator[None]:
 @contextmanager
 def _adapt_spinning(num_threads: int) -> Iterator[None]:
     """Watch how long threads wait for processors. No-op if the system does not count it, or without libgomp."""
-    if num_threads == 1 or not hasattr(ctypes.CDLL(None), "GOMP_parallel") or not run_queue_waits():
+    if num_threads == 1 or not hasattr(ctypes.CDLL(None), "GOMP_parallel") or idle_processor_s() is None:
         yield
         return
     done = threading.Event()
@@ -61,23 +62,77 @@ def _adapt_spinning(num_threads: int) -> Iterator[None]:
 
 
 def _watch(num_threads: int, done: threading.Event) -> None:
-    """Keep an idle team while the threads of this process wait for processors."""
-    # Threads wait for some 3 % of the time on an idle machine, and beside one busy process for 50 to 100 % in total.
-    busy = 0.2 + 0.03 * num_threads
-    waits, then, share = run_queue_waits(), time.monotonic(), 0.0
+    """Keep an idle team while other programs take processors from the threads of this process."""
+    contention, then = _Contention(num_threads), _Sample.take()
     release: threading.Event | None = None
     while not done.wait(_INTERVAL_S):
-        latest, now = run_queue_waits(), time.monotonic()
-        waited_ns = sum(max(0, ns - waits.get(thread, 0)) for thread, ns in latest.items())
-        share += 0.5 * (waited_ns * 1e-9 / (now - then) - share)
-        waits, then = latest, now
-        if release is None and share > busy:
+        now = _Sample.take()
+        contention.add(then, now)
+        then = now
+        if release is None and contention.begins:
             release = _start_idle_team(num_threads)
-        elif release is not None and share < busy / 2:
+        elif release is not None and contention.ends:
             release.set()
             release = None
     if release is not None:
         release.set()
+
+
+class _Sample(NamedTuple):
+    """Times until now, in seconds, but `waits_ns`: how long each thread was ready to run without a processor."""
+
+    wall: float
+    own: float
+    idle: float
+    waits_ns: dict[str, int]
+
+    @classmethod
+    def take(cls) -> Self:
+        """Read all clocks."""
+        return cls(time.monotonic(), time.process_time(), idle_processor_s() or 0.0, run_queue_waits())
+
+
+class _Contention:
+    """Moving averages that tell whether other programs take processors from the threads of this process.
+
+    Parameters
+    ----------
+    num_threads : int
+        Threads that compute.
+
+    Attributes
+    ----------
+    waiting : float
+        Number of threads of this process that wait for a processor.
+    others : float
+        Processors that other programs use, above those that `num_threads` threads leave free.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads, self._num_processors = num_threads, num_processors()
+        self.waiting = self.others = 0.0
+
+    def add(self, before: _Sample, after: _Sample) -> None:
+        """Take the time between two samples into account."""
+        seconds = after.wall - before.wall
+        waited_ns = sum(max(0, ns - before.waits_ns.get(thread, 0)) for thread, ns in after.waits_ns.items())
+        free = (after.own - before.own + after.idle - before.idle) / seconds
+        others = self._num_processors - free - max(0, self._num_processors - self._num_threads)
+        self.waiting += (waited_ns * 1e-9 / seconds - self.waiting) / 2
+        self.others += (others - self.others) / 2
+
+    @property
+    def begins(self) -> bool:
+        """Whether the threads of this process wait, and other programs are the reason.
+
+        Of two threads, 0.05 to 0.4 waited on an idle machine, and 0.5 to 1 beside a busy process.
+        """
+        return self.others > 0.5 and self.waiting > 0.2 + 0.03 * self._num_threads
+
+    @property
+    def ends(self) -> bool:
+        """Whether no other program needs processors. Sleeping threads often wait for each other on one processor."""
+        return self.others < 0.3
 
 
 def _start_idle_team(num_threads: int) -> threading.Event | None:
