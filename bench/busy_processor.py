@@ -27,14 +27,14 @@ MODELS = {
     "gvae_lstm": "gvae",
     "gvae_lstm_no_edges": "gvae-no-edges",
 }
-EPOCHS = 4
+EPOCHS = 3
 PREDICT = """
 import statistics, sys, time
 from tracestore import process
 process.configure_program()
 from tracestore.cli import main
 times = []
-for _ in range(9):
+for _ in range(5):
     began = time.perf_counter()
     assert main(sys.argv[1:]) == 0
     times.append(time.perf_counter() - began)
