@@ -3,6 +3,7 @@
 import errno
 import os
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -31,6 +32,16 @@ def test_interfaces_of_linux():
     assert platform_support.processor_features()
     assert min(platform_support.memory_use()) > 0
     assert platform_support.has_memory_files()
+    waits = platform_support.run_queue_waits()
+    assert str(threading.get_native_id()) in waits and min(waits.values()) >= 0
+    idle = platform_support.idle_processor_s()
+    assert 0 <= idle <= platform_support.idle_processor_s()
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(before)})
+        assert platform_support.idle_processor_s() <= idle + 1
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def test_fallbacks_of_queries(no_linux):
@@ -40,6 +51,7 @@ def test_fallbacks_of_queries(no_linux):
     found = platform_support.memory_use()
     assert found.anonymous == found.data > 1 << 20 and found.file == 0
     assert not shared_memory.is_available()
+    assert platform_support.run_queue_waits() == {} and platform_support.idle_processor_s() is None
 
 
 @pytest.mark.parametrize("num_bytes", [1, 5_000_000])

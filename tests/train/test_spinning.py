@@ -3,7 +3,6 @@
 import ctypes
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -14,10 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers import ROOT, command, make_traces, run_cli, write_store
+import tracestore
+from tests.helpers import command, make_traces, run_cli, write_store
 from tests.train.runs import FAST, ONLY, outcome
-from tracestore.benchmark.torch_models import TorchModel
-from tracestore.platform_support import idle_processor_s, num_processors, run_queue_waits
+from tracestore.detectors.catalog import make_detector
+from tracestore.platform_support import idle_processor_s, num_processors
 from tracestore.train import devices
 
 needs_libgomp = pytest.mark.skipif(
@@ -197,3 +197,32 @@ def test_train_predict_plan_and_benchmark_watch_the_processors(labeled, tmp_path
     command("predict", "--checkpoint", checkpoint, "--store", labeled, "--output", output, *THREADS, check=0)
     command("plan", labeled, "--model", "lstm_solo", *THREADS, check=0)
     assert watched == [2, 2, 2]
+    detector, indices = make_detector("lstm_solo", epochs=1), np.arange(60)
+    detector.fit(tracestore.open(labeled), indices, indices % 2).score(tracestore.open(labeled), indices)
+    assert watched[3:] == [torch.get_num_threads()] * 2
+
+
+@needs_libgomp
+@pytest.mark.long
+@pytest.mark.skipif(num_processors() < 2, reason="needs two processors")
+def test_training_beside_a_busy_process_is_not_many_times_slower(tmp_path):
+    """The ratio was 5 to 15 while threads span. The best of a few counts, because other tests run at the same time."""
+    traces = make_traces(64, tokens=2, layers=30, dim=576, heads=1)
+    store = write_store(tmp_path / "wide.zarr", traces, label=lambda k: k % 2)
+    words = ["--store", store, "--output-dir", tmp_path / "r", "--epochs", 8, "--no-probe", "--overwrite"]
+
+    def seconds_per_epoch(program):
+        with subprocess.Popen([sys.executable, "-c", program]) as other:
+            try:
+                environment = {"OMP_NUM_THREADS": "2"}
+                run_cli("-m", "tracestore", "train", *words, *ONLY["lstm_solo"], check=0, env=environment)
+            finally:
+                other.kill()
+        models = json.loads((tmp_path / "r/results.json").read_text())["models"]
+        return statistics.median(models["lstm_solo"]["seconds_per_epoch"][2:])
+
+    ratios = []
+    while not ratios or (min(ratios) > 2.2 and len(ratios) < 5):
+        alone = seconds_per_epoch("")
+        ratios.append(seconds_per_epoch("while True: pass") / alone)
+    assert min(ratios) < 3, ratios
