@@ -2,23 +2,26 @@
 
 python bench/busy_processor.py STORE [--what NAME ...] [--rounds 9] [--baseline CHECKOUT]
 
-Runs alternate. The other process computes in one thread and is not pinned. `bench/startup.py --make STORE` writes a
-store. For training, the time is the median of the epochs after the first one; for predict, the median of repeated
-calls in one process; for benchmark, that of the whole command. With --baseline, each round also runs another checkout
-alone.
+The other process computes in one thread and is not pinned. `bench/startup.py --make STORE` writes a store. The times
+are medians: of an epoch and its checkpoint for training, of a call for predict. States alternate: each program runs
+all the time, and is stopped while it is not its turn. The first epoch or call of a turn does not count. The command
+benchmark is measured as a whole, in processes of their own. With --baseline, another checkout is measured alone.
 """
 
 import argparse
-import json
 import os
+import re
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Self
 
-from benchmarks.common import ROOT
+from benchmarks.common import ROOT, timed
 
 MODELS = {
     "lstm_solo": "lstm",
@@ -27,61 +30,94 @@ MODELS = {
     "gvae_lstm": "gvae",
     "gvae_lstm_no_edges": "gvae-no-edges",
 }
-EPOCHS = 3
-PREDICT = """
-import statistics, sys, time
+MANY = 1_000_000
+PREDICT = f"""
+import contextlib, io, sys
 from tracestore import process
 process.configure_program()
 from tracestore.cli import main
-times = []
-for _ in range(5):
-    began = time.perf_counter()
-    assert main(sys.argv[1:]) == 0
-    times.append(time.perf_counter() - began)
-print(statistics.median(times[1:]), file=sys.stderr)
+for call in range({MANY}):
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert main(sys.argv[1:]) == 0
+    print(f"epoch {{call}}/", flush=True)
 """
+States = dict[str, Callable[[], float]]
 
 
-def run(checkout: Path, *command: object) -> str:
-    """Run Python with the package of a checkout. Return what it prints on standard error."""
-    environment = os.environ | {"PYTHONPATH": str(checkout)}
-    done = subprocess.run(
-        [sys.executable, *map(str, command)], cwd=checkout, env=environment, capture_output=True, text=True
-    )
-    if done.returncode != 0:
-        sys.exit(done.stdout + done.stderr)
-    return done.stderr
+class Program:
+    """A Python process that is stopped while it is not its turn. Its turns end with lines that contain "epoch N/"."""
+
+    def __init__(self, checkout: Path, *words: object) -> None:
+        environment = os.environ | {"PYTHONPATH": str(checkout)}
+        command = [sys.executable, "-u", *map(str, words)]
+        self._process = subprocess.Popen(command, cwd=checkout, env=environment, stdout=subprocess.PIPE, text=True)
+
+    def __enter__(self) -> Self:
+        """Wait for the end of the first epoch."""
+        self._wait_for_line()
+        self.stop()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.communicate()
+
+    def _wait_for_line(self) -> None:
+        assert self._process.stdout is not None
+        if not any(re.search(r"epoch \d+/", line) for line in iter(self._process.stdout.readline, "")):
+            sys.exit(f"{self._process.args}: exit code {self._process.wait()}")
+
+    def stop(self) -> None:
+        """Stop until the next turn."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def turn(self) -> float:
+        """Run two epochs, and return the seconds of the second one."""
+        self._process.send_signal(signal.SIGCONT)
+        self._wait_for_line()
+        seconds = timed(self._wait_for_line)
+        self.stop()
+        return seconds
 
 
-def train(checkout: Path, store: Path, folder: Path, model: str) -> float:
-    """Train one model and return the median of the seconds of its epochs after the first."""
+def train_words(store: Path, folder: Path, model: str, epochs: int) -> list[object]:
+    """Return the command that trains one model."""
     flags = [f"--{'' if name == model else 'no-'}run-{flag}" for name, flag in MODELS.items()]
-    words = ["--store", store, "--output-dir", folder, "--epochs", EPOCHS, "--no-probe", "--overwrite", *flags]
-    run(checkout, "-m", "tracestore", "train", *words)
-    entry = json.loads((folder / "results.json").read_text())["models"][model]
-    return statistics.median(entry["seconds_per_epoch"][1:])
-
-
-def measure(what: str, checkout: Path, store: Path, folder: Path) -> float:
-    """Return the seconds of a measurement with the package of a checkout."""
-    if what in MODELS:
-        return train(checkout, store, folder / what, what)
-    if what == "predict":
-        checkpoint, output = folder / "gnn_det_lstm/gnn_det_lstm/best.pt", folder / "predictions.csv"
-        words = ["predict", "--checkpoint", checkpoint, "--store", store, "--output", output]
-        return float(run(checkout, "-c", PREDICT, *words).splitlines()[-1])
-    words = [
-        "--detectors",
-        "lstm_solo,gnn_det_lstm",
-        "--folds",
-        "2",
-        "--output-dir",
-        folder / "benchmark",
-        "--overwrite",
+    return [
+        *("-m", "tracestore", "train", "--store", store, "--output-dir", folder),
+        *("--epochs", epochs, "--no-probe", "--overwrite", *flags),
     ]
-    began = time.perf_counter()
-    run(checkout, "-m", "tracestore", "benchmark", store, *words)
-    return time.perf_counter() - began
+
+
+def measure(what: str, store: Path, work: Path, checkouts: dict[str, Path], rounds: int) -> dict[str, float]:
+    """Return the median seconds of each state."""
+    with ExitStack() as stack:
+        programs: States = {}
+        for name, checkout in checkouts.items():
+            folder = work / f"{what}-{name}"
+            if what == "benchmark":
+                words = ["--detectors", "lstm_solo,gnn_det_lstm", "--folds", "2", "--output-dir", folder, "--overwrite"]
+                command = [sys.executable, "-m", "tracestore", "benchmark", store, *words]
+                environment = os.environ | {"PYTHONPATH": str(checkout)}
+                options = {"cwd": checkout, "env": environment, "check": True, "stdout": subprocess.DEVNULL}
+                programs[name] = lambda command=command, options=options: timed(
+                    lambda: subprocess.run(command, **options)
+                )
+            elif what == "predict":
+                words = ["--checkpoint", work / "gnn_det_lstm/best.pt", "--store", store, "--output", f"{folder}.csv"]
+                programs[name] = stack.enter_context(Program(checkout, "-c", PREDICT, "predict", *words)).turn
+            else:
+                program = Program(checkout, *train_words(store, folder, what, MANY))
+                programs[name] = stack.enter_context(program).turn
+        busy = stack.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+        stack.callback(busy.kill)
+        times: dict[str, list[float]] = {state: [] for state in (*programs, "beside")}
+        for number in range(rounds):
+            for state in list(times)[:: 1 if number % 2 else -1]:
+                busy.send_signal(signal.SIGCONT if state == "beside" else signal.SIGSTOP)
+                times[state].append(programs["alone" if state == "beside" else state]())
+    return {state: statistics.median(seconds) for state, seconds in times.items()}
 
 
 def main() -> None:
@@ -93,27 +129,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--baseline", type=Path, help="another checkout, whose package is measured alone")
     args = parser.parse_args()
-    store, states = args.store.resolve(), ["alone", "beside"] + ["baseline"] * (args.baseline is not None)
-    heads = "".join(f"{state:>12} s" for state in states)
-    print(f"{'':24}{heads}   beside/alone" + "  alone/baseline" * (len(states) > 2))
+    store, checkouts = args.store.resolve(), {"alone": ROOT}
+    if args.baseline is not None:
+        checkouts["baseline"] = args.baseline.resolve()
     with tempfile.TemporaryDirectory() as work:
         if "predict" in args.what:
-            train(ROOT, store, Path(work) / "gnn_det_lstm", "gnn_det_lstm")
+            words = train_words(store, Path(work), "gnn_det_lstm", 1)
+            subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         for what in args.what:
-            times: dict[str, list[float]] = {state: [] for state in states}
-            for number in range(args.rounds):
-                for state in states if number % 2 else reversed(states):
-                    checkout = args.baseline.resolve() if state == "baseline" else ROOT
-                    busy = [sys.executable, "-c", "while True: pass" if state == "beside" else ""]
-                    with subprocess.Popen(busy) as other:
-                        times[state].append(measure(what, checkout, store, Path(work)))
-                        other.kill()
-            medians = {state: statistics.median(seconds) for state, seconds in times.items()}
-            row = f"{what:24}{''.join(f'{medians[state]:13.3f}' for state in states)}"
-            row += f"{medians['beside'] / medians['alone']:14.2f}"
-            if "baseline" in medians:
-                row += f"{medians['alone'] / medians['baseline']:16.3f}"
-            print(row, flush=True)
+            seconds = measure(what, store, Path(work), checkouts, args.rounds)
+            row = [f"{state} {value:.3f} s" for state, value in seconds.items()]
+            row.append(f"beside/alone {seconds['beside'] / seconds['alone']:.2f}")
+            if "baseline" in seconds:
+                row.append(f"alone/baseline {seconds['alone'] / seconds['baseline']:.3f}")
+            print(f"{what:24}{', '.join(row)}", flush=True)
 
 
 if __name__ == "__main__":
