@@ -87,7 +87,7 @@ BEHAVIORS = {
     "is no detector": ("\nBad = np.float64", "Bad is a float64, expected"),
 }  # fmt: skip
 # In the suite of every day.
-_SHORT = ["exits at import", "ends in fit", "crashes in fit", "returns texts", "prints and ends"]
+_SHORT = ["exits at import", "ends in fit", "crashes in fit"]
 
 
 @pytest.fixture
@@ -170,6 +170,7 @@ def test_texts_of_a_detector_are_escaped(plugin):
     assert "\x1b" not in done.stdout and "\x07" not in done.stdout and r"much\x1b]0;title\x07; a b" in done.stdout
 
 
+@pytest.mark.long
 def test_the_user_ends_a_benchmark_whose_detector_does_not(path, tmp_path, plugin):
     """Ctrl-C ends the command with 130, and the process of the detector with it."""
     site = plugin(
@@ -243,7 +244,7 @@ def test_results_of_another_process_are_those_of_this_one():
         run_apart("numpy:reshape", np.zeros(3), (2, 2))
 
 
-@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize("as_json", [False, *long(True)])
 def test_a_log_tells_what_runs(path, tmp_path, plugin, monkeypatch, as_json):
     """Lines go to standard output, with --json to standard error; no bar where standard error is no terminal."""
     plugin("def fit(self, *a):\n        __import__('time').sleep(0.2)\n        return super().fit(*a)")

@@ -93,7 +93,7 @@ def catalog() -> dict[str, CatalogEntry]:
         found[name] = CatalogEntry(name, _OWN, _lazy(_TORCH_MODEL, {"name": name}), is_torch_model=True)
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
         package = escape_unprintable(point.dist.name if point.dist else point.value, 100)
-        name = escape_unprintable(point.name, 100)
+        name = escape_unprintable(point.name, 200)
         if name in found:
             other = found[name].package
             raise UsageError(f"{package}: its detector {name} has the name of one of {other}; uninstall {package}")
