@@ -87,7 +87,7 @@ BEHAVIORS = {
     "is no detector": ("\nBad = np.float64", "Bad is a float64, expected"),
 }  # fmt: skip
 # In the suite of every day.
-_SHORT = ["exits at import", "ends in fit", "crashes in fit"]
+_SHORT = ["exits at import", "ends in fit"]
 
 
 @pytest.fixture
