@@ -178,3 +178,64 @@ def test_create_takes_a_score_direction(tmp_path):
     assert np.isnan(tracestore.open(tmp_path / "s.zarr").labels).all()
     info = json.loads(command("info", tmp_path / "s.zarr", "--json", check=0).stdout)
     assert info["scores"]["score"]["direction"] == "hallucination"
+
+
+LABELED = {
+    "partly labeled": ([0, "", "", 1], SCORES, [0, 0, 0, 1], 1),
+    "labels alone for some": ([1, 0, "", ""], ["", "", 0.9, 0.1], [1, 0, 0, 1], 0),
+    "one differs": ([1, 1, 0, 0], SCORES, [1, 1, 0, 0], 1),
+    "words": (["hallucinated", "correct", "", "Incorrect."], SCORES, [1, 0, 0, 1], 1),
+    "numbers with a point": (["1.0", "0.0", "0.0", ""], SCORES, [1, 0, 0, 0], 0),
+}
+
+
+@pytest.mark.parametrize("case", LABELED)
+def test_labels_next_to_scores_count_first(tmp_path, source, case):
+    labels, scores, targets, num_different = LABELED[case]
+    rows = [[f"q{k}", labels[k], scores[k]] for k in range(4)]
+    path = write_csv(tmp_path / "scores.csv", ["question_id", "label", "score"], rows)
+    done = convert(source, tmp_path / "s.zarr", "--scores", path)
+    store = tracestore.open(tmp_path / "s.zarr")
+    assert store.targets().tolist() == targets
+    assert np.isnan(store.labels).tolist() == [label == "" for label in labels]
+    assert "--score-column score uses the score alone" in done.stdout
+    differ = f"the label of {num_different} trace" in done.stdout
+    assert differ == (num_different > 0)
+    convert(source, tmp_path / "alone.zarr", "--scores", path, "--score-column", "score")
+    assert np.isnan(tracestore.open(tmp_path / "alone.zarr").labels).all()
+    command("merge", tmp_path / "alone.zarr", tmp_path / "merged.zarr", check=0)
+    done = command("score", tmp_path / "merged.zarr", "--scores", path, check=0)
+    assert f"{sum(label != '' for label in labels)} labels of the file not used" in done.stdout
+
+
+def test_labels_of_answers_without_a_score_arrive_later(tmp_path, source):
+    write_csv(tmp_path / "scores.csv", ["question_id", "label", "score"], [["q0", 1, 0.1], ["q1", 0, 0.9]])
+    convert(source, tmp_path / "s.zarr", "--scores", tmp_path / "scores.csv")
+    rows = [["q0", 1, 0.1], ["q1", 0, 0.9], ["q2", 1, ""], ["q3", "", 0.2]]
+    write_csv(tmp_path / "scores.csv", ["question_id", "label", "score"], rows)
+    convert(source, tmp_path / "s.zarr", "--scores", tmp_path / "scores.csv")
+    assert tracestore.open(tmp_path / "s.zarr").targets().tolist() == [1, 0, 1, 1]
+
+
+def test_labels_in_the_order_of_the_traces(tmp_path, source):
+    np.savez(tmp_path / "s.npz", score=np.array(SCORES), label=np.array([1, 0, 1, 0]))
+    convert(source, tmp_path / "s.zarr", "--scores", tmp_path / "s.npz")
+    assert tracestore.open(tmp_path / "s.zarr").labels.tolist() == [1, 0, 1, 0]
+
+
+@pytest.mark.parametrize("column", ["score", "hallucination_score"])
+def test_labels_that_contradict_the_scores_are_refused(tmp_path, source, column):
+    labels = [0, 1, 1, 1] if column == "score" else [1, 0, 0, 0]
+    rows = [[f"q{k}", label, score] for k, (label, score) in enumerate(zip(labels, SCORES, strict=True))]
+    path = write_csv(tmp_path / "scores.csv", ["question_id", "label", column], rows)
+    done = convert(source, tmp_path / "s.zarr", "--scores", path, check=2)
+    assert done.stderr.count("\n") == 1 and f"--score-column {column} or --score-column label" in done.stderr
+    convert(source, tmp_path / "s.zarr", "--scores", path, "--score-column", "label", "--score-direction", "correct")
+    assert tracestore.open(tmp_path / "s.zarr").targets().tolist() == [1 - label for label in labels]
+
+
+@pytest.mark.parametrize("value", ["2", "0.5", "maybe", "-1", "inf"])
+def test_other_labels_next_to_scores_are_refused(tmp_path, source, value):
+    path = write_csv(tmp_path / "scores.csv", ["question_id", "label", "score"], [["q0", value, 0.5]])
+    done = convert(source, tmp_path / "s.zarr", "--scores", path, check=3)
+    assert "expected 1 (hallucinated) or 0; --score-column score uses the scores alone" in done.stderr

@@ -96,7 +96,7 @@ def is_index_id(sources: list[SourceFile], keys: KeyOptions) -> bool:
         )
 
     keys = replace(keys, is_index_id=True)
-    for source in _some(sources):
+    for source in _some([source for source in sources if source.export is None]):
         for record in _first_traces(source, keys, MAX_TRACES, on_trace):
             key = record.question_id, record.sample
             if key in seen or not any(is_from_index):
@@ -106,7 +106,7 @@ def is_index_id(sources: list[SourceFile], keys: KeyOptions) -> bool:
 
 
 def _some(sources: list[SourceFile]) -> list[SourceFile]:
-    return sources[:: -(-len(sources) // _MAX_FILES)]
+    return sources[:: max(1, -(-len(sources) // _MAX_FILES))]
 
 
 def _first_traces(

@@ -20,6 +20,8 @@ _ADDED = (
 )  # fmt: skip
 # Lines of the report about traces, by the name of their count.
 _NOTES = {
+    "num_label_conflicts": "the label of {} differs from that of its score at 0.5: the label counts; `tracestore lint` "
+    "lists them",
     "num_conflicts": "different content under a question id and sample of the store: {}, {}",
     "num_nonfinite": "NaN or infinite values in {}; training reports an error",
     "num_without_embeddings": "the embeddings of {} are not stored: they had L + 1 hidden states and attention of L "
@@ -30,7 +32,10 @@ _NOTES = {
     "num_made_up_ids": "no question_id in {}: file name and position were used; --map question_id=KEY names their key",
 }
 # Counts of a conversion that are those of the store.
-_TOTALS = ("num_traces", "num_segments", "num_unscored", "num_scores_without_trace", "generation", "bytes_out")
+_TOTALS = (
+    "num_traces", "num_segments", "num_unscored", "num_label_conflicts", "num_scores_without_trace", "generation",
+    "bytes_out",
+)  # fmt: skip
 
 
 @dataclass
@@ -102,6 +107,7 @@ class ConvertReport:
     attention: str | None = None  # of the store: mean, heads or none
     num_unscored: int = 0
     labels: str | None = None
+    num_label_conflicts: int = 0  # traces of the store whose label differs from that of their score
     num_scores_without_trace: int = 0
     num_traces: int = 0
     num_segments: int = 0

@@ -21,6 +21,7 @@ from tracestore.convert.scoring import Scoring
 from tracestore.errors import ClusterError, InvalidInputError, NoTracesError, TruncatedFileError, escape_unprintable
 from tracestore.ingest.byte_source import TRUNCATED_WHILE_READING
 from tracestore.ingest.cluster import ClusterStream, read_sources_on_cluster
+from tracestore.ingest.exports.manifest import EXPORT_FILE
 from tracestore.ingest.packing import PackOptions
 from tracestore.ingest.reading import AheadOptions, SourceStream, read_sources
 from tracestore.ingest.sources import (
@@ -31,7 +32,7 @@ from tracestore.ingest.sources import (
     source_fingerprint,
 )
 from tracestore.store.format import paths
-from tracestore.store.format.labels import DEFAULT_THRESHOLD, describe
+from tracestore.store.format.labels import DEFAULT_THRESHOLD, describe, disagreements
 from tracestore.store.format.provenance import Provenance, equals_but_layers, with_layers
 from tracestore.store.io import fsio
 from tracestore.store.io.files import local_dir, parse_location
@@ -110,13 +111,19 @@ class Conversion:
     def _read_provenances(self, sources: list[Path]) -> dict[Path, Provenance]:
         """Return the known provenances by source argument."""
         path = self._options.provenance
-        files = find_provenance_files(sources) if path is None else dict.fromkeys(sources, Path(path))
+        if path is not None:
+            files = dict.fromkeys(sources, Path(path))
+        else:  # exports state the provenance of each of their files
+            files = find_provenance_files(sources)
+            files = {folder: file for folder, file in files.items() if not (folder / EXPORT_FILE).is_file()}
         found = {file: read_provenance(file) for file in dict.fromkeys(files.values())}
         for file, provenance in found.items():
             self._output.info(f"provenance: {file}, model {escape_unprintable(provenance.model or 'unknown', 100)}")
         return {source: found[file] for source, file in files.items()}
 
     def _provenance(self, source: SourceFile) -> Provenance | None:
+        if source.export is not None and self._options.provenance is None:
+            return source.export.provenance
         return next((p for path, p in self._provenances.items() if source.path.is_relative_to(path)), None)
 
     def run(self) -> ConvertReport:
@@ -160,7 +167,7 @@ class Conversion:
                 allow_mixed_provenance=options.allow_mixed_provenance,
                 expected_bytes=self.total_bytes,
             ) as writer:
-                writer.check_provenance(self._provenances.values())
+                writer.check_provenance(filter(None, dict.fromkeys(map(self._provenance, self.sources))))
                 before = writer.manifest.num_traces
                 self._refused = RefusedTraces(self.store, is_new=options.overwrite or before == 0)
                 self.scoring.begin(writer)
@@ -375,7 +382,10 @@ class Conversion:
         if manifest.num_scored:
             name = writer.attributes.default_score or ""
             direction = writer.attributes.scores[name].direction
-            report.labels = f"{name}: {describe(writer.read_columns().score(name), DEFAULT_THRESHOLD, direction)}"
+            columns = writer.read_columns()
+            report.labels = f"{name}: {describe(columns.score(name), DEFAULT_THRESHOLD, direction)}"
+            differs = disagreements(columns.score(name), columns.labels, DEFAULT_THRESHOLD, direction)
+            report.num_label_conflicts = int(differs.sum())
         if manifest.num_traces == 0:
             if self._without_traces:
                 raise self._without_traces[0]

@@ -13,11 +13,13 @@ from tracestore.convert.options import ConvertOptions
 from tracestore.convert.table_ids import TableIds
 from tracestore.errors import InvalidInputError, UsageError, escape_unprintable
 from tracestore.ingest.discovery.tables_beside import unread_tables
+from tracestore.ingest.exports.manifest import ExportFacts
 from tracestore.ingest.roles.columns import UNNAMED
 from tracestore.ingest.roles.keys import INPUTS_PAGE, KeyOptions, direction_of, label_of_path, parse_map
 from tracestore.ingest.score_files import ID_COLUMN, find_score_files
 from tracestore.ingest.scores import Scores, read_scores, score_name
 from tracestore.ingest.sources import SourceFile, with_classes
+from tracestore.store.format import schema
 from tracestore.store.format.labels import CORRECT, HALLUCINATION, ScoreField
 from tracestore.store.read.columns import TraceValues
 from tracestore.store.write.pack import PackedTrace
@@ -29,7 +31,8 @@ _LONG_IDS = ("the ids of ", " keep the folder that names their class, because se
 class Scoring:
     """Choose the scores of a conversion.
 
-    A scores file replaces scores and labels inside traces, which are then extras only.
+    A scores file replaces scores and labels inside traces, which are then extras only. One that the user names
+    replaces those of exports too.
 
     Parameters
     ----------
@@ -67,6 +70,13 @@ class Scoring:
         self.file, paths = _read_files(arguments, sources, options, output)
         self.scores_file = ", ".join(map(str, paths)) or None
         self.sources = with_classes([source for source in sources if source.path not in paths])
+        for facts in {s.export.facts.folder: s.export.facts for s in sources if s.export is not None}.values():
+            output.info(f"export: {facts.folder}, format {facts.format}")
+            if options.scores is None:
+                facts.check_scores_file()
+        if options.scores is not None:
+            self.sources = [source.without_values() for source in self.sources]
+        self._export: ExportFacts | None = None  # of the source, if its values are used
         self._source_path = ""  # of a source whose ids keep the folder of its class
         self._table = ""  # of the source
         if self.file is not None and self.file.in_order and len(self.sources) != 1:
@@ -109,7 +119,8 @@ class Scoring:
             writer.define_score(self._name, self.file.score_field)
 
     def begin_source(self, source: SourceFile) -> None:
-        """Begin a source, which may have a table."""
+        """Begin a source, which may have a table, or be part of an export."""
+        self._export = source.export.facts if source.export is not None and source.export.has_values else None
         self._ids.begin(source.table)
         is_kept = source.id_folder is None and label_of_path(source.folder) is not None
         self._source_path = f"{source.folder}/{source.stem}" if is_kept else ""
@@ -120,9 +131,14 @@ class Scoring:
     def values(self, writer: StoreWriter, packed: PackedTrace) -> tuple[Mapping[str, float], str]:
         """Return the named scores and the group of a trace; its scores are defined in the store."""
         record = packed.record
+        if self._export is not None:
+            self._define_scores(writer, self._export)
+            return record.scores, record.group
         self._ids.add(packed)
         if self._source_path and record.question_id.startswith(self._source_path):
             self._used[_LONG_IDS] += 1
+        if self.file is not None:
+            self._set_label(packed, self.file)
         if self.file is not None and self.file.in_order:
             self._num_positions = max(self._num_positions, record.position + 1)
             return {self._name: self.file.score_at(record.position)}, ""
@@ -146,6 +162,22 @@ class Scoring:
             extras = json.loads(packed.extras)
             self._unused.update(k for k, v in extras.items() if k.startswith(UNNAMED) and v in (0, 1))
         return found, ""
+
+    def _set_label(self, packed: PackedTrace, file: Scores) -> None:
+        """Give a trace the label of the scores file."""
+        record = packed.record
+        record.label = file.label_of(record.question_id, record.sample, record.position)
+        if record.label is not None:
+            packed.field_bits |= schema.FIELD_BITS["label"]
+            before = f"label (1: {HALLUCINATION}): found in {escape_unprintable(file.path.name, 60)} for "
+            self._used[before, f" and used before the score; --score-column {file.column} uses the score alone"] += 1
+
+    def _define_scores(self, writer: StoreWriter, export: ExportFacts) -> None:
+        """Define the named scores of an export in the store, its default score first."""
+        for name in sorted(export.scores, key=lambda name: name != export.default_score):
+            stored = writer.attributes.scores.get(name)
+            if stored is None or stored.direction != export.scores[name].direction:
+                writer.define_score(name, export.scores[name])
 
     def id_of_file(self, packed: PackedTrace, source: str) -> str | None:
         """Return the name of a file if it is an id of the scores file, and the first trace of the file has no id."""
@@ -189,9 +221,11 @@ class Scoring:
             return
         updates = {}
         for index in np.flatnonzero(np.isnan(writer.read_columns().score(self._name))).tolist():
-            score, group = self.file.lookup(writer.index.question_id(index), writer.index.row(index).sample)
-            if not math.isnan(score):
-                updates[index] = TraceValues({self._name: score}, group=group or None)
+            question_id, sample = writer.index.question_id(index), writer.index.row(index).sample
+            score, group = self.file.lookup(question_id, sample)
+            label = self.file.label_of(question_id, sample, index)
+            if not math.isnan(score) or label is not None:
+                updates[index] = TraceValues({self._name: score}, math.nan if label is None else label, group or None)
         writer.update_values(updates)
         writer.commit()
 
@@ -241,4 +275,5 @@ def _unread(arguments: list[Path], sources: list[SourceFile], scores: list[Path]
     used = {path for source in sources for path in (source.path, *source.parts)} | set(scores)
     used |= {path for table in tables for path in (table.path, *table.others)}
     folders = {path.parent for path in used} | {path for path in arguments if path.is_dir()}
+    folders -= {source.export.facts.folder for source in sources if source.export is not None}
     return unread_tables(folders, used)

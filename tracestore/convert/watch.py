@@ -84,10 +84,10 @@ class Watch:
         """Return the new or changed sources that no program seems to be writing."""
         try:
             sources = find_sources(self._arguments, self._folder)
-        except UsageError:
-            if not all(path.is_dir() for path in self._arguments):
+        except (UsageError, InvalidInputError) as error:
+            if not all(path.is_dir() for path in self._arguments) or (is_last and isinstance(error, InvalidInputError)):
                 raise
-            return {}  # folders that are still empty
+            return {}  # folders that are still empty, or in which an export is not finished
         ready, now = {}, time.monotonic()
         for source in sources:
             state = _state(source)

@@ -1,10 +1,11 @@
 """Export of a store to files of other formats, for programs that read those."""
 
+import errno
+import hashlib
 import json
-import math
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import compress
 from pathlib import Path
@@ -12,10 +13,20 @@ from pathlib import Path
 import numpy as np
 
 from tracestore.console import plural
-from tracestore.errors import UsageError
+from tracestore.errors import DiskFullError, UsageError
 from tracestore.export.file_formats import FORMATS, WRITERS, ExportFormat, write_provenance
-from tracestore.export.trace_values import json_line, row_of
+from tracestore.export.output_folder import check_folder, lock_folder
+from tracestore.export.trace_values import json_line, row_of, score_columns, small_arrays
 from tracestore.extras import needs
+from tracestore.ingest.exports.manifest import (
+    COMPLETE,
+    SCORES_FILE,
+    STORE_FILE,
+    TABLE_FILE,
+    DataFile,
+    ExportManifest,
+    side_file,
+)
 from tracestore.ingest.sources import PROVENANCE_FILE
 from tracestore.store.format import schema
 from tracestore.store.format.labels import SCORE_COLUMNS
@@ -27,10 +38,6 @@ from tracestore.store.read.store import TraceStore
 from tracestore.store.read.trace import Trace
 
 TRACES_PER_FILE = 500
-SCORES_FILE = "scores.csv"
-TABLE_FILE, STORE_FILE = "traces.jsonl", "store.json"
-# Formats that hold every field and score of a trace.
-_COMPLETE = ("safetensors", "datasets")
 # Bound of the bytes of the arrays in a file of graphs, which is made in memory, or of a data set.
 MAX_FILE_BYTES = 1 << 30
 
@@ -46,7 +53,7 @@ class ExportReport:
     num_traces, num_files, bytes : int
         Traces, and the number and total size of the files that hold them.
     scores_file : str, optional
-        The file of scores, if the store has any.
+        The table of scores, if the store has labels, scores or groups.
     left_out : list of str
         What the store holds and the files do not, because the format has no place for it.
     """
@@ -60,6 +67,10 @@ class ExportReport:
     scores_file: str | None = None
     left_out: list[str] = field(default_factory=list)
 
+    def continues(self, total: int) -> str:
+        """Return how many traces an export has written that ends early, and how to continue it."""
+        return f"{self.num_traces:,} of {plural(total, 'trace')} are exported; run the same command to continue"
+
 
 def export_store(
     store: TraceStore,
@@ -71,21 +82,22 @@ def export_store(
 ) -> ExportReport:
     """Write each trace of a store to files.
 
-    Scores and groups are written to ``scores.csv``, and what is known of all traces' provenance and does not differ
-    between them to ``provenance.json``. A file appears under its name only when it is
-    complete. A .pt file is made in memory; the other formats need the memory of a trace, or of a row group.
+    Next to them are ``traces.jsonl``, all values of each trace that are no large arrays, ``store.json``, the facts of the
+    store, ``scores.csv``, labels, scores and groups as a table, and ``provenance.json``, what the provenances have in
+    common. A file appears under its name only when it is complete, and ``tracestore_export.json``, the list of them,
+    last. An export that ended early is continued, if the store and the arguments are the same. A .pt file is made in
+    memory; the other formats need the memory of a trace, or of a row group.
 
     Parameters
     ----------
     store : TraceStore
         The store.
     out_dir : str or PathLike
-        A new or empty folder.
+        A new or empty folder, or one with an unfinished export.
     format : {"pkl", "pt-lstm", "pt-gnn", "safetensors", "datasets"}
         "pkl": pickled lists of dicts. "pt-lstm": the last token of each layer. "pt-gnn": one PyG
         Data per layer, whose edges are the pairs with a head-averaged attention above 0. "safetensors": one file of
-        arrays per trace, and the texts, numbers and scores in ``traces.jsonl``. "datasets": Parquet files, a row per
-        trace. The last two hold all fields and scores, and ``store.json`` the attributes of the store.
+        arrays per trace. "datasets": Parquet files, a row per trace.
     traces_per_file : int
         Largest number of traces in a file. A file of graphs or of a data set also ends at `MAX_FILE_BYTES`.
     progress : callable, optional
@@ -99,7 +111,9 @@ def export_store(
     Raises
     ------
     UsageError
-        If a trace lacks what the format needs, or the folder is not empty.
+        If a trace lacks what the format needs, or the folder holds anything but the same export, unfinished.
+    StoreLockedError
+        If another process exports into the folder.
     MissingExtraError
         If pyarrow is not installed, for "datasets".
     DiskFullError, StorageError
@@ -121,31 +135,77 @@ def export_store(
     with map_os_errors(out):
         check_output_dir(out)
         out.mkdir(parents=True, exist_ok=True)
-        if any(out.iterdir()):
-            raise UsageError(f"{out}: not empty; use an empty or new folder")
-        _require_space(store, out, format)
-        _check(store, format)
-        write, name = WRITERS[format]
-        (out / name).parent.mkdir(exist_ok=True)
-        for number, (begin, end) in enumerate(_file_ranges(store, format, traces_per_file)):
-            traces = (store[k] for k in range(begin, end))
-            with atomic_write(out / name.format(number)) as file:
-                write(store, traces, file)
-                report.bytes += file.tell()
-            report.num_files += 1
-            report.num_traces += end - begin
-            if progress is not None:
-                progress(report.num_traces, len(store))
-        if format == "safetensors":
-            _write_table(store, out / TABLE_FILE, name)
-        if format in _COMPLETE:
-            with atomic_write(out / STORE_FILE) as file:
-                file.write(json.dumps(store.internals.attributes.to_json(), indent=1).encode())
-        report.left_out = _left_out(store, format)
-        _write_common_provenance(store, out)
-        scores = _write_scores(store, out)
-        report.scores_file = None if scores is None else str(scores)
+        with lock_folder(out):
+            manifest = ExportManifest(_digest(store), format, traces_per_file, len(store), score_columns(store))
+            is_begun = check_folder(out, manifest)
+            _require_space(store, out, format)
+            _check(store, format)
+            if not is_begun:
+                manifest.write(out)
+            try:
+                _write(store, out, manifest, report, progress)
+            except KeyboardInterrupt:
+                raise KeyboardInterrupt(f"interrupted: {report.continues(len(store))}") from None
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                raise DiskFullError(
+                    f"no space left on the file system of {out}: {report.continues(len(store))}"
+                ) from error
     return report
+
+
+def _write(
+    store: TraceStore,
+    out: Path,
+    manifest: ExportManifest,
+    report: ExportReport,
+    progress: Callable[[int, int], None] | None,
+) -> None:
+    """Write the files of an export that are not there yet, and the list of all of them at last."""
+    format: ExportFormat = report.format  # type: ignore[assignment]
+    write, name, in_table = WRITERS[format]
+    (out / name).parent.mkdir(exist_ok=True)
+    provenances = _provenance_of_traces(store)
+    files: list[DataFile] = []
+    for number, (begin, end) in enumerate(_file_ranges(store, format, manifest.traces_per_file, provenances)):
+        path = out / name.format(number)
+        if not path.exists():
+            with atomic_write(path) as file:
+                write(store, (store[k] for k in range(begin, end)), file)
+        size, provenance = path.stat().st_size, int(provenances[begin])
+        files.append(
+            DataFile(name.format(number), size, end - begin, None if provenance < 0 else provenance, table_begin=0)
+        )
+        report.num_files += 1
+        report.num_traces += end - begin
+        report.bytes += size
+        if progress is not None:
+            progress(report.num_traces, len(store))
+    files = _write_table(store, out / TABLE_FILE, files, in_table)
+    with atomic_write(out / STORE_FILE) as file:
+        file.write(json.dumps(store.internals.attributes.to_json(), indent=1).encode())
+    has_provenance = _write_common_provenance(store, out)
+    scores = _write_scores(store, out)
+    report.scores_file = None if scores is None else str(scores)
+    report.left_out = _left_out(store, format)
+    names = (TABLE_FILE, STORE_FILE, *([PROVENANCE_FILE] if has_provenance else []), *([SCORES_FILE] if scores else []))
+    side_files = tuple(side_file(out / name) for name in names)
+    replace(manifest, state=COMPLETE, files=tuple(files), side_files=side_files).write(out)
+
+
+def _digest(store: TraceStore) -> str:
+    """Return a digest of the generation of the store and of the score that is used as the default one."""
+    text = store.internals.manifest.to_bytes() + repr(store.score_name).encode()
+    return hashlib.blake2b(text, digest_size=16).hexdigest()
+
+
+def _provenance_of_traces(store: TraceStore) -> np.ndarray:
+    """Return the position of the provenance of each trace in that of the store, -1 without one."""
+    index, known = store.internals.index, store.provenance
+    numbers = [-1 if s.provenance is None else known.index(s.provenance) for s in index.sources()]
+    found: np.ndarray = np.array(numbers, "<i8")[index.read_column("source")]
+    return found
 
 
 def _require_space(store: TraceStore, out: Path, format: ExportFormat) -> None:
@@ -160,25 +220,32 @@ def _require_space(store: TraceStore, out: Path, format: ExportFormat) -> None:
         needed = int(store.num_tokens.sum()) * store.num_layers * store.hidden_dim * itemsize
     else:
         needed = int(large_array_bytes(store, np.arange(num_traces)).sum())
-    require_free_bytes(out, needed, f"the export of {plural(num_traces, 'trace')}")
+    done = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())  # by an interrupted export
+    require_free_bytes(out, needed - done, f"the export of {plural(num_traces, 'trace')}")
 
 
-def _write_table(store: TraceStore, path: Path, file_name: str) -> None:
-    with atomic_write(path) as file:
-        for trace in store:
-            row = {"file": file_name.format(trace.index)} | row_of(store, trace)
-            file.write(json_line(row).encode() + b"\n")
+def _write_table(store: TraceStore, path: Path, files: list[DataFile], arrays: tuple[str, ...]) -> list[DataFile]:
+    """Write a line for each trace, with the arrays that the files lack; return the files with their first lines."""
+    found, index = [], 0
+    with atomic_write(path) as table:
+        for file in files:
+            found.append(replace(file, table_begin=table.tell()))
+            for trace in map(store.__getitem__, range(index, index + file.num_traces)):
+                row = {"file": file.name} | row_of(store, trace)
+                small = small_arrays(store, trace) if arrays else {}
+                line = json_line(row, {name: small[name] for name in arrays if name in small})
+                table.write(line.encode() + b"\n")
+            index += file.num_traces
+    return found
 
 
 def _left_out(store: TraceStore, format: ExportFormat) -> list[str]:
-    """Return what the files of a format lack, apart from the fields that a .pt file never has."""
+    """Return what the files of a format lack."""
     found = []
-    labels = int((~np.isnan(store.labels)).sum())
-    if format == "pkl" and labels:
-        found.append(f"{labels:,} stored labels: pickles have no field for them")
-    if format not in _COMPLETE and len(store.score_fields) > 1:
-        names = ", ".join(sorted(store.score_fields.keys() - {store.score_name}))
-        found.append(f"the scores {names}: {SCORES_FILE} holds {store.score_name}")
+    if format == "pt-lstm" and bool(store.num_tokens.any()):
+        found.append("hidden states of all tokens, and attention: the format holds the last token of each layer")
+    if format == "pt-gnn" and store.num_stored_heads > 1:
+        found.append("the attention of each head: the format holds the mean")
     if store.lens is not None:
         found.append("the lens (final norm and unembedding matrix)")
     return found
@@ -189,7 +256,7 @@ def _check(store: TraceStore, format: ExportFormat) -> None:
     if format == "datasets":
         with needs("hub"):
             import pyarrow  # noqa: F401
-    if format in _COMPLETE:
+    if format in ("safetensors", "datasets"):
         return
     for trace in store:
         problem = _problem(trace, format)
@@ -212,8 +279,10 @@ def _problem(trace: Trace, format: ExportFormat) -> str | None:
     return None
 
 
-def _file_ranges(store: TraceStore, format: ExportFormat, traces_per_file: int) -> Iterator[tuple[int, int]]:
-    """Yield the first trace of each file and the trace after its last one."""
+def _file_ranges(
+    store: TraceStore, format: ExportFormat, traces_per_file: int, provenances: np.ndarray
+) -> Iterator[tuple[int, int]]:
+    """Yield the first trace of each file and the trace after its last one. The traces of a file share a provenance."""
     total = len(store)
     sizes = np.zeros(total, np.int64)
     if format == "safetensors":
@@ -226,7 +295,8 @@ def _file_ranges(store: TraceStore, format: ExportFormat, traces_per_file: int) 
         sizes += pairs * (16 + 4 if format == "pt-gnn" else 8 * store.num_stored_heads)
     begin, num_bytes = 0, 0
     for k, size in enumerate(sizes.tolist()):
-        if k > begin and (k - begin == traces_per_file or num_bytes + size > MAX_FILE_BYTES):
+        is_full = k - begin == traces_per_file or num_bytes + size > MAX_FILE_BYTES
+        if k > begin and (is_full or provenances[k] != provenances[k - 1]):
             yield begin, k
             begin, num_bytes = k, 0
         num_bytes += size
@@ -234,26 +304,32 @@ def _file_ranges(store: TraceStore, format: ExportFormat, traces_per_file: int) 
         yield begin, total
 
 
-def _write_common_provenance(store: TraceStore, out: Path) -> None:
-    if store.provenance and all(source.provenance for source in store.internals.index.sources()):
+def _write_common_provenance(store: TraceStore, out: Path) -> bool:
+    """Write what all provenances have in common; return whether each source has one."""
+    has_all = bool(store.provenance) and all(source.provenance for source in store.internals.index.sources())
+    if has_all:
         write_provenance(out / PROVENANCE_FILE, reduce(Provenance.agreement, store.provenance))
+    return has_all
 
 
 def _write_scores(store: TraceStore, out: Path) -> Path | None:
-    """Write the file that `convert` and `score` read. Return None if no trace has a score or a group.
+    """Write labels, scores and groups as a table for other programs. Return None if no trace has any.
 
-    Columns that hold nothing are left out: the sample if no question of the store has further answers, because
-    readers apply a score without a sample to all samples of its question.
+    Columns that hold nothing are left out, except that of the default score: the sample if no question of the store
+    has further answers, because readers apply a score without a sample to all samples of its question.
     """
-    header = ("question_id", "sample", SCORE_COLUMNS[store.score_direction], "group")
-    rows: list[tuple[str | int, ...]] = [
-        (trace.question_id, trace.sample, "" if math.isnan(trace.score) else repr(trace.score), trace.group)
-        for trace in store
-    ]
-    with_sample, with_group = any(row[1] for row in rows), any(row[3] for row in rows)
-    rows = [row for row in rows if row[2] or row[3]]
+    default = SCORE_COLUMNS[store.score_direction]
+    names = ["label", *(score_columns(store) or {default: ""}), "group"]
+    rows = []
+    for trace in store:
+        row = row_of(store, trace)
+        values = [repr(row[name]) if isinstance(row.get(name), float) else row.get(name, "") for name in names]
+        rows.append((trace.question_id, trace.sample, *values))
+    header = ("question_id", "sample", *names)
+    kept = [True, any(row[1] for row in rows)]
+    kept += [name == default or any(row[k] for row in rows) for k, name in enumerate(names, 2)]
+    rows = [row for row in rows if any(row[2:])]
     if not rows:
         return None
-    kept = (True, with_sample, True, with_group)
     write_rows(out / SCORES_FILE, list(compress(header, kept)), (list(compress(r, kept)) for r in rows))
     return out / SCORES_FILE

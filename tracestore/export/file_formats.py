@@ -11,6 +11,7 @@ import numpy as np
 
 from tracestore.errors import InvalidInputError, UsageError
 from tracestore.export import safetensors_file
+from tracestore.ingest.exports.manifest import DATA_FOLDER
 from tracestore.store.fields import PackedEdges
 from tracestore.store.format import schema
 from tracestore.store.format.extras import decode_list
@@ -209,11 +210,12 @@ def _write_parquet(store: TraceStore, traces: Iterator[Trace], file: BinaryIO) -
     parquet_file.write_traces(store, traces, file)
 
 
-# The writer of each format, and the name of its files by number.
-WRITERS: dict[ExportFormat, tuple[Callable[[TraceStore, Iterator[Trace], BinaryIO], None], str]] = {
-    "pkl": (_write_pickle, "traces_batch_{:04d}.pkl"),
-    "pt-lstm": (_write_sequences, "preprocessed_batch_{:04d}.pt"),
-    "pt-gnn": (_write_graphs, "preprocessed_batch_{:04d}.pt"),
-    "safetensors": (safetensors_file.write_traces, "{:06d}.safetensors"),
-    "datasets": (_write_parquet, "data/train-{:05d}.parquet"),
+_PER_TOKEN = ("tokens", *schema.TOKEN_FIELDS)
+# The writer of each format, the name of its files by number, and which arrays of `trace_values.small_arrays` they lack.
+WRITERS: dict[ExportFormat, tuple[Callable[[TraceStore, Iterator[Trace], BinaryIO], None], str, tuple[str, ...]]] = {
+    "pkl": (_write_pickle, "traces_batch_{:04d}.pkl", ("last_token",)),
+    "pt-lstm": (_write_sequences, "preprocessed_batch_{:04d}.pt", _PER_TOKEN),
+    "pt-gnn": (_write_graphs, "preprocessed_batch_{:04d}.pt", ("last_token", *_PER_TOKEN)),
+    "safetensors": (safetensors_file.write_traces, "{:06d}.safetensors", ()),
+    "datasets": (_write_parquet, f"{DATA_FOLDER}/train-{{:05d}}.parquet", ()),
 }

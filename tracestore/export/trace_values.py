@@ -1,7 +1,8 @@
 """The values of a trace under the names of the pickle schema: arrays, and one row of a table."""
 
 import json
-import math
+import sys
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from tracestore.store.format import schema
 from tracestore.store.format.labels import SCORE_COLUMNS
 from tracestore.store.read.store import TraceStore
 from tracestore.store.read.trace import Trace
-from tracestore.store.write.values import extras_json
+from tracestore.store.write.values import encode_value, extras_json
 
 # Fields of a row that hold JSON: values that a table of plain numbers and texts lacks.
 JSON_FIELDS = ("spans", "extras")
@@ -25,11 +26,8 @@ def arrays_of(store: TraceStore, trace: Trace) -> dict[str, tuple[np.ndarray, st
     last_token (L, D) is there only if hidden_states does not end with it.
     """
     found: dict[str, tuple[np.ndarray, str]] = {}
-    hidden = store.hidden_dtype
     if trace.num_tokens:
-        found["hidden_states"] = trace.hidden_states, hidden
-    if not trace.num_tokens or trace.last_token.tobytes() != trace.hidden_states[:, -1].tobytes():
-        found["last_token"] = trace.last_token, hidden
+        found["hidden_states"] = trace.hidden_states, store.hidden_dtype
     if trace.attention_layout == "edges":
         packed = trace.attention_packed
         assert isinstance(packed, PackedEdges)
@@ -38,12 +36,20 @@ def arrays_of(store: TraceStore, trace: Trace) -> dict[str, tuple[np.ndarray, st
     elif trace.attention_layout is not None:
         dense = trace.attention
         found["attentions"] = dense if dense.ndim == 4 else dense[:, None], store.attention_dtype
+    return found | small_arrays(store, trace)
+
+
+def small_arrays(store: TraceStore, trace: Trace) -> dict[str, tuple[np.ndarray, str]]:
+    """Return the arrays of `arrays_of` except hidden states and attention."""
+    found: dict[str, tuple[np.ndarray, str]] = {}
+    if not trace.num_tokens or trace.last_token.tobytes() != trace.hidden_states[:, -1].tobytes():
+        found["last_token"] = trace.last_token, store.hidden_dtype
     numbers = {"tokens": trace.tokens} | {name: trace.optional(name) for name in schema.TOKEN_FIELDS}
     return found | {name: (a, a.dtype.name) for name, a in numbers.items() if a is not None}
 
 
 def row_of(store: TraceStore, trace: Trace) -> dict[str, Any]:
-    """Return the texts, numbers and scores of a trace that it has.
+    """Return the texts, numbers, label, scores and group of a trace that it has.
 
     The default score is in the column of its direction, another named score in score_NAME. `provenance` is a
     position in `store.provenance`. The fields of JSON_FIELDS are text, encoded as docs/format.md describes extras.
@@ -57,8 +63,9 @@ def row_of(store: TraceStore, trace: Trace) -> dict[str, Any]:
     row |= {"label": trace.label, "group": trace.group or None, "prompt_length": trace.prompt_length}
     row |= {name: trace.text(name) for name in schema.TEXT_FIELDS} | {"tokens_decoded": trace.tokens_decoded}
     row |= {name: v for name, v in trace.optional_fields.items() if name not in schema.TOKEN_FIELDS}
-    for name, value in (("spans", trace.spans), ("extras", trace.extras or None)):
-        row[name] = None if value is None else json.dumps(json.loads(extras_json({name: value}))[name])
+    spans, extras = trace.optional("spans"), trace.extras
+    row["spans"] = None if spans is None else json.dumps(json.loads(extras_json({"spans": spans}))["spans"])
+    row["extras"] = extras_json(extras) or None
     return {name: value for name, value in row.items() if value is not None and value == value}
 
 
@@ -71,10 +78,14 @@ def score_columns(store: TraceStore) -> dict[str, str]:
     return {SCORE_COLUMNS[store.score_direction]: default} | others
 
 
-def json_line(row: dict[str, Any]) -> str:
-    """Return a row as one line of JSON Lines, with `{"$float": "inf"}` for an infinite number, which JSON lacks."""
+def json_line(row: dict[str, Any], arrays: Mapping[str, tuple[np.ndarray, str]]) -> str:
+    """Return a row and small arrays of its trace as one line of JSON Lines.
+
+    Arrays, and infinite numbers, which JSON lacks, are encoded as docs/format.md describes extras.
+    """
     values = {name: json.loads(value) if name in JSON_FIELDS else value for name, value in row.items()}
+    values |= {name: array.view(schema.BFLOAT16) if d == "bfloat16" else array for name, (array, d) in arrays.items()}
     for name, value in values.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            values[name] = {"$float": repr(value)}
+        if isinstance(value, float | np.ndarray):
+            values[name] = encode_value(value, name, [sys.maxsize])
     return json.dumps(values)

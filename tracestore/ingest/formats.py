@@ -17,6 +17,7 @@ from tracestore.ingest.containers.columns import Input
 from tracestore.ingest.containers.keys import id_of_name
 from tracestore.ingest.containers.registry import Reader, folder_reader, read_container, reader_of
 from tracestore.ingest.containers.tables import TableReference
+from tracestore.ingest.exports.records import read_exported
 from tracestore.ingest.layouts.joined_files import is_joined, read_joined
 from tracestore.ingest.layouts.neighbors import with_predictions
 from tracestore.ingest.layouts.partial import is_part, join_records
@@ -96,7 +97,12 @@ def read_traces(
     context = _Context(name, options)
     files = Input(source.path, name, source.parts, scratch or Scratch())
     try:
-        if not files.parts:
+        if source.export is not None:
+            for record in read_exported(source.export, files, need_attention=options.need_attention):
+                context.position += 1
+                yield record
+                del record
+        elif not files.parts:
             yield from _records(files, context, table, is_ahead)
         elif is_joined(files.parts) or (table is not None and table.is_in_turn):
             yield from _joined(files, context, table, source.is_trace)

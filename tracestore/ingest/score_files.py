@@ -14,6 +14,7 @@ from tracestore.ingest.containers.grouping import natural_key
 from tracestore.ingest.containers.numpy_files import npy_column, npz_columns
 from tracestore.ingest.containers.tables import MAX_BYTES, Table
 from tracestore.ingest.discovery.tables_beside import NO_TABLES
+from tracestore.ingest.exports.manifest import EXPORT_FILE
 from tracestore.ingest.roles.keys import (
     OTHER_NAMES,
     PRIMARY_SCORES,
@@ -152,14 +153,15 @@ def find_score_files(arguments: list[Path], sources: list[SourceFile]) -> list[P
 
     They are the only *scores*.csv directly in an argument; else those in the folders of the sources; else the other
     files that have ids and scores by the names of their columns, or a score in their own name. Files that train,
-    predict and benchmark write are none: what a detector predicts is no ground truth.
+    predict and benchmark write are none: what a detector predicts is no ground truth. Exports bring their own scores.
 
     Raises
     ------
     UsageError
         If a folder has several.
     """
-    tops = [argument for argument in arguments if argument.is_dir()]
+    sources = [source for source in sources if source.export is None]
+    tops = [path for path in arguments if path.is_dir() and not (path / EXPORT_FILE).is_file()]
     below = sorted({source.path.parent for source in sources} - set(tops), key=lambda p: natural_key(str(p)))
     used = {path for source in sources for path in (source.path, *source.parts) if path.suffix != ".npy"}
     used |= {path for source in sources for path in source.parts}

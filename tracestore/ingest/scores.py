@@ -44,6 +44,7 @@ class Scores:
 
     The sample is 0 if the file has no `sample` column. A missing score is NaN, a missing
     group "". `in_order` holds the scores of a file without ids, in the order of the traces.
+    `labels` holds what a column `label` next to the scores says (1: hallucinated), by the same keys, or by row.
     """
 
     path: Path
@@ -55,6 +56,8 @@ class Scores:
     id_column: str | None = ID_COLUMN
     group_column: str = GROUP_COLUMN
     is_direction_known: bool = True
+    label_column: str | None = None
+    labels: dict[tuple[str, int] | int, float] = dataclasses.field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -80,6 +83,30 @@ class Scores:
                 f"found a second {found} for question {question_id!r}, expected {expected} as before"
             )
 
+    def add_label(self, key: tuple[str, int] | int, label: float) -> None:
+        """Add a label, NaN for none; raise InvalidInputError if the question has another."""
+        if not math.isnan(label) and self.labels.setdefault(key, label) != label:
+            raise InvalidInputError(f"found a second label {label:g} for {key!r:.60}, expected {self.labels[key]:g}")
+
+    def label_of(self, question_id: str, sample: int, position: int) -> float | None:
+        """Return the label of a trace, at a position in the order of the traces; None without one."""
+        return self.labels.get(position if self.in_order else (question_id, sample if self.has_samples else 0))
+
+    def check_labels(self) -> None:
+        """Raise UsageError if the labels contradict the scores, so that a label of 1 cannot mean a hallucinated answer."""
+        means = []
+        for value in (0.0, 1.0):
+            keys = [key for key, label in self.labels.items() if label == value]
+            scores = [self.in_order[key] if isinstance(key, int) else self.values[key][0] for key in keys]
+            means.append(float(np.nanmean(scores)) if np.isfinite(scores).any() else math.nan)
+        right, hallucinated = means
+        if (right < hallucinated) if self.direction == CORRECT else (right > hallucinated):
+            raise UsageError(
+                f"{self.path.name}: {self.label_column} and {self.column} contradict each other: of the answers with "
+                f"label 1 (hallucinated) the mean is {hallucinated:g}, of those with 0 it is {right:g} (high: "
+                f"{self.direction}); choose --score-column {self.column} or --score-column {self.label_column}"
+            )
+
     def score_at(self, position: int) -> float:
         """Return the score at a position in the order of the traces; NaN beyond the last one."""
         return self.in_order[position] if position < len(self.in_order) else math.nan
@@ -100,6 +127,7 @@ class Scores:
         for (question_id, sample), (score, group) in other.values.items():
             try:
                 self.add(question_id, sample, score, group)
+                self.add_label((question_id, sample), other.labels.get((question_id, sample), math.nan))
             except InvalidInputError as error:
                 raise error.with_location(source=str(other.path)) from None
 
@@ -122,7 +150,8 @@ def read_scores(
     path : Path
         A table in a format of `score_files.SUFFIXES`.
     score_column : str, optional
-        Column of the scores; by default the only one of `roles.keys.SCORE_COLUMNS` in the file.
+        Column of the scores; by default the only one of `roles.keys.SCORE_COLUMNS` in the file, next to which a
+        column `label` holds labels.
     group_column : str, optional
         Column of the groups; by default GROUP_COLUMN, if the file has it.
     score_direction : str, optional
@@ -150,6 +179,7 @@ def read_scores(
                     _add_row(scores, row, number)
                 except InvalidInputError as error:
                     raise InvalidInputError(f"{place}: {error.reason}") from None
+        scores.check_labels()
         return scores
     except FileNotFoundError:
         raise UsageError(f"{path}: no such scores file") from None
@@ -186,6 +216,8 @@ def _columns(
         direction = HALLUCINATION
     scores = Scores(path, column, direction or CORRECT, "sample" in header, id_column=ids)
     scores.group_column, scores.is_direction_known = group_column or GROUP_COLUMN, direction is not None
+    if score_column is None and column != "label" and "label" in header:
+        scores.label_column = "label"
     if direction is None and normalized(column) not in WORD_COLUMNS:
         raise _ambiguous_direction(path, column)
     return scores
@@ -221,6 +253,24 @@ def _number(scores: Scores, value: object) -> float:
     return number
 
 
+def _label(scores: Scores, row: dict[str, object]) -> float:
+    """Return the label in a row next to its score: 0, 1 or the word of a judge; NaN without one."""
+    value = None if scores.label_column is None else row.get(scores.label_column)
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return math.nan
+    word = score_of_word(value, HALLUCINATION) if isinstance(value, str) else None
+    try:
+        label = float(value) if word is None else word  # type: ignore[arg-type]
+    except (ValueError, TypeError):
+        label = -1.0
+    if label not in (0.0, 1.0) and not math.isnan(label):
+        raise InvalidInputError(
+            f"found {value!r:.42} in {scores.label_column}, expected 1 (hallucinated) or 0; "
+            f"--score-column {scores.column} uses the scores alone"
+        )
+    return label
+
+
 def _add_row(scores: Scores, row: dict[str, object], number: int) -> None:
     """Add the score and the group in a row of the file."""
     score, text = _number(scores, row.get(scores.column)), row.get("sample", 0)
@@ -232,14 +282,17 @@ def _add_row(scores: Scores, row: dict[str, object], number: int) -> None:
         raise InvalidInputError(f"found sample {sample}, expected 0 to 2^31 - 1")
     if math.isinf(score):
         raise InvalidInputError(f"found an infinite {scores.column}")
+    label = _label(scores, row)
     if scores.id_column is None:
         scores.in_order.append(score)
+        scores.add_label(number, label)
         return
     question = row.get(scores.id_column)
     if not isinstance(question, str | int) or isinstance(question, bool):
         raise InvalidInputError(f"found {question!r:.42} in {scores.id_column}, expected an id")
     group = row.get(scores.group_column)
     scores.add(str(question), sample, score, "" if group is None else str(group).strip())
+    scores.add_label((str(question), sample), label)
 
 
 def _score_column(name: str, header: list[str]) -> str:
@@ -268,6 +321,7 @@ class ScoreReport:
     default_score: str | None
     score_direction: str
     labels: str
+    num_labels_unused: int
 
 
 def update_scores(
@@ -342,4 +396,5 @@ def update_scores(
             default_score=writer.attributes.default_score,
             score_direction=field.direction,
             labels=describe(stored, DEFAULT_THRESHOLD, field.direction),
+            num_labels_unused=len(scores.labels),
         )

@@ -4,7 +4,7 @@ import hashlib
 import os
 import re
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from tracestore.ingest.containers.grouping import natural_key
 from tracestore.ingest.containers.tables import TableReference
 from tracestore.ingest.discovery.folders import join_folders, sources_of_folder
 from tracestore.ingest.discovery.tables_beside import FoundSource, is_table, tables_of_pickles
+from tracestore.ingest.exports.manifest import DATA_FOLDER, ExportedFile, exported_file, read_export
 from tracestore.ingest.roles.keys import label_of_path, score_of_word
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.io import fsio
@@ -63,6 +64,8 @@ class SourceFile:
         Folder in ids that are made of the path, instead of its own, which names a class of answers.
     label : float, optional
         Label (1: hallucinated) of the class that its folders name, or the file itself next to one of the other class.
+    export : ExportedFile, optional
+        What an export says about the file, if it is one of its files.
     """
 
     path: Path
@@ -72,6 +75,7 @@ class SourceFile:
     is_trace: bool = False
     id_folder: str | None = None
     label: float | None = None
+    export: ExportedFile | None = field(default=None, compare=False)
 
     @property
     def folder(self) -> str:
@@ -96,11 +100,16 @@ class SourceFile:
         """The files with its arrays."""
         return self.parts or (self.path,)
 
+    def without_values(self) -> "SourceFile":
+        """Return the source without the labels, scores and groups of an export."""
+        return self if self.export is None else replace(self, export=replace(self.export, has_values=False))
+
     def absolute(self) -> "SourceFile":
         """Return the source with absolute paths, for a process with another working folder."""
         table = None if self.table is None else self.table.absolute()
+        export = None if self.export is None else self.export.absolute()
         parts = tuple(part.absolute() for part in self.parts)
-        return replace(self, path=self.path.absolute(), parts=parts, table=table)
+        return replace(self, path=self.path.absolute(), parts=parts, table=table, export=export)
 
     def file_bytes(self) -> int:
         """Return the size of its files; 0 for one that is missing or not regular."""
@@ -113,13 +122,13 @@ def with_classes(sources: list[SourceFile]) -> list[SourceFile]:
     Their ids lack the folder that names a class, unless they would not be unique: what is left of
     `train/correct/q1.npz` is `q1`, or `train/q1` if another source has that name.
     """
-    by_name = _labels_of_names(sources)
+    by_name = _labels_of_names([source for source in sources if source.export is None])
     labels = [label_of_path(source.folder) for source in sources]
     sources = [
-        replace(source, label=by_name.get(source) if label is None else label)
+        source if source.export else replace(source, label=by_name.get(source) if label is None else label)
         for source, label in zip(sources, labels, strict=True)
     ]
-    paths = {source: source.folder.split("/") for source in sources}
+    paths = {source: source.folder.split("/") for source in sources if source.export is None}
     classes = {s: k for s, path in paths.items() for k, part in enumerate(path) if label_of_path(part) is not None}
     for after in (True, False) if classes else ():
         folders = {s: "/".join([*(() if after else paths[s][:k]), *paths[s][k + 1 :]]) for s, k in classes.items()}
@@ -194,13 +203,14 @@ def _advice_of(folder: Path) -> str | None:
 
 def _source(found: FoundSource, top: Path) -> SourceFile:
     name = found.path.relative_to(top).as_posix()
-    return SourceFile(
-        found.path, top.absolute().name if name == "." else name, found.parts, found.table, found.is_trace
-    )
+    name = top.absolute().name if name == "." else name
+    return SourceFile(found.path, name, found.parts, found.table, found.is_trace, export=found.export)
 
 
 def _found_file(path: Path) -> FoundSource:
-    """Return the source of a file that an argument names, with a table next to it."""
+    """Return the source of a file that an argument names, with a table next to it, or the export that it is part of."""
+    if (exported := exported_file(path)) is not None:
+        return FoundSource(path, export=exported)
     if not path.name.endswith(registry.SUFFIXES):
         return FoundSource(path)
     tables = [p.name for p in path.parent.iterdir() if p.is_file() and p.stem == path.stem and p != path]
@@ -220,6 +230,8 @@ def _walk(top: Path, store: Path, *, is_text: bool = False) -> list[FoundSource]
     suffixes = (*PICKLE_SUFFIXES, ".bin") if is_text else PICKLE_SUFFIXES
     seen = {top.resolve()}
     found: list[FoundSource] = []
+    exported: list[ExportedFile] = []
+    own_paths: set[Path] = set()  # of exports
     apart: list[Path] = []
     for name, folders, files in os.walk(top, followlinks=True, onerror=refuse):
         here = Path(name)
@@ -231,6 +243,12 @@ def _walk(top: Path, store: Path, *, is_text: bool = False) -> list[FoundSource]
                 seen.add(real)
                 inside.append(folder)
         folders[:] = inside
+        is_data_folder = here == top and here.name == DATA_FOLDER
+        for place in (here, here.parent) if is_data_folder else (here,):
+            export = read_export(place)
+            exported += export.files
+            own_paths |= export.paths
+        files = [f for f in files if here / f not in own_paths]
         own = sources_of_folder(here, files, lambda f: f.endswith(suffixes), is_text=is_text)
         apart += [here / f for f in sorted(files) if not own and is_table(here / f)]
         found += own
@@ -240,7 +258,8 @@ def _walk(top: Path, store: Path, *, is_text: bool = False) -> list[FoundSource]
         if source.table is None and not source.parts and source.path.name.endswith(PICKLE_SUFFIXES):
             pickles[source.path.parent].append(source)
     tables = {s.path: s.table for here, group in pickles.items() for s in tables_of_pickles(here, group)}
-    return [source._replace(table=tables.get(source.path, source.table)) for source in found]
+    found = [source._replace(table=tables.get(source.path, source.table)) for source in found]
+    return found + [FoundSource(file.path, export=file) for file in exported]
 
 
 def find_provenance_files(arguments: list[Path]) -> dict[Path, Path]:
@@ -278,6 +297,9 @@ class Identity(NamedTuple):
 
 def source_fingerprint(source: SourceFile) -> tuple[int, str]:
     """Return size and fingerprint of the files of a source, and of its rows of a table."""
+    if source.export is not None:
+        size, text = fingerprint(source.path)
+        return size, hashlib.blake2b(f"{text} {source.export.facts.digest}".encode(), digest_size=16).hexdigest()
     if not source.parts and source.table is None:
         return fingerprint(source.path)
     digest, size = hashlib.blake2b(digest_size=16), 0

@@ -105,6 +105,20 @@ def test_each_kind_of_issue_is_found(tmp_path, kind):
     assert (found[0].severity, found[0].advice) == KINDS[kind] and found[0].found
 
 
+@pytest.mark.parametrize("direction", ["correct", "hallucination"])
+def test_labels_that_differ_from_their_scores_are_listed(tmp_path, direction):
+    labels = [0.0, 1.0, None, 0.25, 0.75] * 4
+    scores = [0.9, 0.9, 0.9, 0.1, None] * 4
+    traces = [softmax_trace(k) for k in range(20)]
+    path = write_store(
+        tmp_path / "s.zarr", traces, label=labels.__getitem__, score=scores.__getitem__, score_direction=direction
+    )
+    report = lint_store(path)
+    expected = [k for k in range(20) if k % 5 in ((1, 3) if direction == "correct" else (0,))]
+    assert [f.index for f in report.findings if f.kind == "label_differs"] == expected
+    assert report.counts["label_differs"] == len(expected)
+
+
 def test_rare_classes_depend_on_the_threshold(tmp_path):
     traces = [softmax_trace(k) for k in range(30)]
     store = store_of(tmp_path / "s.zarr", traces, [0.9] * 29 + [0.1])

@@ -1,6 +1,6 @@
 """Write traces to files.
 
-Formats: pkl, lists of dicts; pt-lstm, last tokens; pt-gnn, PyG graphs; safetensors, a file per trace and a table; datasets, Parquet files for Hugging Face datasets. Scores are written to scores.csv.
+Formats: pkl, lists of dicts; pt-lstm, last tokens; pt-gnn, PyG graphs; safetensors, a file per trace and a table; datasets, Parquet files for Hugging Face datasets. Labels, scores and all other values are written next to them, so that `tracestore convert` restores the traces. The same command continues an interrupted export.
 
 Example: tracestore export store.zarr traces_data/ --format pkl
 """
@@ -10,14 +10,17 @@ import argparse
 import tracestore
 from tracestore.cli.flags import add_store
 from tracestore.console import Output, Parser, Progress, format_size, plural, positive_int
-from tracestore.export.exporter import SCORES_FILE, TRACES_PER_FILE, export_store
+from tracestore.export.exporter import TRACES_PER_FILE, export_store
 from tracestore.export.file_formats import FORMATS
+from tracestore.ingest.exports.manifest import SCORES_FILE
 
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
     add_store(parser)
-    parser.add_argument("out_dir", metavar="OUT_DIR", help="a new or empty folder")
+    parser.add_argument(
+        "out_dir", metavar="OUT_DIR", help="a new or empty folder, or one with an unfinished export of the same store"
+    )
     parser.add_argument("--format", choices=FORMATS, default="pkl", help="default: pkl")
     parser.add_argument(
         "--traces-per-file",

@@ -41,5 +41,7 @@ def run(args: argparse.Namespace, output: Output) -> None:
         f"with the score {report.score}; {plural(report.num_scores_without_trace, 'score')} without a trace"
     )
     output.info(report.labels)
+    if report.num_labels_unused:
+        output.info(f"{plural(report.num_labels_unused, 'label')} of the file not used: only `convert` stores labels")
     if report.default_score != report.score:
         output.info(f"the default score is {report.default_score}; --default makes {report.score} the default")

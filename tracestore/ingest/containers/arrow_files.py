@@ -69,7 +69,7 @@ def _rows_of_layers(sources: list[Input]) -> Iterator[dict[str, Any]]:
 
 def read_parquet(source: Input) -> Iterator[Unit]:
     """Yield the traces of a Parquet file."""
-    yield from _units(source, partial(_parquet_rows, source))
+    yield from _units(source, partial(parquet_rows, source))
 
 
 def is_table(path: Path) -> bool:
@@ -115,7 +115,7 @@ def rows_of_table(path: Path, max_bytes: int) -> list[dict[str, Any]]:
     """
     source = Input(path, path.name, (), Scratch())
     rows, size = [], 0
-    for row in _parquet_rows(source) if path.name.endswith(".parquet") else _arrow_rows(source):
+    for row in parquet_rows(source) if path.name.endswith(".parquet") else _arrow_rows(source):
         size += sum(len(value) if isinstance(value, str) else 8 for value in row.values())
         if size > max_bytes:
             raise InvalidInputError(f"found more than {max_bytes:,} bytes, expected a smaller table")
@@ -160,7 +160,8 @@ def _rows_of_stream(view: memoryview, names: list[str] | None) -> Iterator[dict[
         raise InvalidInputError(f"truncated or damaged Arrow file: {_line(error)}") from None
 
 
-def _parquet_rows(source: Input, names: list[str] | None = None) -> Iterator[dict[str, Any]]:
+def parquet_rows(source: Input, names: list[str] | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a Parquet file, without missing values; nested lists of numbers are arrays."""
     with needs("inputs"):
         import pyarrow as pa
         import pyarrow.parquet as pq

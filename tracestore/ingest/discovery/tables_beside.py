@@ -12,6 +12,7 @@ from tracestore.ingest.containers import tables
 from tracestore.ingest.containers.arrow_files import is_table as is_arrow_table
 from tracestore.ingest.containers.keys import column_name
 from tracestore.ingest.containers.tables import Table, TableReference, load_table
+from tracestore.ingest.exports.manifest import ExportedFile
 from tracestore.ingest.layouts.joined_files import place_of
 from tracestore.ingest.layouts.parts import ARRAYS
 
@@ -28,6 +29,7 @@ class FoundSource(NamedTuple):
     parts: tuple[Path, ...] = ()
     table: TableReference | None = None
     is_trace: bool = False  # the name that the parts share is that of one trace
+    export: ExportedFile | None = None
 
     @property
     def name(self) -> str:

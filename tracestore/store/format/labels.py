@@ -103,6 +103,13 @@ def derive(scores: np.ndarray, labels: np.ndarray, threshold: float, direction: 
     return np.where(np.isnan(labels), derived, labels)
 
 
+def disagreements(scores: np.ndarray, labels: np.ndarray, threshold: float, direction: str) -> np.ndarray:
+    """Return which traces (N,) have a stored label that differs from the one of their score; the stored one counts."""
+    derived = derive(scores, np.full(len(scores), np.nan), threshold, direction)
+    found: np.ndarray = ~np.isnan(labels) & ~np.isnan(derived) & ((labels >= 0.5) != (derived == 1))
+    return found
+
+
 def describe(scores: np.ndarray, threshold: float, direction: str) -> str:
     """Return a one-line summary of how many scores lead to the label "hallucination"."""
     known = scores[~np.isnan(scores)]

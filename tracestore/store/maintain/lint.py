@@ -15,6 +15,7 @@ from tracestore.console import plural
 from tracestore.errors import CorruptStoreError
 from tracestore.store.fields import PackedEdges
 from tracestore.store.format import schema
+from tracestore.store.format.labels import disagreements
 from tracestore.store.read.store import TraceStore, open_store
 from tracestore.store.read.trace import Trace
 
@@ -42,6 +43,10 @@ KINDS: dict[str, tuple[str, str]] = {
         "add it with `tracestore score STORE --scores CSV`; without it training leaves the trace out",
     ),
     "invalid_score": ("error", "scores are finite numbers; replace it with `tracestore score`"),
+    "label_differs": (
+        "warning",
+        "the label counts; check which of both is right, and replace the score with `tracestore score`",
+    ),
     "conflicting_scores": ("warning", "check the scores file: the same answer to the same question was scored twice"),
     "repeated_score": ("warning", "check the scores file: with a column `sample` each answer gets a score of its own"),
     "rare_class": ("warning", "choose another score threshold, or collect more of that class"),
@@ -161,8 +166,8 @@ class _Linter:
                 "empty_answer", trace, "an answer of no characters" if not answer else "an answer of blanks"
             )
 
-    def scores(self) -> None:
-        """Check for missing scores and for scores that do not fit several samples of one question.
+    def scores(self, threshold: float) -> None:
+        """Check for missing scores, and for scores that do not fit the label or several samples of one question.
 
         These are one answer with two scores, and different answers with one fractional score, as when a file without
         samples scored all of them at once.
@@ -172,6 +177,9 @@ class _Linter:
             self.report.add("missing_score", store[int(index)], "neither a score nor a label")
         for index in np.flatnonzero(np.isinf(scores)):
             self.report.add("invalid_score", store[int(index)], f"score {scores[index]}")
+        for index in np.flatnonzero(disagreements(scores, store.labels, threshold, store.score_direction)):
+            found = f"label {store.labels[index]:g}, score {scores[index]:g} at threshold {threshold:g}"
+            self.report.add("label_differs", store[int(index)], found)
         for index in np.flatnonzero(store.internals.index.read_column("sample") > 0):
             trace = store[int(index)]
             first = self._first_sample(trace.question_id)
@@ -243,7 +251,7 @@ def lint_store(
                 raise CorruptStoreError(f"{store.path}: trace {index}: {error}") from error
             if progress is not None:
                 progress(index + 1, len(store))
-        linter.scores()
+        linter.scores(score_threshold)
         linter.classes(score_threshold)
         linter.lengths()
         return linter.report

@@ -1,0 +1,1 @@
+"""Folders that `tracestore export` has written, read back exactly."""

@@ -1,0 +1,288 @@
+"""The list of the files of an export, which is written last: an export without it is unfinished.
+
+The list is EXPORT_FILE in the folder of the export. While the export runs, the file says so and lists nothing. The
+arrays of the traces are in the listed files; everything else is in TABLE_FILE, a line per trace in the same order,
+and what all traces share is in STORE_FILE.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from tracestore._core.kernels import crc32c
+from tracestore._core.mapping import MappedFile
+from tracestore.errors import InvalidInputError
+from tracestore.store.format.labels import ScoreField, score_fields
+from tracestore.store.format.provenance import Provenance
+from tracestore.store.io import fsio
+
+EXPORT_FILE = "tracestore_export.json"
+TABLE_FILE, STORE_FILE, SCORES_FILE = "traces.jsonl", "store.json", "scores.csv"
+VERSION = 1
+UNFINISHED, COMPLETE = "unfinished", "complete"
+# Folder of the files of a data set, below that of the export.
+DATA_FOLDER = "data"
+_MAX_BYTES = 1 << 30  # of a list of a file for each of some million traces
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A file with the arrays of consecutive traces.
+
+    Attributes
+    ----------
+    name : str
+        Path below the folder of the export.
+    num_bytes, num_traces : int
+        Its size, and how many traces it holds.
+    provenance : int or None
+        Position of the provenance of its traces in STORE_FILE.
+    table_begin : int
+        Where the line of its first trace begins in TABLE_FILE.
+    """
+
+    name: str
+    num_bytes: int
+    num_traces: int
+    provenance: int | None
+    table_begin: int
+
+
+@dataclass(frozen=True)
+class SideFile:
+    """A file next to those with the arrays, by name, size and CRC-32C."""
+
+    name: str
+    num_bytes: int
+    crc32c: int
+
+
+@dataclass(frozen=True)
+class ExportManifest:
+    """What an export is made of.
+
+    Attributes
+    ----------
+    store : str
+        Digest of the generation of the store. An interrupted export continues only with the same one.
+    format : str
+        The format of the data files.
+    traces_per_file, num_traces : int
+        Largest number of traces in a file, and number of all traces.
+    score_columns : dict of str
+        The named score that each column of scores of TABLE_FILE holds.
+    state : {"unfinished", "complete"}
+    files, side_files : tuple
+        Empty while the export is unfinished.
+    """
+
+    store: str
+    format: str
+    traces_per_file: int
+    num_traces: int
+    score_columns: dict[str, str]
+    state: str = UNFINISHED
+    files: tuple[DataFile, ...] = ()
+    side_files: tuple[SideFile, ...] = ()
+
+    def write(self, folder: Path) -> None:
+        """Write the list into the folder of the export, atomically."""
+        text = json.dumps({"tracestore_export": VERSION} | asdict(self), indent=1)
+        fsio.replace_file(folder / EXPORT_FILE, text.encode())
+
+    @classmethod
+    def read(cls, folder: Path) -> "ExportManifest | None":
+        """Return the list in a folder; None if the folder has none.
+
+        Raises
+        ------
+        InvalidInputError
+            If it is damaged, or of another version.
+        """
+        path = folder / EXPORT_FILE
+        try:
+            data = fsio.read_json(path, _MAX_BYTES)
+            if not isinstance(data, dict) or data.pop("tracestore_export", None) != VERSION:
+                raise ValueError("of another version")
+            data["files"] = tuple(DataFile(**entry) for entry in data["files"])
+            data["side_files"] = tuple(SideFile(**entry) for entry in data["side_files"])
+            return cls(**data)._checked()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise InvalidInputError(f"cannot be read: {error.strerror}", source=str(path)) from None
+        except (ValueError, TypeError, KeyError) as error:
+            reason = f"damaged list of an export: {' '.join(str(error).split())[:100]}; export the store again"
+            raise InvalidInputError(reason, source=str(path)) from None
+
+    def _checked(self) -> "ExportManifest":
+        """Return the list; raise ValueError for values of another kind."""
+        texts = [self.store, self.format, *self.score_columns, *self.score_columns.values()]
+        numbers = [self.traces_per_file, self.num_traces]
+        for file in self.files:
+            numbers += [file.num_bytes, file.num_traces, file.table_begin, file.provenance or 0]
+            folder, _, name = file.name.rpartition("/")
+            if folder not in ("", DATA_FOLDER) or name in ("", ".", ".."):
+                raise ValueError(f"the name {file.name!r:.60}")
+        for side in self.side_files:
+            numbers += [side.num_bytes, side.crc32c]
+            if "/" in side.name or side.name in ("", ".", ".."):
+                raise ValueError(f"the name {side.name!r:.60}")
+        if not all(isinstance(text, str) for text in texts) or not all(type(n) is int and n >= 0 for n in numbers):
+            raise ValueError("values of another kind")
+        if self.state not in (UNFINISHED, COMPLETE):
+            raise ValueError(f"the state {self.state!r:.40}")
+        return self
+
+
+@dataclass(frozen=True)
+class ExportFacts:
+    """What the traces of an export share.
+
+    Attributes
+    ----------
+    folder : Path
+    format : str
+    scores : dict of ScoreField
+        The named scores, and `score_columns` as in ExportManifest.
+    default_score : str or None
+    digest : str
+        Of the table, so that an export with the same arrays and other values is another source.
+    scores_file : SideFile or None
+        The table of scores for other programs, which a user may have changed.
+    """
+
+    folder: Path
+    format: str
+    scores: Mapping[str, ScoreField]
+    score_columns: Mapping[str, str]
+    default_score: str | None
+    digest: str
+    scores_file: SideFile | None
+
+    def check_scores_file(self) -> None:
+        """Raise InvalidInputError if the table of scores is not that of the export, whose values are used."""
+        if self.scores_file is None:
+            return
+        path = self.folder / self.scores_file.name
+        if not path.is_file() or side_file(path) != self.scores_file:
+            raise InvalidInputError(
+                f"{path.name} is not that of the export; to use a table of your own: --scores FILE, to use the scores "
+                f"of the export: restore {path.name}",
+                source=str(self.folder),
+            )
+
+
+@dataclass(frozen=True)
+class ExportedFile:
+    """A data file of a complete export.
+
+    `has_values`: its labels, scores and groups are used, because no scores file replaces them.
+    """
+
+    facts: ExportFacts
+    file: DataFile
+    provenance: Provenance | None = None
+    has_values: bool = True
+
+    @property
+    def path(self) -> Path:
+        """Path of the file."""
+        return self.facts.folder / self.file.name
+
+    def absolute(self) -> "ExportedFile":
+        """Return it with an absolute path, for a process with another working folder."""
+        return replace(self, facts=replace(self.facts, folder=self.facts.folder.absolute()))
+
+
+@dataclass(frozen=True)
+class Export:
+    """A complete export in a folder.
+
+    Attributes
+    ----------
+    files : list of ExportedFile
+        Its files with arrays.
+    paths : frozenset of Path
+        All of its files.
+    """
+
+    files: list[ExportedFile] = field(default_factory=list)
+    paths: frozenset[Path] = frozenset()
+
+
+def read_export(folder: Path) -> Export:
+    """Return the export in a folder; it has no files if the folder holds none.
+
+    Raises
+    ------
+    InvalidInputError
+        If it is unfinished, or one of its files is missing or was changed; SCORES_FILE may be.
+    """
+    manifest = ExportManifest.read(folder)
+    if manifest is None:
+        return Export()
+    where = str(folder)
+    if manifest.state != COMPLETE:
+        raise InvalidInputError(
+            "an unfinished export; run the same `tracestore export` again to complete it, or remove the folder",
+            source=where,
+        )
+    listed: list[DataFile | SideFile] = [*manifest.files, *manifest.side_files]
+    for file in listed:
+        path = folder / file.name
+        is_same = path.is_file() and path.stat().st_size == file.num_bytes
+        if is_same and isinstance(file, SideFile):
+            is_same = file.name == SCORES_FILE or side_file(path) == file
+        if not is_same and file.name != SCORES_FILE:
+            found = "has changed" if path.is_file() else "is missing"
+            reason = f"{file.name} {found} since the export; restore it, or export the store again"
+            raise InvalidInputError(reason, source=where)
+    facts, provenances = _facts(folder, manifest)
+    files = [
+        ExportedFile(facts, file, None if file.provenance is None else provenances[file.provenance])
+        for file in manifest.files
+    ]
+    names = (EXPORT_FILE, *(file.name for file in listed))
+    return Export(files, frozenset(folder / name for name in names))
+
+
+def exported_file(path: Path) -> ExportedFile | None:
+    """Return the file as a part of the export in its folder; None if it is part of none. Errors as `read_export`."""
+    for folder in (path.parent, *([path.parent.parent] if path.parent.name == DATA_FOLDER else [])):
+        if (list_file := folder / EXPORT_FILE).is_file():
+            return _files_by_path(folder, list_file.stat().st_mtime_ns).get(path)
+    return None
+
+
+@lru_cache(maxsize=16)  # a shell may name every file of a folder
+def _files_by_path(folder: Path, modified_ns: int) -> dict[Path, ExportedFile]:
+    return {file.path: file for file in read_export(folder).files}
+
+
+def _facts(folder: Path, manifest: ExportManifest) -> tuple[ExportFacts, tuple[Provenance, ...]]:
+    path = folder / STORE_FILE
+    try:
+        data: Any = fsio.read_json(path, _MAX_BYTES)
+        scores, default = score_fields(data["scores"]), data["default_score"]
+        provenances = tuple(map(Provenance.from_json, data["provenance"]))
+        if not scores.keys() >= set(manifest.score_columns.values()) or default not in (scores or (None,)):
+            raise ValueError("scores that are not described")
+        if any((file.provenance or -1) >= len(provenances) for file in manifest.files):
+            raise ValueError("a provenance that is not described")
+    except (ValueError, TypeError, KeyError) as error:
+        reason = f"damaged: {' '.join(str(error).split())[:100]}; export the store again"
+        raise InvalidInputError(reason, source=str(path)) from None
+    named = {file.name: file for file in manifest.side_files}
+    digest = f"{named[TABLE_FILE].crc32c:08x}" if TABLE_FILE in named else ""
+    columns, scores_file = manifest.score_columns, named.get(SCORES_FILE)
+    return ExportFacts(folder, manifest.format, scores, columns, default, digest, scores_file), provenances
+
+
+def side_file(path: Path) -> SideFile:
+    """Return the entry of a file next to the data files."""
+    mapped = MappedFile(path)
+    return SideFile(path.name, len(mapped), crc32c(memoryview(mapped)))

@@ -1,0 +1,218 @@
+"""Read the data files of an export: arrays from the file, everything else from its lines of the table.
+
+No key is guessed: the result is the record that the exported trace was made from. The table is checked like any input.
+"""
+
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from tracestore._core.pickle import BufferReader
+from tracestore.errors import InvalidInputError
+from tracestore.ingest import torch_file
+from tracestore.ingest.byte_source import map_file
+from tracestore.ingest.containers.arrow_files import parquet_rows
+from tracestore.ingest.containers.columns import Input
+from tracestore.ingest.containers.safetensors_file import safetensors_columns
+from tracestore.ingest.exports.manifest import TABLE_FILE, ExportedFile
+from tracestore.ingest.pickles.pickle_reader import pickle_reader
+from tracestore.ingest.pickles.resolve import Limits, resolve
+from tracestore.ingest.preprocessed import read_graphs, read_sequences
+from tracestore.store.format import schema
+from tracestore.store.format.extras import decode_extras
+from tracestore.store.write.record import TraceRecord, record_from_dict
+from tracestore.store.write.values import as_array, describe, field_error, optional_fields
+
+# Fields of a line that `record_from_dict` checks, besides those with a value per token.
+_PLAIN = ("question_id", "sample", "tokens_decoded", "prompt_length", *schema.TEXT_FIELDS)
+_PER_TOKEN = ("tokens", "tokens_decoded")
+_MAX_LINE_BYTES = 1 << 30
+
+Arrays = Mapping[str, Any]
+
+
+def read_exported(exported: ExportedFile, source: Input, *, need_attention: bool | None) -> Iterator[TraceRecord]:
+    """Yield the traces of a data file in order.
+
+    Raises
+    ------
+    InvalidInputError
+        If the file and its lines of the table do not belong together, or one of them is damaged.
+    """
+    lines, count = _lines(exported), 0
+    for arrays in _READERS[exported.facts.format](source):
+        line = next(lines, None)
+        if line is None:
+            raise InvalidInputError(f"holds more than the {count:,} traces that the export lists")
+        yield _record(exported, arrays, line, count, source.name, need_attention)
+        del arrays
+        count += 1
+    if count < exported.file.num_traces:
+        raise InvalidInputError(f"holds {count:,} traces, expected {exported.file.num_traces:,}")
+
+
+def _lines(exported: ExportedFile) -> Iterator[dict[str, Any]]:
+    """Yield the lines of the table for the traces of a file."""
+    with open(exported.facts.folder / TABLE_FILE, "rb") as file:
+        file.seek(exported.file.table_begin)
+        for _ in range(exported.file.num_traces):
+            try:
+                line = json.loads(file.readline(_MAX_LINE_BYTES))
+            except (ValueError, RecursionError):
+                line = None
+            if not isinstance(line, dict):
+                raise InvalidInputError(f"{TABLE_FILE}: damaged; export the store again")
+            extras = line.pop("extras", {})
+            if not isinstance(extras, dict):
+                raise InvalidInputError(f"{TABLE_FILE}: extras: found {type(extras).__name__}, expected an object")
+            yield decode_extras(line) | {"extras": decode_extras(extras)}
+
+
+def _record(
+    exported: ExportedFile,
+    arrays: Arrays,
+    line: dict[str, Any],
+    position: int,
+    source_name: str,
+    need_attention: bool | None,
+) -> TraceRecord:
+    if arrays.get("question_id", line.get("question_id")) != line.get("question_id"):
+        raise InvalidInputError(f"holds another trace than its line of {TABLE_FILE}", position=position)
+    values = {name: arrays[name] for name in arrays if name in ("tokens", *schema.TOKEN_FIELDS)}
+    values |= {name: value for name, value in line.items() if name in (*_PLAIN, *schema.OPTIONAL_FIELDS, "tokens")}
+    optional = {name: values.pop(name) for name in schema.OPTIONAL_FIELDS if name in values}
+    hidden, last = arrays.get("hidden_states"), _last_token(arrays, line)
+    edges = arrays.get("edges") if "edge_ptr" not in arrays else _edges(arrays, line)
+    if hidden is None:
+        if last is None:
+            raise InvalidInputError("missing key", position=position, field="hidden_states")
+        per_token = {name: values.pop(name) for name in _PER_TOKEN if name in values}
+        layers: Any = list(last[:, None])
+    else:
+        per_token, layers = {}, list(hidden)
+        values |= {"attentions": list(arrays["attentions"])} if arrays.get("attentions") is not None else {}
+    record = record_from_dict(
+        values | {"hidden_states": layers},
+        source_name=source_name,
+        position=position,
+        need_attention=False if hidden is None or edges is not None else need_attention,
+        need_tokens=False,
+    )
+    if hidden is None:
+        record.hidden = None
+        _set_tokens(record, per_token)
+    elif last is not None:
+        if layers[0].dtype == schema.BFLOAT16 and last.dtype == np.float32:
+            last = (last.view("<u4") >> 16).astype("<u2").view(schema.BFLOAT16)  # the table has it as float32
+        expected = (len(layers), layers[0].shape[-1])
+        if (last.shape, last.dtype) != (expected, layers[0].dtype):
+            raise field_error("last_token", f"{last.dtype} {last.shape}", f"{layers[0].dtype} {expected}")
+    if edges is not None and len(edges) != len(layers):
+        raise field_error("edge_ptr", f"edges of {len(edges)} layers", f"those of {len(layers)}")
+    record.last_token, record.edges = last, edges
+    record.optional = optional_fields(optional, _num_ids(record))
+    record.extras = line["extras"]
+    record.is_borrowed = exported.facts.format == "datasets"
+    if exported.has_values:
+        _set_values(record, exported, line)
+    return record
+
+
+def _num_ids(record: TraceRecord) -> int:
+    return record.num_tokens if record.tokens is None else len(record.tokens)
+
+
+def _set_tokens(record: TraceRecord, given: dict[str, Any]) -> None:
+    """Set the tokens of a trace without hidden states, of which there may be any number."""
+    if "tokens" in given:
+        tokens = as_array(given["tokens"])
+        if tokens is None or tokens.ndim != 1 or tokens.dtype != np.int32:
+            raise field_error("tokens", describe(given["tokens"]), "(T,) int32")
+        record.tokens = tokens
+    texts = given.get("tokens_decoded")
+    if texts is not None:
+        if not isinstance(texts, list) or len(texts) != _num_ids(record) or not all(isinstance(t, str) for t in texts):
+            raise field_error("tokens_decoded", "other texts", "a text for each token")
+        record.tokens_decoded = texts
+
+
+def _last_token(arrays: Arrays, line: dict[str, Any]) -> np.ndarray | None:
+    found = as_array(arrays.get("last_token", line.get("last_token")))
+    if found is not None and found.ndim != 2:
+        raise field_error("last_token", f"shape {found.shape}", "(L, D)")
+    return found
+
+
+def _edges(arrays: Arrays, line: dict[str, Any]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return indices (2, E) and weights (E,) of each layer, in the direction of the original source."""
+    index, weight, ptr = arrays["edge_index"].reshape(-1, 2), arrays["edge_weight"].reshape(-1), arrays["edge_ptr"]
+    if index.dtype.kind not in "iu" or ptr.dtype.kind not in "iu":
+        raise field_error("edge_index", str(index.dtype), "integers")
+    steps = np.diff(ptr, prepend=0)
+    if ptr.ndim != 1 or not len(ptr) or ptr[0] or (steps < 0).any() or not ptr[-1] == len(index) == len(weight):
+        raise field_error("edge_ptr", "other numbers", f"offsets of {len(index)} edges")
+    step = -1 if line.get("edges_reversed") else 1
+    return [(index[begin:end, ::step].T, weight[begin:end]) for begin, end in itertools.pairwise(ptr.tolist())]
+
+
+def _set_values(record: TraceRecord, exported: ExportedFile, line: dict[str, Any]) -> None:
+    """Set the label, the scores and the group of a record."""
+    columns = exported.facts.score_columns
+    record.scores = {columns[name]: _number(line, name) for name in columns if line.get(name) is not None}
+    record.label = None if line.get("label") is None else _number(line, "label")
+    group = line.get("group", "")
+    if not isinstance(group, str):
+        raise field_error("group", type(group).__name__, "a text")
+    record.group = group
+
+
+def _number(line: dict[str, Any], name: str) -> float:
+    value = line[name]
+    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        raise field_error(name, f"{value!r:.40}", "a number")
+    return float(value)
+
+
+def _pickled(source: Input) -> Iterator[Arrays]:
+    mapped = map_file(source.path)
+    limits = Limits(lambda: len(mapped))
+    for item in pickle_reader(BufferReader(mapped), load_bytes=torch_file.load_bytes):
+        yield resolve(item, limits)
+
+
+def _tensors(source: Input) -> Iterator[Arrays]:
+    """Yield the traces of a .pt file of last tokens or graphs; those are checked by the readers of such files."""
+    mapped = map_file(source.path)
+    root, limits = torch_file.read_zip(mapped), Limits(lambda: len(mapped))
+    if not isinstance(root, dict):
+        raise InvalidInputError("not a file that export writes")
+
+    def refuse(error: InvalidInputError) -> None:
+        raise error
+
+    for record in read_sequences(limits, root) if "sequences" in root else read_graphs(limits, root, refuse):
+        found = {"hidden_states": record.hidden, "edges": record.edges, "last_token": record.last_token}
+        yield {name: value for name, value in found.items() if value is not None} | {"question_id": record.question_id}
+
+
+def _safetensors(source: Input) -> Iterator[Arrays]:
+    columns, _ = safetensors_columns(map_file(source.path))
+    yield {name: column.whole() for name, column in columns.items()}
+
+
+def _parquet(source: Input) -> Iterator[Arrays]:
+    for row in parquet_rows(source):
+        yield {name: value for name, value in row.items() if isinstance(value, np.ndarray)}
+
+
+_READERS: dict[str, Callable[[Input], Iterator[Arrays]]] = {
+    "pkl": _pickled,
+    "pt-lstm": _tensors,
+    "pt-gnn": _tensors,
+    "safetensors": _safetensors,
+    "datasets": _parquet,
+}
