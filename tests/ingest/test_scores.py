@@ -181,7 +181,7 @@ def test_create_takes_a_score_direction(tmp_path):
 
 
 LABELED = {
-    "partly labeled": ([0, "", "", 1], SCORES, [0, 0, 0, 1], 1),
+    "partly labeled": ([0, "", "", 1], SCORES, [0, 0, 0, 1], 2),
     "labels alone for some": ([1, 0, "", ""], ["", "", 0.9, 0.1], [1, 0, 0, 1], 0),
     "one differs": ([1, 1, 0, 0], SCORES, [1, 1, 0, 0], 1),
     "words": (["hallucinated", "correct", "", "Incorrect."], SCORES, [1, 0, 0, 1], 1),
@@ -224,14 +224,20 @@ def test_labels_in_the_order_of_the_traces(tmp_path, source):
 
 
 @pytest.mark.parametrize("column", ["score", "hallucination_score"])
-def test_labels_that_contradict_the_scores_are_refused(tmp_path, source, column):
-    labels = [0, 1, 1, 1] if column == "score" else [1, 0, 0, 0]
-    rows = [[f"q{k}", label, score] for k, (label, score) in enumerate(zip(labels, SCORES, strict=True))]
+def test_labels_that_contradict_the_scores_are_refused(tmp_path, column):
+    source = write_pickle(tmp_path / "a.pkl", make_traces(10))
+    labels = [k % 2 if column == "score" else 1 - k % 2 for k in range(10)]
+    rows = [[f"q{k}", labels[k], 0.1 + k % 2 / 2] for k in range(10)]
     path = write_csv(tmp_path / "scores.csv", ["question_id", "label", column], rows)
     done = convert(source, tmp_path / "s.zarr", "--scores", path, check=2)
     assert done.stderr.count("\n") == 1 and f"--score-column {column} or --score-column label" in done.stderr
     convert(source, tmp_path / "s.zarr", "--scores", path, "--score-column", "label", "--score-direction", "correct")
     assert tracestore.open(tmp_path / "s.zarr").targets().tolist() == [1 - label for label in labels]
+    # Nine of them may be those of the answers with wrong scores.
+    path = write_csv(tmp_path / "scores.csv", ["question_id", "label", column], rows[:9])
+    done = convert(source, tmp_path / "few.zarr", "--scores", path)
+    assert tracestore.open(tmp_path / "few.zarr").labels.tolist()[:9] == labels[:9]
+    assert "the label of 9 traces differs from that of its score" in done.stdout
 
 
 @pytest.mark.parametrize("value", ["2", "0.5", "maybe", "-1", "inf"])

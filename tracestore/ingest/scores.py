@@ -32,6 +32,8 @@ from tracestore.store.read.columns import TraceValues
 from tracestore.store.read.store import open_store
 from tracestore.store.write.writer import StoreWriter
 
+_MIN_LABELS = 10  # fewer may be those of the answers with wrong scores
+
 
 def score_name(column: str) -> str:
     """Return the name under which a store holds the scores of a column."""
@@ -42,9 +44,9 @@ def score_name(column: str) -> str:
 class Scores:
     """Scores and groups of a file by (question id, sample).
 
-    The sample is 0 if the file has no `sample` column. A missing score is NaN, a missing
-    group "". `in_order` holds the scores of a file without ids, in the order of the traces.
-    `labels` holds what a column `label` next to the scores says (1: hallucinated), by the same keys, or by row.
+    The sample is 0 if the file has no `sample` column. A missing score is NaN, a missing group "". `in_order` holds the
+    scores of a file without ids, in the order of the traces. `labels` are those of a column next to the scores (1:
+    hallucinated), by the same keys, or by row.
     """
 
     path: Path
@@ -84,7 +86,7 @@ class Scores:
             )
 
     def add_label(self, key: tuple[str, int] | int, label: float) -> None:
-        """Add a label, NaN for none; raise InvalidInputError if the question has another."""
+        """Add a label, NaN for none; InvalidInputError if the question has another."""
         if not math.isnan(label) and self.labels.setdefault(key, label) != label:
             raise InvalidInputError(f"found a second label {label:g} for {key!r:.60}, expected {self.labels[key]:g}")
 
@@ -94,12 +96,11 @@ class Scores:
 
     def check_labels(self) -> None:
         """Raise UsageError if the labels contradict the scores, so that a label of 1 cannot mean a hallucinated answer."""
-        means = []
-        for value in (0.0, 1.0):
-            keys = [key for key, label in self.labels.items() if label == value]
-            scores = [self.in_order[key] if isinstance(key, int) else self.values[key][0] for key in keys]
-            means.append(float(np.nanmean(scores)) if np.isfinite(scores).any() else math.nan)
-        right, hallucinated = means
+        found = {k: self.in_order[k] if isinstance(k, int) else self.values[k][0] for k in self.labels}
+        groups = [[s for k, s in found.items() if self.labels[k] == label and s == s] for label in (0.0, 1.0)]
+        if not all(groups) or sum(map(len, groups)) < _MIN_LABELS:
+            return
+        right, hallucinated = (sum(scores) / len(scores) for scores in groups)
         if (right < hallucinated) if self.direction == CORRECT else (right > hallucinated):
             raise UsageError(
                 f"{self.path.name}: {self.label_column} and {self.column} contradict each other: of the answers with "
@@ -150,8 +151,7 @@ def read_scores(
     path : Path
         A table in a format of `score_files.SUFFIXES`.
     score_column : str, optional
-        Column of the scores; by default the only one of `roles.keys.SCORE_COLUMNS` in the file, next to which a
-        column `label` holds labels.
+        Column of the scores; by default the only one of `roles.keys.SCORE_COLUMNS`, next to which `label` holds labels.
     group_column : str, optional
         Column of the groups; by default GROUP_COLUMN, if the file has it.
     score_direction : str, optional
@@ -258,8 +258,8 @@ def _label(scores: Scores, row: dict[str, object]) -> float:
     value = None if scores.label_column is None else row.get(scores.label_column)
     if value is None or (isinstance(value, str) and not value.strip()):
         return math.nan
-    word = score_of_word(value, HALLUCINATION) if isinstance(value, str) else None
     try:
+        word = score_of_word(value, HALLUCINATION) if isinstance(value, str) else None
         label = float(value) if word is None else word  # type: ignore[arg-type]
     except (ValueError, TypeError):
         label = -1.0
