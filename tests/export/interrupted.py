@@ -1,10 +1,11 @@
 """Run exports in children of one process, and kill them.
 
-python -m tests.export.interrupted reads a JSON line for each case, {"words": arguments of tracestore, "after": seconds
+python -m tests.export.interrupted MODULE... reads a JSON line for each case, {"words": arguments of tracestore, "after": seconds
 until SIGKILL or null}, and writes {"code": exit code or minus the signal, "seconds": duration}. The children inherit
 all imports.
 """
 
+import importlib
 import json
 import os
 import signal
@@ -12,12 +13,9 @@ import subprocess
 import sys
 import time
 
-import torch  # noqa: F401 - imported before the forks
-import torch_geometric.data  # noqa: F401
-
 from tests.helpers import ROOT
 from tracestore import cli
-from tracestore.cli.commands import export  # noqa: F401
+from tracestore.cli.commands import export  # noqa: F401 - imported before the forks
 from tracestore.export import parquet_file  # noqa: F401
 
 
@@ -36,11 +34,11 @@ def run(words, after):
 
 
 class Exports:
-    """The process that runs the exports."""
+    """The process that runs the exports; it imports further modules before the first one."""
 
-    def __init__(self):
+    def __init__(self, *modules):
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.export.interrupted"],
+            [sys.executable, "-m", "tests.export.interrupted", *modules],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
         )  # fmt: skip
 
@@ -58,6 +56,8 @@ class Exports:
 
 
 if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        importlib.import_module(name)
     for text in sys.stdin:
         case = json.loads(text)
         code, seconds = run(case["words"], case["after"])

@@ -1,4 +1,4 @@
-"""What `export` writes, `convert` reads back as it was: every format, field, label, score, group and provenance."""
+"""Conversion restores exported traces unchanged: every format, field, label, score, group and provenance."""
 
 import math
 
@@ -146,7 +146,7 @@ def test_named_scores_and_their_default_survive(tmp_path, format):
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_provenance_of_each_trace_survives(tmp_path, format):
-    a, b = Provenance(model="a", layer_ids=(1, 2, 3)), Provenance(model="a", dataset="d", layer_ids=(1, 2, 3))
+    a, b = Provenance(model="a", layer_ids=(1, 2, 3)), Provenance(model="b", layer_ids=(1, 2, 3))
     for k, provenance in enumerate((a, b, None)):
         traces = [make_trace(3 * k + j) for j in range(3)]
         options = {} if provenance is None else {"provenance": provenance.to_json()}
@@ -226,7 +226,7 @@ def test_a_label_that_differs_from_its_score_counts_and_is_reported(tmp_path):
     write_store(tmp_path / "s.zarr", make_traces(4), label=lambda k: float(k % 2), score=lambda k: float(k < 3))
     command("export", tmp_path / "s.zarr", tmp_path / "out", check=0)
     done = convert(tmp_path / "out", tmp_path / "back.zarr")
-    assert "the label of 2 traces differs from that of its score" in done.stdout
+    assert "the label of 1 trace differs from that of its score" in done.stdout
     assert tracestore.open(tmp_path / "back.zarr").targets(0.5).tolist() == [0, 1, 0, 1]
     listed = command("lint", tmp_path / "back.zarr").stdout
     assert "label 1, score 1 at threshold 0.5" in listed and listed.count("label_differs") >= 1

@@ -1,6 +1,6 @@
 """The list of the files of an export, which is written last: an export without it is unfinished.
 
-The list is EXPORT_FILE in the folder of the export. While the export runs, the file says so and lists nothing. The
+The list is EXPORT_FILE in the folder of the export. While the export runs, the file states it and lists nothing. The
 arrays of the traces are in the listed files; everything else is in TABLE_FILE, a line per trace in the same order,
 and what all traces share is in STORE_FILE.
 """
@@ -62,7 +62,7 @@ class SideFile:
 
 @dataclass(frozen=True)
 class ExportManifest:
-    """What an export is made of.
+    """List the files of an export and the arguments that it was made with.
 
     Attributes
     ----------
@@ -140,7 +140,7 @@ class ExportManifest:
 
 @dataclass(frozen=True)
 class ExportFacts:
-    """What the traces of an export share.
+    """Hold the values that the traces of an export share.
 
     Attributes
     ----------
@@ -153,6 +153,8 @@ class ExportFacts:
         Of the table, so that an export with the same arrays and other values is another source.
     scores_file : SideFile or None
         The table of scores for other programs, which a user may have changed.
+    is_head_mean : bool
+        Whether the attention in its files is the mean over heads.
     """
 
     folder: Path
@@ -162,6 +164,7 @@ class ExportFacts:
     default_score: str | None
     digest: str
     scores_file: SideFile | None
+    is_head_mean: bool
 
     def check_scores_file(self) -> None:
         """Raise InvalidInputError if the table of scores is not that of the export, whose values are used."""
@@ -278,8 +281,19 @@ def _facts(folder: Path, manifest: ExportManifest) -> tuple[ExportFacts, tuple[P
         raise InvalidInputError(reason, source=str(path)) from None
     named = {file.name: file for file in manifest.side_files}
     digest = f"{named[TABLE_FILE].crc32c:08x}" if TABLE_FILE in named else ""
-    columns, scores_file = manifest.score_columns, named.get(SCORES_FILE)
-    return ExportFacts(folder, manifest.format, scores, columns, default, digest, scores_file), provenances
+    return (
+        ExportFacts(
+            folder,
+            manifest.format,
+            scores,
+            manifest.score_columns,
+            default,
+            digest,
+            named.get(SCORES_FILE),
+            is_head_mean=data.get("attention") == "mean",
+        ),
+        provenances,
+    )
 
 
 def side_file(path: Path) -> SideFile:

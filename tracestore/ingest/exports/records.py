@@ -116,6 +116,7 @@ def _record(
     record.last_token, record.edges = last, edges
     record.optional = optional_fields(optional, _num_ids(record))
     record.extras = line["extras"]
+    record.is_head_mean = record.attention is not None and exported.facts.is_head_mean
     record.is_borrowed = exported.facts.format == "datasets"
     if exported.has_values:
         _set_values(record, exported, line)
