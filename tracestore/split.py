@@ -1,11 +1,11 @@
 """Assignment of questions to the train, validation and test split: a pure function of ids, labels and seed."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from tracestore.errors import TrainingError
+from tracestore.errors import TrainingError, UsageError
 
 FRACTIONS = {"train": 0.70, "val": 0.15, "test": 0.15}
 SPLITS = tuple(FRACTIONS)
@@ -16,11 +16,25 @@ def digest(seed: object, key: str) -> bytes:
     return hashlib.blake2b(f"{seed}\0{key}".encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
-def split_keys(keys: Sequence[str], labels: Sequence[float], seed: int) -> dict[str, str]:
+def checked_fractions(fractions: Mapping[str, float]) -> dict[str, float]:
+    """Return a fraction for each of SPLITS, 0 for one that is not given.
+
+    UsageError unless train is above 0, none is negative, and they add up to 1.
+    """
+    found = {name: float(fractions.get(name, 0)) for name in SPLITS}
+    if not (found["train"] > 0 and min(found.values()) >= 0 and abs(sum(found.values()) - 1) < 1e-6):
+        given = ", ".join(f"{name}={fraction:g}" for name, fraction in fractions.items())
+        raise UsageError(f"found {given}; expected fractions that add up to 1, such as train=0.8, val=0.1, test=0.1")
+    return found
+
+
+def split_keys(
+    keys: Sequence[str], labels: Sequence[float], seed: int, fractions: Mapping[str, float] = FRACTIONS
+) -> dict[str, str]:
     """Assign each distinct key to a split.
 
-    Keys are ranked within each class by a digest of (seed, key). The first 70 % train, the
-    next 15 % validate, the rest tests. The class of a key is that of the majority of its
+    Keys are ranked within each class by a digest of (seed, key). By default the first 70 % train,
+    the next 15 % validate, the rest tests. The class of a key is that of the majority of its
     traces. The order of the arguments does not matter.
 
     Parameters
@@ -30,6 +44,8 @@ def split_keys(keys: Sequence[str], labels: Sequence[float], seed: int) -> dict[
     labels : sequence of float
         For each trace.
     seed : int
+    fractions : mapping
+        Fraction of each of SPLITS; they add up to 1.
 
     Returns
     -------
@@ -44,12 +60,18 @@ def split_keys(keys: Sequence[str], labels: Sequence[float], seed: int) -> dict[
         mean = labels_of_key[0] if len(labels_of_key) == 1 else float(np.mean(labels_of_key))
         classes[mean >= 0.5].append(key)
     split_of = {}
+    wanted = [name for name in SPLITS if fractions[name] > 0]
     for members in classes.values():
         members.sort(key=lambda key: digest(seed, key))
         n = len(members)
         # A small class gives one key to each split before the fractions apply.
-        num_test = max(1, round(FRACTIONS["test"] * n)) if n >= 3 else 0
-        num_val = max(1, round(FRACTIONS["val"] * n)) if n >= 3 else 0
+        is_divided = n >= len(wanted)
+        num_test, num_val = (
+            max(1, round(fractions[name] * n)) if is_divided and name in wanted else 0 for name in ("test", "val")
+        )
+        if is_divided:
+            num_test = min(num_test, n - 1 - (num_val > 0))
+            num_val = min(num_val, n - 1 - num_test)
         bounds = {"train": n - num_val - num_test, "val": n - num_test, "test": n}
         for position, key in enumerate(members):
             split_of[key] = next(name for name in SPLITS if position < bounds[name])
@@ -82,7 +104,13 @@ def question_keys(questions: Sequence[str], groups: Sequence[str]) -> list[str]:
     return [find(group_of[question]) if question in group_of else question for question in questions]
 
 
-def assign_splits(questions: Sequence[str], groups: Sequence[str], labels: Sequence[float], seed: int) -> np.ndarray:
+def assign_splits(
+    questions: Sequence[str],
+    groups: Sequence[str],
+    labels: Sequence[float],
+    seed: int,
+    fractions: Mapping[str, float] = FRACTIONS,
+) -> np.ndarray:
     """Return the name of the split of each trace, an array (n,) of str.
 
     Parameters
@@ -92,9 +120,11 @@ def assign_splits(questions: Sequence[str], groups: Sequence[str], labels: Seque
     labels : sequence of float
         Label of each trace, 0 or 1.
     seed : int
+    fractions : mapping
+        As of `split_keys`.
     """
     keys = question_keys(questions, groups)
-    split_of = split_keys(keys, labels, seed)
+    split_of = split_keys(keys, labels, seed, fractions)
     return np.array([split_of[key] for key in keys], dtype="U5")
 
 

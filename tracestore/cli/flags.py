@@ -26,6 +26,9 @@ _BY_TYPE: dict[Any, dict[str, Any]] = {
     float: {"type": float},
     tuple[int, ...]: {"type": int_ranges, "metavar": "LIST"},
 }
+THRESHOLD_HELP = (
+    f"label 1 (hallucination) where score < T (default: {DEFAULT_THRESHOLD:g}, for scores in [0, 1]; others need it)"
+)
 # Fields of convert.options.ConvertOptions, and parameters of ingest.scores.read_scores.
 SCORE_FLAGS: Flags = {
     "id_column": {"metavar": "NAME", "help": "column of the question ids (default: question_id or a usual other name)"},
@@ -33,6 +36,8 @@ SCORE_FLAGS: Flags = {
     "score_direction": {"choices": DIRECTIONS, "help": "meaning of a high score (default: by the name of the column)"},
     "group_column": {"metavar": "NAME", "help": "column of groups, which splits keep together (default: group)"},
 }
+# A field of TrainConfig and of BenchmarkOptions.
+DROP_NONFINITE_HELP = "leave out traces with NaN or infinite values, and list them (default: they are an error)"
 # A field of several dataclasses; see add_allow_mixed_provenance() for commands without one.
 PROVENANCE_FLAGS = {"allow_mixed_provenance": "accept traces whose models, layers or prompts differ"}
 # Fields of detectors.config.ModelConfig.
@@ -130,5 +135,9 @@ def add_allow_mixed_provenance(parser: argparse.ArgumentParser) -> None:
 def add_score(parser: argparse.ArgumentParser) -> None:
     """Add --score and --score-threshold."""
     parser.add_argument("--score", metavar="NAME", help="named score to use (default: the store's)")
-    text = "label 1 (hallucination) where score < T"
-    parser.add_argument("--score-threshold", type=float, default=DEFAULT_THRESHOLD, metavar="T", help=text)
+    add_score_threshold(parser)
+
+
+def add_score_threshold(parser: argparse.ArgumentParser) -> None:
+    """Add --score-threshold."""
+    parser.add_argument("--score-threshold", type=float, metavar="T", help=THRESHOLD_HELP)

@@ -23,7 +23,7 @@ _NOTES = {
     "num_label_conflicts": "the label of {} differs from that of its score at 0.5: the label counts; `tracestore lint` "
     "lists them",
     "num_conflicts": "different content under a question id and sample of the store: {}, {}",
-    "num_nonfinite": "NaN or infinite values in {}; training reports an error",
+    "num_nonfinite": "NaN or infinite values in {}; train --drop-nonfinite leaves them out",
     "num_without_embeddings": "the embeddings of {} are not stored: they had L + 1 hidden states and attention of L "
     "layers",
     "num_without_last_state": "one token more than hidden states in {}: a model computes no state for the last token "
@@ -33,8 +33,8 @@ _NOTES = {
 }
 # Counts of a conversion that are those of the store.
 _TOTALS = (
-    "num_traces", "num_segments", "num_unscored", "num_label_conflicts", "num_scores_without_trace", "generation",
-    "bytes_out",
+    "num_traces", "num_segments", "num_unscored", "num_unlabeled", "num_label_conflicts", "num_scores_without_trace",
+    "generation", "bytes_out",
 )  # fmt: skip
 
 
@@ -106,8 +106,10 @@ class ConvertReport:
     scores_file: str | None = None
     attention: str | None = None  # of the store: mean, heads or none
     num_unscored: int = 0
+    num_unlabeled: int = 0  # traces without a label or the default score
     labels: str | None = None
     num_label_conflicts: int = 0  # traces of the store whose label differs from that of their score
+    unlabeled: str | None = None
     num_scores_without_trace: int = 0
     num_traces: int = 0
     num_segments: int = 0
@@ -150,10 +152,9 @@ class ConvertReport:
         yield (
             f"{self.store}: {plural(self.num_traces, 'trace')} in {plural(self.num_segments, 'segment')}, "
             f"{format_size(self.bytes_in)} in, {format_size(self.bytes_out)} out, "
-            f"{self.num_unscored:,} without a score"
+            f"{self.num_unlabeled:,} without a label or score"
         )
-        if self.labels is not None:
-            yield self.labels
+        yield from filter(None, (self.labels, self.unlabeled))
         for name, text in _NOTES.items():
             if count := getattr(self, name):
                 yield text.format(plural(count, "trace"), ON_CONFLICT[on_conflict])

@@ -116,6 +116,11 @@ class Scoring:
         """Define the score of the file in the store."""
         if self.file is not None:
             self._name = writer.attributes.default_score or self.file.name
+            if self._name != self.file.name:
+                self._output.info(
+                    f"{self.file.path.name}: column {escape_unprintable(self.file.column, 60)} is stored as {self._name}, "
+                    "the default score of the store; tracestore score --name stores it under another name"
+                )
             writer.define_score(self._name, self.file.score_field)
 
     def begin_source(self, source: SourceFile) -> None:

@@ -31,7 +31,7 @@ _ORDER_CHUNK = 1024
 def open_for_batches(
     store: StoreLike,
     batch_format: BatchFormat,
-    score_threshold: float,
+    score_threshold: float | None,
     indices: Sequence[int] | np.ndarray | None = None,
 ) -> tuple[BatchGatherer, np.ndarray | None, TokenTable | None]:
     """Open a store with a cache of its own and check that its traces can give such batches.
@@ -72,7 +72,7 @@ class TraceDataset(Dataset[Any]):
     list of L PyG Data with x (S, D), edge_index (2, E) from source j to target i, and edge_attr
     (E, 1). Items have the attributes `y`, `trace_index`, which is a store index, and, as graphs,
     `score` and `question_id`. View "tokens" gives the tuple ``(hidden state (D,) or (K, D), trace
-    index, position)``. Traces without a score are included. A DataLoader collates the items of the
+    index, position)``. Traces without a label or score are included. A DataLoader collates the items of the
     views "sequence" and "graph" into a `SequenceBatch` or a PyG Batch without a `collate_fn`.
 
     Parameters
@@ -83,9 +83,10 @@ class TraceDataset(Dataset[Any]):
         The form of the items.
     layers, positions
         The layers, and tokens of each trace, see `TraceLoader`.
-    score_threshold : float
+    score_threshold : float, optional
         Score below which a trace counts as a hallucination, or above which in a store of
-        hallucination scores. A stored label takes precedence.
+        hallucination scores. A stored label takes precedence. Default: 0.5, for scores in [0, 1];
+        others need a threshold.
     attention_threshold : float
         Keep the pairs of tokens whose head-averaged attention is above this value as edges.
     top_k : float, optional
@@ -129,7 +130,7 @@ class TraceDataset(Dataset[Any]):
         *,
         layers: Layers | None = None,
         positions: Positions | None = None,
-        score_threshold: float = 0.5,
+        score_threshold: float | None = None,
         attention_threshold: float = 0.0,
         top_k: float | None = None,
         dtype: str | None = None,
@@ -258,7 +259,7 @@ class TraceIterableDataset(IterableDataset[BatchT]):
         drop_last: bool = False,
         rank: int | None = None,
         world_size: int | None = None,
-        score_threshold: float = 0.5,
+        score_threshold: float | None = None,
         attention_threshold: float = 0.0,
         top_k: float | None = None,
         dtype: str | None = None,

@@ -22,11 +22,11 @@ from tracestore.ingest.score_files import (
 from tracestore.store.format.labels import (
     CORRECT,
     DEFAULT_SCORE_NAME,
-    DEFAULT_THRESHOLD,
     HALLUCINATION,
     PREDICTION_COLUMNS,
     ScoreField,
     describe,
+    unlabeled_note,
 )
 from tracestore.store.read.columns import TraceValues
 from tracestore.store.read.store import open_store
@@ -322,6 +322,7 @@ class ScoreReport:
     score_direction: str
     labels: str
     num_labels_unused: int
+    unlabeled: str | None
 
 
 def update_scores(
@@ -384,7 +385,8 @@ def update_scores(
             writer.define_score(name, field, is_default=is_default, replaced=replaced)
         writer.update_values(updates)
         writer.commit()
-        stored = writer.read_columns().score(name)
+        columns = writer.read_columns()
+        stored = columns.score(name)
         return ScoreReport(
             store=str(path),
             num_updated=len(updates),
@@ -395,6 +397,7 @@ def update_scores(
             score=name,
             default_score=writer.attributes.default_score,
             score_direction=field.direction,
-            labels=describe(stored, DEFAULT_THRESHOLD, field.direction),
+            labels=describe(stored, columns.labels, None, field.direction),
+            unlabeled=unlabeled_note(columns.scores, columns.labels, writer.attributes.default_score),
             num_labels_unused=len(scores.labels),
         )

@@ -34,7 +34,8 @@ class TrainConfig:
     shuffle: Shuffle = "global"
     shuffle_buffer: int = 1000
     score: str | None = None
-    score_threshold: float = 0.5
+    score_threshold: float | None = None
+    drop_nonfinite: bool = False
     attention_threshold: float = 0.0
     top_k: float | None = None
     max_cache_batches: int = _resumable(2)

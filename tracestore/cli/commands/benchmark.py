@@ -11,12 +11,11 @@ import argparse
 import shlex
 from pathlib import Path
 
-from tracestore.cli.flags import add_allow_mixed_provenance
+from tracestore.cli.flags import DROP_NONFINITE_HELP, add_allow_mixed_provenance, add_score_threshold
 from tracestore.console import Output, Parser, Progress, int_between, positive_int
 from tracestore.errors import UsageError
 from tracestore.extras import require
 from tracestore.platform_support import num_processors
-from tracestore.store.format.labels import DEFAULT_THRESHOLD
 from tracestore.store.io.files import parse_location
 from tracestore.store.io.fsio import map_os_errors
 
@@ -62,7 +61,8 @@ def add_arguments(parser: Parser) -> None:
         help="seed of folds and weights",
     )
     add("--score", metavar="NAME", help="named score that labels are derived from (default: the store's)")
-    add("--score-threshold", type=float, default=DEFAULT_THRESHOLD, help="label 1 (hallucination) where score < this")
+    add_score_threshold(parser)
+    add("--drop-nonfinite", action="store_true", help=DROP_NONFINITE_HELP)
     add("--workers", type=positive_int, metavar="N", help="processes side by side (default: processors, at most 4)")
     add(
         "--save-detectors", action="store_true", help="write detectors for tracestore predict to OUTPUT_DIR/checkpoints"
@@ -93,6 +93,7 @@ def run(args: argparse.Namespace, output: Output) -> None:
         seed=args.seed,
         score=args.score,
         score_threshold=args.score_threshold,
+        drop_nonfinite=args.drop_nonfinite,
         scores=scores,
         workers=args.workers or min(4, num_processors()),
         folds_dir=args.folds_dir,

@@ -27,20 +27,26 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace, output: Output) -> None:
     """Replace the scores and print a summary."""
+    scores = read_scores(args.scores, **values(args, SCORE_FLAGS))
     report = update_scores(
         args.store,
-        read_scores(args.scores, **values(args, SCORE_FLAGS)),
+        scores,
         name=args.name,
         source=args.source,
         version=args.version,
         is_default=args.default,
     )
     output.print_json(report)
+    # Without --name the values replace the default score, whatever the name of their column.
+    renamed = (
+        "" if args.name or report.score == scores.name else f" (column {scores.column}; --name gives another name)"
+    )
     output.info(
         f"{plural(report.num_updated, 'trace')} updated, {report.num_scored:,} of {report.num_traces:,} "
-        f"with the score {report.score}; {plural(report.num_scores_without_trace, 'score')} without a trace"
+        f"with the score {report.score}{renamed}; {plural(report.num_scores_without_trace, 'score')} without a trace"
     )
-    output.info(report.labels)
+    for line in filter(None, (report.labels, report.unlabeled)):
+        output.info(line)
     if report.num_labels_unused:
         output.info(f"{plural(report.num_labels_unused, 'label')} of the file not used: only `convert` stores labels")
     if report.default_score != report.score:

@@ -11,7 +11,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from tracestore.cli.flags import MODEL_FLAGS, PROVENANCE_FLAGS, STEP_FLAGS, Flags, add_flags, add_num_threads, values
+from tracestore.cli.flags import (
+    DROP_NONFINITE_HELP,
+    MODEL_FLAGS,
+    PROVENANCE_FLAGS,
+    STEP_FLAGS,
+    THRESHOLD_HELP,
+    Flags,
+    add_flags,
+    add_num_threads,
+    values,
+)
 from tracestore.console import Output, Parser, Progress, float_where, int_between, parse_size
 from tracestore.detectors.config import ModelConfig
 from tracestore.detectors.registry import DETECTORS
@@ -27,7 +37,8 @@ _TRAIN_FLAGS: Flags = {
     "epochs": "passes over the training split",
     "grad_accum_steps": "batches per optimizer step; equals one batch of N times the size",
     "score": {"metavar": "NAME", "help": "named score that labels are derived from (default: the store's)"},
-    "score_threshold": "label 1 (hallucination) where score < this",
+    "score_threshold": {"metavar": "T", "help": THRESHOLD_HELP},
+    "drop_nonfinite": DROP_NONFINITE_HELP,
     "lr": {"type": float_where(lambda r: 0 < r < math.inf, "a number above 0"), "help": "learning rate of Adam"},
     "seed": {
         "type": int_between(0, 2**32 - 1, "a whole number from 0 to 2^32 - 1"),

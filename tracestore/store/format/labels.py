@@ -1,11 +1,14 @@
 """Named scores, and the derivation of labels from them: 1 for a hallucinated answer, 0 for a correct one."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+
+from tracestore.console import plural
+from tracestore.errors import UsageError
 
 # Score directions: what a high score means.
 CORRECT, HALLUCINATION = "correct", "hallucination"
@@ -103,16 +106,90 @@ def derive(scores: np.ndarray, labels: np.ndarray, threshold: float, direction: 
     return np.where(np.isnan(labels), derived, labels)
 
 
-def disagreements(scores: np.ndarray, labels: np.ndarray, threshold: float, direction: str) -> np.ndarray:
-    """Return which traces (N,) have a stored label that differs from the one of their score; the stored one counts."""
+def disagreements(scores: np.ndarray, labels: np.ndarray, threshold: float | None, direction: str) -> np.ndarray:
+    """Return which traces (N,) have a stored label that differs from the one of their score; the stored one counts.
+
+    Without a threshold it is DEFAULT_THRESHOLD for scores in [0, 1]; others give no label that could differ.
+    """
+    if threshold is None and _outside_unit_range(scores[~np.isnan(scores)]):
+        return np.zeros(len(scores), bool)
+    threshold = DEFAULT_THRESHOLD if threshold is None else threshold
     derived = derive(scores, np.full(len(scores), np.nan), threshold, direction)
     found: np.ndarray = ~np.isnan(labels) & ~np.isnan(derived) & ((labels >= 0.5) != (derived == 1))
     return found
 
 
-def describe(scores: np.ndarray, threshold: float, direction: str) -> str:
-    """Return a one-line summary of how many scores lead to the label "hallucination"."""
-    known = scores[~np.isnan(scores)]
-    count = int((known < threshold).sum() if direction == CORRECT else (known >= threshold).sum())
-    where = "below" if direction == CORRECT else "at or above"
-    return f"{count:,} of {len(known):,} {where} {threshold:g}: labeled hallucination"
+def used_scores(scores: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """Return the scores from which a label is derived: those of traces without a stored label."""
+    return scores[np.isnan(labels) & ~np.isnan(scores)]
+
+
+def threshold_or_default(threshold: float | None, scores: np.ndarray, labels: np.ndarray, where: str) -> float:
+    """Return the score threshold: the given one, else DEFAULT_THRESHOLD, which is one for scores in [0, 1] only.
+
+    UsageError, which begins with `where`, if labels would be derived from scores outside [0, 1] without a threshold.
+    """
+    if threshold is None and (found := _outside_unit_range(used_scores(scores, labels))):
+        raise UsageError(f"{where}: {found}")
+    return DEFAULT_THRESHOLD if threshold is None else threshold
+
+
+def _outside_unit_range(used: np.ndarray) -> str | None:
+    if len(used) == 0 or (used.min() >= 0 and used.max() <= 1):
+        return None
+    return (
+        f"{plural(len(used), 'score')} from {used.min():g} to {used.max():g}, outside [0, 1]: the default threshold "
+        f"{DEFAULT_THRESHOLD:g} gives no label; choose --score-threshold (in Python score_threshold)"
+    )
+
+
+def describe(scores: np.ndarray, labels: np.ndarray, threshold: float | None, direction: str) -> str:
+    """Return one line that tells how many scores and stored labels lead to the label "hallucination".
+
+    Parameters
+    ----------
+    scores, labels : np.ndarray
+        Float64 arrays of shape ``(N,)``; NaN marks a missing value.
+    threshold : float, optional
+        Default: DEFAULT_THRESHOLD, if the scores are in [0, 1].
+    direction : {"correct", "hallucination"}
+        What a high score means.
+    """
+    used, stored, parts = used_scores(scores, labels), labels[~np.isnan(labels)], []
+    if threshold is None and (found := _outside_unit_range(used)):
+        parts.append(found)
+    elif len(used) or not len(stored):
+        threshold = DEFAULT_THRESHOLD if threshold is None else threshold
+        count = int((used < threshold).sum() if direction == CORRECT else (used >= threshold).sum())
+        where = "below" if direction == CORRECT else "at or above"
+        parts.append(f"{count:,} of {len(used):,} {where} {threshold:g}: labeled hallucination")
+        if len(used) > 1 and count in (0, len(used)):
+            parts.append("all of one class, which --score-threshold and --score-direction decide")
+    if len(stored):
+        parts.append(f"{int((stored >= 0.5).sum()):,} of {plural(len(stored), 'stored label')}: hallucination")
+    return "; ".join(parts)
+
+
+def unlabeled_note(scores: Mapping[str, np.ndarray], labels: np.ndarray, name: str | None) -> str | None:
+    """Return a line about the traces that have no label because another score than the used one is theirs.
+
+    Parameters
+    ----------
+    scores : mapping of np.ndarray
+        Values ``(N,)`` of each named score, NaN where missing.
+    labels : np.ndarray
+        Stored labels ``(N,)``, NaN where missing.
+    name : str, optional
+        The score that labels are derived from.
+
+    Returns
+    -------
+    str or None
+        None if there is no such trace.
+    """
+    missing = np.isnan(labels) & (True if name not in scores else np.isnan(scores[name]))
+    counts = {other: int((missing & ~np.isnan(values)).sum()) for other, values in sorted(scores.items())}
+    found = [f"--score {other} gives {count:,} of them one" for other, count in counts.items() if count]
+    if not found:
+        return None
+    return f"{plural(int(missing.sum()), 'trace')} without a label or the score {name}: {', '.join(found)}"

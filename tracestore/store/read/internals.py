@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from tracestore.errors import CorruptStoreError, UsageError
-from tracestore.store.format.labels import CORRECT
+from tracestore.store.format.labels import CORRECT, threshold_or_default
 from tracestore.store.io.files import LocalFiles, ReadableFiles, parse_location
 from tracestore.store.lens import Lens
 from tracestore.store.read.chunk_cache import ChunkCache
@@ -108,6 +108,10 @@ class StoreInternals:
     def scores(self) -> np.ndarray:
         """The score that is used (N,) float64, NaN where missing."""
         return self.columns.score(self.score_name)
+
+    def score_threshold(self, chosen: float | None) -> float:
+        """Return the score threshold, chosen or the default one; UsageError if that does not fit the scores."""
+        return threshold_or_default(chosen, self.scores, self.columns.labels, str(self.files.location))
 
     def segment(self, number: int) -> SegmentReader:
         """Return the reader of a segment.

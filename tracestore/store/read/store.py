@@ -9,7 +9,7 @@ import numpy as np
 from tracestore.console import plural
 from tracestore.errors import CorruptStoreError, MissingFieldError, UsageError
 from tracestore.store.format import schema
-from tracestore.store.format.labels import DEFAULT_THRESHOLD, ScoreField, describe
+from tracestore.store.format.labels import ScoreField, describe, unlabeled_note
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.lens import Lens
 from tracestore.store.read import table
@@ -189,9 +189,12 @@ class TraceStore(TraceCollection):
         """Final norm and unembedding matrix of the language model, for a logit lens; None: the store has none."""
         return self.internals.lens
 
-    def describe_scores(self, score_threshold: float = DEFAULT_THRESHOLD) -> str:
-        """Return one line that tells how many scores become which label."""
-        return describe(self.scores, score_threshold, self.score_direction)
+    def describe_labels(self, score_threshold: float | None = None) -> list[str]:
+        """Return the lines that tell which labels the scores give, and which traces get none."""
+        columns = self.internals.columns
+        lines = [describe(self.scores, columns.labels, score_threshold, self.score_direction)]
+        note = unlabeled_note(columns.scores, columns.labels, self.score_name)
+        return ([] if np.isnan(self.scores).all() else lines) + ([] if note is None else [note])
 
     # Traces
 

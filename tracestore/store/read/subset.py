@@ -4,22 +4,22 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import numpy as np
 
 from tracestore.console import plural
 from tracestore.errors import MissingFieldError
-from tracestore.split import SPLITS, assign_splits, labeled_positions
-from tracestore.store.format.labels import DEFAULT_THRESHOLD, derive
+from tracestore.store.format.labels import derive
 from tracestore.store.html import CollectionHtml
 from tracestore.store.io.files import RemoteURL
 from tracestore.store.read import table
 from tracestore.store.read.internals import StoreInternals
+from tracestore.store.read.subset_splits import CollectionSplits
 from tracestore.store.read.trace import Trace
 
 
-class TraceCollection(CollectionHtml, ABC):
+class TraceCollection(CollectionHtml, CollectionSplits, ABC):
     """Traces in an order: a store, or a subset of a store.
 
     ``collection[key]`` is a Trace if the key is a position or a question id; it is a TraceSubset if the key is a
@@ -64,8 +64,16 @@ class TraceCollection(CollectionHtml, ABC):
 
     @property
     def labels(self) -> np.ndarray:
-        """Labels (n,) float64 that the sources contained, NaN where missing."""
+        """Stored labels (n,) float64, those that the sources contained; NaN where missing, also if there is a score.
+
+        `y` has the labels that training uses.
+        """
         return self.internals.columns.labels[self._chosen]
+
+    @property
+    def y(self) -> np.ndarray:
+        """The labels (n,) float64 that training and batches use: `targets` at the default threshold."""
+        return self.targets()
 
     @property
     def num_tokens(self) -> np.ndarray:
@@ -77,20 +85,34 @@ class TraceCollection(CollectionHtml, ABC):
         """Traces (n,) bool whose source had NaN or infinite values in its arrays."""
         return self.internals.index.read_column("nonfinite")[self._chosen].astype(bool)
 
-    def targets(self, score_threshold: float = DEFAULT_THRESHOLD) -> np.ndarray:
+    def targets(self, score_threshold: float | None = None) -> np.ndarray:
         """Return the label of each trace: the stored one, else one derived from the score.
 
         Parameters
         ----------
-        score_threshold : float
+        score_threshold : float, optional
             Score below which a trace counts as a hallucination, or above which in a store of hallucination scores.
+            Default: 0.5, for scores in [0, 1].
 
         Returns
         -------
         np.ndarray
             (n,) float64: 1 for a hallucination, 0 for a correct answer, NaN without a label or score.
+
+        Raises
+        ------
+        UsageError
+            If no threshold is given and labels would be derived from scores outside [0, 1].
+
+        Examples
+        --------
+        >>> import tracestore
+        >>> store = tracestore.open("store.zarr")
+        >>> store.y[:4], store.labels[:4]
+        (array([1., 0., 1., 0.]), array([nan, nan, nan, nan]))
         """
-        return derive(self.scores, self.labels, score_threshold, self.internals.score_direction)
+        threshold = self.internals.score_threshold(score_threshold)
+        return derive(self.scores, self.labels, threshold, self.internals.score_direction)
 
     @overload
     def __getitem__(self, key: int | str) -> Trace: ...  # type: ignore[overload-overlap]
@@ -165,8 +187,8 @@ class TraceCollection(CollectionHtml, ABC):
             Returns whether to keep a `Trace`. Only the fields that it accesses are read.
         **conditions
             A condition for each column by its name in `to_pandas`, such as ``question_id``, ``sample``, ``score``,
-            ``label``, ``group``, ``num_tokens``, ``has_nonfinite`` or ``source``. ``y`` is the label of batches:
-            `targets` at the default threshold. A value selects the traces that have it; a list, tuple, set, range or
+            ``label``, ``group``, ``num_tokens``, ``has_nonfinite`` or ``source``. ``y`` is the label of batches. A
+            value selects the traces that have it; a list, tuple, set, range or
             array those that have one of its values; None those without a value. A callable gets the column, an array
             (n,), and returns a boolean mask (n,).
 
@@ -207,56 +229,6 @@ class TraceCollection(CollectionHtml, ABC):
                 f"{self.path}: no trace has a label; use y, which is derived from the score where there is no label"
             )
         return table.column(self.internals, name, self.indices)
-
-    def split(
-        self, seed: int = 42, by: str | None = None, *, score_threshold: float = DEFAULT_THRESHOLD
-    ) -> "TraceSplit":
-        """Split the labeled traces into 70 % train, 15 % validation and 15 % test, stratified by label.
-
-        The split of a store is that of ``tracestore train`` with the same seed and threshold. It is a pure function
-        of question ids, groups, labels and the seed. Traces with neither a label nor a score are in no part.
-
-        Parameters
-        ----------
-        seed : int
-            Seed of the split.
-        by : str, optional
-            None or "question": the traces of a question, and the questions of a stored group, stay together. The name
-            of another column of `to_pandas`, such as "source": questions that share its value stay together.
-        score_threshold : float
-            Score below which a trace counts as a hallucination, or above which in a store of hallucination scores. A
-            stored label takes precedence.
-
-        Returns
-        -------
-        TraceSplit
-            The subsets ``train``, ``val`` and ``test``; also a tuple of them.
-
-        Raises
-        ------
-        TrainingError
-            If no trace has a label or a score.
-        UsageError
-            If there is no such column.
-
-        Examples
-        --------
-        >>> import tracestore
-        >>> train, val, test = tracestore.open("store.zarr").split(seed=42)
-        >>> len(train), len(val), len(test)
-        (8, 2, 2)
-        """
-        targets = self.targets(score_threshold)
-        labeled = labeled_positions(targets, str(self.path))
-        chosen = self._subset(labeled)
-        groups = chosen._column("group" if by in (None, "question") else by)
-        names = assign_splits(
-            self.internals.index.question_ids(chosen.indices),
-            ["" if value != value else str(value) for value in groups.tolist()],
-            targets[labeled].tolist(),
-            seed,
-        )
-        return TraceSplit(*(self._subset(labeled[names == name]) for name in SPLITS))
 
     # Tables
 
@@ -380,18 +352,3 @@ class TraceSubset(TraceCollection):
 
     def _subset(self, positions: np.ndarray) -> "TraceSubset":
         return TraceSubset(self.store, self._indices[positions])
-
-
-class TraceSplit(NamedTuple):
-    """Train, validation and test subset: a tuple, whose parts are also found by name."""
-
-    train: TraceSubset
-    val: TraceSubset
-    test: TraceSubset
-
-    def __getitem__(self, key: Any) -> Any:
-        return getattr(self, key) if key in SPLITS else tuple.__getitem__(self, key)
-
-    def keys(self) -> tuple[str, ...]:
-        """Return the names of the parts."""
-        return SPLITS
