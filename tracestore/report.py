@@ -38,7 +38,7 @@ def write_report(
     store: TraceStore,
     path: Path,
     *,
-    score_threshold: float = 0.5,
+    score_threshold: float | None = None,
     lint: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
@@ -50,8 +50,8 @@ def write_report(
         The store.
     path : Path
         The page.
-    score_threshold : float
-        Traces with a lower score count as hallucinated.
+    score_threshold : float, optional
+        Traces with a lower score count as hallucinated. Default: 0.5, for scores in [0, 1].
     lint : bool
         Include the issues that lint finds, which reads every value.
     progress : callable, optional
@@ -65,6 +65,7 @@ def write_report(
         Bokeh is not installed.
     """
     check_destination(path)
+    score_threshold = store.internals.score_threshold(score_threshold)
     targets = store.targets(score_threshold)
     classes = np.select([targets >= 0.5, targets < 0.5], [0, 1], 2)
     issues = (

@@ -10,7 +10,8 @@ import numpy as np
 from tracestore.benchmark.measure import LabeledStore, Measured
 from tracestore.benchmark.results import fold_runs
 from tracestore.evaluation.clusters import Resampling
-from tracestore.store.format.labels import derive
+from tracestore.store.format.labels import DEFAULT_THRESHOLD, derive, is_in_unit_range
+from tracestore.store.read.store import TraceStore
 
 STORED = "stored labels"
 
@@ -22,20 +23,31 @@ def label_sources(data: LabeledStore, score_threshold: float) -> dict[str, np.nd
     ----------
     data : LabeledStore
     score_threshold : float
-        Threshold of every named score.
+        Threshold of the score that the detectors are fitted to, and of others if it is in [0, 1]; else they have the
+        default one.
 
     Returns
     -------
     dict of np.ndarray
         ``(n,)`` float64 for the stored labels and each named score; 1 for a hallucination, NaN for a trace without it.
-        Sources without any of the traces are left out.
+        Sources without any of the traces are left out, and those of `scores_without_threshold`.
     """
-    store = data.store
+    store, left_out = data.store, scores_without_threshold(data.store)
     found = {STORED: store.labels[data.indices]}
     for name, score in store.score_fields.items():
+        if name in left_out:
+            continue
+        is_own = name == store.score_name or 0 <= score_threshold <= 1
         values = store.named_scores(name)[data.indices]
-        found[name] = derive(values, np.full(len(values), np.nan), score_threshold, score.direction)
+        threshold = score_threshold if is_own else DEFAULT_THRESHOLD
+        found[name] = derive(values, np.full(len(values), np.nan), threshold, score.direction)
     return {name: labels for name, labels in found.items() if not np.isnan(labels).all()}
+
+
+def scores_without_threshold(store: TraceStore) -> list[str]:
+    """Return the named scores, except the chosen one, that have values outside [0, 1]: no threshold is known for them."""
+    others = (name for name in store.score_fields if name != store.score_name)
+    return [name for name in others if not is_in_unit_range(store.named_scores(name))]
 
 
 def compare_sources(

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from tracestore.benchmark.activity import Activity, Show
 from tracestore.benchmark.frozen_folds import FrozenFolds, frozen_folds
-from tracestore.benchmark.label_sources import compare_sources
+from tracestore.benchmark.label_sources import compare_sources, scores_without_threshold
 from tracestore.benchmark.measure import LabeledStore, Measured, external_scores, measure_all
 from tracestore.benchmark.results import compare_schemes, evaluate, transfer_entry
 from tracestore.benchmark.table import format_results
@@ -19,12 +19,13 @@ from tracestore.detectors.apart import named, properties
 from tracestore.detectors.catalog import catalog, make_detector
 from tracestore.detectors.interface import missing_fields
 from tracestore.errors import TrainingError, UsageError
+from tracestore.evaluation.nonfinite import describe_dropped, drop_nonfinite
 from tracestore.features.table import features
 from tracestore.ingest.scores import read_scores
 from tracestore.pages.notebook import BenchmarkResults
 from tracestore.reports.benchmark import write_benchmark
 from tracestore.split import labeled_positions
-from tracestore.store.format.labels import CORRECT, DEFAULT_THRESHOLD, FOLD_PREFIX
+from tracestore.store.format.labels import CORRECT, FOLD_PREFIX
 from tracestore.store.format.provenance import require_compatible
 from tracestore.store.io.destinations import BENCHMARK, check_output_dir, check_output_files
 from tracestore.store.io.fsio import atomic_write, write_rows
@@ -50,7 +51,10 @@ class BenchmarkOptions:
         Seed of the folds, of the detectors and of the bootstrap.
     score : str, optional
         Named score that labels are derived from. Default: the default score of the store.
-    score_threshold : float
+    score_threshold : float, optional
+        Default: 0.5, for scores in [0, 1].
+    drop_nonfinite : bool
+        Leave out traces with NaN or infinite values.
     scores : mapping
         Files of scores that were computed elsewhere, by name.
     workers : int
@@ -70,7 +74,8 @@ class BenchmarkOptions:
     folds: int = 5
     seed: int = 42
     score: str | None = None
-    score_threshold: float = DEFAULT_THRESHOLD
+    score_threshold: float | None = None
+    drop_nonfinite: bool = False
     scores: Mapping[str, Path] = field(default_factory=dict)
     workers: int = 1
     folds_dir: Path | None = None
@@ -157,14 +162,27 @@ def _run(
     opened: dict[str, TraceStore], output_dir: Path, options: BenchmarkOptions, activity: Activity
 ) -> dict[str, Any]:
     data, folds = {}, {}
+    dropped: dict[str, list[dict[str, Any]]] = {}
+    thresholds = {name: store.internals.score_threshold(options.score_threshold) for name, store in opened.items()}
+    options = replace(options, score_threshold=next(iter(thresholds.values())))
     for name, store in opened.items():
-        targets = store.targets(options.score_threshold)
+        targets, dropped[name] = store.targets(options.score_threshold), []
+        if options.drop_nonfinite:
+            targets, dropped[name] = drop_nonfinite(store, targets)
         path = (options.folds_dir or output_dir) / f"folds-{name}.json"
         folds[name] = frozen_folds(path, store, targets, options.folds, options.seed)
         data[name] = _labeled(name, store, targets, folds[name])
         activity.log(
             f"{store.path}: {plural(len(data[name].y), 'labeled trace')}, {int(data[name].y.sum()):,} hallucinated; {path}"
         )
+        for text in store.describe_labels(options.score_threshold):
+            activity.log(text)
+        for score in scores_without_threshold(store):
+            activity.log(
+                f"score {score}: values outside [0, 1], no source of labels; --score {score} --score-threshold T takes it"
+            )
+        if options.drop_nonfinite:
+            activity.log(describe_dropped(dropped[name]))
     if options.save_detectors:
         (output_dir / RESULTS).unlink(missing_ok=True)
     results: dict[str, Any] = {"config": _config(options), "stores": {}, "transfer": []}
@@ -174,7 +192,7 @@ def _run(
         folder = output_dir / ("checkpoints" if len(data) == 1 else f"checkpoints-{name}")
         checkpoints = folder if options.save_detectors else None
         entry, measured = _run_store(of_store, others, folds[name], options, checkpoints, activity)
-        results["stores"][name], scores[name] = entry, measured
+        results["stores"][name], scores[name] = {**entry, "dropped_nonfinite": dropped[name]}, measured
         for other in others:
             results["transfer"] += [
                 transfer_entry(m, name, other, options.seed) for m in measured if other.name in m.transfer
@@ -193,7 +211,7 @@ def _run(
 
 
 def _config(options: BenchmarkOptions) -> dict[str, Any]:
-    names = ("folds", "seed", "score", "score_threshold", "workers")
+    names = ("folds", "seed", "score", "score_threshold", "drop_nonfinite", "workers")
     config = {"detectors": list(options.detectors)} | {name: getattr(options, name) for name in names}
     return config | {"scores": {name: str(path) for name, path in options.scores.items()}}
 
@@ -263,7 +281,8 @@ def _run_store(
     with activity.step("metrics and tests"):
         detectors = {m.name: info[m.name] | evaluate(m, data, options.seed) for m in measured}
         comparisons = compare_schemes(measured, data, options.seed)
-        label_sources = compare_sources(data, measured, options.score_threshold, options.seed)
+        threshold = data.store.internals.score_threshold(options.score_threshold)
+        label_sources = compare_sources(data, measured, threshold, options.seed)
     return {
         "store": data.store.info(),
         "folds": {"sha256": folds.digest, "num_folds": folds.num_folds, "seed": folds.seed, "schemes": [*data.folds]},

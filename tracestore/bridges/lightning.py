@@ -56,9 +56,10 @@ class TraceDataModule(LightningDataModule):
         Traces of a batch over all ranks.
     seed : int
         Seed of the split and of the order.
-    score_threshold : float
+    score_threshold : float, optional
         Score below which a trace counts as a hallucination, or above which in a store of
-        hallucination scores. A stored label takes precedence.
+        hallucination scores. A stored label takes precedence. Default: 0.5, for scores in [0, 1];
+        others need a threshold.
     **options
         Further options of `tracestore.TraceLoader`, such as `dtype`, `num_threads` or
         `attention_threshold`.
@@ -88,7 +89,7 @@ class TraceDataModule(LightningDataModule):
         *,
         batch_size: int = 16,
         seed: int = 42,
-        score_threshold: float = 0.5,
+        score_threshold: float | None = None,
         **options: Any,
     ) -> None:
         super().__init__()

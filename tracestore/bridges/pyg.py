@@ -35,9 +35,10 @@ class TraceGraphs(Dataset):
         A store, a subset of one, or the path of a store.
     layer : int, optional
         Only this layer. Negative numbers count from the last layer.
-    score_threshold : float
+    score_threshold : float, optional
         Score below which a trace counts as a hallucination, or above which in a store of
-        hallucination scores. A stored label takes precedence.
+        hallucination scores. A stored label takes precedence. Default: 0.5, for scores in [0, 1];
+        others need a threshold.
     attention_threshold : float
         Keep the pairs of tokens whose head-averaged attention is above this value as edges.
     dtype : str, optional
@@ -71,7 +72,7 @@ class TraceGraphs(Dataset):
         store: "StoreLike",
         *,
         layer: int | None = None,
-        score_threshold: float = 0.5,
+        score_threshold: float | None = None,
         attention_threshold: float = 0.0,
         dtype: str | None = None,
         transform: Callable[[Data], Any] | None = None,

@@ -33,6 +33,7 @@ def open_for_batches(
     batch_format: BatchFormat,
     score_threshold: float | None,
     indices: Sequence[int] | np.ndarray | None = None,
+    targets: np.ndarray | None = None,
 ) -> tuple[BatchGatherer, np.ndarray | None, TokenTable | None]:
     """Open a store with a cache of its own and check that its traces can give such batches.
 
@@ -48,7 +49,8 @@ def open_for_batches(
     Raises
     ------
     UsageError
-        For both a subset and indices.
+        For both a subset and indices, labels of another number of traces, or scores that the default threshold does
+        not fit.
     """
     whole, subset = (store.store, store.indices) if isinstance(store, TraceSubset) else (store, None)
     if subset is not None and indices is not None:
@@ -58,7 +60,10 @@ def open_for_batches(
     if batch_format.view == "graph" and batch_format.as_pyg:
         pyg_classes()  # imported now, so that workers forked from this process need not import PyG
     chosen = subset if indices is None else np.asarray(indices, np.int64)
-    targets = opened.targets(score_threshold)
+    if targets is None:
+        targets = opened.targets(score_threshold)
+    elif targets.shape != (len(opened),):
+        raise UsageError(f"found targets of shape {targets.shape}, expected ({len(opened)},): one label for each trace")
     if batch_format.view != "tokens":
         return BatchGatherer(opened, targets, batch_format), chosen, None
     tokens = TokenTable(opened, batch_format, chosen)

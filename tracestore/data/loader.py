@@ -28,7 +28,7 @@ class TraceLoader(LoaderHtml, Generic[BatchT]):
 
     An iteration is one epoch, and the next one has another order. Batch k is a pure function of the
     store, the seed, the epoch and the composition of batches, whatever the number of threads and
-    ranks. Traces without a score are included.
+    ranks. Traces without a label or score are included.
 
     A batch lies in memory that is reused when nothing refers to any of its tensors any more.
     Batches that are kept stay valid.
@@ -73,9 +73,12 @@ class TraceLoader(LoaderHtml, Generic[BatchT]):
         Leave out a last batch that is short.
     pad_last : bool
         Fill a short last batch with the first traces of the epoch; excludes `drop_last` and `batch_by`.
-    score_threshold : float
+    score_threshold : float, optional
         Score below which a trace counts as a hallucination, or above which in a store of
-        hallucination scores. A stored label takes precedence.
+        hallucination scores. A stored label takes precedence. Default: 0.5, for scores in [0, 1];
+        others need a threshold.
+    targets : ndarray, shape (N,), optional
+        Labels of all traces of the store, instead of those of its labels and scores.
     attention_threshold : float
         Keep the pairs of tokens whose attention is above this value as edges.
     top_k : float, optional
@@ -171,7 +174,8 @@ class TraceLoader(LoaderHtml, Generic[BatchT]):
         block_bytes: int = 256 << 20,
         drop_last: bool = False,
         pad_last: bool = False,
-        score_threshold: float = 0.5,
+        score_threshold: float | None = None,
+        targets: np.ndarray | None = None,
         attention_threshold: float = 0.0,
         top_k: float | None = None,
         edge_format: EdgeFormat = "coo",
@@ -196,8 +200,8 @@ class TraceLoader(LoaderHtml, Generic[BatchT]):
             layers=layers,
             positions=positions,
         )
-        self._gatherer, chosen, tokens = open_for_batches(store, self.format, score_threshold, indices)
-        self.store = self._gatherer.store
+        self._gatherer, chosen, tokens = open_for_batches(store, self.format, score_threshold, indices, targets)
+        self.store, self.targets = self._gatherer.store, self._gatherer.targets
         if batch_size is None:
             batch_size = DEFAULT_BATCH_SIZE if tokens is None else DEFAULT_TOKENS
         self.planner = EpochPlanner(

@@ -13,6 +13,7 @@ from tracestore.errors import TrainingError
 from tracestore.evaluation.evaluate import evaluate_split
 from tracestore.evaluation.metrics import auroc, fit_temperature, youden_threshold
 from tracestore.evaluation.split import Split
+from tracestore.store.format.labels import DEFAULT_THRESHOLD
 from tracestore.store.read.store import TraceStore
 
 INVERSE_REGULARIZATION = 0.01
@@ -23,8 +24,17 @@ _FEATURE_BYTES = 1 << 30
 def _features(store: TraceStore, indices: np.ndarray, layers: range) -> np.ndarray:
     """Return the last tokens (n, len(layers), D) float32."""
     # rank and world_size are given, because only rank 0 computes the probe and reads all traces.
+    # Labels come from the caller, so any score threshold will do.
     loader = TraceLoader(
-        store, "sequence", batch_size=256, shuffle="none", indices=indices, num_threads=1, rank=0, world_size=1
+        store,
+        "sequence",
+        batch_size=256,
+        shuffle="none",
+        indices=indices,
+        num_threads=1,
+        rank=0,
+        world_size=1,
+        score_threshold=DEFAULT_THRESHOLD,
     )
     out = np.empty((len(indices), len(layers), store.hidden_dim), np.float32)
     begin = 0

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from tracestore import console
@@ -18,6 +17,7 @@ from tracestore.detectors.config import ModelConfig
 from tracestore.detectors.registry import DEFAULT_DETECTORS, DETECTORS
 from tracestore.errors import MissingFieldError, TrainingError, UsageError
 from tracestore.evaluation.evaluate import RunScores
+from tracestore.evaluation.nonfinite import describe_dropped, drop_nonfinite
 from tracestore.evaluation.predictions import write_predictions
 from tracestore.evaluation.probe import run_probe
 from tracestore.evaluation.significance import compare
@@ -90,7 +90,8 @@ def run_experiment(
     check_output_dir(output_dir)
     start = memory_use()
     store = open_store(store_path, score=options.config.score)
-    options = replace(options, config=replace(options.config, score=store.score_name))
+    threshold = store.internals.score_threshold(options.config.score_threshold)
+    options = replace(options, config=replace(options.config, score=store.score_name, score_threshold=threshold))
     options = _trainable(store, options, log)
     model_config = _check_store(store, options)
     if ranks.world_size > 1 and model_config.normalization == "batch":
@@ -157,6 +158,9 @@ class _Experiment:
     def __post_init__(self) -> None:
         self.splits_path = self.output_dir / (folds.FOLDS_FILE if self.options.is_folded else folds.SPLIT_FILE)
         self.targets = self.store.targets(self.options.config.score_threshold)
+        self.dropped: list[dict[str, Any]] = []
+        if self.options.config.drop_nonfinite:
+            self.targets, self.dropped = drop_nonfinite(self.store, self.targets)
         self.splits = self.ranks.on_rank_zero(self._load_or_make_splits)
         self.runs = folds.plan_runs(self.splits, self.options, self.output_dir)
         self.entries: list[dict[str, Any]] = [{"fold": run.fold, "seed": run.seed, "models": {}} for run in self.runs]
@@ -200,10 +204,12 @@ class _Experiment:
     def _log_counts(self) -> None:
         store, options, split = self.store, self.options, self.splits[0]
         counts = ", ".join(f"{name} {len(indices)}" for name, indices in split.indices.items())
-        num_unlabeled = len(store) - sum(map(len, split.indices.values()))
-        self.log(f"{store.path}: {plural(len(store), 'trace')}, {num_unlabeled:,} without a label; {counts}")
-        if not np.isnan(store.scores).all():
-            self.log(store.describe_scores(options.config.score_threshold))
+        num_unlabeled = len(store) - len(self.dropped) - sum(map(len, split.indices.values()))
+        self.log(f"{store.path}: {plural(len(store), 'trace')}, {num_unlabeled:,} without a label or score; {counts}")
+        for text in store.describe_labels(options.config.score_threshold):
+            self.log(text)
+        if options.config.drop_nonfinite:
+            self.log(describe_dropped(self.dropped))
         if options.is_repeated:
             num_trainings = len(self.runs) * len(options.models)
             self.log(
@@ -229,6 +235,7 @@ class _Experiment:
             ],
             "store": self.store.info(),
             "traces": self.store.digest(np.concatenate([*self.splits[0].indices.values()])),
+            "dropped_nonfinite": self.dropped,
         }
         if options.is_repeated:
             results["config"] |= {"folds": options.folds, "seeds": options.seeds}
@@ -318,5 +325,5 @@ def _check_finite(store: TraceStore, split: Split) -> None:
         for index in indices[nonfinite[indices]]:
             raise TrainingError(
                 f"the trace of question {store.question_ids[int(index)]!r} holds NaN or infinite values "
-                f"({int(nonfinite.sum())} such traces in the store); convert again without its file"
+                f"({int(nonfinite.sum())} such traces in the store); --drop-nonfinite leaves them out"
             )

@@ -24,7 +24,7 @@ from tracestore.oom.guard import OOMGuard
 from tracestore.oom.limits import RESERVE_BYTES, limited_memory
 from tracestore.oom.optimizers import SGD
 from tracestore.platform_support import memory_use
-from tracestore.store.format.labels import PREDICTED_COLUMNS
+from tracestore.store.format.labels import DEFAULT_THRESHOLD, PREDICTED_COLUMNS
 from tracestore.store.format.provenance import Provenance, require_compatible
 from tracestore.store.io.fsio import map_os_errors, write_rows
 from tracestore.store.read.store import TraceStore, open_store
@@ -129,7 +129,13 @@ def load_detector(path: Path) -> TrainedDetector | FittedDetector:
             model.eval(),
             config,
             *numbers[:2],
-            TrainConfig(precision=saved["precision"], attention_threshold=numbers[2], top_k=top_k),
+            # Scoring uses no labels, so any score threshold will do.
+            TrainConfig(
+                precision=saved["precision"],
+                attention_threshold=numbers[2],
+                top_k=top_k,
+                score_threshold=DEFAULT_THRESHOLD,
+            ),
             trained_on,
             tuple(map(Provenance.from_json, saved["store"]["provenance"])),
         )

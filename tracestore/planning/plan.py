@@ -15,6 +15,7 @@ from tracestore.data.epoch import EpochPlanner
 from tracestore.detectors.registry import DEFAULT_DETECTORS, DETECTORS
 from tracestore.errors import MissingFieldError, UsageError
 from tracestore.split import FRACTIONS
+from tracestore.store.format.labels import DEFAULT_THRESHOLD
 from tracestore.store.read.store import TraceStore
 
 # Stacks and heaps of threads, workspaces of libraries, Python objects.
@@ -142,7 +143,7 @@ def training_traces(store: TraceStore) -> tuple[np.ndarray, int]:
     UsageError
         The store is empty.
     """
-    labeled = np.flatnonzero(np.isfinite(store.targets()))
+    labeled = np.flatnonzero(np.isfinite(store.targets(DEFAULT_THRESHOLD)))
     indices = labeled if len(labeled) else np.arange(len(store))
     if not len(indices):
         raise UsageError(f"{store.path}: holds no trace")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def make_server(
-    store: TraceStore, results: Sequence[Path] = (), *, port: int = 0, score_threshold: float = 0.5
+    store: TraceStore, results: Sequence[Path] = (), *, port: int = 0, score_threshold: float | None = None
 ) -> "ServeServer":
     """Return a server of a store.
 
@@ -29,8 +29,8 @@ def make_server(
         Output folders of `tracestore train`, and files of scores.
     port : int
         Port on 127.0.0.1. 0: any free port.
-    score_threshold : float
-        Traces with a lower score count as hallucinated.
+    score_threshold : float, optional
+        Traces with a lower score count as hallucinated. Default: 0.5, for scores in [0, 1].
 
     Returns
     -------

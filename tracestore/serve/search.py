@@ -117,11 +117,11 @@ class TraceSearch:
         The store.
     results : Results, optional
         Results of detectors.
-    score_threshold : float
-        Traces with a lower score count as hallucinated.
+    score_threshold : float, optional
+        Traces with a lower score count as hallucinated. Default: 0.5, for scores in [0, 1].
     """
 
-    def __init__(self, store: TraceStore, results: Results | None = None, score_threshold: float = 0.5) -> None:
+    def __init__(self, store: TraceStore, results: Results | None = None, score_threshold: float | None = None) -> None:
         self.store, self.results = store, results or Results()
         self.targets = store.targets(score_threshold)
         self._texts: FoldedTexts | None = None

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from tracestore.console import plural
-from tracestore.errors import escape_unprintable
+from tracestore.errors import UsageError, escape_unprintable
 from tracestore.pages.elements import Html, element, join, number, paragraph, table, tokens
 from tracestore.pages.notebook import fragment
 from tracestore.store.format import schema
@@ -82,7 +82,10 @@ class CollectionHtml:
     """Base of stores and subsets: shows the values of a collection and its first traces in a notebook."""
 
     def _repr_html_(self: Any) -> str:
-        targets = self.targets()
+        try:
+            targets = self.targets()
+        except UsageError:  # no score threshold fits by default
+            targets = np.full(len(self), np.nan)
         rows = [
             [
                 trace.index,

@@ -43,6 +43,8 @@ class BatchFeed:
         As `TrainConfig.shuffle`.
     num_workers : int
         Worker processes. 0: threads of this process.
+    targets : numpy.ndarray, optional
+        Labels ``(N,)`` of all traces of the store. Default: those of the store and `config`.
     memory_budget : int, optional
         Bytes for the batches of the loader.
 
@@ -65,6 +67,7 @@ class BatchFeed:
         *,
         shuffle: Shuffle,
         num_workers: int = 0,
+        targets: np.ndarray | None = None,
         memory_budget: int | None = None,
     ) -> None:
         self.config, self.ranks, self.num_workers = config, ranks, num_workers
@@ -82,6 +85,7 @@ class BatchFeed:
             indices=indices,
             buffer_size=config.shuffle_buffer,
             score_threshold=config.score_threshold,
+            targets=targets,
             attention_threshold=config.attention_threshold,
             top_k=config.top_k,
             edge_format=spec.edge_format(model_config, store, self.device.type),

@@ -52,7 +52,7 @@ def fit_standardizer(
         ranks.abort_all(
             TrainingError(
                 f"the trace of question {wrong[0]!r} holds NaN or infinite values ({len(wrong)} such training traces): "
-                "convert again without its file, or train with --no-standardize"
+                "leave it out with --drop-nonfinite, or train with --no-standardize"
             )
         )
     total, squares, count = ranks.all_reduce_sum(sums)

@@ -201,6 +201,7 @@ class Trainer:
             self.ranks,
             shuffle=shuffle,
             num_workers=num_workers,
+            targets=self.targets,
         )
 
     def _identity(self) -> dict[str, Any]:

@@ -59,5 +59,12 @@ def copy_traces(args: argparse.Namespace, output: Output, copy: Callable[..., Me
         output.info(
             f"{plural(report.num_scores_differing, 'duplicate')} with a different score: the score of {args.dst} was kept"
         )
+    why = f"the default score of {args.dst} is {report.default_score}"
+    for source, count in report.labels_lost.items():
+        output.info(f"{source}: {plural(count, 'trace')} without a label in {args.dst}: {why}")
+    for source, count in report.labels_changed.items():
+        output.info(f"{source}: {plural(count, 'trace')} with another label in {args.dst}: {why}; --score chooses one")
+    if report.unlabeled is not None:
+        output.info(report.unlabeled)
     if report.lens == "different":
         output.info("the lenses of the stores differ (final norm, unembedding matrix): none was copied")

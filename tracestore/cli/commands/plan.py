@@ -12,6 +12,7 @@ from tracestore.detectors.config import ModelConfig
 from tracestore.detectors.registry import DETECTORS
 from tracestore.errors import UsageError
 from tracestore.platform_support import memory_use
+from tracestore.store.format.labels import DEFAULT_THRESHOLD
 from tracestore.train.config import TrainConfig
 
 
@@ -43,7 +44,9 @@ def run(args: argparse.Namespace, output: Output) -> None:
         raise UsageError(f"found --model {args.model}, expected one of {', '.join(DETECTORS)}")
     if args.precision == "fp16":
         raise UsageError("found --precision fp16, which needs a GPU; plan is for the CPU")
-    config = TrainConfig(**values(args, STEP_FLAGS), loader_threads=args.num_threads or 2)
+    config = TrainConfig(
+        **values(args, STEP_FLAGS), loader_threads=args.num_threads or 2, score_threshold=DEFAULT_THRESHOLD
+    )
     model_options = values(args, MODEL_FLAGS)
     plans = []
     with tracestore.open(args.store) as store:

@@ -121,7 +121,8 @@ def disagreements(scores: np.ndarray, labels: np.ndarray, threshold: float | Non
 
 def used_scores(scores: np.ndarray, labels: np.ndarray) -> np.ndarray:
     """Return the scores from which a label is derived: those of traces without a stored label."""
-    return scores[np.isnan(labels) & ~np.isnan(scores)]
+    used: np.ndarray = scores[np.isnan(labels) & ~np.isnan(scores)]
+    return used
 
 
 def threshold_or_default(threshold: float | None, scores: np.ndarray, labels: np.ndarray, where: str) -> float:
@@ -134,12 +135,17 @@ def threshold_or_default(threshold: float | None, scores: np.ndarray, labels: np
     return DEFAULT_THRESHOLD if threshold is None else threshold
 
 
+def is_in_unit_range(scores: np.ndarray) -> bool:
+    """Return whether scores, NaN where missing, lie within [0, 1], where the default threshold applies."""
+    return not bool(((scores < 0) | (scores > 1)).any())
+
+
 def _outside_unit_range(used: np.ndarray) -> str | None:
-    if len(used) == 0 or (used.min() >= 0 and used.max() <= 1):
+    if is_in_unit_range(used):
         return None
     return (
-        f"{plural(len(used), 'score')} from {used.min():g} to {used.max():g}, outside [0, 1]: the default threshold "
-        f"{DEFAULT_THRESHOLD:g} gives no label; choose --score-threshold (in Python score_threshold)"
+        f"{plural(len(used), 'score')} from {used.min():g} to {used.max():g}, outside [0, 1], where the default "
+        f"threshold {DEFAULT_THRESHOLD:g} applies; labels need --score-threshold (in Python score_threshold)"
     )
 
 
@@ -187,7 +193,7 @@ def unlabeled_note(scores: Mapping[str, np.ndarray], labels: np.ndarray, name: s
     str or None
         None if there is no such trace.
     """
-    missing = np.isnan(labels) & (True if name not in scores else np.isnan(scores[name]))
+    missing = np.isnan(labels) & np.isnan(scores.get(name or "", np.full(len(labels), np.nan)))
     counts = {other: int((missing & ~np.isnan(values)).sum()) for other, values in sorted(scores.items())}
     found = [f"--score {other} gives {count:,} of them one" for other, count in counts.items() if count]
     if not found:

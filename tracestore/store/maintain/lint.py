@@ -12,7 +12,7 @@ import numpy as np
 
 from tracestore._core import kernels
 from tracestore.console import plural
-from tracestore.errors import CorruptStoreError
+from tracestore.errors import CorruptStoreError, UsageError
 from tracestore.store.fields import PackedEdges
 from tracestore.store.format import schema
 from tracestore.store.format.labels import disagreements
@@ -49,6 +49,7 @@ KINDS: dict[str, tuple[str, str]] = {
     ),
     "conflicting_scores": ("warning", "check the scores file: the same answer to the same question was scored twice"),
     "repeated_score": ("warning", "check the scores file: with a column `sample` each answer gets a score of its own"),
+    "score_range": ("error", "choose a score threshold, or store the scores in [0, 1]"),
     "rare_class": ("warning", "choose another score threshold, or collect more of that class"),
     "outlier_length": ("warning", "check that generation stopped; one long trace decides the memory of its batch"),
     "one_token": ("warning", "check the source: a graph of one token has no structure"),
@@ -199,7 +200,12 @@ class _Linter:
         except KeyError:
             return None
 
-    def classes(self, score_threshold: float) -> None:
+    def classes(self, score_threshold: float | None) -> None:
+        try:
+            score_threshold = self.store.internals.score_threshold(score_threshold)
+        except UsageError as error:
+            self.report.add("score_range", None, str(error).removeprefix(f"{self.store.path}: "))
+            return
         targets = self.store.targets(score_threshold)
         targets = targets[~np.isnan(targets)]
         for value, name in ((0.0, "0 (right)"), (1.0, "1 (hallucination)")):
@@ -230,7 +236,7 @@ def lint_store(
     path: str | os.PathLike[str],
     *,
     score: str | None = None,
-    score_threshold: float = 0.5,
+    score_threshold: float | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> LintReport:
     """Check every value of every trace, and the classes that a named score gives.

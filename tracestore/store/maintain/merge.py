@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,7 @@ from tracestore.console import plural
 from tracestore.errors import InvalidInputError, UsageError
 from tracestore.store.fields import PackedEdges
 from tracestore.store.format import schema
-from tracestore.store.format.labels import ScoreField
+from tracestore.store.format.labels import CORRECT, DEFAULT_THRESHOLD, ScoreField, derive, unlabeled_note
 from tracestore.store.format.provenance import Provenance, require_compatible
 from tracestore.store.io.files import RemoteURL, parse_location
 from tracestore.store.io.fsio import require_free_bytes
@@ -33,6 +33,8 @@ class MergeReport:
     `lens` is "none" if no source has a lens, "copied" if the destination holds the lens of the sources, and
     "different" if nothing was copied because the lenses of the sources differ from each other or from that of the
     destination.
+    `labels_lost` and `labels_changed` count the traces of each source without a label, or with another one, in the
+    destination, because its default score is another than that of the source.
     """
 
     num_traces_new: int = 0
@@ -40,6 +42,10 @@ class MergeReport:
     num_scores_filled: int = 0
     num_scores_differing: int = 0
     lens: str = "none"
+    default_score: str | None = None
+    labels_lost: dict[str, int] = field(default_factory=dict)
+    labels_changed: dict[str, int] = field(default_factory=dict)
+    unlabeled: str | None = None
 
 
 def stored_traces(store: TraceStore, index: int) -> Iterator[PackedTrace]:
@@ -173,6 +179,7 @@ def merge_stores(
         writer.commit()
         for store, indices in copies:
             _fill_scores(writer, store, indices, report)
+        _compare_labels(writer, copies, report)
         writer.replace_existing()
     return report
 
@@ -295,3 +302,22 @@ def _fill_scores(writer: StoreWriter, store: TraceStore, wanted: np.ndarray, rep
     report.num_scores_filled += len(updates)
     writer.update_values(updates)
     writer.commit()
+
+
+def _compare_labels(writer: StoreWriter, copies: Sequence[tuple[TraceStore, np.ndarray]], report: MergeReport) -> None:
+    """Count the traces whose label is another in the destination, because its default score is another."""
+    columns, name = writer.read_columns(), writer.attributes.default_score
+    report.default_score, report.unlabeled = name, unlabeled_note(columns.scores, columns.labels, name)
+    direction = writer.attributes.scores[name].direction if name is not None else CORRECT
+    after = derive(columns.score(name), columns.labels, DEFAULT_THRESHOLD, direction)
+    for store, indices in copies:
+        if store.score_name in (None, name):
+            continue
+        before = store.targets(DEFAULT_THRESHOLD)[indices]
+        samples = store.internals.index.read_column("sample")[indices].tolist()
+        keys = zip(store.question_ids.take(indices), samples, strict=True)
+        now = after[[writer.index.find(*key) for key in keys]]
+        known = ~np.isnan(before)
+        lost, changed = int((known & np.isnan(now)).sum()), int((known & ~np.isnan(now) & (before != now)).sum())
+        report.labels_lost |= {str(store.path): lost} if lost else {}
+        report.labels_changed |= {str(store.path): changed} if changed else {}

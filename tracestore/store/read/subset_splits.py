@@ -7,7 +7,7 @@ from tracestore.errors import UsageError
 from tracestore.split import FRACTIONS, SPLITS, assign_splits, checked_fractions, labeled_positions
 
 if TYPE_CHECKING:
-    from tracestore.store.read.subset import TraceCollection, TraceSubset
+    from tracestore.store.read.subset import TraceSubset
 
 
 class TraceSplit(NamedTuple):
@@ -31,15 +31,19 @@ class TrainTestSplit(NamedTuple):
     train: "TraceSubset"
     test: "TraceSubset"
 
-    __getitem__ = TraceSplit.__getitem__
-    keys = TraceSplit.keys
+    def __getitem__(self, key: Any) -> Any:
+        return getattr(self, key) if key in self._fields else tuple.__getitem__(self, key)
+
+    def keys(self) -> tuple[str, ...]:
+        """Return the names of the parts."""
+        return self._fields
 
 
 class CollectionSplits:
     """Base of stores and subsets: splits the traces."""
 
     def split(
-        self: "TraceCollection",
+        self: Any,
         seed: int = 42,
         by: str | None = None,
         *,
@@ -88,15 +92,15 @@ class CollectionSplits:
         >>> train, val, test = store.split(seed=42)
         >>> len(train), len(val), len(test)
         (8, 2, 2)
-        >>> {name: len(part) for name, part in store.split(train=0.5, val=0.25, test=0.25)._asdict().items()}
-        {'train': 6, 'val': 4, 'test': 2}
+        >>> [len(part) for part in store.split(train=0.5, test=0.5)]
+        [6, 0, 6]
         """
         given = {name: f for name, f in (("train", train), ("val", val), ("test", test)) if f is not None}
         fractions = checked_fractions(given) if given else FRACTIONS
         return TraceSplit(**self._divide(seed, by, fractions, score_threshold))
 
     def train_test_split(
-        self: "TraceCollection",
+        self: Any,
         test_size: float = 0.25,
         *,
         seed: int = 42,
@@ -136,7 +140,7 @@ class CollectionSplits:
         return TrainTestSplit(parts["train"], parts["test"])
 
     def _divide(
-        self: "TraceCollection",
+        self: Any,
         seed: int,
         by: str | None,
         fractions: Mapping[str, float],
