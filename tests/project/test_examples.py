@@ -16,7 +16,6 @@ MODULES = {
     "tracestore.store.format.provenance": None,
     "tracestore.store.read.store": None,
     "tracestore.store.read.subset": "pandas",
-    "tracestore.store.read.subset_splits": None,
     "tracestore.store.read.trace": None,
     "tracestore.store.write.create": None,
     "tracestore.oom.guard": None,

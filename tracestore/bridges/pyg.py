@@ -7,17 +7,9 @@ from tracestore.errors import UsageError
 from tracestore.extras import needs
 
 with needs("bridges"):
-    import torch
     from torch_geometric.data import Data, Dataset
 
     from tracestore.data.datasets import StoreLike, TraceDataset
-
-
-class _Graph(Data):
-    """Data whose `trace_index` is not shifted when PyG collates it, as names with "index" are."""
-
-    def __inc__(self, key: str, value: Any, *args: Any, **kwargs: Any) -> Any:
-        return 0 if key == "trace_index" else super().__inc__(key, value, *args, **kwargs)
 
 
 class TraceGraphs(Dataset):
@@ -94,9 +86,6 @@ class TraceGraphs(Dataset):
         """Return graph `idx`, before the transform."""
         store = self._traces.store
         trace, layer = divmod(idx, store.num_layers) if self._layer is None else (idx, self._layer)
-        item = self._traces[trace]
-        graph = _Graph.from_dict(item[layer].to_dict())
-        graph.y = torch.tensor([item.y], dtype=torch.float32)
-        graph.score = torch.tensor([item.score], dtype=torch.float32)
-        graph.trace_index, graph.layer, graph.question_id = item.trace_index, layer, item.question_id
+        graph: Data = self._traces[trace][layer]
+        graph.layer = layer
         return graph

@@ -201,6 +201,29 @@ def pyg_classes() -> tuple[Any, Any]:
     return type(Batch(_base_cls=Data)), Data
 
 
+@cache
+def layer_graph_class() -> type[Any]:
+    """Return the class of the graphs of an item: Data whose `trace_index` PyG does not shift when it collates them."""
+    _, data_class = pyg_classes()
+
+    class LayerGraph(data_class):  # type: ignore[misc,valid-type]
+        """One layer of a trace, with the `y`, `score`, `question_id` and `trace_index` of the trace."""
+
+        def __inc__(self, key: str, value: Any, *args: Any, **kwargs: Any) -> Any:
+            # PyG adds the number of nodes before a graph to each value whose name contains "index".
+            return 0 if key == "trace_index" else super().__inc__(key, value, *args, **kwargs)
+
+    # Pickles of worker processes find the class by its name in this module, see __getattr__.
+    LayerGraph.__qualname__ = LayerGraph.__name__
+    return LayerGraph
+
+
+def __getattr__(name: str) -> Any:
+    if name == "LayerGraph":
+        return layer_graph_class()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 @dataclass(slots=True)
 class Layout:
     """Positions of the tensors of a batch in a buffer.

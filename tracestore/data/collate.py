@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Sampler
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from tracestore.data.batch import SequenceBatch
+from tracestore.data.batch import SequenceBatch, layer_graph_class, pyg_classes
 from tracestore.data.epoch import rank_and_world_size
 from tracestore.data.order import EpochOrder
 from tracestore.errors import UsageError
@@ -99,13 +99,23 @@ def collate_graphs(items: "Sequence[Sequence[Data]]") -> "Batch":
     with needs("train"):
         from torch_geometric.data import Batch
 
-    batch = Batch.from_data_list([layer for item in items for layer in item])
+    batch = Batch.from_data_list([_without_trace(layer) for item in items for layer in item])
     batch.num_layers = len(items[0])
     batch.y = torch.tensor([float(getattr(item, "y", math.nan)) for item in items])
     batch.score = torch.tensor([float(getattr(item, "score", math.nan)) for item in items])
     batch.question_id = [getattr(item, "question_id", "") for item in items]
     batch.trace_index = torch.tensor([getattr(item, "trace_index", -1) for item in items])
     return batch
+
+
+def _without_trace(graph: "Data") -> "Data":
+    """Return a graph of an item without the values of its trace, which a batch has once per trace."""
+    _, data_class = pyg_classes()
+    if not isinstance(graph, layer_graph_class()):
+        return graph
+    names = ("y", "score", "question_id", "trace_index")
+    plain: Data = data_class.from_dict({k: v for k, v in graph.to_dict().items() if k not in names})
+    return plain
 
 
 def _collate_sequence_items(items: Sequence[SequenceItem], *, collate_fn_map: Any = None) -> SequenceBatch:

@@ -6,10 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from tracestore._core.blocks import MemoryPool
-from tracestore.data.batch import BatchT, pyg_classes
+from tracestore.data.batch import BatchT, layer_graph_class
 from tracestore.data.batch_format import BatchFormat, Layers, Positions, View
 from tracestore.data.batch_jobs import BatchGatherer
 from tracestore.data.buffers import BatchBuffer, TorchBuffer
@@ -58,7 +59,7 @@ def open_for_batches(
     opened = whole.reopen() if isinstance(whole, TraceStore) else open_store(whole)
     batch_format.check(opened, subset)
     if batch_format.view == "graph" and batch_format.as_pyg:
-        pyg_classes()  # imported now, so that workers forked from this process need not import PyG
+        layer_graph_class()  # imported now, so that workers forked from this process need not import PyG
     chosen = subset if indices is None else np.asarray(indices, np.int64)
     if targets is None:
         targets = opened.targets(score_threshold)
@@ -75,8 +76,9 @@ class TraceDataset(Dataset[Any]):
 
     View "sequence" gives the tuple ``(sequence (L, D), score, question_id)``. View "graph" gives a
     list of L PyG Data with x (S, D), edge_index (2, E) from source j to target i, and edge_attr
-    (E, 1). Items have the attributes `y`, `trace_index`, which is a store index, and, as graphs,
-    `score` and `question_id`. View "tokens" gives the tuple ``(hidden state (D,) or (K, D), trace
+    (E, 1), and with y (1,), score (1,), question_id and trace_index of the trace: a DataLoader of PyG
+    makes a list of L Batches, each with those of B traces. Items have the attributes `y`,
+    `trace_index`, which is a store index, and, as graphs, `score` and `question_id`. View "tokens" gives the tuple ``(hidden state (D,) or (K, D), trace
     index, position)``. Traces without a label or score are included. A DataLoader collates the items of the
     views "sequence" and "graph" into a `SequenceBatch` or a PyG Batch without a `collate_fn`.
 
@@ -188,11 +190,17 @@ class TraceDataset(Dataset[Any]):
             vector.y, vector.trace_index = y, trace.index
             return vector
         batch = self._plain_gatherer.gather([trace.index], TorchBuffer)
-        _, data_class = pyg_classes()
+        graph_class = layer_graph_class()
+        known = {
+            "y": torch.tensor([y], dtype=torch.float32),
+            "score": torch.tensor([score], dtype=torch.float32),
+            "question_id": trace.question_id,
+            "trace_index": trace.index,
+        }
         nodes, edges = batch.ptr.diff().tolist(), batch.edge_ptr.diff().tolist()
         parts = batch.x.split(nodes), batch.edge_index.split(edges, 1), batch.edge_attr.split(edges)
         graphs = GraphItem(
-            data_class(x=x, edge_index=edge_index - first, edge_attr=edge_attr, num_nodes=len(x))
+            graph_class(x=x, edge_index=edge_index - first, edge_attr=edge_attr, num_nodes=len(x), **known)
             for x, edge_index, edge_attr, first in zip(*parts, batch.ptr.tolist(), strict=False)
         )
         graphs.y, graphs.score, graphs.question_id, graphs.trace_index = y, score, trace.question_id, trace.index

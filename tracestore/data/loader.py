@@ -1,6 +1,6 @@
 """TraceLoader: collated batches from threads of this process, in an exact order."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, Generic
 
@@ -15,7 +15,7 @@ from tracestore.data.datasets import StoreLike, open_for_batches
 from tracestore.data.epoch import BatchBy, EpochPlan, EpochPlanner, rank_and_world_size
 from tracestore.data.memory_plan import cache_limit, plan_memory
 from tracestore.data.order import Shuffle, shuffle_name
-from tracestore.data.prefetch import BatchPrefetcher, NativePrefetcher, ThreadPrefetcher
+from tracestore.data.prefetch import BatchPrefetcher, NativePrefetcher, ThreadPrefetcher, closed_at_exit
 from tracestore.errors import MemoryBudgetError, UsageError
 
 STATE_VERSION = 2
@@ -356,9 +356,9 @@ class TraceLoader(LoaderHtml, Generic[BatchT]):
         start, self._resume_at = self._resume_at, 0
         # A state taken after the last batch leaves nothing of its epoch.
         self._position, self._epoch_done = start, start >= len(plan)
-        return self._iterate(plan, start, self.epoch)
+        return closed_at_exit(self._iterate(plan, start, self.epoch))
 
-    def _iterate(self, plan: EpochPlan, start: int, epoch: int) -> Iterator[BatchT]:
+    def _iterate(self, plan: EpochPlan, start: int, epoch: int) -> Generator[BatchT]:
         total = len(plan)
 
         def traces(batch: int) -> np.ndarray:

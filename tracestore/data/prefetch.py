@@ -5,10 +5,12 @@ submitted ones have no memory yet; they are looked up to read them from a cold d
 chunks in the cache.
 """
 
+import contextlib
 import os
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Self
 
@@ -30,6 +32,20 @@ _HINTED_BATCHES = 32
 
 # The store indices of a batch, and a callback that withdraws the hint of their chunks to the cache.
 _Hinted = tuple[np.ndarray, Callable[[], None]]
+
+
+def closed_at_exit(iteration: Generator[Any]) -> Generator[Any]:
+    """Return the generator, which is closed when the interpreter exits, while the modules that it uses still exist."""
+    reference = weakref.ref(iteration)
+
+    def close() -> None:
+        # The reference is dead where the generator ended earlier. Another thread may be in the generator.
+        if (running := reference()) is not None:
+            with contextlib.suppress(ValueError):
+                running.close()
+
+    weakref.finalize(iteration, close)
+    return iteration
 
 
 class BatchPrefetcher(ABC):

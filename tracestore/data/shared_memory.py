@@ -6,6 +6,7 @@ unnamed file, so nothing is left behind when a process is killed.
 """
 
 import os
+from collections.abc import Callable
 from multiprocessing import reduction
 from typing import Any
 
@@ -33,9 +34,9 @@ class Slot:
             os.close(self.fd)
             raise
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
         if hasattr(self, "memory"):
-            os.close(self.fd)
+            close(self.fd)  # modules may be gone already
 
     def lease(self) -> Any:
         """Return the memory of the slot, which is in use until the result dies."""
