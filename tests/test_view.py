@@ -134,3 +134,23 @@ def test_usage_errors_are_one_line(store, tmp_path):
         done = view(*args, check=2)
         assert message in done.stderr and done.stderr.count("\n") == 1, (args, done.stderr)
     assert not math.isnan(tracestore.open(store)[0].score)
+
+
+def test_a_picture_shows_the_structure_of_attention_beside_a_sink(tmp_path):
+    """Nearly all attention goes to the first token. On a linear scale the other weights are black."""
+    image = pytest.importorskip("matplotlib.image")
+    num_tokens = 60
+    logits = np.random.default_rng(0).normal(0, 1.5, (2, num_tokens, num_tokens))
+    logits[:, :, 0] += 6
+    weights = np.tril(np.exp(logits))
+    trace = make_trace(0, tokens=num_tokens, layers=1) | {
+        "attentions": [(weights / weights.sum(-1, keepdims=True)).astype("f2")]
+    }
+    path = write_store(tmp_path / "s.zarr", [trace])
+    view(path, "0", "--save", tmp_path / "t.png")
+    pixels = image.imread(tmp_path / "t.png")[..., :3]
+    # The lower half of the left panel: the rows of tokens that attend to many others.
+    height, width = pixels.shape[:2]
+    panel = pixels[height // 2 : int(height * 0.85), int(width * 0.08) : int(width * 0.25)]
+    brightness = panel @ [0.2126, 0.7152, 0.0722]
+    assert (brightness > 0.1).mean() > 0.8 and brightness.std() > 0.1

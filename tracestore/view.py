@@ -21,6 +21,8 @@ _SHADES = " .:-=+*#%@"
 _COLORS = (16, 17, 18, 54, 90, 126, 162, 203, 214, 227)
 _MAX_ROWS = 40
 _MAX_TEXT = 2_000
+# A picture draws smaller values than this fraction of the largest one like that fraction.
+_DRAWN_RANGE = 1e4
 PICTURES = (".png", ".pdf", ".svg")
 # Attributes of a trace in the JSON document.
 _JSON_FIELDS = (
@@ -229,7 +231,7 @@ def downsample(values: np.ndarray, max_size: int, axis: int) -> np.ndarray:
 
 
 def save_picture(view: View, path: Path) -> None:
-    """Save the heat maps of attention and norms.
+    """Save the heat maps of attention and norms, both on logarithmic scales.
 
     Parameters
     ----------
@@ -246,18 +248,22 @@ def save_picture(view: View, path: Path) -> None:
     if path.suffix.lower() not in PICTURES:
         raise UsageError(f"{path}: found {path.suffix or 'no suffix'}, expected one of {', '.join(PICTURES)}")
     with needs("pictures"):
+        from matplotlib.colors import LogNorm
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
-    panels: list[tuple[np.ndarray, str, str, str, str]] = []
+    panels: list[tuple[np.ndarray, str, str, str]] = []
     if view.attention is not None:
-        panels.append((view.attention, "linear", f"attention, {view.title}", "attended token", "attending token"))
+        panels.append((view.attention, f"attention, {view.title}", "attended token", "attending token"))
     if view.norms is not None:
-        norm = "log" if (view.norms[np.isfinite(view.norms)] > 0).any() else "linear"
-        panels.append((view.norms, norm, "norm of hidden states", "token", "layer"))
+        panels.append((view.norms, "norm of hidden states", "token", "layer"))
     if not panels:
         raise UsageError("the trace has neither attention nor hidden states of all tokens: nothing to draw")
     figure = Figure(figsize=(6 * len(panels), 5), layout="constrained")
-    for number, (values, norm, title, across, down) in enumerate(panels, 1):
+    for number, (values, title, across, down) in enumerate(panels, 1):
+        positive, norm = values[np.isfinite(values) & (values > 0)], None
+        if len(positive):
+            low, high = float(positive.min()), float(positive.max())
+            norm = LogNorm(max(low, high / _DRAWN_RANGE), high, clip=True)
         axes = figure.add_subplot(1, len(panels), number)
         image = axes.imshow(values, aspect="auto", cmap="magma", norm=norm, interpolation="nearest")
         axes.set(title=title, xlabel=across, ylabel=down)

@@ -155,7 +155,7 @@ def test_ctrl_c_ends_the_watch_and_the_same_command_continues(tmp_path):
     )
     assert process.stdout is not None
     for line in process.stdout:
-        if "without a score" in line:  # the last line of the first conversion
+        if "without a label or score" in line:  # the last line of the first conversion
             break
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
