@@ -1,6 +1,7 @@
 """Threads, processes and memory end with their use, and do not cross a fork."""
 
 import gc
+import json
 import os
 import random
 import signal
@@ -199,3 +200,67 @@ def test_budget_in_a_process_of_its_own(tmp_path):
     budget = 32 << 20
     used = int(run_cli("-c", code, tmp_path / "s.zarr", budget, check=0).stdout)
     assert used <= 1.05 * budget, (used, budget)
+
+
+HELD = {
+    "store": "held = tracestore.open(path); trace = held[0]; arrays = trace.hidden_states, trace.attention",
+    "subset": "held = tracestore.open(path)[2:5]; batch = next(iter(held))",
+    "writer": "held = tracestore.create(path + '.new'); held.append(make_trace(0)); held.flush()",
+    "threads": "held = iter(tracestore.TraceLoader(path, 'graph', batch_size=2, as_pyg=False)); batch = next(held)",
+    "tokens": "held = iter(tracestore.TraceLoader(path, 'tokens', batch_size=2)); batch = next(held)",
+    "no threads": "held = iter(tracestore.TraceLoader(path, batch_size=2, num_threads=0)); batch = next(held)",
+    "not begun": "held = iter(tracestore.TraceLoader(path, batch_size=2))",
+    "iterable": "held = iter(tracestore.TraceIterableDataset(path, batch_size=2)); batch = next(held)",
+    "items": "held = iter(tracestore.TraceIterableDataset(path)); batch = next(held)",
+    "workers": "held = iter(DataLoader(tracestore.TraceIterableDataset(path, batch_size=2), batch_size=None, "
+    "num_workers=1)); batch = next(held)",
+    "batch loader": "held = tracestore.TraceBatchLoader(path).iter_batches(); batch = next(held)",
+}
+KEEP = {
+    "global": "",
+    "cycle": "class Cycle: pass\ncycle = Cycle(); cycle.self, cycle.kept = cycle, held; del held",
+    "module": "import builtins; builtins.kept = held",
+    "thread": "import threading; threading.Thread(target=lambda kept: threading.Event().wait(), args=(held,), "
+    "daemon=True).start()",
+}
+
+
+@pytest.fixture(scope="module", params=["none", "blosc-zstd"])
+def small(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp("exit") / "s.zarr"
+    return write_store(path, make_traces(12, tokens=3), score=lambda k: k % 2, codec=request.param)
+
+
+# Forks a child for each script, which runs it in the main module and ends like any program. The parent collects what
+# the children print. torch is imported once.
+RUN_EACH = """
+import json, os, sys, tempfile
+import tracestore, torch.utils.data
+from torch.utils.data import DataLoader
+from tests.helpers import make_trace
+tracestore.TraceBatchLoader, tracestore.TraceLoader
+results = {}
+for name, script in json.loads(sys.argv[1]).items():
+    errors = tempfile.TemporaryFile()
+    if not (child := os.fork()):
+        os.dup2(errors.fileno(), 2)
+        del results, errors
+        exec(script)
+        break
+    status = os.waitpid(child, 0)[1]
+    errors.seek(0)
+    results[name] = [status, errors.read().decode()]
+else:
+    print(json.dumps(results))
+"""
+
+
+@pytest.mark.parametrize("keep", KEEP)
+def test_nothing_is_printed_when_the_interpreter_ends(small, keep, tmp_path):
+    scripts = {}
+    for name, code in HELD.items():
+        path = tmp_path / f"{len(scripts)}.zarr"
+        path.symlink_to(small)
+        scripts[name] = f"path = {str(path)!r}\n{code}\n{KEEP[keep]}\n"
+    done = run_cli("-c", RUN_EACH, json.dumps(scripts))
+    assert json.loads(done.stdout) == {name: [0, ""] for name in HELD}, done.stderr

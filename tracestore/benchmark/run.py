@@ -120,6 +120,8 @@ def run_benchmark(
     if len(opened) != len(stores):
         raise UsageError("two stores have the same name; rename one of them")
     _check_stores(list(opened.values()), options)
+    thresholds = [store.internals.score_threshold(options.score_threshold) for store in opened.values()]
+    options = replace(options, score_threshold=thresholds[0])
     output_dir.mkdir(parents=True, exist_ok=True)
     with lock_output_dir(output_dir):
         if (output_dir / RESULTS).exists() and not options.overwrite:
@@ -163,8 +165,6 @@ def _run(
 ) -> dict[str, Any]:
     data, folds = {}, {}
     dropped: dict[str, list[dict[str, Any]]] = {}
-    thresholds = {name: store.internals.score_threshold(options.score_threshold) for name, store in opened.items()}
-    options = replace(options, score_threshold=next(iter(thresholds.values())))
     for name, store in opened.items():
         targets, dropped[name] = store.targets(options.score_threshold), []
         if options.drop_nonfinite:
@@ -183,6 +183,8 @@ def _run(
             )
         if options.drop_nonfinite:
             activity.log(describe_dropped(dropped[name]))
+        elif count := int(store.has_nonfinite[data[name].indices].sum()):
+            activity.log(f"NaN or infinite values in {plural(count, 'trace')}; --drop-nonfinite leaves them out")
     if options.save_detectors:
         (output_dir / RESULTS).unlink(missing_ok=True)
     results: dict[str, Any] = {"config": _config(options), "stores": {}, "transfer": []}

@@ -37,7 +37,7 @@ SCORE_FLAGS: Flags = {
     "group_column": {"metavar": "NAME", "help": "column of groups, which splits keep together (default: group)"},
 }
 # A field of TrainConfig and of BenchmarkOptions.
-DROP_NONFINITE_HELP = "leave out traces with NaN or infinite values, and list them (default: they are an error)"
+DROP_NONFINITE_HELP = "leave out traces with NaN or infinite values, and list them"
 # A field of several dataclasses; see add_allow_mixed_provenance() for commands without one.
 PROVENANCE_FLAGS = {"allow_mixed_provenance": "accept traces whose models, layers or prompts differ"}
 # Fields of detectors.config.ModelConfig.

@@ -90,6 +90,7 @@ class Scoring:
         self._name = ""  # of the file's scores in the store
         self._used: Counter[tuple[str, str]] = Counter()  # by the texts before and behind a number of traces
         self._unused: Counter[str] = Counter()  # by the key of values that may be labels
+        self._unscored: Counter[str] = Counter()  # the same, in traces without a score in the file
         has_no_padding = options.padding == "none"
         renamed = () if options.map is None else parse_map(options.map)
         if self.file is not None:
@@ -149,6 +150,11 @@ class Scoring:
             return {self._name: self.file.score_at(record.position)}, ""
         if self.file is not None:
             score, group = self.file.lookup(record.question_id, record.sample)
+            if math.isnan(score):
+                extras = json.loads(packed.extras or "{}")
+                self._unscored.update(
+                    k for k, v in extras.items() if isinstance(v, bool | int | float) and _may_label(k)
+                )
             return {self._name: score}, group
         found = {}
         for key, score in record.scores.items():
@@ -242,11 +248,22 @@ class Scoring:
         """Yield what was found inside the traces, and in the names of their folders, and what may be labels."""
         for (before, behind), count in self._used.items():
             yield f"{before}{plural(count, 'trace')}{behind}; see {INPUTS_PAGE}#scores"
+        for key, count in self._unscored.items():
+            assert self.file is not None
+            yield (
+                f"{escape_unprintable(key, 60)}: found inside {plural(count, 'trace')} without a score in "
+                f"{self.file.path.name}, not used, because the scores file counts; add their scores to it"
+            )
         for key, count in self._unused.items():
             yield (
                 f"{key}: 0 or 1 in {plural(count, 'trace')}, not used; --map label={key} takes them as labels "
                 f"(1: {HALLUCINATION})"
             )
+
+
+def _may_label(key: str) -> bool:
+    """Return whether a key of a trace is that of its label or score, which a scores file replaces."""
+    return key in ("label", "labels") or direction_of(key) is not None
 
 
 def _read_files(

@@ -149,7 +149,7 @@ def choose(
         if np.isfinite(x).all():
             by_layer[layer] = cross_validated(x, y, bins, candidate(first)) if len(layers) > 1 else 0.0
     if not by_layer:
-        raise TrainingError("no layer without NaN or infinite values; tracestore lint names the traces")
+        raise TrainingError("no layer without NaN or infinite values; --drop-nonfinite leaves the traces out")
     ranked = sorted(by_layer, key=lambda k: (-by_layer[k], k))
     x = inputs(ranked[0])
     by_c = {c: cross_validated(x, y, bins, candidate(c)) for c in grid}

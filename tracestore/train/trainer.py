@@ -288,7 +288,7 @@ class Trainer:
         found = self.ranks.all_gather([q for i, q in own if self.store[i].has_nonfinite])
         ids = [q for questions in found for q in questions]
         if ids:
-            reason = f"the trace of question {ids[0]!r} holds NaN or infinite values"
+            reason = f"the trace of question {ids[0]!r} holds NaN or infinite values; --drop-nonfinite leaves it out"
         else:
             reason = f"questions of the step: {', '.join(q for _, q in own[:4])}, ...; lower --lr"
             if self.guard.scaler is not None:

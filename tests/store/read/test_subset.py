@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import tracestore
-from tests.helpers import make_trace, make_traces, write_store
+from tests.helpers import convert, make_trace, make_traces, write_pickle, write_store
 from tracestore.errors import MissingFieldError, TrainingError, UsageError
 from tracestore.evaluation.split import make_split
 from tracestore.store.read.segment import SegmentReader
@@ -213,3 +213,96 @@ def test_a_store_without_labels_is_not_split(tmp_path):
         pytest.raises(TrainingError, match="none of 3 traces has a score or a label"),
     ):
         store.split()
+
+
+@pytest.mark.parametrize("count", [12, 40, 97])
+@pytest.mark.parametrize(
+    "fractions",
+    [
+        {"train": 0.8, "val": 0.1, "test": 0.1},
+        {"train": 0.8, "test": 0.2},
+        {"train": 0.5, "val": 0.5},
+        {"train": 1},
+        {"train": 0.7, "val": 0.15, "test": 0.15},
+        {"train": 0.01, "val": 0.98, "test": 0.01},
+        {"test": 1 / 3, "val": 1 / 3, "train": 1 / 3},
+    ],
+)
+def test_a_split_has_the_given_fractions(tmp_path, fractions, count):
+    path = write_store(tmp_path / "s.zarr", make_traces(count, tokens=1), score=lambda k: k % 2)
+    with tracestore.open(path) as store:
+        split = store.split(7, **fractions)
+        assert sorted(np.concatenate([part.indices for part in split])) == list(range(count))
+        for name, part in zip(split.keys(), split, strict=True):
+            # Each of the two classes is rounded, and gives each part at least one question.
+            assert abs(len(part) - fractions.get(name, 0) * count) <= 4
+            assert (len(part) > 0) == (name in fractions)
+            assert abs(int((part.y == 1).sum()) - len(part) / 2) <= 1
+        again = store[::-1].split(7, **fractions)
+        assert [sorted(part.indices) for part in again] == [sorted(part.indices) for part in split]
+
+
+@pytest.mark.parametrize("by,together", [(None, 8), ("question", 8), ("group", 8), ("question_id", 2)])
+def test_fractions_keep_together_what_belongs_together(sampled, by, together):
+    for split in (sampled.split(train=0.6, val=0.2, test=0.2, by=by), sampled.train_test_split(0.2, by=by)):
+        owner = {int(k): name for name, part in zip(split.keys(), split, strict=True) for k in part.indices}
+        assert len(owner) == 80
+        assert all(len({owner[k] for k in range(first, first + together)}) == 1 for first in range(0, 80, together))
+
+
+def test_train_and_test_unpack_and_have_names(store):
+    split = store.train_test_split(0.2, seed=3)
+    train, test = split
+    assert split["train"] is split.train is train and split["test"] is split.test is test
+    assert list(dict(split)) == ["train", "test"] and len(train) + len(test) == 10
+    assert store.train_test_split(0.2).test.indices.tolist() == store.split(train=0.8, test=0.2).test.indices.tolist()
+
+
+@pytest.mark.parametrize(
+    "call,text",
+    [
+        (lambda store: store.split(0.8, 0.2), "found seed 0.8, expected a whole number; fractions have names"),
+        (lambda store: store.split(0.8), "found seed 0.8"),
+        (lambda store: store.split(7, 0.2), "found by 0.2, expected the name of a column"),
+        (lambda store: store.split(train=0.8), "found train=0.8; expected fractions that add up to 1"),
+        (lambda store: store.split(train=0.8, val=0.3, test=0.1), "add up to 1"),
+        (lambda store: store.split(train=1.2, test=-0.2), "add up to 1"),
+        (lambda store: store.split(val=0.5, test=0.5), "add up to 1"),
+        (lambda store: store.split(train=float("nan"), test=0.2), "add up to 1"),
+        (lambda store: store.split(train=80, test=20), "add up to 1"),
+        (lambda store: store.train_test_split(20), "found test_size 20, expected a fraction"),
+        (lambda store: store.train_test_split(0), "found test_size 0, expected a fraction"),
+        (lambda store: store.train_test_split(1.0), "found test_size 1.0, expected a fraction"),
+        (lambda store: store.train_test_split(0.2, by="topic"), "found column 'topic'"),
+    ],
+)
+def test_an_impossible_split_is_refused(store, call, text):
+    with pytest.raises(UsageError, match=text):
+        call(store)
+
+
+def test_y_is_what_batches_hold(tmp_path):
+    """Stored labels come first, then the default score with its direction."""
+    traces = make_traces(12, tokens=2)
+    for k, trace in enumerate(traces):
+        trace |= {"hallucination_score": k / 12} if k % 3 < 2 else {}
+        trace |= {"label": 1} if k in (2, 6) else {}
+    convert(write_pickle(tmp_path / "a.pkl", traces), tmp_path / "s.zarr")
+    pytest.importorskip("torch")
+    with tracestore.open(tmp_path / "s.zarr") as store:
+        assert np.isnan(store.labels).sum() == 10 and np.isnan([trace.label for trace in store]).sum() == 10
+        expected = [1 if k in (2, 6) else np.nan if k % 3 == 2 else float(k >= 6) for k in range(12)]
+        np.testing.assert_array_equal(store.y, expected)
+        np.testing.assert_array_equal(store[[6, 5, 2]].y, [1, np.nan, 1])
+        (batch,) = tracestore.TraceLoader(store, batch_size=12, shuffle="none")
+        np.testing.assert_array_equal(store.y, batch.y.numpy())
+        known = store.filter(y=[0, 1])
+        assert not np.isnan(known.y).any() and len(known) == 9
+
+
+def test_traces_with_nan_are_left_out_by_a_filter(tmp_path):
+    traces = make_traces(8, tokens=2)
+    traces[3]["hidden_states"][1][0, 0] = np.inf
+    with tracestore.open(write_store(tmp_path / "s.zarr", traces, score=lambda k: k % 2)) as store:
+        assert store.filter(has_nonfinite=False).indices.tolist() == [0, 1, 2, 4, 5, 6, 7]
+        assert store.filter(has_nonfinite=True, y=0).indices.tolist() == [3]

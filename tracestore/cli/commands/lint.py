@@ -26,9 +26,8 @@ def run(args: argparse.Namespace, output: Output) -> int:
     for kind, count in report.counts.items():
         listed = [f for f in report.findings if f.kind == kind]
         first, names = listed[0], [f"{f.index} ({f.question_id})" for f in listed[:3] if f.index is not None]
-        where = ""
-        if names:
-            where = f" trace {names[0]}:" if count == 1 else f" {plural(count, 'trace')}, the first {', '.join(names)}:"
+        where = f"{plural(count, 'trace')}, the first {', '.join(names)}" if count > 1 else f"trace {', '.join(names)}"
+        where = f" {where}:" if names else ""
         output.info(f"{first.severity}: {kind}:{where} {first.found}. {first.advice[:1].upper()}{first.advice[1:]}.")
     if not report.counts:
         output.info(f"clean: {plural(report.num_traces, 'trace')}")
