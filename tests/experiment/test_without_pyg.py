@@ -9,7 +9,7 @@ from torch_geometric.nn import GINEConv
 
 import tracestore
 from tests.helpers import make_traces, write_store
-from tracestore.data.batch import GraphBatch, pyg_classes
+from tracestore.data.batch import GraphBatch, layer_graph_class, pyg_classes
 from tracestore.detectors.graph.gine import PlainGINEConv
 from tracestore.errors import MissingExtraError
 from tracestore.oom import optimizers
@@ -43,6 +43,7 @@ def test_a_graph_batch_equals_the_pyg_batch(store, edges, num_threads):
 
 def test_without_pyg_only_graph_batches_are_available(store, monkeypatch):
     pyg_classes.cache_clear()
+    layer_graph_class.cache_clear()
     monkeypatch.setitem(sys.modules, "torch_geometric", None)
     monkeypatch.setitem(sys.modules, "torch_geometric.data", None)
     for kind in (tracestore.TraceLoader, tracestore.TraceDataset):
