@@ -96,7 +96,9 @@ def test_mutated_detectors(path, made, tmp_path):
 
 
 @pytest.mark.parametrize("key", ["threshold", "slope", "store"])
-@pytest.mark.parametrize("value", [float("inf"), float("nan"), 10**400, None, "x", [], {}, -1, True])
+@pytest.mark.parametrize(
+    "value", [float("inf"), float("nan"), 10**400, None, "x", [], {}, -1, True], ids=lambda v: f"{v!r:.9}"
+)
 def test_values_of_a_saved_detector_are_checked(key, value, made, tmp_path):
     saved = load_checkpoint(made / "b/checkpoints/probe_last.pt")
     saved |= {key: saved["store"] | {"shape": [value, value]} if key == "store" else value}

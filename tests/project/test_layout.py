@@ -51,7 +51,7 @@ ALLOWED: dict[str, set[str]] = {
     "data": {*STORE, "data.tokens"},
     "data.tokens": {*STORE, "data"},
     "oom": {"_core"},
-    "detectors": {*STORE, "data", "detectors.graph", "__init__"},
+    "detectors": {*STORE, "data", "detectors.graph", "oom", "__init__"},
     "detectors.graph": {*STORE, "data", "detectors"},
     "evaluation": {*STORE, "data", "detectors"},
     "train": {*STORE, *TRAIN, "data.tokens", "detectors.graph"},

@@ -12,7 +12,8 @@ import tracestore
 from tracestore.detectors.apart import DetectorApart
 from tracestore.detectors.catalog import catalog, make_detector
 from tracestore.detectors.interface import Detector
-from tracestore.errors import UsageError
+from tracestore.errors import TracestoreError, UsageError
+from tracestore.oom.errors import is_out_of_memory
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.read.store import TraceStore
 
@@ -60,7 +61,9 @@ class FittedDetector:
         """
         try:
             scores = self.slope * self.detector.score(store, indices) + self.intercept
-        except (AssertionError, AttributeError, IndexError, TypeError, ValueError) as error:
+        except Exception as error:
+            if isinstance(error, TracestoreError | OSError) or is_out_of_memory(error):
+                raise
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             raise UsageError(f"not a complete detector: {self.name} cannot score: {reason:.200}") from error
         return np.where(np.isfinite(scores), scores, np.nan)
@@ -118,7 +121,7 @@ def from_content(saved: Mapping[str, Any], path: object) -> FittedDetector:
         raise UsageError(f"{path}: of another version of tracestore; fit the detector again")
     try:
         name, options = str(saved["name"]), json.loads(saved["parameters"])
-        numbers = [float(saved[key]) for key in ("slope", "intercept", "threshold")]
+        slope, intercept, threshold = numbers = [float(saved[key]) for key in ("slope", "intercept", "threshold")]
         layers, columns = map(int, saved["store"]["shape"])
         if not np.isfinite(numbers).all():
             raise ValueError
@@ -126,11 +129,11 @@ def from_content(saved: Mapping[str, Any], path: object) -> FittedDetector:
         is_foreign = name in catalog() and catalog()[name].is_foreign
         detector = DetectorApart(name, options) if is_foreign else make_detector(name, **options)
         detector.load_state(_to_arrays(saved["model"]))
-    except (UsageError, MemoryError):
-        raise
     except Exception as error:
+        if isinstance(error, UsageError) or is_out_of_memory(error):
+            raise
         raise UsageError(f"{path}: not a complete detector: {type(error).__name__}") from None
-    return FittedDetector(name, detector, *numbers, (layers, columns), origin)
+    return FittedDetector(name, detector, slope, intercept, threshold, (layers, columns), origin)
 
 
 def _to_tensors(value: Any) -> Any:

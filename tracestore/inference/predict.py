@@ -120,7 +120,8 @@ def load_detector(path: Path) -> TrainedDetector | FittedDetector:
             model = make_model(saved["name"], config)
         model.load_state_dict(saved["model"], assign=True)
         top_k = None if saved["top_k"] is None else float(saved["top_k"])
-        numbers = [float(saved[name]) for name in ("threshold", "temperature", "attention_threshold")]
+        names = ("threshold", "temperature", "attention_threshold")
+        threshold, temperature, attention_threshold = numbers = [float(saved[name]) for name in names]
         if saved["precision"] not in get_args(Precision) or not np.isfinite(numbers).all():
             raise ValueError
         trained_on = {name: saved["store"][name] for name in ("attention", "attention_layout")}
@@ -128,11 +129,12 @@ def load_detector(path: Path) -> TrainedDetector | FittedDetector:
             saved["name"],
             model.eval(),
             config,
-            *numbers[:2],
+            threshold,
+            temperature,
             # Scoring uses no labels, so any score threshold will do.
             TrainConfig(
                 precision=saved["precision"],
-                attention_threshold=numbers[2],
+                attention_threshold=attention_threshold,
                 top_k=top_k,
                 score_threshold=DEFAULT_THRESHOLD,
             ),

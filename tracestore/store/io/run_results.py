@@ -129,10 +129,16 @@ def _check_provenance(value: Any, where: str) -> None:
 
 _number, _text = _value("a finite number", _is_number), _value("a text", lambda value: isinstance(value, str))
 _positive = _value("a number above 0", lambda value: _is_number(value) and value > 0)
-_curve = _array("numbers or null", int, float, type(None))
+_curve = _value(
+    "a list of numbers or null",
+    # NaN is a number of a curve. Infinity and integers that are no float are not.
+    lambda v: (
+        isinstance(v, list) and all(n is None or (type(n) in (int, float) and not abs(n) >= 1 << 1000) for n in v)
+    ),
+)
 _test = {"test": _object(), "threshold?": _number, "temperature?": _positive, "test_scores?": _check_scores}
 _probe = _test | {"best_val_auroc?": _optional(_number)}
-_model = _test | {"history": _object(dict.fromkeys(("train_loss", "val_loss", "val_auroc"), _curve))}
+_model = _test | {"history": _object(dict.fromkeys(("train_loss", "val_loss", "val_auroc"), _curve), each=_curve)}
 # What one training has, and the mean over several has not.
 _tested = {"threshold": _number, "temperature": _positive, "test_scores": _check_scores}
 _fold, _seed = _optional(_integer(1 << 31)), _integer(1 << 32)
