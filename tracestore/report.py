@@ -231,7 +231,7 @@ def _norms(store: TraceStore) -> list[Html]:
     num_bytes = 0
     for k in random.Random(SEED).sample(range(len(store)), min(_NORM_TRACES, len(store))):
         trace = store.private_trace(k)
-        states = trace.hidden_states if trace.num_tokens else trace.last_token[:, None]
+        states = trace.hidden_states_bits if trace.num_tokens else trace.last_token_bits[:, None]
         num_bytes += states.nbytes
         if norms and num_bytes > _NORM_BYTES:
             break

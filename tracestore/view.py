@@ -128,14 +128,14 @@ def read_attention(store: TraceStore, trace: Trace, layer: int, head: int | None
         if not 0 <= head < len(weights):
             raise UsageError(f"found --head {head}, expected 0 to {len(weights) - 1}")
         weights = weights[head]
-    attention = schema.as_float32(weights, store.attention_dtype)
+    attention = np.asarray(weights, "<f4")
     return attention if attention.ndim == 2 else attention.mean(axis=0)
 
 
 def _read_norms(store: TraceStore, trace: Trace) -> np.ndarray | None:
     if not trace.num_tokens:
         return None
-    layers = (schema.as_float32(h, store.hidden_dtype) for h in store.private_trace(trace.index).hidden_states)
+    layers = (schema.as_float32(h, store.hidden_dtype) for h in store.private_trace(trace.index).hidden_states_bits)
     return np.stack([np.sqrt(np.einsum("sd,sd->s", h, h)) for h in layers])
 
 

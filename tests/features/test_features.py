@@ -9,7 +9,7 @@ from tracestore.data.tokens.answers import answer_span
 from tracestore.errors import DiskFullError
 from tracestore.features import table
 from tracestore.features.attention import SMALLEST
-from tracestore.features.table import features, token_states
+from tracestore.features.table import features, token_state_bits
 from tracestore.features.tokens import STATISTICS
 
 BEGIN = 3
@@ -99,7 +99,7 @@ def test_token_statistics(tmp_path):
 
 def test_states_of_answers(tmp_path):
     store = write(tmp_path / "s.zarr")
-    values, offsets = token_states(store, (0, 2))
+    values, offsets = token_state_bits(store, (0, 2))
     for k, trace in enumerate(store):
         expected = trace.hidden_states[[0, 2], BEGIN:].transpose(1, 0, 2)
         np.testing.assert_array_equal(values[offsets[k] : offsets[k + 1]], expected)
@@ -127,7 +127,7 @@ def test_what_a_trace_lacks_is_nan(tmp_path):
     assert np.isfinite(hidden["answer_mean"][:, 0]).all() and np.isnan(hidden["answer_mean"][:, 1]).all()
     assert np.isnan(attention["lookback"]).all()
     np.testing.assert_array_equal(np.isnan(tokens["tokens"]), [[1, 1, 1, 1, 0], [1] * 5])
-    assert token_states(store, (0,))[1].tolist() == [0, 2, 2]
+    assert token_state_bits(store, (0,))[1].tolist() == [0, 2, 2]
 
 
 def test_features_are_computed_once_for_a_generation_and_options(tmp_path, monkeypatch):

@@ -80,7 +80,7 @@ def test_dtype_keep_bit_for_bit(tmp_path, dtype, suffix):
         bits = torch.int16 if dtype == "bfloat16" else torch.int32
         for got, expected in ((theirs["hidden_states"], hidden), (theirs["attention"], attention)):
             assert got.tobytes() == expected.float().numpy().tobytes()
-        assert mine.hidden_states.tobytes() == hidden.view(bits).numpy().tobytes()
+        assert mine.hidden_states_bits.tobytes() == hidden.view(bits).numpy().tobytes()
         batch = tracestore.TraceLoader(store, "graph", batch_size=1, indices=[mine.index])
         graph = next(iter(batch))
         assert graph.x.dtype == hidden.dtype and torch.equal(graph.x, hidden.reshape(-1, hidden.shape[-1]))

@@ -85,7 +85,7 @@ def to_datasets(store: TraceStore | TraceSubset, arrays: Sequence[Array] = ("las
             row["tokens_decoded"] = without_surrogates(trace.tokens_decoded or [])
             for name in arrays:
                 dtype = whole.attention_dtype if name == "attention" else whole.hidden_dtype
-                array = schema.as_float32(getattr(trace, name), dtype)
+                array = schema.as_float32(getattr(trace, f"{name}_bits"), dtype)
                 row[name] = array if name == "last_token" else array.tolist()
             yield row
 

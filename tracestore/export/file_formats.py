@@ -78,10 +78,10 @@ def trace_dict(store: TraceStore, trace: Trace) -> dict[str, Any]:
     attention: Any = None
     if trace.attention_layout is not None:
         # The schema has a dimension of heads; a stored mean counts as one head.
-        attention = trace.attention
+        attention = trace.attention_bits
         attention = file_layers(attention if attention.ndim == 4 else attention[:, None], store.attention_dtype)
     texts = {name: trace.text(name) for name in ("question", *schema.ANSWER_FIELDS)}
-    hidden = file_layers(trace.hidden_states, store.hidden_dtype)
+    hidden = file_layers(trace.hidden_states_bits, store.hidden_dtype)
     return trace.extras | _fields(trace, hidden, attention, texts | trace.optional_fields)
 
 
@@ -139,7 +139,7 @@ def _save(store: TraceStore, traces: Sequence[Trace], values: dict[str, Any], fi
 
 def _write_sequences(store: TraceStore, traces: Iterator[Trace], file: BinaryIO) -> None:
     batch = list(traces)
-    sequences = _tensor(np.stack([t.last_token for t in batch]), store.hidden_dtype)
+    sequences = _tensor(np.stack([t.last_token_bits for t in batch]), store.hidden_dtype)
     _save(store, batch, {"sequences": sequences}, file)
 
 
@@ -156,7 +156,7 @@ def _graphs(store: TraceStore, trace: Trace) -> list[Any]:
     is_averaged = store.attention_mode == "heads" and trace.attention_layout != "edges"
     weight_dtype = None if is_averaged else store.attention_dtype  # the mean is float16
     extras = _layer_extras(trace, store.num_layers)
-    for k, (hidden, (index, weight)) in enumerate(zip(trace.hidden_states, _edges(trace), strict=True)):
+    for k, (hidden, (index, weight)) in enumerate(zip(trace.hidden_states_bits, _edges(trace), strict=True)):
         possible = num_tokens * num_tokens
         counts = {
             "num_nodes": num_tokens,
@@ -180,7 +180,7 @@ def _edges(trace: Trace) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield edge_index (2, E) int64, source j to target i, and edge_attr (E, 1) of each layer."""
     num_tokens = trace.num_tokens
     if trace.attention_layout == "edges":
-        packed = trace.attention_packed
+        packed = trace.attention_packed_bits
         assert isinstance(packed, PackedEdges)
         for begin, end in zip(packed.ptr[:-1], packed.ptr[1:], strict=True):
             pairs = packed.edge_index[begin:end].T.astype(np.int64)

@@ -27,14 +27,14 @@ def arrays_of(store: TraceStore, trace: Trace) -> dict[str, tuple[np.ndarray, st
     """
     found: dict[str, tuple[np.ndarray, str]] = {}
     if trace.num_tokens:
-        found["hidden_states"] = trace.hidden_states, store.hidden_dtype
+        found["hidden_states"] = trace.hidden_states_bits, store.hidden_dtype
     if trace.attention_layout == "edges":
-        packed = trace.attention_packed
+        packed = trace.attention_packed_bits
         assert isinstance(packed, PackedEdges)
         found["edge_ptr"], found["edge_index"] = (packed.ptr, "int64"), (packed.edge_index, "int32")
         found["edge_weight"] = packed.weight, store.attention_dtype
     elif trace.attention_layout is not None:
-        dense = trace.attention
+        dense = trace.attention_bits
         found["attentions"] = dense if dense.ndim == 4 else dense[:, None], store.attention_dtype
     return found | small_arrays(store, trace)
 
@@ -42,8 +42,8 @@ def arrays_of(store: TraceStore, trace: Trace) -> dict[str, tuple[np.ndarray, st
 def small_arrays(store: TraceStore, trace: Trace) -> dict[str, tuple[np.ndarray, str]]:
     """Return the arrays of `arrays_of` except hidden states and attention."""
     found: dict[str, tuple[np.ndarray, str]] = {}
-    if not trace.num_tokens or trace.last_token.tobytes() != trace.hidden_states[:, -1].tobytes():
-        found["last_token"] = trace.last_token, store.hidden_dtype
+    if not trace.num_tokens or trace.last_token_bits.tobytes() != trace.hidden_states_bits[:, -1].tobytes():
+        found["last_token"] = trace.last_token_bits, store.hidden_dtype
     numbers = {"tokens": trace.tokens} | {name: trace.optional(name) for name in schema.TOKEN_FIELDS}
     return found | {name: (a, a.dtype.name) for name, a in numbers.items() if a is not None}
 

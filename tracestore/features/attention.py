@@ -143,7 +143,7 @@ def attention_features(trace: Trace, dtype: str, top_k: int) -> dict[str, np.nda
     """
     if trace.attention_layout != "causal":
         return {}
-    stored, num_tokens = trace.attention_packed, trace.num_tokens
+    stored, num_tokens = trace.attention_packed_bits, trace.num_tokens
     assert not isinstance(stored, PackedEdges)
     maps = stored.reshape(-1, stored.shape[-1])
     shape = (len(stored), len(maps) // len(stored))

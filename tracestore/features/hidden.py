@@ -59,7 +59,7 @@ def pooled_states(trace: Trace, dtype: str) -> dict[str, np.ndarray]:
     span = answer_span(trace, trace.num_tokens)
     if span is None:
         return {}
-    hidden, (begin, end) = trace.hidden_states, span
+    hidden, (begin, end) = trace.hidden_states_bits, span
     states = schema.as_float32(hidden[:, begin:end], dtype)
     before = schema.as_float32(hidden[:, begin - 1], dtype) if begin else np.full(states[:, 0].shape, np.nan, "f4")
     finite = np.isfinite(states).all((1, 2))

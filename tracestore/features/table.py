@@ -61,7 +61,7 @@ def _maps(store: TraceStore, top_k: int) -> dict[str, tuple[int, ...]]:
 _GROUPS = {
     "last": _Group(
         lambda store, _: {"last": (store.num_layers, store.hidden_dim)},
-        lambda trace, store, _: {"last": schema.as_float32(trace.last_token, store.hidden_dtype)},
+        lambda trace, store, _: {"last": schema.as_float32(trace.last_token_bits, store.hidden_dtype)},
         "<f4",
     ),
     "hidden": _Group(_states, lambda trace, store, _: pooled_states(trace, store.hidden_dtype), "<f4"),
@@ -119,7 +119,7 @@ def features(store: TraceStore, group: str, *, top_k: int = DEFAULT_TOP_K) -> Va
     return _cached(store, group, options, write)
 
 
-def token_states(store: TraceStore, layers: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+def token_state_bits(store: TraceStore, layers: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """Return the hidden states of the answers of all N traces in some layers, mapped from the cache.
 
     Parameters
@@ -146,7 +146,7 @@ def token_states(store: TraceStore, layers: Sequence[int]) -> tuple[np.ndarray, 
         values = _create(folder, "values", dtype, (int(offsets[-1]), len(chosen), store.hidden_dim))
         for k, (begin, end) in enumerate(spans):
             if begin < end:
-                states = store.private_trace(k).hidden_states[chosen, begin:end]
+                states = store.private_trace(k).hidden_states_bits[chosen, begin:end]
                 values[offsets[k] : offsets[k + 1]] = states.transpose(1, 0, 2)
 
     found = _cached(store, "token_states", {"layers": chosen}, write)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from tracestore.detectors.interface import Detector
 from tracestore.evaluation.split import inner_bins
-from tracestore.features.table import token_states
+from tracestore.features.table import token_state_bits
 from tracestore.oom.guard import OOMGuard
 from tracestore.oom.optimizers import AdamW
 from tracestore.published.probes import usable
@@ -92,7 +92,7 @@ class PooledMLP(Detector):
 
     def _inputs(self, store: TraceStore) -> tuple[np.ndarray, np.ndarray]:
         layers = sorted({round((store.num_layers - 1) * depth) for depth in _DEPTHS})
-        return token_states(store, layers)
+        return token_state_bits(store, layers)
 
     def fit(self, store: TraceStore, indices: np.ndarray, labels: np.ndarray) -> Self:
         """Standardize with the training tokens, and train the networks."""

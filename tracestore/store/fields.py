@@ -22,8 +22,8 @@ _ALWAYS = (
 _LARGE = ("hidden_states", "attention_layout", "attention")
 # Fields that are None if the trace lacks them.
 _MAY_BE_NONE = ("provenance", "prompt_length", "question", "answer", "tokens", "tokens_decoded")
-# Arrays whose bfloat16 values are held as the raw bits, uint16.
-_RAW_BITS = ("hidden_states", "last_token", "attention")
+# Arrays that have another property with the bits that are stored: its name ends with _bits.
+_WITH_BITS = ("hidden_states", "last_token", "attention")
 
 
 class PackedEdges(NamedTuple):
@@ -65,6 +65,14 @@ class TraceFields:
     if TYPE_CHECKING:
 
         @property
+        def hidden_dtype(self) -> str:
+            """Stored dtype of the hidden states."""
+
+        @property
+        def attention_dtype(self) -> str:
+            """Stored dtype of the attention."""
+
+        @property
         def num_tokens(self) -> int:
             """S."""
 
@@ -75,6 +83,52 @@ class TraceFields:
         @property
         def optional_fields(self) -> dict[str, Any]:
             """The optional fields."""
+
+    @property
+    def hidden_states(self) -> np.ndarray:
+        """Hidden states (L, S, D), read-only; a view of the mapped file if uncompressed.
+
+        bfloat16 values have dtype ml_dtypes.bfloat16 if ml_dtypes is installed; otherwise they are copied to float32.
+        """
+        values: np.ndarray = self._values("hidden_states")
+        return values
+
+    @property
+    def last_token(self) -> np.ndarray:
+        """Hidden state (L, D) of the last token in every layer; bfloat16 as in hidden_states."""
+        values: np.ndarray = self._values("last_token")
+        return values
+
+    @property
+    def attention_packed(self) -> np.ndarray | PackedEdges:
+        """Attention as stored: (L, A), or (L, H, A) if every head is stored; bfloat16 as in hidden_states.
+
+        A = S (S + 1) / 2 for causal attention (lower triangle with diagonal, row by row), S * S for square
+        attention. PackedEdges if only edges are stored.
+        """
+        values: np.ndarray | PackedEdges = self._values("attention_packed")
+        return values
+
+    @property
+    def attention(self) -> np.ndarray:
+        """Dense attention (L, S, S), or (L, H, S, S) if every head is stored, built on each access.
+
+        The value at [..., i, j] is how much token i attends to token j. bfloat16 as in hidden_states.
+        """
+        values: np.ndarray = self._values("attention")
+        return values
+
+    def _values(self, name: str) -> Any:
+        """Return an array as numbers; see schema.as_values."""
+        dtype = self.hidden_dtype if name in ("hidden_states", "last_token") else self.attention_dtype
+        bits = f"{name}_bits"
+        if dtype != "bfloat16":
+            return getattr(self, bits)
+        # numpy must not convert values in a map, which a truncated file would end with a signal.
+        stored = getattr(self if schema.bfloat16_dtype() else self._in_own_memory(), bits)
+        if isinstance(stored, PackedEdges):
+            return stored._replace(weight=schema.as_values(stored.weight, dtype))
+        return schema.as_values(stored, dtype)
 
     def keys(self) -> list[str]:
         """Return the names of the fields that the trace has.
@@ -103,6 +157,11 @@ class TraceFields:
 
     def __contains__(self, name: object) -> bool:
         return name in self.keys()
+
+    def _bits_or_value(self, name: str) -> Any:
+        """Return a field as `__getitem__`, with the bits of its array as they are stored."""
+        is_present = name in _WITH_BITS and (name not in _LARGE or self._has_large(name))
+        return getattr(self, f"{name}_bits") if is_present else self[name]
 
     def __getitem__(self, name: str) -> Any:
         known = (*_ALWAYS, *_LARGE, *_MAY_BE_NONE, *schema.OPTIONAL_FIELDS)
@@ -152,11 +211,11 @@ class TraceFields:
         if dtype not in (None, "float32"):
             raise UsageError(f"found dtype {dtype!r}, expected 'float32' or None for the stored dtype")
         own = self._in_own_memory()
-        values = {name: own[name] for name in names or self.keys()}
+        values = {name: own._bits_or_value(name) for name in names or self.keys()}
         tensors = {}
         for name, value in values.items():
             if isinstance(value, np.ndarray):
-                is_bits = name in _RAW_BITS and value.dtype == np.uint16
+                is_bits = name in _WITH_BITS and value.dtype == np.uint16
                 tensor = torch.from_numpy(np.require(value.view("i2") if is_bits else value, requirements=["C", "W"]))
                 tensor = tensor.view(torch.bfloat16) if is_bits else tensor
                 tensors[name] = tensor.to(torch.float32) if dtype and tensor.is_floating_point() else tensor

@@ -9,7 +9,6 @@ from tracestore.console import plural
 from tracestore.errors import UsageError, escape_unprintable
 from tracestore.pages.elements import Html, element, join, number, paragraph, table, tokens
 from tracestore.pages.notebook import fragment
-from tracestore.store.format import schema
 
 _MAX_TEXT, _MAX_CELL, _MAX_TOKENS, _MAX_ROWS = 1_000, 120, 400, 5
 
@@ -60,8 +59,8 @@ def _token_values(trace: Any) -> tuple[str, np.ndarray | None, float]:
     if trace.attention_layout is None or trace.num_tokens < 2:
         return "", None, 0.0
     store = trace._store
-    layer, dtype = store.num_layers // 2, store.attributes.attention_dtype or "float16"
-    weights = schema.as_float32(trace.attention_layer(layer), dtype)
+    layer = store.num_layers // 2
+    weights = np.asarray(trace.attention_layer(layer), "<f4")
     weights = (weights if weights.ndim == 2 else weights.mean(axis=0))[-1]
     # The first token often gets nearly all attention.
     others = weights[1:][np.isfinite(weights[1:])]
@@ -74,7 +73,7 @@ class TraceHtml:
     def _repr_html_(self: Any) -> str:
         shapes = {"hidden states": None, "attention": self.attention_layout}
         if self.num_tokens:
-            shapes["hidden states"] = " x ".join(map(str, self.hidden_states.shape))
+            shapes["hidden states"] = " x ".join(map(str, self.hidden_states_bits.shape))
         return fragment(f"Trace {self.index}", trace_facts(self), trace_texts(self), values=shapes)
 
 

@@ -126,12 +126,14 @@ class Lens:
 
     @property
     def unembedding(self) -> np.ndarray:
-        """W (V, D), read-only: a view of the file, or a copy for a compressed store. bfloat16 is uint16."""
-        return self._matrix().rows(0, self.num_tokens)
+        """W (V, D), read-only: a view of the file, or a copy for a compressed store; bfloat16 as Trace.hidden_states."""
+        matrix, is_converted = self._matrix(), self.dtype == "bfloat16" and schema.bfloat16_dtype() is None
+        bits = (matrix.copy if is_converted else matrix.rows)(0, self.num_tokens)
+        return schema.as_values(bits, self.dtype)
 
     @np.errstate(over="ignore", invalid="ignore", divide="ignore")
     def normalize(self, hidden: np.ndarray) -> np.ndarray:
-        """Return norm(h) in float32 for hidden states (..., D); uint16 stands for bfloat16.
+        """Return norm(h) in float32 for hidden states (..., D) of any floating-point dtype.
 
         Values that are not finite give NaN, without a warning.
         """
@@ -159,7 +161,7 @@ class Lens:
         Parameters
         ----------
         hidden : np.ndarray
-            (..., D) of any floating-point dtype; uint16 stands for bfloat16.
+            (..., D) of any floating-point dtype, also ml_dtypes.bfloat16.
         ids : sequence of int, optional
             The K tokens of which the logits are returned. Default: all.
         normalized : bool
@@ -215,9 +217,8 @@ class Lens:
 
     def _as_float32(self, hidden: np.ndarray) -> np.ndarray:
         states = np.asarray(hidden)
-        is_bits = states.dtype == np.uint16
-        if states.dtype.kind != "f" and not is_bits:
+        if states.dtype.kind != "f" and states.dtype.name != "bfloat16":
             raise UsageError(f"hidden: found {states.dtype}, expected floating-point numbers")
         if states.ndim == 0 or states.shape[-1] != self.hidden_dim:
             raise UsageError(f"hidden: found the shape {states.shape}, expected (..., {self.hidden_dim})")
-        return schema.as_float32(states, "bfloat16" if is_bits else states.dtype.name)
+        return states.astype("<f4", copy=False)

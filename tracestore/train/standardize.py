@@ -40,7 +40,7 @@ def fit_standardizer(
     layers, nonfinite = model.layers_read, list[str]()
     for index in indices[ranks.rank :: ranks.world_size]:
         trace = store[int(index)]
-        rows = trace.last_token[:, None] if view == "sequence" else trace.hidden_states
+        rows = trace.last_token_bits[:, None] if view == "sequence" else trace.hidden_states_bits
         values = torch.from_numpy(schema.as_float32(rows, store.hidden_dtype).astype(np.float64))
         if trace.has_nonfinite and not values[list(layers)].isfinite().all():
             nonfinite.append(trace.question_id)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -27,8 +27,8 @@ MAX_TOKENS = 1 << 20
 # Upper limit for L * D: a compressed inner chunk holds at least one row of last_token and is decoded at once.
 MAX_ROW_VALUES = 1 << 24
 
-# NumPy has no bfloat16. Inside the package such arrays have this dtype, whose
-# single field holds the raw bits; on disk and in public arrays they are uint16.
+# NumPy has no bfloat16. Arrays of a source have this dtype, whose single field holds the raw bits; stored arrays are
+# uint16, and public arrays are what as_values() returns.
 BFLOAT16 = np.dtype([("bfloat16", "<u2")])
 
 DTYPE_NAMES = {"float16": np.dtype("<f2"), "bfloat16": BFLOAT16, "float32": np.dtype("<f4")}
@@ -212,6 +212,23 @@ def as_float32(array: np.ndarray, name: str) -> np.ndarray:
     if name == "bfloat16":
         return (array.astype("<u4") << 16).view("<f4")
     return array.astype("<f4", copy=False)
+
+
+@cache
+def bfloat16_dtype() -> np.dtype | None:
+    """Return the dtype that the optional package ml_dtypes has for bfloat16; None without it."""
+    try:
+        from ml_dtypes import bfloat16
+    except ImportError:
+        return None
+    dtype: np.dtype = np.dtype(bfloat16)
+    return dtype
+
+
+def as_values(array: np.ndarray, name: str) -> np.ndarray:
+    """Return a stored array, whose dtype is called `name`, as numbers: bfloat16 of ml_dtypes or, without it, float32."""
+    dtype = bfloat16_dtype() if name == "bfloat16" else array.dtype
+    return as_float32(array, name) if dtype is None else array.view(dtype)
 
 
 def num_pairs(num_tokens: int, layout: int) -> int:

@@ -112,9 +112,11 @@ class _Linter:
     def hidden(self, trace: Trace, name: str) -> None:
         """Check hidden states for values that are not finite. Few traces have any: the core counts them first."""
         dtype = self.store.hidden_dtype
-        values = np.ascontiguousarray(getattr(trace, name))
+        values = np.ascontiguousarray(getattr(trace, f"{name}_bits"))
         if kernels.count_nonfinite(values.reshape(-1).view("u1"), schema.dtype_code(dtype)):
-            self.count(trace, name, schema.as_float32(getattr(self.store.private_trace(trace.index), name), dtype))
+            self.count(
+                trace, name, schema.as_float32(getattr(self.store.private_trace(trace.index), f"{name}_bits"), dtype)
+            )
 
     def weights(self, trace: Trace, wide: np.ndarray) -> None:
         """Check that weights are between 0 and 1. Every dtype represents 1 exactly, so rounding gives nothing above it."""
@@ -125,7 +127,7 @@ class _Linter:
             self.report.add("large_weight", trace, f"{above:,} attention weights above 1, the largest {wide.max():.4g}")
 
     def attention(self, trace: Trace) -> None:
-        packed, num_tokens = self.store.private_trace(trace.index).attention_packed, trace.num_tokens
+        packed, num_tokens = self.store.private_trace(trace.index).attention_packed_bits, trace.num_tokens
         if isinstance(packed, PackedEdges):
             self.edges(trace, packed)
             return

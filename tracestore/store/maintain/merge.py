@@ -75,10 +75,10 @@ def stored_traces(store: TraceStore, index: int) -> Iterator[PackedTrace]:
             hidden_dtype=store.hidden_dtype,
         )
         if (number, row) == graph:
-            arrays["hidden_states"] = [trace.hidden_states]
+            arrays["hidden_states"] = [trace.hidden_states_bits]
             packed.layout, packed.graph_crc = places.layout, segment.scalar("graph_crc32c", row)
         if packed.layout != schema.LAYOUT_NONE:
-            attention = trace.attention_packed
+            attention = trace.attention_packed_bits
             packed.num_heads, packed.attention_dtype = attributes.num_heads, attributes.attention_dtype
             if isinstance(attention, PackedEdges):
                 packed.edge_counts = np.diff(attention.ptr)
@@ -86,7 +86,7 @@ def stored_traces(store: TraceStore, index: int) -> Iterator[PackedTrace]:
             else:
                 arrays["attention"] = [attention.reshape(-1)]
         if (number, row) == sequence:
-            arrays["last_token"] = [trace.last_token]
+            arrays["last_token"] = [trace.last_token_bits]
             packed.sequence_crc = segment.scalar("sequence_crc32c", row)
         yield packed
 

@@ -62,16 +62,19 @@ class DetachedTrace(OptionalFields):
     extras: dict[str, Any]
     tokens: np.ndarray | None
     tokens_decoded: list[str] | None
-    hidden_states: np.ndarray | None
-    last_token: np.ndarray
+    hidden_states_bits: np.ndarray  # None if the trace lacks them, as attention_packed_bits
+    last_token_bits: np.ndarray
     attention_layout: str | None
-    attention_packed: "np.ndarray | PackedEdges | None"
+    attention_packed_bits: "np.ndarray | PackedEdges"
+    hidden_dtype: str
+    attention_dtype: str
     optional_fields: dict[str, Any]
 
     @classmethod
     def from_trace(cls, trace: "Trace") -> "DetachedTrace":
         """Copy the fields of a trace whose arrays are private."""
-        missing = [name for name in ("hidden_states", "attention_packed") if not trace._has_large(name)]
+        arrays = {"hidden_states": "hidden_states_bits", "attention": "attention_packed_bits"}
+        missing = [bits for name, bits in arrays.items() if not trace._has_large(name)]
         values: dict[str, Any] = {f.name: getattr(trace, f.name) for f in fields(cls) if f.name not in missing}
         return cls(**values | dict.fromkeys(missing))
 
@@ -80,13 +83,13 @@ class DetachedTrace(OptionalFields):
         return self.optional_fields.get(name)
 
     @property
-    def attention(self) -> np.ndarray:
-        """Build the dense attention; see Trace.attention. MissingFieldError if the trace has none."""
-        if self.attention_packed is None or self.attention_layout is None:
+    def attention_bits(self) -> np.ndarray:
+        """Attention as in Trace.attention_bits. MissingFieldError if the trace has none."""
+        if self.attention_layout is None:
             raise MissingFieldError(f"trace {self.index} ({self.question_id}) has no attention")
         layout = next(code for code, name in schema.LAYOUT_NAMES.items() if name == self.attention_layout)
         return dense_attention(
-            self.attention_packed, layout, len(self.last_token), self.num_tokens, f"trace {self.index}"
+            self.attention_packed_bits, layout, len(self.last_token_bits), self.num_tokens, f"trace {self.index}"
         )
 
 
@@ -109,7 +112,8 @@ class Trace(OptionalFields, TraceHtml):
     -----
     Arrays of an uncompressed store are read-only views of the mapped file and keep the map alive. Reading such a
     view after the file was truncated ends the process (SIGBUS); `copy()`, `attention` and texts raise
-    CorruptStoreError instead. bfloat16 arrays (``--dtype keep``) are uint16 arrays of the raw bits.
+    CorruptStoreError instead. Stored bfloat16 values have dtype ml_dtypes.bfloat16 if the package ml_dtypes is
+    installed, and are float32 copies otherwise; names that end with ``_bits`` give the raw bits, uint16.
     """
 
     def __init__(self, store: StoreInternals, index: int, *, private: bool = False) -> None:
@@ -206,8 +210,18 @@ class Trace(OptionalFields, TraceHtml):
     # Arrays
 
     @property
-    def hidden_states(self) -> np.ndarray:
-        """Hidden states (L, S, D), read-only; a view of the mapped file if uncompressed."""
+    def hidden_dtype(self) -> str:
+        """Stored dtype of hidden_states and last_token: float16, float32 or bfloat16."""
+        return self._store.attributes.hidden_dtype or "float16"
+
+    @property
+    def attention_dtype(self) -> str:
+        """Stored dtype of the attention: float16, float32 or bfloat16."""
+        return self._store.attributes.attention_dtype or "float16"
+
+    @property
+    def hidden_states_bits(self) -> np.ndarray:
+        """The same as hidden_states, with bfloat16 as its raw bits, uint16."""
         segment = self._graph("hidden states of all tokens")
         num_layers, num_tokens = self._store.num_layers, self._row.num_tokens
         begin = segment.begin("hidden_states", self._row.graph_row)
@@ -215,10 +229,10 @@ class Trace(OptionalFields, TraceHtml):
         return rows.reshape(num_layers, num_tokens, -1)
 
     @property
-    def last_token(self) -> np.ndarray:
-        """Hidden state (L, D) of the last token in every layer."""
+    def last_token_bits(self) -> np.ndarray:
+        """The same as last_token, with bfloat16 as its raw bits, uint16."""
         if self._row.sequence_segment < 0:
-            return self.hidden_states[:, -1]
+            return self.hidden_states_bits[:, -1]
         segment = self._store.segment(self._row.sequence_segment)
         begin = segment.begin("last_token", self._row.sequence_row)
         found: np.ndarray = self._rows(segment, "last_token", begin, begin + 1)[0]
@@ -235,12 +249,8 @@ class Trace(OptionalFields, TraceHtml):
         return bool(self._graph("edges").scalar("edges_reversed", self._row.graph_row))
 
     @property
-    def attention_packed(self) -> np.ndarray | PackedEdges:
-        """Attention as stored: (L, A), or (L, H, A) if every head is stored.
-
-        A = S (S + 1) / 2 for causal attention (lower triangle with diagonal, row by row), S * S for square
-        attention. PackedEdges if only edges are stored.
-        """
+    def attention_packed_bits(self) -> np.ndarray | PackedEdges:
+        """The same as attention_packed, with bfloat16 as its raw bits, uint16."""
         return self._packed(0, self._store.num_layers)
 
     def _packed(self, layer: int, num_layers: int) -> np.ndarray | PackedEdges:
@@ -259,11 +269,8 @@ class Trace(OptionalFields, TraceHtml):
         return values.reshape(shape)
 
     @property
-    def attention(self) -> np.ndarray:
-        """Dense attention (L, S, S), or (L, H, S, S) if every head is stored, built on each access.
-
-        The value at [..., i, j] is how much token i attends to token j.
-        """
+    def attention_bits(self) -> np.ndarray:
+        """The same as attention, with bfloat16 as its raw bits, uint16."""
         # The kernel reads the map under the SIGBUS guard; numpy needs a copy.
         kernel_reads = self._row.layout == schema.LAYOUT_CAUSAL and not self._private
         trace = self if kernel_reads else self._in_own_memory()
@@ -287,10 +294,10 @@ class Trace(OptionalFields, TraceHtml):
         Returns
         -------
         np.ndarray
-            (S, S), or (H, S, S) if every head is stored.
+            (S, S), or (H, S, S) if every head is stored; bfloat16 as in hidden_states.
         """
         matrices: np.ndarray = self._in_own_memory()._dense(layer, 1)[0]
-        return matrices
+        return schema.as_values(matrices, self.attention_dtype)
 
     @property
     def attention_mean(self) -> np.ndarray:
@@ -298,7 +305,7 @@ class Trace(OptionalFields, TraceHtml):
 
         MissingFieldError for a store of edges.
         """
-        packed = self.attention_packed
+        packed = self.attention_packed_bits
         if isinstance(packed, PackedEdges):
             raise MissingFieldError(f"trace {self.index} ({self.question_id}) has edges, no dense attention")
         if packed.ndim == 2:

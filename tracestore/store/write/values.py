@@ -28,10 +28,11 @@ def field_error(field_name: str, found: str, expected: str) -> InvalidInputError
 def as_array(value: Any) -> np.ndarray | None:
     """Return a NumPy array or torch tensor as a NumPy array, and None for other values.
 
-    bfloat16 tensors become arrays of dtype schema.BFLOAT16.
+    bfloat16 tensors, and arrays of ml_dtypes.bfloat16, become arrays of dtype schema.BFLOAT16.
     """
     if isinstance(value, np.ndarray):
-        return value
+        is_brain = value.dtype.kind == "V" and value.dtype.name == "bfloat16"
+        return value.view(schema.BFLOAT16) if is_brain else value
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         value = value.detach().cpu().resolve_conj().resolve_neg()
