@@ -4,9 +4,13 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from tracestore.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _TRAIN = ("torch", "torch_geometric", "bokeh", "psutil", "sklearn")
 # Modules of each extra. If several extras contain a module, errors name the first one unless the
@@ -50,6 +54,19 @@ def needs(extra: str | None = None) -> Iterator[None]:
         if not found:
             raise
         raise _missing(module, extra if extra in found else found[0]) from None
+
+
+@cache
+def bfloat16_dtype() -> "np.dtype | None":
+    """Return the dtype that the package ml_dtypes has for bfloat16; None without the package."""
+    try:
+        from ml_dtypes import bfloat16
+    except ImportError:
+        return None
+    import numpy as np
+
+    dtype: np.dtype = np.dtype(bfloat16)
+    return dtype
 
 
 def import_on_use(package: str, modules: Mapping[str, Sequence[str]], extra: str | None = None) -> Callable[[str], Any]:

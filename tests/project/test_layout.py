@@ -23,6 +23,7 @@ STORE = {
     "store.io",
     "store.remote",
     "store.read",
+    "store.vocabulary",
     "store.write",
     "store.maintain",
 }
@@ -37,6 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "store.io": {"_core", "store.format"},
     "store.html": {"store.format"},
     "store.lens": {"store.format"},
+    "store.vocabulary": {"store.format"},
     "store.remote": {"_core", "store.format", "store.io"},
     "store.read": {"_core", "store.fields", "store.format", "store.html", "store.lens", "store.io", "store.remote"},
     "store.write": STORE - {"store.maintain"},

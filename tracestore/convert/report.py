@@ -12,7 +12,7 @@ from tracestore.store.write.pack import PackedTrace
 # Refused traces of one source that are printed; all of them are in STORE.refused.jsonl.
 MAX_REFUSED_LINES = 10
 _MAX_NAMES = 8
-_MAX_DROPPED = 1000
+_MAX_KEYS = 1000
 # Counts of a source that a conversion adds up under the same name.
 _ADDED = (
     "num_duplicates", "num_nonfinite", "num_without_embeddings", "num_without_tokens", "num_without_last_state",
@@ -38,6 +38,13 @@ _TOTALS = (
 )  # fmt: skip
 
 
+def _counts(keys: Mapping[str, int]) -> str:
+    """Return the first keys with their numbers of traces."""
+    counts = [f"{escape_unprintable(key, 60)} ({count:,})" for key, count in keys.items()]
+    more = f" and {len(counts) - _MAX_NAMES:,} more" if len(counts) > _MAX_NAMES else ""
+    return ", ".join(counts[:_MAX_NAMES]) + more
+
+
 @dataclass
 class SourceCounts:
     """Count what a conversion found in one source."""
@@ -53,6 +60,7 @@ class SourceCounts:
     rounded_from: str | None = None
     rounding_error: float | None = None
     dropped: Counter[str] = field(default_factory=Counter)
+    extras: Counter[str] = field(default_factory=Counter)
     refused: list[InvalidInputError] = field(default_factory=list)
 
     def count(self, packed: PackedTrace, *, is_new: bool) -> None:
@@ -75,6 +83,7 @@ class SourceCounts:
         )
         self.num_made_up_ids += not record.has_own_id and record.question_id.endswith(f":{record.position}")
         self.dropped.update(set(record.dropped or ()))
+        self.extras.update(record.extra_names)
 
 
 @dataclass
@@ -98,6 +107,7 @@ class ConvertReport:
     num_traces_refused: int = 0
     refused_file: str | None = None
     dropped: dict[str, int] = field(default_factory=dict)  # number of traces by key
+    extras: dict[str, int] = field(default_factory=dict)  # number of traces by key that is no field
     num_sources_rounded: dict[str, int] = field(default_factory=dict)  # by dtype, to float16
     rounding_error: float | None = None  # the largest relative one, in the first trace of each source
     bytes_in: int = 0
@@ -123,7 +133,8 @@ class ConvertReport:
         self.num_traces_read += found.num_new
         for field_name in _ADDED:
             setattr(self, field_name, getattr(self, field_name) + getattr(found, field_name))
-        self._add_details(found.dropped, {found.rounded_from: 1} if found.rounded_from else {}, found.rounding_error)
+        rounded = {found.rounded_from: 1} if found.rounded_from else {}
+        self._add_details(found.dropped, found.extras, rounded, found.rounding_error)
 
     def add_earlier(self, before: "ConvertReport") -> None:
         """Add the counts of an earlier conversion of the same store."""
@@ -131,12 +142,15 @@ class ConvertReport:
             value = getattr(before, item.name)
             if item.name not in (*_TOTALS, "rounding_error") and isinstance(value, int | float | list):
                 setattr(self, item.name, value + getattr(self, item.name))
-        self._add_details(before.dropped, before.num_sources_rounded, before.rounding_error)
+        self._add_details(before.dropped, before.extras, before.num_sources_rounded, before.rounding_error)
 
-    def _add_details(self, dropped: Mapping[str, int], rounded: Mapping[str, int], error: float | None) -> None:
-        for key, count in dropped.items():
-            if key in self.dropped or len(self.dropped) < _MAX_DROPPED:
-                self.dropped[key] = self.dropped.get(key, 0) + count
+    def _add_details(
+        self, dropped: Mapping[str, int], extras: Mapping[str, int], rounded: Mapping[str, int], error: float | None
+    ) -> None:
+        for total, added in ((self.dropped, dropped), (self.extras, extras)):
+            for key, count in added.items():
+                if key in total or len(total) < _MAX_KEYS:
+                    total[key] = total.get(key, 0) + count
         for dtype, count in rounded.items():
             self.num_sources_rounded[dtype] = self.num_sources_rounded.get(dtype, 0) + count
         if error is not None:
@@ -159,9 +173,9 @@ class ConvertReport:
             if count := getattr(self, name):
                 yield text.format(plural(count, "trace"), ON_CONFLICT[on_conflict])
         if self.dropped:
-            counts = [f"{escape_unprintable(key, 60)} ({count:,})" for key, count in self.dropped.items()]
-            more = f" and {len(counts) - _MAX_NAMES:,} more" if len(counts) > _MAX_NAMES else ""
-            yield f"not stored, because no field holds such values: {', '.join(counts[:_MAX_NAMES])}{more}"
+            yield f"not stored, because no field holds such values: {_counts(self.dropped)}"
+        if self.extras:
+            yield f"stored as extras, because no field has these names: {_counts(self.extras)}"
         if self.num_traces_refused:
             yield f"{plural(self.num_traces_refused, 'trace')} refused, listed in {self.refused_file}"
         for dtype, count in self.num_sources_rounded.items():

@@ -60,6 +60,13 @@ def _position(error: InvalidInputError) -> float:
     return math.inf if error.position is None else error.position
 
 
+# What to do about a trace that does not fit the store, by the field of the error.
+_ADVICE = {
+    "num_layers": "; if their first axis counts tokens, choose --axes SLD",
+    "question_id": " (see --on-conflict)",
+}
+
+
 class Conversion:
     """One conversion of a list of sources.
 
@@ -355,6 +362,7 @@ class Conversion:
                 raise InvalidInputError(found, position=record.position, field="layer_ids")
             is_new = writer.append_packed(packed, scores=scores, group=group)
         except InvalidInputError as error:
+            error.reason += _ADVICE.get(error.field or "", "")
             if not self._options.skip_bad:
                 raise
             added.refused.append(error)

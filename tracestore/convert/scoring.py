@@ -172,7 +172,7 @@ class Scoring:
         elif not found and UNNAMED in packed.extras:
             extras = json.loads(packed.extras)
             self._unused.update(k for k, v in extras.items() if k.startswith(UNNAMED) and v in (0, 1))
-        return found, ""
+        return found, record.group
 
     def _set_label(self, packed: PackedTrace, file: Scores) -> None:
         """Give a trace the label of the scores file."""

@@ -10,7 +10,7 @@ from tracestore.ingest.pickles.pickled_torch import PickledGraph
 from tracestore.ingest.pickles.resolve import Limits, resolve
 from tracestore.store.format import schema
 from tracestore.store.write.record import TraceRecord, question_id_text
-from tracestore.store.write.values import field_error
+from tracestore.store.write.values import field_error, label_value
 
 
 def _ids(limits: Limits, root: dict[str, Any], count: int, unit: str) -> list[str]:
@@ -38,7 +38,11 @@ def _labels(limits: Limits, root: dict[str, Any], count: int) -> list[float | No
         raise field_error("labels", type(labels).__name__, f"({count},) numbers") from None
     if values.size != count or max(values.shape, default=0) not in (0, count):
         raise field_error("labels", _found(values), f"({count},)")
-    return [None if np.isnan(v) else float(v) for v in values.reshape(-1)]
+    found = []
+    for position, value in enumerate(values.reshape(-1).tolist()):
+        with error_location(position=position):
+            found.append(label_value(value, "labels"))
+    return found
 
 
 def _found(value: Any) -> str:

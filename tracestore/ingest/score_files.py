@@ -17,8 +17,6 @@ from tracestore.ingest.discovery.tables_beside import NO_TABLES
 from tracestore.ingest.exports.manifest import EXPORT_FILE
 from tracestore.ingest.roles.keys import (
     OTHER_NAMES,
-    PRIMARY_SCORES,
-    SCORE_COLUMNS,
     WORD_COLUMNS,
     known_name,
     normalized,
@@ -27,6 +25,7 @@ from tracestore.ingest.sources import SourceFile
 from tracestore.store.format.labels import is_prediction
 from tracestore.store.io.fsio import open_csv, open_regular
 from tracestore.store.io.scratch import Scratch
+from tracestore.store.vocabulary import PRIMARY_SCORES, SCORES
 
 ID_COLUMN, GROUP_COLUMN = "question_id", "group"
 SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".npy", ".npz")
@@ -41,7 +40,7 @@ def id_column_of(header: Sequence[str]) -> str | None:
 def score_columns_of(header: Sequence[str]) -> list[str]:
     """Return the columns that may hold the scores; several are ambiguous."""
     found = {known_name(name): name for name in reversed(header)}
-    known = [found[name] for name in SCORE_COLUMNS if name in found]
+    known = [found[name] for name in SCORES if name in found]
     # Next to a column called score those of metrics are further scores, as in the files that extract writes.
     known = [name for name in known if known_name(name) in PRIMARY_SCORES] or known
     return known or [found[name] for name in WORD_COLUMNS if name in found][:1]
@@ -144,7 +143,7 @@ def _columns(columns: dict[str, list[Any]]) -> ScoreTable:
 def _column_of_file(path: Path) -> str:
     """Return the name of the only column of a file: the name of a score at the end of its stem, else the stem."""
     stem = normalized(path.stem)
-    names = sorted((*SCORE_COLUMNS, *WORD_COLUMNS), key=len, reverse=True)
+    names = sorted((*SCORES, *WORD_COLUMNS), key=len, reverse=True)
     return next((n for n in names if f"_{stem}".endswith((f"_{n}", f"_{n}s"))), path.stem)
 
 
@@ -188,7 +187,7 @@ def _has_scores(path: Path) -> bool:
     if path.suffix not in SUFFIXES or path.name in NO_TABLES or path.name.startswith("."):
         return False
     if path.suffix in (".npy", ".npz"):
-        return _column_of_file(path) != path.stem or normalized(path.stem) in (*SCORE_COLUMNS, *WORD_COLUMNS)
+        return _column_of_file(path) != path.stem or normalized(path.stem) in (*SCORES, *WORD_COLUMNS)
     try:
         with read_table(path) as table:
             has_ids = table.has_ids and id_column_of(table.header) is not None

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from tracestore.errors import InvalidInputError, UsageError
-from tracestore.ingest.roles.keys import WORD_COLUMNS, direction_of, normalized, score_of_word
+from tracestore.ingest.roles.keys import WORD_COLUMNS, direction_of, normalized
 from tracestore.ingest.score_files import (
     GROUP_COLUMN,
     ID_COLUMN,
@@ -30,6 +30,7 @@ from tracestore.store.format.labels import (
 )
 from tracestore.store.read.columns import TraceValues
 from tracestore.store.read.store import open_store
+from tracestore.store.vocabulary import score_of_word
 from tracestore.store.write.writer import StoreWriter
 
 _MIN_LABELS = 10  # fewer may be those of the answers with wrong scores
@@ -151,7 +152,7 @@ def read_scores(
     path : Path
         A table in a format of `score_files.SUFFIXES`.
     score_column : str, optional
-        Column of the scores; by default the only one of `roles.keys.SCORE_COLUMNS`, next to which `label` holds labels.
+        Column of the scores; by default the only one of `store.vocabulary.SCORES`, next to which `label` holds labels.
     group_column : str, optional
         Column of the groups; by default GROUP_COLUMN, if the file has it.
     score_direction : str, optional

@@ -17,9 +17,10 @@ from tracestore.ingest.containers.tables import TableReference
 from tracestore.ingest.discovery.folders import join_folders, sources_of_folder
 from tracestore.ingest.discovery.tables_beside import FoundSource, is_table, tables_of_pickles
 from tracestore.ingest.exports.manifest import DATA_FOLDER, ExportedFile, exported_file, read_export
-from tracestore.ingest.roles.keys import label_of_path, score_of_word
+from tracestore.ingest.roles.keys import label_of_path
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.io import fsio
+from tracestore.store.vocabulary import score_of_word
 from tracestore.store.write.record import TraceRecord
 
 _PICKLES, _COMPRESSED = (".pkl", ".pickle", ".p", ".joblib"), (".gz", ".bz2", ".xz", ".zst")

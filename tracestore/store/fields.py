@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
+from tracestore import extras
 from tracestore._core import kernels
 from tracestore.errors import CorruptStoreError, UsageError
 from tracestore.extras import needs
@@ -125,7 +126,7 @@ class TraceFields:
         if dtype != "bfloat16":
             return getattr(self, bits)
         # numpy must not convert values in a map, which a truncated file would end with a signal.
-        stored = getattr(self if schema.bfloat16_dtype() else self._in_own_memory(), bits)
+        stored = getattr(self if extras.bfloat16_dtype() else self._in_own_memory(), bits)
         if isinstance(stored, PackedEdges):
             return stored._replace(weight=schema.as_values(stored.weight, dtype))
         return schema.as_values(stored, dtype)

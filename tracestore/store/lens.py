@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from tracestore import extras
 from tracestore.console import plural
 from tracestore.errors import UsageError
 from tracestore.store.format import schema
@@ -127,7 +128,7 @@ class Lens:
     @property
     def unembedding(self) -> np.ndarray:
         """W (V, D), read-only: a view of the file, or a copy for a compressed store; bfloat16 as Trace.hidden_states."""
-        matrix, is_converted = self._matrix(), self.dtype == "bfloat16" and schema.bfloat16_dtype() is None
+        matrix, is_converted = self._matrix(), self.dtype == "bfloat16" and extras.bfloat16_dtype() is None
         bits = (matrix.copy if is_converted else matrix.rows)(0, self.num_tokens)
         return schema.as_values(bits, self.dtype)
 

@@ -221,7 +221,7 @@ def test_named_positions_use_the_span_then_the_mask_then_the_prompt(tmp_path):
         make_trace(1, tokens=5) | {"generated_mask": mask, "prompt_length": 2},
         make_trace(2, tokens=5) | {"prompt_length": 2},
         make_trace(3, tokens=5) | {"generated_mask": mask},
-        make_trace(4, tokens=5) | {"answer_span": (5, 5), "prompt_length": 9},
+        make_trace(4, tokens=5) | {"answer_span": (5, 5), "prompt_length": 5},
         make_trace(5, tokens=5)
         | {"tokens": np.arange(6), "tokens_decoded": ["t"] * 6, "answer_span": (4, 6), "prompt_length": 0},
     ]

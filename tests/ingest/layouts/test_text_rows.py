@@ -99,7 +99,7 @@ def test_one_object_holds_lists_of_all_traces(tmp_path, is_regular):
     assert store.question_ids == ["7", "8", "9"] and [t.label for t in store] == [0, 1, 1]
     for trace, expected in zip(store, hidden, strict=True):
         np.testing.assert_array_equal(trace.hidden_states, expected)
-    assert store[0].extras == {"model": "m", "label": 0}
+    assert store[0].extras == {"model": "m"}
 
 
 def test_text_next_to_other_sources_is_a_table(tmp_path):

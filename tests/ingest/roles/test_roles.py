@@ -9,7 +9,8 @@ import pytest
 
 import tracestore
 from tests.helpers import ROOT, command, convert, error_of, make_trace, make_traces, write_pickle, write_scores
-from tracestore.ingest.roles.keys import MAPPABLE, SCORE_COLUMNS, parse_map
+from tracestore.ingest.roles.keys import MAPPABLE, parse_map
+from tracestore.store.vocabulary import SCORES
 
 
 def stored(tmp_path, traces, *flags):
@@ -89,7 +90,7 @@ def test_every_field_is_in_the_table_of_the_page():
     page = (ROOT / "docs/inputs.md").read_text()
     keys = set(re.findall(r"`(\w+)`", page)) | set(re.findall(r"^\| (\w+(?:, \w+)*) \|", page, re.MULTILINE))
     keys = {name for text in keys for name in text.split(", ")}
-    assert set(MAPPABLE) <= keys and set(SCORE_COLUMNS) <= keys
+    assert set(MAPPABLE) <= keys and set(SCORES) <= keys
     assert all(parse_map(f"{name}=x") == ((name, "x"),) for name in MAPPABLE)
 
 

@@ -12,8 +12,8 @@ from tests.helpers import open_files
 from tests.tiers import long
 from tracestore._core.kernels import crc32c
 from tracestore.store.io import spool_files
+from tracestore.store.io.shard_writer import ShardWriter
 from tracestore.store.io.spool_files import SpoolArrays
-from tracestore.store.write.shard_writer import ShardWriter
 
 
 def rows_of(rng, count):

@@ -8,7 +8,9 @@ import pytest
 import tracestore
 from tests.helpers import as_torch, make_graphs, make_trace, write_store
 from tests.store.read.test_truncation import files_of, truncate
+from tracestore import extras
 from tracestore.errors import CorruptStoreError
+from tracestore.store.fields import PackedEdges
 from tracestore.store.format import schema
 from tracestore.store.maintain.verify import verify_store
 
@@ -19,7 +21,7 @@ ARRAYS = ("hidden_states", "last_token", "attention", "attention_packed")
 @pytest.fixture(params=["with ml_dtypes", "without ml_dtypes"])
 def dtype(request, monkeypatch):
     """Return the dtype that bfloat16 values have with and without the package ml_dtypes."""
-    monkeypatch.setattr(schema, "bfloat16_dtype", schema.bfloat16_dtype.__wrapped__)
+    monkeypatch.setattr(extras, "bfloat16_dtype", extras.bfloat16_dtype.__wrapped__)
     if request.param == "without ml_dtypes":
         monkeypatch.setitem(sys.modules, "ml_dtypes", None)
         return np.dtype("<f4")
@@ -72,6 +74,17 @@ def test_arrays_are_numbers_and_bits_have_another_name(tmp_path, dtype, kind, co
         assert np.array_equal(store.features(1), hidden[None, 1, -1])
 
 
+def test_edge_weights_are_numbers(tmp_path, dtype):
+    _, weight = make_store(tmp_path / "s.zarr", "edges")
+    with tracestore.open(tmp_path / "s.zarr") as store:
+        for found in (store[0], store[0].copy()):
+            packed, bits = found.attention_packed, found.attention_packed_bits
+            assert isinstance(packed, PackedEdges) and packed.weight.dtype == dtype and bits.weight.dtype == np.uint16
+            assert np.array_equal(packed.weight.astype("f4"), weight)
+            dense = found.attention
+            assert dense.dtype == dtype and dense.astype("f4").sum() == pytest.approx(weight.sum(), rel=1e-5)
+
+
 @pytest.mark.parametrize("name", ["float16", "float32"])
 def test_other_dtypes_are_the_same_under_both_names(tmp_path, dtype, name):
     write_store(tmp_path / "s.zarr", [make_trace(3, tokens=4, dtype=name)], dtype="keep", attention="heads")
@@ -86,7 +99,6 @@ def test_values_can_be_appended_to_another_store(tmp_path, dtype):
     make_store(tmp_path / "s.zarr", "causal")
     with tracestore.open(tmp_path / "s.zarr") as store:
         arrays = {"hidden_states": list(store[0].hidden_states), "attentions": list(store[0].attention)}
-        arrays["tokens"] = store[0].tokens
         write_store(tmp_path / "c.zarr", [arrays], dtype="keep", attention="heads")
         with tracestore.open(tmp_path / "c.zarr") as copy:
             assert copy.hidden_dtype == ("float32" if dtype == np.float32 else "bfloat16")
@@ -95,7 +107,7 @@ def test_values_can_be_appended_to_another_store(tmp_path, dtype):
 
 
 def test_truncated_files_give_an_error_where_values_are_converted(tmp_path, monkeypatch):
-    monkeypatch.setattr(schema, "bfloat16_dtype", lambda: None)
+    monkeypatch.setattr(extras, "bfloat16_dtype", lambda: None)
     make_store(tmp_path / "s.zarr", "causal")
     with tracestore.open(tmp_path / "s.zarr") as store:
         trace = store[0]

@@ -147,9 +147,15 @@ def test_values_of_other_libraries_are_accepted(tmp_path):
 
 
 def test_unknown_values_and_other_labels_are_left_out(tmp_path):
-    unknown = {"temperature": float("nan"), "seed": -1, "answer_span": (-1, -1), "token_label": None, "labels": [0, 1]}
+    unknown = {
+        "temperature": float("nan"),
+        "seed": -1,
+        "answer_span": (-1, -1),
+        "token_label": None,
+        "labels": [7, -100],
+    }
     with tracestore.open(write_store(tmp_path / "s.zarr", [make_trace(1) | unknown])) as store:
-        assert store[0].optional_fields == {} and store[0].extras == {"labels": [0, 1]}
+        assert store[0].optional_fields == {} and store[0].extras == {"labels": [7, -100]}
 
 
 @pytest.mark.parametrize(

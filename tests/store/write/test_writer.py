@@ -150,7 +150,7 @@ def test_a_failed_commit_keeps_the_previous_generation(tmp_path, monkeypatch, wh
 
 
 def test_a_partial_write_is_rolled_back(tmp_path, monkeypatch):
-    from tracestore.store.write import shard_writer
+    from tracestore.store.io import shard_writer
 
     original = shard_writer.pwritev_all
 

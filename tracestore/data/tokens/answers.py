@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from tracestore.errors import CorruptStoreError
 from tracestore.store.read.store import TraceStore
 from tracestore.store.read.trace import Trace
 
@@ -25,8 +26,14 @@ def answer_span(trace: Trace, num_positions: int) -> tuple[int, int] | None:
     -------
     (int, int) or None
         None if the trace does not tell where its answer is, or the answer is empty.
+
+    Raises
+    ------
+    CorruptStoreError
+        If the trace has fewer tokens than prompt_length or answer_span say.
     """
     begin, end = trace.answer_span or (-1, -1)
+    _require_possible(trace, begin, end)
     mask = trace.generated_mask
     if (begin < 0 or end < 0) and mask is not None and mask.any():
         last = int(np.flatnonzero(mask)[-1])
@@ -40,6 +47,16 @@ def answer_span(trace: Trace, num_positions: int) -> tuple[int, int] | None:
         return None
     begin = min(begin, num_positions - 1)
     return begin, max(begin + 1, min(end, num_positions))
+
+
+def _require_possible(trace: Trace, begin: int, end: int) -> None:
+    """Raise CorruptStoreError if the trace has fewer tokens than `answer_span`, begin to end, or its prompt say."""
+    length, count = trace.prompt_length or 0, trace.num_tokens
+    if count and max(begin, end, length) > count and (tokens := trace.tokens) is not None:
+        count = len(tokens)  # one more
+    if count and (max(begin, end, length) > count or -1 < end < begin):
+        found = f"prompt_length {length}" if length > count else f"answer_span {(begin, end)}"
+        raise CorruptStoreError(f"trace {trace.index} ({trace.question_id}): found {found} in {count} tokens")
 
 
 def answer_bounds(store: TraceStore, indices: Iterable[int]) -> np.ndarray:

@@ -11,7 +11,7 @@ import numpy as np
 from tracestore._core.gather import find_runs, sort_roughly
 from tracestore._core.kernels import crc32c
 from tracestore.data.batch_format import BatchFormat
-from tracestore.errors import MissingFieldError, UsageError
+from tracestore.errors import CorruptStoreError, MissingFieldError, UsageError
 from tracestore.store.format.schema import MAX_TOKENS
 from tracestore.store.read.batch_sources import GRAPH_ROW, GRAPH_SEGMENT, NUM_TOKENS, describe
 from tracestore.store.read.segment import SegmentReader
@@ -185,6 +185,20 @@ def _listed_runs(
     return _Runs(entry, start.reshape(-1), np.tile(lengths, len(traces)))
 
 
+def _require_possible(
+    store: TraceStore, names: list[str], stored: np.ndarray, counts: np.ndarray, traces: np.ndarray
+) -> None:
+    """Raise CorruptStoreError if positions (F, n) by name are beyond the tokens of their traces, or not in order."""
+    wrong = stored > counts
+    if len(names) > 1:
+        wrong[-1] |= (stored[-1] < stored[-2]) & (stored[-1] >= 0)
+    for k, name in enumerate(names):
+        for position in np.flatnonzero(wrong[k])[:1].tolist():
+            where = describe(store.internals, int(traces[position]))
+            found = f"{name} {stored[k, position]} in {counts[position]} tokens"
+            raise CorruptStoreError(f"{where}: found {found}; `tracestore lint` lists such traces")
+
+
 def _named_runs(
     store: TraceStore,
     name: str,
@@ -199,14 +213,17 @@ def _named_runs(
     The prompt is the first prompt_length tokens, else those that generated_mask does not mark. The
     answer is answer_span, else what generated_mask marks, else what follows the prompt.
     """
-    prompt = np.minimum(segment.values("prompt_length")[rows], num_tokens).astype(np.int64)
+    names = ["prompt_length", *(("answer_begin", "answer_end") if "answer_span" in segment.optional_names else ())]
+    stored = np.stack([segment.values(n)[rows].astype(np.int64) for n in names])
+    _require_possible(
+        store, names, stored, np.maximum(np.diff(segment.values("tokens_offsets"))[rows], num_tokens), traces[entries]
+    )
+    prompt, *span = np.minimum(stored, num_tokens)
     begin, end, is_known = np.zeros(len(rows), np.int64), prompt, prompt >= 0
     if name == "answer":
         is_known = np.zeros(len(rows), bool)
-        if "answer_span" in segment.optional_names:
-            begin, end = (
-                np.minimum(segment.values(n)[rows], num_tokens).astype(np.int64) for n in ("answer_begin", "answer_end")
-            )
+        if span:
+            begin, end = span
             is_known = (begin >= 0) & (end >= 0)
     yield _Runs(entries[is_known], begin[is_known], np.maximum(end - begin, 0)[is_known])
     has_mask = "generated_mask" in segment.optional_names

@@ -4,20 +4,21 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.containers.grouping import natural_key
-from tracestore.ingest.layouts.values import array_of, leaf_of
 from tracestore.ingest.roles.assign import Assignment, assign
-from tracestore.ingest.roles.batches import batch_size, crop, split_batch, valid_span, with_beams
+from tracestore.ingest.roles.batches import batch_size, split_batch, with_beams
 from tracestore.ingest.roles.edges import set_attention
 from tracestore.ingest.roles.keys import DEFAULT_KEYS, INPUTS_PAGE, KeyOptions, normalized
 from tracestore.store.format import schema
-from tracestore.store.write.record import TraceRecord, record_from_dict
-from tracestore.store.write.values import are_arrays, as_array, describe, field_error, integer
+from tracestore.store.vocabulary import UnknownVerdictError
+from tracestore.store.write.record import TraceRecord, layer_ids_of, record_from_dict
+from tracestore.store.write.values import are_arrays, as_array, describe, field_error
 
 _LAYER_KEY = re.compile(r"(?:layers?[._-]?)?(\d{1,6})", re.IGNORECASE)
 _STEP_KEY = re.compile(r"steps?[._-]?\d{1,6}", re.IGNORECASE)
@@ -74,7 +75,14 @@ def records_of_trace(
             counts[question] += 1
     else:
         given = [found]
-    return [_record(each, source_name, position + k, need_attention, count > 1) for k, each in enumerate(given)]
+    # A scores file, or a key that the user chose, says what is hallucinated.
+    has_verdict = not options.has_scores_file and options.score_key is None
+    read = partial(_record, source_name=source_name, need_attention=need_attention, has_verdict=has_verdict)
+    try:
+        return [read(each, position=position + k, is_batch=count > 1) for k, each in enumerate(given)]
+    except UnknownVerdictError as error:
+        error.reason += f"; --map label={error.field} or --score-column {error.field} says which one it is"
+        raise
 
 
 def _num_tokens(fields: Mapping[str, Any]) -> int | None:
@@ -85,16 +93,23 @@ def _num_tokens(fields: Mapping[str, Any]) -> int | None:
     return None if first is None or first.ndim < 2 else first.shape[-2]
 
 
-def _record(
-    found: Assignment, source_name: str, position: int, need_attention: bool | None, is_batch: bool
-) -> TraceRecord:
-    fields = found.fields
-    mask = fields.pop("attention_mask", None) if is_batch or _is_mask(fields.get("attention_mask")) else None
-    length = fields.pop("lengths", None) if is_batch or isinstance(fields.get("lengths"), int) else None
+def _record(found: Assignment, *, is_batch: bool, **options: Any) -> TraceRecord:
+    """Return the record of a trace; `options` are those of `record_from_dict`."""
+    fields, need_attention = found.fields, options["need_attention"]
+    others: dict[str, Any] = {}  # what is not a field by its value
+    if not is_batch and not _is_mask(fields.get("attention_mask")):
+        _move(fields, "attention_mask", others)
+    if not is_batch and not isinstance(fields.get("lengths"), int):
+        _move(fields, "lengths", others)
+    if isinstance(fields.get("scores"), Mapping):
+        _move(fields, "scores", others)
     given_ids = fields.pop("layer_ids", None)
     if fields.get("hidden_states") is None and fields.get("last_token") is not None:
-        record, ids = _last_token_record(fields, source_name, position, given_ids)
+        ids = _set_last_token(fields, given_ids)
+        record = record_from_dict(fields, **options | {"need_attention": False})
     else:
+        if isinstance(fields.get("hidden_states"), np.ndarray):
+            fields["hidden_states"] = list(fields["hidden_states"])  # axes that are known
         ids = _layers_by_id(fields, "hidden_states")
         if need_attention is not False and "attentions" in fields:
             attention_ids = _layers_by_id(fields, "attentions")
@@ -103,41 +118,38 @@ def _record(
                 is_shifted = ids == list(range(len(ids))) and attention_ids == ids[:-1]
                 if attention_ids not in (ids, ids[1:]) and not is_shifted:
                     raise field_error("attentions", f"layers {attention_ids}", f"{ids} as in hidden_states")
-        is_head_mean = need_attention is not False and _add_head_axis(fields)
-        record = _validated(found, source_name, position, need_attention)
-        record.is_head_mean = is_head_mean
-        if mask is not None or length is not None:
-            num_tokens = record.num_tokens if record.tokens is None else len(record.tokens)
-            begin, end = valid_span(mask, length, num_tokens)
-            crop(record, begin, end)
-            if mask is not None and (begin, end) == (0, num_tokens):
-                record.extras["attention_mask"] = mask
+        record = _validated(found, options)
+    record.extras |= others
     layers: Any = record.extras.get("layers")
     if given_ids is None and ids is None and _is_list_of_integers(layers) and len(layers) == record.num_layers:
         given_ids = layers  # a list of another length has another meaning
     given_ids = ids if given_ids is None else given_ids
-    record.layer_ids = None if given_ids is None else _layer_ids(given_ids, record)
-    record.dropped, record.scores = found.dropped, found.scores
-    record.label = found.label
+    record.layer_ids = None if given_ids is None else layer_ids_of(given_ids, record)
+    record.dropped, record.scores = found.dropped, record.scores | found.scores
+    record.label = record.label if found.label is None else found.label
     return record
 
 
-def _validated(found: Assignment, source_name: str, position: int, need_attention: bool | None) -> TraceRecord:
+def _move(fields: dict[str, Any], name: str, others: dict[str, Any]) -> None:
+    if name in fields:
+        others[name] = fields.pop(name)
+
+
+def _validated(found: Assignment, options: Mapping[str, Any]) -> TraceRecord:
     """Return the record of the fields. Tokens of another name that do not fit to the hidden states are an extra."""
-    given: dict[str, Any] = {"source_name": source_name, "position": position, "need_attention": need_attention}
     try:
-        return record_from_dict(found.fields, need_tokens=False, **given)
+        return record_from_dict(found.fields, **options)
     except InvalidInputError as error:
         if error.field == "attentions" and error.reason.startswith("missing key"):
             # What else is wrong would remain after --attention none.
-            record_from_dict(found.fields, need_tokens=False, **given | {"need_attention": None})
+            record_from_dict(found.fields, **{**options, "need_attention": None})
         field = error.field or ""
         names = {role: key for key, role in found.roles.items() if key not in _PER_TOKEN}
         if field not in ("tokens", "tokens_decoded") or field not in names:
             raise
     found.fields[names[field]] = found.fields.pop(field)
     del found.roles[names[field]]
-    return _validated(found, source_name, position, need_attention)
+    return _validated(found, options)
 
 
 def _is_mask(value: Any) -> bool:
@@ -180,33 +192,6 @@ def _layers_by_id(fields: dict[str, Any], name: str) -> list[int] | None:
     return ids
 
 
-def _layer_ids(value: Any, record: TraceRecord) -> tuple[int, ...]:
-    """Return the layer of the model that each stored layer comes from."""
-    if not _is_list_of_integers(value):
-        raise field_error("layer_ids", describe(value), "a list of L integers")
-    ids = [integer(k, "layer_ids") for k in value]
-    if record.is_without_embeddings and len(ids) == record.num_layers + 1:
-        ids = ids[1:]
-    if len(ids) != record.num_layers or min(ids) < 0 or len(set(ids)) < len(ids):
-        raise field_error("layer_ids", f"{str(ids)[:80]}", f"{record.num_layers} different numbers of layers from 0")
-    return tuple(ids)
-
-
-def _add_head_axis(fields: dict[str, Any]) -> bool:
-    """Give attention that is averaged over heads, (S, S) per layer, an axis of one head; return whether it was."""
-    value: Any = fields.get("attentions")
-    if (array := as_array(value)) is not None:
-        value = list(array) if array.ndim == 3 else []
-    elif leaf_of(value)[1] == 3:  # nested lists (S, S) per layer
-        value = [array_of(layer) for layer in value]
-    layers = list(map(as_array, value)) if isinstance(value, list | tuple) else []
-    squares = [layer[None] for layer in layers if layer is not None and layer.ndim == 2 and len(set(layer.shape)) == 1]
-    if not layers or len(squares) < len(layers):
-        return False
-    fields["attentions"] = squares
-    return True
-
-
 def _behind_each_other(layers: list[np.ndarray], fields: Mapping[str, Any], layer_ids: Any) -> list[np.ndarray]:
     """Return the layers that a single vector holds behind each other, if their size or their numbers are given."""
     groups = [fields, *(value for value in fields.values() if isinstance(value, Mapping))]
@@ -223,10 +208,8 @@ def _behind_each_other(layers: list[np.ndarray], fields: Mapping[str, Any], laye
     return list(layers[0].reshape(-1, 1, dim)) if len(layers) == 1 and 0 < dim < size and size % dim == 0 else layers
 
 
-def _last_token_record(
-    fields: dict[str, Any], source_name: str, position: int, layer_ids: Any
-) -> tuple[TraceRecord, list[int] | None]:
-    """Return the record of a trace that has the hidden states of the last token alone, and the numbers of its layers."""
+def _set_last_token(fields: dict[str, Any], layer_ids: Any) -> list[int] | None:
+    """Make the hidden states of the last token a list of layers, and return the numbers of the layers."""
     ids = _layers_by_id(fields, "last_token")
     value = fields.pop("last_token")
     array = as_array(value)
@@ -239,22 +222,6 @@ def _last_token_record(
         if layer is None or layer.ndim == 0 or layer.size != layer.shape[-1]:
             raise field_error(f"last_token[{k}]", describe(row), f"an array (D,); see {INPUTS_PAGE}#keys")
         layers.append(layer.reshape(1, -1))
-    layers = _behind_each_other(layers, fields, layer_ids)
-    # Values per token belong to tokens that have no hidden states here.
-    others = {name: fields.pop(name) for name in _PER_TOKEN if name in fields}
+    fields["last_token"] = [layer.reshape(-1) for layer in _behind_each_other(layers, fields, layer_ids)]
     fields.pop("attentions", None)
-    try:
-        record = record_from_dict(
-            fields | {"hidden_states": layers},
-            source_name=source_name,
-            position=position,
-            need_attention=False,
-            need_tokens=False,
-        )
-    except InvalidInputError as error:
-        name = (error.field or "").replace("hidden_states", "last_token") or None
-        raise InvalidInputError(error.reason, source=error.source, position=error.position, field=name) from None
-    record.last_token = np.concatenate(record.hidden or [])
-    record.hidden = None
-    record.extras |= others
-    return record, ids
+    return ids

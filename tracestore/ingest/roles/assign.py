@@ -24,7 +24,6 @@ from tracestore.ingest.roles.keys import (
     MAPPABLE,
     OTHER_NAMES,
     SAME,
-    SCORE_COLUMNS,
     SPELLED,
     TOKENS_KEYS,
     WORD_COLUMNS,
@@ -33,8 +32,8 @@ from tracestore.ingest.roles.keys import (
     fields_of_nested,
     known_name,
     normalized,
-    score_of_word,
 )
+from tracestore.store.vocabulary import FIELDS, SCORES, score_of_word
 from tracestore.store.write.values import are_arrays, as_array, describe
 
 OWN_KEYS = frozenset((*MAPPABLE, *TOKENS_KEYS, "global_example_id", "layers", "labels")) - {"label"}
@@ -356,7 +355,7 @@ def _score(key: str, value: Any) -> float | None:
 def _score_keys(keys: tuple[Any, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the keys with the names of scores, and those with the names of words of judges, in the order of the names."""
     given = {known_name(key): key for key in reversed(keys) if isinstance(key, str)}
-    scores, words = ([given[name] for name in names if name in given] for names in (SCORE_COLUMNS, WORD_COLUMNS))
+    scores, words = ([given[name] for name in names if name in given] for names in (SCORES, WORD_COLUMNS))
     return tuple(scores), tuple(words)
 
 
@@ -367,7 +366,7 @@ def _by_name(keys: tuple[str, ...]) -> dict[str, str]:
 
 
 def _find_scores(found: Assignment, options: KeyOptions) -> None:
-    """Find scores and the label; their keys stay extras too, so that an export returns them."""
+    """Find scores and the label."""
     values = found.fields
     owners: dict[Any, str] = {}
     for key, inner in found.fields.items():
@@ -376,17 +375,24 @@ def _find_scores(found: Assignment, options: KeyOptions) -> None:
             values = dict(inner) | values
     names, words = _score_keys(tuple(values))
     for name in names if options.score_key is None else (options.score_key,):
-        if name in values and (score := _score(name, values[name])) is not None:
+        if options.score_key is None and name in FIELDS and (value := found.fields.get(name)) is not None:
+            # The table of fields checks it.
+            if _score(name, value) is not None or not FIELDS[name].may_be_other:
+                found.roles[name] = "score"
+        elif name in values and (score := _score(name, values[name])) is not None:
             found.scores[name] = score
             found.roles[name if name in found.fields else owners[name]] = "score"
-    for name in words if not found.scores and options.score_key is None else ():
+            found.fields.pop(name, None)
+    for name in words if "score" not in found.roles.values() and options.score_key is None else ():
         text = found.fields.get(name)
         if isinstance(text, str) and (score := score_of_word(text, None)) is not None:
             found.scores[name] = score
             found.roles[name] = "score"
+            del found.fields[name]
             break
     for key in ("label", "labels", LABELS):
         if key in found.fields and options.score_key != key and (label := _number(found.fields[key])) in (0, 1):
             found.label = label
             found.roles[key] = "label"
+            del found.fields[key]
             break

@@ -128,69 +128,6 @@ def _of_layers(name: str, value: Any, k: int, count: int, axis: int = 1) -> Any:
     return [_of_layers(name, item, k, count, axis=0) for item in value]
 
 
-def valid_span(mask: Any, length: Any, num_tokens: int) -> tuple[int, int]:
-    """Return the first token that is not padding, and the one after the last.
-
-    Parameters
-    ----------
-    mask : Any
-        Attention mask (T,) or, of the prompt alone, of fewer tokens: the generated ones are no padding.
-    length : Any
-        Number of tokens without padding.
-    num_tokens : int
-        Number of tokens, T.
-    """
-    begin, end = 0, num_tokens
-    if mask is not None:
-        array = as_array(mask)
-        array = np.asarray(mask) if array is None else array
-        if array.ndim == 2 and len(array) == 1:
-            array = array[0]
-        if array.ndim != 1 or array.dtype.kind not in "biuf" or not 0 < len(array) <= num_tokens:
-            raise field_error("attention_mask", describe(array), f"numbers of shape ({num_tokens},)")
-        kept = np.flatnonzero(array)
-        if len(kept) == 0:
-            raise field_error("attention_mask", "only padding", "at least one token")
-        begin, end = int(kept[0]), int(kept[-1]) + 1
-        if end - begin != len(kept):
-            raise field_error("attention_mask", "a gap between tokens", "padding at the ends")
-        if end == len(array):
-            end = num_tokens
-    if length is not None:
-        array = as_array(length)
-        count = array.reshape(-1)[0] if array is not None and array.size == 1 else length
-        if not isinstance(count, int | np.integer) or isinstance(count, bool) or not 0 < count <= num_tokens - begin:
-            raise field_error("lengths", describe(length), f"a number of tokens from 1 to {num_tokens - begin}")
-        end = begin + int(count)
-    return begin, end
-
-
-def crop(record: TraceRecord, begin: int, end: int) -> None:
-    """Keep the tokens from `begin` to `end` of a record; its states may have one token less."""
-    assert record.hidden is not None
-    num_tokens = record.num_tokens if record.tokens is None else len(record.tokens)
-    if (begin, end) == (0, num_tokens):
-        return
-    last = min(end, record.num_tokens)
-    if begin >= last:
-        raise field_error("attention_mask", "no token with hidden states", "at least one")
-    record.hidden = [layer[begin:last] for layer in record.hidden]
-    if record.attention is not None:
-        record.attention = [layer[:, begin:last, begin:last] for layer in record.attention]
-    if record.tokens is not None:
-        record.tokens = record.tokens[begin:end]
-    if record.tokens_decoded is not None:
-        record.tokens_decoded = list(record.tokens_decoded)[begin:end]
-    for name, field in schema.TOKEN_FIELDS.items():
-        if name in record.optional and field.shape in (schema.PER_TOKEN, schema.TOP_K):
-            record.optional[name] = np.ascontiguousarray(record.optional[name][begin:end])
-    if record.prompt_length is not None:
-        record.prompt_length = max(0, record.prompt_length - begin)
-    if "answer_span" in record.optional:
-        first, after = (at if at < 0 else min(max(at - begin, 0), end - begin) for at in record.optional["answer_span"])
-        record.optional["answer_span"] = (first, after)
-
-
 class SampleNumbers:
     """Give the answers to one question the numbers that a key such as sample_id next to the id of the question has.
 

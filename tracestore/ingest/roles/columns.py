@@ -14,14 +14,13 @@ from tracestore.ingest.roles.keys import (
     LABELS,
     MAPPABLE,
     OTHER_NAMES,
-    SCORE_COLUMNS,
     known_name,
-    score_of_word,
 )
 from tracestore.ingest.roles.layout import layout, opened, row, shape_of
+from tracestore.store.vocabulary import SCORES, score_of_word
 
 # Names of values of one trace; a column may have an "s" at the end.
-_SINGULAR = frozenset((*MAPPABLE, *itertools.chain(*OTHER_NAMES.values()), *ID_KEYS, *SCORE_COLUMNS, LABELS))
+_SINGULAR = frozenset((*MAPPABLE, *itertools.chain(*OTHER_NAMES.values()), *ID_KEYS, *SCORES, LABELS))
 _PER_TOKEN = frozenset((*OTHER_NAMES["tokens"], *OTHER_NAMES["tokens_decoded"], "attention_mask", "tokens_decoded"))
 _SINGULAR -= _PER_TOKEN
 UNNAMED = "item_"  # begin of the names of columns without a name

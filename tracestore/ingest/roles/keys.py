@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from tracestore.errors import UsageError, escape_unprintable
 from tracestore.store.format import schema
-from tracestore.store.format.labels import CORRECT, HALLUCINATION
+from tracestore.store.format.labels import HALLUCINATION
+from tracestore.store.vocabulary import SCORES, score_of_word
 
 INPUTS_PAGE = "docs/inputs.md"
 # Fields that may have another name in a file.
@@ -69,13 +70,6 @@ _ABOUT_TRACE = frozenset(
 _NESTED = frozenset((*OTHER_NAMES["question_id"][:6], *OTHER_NAMES["question"], *OTHER_NAMES["generated_answer"]))
 # Names of nested dicts with scores.
 JUDGMENTS = ("eval", "evals", "evaluation", "metrics", "scores", "judge", "judgment", "grading", "annotation")
-# Words of judges: whether the answer is correct; and those whose meaning is that of the column.
-_WORDS = {
-    **dict.fromkeys(("correct", "right", "accurate", "truthful", "factual", "faithful", "supported"), True),
-    **dict.fromkeys(("incorrect", "wrong", "inaccurate", "untruthful", "unfaithful", "unsupported"), False),
-    **dict.fromkeys(("hallucination", "hallucinated", "hallu"), False),
-}
-_YES_OR_NO = {**dict.fromkeys(("yes", "true", "y", "t"), 1.0), **dict.fromkeys(("no", "false", "n", "f"), 0.0)}
 # Words that are names of folders and groups of one class of answers.
 _CLASSES = ("correct", "incorrect", "wrong", "hallucinated")
 _WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[\s\-]+")
@@ -84,30 +78,7 @@ Axes = Literal["LSD", "SLD", "SD", "LD", "D", "NLSD", "LNSD", "NSLD", "NSD", "NL
 _MAX_MAP_BYTES = 1 << 20
 
 
-# The meaning of a high value, by the normalized name of a column. A column named "label" may mean either.
-PRIMARY_SCORES = {
-    **dict.fromkeys(("bleurt_score", "score", "correctness", "is_correct", "correct"), CORRECT),
-    **dict.fromkeys(("hallucination_score", "p_hallucination", "hallucination", "is_hallucination"), HALLUCINATION),
-}
-_HALLUCINATION = (
-    *("hallucinated", "is_hallucinated", "has_hallucination", "hallu", "is_hallu", "hallu_score", "hallucinates"),
-    *("hallucination_label", "hallu_label", "hallucination_flag", "is_hallucinating"),
-    *("is_wrong", "is_incorrect", "is_unfaithful"),
-)
-_CORRECT = (
-    *("accuracy", "acc", "exact_match", "em", "f1", "f1_score", "bleurt", "bleu", "bleu_score"),
-    *("rouge", "rouge_1", "rouge1", "rouge_2", "rouge2", "rouge_l", "rougel", "rouge_lsum"),
-    *("rouge_score", "rouge_l_score", "meteor", "bert_score", "bertscore"),
-    *("truthful", "is_truthful", "truthfulness", "factual", "faithful", "faithfulness"),
-    *("automatic_correctness", "auto_correctness", "answer_correctness", "correctness_score"),
-    *("is_right", "is_accurate"),
-    *("answer_correct", "model_correct", "llm_correct", "judge_correct", "is_factual", "is_faithful"),
-    *("factuality", "factuality_score", "faithfulness_score", "truthfulness_score", "em_score", "exact_match_score"),
-    *("rougel_score", "rougel_fmeasure", "rougel_f1", "rouge_l_f1", "meteor_score", "bertscore_f1", "bert_score_f1"),
-    *("is_supported", "correct_prediction"),
-)
-SCORE_COLUMNS = PRIMARY_SCORES | dict.fromkeys(_HALLUCINATION, HALLUCINATION) | dict.fromkeys(_CORRECT, CORRECT)
-# Columns whose words have a meaning, and whose numbers do not. They count if there is none of SCORE_COLUMNS.
+# Columns whose words have a meaning, and whose numbers do not. They count if there is none of SCORES.
 WORD_COLUMNS = ("verdict", "judgment", "judge", "judge_label", "label", "labels")
 # What the name of a score may have before or behind it without another meaning.
 _AFFIX = re.compile(r"^(?:label|human)_|_(?:to_target|reward)$")
@@ -124,7 +95,7 @@ class KeyOptions:
     renamed : tuple of (str, str)
         Pairs of a field in MAPPABLE and its key in the files. A key may be a path through nested dicts, with dots.
     score_key : str, optional
-        The only key with a score; by default all keys of `ingest.scores.SCORE_COLUMNS`.
+        The only key with a score; by default all keys of `store.vocabulary.SCORES`.
     has_scores_file : bool
         Scores come from a scores file, so that scores and labels inside traces are not used.
     id_key : str, optional
@@ -163,7 +134,7 @@ def normalized(name: str) -> str:
 
 @lru_cache(maxsize=1 << 14)
 def known_name(column: str) -> str:
-    """Return the name of a column in SCORE_COLUMNS that differs by an affix alone; for others what `normalized` returns.
+    """Return the name of a column in SCORES that differs by an affix alone; for others what `normalized` returns.
 
     Examples
     --------
@@ -172,12 +143,12 @@ def known_name(column: str) -> str:
     """
     name = normalized(column)
     known = _AFFIX.sub("", name)
-    return known if known in SCORE_COLUMNS else name
+    return known if known in SCORES else name
 
 
 def direction_of(column: str) -> str | None:
     """Return what a high value of a column or key of this name means; None if that is not known."""
-    return SCORE_COLUMNS.get(known_name(column))
+    return SCORES.get(known_name(column))
 
 
 def parse_map(text: str) -> tuple[tuple[str, str], ...]:
@@ -230,20 +201,6 @@ def fields_of_nested(values: Mapping[str, Any]) -> dict[str, Any]:
         if v is not None and (k in SPELLED or (k in _NESTED and normalized(str(key)) in _ABOUT_TRACE))
         if key != "doc" or k not in OTHER_NAMES["generated_answer"]  # a reference, by lm-evaluation-harness
     }
-
-
-def score_of_word(text: str, direction: str | None) -> float | None:
-    """Return 1 or 0 for a word of a judge, in the direction of its column; None for other texts.
-
-    Examples
-    --------
-    >>> score_of_word("INCORRECT", "correct"), score_of_word("incorrect", "hallucination")
-    (0.0, 1.0)
-    """
-    word = text.strip().strip(".!").lower()
-    if word in _WORDS:
-        return float(_WORDS[word] == (direction != HALLUCINATION))
-    return None if direction is None else _YES_OR_NO.get(word)
 
 
 @lru_cache(maxsize=1 << 10)

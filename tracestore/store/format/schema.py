@@ -3,11 +3,12 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from tracestore import extras
 from tracestore._core import kernels
 from tracestore.errors import UsageError
 from tracestore.store.format import labels
@@ -57,19 +58,22 @@ class OptionalField:
     doc : str
         Meaning, as the documentation of the attribute of a trace.
     fill : float
-        Stored where the value is unknown; also the smallest valid integer.
-    maximum : int
-        Largest valid integer.
+        Stored where the value is unknown.
+    maximum : float
+        Largest valid number.
     parts : tuple[str, ...]
         Names of the arrays if the field has one number in each of several.
+    minimum : float or None
+        Smallest valid number; None: `fill`, or any if that is NaN.
     """
 
     shape: str
     dtype: str
     doc: str
     fill: float = math.nan
-    maximum: int = 0
+    maximum: float = math.inf
     parts: tuple[str, ...] = ()
+    minimum: float | None = None
 
     def arrays(self, name: str) -> dict[str, tuple[str, str]]:
         """Return the entries of ROW_ARRAYS for the field called `name`."""
@@ -87,20 +91,29 @@ class OptionalField:
 # T: number of tokens; K: a number of most likely tokens, the same for all fields of a trace.
 PER_TOKEN, TOP_K, PER_TRACE, JSON = "(T,)", "(T, K)", "()", "JSON"
 ROWS, OFFSETS, VALUES = "rows", "offsets", "values"
+# A log-probability is at most 0, and an entropy at least 0, up to rounding; the largest number of float32.
+_ROUNDING, _LARGEST = 1e-3, 3.4028235e38
 # Fields with one value, or K values, per token.
 TOKEN_FIELDS: dict[str, OptionalField] = {
     "token_logprob": OptionalField(
-        PER_TOKEN, "<f4", "Log-probability (T,) float32 of each token given the tokens before it; NaN: unknown."
+        PER_TOKEN,
+        "<f4",
+        "Log-probability (T,) float32 of each token given the tokens before it; NaN: unknown.",
+        maximum=_ROUNDING,
     ),
     "token_entropy": OptionalField(
         PER_TOKEN,
         "<f4",
         "Entropy (T,) float32 in nats of the distribution of each token given the tokens before it; NaN: unknown.",
+        maximum=_LARGEST,
+        minimum=-_ROUNDING,
     ),
     "top_ids": OptionalField(
         TOP_K, "<i4", "Ids (T, K) int32 of the most likely tokens at each position; -1: none.", -1, 2**31 - 1
     ),
-    "top_logprobs": OptionalField(TOP_K, "<f4", "Log-probabilities (T, K) float32 of `top_ids`; NaN: none."),
+    "top_logprobs": OptionalField(
+        TOP_K, "<f4", "Log-probabilities (T, K) float32 of `top_ids`; NaN: none.", maximum=_ROUNDING
+    ),
     "generated_mask": OptionalField(PER_TOKEN, "|u1", "Mask (T,) uint8; 1: the model generated the token.", 0, 1),
     "special_mask": OptionalField(PER_TOKEN, "|u1", "Mask (T,) uint8; 1: a special token.", 0, 1),
     "token_label": OptionalField(
@@ -117,7 +130,7 @@ OPTIONAL_FIELDS: dict[str, OptionalField] = {
         MAX_TOKENS + 1,
         ("answer_begin", "answer_end"),
     ),
-    "temperature": OptionalField(PER_TRACE, "<f4", "Sampling temperature of the answer."),
+    "temperature": OptionalField(PER_TRACE, "<f4", "Sampling temperature of the answer.", maximum=_LARGEST, minimum=0),
     "seed": OptionalField(PER_TRACE, "<i8", "Seed of the random generator that sampled the answer.", -1, 2**63 - 1),
     "spans": OptionalField(
         JSON, "|u1", "Character spans of the answer: dicts with start, end (exclusive), type and other keys."
@@ -214,20 +227,9 @@ def as_float32(array: np.ndarray, name: str) -> np.ndarray:
     return array.astype("<f4", copy=False)
 
 
-@cache
-def bfloat16_dtype() -> np.dtype | None:
-    """Return the dtype that the optional package ml_dtypes has for bfloat16; None without it."""
-    try:
-        from ml_dtypes import bfloat16
-    except ImportError:
-        return None
-    dtype: np.dtype = np.dtype(bfloat16)
-    return dtype
-
-
 def as_values(array: np.ndarray, name: str) -> np.ndarray:
     """Return a stored array, whose dtype is called `name`, as numbers: bfloat16 of ml_dtypes or, without it, float32."""
-    dtype = bfloat16_dtype() if name == "bfloat16" else array.dtype
+    dtype = extras.bfloat16_dtype() if name == "bfloat16" else array.dtype
     return as_float32(array, name) if dtype is None else array.view(dtype)
 
 

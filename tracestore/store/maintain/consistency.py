@@ -16,6 +16,7 @@ from tracestore.store.io.files import StoreFiles
 from tracestore.store.read.columns import Columns, read_columns
 from tracestore.store.read.index import SegmentEntry, StoreIndex
 from tracestore.store.read.segment import SegmentReader, row_sizes
+from tracestore.store.write.record import read_record
 from tracestore.store.write.values import optional_fields
 
 _LOCATIONS = (("graph_segment", "graph_row"), ("sequence_segment", "sequence_row"))
@@ -194,17 +195,34 @@ def _check_optional(segment: SegmentReader, rows: dict[str, np.ndarray]) -> None
     more = counts - rows["num_tokens"]
     is_aligned = (counts == 0) | (rows["num_tokens"] == 0) | (more == 0) | (more == 1)
     _require(bool(is_aligned.all()), where, "tokens", "not one per hidden state, or one more")
+    counts = np.where(counts > 0, counts, rows["num_tokens"])
     decoded = np.diff(rows["tokens_decoded_ptr"])
     _require(bool(((decoded == 0) | (decoded == counts)).all()), where, "tokens_decoded", "not one text per token")
     for name in segment.optional_names:
         if f"{name}_offsets" in rows:
             is_valid = is_offsets(rows[f"{name}_offsets"], len(rows[name]))
             _require(is_valid, where, f"{name}_offsets", f"not offsets of {len(rows[name])} values")
+    for row, reason in impossible_values(segment):
+        raise CorruptStoreError(f"{where}: row {row}: {reason}")
+
+
+def impossible_values(segment: SegmentReader) -> Iterator[tuple[int, str]]:
+    """Yield rows with a value that no trace can have, and what is wrong with it."""
+    ids, offsets = segment.values("tokens"), segment.values("tokens_offsets")
+    lengths = np.diff(offsets)
+    counts = np.where(lengths > 0, lengths, segment.values("num_tokens"))
+    most = np.where(counts > 0, counts, schema.MAX_TOKENS)
+    prompt = segment.values("prompt_length")
+    for row in np.flatnonzero((prompt > most) | (prompt < -1)).tolist():
+        yield row, f"prompt_length: found {prompt[row]}, expected 0 to {most[row]}, the number of tokens"
+    for position in np.flatnonzero(ids < 0)[:1].tolist():
+        row = int(np.searchsorted(offsets, position, side="right")) - 1
+        yield row, f"tokens: found the token id {ids[position]}, expected 0 or greater"
     for row in range(segment.num_rows) if segment.optional_names else ():
         try:
-            optional_fields(segment.optional_fields(row), int(counts[row]))
+            optional_fields(segment.optional_fields(row), int(counts[row]), read_record(segment, row).answer)
         except InvalidInputError as error:
-            raise CorruptStoreError(f"{where}: row {row}: {error}") from None
+            yield row, str(error)
 
 
 def _check_edges(segment: SegmentReader, attributes: schema.Attributes, rows: dict[str, np.ndarray]) -> None:

@@ -16,6 +16,7 @@ from tracestore.errors import CorruptStoreError, UsageError
 from tracestore.store.fields import PackedEdges
 from tracestore.store.format import schema
 from tracestore.store.format.labels import disagreements
+from tracestore.store.maintain.consistency import impossible_values
 from tracestore.store.read.store import TraceStore, open_store
 from tracestore.store.read.trace import Trace
 
@@ -52,6 +53,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "score_range": ("error", "choose a score threshold, or store the scores in [0, 1]"),
     "rare_class": ("warning", "choose another score threshold, or collect more of that class"),
     "outlier_length": ("warning", "check that generation stopped; one long trace decides the memory of its batch"),
+    "impossible_value": ("error", "no trace can have it: check what wrote the store, and convert the source again"),
     "one_token": ("warning", "check the source: a graph of one token has no structure"),
 }
 
@@ -169,6 +171,18 @@ class _Linter:
                 "empty_answer", trace, "an answer of no characters" if not answer else "an answer of blanks"
             )
 
+    def impossible(self) -> None:
+        """Check for values that no trace can have, such as a prompt that is longer than the trace."""
+        internals = self.store.internals
+        found = {
+            (number, row): reason
+            for number in range(internals.manifest.num_segments)
+            for row, reason in impossible_values(internals.segment(number))
+        }
+        for index in range(len(self.store)) if found else ():
+            if reason := found.get(internals.index.row(index).primary_location):
+                self.report.add("impossible_value", self.store[index], reason)
+
     def scores(self, threshold: float) -> None:
         """Check for missing scores, and for scores that do not fit the label or several samples of one question.
 
@@ -259,6 +273,7 @@ def lint_store(
                 raise CorruptStoreError(f"{store.path}: trace {index}: {error}") from error
             if progress is not None:
                 progress(index + 1, len(store))
+        linter.impossible()
         linter.scores(score_threshold)
         linter.classes(score_threshold)
         linter.lengths()

@@ -1,4 +1,4 @@
-"""Reading of Zarr v3 arrays of one shard file each, which are mapped. store.write.shard_writer writes them."""
+"""Reading of Zarr v3 arrays of one shard file each, which are mapped. store.io.shard_writer writes them."""
 
 import json
 import math

@@ -218,11 +218,16 @@ class SegmentReader:
             if begin == end:
                 return None
             values = self.small.read(name, begin, end)
-            first, last = self.small.read("tokens_offsets", row, row + 2).tolist()
-            is_whole = last > first and len(values) % (last - first) == 0
-            if not is_whole or (field.shape == schema.PER_TOKEN and len(values) != last - first):
-                raise ValueError(f"{name}: found {len(values)} values of {last - first} tokens in row {row}")
-            return values.reshape(last - first, -1) if field.shape == schema.TOP_K else values
+            count = self.num_ids(row)
+            is_whole = count > 0 and len(values) % count == 0
+            if not is_whole or (field.shape == schema.PER_TOKEN and len(values) != count):
+                raise ValueError(f"{name}: found {len(values)} values of {count} tokens in row {row}")
+            return values.reshape(count, -1) if field.shape == schema.TOP_K else values
+
+    def num_ids(self, row: int) -> int:
+        """Return the number of tokens T of a row: that of its token ids, S without them."""
+        begin, end = self.small.read("tokens_offsets", row, row + 2).tolist()
+        return end - begin or self.scalar("num_tokens", row)
 
     def optional_fields(self, row: int, *, decode: bool = True) -> dict[str, Any]:
         """Return the fields of schema.OPTIONAL_FIELDS that a row has; see optional()."""

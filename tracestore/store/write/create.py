@@ -1,15 +1,41 @@
 """tracestore.create: append traces to a store from Python."""
 
 import os
-from collections.abc import Mapping
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from tracestore.errors import UsageError
+from tracestore.errors import InvalidInputError, UsageError
 from tracestore.store.format import labels, schema
-from tracestore.store.format.provenance import Provenance
-from tracestore.store.write.record import record_from_dict
-from tracestore.store.write.values import lens_arrays
+from tracestore.store.format.provenance import Provenance, with_layers
+from tracestore.store.vocabulary import SCORES
+from tracestore.store.write.record import TraceRecord, record_from_dict
+from tracestore.store.write.values import field_error, label_value, lens_arrays, score_value
 from tracestore.store.write.writer import StoreWriter
+
+# Flags of the command line that are arguments of create(), and their values.
+_FLAG = re.compile(
+    r"--(attention|dtype|codec|allow-mixed-provenance)(?: (mean|heads|none|float16|keep|zstd|blosc-\w+))?"
+)
+
+
+def _argument(flag: re.Match[str]) -> str:
+    return f"{flag[1].replace('-', '_')}={'True' if flag[2] is None else repr(flag[2])}"
+
+
+@contextmanager
+def _named_for_programs() -> Iterator[None]:
+    """Name the arguments of create() in errors of the writer, instead of the flags of commands."""
+    try:
+        yield
+    except InvalidInputError as error:
+        error.reason = _FLAG.sub(_argument, error.reason)
+        raise
+    except UsageError as error:
+        error.args = tuple(_FLAG.sub(_argument, str(text)) for text in error.args)
+        raise
 
 
 class TraceWriter:
@@ -28,12 +54,25 @@ class TraceWriter:
     ...     writer.append(trace, scores={"judge": 0.25}, label=0)
     >>> tracestore.open("written.zarr")[0].scores
     {'judge': 0.25}
+
+    Attributes
+    ----------
+    extras : Counter of str
+        Number of appended traces that had each key that is no field, and is stored in `Trace.extras`.
     """
 
     def __init__(
-        self, writer: StoreWriter, score_direction: str = labels.CORRECT, provenance: Provenance | None = None
+        self,
+        writer: StoreWriter,
+        score_direction: str = labels.CORRECT,
+        provenance: Provenance | None = None,
+        attention: str | None = None,
     ) -> None:
         self._writer, self._score, self._provenance = writer, labels.ScoreField(score_direction), provenance
+        # By the first trace, which may lack it; then the traces after it lack it too.
+        self._is_chosen = attention is not None or writer.manifest.generation > 0
+        self._is_refused = False
+        self.extras: Counter[str] = Counter()
 
     def define_score(
         self,
@@ -65,7 +104,8 @@ class TraceWriter:
         """
         if direction not in labels.DIRECTIONS:
             raise UsageError(f"found {direction!r}, expected one of {', '.join(labels.DIRECTIONS)}")
-        self._writer.define_score(name, labels.ScoreField(direction, source, version), is_default=default)
+        with _named_for_programs():
+            self._writer.define_score(name, labels.ScoreField(direction, source, version), is_default=default)
 
     def set_lens(
         self,
@@ -102,7 +142,8 @@ class TraceWriter:
             If an array has the wrong shape or dtype, or float16 cannot hold a value.
         """
         small = {"final_norm_weight": norm_weight, "final_norm_bias": norm_bias, "unembedding_bias": bias}
-        self._writer.set_lens(lens_arrays(unembedding, small, norm, eps), self._provenance)
+        with _named_for_programs():
+            self._writer.set_lens(lens_arrays(unembedding, small, norm, eps), self._provenance)
 
     def append(
         self,
@@ -118,15 +159,17 @@ class TraceWriter:
         Parameters
         ----------
         trace : Mapping[str, Any]
-            Fields of the pickle schema: `hidden_states`, L arrays of shape ``(S, D)``; `attentions`, L
-            arrays of shape ``(H, S, S)``; `tokens`, ``(T,)`` integers with T = S or S + 1; optionally
-            `question_id`, `sample`, `tokens_decoded`, `question`, answers, `prompt_length`, data per
-            token such as `token_logprob`, `answer_span`, `spans`, `temperature`, `seed` (docs/ingest.md
-            lists all keys) and extra fields. Arrays are NumPy arrays or torch tensors.
+            The fields that docs/inputs.md lists, as in the files that `tracestore convert` reads: `hidden_states`,
+            L arrays of shape ``(S, D)`` or one ``(L, S, D)``, or `last_token` ``(L, D)``; optionally `attentions`, L
+            arrays of shape ``(H, S, S)`` or ``(S, S)``, in all traces or none; `tokens`, ``(T,)`` integers with
+            T = S or S + 1; `question_id`, `sample`, `tokens_decoded`, `question`, answers, `prompt_length`, data
+            per token such as `token_logprob`, `answer_span`, `spans`, `temperature`, `seed`; `label`, `is_correct`
+            and other scores. Other keys are stored as extras. Arrays are NumPy arrays or torch tensors.
         score : float, optional
-            Value of the score "score", whose direction was given to `create`.
+            Value of the score "score", whose direction was given to `create`. This and the following arguments may be
+            keys of the trace instead.
         scores : Mapping[str, float], optional
-            Values of named scores, which `define_score` defined.
+            Values of named scores, which `define_score` defined. It need not define those that docs/inputs.md lists.
         label : float, optional
             1 for a hallucinated answer, 0 for a correct one.
         group : str
@@ -135,31 +178,71 @@ class TraceWriter:
         Raises
         ------
         InvalidInputError
-            If the trace does not conform to the schema or does not fit the store. Traces that were
-            appended before are kept.
+            If the trace has an invalid or impossible value, a key that looks like a label or score and is no field,
+            or does not fit the store; or if an argument differs from the key of the trace. Traces that were appended
+            before are kept.
         UsageError
             If a named score is not defined.
         """
-        writer, given = self._writer, dict(scores or {})
-        for unknown in given.keys() - writer.attributes.scores.keys():
-            raise UsageError(f"the score {unknown!r} is not defined: call define_score() first")
-        start = writer.manifest.num_traces + writer.num_pending
-        name = f"append-{start:010d}"
-        need = writer.attributes.options["attention"] != "none"
-        record = record_from_dict(trace, source_name=name, position=0, need_attention=need)
-        record.label = label
-        if score is not None:
-            given[labels.DEFAULT_SCORE_NAME] = float(score)
-            if writer.attributes.scores.get(labels.DEFAULT_SCORE_NAME) != self._score:
-                writer.define_score(labels.DEFAULT_SCORE_NAME, self._score)
-        writer.begin_source(name, 0, "", self._provenance)
+        writer = self._writer
+        name = f"append-{writer.manifest.num_traces + writer.num_pending:010d}"
+        is_first = not self._is_chosen and not writer.manifest.generation
+        need = None if is_first or self._is_refused else writer.attributes.options["attention"] != "none"
+        with _named_for_programs():
+            record = record_from_dict(trace, source_name=name, position=0, need_attention=need)
+            record.label = _same("label", record.label, None if label is None else label_value(label, "label"))
+            record.group = _same("group", record.group, group)
+            for key, value in (*(scores or {}).items(), ("score", score)):
+                if value is not None and (number := score_value(value, key)) is not None:
+                    record.scores[key] = _same(key, record.scores.get(key), number)
+            self._define_scores(record.scores)
+            has_states, has_attention = (
+                record.hidden is not None,
+                record.attention is not None or record.edges is not None,
+            )
+            if self._is_refused and has_attention:
+                expected = "none, as in the first trace; --attention none leaves it out"
+                raise field_error("attentions", "attention", expected)
+            is_without = is_first and has_states and not has_attention
+            if is_without:
+                writer.choose_attention("none")
+            try:
+                self._append(record, name)
+            except BaseException:
+                if is_without:
+                    writer.choose_attention("mean")
+                raise
+            self._is_chosen |= has_states
+            self._is_refused |= is_without
+
+    def _append(self, record: TraceRecord, name: str) -> None:
+        """Append a record as a source of its own."""
+        writer = self._writer
+        provenance = with_layers(self._provenance, record.layer_ids)
+        ids = None if provenance is None else provenance.layer_ids
+        if record.layer_ids is not None and record.layer_ids != ids:
+            raise field_error("layer_ids", str(list(record.layer_ids)), f"{list(ids or ())} as in the provenance")
+        writer.begin_source(name, 0, "", provenance)
         try:
-            packed = writer.pack(record)
-            writer.append_packed(packed, scores=given, group=group)
+            is_new = writer.append_packed(writer.pack(record), scores=record.scores, group=record.group)
         except BaseException:
             writer.abort_source()
             raise
         writer.end_source()
+        if is_new:
+            self.extras.update(record.extra_names)
+
+    def _define_scores(self, scores: Mapping[str, float]) -> None:
+        """Define the scores whose names say what a high value means. UsageError for any other one."""
+        stored = self._writer.attributes.scores
+        for name in scores:
+            known = self._score if name == labels.DEFAULT_SCORE_NAME else None
+            if known is None and name in SCORES:
+                known = labels.ScoreField(SCORES[name])
+            if known is not None and (name not in stored or stored[name].direction != known.direction):
+                self._writer.define_score(name, known)
+            elif name not in stored:
+                raise UsageError(f"the score {name!r} is not defined: call define_score() first")
 
     def flush(self) -> None:
         """Commit the traces appended so far."""
@@ -185,12 +268,19 @@ class TraceWriter:
         self._close(can_replace=kind is None)
 
 
+def _same(name: str, key: Any, argument: Any) -> Any:
+    """Return the value that a key of the trace, an argument or both have; InvalidInputError if they differ."""
+    if key is not None and key != "" and argument is not None and argument != "" and key != argument:
+        raise field_error(name, f"{key!r:.40} in the trace", f"{argument!r:.40} as in the argument")
+    return key if argument is None or argument == "" else argument
+
+
 def create(
     path: str | os.PathLike[str],
     *,
-    attention: str = "mean",
-    dtype: str = "float16",
-    codec: str = "none",
+    attention: str | None = None,
+    dtype: str | None = None,
+    codec: str | None = None,
     overwrite: bool = False,
     append: bool = False,
     score_direction: str = labels.CORRECT,
@@ -203,12 +293,13 @@ def create(
     ----------
     path : str or os.PathLike
         Path or URL of the store.
-    attention : {"mean", "heads", "none"}
-        Whether to store the attention averaged over the heads, of every head, or not at all.
-    dtype : {"float16", "keep"}
-        Dtype of the stored arrays; "keep" keeps that of the source.
-    codec : {"none", "blosc-zstd", "blosc-lz4", "zstd"}
-        Compression of the large arrays.
+    attention : {"mean", "heads", "none"}, optional
+        Whether to store the attention averaged over the heads, of every head, or not at all. Default: that of an
+        existing store; of a new one "none" if the first trace has hidden states without attention, otherwise "mean".
+    dtype : {"float16", "keep"}, optional
+        Dtype of the stored arrays; "keep" keeps that of the source. Default: that of an existing store, or "float16".
+    codec : {"none", "blosc-zstd", "blosc-lz4", "zstd"}, optional
+        Compression of the large arrays. Default: that of an existing store, or "none".
     overwrite : bool
         Replace an existing store when the writer is closed without an exception.
     append : bool
@@ -250,24 +341,25 @@ def create(
         (codec, schema.CODECS),
         (score_direction, labels.DIRECTIONS),
     ):
-        if value not in allowed:
+        if value is not None and value not in allowed:
             raise UsageError(f"found {value!r}, expected one of {', '.join(allowed)}")
     try:
         known = provenance if isinstance(provenance, Provenance | None) else Provenance.from_json(provenance)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    writer = StoreWriter(
-        path,
-        attention=attention,
-        dtype=dtype,
-        codec=codec,
-        overwrite=overwrite,
-        exist_ok=append,
-        allow_mixed_provenance=allow_mixed_provenance,
-    )
-    try:
-        writer.check_provenance([] if known is None else [known])
-    except BaseException:
-        writer.close()
-        raise
-    return TraceWriter(writer, score_direction, known)
+    with _named_for_programs():
+        writer = StoreWriter(
+            path,
+            attention=attention,
+            dtype=dtype,
+            codec=codec,
+            overwrite=overwrite,
+            exist_ok=append,
+            allow_mixed_provenance=allow_mixed_provenance,
+        )
+        try:
+            writer.check_provenance([] if known is None else [known])
+        except BaseException:
+            writer.close()
+            raise
+    return TraceWriter(writer, score_direction, known, attention)

@@ -79,7 +79,8 @@ class KeyResolver:
         if self._on_conflict == "error":
             raise InvalidInputError(
                 f"found a second trace of question id {record.question_id!r} (sample {record.sample}) with different "
-                f"content ({difference}), expected one trace per key (see --on-conflict)"
+                f"content ({difference}), expected one trace per key",
+                field="question_id",
             )
         self.num_conflicts += 1
         # A trace is replaced as a whole: graph and last tokens of different traces do not belong together.

@@ -329,7 +329,10 @@ def pack_record(
     trace.field_bits = sum(schema.FIELD_BITS[name] for name, value in present.items() if value is not None)
     # A trace that waits for its turn must not keep the source's arrays alive.
     record.hidden = record.attention = record.edges = record.last_token = None
-    trace.extras, record.extras = extras_json(record.extras, record.dropped), {}
+    trace.extras = extras_json(record.extras, record.dropped)
+    if record.extras:
+        record.extra_names = tuple(name for name in record.extras if name not in (record.dropped or ()))
+        record.extras = {}
     return trace
 
 
@@ -345,8 +348,7 @@ def fit_attributes(attributes: schema.Attributes, trace: PackedTrace) -> schema.
     for name in ("num_layers", "hidden_dim", "num_heads", "hidden_dtype", "attention_dtype"):
         found, stored = getattr(trace, name), getattr(attributes, name)
         if found is not None and stored is not None and found != stored:
-            advice = "; if their first axis counts tokens, choose --axes SLD" if name == "num_layers" else ""
-            raise field_error(name, str(found), f"{stored} as in the rest of the store{advice}")
+            raise field_error(name, str(found), f"{stored} as in the rest of the store")
         values[name] = found if stored is None else stored
     for ids in (p.layer_ids for p in attributes.provenance):
         if ids is not None and len(ids) != values["num_layers"]:

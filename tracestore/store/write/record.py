@@ -7,26 +7,28 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import InvalidInputError
+from tracestore.store import vocabulary
 from tracestore.store.format import schema
 from tracestore.store.read.segment import SegmentReader
+from tracestore.store.write.states import edges_of, last_token_of, layers_of, token_ids, valid_span, with_head_axis
 from tracestore.store.write.values import (
     as_array,
     describe,
     field_error,
     integer,
+    label_value,
     optional_fields,
+    score_value,
     spans_of_labels,
 )
 
-_OWN_FIELDS = frozenset(
-    ("hidden_states", "attentions", "tokens", "tokens_decoded", "question_id", "prompt_length", *schema.TEXT_FIELDS)
-)
 # Ids are short. A field of a CSV file, which has an end, holds them.
 MAX_ID_CHARACTERS = 1 << 20
-# Keys of the token ids: that of this schema, of a tokenizer, and of the output of generate().
-_TOKENS_KEYS = ("tokens", "input_ids", "sequences")
-# With "labels", the name of `spans` in RAGTruth.
-_OPTIONAL_KEYS = frozenset((*schema.OPTIONAL_FIELDS, "labels"))
+# Fields with values per token, and those of answers and their tokens.
+_PER_TOKEN = ("tokens", "tokens_decoded", "attention_mask", "lengths", *schema.TOKEN_FIELDS, "answer_span")
+_OPTIONAL = frozenset(schema.OPTIONAL_FIELDS)
+# Two names for one claim.
+_CLAIMS = ("is_correct", "is_hallucinated")
 
 
 @dataclass
@@ -62,7 +64,9 @@ class TraceRecord:
     scores : dict[str, float]
         Named scores that the source has.
     group : str
-        Group of its question that the source has; "" if missing.
+        Group for splits that the source has, "" if missing.
+    extra_names : tuple of str
+        Keys of the extras, which stay after the trace is packed.
     dropped : list of str, optional
         Keys whose values cannot be stored. None: such a value is an error.
     is_borrowed : bool
@@ -90,6 +94,7 @@ class TraceRecord:
     layer_ids: tuple[int, ...] | None = None
     scores: dict[str, float] = field(default_factory=dict)
     group: str = ""
+    extra_names: tuple[str, ...] = ()
     dropped: list[str] | None = None
     is_borrowed: bool = False
 
@@ -111,120 +116,19 @@ class TraceRecord:
         """Number of tokens, S; 0 without hidden states of all tokens."""
         return len(self.hidden[0]) if self.hidden is not None else 0
 
+    @property
+    def num_ids(self) -> int:
+        """Number of token ids, T; S without them."""
+        return self.num_tokens if self.tokens is None else len(self.tokens)
 
-def _layers(value: Any, name: str, ndim: int, shape_text: str) -> list[np.ndarray]:
-    """Return the layers of a field as arrays of `ndim` dimensions and one dtype.
-
-    `value` may be a list of L arrays, one stacked array, nested lists of numbers, or what generate() returns: a list
-    of passes, each a list of L arrays. A batch dimension of one is removed.
-    """
-    array = as_array(value)
-    if array is not None and array.ndim in (ndim + 1, ndim + 2):
-        if 0 in array.shape:
-            raise field_error(name, f"shape {array.shape}", f"a list of L non-empty arrays {shape_text}")
-        value = list(array)
-    if _is_list_of_passes(value):
-        return _join_passes(value, name, ndim, shape_text)
-    if not isinstance(value, list | tuple):
-        raise field_error(name, describe(value), f"a list of L arrays {shape_text}")
-    if len(value) == 0:
-        raise field_error(name, "zero layers", "at least one")
-    layers: list[np.ndarray] = []
-    for k, item in enumerate(value):
-        layer = item if type(item) is np.ndarray else as_array(item)
-        if layer is None and isinstance(item, list | tuple):
-            layer = _array_of_lists(item)
-        if layer is not None and layer.ndim == ndim + 1 and len(layer) == 1:
-            layer = layer[0]
-        if layer is None or layer.ndim != ndim:
-            is_batch = layer is not None and layer.ndim == ndim + 1
-            advice = "; save each answer of a batch as a trace" if is_batch else ""
-            raise field_error(f"{name}[{k}]", describe(item), f"an array {shape_text}{advice}")
-        # The layers of a pickle share one dtype object, which is checked once.
-        if not layers or layer.dtype is not layers[0].dtype:
-            try:
-                schema.dtype_name(layer.dtype)
-            except ValueError:
-                raise field_error(f"{name}[{k}]", f"dtype {layer.dtype.name}", "float16, float32 or bfloat16") from None
-            if not layer.dtype.isnative:
-                layer = layer.astype(layer.dtype.newbyteorder("="))
-            if layers and layer.dtype != layers[0].dtype:
-                raise field_error(f"{name}[{k}]", f"dtype {layer.dtype.name}", f"{layers[0].dtype.name} as in layer 0")
-        layers.append(layer)
-    return layers
-
-
-def _array_of_lists(value: Sequence[Any]) -> np.ndarray | None:
-    """Return nested lists of numbers as a float32 array; None for other lists."""
-    try:
-        return np.asarray(value, "<f4")
-    except (ValueError, TypeError, OverflowError):
-        return None
-
-
-def _is_list_of_passes(value: Any) -> bool:
-    """Return whether the first item is a list of arrays, as for each pass of generate()."""
-    if not isinstance(value, list | tuple) or not value or not isinstance(value[0], list | tuple) or not value[0]:
-        return False
-    return as_array(value[0][0]) is not None
-
-
-def _join_passes(passes: Sequence[Any], name: str, ndim: int, shape_text: str) -> list[np.ndarray]:
-    """Return the layers of all tokens from the layers of each forward pass of generate().
-
-    A pass computes the states (s, D) of its s new tokens, and their attention (H, s, k) to the k tokens so far.
-    """
-    parts = [_layers(layers, f"{name}[{k}]", ndim, shape_text) for k, layers in enumerate(passes)]
-    for k, layers in enumerate(parts):
-        if len(layers) != len(parts[0]):
-            raise field_error(f"{name}[{k}]", f"{len(layers)} layers", f"{len(parts[0])} as in the first pass")
-    joined, num_tokens = [], sum(layers[0].shape[-2] for layers in parts)
-    for number, of_layer in enumerate(zip(*parts, strict=True)):
-        seen, blocks = 0, []
-        for k, block in enumerate(of_layer):
-            seen += block.shape[-2]
-            if ndim == 3:
-                if block.shape[-1] != seen:
-                    raise field_error(f"{name}[{k}][{number}]", f"shape {block.shape}", f"(H, s, {seen})")
-                block = np.pad(block, ((0, 0), (0, 0), (0, num_tokens - seen)))
-            blocks.append(block)
-        try:
-            joined.append(np.concatenate(blocks, axis=-2))
-        except ValueError:
-            raise field_error(f"{name}[0][{number}]", f"shape {of_layer[0].shape}", "that of later passes") from None
-    return joined
-
-
-def _tokens(value: Any, num_tokens: int) -> np.ndarray:
-    if isinstance(value, list | tuple) and len(value) == 1 and isinstance(value[0], list | tuple):
-        value = value[0]
-    array = as_array(value)
-    if array is not None and array.ndim == 2 and len(array) == 1:
-        array = array[0]
-    if array is None:
-        if not isinstance(value, list | tuple) or not all(
-            isinstance(v, int | np.integer) and not isinstance(v, bool) for v in value
-        ):
-            raise field_error("tokens", describe(value), "(T,) integers")
-        try:
-            array = np.array(value, "<i8").reshape(-1)
-        except OverflowError:
-            raise field_error("tokens", "an integer that exceeds 64 bits", "int32") from None
-    if array.dtype.kind not in "iu" or array.ndim != 1:
-        raise field_error("tokens", describe(array), "(T,) integers")
-    if len(array) not in (num_tokens, num_tokens + 1):
-        expected = f"{num_tokens}, the rows of hidden_states, or one more"
-        raise field_error("tokens", f"{len(array)} tokens", expected)
-    tokens = array.astype("<i4")
-    # Comparing bytes takes a quarter of the time of minimum and maximum for a few tokens.
-    is_negative = array.dtype.kind == "u" and bool((tokens < 0).any())  # 2**32 - 1 becomes -1 and back
-    if is_negative or tokens.astype(array.dtype).tobytes() != array.tobytes():
-        raise field_error("tokens", f"values from {array.min()} to {array.max()}", "int32")
-    return tokens
+    @property
+    def answer(self) -> str | None:
+        """The answer, as Trace.answer."""
+        return next((self.strings[name] for name in schema.ANSWER_FIELDS if name in self.strings), None)
 
 
 def question_id_text(value: Any, name: str = "question_id") -> str:
-    """Return a question id as text: a str unchanged, an integer in decimal."""
+    """Return the id of a question or group as text: a str unchanged, an integer in decimal."""
     if isinstance(value, str):
         if not value:
             raise field_error(name, "an empty string", "an id")
@@ -235,9 +139,14 @@ def question_id_text(value: Any, name: str = "question_id") -> str:
 
 
 def record_from_dict(
-    trace: Any, *, source_name: str, position: int, need_attention: bool | None = True, need_tokens: bool = True
+    trace: Any,
+    *,
+    source_name: str,
+    position: int,
+    need_attention: bool | None = True,
+    has_verdict: bool = True,
 ) -> TraceRecord:
-    """Validate one dict of the pickle schema.
+    """Check a trace, a dict of the fields of `store.vocabulary`, and return its record.
 
     Parameters
     ----------
@@ -248,97 +157,219 @@ def record_from_dict(
     position : int
         Position of the trace in its source.
     need_attention : bool or None
-        Whether the trace must have attention. False ignores it; None uses it if it is present.
-    need_tokens : bool
-        Whether the trace must have token ids.
+        Whether the trace must have attention if it has hidden states of all tokens. False ignores it; None uses it if
+        it is present.
+    has_verdict : bool
+        Whether the labels and scores of the trace count. If they come from elsewhere, they are extras.
 
     Raises
     ------
     InvalidInputError
-        If a field is missing or invalid.
+        If a field is missing, invalid or impossible, or a key looks like a label or score and is no field.
     """
     if not isinstance(trace, Mapping):
         raise InvalidInputError(f"found {describe(trace)}, expected a dict")
-    for key in trace:
-        if not isinstance(key, str):
-            raise InvalidInputError(f"found a key of type {type(key).__name__}, expected str")
-    if need_attention is None:
-        need_attention = "attentions" in trace
-    tokens_key = next((key for key in _TOKENS_KEYS if key in trace), "tokens")
-    for key, is_needed in (("hidden_states", True), ("attentions", need_attention), (tokens_key, need_tokens)):
-        if is_needed and key not in trace:
-            advice = "; to convert traces without attention: --attention none" if key == "attentions" else ""
-            raise InvalidInputError(f"missing key{advice}", field=key)
-    hidden = _layers(trace["hidden_states"], "hidden_states", 2, "(S, D)")
+    fields, extras = vocabulary.split_fields(trace, has_verdict=has_verdict)
+    record = TraceRecord(question_id="", position=position, extras=extras)
+    if "hidden_states" in fields:
+        _set_states(record, fields, need_attention)
+        _set_tokens(record, fields)
+    elif "last_token" in fields:
+        # Values per token belong to tokens that have no hidden states here.
+        extras |= {name: fields.pop(name) for name in _PER_TOKEN if name in fields}
+    else:
+        raise InvalidInputError("missing key", field="hidden_states")
+    if "last_token" in fields:
+        _set_last_token(record, fields)
+    for name in schema.TEXT_FIELDS:
+        if name in fields:
+            record.strings[name] = _text(fields[name], name)
+    _set_key(record, fields, source_name)
+    if "labels" in fields:
+        _set_spans(fields, extras)
+    if not _OPTIONAL.isdisjoint(fields):
+        record.optional = optional_fields(fields, record.num_ids, record.answer)
+    if "prompt_length" in fields:
+        record.prompt_length = integer(fields["prompt_length"], "prompt_length")
+    if "attention_mask" in fields or "lengths" in fields:
+        _remove_padding(record, fields.get("attention_mask"), fields.get("lengths"))
+    require_possible(record)
+    if has_verdict and not vocabulary.VERDICTS.isdisjoint(fields):
+        _set_verdict(record, fields)
+    if "group" in fields:
+        record.group = question_id_text(fields["group"], "group")
+    if "layer_ids" in fields:
+        record.layer_ids = layer_ids_of(fields["layer_ids"], record)
+    return record
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise field_error(name, describe(value), "a string")
+    return str(value)
+
+
+def _set_states(record: TraceRecord, fields: Mapping[str, Any], need_attention: bool | None) -> None:
+    """Set hidden states of all tokens, and attention or edges."""
+    names = [name for name in ("attentions", "edges") if name in fields]
+    if need_attention and not names:
+        raise InvalidInputError("missing key; for traces without attention: --attention none", field="attentions")
+    hidden = layers_of(fields["hidden_states"], "hidden_states", 2, "(S, D)")
     num_tokens, dim = hidden[0].shape
     if num_tokens == 0 or dim == 0:
         raise field_error("hidden_states[0]", f"shape {hidden[0].shape}", "at least one token and one dimension")
     for k, layer in enumerate(hidden):
         if layer.shape != (num_tokens, dim):
             raise field_error(f"hidden_states[{k}]", f"shape {layer.shape}", f"{(num_tokens, dim)} as in layer 0")
-    attention, is_with_embeddings = None, False
-    if need_attention:
-        attention = _layers(trace["attentions"], "attentions", 3, "(H, S, S)")
-        is_with_embeddings = len(attention) == len(hidden) - 1
-        if is_with_embeddings:
-            hidden = hidden[1:]  # output_hidden_states: the embeddings, then each layer
-        if len(attention) != len(hidden):
-            raise field_error("attentions", f"{len(attention)} layers", f"{len(hidden)} as in hidden_states")
-        expected = (attention[0].shape[0], num_tokens, num_tokens)
-        if expected[0] == 0:
-            raise field_error("attentions[0]", "zero heads", "at least one")
-        for k, layer in enumerate(attention):
-            if layer.shape != expected:
-                raise field_error(f"attentions[{k}]", f"shape {layer.shape}", f"{expected}")
-    record = TraceRecord(question_id="", position=position, hidden=hidden, attention=attention)
-    record.is_without_embeddings = is_with_embeddings
-    if need_tokens or trace.get(tokens_key) is not None:
-        record.tokens = _tokens(trace[tokens_key], num_tokens)
-    num_ids = num_tokens if record.tokens is None else len(record.tokens)
-    decoded = trace.get("tokens_decoded")
-    if isinstance(decoded, np.ndarray) and len(decoded) == num_ids:
+    record.hidden = hidden
+    if need_attention is False or not names:
+        return
+    if len(names) > 1:
+        raise field_error("edges", "edges and attentions", "one of them")
+    if names == ["edges"]:
+        record.edges = edges_of(fields["edges"], len(hidden))
+        return
+    value, record.is_head_mean = with_head_axis(fields["attentions"])
+    attention = layers_of(value, "attentions", 3, "(H, S, S)")
+    record.is_without_embeddings = len(attention) == len(hidden) - 1
+    if record.is_without_embeddings:
+        record.hidden = hidden[1:]  # output_hidden_states: the embeddings, then each layer
+    if len(attention) != len(record.hidden):
+        raise field_error("attentions", f"{len(attention)} layers", f"{len(hidden)} as in hidden_states")
+    expected = (attention[0].shape[0], num_tokens, num_tokens)
+    if expected[0] == 0:
+        raise field_error("attentions[0]", "zero heads", "at least one")
+    for k, layer in enumerate(attention):
+        if layer.shape != expected:
+            raise field_error(f"attentions[{k}]", f"shape {layer.shape}", f"{expected}")
+    record.attention = attention
+
+
+def _set_last_token(record: TraceRecord, fields: Mapping[str, Any]) -> None:
+    states = last_token_of(fields["last_token"])
+    if record.is_without_embeddings and len(states) == record.num_layers + 1:
+        states = states[1:]
+    if record.hidden is not None:
+        expected = np.broadcast_to(record.hidden[0][0], (record.num_layers, record.hidden_dim))
+        if (states.shape, states.dtype) != (expected.shape, expected.dtype):
+            raise field_error("last_token", describe(states), f"{describe(expected)} as in hidden_states")
+    record.last_token = states
+
+
+def _set_tokens(record: TraceRecord, fields: Mapping[str, Any]) -> None:
+    if "tokens" in fields:
+        states = as_array(fields["hidden_states"])
+        # Attention shows the axes of the states.
+        is_stacked = states is not None and states.ndim == 3 and record.attention is None
+        record.tokens = token_ids(fields["tokens"], record.num_tokens, states.shape if is_stacked else None)
+    decoded = fields.get("tokens_decoded")
+    if isinstance(decoded, np.ndarray) and len(decoded) == record.num_ids:
         decoded = decoded.tolist()
     if decoded is not None:
         if not isinstance(decoded, list | tuple) or not all(isinstance(s, str) for s in decoded):
             raise field_error("tokens_decoded", describe(decoded), "a list of T strings")
-        if len(decoded) != num_ids:
-            raise field_error("tokens_decoded", f"{len(decoded)} strings", f"{num_ids} as in tokens")
+        if len(decoded) != record.num_ids:
+            raise field_error("tokens_decoded", f"{len(decoded)} strings", f"{record.num_ids} as in tokens")
         record.tokens_decoded = [str(s) for s in decoded]
-    for key in schema.TEXT_FIELDS:
-        value = trace.get(key)
-        if value is not None:
-            if not isinstance(value, str):
-                raise field_error(key, describe(value), "a string")
-            record.strings[key] = str(value)
-    if trace.get("prompt_length") is not None:
-        record.prompt_length = integer(trace["prompt_length"], "prompt_length")
-        if not 0 <= record.prompt_length <= 2**31 - 1:
-            raise field_error("prompt_length", str(record.prompt_length), "a number of tokens below 2^31")
-    record.extras = {key: value for key, value in trace.items() if key not in _OWN_FIELDS and key != tokens_key}
-    if not _OPTIONAL_KEYS.isdisjoint(record.extras):
-        _move_optional(record, num_ids)
-    if "sample" in trace:
-        record.sample = integer(record.extras.pop("sample"), "sample")
-        if not 0 <= record.sample < 2**31:
-            raise field_error("sample", str(record.sample), "an integer from 0 to 2^31 - 1")
-    if trace.get("question_id") is not None:
-        record.question_id = question_id_text(trace["question_id"])
-    else:
-        record.has_own_id = False
-        if trace.get("global_example_id") is not None:
-            record.question_id = question_id_text(trace["global_example_id"], "global_example_id")
-        else:
-            record.question_id = f"{source_name}:{position}"
-    return record
 
 
-def _move_optional(record: TraceRecord, num_tokens: int) -> None:
-    """Move the fields of schema.OPTIONAL_FIELDS from the extras of a record to their own place."""
-    values = {name: record.extras.pop(name) for name in schema.OPTIONAL_FIELDS if name in record.extras}
-    if values.get("spans") is None and (spans := spans_of_labels(record.extras.get("labels"))) is not None:
-        values["spans"] = spans
-        del record.extras["labels"]
-    record.optional = optional_fields(values, num_tokens)
+def _set_key(record: TraceRecord, fields: Mapping[str, Any], source_name: str) -> None:
+    if "sample" in fields:
+        record.sample = integer(fields["sample"], "sample")
+    name = next((name for name in ("question_id", "global_example_id") if name in fields), None)
+    record.has_own_id = name == "question_id"
+    record.question_id = f"{source_name}:{record.position}" if name is None else question_id_text(fields[name], name)
+
+
+def layer_ids_of(value: Any, record: TraceRecord) -> tuple[int, ...]:
+    """Return the layer of the model that each stored layer comes from."""
+    array = as_array(value)
+    values = value if array is None else array.tolist()
+    if not isinstance(values, list | tuple):
+        raise field_error("layer_ids", describe(value), "a list of L integers")
+    ids = [integer(k, "layer_ids") for k in values]
+    if record.is_without_embeddings and len(ids) == record.num_layers + 1:
+        ids = ids[1:]
+    if len(ids) != record.num_layers or min(ids) < 0 or len(set(ids)) < len(ids):
+        raise field_error("layer_ids", f"{str(ids)[:80]}", f"{record.num_layers} different numbers of layers from 0")
+    return tuple(ids)
+
+
+def _set_verdict(record: TraceRecord, fields: Mapping[str, Any]) -> None:
+    """Set the label and the scores."""
+    for name in ("label", "labels"):
+        if name in fields and record.label is None:
+            record.label = label_value(fields[name], name)
+    given = {name: value for name, value in fields.items() if name in vocabulary.SCORES}
+    for name, value in list(given.items()):
+        is_other = isinstance(value, str | list | tuple | Mapping) or getattr(value, "ndim", 0) > 0
+        if is_other and vocabulary.FIELDS[name].may_be_other and not vocabulary.is_verdict(value):
+            record.extras[name] = given.pop(name)
+    scores = fields.get("scores", {})
+    if not isinstance(scores, Mapping):
+        raise field_error("scores", describe(scores), "a dict of numbers by name")
+    for name, value in (*scores.items(), *given.items()):
+        if (score := score_value(value, name)) is not None and record.scores.setdefault(name, score) != score:
+            raise field_error(name, f"{score:g}", f"{record.scores[name]:g} as in scores")
+    correct, hallucinated = (record.scores.get(name) if name in given else None for name in _CLAIMS)
+    if correct is not None and correct == hallucinated:
+        raise field_error(_CLAIMS[0], f"{bool(correct)} as in {_CLAIMS[1]}", "the opposite")
+
+
+def _set_spans(fields: dict[str, Any], extras: dict[str, Any]) -> None:
+    """Move `labels` that are spans to spans, and lists that are no labels, such as token ids, to the extras."""
+    if fields.get("spans") is None and (spans := spans_of_labels(fields["labels"])) is not None:
+        fields["spans"] = spans
+        del fields["labels"]
+    elif isinstance(fields["labels"], list | tuple | np.ndarray) and not vocabulary.is_verdict(fields["labels"]):
+        extras["labels"] = fields.pop("labels")
+
+
+def require_possible(record: TraceRecord) -> None:
+    """Raise InvalidInputError if the record has a value that no trace can have.
+
+    `optional_fields` checks those of schema.OPTIONAL_FIELDS.
+    """
+    if not 0 <= record.sample < 2**31:
+        raise field_error("sample", str(record.sample), "an integer from 0 to 2^31 - 1")
+    # The high byte of a number below 2^31 is ASCII: faster than a minimum.
+    if record.tokens is not None and not record.tokens.tobytes()[3::4].isascii():
+        raise field_error("tokens", f"the token id {record.tokens.min()}", "0 or greater; leave padding out")
+    most = record.num_ids or schema.MAX_TOKENS
+    if record.prompt_length is not None and not 0 <= record.prompt_length <= most:
+        raise field_error("prompt_length", str(record.prompt_length), f"0 to {most}, the number of tokens")
+
+
+def _remove_padding(record: TraceRecord, mask: Any, length: Any) -> None:
+    """Remove the tokens that a mask or a length leaves out. A mask that leaves out none is an extra."""
+    begin, end = valid_span(mask, length, record.num_ids)
+    if (begin, end) != (0, record.num_ids):
+        _crop(record, begin, end)
+    elif mask is not None:
+        record.extras["attention_mask"] = mask
+
+
+def _crop(record: TraceRecord, begin: int, end: int) -> None:
+    """Keep the tokens from `begin` to `end` of a record; its states may have one token less."""
+    assert record.hidden is not None
+    last = min(end, record.num_tokens)
+    if begin >= last:
+        raise field_error("attention_mask", "no token with hidden states", "at least one")
+    record.hidden = [layer[begin:last] for layer in record.hidden]
+    if record.attention is not None:
+        record.attention = [layer[:, begin:last, begin:last] for layer in record.attention]
+    if record.tokens is not None:
+        record.tokens = record.tokens[begin:end]
+    if record.tokens_decoded is not None:
+        record.tokens_decoded = list(record.tokens_decoded)[begin:end]
+    for name in schema.TOKEN_FIELDS:
+        if name in record.optional:
+            record.optional[name] = np.ascontiguousarray(record.optional[name][begin:end])
+    if record.prompt_length is not None:
+        record.prompt_length = max(0, record.prompt_length - begin)
+    if "answer_span" in record.optional:
+        first, after = (at if at < 0 else min(max(at - begin, 0), end - begin) for at in record.optional["answer_span"])
+        record.optional["answer_span"] = (first, after)
 
 
 def read_record(segment: SegmentReader, row: int) -> TraceRecord:

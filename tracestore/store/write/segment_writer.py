@@ -13,9 +13,9 @@ from tracestore.store.format.ragged import encode_strings
 from tracestore.store.format.zarr_json import array_metadata, group_metadata
 from tracestore.store.format.zip_group import pack_group
 from tracestore.store.io.fsio import fsync_path, makedirs, remove_tree, write_file
+from tracestore.store.io.shard_writer import ShardWriter
 from tracestore.store.io.spool_files import SpooledRows
 from tracestore.store.write.pack import PackedTrace, num_bytes_of
-from tracestore.store.write.shard_writer import ShardWriter
 
 
 class SegmentWriter:

@@ -92,5 +92,6 @@ def _trace(header: bytes, data: memoryview) -> PackedTrace:
     values = json.loads(header, object_hook=restore)
     record = TraceRecord(**values.pop("record"))
     record.optional = {n: tuple(v) if isinstance(v, list) else v for n, v in record.optional.items()}
+    record.extra_names = tuple(record.extra_names)
     record.layer_ids = None if record.layer_ids is None else tuple(record.layer_ids)
     return PackedTrace(record, **values)

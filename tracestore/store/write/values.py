@@ -10,7 +10,9 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from tracestore.errors import InvalidInputError, UsageError
+from tracestore.store import vocabulary
 from tracestore.store.format import schema
+from tracestore.store.format.labels import HALLUCINATION
 from tracestore.store.format.lens import MAX_VOCABULARY, NORMS
 from tracestore.store.lens import LensArrays, block_rows
 
@@ -114,6 +116,47 @@ def integer(value: Any, name: str) -> int:
     raise field_error(name, describe(value), "an integer")
 
 
+def _number(value: Any) -> float | None:
+    """Return a number or a boolean of any library as a float; None for any other value."""
+    array = as_array(value)
+    if array is not None and array.ndim == 0:
+        value = schema.as_float32(array.view("<u2"), "bfloat16") if array.dtype == schema.BFLOAT16 else array[()]
+    return float(value) if isinstance(value, int | float | np.number | np.bool_) else None
+
+
+def label_value(value: Any, name: str) -> float | None:
+    """Return a label: 1 for a hallucinated answer, 0 for a correct one, None for NaN.
+
+    InvalidInputError unless it is a number 0 or 1, or a word that means one of them, such as "hallucinated".
+    """
+    number = vocabulary.score_of_word(value, HALLUCINATION) if isinstance(value, str) else _number(value)
+    if isinstance(value, str) and vocabulary.score_of_word(value, None) is None:
+        number = None  # yes or no: to what?
+    if number is None or number not in (0, 1, number if math.isnan(number) else 0):
+        raise field_error(name, _shown(value), "1 for a hallucinated answer or 0 for a correct one")
+    return None if math.isnan(number) else number
+
+
+def score_value(value: Any, name: str) -> float | None:
+    """Return the value of a score, None for NaN; `name` is that of a score of the vocabulary, or any other.
+
+    InvalidInputError unless it is a finite number or, of a field with a direction, a word of a judge. A field whose
+    name reads as a claim has 0 or 1.
+    """
+    known = vocabulary.FIELDS.get(name)
+    direction = None if known is None else known.direction or None
+    number = vocabulary.score_of_word(value, direction) if isinstance(value, str) and direction else _number(value)
+    is_claim = known is not None and known.is_claim
+    if number is None or math.isinf(number) or (is_claim and number not in (0, 1) and not math.isnan(number)):
+        raise field_error(name, _shown(value), "True or False" if is_claim else "a finite number")
+    return None if math.isnan(number) else number
+
+
+def _shown(value: Any) -> str:
+    """Return a number or text, or the type of another value, for error messages."""
+    return repr(value)[:40] if isinstance(value, str | int | float | np.generic) else describe(value)
+
+
 def encode_value(value: Any, name: str, budget: list[int], depth: int = 0) -> Any:
     """Return a value of the field `name` as JSON; `budget` is the number of values that a trace may still have.
 
@@ -185,7 +228,7 @@ def extras_json(extras: Mapping[str, Any], dropped: list[str] | None = None) -> 
     return _to_json(encoded) if encoded else ""
 
 
-def optional_fields(values: Mapping[str, Any], num_tokens: int) -> dict[str, Any]:
+def optional_fields(values: Mapping[str, Any], num_tokens: int, answer: str | None = None) -> dict[str, Any]:
     """Return the fields of schema.OPTIONAL_FIELDS in `values` in their stored dtype.
 
     Fields that are None or unknown are left out. Numbers per token become arrays, others Python numbers or tuples;
@@ -197,11 +240,13 @@ def optional_fields(values: Mapping[str, Any], num_tokens: int) -> dict[str, Any
         Fields by name.
     num_tokens : int
         Number of tokens, T.
+    answer : str, optional
+        The answer, whose characters the spans count.
 
     Raises
     ------
     InvalidInputError
-        If a field does not conform to the schema.
+        If a field does not conform to the schema, or its value is impossible.
     """
     found: dict[str, Any] = {}
     first_wide = ""
@@ -209,7 +254,7 @@ def optional_fields(values: Mapping[str, Any], num_tokens: int) -> dict[str, Any
         if values.get(name) is None:
             continue
         if field.shape == schema.JSON:
-            found[name] = _spans(values[name], name)
+            found[name] = _spans(values[name], name, answer)
             continue
         array = _numbers(values[name], name, field, num_tokens)
         if field.shape == schema.PER_TRACE:
@@ -239,7 +284,7 @@ def spans_of_labels(labels: Any) -> list[dict[str, Any]] | None:
     return [{"type" if key == "label_type" else key: value for key, value in label.items()} for label in labels]
 
 
-def _spans(value: Any, name: str) -> str:
+def _spans(value: Any, name: str, answer: str | None) -> str:
     if not isinstance(value, list | tuple):
         raise field_error(name, describe(value), "a list of dicts with start, end and type")
     spans = []
@@ -249,6 +294,8 @@ def _spans(value: Any, name: str) -> str:
         begin, end = (integer(span[key], f"{name}[{k}].{key}") for key in ("start", "end"))
         if not 0 <= begin <= end:
             raise field_error(f"{name}[{k}]", f"start {begin}, end {end}", "offsets in order from 0")
+        if answer is not None and end > len(answer):
+            raise field_error(f"{name}[{k}]", f"end {end}", f"at most {len(answer)}, the characters of the answer")
         if not isinstance(span["type"], str):
             raise field_error(f"{name}[{k}].type", describe(span["type"]), "a string")
         spans.append({**span, "start": begin, "end": end})
@@ -275,8 +322,10 @@ def _numbers(value: Any, name: str, field: schema.OptionalField, num_tokens: int
     }
     if array.dtype.kind not in kinds or array.shape != shapes[field.shape] or array.size == 0:
         raise field_error(name, describe(array), expected)
-    if dtype.kind != "f" and not field.fill <= array.min() <= array.max() <= field.maximum:
-        raise field_error(name, f"values from {array.min()} to {array.max()}", f"{field.fill} to {field.maximum}")
+    low, high = field.fill if field.minimum is None else field.minimum, field.maximum
+    least, most = np.fmin.reduce(array, axis=None), np.fmax.reduce(array, axis=None)
+    if least < low or most > high:  # not for NaN: unknown
+        raise field_error(name, f"values from {least} to {most}", f"{low} to {high}")
     with np.errstate(over="ignore"):
         return np.array(array, dtype, order="C")
 

@@ -3,6 +3,7 @@
 import contextlib
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -216,19 +217,10 @@ class StoreWriter:
             raise error.with_location(position=record.position) from None
 
     def append_packed(self, trace: PackedTrace, *, scores: Mapping[str, float] = {}, group: str = "") -> bool:
-        """Add a trace to the open source.
+        """Add a trace to the open source, and return False if the store has it already.
 
-        `scores` are values of named scores; each name was given to define_score() before.
-
-        Returns
-        -------
-        bool
-            False if the store has the trace already.
-
-        Raises
-        ------
-        InvalidInputError
-            If the trace does not fit the store.
+        `scores` are values of named scores; each name was given to define_score() before. InvalidInputError if the
+        trace does not fit the store.
         """
         assert self._undo is not None
         record, pending, source = trace.record, self._pending, self._pending.sources[-1]
@@ -263,6 +255,13 @@ class StoreWriter:
         segments.append(SegmentWriter(self.path / path, number, self.attributes))
         return segments[-1]
 
+    def choose_attention(self, attention: str) -> None:
+        """Set the option `attention` of a store that has no commit, and no hidden states of all tokens."""
+        options = self.attributes.options | {"attention": attention}
+        self.attributes = replace(self.attributes, attention=attention, options=options)
+        self.manifest = replace(self.manifest, attributes=self.attributes)
+        write_root(self.path, self.attributes)
+
     def read_columns(self) -> Columns:
         """Return the scores, labels and groups of the committed traces."""
         if self._columns is None:
@@ -294,7 +293,7 @@ class StoreWriter:
             if not np.isin(scored, np.fromiter(replaced, np.int64)).all():
                 raise UsageError(
                     f"{self._folder.location}: a high {name} means {stored.direction!r} in the store, {field.direction!r} in "
-                    "what is added. Use another name (tracestore score --name), or replace all values of this one."
+                    "what is added. Use another name, or replace all values of this one (tracestore score)."
                 )
         self.attributes = self.attributes.with_score(name, field, is_default=is_default)
 

@@ -1,0 +1,459 @@
+"""The fields of a trace: one table for `create` and `convert`, and values that no trace can have."""
+
+import numpy as np
+import pytest
+
+import tracestore
+from tests.helpers import command, convert, error_of, make_trace, make_traces, write_pickle, write_store
+from tests.malicious_inputs.stores import Store
+from tracestore.data.tokens.answers import answer_bounds, answer_span
+from tracestore.errors import CorruptStoreError, InvalidInputError, UsageError
+from tracestore.store import vocabulary
+from tracestore.store.format import schema
+from tracestore.store.maintain.lint import lint_store
+from tracestore.store.maintain.verify import verify_store
+
+# Keys of the input families, by family.
+PICKLE = (
+    *("hidden_states", "attentions", "tokens", "tokens_decoded", "generated_answer_clean", "question_id"),
+    *("question", "generated_text", "generated_answer", "prompt_length", "num_layers", "example_id"),
+    *("global_example_id", "batch_number", "cutoff_method", "tokens_before_cutoff", "tokens_after_cutoff"),
+)
+SEQUENCES, GRAPHS = ("sequences", "labels", "question_ids"), ("graphs", "labels", "question_ids")
+LAYERS = ("x", "edge_index", "edge_attr", "num_nodes", "num_possible_edges", "num_filtered_edges", "filter_ratio")
+
+
+def states(layers=3, tokens=5, dim=8, seed=0):
+    return np.random.default_rng(seed).standard_normal((layers, tokens, dim)).astype("f2")
+
+
+def appended(path, trace, **options):
+    """Append one trace to a new store, and return it with the writer."""
+    arguments = {name: options.pop(name) for name in ("score", "scores", "label", "group") if name in options}
+    with tracestore.create(path, **options) as writer:
+        writer.append(trace, **arguments)
+    return tracestore.open(path)[0], writer
+
+
+def converted(path, trace):
+    write_pickle(path / "t.pkl", [trace])
+    convert(path / "t.pkl", path / "c.zarr")
+    return tracestore.open(path / "c.zarr")[0]
+
+
+def values_of(trace):
+    """Return what a trace holds, as plain values."""
+    names = ("label", "scores", "group", "question", "answer", "prompt_length", "sample", "optional_fields", "extras")
+    found = {name: getattr(trace, name) for name in (*names, "tokens_decoded", "attention_layout")}
+    found["optional_fields"] = {
+        k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in found["optional_fields"].items()
+    }
+    found["tokens"] = None if trace.tokens is None else trace.tokens.tolist()
+    found["last_token"] = trace.last_token.tobytes()
+    found["hidden_states"] = trace.hidden_states.tobytes() if trace.num_tokens else None
+    found["attention"] = trace.attention.tobytes() if trace.attention_layout else None
+    found["layer_ids"] = trace.provenance and trace.provenance.layer_ids
+    return repr(found)
+
+
+def test_every_key_of_the_families_is_in_the_table():
+    assert set(PICKLE) <= vocabulary.FIELDS.keys()
+    assert {*SEQUENCES, *GRAPHS} <= vocabulary.FILE_FIELDS.keys() and set(LAYERS) == vocabulary.GRAPH_FIELDS.keys()
+    assert schema.OPTIONAL_FIELDS.keys() <= vocabulary.FIELDS.keys()
+    for field in vocabulary.FIELDS.values():
+        assert set(field.shape.replace(" ", "")) <= set("LSDTHK12") and field.stored, field
+
+
+ATTENTION = np.tril(np.full((3, 2, 5, 5), 0.2, "f2"))
+SAME = {
+    "nothing else": {},
+    "one array of all layers": {"hidden_states": states()},
+    "attention": {"attentions": list(ATTENTION)},
+    "attention averaged over heads": {"attentions": list(ATTENTION[:, 0])},
+    "states of the last token": {"hidden_states": None, "last_token": states()[:, -1]},
+    "both": {"last_token": states()[:, -1] + np.float16(1)},
+    "tokens": {"tokens": np.arange(5), "tokens_decoded": list("abcde")},
+    "texts of tokens alone": {"tokens_decoded": list("abcde")},
+    "one token more": {"tokens": np.arange(6)},
+    "other names": {"input_ids": np.arange(5), "answer": "Paris", "y": 1},
+    "answers": {"answer": "gold", "generated_answer": "Paris"},
+    "label": {"label": 1},
+    "label of a tensor": {"label": np.float32(0)},
+    "word": {"is_correct": "yes", "hallucination": "no"},
+    "claims": {"is_correct": True, "is_hallucinated": False},
+    "scores": {"score": 0.25, "bleurt": -0.5, "hallucination_score": 0.75},
+    "missing scores": {"score": None, "is_correct": float("nan"), "label": None},
+    "group": {"group": "a"},
+    "optional": {"tokens": np.arange(5), "token_entropy": np.ones(5), "answer_span": (2, 5), "seed": 3},
+    "optional without tokens": {"token_entropy": np.ones(5, "f4"), "special_mask": [0, 1, 0, 0, 1]},
+    "spans": {"generated_answer": "Paris", "spans": [{"start": 0, "end": 5, "type": "x"}]},
+    "spans of RAGTruth": {"generated_answer": "Paris", "labels": [{"start": 0, "end": 2, "label_type": "x"}]},
+    "padding": {"tokens": [7, 8, 9, -100, -100], "attention_mask": [1, 1, 1, 0, 0], "prompt_length": 2},
+    "length": {"tokens": [7, 8, 9, 0, 0], "lengths": 3},
+    "layers": {"layer_ids": [1, 3, 5]},
+    "older keys": {
+        "num_layers": 3,
+        "example_id": 4,
+        "batch_number": 0,
+        "cutoff_method": "x",
+        "tokens_before_cutoff": 9,
+    },
+    "extras": {"note": "text", "number": 3, "nested": {"a": [1, None]}, "correct_answers": ["Paris"]},
+    "id": {"global_example_id": 7},
+    "sample": {"sample": 2},
+}
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_a_key_means_the_same_in_create_and_convert(tmp_path, case):
+    trace = {"hidden_states": list(states()), "question_id": "q0"} | SAME[case]
+    trace = {name: value for name, value in trace.items() if value is not None or name != "hidden_states"}
+    if case == "id":
+        del trace["question_id"]
+    mine, writer = appended(tmp_path / "s.zarr", trace)
+    assert values_of(mine) == values_of(converted(tmp_path, trace))
+    assert mine.question_id == ("7" if case == "id" else "q0")
+    assert set(writer.extras) == set(mine.extras) and verify_store(tmp_path / "s.zarr").damaged == {}
+
+
+def test_labels_answers_and_scores_are_fields(tmp_path):
+    trace = {"hidden_states": states(), "label": 1, "answer": "Paris", "is_correct": False, "score": 0.25, "note": 5}
+    found, writer = appended(tmp_path / "s.zarr", trace)
+    assert (found.label, found.answer, found.scores) == (1, "Paris", {"is_correct": 0.0, "score": 0.25})
+    assert found.extras == {"note": 5} and writer.extras == {"note": 1}
+    assert tracestore.open(tmp_path / "s.zarr").score_fields["is_correct"].direction == "correct"
+
+
+def test_edges_are_a_field(tmp_path):
+    index = [np.array([[0, 0, 1], [1, 2, 2]])] * 3
+    weight = [np.array([0.5, 0.25, 0.125], "f2") * (k + 1) for k in range(3)]
+    trace = {"hidden_states": states(tokens=3), "edges": list(zip(index, weight, strict=True))}
+    found, _ = appended(tmp_path / "s.zarr", trace)
+    assert found.attention_layout == "edges" and not found.has_reversed_edges
+    assert found.attention_packed.weight.tolist() == np.concatenate(weight).tolist()
+    for wrong in (index, [(index[0], weight[0])], [(index[0], weight[0][:2])] * 3, {"a": 1}):
+        with pytest.raises(InvalidInputError, match=r"^trace 0, edges|^edges"):
+            appended(tmp_path / "w.zarr", trace | {"edges": wrong})
+
+
+LABELS = [
+    *({"label": v} for v in ("0", 0.3, [1], "maybe", -1, 2, [], {"a": 1}, np.array([0, 1]), float("inf"), "yes")),
+    *({"is_correct": v} for v in ("0", 0.3, [1], "maybe", -1, 2, {}, b"1")),
+    *({"is_hallucinated": v} for v in ("0", 0.5, [0], "perhaps", -1)),
+    *({"score": v} for v in ("high", [0.5], float("inf"), {"a": 1})),
+    *({"hallucination_score": v} for v in ("0.5", float("-inf"))),
+    *({"labels": v} for v in (0.3, "0", -1, [1], [0, 1, 0])),
+    {"is_correct": True, "is_hallucinated": True},
+    {"is_correct": 0, "is_hallucinated": "no"},
+]
+KEYS = {
+    **dict.fromkeys(("verdict", "my_label", "labelled_hallucinated", "isCorrect", "correctness_flag", "reward"), 1),
+    **dict.fromkeys(("human_rating", "llm_judge_score", "p_hallu", "faithful_prob", "Score", "grade"), 0.5),
+    **dict.fromkeys(("verdict", "judge_says", "judgement"), "correct"),
+    "token_labels": [0, 1, 0, 1, 0],
+    "sentence_label": np.array([0, 1]),
+}
+
+
+@pytest.mark.parametrize("changes", LABELS, ids=str)
+def test_labels_and_scores_of_a_wrong_kind_are_refused(tmp_path, changes):
+    trace = {"hidden_states": list(states()), "question_id": "q0"} | changes
+    with pytest.raises(InvalidInputError) as caught:
+        appended(tmp_path / "s.zarr", trace)
+    assert caught.value.field in (*changes, *(f"{name}s" for name in changes)) and "\n" not in str(caught.value)
+    write_pickle(tmp_path / "t.pkl", [trace])
+    assert next(iter(changes)) in error_of("convert", tmp_path / "t.pkl", tmp_path / "c.zarr", code=3)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_keys_that_look_like_labels_are_refused(tmp_path, key):
+    trace = {"hidden_states": list(states()), "question_id": "q0", key: KEYS[key]}
+    with pytest.raises(InvalidInputError, match=r"looks like a label or score and is no field, expected \w+") as caught:
+        appended(tmp_path / "s.zarr", trace)
+    assert caught.value.field == key
+
+
+def test_convert_names_the_flags_for_a_key_that_looks_like_a_label(tmp_path):
+    write_pickle(tmp_path / "t.pkl", [make_trace(k) | {"rating": k % 2} for k in range(4)])
+    text = error_of("convert", tmp_path / "t.pkl", tmp_path / "s.zarr", code=3)
+    assert "rating: found a key that looks like a label or score" in text and "--map label=rating" in text
+    convert(tmp_path / "t.pkl", tmp_path / "s.zarr", "--map", "label=rating")
+    assert tracestore.open(tmp_path / "s.zarr").labels.tolist() == [0, 1, 0, 1]
+    done = convert(tmp_path / "t.pkl", tmp_path / "x.zarr", "--score-column", "rating", "--score-direction", "correct")
+    assert "score rating (high: correct): found inside 4 traces" in done.stdout
+
+
+def test_texts_and_answers_of_data_sets_do_not_look_like_labels(tmp_path):
+    others = {"correct_answer": "Paris", "incorrect_answers": ["Rome"], "num_correct": 3, "judge_model": "gpt"}
+    others |= {"score_version": "1.0", "rationale": "wrong because", "verdict": "a long text about it"}
+    found, writer = appended(tmp_path / "s.zarr", {"hidden_states": states()} | others)
+    assert found.extras == others and writer.extras == dict.fromkeys(others, 1)
+
+
+def test_convert_counts_extras_by_name(tmp_path):
+    write_pickle(tmp_path / "t.pkl", [make_trace(k) | ({"note": "x"} if k else {}) | {"level": k} for k in range(3)])
+    done = convert(tmp_path / "t.pkl", tmp_path / "s.zarr")
+    assert "stored as extras, because no field has these names: level (3), note (2)" in done.stdout
+
+
+def test_a_key_and_an_argument_must_agree(tmp_path):
+    trace = {"hidden_states": states(), "label": 1, "score": 0.5, "group": "a", "scores": {"judge": 2.0}}
+    with tracestore.create(tmp_path / "s.zarr") as writer:
+        writer.define_score("judge", direction="hallucination")
+        for argument, text in (
+            ({"label": 0}, "label: found 1.0 in the trace, expected 0.0 as in the argument"),
+            ({"score": 0.25}, "score: found 0.5 in the trace"),
+            ({"group": "b"}, "group: found 'a' in the trace, expected 'b'"),
+            ({"scores": {"judge": 1}}, "judge: found 2.0 in the trace"),
+            ({"label": 0.3}, "label: found 0.3, expected 1 for a hallucinated answer"),
+            ({"scores": {"judge": float("inf")}}, "judge: found inf"),
+        ):
+            with pytest.raises(InvalidInputError, match=text):
+                writer.append(trace, **argument)
+        with pytest.raises(UsageError, match="'other' is not defined"):
+            writer.append(trace | {"scores": {"other": 1}})
+        writer.append(trace | {"question_id": "a"}, label=1, score=0.5, group="a", scores={"judge": 2})
+        writer.append(
+            {"hidden_states": states(), "question_id": "b"}, label=1, score=0.5, group="a", scores={"judge": 2}
+        )
+    one, two = tracestore.open(tmp_path / "s.zarr")
+    assert (
+        (one.label, one.scores, one.group) == (two.label, two.scores, two.group) == (1, {"judge": 2, "score": 0.5}, "a")
+    )
+
+
+def test_a_name_that_says_its_direction_cannot_be_defined_otherwise(tmp_path):
+    with tracestore.create(tmp_path / "s.zarr") as writer:
+        writer.append({"hidden_states": states(), "is_correct": True})
+        writer.flush()
+        with pytest.raises(UsageError, match="'correct' in the store"):
+            writer.define_score("is_correct", direction="hallucination")
+
+
+@pytest.mark.parametrize("name", ["attention", "edges", "nothing"])
+def test_attention_is_in_all_traces_or_none(tmp_path, name):
+    plain = {"hidden_states": states(), "question_id": "a"}
+    index = np.array([[0, 1], [1, 2]])
+    more = {"attention": {"attentions": list(ATTENTION)}, "edges": {"edges": [(index, np.ones(2, "f2"))] * 3}}.get(
+        name, {}
+    )
+    first, second = (plain | more, plain) if more else (plain, plain | {"attentions": list(ATTENTION)})
+    with tracestore.create(tmp_path / "s.zarr") as writer:
+        writer.append({"last_token": states()[:, -1], "question_id": "z"})
+        writer.append(first)
+        with pytest.raises(InvalidInputError, match="attentions: ") as caught:
+            writer.append(second | {"question_id": "b"})
+        assert "attention='none'" in str(caught.value) and "--" not in str(caught.value)
+        writer.append(first | {"question_id": "c"})
+    with tracestore.open(tmp_path / "s.zarr") as store:
+        assert len(store) == 3 and store.attention_mode == ("mean" if more else "none")
+    assert verify_store(tmp_path / "s.zarr").damaged == {}
+
+
+def test_a_first_trace_that_is_refused_decides_nothing(tmp_path):
+    with tracestore.create(tmp_path / "s.zarr") as writer:
+        for wrong in ({"hidden_states": states() * np.float32(1e6)}, {"hidden_states": states(), "note": {1, 2}}):
+            with pytest.raises(InvalidInputError):
+                writer.append(wrong)
+        writer.append({"hidden_states": states(), "attentions": list(ATTENTION)})
+    assert tracestore.open(tmp_path / "s.zarr")[0].attention_layout == "causal"
+
+
+@pytest.mark.parametrize(
+    "options", [{"attention": "none"}, {"attention": "heads", "dtype": "keep"}, {"codec": "zstd"}, {}], ids=str
+)
+def test_appending_takes_the_options_of_the_store(tmp_path, options):
+    traces = make_traces(4, dtype="f4", tokens=4)
+    write_store(tmp_path / "s.zarr", traces[:2], **options)
+    write_store(tmp_path / "s.zarr", traces[2:], append=True)
+    write_store(tmp_path / "w.zarr", traces, commit_after=[1], **options)
+    with tracestore.open(tmp_path / "s.zarr") as one, tracestore.open(tmp_path / "w.zarr") as two:
+        assert one.internals.attributes == two.internals.attributes
+        assert [t.hidden_states.tobytes() for t in one] == [t.hidden_states.tobytes() for t in two]
+    stored = {"attention": "mean", "dtype": "float16", "codec": "none"} | options
+    for name, other in {"attention": "mean", "dtype": "keep", "codec": "blosc-lz4"}.items():
+        if stored[name] != other:
+            with pytest.raises(UsageError, match=f"created with {name}='{stored[name]}', not {other}"):
+                tracestore.create(tmp_path / "s.zarr", append=True, **{name: other})
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_tokens", "is_list", "expected"),
+    [
+        ((5, 4, 8), 5, False, "hidden_states: found shape (5, 4, 8) and 5 tokens, which may be (S, L, D)"),
+        ((4, 5, 8), 5, False, None),
+        ((5, 5, 8), 5, False, None),
+        ((4, 4, 8), 5, False, None),
+        ((3, 4, 8), 5, False, None),
+        ((5, 4, 8), 5, True, None),
+        ((5, 4, 8), 4, False, None),
+        ((5, 4, 8), None, False, None),
+        (
+            (5, 3, 8),
+            5,
+            False,
+            "tokens: found 5 tokens, expected 3, the rows of hidden_states (L, S, D) of shape (5, 3, 8)",
+        ),
+        (
+            (5, 9, 8),
+            5,
+            False,
+            "tokens: found 5 tokens, expected 9, the rows of hidden_states (L, S, D) of shape (5, 9, 8)",
+        ),
+        ((5, 4), 5, False, "hidden_states"),
+        ((2, 3, 5, 4, 8), 4, False, "hidden_states"),
+        ((0, 4, 8), 4, False, "hidden_states"),
+        ((5, 0, 8), None, False, "hidden_states"),
+    ],
+)
+def test_axes_of_states_are_those_of_the_table_or_refused(tmp_path, shape, num_tokens, is_list, expected):
+    array = np.zeros(shape, "f2")
+    trace = {"hidden_states": list(array) if is_list else array}
+    trace |= {} if num_tokens is None else {"tokens": np.arange(num_tokens)}
+    if expected is None:
+        found, _ = appended(tmp_path / "s.zarr", trace)
+        assert found.hidden_states.shape == shape
+        return
+    with pytest.raises(InvalidInputError) as caught:
+        appended(tmp_path / "s.zarr", trace)
+    assert expected in str(caught.value)
+
+
+def test_attention_shows_the_axes_of_states(tmp_path):
+    attention = np.tril(np.full((5, 2, 4, 4), 0.25, "f2"))
+    found, _ = appended(
+        tmp_path / "s.zarr",
+        {"hidden_states": np.zeros((5, 4, 8), "f2"), "attentions": attention, "tokens": np.arange(5)},
+    )
+    assert found.hidden_states.shape == (5, 4, 8) and len(found.tokens) == 5
+
+
+IMPOSSIBLE = [
+    *({"prompt_length": v} for v in (6, -1, 2**31, 2**40)),
+    *({"answer_span": v} for v in ((0, 6), (3, 2), (-2, 3), (6, 7))),
+    *({"generated_mask": v} for v in ([0, 1, 2, 0, 0], [0, 1], [-1] * 5)),
+    {"special_mask": [0, 0, 0, 0, 5]},
+    *({"token_label": v} for v in ([2] * 5, [-2] * 5, [0] * 4)),
+    *({"top_ids": v} for v in ([[-2]] * 5, [[2**31]] * 5)),
+    *({"temperature": v} for v in (-0.5, float("inf"), float("-inf"), 1e39)),
+    *({"seed": v} for v in (-2, 2**63)),
+    *({"sample": v} for v in (-1, 2**31)),
+    *({"tokens": v} for v in ([1, 2, 3, 4, -1], [2**31] * 5)),
+    *({"token_logprob": v} for v in ([0.5] * 5, [float("inf")] * 5)),
+    *({"token_entropy": v} for v in ([-0.5] * 5, [float("inf")] * 5)),
+    {"top_logprobs": [[1.0]] * 5},
+    *({"spans": [{"start": a, "end": b, "type": "x"}]} for a, b in ((0, 6), (3, 2), (-1, 2), (9, 12))),
+    *({"layer_ids": v} for v in ([0, 0, 1], [-1, 0, 1], [0, 1])),
+]
+
+
+@pytest.mark.parametrize("changes", IMPOSSIBLE, ids=str)
+def test_impossible_values_are_refused(tmp_path, changes):
+    trace = {
+        "hidden_states": list(states()),
+        "question_id": "q0",
+        "tokens": list(range(5)),
+        "generated_answer": "Paris",
+    }
+    trace["attentions"] = list(ATTENTION)
+    (name,) = changes
+    with pytest.raises(InvalidInputError) as caught:
+        appended(tmp_path / "s.zarr", trace | changes)
+    assert name in str(caught.value) and "\n" not in str(caught.value) and "--" not in str(caught.value)
+    write_pickle(tmp_path / "t.pkl", [trace | changes])
+    assert name in error_of("convert", tmp_path / "t.pkl", tmp_path / "c.zarr", code=3)
+
+
+def rewrite(path, changes):
+    """Change values of row 1 of the only segment, as a program with rules of its own would have written it."""
+    store = Store(path)
+    (segment,) = store.segments()
+    arrays = store.arrays(f"{segment}/rows.zip", schema.ROW_DTYPES)
+    for name, value in changes.items():
+        offsets = arrays.get(f"{name}_offsets")
+        if offsets is None:
+            arrays[name][1] = value
+        else:
+            arrays[name][offsets[1] : offsets[2]] = value
+    store.set_rows(segment, arrays)
+    store.reseal()
+    store.seal()
+
+
+STORED = [
+    ({"prompt_length": 6}, "prompt_length: found 6, expected 0 to 4"),
+    ({"prompt_length": 2**31 - 1}, "prompt_length: found 2147483647"),
+    ({"prompt_length": -7}, "prompt_length: found -7"),
+    ({"answer_end": 9}, "answer_span: found (1, 9)"),
+    ({"answer_begin": 3, "answer_end": 2}, "answer_span: found (3, 2)"),
+    ({"answer_begin": 8, "answer_end": 9}, "answer_span: found (8, 9)"),
+    ({"generated_mask": 2}, "generated_mask: found values from 2 to 2"),
+    ({"special_mask": 255}, "special_mask: found values from 255"),
+    ({"token_label": -3}, "token_label: found values from -3"),
+    ({"top_ids": -2}, "top_ids: found values from -2"),
+    ({"token_logprob": 2.0}, "token_logprob: found values from 2.0"),
+    ({"token_entropy": -2.0}, "token_entropy: found values from -2.0"),
+    ({"temperature": -1.0}, "temperature: found values from -1.0"),
+    ({"temperature": np.inf}, "temperature: found values from inf"),
+    ({"seed": -5}, "seed: found values from -5"),
+    ({"tokens": -1}, "tokens: found the token id -1"),
+]
+
+
+def stored_values(path):
+    """Write three traces of 4 tokens that have every optional field."""
+    more = {
+        "prompt_length": 1,
+        "answer_span": (1, 4),
+        "generated_mask": [0, 1, 1, 1],
+        "special_mask": [0] * 4,
+        "token_label": [0] * 4,
+        "top_ids": [[1]] * 4,
+        "token_logprob": [-1.0] * 4,
+        "token_entropy": [1.0] * 4,
+        "temperature": 0.5,
+        "seed": 1,
+    }
+    return write_store(path, [make_trace(k, tokens=4) | more for k in range(3)], label=lambda k: k % 2)
+
+
+@pytest.mark.parametrize(("changes", "found"), STORED, ids=[found for _, found in STORED])
+def test_impossible_values_in_a_store_are_found(tmp_path, changes, found):
+    path = stored_values(tmp_path / "s.zarr")
+    assert verify_store(path).damaged == {} and "impossible_value" not in lint_store(path).counts
+    rewrite(path, changes)
+    report = lint_store(path)
+    (issue,) = [issue for issue in report.findings if issue.kind == "impossible_value"]
+    assert issue.severity == "error" and (issue.index, issue.question_id) == (1, "q1") and found in issue.found
+    assert found in verify_store(path).damaged["segments/00000000/rows.zip"]
+    assert (
+        f"trace 1 (q1): {found}" in command("lint", path).stdout.replace("  ", " ")
+        or issue.found in command("lint", path).stdout
+    )
+
+
+@pytest.mark.parametrize(("changes", "found"), STORED[:2] + STORED[3:6], ids=str)
+def test_impossible_values_in_a_store_are_errors_where_they_are_used(tmp_path, changes, found):
+    """They gave batches of other tokens, or no batch at all."""
+    path = stored_values(tmp_path / "s.zarr")
+    rewrite(path, changes)
+    with tracestore.open(path) as store:
+        for positions in ("answer", "prompt"):
+            with pytest.raises(CorruptStoreError, match=r"trace 1 \(q1\): found (prompt_length|answer_)"):
+                list(tracestore.TraceLoader(store, view="tokens", layers=0, positions=positions, batch_size=4))
+        with pytest.raises(CorruptStoreError, match=r"trace 1 \(q1\): found "):
+            answer_span(store[1], 4)
+        with pytest.raises(CorruptStoreError, match=r"trace 1 \(q1\)"):
+            answer_bounds(store, [0, 1])
+        assert answer_span(store[0], 4) == (1, 4)
+
+
+def test_a_prompt_that_is_the_whole_trace_is_possible(tmp_path):
+    traces = [make_trace(k, tokens=4) | {"prompt_length": 4 + k, "tokens": np.arange(4 + k)} for k in range(2)]
+    for trace in traces:
+        del trace["tokens_decoded"]
+    path = write_store(tmp_path / "s.zarr", traces)
+    assert lint_store(path).counts.get("impossible_value") is None and verify_store(path).damaged == {}
+    with tracestore.open(path) as store:
+        batches = tracestore.TraceLoader(store, view="tokens", layers=0, positions="prompt", batch_size=8)
+        assert sum(len(batch) for batch in batches) == 8

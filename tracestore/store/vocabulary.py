@@ -1,0 +1,287 @@
+"""The fields of a trace: one table for the dicts that `tracestore.create` and `tracestore convert` take.
+
+`store.write.record` checks a trace by it, readers of files name what they find by it, docs/inputs.md describes it.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from tracestore.errors import InvalidInputError
+from tracestore.store.format import schema
+from tracestore.store.format.labels import CORRECT, HALLUCINATION
+
+
+class UnknownVerdictError(InvalidInputError):
+    """A key looks like a label or score by its name and value, and is no field."""
+
+
+# Kinds of values.
+FLOATS, INTEGERS, NUMBERS, TEXT, LABEL, SCORE, OBJECT = (
+    "floats",
+    "integers",
+    "numbers",
+    "text",
+    "label",
+    "score",
+    "object",
+)
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field of a trace.
+
+    Attributes
+    ----------
+    name : str
+        Its key in a dict.
+    kind : str
+        FLOATS, INTEGERS or NUMBERS of any dtype that the store holds or rounds; TEXT; LABEL: 0, 1 or a word; SCORE: a
+        finite number or a word of a judge; OBJECT: anything else, which `meaning` describes.
+    shape : str
+        Axes by letter, separated by blanks; "" for one value. L layers, S tokens with hidden states, T token ids (S or
+        S + 1), D hidden size, H heads, K most likely tokens, N traces of a file.
+    meaning : str
+    stored : str
+        What it becomes in the store.
+    required : str
+        When a trace must have it; "" if never.
+    other_names : tuple of str
+        Keys that stand for it, the first one before the next, where no key has its name.
+    maximum : int or None
+        Largest value of one integer, whose smallest is 0; None: the number of tokens T.
+    direction : str
+        What a high score means.
+    """
+
+    name: str
+    kind: str
+    shape: str = ""
+    meaning: str = ""
+    stored: str = "extras"
+    required: str = ""
+    other_names: tuple[str, ...] = ()
+    maximum: int | None = None
+    direction: str = ""
+
+    @property
+    def is_claim(self) -> bool:
+        """Return whether its score is 0 or 1: the name reads as a claim, such as is_correct."""
+        return self.kind == SCORE and self.name.startswith(("is_", "has_"))
+
+    @property
+    def may_be_other(self) -> bool:
+        """Return whether data sets have texts, lists and dicts under the name of this score, such as correct answers."""
+        return self.kind == SCORE and not self.is_claim and "score" not in self.name
+
+
+# The meaning of a high score by its name. The first ones have precedence where a table has several.
+PRIMARY_SCORES = {
+    **dict.fromkeys(("bleurt_score", "score", "correctness", "is_correct", "correct"), CORRECT),
+    **dict.fromkeys(("hallucination_score", "p_hallucination", "hallucination", "is_hallucination"), HALLUCINATION),
+}
+_HALLUCINATION = (
+    *("hallucinated", "is_hallucinated", "has_hallucination", "hallu", "is_hallu", "hallu_score", "hallucinates"),
+    *("hallucination_label", "hallu_label", "hallucination_flag", "is_hallucinating"),
+    *("is_wrong", "is_incorrect", "is_unfaithful"),
+)
+_CORRECT = (
+    *("accuracy", "acc", "exact_match", "em", "f1", "f1_score", "bleurt", "bleu", "bleu_score"),
+    *("rouge", "rouge_1", "rouge1", "rouge_2", "rouge2", "rouge_l", "rougel", "rouge_lsum"),
+    *("rouge_score", "rouge_l_score", "meteor", "bert_score", "bertscore"),
+    *("truthful", "is_truthful", "truthfulness", "factual", "faithful", "faithfulness"),
+    *("automatic_correctness", "auto_correctness", "answer_correctness", "correctness_score"),
+    *("is_right", "is_accurate"),
+    *("answer_correct", "model_correct", "llm_correct", "judge_correct", "is_factual", "is_faithful"),
+    *("factuality", "factuality_score", "faithfulness_score", "truthfulness_score", "em_score", "exact_match_score"),
+    *("rougel_score", "rougel_fmeasure", "rougel_f1", "rouge_l_f1", "meteor_score", "bertscore_f1", "bert_score_f1"),
+    *("is_supported", "correct_prediction"),
+)
+SCORES = PRIMARY_SCORES | dict.fromkeys(_HALLUCINATION, HALLUCINATION) | dict.fromkeys(_CORRECT, CORRECT)
+
+_STATES = (
+    Field("hidden_states", FLOATS, "L S D", "hidden states; L + 1 with the embeddings in front", "array", "or last_token"),
+    Field("last_token", FLOATS, "L D", "hidden states of the last token", "array", "or hidden_states"),
+    Field("attentions", FLOATS, "L H S S", "attention; L S S if averaged over heads", "array", "in all traces or none"),
+    Field("edges", OBJECT, "L", "pairs of nodes (2, E), source and target, and weights (E,)", "arrays instead of attention"),
+    Field("layer_ids", INTEGERS, "L", "the layers of the model that were kept", "provenance"),
+    Field("tokens", INTEGERS, "T", "token ids", "array", other_names=("sequences", "input_ids")),
+    Field("tokens_decoded", TEXT, "T", "texts of the tokens", "array"),
+    Field("attention_mask", INTEGERS, "T", "0: padding, at the ends", "padding is removed"),
+    Field("lengths", INTEGERS, "", "number of tokens before the padding", "padding is removed", maximum=schema.MAX_TOKENS),
+)  # fmt: skip
+_VALUES = (
+    Field("question_id", OBJECT, "", "text or integer", "key of the trace"),
+    Field("global_example_id", OBJECT, "", "text or integer", "key of a trace without question_id; extras"),
+    Field("sample", INTEGERS, "", "number of the answer to its question, from 0", "key of the trace", maximum=2**31 - 1),
+    Field("question", TEXT, "", "the question", "text"),
+    Field("generated_answer_clean", TEXT, "", "the answer, without what follows it", "text"),
+    Field("generated_answer", TEXT, "", "the answer", "text", other_names=("answer",)),
+    Field("generated_text", TEXT, "", "what the model generated", "text"),
+    Field("prompt_length", INTEGERS, "", "number of tokens of the prompt, 0 to T", "number"),
+)  # fmt: skip
+_OPTIONAL = tuple(
+    Field(
+        name,
+        OBJECT if field.shape == schema.JSON else NUMBERS if field.dtype == "<f4" else INTEGERS,
+        {schema.PER_TOKEN: "T", schema.TOP_K: "T K"}.get(field.shape, str(len(field.parts) or "")),
+        field.doc,
+        "optional field",
+    )
+    for name, field in schema.OPTIONAL_FIELDS.items()
+)
+_LABELS = (
+    Field("label", LABEL, "", "1: hallucinated, 0: correct", "label", other_names=("y",)),
+    Field("labels", OBJECT, "", "spans in the form of RAGTruth, with label_type; 0 or 1 counts as label", "spans or label"),
+    Field("scores", OBJECT, "", "dict of numbers by name", "named scores"),
+    Field("group", TEXT, "", "traces of one group belong to the same split", "group"),
+    *(Field(name, SCORE, "", f"high: {way}", "named score", direction=way) for name, way in SCORES.items()),
+)  # fmt: skip
+# Further keys of older files, which an export gives back.
+_OLDER = tuple(
+    Field(name, OBJECT)
+    for name in (
+        *("num_layers", "example_id", "batch_number", "cutoff_method", "tokens_before_cutoff", "tokens_after_cutoff"),
+    )
+)
+FIELDS = {field.name: field for field in (*_STATES, *_VALUES, *_OPTIONAL, *_LABELS, *_OLDER)}
+# Keys of a file of several traces, and of one layer of its graphs. A trace has none of them.
+FILE_FIELDS = {
+    field.name: field
+    for field in (
+        Field("sequences", FLOATS, "N L D", "last token of every layer", "last_token"),
+        Field("graphs", OBJECT, "N L", "PyG Data, each with the fields of GRAPH_FIELDS", "hidden_states and edges"),
+        Field("labels", LABEL, "N", "1: hallucinated, 0: correct", "label"),
+        Field("question_ids", OBJECT, "N", "texts or integers", "question_id"),
+    )
+}
+GRAPH_FIELDS = {
+    field.name: field
+    for field in (
+        Field("x", FLOATS, "S D", "hidden states", "hidden_states"),
+        Field("edge_index", INTEGERS, "2 E", "source and target of each edge", "edges"),
+        Field("edge_attr", FLOATS, "E 1", "weights", "edges"),
+        *(Field(name, OBJECT) for name in ("num_nodes", "num_possible_edges", "num_filtered_edges", "filter_ratio")),
+    )
+}
+
+# Fields that stay extras, so that an export gives them back.
+KEPT = frozenset(field.name for field in FIELDS.values() if "extras" in field.stored)
+_ANSWERS = frozenset(schema.ANSWER_FIELDS)
+# Fields that say whether the answer is hallucinated. Where a scores file says it, they are extras.
+VERDICTS = frozenset(field.name for field in _LABELS) - {"group"}
+_OTHER_NAMES = [(field.name, key) for field in FIELDS.values() for key in field.other_names]
+_OF_SEVERAL = FILE_FIELDS.keys() - FIELDS.keys() - {key for _, key in _OTHER_NAMES}
+# Parts of names of labels and scores.
+_VERDICT_NAME = re.compile(
+    r"label|score|correct|wrong|hallu|verdict|judg|truthful|factual|faithful|accura|reward|grade|rating"
+)
+# Names that hold such a part and mean something else.
+_NO_VERDICT = re.compile(r"answers?$|tokens?$|num_|count|threshold|model$|name$|version")
+
+# Words of judges: whether the answer is correct; and those whose meaning is that of the name.
+_WORDS = {
+    **dict.fromkeys(("correct", "right", "accurate", "truthful", "factual", "faithful", "supported"), True),
+    **dict.fromkeys(("incorrect", "wrong", "inaccurate", "untruthful", "unfaithful", "unsupported"), False),
+    **dict.fromkeys(("hallucination", "hallucinated", "hallu"), False),
+}
+_YES_OR_NO = {**dict.fromkeys(("yes", "true", "y", "t"), 1.0), **dict.fromkeys(("no", "false", "n", "f"), 0.0)}
+
+
+def score_of_word(text: str, direction: str | None) -> float | None:
+    """Return 1 or 0 for a word of a judge, in the direction of its column; None for other texts.
+
+    Examples
+    --------
+    >>> score_of_word("INCORRECT", "correct"), score_of_word("incorrect", "hallucination")
+    (0.0, 1.0)
+    """
+    word = text.strip().strip(".!").lower()
+    if word in _WORDS:
+        return float(_WORDS[word] == (direction != HALLUCINATION))
+    return None if direction is None else _YES_OR_NO.get(word)
+
+
+def split_fields(trace: Mapping[str, Any], *, has_verdict: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the fields of a dict by name, without those that are None, and its other keys.
+
+    Parameters
+    ----------
+    trace : Mapping[str, Any]
+    has_verdict : bool
+        Whether the dict says if the answer is hallucinated; otherwise its labels and scores are other keys.
+
+    Raises
+    ------
+    InvalidInputError
+        If a key is no text, or looks like a label or score and is no field.
+    """
+    names, keys, other_names, suspects = _plan(tuple(trace), has_verdict)
+    fields = {name: value for name in names if (value := trace[name]) is not None}
+    others = {key: trace[key] for key in keys}
+    for name, key in other_names:
+        # `answer` next to another key of an answer may be that of a data set.
+        is_taken = name in fields or (name in _ANSWERS and not _ANSWERS.isdisjoint(fields))
+        if others[key] is not None and not is_taken and (name not in VERDICTS or is_verdict(others[key])):
+            fields[name] = others.pop(key)
+    for key in suspects:
+        if is_verdict(trace[key]):
+            raise UnknownVerdictError(_advice(key, trace[key]), field=key)
+    return fields, others
+
+
+class _Plan(NamedTuple):
+    """The fields of dicts with the same keys, their other keys, other names of fields, and keys named as labels."""
+
+    names: tuple[str, ...]
+    others: tuple[str, ...]
+    other_names: tuple[tuple[str, str], ...]
+    suspects: tuple[str, ...]
+
+
+@lru_cache(maxsize=1 << 10)
+def _plan(keys: tuple[Any, ...], has_verdict: bool) -> _Plan:
+    for key in keys:
+        if not isinstance(key, str):
+            raise InvalidInputError(f"found a key of type {type(key).__name__}, expected str")
+        if key in _OF_SEVERAL:
+            found = f"found {key}, which a file of several traces has, expected {FILE_FIELDS[key].stored} of one trace"
+            raise InvalidInputError(found, field=key)
+    known = FIELDS.keys() if has_verdict else FIELDS.keys() - VERDICTS
+    others = tuple(key for key in keys if key not in known or key in KEPT)
+    other_names = tuple(pair for pair in _OTHER_NAMES if pair[1] in others and pair[0] in known)
+    suspects = [key for key in others if key not in known and is_named_as_verdict(key)] if has_verdict else []
+    return _Plan(tuple(key for key in keys if key in known), others, other_names, tuple(suspects))
+
+
+def is_named_as_verdict(key: str) -> bool:
+    """Return whether a key that is no field looks like a label or score by its name."""
+    name = key.lower()
+    return _VERDICT_NAME.search(name) is not None and _NO_VERDICT.search(name) is None
+
+
+def is_verdict(value: Any) -> bool:
+    """Return whether a value may be a label or score: a number, a word of a judge, or a list of labels 0 and 1."""
+    if isinstance(value, str):
+        return score_of_word(value, CORRECT) is not None
+    if getattr(value, "ndim", None) is not None:
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return bool(value) and all(type(item) in (int, bool) and item in (-1, 0, 1) for item in value)
+    return isinstance(value, int | float)
+
+
+def _advice(key: str, value: Any) -> str:
+    name = key.lower()
+    if isinstance(value, list | tuple) or getattr(value, "ndim", None):
+        field = "token_label, with a value per token"
+    elif "hallu" in name or "wrong" in name or "incorrect" in name:
+        field = "label (1: hallucinated) or is_hallucinated"
+    elif "score" in name or "reward" in name or "rating" in name:
+        field = "score, or scores with a number by name"
+    else:
+        field = "label (1: hallucinated), is_correct or is_hallucinated"
+    return f"found a key that looks like a label or score and is no field, expected {field}"
