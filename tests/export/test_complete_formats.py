@@ -21,6 +21,7 @@ from tests.helpers import (
     make_traces,
     write_store,
 )
+from tracestore.errors import UsageError
 from tracestore.store.format import schema
 
 
@@ -133,11 +134,15 @@ def test_a_data_set_becomes_the_same_store(store, tmp_path, monkeypatch):
     from tracestore.bridges.huggingface import from_datasets
 
     export(store, tmp_path / "out", "datasets")
-    from_datasets(load_datasets(tmp_path / "out", monkeypatch, tmp_path), tmp_path / "back.zarr", attention="heads")
+    rows = load_datasets(tmp_path / "out", monkeypatch, tmp_path)
+    with pytest.raises(UsageError, match="found scores judge: score_directions says"):
+        from_datasets(rows, tmp_path / "back.zarr", attention="heads")
+    from_datasets(rows, tmp_path / "back.zarr", attention="heads", score_directions={"judge": "hallucination"})
     with tracestore.open(store) as old, tracestore.open(tmp_path / "back.zarr") as new:
         np.testing.assert_array_equal(old.scores, new.scores)
         np.testing.assert_array_equal(old.labels, new.labels)
         for a, b in zip(old, new, strict=True):
+            assert a.scores == b.scores
             assert (a.question_id, a.sample, a.answer, a.group) == (b.question_id, b.sample, b.answer, b.group)
             assert a.hidden_states.tobytes() == b.hidden_states.tobytes()
             assert a.attention_packed.tobytes() == b.attention_packed.tobytes()

@@ -92,6 +92,8 @@ def test_names_of_columns_and_words_of_judges(tmp_path, column, values, stored, 
     write_pickle(tmp_path / "t.pkl", make_traces(3))
     (tmp_path / "judged.csv").write_text("\n".join([f"qid,{column}", *(f"q{k},{v}" for k, v in enumerate(values))]))
     assert scores_of(tmp_path)[:2] == (stored, direction)
+    # In a table every value is a text.
+    values = [1 if value == "1" else value for value in values]
     traces = [t | {column: v} for t, v in zip(make_traces(3), values, strict=True)]
     folder = tmp_path / "inside"
     folder.mkdir()

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -12,10 +12,11 @@ from tracestore.errors import MissingFieldError, UsageError
 from tracestore.extras import needs
 from tracestore.store.format import schema
 from tracestore.store.format.extras import decode_extras, decode_list
-from tracestore.store.format.labels import CORRECT, SCORE_COLUMNS
+from tracestore.store.format.labels import CORRECT, DEFAULT_SCORE_NAME, SCORE_COLUMNS
 from tracestore.store.format.ragged import without_surrogates
 from tracestore.store.read.store import TraceStore
 from tracestore.store.read.subset import TraceSubset
+from tracestore.store.vocabulary import SCORES
 from tracestore.store.write.create import create
 
 with needs("bridges"):
@@ -118,6 +119,7 @@ def from_datasets(
     path: str | os.PathLike[str],
     *,
     attention: Literal["mean", "heads", "none"] = "mean",
+    score_directions: Mapping[str, str] = {},
 ) -> int:
     """Write a store from rows whose columns are the fields of the pickle schema.
 
@@ -128,11 +130,13 @@ def from_datasets(
     rows : datasets.Dataset or datasets.IterableDataset
         Required columns are question_id, hidden_states (L, S, D), tokens (T,) and, unless
         `attention` is "none", attentions (L, H, S, S). Optional ones are tokens_decoded, question,
-        answers, score or hallucination_score, label, group and others, which are kept as extras.
+        answers, score or hallucination_score, score_NAME, label, group and others, which are kept as extras.
     path : str or PathLike
         The new store.
     attention : {"mean", "heads", "none"}
         What to store of the attention.
+    score_directions : Mapping[str, str]
+        What a high value of each score NAME means, "correct" or "hallucination", if there are columns score_NAME.
 
     Returns
     -------
@@ -144,7 +148,8 @@ def from_datasets(
     InvalidInputError
         If a row does not follow the schema. The rows before it stay in the store.
     UsageError
-        If a required column is missing, or if there are two columns of scores.
+        If a required column or the direction of a score is missing, or if there are both score and
+        hallucination_score.
 
     Examples
     --------
@@ -159,9 +164,17 @@ def from_datasets(
     if len(found) > 1:
         raise UsageError(f"found columns {' and '.join(found.values())}: keep one of them")
     direction = next(iter(found), CORRECT)
-    not_in_trace = {*SCORE_COLUMNS.values(), "label", "group"}
+    columns = [name for name in rows.column_names or () if name.startswith("score_") and name not in SCORES]
+    named = {name: name.removeprefix("score_") for name in columns}
+    if unknown := [name for name in named.values() if name not in score_directions]:
+        raise UsageError(f"found scores {', '.join(unknown)}: score_directions says what a high value means")
+    not_in_trace = {*SCORE_COLUMNS.values(), *named, "label", "group"}
     count = 0
     with create(path, attention=attention, score_direction=direction) as writer:
+        if found:
+            writer.define_score(DEFAULT_SCORE_NAME, direction=direction)  # the default, which the first one is
+        for name in named.values():
+            writer.define_score(name, direction=score_directions[name])
         for row in rows:
             missing = [name for name in required if row.get(name) is None]
             if missing:
@@ -177,7 +190,11 @@ def from_datasets(
             if isinstance(trace.get("extras"), str):
                 trace = decode_extras(json.loads(trace.pop("extras"))) | trace
             writer.append(
-                trace, score=row.get(SCORE_COLUMNS[direction]), label=row.get("label"), group=row.get("group") or ""
+                trace,
+                score=row.get(SCORE_COLUMNS[direction]),
+                scores={name: row[column] for column, name in named.items()},
+                label=row.get("label"),
+                group=row.get("group") or "",
             )
             count += 1
     return count

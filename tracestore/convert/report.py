@@ -175,7 +175,7 @@ class ConvertReport:
         if self.dropped:
             yield f"not stored, because no field holds such values: {_counts(self.dropped)}"
         if self.extras:
-            yield f"stored as extras, because no field has these names: {_counts(self.extras)}"
+            yield f"stored as extras, because no field holds them: {_counts(self.extras)}"
         if self.num_traces_refused:
             yield f"{plural(self.num_traces_refused, 'trace')} refused, listed in {self.refused_file}"
         for dtype, count in self.num_sources_rounded.items():

@@ -17,7 +17,7 @@ from tracestore.store.format.provenance import Provenance, require_compatible
 from tracestore.store.io import fsio
 from tracestore.store.io.files import RemoteURL
 from tracestore.store.read.store import open_store
-from tracestore.store.write.create import create
+from tracestore.store.write.create import open_writer
 
 INSTRUCTION = "Give the correct answer in a few words."
 COMMIT_INTERVAL_S = 60.0
@@ -192,17 +192,17 @@ def extract_to_store(
         For each question, whether the answer is correct; None if its trace existed before.
     """
     existing: set[tuple[str, int]] = set()
-    # A missing store, or one without a commit, is a UsageError here. create() then makes the store, or
+    # A missing store, or one without a commit, is a UsageError here. open_writer() then makes the store, or
     # reports the problem.
     with suppress(UsageError), open_store(path) as store:
         existing = {_key(q) for q in questions if store.internals.index.find(*_key(q)) >= 0}
     began = committed = time.monotonic()
-    with create(
+    with open_writer(
         path,
+        provenance=provenance,
         attention=attention,
         codec=codec,
         append=True,
-        provenance=provenance,
         allow_mixed_provenance=allow_mixed_provenance,
     ) as writer:
         if lens is not None:

@@ -50,7 +50,14 @@ def test_a_row_per_trace(tmp_path, writer, layout):
     traces = [base(k, tokens=2 + k % 3) for k in range(8)]
     rows = [
         {name: value.tolist() for name, value in PRESENT[layout](t).items()}
-        | {"id": f"q{k}", "question": "Why?", "prompt_length": k, "words": ["a", "é"], "none": None, "sample": k % 2}
+        | {
+            "id": f"q{k}",
+            "question": "Why?",
+            "prompt_length": k % 3,
+            "words": ["a", "é"],
+            "none": None,
+            "sample": k % 2,
+        }
         for k, t in enumerate(traces)
     ]
     table = pa.Table.from_pylist(rows)
@@ -68,7 +75,7 @@ def test_a_row_per_trace(tmp_path, writer, layout):
     store = stored(tmp_path, path)
     check(store, traces)
     assert store.question_ids == [f"q{k}" for k in range(8)]
-    assert store[5].question == "Why?" and store[5].prompt_length == 5 and store[5].sample == 1
+    assert store[5].question == "Why?" and store[5].prompt_length == 2 and store[5].sample == 1
     assert store[5].extras == {"words": ["a", "é"]}
 
 

@@ -175,7 +175,7 @@ def test_bfloat16_as_numpy_writes_it(tmp_path):
     np.savez(tmp_path / "a.npz", **arrays | {"hidden_states": arrays["hidden_states"].astype(ml_dtypes.bfloat16)})
     store = stored(tmp_path, tmp_path / "a.npz", "--attention", "none", "--dtype", "keep")
     expected = arrays["hidden_states"].astype(ml_dtypes.bfloat16)
-    np.testing.assert_array_equal(store[0].hidden_states, expected.view("u2"))
+    np.testing.assert_array_equal(store[0].hidden_states_bits, expected.view("u2"))
 
 
 def test_a_second_run_skips_and_a_changed_row_is_reported(tmp_path):

@@ -77,7 +77,7 @@ def test_files_of_the_connector_of_vllm(tmp_path, dtype, num_tokens):
     for trace, expected in zip(store, tensors, strict=True):
         bits = expected["hidden_states"].transpose(0, 1).contiguous()
         bits = bits.view(torch.int16).numpy().view("u2") if dtype == "bfloat16" else bits.numpy()
-        np.testing.assert_array_equal(trace.hidden_states, bits)
+        np.testing.assert_array_equal(trace.hidden_states_bits, bits)
         np.testing.assert_array_equal(trace.tokens, expected["token_ids"].numpy())
 
 

@@ -747,7 +747,7 @@ def texts_present_and_absent(path: Path) -> None:
 
 @kind
 def prompt_lengths(path: Path) -> None:
-    lengths = (None, 0, 3, 2**31 - 1)
+    lengths = (None, 0, 3, 4)
     write_store(path, [t | {"prompt_length": n} for t, n in zip(make_traces(4), lengths, strict=True)])
 
 
@@ -817,7 +817,7 @@ def no_scores(path: Path) -> None:
 
 @kind
 def labels(path: Path) -> None:
-    values = (0, 1, None, 0.25)
+    values = (0, 1, None, 1)
     write_store(path, make_traces(4), label=lambda k: values[k], score=lambda k: k / 4 if k != 1 else None)
 
 

@@ -112,7 +112,7 @@ def test_a_conflict_needs_permission(tmp_path):
     path = tmp_path / "s.zarr"
     append(path, 0, {"model": "a"})
     before = tree_bytes(path)
-    with pytest.raises(UsageError, match="model: found b, expected a; --allow-mixed-provenance permits it"):
+    with pytest.raises(UsageError, match="model: found b, expected a; allow_mixed_provenance=True permits it"):
         append(path, 1, {"model": "b"})
     assert tree_bytes(path) == before
     with StoreWriter(path) as writer:

@@ -335,6 +335,33 @@ def create(
     >>> tracestore.open("created.zarr")[0].attention.shape
     (3, 5, 5)
     """
+    with _named_for_programs():
+        return open_writer(
+            path,
+            attention=attention,
+            dtype=dtype,
+            codec=codec,
+            overwrite=overwrite,
+            append=append,
+            score_direction=score_direction,
+            provenance=provenance,
+            allow_mixed_provenance=allow_mixed_provenance,
+        )
+
+
+def open_writer(
+    path: str | os.PathLike[str],
+    *,
+    attention: str | None = None,
+    dtype: str | None = None,
+    codec: str | None = None,
+    overwrite: bool = False,
+    append: bool = False,
+    score_direction: str = labels.CORRECT,
+    provenance: Provenance | Mapping[str, Any] | None = None,
+    allow_mixed_provenance: bool = False,
+) -> TraceWriter:
+    """Return the same as create(), for commands: errors name their flags."""
     for value, allowed in (
         (attention, schema.ATTENTION_MODES),
         (dtype, ("float16", "keep")),
@@ -347,19 +374,18 @@ def create(
         known = provenance if isinstance(provenance, Provenance | None) else Provenance.from_json(provenance)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    with _named_for_programs():
-        writer = StoreWriter(
-            path,
-            attention=attention,
-            dtype=dtype,
-            codec=codec,
-            overwrite=overwrite,
-            exist_ok=append,
-            allow_mixed_provenance=allow_mixed_provenance,
-        )
-        try:
-            writer.check_provenance([] if known is None else [known])
-        except BaseException:
-            writer.close()
-            raise
+    writer = StoreWriter(
+        path,
+        attention=attention,
+        dtype=dtype,
+        codec=codec,
+        overwrite=overwrite,
+        exist_ok=append,
+        allow_mixed_provenance=allow_mixed_provenance,
+    )
+    try:
+        writer.check_provenance([] if known is None else [known])
+    except BaseException:
+        writer.close()
+        raise
     return TraceWriter(writer, score_direction, known, attention)

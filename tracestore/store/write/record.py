@@ -258,10 +258,10 @@ def _set_last_token(record: TraceRecord, fields: Mapping[str, Any]) -> None:
 
 def _set_tokens(record: TraceRecord, fields: Mapping[str, Any]) -> None:
     if "tokens" in fields:
-        states = as_array(fields["hidden_states"])
-        # Attention shows the axes of the states.
-        is_stacked = states is not None and states.ndim == 3 and record.attention is None
-        record.tokens = token_ids(fields["tokens"], record.num_tokens, states.shape if is_stacked else None)
+        # Attention shows the axes of states in one array.
+        states = as_array(fields["hidden_states"]) if record.attention is None else None
+        shape = None if states is None or states.ndim != 3 else states.shape
+        record.tokens = token_ids(fields["tokens"], record.num_tokens, shape)
     decoded = fields.get("tokens_decoded")
     if isinstance(decoded, np.ndarray) and len(decoded) == record.num_ids:
         decoded = decoded.tolist()
@@ -306,6 +306,8 @@ def _set_verdict(record: TraceRecord, fields: Mapping[str, Any]) -> None:
         if is_other and vocabulary.FIELDS[name].may_be_other and not vocabulary.is_verdict(value):
             record.extras[name] = given.pop(name)
     scores = fields.get("scores", {})
+    if isinstance(scores, list | tuple) and scores and as_array(scores[0]) is not None:
+        record.extras["scores"], scores = scores, {}  # logits, as generate() returns them
     if not isinstance(scores, Mapping):
         raise field_error("scores", describe(scores), "a dict of numbers by name")
     for name, value in (*scores.items(), *given.items()):
