@@ -19,15 +19,8 @@ class UnknownVerdictError(InvalidInputError):
 
 
 # Kinds of values.
-FLOATS, INTEGERS, NUMBERS, TEXT, LABEL, SCORE, OBJECT = (
-    "floats",
-    "integers",
-    "numbers",
-    "text",
-    "label",
-    "score",
-    "object",
-)
+FLOATS, INTEGERS, NUMBERS, TEXT = "floats", "integers", "numbers", "text"
+LABEL, SCORE, OBJECT = "label", "score", "object"
 
 
 @dataclass(frozen=True)
@@ -51,8 +44,6 @@ class Field:
         When a trace must have it; "" if never.
     other_names : tuple of str
         Keys that stand for it, the first one before the next, where no key has its name.
-    maximum : int or None
-        Largest value of one integer, whose smallest is 0; None: the number of tokens T.
     direction : str
         What a high score means.
     """
@@ -64,8 +55,13 @@ class Field:
     stored: str = "extras"
     required: str = ""
     other_names: tuple[str, ...] = ()
-    maximum: int | None = None
     direction: str = ""
+
+    @property
+    def of_layer(self) -> tuple[int, str]:
+        """The number and the names of the axes of one layer of an array whose first axis is L."""
+        axes = self.shape.split()[1:]
+        return len(axes), f"({', '.join(axes)}{',' if len(axes) == 1 else ''})"
 
     @property
     def is_claim(self) -> bool:
@@ -111,12 +107,12 @@ _STATES = (
     Field("tokens", INTEGERS, "T", "token ids", "array", other_names=("sequences", "input_ids")),
     Field("tokens_decoded", TEXT, "T", "texts of the tokens", "array"),
     Field("attention_mask", INTEGERS, "T", "0: padding, at the ends", "padding is removed"),
-    Field("lengths", INTEGERS, "", "number of tokens before the padding", "padding is removed", maximum=schema.MAX_TOKENS),
+    Field("lengths", INTEGERS, "", "number of tokens before the padding", "padding is removed"),
 )  # fmt: skip
 _VALUES = (
     Field("question_id", OBJECT, "", "text or integer", "key of the trace"),
     Field("global_example_id", OBJECT, "", "text or integer", "key of a trace without question_id; extras"),
-    Field("sample", INTEGERS, "", "number of the answer to its question, from 0", "key of the trace", maximum=2**31 - 1),
+    Field("sample", INTEGERS, "", "number of the answer to its question, from 0", "key of the trace"),
     Field("question", TEXT, "", "the question", "text"),
     Field("generated_answer_clean", TEXT, "", "the answer, without what follows it", "text"),
     Field("generated_answer", TEXT, "", "the answer", "text", other_names=("answer",)),
@@ -143,9 +139,14 @@ _LABELS = (
 # Further keys of older files, which an export gives back.
 _OLDER = tuple(
     Field(name, OBJECT)
-    for name in (
-        *("num_layers", "example_id", "batch_number", "cutoff_method", "tokens_before_cutoff", "tokens_after_cutoff"),
-    )
+    for name in [
+        "num_layers",
+        "example_id",
+        "batch_number",
+        "cutoff_method",
+        "tokens_before_cutoff",
+        "tokens_after_cutoff",
+    ]
 )
 FIELDS = {field.name: field for field in (*_STATES, *_VALUES, *_OPTIONAL, *_LABELS, *_OLDER)}
 # Keys of a file of several traces, and of one layer of its graphs. A trace has none of them.

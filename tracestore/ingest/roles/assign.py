@@ -392,7 +392,8 @@ def _find_scores(found: Assignment, options: KeyOptions) -> None:
             break
     for key in ("label", "labels", LABELS):
         if key in found.fields and options.score_key != key and (label := _number(found.fields[key])) in (0, 1):
-            found.label = label
             found.roles[key] = "label"
-            del found.fields[key]
+            if options.score_key is not None:  # Otherwise the table of fields takes it.
+                found.label = label
+                del found.fields[key]
             break

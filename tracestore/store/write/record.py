@@ -27,6 +27,7 @@ MAX_ID_CHARACTERS = 1 << 20
 # Fields with values per token, and those of answers and their tokens.
 _PER_TOKEN = ("tokens", "tokens_decoded", "attention_mask", "lengths", *schema.TOKEN_FIELDS, "answer_span")
 _OPTIONAL = frozenset(schema.OPTIONAL_FIELDS)
+_STATES, _ATTENTION = vocabulary.FIELDS["hidden_states"], vocabulary.FIELDS["attentions"]
 # Two names for one claim.
 _CLAIMS = ("is_correct", "is_hallucinated")
 
@@ -196,7 +197,7 @@ def record_from_dict(
     require_possible(record)
     if has_verdict and not vocabulary.VERDICTS.isdisjoint(fields):
         _set_verdict(record, fields)
-    if "group" in fields:
+    if fields.get("group", "") != "":
         record.group = question_id_text(fields["group"], "group")
     if "layer_ids" in fields:
         record.layer_ids = layer_ids_of(fields["layer_ids"], record)
@@ -214,7 +215,7 @@ def _set_states(record: TraceRecord, fields: Mapping[str, Any], need_attention: 
     names = [name for name in ("attentions", "edges") if name in fields]
     if need_attention and not names:
         raise InvalidInputError("missing key; for traces without attention: --attention none", field="attentions")
-    hidden = layers_of(fields["hidden_states"], "hidden_states", 2, "(S, D)")
+    hidden = layers_of(fields["hidden_states"], "hidden_states", *_STATES.of_layer)
     num_tokens, dim = hidden[0].shape
     if num_tokens == 0 or dim == 0:
         raise field_error("hidden_states[0]", f"shape {hidden[0].shape}", "at least one token and one dimension")
@@ -230,7 +231,7 @@ def _set_states(record: TraceRecord, fields: Mapping[str, Any], need_attention: 
         record.edges = edges_of(fields["edges"], len(hidden))
         return
     value, record.is_head_mean = with_head_axis(fields["attentions"])
-    attention = layers_of(value, "attentions", 3, "(H, S, S)")
+    attention = layers_of(value, "attentions", *_ATTENTION.of_layer)
     record.is_without_embeddings = len(attention) == len(hidden) - 1
     if record.is_without_embeddings:
         record.hidden = hidden[1:]  # output_hidden_states: the embeddings, then each layer
@@ -297,9 +298,10 @@ def layer_ids_of(value: Any, record: TraceRecord) -> tuple[int, ...]:
 
 def _set_verdict(record: TraceRecord, fields: Mapping[str, Any]) -> None:
     """Set the label and the scores."""
-    for name in ("label", "labels"):
-        if name in fields and record.label is None:
-            record.label = label_value(fields[name], name)
+    labels = {label_value(fields[name], name) for name in ("label", "labels") if name in fields} - {None}
+    if len(labels) > 1:
+        raise field_error("labels", "another label than in label", "one label")
+    record.label = next(iter(labels), None)
     given = {name: value for name, value in fields.items() if name in vocabulary.SCORES}
     for name, value in list(given.items()):
         is_other = isinstance(value, str | list | tuple | Mapping) or getattr(value, "ndim", 0) > 0
