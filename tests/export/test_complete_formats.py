@@ -135,7 +135,7 @@ def test_a_data_set_becomes_the_same_store(store, tmp_path, monkeypatch):
 
     export(store, tmp_path / "out", "datasets")
     rows = load_datasets(tmp_path / "out", monkeypatch, tmp_path)
-    with pytest.raises(UsageError, match="found scores judge: score_directions says"):
+    with pytest.raises(UsageError, match="found scores judge: pass the meaning"):
         from_datasets(rows, tmp_path / "back.zarr", attention="heads")
     from_datasets(rows, tmp_path / "back.zarr", attention="heads", score_directions={"judge": "hallucination"})
     with tracestore.open(store) as old, tracestore.open(tmp_path / "back.zarr") as new:

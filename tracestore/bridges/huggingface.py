@@ -167,7 +167,9 @@ def from_datasets(
     columns = [name for name in rows.column_names or () if name.startswith("score_") and name not in SCORES]
     named = {name: name.removeprefix("score_") for name in columns}
     if unknown := [name for name in named.values() if name not in score_directions]:
-        raise UsageError(f"found scores {', '.join(unknown)}: score_directions says what a high value means")
+        raise UsageError(
+            f"found scores {', '.join(unknown)}: pass the meaning of their high values as score_directions"
+        )
     not_in_trace = {*SCORE_COLUMNS.values(), *named, "label", "group"}
     count = 0
     with create(path, attention=attention, score_direction=direction) as writer:

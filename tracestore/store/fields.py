@@ -160,7 +160,7 @@ class TraceFields:
         return name in self.keys()
 
     def _bits_or_value(self, name: str) -> Any:
-        """Return a field as `__getitem__`, with the bits of its array as they are stored."""
+        """Return a field as `__getitem__`, with the bits of its array unchanged."""
         is_present = name in _WITH_BITS and (name not in _LARGE or self._has_large(name))
         return getattr(self, f"{name}_bits") if is_present else self[name]
 

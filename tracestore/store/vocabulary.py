@@ -136,7 +136,7 @@ _LABELS = (
     Field("group", TEXT, "", "traces of one group belong to the same split", "group"),
     *(Field(name, SCORE, "", f"high: {way}", "named score", direction=way) for name, way in SCORES.items()),
 )  # fmt: skip
-# Further keys of older files, which an export gives back.
+# Further keys of older files, which an export returns.
 _OLDER = tuple(
     Field(name, OBJECT)
     for name in [
@@ -169,10 +169,10 @@ GRAPH_FIELDS = {
     )
 }
 
-# Fields that stay extras, so that an export gives them back.
+# Fields that stay extras, so that an export returns them.
 KEPT = frozenset(field.name for field in FIELDS.values() if "extras" in field.stored)
 _ANSWERS = frozenset(schema.ANSWER_FIELDS)
-# Fields that say whether the answer is hallucinated. Where a scores file says it, they are extras.
+# Fields with the verdict of a judge: labels and scores. Next to a scores file they are extras.
 VERDICTS = frozenset(field.name for field in _LABELS) - {"group"}
 _OTHER_NAMES = [(field.name, key) for field in FIELDS.values() for key in field.other_names]
 _OF_SEVERAL = FILE_FIELDS.keys() - FIELDS.keys() - {key for _, key in _OTHER_NAMES}
@@ -213,7 +213,7 @@ def split_fields(trace: Mapping[str, Any], *, has_verdict: bool = True) -> tuple
     ----------
     trace : Mapping[str, Any]
     has_verdict : bool
-        Whether the dict says if the answer is hallucinated; otherwise its labels and scores are other keys.
+        Whether the labels and scores of the dict count; otherwise they are other keys.
 
     Raises
     ------

@@ -291,7 +291,6 @@ def schema() -> Iterator[Case]:
         "sample_huge": ({"sample": num(1 << 40)}, "sample"),
         "sample_text": ({"sample": uni("0")}, "sample"),
         "sample_bool": ({"sample": b"\x88"}, "sample"),
-        "sample_none": ({"sample": b"N"}, "sample"),
     }
     for name, (change, word) in changes.items():
         data = traces(trace(), trace(**change))

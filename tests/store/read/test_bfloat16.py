@@ -95,7 +95,7 @@ def test_other_dtypes_are_the_same_under_both_names(tmp_path, dtype, name):
 
 
 def test_values_can_be_appended_to_another_store(tmp_path, dtype):
-    """What a trace gives is what a store takes, also arrays of ml_dtypes."""
+    """Append arrays of a trace, also those of ml_dtypes."""
     make_store(tmp_path / "s.zarr", "causal")
     with tracestore.open(tmp_path / "s.zarr") as store:
         arrays = {"hidden_states": list(store[0].hidden_states), "attentions": list(store[0].attention)}

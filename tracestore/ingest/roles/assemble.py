@@ -75,13 +75,13 @@ def records_of_trace(
             counts[question] += 1
     else:
         given = [found]
-    # A scores file, or a key that the user chose, says what is hallucinated.
+    # A scores file, or a key that the user chose, has the labels.
     has_verdict = not options.has_scores_file and options.score_key is None
     read = partial(_record, source_name=source_name, need_attention=need_attention, has_verdict=has_verdict)
     try:
         return [read(each, position=position + k, is_batch=count > 1) for k, each in enumerate(given)]
     except UnknownVerdictError as error:
-        error.reason += f"; --map label={error.field} or --score-column {error.field} says which one it is"
+        error.reason += f"; --map label={error.field} or --score-column {error.field} decides"
         raise
 
 

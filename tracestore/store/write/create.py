@@ -233,7 +233,7 @@ class TraceWriter:
             self.extras.update(record.extra_names)
 
     def _define_scores(self, scores: Mapping[str, float]) -> None:
-        """Define the scores whose names say what a high value means. UsageError for any other one."""
+        """Define the scores whose names state the meaning of a high value. UsageError for any other one."""
         stored = self._writer.attributes.scores
         for name in scores:
             known = self._score if name == labels.DEFAULT_SCORE_NAME else None

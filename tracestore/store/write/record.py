@@ -161,7 +161,7 @@ def record_from_dict(
         Whether the trace must have attention if it has hidden states of all tokens. False ignores it; None uses it if
         it is present.
     has_verdict : bool
-        Whether the labels and scores of the trace count. If they come from elsewhere, they are extras.
+        Whether the labels and scores of the trace count. If a scores file has them, those of the trace are extras.
 
     Raises
     ------
