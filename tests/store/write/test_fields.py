@@ -153,7 +153,7 @@ LABELS = [
 KEYS = {
     **dict.fromkeys(("verdict", "my_label", "labeled_hallucinated", "isCorrect", "correctness_flag", "reward"), 1),
     **dict.fromkeys(("human_rating", "llm_judge_score", "p_hallu", "faithful_prob", "Score", "grade"), 0.5),
-    **dict.fromkeys(("verdict", "judge_says", "judgment_of_model"), "correct"),
+    **dict.fromkeys(("verdict", "judge_says", "judgment_of_it"), "correct"),
     "token_labels": [0, 1, 0, 1, 0],
     "sentence_label": np.array([0, 1]),
 }
