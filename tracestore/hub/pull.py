@@ -12,7 +12,7 @@ from tracestore.errors import CorruptStoreError, UsageError
 from tracestore.hub.data_set import DataSet
 from tracestore.store.format import paths
 from tracestore.store.format.entries import FileEntry, size_mismatch
-from tracestore.store.format.manifest import MAX_MANIFEST_BYTES, Manifest
+from tracestore.store.format.manifest import MAX_MANIFEST_BYTES, Manifest, parse_manifest
 from tracestore.store.io import fsio
 from tracestore.store.io.destinations import require_outside_stores
 from tracestore.store.io.files import LocalFiles, RemoteURL, parse_location
@@ -177,9 +177,12 @@ class _Download:
             raise CorruptStoreError(
                 f"{newest}: found {self._sizes[newest]:,} bytes, expected at most {MAX_MANIFEST_BYTES:,}"
             )
-        fsio.makedirs((self._folder / newest).parent)
-        fsio.replace_file(self._folder / newest, self._objects.read(newest, MAX_MANIFEST_BYTES))
-        manifest = files.load_manifest(generation)
+        # The manifest is written when all files are there: until then, nothing opens the folder as a store.
+        fsio.remove_tree(self._folder / "manifest")
+        try:
+            manifest = parse_manifest(self._objects.read(newest, MAX_MANIFEST_BYTES), generation)
+        except FileNotFoundError:
+            raise CorruptStoreError(f"{newest}: missing in the data set") from None
         self._fetch(manifest.small_files())
         segments = list(StoreIndex(files, manifest).segments())
         self._fetch(segment.rows for segment in segments)
@@ -234,10 +237,9 @@ class _Download:
 
     def _verify(self, manifest: Manifest) -> None:
         """Raise CorruptStoreError unless the store is intact; remove damaged files, so that they are fetched again."""
-        for number in LocalFiles(self._folder).generations():
-            if number != manifest.generation:  # of an earlier commit of the data set
-                remove_own(self._folder, paths.manifest(number))
-        fsio.remove_tree(self._folder / paths.manifest_copy(manifest.generation))
+        newest = self._folder / paths.manifest(manifest.generation)
+        fsio.makedirs(newest.parent)
+        fsio.replace_file(newest, manifest.to_bytes())
         write_root(self._folder, manifest.attributes)
         report = verify_store(self._folder)
         if report.damaged:
