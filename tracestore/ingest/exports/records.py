@@ -92,18 +92,18 @@ def _record(
             raise InvalidInputError("missing key", position=position, field="hidden_states")
         per_token = {name: values.pop(name) for name in _PER_TOKEN if name in values}
         layers: Any = list(last[:, None])
+        values["last_token"] = last
     else:
         per_token, layers = {}, list(hidden)
+        values["hidden_states"] = layers
         values |= {"attentions": list(arrays["attentions"])} if arrays.get("attentions") is not None else {}
     record = record_from_dict(
-        values | {"hidden_states": layers},
+        values,
         source_name=source_name,
         position=position,
         need_attention=False if hidden is None or edges is not None else need_attention,
-        need_tokens=False,
     )
     if hidden is None:
-        record.hidden = None
         _set_tokens(record, per_token)
     elif last is not None:
         if layers[0].dtype == schema.BFLOAT16 and last.dtype == np.float32:

@@ -183,7 +183,7 @@ class _Linter:
             if reason := found.get(internals.index.row(index).primary_location):
                 self.report.add("impossible_value", self.store[index], reason)
 
-    def scores(self, threshold: float) -> None:
+    def scores(self, threshold: float | None) -> None:
         """Check for missing scores, and for scores that do not fit the label or several samples of one question.
 
         These are one answer with two scores, and different answers with one fractional score, as when a file without
@@ -195,7 +195,7 @@ class _Linter:
         for index in np.flatnonzero(np.isinf(scores)):
             self.report.add("invalid_score", store[int(index)], f"score {scores[index]}")
         for index in np.flatnonzero(disagreements(scores, store.labels, threshold, store.score_direction)):
-            found = f"label {store.labels[index]:g}, score {scores[index]:g} at threshold {threshold:g}"
+            found = f"label {store.labels[index]:g}, score {scores[index]:g}"
             self.report.add("label_differs", store[int(index)], found)
         for index in np.flatnonzero(store.internals.index.read_column("sample") > 0):
             trace = store[int(index)]
