@@ -132,7 +132,7 @@ def add_scores(path, fields, values):
 @pytest.mark.parametrize("format", FORMATS)
 def test_named_scores_and_their_default_survive(tmp_path, format):
     path = tmp_path / "s.zarr"
-    write_store(path, make_traces(5), score=lambda k: 0.1 * k if k < 4 else math.inf, label=lambda k: float(k % 2))
+    write_store(path, make_traces(5), score=lambda k: 0.1 * k if k < 4 else 0.75, label=lambda k: float(k % 2))
     fields = {
         "judge": ScoreField("hallucination", "a judge, column x", "v1"),
         "label": ScoreField("correct"),
@@ -178,7 +178,7 @@ json_values = st.recursive(
     max_leaves=6,
 )
 extra_names = st.sampled_from(
-    ["rank", "$array", "judge_note", "row", "provenance", "num_tokens", "source", "file", "x y"]
+    ["rank", "$array", "note", "row", "provenance", "num_tokens", "source", "file", "x y"]
 )
 optional_names = st.sets(st.sampled_from(sorted(schema.OPTIONAL_FIELDS)))
 
