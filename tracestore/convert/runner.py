@@ -19,8 +19,8 @@ from tracestore.convert.refused import RefusedTraces
 from tracestore.convert.report import MAX_REFUSED_LINES, ConvertReport, SourceCounts
 from tracestore.convert.scoring import Scoring
 from tracestore.errors import ClusterError, InvalidInputError, NoTracesError, TruncatedFileError, escape_unprintable
-from tracestore.ingest.byte_source import TRUNCATED_WHILE_READING
 from tracestore.ingest.cluster import ClusterStream, read_sources_on_cluster
+from tracestore.ingest.files.byte_source import TRUNCATED_WHILE_READING
 from tracestore.ingest.packing import PackOptions
 from tracestore.ingest.reading import AheadOptions, SourceStream, read_sources
 from tracestore.ingest.sources import (

@@ -9,8 +9,8 @@ from typing import IO, Any, cast
 from tracestore._core.mapping import MappedFile
 from tracestore._core.pickle import BufferReader
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.byte_source import inflate, map_file
-from tracestore.ingest.decompress import compression_of
+from tracestore.ingest.files.byte_source import inflate, map_file
+from tracestore.ingest.files.decompress import compression_of
 from tracestore.ingest.pickles.pickle_reader import pickle_reader
 from tracestore.ingest.pickles.pickled_torch import PickledStorage, StorageType
 from tracestore.store.io.scratch import Scratch

@@ -12,9 +12,9 @@ from typing import Any
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import InvalidInputError
 from tracestore.extras import needs
-from tracestore.ingest.byte_source import INFLATE_ALLOWANCE_BYTES, MAX_INFLATE_RATIO, check_regular, map_file
 from tracestore.ingest.containers.columns import Arena, Input, Unit
 from tracestore.ingest.containers.keys import is_state_name
+from tracestore.ingest.files.byte_source import INFLATE_ALLOWANCE_BYTES, MAX_INFLATE_RATIO, check_regular, map_file
 from tracestore.ingest.layouts.array_names import MIN_DIMENSIONS
 from tracestore.ingest.layouts.parts import is_same
 from tracestore.ingest.layouts.records import traces_of_record

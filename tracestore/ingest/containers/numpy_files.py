@@ -15,13 +15,6 @@ import numpy as np
 from tracestore._core.mapping import MappedFile
 from tracestore._core.pickle import BufferReader, ByteReader
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.byte_source import (
-    INFLATE_ALLOWANCE_BYTES,
-    MAX_INFLATE_RATIO,
-    check_regular,
-    map_file,
-    value_reader,
-)
 from tracestore.ingest.containers.columns import (
     MAX_NPY_HEADER_BYTES,
     Column,
@@ -34,6 +27,13 @@ from tracestore.ingest.containers.columns import (
 )
 from tracestore.ingest.containers.grouping import units_of
 from tracestore.ingest.containers.keys import column_name, parse_key
+from tracestore.ingest.files.byte_source import (
+    INFLATE_ALLOWANCE_BYTES,
+    MAX_INFLATE_RATIO,
+    check_regular,
+    map_file,
+    value_reader,
+)
 from tracestore.ingest.layouts.object_arrays import read_objects, units_of_objects
 from tracestore.ingest.torch_file import MappedStream
 from tracestore.store.format import schema

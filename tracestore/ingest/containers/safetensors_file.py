@@ -15,10 +15,10 @@ import numpy as np
 
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.byte_source import inflate, map_file
 from tracestore.ingest.containers.columns import Column, Input, TableColumn, Unit
 from tracestore.ingest.containers.grouping import units_of
-from tracestore.ingest.decompress import compression_of
+from tracestore.ingest.files.byte_source import inflate, map_file
+from tracestore.ingest.files.decompress import compression_of
 from tracestore.store.format import schema
 from tracestore.store.io.scratch import Scratch
 

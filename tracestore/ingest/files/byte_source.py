@@ -12,7 +12,7 @@ from pathlib import Path
 from tracestore._core.mapping import MappedFile
 from tracestore._core.pickle import ChunkReader
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.decompress import DAMAGE, open_inflated
+from tracestore.ingest.files.decompress import DAMAGE, open_inflated
 from tracestore.store.io.scratch import Scratch
 
 TRUNCATED_WHILE_READING = "another program truncated the file while it was read"
