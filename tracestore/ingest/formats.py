@@ -11,18 +11,19 @@ import numpy as np
 
 from tracestore._core.pickle import BufferReader, ByteReader, ChunkReader
 from tracestore.errors import InvalidInputError, NoTracesError, TruncatedFileError
-from tracestore.ingest import torch_file
 from tracestore.ingest.containers.columns import Input
 from tracestore.ingest.containers.keys import id_of_name
 from tracestore.ingest.containers.registry import Reader, folder_reader, read_container, reader_of
 from tracestore.ingest.containers.tables import TableReference
 from tracestore.ingest.files.byte_source import TRUNCATED_WHILE_READING, InflatedChunks, check_regular
+from tracestore.ingest.files.limits import Limits
 from tracestore.ingest.layouts.joined_files import is_joined, read_joined
 from tracestore.ingest.layouts.neighbors import with_predictions
 from tracestore.ingest.layouts.partial import is_part, join_records
+from tracestore.ingest.pickles import torch_file
 from tracestore.ingest.pickles.pickle_reader import pickle_reader
 from tracestore.ingest.pickles.pickled_objects import PickledObject
-from tracestore.ingest.pickles.resolve import Limits, resolve
+from tracestore.ingest.pickles.resolve import resolve
 from tracestore.ingest.preprocessed import read_graphs, read_sequences
 from tracestore.ingest.roles.assemble import records_of_trace
 from tracestore.ingest.roles.batches import SampleNumbers

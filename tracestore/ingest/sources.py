@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import UsageError, escape_unprintable
-from tracestore.ingest import torch_file
 from tracestore.ingest.containers import registry
 from tracestore.ingest.containers.grouping import natural_key
 from tracestore.ingest.containers.tables import TableReference
 from tracestore.ingest.discovery.folders import join_folders, sources_of_folder
 from tracestore.ingest.discovery.tables_beside import FoundSource, is_table, tables_of_pickles
+from tracestore.ingest.pickles import torch_file
 from tracestore.ingest.roles.keys import label_of_path, score_of_word
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.io import fsio

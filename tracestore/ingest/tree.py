@@ -7,7 +7,8 @@ time is in memory.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Union
+from functools import lru_cache
+from typing import Any, Protocol, Union, cast
 
 import numpy as np
 
@@ -18,7 +19,19 @@ Key = str | int | float | bool | tuple[Any, ...]
 Value = Union["Group", "Items", "Array", str, int, float, bool, None]
 Selection = tuple[int | slice, ...]
 _MAX_AXES = 8
+_NUMBERS = ("int", "uint", "float", "bool")
 _NO_ATTRIBUTES: Mapping[str, Any] = {}
+
+
+class Charge(Protocol):
+    """Count decoded values and bytes; raise InvalidInputError beyond the limits of the file."""
+
+    def __call__(self, text_bytes: int = 0, array_bytes: int = 0, count: int = 1) -> None:
+        """Count `count` values with these bytes."""
+
+
+def _no_charge(text_bytes: int = 0, array_bytes: int = 0, count: int = 1) -> None:
+    pass
 
 
 class Array(ABC):
@@ -68,14 +81,33 @@ class Array(ABC):
 
 
 class NumpyArray(Array):
-    """An array in memory or in a mapped file."""
+    """An array in memory or in a mapped file; what is read of it is charged."""
 
-    def __init__(self, array: np.ndarray) -> None:
-        self._array, self.shape, self.dtype = array, array.shape, dtype_name(array.dtype)
+    def __init__(self, array: np.ndarray, charge: Charge = _no_charge) -> None:
+        self._array, self._charge = array, charge
+        self.shape, self.dtype = array.shape, dtype_name(array.dtype)
 
     def read(self, selection: Selection = ()) -> np.ndarray:
         """Return the values of a selection as a view."""
-        return native(self._array[selection])
+        part = self._array[selection] if selection else self._array
+        self._charge(0, part.nbytes, 0)
+        return native(np.asarray(part, self._array.dtype))
+
+
+class StackedArray(Array):
+    """Arrays of one shape as one array with an axis more, which is the first."""
+
+    def __init__(self, parts: Sequence[Array]) -> None:
+        self._parts, self.shape = parts, (len(parts), *parts[0].shape)
+        names = sorted({part.dtype for part in parts})
+        self.dtype = names[0] if len(names) == 1 else np.result_type(*names).name
+
+    def read(self, selection: Selection = ()) -> np.ndarray:
+        """Return the values of a selection: a view if it takes one part, else a copy of what it takes."""
+        first, inner = (selection[0], selection[1:]) if selection else (slice(None), ())
+        if isinstance(first, slice):
+            return np.stack([part.read(inner) for part in self._parts[first]])
+        return self._parts[first].read(inner)
 
 
 class Group(Mapping[Any, Value]):
@@ -185,12 +217,14 @@ class ListItems(Items):
         The sequence, such as a list of a pickle or of JSON.
     open_value : callable
         Return an entry of the sequence as a value of the tree; called at each access.
+    charge : callable, optional
+        Called by `as_array` with the number of values, instead of `open_value` for each.
     """
 
     is_stream = False
 
-    def __init__(self, values: Sequence[Any], open_value: Callable[[Any], Value]) -> None:
-        self.values, self._open, self.length = values, open_value, len(values)
+    def __init__(self, values: Sequence[Any], open_value: Callable[[Any], Value], charge: Charge = _no_charge) -> None:
+        self.values, self._open, self.charge, self.length = values, open_value, charge, len(values)
 
     def __iter__(self) -> Iterator[Value]:
         return map(self._open, self.values)
@@ -202,6 +236,30 @@ class ListItems(Items):
         return len(self.values)
 
 
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values whose names are paths as dicts in each other: the name "a/b" becomes ["a"]["b"].
+
+    A name that is also the beginning of another's path leaves the longer name whole.
+    """
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        parts = name.split("/")
+        whole = ["/".join(parts[:k]) for k in range(1, len(parts))]
+        if any(prefix in values for prefix in whole) or not all(parts):
+            found[name] = value
+            continue
+        inner = found
+        for part in parts[:-1]:
+            inner = inner.setdefault(part, Folder())
+        inner[parts[-1]] = value
+    return found
+
+
+class Folder(dict[str, Any]):
+    """Values below one part of a path; see `nested`."""
+
+
+@lru_cache(maxsize=256)
 def dtype_name(dtype: np.dtype) -> str:
     """Return the name of a dtype in the tree; see `Array`."""
     return "bfloat16" if dtype == schema.BFLOAT16 else dtype.newbyteorder("=").name
@@ -213,8 +271,8 @@ def native(array: np.ndarray) -> np.ndarray:
     return array if is_native else array.astype(array.dtype.newbyteorder("="))
 
 
-def array_value(array: np.ndarray | np.generic) -> Value:
-    """Return an array of NumPy as a value of the tree.
+def array_value(array: Any, charge: Charge = _no_charge) -> Value:
+    """Return an array or number of NumPy as a value of the tree.
 
     Numbers without axes become scalars, texts become items of str, records become items of groups.
 
@@ -225,26 +283,25 @@ def array_value(array: np.ndarray | np.generic) -> Value:
     """
     array = np.asarray(array)
     kind = array.dtype.kind
+
+    def open_part(part: Any) -> Value:
+        charge(getattr(part, "nbytes", 0) if kind in "SU" else 0)
+        return array_value(part, charge)
+
     if array.dtype.names and array.dtype != schema.BFLOAT16:
-        return Records(array) if array.ndim else _record(array[()])
+        if array.ndim:
+            return ListItems(cast(Sequence[Any], array), open_part)
+        return MappingGroup({name: array[name] for name in array.dtype.names}, open_part)
     if kind in "SU":
-        return text_of(array[()]) if not array.ndim else ListItems(array, array_value)
+        return ListItems(cast(Sequence[Any], array), open_part) if array.ndim else text_of(array.item())
     if array.ndim:
-        return NumpyArray(array)
+        return NumpyArray(array, charge)
     if array.dtype == schema.BFLOAT16:
         return float((array["bfloat16"].astype("<u4") << 16).view("<f4"))
-    return array.item() if kind in "biuf" else NumpyArray(array.reshape(1))
-
-
-class Records(ListItems):
-    """Items of an array of records. Each is a group of its fields."""
-
-    def __init__(self, array: np.ndarray) -> None:
-        super().__init__(array, lambda item: Records(item) if isinstance(item, np.ndarray) else _record(item))
-
-
-def _record(record: Any) -> Group:
-    return MappingGroup({name: record[name] for name in record.dtype.names}, array_value)
+    if kind in "Mm":
+        return str(array)
+    number: Value = array.item() if kind in "biuf" else NumpyArray(array.reshape(1), charge)
+    return number
 
 
 def text_of(data: str | bytes) -> str:
@@ -271,34 +328,41 @@ def as_array(value: Value) -> Array | None:
         Items of integers give int64, booleans bool and other numbers float64. None for a value that is no
         array: texts, groups, missing values, items of different shapes, no items.
     """
+    return _as_array(value, 0)
+
+
+def _as_array(value: Value, depth: int) -> Array | None:
     if isinstance(value, Array):
         return value
-    if not isinstance(value, Items) or value.is_stream or not value.length:
+    if not isinstance(value, Items) or value.is_stream or not value.length or depth == _MAX_AXES:
         return None
-    plain = value.values if isinstance(value, ListItems) else None
-    if isinstance(plain, list | tuple) and (array := _plain_array(plain)) is not None:
-        return NumpyArray(array)
-    parts: list[np.ndarray] = []
+    if isinstance(value, ListItems) and isinstance(value.values, list | tuple):
+        array = _plain_array(value.values, value.charge)
+        if array is not None:
+            return NumpyArray(array, value.charge)
+    parts: list[Array] = []
     for item in value:
-        part = as_array(item)
-        if part is None or (parts and (part.shape != parts[0].shape)):
+        part = _as_array(item, depth + 1)
+        if part is None or (parts and part.shape != parts[0].shape):
             return None
-        parts.append(part.read())
-    kinds = {part.dtype for part in parts}
-    if len(kinds) > 1 and (schema.BFLOAT16 in kinds or any(kind.kind not in "biuf" for kind in kinds)):
+        parts.append(part)
+    names = {part.dtype for part in parts}
+    if len(names) > 1 and not all(name.startswith(_NUMBERS) for name in names):
         return None
-    return NumpyArray(np.stack(parts))
+    return StackedArray(parts)
 
 
-def _plain_array(values: Sequence[Any]) -> np.ndarray | None:
+def _plain_array(values: Sequence[Any], charge: Charge) -> np.ndarray | None:
     """Return nested lists of Python numbers as an array; None if they hold anything else."""
     leaves: Any = values
     shape = [len(values)]
+    charge(count=len(values))
     while (kinds := set(map(type, leaves))) <= {list, tuple}:
         lengths = set(map(len, leaves))
         if len(lengths) != 1 or len(shape) == _MAX_AXES:
             return None
         shape += lengths
+        charge(count=len(leaves) * shape[-1])  # before the lists of one list that is named many times are joined
         leaves = [item for inner in leaves for item in inner]
     if not kinds <= {int, float, bool} or (bool in kinds and len(kinds) > 1):
         return None

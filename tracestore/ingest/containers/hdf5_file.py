@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.containers.columns import DTYPE_KINDS, Column, Unit, check_dtype
+from tracestore.ingest.containers.columns import Column, Unit
 from tracestore.ingest.containers.grouping import natural_key
 from tracestore.ingest.containers.keys import GROUPS_OF_TRACES, LISTS_OF_LAYERS, SECTIONS, is_step, locate
 from tracestore.ingest.files.byte_source import INFLATE_ALLOWANCE_BYTES, MAX_INFLATE_RATIO
+from tracestore.ingest.files.npy import DTYPE_KINDS, check_dtype
 
 _MAX_DEPTH = 8
 _MAX_OBJECTS = 2_000_000
