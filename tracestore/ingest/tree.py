@@ -94,6 +94,13 @@ class NumpyArray(Array):
         return native(np.asarray(part, self._array.dtype))
 
 
+class BytesArray(NumpyArray):
+    """Bytes without a type, as an array of uint8."""
+
+    def __init__(self, data: Any, charge: Charge = _no_charge) -> None:
+        super().__init__(np.frombuffer(data, "u1") if len(data) else np.empty(0, "u1"), charge)
+
+
 class StackedArray(Array):
     """Arrays of one shape as one array with an axis more, which is the first."""
 

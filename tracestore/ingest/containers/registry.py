@@ -18,6 +18,8 @@ from tracestore.ingest.files.npy import NPY_MAGIC
 from tracestore.ingest.files.npz import is_npz
 from tracestore.ingest.files.safetensors import is_safetensors
 from tracestore.ingest.layouts import text_rows
+from tracestore.ingest.readers import arrow
+from tracestore.ingest.readers.hdf5_process import HDF5_MAGIC
 from tracestore.ingest.roles.keys import KeyOptions
 
 Reader = Callable[[Input], Iterator[Unit]]
@@ -36,10 +38,10 @@ SUFFIXES = (
 )
 _READERS: dict[bytes, Reader] = {
     NPY_MAGIC: numpy_files.read_npy,
-    hdf5_process.HDF5_MAGIC: hdf5_process.read_hdf5,
-    arrow_files.PARQUET_MAGIC: arrow_files.read_parquet,
-    arrow_files.FILE_MAGIC: arrow_files.read_arrow,
-    arrow_files.STREAM_MAGIC: arrow_files.read_arrow,
+    HDF5_MAGIC: hdf5_process.read_hdf5,
+    arrow.PARQUET_MAGIC: arrow_files.read_parquet,
+    arrow.FILE_MAGIC: arrow_files.read_arrow,
+    arrow.STREAM_MAGIC: arrow_files.read_arrow,
 }
 _ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError)
 

@@ -20,7 +20,17 @@ from tracestore.errors import InvalidInputError, TruncatedFileError
 from tracestore.ingest.files.byte_source import TRUNCATED_WHILE_READING
 from tracestore.ingest.files.limits import Limits
 from tracestore.ingest.files.npy import array_in_bytes
-from tracestore.ingest.tree import Array, Charge, Group, MappingGroup, NumpyArray, Value, array_value, as_array
+from tracestore.ingest.tree import (
+    Array,
+    BytesArray,
+    Charge,
+    Group,
+    MappingGroup,
+    NumpyArray,
+    Value,
+    array_value,
+    as_array,
+)
 from tracestore.store.format import schema
 from tracestore.store.io.scratch import Scratch
 
@@ -29,8 +39,8 @@ _DTYPE = re.compile(
 )
 _MAX_AXES = 8
 # A fault that the checks of a reader missed is a refusal too, never a traceback.
-_FAULTS = (ValueError, TypeError, OverflowError, IndexError, KeyError, AttributeError, EOFError, NotImplementedError)
-_FAULTS += (struct.error, zipfile.BadZipFile, zlib.error)
+_FAULTS: tuple[type[Exception], ...] = (ValueError, TypeError, OverflowError, IndexError, KeyError, AttributeError)
+_FAULTS += (EOFError, NotImplementedError, struct.error, zipfile.BadZipFile, zlib.error)
 
 
 @dataclass
@@ -51,6 +61,8 @@ class Content:
         What the values of the file may decode to.
     resources : ExitStack
         What is closed with the tree.
+    is_inflated : bool
+        Whether `mapped` is an inflated copy.
     """
 
     path: Path
@@ -59,6 +71,7 @@ class Content:
     scratch: Scratch
     limits: Limits
     resources: ExitStack
+    is_inflated: bool = False
 
 
 @contextmanager
@@ -81,7 +94,7 @@ def bytes_value(data: Any, charge: Charge) -> Value:
     array = array_in_bytes(data)
     if array is not None:
         return array_value(array, charge)
-    return NumpyArray(np.frombuffer(data, "u1") if len(data) else np.empty(0, "u1"), charge)
+    return BytesArray(data, charge)
 
 
 def group_value(values: Mapping[Any, Any], open_value: Callable[[Any], Value], charge: Charge) -> Value:

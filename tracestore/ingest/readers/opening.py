@@ -14,14 +14,21 @@ from tracestore.ingest.files.npy import NPY_MAGIC
 from tracestore.ingest.files.npz import is_npz
 from tracestore.ingest.files.safetensors import is_safetensors
 from tracestore.ingest.pickles.torch_file import is_legacy
-from tracestore.ingest.readers import numpy_arrays, objects, tensors, text
+from tracestore.ingest.readers import arrow, hdf5, numpy_arrays, objects, tensors, text
 from tracestore.ingest.readers.content import Content, refusals
+from tracestore.ingest.readers.hdf5_process import HDF5_MAGIC
 from tracestore.ingest.tree import Value
 from tracestore.store.io.scratch import Scratch
 
 _COMPRESSED = re.compile(r"\.(?:gz|bz2|xz|zst|z|zlib)$")
 _GZIP_RESERVED = 0xE0
-_READERS: dict[bytes, Callable[[Content], Value]] = {NPY_MAGIC: numpy_arrays.read_npy}
+_READERS: dict[bytes, Callable[[Content], Value]] = {
+    NPY_MAGIC: numpy_arrays.read_npy,
+    HDF5_MAGIC: hdf5.read_hdf5,
+    arrow.PARQUET_MAGIC: arrow.read_parquet,
+    arrow.FILE_MAGIC: arrow.read_arrow,
+    arrow.STREAM_MAGIC: arrow.read_arrow,
+}
 _HEAD_BYTES = 64
 
 
@@ -76,7 +83,7 @@ def _root(path: Path, scratch: Scratch, is_ahead: Callable[[], bool], resources:
         mapped = inflate(path, compression, scratch)
         if not len(mapped):
             raise InvalidInputError("the file is empty")
-    content = Content(path, name, mapped, scratch, Limits(lambda: len(mapped)), resources)
+    content = Content(path, name, mapped, scratch, Limits(lambda: len(mapped)), resources, compression is not None)
     return _reader_of(mapped, name)(content)
 
 

@@ -97,7 +97,8 @@ def _decoded(lines: Iterator[bytes]) -> Iterator[str]:
 
 def _json_lines(lines: Iterator[bytes]) -> Iterator[Value]:
     for number, line in enumerate(filter(bytes.strip, lines)):
-        yield _open(parse_json(line, f"row {number}: not JSON"))
+        value = parse_json(line, f"row {number}: not JSON")
+        yield MappingGroup(value, _open) if isinstance(value, dict) else _open(value)
 
 
 def _open(value: Any) -> Value:
