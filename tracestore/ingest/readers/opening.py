@@ -34,7 +34,11 @@ _HEAD_BYTES = 64
 
 @contextmanager
 def open_tree(
-    path: Path, *, scratch: Scratch | None = None, is_ahead: Callable[[], bool] = lambda: True
+    path: Path,
+    *,
+    scratch: Scratch | None = None,
+    limits: Limits | None = None,
+    is_ahead: Callable[[], bool] = lambda: True,
 ) -> Iterator[Value]:
     """Open a file as a tree.
 
@@ -45,6 +49,8 @@ def open_tree(
     scratch : Scratch, optional
         Files for what exceeds some MiB of a value of a compressed file. By default they are in the system's
         temporary folder.
+    limits : Limits, optional
+        Limits that the values of several files share. By default each file has its own, which grow with it.
     is_ahead : callable, optional
         Return whether a thread inflates ahead; called before each chunk.
 
@@ -60,10 +66,12 @@ def open_tree(
         count each time they are decoded, against a limit that grows with the file.
     """
     with refusals(), ExitStack() as resources:
-        yield _root(path, scratch or Scratch(), is_ahead, resources)
+        yield _root(path, scratch or Scratch(), limits, is_ahead, resources)
 
 
-def _root(path: Path, scratch: Scratch, is_ahead: Callable[[], bool], resources: ExitStack) -> Value:
+def _root(
+    path: Path, scratch: Scratch, limits: Limits | None, is_ahead: Callable[[], bool], resources: ExitStack
+) -> Value:
     if check_regular(path).st_size == 0:
         raise InvalidInputError("the file is empty")
     mapped = map_file(path)
@@ -77,18 +85,23 @@ def _root(path: Path, scratch: Scratch, is_ahead: Callable[[], bool], resources:
     if name.endswith(text.SUFFIXES) and not name.endswith(tensors.INDEX_SUFFIX):
         return text.read_text(path, name, compression, resources)
     if compression is not None:
-        value = _streamed_pickle(path, compression, scratch, is_ahead, resources)
+        value = _streamed_pickle(path, compression, scratch, limits, is_ahead, resources)
         if value is not None:
             return value
         mapped = inflate(path, compression, scratch)
         if not len(mapped):
             raise InvalidInputError("the file is empty")
-    content = Content(path, name, mapped, scratch, Limits(lambda: len(mapped)), resources, compression is not None)
+    content = Content(path, name, mapped, scratch, limits or Limits(mapped.__len__), resources, compression is not None)
     return _reader_of(mapped, name)(content)
 
 
 def _streamed_pickle(
-    path: Path, compression: str, scratch: Scratch, is_ahead: Callable[[], bool], resources: ExitStack
+    path: Path,
+    compression: str,
+    scratch: Scratch,
+    limits: Limits | None,
+    is_ahead: Callable[[], bool],
+    resources: ExitStack,
 ) -> Value | None:
     """Return the tree of a compressed pickle that can be read while it is inflated; None for every other file."""
     opened = resources.enter_context(ExitStack())
@@ -99,7 +112,7 @@ def _streamed_pickle(
         return None
     pending = [first]
     source = value_reader(lambda: pending.pop() if pending else chunks(), chunks.disk_bytes, scratch)
-    value = objects.read_pickle(source, Limits(lambda: chunks.inflated_bytes), is_list=True)
+    value = objects.read_pickle(source, limits or Limits(lambda: chunks.inflated_bytes), is_list=True)
     if value is None:
         opened.close()
     return value
