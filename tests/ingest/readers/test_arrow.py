@@ -6,7 +6,15 @@ import struct
 import numpy as np
 import pytest
 
-from tests.ingest.readers.trees import check_mutations, plain, read_tree, refusal, refusal_in_child, seconds_of
+from tests.ingest.readers.trees import (
+    check_mutations,
+    plain,
+    read_tree,
+    refusal,
+    refusal_in_child,
+    refusal_of_convert,
+    seconds_of,
+)
 from tests.tiers import long
 from tracestore.ingest.readers.opening import open_tree
 from tracestore.ingest.tree import Array, Group, Items, StreamItems
@@ -155,6 +163,13 @@ def test_amplified_files_end(tmp_path, name):
     path.write_bytes(next(data for found, data in amplified() if found == name))
     reason = refusal_in_child(path)
     assert reason or name in ("zeros.arrow", "packed.parquet", "nulls.arrow"), path.stat().st_size
+
+
+@long
+@pytest.mark.parametrize("name", ["dictionary.arrow", "lists.arrow", "runs.arrow", "text.parquet", "states.parquet"])
+def test_amplified_files_are_not_converted(tmp_path, name):
+    (tmp_path / name).write_bytes(next(data for found, data in amplified() if found == name))
+    assert name in refusal_of_convert(tmp_path / name)
 
 
 def test_repeated_labels_and_texts_are_read(tmp_path):

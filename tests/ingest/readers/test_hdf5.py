@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 
 from tests.helpers import ROOT
-from tests.ingest.readers.trees import check_mutations, plain, read_tree, refusal, refusal_in_child, seconds_of
+from tests.ingest.readers.trees import (
+    check_mutations,
+    plain,
+    read_tree,
+    refusal,
+    refusal_in_child,
+    refusal_of_convert,
+    seconds_of,
+)
 from tests.tiers import long
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.readers import hdf5, hdf5_process
@@ -116,6 +124,14 @@ def shared_text(path, count, length):
 @pytest.mark.parametrize(("count", "length"), [(500_000, 16_000), (20_000, 1_000_000), (4_000, 60_000)])
 def test_texts_that_share_their_bytes_end(tmp_path, count, length):
     assert refusal_in_child(shared_text(tmp_path / "a.h5", count, length))
+
+
+@long
+def test_texts_that_share_their_bytes_are_not_converted(tmp_path):
+    path = shared_text(tmp_path / "a.h5", 500_000, 16_000)
+    with h5py.File(path, "r+") as file:
+        file["hidden_states"] = STATES
+    assert "a.h5" in refusal_of_convert(path)
 
 
 def test_few_texts_that_share_their_bytes_are_read(tmp_path):

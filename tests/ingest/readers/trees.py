@@ -1,6 +1,7 @@
 """Read whole trees, and files that differ from valid ones."""
 
 import gc
+import os
 import random
 import resource
 import subprocess
@@ -17,6 +18,7 @@ from tracestore.ingest.tree import Array, Group, Items, Value, as_array
 
 MAX_MEMORY_BYTES = 256 << 20
 MAX_SECONDS = 5.0
+_BASE_BYTES = 160 << 20  # of the command before it reads
 
 
 def plain(value: Value):
@@ -72,6 +74,20 @@ def refusal_in_child(path: Path) -> str:
     assert int(grown) < MAX_MEMORY_BYTES, f"{int(grown) >> 20} MiB"
     assert float(seconds) < MAX_SECONDS, seconds
     return reason
+
+
+def refusal_of_convert(path: Path) -> str:
+    """Convert a file in a process of its own with little memory, and return its refusal."""
+    command = [sys.executable, "-m", "tracestore", "convert", str(path), str(path.with_suffix(".zarr"))]
+    child = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, cwd=ROOT)
+    assert child.stderr is not None
+    text = child.stderr.read()
+    _, status, usage = os.wait4(child.pid, 0)
+    child.returncode = os.waitstatus_to_exitcode(status)
+    child.stderr.close()
+    assert child.returncode == 3, text
+    assert usage.ru_maxrss << 10 < MAX_MEMORY_BYTES + _BASE_BYTES, f"{usage.ru_maxrss >> 10} MiB"
+    return text
 
 
 def mutated(data: bytes, rng: random.Random) -> bytes:

@@ -70,7 +70,7 @@ def arrow_batches(mapped: MappedFile, limits: Limits) -> Iterator[Any]:
         for batch in pa.ipc.open_stream(pa.py_buffer(view)):
             batch.validate(full=True)  # otherwise offsets could point outside the file
             yield batch
-    except (pa.ArrowException, struct.error, OSError) as error:
+    except (pa.ArrowException, MemoryError, struct.error, OSError) as error:
         raise InvalidInputError(f"truncated or damaged Arrow file: {_line(error)}") from None
 
 
@@ -93,7 +93,7 @@ def parquet_batches(mapped: MappedFile, limits: Limits, columns: list[str] | Non
             for batch in file.iter_batches(rows, row_groups=[k], columns=columns, use_threads=False):
                 batch.validate(full=True)
                 yield batch
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, MemoryError, OSError) as error:
         raise InvalidInputError(f"truncated or damaged Parquet file: {_line(error)}") from None
 
 
@@ -181,7 +181,8 @@ class RowOpener:
         names = batch.schema.names
         if len(set(names)) != len(names):
             raise InvalidInputError("found two columns of one name")
-        columns = {name: _Column(self._pa, batch.column(k)) for k, name in enumerate(names)}
+        with refusals():
+            columns = {name: _Column(self._pa, batch.column(k)) for k, name in enumerate(names)}
         for row in range(batch.num_rows):
             self.charge()
             yield MappingGroup(_Cells(columns, dict.fromkeys(columns, row)), self._cell)
@@ -326,7 +327,7 @@ class _Column:
 
     def has_null(self, begin: int, end: int) -> bool:
         """Return whether one of some values is missing."""
-        return self.array.null_count > 0 and self.array.slice(begin, end - begin).null_count > 0
+        return bool(self.array.null_count and self.array.slice(begin, end - begin).null_count)
 
     def _set_offsets(self) -> None:
         size = getattr(self.array.type, "list_size", None)

@@ -40,7 +40,7 @@ _DTYPE = re.compile(
 _MAX_AXES = 8
 # A fault that the checks of a reader missed is a refusal too, never a traceback.
 _FAULTS: tuple[type[Exception], ...] = (ValueError, TypeError, OverflowError, IndexError, KeyError, AttributeError)
-_FAULTS += (EOFError, NotImplementedError, struct.error, zipfile.BadZipFile, zlib.error)
+_FAULTS += (MemoryError, EOFError, NotImplementedError, struct.error, zipfile.BadZipFile, zlib.error)
 
 
 @dataclass
@@ -78,15 +78,24 @@ class Content:
 def refusals() -> Iterator[None]:
     """Turn whatever damaged or hostile bytes raise in a reader into InvalidInputError."""
     try:
-        yield
+        with reading():
+            yield
     except InvalidInputError:
         raise
+    except _FAULTS as error:
+        reason = " ".join(str(error).split())[:200]
+        raise InvalidInputError(f"not a trace file: {type(error).__name__}: {reason}") from None
+
+
+@contextmanager
+def reading() -> Iterator[None]:
+    """Turn what a user of a tree may meet in it into InvalidInputError: a file that shrinks, and endless nesting."""
+    try:
+        yield
     except TruncatedFileError:
         raise InvalidInputError(TRUNCATED_WHILE_READING, is_whole_source=True) from None
     except RecursionError:
         raise InvalidInputError("nested deeper than a trace file") from None
-    except _FAULTS as error:
-        raise InvalidInputError(f"not a trace file: {type(error).__name__}: {error}") from None
 
 
 def bytes_value(data: Any, charge: Charge) -> Value:

@@ -6,6 +6,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from tracestore.errors import InvalidInputError
 from tracestore.extras import needs
-from tracestore.ingest.readers.content import Content
+from tracestore.ingest.readers.content import Content, refusals
 from tracestore.ingest.readers.hdf5_process import CRASHED, HDF5Process, Idle
 from tracestore.ingest.tree import (
     Array,
@@ -49,7 +50,7 @@ class _File:
     def __init__(self, content: Content) -> None:
         self.content, self.charge = content, content.limits.charge
         self._process: HDF5Process = _idle.take()
-        self._is_sound = True
+        self._is_answering, self._has_failed = True, False
         content.resources.callback(self.close)
         if not content.is_inflated:
             self.request(open=os.path.abspath(content.path))
@@ -61,31 +62,35 @@ class _File:
             self.request(open=os.path.abspath(copy.name))  # it has the file open; the name is not needed any more
 
     def request(self, **message: Any) -> dict[str, Any]:
-        """Send a request and return the answer; after an error, the process is not used again."""
-        if not self._is_sound:
+        """Send a request and return the answer. After an error, the process reads no other file."""
+        if not self._is_answering:
             raise InvalidInputError(CRASHED)
-        self._is_sound = False
-        answer = self._process.request(**message)
-        self._is_sound = True
+        self._is_answering = False
+        with refusals():
+            answer = self._process.ask(**message)
+        self._is_answering = True
+        if "error" in answer:
+            self._has_failed = True
+            raise InvalidInputError(str(answer["error"]), field=answer.get("field"))
         return answer
 
     def receive(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Return the array whose bytes follow an answer."""
+        self._is_answering = False
         self.charge(0, math.prod(shape) * dtype.itemsize, 0)
         out = self.content.scratch.empty(shape, dtype)
-        self._is_sound = False
         self._process.receive_into(memoryview(out.reshape(-1).view("u1").data))
-        self._is_sound = True
+        self._is_answering = True
         return out
 
     def close(self) -> None:
         """Close the file, and keep the process for the next one unless something went wrong."""
-        try:
+        with suppress(InvalidInputError):
             self.request(close=True)
-        except InvalidInputError:
-            self._process.end()
-        else:
+        if self._is_answering and not self._has_failed:
             _idle.put(self._process)
+        else:
+            self._process.end()
 
 
 class RemoteGroup(Group):

@@ -70,6 +70,13 @@ class HDF5Process:
 
     def request(self, **message: Any) -> dict[str, Any]:
         """Send a request and return the answer; raise InvalidInputError for an error or if the process has ended."""
+        answer = self.ask(**message)
+        if "error" in answer:
+            raise InvalidInputError(str(answer["error"]), field=answer.get("field"))
+        return answer
+
+    def ask(self, **message: Any) -> dict[str, Any]:
+        """Send a request and return the answer or its error; raise InvalidInputError if the process has ended."""
         try:
             self._input.write(json.dumps(message).encode() + b"\n")
             while (end := self._buffer.find(b"\n")) < 0:
@@ -80,8 +87,6 @@ class HDF5Process:
             del self._buffer[: end + 1]
         except (OSError, ValueError):
             raise InvalidInputError(CRASHED) from None
-        if "error" in answer:
-            raise InvalidInputError(str(answer["error"]), field=answer.get("field"))
         return dict(answer)
 
     def _receive(self, count: int) -> bytes:

@@ -57,12 +57,10 @@ class ObjectOpener:
             charge()
             return array_value(value.array, charge)
         charge()
-        if kind is dict:
-            return group_value(_keyed(value), self, charge)
         if kind is list or kind is tuple or kind is FrameRows:
             return ListItems(value, self, charge)
         with refusals():
-            return self._special(value)
+            return group_value(_keyed(value), self, charge) if kind is dict else self._special(value)
 
     def _special(self, value: Any) -> Value:
         if isinstance(value, PickledArray | PickledTensor | JoblibArray):

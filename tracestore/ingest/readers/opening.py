@@ -15,7 +15,7 @@ from tracestore.ingest.files.npz import is_npz
 from tracestore.ingest.files.safetensors import is_safetensors
 from tracestore.ingest.pickles.torch_file import is_legacy
 from tracestore.ingest.readers import arrow, hdf5, numpy_arrays, objects, tensors, text
-from tracestore.ingest.readers.content import Content, refusals
+from tracestore.ingest.readers.content import Content, reading, refusals
 from tracestore.ingest.readers.hdf5_process import HDF5_MAGIC
 from tracestore.ingest.tree import Value
 from tracestore.store.io.scratch import Scratch
@@ -65,8 +65,10 @@ def open_tree(
         Here or when values are used: with one reason, whatever the file holds. Values that are named many times
         count each time they are decoded, against a limit that grows with the file.
     """
-    with refusals(), ExitStack() as resources:
-        yield _root(path, scratch or Scratch(), limits, is_ahead, resources)
+    with reading(), ExitStack() as resources:
+        with refusals():
+            root = _root(path, scratch or Scratch(), limits, is_ahead, resources)
+        yield root
 
 
 def _root(
