@@ -15,7 +15,6 @@ from tests.ingest.readers.trees import (
     refusal_of_convert,
     seconds_of,
 )
-from tests.tiers import long
 from tracestore.ingest.readers.opening import open_tree
 from tracestore.ingest.tree import Array, Group, Items, StreamItems
 
@@ -116,59 +115,67 @@ def test_tensors_have_their_shape(tmp_path):
     assert rows[1]["h"].tolist() == [[6, 7, 8], [9, 10, 11]]
 
 
-def amplified():
-    """Yield files in which few bytes stand for many values, by name."""
-    text = "x" * 1_000_000
-    yield "dictionary.arrow", ipc(pa.table({"t": pa.DictionaryArray.from_arrays(np.zeros(100_000, "i1"), [text])}))
-    numbers = pa.array([list(range(130_000))], pa.list_(pa.int64()))
-    indices = pa.array(np.zeros(3_300, "i1"))
-    yield "lists.arrow", ipc(pa.table({"h": pa.DictionaryArray.from_arrays(indices, numbers)}))
-    yield (
-        "runs.arrow",
-        ipc(pa.table({"h": pa.RunEndEncodedArray.from_arrays(pa.array([100_000], pa.int32()), numbers.slice(0, 1))})),
-    )
+TEXT = "x" * 1_000_000
+NUMBERS = pa.array([list(range(130_000))], pa.list_(pa.int64()))
+
+
+def views():
     places = np.zeros(50_000, "i4")
-    views = pa.ListViewArray.from_arrays(places, places + 50_000, pa.array(np.zeros(50_000, "f4")))
-    yield "views.arrow", ipc(pa.table({"h": views}))
-    inner = pa.DictionaryArray.from_arrays(np.zeros(1_000_000, "i1"), [text])
-    yield "nested.arrow", ipc(pa.table({"t": pa.ListArray.from_arrays(pa.array([0, 1_000_000], "i4"), inner)}))
-    yield "nulls.arrow", ipc(pa.table({"t": pa.nulls(20_000_000)}))
-    yield "zeros.arrow", ipc(pa.table({"h": pa.array([np.zeros(1 << 24, "f4")])}), compression="zstd")
-    yield "text.parquet", parquet(pa.table({"t": [text[:4_000]] * 1_000_000}))
-    yield "rows.parquet", parquet(pa.table({name: [1] * 1_000_000 for name in "abcdefghij"}))
-    states = pa.FixedSizeListArray.from_arrays(pa.array(np.zeros(20_000_000, "f4")), 1_000)
-    yield "states.parquet", parquet(pa.table({"h": states}))
-    one = pa.ListArray.from_arrays(pa.array([0, 30_000_000], "i4"), pa.array(np.zeros(30_000_000, "i4")))
-    yield "row.parquet", parquet(pa.table({"h": one}))
-    yield (
-        "prefixes.parquet",
-        parquet(
-            pa.table({"t": [text[:100_000] + str(k) for k in range(2_000)]}),
-            use_dictionary=False,
-            column_encoding="DELTA_BYTE_ARRAY",
-        ),
+    return ipc(pa.table({"h": pa.ListViewArray.from_arrays(places, places + 50_000, pa.array(np.zeros(50_000, "f4")))}))
+
+
+def nested():
+    inner = pa.DictionaryArray.from_arrays(np.zeros(1_000_000, "i1"), [TEXT])
+    return ipc(pa.table({"t": pa.ListArray.from_arrays(pa.array([0, 1_000_000], "i4"), inner)}))
+
+
+def states():
+    return parquet(pa.table({"h": pa.FixedSizeListArray.from_arrays(pa.array(np.zeros(20_000_000, "f4")), 1_000)}))
+
+
+def one_row():
+    return parquet(
+        pa.table({"h": pa.ListArray.from_arrays(pa.array([0, 30_000_000], "i4"), pa.array(np.zeros(30_000_000, "i4")))})
     )
-    yield "packed.parquet", parquet(pa.table({"t": [text * 100]}), use_dictionary=False, compression="zstd")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "dictionary.arrow", "lists.arrow", "runs.arrow", "views.arrow", "nested.arrow", "nulls.arrow", "zeros.arrow",
-        "text.parquet", "rows.parquet", "states.parquet", "row.parquet", "prefixes.parquet", "packed.parquet",
-    ],
-)  # fmt: skip
+def prefixes():
+    table = pa.table({"t": [TEXT[:100_000] + str(k) for k in range(2_000)]})
+    return parquet(table, use_dictionary=False, column_encoding="DELTA_BYTE_ARRAY")
+
+
+# Files in which few bytes stand for many values.
+AMPLIFIED = {
+    "dictionary.arrow": lambda: ipc(pa.table({"t": pa.DictionaryArray.from_arrays(np.zeros(100_000, "i1"), [TEXT])})),
+    "lists.arrow": lambda: ipc(pa.table({"h": pa.DictionaryArray.from_arrays(np.zeros(3_300, "i1"), NUMBERS)})),
+    "runs.arrow": lambda: ipc(
+        pa.table({"h": pa.RunEndEncodedArray.from_arrays(pa.array([100_000], pa.int32()), NUMBERS)})
+    ),
+    "views.arrow": views,
+    "nested.arrow": nested,
+    "nulls.arrow": lambda: ipc(pa.table({"t": pa.nulls(20_000_000)})),
+    "zeros.arrow": lambda: ipc(pa.table({"h": pa.array([np.zeros(1 << 24, "f4")])}), compression="zstd"),
+    "text.parquet": lambda: parquet(pa.table({"t": [TEXT[:4_000]] * 300_000})),
+    "rows.parquet": lambda: parquet(pa.table({name: np.ones(1_000_000, "i1") for name in "abcdefghij"})),
+    "states.parquet": states,
+    "row.parquet": one_row,
+    "prefixes.parquet": prefixes,
+    "packed.parquet": lambda: parquet(pa.table({"t": [TEXT * 100]}), use_dictionary=False, compression="zstd"),
+}
+
+
+@pytest.mark.parametrize("name", AMPLIFIED)
 def test_amplified_files_end(tmp_path, name):
     path = tmp_path / name
-    path.write_bytes(next(data for found, data in amplified() if found == name))
+    path.write_bytes(AMPLIFIED[name]())
     reason = refusal_in_child(path)
-    assert reason or name in ("zeros.arrow", "packed.parquet", "nulls.arrow"), path.stat().st_size
+    assert reason or name in ("zeros.arrow", "packed.parquet"), path.stat().st_size
 
 
-@long
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["dictionary.arrow", "lists.arrow", "runs.arrow", "text.parquet", "states.parquet"])
 def test_amplified_files_are_not_converted(tmp_path, name):
-    (tmp_path / name).write_bytes(next(data for found, data in amplified() if found == name))
+    (tmp_path / name).write_bytes(AMPLIFIED[name]())
     assert name in refusal_of_convert(tmp_path / name)
 
 
@@ -206,7 +213,7 @@ def test_ambiguous_columns_are_refused(tmp_path, name):
     assert refusal(tmp_path / "a.arrow")
 
 
-@long
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["a.arrow", "packed.arrow", "a.parquet"])
 def test_twice_the_input_takes_twice_the_time(tmp_path, name):
     times = []

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from tests.ingest.readers.trees import check_mutations, plain, read_tree, refusal, refusal_in_child, seconds_of
-from tests.tiers import long
 from tracestore.ingest.readers.opening import open_tree
 from tracestore.ingest.tree import Array, Items
 
@@ -152,7 +151,7 @@ def test_damaged_files_are_refused(tmp_path, data):
     assert refusal(path)
 
 
-@long
+@pytest.mark.long
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_twice_the_input_takes_twice_the_time(tmp_path, is_packed):
     times = []

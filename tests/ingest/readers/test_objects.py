@@ -13,7 +13,6 @@ import pytest
 from tests.ingest.readers.trees import check_mutations, plain, read_tree, refusal, refusal_in_child, seconds_of
 from tests.malicious_inputs.files.bombs import valid_files
 from tests.malicious_inputs.files.corpus import malicious_files, small_files
-from tests.tiers import long
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.readers.opening import open_tree
 from tracestore.ingest.tree import Array, Group, Items, StreamItems, as_array
@@ -214,7 +213,7 @@ def test_malicious_files_are_read_as_data_or_refused(tmp_path):
             refusal(path)
 
 
-@long
+@pytest.mark.long
 def test_all_malicious_files_are_read_as_data_or_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for case in malicious_files():
@@ -243,7 +242,7 @@ def test_valid_files_are_read(tmp_path):
         assert refusal(path) == ""
 
 
-@long
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["list", "list in gzip", "dict", "torch"])
 def test_twice_the_input_takes_twice_the_time(tmp_path, kind):
     def path_of(count):

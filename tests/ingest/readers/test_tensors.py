@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from tests.ingest.readers.trees import check_mutations, read_tree, refusal, refusal_in_child, seconds_of
-from tests.tiers import long
 from tracestore.ingest.readers.opening import open_tree
 
 
@@ -90,7 +89,7 @@ def test_a_header_of_many_names_ends(tmp_path):
     assert refusal_in_child(path) == ""
 
 
-@long
+@pytest.mark.long
 def test_twice_the_input_takes_twice_the_time(tmp_path):
     times = []
     for count in (20_000, 40_000):

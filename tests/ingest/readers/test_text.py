@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from tests.ingest.readers.trees import check_mutations, plain, read_tree, refusal, refusal_in_child, seconds_of
-from tests.tiers import long
 from tracestore.ingest.readers.opening import open_tree
 from tracestore.ingest.tree import Group, Items, StreamItems, as_array
 
@@ -124,7 +123,7 @@ def test_changed_files_are_read_or_refused(tmp_path, name):
     assert check_mutations(gzip.compress(data) if name.endswith(".gz") else data, tmp_path / name, 150) > 10
 
 
-@long
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["json", "jsonl", "jsonl.gz", "csv"])
 def test_twice_the_input_takes_twice_the_time(tmp_path, kind):
     times = []

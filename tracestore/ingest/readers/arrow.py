@@ -24,7 +24,7 @@ _MAX_BATCH_ROWS = 1 << 16
 _MAX_BATCH_BYTES = 128 << 20
 _RECORD_BATCH, _DICTIONARY_BATCH = 3, 2
 # Cells of a table repeat more than values of a pickle: so many count as one value.
-_CELLS = 128
+_CELLS = 64
 _MAX_RANK = 8
 
 

@@ -47,7 +47,8 @@ class HDF5Process:
     def __init__(self, module: str) -> None:
         root = str(Path(__file__).resolve().parents[3])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-        read_end, self._life = os.pipe()  # closed when this process ends
+        read_end, write_end = os.pipe()
+        self._life = os.fdopen(write_end, "wb")  # closed when this process ends
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, str(read_end)],
             pass_fds=(read_end,),
@@ -113,7 +114,7 @@ class HDF5Process:
         self._process.wait()
         self._input.close()
         self._output.close()
-        os.close(self._life)
+        self._life.close()
 
 
 class Idle:

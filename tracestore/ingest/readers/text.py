@@ -111,22 +111,22 @@ def _open(value: Any) -> Value:
 
 def _rows(lines: Iterator[str], delimiter: str) -> Iterator[Value]:
     csv.field_size_limit(MAX_LINE_BYTES)
-    size = 0
+    size = count = 0  # of the row
 
     def counted() -> Iterator[str]:
-        nonlocal size
+        nonlocal size, count
         for line in lines:
-            size += len(line)
-            if size > MAX_LINE_BYTES or line.count(delimiter) > _MAX_COLUMNS:
+            size, count = size + len(line), count + 1 + line.count(delimiter)
+            if size > MAX_LINE_BYTES or count > _MAX_COLUMNS:
                 raise InvalidInputError(
-                    f"found a row of more than {MAX_LINE_BYTES:,} bytes or {_MAX_COLUMNS:,} columns"
+                    f"found a row of more than {MAX_LINE_BYTES:,} bytes, or {_MAX_COLUMNS:,} lines and columns"
                 )
             yield line
 
     header: list[str] | None = None
     try:
         for number, cells in enumerate(filter(None, csv.reader(counted(), delimiter=delimiter, strict=True))):
-            size = 0
+            size = count = 0
             if number == 0 and not _is_numbers(cells):
                 header = _checked(cells)
                 width = len(header)
