@@ -12,7 +12,7 @@ from tracestore.errors import InvalidInputError
 from tracestore.extras import needs
 from tracestore.ingest.files.byte_source import INFLATE_ALLOWANCE_BYTES, MAX_INFLATE_RATIO
 from tracestore.ingest.files.limits import Limits
-from tracestore.ingest.readers.content import Content, bytes_value, group_value, refusals
+from tracestore.ingest.readers.content import FAULTS, Content, bytes_value, group_value, refusal, refusals
 from tracestore.ingest.readers.parquet_pages import row_groups
 from tracestore.ingest.tree import Group, ListItems, MappingGroup, NumpyArray, StreamItems, Value
 
@@ -188,8 +188,10 @@ class RowOpener:
             yield MappingGroup(_Cells(columns, dict.fromkeys(columns, row)), self._cell)
 
     def _cell(self, cell: "tuple[_Column, int]") -> Value:
-        with refusals():
+        try:
             return self.value(*cell)
+        except FAULTS as error:
+            raise refusal(error) from None
 
     def value(self, column: "_Column", k: int) -> Value:
         """Return one value of a column."""

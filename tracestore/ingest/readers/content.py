@@ -38,9 +38,9 @@ _DTYPE = re.compile(
     r"(?:torch\.|numpy\.|np\.)?(bfloat16|u?int(?:8|16|32|64)|float(?:16|32|64)|bool|[<>|=]?[biuf][1248])"
 )
 _MAX_AXES = 8
-# A fault that the checks of a reader missed is a refusal too, never a traceback.
-_FAULTS: tuple[type[Exception], ...] = (ValueError, TypeError, OverflowError, IndexError, KeyError, AttributeError)
-_FAULTS += (MemoryError, EOFError, NotImplementedError, struct.error, zipfile.BadZipFile, zlib.error)
+# What damaged bytes raise where the checks of a reader missed them: a refusal too, never a traceback.
+FAULTS: tuple[type[Exception], ...] = (ValueError, TypeError, OverflowError, IndexError, KeyError, AttributeError)
+FAULTS += (MemoryError, EOFError, NotImplementedError, struct.error, zipfile.BadZipFile, zlib.error)
 
 
 @dataclass
@@ -80,11 +80,14 @@ def refusals() -> Iterator[None]:
     try:
         with reading():
             yield
-    except InvalidInputError:
-        raise
-    except _FAULTS as error:
-        reason = " ".join(str(error).split())[:200]
-        raise InvalidInputError(f"not a trace file: {type(error).__name__}: {reason}") from None
+    except FAULTS as error:
+        raise refusal(error) from None
+
+
+def refusal(error: Exception) -> InvalidInputError:
+    """Return the refusal of a file that raised one of FAULTS."""
+    reason = " ".join(str(error).split())[:200]
+    return InvalidInputError(f"not a trace file: {type(error).__name__}: {reason}")
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from tracestore.ingest.pickles.pickled_objects import PickledDict, PickledObject
 from tracestore.ingest.pickles.pickled_torch import PickledGraph, PickledTensor
 from tracestore.ingest.pickles.pickled_values import PickledArray, PickledDtype, SafeGlobal
 from tracestore.ingest.pickles.sparse import PickledSparse
-from tracestore.ingest.readers.content import Content, bytes_value, group_value, refusals
+from tracestore.ingest.readers.content import FAULTS, Content, bytes_value, group_value, refusal, refusals
 from tracestore.ingest.tree import (
     Array,
     Charge,
@@ -59,8 +59,10 @@ class ObjectOpener:
         charge()
         if kind is list or kind is tuple or kind is FrameRows:
             return ListItems(value, self, charge)
-        with refusals():
+        try:
             return group_value(_keyed(value), self, charge) if kind is dict else self._special(value)
+        except FAULTS as error:
+            raise refusal(error) from None
 
     def _special(self, value: Any) -> Value:
         if isinstance(value, PickledArray | PickledTensor | JoblibArray):

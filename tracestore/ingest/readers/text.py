@@ -13,7 +13,7 @@ import numpy as np
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.files.byte_source import InflatedChunks
 from tracestore.ingest.files.json_text import parse_json
-from tracestore.ingest.readers.content import group_value, refusals
+from tracestore.ingest.readers.content import FAULTS, group_value, refusal
 from tracestore.ingest.tree import ListItems, MappingGroup, NumpyArray, StreamItems, Value
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
@@ -104,8 +104,10 @@ def _json_lines(lines: Iterator[bytes]) -> Iterator[Value]:
 def _open(value: Any) -> Value:
     """Return a value of JSON as a value of the tree."""
     if isinstance(value, dict):
-        with refusals():
+        try:
             return group_value(value, _open, _charge)
+        except FAULTS as error:
+            raise refusal(error) from None
     return ListItems(value, _open, _charge) if isinstance(value, list) else value
 
 
