@@ -121,8 +121,8 @@ def check_mutations(data: bytes, path: Path, count: int, seed: int = 0) -> int:
     return refused
 
 
-def seconds_of(path: Path, clock: Callable[[], float] = time.process_time) -> float:
-    """Return the least of three times of reading every value of a file, by default of the processor."""
+def seconds_of(path: Path, clock: Callable[[], float]) -> float:
+    """Return the least of three times of reading every value of a file."""
     times = []
     for _ in range(3):
         gc.collect()
@@ -131,6 +131,17 @@ def seconds_of(path: Path, clock: Callable[[], float] = time.process_time) -> fl
             touch(root)
         times.append(clock() - begin)
     return min(times)
+
+
+def check_time(small: Path, large: Path, clock: Callable[[], float] = time.process_time) -> None:
+    """Check that a file twice as large as another takes at most 2.2 times its time, in one of three measurements."""
+    times = []
+    for _ in range(3):
+        times.append((seconds_of(small, clock), seconds_of(large, clock)))
+        if times[-1][1] < 2.2 * times[-1][0]:
+            print(f"{small.name}: {times[-1][0]:.2f} s, twice the input {times[-1][1]:.2f} s")
+            return
+    raise AssertionError(times)
 
 
 def peak_bytes() -> int:

@@ -26,20 +26,39 @@ _DTYPES: dict[str, Any] = {
 }  # fmt: skip
 
 
-@dataclass
+@dataclass(slots=True)
 class StoredTensor:
     """A tensor of a file.
 
     Attributes
     ----------
-    codes : numpy.ndarray
-        View of the mapped file.
-    table : numpy.ndarray or None
-        Values of the 256 codes of an 8-bit float; None if `codes` are the values.
+    data : memoryview
+        The mapped file.
+    begin, end : int
+        Where the bytes of the tensor are.
+    dtype : str
+        Name of its dtype in the header.
+    shape : tuple of int
+        Extents of its axes.
     """
 
-    codes: np.ndarray
-    table: np.ndarray | None
+    data: memoryview
+    begin: int
+    end: int
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def codes(self) -> np.ndarray:
+        """Values, or codes of 8-bit floats, as a view of the mapped file."""
+        data = self.data[self.begin : self.end]
+        codes = np.frombuffer(data, "u1") if len(data) else np.empty(0, "u1")
+        return codes.view(_DTYPES[self.dtype]).reshape(self.shape)
+
+    @property
+    def table(self) -> np.ndarray | None:
+        """Values of the 256 codes of an 8-bit float; None if `codes` are the values."""
+        return _float8_values(4 if self.dtype == "F8_E4M3" else 5) if self.dtype.startswith("F8") else None
 
 
 def is_safetensors(head: bytes, size: int) -> bool:
@@ -87,8 +106,10 @@ def stored_tensors(data: MappedFile) -> tuple[dict[str, StoredTensor], dict[str,
         kind = "truncated" if begin + position > size else "trailing bytes"
         raise InvalidInputError(f"{kind}: found {size:,} bytes, expected {begin + position:,}")
     view = memoryview(data)
-    tensors = {name: _tensor(view[begin + first : begin + last], header[name]) for name, (first, last) in spans.items()}
-    return tensors, metadata
+    return {
+        name: StoredTensor(view, begin + first, begin + last, header[name]["dtype"], tuple(header[name]["shape"]))
+        for name, (first, last) in spans.items()
+    }, metadata
 
 
 def _header(data: MappedFile) -> tuple[dict[str, Any], int]:
@@ -125,13 +146,6 @@ def _span(name: str, entry: Any) -> tuple[int, int]:
         found = f"{offsets[1] - offsets[0]:,} bytes, expected {expected:,}"
         raise InvalidInputError(f"damaged .safetensors header: {found} for shape {shape}", field=name)
     return offsets[0], offsets[1]
-
-
-def _tensor(data: memoryview, entry: dict[str, Any]) -> StoredTensor:
-    dtype, shape = entry["dtype"], tuple(entry["shape"])
-    codes = np.frombuffer(data, "u1") if len(data) else np.empty(0, "u1")
-    table = _float8_values(4 if dtype == "F8_E4M3" else 5) if dtype.startswith("F8") else None
-    return StoredTensor(codes.view(_DTYPES[dtype]).reshape(shape), table)
 
 
 @cache

@@ -56,9 +56,10 @@ def _group(tensors: Mapping[str, Any], charge: Charge, metadata: Mapping[str, Va
             return MappingGroup(value, opened)
         charge()
         tensor: StoredTensor = value() if callable(value) else value
-        if tensor.table is not None and tensor.codes.ndim:
-            return TableArray(tensor.codes, tensor.table, charge)
-        return array_value(tensor.codes if tensor.table is None else tensor.table[tensor.codes], charge)
+        codes, table = tensor.codes, tensor.table
+        if table is not None and codes.ndim:
+            return TableArray(codes, table, charge)
+        return array_value(codes if table is None else table[codes], charge)
 
     return MappingGroup(tensors, opened, metadata)
 
