@@ -71,7 +71,7 @@ class Array(ABC):
         numpy.ndarray
             In native byte order; bfloat16 as `schema.BFLOAT16`. A view of the mapped file where the container
             allows it, which may be read-only and not contiguous. Other readers decode only what is selected
-            as far as their container can.
+            where their container can.
 
         Raises
         ------

@@ -76,7 +76,7 @@ class Content:
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Turn whatever damaged or hostile bytes raise in a reader into InvalidInputError."""
+    """Turn whatever damaged or malicious bytes raise in a reader into InvalidInputError."""
     try:
         with reading():
             yield

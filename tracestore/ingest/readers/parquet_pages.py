@@ -1,4 +1,4 @@
-"""What the pages of a Parquet file decode to, from their headers, before the library reads them.
+"""Compute what the pages of a Parquet file decode to, from their headers, before the library reads them.
 
 Values take almost no bytes where they repeat: dictionaries and run lengths. The library allocates what the pages say,
 and some damaged headers end the process in it.
