@@ -74,7 +74,8 @@ def open_tree(
 def _root(
     path: Path, scratch: Scratch, limits: Limits | None, is_ahead: Callable[[], bool], resources: ExitStack
 ) -> Value:
-    if check_regular(path).st_size == 0:
+    disk_bytes = check_regular(path).st_size
+    if disk_bytes == 0:
         raise InvalidInputError("the file is empty")
     mapped = map_file(path)
     compression = compression_of(mapped.read(0, min(8, len(mapped))))
@@ -93,7 +94,8 @@ def _root(
         mapped = inflate(path, compression, scratch)
         if not len(mapped):
             raise InvalidInputError("the file is empty")
-    content = Content(path, name, mapped, scratch, limits or Limits(mapped.__len__), resources, compression is not None)
+    limits = limits or Limits(mapped.__len__, None if compression is None else disk_bytes)
+    content = Content(path, name, mapped, scratch, limits, resources, compression is not None)
     return _reader_of(mapped, name)(content)
 
 
@@ -114,7 +116,9 @@ def _streamed_pickle(
         return None
     pending = [first]
     source = value_reader(lambda: pending.pop() if pending else chunks(), chunks.disk_bytes, scratch)
-    value = objects.read_pickle(source, limits or Limits(lambda: chunks.inflated_bytes), is_list=True)
+    value = objects.read_pickle(
+        source, limits or Limits(lambda: chunks.inflated_bytes, chunks.disk_bytes), is_list=True
+    )
     if value is None:
         opened.close()
     return value
