@@ -155,7 +155,7 @@ AMPLIFIED = {
     "nested.arrow": nested,
     "nulls.arrow": lambda: ipc(pa.table({"t": pa.nulls(20_000_000)})),
     "zeros.arrow": lambda: ipc(pa.table({"h": pa.array([np.zeros(1 << 24, "f4")])}), compression="zstd"),
-    "text.parquet": lambda: parquet(pa.table({"t": [TEXT[:4_000]] * 300_000})),
+    "text.parquet": lambda: parquet(pa.table({"t": [TEXT[:4_000]] * 60_000})),
     "texts.parquet": lambda: parquet(pa.table({"t": [[TEXT[:4_000]] * 1_000] * 60})),
     "struct.parquet": lambda: parquet(pa.table({"s": [{"t": TEXT[:4_000].encode()}] * 60_000})),
     "rows.parquet": lambda: parquet(pa.table({name: np.ones(1_000_000, "i1") for name in "abcdefghij"})),

@@ -53,7 +53,8 @@ class StoredTensor:
         """Values, or codes of 8-bit floats, as a view of the mapped file."""
         data = self.data[self.begin : self.end]
         codes = np.frombuffer(data, "u1") if len(data) else np.empty(0, "u1")
-        return codes.view(_DTYPES[self.dtype]).reshape(self.shape)
+        values: np.ndarray = codes.view(_DTYPES[self.dtype]).reshape(self.shape)
+        return values
 
     @property
     def table(self) -> np.ndarray | None:
