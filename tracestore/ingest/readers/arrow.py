@@ -26,6 +26,18 @@ _RECORD_BATCH, _DICTIONARY_BATCH = 3, 2
 # Cells of a table repeat more than values of a pickle: so many count as one value.
 _CELLS = 64
 _MAX_RANK = 8
+# What types are, and the functions of pyarrow.types that tell it.
+_KINDS = (
+    ("struct", ("is_struct",)),
+    ("map", ("is_map",)),
+    ("list", ("is_list", "is_large_list", "is_fixed_size_list")),
+    ("view", ("is_list_view", "is_large_list_view")),
+    ("dictionary", ("is_dictionary",)),
+    ("run_end", ("is_run_end_encoded",)),
+    ("union", ("is_union",)),
+    ("bytes", ("is_binary", "is_large_binary", "is_fixed_size_binary", "is_binary_view")),
+    ("number", ("is_integer", "is_floating", "is_boolean")),
+)
 
 
 def read_arrow(content: Content) -> Value:
@@ -207,7 +219,7 @@ class RowOpener:
             return group_value(_Cells(column.fields, dict.fromkeys(column.fields, k)), self._cell, self.charge)
         if kind == "map":
             return self._map(column, k)
-        if kind == "list":
+        if kind in ("list", "view"):
             return self._list(column, k)
         scalar = array[k]
         if kind == "bytes":
@@ -238,14 +250,14 @@ class RowOpener:
     def _list(self, column: "_Column", k: int) -> Value:
         begin, end = column.bounds(k)
         inner, sizes = column.fields["item"], [end - begin]
-        while inner.kind == "list" and not inner.is_view and len(sizes) < _MAX_RANK and begin < end:
+        while inner.kind == "list" and len(sizes) < _MAX_RANK and begin < end:
             size = inner.common_size(begin, end)
             if size is None:
                 break
             begin, end = inner.bounds(begin)[0], inner.bounds(end - 1)[1]
             sizes.append(size)
             inner = inner.fields["item"]
-        if inner.is_number and not inner.has_null(begin, end):
+        if inner.kind == "number" and not inner.has_null(begin, end):
             shape = column.shape if column.shape is not None and len(sizes) == 1 else tuple(sizes)
             values = inner.array.slice(begin, end - begin).to_numpy(zero_copy_only=False)
             return NumpyArray(values.reshape(shape), self.charge)
@@ -265,53 +277,50 @@ class _Cells(dict[Any, Any]):
         return self._columns[key], super().__getitem__(key)
 
 
+def _storage(pa: Any, array: Any) -> tuple[Any, tuple[int, ...] | None]:
+    """Return an array without its extension types, and the shape of each value if a type gives it."""
+    shape = None
+    while isinstance(array.type, pa.BaseExtensionType):
+        if isinstance(array.type, pa.FixedShapeTensorType):
+            shape = tuple(array.type.shape)
+            if list(array.type.permutation or range(len(shape))) != list(range(len(shape))):
+                raise InvalidInputError("found tensors with permuted axes, expected C order")
+        array = array.storage
+    return array, shape
+
+
+def _kind_of(types: Any, kind: Any) -> str:
+    """Return the name of what a type is, as in _KINDS, or "scalar"."""
+    return next((name for name, tests in _KINDS if any(getattr(types, test)(kind) for test in tests)), "scalar")
+
+
 class _Column:
     """A column of a batch without extension types, with what its values need."""
 
     def __init__(self, pa: Any, array: Any) -> None:
         self._pa = pa
-        self.shape: tuple[int, ...] | None = None
-        while isinstance(array.type, pa.BaseExtensionType):
-            if isinstance(array.type, pa.FixedShapeTensorType):
-                self.shape = tuple(array.type.shape)
-                if list(array.type.permutation or range(len(self.shape))) != list(range(len(self.shape))):
-                    raise InvalidInputError("found tensors with permuted axes, expected C order")
-            array = array.storage
-        self.array = array
-        types, kind = pa.types, array.type
-        is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-        self.is_view = types.is_list_view(kind) or types.is_large_list_view(kind)
-        self.is_number = types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
-        self.kind = "scalar"
+        array, self.shape = _storage(pa, array)
+        self.array, self.kind = array, _kind_of(pa.types, array.type)
         self.fields: dict[str, _Column] = {}
         self._valid: np.ndarray | None = None
-        if types.is_struct(kind):
-            names = [kind.field(k).name for k in range(kind.num_fields)]
+        self._inner: tuple[Any, _Column] | None = None
+        if self.kind == "struct":
+            names = [array.type.field(k).name for k in range(array.type.num_fields)]
             if len(set(names)) != len(names):
                 raise InvalidInputError("found two fields of one name")
-            self.kind, self.fields = "struct", {name: _Column(pa, array.field(k)) for k, name in enumerate(names)}
-        elif types.is_map(kind):
-            self.kind, self.fields = "map", {"key": _Column(pa, array.keys), "value": _Column(pa, array.items)}
-        elif is_list or self.is_view:
-            self.kind, self.fields = "list", {"item": _Column(pa, array.values)}
-        elif types.is_dictionary(kind):
-            self.kind, self.indices = "dictionary", array.indices
-        elif types.is_run_end_encoded(kind):
-            self.kind, self.ends = "run_end", array.run_ends.to_numpy()
-        elif types.is_union(kind):
-            raise InvalidInputError("found a column of a union type, expected one type for each column")
-        elif (
-            types.is_binary(kind)
-            or types.is_large_binary(kind)
-            or types.is_fixed_size_binary(kind)
-            or types.is_binary_view(kind)
-        ):
-            self.kind = "bytes"
-        self._inner: tuple[Any, _Column] | None = None
-        if self.kind in ("list", "map"):
+            self.fields = {name: _Column(pa, array.field(k)) for k, name in enumerate(names)}
+        elif self.kind == "map":
+            self.fields = {"key": _Column(pa, array.keys), "value": _Column(pa, array.items)}
             self._set_offsets()
-        if self.kind == "dictionary":
+        elif self.kind in ("list", "view"):
+            self.fields = {"item": _Column(pa, array.values)}
+            self._set_offsets()
+        elif self.kind == "dictionary":
             self.indices = array.indices.fill_null(0).to_numpy(zero_copy_only=False)
+        elif self.kind == "run_end":
+            self.ends = array.run_ends.to_numpy()
+        elif self.kind == "union":
+            raise InvalidInputError("found a column of a union type, expected one type for each column")
 
     def inner(self, array: Any) -> "_Column":
         """Return the column of the values of a dictionary or of runs."""
@@ -340,7 +349,7 @@ class _Column:
             self._ends = self._begins + size
             return
         offsets = self.array.offsets.to_numpy()
-        if self.is_view:
+        if self.kind == "view":
             self._begins, self._ends = offsets, offsets + self.array.sizes.to_numpy()
         else:
             self._begins, self._ends = offsets[:-1], offsets[1:]
