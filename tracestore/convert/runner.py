@@ -14,6 +14,7 @@ from typing import Any
 from tracestore import process
 from tracestore.console import Output, Progress, format_size, plural
 from tracestore.convert.defaults import DefaultAttention, is_index_id
+from tracestore.convert.described import DescribedRun, layout_of_options
 from tracestore.convert.options import ON_CONFLICT, ConvertOptions
 from tracestore.convert.refused import RefusedTraces
 from tracestore.convert.report import MAX_REFUSED_LINES, ConvertReport, SourceCounts
@@ -95,11 +96,17 @@ class Conversion:
         self.is_interrupted = False
         self.store = parse_location(store)
         self.folder = local_dir(store)
-        self.scoring = Scoring(sources, find_sources(sources, self.folder), options, output)
+        layout = layout_of_options(options.layout, options.field)
+        self._described = None if layout is None else DescribedRun(layout, sources, self.folder, options.scores)
+        found = find_sources(sources, self.folder) if self._described is None else self._described.sources
+        self.scoring = Scoring(sources, found, options, output, self._described)
         self.sources = [source for source in self.scoring.sources if only is None or only(source)]
-        self.scoring.keys = replace(self.scoring.keys, is_index_id=is_index_id(self.sources, self.scoring.keys))
+        if self._described is None:
+            self.scoring.keys = replace(self.scoring.keys, is_index_id=is_index_id(self.sources, self.scoring.keys))
         self._default_attention = DefaultAttention(
-            self.sources, replace(self.scoring.keys, axes=self._options.axes), self._check_interrupt
+            self.sources if self._described is None else self._described.probes(),
+            replace(self.scoring.keys, axes=self._options.axes),
+            self._check_interrupt,
         )
         self._refused: RefusedTraces | None = None
         self._without_traces: list[NoTracesError] = []
@@ -117,7 +124,8 @@ class Conversion:
         return {source: found[file] for source, file in files.items()}
 
     def _provenance(self, source: SourceFile) -> Provenance | None:
-        return next((p for path, p in self._provenances.items() if source.path.is_relative_to(path)), None)
+        known = next((p for path, p in self._provenances.items() if source.path.is_relative_to(path)), None)
+        return known if self._described is None else self._described.provenance(known)
 
     def run(self) -> ConvertReport:
         """Convert the sources.
@@ -231,7 +239,9 @@ class Conversion:
             refuse_attention=self._options.attention is None
             and self._default_attention.is_refused(stored["attention"]),
         )
-        callbacks: dict[str, Any] = {"is_known": writer.has_source, "on_wait": self._check_interrupt}
+        is_settled = self._described is None or self._described.is_settled(writer)
+        self._is_known = lambda *source: is_settled and writer.has_source(*source)
+        callbacks: dict[str, Any] = {"is_known": self._is_known, "on_wait": self._check_interrupt}
         streams: Iterator[SourceStream | ClusterStream]
         if self._options.dask is not None:
             streams = read_sources_on_cluster(
@@ -269,6 +279,9 @@ class Conversion:
                     report.skipped.append({"source": stream.source.name, "reason": str(error)})
                     self._report_refused(stream.source.name, stream.refused or [error], progress)
         progress.clear()
+        if self._described is not None:
+            for line in self._described.close(writer):
+                self._output.info(line)
         self.scoring.check_ids(writer, can_refuse=self._need_ids)
         writer.commit()
 
@@ -276,7 +289,7 @@ class Conversion:
         report, name = self.report, stream.source.name
         identity = stream.identity()
         size, digest = identity.size, identity.fingerprint
-        if writer.has_source(name, size, digest):
+        if self._is_known(name, size, digest):
             report.num_sources_skipped_existing += 1
             report.bytes_in += size
             return
@@ -338,8 +351,8 @@ class Conversion:
     ) -> None:
         """Add a trace to the open source, or to the refused ones."""
         record = packed.record
-        scores, group = self.scoring.values(writer, packed)
         try:
+            scores, group = self.scoring.values(writer, packed)
             ids = None if provenance is None else provenance.layer_ids
             if record.layer_ids is not None and record.layer_ids != ids:
                 found = f"found {list(record.layer_ids)!s:.80}, expected {list(ids or ())!s:.80} as in the first trace"

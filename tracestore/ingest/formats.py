@@ -93,6 +93,9 @@ def read_traces(
     InvalidInputError
         Names file, position and field. Unless `on_refused` is given, the caller must discard the traces it got before.
     """
+    if source.described is not None:
+        yield from source.described.read(options.need_attention, scratch or Scratch(), options.on_refused)
+        return
     name, table = source.name, source.table
     context = _Context(name, options)
     files = Input(source.path, name, source.parts, scratch or Scratch())

@@ -4,12 +4,13 @@ import hashlib
 import os
 import re
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from tracestore._core.mapping import MappedFile
-from tracestore.errors import UsageError, escape_unprintable
+from tracestore.errors import InvalidInputError, UsageError, escape_unprintable
 from tracestore.ingest.containers import registry
 from tracestore.ingest.containers.grouping import natural_key
 from tracestore.ingest.containers.tables import TableReference
@@ -19,6 +20,7 @@ from tracestore.ingest.pickles import torch_file
 from tracestore.ingest.roles.keys import label_of_path, score_of_word
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.io import fsio
+from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.record import TraceRecord
 
 _PICKLES, _COMPRESSED = (".pkl", ".pickle", ".p", ".joblib"), (".gz", ".bz2", ".xz", ".zst")
@@ -43,6 +45,17 @@ _SAMPLES = 16
 _SAMPLE_BYTES = 64 << 10
 
 
+class Described(Protocol):
+    """The files of a source that a layout describes."""
+
+    fingerprint: bytes  # of what the source depends on besides its files
+
+    def read(
+        self, need_attention: bool | None, scratch: Scratch, on_refused: Callable[[InvalidInputError], None] | None
+    ) -> Iterator[TraceRecord]:
+        """Yield the records of the source."""
+
+
 @dataclass(frozen=True)
 class SourceFile:
     """A file to read, or several files that are read together.
@@ -63,6 +76,8 @@ class SourceFile:
         Folder in ids that are made of the path, instead of its own, which names a class of answers.
     label : float, optional
         Label (1: hallucinated) of the class that its folders name, or the file itself next to one of the other class.
+    described : Described, optional
+        How a layout reads the source.
     """
 
     path: Path
@@ -72,6 +87,7 @@ class SourceFile:
     is_trace: bool = False
     id_folder: str | None = None
     label: float | None = None
+    described: Described | None = field(default=None, compare=False)
 
     @property
     def folder(self) -> str:
@@ -281,6 +297,8 @@ def source_fingerprint(source: SourceFile) -> tuple[int, str]:
     if not source.parts and source.table is None:
         return fingerprint(source.path)
     digest, size = hashlib.blake2b(digest_size=16), 0
+    if source.described is not None:
+        digest.update(source.described.fingerprint)
     for path in source.files:
         num_bytes, text = fingerprint(path)
         digest.update(f"{path.name}\0{text}\0".encode())

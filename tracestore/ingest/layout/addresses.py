@@ -11,7 +11,9 @@ from tracestore.ingest.layout.patterns import AXIS_NAMES, Pattern, is_name, spli
 LETTERS = frozenset("NKLSTGPHDE1")
 # Items by position: what the letters in brackets bind.
 _POSITIONS = frozenset((*"NKLSTGPHDE", "chunk"))
-_LINE = re.compile(r"(?P<files>(?:\\.|(?! : | -> ).)*)(?: : (?P<path>.*?))?(?: -> (?P<axes>(?:(?! -> ).)*))?", re.DOTALL)
+_LINE = re.compile(
+    r"(?P<files>(?:\\.|(?! : | -> ).)*)(?: : (?P<path>.*?))?(?: -> (?P<axes>(?:(?! -> ).)*))?", re.DOTALL
+)
 _AXIS = re.compile(r"\(([^()]*)\)|([^\s()]+)")
 
 Axis = str  # one letter, or several for an axis along which others lie behind each other: "NS"
@@ -123,7 +125,7 @@ class Address:
 def parse_address(text: str) -> Address:
     """Return the address that a line states; raise UsageError with the part that is wrong."""
     match = _LINE.fullmatch(text.strip())
-    if match is None or not match["files"].strip():
+    if match is None or not match["files"].strip() or match["files"].lstrip().startswith(("->", ": ")):
         raise UsageError(f"{text!r}: expected FILES : PATH -> AXES, with blanks around : and ->")
     files = Pattern(match["files"].strip(), is_path=True)
     files.parts  # noqa: B018  (refuses what is no pattern)

@@ -52,7 +52,8 @@ SETTINGS: dict[str, tuple[type, ...] | tuple[str, ...]] = {
     "duplicates": ("keep",),
 }
 # Prefixes of settings with the name of a field or a word behind them, and the type of their value.
-SETTINGS_OF = {"words": (bool,), "share": (list,), "scale": (str, float, int), "dtype": (str,)}
+SETTINGS_OF: dict[str, tuple[type, ...]] = {"words": (bool,), "share": (list,), "scale": (float, int), "dtype": (str,)}
+DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 def _optional_rule(field: schema.OptionalField) -> FieldRule:

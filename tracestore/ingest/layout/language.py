@@ -10,7 +10,16 @@ from typing import Any
 
 from tracestore.errors import UsageError, escape_unprintable
 from tracestore.ingest.layout.addresses import Address, parse_address
-from tracestore.ingest.layout.fields import FIELDS, RECORD_FIELDS, SETTINGS, SETTINGS_OF, STATES, FieldRule, rule_of
+from tracestore.ingest.layout.fields import (
+    DTYPES,
+    FIELDS,
+    RECORD_FIELDS,
+    SETTINGS,
+    SETTINGS_OF,
+    STATES,
+    FieldRule,
+    rule_of,
+)
 from tracestore.ingest.layout.patterns import Pattern
 
 _MAX_BYTES = 1 << 20
@@ -65,7 +74,9 @@ class Layout:
         lines = {name: [str(a) for a in found] for name, found in self.addresses.items()}
         entries: dict[str, Any] = {n: found[0] if len(found) == 1 else found for n, found in lines.items()}
         entries |= {name: f"={pattern.text}" for name, pattern in self.templates.items()}
-        entries |= {n: [str(a) for a in found] for n, found in zip(_LISTS, (self.records, self.ignore), strict=True) if found}
+        entries |= {
+            n: [str(a) for a in found] for n, found in zip(_LISTS, (self.records, self.ignore), strict=True) if found
+        }
         entries |= self.settings
         return "".join(f"{_key(name)} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in entries.items())
 
@@ -194,6 +205,12 @@ def _is_setting(name: str, value: Any) -> bool:
         kinds = SETTINGS_OF[head]
         if not isinstance(value, kinds):
             raise UsageError(f"found {value!r}, expected {' or '.join(kind.__name__ for kind in kinds)}")
+        if head == "dtype" and value not in DTYPES:
+            raise UsageError(f"found {value!r}, expected one of {', '.join(DTYPES)}")
+        if head in ("dtype", "scale") and tail not in STATES:
+            raise UsageError(f"expected {head}.{STATES[0]} or {head}.{STATES[1]}")
+        if head == "share" and rule_of(tail) is None:
+            raise UsageError("no such field")
         return True
     if name == "L.ids" and isinstance(value, list) and value and all(type(v) is int for v in value):
         return True

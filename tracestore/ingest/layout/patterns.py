@@ -1,5 +1,6 @@
 """Patterns of names: literal text, `{name}`, `{name:d}`, `*` and `**`, matched in linear time."""
 
+import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ class Part(NamedTuple):
     @property
     def is_number(self) -> bool:
         """Whether the part binds a number."""
-        return self.kind == "name" and (self.is_strict or self.text in NUMBER_NAMES)
+        return self.kind == "name" and (self.is_strict or self.text.partition(".")[0] in NUMBER_NAMES)
 
 
 class Match(NamedTuple):
@@ -90,7 +91,7 @@ class Pattern:
         names = [part.text for part in parts if part.kind == "name"]
         if repeated := next((name for name in names if names.count(name) > 1), None):
             raise UsageError(f"{text}: {{{repeated}}} occurs twice")
-        for one, two in zip(parts, parts[1:], strict=False):
+        for one, two in itertools.pairwise(parts):
             if one.kind == "name" and two.kind == "name":
                 raise UsageError(f"{text}: {{{one.text}}}{{{two.text}}} needs a character between the names")
         return tuple(parts)
@@ -166,9 +167,7 @@ class Pattern:
             return None
         return self._unique(name, [tuple(m.span(k + 1) for k in range(len(m.groups()))) for m in found if m])
 
-    def _step(
-        self, part: Part, name: str, parses: Parses
-    ) -> Parses:
+    def _step(self, part: Part, name: str, parses: Parses) -> Parses:
         """Return the spans of names so far by the position behind a part: at most two for each position."""
         if part.kind == "literal":
             size = len(part.text)
@@ -213,9 +212,7 @@ class Pattern:
             kept.setdefault(self._spans_of_names(spans), (begin, spans))
         return list(kept.values())[:_MAX_PARSES]
 
-    def _add(
-        self, following: Parses, at: int, found: list[Spans]
-    ) -> None:
+    def _add(self, following: Parses, at: int, found: list[Spans]) -> None:
         kept = following.setdefault(at, [])
         known = {self._spans_of_names(spans) for spans in kept}
         for spans in found:
@@ -233,7 +230,8 @@ class Pattern:
             if part.kind != "name":
                 wild.append(text)
             else:
-                bound[part.text] = int(text) if part.is_number else text
+                is_axis = part.text.partition(".")[0] in NUMBER_NAMES
+                bound[part.text] = int(text) if is_axis else text
         return Match(bound, tuple(wild))
 
 

@@ -61,6 +61,8 @@ class TraceRecord:
         The layer of the model that each layer comes from.
     scores : dict[str, float]
         Named scores that the source has.
+    deferred_scores : dict[str, float]
+        Scores and labels of a table, by the field of a layout: they are stored when the run's accounts close.
     dropped : list of str, optional
         Keys whose values cannot be stored. None: such a value is an error.
     is_borrowed : bool
@@ -87,6 +89,7 @@ class TraceRecord:
     is_head_mean: bool = False
     layer_ids: tuple[int, ...] | None = None
     scores: dict[str, float] = field(default_factory=dict)
+    deferred_scores: dict[str, float] = field(default_factory=dict)
     dropped: list[str] | None = None
     is_borrowed: bool = False
 

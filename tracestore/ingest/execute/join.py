@@ -1,0 +1,180 @@
+"""Columns of values by what they bind, and their values for one trace."""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tracestore.errors import InvalidInputError, escape_unprintable
+from tracestore.ingest.execute.axes import extent, read
+from tracestore.ingest.execute.plain import describe
+from tracestore.ingest.execute.walk import Cell
+from tracestore.ingest.layout.patterns import AXIS_NAMES
+from tracestore.ingest.layout.places import Place
+from tracestore.ingest.tree import Array, Items
+
+MISSING = object()
+_INNER = frozenset((*AXIS_NAMES, *"LSTGPHDE"))
+_MAX_CACHED = 1 << 20  # numbers of an array along N that are read at once
+
+
+class Column:
+    """The values of a place by what joins them to traces.
+
+    Parameters
+    ----------
+    place : Place
+    names : tuple of str
+        The names that join it to a trace.
+
+    Attributes
+    ----------
+    used : dict
+        How many traces each row serves.
+    """
+
+    def __init__(self, place: Place, names: tuple[str, ...]) -> None:
+        self.place, self._names = place, names
+        self._cells: dict[tuple[Any, ...], list[Cell]] = {}
+        self._own: tuple[str, ...] | None = None  # names that cells bind; N may be an axis of them instead
+        self.used: dict[tuple[Any, ...], int] = {}
+        self._cached: dict[int, list[Any]] = {}
+
+    def add(self, cell: Cell) -> None:
+        """Add a value; rule 12: no key twice."""
+        if self._own is None:
+            self._own = tuple(name for name in self._names if name.rstrip("*") in cell.bound or name.startswith("*"))
+        key = tuple(cell.bound.get(name if name.startswith("*") else name.rstrip("*")) for name in self._own)
+        cells = self._cells.setdefault(key, [])
+        if cells and not any(name in _INNER for name in cell.bound):
+            if cells[0].value is None or cells[0].value == cell.value:
+                cells[0] = cell
+                return
+            if cell.value is None:
+                return
+            where = ", ".join(f"{n.rstrip('*') or n} {v!s:.60}" for n, v in zip(self._own, key, strict=True))
+            raise InvalidInputError(f"found two values of {where or 'the file'}", field=self.place.name)
+        cells.append(cell)
+
+    def __bool__(self) -> bool:
+        return bool(self._cells)
+
+    def cells(self, environment: Mapping[str, Any]) -> list[Cell]:
+        """Return the values that belong to a trace."""
+        key = tuple(environment.get(name) for name in self._own or ())
+        return self._cells.get(key, [])
+
+    def use(self, environment: Mapping[str, Any]) -> int:
+        """Count that a row serves a trace; return how many it serves now."""
+        key = tuple(environment.get(name) for name in self._names)
+        self.used[key] = self.used.get(key, 0) + 1
+        return self.used[key]
+
+    def rows(self) -> Iterator[tuple[Any, ...]]:
+        """Yield the keys of all rows, an axis N unrolled."""
+        assert self._own is not None
+        for key, cells in self._cells.items():
+            bound = dict(zip(self._own, key, strict=True))
+            axis = next((name for name in self._names if name not in bound and name.rstrip("*") == "N"), None)
+            if axis is None:
+                yield tuple(bound.get(name) for name in self._names)
+                continue
+            for n in range(extent(cells[0].value, cells[0].axes, "N") or 0):
+                yield tuple(n if name == axis else bound.get(name) for name in self._names)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names that join the column."""
+        return self._names
+
+    def scalar(self, environment: Mapping[str, Any], fixed: Mapping[str, Any]) -> Any:
+        """Return the text, number or None of a trace; MISSING without a row."""
+        cells = self.cells(environment)
+        if not cells:
+            return MISSING
+        cell, what = cells[0], self.place.name
+        if not cell.axes:
+            if cell.value is None or isinstance(cell.value, str | bool | int | float):
+                return cell.value
+            if self.place.rule.kind == "json":
+                return cell.value
+            raise InvalidInputError(f"found {describe(cell.value)}, expected one value per trace", field=what)
+        if (
+            isinstance(cell.value, Array)
+            and cell.axes == ("N",)
+            and cell.value.ndim == 1
+            and cell.value.shape[0] <= _MAX_CACHED
+        ):
+            if (values := self._cached.get(id(cell))) is None:
+                values = self._cached[id(cell)] = cell.value.read().tolist()
+            n = fixed["N"]
+            return values[n] if n < len(values) else MISSING
+        value, axes = cell.value, cell.axes
+        while isinstance(value, Items) and axes and (axes[0] == "1" or axes[0] in fixed):
+            k = 0 if axes[0] == "1" else fixed[axes[0]]
+            if value.length is not None and k >= value.length:
+                return MISSING
+            value, axes = value[k], axes[1:]
+        if not axes and (value is None or isinstance(value, str | bool | int | float)):
+            return value
+        array, letters = read(value, axes, fixed, what)
+        if letters or array.ndim:
+            raise InvalidInputError(f"found the shape {array.shape}, expected one value per trace", field=what)
+        return array.item()
+
+    def num_rows(self, stack: Mapping[str, Any]) -> int | None:
+        """Return the number of rows along N of a stack, None if none is there."""
+        assert self._own is not None
+        names = [name for name in self._own if name.rstrip("*") != "N" or name.startswith("*")]
+        if len(names) == len(self._own):
+            key = tuple(stack.get(name) for name in self._own)
+            cells = self._cells.get(key, [])
+            return extent(cells[0].value, cells[0].axes, "N") if cells else None
+        wanted = tuple(stack.get(name) for name in names)
+        at = [k for k, name in enumerate(self._own) if name in names]
+        return sum(tuple(key[k] for k in at) == wanted for key in self._cells) or None
+
+
+def loose_key(value: Any) -> str:
+    """Return a key without leading zeros, `.0`, blanks, case and marks: what rule 12b compares."""
+    text = re.sub(r"\s+", "", str(value)).casefold()
+    text = re.sub(r"\.0+$", "", text)
+    return re.sub(r"(?<![0-9])0+(?=[0-9])", "", text)
+
+
+def check_remainders(name: str, unused: list[Any], missing: list[Any]) -> None:
+    """Rule 12b: rows without a trace and traces without a row are refused if they would match but for their spelling.
+
+    They are refused, too, if both are runs of integers that are shifted by one.
+    """
+    if not unused or not missing:
+        return
+    loose = {loose_key(key): key for key in missing}
+    for key in unused:
+        if (other := loose.get(loose_key(key))) is not None:
+            raise InvalidInputError(
+                f"the row {_short(key)} and the trace {_short(other)} differ in spelling only; correct one of them",
+                field=name,
+            )
+    numbers = [_numbers(keys) for keys in (unused, missing)]
+    if (
+        numbers[0]
+        and numbers[1]
+        and min(abs(a - b) for a in (min(numbers[0]), max(numbers[0])) for b in (min(numbers[1]), max(numbers[1]))) > 0
+    ):
+        spans = [(min(found), max(found), len(found)) for found in numbers]
+        if all(high - low + 1 == count for low, high, count in spans):
+            raise InvalidInputError(
+                f"rows {_short(unused[0])} ... and traces {_short(missing[0])} ... are left over: numbered from 0 and from 1",
+                field=name,
+            )
+
+
+def _numbers(keys: list[Any]) -> list[int]:
+    found = [re.fullmatch(r"(\D*)(\d+)", str(key)) for key in keys]
+    if not all(found) or len({m[1] for m in found if m}) > 1:
+        return []
+    return [int(m[2]) for m in found if m]
+
+
+def _short(key: Any) -> str:
+    return repr(escape_unprintable(str(key), 40))
