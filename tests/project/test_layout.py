@@ -56,7 +56,9 @@ ALLOWED: dict[str, set[str]] = {
         "ingest.layouts",
     },
     "ingest.layouts": {*STORE, "ingest", "ingest.files", "ingest.pickles", "ingest.containers"},
-    "convert": {*STORE, "ingest", "ingest.files", "ingest.containers"},
+    "ingest.layout": {"store.format"},
+    "ingest.execute": {"store.format", "store.io", "store.write", "ingest.layout", "ingest.readers", "ingest.tree"},
+    "convert": {*STORE, "ingest", "ingest.files", "ingest.containers", "ingest.layout", "ingest.execute"},
     "export": {*STORE, "ingest"},
     "hub": STORE,
     "extract": {*STORE, "export", "ingest", "__init__"},
@@ -101,7 +103,7 @@ ALLOWED: dict[str, set[str]] = {
         "__init__",
     },
     "__main__": {"cli"},
-    "__init__": {*STORE, "data", "export"},
+    "__init__": {*STORE, "convert", "data", "export"},
 }
 TORCH = {
     *TRAIN,

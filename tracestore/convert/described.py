@@ -66,12 +66,30 @@ class DescribedRun:
         self.sources = _sources(self._execution)
         self._directions = layout.directions()
         self._found: dict[tuple[str, int], dict[str, float]] = {}
+        self._layers: tuple[tuple[int, ...] | None] | None = None  # those of the first source
         self._ids_of_states: dict[tuple[int, int], str] = {}
         self.num_replaced = self.num_equal = 0
 
     def probes(self) -> list[SourceFile]:
         """Return the sources for a look at their first traces, which leaves the accounts of the run alone."""
         return _sources(Execution(self._layout, self._arguments, self._folder, self._owned))
+
+    def states_attention(self) -> bool | None:
+        """Return whether the layout states attention; None if its records may hold it."""
+        if "attentions" in self._layout.addresses:
+            return True
+        return None if self._layout.records else False
+
+    def check_layers(self, layer_ids: tuple[int, ...] | None) -> None:
+        """Rule 1: every source has the same numbers of layers."""
+        if self._layers is None:
+            self._layers = (layer_ids,)
+        elif layer_ids != self._layers[0]:
+            expected = "none" if self._layers[0] is None else list(self._layers[0])
+            found = "none" if layer_ids is None else list(layer_ids)
+            raise InvalidInputError(
+                f"found {found!s:.80}, expected {expected!s:.80} as in the first source", field="layer_ids"
+            )
 
     def provenance(self, known: Provenance | None) -> Provenance | None:
         """Return the provenance of the sources, with what the layout says of its layers (rule 1b)."""

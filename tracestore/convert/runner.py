@@ -13,7 +13,7 @@ from typing import Any
 
 from tracestore import process
 from tracestore.console import Output, Progress, format_size, plural
-from tracestore.convert.defaults import DefaultAttention, is_index_id
+from tracestore.convert.defaults import DefaultAttention, has_attention, is_index_id
 from tracestore.convert.described import DescribedRun, layout_of_options
 from tracestore.convert.options import ON_CONFLICT, ConvertOptions
 from tracestore.convert.refused import RefusedTraces
@@ -103,11 +103,7 @@ class Conversion:
         self.sources = [source for source in self.scoring.sources if only is None or only(source)]
         if self._described is None:
             self.scoring.keys = replace(self.scoring.keys, is_index_id=is_index_id(self.sources, self.scoring.keys))
-        self._default_attention = DefaultAttention(
-            self.sources if self._described is None else self._described.probes(),
-            replace(self.scoring.keys, axes=self._options.axes),
-            self._check_interrupt,
-        )
+        self._default_attention = DefaultAttention(self._has_attention)
         self._refused: RefusedTraces | None = None
         self._without_traces: list[NoTracesError] = []
         self._provenances = self._read_provenances(sources)
@@ -126,6 +122,12 @@ class Conversion:
     def _provenance(self, source: SourceFile) -> Provenance | None:
         known = next((p for path, p in self._provenances.items() if source.path.is_relative_to(path)), None)
         return known if self._described is None else self._described.provenance(known)
+
+    def _has_attention(self) -> bool | None:
+        if self._described is not None and (stated := self._described.states_attention()) is not None:
+            return stated
+        sources = self.sources if self._described is None else self._described.probes()
+        return has_attention(sources, replace(self.scoring.keys, axes=self._options.axes), self._check_interrupt)
 
     def run(self) -> ConvertReport:
         """Convert the sources.
@@ -311,6 +313,8 @@ class Conversion:
                 if second is None:
                     first.set_question_id(file_id)
             provenance = with_layers(self._provenance(stream.source), None if first is None else first.record.layer_ids)
+            if self._described is not None and first is not None:
+                self._described.check_layers(first.record.layer_ids)
             self.scoring.begin_source(stream.source)
             writer.begin_source(name, size, digest, provenance)
             try:

@@ -13,7 +13,7 @@ from tracestore.ingest.execute.tokens import numbers_of
 from tracestore.ingest.execute.walk import Cell
 from tracestore.ingest.layout.addresses import KeyStep
 from tracestore.ingest.layout.places import Place
-from tracestore.ingest.tree import Items
+from tracestore.ingest.tree import Items, as_array
 
 _TOLERANCE = 2e-2  # of a sum of weights in float16 or bfloat16
 
@@ -125,6 +125,19 @@ class ArrayReader:
         if "K" in cell.axes:
             fixed["K"] = trace.environment["K"]
         return fixed
+
+    def has_full_mask(self, trace: FoundTrace) -> bool:
+        """Return whether the mask of one trace of a stack leaves out no token."""
+        for cells in self._cells("S.mask", trace).values():
+            array = as_array(cells[0].value)
+            if array is not None and "N" in cells[0].axes and cells[0].axes.index("N") == 0:
+                values = array.read()
+                return bool(values.reshape(len(values), -1).all(axis=1).any())
+        return any(
+            (array := as_array(cell.value)) is not None and bool(array.read().all())
+            for _, column in self.columns.of("S.mask")
+            for cell in column.all_cells()
+        )
 
     def array(self, name: str, trace: FoundTrace, letters: str) -> tuple[np.ndarray, str] | None:
         """Return the values of a field on one of the letters, its parts behind each other, and the letter."""

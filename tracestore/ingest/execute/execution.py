@@ -57,7 +57,7 @@ class Execution:
         self._trees = {
             text: tree_of(text, self.plan.places, self.plan.ignored, self.plan.states) for text in self.plan.files
         }
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._resources = contextlib.ExitStack()
         self._tables: dict[Place, Column] | None = None
         self._base_names = self._file_keys()

@@ -1,6 +1,7 @@
 """Columns of values by what they bind, and their values for one trace."""
 
 import re
+import unicodedata
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -62,6 +63,11 @@ class Column:
         """Return the values that belong to a trace."""
         key = tuple(environment.get(name) for name in self._own or ())
         return self._cells.get(key, [])
+
+    def all_cells(self) -> Iterator[Cell]:
+        """Yield every value."""
+        for cells in self._cells.values():
+            yield from cells
 
     def use(self, environment: Mapping[str, Any]) -> int:
         """Count that a row serves a trace; return how many it serves now."""
@@ -136,7 +142,7 @@ class Column:
 
 def loose_key(value: Any) -> str:
     """Return a key without leading zeros, `.0`, blanks, case and marks: what rule 12b compares."""
-    text = re.sub(r"\s+", "", str(value)).casefold()
+    text = re.sub(r"\s+", "", unicodedata.normalize("NFKC", str(value))).casefold()
     text = re.sub(r"\.0+$", "", text)
     return re.sub(r"(?<![0-9])0+(?=[0-9])", "", text)
 

@@ -256,7 +256,7 @@ class TraceBuilder:
             end = min(last, num_states) if len(flags) >= num_states else num_states
             if len(flags) < num_states and last < len(flags):
                 raise InvalidInputError("the first pass is padded behind its tokens", field="S.mask")
-            check_left_out(ids, (begin, end), self._pads, layers, "S.mask")
+            check_left_out(ids, (begin, end), self._pads, layers, "S.mask", lambda: self.arrays.has_full_mask(trace))
         elif "NS" not in trace.fixed and any(True for _ in self.columns.of("S.lengths")):
             place, column = next(iter(self.columns.of("S.lengths")))
             length = self._scalar(trace, place, column)
@@ -266,7 +266,7 @@ class TraceBuilder:
             begin, end = span_of_length(length, num_states, settings.get("S.side"), ids, layers)
         elif (fill := settings.get("S.padding")) not in (None, "none"):
             begin, end = span_of_fill(fill, layers, ids)
-        elif is_stack and fill is None and ids is not None:
+        elif is_stack and fill is None and ids is not None and len(sizes) == 1 and "S.pad" not in settings:
             self._check_no_padding(ids)
         if (pad := settings.get("S.pad")) is not None and tokens is not None:
             kept = strip_pad(tokens, pad)

@@ -1,7 +1,7 @@
 """Which tokens of an array belong to a trace: masks, lengths, offsets and padding."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -83,19 +83,34 @@ def span_of_mask(mask: np.ndarray) -> Span:
     return begin, end
 
 
-def check_left_out(ids: np.ndarray | None, span: Span, pads: set[int], layers: Sequence[np.ndarray], name: str) -> None:
+def check_left_out(
+    ids: np.ndarray | None,
+    span: Span,
+    pads: set[int],
+    layers: Sequence[np.ndarray],
+    name: str,
+    has_full_row: Callable[[], bool],
+) -> None:
     """Rule 17b: the tokens that a mask leaves out are one id; without tokens, their states are constant or the row is full."""
     begin, end = span
-    size = len(layers[0]) if ids is None else len(ids)
-    if (begin, end) == (0, size):
-        return
     if ids is not None:
-        found = {*ids[:begin].tolist(), *ids[end:size].tolist()} | pads
+        found = {*ids[:begin].tolist(), *ids[end:].tolist()} | pads
         if len(found) > 1:
             raise InvalidInputError(
                 f"the tokens that it leaves out have several ids: {sorted(found)!s:.60}", field=name
             )
         pads |= found
+        return
+    for layer in layers:
+        outside = np.concatenate([numbers_of(layer[:begin]), numbers_of(layer[end:])])
+        if len(outside) and not np.array_equal(outside, np.tile(outside[:1], (len(outside), 1)), equal_nan=True):
+            if has_full_row():
+                return
+            raise InvalidInputError(
+                "the states that it leaves out are not constant and no row is full: a mask of the answer, or inverted? "
+                "A line for tokens shows what is padding",
+                field=name,
+            )
 
 
 def span_of_length(
