@@ -242,7 +242,11 @@ class Conversion:
             and self._default_attention.is_refused(stored["attention"]),
         )
         is_settled = self._described is None or self._described.is_settled(writer)
-        self._is_known = lambda *source: is_settled and writer.has_source(*source)
+
+        def is_known(name: str, size: int, fingerprint: str) -> bool:
+            return is_settled and writer.has_source(name, size, fingerprint)
+
+        self._is_known: Callable[[str, int, str], bool] = is_known
         callbacks: dict[str, Any] = {"is_known": self._is_known, "on_wait": self._check_interrupt}
         streams: Iterator[SourceStream | ClusterStream]
         if self._options.dask is not None:

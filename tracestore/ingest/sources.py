@@ -48,7 +48,9 @@ _SAMPLE_BYTES = 64 << 10
 class Described(Protocol):
     """The files of a source that a layout describes."""
 
-    fingerprint: bytes  # of what the source depends on besides its files
+    @property
+    def fingerprint(self) -> bytes:
+        """A digest of what the source depends on besides its files."""
 
     def read(
         self, need_attention: bool | None, scratch: Scratch, on_refused: Callable[[InvalidInputError], None] | None

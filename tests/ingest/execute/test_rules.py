@@ -279,7 +279,7 @@ def test_rule_10b_equal_states_under_other_names_are_counted(tmp_path, caplog):
 def test_rule_11_attention_of_other_ids(tmp_path):
     arrays = {f"{name}_{k}": states(2, 4, 8, seed=k) for k, name in enumerate(["h_a", "h_b"])}
     (tmp_path / "in").mkdir()
-    np.savez(tmp_path / "in/a.npz", **{n: v for n, v in arrays.items()}, t_a_0=np.arange(4), t_c_0=np.arange(4))
+    np.savez(tmp_path / "in/a.npz", **arrays, t_a_0=np.arange(4), t_c_0=np.arange(4))
     layout = {"hidden_states": "a.npz : h_{id}_{n:d} -> L S D", "tokens": "a.npz : t_{id}_{m:d}"}
 
     refuse(tmp_path, layout, "id c of a.npz : .* belongs to no trace")
@@ -494,6 +494,15 @@ def test_rule_22a_records_take_no_answers_and_labels(tmp_path, key):
     write_rows(tmp_path, **{key: lambda k: f"text {k}"})
 
     refuse(tmp_path, ROWS | {"records": ["*.pkl : [id=id]"]}, f"{key}: no line of the layout")
+
+
+def test_rule_22a_records_give_fields_of_their_names_and_extras(tmp_path):
+    write_rows(tmp_path, question=lambda k: f"Q{k}?", model=lambda _: "gpt2", top_p=lambda _: 0.9, notes=lambda _: ["a"])
+
+    traces = convert(tmp_path, ROWS | {"records": ["*.pkl : [id=id]"]})
+
+    assert traces["q1", 0].question == "Q1?"
+    assert traces["q1", 0].extras == {"model": "gpt2", "top_p": 0.9}
 
 
 def test_rule_24_a_token_of_zeros(tmp_path):

@@ -1,5 +1,6 @@
 """Test patterns of names: what they bind, two parses, and linear time."""
 
+import contextlib
 import time
 
 import pytest
@@ -102,10 +103,8 @@ def test_matching_takes_linear_time(pattern):
     for size in (2_000, 8_000):
         name = ("a_0" * size)[:size]
         begin = time.perf_counter()
-        try:
+        with contextlib.suppress(InvalidInputError):
             Pattern(pattern).match(name)
-        except InvalidInputError:
-            pass
         seconds.append(time.perf_counter() - begin)
 
     assert seconds[1] < 12 * seconds[0] + 0.05

@@ -13,7 +13,7 @@ from tracestore.ingest.execute.tokens import numbers_of
 from tracestore.ingest.execute.walk import Cell
 from tracestore.ingest.layout.addresses import KeyStep
 from tracestore.ingest.layout.places import Place
-from tracestore.ingest.tree import Items, as_array
+from tracestore.ingest.tree import Items, Value, as_array
 
 _TOLERANCE = 2e-2  # of a sum of weights in float16 or bfloat16
 
@@ -40,7 +40,9 @@ class ArrayReader:
 
     def states(self, trace: FoundTrace, letters: str) -> tuple[list[np.ndarray], list[int], tuple[int, ...] | None]:
         """Return the layers of the states, the number of tokens of each part and pass, and the numbers of the layers."""
-        what, parts, ids = self.plan.layout.states, [], None
+        what = self.plan.layout.states
+        parts: list[Block] = []
+        ids: tuple[int, ...] | None = None
         for part in sorted(trace.cells):
             for cells, fixed in self.passes(trace.cells[part], trace.fixed):
                 block = read_block(cells, letters, fixed, self.settings, what)
@@ -182,12 +184,12 @@ class ArrayReader:
     def texts(self, trace: FoundTrace) -> list[str] | None:
         """Return the text of each token, None without."""
         found = self._cells("tokens_decoded", trace)
-        texts: list[str] = []
+        texts: list[Value] = []
         for part in sorted(found):
             cells = found[part]
             name = next((n for n in ("token", "S", "T") if n in cells[0].bound), None)
             if name is not None:
-                texts += [cell.value for cell in sorted(cells, key=lambda c: c.bound[name])]  # type: ignore[misc]
+                texts += [cell.value for cell in sorted(cells, key=lambda c: c.bound[name])]
                 continue
             value, axes = cells[0].value, cells[0].axes
             fixed = self.fixed_of(trace, cells[0])
@@ -202,7 +204,7 @@ class ArrayReader:
             return None
         if not all(isinstance(text, str) for text in texts):
             raise InvalidInputError("found other values than texts", field="tokens_decoded")
-        return texts
+        return [str(text) for text in texts]
 
 
 def joined_attention(blocks: Sequence[Block], num_tokens: int) -> list[np.ndarray]:

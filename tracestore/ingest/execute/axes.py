@@ -1,5 +1,6 @@
 """The only place where axes move: values of the tree as arrays with the axes that a field has in a store."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -74,13 +75,13 @@ def read(value: Value, axes: tuple[str, ...], fixed: Fixed, what: str) -> tuple[
     letter = _kept(axis)
     if not parts:
         raise InvalidInputError(f"found no items on the axis {axis}", field=what)
-    for k, (array, _) in enumerate(parts):
-        if array.shape != parts[0][0].shape or array.dtype != parts[0][0].dtype:
-            found = f"{array.dtype} {array.shape} at {letter} {k}"
+    for k, (part, _) in enumerate(parts):
+        if part.shape != parts[0][0].shape or part.dtype != parts[0][0].dtype:
+            found = f"{part.dtype} {part.shape} at {letter} {k}"
             raise InvalidInputError(
                 f"found {found}, expected {parts[0][0].dtype} {parts[0][0].shape} as before", field=what
             )
-    return np.stack([array for array, _ in parts]), (letter, *parts[0][1])
+    return np.stack([part for part, _ in parts]), (letter, *parts[0][1])
 
 
 def _of_array(array: Array, axes: tuple[str, ...], fixed: Fixed, what: str) -> tuple[np.ndarray, tuple[str, ...]]:
@@ -151,56 +152,37 @@ def read_block(cells: Sequence[Cell], letters: str, fixed: Fixed, settings: Mapp
 
     Cells that differ in what they bind on axes are put together: every combination is there once (rule 4).
     """
-    names = [name for name in cells[0].bound if name in AXIS_NAMES or name in tuple("LSHDG")]
-    names = [name for name in names if AXIS_NAMES.get(name, name) != "P"]
-    if not names:
-        if len(cells) > 1:
-            raise InvalidInputError(f"found {len(cells)} values, expected one", field=what)
-        layers = _layers(cells[0], letters, fixed, settings, what)
-        return Block(layers, None)
-    places = {name: sorted({cell.bound[name] for cell in cells}) for name in names}
+    names = [name for name in cells[0].bound if AXIS_NAMES.get(name, name) in tuple("LSHD")]
     by_place: dict[tuple[int, ...], Cell] = {}
     for cell in cells:
         place = tuple(cell.bound[name] for name in names)
         if by_place.setdefault(place, cell) is not cell:
             where = ", ".join(f"{name} {k}" for name, k in zip(names, place, strict=True))
-            raise InvalidInputError(f"found {where} twice", field=what)
+            raise InvalidInputError(f"found {where or 'its value'} twice", field=what)
+    places = {name: sorted({cell.bound[name] for cell in cells}) for name in names}
     _check_grid(places, by_place, names, what)
-    name_of_layer = next((name for name in names if AXIS_NAMES.get(name, name) == "L"), None)
-    inner = [name for name in names if name != name_of_layer]
-    if not inner:
-        assert name_of_layer is not None
-        ids = tuple(places[name_of_layer])
-        layers = [_only(_layers(by_place[(k,)], letters, fixed, settings, what), what) for k in ids]
-        return Block(layers, _numbered(ids, name_of_layer))
-    shapes = tuple(len(places[name]) for name in inner)
+    of_layers = next((name for name in names if AXIS_NAMES.get(name, name) == "L"), None)
+    inner = [name for name in names if name != of_layers]
     bound = [AXIS_NAMES.get(name, name) for name in inner]
-    order: list[np.ndarray] = []
-    layer_ids = places[name_of_layer] if name_of_layer is not None else [0]
-    for layer in layer_ids:
-        parts: list[list[np.ndarray]] = []
-        for position in np.ndindex(*shapes):
-            values = {name: places[name][k] for name, k in zip(inner, position, strict=True)}
-            if name_of_layer is not None:
-                values[name_of_layer] = layer
-            cell = by_place[tuple(values[name] for name in names)]
-            rest = "".join(letter for letter in letters if letter not in bound)
-            parts.append(_layers(cell, rest, fixed, settings, what))
-        if any(len(part) != len(parts[0]) for part in parts):
+    rest = "".join(letter for letter in letters if letter not in bound)
+    shape = tuple(len(places[name]) for name in inner)
+    layers: list[np.ndarray] = []
+    numbers = [None] if of_layers is None else places[of_layers]
+    for number in numbers:
+        parts = []
+        for values in itertools.product(*(places[name] for name in inner)):
+            at = dict(zip(inner, values, strict=True)) | {of_layers: number}
+            parts.append(_layers(by_place[tuple(at[name] for name in names)], rest, fixed, settings, what))
+        if len({len(part) for part in parts}) > 1 or (of_layers is not None and len(parts[0]) > 1):
             raise InvalidInputError("found different numbers of layers", field=what)
-        for number in range(len(parts[0])):
-            arrays = [part[number] for part in parts]
-            _check_shapes(arrays, what)
-            stacked = np.stack(arrays).reshape(*shapes, *arrays[0].shape)
-            rest = "".join(letter for letter in letters if letter not in bound)
-            order.append(_moved(stacked, (*bound, *rest), letters, what))
-    ids = None if name_of_layer is None else _numbered(tuple(layer_ids), name_of_layer)
-    return Block(order, ids)
-
-
-def _check_shapes(arrays: list[np.ndarray], what: str) -> None:
-    if len({array.shape for array in arrays}) > 1:
-        raise InvalidInputError(f"found the shapes {sorted({a.shape for a in arrays})!s:.80}, expected one", field=what)
+        for arrays in zip(*parts, strict=True):
+            if len({array.shape for array in arrays}) > 1:
+                shapes = sorted({array.shape for array in arrays})
+                raise InvalidInputError(f"found the shapes {shapes!s:.80}, expected one", field=what)
+            stacked = np.stack(arrays).reshape(*shape, *arrays[0].shape) if inner else arrays[0]
+            layers.append(_moved(stacked, (*bound, *rest), letters, what))
+    ids = tuple(number for number in numbers if number is not None) if of_layers == "layer" else None
+    return Block(layers, ids)
 
 
 def _check_grid(
@@ -220,16 +202,6 @@ def _check_grid(
             raise InvalidInputError(f"{name} {gap} is missing", field=what)
         if name != "layer" and found[0] not in (0, 1):
             raise InvalidInputError(f"{name} 0 is missing, the first is {found[0]}", field=what)
-
-
-def _numbered(ids: tuple[int, ...], name: str) -> tuple[int, ...] | None:
-    return ids if name == "layer" else None
-
-
-def _only(layers: list[np.ndarray], what: str) -> np.ndarray:
-    if len(layers) != 1:
-        raise InvalidInputError(f"found {len(layers)} layers in one of several, expected one", field=what)
-    return layers[0]
 
 
 def _layers(cell: Cell, letters: str, fixed: Fixed, settings: Mapping[str, Any], what: str) -> list[np.ndarray]:

@@ -2,8 +2,8 @@
 
 import contextlib
 import hashlib
-import re
 import math
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -277,7 +277,7 @@ class Execution:
         """Rule 8: every array has a line or is ignored. Rule 8a: so has what may be a label or a score."""
         if _IN_ORDER.search(node.prefix) and node.prefix not in self._prefixes:
             self._check_row_number(f"{node.prefix}{key}", str(key), value)
-        if not node.has_records:
+        if not node.has_records or not isinstance(value, str | int | float):
             self.left_out.add(f"{node.prefix}{key}")
         check_unclaimed(f"{node.prefix}{key}", key, value, in_records=node.has_records)
 

@@ -24,6 +24,7 @@ from tracestore.ingest.execute.tokens import (
 from tracestore.ingest.execute.values import check_agreement, label_value, score_value
 from tracestore.ingest.layout.fields import score_of
 from tracestore.ingest.layout.places import RECORDS, Place
+from tracestore.ingest.tree import Group
 from tracestore.store.write.record import TraceRecord, record_from_dict
 
 # Fields that may serve several traces (rule 12a).
@@ -67,7 +68,8 @@ class TraceBuilder:
         self._set_scores(trace, labels, record, [*scores, *labels])
         for _, column in self.columns.of(RECORDS):
             for cell in column.cells(environment):
-                record.extras |= {k: v for k, v in (cell.value or {}).items() if k not in record.extras}
+                if isinstance(cell.value, Group):
+                    record.extras |= {k: v for k, v in cell.value.items() if k not in record.extras}
         return record
 
     def _is_scalar(self, name: str) -> bool:

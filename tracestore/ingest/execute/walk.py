@@ -1,6 +1,6 @@
 """Follow the paths of a layout through the tree of a file, and yield what lies at their ends."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -9,9 +9,13 @@ from tracestore.ingest.execute.plain import describe, json_value, key_text, numb
 from tracestore.ingest.layout.addresses import Address, AttributeStep, DeepStep, ItemsStep, KeyStep, Step
 from tracestore.ingest.layout.patterns import AXIS_NAMES, NUMBER_NAMES
 from tracestore.ingest.layout.places import RECORDS, Place
-from tracestore.ingest.tree import Array, Group, Items, ListItems, Value, array_value
+from tracestore.ingest.tree import Array, Group, Items, ListItems, MappingGroup, Value, array_value
 
 _MAX_DEPTH = 32
+_MAX_SHAPE = 256  # keys of a group whose claims are kept
+
+# The steps that each key of a group follows, with what they bind, and the keys that none follows.
+Claims = tuple[dict[Any, list[tuple["Step", "Node", dict[str, Any]]]], list[Any]]
 
 
 class Cell(NamedTuple):
@@ -98,7 +102,7 @@ class Walk:
 
     def __init__(self, source: str, on_unclaimed: Callable[[Node, str, Value], None]) -> None:
         self._source, self._on_unclaimed = source, on_unclaimed
-        self._seen: dict[tuple[int, tuple[Any, ...]], tuple[dict[Any, list[tuple[Step, Node, Any]]], list[Any]]] = {}
+        self._seen: dict[tuple[int, tuple[Any, ...]], Claims] = {}
 
     def cells(self, node: Node, value: Value, bound: dict[str, Any], *, in_unit: bool = False) -> Iterator[Cell | None]:
         """Yield the cells at and below a node, and None behind each unit."""
@@ -119,7 +123,7 @@ class Walk:
     def _children(
         self,
         node: Node,
-        children: list[tuple[Step, Node]],
+        children: Sequence[tuple[Step, Node]],
         value: Value,
         bound: dict[str, Any],
         in_unit: bool,
@@ -150,7 +154,10 @@ class Walk:
         self, node: Node, place: Place, value: Value, bound: dict[str, Any], in_unit: bool
     ) -> Iterator[Cell | None]:
         if place.name == RECORDS:
-            yield Cell(place, bound, value, (), in_unit)
+            if isinstance(value, Group):
+                rest = {str(key): value[key] for key in self._claimed_by_shape(node, value)[1]}
+                extras = {k: v for k, v in rest.items() if isinstance(v, str | int | float)}
+                yield Cell(place, bound, MappingGroup(extras, lambda extra: extra), (), in_unit)
             return
         axes = place.axes
         if value is None:
@@ -165,7 +172,7 @@ class Walk:
             yield Cell(place, bound, _settled(value), axes, in_unit)
 
     def _items(
-        self, children: list[tuple[Step, Node]], value: Items | Array, bound: dict[str, Any], in_unit: bool
+        self, children: Sequence[tuple[Step, Node]], value: Items | Array, bound: dict[str, Any], in_unit: bool
     ) -> Iterator[Cell | None]:
         for k, item in enumerate(_rows(value)):
             has_unit = False
@@ -202,20 +209,14 @@ class Walk:
     def _keys(
         self,
         node: Node,
-        children: list[tuple[Step, Node]],
+        children: Sequence[tuple[Step, Node]],
         value: Group,
         bound: dict[str, Any],
         in_unit: bool,
         *,
         claims: bool,
     ) -> Iterator[Cell | None]:
-        names = tuple(value)
-        shape = (id(node) * 2 + claims, names)
-        if (known := self._seen.get(shape)) is None:
-            known = self._claimed(node, names)
-            if len(names) < 256:
-                self._seen[shape] = known
-        claimed, rest = known
+        claimed, rest = self._claimed_by_shape(node, value)
         wanted = {id(child) for _, child in children}
         for key, found in claimed.items():
             for _, child, match in found:
@@ -230,7 +231,16 @@ class Walk:
             for key in rest:
                 self._on_unclaimed(node, key, value[key])
 
-    def _claimed(self, node: Node, names: tuple[Any, ...]) -> tuple[dict[Any, list[tuple[Step, Node, Any]]], list[Any]]:
+    def _claimed_by_shape(self, node: Node, value: Group) -> Claims:
+        """Return `_claimed` for the keys of a group, computed once for each set of keys."""
+        names = tuple(value)
+        if (known := self._seen.get((id(node), names))) is None:
+            known = self._claimed(node, names)
+            if len(names) <= _MAX_SHAPE:
+                self._seen[id(node), names] = known
+        return known
+
+    def _claimed(self, node: Node, names: tuple[Any, ...]) -> Claims:
         """Return the steps that each key follows, and the keys that none does."""
         claimed: dict[Any, list[tuple[Step, Node, Any]]] = {}
         rest = []
@@ -274,7 +284,7 @@ class Walk:
             rows = _rows(value)
             if isinstance(rows, Items) and rows.is_stream:
                 rows = ListItems(list(rows), lambda item: item)
-            k, count = int(text), len(rows)  # type: ignore[arg-type]
+            k, count = int(text), len(rows)
             if not -count <= k < count:
                 return
             yield from self.cells(child, rows[k % count], bound, in_unit=in_unit)
@@ -307,7 +317,7 @@ class Walk:
     ) -> Iterator[Cell | None]:
         """Follow the steps that fit a value below `**`, where others may not."""
         wanted = KeyStep if isinstance(value, Group) else ItemsStep
-        children = [(step, child) for step, child in node.children if isinstance(step, wanted)]
+        children: list[tuple[Step, Node]] = [(step, child) for step, child in node.children if isinstance(step, wanted)]
         if isinstance(value, Items) and value.length and not value.is_stream and not isinstance(value[0], Group):
             return
         if children:
