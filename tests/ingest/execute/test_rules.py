@@ -497,7 +497,9 @@ def test_rule_22a_records_take_no_answers_and_labels(tmp_path, key):
 
 
 def test_rule_22a_records_give_fields_of_their_names_and_extras(tmp_path):
-    write_rows(tmp_path, question=lambda k: f"Q{k}?", model=lambda _: "gpt2", top_p=lambda _: 0.9, notes=lambda _: ["a"])
+    write_rows(
+        tmp_path, question=lambda k: f"Q{k}?", model=lambda _: "gpt2", top_p=lambda _: 0.9, notes=lambda _: ["a"]
+    )
 
     traces = convert(tmp_path, ROWS | {"records": ["*.pkl : [id=id]"]})
 

@@ -337,7 +337,7 @@ class Execution:
                     source=source,
                     field=place.name,
                 )
-            check_remainders(place.name, [key[0] for key in unused if key], missing)
+            check_remainders(place.name, *([key[0] for key in keys if key] for keys in (rows, unused)), missing)
             rest = f", {len(unused):,} without a trace" if unused else ""
             rest += f", {len(missing):,} traces without a row" if missing else ""
             yield f"{place.name}: {len(used):,} rows of {source} joined {by}{rest}"

@@ -98,6 +98,11 @@ class Column:
         if not cells:
             return MISSING
         cell, what = cells[0], self.place.name
+        if any(other.value != cell.value for other in cells[1:]):
+            found = " and ".join(
+                describe(other.value) for other in (cell, next(c for c in cells if c.value != cell.value))
+            )
+            raise InvalidInputError(f"found {found} in the rows of one trace, expected one value", field=what)
         if not cell.axes:
             if cell.value is None or isinstance(cell.value, str | bool | int | float):
                 return cell.value
@@ -147,10 +152,10 @@ def loose_key(value: Any) -> str:
     return re.sub(r"(?<![0-9])0+(?=[0-9])", "", text)
 
 
-def check_remainders(name: str, unused: list[Any], missing: list[Any]) -> None:
+def check_remainders(name: str, rows: list[Any], unused: list[Any], missing: list[Any]) -> None:
     """Rule 12b: rows without a trace and traces without a row are refused if they would match but for their spelling.
 
-    They are refused, too, if both are runs of integers that are shifted by one.
+    They are refused, too, if rows and traces are runs of integers of which one begins at 0 and the other at 1.
     """
     if not unused or not missing:
         return
@@ -161,25 +166,22 @@ def check_remainders(name: str, unused: list[Any], missing: list[Any]) -> None:
                 f"the row {_short(key)} and the trace {_short(other)} differ in spelling only; correct one of them",
                 field=name,
             )
-    numbers = [_numbers(keys) for keys in (unused, missing)]
-    if (
-        numbers[0]
-        and numbers[1]
-        and min(abs(a - b) for a in (min(numbers[0]), max(numbers[0])) for b in (min(numbers[1]), max(numbers[1]))) > 0
-    ):
-        spans = [(min(found), max(found), len(found)) for found in numbers]
-        if all(high - low + 1 == count for low, high, count in spans):
-            raise InvalidInputError(
-                f"rows {_short(unused[0])} ... and traces {_short(missing[0])} ... are left over: numbered from 0 and from 1",
-                field=name,
-            )
+    left = set(unused)
+    numbers = [_run(rows), _run([*(key for key in rows if key not in left), *missing])]
+    if None not in numbers and abs(numbers[0] - numbers[1]) == 1:  # type: ignore[operator]
+        raise InvalidInputError(
+            f"the row {_short(unused[0])} and the trace {_short(missing[0])} are left over: numbered from 0 and from 1",
+            field=name,
+        )
 
 
-def _numbers(keys: list[Any]) -> list[int]:
+def _run(keys: list[Any]) -> int | None:
+    """Return the first number of keys that are a run of integers behind one text, None for others."""
     found = [re.fullmatch(r"(\D*)(\d+)", str(key)) for key in keys]
     if not all(found) or len({m[1] for m in found if m}) > 1:
-        return []
-    return [int(m[2]) for m in found if m]
+        return None
+    numbers = {int(m[2]) for m in found if m}
+    return min(numbers) if max(numbers) - min(numbers) + 1 == len(numbers) else None
 
 
 def _short(key: Any) -> str:

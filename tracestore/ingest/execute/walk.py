@@ -41,6 +41,7 @@ class Node:
     leaves: list[Place] = field(default_factory=list)
     ignores: bool = False
     is_unit: bool = False  # each of its values is a whole trace, or several
+    said: frozenset[str] = frozenset()  # keys by which items say what they bind
     is_deep: bool = False  # below `**`, which also tries what holds none of its keys
     has_unit_items: bool = False  # so is each item along the axis N of its value
 
@@ -50,6 +51,8 @@ class Node:
             if known == step:
                 return node
         node = Node(f"{self.prefix}{step.text}/", is_deep=self.is_deep or isinstance(step, DeepStep))
+        if isinstance(step, ItemsStep):
+            node.said = frozenset(said.path[0] for said in step.says)
         self.children.append((step, node))
         return node
 
@@ -175,15 +178,20 @@ class Walk:
         self, children: Sequence[tuple[Step, Node]], value: Items | Array, bound: dict[str, Any], in_unit: bool
     ) -> Iterator[Cell | None]:
         for k, item in enumerate(_rows(value)):
-            has_unit = False
-            for step, child in children:
-                assert isinstance(step, ItemsStep)
-                found = self._bind(step, item, k, bound)
-                begins = child.is_unit and not in_unit
-                yield from self.cells(child, item, found, in_unit=in_unit or begins or has_unit)
-                has_unit |= begins
-            if has_unit:
-                yield None
+            yield from self._item(children, item, k, bound, in_unit)
+
+    def _item(
+        self, children: Sequence[tuple[Step, Node]], item: Value, k: int, bound: dict[str, Any], in_unit: bool
+    ) -> Iterator[Cell | None]:
+        has_unit = False
+        for step, child in children:
+            assert isinstance(step, ItemsStep)
+            found = self._bind(step, item, k, bound)
+            begins = child.is_unit and not in_unit
+            yield from self.cells(child, item, found, in_unit=in_unit or begins or has_unit)
+            has_unit |= begins
+        if has_unit:
+            yield None
 
     def _bind(self, step: ItemsStep, item: Value, k: int, bound: dict[str, Any]) -> dict[str, Any]:
         if step.letter is not None:
@@ -265,7 +273,7 @@ class Walk:
                 claimed[key] = [
                     entry[1:] for entry in best if not entry[2].ignores or entry[2].children or entry[2].leaves
                 ]
-            else:
+            elif str(key) not in node.said:
                 rest.append(key)
         for step, _ in steps:
             text = step.parts[0].literal if len(step.parts) == 1 else None
@@ -299,32 +307,32 @@ class Walk:
     def _deep(
         self, node: Node, value: Value, bound: dict[str, Any], in_unit: bool, depth: int
     ) -> Iterator[Cell | None]:
+        """Follow the steps behind `**` at every depth where they fit; an item that fits is not searched further."""
         if depth > _MAX_DEPTH:
             raise InvalidInputError("nested deeper than a trace file", source=self._source)
-        fits = isinstance(value, Group) or any(isinstance(step, ItemsStep) for step, _ in node.children)
-        if fits and isinstance(value, Group | Items):
-            yield from self._children_quietly(node, value, bound, in_unit)
         if isinstance(value, Group):
-            for key in value:
-                if not any(isinstance(s, KeyStep) and _match_key(s, key) is not None for s, _ in node.children):
-                    yield from self._deep(node, value[key], bound, in_unit, depth + 1)
-        elif isinstance(value, Items) and not value.is_stream:
-            for item in value:
-                yield from self._deep(node, item, bound, in_unit, depth + 1)
-
-    def _children_quietly(
-        self, node: Node, value: Value, bound: dict[str, Any], in_unit: bool
-    ) -> Iterator[Cell | None]:
-        """Follow the steps that fit a value below `**`, where others may not."""
-        wanted = KeyStep if isinstance(value, Group) else ItemsStep
-        children: list[tuple[Step, Node]] = [(step, child) for step, child in node.children if isinstance(step, wanted)]
-        if isinstance(value, Items) and value.length and not value.is_stream and not isinstance(value[0], Group):
-            return
-        if children:
-            yield from self._children(node, children, value, bound, in_unit, claims=False)
+            keys = [(step, child) for step, child in node.children if isinstance(step, KeyStep)]
+            yield from self._keys(node, keys, value, bound, in_unit, claims=False)
+            for key in self._claimed_by_shape(node, value)[1]:
+                yield from self._deep(node, value[key], bound, in_unit, depth + 1)
+        elif isinstance(value, Items):
+            items = [(step, child) for step, child in node.children if isinstance(step, ItemsStep)]
+            for k, item in enumerate(value):
+                fitting = [pair for pair in items if isinstance(item, Group) and _says_all(pair[0], item)]
+                if fitting:
+                    yield from self._item(fitting, item, k, bound, in_unit)
+                else:
+                    yield from self._deep(node, item, bound, in_unit, depth + 1)
 
     def _refuse(self, node: Node, step: Step, found: str) -> Any:
         raise InvalidInputError(f"{node.prefix}{step.text}: found {found}", source=self._source)
+
+
+def _says_all(step: Step, item: Value) -> bool:
+    """Return whether an item says everything that a step binds by it."""
+    return isinstance(step, ItemsStep) and all(
+        said.path == ("#",) or said_value(item, said) is not None for said in step.says
+    )
 
 
 def _leads_to_unit(node: Node) -> bool:
