@@ -1,7 +1,6 @@
 """Convert trace files into a store."""
 
 import errno
-import hashlib
 import math
 import signal
 from collections.abc import Callable, Iterator
@@ -14,9 +13,9 @@ from typing import Any
 from tracestore import process
 from tracestore.console import Output, Progress, format_size, plural
 from tracestore.convert.defaults import DefaultAttention, has_attention, is_index_id
-from tracestore.convert.described import DescribedRun, layout_of_options
+from tracestore.convert.described import DescribedRun, layout_of_options, never
 from tracestore.convert.options import ON_CONFLICT, ConvertOptions
-from tracestore.convert.refused import RefusedTraces
+from tracestore.convert.refused import RefusedTraces, partial_fingerprint
 from tracestore.convert.report import MAX_REFUSED_LINES, ConvertReport, SourceCounts
 from tracestore.convert.scoring import Scoring
 from tracestore.errors import ClusterError, InvalidInputError, NoTracesError, TruncatedFileError, escape_unprintable
@@ -47,11 +46,6 @@ _SWITCH_INTERVAL_S = 0.0005
 # A new store has at least this fraction of the bytes of its sources: the mean over the heads of causal attention and
 # float16 instead of float64 make large traces of 64 heads about 60 times smaller.
 _MAX_SHRINKAGE = 200
-
-
-def partial_fingerprint(fingerprint: str) -> str:
-    """Return the fingerprint of a source of which some traces were refused, so that it is read again."""
-    return hashlib.blake2b(f"partial {fingerprint}".encode(), digest_size=16).hexdigest()
 
 
 def _position(error: InvalidInputError) -> float:
@@ -242,11 +236,7 @@ class Conversion:
             and self._default_attention.is_refused(stored["attention"]),
         )
         is_settled = self._described is None or self._described.is_settled(writer)
-
-        def is_known(name: str, size: int, fingerprint: str) -> bool:
-            return is_settled and writer.has_source(name, size, fingerprint)
-
-        self._is_known: Callable[[str, int, str], bool] = is_known
+        self._is_known = writer.has_source if is_settled else never
         callbacks: dict[str, Any] = {"is_known": self._is_known, "on_wait": self._check_interrupt}
         streams: Iterator[SourceStream | ClusterStream]
         if self._options.dask is not None:
