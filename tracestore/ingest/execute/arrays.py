@@ -115,7 +115,8 @@ class ArrayReader:
             if place in self.columns.tables:
                 self.count(trace, place, column, is_there=bool(cells))
             if cells:
-                column.use(trace.environment)
+                if column.use(trace.environment) > 1 and place.rule.kind != "known":
+                    raise InvalidInputError(f"one value of {place.address} serves several traces", field=name)
                 found.setdefault(place.part, cells)
         return found
 

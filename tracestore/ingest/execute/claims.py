@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tracestore.errors import InvalidInputError, UsageError, escape_unprintable
+from tracestore.ingest.execute.plain import key_text
 from tracestore.ingest.layout.patterns import AXIS_NAMES, Pattern
 from tracestore.ingest.layout.places import Place, Plan, wild_prefixes
 
@@ -137,7 +138,8 @@ def claim_files(plan: Plan, files: dict[str, Path], owned: Iterable[Path] = ()) 
         if best:
             text, match = best[0]
             wild = {f"*{prefix}": value for prefix, value in zip(wild_prefixes(text), match.wild, strict=True)}
-            claimed[text].append(FoundFile(path, name, {**match.bound, **wild}))
+            bound = {n: key_text(v) if isinstance(v, str) else v for n, v in match.bound.items()}
+            claimed[text].append(FoundFile(path, name, {**bound, **wild}))
         elif os.path.realpath(path) not in skipped and not _is_other(name):
             unowned.append(name)
     if unowned:

@@ -173,7 +173,7 @@ class Execution:
                             if cell.value is not None:
                                 pending.append(cell)
                         else:
-                            columns.add(cell)
+                            columns.add(cell, file.name)
         if pending:
             yield pending
 
@@ -203,7 +203,7 @@ class Execution:
             cell.bound["file"] = self._file_of(cell.bound["file"], file)
         if (column := tables.get(cell.place)) is None:
             column = tables[cell.place] = Column(cell.place, self.plan.keys[cell.place])
-        column.add(cell)
+        column.add(cell, file.name)
 
     def _file_of(self, text: str, table: FoundFile) -> str:
         """Return the file that a row of a table names: by its path below SRC or the table, else by its base name."""

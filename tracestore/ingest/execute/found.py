@@ -35,12 +35,12 @@ class Columns:
     source: dict[Place, Column] = field(default_factory=dict)
     tables: Mapping[Place, Column] = field(default_factory=dict)
 
-    def add(self, cell: Cell) -> None:
-        """Add a value of the source."""
+    def add(self, cell: Cell, source: str) -> None:
+        """Add a value of a file of the source."""
         level = self.unit if cell.in_unit else self.source
         if (column := level.get(cell.place)) is None:
             column = level[cell.place] = Column(cell.place, self.plan.keys[cell.place])
-        column.add(cell)
+        column.add(cell, source)
 
     def of(self, name: str) -> Iterator[tuple[Place, Column]]:
         """Yield the columns of a field, with their places."""

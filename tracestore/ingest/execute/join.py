@@ -39,14 +39,20 @@ class Column:
         self._own: tuple[str, ...] | None = None  # names that cells bind; N may be an axis of them instead
         self.used: dict[tuple[Any, ...], int] = {}
         self._cached: dict[int, list[Any]] = {}
+        self._files: dict[tuple[Any, ...], str] = {}  # by the key of a stack of rows
 
-    def add(self, cell: Cell) -> None:
-        """Add a value; rule 12: no key twice."""
+    def add(self, cell: Cell, source: str) -> None:
+        """Add a value of a file; rule 12: no key twice, rule 13: rows in order lie in one file."""
         if self._own is None:
             self._own = tuple(name for name in self._names if name.rstrip("*") in cell.bound or name.startswith("*"))
         key = tuple(cell.bound.get(name if name.startswith("*") else name.rstrip("*")) for name in self._own)
         cells = self._cells.setdefault(key, [])
-        if cells and not any(name in _INNER for name in cell.bound):
+        is_inner = any(name in _INNER for name in cell.bound)
+        if "N" in self.place.trace_names and not is_inner:
+            stack = tuple(v for n, v in zip(self._own, key, strict=True) if n not in ("N", "N*"))
+            if (other := self._files.setdefault(stack, source)) != source:
+                raise InvalidInputError(f"rows in order lie in {other} and {source}", field=self.place.name)
+        if cells and not is_inner:
             if cells[0].value is None or cells[0].value == cell.value:
                 cells[0] = cell
                 return
@@ -79,6 +85,8 @@ class Column:
         """Yield the keys of all rows, an axis N unrolled."""
         assert self._own is not None
         for key, cells in self._cells.items():
+            if all(cell.value is None for cell in cells):
+                continue
             bound = dict(zip(self._own, key, strict=True))
             axis = next((name for name in self._names if name not in bound and name.rstrip("*") == "N"), None)
             if axis is None:
@@ -98,39 +106,33 @@ class Column:
         if not cells:
             return MISSING
         cell, what = cells[0], self.place.name
-        if any(other.value != cell.value for other in cells[1:]):
-            found = " and ".join(
-                describe(other.value) for other in (cell, next(c for c in cells if c.value != cell.value))
-            )
+        if other := next((each for each in cells[1:] if each.value != cell.value), None):
+            found = f"{describe(cell.value)} and {describe(other.value)}"
             raise InvalidInputError(f"found {found} in the rows of one trace, expected one value", field=what)
-        if not cell.axes:
-            if cell.value is None or isinstance(cell.value, str | bool | int | float):
-                return cell.value
-            if self.place.rule.kind == "json":
-                return cell.value
-            raise InvalidInputError(f"found {describe(cell.value)}, expected one value per trace", field=what)
-        if (
-            isinstance(cell.value, Array)
-            and cell.axes == ("N",)
-            and cell.value.ndim == 1
-            and cell.value.shape[0] <= _MAX_CACHED
-        ):
-            if (values := self._cached.get(id(cell))) is None:
-                values = self._cached[id(cell)] = cell.value.read().tolist()
-            n = fixed["N"]
-            return values[n] if n < len(values) else MISSING
+        if cell.axes == ("N",) and (values := self._along_n(cell)) is not None:
+            return values[fixed["N"]] if fixed["N"] < len(values) else MISSING
         value, axes = cell.value, cell.axes
         while isinstance(value, Items) and axes and (axes[0] == "1" or axes[0] in fixed):
             k = 0 if axes[0] == "1" else fixed[axes[0]]
             if value.length is not None and k >= value.length:
                 return MISSING
             value, axes = value[k], axes[1:]
-        if not axes and (value is None or isinstance(value, str | bool | int | float)):
-            return value
+        if not axes:
+            if value is None or isinstance(value, str | bool | int | float) or self.place.rule.kind == "json":
+                return value
+            raise InvalidInputError(f"found {describe(value)}, expected one value per trace", field=what)
         array, letters = read(value, axes, fixed, what)
         if letters or array.ndim:
             raise InvalidInputError(f"found the shape {array.shape}, expected one value per trace", field=what)
         return array.item()
+
+    def _along_n(self, cell: Cell) -> list[Any] | None:
+        """Return the numbers of a small array along N, read once; None for another value."""
+        if not isinstance(cell.value, Array) or cell.value.ndim != 1 or cell.value.shape[0] > _MAX_CACHED:
+            return None
+        if (values := self._cached.get(id(cell))) is None:
+            values = self._cached[id(cell)] = cell.value.read().tolist()
+        return values
 
     def num_rows(self, stack: Mapping[str, Any]) -> int | None:
         """Return the number of rows along N of a stack, None if none is there."""

@@ -79,6 +79,8 @@ class TraceBuilder:
         """Set question_id and sample of a trace from what it binds, unless fields say them."""
         environment = trace.environment
         if values.get("question_id") is None:
+            if "question_id" in self.plan.layout.addresses:
+                raise InvalidInputError("the trace has no id where the layout says", field="question_id")
             bound = values.pop("id", None) or environment.get("id")
             if bound is not None:
                 values["question_id"] = key_text(bound)
@@ -202,6 +204,10 @@ class TraceBuilder:
                 check_zero_tokens(values["hidden_states"])
         values = {name: value for name, value in values.items() if name == "hidden_states" or value is not None}
         record = self._made(values, position, is_last=is_last)
+        if not is_last and (record.prompt_length or 0) > record.num_tokens + 1:
+            raise InvalidInputError(
+                f"found {record.prompt_length}, more than {record.num_tokens} tokens", field="prompt_length"
+            )
         record.layer_ids = self._layer_ids(ids, record, trace.environment)
         record.is_head_mean = attention is not None and self.arrays.is_head_mean()
         return record
@@ -247,39 +253,57 @@ class TraceBuilder:
         """Return the tokens that are no padding."""
         layers, settings = values["hidden_states"], self.settings
         ids = None if tokens is None else tokens[:num_states]
-        begin, end = 0, num_states
         is_stack = "N" in trace.environment and "NS" not in trace.fixed
+        fill = settings.get("S.padding")
         if (mask := self.arrays.array("S.mask", trace, "S")) is not None:
-            flags = mask[0]
-            first = sizes[0] if len(sizes) > 1 else num_states
-            if len(flags) not in (num_states, first, num_states + 1):
-                raise InvalidInputError(f"found {len(flags)} values, expected {num_states} as tokens", field="S.mask")
-            begin, last = span_of_mask(flags)
-            end = min(last, num_states) if len(flags) >= num_states else num_states
-            if len(flags) < num_states and last < len(flags):
-                raise InvalidInputError("the first pass is padded behind its tokens", field="S.mask")
+            begin, end = self._span_of_mask(mask[0], num_states, sizes)
             check_left_out(ids, (begin, end), self._pads, layers, "S.mask", lambda: self.arrays.has_full_mask(trace))
-        elif "NS" not in trace.fixed and any(True for _ in self.columns.of("S.lengths")):
-            place, column = next(iter(self.columns.of("S.lengths")))
-            length = self._scalar(trace, place, column)
-            if length is MISSING or length is None:
-                raise InvalidInputError("the trace has no length", field="S.lengths")
-            length = int(key_text(length)) if key_text(length).isdecimal() else 0
+        elif "NS" not in trace.fixed and (length := self._length(trace)) is not None:
             begin, end = span_of_length(length, num_states, settings.get("S.side"), ids, layers)
-        elif (fill := settings.get("S.padding")) not in (None, "none"):
+        elif fill not in (None, "none"):
             begin, end = span_of_fill(fill, layers, ids)
-        elif is_stack and fill is None and ids is not None and len(sizes) == 1 and "S.pad" not in settings:
-            self._check_no_padding(ids)
-        if (pad := settings.get("S.pad")) is not None and tokens is not None:
+        else:
+            begin, end = 0, num_states
+            if is_stack and fill is None and ids is not None and len(sizes) == 1 and "S.pad" not in settings:
+                self._check_no_padding(ids)
+        if tokens is None:
+            return begin, end
+        return begin, min(end, self._end_of_row(tokens, num_states, is_generated=is_stack and len(sizes) > 1))
+
+    def _span_of_mask(self, flags: np.ndarray, num_states: int, sizes: list[int]) -> Span:
+        """Return the tokens of a mask, which is as long as the states, the ids or the first pass."""
+        if len(flags) not in (num_states, sizes[0], num_states + 1):
+            raise InvalidInputError(f"found {len(flags)} values, expected {num_states} as tokens", field="S.mask")
+        begin, end = span_of_mask(flags)
+        if len(flags) < num_states:
+            if end < len(flags):
+                raise InvalidInputError("the first pass is padded behind its tokens", field="S.mask")
+            return begin, num_states
+        return begin, min(end, num_states)
+
+    def _length(self, trace: FoundTrace) -> int | None:
+        """Return the length that a line for S.lengths gives, None without one."""
+        for place, column in self.columns.of("S.lengths"):
+            value = self._scalar(trace, place, column)
+            text = "" if value is MISSING or value is None else key_text(value)
+            if not text.isdecimal():
+                raise InvalidInputError(f"found {text[:40]!r}, expected the number of tokens", field="S.lengths")
+            return int(text)
+        return None
+
+    def _end_of_row(self, tokens: np.ndarray, num_states: int, *, is_generated: bool) -> int:
+        """Return the number of states before the padding of a row that ended early (rule 3a)."""
+        pad, num_ids = self.settings.get("S.pad"), len(tokens)
+        if pad is not None:
             kept = strip_pad(tokens, pad)
-            end = min(end, kept - 1 if len(tokens) == num_states + 1 else kept)
-        elif tokens is not None and len(sizes) > 1 and is_stack and strip_pad(tokens, int(tokens[-1])) < len(tokens):
+            return kept if kept == num_ids == num_states else kept - 1
+        last = int(tokens[-1])
+        if is_generated and (last in self._pads or strip_pad(tokens, last) < num_ids):
             raise InvalidInputError(
-                f"the row ends with several ids {int(tokens[-1])}: S.pad = {int(tokens[-1])} if they are padding, "
-                "S.lengths if not",
+                f"the row ends with the id {last} that fills rows: S.pad = {last} if it is padding, S.lengths if not",
                 field="tokens",
             )
-        return begin, end
+        return num_states
 
     def _check_no_padding(self, ids: np.ndarray) -> None:
         """Refuse a row of a stack that ends or begins with one id repeated: padding without a mask."""

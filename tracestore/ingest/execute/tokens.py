@@ -189,9 +189,13 @@ def numbers_of(array: np.ndarray) -> np.ndarray:
     return (array["bfloat16"].astype("<u4") << 16).view("<f4") if array.dtype == schema.BFLOAT16 else array
 
 
-def strip_pad(ids: np.ndarray, pad: int) -> int:
-    """Return the end of a row of ids without the padding behind an early end; the first end-of-sequence stays (rule 3a)."""
+def strip_pad(ids: np.ndarray, pad: int | Sequence[int]) -> int:
+    """Return the end of a row of ids without the padding behind an early end (rule 3a).
+
+    Where one id fills rows and ends sequences, the first of them stays. With [fill, end], every fill goes.
+    """
+    fill, num_kept = (pad, 1) if isinstance(pad, int) else (pad[0], 0)
     end = len(ids)
-    while end > 1 and ids[end - 1] == pad and ids[end - 2] == pad:
+    while end > 1 and ids[end - 1] == fill and (num_kept == 0 or ids[end - 2] == fill):
         end -= 1
     return end

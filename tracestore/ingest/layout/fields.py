@@ -42,7 +42,7 @@ _KNOWN: dict[str, tuple[str, ...]] = {
 # Entries that state a value instead of an address, and the values that they take.
 SETTINGS: dict[str, tuple[type, ...] | tuple[str, ...]] = {
     "S.side": ("left", "right"),
-    "S.pad": (int,),
+    "S.pad": (int, list),
     "S.padding": ("none", "zeros", "nan"),
     "L.size": (int,),
     "L.what": (str,),

@@ -222,6 +222,8 @@ def _is_setting(name: str, value: Any) -> bool:
     if not is_known and not (name == "S.padding" and type(value) is int):
         expected = " or ".join(a if isinstance(a, str) else a.__name__ for a in allowed)
         raise UsageError(f"found {value!r}, expected {expected}")
+    if name == "S.pad" and isinstance(value, list) and [type(v) for v in value] != [int, int]:
+        raise UsageError(f"found {value!r}, expected the id that fills rows and the one that ends a sequence")
     return True
 
 
