@@ -97,6 +97,25 @@ def test_rule_03a_padding_behind_an_early_end(tmp_path):
     assert [traces[name, 0].num_tokens for name in "ab"] == [4, 2]
 
 
+def test_rule_03a_fill_and_end_of_rows_differ(tmp_path):
+    sequences = np.array([[5, 6, 7, 8, 2], [5, 6, 2, 0, 0]])
+    dump(tmp_path / "in/a.pkl", {"hs": passes(2, 1, 1), "sequences": sequences, "ids": ["a", "b"]})
+    layout = PASSES | {"tokens": "a.pkl : sequences -> N T", "question_id": "a.pkl : ids -> N", "S.pad": [0, 2]}
+
+    traces = convert(tmp_path, layout)
+
+    assert [traces[name, 0].tokens.tolist() for name in "ab"] == [[5, 6, 7, 8, 2], [5, 6, 2]]
+
+
+def test_rule_03a_the_id_that_a_mask_removes(tmp_path):
+    sequences = np.array([[0, 5, 6, 7, 8], [5, 6, 7, 2, 0]])
+    mask = np.array([[0, 1], [1, 1]])
+    dump(tmp_path / "in/a.pkl", {"hs": passes(2, 1, 1), "sequences": sequences, "mask": mask, "ids": ["a", "b"]})
+    layout = PASSES | {"tokens": "a.pkl : sequences -> N T", "question_id": "a.pkl : ids -> N"}
+
+    refuse(tmp_path, layout | {"S.mask": "a.pkl : mask -> N S"}, "fills rows: S.pad = 0")
+
+
 def test_rule_04_a_lost_file_of_a_layer(tmp_path):
     for token in (0, 1, 2):
         for layer in (0, 1):
@@ -292,6 +311,27 @@ def labels(tmp_path, pairs, name="labels.csv"):
     return ROWS | {"is_correct": "labels.csv : [id=qid]/label"}
 
 
+@pytest.mark.parametrize("counts", [(2, 3), (3, 2)])
+def test_rule_11_answers_and_their_states(tmp_path, counts):
+    hs, texts = [states(2, 4, 8, seed=k) for k in range(counts[0])], [f"a{k}" for k in range(counts[1])]
+    dump(tmp_path / "in/a.pkl", [{"id": "q", "hs": hs, "texts": texts}])
+    layout = {"hidden_states": "a.pkl : [id=id]/hs/[K] -> L S D", "generated_answer": "a.pkl : [id=id]/texts/[K]"}
+
+    if counts[0] < counts[1]:
+        refuse(tmp_path, layout, "belongs to no trace")
+    else:
+        assert [t.answer for t in convert(tmp_path, layout).values()] == ["a0", "a1", None]
+
+
+def test_rule_11_layers_of_attention_and_states(tmp_path):
+    for k in (8, 16):
+        save(tmp_path / f"in/q_h{k}.npy", states(4, 8, seed=k))
+        save(tmp_path / f"in/q_a{k + 1}.npy", np.full((1, 4, 4), 0.25, "f4"))
+    layout = {"hidden_states": "{id}_h{layer}.npy -> S D", "attentions": "{id}_a{layer}.npy -> H S S"}
+
+    refuse(tmp_path, layout, r"attentions: found the layers \[9, 17\], expected \[8, 16\]")
+
+
 def test_rule_12_no_key_of_a_table_twice(tmp_path):
     layout = labels(tmp_path, [("q0", 1), ("q1", 0), ("q1", 1), ("q2", 1)])
 
@@ -371,6 +411,18 @@ def test_rule_13_several_files_have_no_order(tmp_path):
     save(tmp_path / "in/y.npy", np.arange(6) % 2)
 
     refuse(tmp_path, {"hidden_states": "h_*.npy -> N L S D", "is_correct": "y.npy -> N"}, "rows in order")
+
+
+def test_rule_13_rows_of_two_tables_have_no_order(tmp_path):
+    save(tmp_path / "in/h.npy", states(3, 2, 4, 8))
+    for name in "ab":
+        table(tmp_path / f"in/{name}.csv", [{"ok": 1}] * 3)
+
+    refuse(
+        tmp_path,
+        {"hidden_states": "h.npy -> N L S D", "is_correct": "*.csv : []/ok"},
+        "rows in order lie in a.csv and b.csv",
+    )
 
 
 @pytest.mark.parametrize("numbers", [(0, 1), (1, 2), (0, 2)])
@@ -479,6 +531,18 @@ def test_rule_22a_other_values_are_refused(tmp_path, value):
     write_rows(tmp_path, ok=lambda k: value)
 
     refuse(tmp_path, ROWS | {"is_correct": "*.pkl : [id=id]/ok"}, "is_correct")
+
+
+def test_rule_22a_a_label_per_token_is_no_label_of_the_trace(tmp_path):
+    rows = [{"id": "q", "pos": k, "h": 1.5 + k, "ok": k % 2} for k in range(4)]
+    layout = {"hidden_states": "t.json : [id=id, token=pos]/h -> D"}
+    table(tmp_path / "in/t.json", [row | {"h": [row["h"], 1.0]} for row in rows])
+
+    refuse(
+        tmp_path,
+        layout | {"is_correct": "t.json : [id=id, token=pos]/ok"},
+        "in the rows of one trace, expected one value",
+    )
 
 
 def test_rule_22a_words_are_added(tmp_path):

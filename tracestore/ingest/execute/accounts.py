@@ -5,8 +5,9 @@ from typing import Any
 
 from tracestore.errors import InvalidInputError, escape_unprintable
 from tracestore.ingest.execute.found import Columns
+from tracestore.ingest.execute.join import Column
 from tracestore.ingest.execute.plain import describe
-from tracestore.ingest.layout.places import RECORDS, Plan
+from tracestore.ingest.layout.places import RECORDS, Place, Plan
 from tracestore.ingest.tree import Array, Group, Items, Value, as_array
 from tracestore.store.write.record import TraceRecord
 
@@ -50,7 +51,7 @@ class SourceAccount:
 
     def __init__(self, plan: Plan, columns: Columns) -> None:
         self._plan, self._columns = plan, columns
-        self.num_traces = 0
+        self.num_traces = self.num_refused = 0
         self._keys: set[tuple[str, int]] = set()
         self._rows: dict[tuple[Any, ...], int] = {}
         self._stacks: dict[tuple[Any, ...], dict[str, Any]] = {}
@@ -80,21 +81,23 @@ class SourceAccount:
     def close_unit(self) -> None:
         """Close the accounts of the rows of a unit."""
         self._check(self._columns.unit)
+        self._check_unused(self._columns.unit)
 
     def close(self) -> None:
         """Close the accounts of the source."""
         self._check(self._columns.source)
-        self._check_unused()
+        self._check_unused(self._columns.source)
         if not self._plan.is_global:
             self._check(self._columns.tables)
 
-    def _check_unused(self) -> None:
+    def _check_unused(self, level: dict[Place, Column]) -> None:
         """Rule 11: the arrays of a source have the ids of its states; something of every other field has them (12c)."""
-        for place, column in self._columns.source.items():
-            if place.rule.kind == "known" or place.is_optional or place.name == RECORDS or not self._keys:
+        for place, column in level.items():
+            if place.rule.kind == "known" or place.is_optional or place.name == RECORDS or self.num_refused:
                 continue
             unused = [key for key in column.rows() if key not in column.used]
-            if unused and (place.rule.kind in ("array", "texts") or not column.used):
+            is_answer = "K" in column.names
+            if unused and (place.rule.kind in ("array", "texts") or is_answer or not column.used):
                 where = ", ".join(f"{n} {v!s:.60}" for n, v in zip(column.names, unused[0], strict=True) if n[0] != "*")
                 raise InvalidInputError(
                     f"{where or 'a value'} of {place.address} belongs to no trace", field=place.name

@@ -86,8 +86,8 @@ class ArrayReader:
         else:
             yield cells, fixed
 
-    def attention(self, trace: FoundTrace, sizes: list[int]) -> list[np.ndarray] | None:
-        """Return the layers (H, S, S) of the attention of a trace, None without."""
+    def attention(self, trace: FoundTrace, sizes: list[int], ids: tuple[int, ...] | None) -> list[np.ndarray] | None:
+        """Return the layers (H, S, S) of the attention of a trace, None without; `ids` are the layers of the states."""
         found = self._cells("attentions", trace)
         if not found:
             return None
@@ -98,6 +98,11 @@ class ArrayReader:
                 blocks.append(read_block(cells, "HSQ", inner, self.settings, "attentions"))
         if self.settings.get("P.repeats"):
             blocks = blocks[-1:]
+        # The states may have the embeddings in front, or be numbered with them.
+        own = blocks[0].ids
+        is_shifted = ids == tuple(range(len(ids or ()))) and own == ids[:-1]
+        if ids and own and own not in (ids, ids[1:]) and not is_shifted:
+            raise InvalidInputError(f"found the layers {list(own)}, expected {list(ids)}", field="attentions")
         layers = joined_attention(blocks, sum(sizes))
         check_attention_values(layers[0])
         return layers

@@ -126,6 +126,7 @@ class Execution:
                         if on_refused is None:
                             raise error from None
                         self._is_whole = False
+                        account.num_refused += 1
                         on_refused(error)
                         position += 1
                         continue

@@ -1,5 +1,6 @@
 """Columns of values by what they bind, and their values for one trace."""
 
+import itertools
 import re
 import unicodedata
 from collections.abc import Iterator, Mapping
@@ -82,18 +83,16 @@ class Column:
         return self.used[key]
 
     def rows(self) -> Iterator[tuple[Any, ...]]:
-        """Yield the keys of all rows, an axis N unrolled."""
-        assert self._own is not None
+        """Yield the keys of all rows that hold a value, axes N and K unrolled."""
         for key, cells in self._cells.items():
             if all(cell.value is None for cell in cells):
                 continue
-            bound = dict(zip(self._own, key, strict=True))
-            axis = next((name for name in self._names if name not in bound and name.rstrip("*") == "N"), None)
-            if axis is None:
-                yield tuple(bound.get(name) for name in self._names)
-                continue
-            for n in range(extent(cells[0].value, cells[0].axes, "N") or 0):
-                yield tuple(n if name == axis else bound.get(name) for name in self._names)
+            bound = dict(zip(self._own or (), key, strict=True))
+            letters = [name for name in self._names if name not in bound and name in ("N", "N*", "K")]
+            sizes = [extent(cells[0].value, cells[0].axes, letter[0]) or 0 for letter in letters]
+            for position in itertools.product(*map(range, sizes)):
+                at = bound | dict(zip(letters, position, strict=True))
+                yield tuple(at.get(name) for name in self._names)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -191,7 +191,7 @@ class TraceBuilder:
         texts = None if is_last else self.arrays.texts(trace)
         attention = None
         if self._need_attention is not False and not is_last:
-            attention = self.arrays.attention(trace, sizes)
+            attention = self.arrays.attention(trace, sizes, ids)
         if not is_last and self._need_attention is not False and attention is not None:
             values["attentions"] = attention
         self._set_prompt_length(trace, values, sizes)
