@@ -153,36 +153,47 @@ def read_block(cells: Sequence[Cell], letters: str, fixed: Fixed, settings: Mapp
     Cells that differ in what they bind on axes are put together: every combination is there once (rule 4).
     """
     names = [name for name in cells[0].bound if AXIS_NAMES.get(name, name) in tuple("LSHD")]
+    by_place = _by_place(cells, names, what)
+    places = {name: sorted({cell.bound[name] for cell in cells}) for name in names}
+    _check_grid(places, by_place, names, what)
+    of_layers = next((name for name in names if AXIS_NAMES.get(name, name) == "L"), None)
+    inner = {name: AXIS_NAMES.get(name, name) for name in names if name != of_layers}
+    rest = "".join(letter for letter in letters if letter not in inner.values())
+    grid = itertools.product(*(places[name] for name in names if name != of_layers))
+    positions = [dict(zip(inner, values, strict=True)) for values in grid]
+    layers: list[np.ndarray] = []
+    numbers: list[Any] = [None] if of_layers is None else places[of_layers]
+    for number in numbers:
+        found = [by_place[tuple(number if n == of_layers else at[n] for n in names)] for at in positions]
+        parts = [_layers(cell, rest, fixed, settings, what) for cell in found]
+        if len({len(part) for part in parts}) > 1 or (of_layers is not None and len(parts[0]) > 1):
+            raise InvalidInputError("found different numbers of layers", field=what)
+        shape = tuple(len(places[name]) for name in inner)
+        layers += [
+            _gridded(arrays, shape, (*inner.values(), *rest), letters, what) for arrays in zip(*parts, strict=True)
+        ]
+    return Block(layers, tuple(numbers) if of_layers == "layer" else None)
+
+
+def _by_place(cells: Sequence[Cell], names: list[str], what: str) -> dict[tuple[int, ...], Cell]:
+    """Return cells by what they bind on axes; InvalidInputError if two bind the same."""
     by_place: dict[tuple[int, ...], Cell] = {}
     for cell in cells:
         place = tuple(cell.bound[name] for name in names)
         if by_place.setdefault(place, cell) is not cell:
             where = ", ".join(f"{name} {k}" for name, k in zip(names, place, strict=True))
             raise InvalidInputError(f"found {where or 'its value'} twice", field=what)
-    places = {name: sorted({cell.bound[name] for cell in cells}) for name in names}
-    _check_grid(places, by_place, names, what)
-    of_layers = next((name for name in names if AXIS_NAMES.get(name, name) == "L"), None)
-    inner = [name for name in names if name != of_layers]
-    bound = [AXIS_NAMES.get(name, name) for name in inner]
-    rest = "".join(letter for letter in letters if letter not in bound)
-    shape = tuple(len(places[name]) for name in inner)
-    layers: list[np.ndarray] = []
-    numbers = [None] if of_layers is None else places[of_layers]
-    for number in numbers:
-        parts = []
-        for values in itertools.product(*(places[name] for name in inner)):
-            at = dict(zip(inner, values, strict=True)) | {of_layers: number}
-            parts.append(_layers(by_place[tuple(at[name] for name in names)], rest, fixed, settings, what))
-        if len({len(part) for part in parts}) > 1 or (of_layers is not None and len(parts[0]) > 1):
-            raise InvalidInputError("found different numbers of layers", field=what)
-        for arrays in zip(*parts, strict=True):
-            if len({array.shape for array in arrays}) > 1:
-                shapes = sorted({array.shape for array in arrays})
-                raise InvalidInputError(f"found the shapes {shapes!s:.80}, expected one", field=what)
-            stacked = np.stack(arrays).reshape(*shape, *arrays[0].shape) if inner else arrays[0]
-            layers.append(_moved(stacked, (*bound, *rest), letters, what))
-    ids = tuple(number for number in numbers if number is not None) if of_layers == "layer" else None
-    return Block(layers, ids)
+    return by_place
+
+
+def _gridded(
+    arrays: Sequence[np.ndarray], shape: tuple[int, ...], found: tuple[str, ...], letters: str, what: str
+) -> np.ndarray:
+    """Return the arrays of a grid of positions as one array with the axes `letters`."""
+    if len({array.shape for array in arrays}) > 1:
+        shapes = sorted({array.shape for array in arrays})
+        raise InvalidInputError(f"found the shapes {shapes!s:.80}, expected one", field=what)
+    return _moved(np.stack(arrays).reshape(*shape, *arrays[0].shape) if shape else arrays[0], found, letters, what)
 
 
 def _check_grid(

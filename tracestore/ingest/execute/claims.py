@@ -164,40 +164,24 @@ def group_files(plan: Plan, claimed: dict[str, list[FoundFile]]) -> tuple[list[F
     Files whose names bind the same names of a trace are one source. A table is a file that shares no name with them.
     """
     groups: dict[tuple[Any, ...], FileGroup] = {}
-    states = plan.states[0].address.files
-    names = group_names(plan, plan.states[0], claimed)
-    for place in plan.states:
-        text = place.address.files.text
+    names = group_names(plan.states[0])
+    texts = [place.address.files.text for place in plan.states]
+    for text in texts:
         for file in claimed[text]:
             key = tuple(file.bound.get(name) for name in names)
-            group = groups.setdefault(key, FileGroup(_source_name(states, file), {}))
-            _add(group, text, file)
+            _add(groups.setdefault(key, FileGroup(_source_name(plan.states[0].address.files, file), {})), text, file)
     tables: set[str] = set()
     for place in plan.others:
         text = place.address.files.text
-        shared = [name for name in names if name in _file_names(place)]
-        if text in {p.address.files.text for p in plan.states} or text in tables:
+        if text in texts or text in tables:
             continue
-        if not shared:
+        if shared := [name for name in names if name in _file_names(place)]:
+            _attach(place, claimed[text], groups, names, shared)
+        else:
             tables.add(text)
-            continue
-        by_key: dict[tuple[Any, ...], list[FoundFile]] = defaultdict(list)
-        for file in claimed[text]:
-            by_key[tuple(file.bound.get(name) for name in shared)].append(file)
-        for key, group in groups.items():
-            values = dict(zip(names, key, strict=True))
-            for file in by_key.pop(tuple(values[name] for name in shared), []):
-                _add(group, text, file)
-        if by_key:
-            unused = [file.name for found in by_key.values() for file in found]
-            shown = ", ".join(escape_unprintable(name, 60) for name in unused[:_MAX_NAMES])
-            raise InvalidInputError(
-                f"{shown}: {len(unused):,} of the files belong to no {plan.layout.states}", field=place.name
-            )
-    lists = [p.address.files.text for p in plan.states]
     for group in groups.values():
-        if missing := [text for text in lists if text not in group.files]:
-            raise InvalidInputError(f"no file {missing[0]} belongs to it", source=group.name, field=plan.layout.states)
+        if missing := next((text for text in texts if text not in group.files), None):
+            raise InvalidInputError(f"no file {missing} belongs to it", source=group.name, field=plan.layout.states)
     ordered = sorted(groups.values(), key=lambda g: natural_key(next(iter(g.files.values()))[0].name))
     if len({group.name for group in ordered}) < len(ordered):
         for group in ordered:
@@ -205,7 +189,30 @@ def group_files(plan: Plan, claimed: dict[str, list[FoundFile]]) -> tuple[list[F
     return ordered, tables
 
 
-def group_names(plan: Plan, place: Place, claimed: dict[str, list[FoundFile]]) -> list[str]:
+def _attach(
+    place: Place,
+    files: list[FoundFile],
+    groups: dict[tuple[Any, ...], FileGroup],
+    names: list[str],
+    shared: list[str],
+) -> None:
+    """Add files to the sources whose names bind the same; InvalidInputError if one belongs to none (rule 11)."""
+    by_key: dict[tuple[Any, ...], list[FoundFile]] = defaultdict(list)
+    for file in files:
+        by_key[tuple(file.bound.get(name) for name in shared)].append(file)
+    used = set()
+    for key, group in groups.items():
+        values = dict(zip(names, key, strict=True))
+        own = tuple(values[name] for name in shared)
+        used.add(own)
+        for file in by_key.get(own, []):
+            _add(group, place.address.files.text, file)
+    if unused := [file.name for key, found in by_key.items() if key not in used for file in found]:
+        shown = ", ".join(escape_unprintable(name, 60) for name in unused[:_MAX_NAMES])
+        raise InvalidInputError(f"{shown}: files that belong to no states: {len(unused):,}", field=place.name)
+
+
+def group_names(place: Place) -> list[str]:
     """Return the names of files that tell sources apart."""
     path_names = {name for step in place.address.path for name in step.names}
     is_cut = bool(path_names & set(AXIS_NAMES)) and bool(path_names - set(AXIS_NAMES))

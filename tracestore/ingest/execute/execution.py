@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tracestore.errors import InvalidInputError, escape_unprintable
+from tracestore.errors import InvalidInputError, error_location, escape_unprintable
 from tracestore.ingest.execute.accounts import SourceAccount, check_unclaimed
 from tracestore.ingest.execute.axes import extent
 from tracestore.ingest.execute.claims import FileGroup, FoundFile, claim_files, group_files, list_files
@@ -26,6 +26,7 @@ from tracestore.ingest.tree import Value
 from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.record import TraceRecord
 
+_MAX_SHOWN = 6  # paths that the summary names
 _ID_COLUMNS = re.compile(r"(question_?|trace_?|example_?|row_?)?(ids?|qid|idx|index|number)", re.IGNORECASE)
 _IN_ORDER = re.compile(r"\[\]/$")
 
@@ -164,7 +165,7 @@ class Execution:
                 root = resources.enter_context(self._open(file, scratch))
                 walk = Walk(file.name, self._refuse_unclaimed)
                 bound = {**file.bound, "file": file.name}
-                with _located(file.name):
+                with error_location(file.name):
                     for cell in walk.cells(self._trees[text], root, bound):
                         if cell is None:
                             if pending:
@@ -190,7 +191,7 @@ class Execution:
                     for file in self._claimed[text]:
                         root = self._resources.enter_context(self._open(file, scratch))
                         walk = Walk(file.name, self._refuse_unclaimed)
-                        with _located(file.name):
+                        with error_location(file.name):
                             for cell in walk.cells(self._trees[text], root, dict(file.bound)):
                                 if cell is not None:
                                     self._add_to_table(tables, cell, file)
@@ -317,36 +318,36 @@ class Execution:
         if self._first is not None:
             yield self._first[1]
         for place, column in (self._tables or {}).items():
-            if place.is_optional or place.name == RECORDS or place.rule.kind == "known":
-                continue  # rule 9 closes the accounts of what is known of an axis
-            rows = list(dict.fromkeys(column.rows()))
-            used = {key for key in rows if key in column.used}
-            unused = [key for key in rows if key not in used and not (len(key) == 1 and has_id(str(key[0])))]
-            names = ", ".join(name for name in column.names if not name.startswith("*")) or "source"
-            by = "in order" if names in ("N", "N*") else f"by {names}"
-            missing = sorted(self._missing.get(place, ()))
-            source = self._claimed[place.address.files.text][0].name
-            if by == "in order" and (unused or missing) and self._is_whole:
-                raise InvalidInputError(
-                    f"{len(rows):,} rows in order belong to {len(used) + len(missing):,} traces",
-                    source=source,
-                    field=place.name,
-                )
-            if not used and rows and len(unused) == len(rows) and (missing or self._is_whole):
-                raise InvalidInputError(
-                    f"no {names} of it is that of a trace: its first is {escape_unprintable(str(rows[0][0]) if rows[0] else '', 40)!r}",
-                    source=source,
-                    field=place.name,
-                )
-            check_remainders(place.name, *([key[0] for key in keys if key] for keys in (rows, unused)), missing)
-            rest = f", {len(unused):,} without a trace" if unused else ""
-            rest += f", {len(missing):,} traces without a row" if missing else ""
-            yield f"{place.name}: {len(used):,} rows of {source} joined {by}{rest}"
+            # Rule 9 closes the accounts of what is known of an axis.
+            if not place.is_optional and place.name != RECORDS and place.rule.kind != "known":
+                source = self._claimed[place.address.files.text][0].name
+                with error_location(source):
+                    yield self._close_table(column, source, has_id)
         if self.left_out:
             shown = sorted(self.left_out)
-            more = f" and {len(shown) - 6} more" if len(shown) > 6 else ""
-            yield f"not named by the layout and left out: {', '.join(escape_unprintable(p, 60) for p in shown[:6])}{more}"
+            more = f" and {len(shown) - _MAX_SHOWN} more" if len(shown) > _MAX_SHOWN else ""
+            paths = ", ".join(escape_unprintable(path, 60) for path in shown[:_MAX_SHOWN])
+            yield f"not named by the layout and left out: {paths}{more}"
         self._resources.close()
+
+    def _close_table(self, column: Column, source: str, has_id: Callable[[str], bool]) -> str:
+        """Return how the rows of a table were joined; InvalidInputError if they do not fit."""
+        name, rows = column.place.name, list(dict.fromkeys(column.rows()))
+        used = {key for key in rows if key in column.used}
+        unused = [key for key in rows if key not in used and not (len(key) == 1 and has_id(str(key[0])))]
+        missing = sorted(self._missing.get(column.place, ()))
+        names = ", ".join(name for name in column.names if not name.startswith("*")) or "source"
+        by = "in order" if names in ("N", "N*") else f"by {names}"
+        if by == "in order" and (unused or missing) and self._is_whole:
+            found = f"{len(rows):,} rows in order belong to {len(used) + len(missing):,} traces"
+            raise InvalidInputError(found, field=name)
+        if rows and len(unused) == len(rows):
+            first = escape_unprintable(str(rows[0][0]) if rows[0] else "", 40)
+            raise InvalidInputError(f"no {names} of it is that of a trace: its first is {first!r}", field=name)
+        check_remainders(name, *([key[0] for key in keys if key] for keys in (rows, unused)), missing)
+        rest = f", {len(unused):,} without a trace" if unused else ""
+        rest += f", {len(missing):,} traces without a row" if missing else ""
+        return f"{name}: {len(used):,} rows of {source} joined {by}{rest}"
 
     def _keep_first(self, group: FileGroup, record: TraceRecord) -> None:
         number = self.groups.index(group)
@@ -368,11 +369,3 @@ class Execution:
             f"first trace: {escape_unprintable(record.question_id, 60)}, {shown}, L {layers}, {tokens}, D {width}, "
             f"median norm {float(np.median(norms)):.3g}"
         )
-
-
-@contextlib.contextmanager
-def _located(source: str) -> Iterator[None]:
-    try:
-        yield
-    except InvalidInputError as error:
-        raise error.with_location(source=source) from None

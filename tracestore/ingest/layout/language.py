@@ -200,17 +200,8 @@ def _check_name(name: str, names: Iterable[str]) -> None:
 
 def _is_setting(name: str, value: Any) -> bool:
     """Return whether an entry states a value; raise UsageError if it is another one than it takes."""
-    head, _, tail = name.partition(".")
-    if head in SETTINGS_OF and tail:
-        kinds = SETTINGS_OF[head]
-        if not isinstance(value, kinds):
-            raise UsageError(f"found {value!r}, expected {' or '.join(kind.__name__ for kind in kinds)}")
-        if head == "dtype" and value not in DTYPES:
-            raise UsageError(f"found {value!r}, expected one of {', '.join(DTYPES)}")
-        if head in ("dtype", "scale") and tail not in STATES:
-            raise UsageError(f"expected {head}.{STATES[0]} or {head}.{STATES[1]}")
-        if head == "share" and rule_of(tail) is None:
-            raise UsageError("no such field")
+    if name.partition(".")[0] in SETTINGS_OF:
+        _check_setting_of(name, value)
         return True
     if name == "L.ids" and isinstance(value, list) and value and all(type(v) is int for v in value):
         return True
@@ -225,6 +216,20 @@ def _is_setting(name: str, value: Any) -> bool:
     if name == "S.pad" and isinstance(value, list) and [type(v) for v in value] != [int, int]:
         raise UsageError(f"found {value!r}, expected the id that fills rows and the one that ends a sequence")
     return True
+
+
+def _check_setting_of(name: str, value: Any) -> None:
+    """Raise UsageError unless the value of a setting of a field or a word is one that it takes."""
+    head, _, tail = name.partition(".")
+    kinds = SETTINGS_OF[head]
+    if not tail or not isinstance(value, kinds):
+        raise UsageError(f"found {value!r}, expected {head}.NAME = {' or '.join(kind.__name__ for kind in kinds)}")
+    if head == "dtype" and value not in DTYPES:
+        raise UsageError(f"found {value!r}, expected one of {', '.join(DTYPES)}")
+    if head in ("dtype", "scale") and tail not in STATES:
+        raise UsageError(f"expected {head}.{STATES[0]} or {head}.{STATES[1]}")
+    if head == "share" and rule_of(tail) is None:
+        raise UsageError("no such field")
 
 
 def _key(name: str) -> str:
