@@ -449,6 +449,16 @@ def test_rule_13_a_column_of_ids_is_not_left_unused(tmp_path):
     assert len(convert(tmp_path, layout)) == 3
 
 
+def test_rule_13_rows_that_say_their_number(tmp_path):
+    save(tmp_path / "in/h.npy", states(3, 2, 4, 8))
+    table(tmp_path / "in/t.csv", [{"row": k, "ok": int(k == 2)} for k in (2, 0, 1)])
+    layout = {"hidden_states": "h.npy -> N L S D", "is_correct": "t.csv : [N=row]/ok"}
+
+    assert [trace.score for trace in convert(tmp_path, layout).values()] == [0, 0, 1]
+    table(tmp_path / "in/t.csv", [{"row": k, "ok": 1} for k in (1, 2, 3)])
+    refuse(tmp_path, layout, "rows in order|numbered from 0|belong to", overwrite=True)
+
+
 @pytest.mark.parametrize("name", ["rank{chunk}.npy", "gpu_{chunk}.npy", "worker-{chunk}.npy", "proc{chunk}.npy"])
 def test_rule_13a_ranks_are_no_chunks(name):
     with pytest.raises(UsageError, match="files of ranks are no chunks"):

@@ -158,12 +158,14 @@ class ArrayReader:
                     letter = axis[-1]
                 names = [n for n in ("token", *letters) if n in cells[0].bound]
                 if names:
-                    ordered = sorted(cells, key=lambda cell: cell.bound[names[0]])
+                    ordered = one_per_token(cells, names[0], name)
                     numbers = [read(cell.value, cell.axes, fixed, name)[0] for cell in ordered]
                     arrays.append(np.stack(numbers))
                 else:
-                    array, _ = read(cells[0].value, cells[0].axes, fixed, name)
-                    arrays.append(np.atleast_1d(array))
+                    copies = [np.atleast_1d(read(cell.value, cell.axes, fixed, name)[0]) for cell in cells]
+                    if not all(np.array_equal(copy, copies[0]) for copy in copies[1:]):
+                        raise InvalidInputError("found different values for one trace", field=name)
+                    arrays.append(copies[0])
         if not arrays:
             return None
         return (arrays[0] if len(arrays) == 1 else np.concatenate(arrays)), letter
@@ -195,7 +197,7 @@ class ArrayReader:
             cells = found[part]
             name = next((n for n in ("token", "S", "T") if n in cells[0].bound), None)
             if name is not None:
-                texts += [cell.value for cell in sorted(cells, key=lambda c: c.bound[name])]
+                texts += [cell.value for cell in one_per_token(cells, name, "tokens_decoded")]
                 continue
             value, axes = cells[0].value, cells[0].axes
             fixed = self.fixed_of(trace, cells[0])
@@ -211,6 +213,16 @@ class ArrayReader:
         if not all(isinstance(text, str) for text in texts):
             raise InvalidInputError("found other values than texts", field="tokens_decoded")
         return [str(text) for text in texts]
+
+
+def one_per_token(cells: Sequence[Cell], name: str, what: str) -> list[Cell]:
+    """Return the cells of a trace in the order of its tokens; rows of one token, such as those of its layers, are equal."""
+    found: dict[int, Cell] = {}
+    for cell in cells:
+        first = found.setdefault(cell.bound[name], cell)
+        if first.value != cell.value:
+            raise InvalidInputError(f"found two values of {name} {cell.bound[name]}", field=what)
+    return [found[k] for k in sorted(found)]
 
 
 def joined_attention(blocks: Sequence[Block], num_tokens: int) -> list[np.ndarray]:

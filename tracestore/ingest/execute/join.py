@@ -8,7 +8,7 @@ from typing import Any
 
 from tracestore.errors import InvalidInputError, escape_unprintable
 from tracestore.ingest.execute.axes import extent, read
-from tracestore.ingest.execute.plain import describe
+from tracestore.ingest.execute.plain import describe, plain_of
 from tracestore.ingest.execute.walk import Cell
 from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.layout.places import Place
@@ -100,14 +100,24 @@ class Column:
         return self._names
 
     def scalar(self, environment: Mapping[str, Any], fixed: Mapping[str, Any]) -> Any:
-        """Return the text, number or None of a trace; MISSING without a row."""
+        """Return the text, number or None of a trace; MISSING without a row.
+
+        Rows of one trace, such as those of its tokens or layers, say the same.
+        """
         cells = self.cells(environment)
         if not cells:
             return MISSING
-        cell, what = cells[0], self.place.name
-        if other := next((each for each in cells[1:] if each.value != cell.value), None):
-            found = f"{describe(cell.value)} and {describe(other.value)}"
-            raise InvalidInputError(f"found {found} in the rows of one trace, expected one value", field=what)
+        value = self._value(cells[0], fixed)
+        for cell in cells[1:]:
+            if (other := self._value(cell, fixed)) != value:
+                found = f"{describe(value)} and {describe(other)}"
+                raise InvalidInputError(
+                    f"found {found} in the rows of one trace, expected one value", field=self.place.name
+                )
+        return value
+
+    def _value(self, cell: Cell, fixed: Mapping[str, Any]) -> Any:
+        what = self.place.name
         if cell.axes == ("N",) and (values := self._along_n(cell)) is not None:
             return values[fixed["N"]] if fixed["N"] < len(values) else MISSING
         value, axes = cell.value, cell.axes
@@ -116,9 +126,11 @@ class Column:
             if value.length is not None and k >= value.length:
                 return MISSING
             value, axes = value[k], axes[1:]
+        if self.place.rule.kind == "json" and not axes:
+            return plain_of(value)
+        if not axes and (value is None or isinstance(value, str | bool | int | float)):
+            return value
         if not axes:
-            if value is None or isinstance(value, str | bool | int | float) or self.place.rule.kind == "json":
-                return value
             raise InvalidInputError(f"found {describe(value)}, expected one value per trace", field=what)
         array, letters = read(value, axes, fixed, what)
         if letters or array.ndim:

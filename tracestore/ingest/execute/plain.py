@@ -69,6 +69,15 @@ def plain_value(value: Any) -> Value:
     return ListItems(value, plain_value) if isinstance(value, list) else value
 
 
+def plain_of(value: Value) -> Any:
+    """Return a value as lists, dicts, texts and numbers."""
+    if isinstance(value, Group):
+        return {str(key): plain_of(value[key]) for key in value}
+    if isinstance(value, Items):
+        return [plain_of(item) for item in value]
+    return value.read().tolist() if isinstance(value, Array) else value
+
+
 def describe(value: Value) -> str:
     """Return a value in a few words."""
     if isinstance(value, Array):

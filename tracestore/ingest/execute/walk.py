@@ -203,7 +203,8 @@ class Walk:
                 path = "/".join(said.path)
                 raise InvalidInputError(f"item {k} of {step.text} has no {path}", source=self._source)
             if said.pattern is None:
-                found[said.name] = number(value, said.name) if said.name in NUMBER_NAMES else key_text(value)
+                is_number = said.name in NUMBER_NAMES or said.name in ("N", "K")
+                found[said.name] = number(value, said.name) if is_number else key_text(value)
                 continue
             match = said.pattern.match(key_text(value))
             if match is None:
