@@ -92,7 +92,7 @@ class DescribedRun:
             )
 
     def provenance(self, known: Provenance | None) -> Provenance | None:
-        """Return the provenance of the sources, with what the layout says of its layers (rule 1b)."""
+        """Return the provenance of the sources, with the place of its layers that the layout states (rule 1b)."""
         what = self._layout.settings.get("L.what")
         return known if what is None else replace(known or Provenance(), hidden_states_at=what)
 
@@ -146,7 +146,7 @@ class DescribedRun:
         yield from self._execution.close(lambda text: writer.index.find(text, 0) >= 0)
 
     def fill(self, writer: StoreWriter) -> None:
-        """Store the labels and scores of the traces, in place of earlier ones."""
+        """Store the labels and scores of the traces, instead of earlier ones."""
         self.define(writer)
         columns = writer.read_columns()
         updates: dict[int, TraceValues] = {}

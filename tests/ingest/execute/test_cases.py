@@ -88,7 +88,7 @@ def test_layers_with_lists_of_samples(tmp_path):
 
 @pytest.mark.parametrize(("field", "scores"), [("is_correct", [1, 0, 1]), ("is_hallucinated", [1, 0, 1])])
 def test_statements_with_a_file_per_layer(tmp_path, field, scores):
-    """The field says what 1 means; the files are layers of the same statements."""
+    """The field gives the meaning of 1; the files are layers of the same statements."""
     for layer in (8, 16):
         save(tmp_path / f"in/layer_{layer}.npy", states(3, 8, seed=layer))
     table(tmp_path / "in/t.csv", [{"statement": f"s{k}", "label": v} for k, v in enumerate(scores)])

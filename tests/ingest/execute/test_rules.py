@@ -305,7 +305,7 @@ def test_rule_11_attention_of_other_ids(tmp_path):
 
 
 def labels(tmp_path, pairs, name="labels.csv"):
-    """Write a table of ids and labels beside the records; return the layout."""
+    """Write a table of ids and labels next to the records; return the layout."""
     write_rows(tmp_path)
     table(tmp_path / "in" / name, [{"qid": i, "label": v} for i, v in pairs])
     return ROWS | {"is_correct": "labels.csv : [id=qid]/label"}

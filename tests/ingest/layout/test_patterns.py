@@ -102,10 +102,10 @@ def test_matching_takes_linear_time(pattern):
     seconds = []
     for size in (2_000, 8_000):
         name = ("a_0" * size)[:size]
-        begin = time.perf_counter()
+        begin = time.process_time()
         with contextlib.suppress(InvalidInputError):
             Pattern(pattern).match(name)
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(time.process_time() - begin)
 
     assert seconds[1] < 12 * seconds[0] + 0.05
 

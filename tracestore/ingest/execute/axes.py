@@ -272,6 +272,6 @@ def settle_dtype(block: Block, what: str, settings: Mapping[str, Any]) -> None:
     dtype = block.layers[0].dtype
     if dtype.kind not in "f" and dtype != schema.BFLOAT16:
         raise InvalidInputError(
-            f"found {dtype.name} values, expected floating-point numbers; dtype.{what} says what the bits are, scale.{what} what an integer is",
+            f"found {dtype.name} values, expected floating-point numbers; dtype.{what} states the kind of the bits, scale.{what} the unit of integers",
             field=what,
         )

@@ -1,4 +1,4 @@
-"""Which files belong to which lines of a layout, and which of them are read together as one source."""
+"""Assign files to the lines of a layout, and group the files that are read together as one source."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Which traces the states of a source are, and the columns that each of them may use."""
+"""Find the traces of a source, and the columns that each of them may use."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -166,7 +166,7 @@ def loose_key(value: Any) -> str:
 
 
 def check_remainders(name: str, rows: list[Any], unused: list[Any], missing: list[Any]) -> None:
-    """Rule 12b: rows without a trace and traces without a row are refused if they would match but for their spelling.
+    """Rule 12b: rows without a trace and traces without a row are refused if they would match in another spelling.
 
     They are refused, too, if rows and traces are runs of integers of which one begins at 0 and the other at 1.
     """

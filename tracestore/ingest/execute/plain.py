@@ -6,17 +6,17 @@ import unicodedata
 from typing import Any
 
 from tracestore.errors import InvalidInputError, escape_unprintable
-from tracestore.ingest.layout.addresses import Said
+from tracestore.ingest.layout.addresses import ItemValue
 from tracestore.ingest.layout.patterns import Pattern
 from tracestore.ingest.tree import Array, Group, Items, ListItems, MappingGroup, Value, as_array
 
 _MAX_INTEGER_FLOAT = 2.0**53
 
 
-def said_value(item: Value, said: Said) -> Value:
+def item_value(item: Value, value_of: ItemValue) -> Value:
     """Return what an item says at a path, None if it says nothing."""
     value = item
-    for part in said.path:
+    for part in value_of.path:
         name = Pattern(part).literal or part
         if isinstance(value, Group):
             found = value.get(name)

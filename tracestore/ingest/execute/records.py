@@ -310,7 +310,7 @@ class TraceBuilder:
         for edge, inner in ((ids[-1], ids[-2:-1]), (ids[0], ids[1:2])):
             if len(inner) and inner[0] == edge:
                 raise InvalidInputError(
-                    f'the row has the id {int(edge)} twice at one end: S.mask, S.lengths or S.padding = "none" says '
+                    f'the row has the id {int(edge)} twice at one end: S.mask, S.lengths or S.padding = "none" states '
                     "whether it is padding",
                     field="tokens",
                 )
@@ -360,7 +360,7 @@ class TraceBuilder:
         if any(k < 0 for k in ids):
             if size is None:
                 raise InvalidInputError(
-                    f"found the layers {list(ids)}; L.size says how many the model has", field="L.ids"
+                    f"found the layers {list(ids)}; L.size gives the number of the model's layers", field="L.ids"
                 )
             ids = tuple(k % size for k in ids)
         if len(ids) == record.num_layers + 1 and record.is_without_embeddings:

@@ -1,4 +1,4 @@
-"""Which tokens of an array belong to a trace: masks, lengths, offsets and padding."""
+"""Select the tokens of an array that belong to a trace: masks, lengths, offsets and padding."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -170,7 +170,7 @@ def span_of_fill(fill: Any, layers: Sequence[np.ndarray], ids: np.ndarray | None
 
 
 def check_zero_tokens(layers: Sequence[np.ndarray]) -> None:
-    """Rule 24: a token that is zero in all layers is refused, unless padding says so."""
+    """Rule 24: a token that is zero in all layers is refused, except where it is padding."""
     suspects = np.flatnonzero(~numbers_of(layers[0]).any(axis=1))
     for layer in layers[1:]:
         if not len(suspects):
@@ -179,7 +179,7 @@ def check_zero_tokens(layers: Sequence[np.ndarray]) -> None:
     if len(suspects):
         raise InvalidInputError(
             f"token {int(suspects[0])} is zero in all layers: padding or a file that was not written to its end; "
-            'S.mask, S.lengths or S.padding = "zeros" says what is padding',
+            'S.mask, S.lengths or S.padding = "zeros" tells the padding apart',
             field="hidden_states",
         )
 

@@ -1,11 +1,11 @@
-"""Follow the paths of a layout through the tree of a file, and yield what lies at their ends."""
+"""Follow the paths of a layout through the tree of a file, and yield the values at their ends."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tracestore.errors import InvalidInputError, escape_unprintable
-from tracestore.ingest.execute.plain import describe, json_value, key_text, number, said_value
+from tracestore.ingest.execute.plain import describe, item_value, json_value, key_text, number
 from tracestore.ingest.layout.addresses import Address, AttributeStep, DeepStep, ItemsStep, KeyStep, Step
 from tracestore.ingest.layout.patterns import AXIS_NAMES, NUMBER_NAMES
 from tracestore.ingest.layout.places import RECORDS, Place
@@ -21,8 +21,8 @@ Claims = tuple[dict[Any, list[tuple["Step", "Node", dict[str, Any]]]], list[Any]
 class Cell(NamedTuple):
     """A value at the end of a path.
 
-    `bound` holds what files and path bind by name; `axes` are those of the value. `in_unit` is false for what lies
-    beside the items of the traces, and may belong to all of them.
+    `bound` holds what files and path bind by name; `axes` are those of the value. `in_unit` is false for values
+    next to the items of the traces, which may belong to all of them.
     """
 
     place: Place
@@ -41,7 +41,7 @@ class Node:
     leaves: list[Place] = field(default_factory=list)
     ignores: bool = False
     is_unit: bool = False  # each of its values is a whole trace, or several
-    said: frozenset[str] = frozenset()  # keys by which items say what they bind
+    keys: frozenset[str] = frozenset()  # keys whose values an item binds
     is_deep: bool = False  # below `**`, which also tries what holds none of its keys
     has_unit_items: bool = False  # so is each item along the axis N of its value
 
@@ -52,13 +52,13 @@ class Node:
                 return node
         node = Node(f"{self.prefix}{step.text}/", is_deep=self.is_deep or isinstance(step, DeepStep))
         if isinstance(step, ItemsStep):
-            node.said = frozenset(said.path[0] for said in step.says)
+            node.keys = frozenset(value_of.path[0] for value_of in step.values)
         self.children.append((step, node))
         return node
 
     @property
     def has_records(self) -> bool:
-        """Whether items of `records` end here."""
+        """Return whether items of `records` end here."""
         return any(place.name == RECORDS for place in self.leaves)
 
 
@@ -115,7 +115,7 @@ class Walk:
             return
         if isinstance(value, str) and not all(isinstance(s, AttributeStep) for s, _ in node.children):
             value = json_value(value, f"{node.prefix}{node.children[0][0].text}", self._source)
-        # What lies beside the units comes first, because it may belong to all of them.
+        # Values next to the units come first, because they may belong to all of them.
         for has_units in (False, True):
             children = [pair for pair in node.children if _leads_to_unit(pair[1]) == has_units]
             if children:
@@ -197,19 +197,19 @@ class Walk:
         if step.letter is not None:
             return {**bound, step.letter: k}
         found = dict(bound)
-        for said in step.says:
-            value = k if said.path == ("#",) else said_value(item, said)
+        for value_of in step.values:
+            value = k if value_of.path == ("#",) else item_value(item, value_of)
             if value is None:
-                path = "/".join(said.path)
+                path = "/".join(value_of.path)
                 raise InvalidInputError(f"item {k} of {step.text} has no {path}", source=self._source)
-            if said.pattern is None:
-                is_number = said.name in NUMBER_NAMES or said.name in ("N", "K")
-                found[said.name] = number(value, said.name) if is_number else key_text(value)
+            if value_of.pattern is None:
+                is_number = value_of.name in NUMBER_NAMES or value_of.name in ("N", "K")
+                found[value_of.name] = number(value, value_of.name) if is_number else key_text(value)
                 continue
-            match = said.pattern.match(key_text(value))
+            match = value_of.pattern.match(key_text(value))
             if match is None:
                 raise InvalidInputError(
-                    f"item {k}: found {escape_unprintable(str(value), 60)!r}, expected {said.pattern.text}",
+                    f"item {k}: found {escape_unprintable(str(value), 60)!r}, expected {value_of.pattern.text}",
                     source=self._source,
                 )
             found |= match.bound
@@ -274,7 +274,7 @@ class Walk:
                 claimed[key] = [
                     entry[1:] for entry in best if not entry[2].ignores or entry[2].children or entry[2].leaves
                 ]
-            elif str(key) not in node.said:
+            elif str(key) not in node.keys:
                 rest.append(key)
         for step, _ in steps:
             text = step.parts[0].literal if len(step.parts) == 1 else None
@@ -319,7 +319,7 @@ class Walk:
         elif isinstance(value, Items):
             items = [(step, child) for step, child in node.children if isinstance(step, ItemsStep)]
             for k, item in enumerate(value):
-                fitting = [pair for pair in items if isinstance(item, Group) and _says_all(pair[0], item)]
+                fitting = [pair for pair in items if isinstance(item, Group) and _has_all(pair[0], item)]
                 if fitting:
                     yield from self._item(fitting, item, k, bound, in_unit)
                 else:
@@ -329,10 +329,10 @@ class Walk:
         raise InvalidInputError(f"{node.prefix}{step.text}: found {found}", source=self._source)
 
 
-def _says_all(step: Step, item: Value) -> bool:
+def _has_all(step: Step, item: Value) -> bool:
     """Return whether an item says everything that a step binds by it."""
     return isinstance(step, ItemsStep) and all(
-        said.path == ("#",) or said_value(item, said) is not None for said in step.says
+        value_of.path == ("#",) or item_value(item, value_of) is not None for value_of in step.values
     )
 
 

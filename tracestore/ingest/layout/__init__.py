@@ -1,1 +1,1 @@
-"""The layout language: one line that says where a field of the traces lies in files."""
+"""The layout language: one line for the place of each field in files."""

@@ -48,14 +48,14 @@ class AttributeStep:
 
     @property
     def text(self) -> str:
-        """The step as it is written."""
+        """The text of the step."""
         return f"@{self.name}"
 
     names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Said:
+class ItemValue:
     """One name that an item binds by what it says: `id=qid`, or `request_id="{id}-0"`."""
 
     name: str
@@ -74,12 +74,12 @@ class ItemsStep:
 
     text: str
     letter: str | None = None
-    says: tuple[Said, ...] = ()
+    values: tuple[ItemValue, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names that the step binds."""
-        return tuple(name for said in self.says for name in said.names)
+        return tuple(name for value_of in self.values for name in value_of.names)
 
 
 Step = KeyStep | DeepStep | AttributeStep | ItemsStep
@@ -87,7 +87,7 @@ Step = KeyStep | DeepStep | AttributeStep | ItemsStep
 
 @dataclass(frozen=True)
 class Address:
-    """Where the values of a field lie.
+    """The place of the values of a field.
 
     Parameters
     ----------
@@ -182,16 +182,16 @@ def _items(piece: str) -> ItemsStep:
         if letter not in _POSITIONS:
             raise UsageError(f"{piece!r}: expected [], [K], [S], [P], [chunk], or names as in [id=key]")
         return ItemsStep(piece, letter=letter)
-    says = []
+    values = []
     for pair in split_escaped(inside, ","):
         name, _, source = (part.strip() for part in pair.partition("="))
         if source.startswith('"') and source.endswith('"') and len(source) > 1:
             pattern = Pattern(source[1:-1])
             if not pattern.names:
                 raise UsageError(f"{piece!r}: {source} binds no name")
-            says.append(Said("", tuple(split_escaped(name, "/")), pattern))
+            values.append(ItemValue("", tuple(split_escaped(name, "/")), pattern))
         elif is_name(name) and source:
-            says.append(Said(name, tuple(split_escaped(source, "/"))))
+            values.append(ItemValue(name, tuple(split_escaped(source, "/"))))
         else:
             raise UsageError(f"{piece!r}: expected pairs such as id=key")
-    return ItemsStep(piece, says=tuple(says))
+    return ItemsStep(piece, values=tuple(values))

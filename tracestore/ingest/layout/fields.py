@@ -11,7 +11,7 @@ Kind = Literal["array", "texts", "text", "id", "number", "json", "score", "known
 
 @dataclass(frozen=True)
 class FieldRule:
-    """What a field is.
+    """The kind of a field and the axes of its values.
 
     Attributes
     ----------

@@ -31,7 +31,7 @@ _BARE = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ012345678
 
 @dataclass(frozen=True)
 class Layout:
-    """How files of a folder hold traces.
+    """The lines of a layout.
 
     Parameters
     ----------
@@ -55,7 +55,7 @@ class Layout:
 
     @property
     def states(self) -> str:
-        """The field that says which traces there are: hidden_states, else last_token."""
+        """The field whose values are the traces: hidden_states, else last_token."""
         return next((name for name in STATES if name in self.addresses), STATES[0])
 
     def rule(self, name: str) -> FieldRule:
@@ -168,12 +168,12 @@ def parse_layout(entries: Mapping[str, Any], where: str = "layout") -> Layout:
     _add_records(addresses, lists.get("records", ()))
     layout = Layout(addresses, templates, lists.get("records", ()), lists.get("ignore", ()), settings)
     if not any(name in addresses for name in STATES):
-        raise UsageError(f"{where}: states no hidden_states or last_token; a line says where they are")
+        raise UsageError(f"{where}: states no hidden_states or last_token; a line for one of them is needed")
     return layout
 
 
 def _add_records(addresses: dict[str, tuple[Address, ...]], records: tuple[Address, ...]) -> None:
-    """Without a line for states, records hold them under their own names."""
+    """Add a place for the states under their own name, if no line states another."""
     if records and not any(name in addresses for name in STATES):
         for name in STATES[:1]:
             addresses[name] = tuple(below(record, name) for record in records[:1])

@@ -29,12 +29,12 @@ class Part(NamedTuple):
 
     @property
     def is_number(self) -> bool:
-        """Whether the part binds a number."""
+        """Return whether the part binds a number."""
         return self.kind == "name" and (self.is_strict or self.text.partition(".")[0] in NUMBER_NAMES)
 
 
 class Match(NamedTuple):
-    """What a pattern binds in a name: values by their names, and the texts of its wildcards."""
+    """Values that a pattern binds in a name, and the texts of its wildcards."""
 
     bound: dict[str, str | int]
     wild: tuple[str, ...]

@@ -85,7 +85,7 @@ def wild_prefixes(text: str) -> list[str]:
 
 @dataclass
 class Plan:
-    """What a layout states, resolved: places, the names of a trace, and how each place is joined.
+    """The resolved layout: places, the names of a trace, and how each place is joined.
 
     Attributes
     ----------
@@ -121,7 +121,7 @@ class Plan:
 
     @property
     def is_global(self) -> bool:
-        """Whether rows of the states run on over several chunks."""
+        """Return whether rows of the states run on over several chunks."""
         return "chunk" in self.names
 
 
@@ -135,7 +135,9 @@ def plan_of(layout: Layout) -> Plan:
     _add_records(plan)
     for name in ("hidden_states", "last_token"):
         if name != layout.states and name in layout.addresses:
-            raise UsageError(f"{name}: stated beside {layout.states}; convert with two layouts, one after the other")
+            raise UsageError(
+                f"{name}: stated in addition to {layout.states}; convert with two layouts, one after the other"
+            )
     for place in plan.places:
         if _NO_ORDER.search(str(place.address)):
             raise UsageError(
