@@ -439,6 +439,20 @@ def test_rule_13_chunks_are_numbered_from_0_without_gaps(tmp_path, numbers):
         refuse(tmp_path, layout, "without gaps")
 
 
+@pytest.mark.parametrize("count", [5, 7])
+def test_rule_13_totals_over_chunks(tmp_path, count):
+    for k in range(2):
+        save(tmp_path / f"in/h_{k}.npy", states(3, 2, 4, 8, seed=k))
+    dump(tmp_path / "in/b.pkl", [{"h": states(3, 2, 4, 8, seed=k)} for k in range(2)])
+    save(tmp_path / "in/y.npy", np.arange(count) % 2)
+    labels = {"is_correct": "y.npy -> N"}
+
+    files = {"hidden_states": "h_{chunk}.npy -> N L S D", "ignore": ["b.pkl"]}
+    refuse(tmp_path, labels | files, f"{count} rows belong to 6 traces")
+    items = {"hidden_states": "b.pkl : [chunk]/h -> N L S D", "ignore": ["h_*.npy"]}
+    refuse(tmp_path, labels | items, f"{count} rows belong to 6 traces")
+
+
 def test_rule_13_a_column_of_ids_is_not_left_unused(tmp_path):
     save(tmp_path / "in/h.npy", states(3, 2, 4, 8))
     table(tmp_path / "in/t.csv", [{"id": name, "ok": 1} for name in "bca"])

@@ -1,6 +1,7 @@
 """Accounts of sources and runs: keys, rows, and what no line of a layout names."""
 
 import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tracestore.errors import InvalidInputError, escape_unprintable
@@ -55,6 +56,7 @@ class SourceAccount:
         self._keys: set[tuple[str, int]] = set()
         self._rows: dict[tuple[Any, ...], int] = {}
         self._stacks: dict[tuple[Any, ...], dict[str, Any]] = {}
+        self._open_stacks: set[tuple[Any, ...]] = set()  # of the unit
         self._total = 0
 
     def count_row(self, environment: dict[str, Any]) -> int:
@@ -62,6 +64,7 @@ class SourceAccount:
         stack = {n: v for n, v in environment.items() if n not in ("N", "N*", "K", "file")}
         key = tuple(stack.values())
         self._stacks[key] = stack
+        self._open_stacks.add(key)
         before = self._rows.get(key, 0)
         self._rows[key] = max(before, environment["N"] + 1)
         self._total += self._rows[key] - before
@@ -80,17 +83,20 @@ class SourceAccount:
 
     def close_unit(self) -> None:
         """Close the accounts of the rows of a unit."""
-        self._check(self._columns.unit)
+        self._check(self._columns.unit, self._open_stacks)
         self._check_unused(self._columns.unit)
+        self._open_stacks = set()
 
     def close(self) -> None:
         """Close the accounts of the source."""
-        self._check(self._columns.source)
+        self._check(self._columns.source, self._stacks)
         self._check_unused(self._columns.source)
         if not self._plan.is_global:
-            self._check(self._columns.tables)
+            self._check(self._columns.tables, self._stacks)
+        elif "chunk" not in self._plan.states[0].address.files.names:
+            check_totals(self._columns.tables, self._total)
 
-    def _check_unused(self, level: dict[Place, Column]) -> None:
+    def _check_unused(self, level: Mapping[Place, Column]) -> None:
         """Rule 11: the arrays of a source have the ids of its states; something of every other field has them (12c)."""
         for place, column in level.items():
             if place.rule.kind == "known" or place.is_optional or place.name == RECORDS or self.num_refused:
@@ -103,19 +109,28 @@ class SourceAccount:
                     f"{where or 'a value'} of {place.address} belongs to no trace", field=place.name
                 )
 
-    def _check(self, level: Any) -> None:
+    def _check(self, level: Mapping[Place, Column], stacks: Iterable[tuple[Any, ...]]) -> None:
         """Rule 13: as many rows in order as traces."""
         for place, column in level.items():
             if "N" not in column.names or place.is_optional or place.name == RECORDS:
                 continue
-            for key, stack in self._stacks.items():
-                rows = column.num_rows(stack)
+            for key in stacks:
+                rows = column.num_rows(self._stacks[key])
                 prefix = place.position_prefix
                 is_same_item = prefix is not None and any(p.position_prefix == prefix for p in self._plan.states)
                 if rows is not None and rows != self._rows[key] and not is_same_item and place.rule.kind != "known":
                     raise InvalidInputError(
                         f"{place.address}: {rows:,} rows belong to {self._rows[key]:,} traces", field=place.name
                     )
+
+
+def check_totals(tables: Mapping[Place, Column], total: int) -> None:
+    """Rule 13: tables that run on over all chunks have as many rows as the chunks traces."""
+    for place, column in tables.items():
+        if "N*" in column.names and place.rule.kind != "known":
+            rows = column.num_rows({})
+            if rows is not None and rows != total:
+                raise InvalidInputError(f"{place.address}: {rows:,} rows belong to {total:,} traces", field=place.name)
 
 
 def check_unclaimed(path: str, key: Any, value: Value, *, in_records: bool) -> None:

@@ -5,13 +5,14 @@ import hashlib
 import math
 import re
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 
 from tracestore.errors import InvalidInputError, error_location, escape_unprintable
-from tracestore.ingest.execute.accounts import SourceAccount, check_unclaimed
+from tracestore.ingest.execute.accounts import SourceAccount, check_totals, check_unclaimed
 from tracestore.ingest.execute.axes import extent
 from tracestore.ingest.execute.claims import FileGroup, FoundFile, claim_files, group_files, list_files
 from tracestore.ingest.execute.found import Columns, FoundTrace, TraceFinder
@@ -41,8 +42,8 @@ class Execution:
         Files and folders.
     store : Path
         Folder of the store, which is not searched.
-    owned : callable
-        Return the files that are read for another purpose.
+    owned : tuple of Path
+        The files that are read for another purpose.
 
     Attributes
     ----------
@@ -58,17 +59,23 @@ class Execution:
         self._trees = {
             text: tree_of(text, self.plan.places, self.plan.ignored, self.plan.states) for text in self.plan.files
         }
+        self._numbers = {group.name: k for k, group in enumerate(self.groups)}
         self._lock = threading.RLock()
         self._resources = contextlib.ExitStack()
         self._tables: dict[Place, Column] | None = None
         self._base_names = self._file_keys()
+        # A row may name a file without its folders, or without its suffix.
+        self._by_stem: dict[str, list[str]] = defaultdict(list)
+        for name, key in self._base_names.items():
+            base = name.rpartition("/")[2]
+            for text in {base, base.partition(".")[0]}:
+                self._by_stem[text].append(key)
         self._offsets: dict[str, int] | None = None
         self._missing: dict[Place, set[str]] = {}
         self._is_whole = True
         self._row_numbers: dict[str, int] = {}
         # The states lie under the same items.
         self._prefixes = {f"{p.position_prefix}[]/" for p in self.plan.states if p.position_prefix is not None}
-        self.num_joined: dict[Place, int] = {}
         self.left_out: set[str] = set()
         self._first: tuple[int, str] | None = None  # the first trace of the first source that was read
 
@@ -214,12 +221,7 @@ class Execution:
         for name in (path, f"{folder}/{path}"):
             if name in self._base_names:
                 return self._base_names[name]
-        base = path.rpartition("/")[2]
-        found = [
-            k
-            for n, k in self._base_names.items()
-            if n == base or n.endswith(f"/{base}") or n.rpartition("/")[2].partition(".")[0] == base
-        ]
+        found = self._by_stem.get(path.rpartition("/")[2], ())
         return found[0] if len(found) == 1 else path
 
     def _check_in_order(self, place: Place) -> None:
@@ -261,7 +263,7 @@ class Execution:
                 raise InvalidInputError(f"rows begin at {numbers[k]}, expected {total}", source=group.name)
             offsets[group.name] = total
             total += self._num_rows(group.files[text][0], place)
-        self.total = total
+        check_totals(self._tables or {}, total)
         return offsets
 
     def _num_rows(self, file: FoundFile, place: Place) -> int:
@@ -334,7 +336,7 @@ class Execution:
         """Return how the rows of a table were joined; InvalidInputError if they do not fit."""
         name, rows = column.place.name, list(dict.fromkeys(column.rows()))
         used = {key for key in rows if key in column.used}
-        unused = [key for key in rows if key not in used and not (len(key) == 1 and has_id(str(key[0])))]
+        unused = [key for key in rows if key not in used and not (column.names == ("id",) and has_id(str(key[0])))]
         missing = sorted(self._missing.get(column.place, ()))
         names = ", ".join(name for name in column.names if not name.startswith("*")) or "source"
         by = "in order" if names in ("N", "N*") else f"by {names}"
@@ -350,7 +352,7 @@ class Execution:
         return f"{name}: {len(used):,} rows of {source} joined {by}{rest}"
 
     def _keep_first(self, group: FileGroup, record: TraceRecord) -> None:
-        number = self.groups.index(group)
+        number = self._numbers[group.name]
         with self._lock:
             if self._first is None or number < self._first[0]:
                 self._first = (number, self._described(record))

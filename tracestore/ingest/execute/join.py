@@ -44,6 +44,8 @@ class Column:
 
     def add(self, cell: Cell, source: str) -> None:
         """Add a value of a file; rule 12: no key twice, rule 13: rows in order lie in one file."""
+        if cell.value is None and cell.axes:
+            return  # a key that is missing
         if self._own is None:
             self._own = tuple(name for name in self._names if name.rstrip("*") in cell.bound or name.startswith("*"))
         key = tuple(cell.bound.get(name if name.startswith("*") else name.rstrip("*")) for name in self._own)
