@@ -236,7 +236,7 @@ class Conversion:
             and self._default_attention.is_refused(stored["attention"]),
         )
         is_settled = self._described is None or self._described.is_settled(writer)
-        self._is_known = writer.has_source if is_settled else never
+        self._is_known: Callable[[str, int, str], bool] = writer.has_source if is_settled else never
         callbacks: dict[str, Any] = {"is_known": self._is_known, "on_wait": self._check_interrupt}
         streams: Iterator[SourceStream | ClusterStream]
         if self._options.dask is not None:

@@ -23,7 +23,7 @@ from tracestore.ingest.execute.walk import Cell, Node, Walk, tree_of
 from tracestore.ingest.layout.language import Layout
 from tracestore.ingest.layout.places import RECORDS, Place, plan_of
 from tracestore.ingest.readers.opening import open_tree
-from tracestore.ingest.tree import Value
+from tracestore.ingest.tree import Array, Items, Value
 from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.record import TraceRecord
 
@@ -63,6 +63,8 @@ class Execution:
         self._lock = threading.RLock()
         self._resources = contextlib.ExitStack()
         self._tables: dict[Place, Column] | None = None
+        # Held while a trace is read, if tables hold arrays: their readers serve one thread at a time.
+        self._guard: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self._base_names = self._file_keys()
         # A row may name a file without its folders, or without its suffix.
         self._by_stem: dict[str, list[str]] = defaultdict(list)
@@ -128,7 +130,8 @@ class Execution:
             for cells in self._units(group, columns, resources, scratch):
                 for trace in self._found(finder, cells, account, group):
                     try:
-                        record = builder.record(trace, position)
+                        with self._guard:
+                            record = builder.record(trace, position)
                     except InvalidInputError as error:
                         error = error.with_traceback(None).with_location(source=group.name, position=position)
                         if on_refused is None:
@@ -204,6 +207,8 @@ class Execution:
                                     self._add_to_table(tables, cell, file)
                 for place in tables:
                     self._check_in_order(place)
+                if any(isinstance(c.value, Array | Items) for column in tables.values() for c in column.all_cells()):
+                    self._guard = self._lock
                 self._tables = tables
             return self._tables
 
