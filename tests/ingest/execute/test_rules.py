@@ -601,7 +601,17 @@ def test_rule_24_a_token_of_zeros(tmp_path):
     stack[2] = 0
     save(tmp_path / "in/h.npy", stack)
 
-    refuse(tmp_path, {"hidden_states": "h.npy -> N L S D"}, "trace 2, hidden_states: token 0 is zero in all layers")
+    layout = {"hidden_states": "h.npy -> N L S D"}
+    refuse(tmp_path, layout, "trace 2, hidden_states: token 0 is zero in all layers")
+    refuse(tmp_path, layout | {"S.padding": "none"}, "zero in all layers")
+
+
+def test_rule_24_a_last_token_of_zeros(tmp_path):
+    stack = states(3, 2, 8)
+    stack[1] = 0
+    save(tmp_path / "in/h.npy", stack)
+
+    refuse(tmp_path, {"last_token": "h.npy -> N L D"}, "trace 1, last_token: token 0 is zero in all layers")
 
 
 @pytest.mark.parametrize("text", ["[1. 2. ... 3.]", "[1, 2", "nan?", "[[1, 2], [3]]"])

@@ -200,8 +200,8 @@ class TraceBuilder:
             self._check_new_tokens(trace, tokens, num_states, sizes)
             self._crop(values, tokens, texts, span, num_states)
             self._set_per_token(trace, values, span, num_states)
-            if layout.settings.get("S.padding") is None:
-                check_zero_tokens(values["hidden_states"])
+        if layout.settings.get("S.padding") in (None, "none"):
+            check_zero_tokens(values["hidden_states"], what)
         values = {name: value for name, value in values.items() if name == "hidden_states" or value is not None}
         record = self._made(values, position, is_last=is_last)
         if not is_last and (record.prompt_length or 0) > record.num_tokens + 1:

@@ -169,7 +169,7 @@ def span_of_fill(fill: Any, layers: Sequence[np.ndarray], ids: np.ndarray | None
     return begin, end
 
 
-def check_zero_tokens(layers: Sequence[np.ndarray]) -> None:
+def check_zero_tokens(layers: Sequence[np.ndarray], what: str) -> None:
     """Rule 24: a token that is zero in all layers is refused, except where it is padding."""
     suspects = np.flatnonzero(~numbers_of(layers[0]).any(axis=1))
     for layer in layers[1:]:
@@ -180,7 +180,7 @@ def check_zero_tokens(layers: Sequence[np.ndarray]) -> None:
         raise InvalidInputError(
             f"token {int(suspects[0])} is zero in all layers: padding or a file that was not written to its end; "
             'S.mask, S.lengths or S.padding = "zeros" tells the padding apart',
-            field="hidden_states",
+            field=what,
         )
 
 
