@@ -7,6 +7,7 @@ import tracestore
 from tests.helpers import command
 from tests.ingest.execute.folders import convert, dump, refuse, save, states, table
 from tests.ingest.execute.test_rules import passes
+from tracestore.convert.described import DescribedRun
 
 
 def test_one_answer_with_labels_per_token(tmp_path):
@@ -178,3 +179,41 @@ def test_bad_traces_are_dropped_and_counted(tmp_path):
     traces = convert(tmp_path, layout, skip_bad=True)
 
     assert {key: trace.score for key, trace in traces.items()} == {("q0", 0): 0, ("q1", 0): 1, ("q3", 0): 1}
+
+
+def test_labels_after_an_interrupted_run(tmp_path, monkeypatch):
+    """The traces are committed, the labels of the table are not: the same command reads the sources again."""
+    dump(tmp_path / "in/a.pkl", [{"id": f"q{k}", "hs": states(2, 4, 8, seed=k)} for k in range(3)])
+    table(tmp_path / "in/t.csv", [{"id": f"q{k}", "ok": k % 2} for k in range(3)])
+    layout = {"hidden_states": "a.pkl : [id=id]/hs -> L S D", "is_correct": "t.csv : [id=id]/ok"}
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DescribedRun, "fill", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            convert(tmp_path, layout)
+
+    assert [trace.score for trace in convert(tmp_path, layout).values()] == [0, 1, 0]
+
+
+def test_another_layout_of_the_same_files(tmp_path):
+    dump(tmp_path / "in/a.pkl", [{"id": "q", "hs": states(4, 4, 8), "other": states(4, 4, 8, seed=1)}])
+    line = "a.pkl : [id=id]/{} -> L S D"
+    first = {"hidden_states": line.format("hs"), "ignore": [line.format("other")]}
+    convert(tmp_path, first)
+    second = {"hidden_states": line.format("other"), "ignore": [line.format("hs")]}
+
+    refuse(tmp_path, second, "different|content")
+
+
+def test_a_scores_file_with_a_layout(tmp_path):
+    dump(tmp_path / "in/a.pkl", [{"id": f"q{k}", "hs": states(2, 4, 8, seed=k)} for k in range(3)])
+    table(tmp_path / "in/scores.csv", [{"question_id": f"q{k}", "bleurt_score": 0.25 * k} for k in range(3)])
+    layout = {"hidden_states": "a.pkl : [id=id]/hs -> L S D"}
+    refuse(tmp_path, layout, "no line of the layout names scores.csv")
+
+    traces = convert(tmp_path, layout, scores=str(tmp_path / "in/scores.csv"))
+
+    assert [traces[f"q{k}", 0].score for k in range(3)] == [0, 0.25, 0.5]
