@@ -47,6 +47,9 @@ class ArrayReader:
             for cells, fixed in self.passes(trace.cells[part], trace.fixed):
                 block = read_block(cells, letters, fixed, self.settings, what)
                 settle_dtype(block, what, self.settings)
+                if shapes := {layer.shape for layer in block.layers} - {block.layers[0].shape}:
+                    found = f"{shapes.pop()} in one layer, expected {block.layers[0].shape} as in the first"
+                    raise InvalidInputError(f"found {found}", field=what)
                 if parts and (block.ids != ids or len(block.layers) != len(parts[0].layers)):
                     raise InvalidInputError(
                         f"found {len(block.layers)} layers, expected {len(parts[0].layers)} as before", field=what
