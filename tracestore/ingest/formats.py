@@ -94,7 +94,12 @@ def read_traces(
         Names file, position and field. Unless `on_refused` is given, the caller must discard the traces it got before.
     """
     if source.described is not None:
-        yield from source.described.read(options.need_attention, scratch or Scratch(), options.on_refused)
+        try:
+            yield from source.described.read(options.need_attention, scratch or Scratch(), options.on_refused)
+        except InvalidInputError as error:
+            raise error.with_location(source=source.name) from None
+        except _FAULTS as error:
+            raise _fault(error).with_location(source=source.name) from None
         return
     name, table = source.name, source.table
     context = _Context(name, options)
