@@ -27,7 +27,7 @@ _FLAGS: Flags = {
     "field": {
         "action": "append",
         "metavar": '"FIELD = FILES : PATH -> AXES"',
-        "help": "a line of a layout, for one field; may be repeated",
+        "help": "a line of a layout, for one field; may be repeated (default: none)",
     },
     "map": {
         "metavar": "FIELD=KEY,...",
