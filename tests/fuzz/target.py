@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from tracestore.errors import InvalidInputError
-from tracestore.ingest import byte_source
+from tracestore.ingest.files import byte_source
 from tracestore.ingest.formats import ReadOptions, read_traces
 from tracestore.ingest.sources import SourceFile
 from tracestore.store.write.pack import pack_record

@@ -7,7 +7,8 @@ import pytest
 
 from tests.helpers import make_traces, write_pickle
 from tracestore.errors import InvalidInputError
-from tracestore.ingest import byte_source, reading
+from tracestore.ingest import reading
+from tracestore.ingest.files import byte_source
 from tracestore.ingest.packing import PackOptions, packed_traces
 from tracestore.ingest.reading import read_sources
 from tracestore.ingest.sources import find_sources

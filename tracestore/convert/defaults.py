@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from itertools import islice
 from typing import Any
 
@@ -27,12 +27,12 @@ class DefaultAttention:
 
     Parameters
     ----------
-    sources, keys, before_file
-        As for `has_attention`.
+    find : callable
+        Return whether the traces have attention, as `has_attention` does; called once.
     """
 
-    def __init__(self, *args: Any) -> None:
-        self._has_attention = cache(partial(has_attention, *args))
+    def __init__(self, find: Callable[[], bool | None]) -> None:
+        self._has_attention = cache(find)
 
     def of_new_store(self) -> str:
         """Return "none" if the first traces have hidden states without attention, "mean" in every other case."""

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from tracestore.console import Output, plural
-from tracestore.convert.defaults import MAX_TRACES, DefaultAttention, is_index_id
+from tracestore.convert.defaults import MAX_TRACES, DefaultAttention, has_attention, is_index_id
 from tracestore.convert.options import ConvertOptions
 from tracestore.convert.scoring import Scoring
 from tracestore.errors import InvalidInputError, NoTracesError
@@ -82,7 +82,7 @@ def dry_run(sources: list[Path], store: str, options: ConvertOptions, output: Ou
             stored = existing.internals.attributes.options
             attention, dtype = options.attention or stored["attention"], options.dtype or stored["dtype"]
     keys = replace(scoring.keys, is_index_id=is_index_id(found, scoring.keys), axes=options.axes)
-    default_attention = DefaultAttention(found, keys)
+    default_attention = DefaultAttention(partial(has_attention, found, keys))
     attention = attention or default_attention.of_new_store()
     pack_options = PackOptions(
         attention=attention,

@@ -1,7 +1,7 @@
 """Options of a conversion, with their defaults."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from tracestore.console import format_size
 from tracestore.errors import UsageError
@@ -25,6 +25,11 @@ class ConvertOptions:
     ----------
     scores : str, optional
         Path of the scores file; by default those that `ingest.score_files.find_score_files` finds.
+    layout : Layout, mapping, str or Path, optional
+        Where the fields lie in the files: a layout, its entries, or the path of a TOML file (docs/layouts.md). By default
+        the format of each file is recognized.
+    field : sequence of str, optional
+        Lines of a layout, ``FIELD = FILES : PATH -> AXES``, which replace those of the file.
     map : str, optional
         Names of fields in the files, see `ingest.roles.keys.parse_map`.
     axes : str, optional
@@ -61,6 +66,8 @@ class ConvertOptions:
         Describe the first traces of each file, and write nothing.
     """
 
+    layout: Any = None
+    field: Any = None
     map: str | None = None
     axes: Axes | None = None
     scores: str | None = None
@@ -83,5 +90,9 @@ class ConvertOptions:
     dry_run: bool = False
 
     def __post_init__(self) -> None:
+        if self.layout is not None or self.field:
+            given = {"--map": self.map, "--axes": self.axes, "--dask": self.dask, "--dry-run": self.dry_run or None}
+            if flag := next((name for name, value in given.items() if value is not None), None):
+                raise UsageError(f"{flag} does not go with --layout and --field")
         if self.memory_budget < _MIN_MEMORY_BUDGET:
             raise UsageError(f"--memory-budget must be at least {format_size(_MIN_MEMORY_BUDGET)}")

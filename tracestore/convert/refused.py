@@ -1,5 +1,6 @@
 """The list of refused traces next to a store: STORE.refused.jsonl."""
 
+import hashlib
 import json
 import os
 from collections.abc import Sequence
@@ -12,6 +13,11 @@ from tracestore.store.io.files import RemoteURL
 SUFFIX = ".refused.jsonl"
 _KEYS = {"source", "position", "field", "reason"}
 _MAX_BYTES = 1 << 30
+
+
+def partial_fingerprint(fingerprint: str) -> str:
+    """Return the fingerprint of a source of which some traces were refused, so that it is read again."""
+    return hashlib.blake2b(f"partial {fingerprint}".encode(), digest_size=16).hexdigest()
 
 
 class RefusedTraces:

@@ -1,7 +1,6 @@
 """Convert trace files into a store."""
 
 import errno
-import hashlib
 import math
 import signal
 from collections.abc import Callable, Iterator
@@ -15,15 +14,16 @@ import numpy as np
 
 from tracestore import process
 from tracestore.console import Output, Progress, format_size, plural
-from tracestore.convert.defaults import DefaultAttention, is_index_id
+from tracestore.convert.defaults import DefaultAttention, has_attention, is_index_id
+from tracestore.convert.described import DescribedRun, layout_of_options, never
 from tracestore.convert.options import ON_CONFLICT, ConvertOptions
-from tracestore.convert.refused import RefusedTraces
+from tracestore.convert.refused import RefusedTraces, partial_fingerprint
 from tracestore.convert.report import MAX_REFUSED_LINES, ConvertReport, SourceCounts
 from tracestore.convert.scoring import Scoring
 from tracestore.errors import ClusterError, InvalidInputError, NoTracesError, TruncatedFileError, escape_unprintable
-from tracestore.ingest.byte_source import TRUNCATED_WHILE_READING
 from tracestore.ingest.cluster import ClusterStream, read_sources_on_cluster
 from tracestore.ingest.exports.manifest import EXPORT_FILE
+from tracestore.ingest.files.byte_source import TRUNCATED_WHILE_READING
 from tracestore.ingest.packing import PackOptions
 from tracestore.ingest.reading import AheadOptions, SourceStream, read_sources
 from tracestore.ingest.sources import (
@@ -49,11 +49,6 @@ _SWITCH_INTERVAL_S = 0.0005
 # A new store has at least this fraction of the bytes of its sources: the mean over the heads of causal attention and
 # float16 instead of float64 make large traces of 64 heads about 60 times smaller.
 _MAX_SHRINKAGE = 200
-
-
-def partial_fingerprint(fingerprint: str) -> str:
-    """Return the fingerprint of a source of which some traces were refused, so that it is read again."""
-    return hashlib.blake2b(f"partial {fingerprint}".encode(), digest_size=16).hexdigest()
 
 
 def _position(error: InvalidInputError) -> float:
@@ -105,12 +100,14 @@ class Conversion:
         self.is_interrupted = False
         self.store = parse_location(store)
         self.folder = local_dir(store)
-        self.scoring = Scoring(sources, find_sources(sources, self.folder), options, output)
+        layout = layout_of_options(options.layout, options.field)
+        self._described = None if layout is None else DescribedRun(layout, sources, self.folder, options.scores)
+        found = find_sources(sources, self.folder) if self._described is None else self._described.sources
+        self.scoring = Scoring(sources, found, options, output, self._described)
         self.sources = [source for source in self.scoring.sources if only is None or only(source)]
-        self.scoring.keys = replace(self.scoring.keys, is_index_id=is_index_id(self.sources, self.scoring.keys))
-        self._default_attention = DefaultAttention(
-            self.sources, replace(self.scoring.keys, axes=self._options.axes), self._check_interrupt
-        )
+        if self._described is None:
+            self.scoring.keys = replace(self.scoring.keys, is_index_id=is_index_id(self.sources, self.scoring.keys))
+        self._default_attention = DefaultAttention(self._has_attention)
         self._refused: RefusedTraces | None = None
         self._without_traces: list[NoTracesError] = []
         self._provenances = self._read_provenances(sources)
@@ -133,7 +130,14 @@ class Conversion:
     def _provenance(self, source: SourceFile) -> Provenance | None:
         if source.export is not None and self._options.provenance is None:
             return source.export.provenance
-        return next((p for path, p in self._provenances.items() if source.path.is_relative_to(path)), None)
+        known = next((p for path, p in self._provenances.items() if source.path.is_relative_to(path)), None)
+        return known if self._described is None else self._described.provenance(known)
+
+    def _has_attention(self) -> bool | None:
+        if self._described is not None and (stated := self._described.states_attention()) is not None:
+            return stated
+        sources = self.sources if self._described is None else self._described.probes()
+        return has_attention(sources, replace(self.scoring.keys, axes=self._options.axes), self._check_interrupt)
 
     def run(self) -> ConvertReport:
         """Convert the sources.
@@ -247,7 +251,9 @@ class Conversion:
             refuse_attention=self._options.attention is None
             and self._default_attention.is_refused(stored["attention"]),
         )
-        callbacks: dict[str, Any] = {"is_known": writer.has_source, "on_wait": self._check_interrupt}
+        is_settled = self._described is None or self._described.is_settled(writer)
+        self._is_known: Callable[[str, int, str], bool] = writer.has_source if is_settled else never
+        callbacks: dict[str, Any] = {"is_known": self._is_known, "on_wait": self._check_interrupt}
         streams: Iterator[SourceStream | ClusterStream]
         if self._options.dask is not None:
             streams = read_sources_on_cluster(
@@ -285,6 +291,9 @@ class Conversion:
                     report.skipped.append({"source": stream.source.name, "reason": str(error)})
                     self._report_refused(stream.source.name, stream.refused or [error], progress)
         progress.clear()
+        if self._described is not None:
+            for line in self._described.close(writer):
+                self._output.info(line)
         self.scoring.check_ids(writer, can_refuse=self._need_ids)
         writer.commit()
 
@@ -292,7 +301,7 @@ class Conversion:
         report, name = self.report, stream.source.name
         identity = stream.identity()
         size, digest = identity.size, identity.fingerprint
-        if writer.has_source(name, size, digest):
+        if self._is_known(name, size, digest):
             report.num_sources_skipped_existing += 1
             report.bytes_in += size
             return
@@ -314,6 +323,8 @@ class Conversion:
                 if second is None:
                     first.set_question_id(file_id)
             provenance = with_layers(self._provenance(stream.source), None if first is None else first.record.layer_ids)
+            if self._described is not None and first is not None:
+                self._described.check_layers(first.record.layer_ids)
             self.scoring.begin_source(stream.source)
             writer.begin_source(name, size, digest, provenance)
             try:
@@ -354,8 +365,8 @@ class Conversion:
     ) -> None:
         """Add a trace to the open source, or to the refused ones."""
         record = packed.record
-        scores, group = self.scoring.values(writer, packed)
         try:
+            scores, group = self.scoring.values(writer, packed)
             ids = None if provenance is None else provenance.layer_ids
             if record.layer_ids is not None and record.layer_ids != ids:
                 found = f"found {list(record.layer_ids)!s:.80}, expected {list(ids or ())!s:.80} as in the first trace"

@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 
 from tracestore.console import Output, plural
+from tracestore.convert.described import DescribedRun
 from tracestore.convert.options import ConvertOptions
 from tracestore.convert.table_ids import TableIds
 from tracestore.errors import InvalidInputError, UsageError, escape_unprintable
@@ -44,6 +45,8 @@ class Scoring:
         Options of the conversion.
     output : Output
         Receives a note about the file.
+    described : DescribedRun, optional
+        The conversion by a layout, whose labels are stored at its end.
 
     Attributes
     ----------
@@ -65,11 +68,19 @@ class Scoring:
     """
 
     def __init__(
-        self, arguments: list[Path], sources: list[SourceFile], options: ConvertOptions, output: Output
+        self,
+        arguments: list[Path],
+        sources: list[SourceFile],
+        options: ConvertOptions,
+        output: Output,
+        described: DescribedRun | None = None,
     ) -> None:
-        self.file, paths = _read_files(arguments, sources, options, output)
+        self._described = described
+        is_read = described is None or options.scores is not None
+        self.file, paths = _read_files(arguments, sources, options, output) if is_read else (None, [])
         self.scores_file = ", ".join(map(str, paths)) or None
-        self.sources = with_classes([source for source in sources if source.path not in paths])
+        found = [source for source in sources if source.path not in paths]
+        self.sources = with_classes(found) if described is None else found
         for facts in {s.export.facts.folder: s.export.facts for s in sources if s.export is not None}.values():
             output.info(f"export: {facts.folder}, format {facts.format}")
             if options.scores is None:
@@ -123,6 +134,8 @@ class Scoring:
                     "the default score of the store; tracestore score --name stores it under another name"
                 )
             writer.define_score(self._name, self.file.score_field)
+        if self._described is not None:
+            self._described.define(writer)
 
     def begin_source(self, source: SourceFile) -> None:
         """Begin a source, which may have a table, or be part of an export."""
@@ -141,6 +154,10 @@ class Scoring:
             self._define_scores(writer, self._export)
             return record.scores, record.group
         self._ids.add(packed)
+        if self._described is not None and self.file is None:
+            return self._described.add(packed), ""
+        if self._described is not None:
+            self._described.add(packed)
         if self._source_path and record.question_id.startswith(self._source_path):
             self._used[_LONG_IDS] += 1
         if self.file is not None:
@@ -228,6 +245,8 @@ class Scoring:
 
     def fill(self, writer: StoreWriter) -> None:
         """Set the scores of committed traces that have none, from the file."""
+        if self._described is not None:
+            self._described.fill(writer)
         if self.file is None or self.file.in_order:
             return
         updates = {}
@@ -246,6 +265,8 @@ class Scoring:
 
     def lines(self) -> Iterator[str]:
         """Yield what was found inside the traces, and in the names of their folders, and what may be labels."""
+        if self._described is not None:
+            yield from self._described.lines()
         for (before, behind), count in self._used.items():
             yield f"{before}{plural(count, 'trace')}{behind}; see {INPUTS_PAGE}#scores"
         for key, count in self._unscored.items():

@@ -11,19 +11,20 @@ import numpy as np
 
 from tracestore._core.pickle import BufferReader, ByteReader, ChunkReader
 from tracestore.errors import InvalidInputError, NoTracesError, TruncatedFileError
-from tracestore.ingest import torch_file
-from tracestore.ingest.byte_source import TRUNCATED_WHILE_READING, InflatedChunks, check_regular
 from tracestore.ingest.containers.columns import Input
 from tracestore.ingest.containers.keys import id_of_name
 from tracestore.ingest.containers.registry import Reader, folder_reader, read_container, reader_of
 from tracestore.ingest.containers.tables import TableReference
 from tracestore.ingest.exports.records import read_exported
+from tracestore.ingest.files.byte_source import TRUNCATED_WHILE_READING, InflatedChunks, check_regular
+from tracestore.ingest.files.limits import Limits
 from tracestore.ingest.layouts.joined_files import is_joined, read_joined
 from tracestore.ingest.layouts.neighbors import with_predictions
 from tracestore.ingest.layouts.partial import is_part, join_records
+from tracestore.ingest.pickles import torch_file
 from tracestore.ingest.pickles.pickle_reader import pickle_reader
 from tracestore.ingest.pickles.pickled_objects import PickledObject
-from tracestore.ingest.pickles.resolve import Limits, resolve
+from tracestore.ingest.pickles.resolve import resolve
 from tracestore.ingest.preprocessed import read_graphs, read_sequences
 from tracestore.ingest.roles.assemble import records_of_trace
 from tracestore.ingest.roles.batches import SampleNumbers
@@ -93,6 +94,14 @@ def read_traces(
     InvalidInputError
         Names file, position and field. Unless `on_refused` is given, the caller must discard the traces it got before.
     """
+    if source.described is not None:
+        try:
+            yield from source.described.read(options.need_attention, scratch or Scratch(), options.on_refused)
+        except InvalidInputError as error:
+            raise error.with_location(source=source.name) from None
+        except _FAULTS as error:
+            raise _fault(error).with_location(source=source.name) from None
+        return
     name, table = source.name, source.table
     context = _Context(name, options)
     files = Input(source.path, name, source.parts, scratch or Scratch())

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import InvalidInputError, TruncatedFileError, error_location
-from tracestore.ingest.byte_source import TRUNCATED_WHILE_READING
+from tracestore.ingest.files.byte_source import TRUNCATED_WHILE_READING
 from tracestore.ingest.formats import ReadOptions, read_traces
 from tracestore.ingest.roles.keys import DEFAULT_KEYS, KeyOptions
 from tracestore.ingest.sources import Identity, SourceFile, source_fingerprint

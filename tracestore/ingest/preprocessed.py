@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import InvalidInputError, error_location
+from tracestore.ingest.files.limits import Limits
 from tracestore.ingest.pickles.pickled_torch import PickledGraph
-from tracestore.ingest.pickles.resolve import Limits, resolve
+from tracestore.ingest.pickles.resolve import resolve
 from tracestore.store.format import schema
 from tracestore.store.write.record import TraceRecord, question_id_text
 from tracestore.store.write.values import field_error, label_value

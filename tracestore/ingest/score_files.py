@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from tracestore.errors import InvalidInputError, UsageError
-from tracestore.ingest.byte_source import map_file
 from tracestore.ingest.containers.grouping import natural_key
 from tracestore.ingest.containers.numpy_files import npy_column, npz_columns
 from tracestore.ingest.containers.tables import MAX_BYTES, Table
 from tracestore.ingest.discovery.tables_beside import NO_TABLES
 from tracestore.ingest.exports.manifest import EXPORT_FILE
+from tracestore.ingest.files.byte_source import map_file
 from tracestore.ingest.roles.keys import (
     OTHER_NAMES,
     WORD_COLUMNS,

@@ -4,22 +4,24 @@ import hashlib
 import os
 import re
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from tracestore._core.mapping import MappedFile
-from tracestore.errors import UsageError, escape_unprintable
-from tracestore.ingest import torch_file
+from tracestore.errors import InvalidInputError, UsageError, escape_unprintable
 from tracestore.ingest.containers import registry
 from tracestore.ingest.containers.grouping import natural_key
 from tracestore.ingest.containers.tables import TableReference
 from tracestore.ingest.discovery.folders import join_folders, sources_of_folder
 from tracestore.ingest.discovery.tables_beside import FoundSource, is_table, tables_of_pickles
 from tracestore.ingest.exports.manifest import DATA_FOLDER, ExportedFile, exported_file, read_export
+from tracestore.ingest.pickles import torch_file
 from tracestore.ingest.roles.keys import label_of_path
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.io import fsio
+from tracestore.store.io.scratch import Scratch
 from tracestore.store.vocabulary import score_of_word
 from tracestore.store.write.record import TraceRecord
 
@@ -45,6 +47,19 @@ _SAMPLES = 16
 _SAMPLE_BYTES = 64 << 10
 
 
+class Described(Protocol):
+    """The files of a source that a layout describes."""
+
+    @property
+    def fingerprint(self) -> bytes:
+        """A digest of what the source depends on besides its files."""
+
+    def read(
+        self, need_attention: bool | None, scratch: Scratch, on_refused: Callable[[InvalidInputError], None] | None
+    ) -> Iterator[TraceRecord]:
+        """Yield the records of the source."""
+
+
 @dataclass(frozen=True)
 class SourceFile:
     """A file to read, or several files that are read together.
@@ -67,6 +82,8 @@ class SourceFile:
         Label (1: hallucinated) of the class that its folders name, or the file itself next to one of the other class.
     export : ExportedFile, optional
         What an export says about the file, if it is one of its files.
+    described : Described, optional
+        How a layout reads the source.
     """
 
     path: Path
@@ -77,6 +94,7 @@ class SourceFile:
     id_folder: str | None = None
     label: float | None = None
     export: ExportedFile | None = field(default=None, compare=False)
+    described: Described | None = field(default=None, compare=False)
 
     @property
     def folder(self) -> str:
@@ -304,6 +322,8 @@ def source_fingerprint(source: SourceFile) -> tuple[int, str]:
     if not source.parts and source.table is None:
         return fingerprint(source.path)
     digest, size = hashlib.blake2b(digest_size=16), 0
+    if source.described is not None:
+        digest.update(source.described.fingerprint)
     for path in source.files:
         num_bytes, text = fingerprint(path)
         digest.update(f"{path.name}\0{text}\0".encode())

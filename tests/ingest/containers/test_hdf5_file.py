@@ -12,6 +12,7 @@ from tests.ingest.containers.layouts import LAYOUTS, base, check
 from tests.tiers import long
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.containers import hdf5_process
+from tracestore.ingest.readers import hdf5_process as reading_process
 
 h5py = pytest.importorskip("h5py")
 HEADS = ("--attention", "heads")
@@ -201,7 +202,7 @@ def process(monkeypatch):
     """Return a function that starts the process that reads files, and gives it to the next reader."""
 
     def start():
-        process = hdf5_process.HDF5Process()
+        process = hdf5_process.HDF5Process(hdf5_process.__name__)
         monkeypatch.setattr(hdf5_process._idle, "take", lambda: process)
         return process
 
@@ -221,7 +222,7 @@ def test_a_library_that_crashes_or_hangs_refuses_the_file(tmp_path, process, mon
     reader = process()
     records = read_traces(three_traces(tmp_path / "a.h5"), "a.h5")
     assert next(records).question_id == "q0"
-    monkeypatch.setattr(hdf5_process, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(reading_process, "TIMEOUT_S", 0.5)
     os.kill(reader._process.pid, number)
     with pytest.raises(InvalidInputError, match=r"a\.h5, trace 1.*HDF5 library") as error:
         list(records)
@@ -243,7 +244,7 @@ def test_a_process_reads_one_file_after_the_other_and_ends_after_a_refusal(tmp_p
 @pytest.mark.parametrize("count", [5, 200])
 def test_damaged_texts_do_not_end_the_process(tmp_path, monkeypatch, count):
     """The library reads outside its memory, or never ends, for some damaged texts of variable length."""
-    monkeypatch.setattr(hdf5_process, "TIMEOUT_S", 4.0)
+    monkeypatch.setattr(reading_process, "TIMEOUT_S", 4.0)
     with h5py.File(tmp_path / "a.h5", "w") as file:
         for name, value in base().items():
             file[name] = value

@@ -167,8 +167,8 @@ def test_the_header_is_read_as_the_library_reads_it(tmp_path):
     from safetensors.numpy import load_file
 
     from tracestore.errors import InvalidInputError
-    from tracestore.ingest.byte_source import map_file
     from tracestore.ingest.containers.safetensors_file import safetensors_columns
+    from tracestore.ingest.files.byte_source import map_file
 
     arrays = {"hidden_states": np.arange(8, dtype="f2").reshape(1, 2, 4), "tokens": np.arange(2), "x": np.zeros((0, 3))}
     data = save(tmp_path / "a.safetensors", arrays, note="x").read_bytes()

@@ -177,9 +177,7 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
     max_leaves=6,
 )
-extra_names = st.sampled_from(
-    ["rank", "$array", "note", "row", "provenance", "num_tokens", "source", "file", "x y"]
-)
+extra_names = st.sampled_from(["rank", "$array", "note", "row", "provenance", "num_tokens", "source", "file", "x y"])
 optional_names = st.sets(st.sampled_from(sorted(schema.OPTIONAL_FIELDS)))
 
 

@@ -11,8 +11,9 @@ import tracestore
 from tests.helpers import convert, error_of, write_pickle
 from tracestore._core.pickle import BufferReader
 from tracestore.errors import InvalidInputError
+from tracestore.ingest.files.limits import Limits
 from tracestore.ingest.pickles.pickle_reader import pickle_reader
-from tracestore.ingest.pickles.resolve import Limits, resolve
+from tracestore.ingest.pickles.resolve import resolve
 from tracestore.ingest.pickles.sparse import PickledSparse
 
 RNG = np.random.default_rng(0)

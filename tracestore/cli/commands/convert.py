@@ -20,6 +20,15 @@ from tracestore.store.io.fsio import map_os_errors
 from tracestore.store.io.ownership import check_store_destination
 
 _FLAGS: Flags = {
+    "layout": {
+        "metavar": "FILE.toml",
+        "help": "where the fields of the traces lie in the files, see docs/layouts.md (default: the format is recognized)",
+    },
+    "field": {
+        "action": "append",
+        "metavar": '"FIELD = FILES : PATH -> AXES"',
+        "help": "a line of a layout, for one field; may be repeated (default: none)",
+    },
     "map": {
         "metavar": "FIELD=KEY,...",
         "help": "names of fields in the files, e.g. hidden_states=hs,question_id=id, or a .toml file of such lines (default: the usual names)",
@@ -74,6 +83,8 @@ def run(args: argparse.Namespace, output: Output) -> None:
     if options.dry_run:
         output.print_json(dry_run(args.src, args.dst, options, output))
         return
+    if args.watch and (options.layout is not None or options.field):
+        raise UsageError("--watch does not go with --layout and --field")
     if args.watch_timeout is not None and not args.watch:
         raise UsageError("--watch-timeout needs --watch")
     with map_os_errors(local_dir(args.dst)):

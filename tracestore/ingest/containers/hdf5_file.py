@@ -3,7 +3,6 @@
 It runs in the process of `hdf5_process`.
 """
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,22 +10,24 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.byte_source import INFLATE_ALLOWANCE_BYTES, MAX_INFLATE_RATIO
-from tracestore.ingest.containers.columns import DTYPE_KINDS, Column, Unit, check_dtype
+from tracestore.ingest.containers.columns import Column, Unit
 from tracestore.ingest.containers.grouping import natural_key
 from tracestore.ingest.containers.keys import GROUPS_OF_TRACES, LISTS_OF_LAYERS, SECTIONS, is_step, locate
+from tracestore.ingest.readers.hdf5_server import (
+    MAX_TEXT_BYTES,
+    Groups,
+    check_dataset,
+    open_file,
+    page_of,
+    parts_of,
+    shape_of,
+    size_of,
+    text_of,
+)
 
 _MAX_DEPTH = 8
-_MAX_OBJECTS = 2_000_000
 _MAX_FIELDS = 100_000  # of one trace, or of a stack of traces
 _MAX_SPLITS = 16
-# A chunk is inflated as a whole.
-_MAX_CHUNK_BYTES = 256 << 20
-_MAX_TEXT_BYTES = 16 << 20
-_PART_BYTES = 16 << 20  # of an array, which are read and sent together
-# deflate, shuffle, fletcher32, szip, nbit, scaleoffset; LZF, which h5py contains. Others are plugins: libraries that
-# HDF5 would load from a folder.
-_FILTERS = frozenset((1, 2, 3, 4, 5, 6, 32000))
 # The arrays of a frame of pandas with one type, and of a series.
 _MEMBERS = {"frame": ("block0_values", "axis1"), "series": ("values", "index")}
 _OF_PANDAS = "found a table of pandas that is no array of numbers below a name; save it with DataFrame.to_parquet"
@@ -47,36 +48,18 @@ class HDF5Column(Column):
 
     def shape_of(self, selection: tuple[Any, ...]) -> tuple[int, ...]:
         """Return the shape of the values at a row, or in slices of the first axes."""
-        extents = [k.stop - k.start for k in selection if isinstance(k, slice)]
-        return (*extents, *self.shape[len(selection) :])
+        return shape_of(self.shape, selection)
 
     def parts(self, selection: tuple[Any, ...]) -> Iterator[np.ndarray]:
         """Yield the values at a row, or in slices of the first axes, in parts along their first axis."""
-        shape = self.shape_of(selection)
-        if not math.prod(shape):
-            return
-        if not shape:
-            yield np.asarray(self._dataset[selection], self.dtype)
-            return
-        axis = 0 if selection and isinstance(selection[0], slice) else len(selection)
-        first = selection[0].start if axis == 0 and selection else 0
-        chunk = self._chunks[axis] if self._chunks is not None and axis < len(self._chunks) else 1
-        row_bytes = math.prod(shape[1:]) * self.dtype.itemsize
-        rows = max(1, _PART_BYTES // (row_bytes * chunk)) * chunk
-        for begin in range(first, first + shape[0], rows):
-            end = min(begin + rows, first + shape[0])
-            yield self._dataset[(*selection[:axis], slice(begin, end), *selection[axis + 1 :])]
+        return parts_of(self._dataset, self.shape, selection, self.dtype, self._chunks)
 
 
 def groups_of_file(path: Path) -> Iterator[Unit]:
     """Yield the arrays and values of each group that holds a trace or several, by their names below the group."""
     import h5py
 
-    try:
-        file = h5py.File(path, "r", locking=False)
-    except OSError as error:
-        raise InvalidInputError(f"truncated or damaged HDF5 file: {' '.join(str(error).split())[:200]}") from None
-    with file:
+    with open_file(path) as file:
         yield from _Reader(h5py, path).groups(file)
 
 
@@ -84,9 +67,7 @@ class _Reader:
     """The groups of one file."""
 
     def __init__(self, h5py: Any, path: Path) -> None:
-        self._h5py, self._size = h5py, path.stat().st_size
-        self._seen: set[Any] = set()
-        self._texts = 0
+        self._h5py, self._groups = h5py, Groups(path.stat().st_size)
 
     def groups(self, group: Any, trace: str = "", depth: int = 0) -> Iterator[Unit]:
         """Yield a group with arrays of a trace or of a stack of traces, or the groups in it that have them."""
@@ -101,7 +82,7 @@ class _Reader:
         if is_unit:
             yield Unit(self._flatten(group, children, "", depth), trace)
             return
-        shared = self._attributes(group)
+        shared = self._groups.attributes(group)
         for name, child in children.items():
             if not isinstance(child, self._h5py.Group):
                 shared |= self._columns(child, name)
@@ -140,31 +121,12 @@ class _Reader:
         """Return the objects of a group by name after checking that all of them are in this file."""
         if depth > _MAX_DEPTH:
             raise InvalidInputError("groups nested deeper than those of a trace file", field=group.name[:60])
-        children = {}
-        for name in group:
-            link = group.get(name, getlink=True)
-            if not isinstance(link, self._h5py.HardLink):
-                raise InvalidInputError(
-                    f"found {'an external' if isinstance(link, self._h5py.ExternalLink) else 'a soft'} link, "
-                    "expected data in this file; copy it with h5copy or h5repack",
-                    field=name[:60],
-                )
-            child = group[name]
-            if isinstance(child, self._h5py.Datatype):
-                continue
-            info = self._h5py.h5o.get_info(child.id)
-            if isinstance(child, self._h5py.Group):
-                if (info.fileno, info.addr) in self._seen:
-                    raise InvalidInputError("found a group twice", field=name[:60])
-                self._seen.add((info.fileno, info.addr))
-                if len(self._seen) > _MAX_OBJECTS:
-                    raise InvalidInputError(f"found more than {_MAX_OBJECTS:,} groups")
-            children[name] = child
-        return children
+        children = {name: self._groups.child(group, name) for name in group}
+        return {name: child for name, child in children.items() if child is not None}
 
     def _flatten(self, group: Any, children: dict[str, Any], prefix: str, depth: int) -> dict[str, Any]:
         """Return the arrays and attributes of a group, and of the groups in it, by path."""
-        fields = {prefix + name: value for name, value in self._attributes(group).items()}
+        fields = {prefix + name: value for name, value in self._groups.attributes(group).items()}
         for name, child in children.items():
             path = prefix + name
             if "pandas_type" in child.attrs:
@@ -174,7 +136,7 @@ class _Reader:
             else:
                 fields |= self._columns(child, path)
                 if locate(path) is None and len(child.shape or ()) > 1:  # an array with the name of a trace
-                    fields |= {f"{path}/{key}": value for key, value in self._attributes(child).items()}
+                    fields |= {f"{path}/{key}": value for key, value in self._groups.attributes(child).items()}
             if len(fields) > _MAX_FIELDS:
                 raise InvalidInputError(f"found more than {_MAX_FIELDS:,} arrays in one group", field=group.name[:60])
         return fields
@@ -194,22 +156,6 @@ class _Reader:
                 raise InvalidInputError("found another index than that of the frame before", field=name[:60])
         return found
 
-    def _attributes(self, group: Any) -> dict[str, Any]:
-        """Return the attributes that hold texts and numbers."""
-        values = {}
-        for name in group.attrs:
-            attribute = group.attrs.get_id(name)
-            if attribute.shape is None:
-                continue  # without a value
-            if self._h5py.check_string_dtype(attribute.dtype) is None and attribute.dtype.kind not in DTYPE_KINDS:
-                continue  # references between objects, as netCDF and pandas write them
-            self._texts += attribute.get_storage_size()
-            if self._texts > _MAX_TEXT_BYTES + self._size:
-                raise InvalidInputError("attributes that exceed the file many times", field=name[:60])
-            value = group.attrs[name]
-            values[name] = value.decode("utf-8", "replace") if isinstance(value, bytes) else value
-        return values
-
     def _columns(self, dataset: Any, name: str) -> dict[str, HDF5Column]:
         """Return an array, or the fields of one of a compound type, by name.
 
@@ -218,35 +164,8 @@ class _Reader:
         InvalidInputError
             If reading it would leave this file or exceed memory.
         """
-        create = dataset.id.get_create_plist()
-        if dataset.is_virtual or dataset.external:
-            raise InvalidInputError(
-                "found an array whose values are in other files; copy it into this one with h5repack", field=name[:60]
-            )
-        filters = {create.get_filter(k)[0] for k in range(create.get_nfilters())}
-        if filters - _FILTERS:
-            raise InvalidInputError(
-                f"compressed by filter {min(filters - _FILTERS)}, a plugin that is not loaded; use h5repack -f GZIP=4",
-                field=name[:60],
-            )
-        if dataset.shape is None:
-            raise InvalidInputError("found an empty array without a shape", field=name[:60])
+        check_dataset(dataset, name)
         dtype = dataset.dtype
-        if dtype.kind == "O":
-            if self._h5py.check_string_dtype(dtype) is None and self._h5py.check_vlen_dtype(dtype) is None:
-                raise InvalidInputError("found references to objects, expected numbers or texts", field=name[:60])
-        else:
-            check_dtype(name[:60], dtype)
-        stored = dataset.id.get_storage_size()
-        if math.prod(dataset.shape) * dtype.itemsize > stored * MAX_INFLATE_RATIO + INFLATE_ALLOWANCE_BYTES:
-            raise InvalidInputError(
-                f"found shape {dataset.shape} in {stored:,} bytes, too many values for them", field=name[:60]
-            )
-        if dataset.chunks is not None and math.prod(dataset.chunks) * dtype.itemsize > _MAX_CHUNK_BYTES:
-            raise InvalidInputError(
-                f"found chunks {dataset.chunks}, expected at most {_MAX_CHUNK_BYTES >> 20} MiB each; use h5repack",
-                field=name[:60],
-            )
         if not dtype.names:
             return {name: HDF5Column(dataset, name)}
         prefix = name.rpartition("/")[0]
@@ -261,21 +180,27 @@ def _is_of_unit(name: str) -> bool:
 
 def _objects(dataset: Any, selection: tuple[int, ...], name: str) -> np.ndarray:
     """Return texts as an array of str, or the values of variable length at one position."""
-    value = dataset[selection]
+    if selection or not dataset.shape:
+        value = dataset[selection]
+    else:
+        pages: list[Any] = []
+        size = 0
+        while len(pages) < dataset.shape[0]:
+            page = page_of(dataset, len(pages), dataset.shape[0])
+            pages += page
+            size += sum(map(size_of, page))
+            if size > MAX_TEXT_BYTES:
+                raise InvalidInputError(f"found texts of more than {MAX_TEXT_BYTES:,} characters", field=name[:60])
+        value = np.empty(len(pages), object)
+        value[:] = pages
+        value = np.array(pages, dtype=object).reshape(dataset.shape) if pages and len(dataset.shape) > 1 else value
     if isinstance(value, bytes):
-        value = _text(value, name)
+        value = text_of(value, name)
     elif isinstance(value, np.ndarray) and value.dtype.kind == "O":
         if not all(isinstance(item, bytes) for item in value.flat):
             raise InvalidInputError("found a list of arrays for one trace, expected numbers or texts", field=name[:60])
-        texts = [_text(item, name) for item in value.flat]
-        if sum(map(len, texts)) > _MAX_TEXT_BYTES or max(map(len, texts), default=0) * len(texts) > _MAX_TEXT_BYTES:
-            raise InvalidInputError(f"found texts of more than {_MAX_TEXT_BYTES:,} characters", field=name[:60])
+        texts = [text_of(item, name) for item in value.flat]
+        if sum(map(len, texts)) > MAX_TEXT_BYTES or max(map(len, texts), default=0) * len(texts) > MAX_TEXT_BYTES:
+            raise InvalidInputError(f"found texts of more than {MAX_TEXT_BYTES:,} characters", field=name[:60])
         value = np.array(texts, dtype=str).reshape(value.shape)
     return np.asarray(value)
-
-
-def _text(value: bytes, name: str) -> str:
-    try:
-        return value.decode("utf-8")
-    except UnicodeDecodeError:
-        raise InvalidInputError("found bytes that are not UTF-8 text", field=name[:60]) from None

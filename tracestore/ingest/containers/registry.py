@@ -12,9 +12,14 @@ from tracestore._core.mapping import MappedFile
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.containers import arrow_files, hdf5_process, numpy_files, safetensors_file
 from tracestore.ingest.containers.assemble import traces_of
-from tracestore.ingest.containers.columns import NPY_MAGIC, Input, Unit
+from tracestore.ingest.containers.columns import Input, Unit
 from tracestore.ingest.containers.tables import TableReference
+from tracestore.ingest.files.npy import NPY_MAGIC
+from tracestore.ingest.files.npz import is_npz
+from tracestore.ingest.files.safetensors import is_safetensors
 from tracestore.ingest.layouts import text_rows
+from tracestore.ingest.readers import arrow
+from tracestore.ingest.readers.hdf5_process import HDF5_MAGIC
 from tracestore.ingest.roles.keys import KeyOptions
 
 Reader = Callable[[Input], Iterator[Unit]]
@@ -33,10 +38,10 @@ SUFFIXES = (
 )
 _READERS: dict[bytes, Reader] = {
     NPY_MAGIC: numpy_files.read_npy,
-    hdf5_process.HDF5_MAGIC: hdf5_process.read_hdf5,
-    arrow_files.PARQUET_MAGIC: arrow_files.read_parquet,
-    arrow_files.FILE_MAGIC: arrow_files.read_arrow,
-    arrow_files.STREAM_MAGIC: arrow_files.read_arrow,
+    HDF5_MAGIC: hdf5_process.read_hdf5,
+    arrow.PARQUET_MAGIC: arrow_files.read_parquet,
+    arrow.FILE_MAGIC: arrow_files.read_arrow,
+    arrow.STREAM_MAGIC: arrow_files.read_arrow,
 }
 _ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError)
 
@@ -49,9 +54,9 @@ def reader_of(mapped: MappedFile, path: Path) -> Reader | None:
         return safetensors_file.read_safetensors
     head = mapped.read(0, min(len(mapped), 16))
     if head.startswith(b"PK\x03\x04"):
-        return numpy_files.read_npz if numpy_files.is_npz(mapped) else None
+        return numpy_files.read_npz if is_npz(mapped) else None
     found = next((reader for magic, reader in _READERS.items() if head.startswith(magic)), None)
-    if found is None and safetensors_file.is_safetensors(head, len(mapped)):
+    if found is None and is_safetensors(head, len(mapped)):
         return safetensors_file.read_safetensors
     return found
 

@@ -15,9 +15,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.byte_source import check_regular, map_file
 from tracestore.ingest.containers import arrow_files
 from tracestore.ingest.containers.keys import ID_KEYS, SAMPLE_NAMES, split_sample
+from tracestore.ingest.files.byte_source import check_regular, map_file
 from tracestore.ingest.layouts.records import rows_of_json, with_texts
 from tracestore.ingest.layouts.rows import id_column
 from tracestore.ingest.roles.keys import OTHER_NAMES, QUESTIONS_AND_ANSWERS

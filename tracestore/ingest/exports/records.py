@@ -13,14 +13,15 @@ import numpy as np
 
 from tracestore._core.pickle import BufferReader
 from tracestore.errors import InvalidInputError
-from tracestore.ingest import torch_file
-from tracestore.ingest.byte_source import map_file
 from tracestore.ingest.containers.arrow_files import parquet_rows
 from tracestore.ingest.containers.columns import Input
 from tracestore.ingest.containers.safetensors_file import safetensors_columns
 from tracestore.ingest.exports.manifest import TABLE_FILE, ExportedFile
+from tracestore.ingest.files.byte_source import map_file
+from tracestore.ingest.files.limits import Limits
+from tracestore.ingest.pickles import torch_file
 from tracestore.ingest.pickles.pickle_reader import pickle_reader
-from tracestore.ingest.pickles.resolve import Limits, resolve
+from tracestore.ingest.pickles.resolve import resolve
 from tracestore.ingest.preprocessed import read_graphs, read_sequences
 from tracestore.store.format import schema
 from tracestore.store.format.extras import decode_extras

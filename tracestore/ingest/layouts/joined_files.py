@@ -15,14 +15,14 @@ import numpy as np
 
 from tracestore._core.pickle import BufferReader
 from tracestore.errors import InvalidInputError
-from tracestore.ingest import torch_file
-from tracestore.ingest.byte_source import InflatedChunks, check_regular
 from tracestore.ingest.containers.columns import Column, Input, plain
 from tracestore.ingest.containers.grouping import natural_key
 from tracestore.ingest.containers.keys import ID_KEYS, MODEL_NUMBER, column_name
 from tracestore.ingest.containers.registry import reader_of
+from tracestore.ingest.files.byte_source import InflatedChunks, check_regular
 from tracestore.ingest.layouts.parts import ARRAYS, Part, Place, join_parts, parse_atom, parse_path
 from tracestore.ingest.layouts.values import array_of
+from tracestore.ingest.pickles import torch_file
 from tracestore.ingest.pickles.pickle_reader import pickle_reader
 from tracestore.ingest.roles.keys import normalized
 from tracestore.ingest.roles.layout import opened, shape_of

@@ -9,9 +9,9 @@ from tracestore._core.pickle import ByteReader
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.containers.columns import Column, ObjectColumn, Unit
 from tracestore.ingest.containers.grouping import units_of
-from tracestore.ingest.pickles.pickle_reader import pickle_reader
-from tracestore.ingest.pickles.pickled_values import PickledArray
-from tracestore.ingest.pickles.resolve import Limits, resolve
+from tracestore.ingest.files.limits import Limits
+from tracestore.ingest.pickles.pickle_reader import load_objects
+from tracestore.ingest.pickles.resolve import resolve
 
 
 def read_objects(source: ByteReader, read_bytes: Callable[[], int], name: str) -> list[Any]:
@@ -31,16 +31,9 @@ def read_objects(source: ByteReader, read_bytes: Callable[[], int], name: str) -
     InvalidInputError
         If the pickle is refused, or holds objects that are not data.
     """
-    try:
-        root = pickle_reader(source).load()
-    except InvalidInputError as error:
-        raise InvalidInputError(f"Python objects: {error.reason}", field=name[:60]) from None
-    if not source.is_eof():
-        raise InvalidInputError("trailing bytes after the pickle of an array", field=name)
-    if not isinstance(root, PickledArray) or not isinstance(root.array, list):
-        raise InvalidInputError("found Python objects that are no array of objects", field=name)
+    objects = load_objects(source, name)
     limits = Limits(read_bytes)
-    values = [resolve(value, limits) for value in root.array]
+    values = [resolve(value, limits) for value in objects]
     if limits.has_objects:
         raise InvalidInputError(
             "found objects of classes, expected arrays, numbers, texts, dicts and lists", field=name

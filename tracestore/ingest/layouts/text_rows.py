@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.byte_source import InflatedChunks, check_regular
 from tracestore.ingest.containers import tables
 from tracestore.ingest.containers.columns import Arena, Column, Input, ObjectColumn, Unit
 from tracestore.ingest.containers.grouping import units_of
 from tracestore.ingest.containers.keys import ID_KEYS, column_name, parse_key
-from tracestore.ingest.decompress import compression_of
+from tracestore.ingest.files.byte_source import InflatedChunks, check_regular
+from tracestore.ingest.files.decompress import compression_of
 from tracestore.ingest.layouts.array_names import MIN_DIMENSIONS
 from tracestore.ingest.layouts.records import traces_of_record
 from tracestore.ingest.layouts.rows import has_dimension, id_column, units_of_rows

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.containers.columns import array_in_bytes, whole
+from tracestore.ingest.containers.columns import whole
 from tracestore.ingest.containers.keys import parse_key
+from tracestore.ingest.files.npy import array_in_bytes
 from tracestore.ingest.roles.keys import normalized
 from tracestore.ingest.roles.layout import opened
 from tracestore.store.format import schema

@@ -7,7 +7,7 @@ from tracestore._core.pickle import ByteReader, SafeUnpickler
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.pickles import joblib_arrays, pickled_objects, pickled_torch, pickled_values, sparse
 from tracestore.ingest.pickles import pickled_frames as frames
-from tracestore.ingest.pickles.pickled_values import PickledDtype, PickledValue, SafeGlobal
+from tracestore.ingest.pickles.pickled_values import PickledArray, PickledDtype, PickledValue, SafeGlobal
 
 # Memory for objects of finished traces that a later trace could refer to.
 RETAINED_BYTES = 32 << 20
@@ -67,3 +67,24 @@ def pickle_reader(
         retained_bytes=RETAINED_BYTES,
         retained_types=(SafeGlobal, PickledDtype),
     )
+
+
+def load_objects(source: ByteReader, name: str) -> list[Any]:
+    """Return the pickled values of an array of objects, whose rows are lists.
+
+    Parameters
+    ----------
+    source : ByteReader
+        The pickle that follows the header of the array.
+    name : str
+        Name of the array in messages.
+    """
+    try:
+        root = pickle_reader(source).load()
+    except InvalidInputError as error:
+        raise InvalidInputError(f"Python objects: {error.reason}", field=name[:60]) from None
+    if not source.is_eof():
+        raise InvalidInputError("trailing bytes after the pickle of an array", field=name)
+    if not isinstance(root, PickledArray) or not isinstance(root.array, list):
+        raise InvalidInputError("found Python objects that are no array of objects", field=name)
+    return root.array

@@ -48,9 +48,14 @@ class PandasObject(PickledValue):
         InvalidInputError
             If the object has another structure than those that pandas 2 and 3 write.
         """
+        found = self.rows()
+        return list(found) if isinstance(found, FrameRows) else found
+
+    def rows(self) -> Any:
+        """Return what `resolve` returns, but the rows of a frame as dicts that are made when they are used."""
         try:
             if self.name == "DataFrame":
-                return _rows(self)
+                return FrameRows(_columns(self))
             if self.name == "Series":
                 return _series(self)
             return _values(self)
@@ -81,7 +86,31 @@ def _manager(frame: PandasObject, name: str) -> tuple[list[tuple[Any, Any]], lis
     return [(block["values"], block["mgr_locs"]) for block in parts["blocks"]], parts["axes"]
 
 
-def _rows(frame: PandasObject) -> list[dict[Any, Any]]:
+class FrameRows(Sequence[dict[str, Any]]):
+    """Rows of a frame, each a dict of its columns.
+
+    Parameters
+    ----------
+    columns : dict[str, Sequence]
+        Values of each row by name, of one length.
+    """
+
+    def __init__(self, columns: dict[str, Sequence[Any]]) -> None:
+        self._columns = columns
+        self._length = len(next(iter(columns.values())))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, k: Any) -> Any:
+        if not -self._length <= k < self._length:
+            raise IndexError(k)
+        row = {name: column[k] for name, column in self._columns.items()}
+        return {name: value.item() if isinstance(value, np.generic) else value for name, value in row.items()}
+
+
+def _columns(frame: PandasObject) -> dict[str, Sequence[Any]]:
+    """Return the columns of a frame by name, and before them those of its index."""
     blocks, (columns, index) = _manager(frame, "BlockManager")
     names = _values(columns)
     if len(names) > _MAX_COLUMNS or not all(isinstance(name, str | int | np.integer) for name in names):
@@ -101,8 +130,7 @@ def _rows(frame: PandasObject) -> list[dict[Any, Any]]:
     named = _index_columns(index, count, set(named)) | named
     if len({len(column) for column in named.values()}) > 1 or len(named) == 0:
         raise ValueError
-    lists = {name: _items(column) for name, column in named.items()}
-    return [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)]
+    return named
 
 
 def _items(column: Sequence[Any]) -> list[Any]:

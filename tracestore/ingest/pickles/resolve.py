@@ -1,13 +1,14 @@
 """Replace the values of a pickle by arrays and plain values, within limits."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.containers.columns import array_in_bytes
+from tracestore.ingest.files.limits import Limits
+from tracestore.ingest.files.npy import array_in_bytes
 from tracestore.ingest.pickles.joblib_arrays import JoblibArray
 from tracestore.ingest.pickles.pickled_frames import PandasObject
 from tracestore.ingest.pickles.pickled_objects import PickledDict, PickledObject, UnknownClass
@@ -15,16 +16,11 @@ from tracestore.ingest.pickles.pickled_torch import PickledTensor, TorchDtype
 from tracestore.ingest.pickles.pickled_values import PickledArray, PickledValue, SafeGlobal
 from tracestore.ingest.pickles.sparse import PickledSparse
 
-# Limits of the values that a file's traces hold, where a value counts each time it is named: a fixed
-# allowance and a multiple of the bytes read, for the number of values, the bytes of text and the bytes of
-# arrays. A value takes at least one byte. Text is encoded again each time it is named; an array is not. The
-# multiple of arrays is large because in files made by hand one array may stand for all layers.
-_ALLOWANCES = ((20_000, 4), (16 << 20, 4), (64 << 20, 200))
 _MAX_BYTES_VALUE = 4 << 20
 _NUMBERS = frozenset((int, float, bool))
 
 
-def resolve(value: Any, limits: "Limits") -> Any:
+def resolve(value: Any, limits: Limits) -> Any:
     """Replace pickled values inside a value by arrays, charge them to the limits and return the value."""
     kind = type(value)
     if kind is str:
@@ -74,7 +70,7 @@ def resolve(value: Any, limits: "Limits") -> Any:
     return value
 
 
-def _resolve_all(values: Sequence[Any], limits: "Limits") -> list[Any]:
+def _resolve_all(values: Sequence[Any], limits: Limits) -> list[Any]:
     """Resolve a sequence, with shortcuts for the common cases of only texts, only numbers or only arrays."""
     kinds = set(map(type, values))
     if kinds == {str}:
@@ -89,38 +85,3 @@ def _resolve_all(values: Sequence[Any], limits: "Limits") -> list[Any]:
             limits.charge(0, sum(a.nbytes for a in arrays), count=len(arrays))
             return arrays
     return [resolve(v, limits) for v in values]
-
-
-class Limits:
-    """Limits on values and bytes of the traces of one file.
-
-    A file exceeds them only by naming the same values many times. `read_bytes` returns the
-    number of bytes of the file that have been read so far. `has_objects` is set when a value
-    holds an object that is not data.
-    """
-
-    def __init__(self, read_bytes: Callable[[], int]) -> None:
-        self._read_bytes = read_bytes
-        self._values = self._text_bytes = self._array_bytes = 0
-        self._max_values = self._max_text_bytes = self._max_array_bytes = 0
-        self.has_objects = False
-
-    def charge(self, text_bytes: int = 0, array_bytes: int = 0, count: int = 1) -> None:
-        """Add values and their bytes; raise InvalidInputError beyond a limit."""
-        self._values += count
-        self._text_bytes += text_bytes
-        self._array_bytes += array_bytes
-        if self._is_exceeded():
-            maxima = (allowance + ratio * self._read_bytes() for allowance, ratio in _ALLOWANCES)
-            self._max_values, self._max_text_bytes, self._max_array_bytes = maxima
-            if self._is_exceeded():
-                raise InvalidInputError(
-                    "traces whose values, counted each time they are named, exceed the file many times"
-                )
-
-    def _is_exceeded(self) -> bool:
-        return (
-            self._values > self._max_values
-            or self._text_bytes > self._max_text_bytes
-            or self._array_bytes > self._max_array_bytes
-        )

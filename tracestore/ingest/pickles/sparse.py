@@ -15,6 +15,7 @@ from tracestore.ingest.pickles.pickled_values import (
     checked_shape,
     functions,
 )
+from tracestore.store.format.schema import BFLOAT16
 
 # Bytes of the array of a sparse matrix: an allowance, and a multiple of the bytes of its entries.
 _ALLOWANCE_BYTES, _MAX_RATIO = 4 << 20, 200
@@ -68,7 +69,9 @@ class PickledSparse(PickledValue):
         for part, extent in zip(coords, self.size, strict=True):
             if part.dtype.kind not in "iu" or (part.size and not 0 <= int(part.min()) <= int(part.max()) < extent):
                 raise InvalidInputError("found a sparse matrix with indices outside of its shape")
-        values = self.values.astype("<f4") if self.values.dtype.kind == "V" else self.values
+        values = self.values
+        if values.dtype == BFLOAT16:
+            values = (values["bfloat16"].astype("<u4") << 16).view("<f4")
         dense = np.zeros(self.size, values.dtype)
         np.add.at(dense, tuple(part.astype("i8") for part in coords), values)
         return dense

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tracestore.ingest.containers.columns import array_in_bytes
 from tracestore.ingest.containers.keys import layer_kind, outputs_of_layers, parse_key
+from tracestore.ingest.files.npy import array_in_bytes
 from tracestore.ingest.pickles.pickled_frames import PandasObject
 from tracestore.ingest.pickles.pickled_objects import PickledObject
 from tracestore.ingest.pickles.pickled_torch import PickledTensor

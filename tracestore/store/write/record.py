@@ -68,6 +68,8 @@ class TraceRecord:
         Group for splits that the source has, "" if missing.
     extra_names : tuple of str
         Keys of the extras, which stay after the trace is packed.
+    deferred_scores : dict[str, float]
+        Scores and labels of a table, by the field of a layout: they are stored when the run's accounts close.
     dropped : list of str, optional
         Keys whose values cannot be stored. None: such a value is an error.
     is_borrowed : bool
@@ -96,6 +98,7 @@ class TraceRecord:
     scores: dict[str, float] = field(default_factory=dict)
     group: str = ""
     extra_names: tuple[str, ...] = ()
+    deferred_scores: dict[str, float] = field(default_factory=dict)
     dropped: list[str] | None = None
     is_borrowed: bool = False
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from tracestore._core.mapping import MappedFile
 from tracestore._core.pickle import ChunkReader
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.decompress import DAMAGE, open_inflated
+from tracestore.ingest.files.decompress import DAMAGE, open_inflated
 from tracestore.store.io.scratch import Scratch
 
 TRUNCATED_WHILE_READING = "another program truncated the file while it was read"
@@ -124,3 +124,31 @@ def map_file(path: Path) -> MappedFile:
         return MappedFile(path)
     except OSError as error:
         raise InvalidInputError(f"cannot be opened: {error.strerror}") from None
+
+
+class MappedStream:
+    """The part of a seekable file object that zipfile uses, over a mapped file."""
+
+    def __init__(self, mapped: MappedFile) -> None:
+        self._mapped, self._position = mapped, 0
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """Set the position."""
+        base = (0, self._position, len(self._mapped))[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self._position
+
+    def read(self, size: int = -1) -> bytes:
+        """Return a copy of the next bytes, at most `size`."""
+        begin, end = min(self._position, len(self._mapped)), len(self._mapped)
+        data = self._mapped.read(begin, end if size < 0 else min(begin + size, end))
+        self._position += len(data)
+        return data

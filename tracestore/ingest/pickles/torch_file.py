@@ -9,8 +9,8 @@ from typing import IO, Any, cast
 from tracestore._core.mapping import MappedFile
 from tracestore._core.pickle import BufferReader
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.byte_source import inflate, map_file
-from tracestore.ingest.decompress import compression_of
+from tracestore.ingest.files.byte_source import MappedStream, inflate, map_file
+from tracestore.ingest.files.decompress import compression_of
 from tracestore.ingest.pickles.pickle_reader import pickle_reader
 from tracestore.ingest.pickles.pickled_torch import PickledStorage, StorageType
 from tracestore.store.io.scratch import Scratch
@@ -43,34 +43,6 @@ def map_content(path: Path, scratch: Scratch) -> tuple[MappedFile, str | None]:
     if compression is None or _COMPRESSED.search(path.name) is None:
         return mapped, compression
     return inflate(path, compression, scratch), None
-
-
-class MappedStream:
-    """The part of a seekable file object that zipfile uses, over a mapped file."""
-
-    def __init__(self, mapped: MappedFile) -> None:
-        self._mapped, self._position = mapped, 0
-
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        """Set the position."""
-        base = (0, self._position, len(self._mapped))[whence]
-        self._position = max(0, base + offset)
-        return self._position
-
-    def tell(self) -> int:
-        """Return the position."""
-        return self._position
-
-    def read(self, size: int = -1) -> bytes:
-        """Return a copy of the next bytes, at most `size`."""
-        begin, end = min(self._position, len(self._mapped)), len(self._mapped)
-        data = self._mapped.read(begin, end if size < 0 else min(begin + size, end))
-        self._position += len(data)
-        return data
 
 
 def _entries(mapped: MappedFile) -> dict[str, memoryview]:

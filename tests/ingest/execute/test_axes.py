@@ -1,0 +1,79 @@
+"""Test that every stated order of axes gives the same traces."""
+
+import numpy as np
+import pytest
+
+from tests.ingest.execute.folders import convert, dump, refuse, states
+
+COUNT, LAYERS, TOKENS, WIDTH = 3, 2, 4, 6
+STACK = states(COUNT, LAYERS, TOKENS, WIDTH)
+
+
+def check(traces, wanted=STACK):
+    """Assert that the traces are those of the stack (N, L, S, D), in its order."""
+    assert len(traces) == len(wanted)
+    for trace, hidden in zip(traces.values(), wanted, strict=True):
+        np.testing.assert_allclose(trace.hidden_states, hidden, atol=2e-3)
+
+
+@pytest.mark.parametrize("order", ["NLSD", "LNSD", "SNLD", "NSLD", "DSLN", "NDLS", "SDNL"])
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_orders_of_a_stack(order, is_nested, tmp_path):
+    array = STACK.transpose(["NLSD".index(letter) for letter in order])
+    dump(tmp_path / "in/a.pkl", {"h": array.tolist() if is_nested else array})
+
+    check(convert(tmp_path, {"hidden_states": f"a.pkl : h -> {' '.join(order)}"}))
+
+
+@pytest.mark.parametrize(
+    ("array", "axes", "more"),
+    [
+        (STACK[:, None], "N 1 L S D", {}),
+        (STACK.transpose(0, 2, 1, 3).reshape(COUNT, TOKENS, -1), "N S (L D)", {"L.size": LAYERS}),
+        (STACK.transpose(0, 2, 1, 3).reshape(COUNT, TOKENS, -1), "N S (L D)", {"D.size": WIDTH}),
+        (STACK.transpose(1, 0, 2, 3).reshape(LAYERS, -1, WIDTH), "L (N S) D", {"S.lengths": "a.pkl : n -> N"}),
+        (STACK.transpose(0, 2, 1, 3).reshape(-1, LAYERS, WIDTH), "(N S) L D", {"S.offsets": "a.pkl : o"}),
+        (STACK.transpose(0, 2, 1, 3).reshape(-1, LAYERS, WIDTH), "(N S) L D", {"S.offsets": "a.pkl : e"}),
+        (STACK.transpose(0, 2, 1, 3).reshape(-1, LAYERS, WIDTH), "(N S) L D", {"S.owner": "a.pkl : w"}),
+        ([list(layers) for layers in STACK], "N L S D", {}),
+    ],
+)
+def test_axes_behind_each_other(array, axes, more, tmp_path):
+    ends = np.arange(1, COUNT + 1) * TOKENS
+    known = {"n": [TOKENS] * COUNT, "o": np.r_[0, ends], "e": ends, "w": np.repeat(np.arange(COUNT), TOKENS)}
+    dump(tmp_path / "in/a.pkl", {"h": array, **known})
+    used = {
+        line[-1] if line[-1] in known else line.split(" : ")[1][0] for line in more.values() if isinstance(line, str)
+    }
+    ignore = [f"a.pkl : {name}" for name in known if name not in used]
+
+    check(convert(tmp_path, {"hidden_states": f"a.pkl : h -> {axes}", **more, "ignore": ignore}))
+
+
+def test_answers_behind_each_other(tmp_path):
+    dump(tmp_path / "in/a.pkl", {"h": states(6, LAYERS, WIDTH), "ids": ["a", "b", "c"], "t": [list("xy")] * 3})
+    layout = {"last_token": "a.pkl : h -> (N K) L D", "question_id": "a.pkl : ids -> N"}
+
+    traces = convert(tmp_path, layout | {"generated_answer": "a.pkl : t -> N K"})
+
+    assert list(traces) == [(name, k) for name in "abc" for k in range(2)]
+    assert [trace.answer for trace in traces.values()] == ["x", "y"] * 3
+    np.testing.assert_allclose(traces["b", 1].last_token, states(6, LAYERS, WIDTH)[3], atol=2e-3)
+
+
+@pytest.mark.parametrize("axes", ["L S D", "N S D", "N L S D H", "N L 1 D", "N L S"])
+def test_other_axes_are_refused(axes, tmp_path):
+    dump(tmp_path / "in/a.pkl", {"h": STACK})
+
+    refuse(tmp_path, {"hidden_states": f"a.pkl : h -> {axes}"}, "axes|axis|expected")
+
+
+def test_ragged_nested_lists_are_not_padded(tmp_path):
+    ragged = [STACK[0].tolist(), STACK[1][:, :2].tolist()]
+    dump(tmp_path / "in/a.pkl", {"h": ragged})
+    traces = convert(tmp_path, {"hidden_states": "a.pkl : h -> N L S D"})
+    assert [trace.num_tokens for trace in traces.values()] == [4, 2]
+
+    ragged[1][0].append([0.0] * WIDTH)
+    dump(tmp_path / "in/a.pkl", {"h": ragged})
+    refuse(tmp_path, {"hidden_states": "a.pkl : h -> N L S D"}, r"expected|S, D", overwrite=True)

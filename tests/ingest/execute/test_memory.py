@@ -1,0 +1,63 @@
+"""Test that a file of many traces is never held whole."""
+
+import gzip
+import json
+import pickle
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from tracestore.ingest.execute.execution import Execution
+from tracestore.ingest.layout.language import parse_layout
+from tracestore.store.io.scratch import Scratch
+
+COUNT, SHAPE = 400, (4, 64, 256)  # 256 KiB a trace, 100 MiB in all
+TRACE_BYTES = 4 * int(np.prod(SHAPE))
+
+
+def write_pickle(folder):
+    with gzip.open(folder / "a.pkl.gz", "wb", compresslevel=1) as file:
+        pickle.dump([{"id": f"q{k}", "hs": np.full(SHAPE, k + 1, "f4")} for k in range(COUNT)], file)
+    return "a.pkl.gz : [id=id]/hs -> L S D"
+
+
+def write_lines(folder):
+    with open(folder / "a.jsonl", "w") as file:
+        for k in range(COUNT // 20):
+            file.write(json.dumps({"id": f"q{k}", "hs": np.full(SHAPE, k + 0.5).tolist()}) + "\n")
+    return "a.jsonl : [id=id]/hs -> L S D"
+
+
+def write_stack(folder):
+    np.save(folder / "a.npy", np.stack([np.full(SHAPE, k + 1, "f4") for k in range(COUNT)]))
+    return "a.npy -> N L S D"
+
+
+def write_layers(folder):
+    for layer in range(SHAPE[0]):
+        np.save(folder / f"{layer}.npy", np.stack([np.full(SHAPE[1:], k + 1, "f4") for k in range(COUNT)]))
+    return "{layer}.npy -> N S D"
+
+
+# The memo of a pickle holds up to 32 MiB of earlier traces; numbers of Python take several times the bytes of arrays.
+@pytest.mark.parametrize(
+    ("write", "limit"),
+    [(write_pickle, 48 << 20), (write_lines, 24 << 20), (write_stack, 4 << 20), (write_layers, 4 << 20)],
+)
+def test_traces_are_read_one_by_one(write, limit, tmp_path):
+    line = write(tmp_path)
+    execution = Execution(parse_layout({"hidden_states": line}), [tmp_path], tmp_path / "s.zarr")
+    tracemalloc.start()
+    try:
+        count = 0
+        for group in execution.groups:
+            for record in execution.read(group, False, Scratch(max_memory=4 * TRACE_BYTES)):
+                count += 1
+                del record
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+    assert count == (COUNT // 20 if write is write_lines else COUNT)
+    assert peak < limit

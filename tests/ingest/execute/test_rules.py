@@ -1,0 +1,621 @@
+"""Test the accounts of ingest.execute, each by the folder that it catches. The numbers are those of the rules."""
+
+import numpy as np
+import pytest
+
+import tracestore
+from tests.ingest.execute.folders import convert, dump, refuse, save, states, table
+from tracestore.errors import UsageError
+from tracestore.ingest.layout.language import parse_layout
+from tracestore.ingest.layout.places import plan_of
+
+ROWS = {"hidden_states": "*.pkl : [id=id]/hs -> L S D"}
+PASSES = {"hidden_states": "a.pkl : hs -> P L N S D"}
+
+
+def rows(count=3, **fields):
+    """Return records with id and states (L 2, S 4, D 8)."""
+    return [{"id": f"q{k}", "hs": states(2, 4, 8, seed=k)} | {n: v(k) for n, v in fields.items()} for k in range(count)]
+
+
+def write_rows(tmp_path, **fields):
+    """Write the records as in/a.pkl."""
+    dump(tmp_path / "in/a.pkl", rows(**fields))
+
+
+def passes(*sizes, rows=2, layers=2, dim=6):
+    """Return passes of `sizes` new tokens as lists over layers of (N, s, D)."""
+    return [[states(rows, size, dim, seed=10 * p + k) for k in range(layers)] for p, size in enumerate(sizes)]
+
+
+def test_rule_01_the_same_numbers_of_layers_everywhere(tmp_path):
+    for name, layers in (("a", (0, 1, 2)), ("b", (0, 2))):
+        for k in layers:
+            save(tmp_path / f"in/{name}_{k}.npy", states(4, 8, seed=k))
+
+    refuse(tmp_path, {"hidden_states": "{id}_{layer}.npy -> S D"}, "layer_ids: found")
+
+
+def test_rule_01_numbers_of_equally_many_layers_differ(tmp_path):
+    for name, layers in (("a", (0, 1)), ("b", (0, 2))):
+        for k in layers:
+            save(tmp_path / f"in/{name}_{k}.npy", states(4, 8, seed=k))
+
+    refuse(tmp_path, {"hidden_states": "{id}_{layer}.npy -> S D"}, r"layer_ids: found \[0, 2\], expected \[0, 1\]")
+
+
+def test_rule_01a_negative_layers_beside_others_need_the_number_of_layers(tmp_path):
+    for k in (0, 8, -1):
+        save(tmp_path / f"in/a_{k}.npy", states(4, 8, seed=abs(k)))
+    layout = {"hidden_states": "{id}_{layer}.npy -> S D"}
+    refuse(tmp_path, layout, "L.size")
+
+
+def test_rule_01b_sources_of_another_kind_of_layer(tmp_path):
+    write_rows(tmp_path)
+    convert(tmp_path, ROWS | {"L.what": "block output"})
+    (tmp_path / "in/a.pkl").rename(tmp_path / "b.pkl")
+    dump(tmp_path / "in/c.pkl", [{"id": "z", "hs": states(2, 4, 8, seed=9)}])
+
+    with pytest.raises(UsageError, match="hidden_states_at"):
+        tracestore.convert_files(tmp_path / "in", tmp_path / "s.zarr", layout=ROWS | {"L.what": "mlp_out"})
+
+
+@pytest.mark.parametrize("num_ids", [2, 3, 5, 6])
+def test_rule_02_as_many_tokens_as_states(tmp_path, num_ids):
+    write_rows(tmp_path, ids=lambda _: np.arange(num_ids))
+
+    refuse(tmp_path, ROWS | {"tokens": "*.pkl : [id=id]/ids"}, f"tokens: found {num_ids} ids, expected 4")
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 5, 5), (2, 1, 4, 5), (2, 1, 3, 3)])
+def test_rule_02_as_many_tokens_in_attention_as_states(tmp_path, shape):
+    write_rows(tmp_path, attn=lambda _: np.full(shape, 0.25, "f4"))
+
+    refuse(tmp_path, ROWS | {"attentions": "*.pkl : [id=id]/attn -> L H S S"}, "attentions")
+
+
+def test_rule_03_one_more_id_is_stated_or_follows_passes(tmp_path):
+    write_rows(tmp_path, ids=lambda k: np.arange(5) + k)
+    refuse(tmp_path, ROWS | {"tokens": "*.pkl : [id=id]/ids -> S"}, "-> T says that the last token has no states")
+
+    traces = convert(tmp_path, ROWS | {"tokens": "*.pkl : [id=id]/ids -> T"})
+
+    assert traces["q1", 0].tokens.tolist() == [1, 2, 3, 4, 5]
+
+
+def test_rule_03a_padding_behind_an_early_end(tmp_path):
+    sequences = np.array([[5, 6, 7, 8, 9], [5, 6, 2, 2, 2]])
+    dump(tmp_path / "in/a.pkl", {"hs": passes(2, 1, 1), "sequences": sequences, "ids": ["a", "b"]})
+    layout = PASSES | {"tokens": "a.pkl : sequences -> N T", "question_id": "a.pkl : ids -> N"}
+    refuse(tmp_path, layout, "S.pad = 2")
+
+    traces = convert(tmp_path, layout | {"S.pad": 2})
+
+    assert traces["a", 0].tokens.tolist() == [5, 6, 7, 8, 9]
+    assert traces["b", 0].tokens.tolist() == [5, 6, 2]
+    assert [traces[name, 0].num_tokens for name in "ab"] == [4, 2]
+
+
+def test_rule_03a_fill_and_end_of_rows_differ(tmp_path):
+    sequences = np.array([[5, 6, 7, 8, 2], [5, 6, 2, 0, 0]])
+    dump(tmp_path / "in/a.pkl", {"hs": passes(2, 1, 1), "sequences": sequences, "ids": ["a", "b"]})
+    layout = PASSES | {"tokens": "a.pkl : sequences -> N T", "question_id": "a.pkl : ids -> N", "S.pad": [0, 2]}
+
+    traces = convert(tmp_path, layout)
+
+    assert [traces[name, 0].tokens.tolist() for name in "ab"] == [[5, 6, 7, 8, 2], [5, 6, 2]]
+
+
+def test_rule_03a_the_id_that_a_mask_removes(tmp_path):
+    sequences = np.array([[0, 5, 6, 7, 8], [5, 6, 7, 2, 0]])
+    mask = np.array([[0, 1], [1, 1]])
+    dump(tmp_path / "in/a.pkl", {"hs": passes(2, 1, 1), "sequences": sequences, "mask": mask, "ids": ["a", "b"]})
+    layout = PASSES | {"tokens": "a.pkl : sequences -> N T", "question_id": "a.pkl : ids -> N"}
+
+    refuse(tmp_path, layout | {"S.mask": "a.pkl : mask -> N S"}, "fills rows: S.pad = 0")
+
+
+def test_rule_04_a_lost_file_of_a_layer(tmp_path):
+    for token in (0, 1, 2):
+        for layer in (0, 1):
+            if (token, layer) != (1, 1):
+                save(tmp_path / f"in/q_{token}_{layer}.npy", states(8, seed=token))
+
+    refuse(tmp_path, {"hidden_states": "{id}_{token}_{layer}.npy -> D"}, "token 1, layer 1 is missing")
+
+
+@pytest.mark.parametrize("name", ["token", "step"])
+def test_rule_04_tokens_and_steps_have_no_gaps(tmp_path, name):
+    for k in (0, 1, 3):
+        save(tmp_path / f"in/q_{k}.npy", states(2, 8, seed=k))
+
+    refuse(tmp_path, {"hidden_states": f"{{id}}_{{{name}}}.npy -> L D"}, "is missing|have gaps")
+
+
+def test_rule_05_passes_grow_by_new_tokens_only(tmp_path):
+    """generate() without a cache: each pass holds the whole prefix."""
+    hs = passes(2, 3, 4)
+    dump(tmp_path / "in/a.pkl", {"hs": hs, "sequences": np.arange(10).reshape(2, 5), "ids": ["a", "b"]})
+    layout = PASSES | {"question_id": "a.pkl : ids -> N"}
+    with_ids = layout | {"tokens": "a.pkl : sequences -> N T"}
+    refuse(tmp_path, with_ids, "tokens: found 5 ids, expected 9")
+
+    traces = convert(tmp_path, with_ids | {"P.repeats": True})
+
+    assert len(traces) == 2
+    np.testing.assert_allclose(traces["b", 0].hidden_states[1], hs[2][1][1], atol=2e-3)
+
+
+def test_rule_05a_passes_without_ids_have_one_token_each(tmp_path):
+    dump(tmp_path / "in/a.pkl", {"hs": passes(3, 2, 1)})
+    refuse(tmp_path, PASSES, "P.repeats = true, or P.new = true")
+
+    assert all(trace.num_tokens == 6 for trace in convert(tmp_path, PASSES | {"P.new": True}).values())
+
+
+@pytest.mark.parametrize(("sizes", "length"), [((3, 1, 1), 3), ((3, 2, 1), None)])
+def test_rule_05b_the_first_pass_is_the_prompt_if_the_others_have_one_token(tmp_path, sizes, length):
+    dump(tmp_path / "in/a.pkl", {"hs": passes(*sizes)})
+
+    assert {t.prompt_length for t in convert(tmp_path, PASSES | {"P.new": True}).values()} == {length}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda a: a.swapaxes(-1, -2), "transposed"),
+        (lambda a: a - 1, "expected 0 to 1"),
+        (lambda a: a * 3, "expected 0 to 1"),
+    ],
+)
+def test_rule_06a_attention_lies_between_0_and_1_and_its_rows_sum_to_1(tmp_path, change, words):
+    weights = np.tril(np.random.default_rng(0).random((2, 1, 4, 4)) + 0.1)
+    attention = change(weights / weights.sum(-1, keepdims=True)).astype("f4")
+    write_rows(tmp_path, attn=lambda _: attention)
+
+    refuse(tmp_path, ROWS | {"attentions": "*.pkl : [id=id]/attn -> L H S S"}, words)
+
+
+@pytest.mark.parametrize("dtype", ["i1", "u1", "i4", "u2", "u8"])
+def test_rule_07_bytes_and_integers_are_no_states(tmp_path, dtype):
+    save(tmp_path / "in/a.npy", (np.arange(64).reshape(2, 4, 8) + 1).astype(dtype))
+
+    refuse(tmp_path, {"hidden_states": "{id}.npy -> L S D"}, "floating-point numbers")
+
+
+def test_rule_07_raw_bits_and_scaled_integers_are_stated(tmp_path):
+    values = states(2, 4, 8)
+    bits = (values.view("u4") >> 16).astype("u2")
+    save(tmp_path / "in/a.npy", bits)
+    layout = {"hidden_states": "{id}.npy -> L S D"}
+
+    traces = convert(tmp_path, layout | {"dtype.hidden_states": "bfloat16"})
+
+    np.testing.assert_allclose(traces["a", 0].hidden_states, values, rtol=1e-2)
+    save(tmp_path / "in/a.npy", np.full((2, 4, 8), 5, "i1"))
+    traces = convert(tmp_path, layout | {"scale.hidden_states": 0.5}, overwrite=True)
+    assert (np.asarray(traces["a", 0].hidden_states) == 2.5).all()
+
+
+def test_rule_08_attention_without_a_line(tmp_path):
+    write_rows(tmp_path, attn=lambda _: np.ones((2, 1, 4, 4), "f4"))
+    refuse(tmp_path, ROWS, "attn: no line of the layout names an array")
+
+    assert len(convert(tmp_path, ROWS | {"ignore": ["*.pkl : [id=id]/attn"]})) == 3
+
+
+def test_rule_08_a_file_without_a_line(tmp_path):
+    write_rows(tmp_path)
+    save(tmp_path / "in/attn.npy", states(3))
+    refuse(tmp_path, ROWS, "no line of the layout names attn.npy")
+
+    assert len(convert(tmp_path, ROWS | {"ignore": ["attn.npy"]})) == 3
+
+
+@pytest.mark.parametrize("key", ["label", "is_correct", "isCorrect", "bleurt_score", "y", "hallucination", "verdict"])
+@pytest.mark.parametrize("records", [(), ("*.pkl : [id=id]",)])
+def test_rule_08a_what_may_be_a_label_is_no_extra(tmp_path, key, records):
+    write_rows(tmp_path, **{key: lambda k: k % 2})
+
+    refuse(
+        tmp_path, ROWS | ({"records": list(records)} if records else {}), f"{key}: no line of the layout names what may"
+    )
+
+
+@pytest.mark.parametrize(("lengths", "is_right"), [([3, 4, 5], True), ([3, 4, 4], False), ([3, 4, 6], False)])
+def test_rule_09_lengths_sum_to_the_axis(tmp_path, lengths, is_right):
+    save(tmp_path / "in/h.npy", states(12, 2, 8))
+    save(tmp_path / "in/n.npy", np.array(lengths))
+    table(tmp_path / "in/ids.json", ["a", "b", "c"])
+    layout = {"hidden_states": "h.npy -> (N S) L D", "S.lengths": "n.npy -> N", "question_id": "ids.json -> N"}
+
+    if is_right:
+        assert [t.num_tokens for t in convert(tmp_path, layout).values()] == lengths
+    else:
+        refuse(tmp_path, layout, "S.lengths: sum is")
+
+
+@pytest.mark.parametrize(
+    ("ranges", "words"),
+    [
+        ([(0, 3), (3, 12)], ""),
+        ([(0, 3), (4, 12)], "gap"),
+        ([(0, 5), (3, 12)], "overlap"),
+        ([(0, 3), (3, 11)], "end at 11"),
+    ],
+)
+def test_rule_09_ranges_are_disjoint_and_cover_the_axis(tmp_path, ranges, words):
+    save(tmp_path / "in/h.npy", states(12, 2, 8))
+    table(tmp_path / "in/t.csv", [{"id": f"q{k}", "a": a, "b": b} for k, (a, b) in enumerate(ranges)])
+    layout = {"hidden_states": "h.npy -> (N S) L D", "question_id": "t.csv : []/id"}
+    layout |= {"S.starts": "t.csv : []/a", "S.ends": "t.csv : []/b"}
+
+    if words:
+        refuse(tmp_path, layout, words)
+    else:
+        assert [t.num_tokens for t in convert(tmp_path, layout).values()] == [3, 9]
+
+
+@pytest.mark.parametrize("ids", [(1, "1"), ("a", "a"), (1, 1.0), (" a", "a")])
+def test_rule_10_each_id_and_sample_once(tmp_path, ids):
+    dump(tmp_path / "in/a.pkl", [{"id": name, "hs": states(2, 4, 8, seed=k)} for k, name in enumerate(ids)])
+
+    refuse(tmp_path, ROWS, "occurs twice|two values")
+
+
+def test_rule_10a_hidden_names_are_left_out_and_links_to_folders_not_followed(tmp_path):
+    write_rows(tmp_path)
+    for name in (".hidden.pkl", "~a.pkl", "__MACOSX/a.pkl"):
+        dump(tmp_path / "in" / name, ["x"])
+    dump(tmp_path / "other/b.pkl", ["x"])
+    (tmp_path / "in/link").symlink_to(tmp_path / "other")
+    (tmp_path / "in/again.pkl").symlink_to(tmp_path / "in/a.pkl")
+
+    assert len(convert(tmp_path, {"hidden_states": "**/*.pkl : [id=id]/hs -> L S D"})) == 3
+
+
+@pytest.mark.parametrize("copy", ["q1 (1)", "q1-checkpoint", "q1_copy", "q1-Copy2", "q1.bak"])
+def test_rule_10b_copies_are_refused_unless_they_are_meant(tmp_path, copy):
+    for name in ("q1", copy):
+        save(tmp_path / f"in/{name}.npy", states(2, 4, 8))
+    layout = {"hidden_states": "{id}.npy -> L S D"}
+    refuse(tmp_path, layout, "a copy")
+
+    assert len(convert(tmp_path, layout | {"duplicates": "keep"})) == 2
+
+
+def test_rule_10b_equal_states_under_other_names_are_counted(tmp_path, caplog):
+    for name in ("q1", "q2"):
+        save(tmp_path / f"in/{name}.npy", states(2, 4, 8))
+
+    with caplog.at_level("INFO"):
+        convert(tmp_path, {"hidden_states": "{id}.npy -> L S D"})
+
+    assert "1 trace with the hidden states of another id" in caplog.text
+
+
+def test_rule_11_attention_of_other_ids(tmp_path):
+    arrays = {f"{name}_{k}": states(2, 4, 8, seed=k) for k, name in enumerate(["h_a", "h_b"])}
+    (tmp_path / "in").mkdir()
+    np.savez(tmp_path / "in/a.npz", **arrays, t_a_0=np.arange(4), t_c_0=np.arange(4))
+    layout = {"hidden_states": "a.npz : h_{id}_{n:d} -> L S D", "tokens": "a.npz : t_{id}_{m:d}"}
+
+    refuse(tmp_path, layout, "id c of a.npz : .* belongs to no trace")
+
+
+def labels(tmp_path, pairs, name="labels.csv"):
+    """Write a table of ids and labels next to the records; return the layout."""
+    write_rows(tmp_path)
+    table(tmp_path / "in" / name, [{"qid": i, "label": v} for i, v in pairs])
+    return ROWS | {"is_correct": "labels.csv : [id=qid]/label"}
+
+
+@pytest.mark.parametrize("counts", [(2, 3), (3, 2)])
+def test_rule_11_answers_and_their_states(tmp_path, counts):
+    hs, texts = [states(2, 4, 8, seed=k) for k in range(counts[0])], [f"a{k}" for k in range(counts[1])]
+    dump(tmp_path / "in/a.pkl", [{"id": "q", "hs": hs, "texts": texts}])
+    layout = {"hidden_states": "a.pkl : [id=id]/hs/[K] -> L S D", "generated_answer": "a.pkl : [id=id]/texts/[K]"}
+
+    if counts[0] < counts[1]:
+        refuse(tmp_path, layout, "belongs to no trace")
+    else:
+        assert [t.answer for t in convert(tmp_path, layout).values()] == ["a0", "a1", None]
+
+
+def test_rule_11_layers_of_attention_and_states(tmp_path):
+    for k in (8, 16):
+        save(tmp_path / f"in/q_h{k}.npy", states(4, 8, seed=k))
+        save(tmp_path / f"in/q_a{k + 1}.npy", np.full((1, 4, 4), 0.25, "f4"))
+    layout = {"hidden_states": "{id}_h{layer}.npy -> S D", "attentions": "{id}_a{layer}.npy -> H S S"}
+
+    refuse(tmp_path, layout, r"attentions: found the layers \[9, 17\], expected \[8, 16\]")
+
+
+def test_rule_12_no_key_of_a_table_twice(tmp_path):
+    layout = labels(tmp_path, [("q0", 1), ("q1", 0), ("q1", 1), ("q2", 1)])
+
+    refuse(tmp_path, layout, "two values of id q1")
+
+
+def test_rule_12_unused_rows_and_traces_without_a_row_are_counted(tmp_path, caplog):
+    layout = labels(tmp_path, [("q0", 1), ("q1", 0), ("other", 1)])
+
+    with caplog.at_level("INFO"):
+        traces = convert(tmp_path, layout)
+
+    assert "is_correct: 2 rows of labels.csv joined by id, 1 without a trace, 1 traces without a row" in caplog.text
+    assert [traces[f"q{k}", 0].score for k in range(2)] == [1, 0]
+    assert np.isnan(traces["q2", 0].score)
+
+
+def test_rule_12a_a_label_serves_one_trace(tmp_path):
+    answers = [{"hs": states(2, 4, 8, seed=k)} for k in range(4)]
+    dump(tmp_path / "in/a.pkl", [{"id": f"q{k}", "ok": k, "answers": answers[2 * k : 2 * k + 2]} for k in range(2)])
+    layout = {"hidden_states": "a.pkl : [id=id]/answers/[K]/hs -> L S D", "is_correct": "a.pkl : [id=id]/ok"}
+    refuse(tmp_path, layout, "serves several traces")
+
+    traces = convert(tmp_path, layout | {"share.is_correct": ["sample"]})
+
+    assert [traces["q1", k].score for k in range(2)] == [1, 1]
+
+
+def test_rule_12a_one_row_for_every_rank(tmp_path):
+    for rank in range(2):
+        dump(tmp_path / f"in/rank{rank}.pkl", [{"idx": k, "hs": states(2, 4, 8, seed=10 * rank + k)} for k in range(3)])
+    table(tmp_path / "in/labels.csv", [{"idx": k, "label": k % 2} for k in range(6)])
+    layout = {"hidden_states": "rank{rank}.pkl : [n=idx]/hs -> L S D", "is_correct": "labels.csv : [n=idx]/label"}
+
+    refuse(tmp_path, layout, "serves several traces")
+
+
+@pytest.mark.parametrize(
+    "spell",
+    [
+        lambda i: i.upper(),
+        lambda i: f"q0{i[1:]}",
+        lambda i: f" {i[0]} {i[1:]}",
+        lambda i: f"{i}.0",
+        lambda i: f"ｑ{i[1:]}",
+    ],
+)
+def test_rule_12b_a_remainder_that_differs_in_spelling_only(tmp_path, spell):
+    layout = labels(tmp_path, [("q0", 1), (spell("q1"), 0), (spell("q2"), 1)])
+
+    refuse(tmp_path, layout, "differ in spelling only")
+
+
+def test_rule_12b_rows_numbered_from_1(tmp_path):
+    layout = labels(tmp_path, [("q1", 1), ("q2", 0), ("q3", 1)])
+
+    refuse(tmp_path, layout, "numbered from 0 and from 1")
+
+
+def test_rule_12c_no_match_at_all(tmp_path):
+    layout = labels(tmp_path, [("x", 1), ("y", 0), ("z", 1)])
+
+    refuse(tmp_path, layout, "no id of it is that of a trace")
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_rule_13_totals_in_order_are_equal(tmp_path, count):
+    save(tmp_path / "in/h.npy", states(3, 2, 4, 8))
+    save(tmp_path / "in/y.npy", np.arange(count) % 2)
+
+    refuse(tmp_path, {"hidden_states": "h.npy -> N L S D", "is_correct": "y.npy -> N"}, f"{count} rows")
+
+
+def test_rule_13_several_files_have_no_order(tmp_path):
+    for name in "ab":
+        save(tmp_path / f"in/h_{name}.npy", states(3, 2, 4, 8, seed=ord(name)))
+    save(tmp_path / "in/y.npy", np.arange(6) % 2)
+
+    refuse(tmp_path, {"hidden_states": "h_*.npy -> N L S D", "is_correct": "y.npy -> N"}, "rows in order")
+
+
+def test_rule_13_rows_of_two_tables_have_no_order(tmp_path):
+    save(tmp_path / "in/h.npy", states(3, 2, 4, 8))
+    for name in "ab":
+        table(tmp_path / f"in/{name}.csv", [{"ok": 1}] * 3)
+
+    refuse(
+        tmp_path,
+        {"hidden_states": "h.npy -> N L S D", "is_correct": "*.csv : []/ok"},
+        "rows in order lie in a.csv and b.csv",
+    )
+
+
+@pytest.mark.parametrize("numbers", [(0, 1), (1, 2), (0, 2)])
+def test_rule_13_chunks_are_numbered_from_0_without_gaps(tmp_path, numbers):
+    for k in numbers:
+        save(tmp_path / f"in/h_{k}.npy", states(3, 2, 4, 8, seed=k))
+    save(tmp_path / "in/y.npy", np.array([0, 1, 1, 0, 0, 1]))
+    layout = {"hidden_states": "h_{chunk}.npy -> N L S D", "is_correct": "y.npy -> N"}
+
+    if numbers == (0, 1):
+        traces = convert(tmp_path, layout)
+        assert [trace.score for trace in traces.values()] == [0, 1, 1, 0, 0, 1]
+    else:
+        refuse(tmp_path, layout, "without gaps")
+
+
+@pytest.mark.parametrize("count", [5, 7])
+def test_rule_13_totals_over_chunks(tmp_path, count):
+    for k in range(2):
+        save(tmp_path / f"in/h_{k}.npy", states(3, 2, 4, 8, seed=k))
+    dump(tmp_path / "in/b.pkl", [{"h": states(3, 2, 4, 8, seed=k)} for k in range(2)])
+    save(tmp_path / "in/y.npy", np.arange(count) % 2)
+    labels = {"is_correct": "y.npy -> N"}
+
+    files = {"hidden_states": "h_{chunk}.npy -> N L S D", "ignore": ["b.pkl"]}
+    refuse(tmp_path, labels | files, f"{count} rows belong to 6 traces")
+    items = {"hidden_states": "b.pkl : [chunk]/h -> N L S D", "ignore": ["h_*.npy"]}
+    refuse(tmp_path, labels | items, f"{count} rows belong to 6 traces")
+
+
+def test_rule_13_a_column_of_ids_is_not_left_unused(tmp_path):
+    save(tmp_path / "in/h.npy", states(3, 2, 4, 8))
+    table(tmp_path / "in/t.csv", [{"id": name, "ok": 1} for name in "bca"])
+    layout = {"hidden_states": "h.npy -> N L S D", "is_correct": "t.csv : []/ok"}
+    refuse(tmp_path, layout, "this column of ids is left out")
+
+    table(tmp_path / "in/t.csv", [{"index": k, "ok": 1} for k in range(3)])
+    assert len(convert(tmp_path, layout)) == 3
+
+
+def test_rule_13_rows_that_say_their_number(tmp_path):
+    save(tmp_path / "in/h.npy", states(3, 2, 4, 8))
+    table(tmp_path / "in/t.csv", [{"row": k, "ok": int(k == 2)} for k in (2, 0, 1)])
+    layout = {"hidden_states": "h.npy -> N L S D", "is_correct": "t.csv : [N=row]/ok"}
+
+    assert [trace.score for trace in convert(tmp_path, layout).values()] == [0, 0, 1]
+    table(tmp_path / "in/t.csv", [{"row": k, "ok": 1} for k in (1, 2, 3)])
+    refuse(tmp_path, layout, "rows in order|numbered from 0|belong to", overwrite=True)
+
+
+@pytest.mark.parametrize("name", ["rank{chunk}.npy", "gpu_{chunk}.npy", "worker-{chunk}.npy", "proc{chunk}.npy"])
+def test_rule_13a_ranks_are_no_chunks(name):
+    with pytest.raises(UsageError, match="files of ranks are no chunks"):
+        plan_of(parse_layout({"hidden_states": f"{name} -> N L S D"}))
+
+
+def test_rule_14_two_labels_agree(tmp_path):
+    write_rows(tmp_path, ok=lambda k: k % 2, bad=lambda k: k % 2)
+    layout = ROWS | {"is_correct": "*.pkl : [id=id]/ok", "is_hallucinated": "*.pkl : [id=id]/bad"}
+
+    refuse(tmp_path, layout, "expected that they agree")
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_rule_17a_lengths_need_a_side_unless_the_padding_shows_it(tmp_path, side):
+    lengths, stack = [5, 3], states(2, 2, 5, 8)
+    dump(tmp_path / "in/a.pkl", {"hs": stack, "n": lengths})
+    layout = {"hidden_states": "a.pkl : hs -> N L S D", "S.lengths": "a.pkl : n -> N"}
+    refuse(tmp_path, layout, "S.side")
+    traces = list(convert(tmp_path, layout | {"S.side": side}).values())
+    kept = stack[1, :, :3] if side == "right" else stack[1, :, 2:]
+    np.testing.assert_allclose(traces[1].hidden_states, kept, atol=2e-3)
+
+    stack[1, :, 3:] = 0
+    stack[1, :, :3] = states(2, 3, 8, seed=4)
+    if side == "left":
+        stack[1] = stack[1][:, ::-1]
+    dump(tmp_path / "in/a.pkl", {"hs": stack, "n": lengths})
+    traces = list(convert(tmp_path, layout, overwrite=True).values())
+    kept = stack[1, :, :3] if side == "right" else stack[1, :, 2:]
+    np.testing.assert_allclose(traces[1].hidden_states, kept, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("mask", "words"),
+    [
+        ([0, 0, 0, 0, 0], "no token"),
+        ([1, 0, 1, 1, 0], "one run"),
+        ([1, 2, 1, 0, 0], "0 and 1"),
+        ([0, 0, 1, 1, 1], "several ids"),
+    ],
+)
+def test_rule_17b_masks_are_one_run_of_ones_and_leave_out_one_id(tmp_path, mask, words):
+    dump(tmp_path / "in/a.pkl", {"hs": states(1, 2, 5, 8), "m": np.array([mask]), "ids": np.array([[7, 8, 9, 7, 6]])})
+    layout = {"hidden_states": "a.pkl : hs -> N L S D", "S.mask": "a.pkl : m -> N S", "tokens": "a.pkl : ids -> N S"}
+
+    refuse(tmp_path, layout, words)
+
+
+def test_rule_17b_an_inverted_mask_without_ids(tmp_path):
+    stack = states(2, 2, 5, 8)
+    stack[:, :, 3:] = 0
+    dump(tmp_path / "in/a.pkl", {"hs": stack, "m": np.array([[0, 0, 0, 1, 1]] * 2)})
+    layout = {"hidden_states": "a.pkl : hs -> N L S D", "S.mask": "a.pkl : m -> N S"}
+
+    refuse(tmp_path, layout, "zero in all layers|constant")
+
+
+def test_rule_17b_a_mask_of_the_answer_without_ids(tmp_path):
+    dump(tmp_path / "in/a.pkl", {"hs": states(2, 2, 5, 8), "m": np.array([[0, 0, 1, 1, 1], [0, 1, 1, 1, 1]])})
+    layout = {"hidden_states": "a.pkl : hs -> N L S D", "S.mask": "a.pkl : m -> N S"}
+
+    refuse(tmp_path, layout, "constant")
+
+
+@pytest.mark.parametrize(
+    ("value", "label"), [(1, 1), (True, 1), ("1", 1), ("Yes", 1), ("correct", 1), ("wrong", 0), ("hallucinated", 0)]
+)
+def test_rule_22a_labels_are_0_1_missing_or_known_words(tmp_path, value, label):
+    write_rows(tmp_path, ok=lambda k: value if k else None)
+
+    traces = convert(tmp_path, ROWS | {"is_correct": "*.pkl : [id=id]/ok"})
+
+    assert [traces[f"q{k}", 0].score for k in (1, 2)] == [label, label]
+    assert np.isnan(traces["q0", 0].score)
+
+
+@pytest.mark.parametrize("value", [0.3, -1, 2, "maybe", "not bad", "oui", [1], "unsure"])
+def test_rule_22a_other_values_are_refused(tmp_path, value):
+    write_rows(tmp_path, ok=lambda k: value)
+
+    refuse(tmp_path, ROWS | {"is_correct": "*.pkl : [id=id]/ok"}, "is_correct")
+
+
+def test_rule_22a_a_label_per_token_is_no_label_of_the_trace(tmp_path):
+    rows = [{"id": "q", "pos": k, "h": 1.5 + k, "ok": k % 2} for k in range(4)]
+    layout = {"hidden_states": "t.json : [id=id, token=pos]/h -> D"}
+    table(tmp_path / "in/t.json", [row | {"h": [row["h"], 1.0]} for row in rows])
+
+    refuse(
+        tmp_path,
+        layout | {"is_correct": "t.json : [id=id, token=pos]/ok"},
+        "in the rows of one trace, expected one value",
+    )
+
+
+def test_rule_22a_words_are_added(tmp_path):
+    write_rows(tmp_path, ok=lambda k: ["oui", "non", "oui"][k])
+
+    traces = convert(tmp_path, ROWS | {"is_correct": "*.pkl : [id=id]/ok", "words.oui": True, "words.non": False})
+
+    assert [traces[f"q{k}", 0].score for k in range(3)] == [1, 0, 1]
+
+
+@pytest.mark.parametrize("key", ["answer", "sample", "label", "target", "verdict"])
+def test_rule_22a_records_take_no_answers_and_labels(tmp_path, key):
+    write_rows(tmp_path, **{key: lambda k: f"text {k}"})
+
+    refuse(tmp_path, ROWS | {"records": ["*.pkl : [id=id]"]}, f"{key}: no line of the layout")
+
+
+def test_rule_22a_records_give_fields_of_their_names_and_extras(tmp_path):
+    write_rows(
+        tmp_path, question=lambda k: f"Q{k}?", model=lambda _: "gpt2", top_p=lambda _: 0.9, notes=lambda _: ["a"]
+    )
+
+    traces = convert(tmp_path, ROWS | {"records": ["*.pkl : [id=id]"]})
+
+    assert traces["q1", 0].question == "Q1?"
+    assert traces["q1", 0].extras == {"model": "gpt2", "top_p": 0.9}
+
+
+def test_rule_24_a_token_of_zeros(tmp_path):
+    """A memory-mapped file that was preallocated before a crash."""
+    stack = states(3, 2, 4, 8)
+    stack[2] = 0
+    save(tmp_path / "in/h.npy", stack)
+
+    layout = {"hidden_states": "h.npy -> N L S D"}
+    refuse(tmp_path, layout, "trace 2, hidden_states: token 0 is zero in all layers")
+    refuse(tmp_path, layout | {"S.padding": "none"}, "zero in all layers")
+
+
+def test_rule_24_a_last_token_of_zeros(tmp_path):
+    stack = states(3, 2, 8)
+    stack[1] = 0
+    save(tmp_path / "in/h.npy", stack)
+
+    refuse(tmp_path, {"last_token": "h.npy -> N L D"}, "trace 1, last_token: token 0 is zero in all layers")
+
+
+@pytest.mark.parametrize("text", ["[1. 2. ... 3.]", "[1, 2", "nan?", "[[1, 2], [3]]"])
+def test_rule_24_text_parses_whole(tmp_path, text):
+    table(tmp_path / "in/t.csv", [{"id": "q0", "h": text}])
+
+    refuse(tmp_path, {"last_token": "t.csv : [id=id]/h -> D"}, "no JSON|expected")

@@ -1,0 +1,119 @@
+"""Test the layout language: addresses, TOML, lines, and messages."""
+
+import tomllib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.helpers import ROOT
+from tracestore.errors import UsageError
+from tracestore.ingest.layout.addresses import ItemsStep, KeyStep, parse_address
+from tracestore.ingest.layout.language import fields_of_lines, parse_layout, read_layout
+
+KINDS = tomllib.loads((ROOT / "tests/ingest/corpus/layouts.toml").read_text())
+STATES = {"hidden_states": "*.pkl : []/hs -> L S D"}
+
+
+def test_an_address_has_files_path_and_axes():
+    address = parse_address("**/{split}.pkl : [id=qid]/a.b/{layer},x -> N (K S) D")
+
+    assert address.files.names == ("split",)
+    assert [type(step) for step in address.path] == [ItemsStep, KeyStep, KeyStep]
+    assert address.path[2].names == ("layer",)
+    assert address.axes == ("N", "KS", "D")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a.npy",
+        "a.npy -> N S D",
+        "a.pkl : []",
+        "a.pkl : x",
+        r"a\ : b.pkl : c\/d/e",
+        "a.h5 : {id}/@question",
+        "a.pkl : **/[chunk]/x -> (N S) D",
+        'a.pkl : [request_id="{id}-0"]/x',
+        "a.pkl : [n=#, layer=l]/-1/x -> 1 S D",
+        "a.pkl : {id},{layer} -> S D",
+    ],
+)
+def test_an_address_is_written_as_it_was_read(text):
+    assert str(parse_address(text)) == text
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_layouts_of_the_corpus_survive_toml(name):
+    layout = parse_layout(KINDS[name])
+
+    assert parse_layout(tomllib.loads(layout.to_toml())) == layout
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        ({"hidden_state": "a.npy"}, "did you mean hidden_states"),
+        (STATES | {"hidden_states": " -> L"}, "expected FILES"),
+        (STATES | {"tokens": "a.npy -> N X"}, "letters of N K L"),
+        (STATES | {"tokens": "a.pkl : [q]/x"}, "expected \\[\\], \\[K\\]"),
+        (STATES | {"tokens": "{id}.npz : {id}"}, "id is bound twice"),
+        (STATES | {"tokens": ["a", "b", "c"]}, "expected FILES"),
+        (STATES | {"S.side": "middle"}, "left or right"),
+        (STATES | {"S.pad": "x"}, "expected int"),
+        (STATES | {"words.ja": "yes"}, "words.NAME = bool"),
+        (STATES | {"L.ids": []}, "expected FILES"),
+        ({"tokens": "a.npy"}, "states no hidden_states"),
+        (STATES | {"question": "a.pkl : x//y"}, "empty key"),
+        (STATES | {"question": "a.pkl : {x"}, "expected a name"),
+        (STATES | {"question": 3}, "expected FILES"),
+    ],
+)
+def test_a_wrong_entry_is_refused_with_its_name(entries, words):
+    with pytest.raises(UsageError, match=words):
+        parse_layout(entries)
+
+
+def test_lines_replace_the_entries_of_a_file(tmp_path):
+    (tmp_path / "l.toml").write_text('hidden_states = "a.npy -> N S D"\nS.lengths = "n.npy -> N"\n')
+
+    layout = read_layout(tmp_path / "l.toml", ["hidden_states = b.npy -> N L S D", "S.pad = 2", "ignore = x.npy"])
+
+    assert str(layout.addresses["hidden_states"][0]) == "b.npy -> N L S D"
+    assert layout.settings == {"S.pad": 2}
+    assert [str(a) for a in layout.ignore] == ["x.npy"]
+
+
+@pytest.mark.parametrize("line", ["", "x", "= a", "tokens =", "tokens"])
+def test_a_line_without_field_or_address_is_refused(line):
+    with pytest.raises(UsageError, match="--field"):
+        fields_of_lines([line])
+
+
+def test_a_field_stated_twice_is_refused():
+    with pytest.raises(UsageError, match="stated twice"):
+        fields_of_lines(["tokens = a.npy", "tokens = b.npy"])
+
+
+WORDS = st.sampled_from(
+    ["a.npz", " : ", " -> ", "{id}", "[]", "[id=q]", "/", "**", "*", "N", "S", "(", ")", "\\", '"', " "]
+)
+
+
+@given(st.lists(WORDS, max_size=9).map("".join))
+def test_any_text_is_an_address_or_refused(text):
+    try:
+        address = parse_address(text)
+    except UsageError:
+        return
+    assert parse_address(str(address)) == address
+
+
+@given(st.text(max_size=40))
+def test_any_line_is_an_entry_or_refused(text):
+    try:
+        entries = fields_of_lines([text])
+        layout = parse_layout({**STATES, **entries})
+    except UsageError:
+        return
+    assert parse_layout(tomllib.loads(layout.to_toml())) == layout

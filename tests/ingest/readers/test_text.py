@@ -1,0 +1,148 @@
+"""Test the tree of JSON, JSON Lines, CSV, TSV and text files."""
+
+import bz2
+import gzip
+import json
+import lzma
+
+import numpy as np
+import pytest
+
+from tests.ingest.readers.trees import check_mutations, check_time, plain, read_tree, refusal, refusal_in_child
+from tracestore.ingest.readers.opening import open_tree
+from tracestore.ingest.tree import Group, Items, StreamItems, as_array
+
+PACK = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+ROWS = [{"id": "q1", "h": [[1.5, 2], [3, 4]], "n": None, "b": True}, {"id": "q2", "h": [], "n": 3, "b": False}]
+
+
+@pytest.mark.parametrize("suffix", PACK)
+def test_json_is_a_value_and_lines_are_items(tmp_path, suffix):
+    lines = tmp_path / f"a.jsonl{suffix}"
+    lines.write_bytes(PACK[suffix]("\n\n".join(map(json.dumps, ROWS)).encode()))
+    whole = tmp_path / f"a.json{suffix}"
+    whole.write_bytes(PACK[suffix](b"\xef\xbb\xbf" + json.dumps({"rows": ROWS}).encode()))
+    assert read_tree(lines) == ROWS and read_tree(whole) == {"rows": ROWS}
+    with open_tree(lines) as root:
+        assert isinstance(root, StreamItems) and root.length is None
+        first = next(iter(root))
+        assert isinstance(first, Group) and isinstance(first["h"], Items)
+        assert as_array(first["h"]).read().tolist() == [[1.5, 2], [3, 4]]
+
+
+@pytest.mark.parametrize("suffix", PACK)
+@pytest.mark.parametrize(("name", "mark"), [("a.csv", ","), ("a.tsv", "\t")])
+def test_rows_of_a_table_are_groups_of_texts(tmp_path, suffix, name, mark):
+    path = tmp_path / (name + suffix)
+    text = f'id{mark}text{mark}label\nq1{mark}"a\n""b{mark}"{mark}1\n007{mark}{mark}0.5\n\n'
+    path.write_bytes(PACK[suffix](text.encode()))
+    assert read_tree(path) == [
+        {"id": "q1", "text": f'a\n"b{mark}', "label": "1"},
+        {"id": "007", "text": None, "label": "0.5"},
+    ]
+
+
+def test_a_table_without_header_is_arrays(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("1.5,-2\n3,4e-1\n")
+    assert [row.tolist() for row in read_tree(path)] == [[1.5, -2], [3, 0.4]]
+    path.write_text("1.5,-2\n3,x\n")
+    assert "no header" in refusal(path)
+
+
+def test_numbers_may_be_names_of_columns_only_in_order(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("0,1,2\n4,5,6\n")
+    assert read_tree(path) == [{"0": "4", "1": "5", "2": "6"}]
+    path.write_text("17,4,2\n4,5,6\n")
+    assert "first row of integers" in refusal(path)
+
+
+def test_lines_of_text_are_items(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"q1\r\nq2")
+    assert read_tree(path) == ["q1", "q2"]
+
+
+def test_arrays_in_json_are_arrays(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({"h": {"__ndarray__": [[1, 2], [3, 4]], "dtype": "float32", "shape": [2, 2]}}))
+    found = read_tree(path)["h"]
+    assert found.dtype == np.float32 and found.tolist() == [[1, 2], [3, 4]]
+    path.write_text(json.dumps({"h": {"data": "AAA8AEAA", "dtype": "float16", "shape": [3]}}))
+    assert read_tree(path)["h"].tolist() == np.frombuffer(b"\0\0\x3c\0\x40\0", "<f2").tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "word"),
+    [
+        ("a.json", b'{"a": 1, "a": 2}', "appears twice"),
+        ("a.json", b"{", "not JSON"),
+        ("a.json", b"[" * 100_000, "nested deeper"),
+        ("a.json", b"\xff\xfe\xff", "not JSON"),
+        ("a.json", b"1" * 5_000, "not JSON"),
+        ("a.jsonl", b'{"a": 1}\n{"a": 1', "row 1"),
+        ("a.csv", b"a,a\n1,2\n", "different names"),
+        ("a.csv", b"a,b\n1\n", "row 1 has 1 values"),
+        ("a.csv", b'a,b\n"1\n', "not a table"),
+        ("a.csv", b"a,b\n\xff,1\n", "not UTF-8"),
+        ("a.csv.gz", gzip.compress(b"a,b\n1,2\n")[:-3], "truncated"),
+    ],
+)
+def test_damaged_files_are_refused(tmp_path, name, data, word):
+    path = tmp_path / name
+    path.write_bytes(data)
+    assert word in refusal(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("a.json", b"[" + b"[]," * 10_000_000 + b"[]]"),
+        ("a.json", b"[" + b"{}," * 10_000_000 + b"{}]"),
+        ("a.json", b"[" + b"0," * 20_000_000 + b"0]"),
+        ("a.jsonl", b'["' + b'a","' * 10_000_000 + b'a"]'),
+        ("a.csv", b"," * 20_000_000),
+        ("a.csv", b"a,b\n" + b"1,2\n" * 200_000),
+        ("a.tsv", b'"' + b"a\n" * 40_000_000),
+    ],
+    ids=["lists", "objects", "numbers", "texts", "columns", "rows", "quote"],
+)
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_amplified_files_end(tmp_path, name, data, suffix):
+    path = tmp_path / (name + suffix)
+    path.write_bytes(gzip.compress(data, 1) if suffix else data)
+    assert bool(refusal_in_child(path)) == (b"1,2\n" not in data)
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.csv", "a.tsv", "a.jsonl.gz"])
+def test_changed_files_are_read_or_refused(tmp_path, name):
+    data = b"\n".join(json.dumps(row).encode() for row in ROWS) if ".jsonl" in name else json.dumps(ROWS).encode()
+    if name in ("a.csv", "a.tsv"):
+        data = b'id,text\nq1,"a\nb"\nq2,x\n'.replace(b",", b"\t" if name == "a.tsv" else b",")
+    assert check_mutations(gzip.compress(data) if name.endswith(".gz") else data, tmp_path / name, 150) > 10
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["json", "jsonl", "jsonl.gz", "csv"])
+def test_twice_the_input_takes_twice_the_time(tmp_path, kind):
+    paths = []
+    for count in (10_000, 20_000) if kind == "json" else (20_000, 40_000):  # a file of JSON has a limit of memory
+        rows = [{"id": f"q{k}", "h": [k / 7] * 40, "t": list(range(20))} for k in range(count)]
+        path = tmp_path / f"{count}.{kind}"
+        if kind == "csv":
+            path.write_text("id,a,b\n" + "".join(f"q{k},{k / 7},text\n" for k in range(10 * count)))
+        elif kind == "json":
+            path.write_text(json.dumps(rows))
+        else:
+            data = "\n".join(map(json.dumps, rows)).encode()
+            path.write_bytes(gzip.compress(data, 1) if kind.endswith("gz") else data)
+        paths.append(path)
+    check_time(*paths)
+
+
+def test_a_stream_keeps_no_row(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("id\nq1\nq2\n")
+    with open_tree(path) as root:
+        assert [plain(row)["id"] for row in root] == ["q1", "q2"] and list(root) == []

@@ -1,0 +1,158 @@
+"""Read whole trees, and files that differ from valid ones."""
+
+import gc
+import random
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from tests.helpers import ROOT
+from tracestore.cli import main
+from tracestore.errors import InvalidInputError
+from tracestore.ingest.readers.opening import open_tree
+from tracestore.ingest.tree import Array, Group, Items, Value, as_array
+
+MAX_MEMORY_BYTES = 256 << 20
+MAX_SECONDS = 5.0
+
+
+def plain(value: Value):
+    """Return a tree as dicts, lists, arrays and scalars."""
+    if isinstance(value, Array):
+        return value.read()
+    if isinstance(value, Group):
+        return {key: plain(value[key]) for key in value}
+    return [plain(item) for item in value] if isinstance(value, Items) else value
+
+
+def touch(value: Value) -> int:
+    """Read every value of a tree, keep none, and return their number."""
+    if isinstance(value, Array):
+        part = np.ascontiguousarray(value.read())
+        assert part.shape == value.shape
+        return int(part.size and part.reshape(-1).view("u1")[::4096].sum() >= 0)
+    if isinstance(value, Group):
+        return 1 + sum(touch(value[key]) for key in value)
+    if isinstance(value, Items):
+        if not value.is_stream and (array := as_array(value)) is not None:
+            return touch(array)
+        return 1 + sum(map(touch, value))
+    assert value is None or type(value) in (str, int, float, bool), type(value)
+    return 1
+
+
+def read_tree(path: Path):
+    """Return the tree of a file as plain values."""
+    with open_tree(path) as root:
+        return plain(root)
+
+
+def refusal(path: Path) -> str:
+    """Read every value of a file and return the reason of its refusal, one line; "" if it is read."""
+    try:
+        with open_tree(path) as root:
+            touch(root)
+    except InvalidInputError as error:
+        text = str(error)
+        assert text and "\n" not in text and len(text) <= 600, text
+        return text
+    return ""
+
+
+def refusal_in_child(path: Path) -> str:
+    """Return what `refusal` returns in a process of its own, within MAX_MEMORY_BYTES more than it has, and MAX_SECONDS."""
+    done = subprocess.run(
+        [sys.executable, "-m", __name__, str(path)], capture_output=True, text=True, cwd=ROOT, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    reason, seconds, grown = done.stdout.rsplit("\n", 3)[:3]
+    assert int(grown) < MAX_MEMORY_BYTES, f"{int(grown) >> 20} MiB"
+    assert float(seconds) < MAX_SECONDS, seconds
+    return reason
+
+
+def refusal_of_convert(path: Path) -> str:
+    """Convert a file in a process of its own with little memory, and return its refusal."""
+    code = "import sys; from tests.ingest.readers.trees import convert_and_print; convert_and_print(sys.argv[1])"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, cwd=ROOT, timeout=120
+    )
+    code, grown = map(int, done.stdout.split()[-2:])
+    assert code == 3, done.stderr
+    assert grown < MAX_MEMORY_BYTES, f"{grown >> 20} MiB"
+    return done.stderr
+
+
+def convert_and_print(path: str) -> None:
+    """Convert a file, and print the exit code and the memory that it needed besides that of the modules."""
+    before = peak_bytes()
+    code = main(["convert", path, str(Path(path).with_suffix(".zarr"))])
+    print(code, peak_bytes() - before)
+
+
+def mutated(data: bytes, rng: random.Random) -> bytes:
+    """Return bytes with a change: some bytes, a piece left out or repeated, or an end cut off."""
+    kind, begin = rng.randrange(6), rng.randrange(len(data))
+    end = min(len(data), begin + rng.choice((1, 2, 4, 8, 100, 5_000)))
+    if kind == 0:
+        return data[:begin]
+    if kind == 1:
+        return data[:begin] + data[end:]
+    if kind == 2:
+        return data[:end] + data[begin:]
+    out = bytearray(data)
+    for _ in range(rng.choice((1, 1, 2, 8))):
+        out[rng.randrange(len(data))] = rng.choice((0, 1, 0x7F, 0x80, 0xFF, rng.randrange(256)))
+    return bytes(out)
+
+
+def check_mutations(data: bytes, path: Path, count: int, seed: int = 0) -> int:
+    """Read `count` changed files at `path` and return how many were refused, each in one line."""
+    rng = random.Random(seed)
+    refused = 0
+    for _ in range(count):
+        path.write_bytes(mutated(data, rng))
+        refused += bool(refusal(path))
+    return refused
+
+
+def seconds_of(path: Path, clock: Callable[[], float]) -> float:
+    """Return the least of three times of reading every value of a file."""
+    times = []
+    for _ in range(3):
+        gc.collect()
+        begin = clock()
+        with open_tree(path) as root:
+            touch(root)
+        times.append(clock() - begin)
+    return min(times)
+
+
+def check_time(small: Path, large: Path, clock: Callable[[], float] = time.process_time) -> None:
+    """Check that a file twice as large as another takes at most 2.2 times its time, in one of three measurements."""
+    times = []
+    for _ in range(3):
+        times.append((seconds_of(small, clock), seconds_of(large, clock)))
+        if times[-1][1] < 2.2 * times[-1][0]:
+            print(f"{small.name}: {times[-1][0]:.2f} s, twice the input {times[-1][1]:.2f} s")
+            return
+    raise AssertionError(times)
+
+
+def peak_bytes() -> int:
+    """Return the memory that this process needed at most, and that of its largest child."""
+    # ru_maxrss of a process begins with that of the one that started it.
+    own = Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]
+    return 1024 * max(int(own), resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+
+
+if __name__ == "__main__":
+    before, begin = peak_bytes(), time.perf_counter()
+    print(refusal(Path(sys.argv[1])))
+    print(time.perf_counter() - begin)
+    print(peak_bytes() - before)

@@ -1,0 +1,164 @@
+"""Accounts of sources and runs: keys, rows, and what no line of a layout names."""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tracestore.errors import InvalidInputError, escape_unprintable
+from tracestore.ingest.execute.found import Columns
+from tracestore.ingest.execute.join import Column
+from tracestore.ingest.execute.plain import describe
+from tracestore.ingest.layout.places import RECORDS, Place, Plan
+from tracestore.ingest.tree import Array, Group, Items, Value, as_array
+from tracestore.store.write.record import TraceRecord
+
+# Words of keys that may be labels, scores or reference answers (rules 8a and 22a).
+_LABEL_WORDS = frozenset(
+    [
+        "label",
+        "labels",
+        "y",
+        "target",
+        "targets",
+        "correct",
+        "incorrect",
+        "iscorrect",
+        "correctness",
+        "hallucination",
+        "hallucinated",
+        "hallucinations",
+        "hallucinating",
+        "score",
+        "scores",
+        "verdict",
+        "verdicts",
+        "judge",
+        "judgement",
+        "judgment",
+        "bleurt",
+        "rouge",
+        "truthful",
+        "truth",
+        "factual",
+    ]
+)
+# `records` does not take them for an extra.
+_OWN_LINES = frozenset(["answer", "answers", "sample", "samples"])
+_MAX_PROBES = 64
+
+
+class SourceAccount:
+    """The accounts of one source: keys that occur once, and rows in order of which none is left over."""
+
+    def __init__(self, plan: Plan, columns: Columns) -> None:
+        self._plan, self._columns = plan, columns
+        self.num_traces = self.num_refused = 0
+        self._keys: set[tuple[str, int]] = set()
+        self._rows: dict[tuple[Any, ...], int] = {}
+        self._stacks: dict[tuple[Any, ...], dict[str, Any]] = {}
+        self._open_stacks: set[tuple[Any, ...]] = set()  # of the unit
+        self._total = 0
+
+    def count_row(self, environment: dict[str, Any]) -> int:
+        """Count a trace in its stack; return its number in the source."""
+        stack = {n: v for n, v in environment.items() if n not in ("N", "N*", "K", "file")}
+        key = tuple(stack.values())
+        self._stacks[key] = stack
+        self._open_stacks.add(key)
+        before = self._rows.get(key, 0)
+        self._rows[key] = max(before, environment["N"] + 1)
+        self._total += self._rows[key] - before
+        return self._total - 1
+
+    def add_key(self, record: TraceRecord) -> None:
+        """Rule 10: each (id, sample) once."""
+        key = (record.question_id, record.sample)
+        if key in self._keys:
+            raise InvalidInputError(
+                f"the id {escape_unprintable(key[0], 60)!r}, sample {key[1]}, occurs twice; sample tells answers apart",
+                position=record.position,
+                field="question_id",
+            )
+        self._keys.add(key)
+
+    def close_unit(self) -> None:
+        """Close the accounts of the rows of a unit."""
+        self._check(self._columns.unit, self._open_stacks)
+        self._check_unused(self._columns.unit)
+        self._open_stacks = set()
+
+    def close(self) -> None:
+        """Close the accounts of the source."""
+        self._check(self._columns.source, self._stacks)
+        self._check_unused(self._columns.source)
+        if not self._plan.is_global:
+            self._check(self._columns.tables, self._stacks)
+        elif "chunk" not in self._plan.states[0].address.files.names:
+            check_totals(self._columns.tables, self._total)
+
+    def _check_unused(self, level: Mapping[Place, Column]) -> None:
+        """Rule 11: the arrays of a source have the ids of its states; something of every other field has them (12c)."""
+        for place, column in level.items():
+            if place.rule.kind == "known" or place.is_optional or place.name == RECORDS or self.num_refused:
+                continue
+            unused = [key for key in column.rows() if key not in column.used]
+            is_answer = "K" in column.names
+            if unused and (place.rule.kind in ("array", "texts") or is_answer or not column.used):
+                where = ", ".join(f"{n} {v!s:.60}" for n, v in zip(column.names, unused[0], strict=True) if n[0] != "*")
+                raise InvalidInputError(
+                    f"{where or 'a value'} of {place.address} belongs to no trace", field=place.name
+                )
+
+    def _check(self, level: Mapping[Place, Column], stacks: Iterable[tuple[Any, ...]]) -> None:
+        """Rule 13: as many rows in order as traces."""
+        for place, column in level.items():
+            if "N" not in column.names or place.is_optional or place.name == RECORDS:
+                continue
+            for key in stacks:
+                rows = column.num_rows(self._stacks[key])
+                prefix = place.position_prefix
+                is_same_item = prefix is not None and any(p.position_prefix == prefix for p in self._plan.states)
+                if rows is not None and rows != self._rows[key] and not is_same_item and place.rule.kind != "known":
+                    raise InvalidInputError(
+                        f"{place.address}: {rows:,} rows belong to {self._rows[key]:,} traces", field=place.name
+                    )
+
+
+def check_totals(tables: Mapping[Place, Column], total: int) -> None:
+    """Rule 13: tables that run on over all chunks have as many rows as the chunks traces."""
+    for place, column in tables.items():
+        if "N*" in column.names and place.rule.kind != "known":
+            rows = column.num_rows({})
+            if rows is not None and rows != total:
+                raise InvalidInputError(f"{place.address}: {rows:,} rows belong to {total:,} traces", field=place.name)
+
+
+def check_unclaimed(path: str, key: Any, value: Value, *, in_records: bool) -> None:
+    """Refuse a key that no line names, if it may be a label or an answer (rule 8a) or holds an array (rule 8)."""
+    is_own = looks_like_label(str(key)) or (in_records and str(key).lower() in _OWN_LINES)
+    advice = f'add a line, or ignore = ["{path}"]'
+    if is_own and not isinstance(value, Group) and value is not None:
+        raise InvalidInputError(
+            f"{path}: no line of the layout names what may be a label, a score or an answer; {advice}"
+        )
+    if holds_array(value):
+        raise InvalidInputError(f"{path}: no line of the layout names {describe(value)}; {advice}")
+
+
+def looks_like_label(key: str) -> bool:
+    """Return whether a key may be that of a label or a score."""
+    words = re.split(r"[^a-z]+", re.sub(r"([a-z])([A-Z])", r"\1_\2", key).lower())
+    return any(word in _LABEL_WORDS for word in words)
+
+
+def holds_array(value: Value, depth: int = 0) -> bool:
+    """Return whether a value is an array of numbers, or holds one."""
+    if isinstance(value, Array):
+        return True
+    if depth > 4 or value is None or isinstance(value, str | int | float | bool):
+        return False
+    if isinstance(value, Group):
+        return any(holds_array(value[key], depth + 1) for _, key in zip(range(_MAX_PROBES), value, strict=False))
+    if isinstance(value, Items) and not value.is_stream and value.length:
+        return as_array(value) is not None or holds_array(value[0], depth + 1)
+    return False

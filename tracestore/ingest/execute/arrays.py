@@ -1,0 +1,272 @@
+"""Arrays of one trace: states, attention, tokens and their texts, of all parts and passes."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tracestore.errors import InvalidInputError
+from tracestore.ingest.execute.axes import Block, extent, read, read_block, settle_dtype
+from tracestore.ingest.execute.found import Columns, FoundTrace
+from tracestore.ingest.execute.join import Column
+from tracestore.ingest.execute.tokens import numbers_of
+from tracestore.ingest.execute.walk import Cell
+from tracestore.ingest.layout.addresses import KeyStep
+from tracestore.ingest.layout.places import Place
+from tracestore.ingest.tree import Items, Value, as_array
+
+_TOLERANCE = 2e-2  # of a sum of weights in float16 or bfloat16
+
+
+class ArrayReader:
+    """Read the arrays of traces.
+
+    Parameters
+    ----------
+    columns : Columns
+        What the source and the tables hold.
+    """
+
+    def __init__(self, columns: Columns) -> None:
+        self.columns, self.plan = columns, columns.plan
+        self.settings = self.plan.layout.settings
+        self.missing: dict[Place, set[str]] = {}
+
+    def count(self, trace: FoundTrace, place: Place, column: Column, *, is_there: bool) -> None:
+        """Count a trace for which a table has no row."""
+        if not is_there:
+            key = next((trace.environment[name] for name in column.names if name in trace.environment), "")
+            self.missing.setdefault(place, set()).add(str(key))
+
+    def states(self, trace: FoundTrace, letters: str) -> tuple[list[np.ndarray], list[int], tuple[int, ...] | None]:
+        """Return the layers of the states, the number of tokens of each part and pass, and the numbers of the layers."""
+        what = self.plan.layout.states
+        parts: list[Block] = []
+        ids: tuple[int, ...] | None = None
+        for part in sorted(trace.cells):
+            for cells, fixed in self.passes(trace.cells[part], trace.fixed):
+                block = read_block(cells, letters, fixed, self.settings, what)
+                settle_dtype(block, what, self.settings)
+                if shapes := {layer.shape for layer in block.layers} - {block.layers[0].shape}:
+                    found = f"{shapes.pop()} in one layer, expected {block.layers[0].shape} as in the first"
+                    raise InvalidInputError(f"found {found}", field=what)
+                if parts and (block.ids != ids or len(block.layers) != len(parts[0].layers)):
+                    raise InvalidInputError(
+                        f"found {len(block.layers)} layers, expected {len(parts[0].layers)} as before", field=what
+                    )
+                parts.append(block)
+                ids = block.ids
+        if "S" not in letters:
+            if len(parts) > 1:
+                raise InvalidInputError("found several passes of one token", field=what)
+            return parts[0].layers, [1], ids
+        sizes = [len(block.layers[0]) for block in parts]
+        if self.settings.get("P.repeats"):
+            if sizes != sorted(sizes):
+                raise InvalidInputError(f"passes of {sizes!s:.60} tokens do not grow", field=what)
+            parts, sizes = parts[-1:], sizes[-1:]
+        if len(parts) == 1:
+            return parts[0].layers, sizes, ids
+        joined = []
+        for layers in zip(*(block.layers for block in parts), strict=True):
+            if len({layer.shape[1:] for layer in layers}) > 1 or len({layer.dtype for layer in layers}) > 1:
+                raise InvalidInputError("found passes of different widths", field=what)
+            joined.append(np.concatenate(layers))
+        return joined, sizes, ids
+
+    def passes(self, cells: list[Cell], fixed: Mapping[str, Any]) -> Iterator[tuple[list[Cell], Mapping[str, Any]]]:
+        """Yield the cells of each pass of generation, or all of them, with what is fixed on the axes."""
+        name = next((n for n in ("step", "P") if n in cells[0].bound), None)
+        if name is not None:
+            numbers = sorted({cell.bound[name] for cell in cells})
+            if numbers != list(range(numbers[0], numbers[0] + len(numbers))) or numbers[0] > 1:
+                raise InvalidInputError(f"steps {numbers!s:.60} have gaps", field=cells[0].place.name)
+            for number in numbers:
+                yield [cell for cell in cells if cell.bound[name] == number], fixed
+        elif "P" in cells[0].axes:
+            for number in range(extent(cells[0].value, cells[0].axes, "P") or 0):
+                yield cells, {**fixed, "P": number}
+        else:
+            yield cells, fixed
+
+    def attention(self, trace: FoundTrace, sizes: list[int], ids: tuple[int, ...] | None) -> list[np.ndarray] | None:
+        """Return the layers (H, S, S) of the attention of a trace, None without; `ids` are the layers of the states."""
+        found = self._cells("attentions", trace)
+        if not found:
+            return None
+        fixed = self.fixed_of(trace, found[min(found)][0])
+        blocks: list[Block] = []
+        for part in sorted(found):
+            for cells, inner in self.passes(found[part], fixed):
+                blocks.append(read_block(cells, "HSQ", inner, self.settings, "attentions"))
+        if self.settings.get("P.repeats"):
+            blocks = blocks[-1:]
+        # The states may have the embeddings in front, or be numbered with them.
+        own = blocks[0].ids
+        is_shifted = ids == tuple(range(len(ids or ()))) and own == ids[:-1]
+        if ids and own and own not in (ids, ids[1:]) and not is_shifted:
+            raise InvalidInputError(f"found the layers {list(own)}, expected {list(ids)}", field="attentions")
+        layers = joined_attention(blocks, sum(sizes))
+        check_attention_values(layers[0])
+        return layers
+
+    def is_head_mean(self) -> bool:
+        """Return whether the attention has no axis of heads."""
+        places = [place for place, _ in self.columns.of("attentions")]
+        return not ({"head", "H"} & {*places[0].address.bound, *places[0].axes})
+
+    def _cells(self, name: str, trace: FoundTrace) -> dict[int, list[Cell]]:
+        """Return the cells of a field by the part of the field that they are."""
+        found: dict[int, list[Cell]] = {}
+        for place, column in self.columns.of(name):
+            cells = [cell for cell in column.cells(trace.environment) if cell.value is not None]
+            if place in self.columns.tables:
+                self.count(trace, place, column, is_there=bool(cells))
+            if cells:
+                if column.use(trace.environment) > 1 and place.rule.kind != "known":
+                    raise InvalidInputError(f"one value of {place.address} serves several traces", field=name)
+                found.setdefault(place.part, cells)
+        return found
+
+    def fixed_of(self, trace: FoundTrace, cell: Cell) -> dict[str, Any]:
+        """Return what is fixed on the axes of a cell for a trace."""
+        fixed = dict(trace.fixed)
+        if "N" in cell.axes:
+            fixed["N"] = trace.environment["N*" if "N*" in self.plan.keys.get(cell.place, ()) else "N"]
+        if "K" in cell.axes:
+            fixed["K"] = trace.environment["K"]
+        return fixed
+
+    def has_full_mask(self, trace: FoundTrace) -> bool:
+        """Return whether the mask of one trace of a stack leaves out no token."""
+        for cells in self._cells("S.mask", trace).values():
+            array = as_array(cells[0].value)
+            if array is not None and "N" in cells[0].axes and cells[0].axes.index("N") == 0:
+                values = array.read()
+                return bool(values.reshape(len(values), -1).all(axis=1).any())
+        return any(
+            (array := as_array(cell.value)) is not None and bool(array.read().all())
+            for _, column in self.columns.of("S.mask")
+            for cell in column.all_cells()
+        )
+
+    def array(self, name: str, trace: FoundTrace, letters: str) -> tuple[np.ndarray, str] | None:
+        """Return the values of a field on one of the letters, its parts behind each other, and the letter."""
+        found = self._cells(name, trace)
+        arrays, letter = [], letters[0]
+        for part in sorted(found):
+            for cells, fixed in self.passes(found[part], self.fixed_of(trace, found[part][0])):
+                letter = next((c for c in letters if c in cells[0].axes), letters[0])
+                if (axis := next((a for a in cells[0].axes if len(a) > 1 and a[0] == "N"), None)) is not None:
+                    letter = axis[-1]
+                names = [n for n in ("token", *letters) if n in cells[0].bound]
+                if names:
+                    ordered = one_per_token(cells, names[0], name)
+                    numbers = [read(cell.value, cell.axes, fixed, name)[0] for cell in ordered]
+                    arrays.append(np.stack(numbers))
+                else:
+                    copies = [np.atleast_1d(read(cell.value, cell.axes, fixed, name)[0]) for cell in cells]
+                    if not all(np.array_equal(copy, copies[0]) for copy in copies[1:]):
+                        raise InvalidInputError("found different values for one trace", field=name)
+                    arrays.append(copies[0])
+        if not arrays:
+            return None
+        return (arrays[0] if len(arrays) == 1 else np.concatenate(arrays)), letter
+
+    def tokens(self, trace: FoundTrace, num_states: int, *, has_passes: bool) -> np.ndarray | None:
+        """Return the ids of the tokens: as many as states, or one more where that is known (rule 3)."""
+        found = self.array("tokens", trace, "STG")
+        if found is None:
+            return None
+        ids, letter = found
+        if letter == "G":
+            raise InvalidInputError("ids from prompt_length on need those of the prompt; state S or T", field="tokens")
+        places = [place for place, _ in self.columns.of("tokens")]
+        last = places[0].address.path[-1] if places[0].address.path else None
+        is_sequence = isinstance(last, KeyStep) and last.text == "sequences"
+        is_wider = letter == "T" or has_passes or is_sequence
+        if ids.ndim != 1 or not (len(ids) == num_states or (is_wider and len(ids) == num_states + 1)):
+            more = " or one more" if is_wider else "; -> T says that the last token has no states"
+            raise InvalidInputError(
+                f"found {ids.shape[0] if ids.ndim else 0} ids, expected {num_states} as states{more}", field="tokens"
+            )
+        return ids
+
+    def texts(self, trace: FoundTrace) -> list[str] | None:
+        """Return the text of each token, None without."""
+        found = self._cells("tokens_decoded", trace)
+        texts: list[Value] = []
+        for part in sorted(found):
+            cells = found[part]
+            name = next((n for n in ("token", "S", "T") if n in cells[0].bound), None)
+            if name is not None:
+                texts += [cell.value for cell in one_per_token(cells, name, "tokens_decoded")]
+                continue
+            value, axes = cells[0].value, cells[0].axes
+            fixed = self.fixed_of(trace, cells[0])
+            while isinstance(value, Items) and axes and (axes[0] in fixed or axes[0] == "1") and axes[0] != "NS":
+                value, axes = value[0 if axes[0] == "1" else fixed[axes[0]]], axes[1:]
+            if isinstance(value, str):
+                raise InvalidInputError("found a text, expected the text of each token", field="tokens_decoded")
+            span = fixed.get("NS") if axes[:1] == ("NS",) else None
+            items = list(value) if isinstance(value, Items) else []
+            texts += items if span is None else items[span]
+        if not found:
+            return None
+        if not all(isinstance(text, str) for text in texts):
+            raise InvalidInputError("found other values than texts", field="tokens_decoded")
+        return [str(text) for text in texts]
+
+
+def one_per_token(cells: Sequence[Cell], name: str, what: str) -> list[Cell]:
+    """Return the cells of a trace in the order of its tokens; rows of one token, such as those of its layers, are equal."""
+    found: dict[int, Cell] = {}
+    for cell in cells:
+        first = found.setdefault(cell.bound[name], cell)
+        if first.value != cell.value:
+            raise InvalidInputError(f"found two values of {name} {cell.bound[name]}", field=what)
+    return [found[k] for k in sorted(found)]
+
+
+def joined_attention(blocks: Sequence[Block], num_tokens: int) -> list[np.ndarray]:
+    """Return the layers (H, S, S) of passes, each of which attends to the tokens so far.
+
+    Raises
+    ------
+    InvalidInputError
+        If a pass has another number of layers or columns (rule 2).
+    """
+    what = "attentions"
+    if len(blocks) == 1:
+        layers = blocks[0].layers
+        for layer in layers:
+            if layer.shape[-2:] != (num_tokens, num_tokens):
+                raise InvalidInputError(
+                    f"found the shape {layer.shape}, expected (H, {num_tokens}, {num_tokens}) as states", field=what
+                )
+        return layers
+    joined = []
+    for of_layer in zip(*(block.layers for block in blocks), strict=True):
+        seen, rows = 0, []
+        for layer in of_layer:
+            seen += layer.shape[1]
+            if layer.shape[2] != seen:
+                raise InvalidInputError(
+                    f"found {layer.shape[2]} columns, expected the {seen} tokens so far", field=what
+                )
+            rows.append(np.pad(layer, ((0, 0), (0, 0), (0, num_tokens - seen))))
+        joined.append(np.concatenate(rows, axis=1))
+        if seen != num_tokens:
+            raise InvalidInputError(f"found {seen} rows, expected {num_tokens} as states", field=what)
+    return joined
+
+
+def check_attention_values(layer: np.ndarray) -> None:
+    """Rule 6a: attention lies in [0, 1], and its rows sum to 1 rather than its columns."""
+    values = numbers_of(layer)
+    low, high = float(values.min(initial=0)), float(values.max(initial=0))
+    if low < -1e-6 or high > 1 + _TOLERANCE:
+        raise InvalidInputError(f"found values from {low:.3g} to {high:.3g}, expected 0 to 1", field="attentions")
+    rows, columns = (values.sum(axis, dtype="f4") for axis in (-1, -2))
+    if np.allclose(columns, 1, atol=_TOLERANCE) and not np.allclose(rows, 1, atol=_TOLERANCE):
+        raise InvalidInputError("its columns sum to 1 and its rows do not: it is transposed", field="attentions")

@@ -1,0 +1,277 @@
+"""The only place where axes move: values of the tree as arrays with the axes that a field has in a store."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tracestore.errors import InvalidInputError
+from tracestore.ingest.execute.plain import describe, json_value
+from tracestore.ingest.execute.walk import Cell
+from tracestore.ingest.layout.patterns import AXIS_NAMES
+from tracestore.ingest.tree import Array, Items, Value, as_array
+from tracestore.store.format import schema
+
+# The numbers of rows and columns that a trace takes of an axis: a position, or a slice of them.
+Fixed = Mapping[str, int | slice]
+_DTYPES = {"float16": "<f2", "float32": "<f4", "float64": "<f8"}
+
+
+def extent(value: Value, axes: Sequence[str], letter: str) -> int | None:
+    """Return the extent of an axis of a value, None if its first items do not show it."""
+    for k, axis in enumerate(axes):
+        if isinstance(value, Array):
+            rest = axes[k:]
+            return value.shape[rest.index(letter)] if letter in rest and len(rest) <= len(value.shape) else None
+        if not isinstance(value, Items):
+            return None
+        if axis == letter:
+            return value.length
+        if not value.length:
+            return None
+        value = value[0]
+    return None
+
+
+def read(value: Value, axes: tuple[str, ...], fixed: Fixed, what: str) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Return the values that `fixed` leaves, and the letters of their axes.
+
+    Parameters
+    ----------
+    value : Value
+        An array, nested items, or a number.
+    axes : tuple of str
+        Its axes. "NS" is one along which the tokens of all traces lie behind each other.
+    fixed : Mapping
+        The position or slice on some of the axes.
+    what : str
+        Field and address, for messages.
+
+    Raises
+    ------
+    InvalidInputError
+        If the value has other axes, or its parts have different shapes.
+    """
+    if isinstance(value, Array):
+        return _of_array(value, axes, fixed, what)
+    if not axes:
+        if isinstance(value, bool | int | float):
+            return np.asarray(value), ()
+        if isinstance(value, str):
+            return np.asarray(_number(value, what)), ()
+        raise InvalidInputError(f"found {describe(value)}, expected a number", field=what)
+    if isinstance(value, str):  # a cell of a table
+        return read(json_value(value, what), axes, fixed, what)
+    if not isinstance(value, Items):
+        raise InvalidInputError(f"found {describe(value)}, expected the axes {_text(axes)}", field=what)
+    axis, rest = axes[0], axes[1:]
+    chosen = _chosen(axis, value.length or 0, fixed, what)
+    if isinstance(chosen, int):
+        return read(value[chosen], rest, fixed, what)
+    if not any(a in fixed or a == "1" for a in axes) and (array := as_array(value)) is not None:
+        return _of_array(array, axes, fixed, what)
+    parts = [read(value[k], rest, fixed, what) for k in range(*chosen.indices(value.length or 0))]
+    letter = _kept(axis)
+    if not parts:
+        raise InvalidInputError(f"found no items on the axis {axis}", field=what)
+    for k, (part, _) in enumerate(parts):
+        if part.shape != parts[0][0].shape or part.dtype != parts[0][0].dtype:
+            found = f"{part.dtype} {part.shape} at {letter} {k}"
+            raise InvalidInputError(
+                f"found {found}, expected {parts[0][0].dtype} {parts[0][0].shape} as before", field=what
+            )
+    return np.stack([part for part, _ in parts]), (letter, *parts[0][1])
+
+
+def _of_array(array: Array, axes: tuple[str, ...], fixed: Fixed, what: str) -> tuple[np.ndarray, tuple[str, ...]]:
+    if array.ndim == len(axes) - 1 and "P" in fixed and "S" in axes:
+        axes = tuple(axis for axis in axes if axis != "S")  # a vector in a pass is one token
+    if array.ndim != len(axes):
+        raise InvalidInputError(
+            f"found the shape {array.shape}, expected {len(axes)} axes {_text(axes)} as the layout says", field=what
+        )
+    selection = [_chosen(axis, size, fixed, what) for axis, size in zip(axes, array.shape, strict=True)]
+    letters = tuple(_kept(axis) for axis, one in zip(axes, selection, strict=True) if not isinstance(one, int))
+    while selection and selection[-1] == slice(None):
+        selection.pop()
+    return array.read(tuple(selection)), letters
+
+
+def _number(text: str, what: str) -> int | float:
+    """Return the number that a text holds; a text of something else is refused."""
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        return float(text)
+    except ValueError:
+        raise InvalidInputError(f"found {describe(text)}, expected a number", field=what) from None
+
+
+def _chosen(axis: str, size: int, fixed: Fixed, what: str) -> int | slice:
+    if axis == "1":
+        if size != 1:
+            raise InvalidInputError(f"found {size} on an axis, expected 1 as the layout says", field=what)
+        return 0
+    one = fixed.get(axis, slice(None))
+    if isinstance(one, int) and not 0 <= one < size:
+        raise InvalidInputError(f"found {size} on the axis {axis}, expected more than {one}", field=what)
+    if isinstance(one, slice) and one.stop is not None and one.stop > size:
+        raise InvalidInputError(f"found {size} on the axis {axis}, expected at least {one.stop}", field=what)
+    return one
+
+
+def _kept(axis: str) -> str:
+    """Return the letter that is left of an axis of several when one of its traces is taken."""
+    return axis[-1] if len(axis) > 1 and axis[0] == "N" else axis
+
+
+def _text(axes: Sequence[str]) -> str:
+    return " ".join(f"({' '.join(a)})" if len(a) > 1 else a.replace("Q", "S") for a in axes)
+
+
+class Block:
+    """Values on the axes of a field, for one trace and one pass: one array per layer where the field has layers.
+
+    Attributes
+    ----------
+    layers : list of np.ndarray
+        With the axes `letters`, in their order.
+    ids : tuple of int or None
+        The numbers of the layers, where names say them.
+    """
+
+    def __init__(self, layers: list[np.ndarray], ids: tuple[int, ...] | None) -> None:
+        self.layers, self.ids = layers, ids
+
+
+def read_block(cells: Sequence[Cell], letters: str, fixed: Fixed, settings: Mapping[str, Any], what: str) -> Block:
+    """Return the values of cells on the axes L and `letters`, such as "SD" or "HSQ"; an axis without L is one layer.
+
+    Cells that differ in what they bind on axes are put together: every combination is there once (rule 4).
+    """
+    names = [name for name in cells[0].bound if AXIS_NAMES.get(name, name) in tuple("LSHD")]
+    by_place = _by_place(cells, names, what)
+    places = {name: sorted({cell.bound[name] for cell in cells}) for name in names}
+    _check_grid(places, by_place, names, what)
+    of_layers = next((name for name in names if AXIS_NAMES.get(name, name) == "L"), None)
+    inner = {name: AXIS_NAMES.get(name, name) for name in names if name != of_layers}
+    rest = "".join(letter for letter in letters if letter not in inner.values())
+    grid = itertools.product(*(places[name] for name in names if name != of_layers))
+    positions = [dict(zip(inner, values, strict=True)) for values in grid]
+    layers: list[np.ndarray] = []
+    numbers: list[Any] = [None] if of_layers is None else places[of_layers]
+    for number in numbers:
+        found = [by_place[tuple(number if n == of_layers else at[n] for n in names)] for at in positions]
+        parts = [_layers(cell, rest, fixed, settings, what) for cell in found]
+        if len({len(part) for part in parts}) > 1 or (of_layers is not None and len(parts[0]) > 1):
+            raise InvalidInputError("found different numbers of layers", field=what)
+        shape = tuple(len(places[name]) for name in inner)
+        layers += [
+            _gridded(arrays, shape, (*inner.values(), *rest), letters, what) for arrays in zip(*parts, strict=True)
+        ]
+    return Block(layers, tuple(numbers) if of_layers == "layer" else None)
+
+
+def _by_place(cells: Sequence[Cell], names: list[str], what: str) -> dict[tuple[int, ...], Cell]:
+    """Return cells by what they bind on axes; InvalidInputError if two bind the same."""
+    by_place: dict[tuple[int, ...], Cell] = {}
+    for cell in cells:
+        place = tuple(cell.bound[name] for name in names)
+        if by_place.setdefault(place, cell) is not cell:
+            where = ", ".join(f"{name} {k}" for name, k in zip(names, place, strict=True))
+            raise InvalidInputError(f"found {where or 'its value'} twice", field=what)
+    return by_place
+
+
+def _gridded(
+    arrays: Sequence[np.ndarray], shape: tuple[int, ...], found: tuple[str, ...], letters: str, what: str
+) -> np.ndarray:
+    """Return the arrays of a grid of positions as one array with the axes `letters`."""
+    if len({array.shape for array in arrays}) > 1:
+        shapes = sorted({array.shape for array in arrays})
+        raise InvalidInputError(f"found the shapes {shapes!s:.80}, expected one", field=what)
+    return _moved(np.stack(arrays).reshape(*shape, *arrays[0].shape) if shape else arrays[0], found, letters, what)
+
+
+def _check_grid(
+    places: Mapping[str, list[int]], by_place: Mapping[tuple[int, ...], Cell], names: list[str], what: str
+) -> None:
+    """Rule 4: layers and tokens form a complete grid, tokens and steps have no gaps."""
+    size = int(np.prod([len(found) for found in places.values()]))
+    if len(by_place) != size:
+        grid = np.ndindex(*(len(found) for found in places.values()))
+        lists = list(places.values())
+        missing = next(p for at in grid if (p := tuple(v[k] for v, k in zip(lists, at, strict=True))) not in by_place)
+        where = ", ".join(f"{name} {k}" for name, k in zip(names, missing, strict=True))
+        raise InvalidInputError(f"{where} is missing", field=what)
+    for name, found in places.items():
+        if name != "layer" and found != list(range(found[0], found[0] + len(found))):
+            gap = next(k for k in range(found[0], found[-1]) if k not in found)
+            raise InvalidInputError(f"{name} {gap} is missing", field=what)
+        if name != "layer" and found[0] not in (0, 1):
+            raise InvalidInputError(f"{name} 0 is missing, the first is {found[0]}", field=what)
+
+
+def _layers(cell: Cell, letters: str, fixed: Fixed, settings: Mapping[str, Any], what: str) -> list[np.ndarray]:
+    """Return the layers of a value, each with the axes `letters`."""
+    value, axes = cell.value, cell.axes
+    if isinstance(value, Items) and axes[:1] == ("L",):
+        count = value.length or 0
+        return [_moved(*read(value[k], axes[1:], fixed, what), letters, what) for k in range(count)]
+    array, found = read(value, axes, fixed, what)
+    if "LD" in found:
+        array, found = _split_layers(array, found, settings, what)
+    if "L" not in found:
+        return [_moved(array, found, letters, what)]
+    return list(_moved(array, found, f"L{letters}", what))
+
+
+def _split_layers(
+    array: np.ndarray, letters: tuple[str, ...], settings: Mapping[str, Any], what: str
+) -> tuple[np.ndarray, tuple[str, ...]]:
+    at = letters.index("LD")
+    width = array.shape[at]
+    size, dim = settings.get("L.size"), settings.get("D.size")
+    count = size if size is not None else width // dim if dim else 0
+    if not count or width % count or (dim is not None and width != count * dim):
+        raise InvalidInputError(f"found {width} numbers on the axis (L D); L.size or D.size divides them", field=what)
+    shape = (*array.shape[:at], count, width // count, *array.shape[at + 1 :])
+    return array.reshape(shape), (*letters[:at], "L", "D", *letters[at + 1 :])
+
+
+def _moved(array: np.ndarray, letters: Sequence[str], wanted: str, what: str) -> np.ndarray:
+    """Return an array with its axes in the wanted order; a missing H is one head, a missing S one token."""
+    found = list(letters)
+    for letter in wanted:
+        if letter not in found and letter in "HS":
+            array, found = array[None], [letter, *found]
+    if sorted(found) != sorted(wanted):
+        raise InvalidInputError(
+            f"found the axes {' '.join(found) or 'of a number'}, expected {' '.join(wanted)}".replace("Q", "S"),
+            field=what,
+        )
+    order = [found.index(letter) for letter in wanted]
+    return array if order == list(range(len(order))) else array.transpose(order)
+
+
+def settle_dtype(block: Block, what: str, settings: Mapping[str, Any]) -> None:
+    """Give states the dtype and scale that the layout states; rule 7: void, integer and byte values need them."""
+    stated, scale = settings.get(f"dtype.{what}"), settings.get(f"scale.{what}")
+    if stated is not None:
+        wanted = schema.BFLOAT16 if stated == "bfloat16" else np.dtype(_DTYPES[stated])
+        if any(layer.dtype.itemsize != wanted.itemsize for layer in block.layers):
+            raise InvalidInputError(
+                f"found {block.layers[0].dtype.name} values, expected the bits of {stated}", field=what
+            )
+        block.layers[:] = [np.ascontiguousarray(layer).view(wanted) for layer in block.layers]
+    if scale is not None and block.layers[0].dtype.kind in "iu":
+        block.layers[:] = [layer.astype("<f4") * np.float32(scale) for layer in block.layers]
+    dtype = block.layers[0].dtype
+    if dtype.kind not in "f" and dtype != schema.BFLOAT16:
+        raise InvalidInputError(
+            f"found {dtype.name} values, expected floating-point numbers; dtype.{what} states the kind of the bits, scale.{what} the unit of integers",
+            field=what,
+        )

@@ -1,0 +1,246 @@
+"""Assign files to the lines of a layout, and group the files that are read together as one source."""
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tracestore.errors import InvalidInputError, UsageError, escape_unprintable
+from tracestore.ingest.execute.plain import key_text
+from tracestore.ingest.layout.patterns import AXIS_NAMES, Pattern
+from tracestore.ingest.layout.places import Place, Plan, wild_prefixes
+
+_DIGITS = re.compile(r"(\d+)")
+_SKIPPED = ("__MACOSX",)
+# Files that hold no data of traces, whatever a layout says.
+_OTHER_FILES = ("provenance.json",)
+_OTHER_SUFFIXES = (
+    *(".md", ".py", ".ipynb", ".sh", ".log", ".yaml", ".yml", ".toml", ".cfg", ".ini", ".png", ".pdf", ".svg", ".html"),
+    *(".jpg", ".lock", ".rst", ".license", ".gitignore"),
+)
+_MAX_NAMES = 3
+
+
+@dataclass(frozen=True)
+class FoundFile:
+    """A file that lines of a layout name.
+
+    Attributes
+    ----------
+    path : Path
+    name : str
+        Its path below SRC.
+    bound : dict
+        What the pattern binds, with the texts of the wildcards by the pattern up to them.
+    """
+
+    path: Path
+    name: str
+    bound: dict[str, Any] = field(hash=False, compare=False)
+
+
+@dataclass
+class FileGroup:
+    """The files of one source, by the FILES of the lines that read them."""
+
+    name: str
+    files: dict[str, list[FoundFile]]
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The files, each once."""
+        return tuple(dict.fromkeys(file.path for found in self.files.values() for file in found))
+
+
+def natural_key(name: str) -> list[Any]:
+    """Return a key that sorts numbers in names by their value."""
+    return [int(part) if k % 2 else part for k, part in enumerate(_DIGITS.split(name))]
+
+
+def list_files(arguments: list[Path], store: Path) -> dict[str, Path]:
+    """Return the files by their paths below SRC; rule 10a: hidden names are left out, links to folders not followed."""
+    found: dict[str, Path] = {}
+    real: set[str] = set()
+    for argument in arguments:
+        if argument.is_dir():
+            pairs = _walk(argument, store)
+        elif os.path.lexists(argument):
+            pairs = [(argument.name, argument)]
+        else:
+            raise UsageError(f"{argument}: no such file or folder")
+        for name, path in sorted(pairs, key=lambda pair: natural_key(pair[0])):
+            if (resolved := os.path.realpath(path)) in real:
+                continue
+            real.add(resolved)
+            if name in found:
+                raise UsageError(f"{name}: lies below two of the sources; convert them one after the other")
+            found[name] = path
+    return found
+
+
+def _walk(top: Path, store: Path) -> list[tuple[str, Path]]:
+    def refuse(error: OSError) -> None:
+        raise UsageError(f"{error.filename}: cannot be read: {error.strerror}")
+
+    pairs = []
+    for here, folders, files in os.walk(top, onerror=refuse):
+        inside = Path(here)
+        folders[:] = [
+            folder
+            for folder in sorted(folders)
+            if not _is_hidden(folder)
+            and (inside / folder).resolve() != store.resolve()
+            and not (inside / folder / "manifest").is_dir()
+        ]
+        pairs += [((inside / f).relative_to(top).as_posix(), inside / f) for f in files if not _is_hidden(f)]
+    return pairs
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith((".", "~")) or name in _SKIPPED
+
+
+def claim_files(plan: Plan, files: dict[str, Path], owned: Iterable[Path] = ()) -> dict[str, list[FoundFile]]:
+    """Return the files of each FILES of a layout: each belongs to the pattern with the most literal characters.
+
+    Parameters
+    ----------
+    files : dict
+        Paths by their names below SRC.
+    owned : iterable of Path
+        Files that are read for another purpose, such as the scores file.
+
+    Raises
+    ------
+    InvalidInputError
+        If two patterns of equal length match a file, no line names it (rule 8), or a line matches none.
+    """
+    patterns = {text: Pattern(text, is_path=True) for text in plan.files}
+    ignored = {address.files.text for address in plan.ignored} - {p.address.files.text for p in plan.places}
+    claimed: dict[str, list[FoundFile]] = {text: [] for text in patterns}
+    skipped, unowned = {os.path.realpath(path) for path in owned}, []
+    for name, path in files.items():
+        best: list[tuple[str, Any]] = []
+        for text, pattern in patterns.items():
+            if (match := pattern.match(name)) is None:
+                continue
+            order = (pattern.num_literals, text not in ignored)
+            if best and order <= (patterns[best[0][0]].num_literals, best[0][0] not in ignored):
+                if order == (patterns[best[0][0]].num_literals, best[0][0] not in ignored):
+                    best.append((text, match))
+                continue
+            best = [(text, match)]
+        if len(best) > 1:
+            raise InvalidInputError(f"{best[0][0]} and {best[1][0]} match it with equally many characters", source=name)
+        if best:
+            text, match = best[0]
+            wild = {f"*{prefix}": value for prefix, value in zip(wild_prefixes(text), match.wild, strict=True)}
+            bound = {n: key_text(v) if isinstance(v, str) else v for n, v in match.bound.items()}
+            claimed[text].append(FoundFile(path, name, {**bound, **wild}))
+        elif os.path.realpath(path) not in skipped and not _is_other(name):
+            unowned.append(name)
+    if unowned:
+        names = ", ".join(escape_unprintable(name, 60) for name in unowned[:_MAX_NAMES])
+        more = f" and {len(unowned) - _MAX_NAMES:,} more" if len(unowned) > _MAX_NAMES else ""
+        raise InvalidInputError(f'no line of the layout names {names}{more}; add a line, or ignore = ["FILES"]')
+    for place in plan.places:
+        if not claimed[place.address.files.text] and not place.is_optional:
+            near = ", ".join(escape_unprintable(name, 60) for name in list(files)[:_MAX_NAMES])
+            raise InvalidInputError(f"no file matches {place.address.files.text}; there are {near}", field=place.name)
+    return claimed
+
+
+def _is_other(name: str) -> bool:
+    base = name.rpartition("/")[2]
+    return base in _OTHER_FILES or base.lower().endswith(_OTHER_SUFFIXES) or "." not in base
+
+
+def group_files(plan: Plan, claimed: dict[str, list[FoundFile]]) -> tuple[list[FileGroup], set[str]]:
+    """Return the sources, and the FILES of tables, which every source may use.
+
+    Files whose names bind the same names of a trace are one source. A table is a file that shares no name with them.
+    """
+    groups: dict[tuple[Any, ...], FileGroup] = {}
+    names = group_names(plan.states[0])
+    texts = [place.address.files.text for place in plan.states]
+    for text in texts:
+        for file in claimed[text]:
+            key = tuple(file.bound.get(name) for name in names)
+            _add(groups.setdefault(key, FileGroup(_source_name(plan.states[0].address.files, file), {})), text, file)
+    tables: set[str] = set()
+    for place in plan.others:
+        text = place.address.files.text
+        if text in texts or text in tables:
+            continue
+        if shared := [name for name in names if name in _file_names(place)]:
+            _attach(place, claimed[text], groups, names, shared)
+        else:
+            tables.add(text)
+    for group in groups.values():
+        if missing := next((text for text in texts if text not in group.files), None):
+            raise InvalidInputError(f"no file {missing} belongs to it", source=group.name, field=plan.layout.states)
+    ordered = sorted(groups.values(), key=lambda g: natural_key(next(iter(g.files.values()))[0].name))
+    if len({group.name for group in ordered}) < len(ordered):
+        for group in ordered:
+            group.name = next(iter(group.files.values()))[0].name
+    return ordered, tables
+
+
+def _attach(
+    place: Place,
+    files: list[FoundFile],
+    groups: dict[tuple[Any, ...], FileGroup],
+    names: list[str],
+    shared: list[str],
+) -> None:
+    """Add files to the sources whose names bind the same; InvalidInputError if one belongs to none (rule 11)."""
+    by_key: dict[tuple[Any, ...], list[FoundFile]] = defaultdict(list)
+    for file in files:
+        by_key[tuple(file.bound.get(name) for name in shared)].append(file)
+    used = set()
+    for key, group in groups.items():
+        values = dict(zip(names, key, strict=True))
+        own = tuple(values[name] for name in shared)
+        used.add(own)
+        for file in by_key.get(own, []):
+            _add(group, place.address.files.text, file)
+    if unused := [file.name for key, found in by_key.items() if key not in used for file in found]:
+        shown = ", ".join(escape_unprintable(name, 60) for name in unused[:_MAX_NAMES])
+        raise InvalidInputError(f"{shown}: files that belong to no states: {len(unused):,}", field=place.name)
+
+
+def group_names(place: Place) -> list[str]:
+    """Return the names of files that tell sources apart."""
+    path_names = {name for step in place.address.path for name in step.names}
+    is_cut = bool(path_names & set(AXIS_NAMES)) and bool(path_names - set(AXIS_NAMES))
+    names = _file_names(place)
+    # The rows of a trace may lie in several files, if their keys are complete.
+    return [name for name in names if not (is_cut and name.startswith("*"))]
+
+
+def _file_names(place: Place) -> list[str]:
+    files = place.address.files
+    return [*(n for n in files.names if n not in AXIS_NAMES), *(f"*{p}" for p in wild_prefixes(files.text))]
+
+
+def _add(group: FileGroup, text: str, file: FoundFile) -> None:
+    files = group.files.setdefault(text, [])
+    if file not in files:
+        files.append(file)
+
+
+def _source_name(pattern: Pattern, file: FoundFile) -> str:
+    """Return the name of a source: that of its file, with * where names of axes tell its files apart."""
+    wild = iter(value for name, value in file.bound.items() if name.startswith("*"))
+    name = ""
+    for part in pattern.parts:
+        if part.kind == "literal":
+            name += part.text
+        elif part.kind == "name":
+            name += "*" if part.text in AXIS_NAMES else str(file.bound[part.text])
+        else:
+            name += next(wild)
+    return name if any(n in AXIS_NAMES for n in pattern.names) else file.name

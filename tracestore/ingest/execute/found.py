@@ -1,0 +1,150 @@
+"""Find the traces of a source, and the columns that each of them may use."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tracestore.errors import InvalidInputError
+from tracestore.ingest.execute.axes import extent
+from tracestore.ingest.execute.join import Column
+from tracestore.ingest.execute.tokens import Span, ranges_of
+from tracestore.ingest.execute.walk import Cell
+from tracestore.ingest.layout.places import Place, Plan
+from tracestore.ingest.tree import as_array
+
+_RANGES = ("S.offsets", "S.lengths", "S.owner", "S.starts", "S.ends")
+
+
+@dataclass
+class FoundTrace:
+    """A trace before its values are read: what it binds, and the cells of its states."""
+
+    environment: dict[str, Any]
+    cells: dict[int, list[Cell]]
+    fixed: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Columns:
+    """The columns that one trace may use: of its unit, of its source and of the tables of the run."""
+
+    plan: Plan
+    unit: dict[Place, Column] = field(default_factory=dict)
+    source: dict[Place, Column] = field(default_factory=dict)
+    tables: Mapping[Place, Column] = field(default_factory=dict)
+
+    def add(self, cell: Cell, source: str) -> None:
+        """Add a value of a file of the source."""
+        level = self.unit if cell.in_unit else self.source
+        if (column := level.get(cell.place)) is None:
+            column = level[cell.place] = Column(cell.place, self.plan.keys[cell.place])
+        column.add(cell, source)
+
+    def of(self, name: str) -> Iterator[tuple[Place, Column]]:
+        """Yield the columns of a field, with their places."""
+        for place in self.plan.others:
+            if place.name == name:
+                for level in (self.unit, self.source, self.tables):
+                    if place in level:
+                        yield place, level[place]
+
+
+class TraceFinder:
+    """Find the traces in cells of the states.
+
+    Parameters
+    ----------
+    columns : Columns
+        What the source and the tables hold.
+    """
+
+    def __init__(self, columns: Columns) -> None:
+        self.columns, self.plan = columns, columns.plan
+
+    def traces(self, cells: Sequence[Cell]) -> Iterator[FoundTrace]:
+        """Yield the traces of cells of the states, an axis N or K unrolled."""
+        names = (*sorted(self.plan.names), *sorted(self.plan.wild))
+        groups: dict[tuple[Any, ...], FoundTrace] = {}
+        for cell in cells:
+            key = tuple(cell.bound.get(name) for name in names)
+            environment = {n: v for n, v in cell.bound.items() if n in names or n == "file"}
+            trace = groups.setdefault(key, FoundTrace(environment, {}))
+            trace.cells.setdefault(cell.place.part, []).append(cell)
+        for trace in groups.values():
+            if missing := [p.part for p in self.plan.states if p.part not in trace.cells]:
+                where = ", ".join(f"{n} {v}" for n, v in trace.environment.items() if not n.startswith("*"))
+                raise InvalidInputError(
+                    f"{where or 'the trace'} has no part {missing[0]}", field=self.plan.layout.states
+                )
+            yield from self._unrolled(trace)
+
+    def _unrolled(self, trace: FoundTrace) -> Iterator[FoundTrace]:
+        letters = {letter for cells in trace.cells.values() for axis in cells[0].axes for letter in axis}
+        if not letters & {"N", "K"}:
+            yield trace
+            return
+        cell = trace.cells[min(trace.cells)][0]
+        if "NS" in cell.axes:
+            spans = self._ranges(cell, trace.environment)
+            for n, (begin, end) in enumerate(spans):
+                yield FoundTrace({**trace.environment, "N": n}, trace.cells, {"N": n, "NS": slice(begin, end)})
+            return
+        sizes: dict[str, set[int | None]] = {}
+        for each in (c for cells in trace.cells.values() for c in cells):
+            for letter in ("N", "K", "NK"):
+                if letter in each.axes:
+                    sizes.setdefault(letter, set()).add(extent(each.value, each.axes, letter))
+        for letter, found in sizes.items():
+            if len(found) > 1 or None in found:
+                raise InvalidInputError(
+                    f"found {sorted(map(str, found))!s:.80} on the axis {letter}, expected one number",
+                    field=self.plan.layout.states,
+                )
+        counts = {letter: found.pop() or 0 for letter, found in sizes.items()}
+        if "NK" in counts:
+            yield from self._of_pairs(trace, counts["NK"])
+            return
+        for n in range(counts.get("N", 1)):
+            for k in range(counts.get("K", 1)):
+                fixed = {letter: {"N": n, "K": k}[letter] for letter in counts}
+                yield FoundTrace({**trace.environment, **fixed}, trace.cells, fixed)
+
+    def _of_pairs(self, trace: FoundTrace, count: int) -> Iterator[FoundTrace]:
+        """Yield the answers of an axis (N K), whose N is that of another field."""
+        stack = {n: v for n, v in trace.environment.items() if n not in ("N", "K")}
+        rows = {column.num_rows(stack) for place, column in self._in_order() if "K" not in place.trace_names}
+        rows.discard(None)
+        if len(rows) != 1 or count % (total := rows.pop() or 1):
+            raise InvalidInputError(
+                f"found {count} on the axis (N K), and no field that says N", field=self.plan.layout.states
+            )
+        size = count // total
+        for at in range(count):
+            n, k = divmod(at, size)
+            yield FoundTrace({**trace.environment, "N": n, "K": k}, trace.cells, {"N": n, "K": k, "NK": at})
+
+    def _in_order(self) -> Iterator[tuple[Place, Column]]:
+        for level in (self.columns.unit, self.columns.source, self.columns.tables):
+            for place, column in level.items():
+                if "N" in column.names:
+                    yield place, column
+
+    def _ranges(self, cell: Cell, environment: Mapping[str, Any]) -> list[Span]:
+        known = {}
+        for name in _RANGES:
+            for _, column in self.columns.of(name):
+                known[name] = self._all_rows(column, environment)
+        return ranges_of(known, extent(cell.value, cell.axes, "NS") or 0)
+
+    def _all_rows(self, column: Column, environment: Mapping[str, Any]) -> np.ndarray:
+        """Return the values of a column along N."""
+        cells = column.cells(environment)
+        if cells and (array := as_array(cells[0].value)) is not None:
+            return array.read()
+        count = column.num_rows(environment) or 0
+        values = [column.scalar({**environment, "N": n, "N*": n}, {"N": n}) for n in range(count)]
+        if any(type(value) is str for value in values):  # a table of texts
+            values = [int(value) for value in values]
+        return np.asarray(values)

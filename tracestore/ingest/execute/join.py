@@ -1,0 +1,203 @@
+"""Columns of values by what they bind, and their values for one trace."""
+
+import itertools
+import re
+import unicodedata
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tracestore.errors import InvalidInputError, escape_unprintable
+from tracestore.ingest.execute.axes import extent, read
+from tracestore.ingest.execute.plain import describe, plain_of
+from tracestore.ingest.execute.walk import Cell
+from tracestore.ingest.layout.patterns import AXIS_NAMES
+from tracestore.ingest.layout.places import Place
+from tracestore.ingest.tree import Array, Items
+
+MISSING = object()
+_INNER = frozenset((*AXIS_NAMES, *"LSTGPHDE"))
+_MAX_CACHED = 1 << 20  # numbers of an array along N that are read at once
+
+
+class Column:
+    """The values of a place by what joins them to traces.
+
+    Parameters
+    ----------
+    place : Place
+    names : tuple of str
+        The names that join it to a trace.
+
+    Attributes
+    ----------
+    used : dict
+        How many traces each row serves.
+    """
+
+    def __init__(self, place: Place, names: tuple[str, ...]) -> None:
+        self.place, self._names = place, names
+        self._cells: dict[tuple[Any, ...], list[Cell]] = {}
+        self._own: tuple[str, ...] | None = None  # names that cells bind; N may be an axis of them instead
+        self.used: dict[tuple[Any, ...], int] = {}
+        self._cached: dict[int, list[Any]] = {}
+        self._files: dict[tuple[Any, ...], str] = {}  # by the key of a stack of rows
+
+    def add(self, cell: Cell, source: str) -> None:
+        """Add a value of a file; rule 12: no key twice, rule 13: rows in order lie in one file."""
+        if cell.value is None and cell.axes:
+            return  # a key that is missing
+        if self._own is None:
+            self._own = tuple(name for name in self._names if name.rstrip("*") in cell.bound or name.startswith("*"))
+        key = tuple(cell.bound.get(name if name.startswith("*") else name.rstrip("*")) for name in self._own)
+        cells = self._cells.setdefault(key, [])
+        is_inner = any(name in _INNER for name in cell.bound)
+        if "N" in self.place.trace_names and not is_inner:
+            stack = tuple(v for n, v in zip(self._own, key, strict=True) if n not in ("N", "N*"))
+            if (other := self._files.setdefault(stack, source)) != source:
+                raise InvalidInputError(f"rows in order lie in {other} and {source}", field=self.place.name)
+        if cells and not is_inner:
+            if cells[0].value is None or cells[0].value == cell.value:
+                cells[0] = cell
+                return
+            if cell.value is None:
+                return
+            where = ", ".join(f"{n.rstrip('*') or n} {v!s:.60}" for n, v in zip(self._own, key, strict=True))
+            raise InvalidInputError(f"found two values of {where or 'the file'}", field=self.place.name)
+        cells.append(cell)
+
+    def __bool__(self) -> bool:
+        return bool(self._cells)
+
+    def cells(self, environment: Mapping[str, Any]) -> list[Cell]:
+        """Return the values that belong to a trace."""
+        key = tuple(environment.get(name) for name in self._own or ())
+        return self._cells.get(key, [])
+
+    def all_cells(self) -> Iterator[Cell]:
+        """Yield every value."""
+        for cells in self._cells.values():
+            yield from cells
+
+    def use(self, environment: Mapping[str, Any]) -> int:
+        """Count that a row serves a trace; return how many it serves now."""
+        key = tuple(environment.get(name) for name in self._names)
+        self.used[key] = self.used.get(key, 0) + 1
+        return self.used[key]
+
+    def rows(self) -> Iterator[tuple[Any, ...]]:
+        """Yield the keys of all rows that hold a value, axes N and K unrolled."""
+        for key, cells in self._cells.items():
+            if all(cell.value is None for cell in cells):
+                continue
+            bound = dict(zip(self._own or (), key, strict=True))
+            letters = [name for name in self._names if name not in bound and name in ("N", "N*", "K")]
+            sizes = [extent(cells[0].value, cells[0].axes, letter[0]) or 0 for letter in letters]
+            for position in itertools.product(*map(range, sizes)):
+                at = bound | dict(zip(letters, position, strict=True))
+                yield tuple(at.get(name) for name in self._names)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names that join the column."""
+        return self._names
+
+    def scalar(self, environment: Mapping[str, Any], fixed: Mapping[str, Any]) -> Any:
+        """Return the text, number or None of a trace; MISSING without a row.
+
+        Rows of one trace, such as those of its tokens or layers, say the same.
+        """
+        cells = self.cells(environment)
+        if not cells:
+            return MISSING
+        value = self._value(cells[0], fixed)
+        for cell in cells[1:]:
+            if (other := self._value(cell, fixed)) != value:
+                found = f"{describe(value)} and {describe(other)}"
+                raise InvalidInputError(
+                    f"found {found} in the rows of one trace, expected one value", field=self.place.name
+                )
+        return value
+
+    def _value(self, cell: Cell, fixed: Mapping[str, Any]) -> Any:
+        what = self.place.name
+        if cell.axes == ("N",) and (values := self._along_n(cell)) is not None:
+            return values[fixed["N"]] if fixed["N"] < len(values) else MISSING
+        value, axes = cell.value, cell.axes
+        while isinstance(value, Items) and axes and (axes[0] == "1" or axes[0] in fixed):
+            k = 0 if axes[0] == "1" else fixed[axes[0]]
+            if value.length is not None and k >= value.length:
+                return MISSING
+            value, axes = value[k], axes[1:]
+        if self.place.rule.kind == "json" and not axes:
+            return plain_of(value)
+        if not axes and (value is None or isinstance(value, str | bool | int | float)):
+            return value
+        if not axes:
+            raise InvalidInputError(f"found {describe(value)}, expected one value per trace", field=what)
+        array, letters = read(value, axes, fixed, what)
+        if letters or array.ndim:
+            raise InvalidInputError(f"found the shape {array.shape}, expected one value per trace", field=what)
+        return array.item()
+
+    def _along_n(self, cell: Cell) -> list[Any] | None:
+        """Return the numbers of a small array along N, read once; None for another value."""
+        if not isinstance(cell.value, Array) or cell.value.ndim != 1 or cell.value.shape[0] > _MAX_CACHED:
+            return None
+        if (values := self._cached.get(id(cell))) is None:
+            values = self._cached[id(cell)] = cell.value.read().tolist()
+        return values
+
+    def num_rows(self, stack: Mapping[str, Any]) -> int | None:
+        """Return the number of rows along N of a stack, None if none is there."""
+        assert self._own is not None
+        names = [name for name in self._own if name.rstrip("*") != "N" or name.startswith("*")]
+        if len(names) == len(self._own):
+            key = tuple(stack.get(name) for name in self._own)
+            cells = self._cells.get(key, [])
+            return extent(cells[0].value, cells[0].axes, "N") if cells else None
+        wanted = tuple(stack.get(name) for name in names)
+        at = [k for k, name in enumerate(self._own) if name in names]
+        return sum(tuple(key[k] for k in at) == wanted for key in self._cells) or None
+
+
+def loose_key(value: Any) -> str:
+    """Return a key without leading zeros, `.0`, blanks, case and marks: what rule 12b compares."""
+    text = re.sub(r"\s+", "", unicodedata.normalize("NFKC", str(value))).casefold()
+    text = re.sub(r"\.0+$", "", text)
+    return re.sub(r"(?<![0-9])0+(?=[0-9])", "", text)
+
+
+def check_remainders(name: str, rows: list[Any], unused: list[Any], missing: list[Any]) -> None:
+    """Rule 12b: rows without a trace and traces without a row are refused if they would match in another spelling.
+
+    They are refused, too, if rows and traces are runs of integers of which one begins at 0 and the other at 1.
+    """
+    if not unused or not missing:
+        return
+    loose = {loose_key(key): key for key in missing}
+    for key in unused:
+        if (other := loose.get(loose_key(key))) is not None:
+            raise InvalidInputError(
+                f"the row {_short(key)} and the trace {_short(other)} differ in spelling only; correct one of them",
+                field=name,
+            )
+    left = set(unused)
+    numbers = [_run(rows), _run([*(key for key in rows if key not in left), *missing])]
+    if None not in numbers and abs(numbers[0] - numbers[1]) == 1:  # type: ignore[operator]
+        raise InvalidInputError(
+            f"the row {_short(unused[0])} and the trace {_short(missing[0])} are left over: numbered from 0 and from 1",
+            field=name,
+        )
+
+
+def _run(keys: list[Any]) -> int | None:
+    """Return the first number of keys that are a run of integers behind one text, None for others."""
+    found = [re.fullmatch(r"(\D*)(\d+)", str(key)) for key in keys]
+    if not all(found) or len({m[1] for m in found if m}) > 1:
+        return None
+    numbers = {int(m[2]) for m in found if m}
+    return min(numbers) if max(numbers) - min(numbers) + 1 == len(numbers) else None
+
+
+def _short(key: Any) -> str:
+    return repr(escape_unprintable(str(key), 40))

@@ -1,0 +1,369 @@
+"""Follow the paths of a layout through the tree of a file, and yield the values at their ends."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from tracestore.errors import InvalidInputError, escape_unprintable
+from tracestore.ingest.execute.plain import describe, item_value, json_value, key_text, number
+from tracestore.ingest.layout.addresses import Address, AttributeStep, DeepStep, ItemsStep, KeyStep, Step
+from tracestore.ingest.layout.patterns import AXIS_NAMES, NUMBER_NAMES
+from tracestore.ingest.layout.places import RECORDS, Place
+from tracestore.ingest.tree import Array, Group, Items, ListItems, MappingGroup, Value, array_value
+
+_MAX_DEPTH = 32
+_MAX_SHAPE = 256  # keys of a group whose claims are kept
+
+# The steps that each key of a group follows, with what they bind, and the keys that none follows.
+Claims = tuple[dict[Any, list[tuple["Step", "Node", dict[str, Any]]]], list[Any]]
+
+
+class Cell(NamedTuple):
+    """A value at the end of a path.
+
+    `bound` holds what files and path bind by name; `axes` are those of the value. `in_unit` is false for values
+    next to the items of the traces, which may belong to all of them.
+    """
+
+    place: Place
+    bound: dict[str, Any]
+    value: Value
+    axes: tuple[str, ...]
+    in_unit: bool
+
+
+@dataclass
+class Node:
+    """The steps behind a common beginning of paths, and the places that end there."""
+
+    prefix: str
+    children: list[tuple[Step, "Node"]] = field(default_factory=list)
+    leaves: list[Place] = field(default_factory=list)
+    ignores: bool = False
+    is_unit: bool = False  # each of its values is a whole trace, or several
+    keys: frozenset[str] = frozenset()  # keys whose values an item binds
+    is_deep: bool = False  # below `**`, which also tries what holds none of its keys
+    has_unit_items: bool = False  # so is each item along the axis N of its value
+
+    def child(self, step: Step) -> "Node":
+        """Return the node behind a step, a new one if there is none."""
+        for known, node in self.children:
+            if known == step:
+                return node
+        node = Node(f"{self.prefix}{step.text}/", is_deep=self.is_deep or isinstance(step, DeepStep))
+        if isinstance(step, ItemsStep):
+            node.keys = frozenset(value_of.path[0] for value_of in step.values)
+        self.children.append((step, node))
+        return node
+
+    @property
+    def has_records(self) -> bool:
+        """Return whether items of `records` end here."""
+        return any(place.name == RECORDS for place in self.leaves)
+
+
+def tree_of(text: str, places: Iterable[Place], ignored: Iterable[Address], states: list[Place]) -> Node:
+    """Return the root of the paths of the places whose FILES are `text`."""
+    root = Node(f"{text} : ")
+    for place in places:
+        if place.address.files.text == text:
+            node, is_cut, has_unit = root, bool(set(place.address.files.names) & set(AXIS_NAMES)), False
+            for step in place.address.path:
+                node = node.child(step)
+                names = set(step.names) | ({step.letter} if isinstance(step, ItemsStep) else set())
+                is_cut |= bool(names & {*AXIS_NAMES, *"LSTGPHDE"})
+                if place in states and len(states) == 1 and not is_cut and not has_unit and _tells_traces(step):
+                    node.is_unit = has_unit = True
+            node.leaves.append(place)
+            if place in states and len(states) == 1 and not is_cut and not has_unit:
+                node.has_unit_items = place.axes[:1] == ("N",)
+    for address in ignored:
+        if address.files.text == text:
+            node = root
+            for step in address.path:
+                node = node.child(step)
+            node.ignores = True
+    return root
+
+
+def _tells_traces(step: Step) -> bool:
+    if isinstance(step, ItemsStep):
+        return step.letter in (None, "N", "K", "chunk")
+    return bool(step.names) or (isinstance(step, KeyStep) and "*" in step.text)
+
+
+class Walk:
+    """The walk through one file.
+
+    Parameters
+    ----------
+    source : str
+        Name of the file, for messages.
+    on_unclaimed : callable
+        Called with the node, key and value of each key that no line names.
+    """
+
+    def __init__(self, source: str, on_unclaimed: Callable[[Node, str, Value], None]) -> None:
+        self._source, self._on_unclaimed = source, on_unclaimed
+        self._seen: dict[tuple[int, tuple[Any, ...]], Claims] = {}
+
+    def cells(self, node: Node, value: Value, bound: dict[str, Any], *, in_unit: bool = False) -> Iterator[Cell | None]:
+        """Yield the cells at and below a node, and None behind each unit."""
+        for place in node.leaves:
+            yield from self._leaf(node, place, value, bound, in_unit)
+        if not node.children or value is None:
+            return
+        if isinstance(value, str) and not all(isinstance(s, AttributeStep) for s, _ in node.children):
+            value = json_value(value, f"{node.prefix}{node.children[0][0].text}", self._source)
+        # Values next to the units come first, because they may belong to all of them.
+        for has_units in (False, True):
+            children = [pair for pair in node.children if _leads_to_unit(pair[1]) == has_units]
+            if children:
+                yield from self._children(
+                    node, children, value, bound, in_unit, claims=has_units or len(children) == len(node.children)
+                )
+
+    def _children(
+        self,
+        node: Node,
+        children: Sequence[tuple[Step, Node]],
+        value: Value,
+        bound: dict[str, Any],
+        in_unit: bool,
+        *,
+        claims: bool,
+    ) -> Iterator[Cell | None]:
+        items = [(step, child) for step, child in children if isinstance(step, ItemsStep)]
+        keys = [(step, child) for step, child in children if isinstance(step, KeyStep)]
+        for step, child in children:
+            if isinstance(step, AttributeStep):
+                attributes = getattr(value, "attributes", {})
+                yield from self.cells(child, attributes.get(step.name), bound, in_unit=in_unit)
+            elif isinstance(step, DeepStep):
+                yield from self._deep(child, value, bound, in_unit, 0)
+        if isinstance(value, Group):
+            if items and not keys:
+                self._refuse(node, items[0][0], "a mapping")
+            yield from self._keys(node, keys, value, bound, in_unit, claims=claims)
+        elif isinstance(value, Items | Array):
+            if items:
+                yield from self._items(items, value, bound, in_unit)
+            for step, child in keys:
+                yield from self._member(node, step, child, value, bound, in_unit)
+        elif keys or items:
+            self._refuse(node, (keys or items)[0][0], describe(value))
+
+    def _leaf(
+        self, node: Node, place: Place, value: Value, bound: dict[str, Any], in_unit: bool
+    ) -> Iterator[Cell | None]:
+        if place.name == RECORDS:
+            if isinstance(value, Group):
+                rest = {str(key): value[key] for key in self._claimed_by_shape(node, value)[1]}
+                extras = {k: v for k, v in rest.items() if isinstance(v, str | int | float)}
+                yield Cell(place, bound, MappingGroup(extras, lambda extra: extra), (), in_unit)
+            return
+        axes = place.axes
+        if value is None:
+            yield Cell(place, bound, None, axes, in_unit)
+        elif isinstance(value, Items) and axes and axes[0] in ("N", "K", "P") and (value.is_stream or axes[0] != "P"):
+            is_unit = node.has_unit_items and not in_unit
+            for k, item in enumerate(value):
+                yield Cell(place, {**bound, axes[0]: k}, _settled(item), axes[1:], in_unit or is_unit)
+                if is_unit:
+                    yield None
+        else:
+            yield Cell(place, bound, _settled(value), axes, in_unit)
+
+    def _items(
+        self, children: Sequence[tuple[Step, Node]], value: Items | Array, bound: dict[str, Any], in_unit: bool
+    ) -> Iterator[Cell | None]:
+        for k, item in enumerate(_rows(value)):
+            yield from self._item(children, item, k, bound, in_unit)
+
+    def _item(
+        self, children: Sequence[tuple[Step, Node]], item: Value, k: int, bound: dict[str, Any], in_unit: bool
+    ) -> Iterator[Cell | None]:
+        has_unit = False
+        for step, child in children:
+            assert isinstance(step, ItemsStep)
+            found = self._bind(step, item, k, bound)
+            begins = child.is_unit and not in_unit
+            yield from self.cells(child, item, found, in_unit=in_unit or begins or has_unit)
+            has_unit |= begins
+        if has_unit:
+            yield None
+
+    def _bind(self, step: ItemsStep, item: Value, k: int, bound: dict[str, Any]) -> dict[str, Any]:
+        if step.letter is not None:
+            return {**bound, step.letter: k}
+        found = dict(bound)
+        for value_of in step.values:
+            value = k if value_of.path == ("#",) else item_value(item, value_of)
+            if value is None:
+                path = "/".join(value_of.path)
+                raise InvalidInputError(f"item {k} of {step.text} has no {path}", source=self._source)
+            if value_of.pattern is None:
+                is_number = value_of.name in NUMBER_NAMES or value_of.name in ("N", "K")
+                found[value_of.name] = number(value, value_of.name) if is_number else key_text(value)
+                continue
+            match = value_of.pattern.match(key_text(value))
+            if match is None:
+                raise InvalidInputError(
+                    f"item {k}: found {escape_unprintable(str(value), 60)!r}, expected {value_of.pattern.text}",
+                    source=self._source,
+                )
+            found |= match.bound
+        return found
+
+    def _keys(
+        self,
+        node: Node,
+        children: Sequence[tuple[Step, Node]],
+        value: Group,
+        bound: dict[str, Any],
+        in_unit: bool,
+        *,
+        claims: bool,
+    ) -> Iterator[Cell | None]:
+        claimed, rest = self._claimed_by_shape(node, value)
+        wanted = {id(child) for _, child in children}
+        for key, found in claimed.items():
+            for _, child, match in found:
+                if id(child) not in wanted:
+                    continue
+                begins = child.is_unit and not in_unit
+                inner = {**bound, **match} if match else bound
+                yield from self.cells(child, value[key], inner, in_unit=in_unit or begins)
+                if begins:
+                    yield None
+        if claims and not node.ignores and (claimed or not node.is_deep):
+            for key in rest:
+                self._on_unclaimed(node, key, value[key])
+
+    def _claimed_by_shape(self, node: Node, value: Group) -> Claims:
+        """Return `_claimed` for the keys of a group, computed once for each set of keys."""
+        names = tuple(value)
+        if (known := self._seen.get((id(node), names))) is None:
+            known = self._claimed(node, names)
+            if len(names) <= _MAX_SHAPE:
+                self._seen[id(node), names] = known
+        return known
+
+    def _claimed(self, node: Node, names: tuple[Any, ...]) -> Claims:
+        """Return the steps that each key follows, and the keys that none does."""
+        claimed: dict[Any, list[tuple[Step, Node, Any]]] = {}
+        rest = []
+        steps = [(step, child) for step, child in node.children if isinstance(step, KeyStep)]
+        for key in names:
+            best: list[tuple[int, Step, Node, Any]] = []
+            for step, child in steps:
+                match = _match_key(step, key)
+                if match is None:
+                    continue
+                literals = sum(part.num_literals for part in step.parts)
+                if not best or literals > best[0][0]:
+                    best = [(literals, step, child, self._wild(node, step, key, match))]
+                elif literals == best[0][0]:
+                    best.append((literals, step, child, self._wild(node, step, key, match)))
+            if len(best) > 1 and not best[0][2].ignores and not best[1][2].ignores:
+                texts = f"{best[0][1].text} and {best[1][1].text}"
+                raise InvalidInputError(
+                    f"{texts} match the key {key!s:.60} with equally many characters", source=self._source
+                )
+            if best:
+                claimed[key] = [
+                    entry[1:] for entry in best if not entry[2].ignores or entry[2].children or entry[2].leaves
+                ]
+            elif str(key) not in node.keys:
+                rest.append(key)
+        for step, _ in steps:
+            text = step.parts[0].literal if len(step.parts) == 1 else None
+            if text is not None and text.lstrip("-").isdecimal() and text in claimed and int(text) in claimed:
+                raise InvalidInputError(f"the keys {text} and {text!r} both exist", source=self._source)
+        return claimed, rest
+
+    def _wild(self, node: Node, step: KeyStep, key: Any, match: dict[str, Any]) -> dict[str, Any]:
+        return {**match, f"*{node.prefix}/{step.text}": str(key)} if "*" in step.text else match
+
+    def _member(
+        self, node: Node, step: KeyStep, child: Node, value: Items | Array, bound: dict[str, Any], in_unit: bool
+    ) -> Iterator[Cell | None]:
+        text = step.parts[0].literal if len(step.parts) == 1 else None
+        if text is not None and text.lstrip("-").isdecimal():
+            rows = _rows(value)
+            if isinstance(rows, Items) and rows.is_stream:
+                rows = ListItems(list(rows), lambda item: item)
+            k, count = int(text), len(rows)
+            if not -count <= k < count:
+                return
+            yield from self.cells(child, rows[k % count], bound, in_unit=in_unit)
+        elif len(step.parts) == 1 and step.names and isinstance(value, Items) and not value.is_stream:
+            for k, item in enumerate(value):  # {layer} of a list: the number of the member
+                match = step.parts[0].match(str(k))
+                if match is not None:
+                    yield from self.cells(child, item, {**bound, **match.bound}, in_unit=in_unit)
+        else:
+            self._refuse(node, step, describe(value))
+
+    def _deep(
+        self, node: Node, value: Value, bound: dict[str, Any], in_unit: bool, depth: int
+    ) -> Iterator[Cell | None]:
+        """Follow the steps behind `**` at every depth where they fit; an item that fits is not searched further."""
+        if depth > _MAX_DEPTH:
+            raise InvalidInputError("nested deeper than a trace file", source=self._source)
+        if isinstance(value, Group):
+            keys = [(step, child) for step, child in node.children if isinstance(step, KeyStep)]
+            yield from self._keys(node, keys, value, bound, in_unit, claims=False)
+            for key in self._claimed_by_shape(node, value)[1]:
+                yield from self._deep(node, value[key], bound, in_unit, depth + 1)
+        elif isinstance(value, Items):
+            items = [(step, child) for step, child in node.children if isinstance(step, ItemsStep)]
+            for k, item in enumerate(value):
+                fitting = [pair for pair in items if isinstance(item, Group) and _has_all(pair[0], item)]
+                if fitting:
+                    yield from self._item(fitting, item, k, bound, in_unit)
+                else:
+                    yield from self._deep(node, item, bound, in_unit, depth + 1)
+
+    def _refuse(self, node: Node, step: Step, found: str) -> Any:
+        raise InvalidInputError(f"{node.prefix}{step.text}: found {found}", source=self._source)
+
+
+def _has_all(step: Step, item: Value) -> bool:
+    """Return whether an item says everything that a step binds by it."""
+    return isinstance(step, ItemsStep) and all(
+        value_of.path == ("#",) or item_value(item, value_of) is not None for value_of in step.values
+    )
+
+
+def _leads_to_unit(node: Node) -> bool:
+    return node.is_unit or node.has_unit_items or any(_leads_to_unit(child) for _, child in node.children)
+
+
+def _rows(value: Items | Array) -> Any:
+    if isinstance(value, Items):
+        return value
+    return ListItems(range(value.shape[0]), lambda k: array_value(value.read((k,))))
+
+
+def _settled(value: Value) -> Value:
+    """Return a value that can be read more than once."""
+    return ListItems(list(value), lambda item: item) if isinstance(value, Items) and value.is_stream else value
+
+
+def _match_key(step: KeyStep, key: Any) -> dict[str, Any] | None:
+    """Return what a step binds in a key, None if the key is another one."""
+    if len(step.parts) > 1:
+        if not isinstance(key, tuple) or len(key) != len(step.parts):
+            return None
+        bound: dict[str, Any] = {}
+        for part, member in zip(step.parts, key, strict=True):
+            match = part.match(key_text(member))
+            if match is None:
+                return None
+            bound |= match.bound
+        return bound
+    if isinstance(key, tuple):
+        return None
+    match = step.parts[0].match(key_text(key))
+    return None if match is None else match.bound

@@ -1,0 +1,1 @@
+"""Bytes of input files: mapped, inflated, limited."""

@@ -1,0 +1,51 @@
+"""Limits of what the values of a file may decode to, by the bytes of the file."""
+
+from collections.abc import Callable
+
+from tracestore.errors import InvalidInputError
+
+# Limits of the values that a file's traces hold, where a value counts each time it is named: a fixed
+# allowance and a multiple of the bytes read, for the number of values, the bytes of text and the bytes of
+# arrays. A value takes at least one byte. Text is encoded again each time it is named; an array is not. The
+# multiple of arrays is large because in files made by hand one array may stand for all layers.
+_ALLOWANCES = ((20_000, 4), (16 << 20, 4), (64 << 20, 200))
+# Values of a compressed file, by its bytes on disk.
+_COMPRESSED_ALLOWANCE = (1_000_000, 16)
+
+
+class Limits:
+    """Limits on values and bytes of the traces of one file.
+
+    A file exceeds them only by naming the same values many times. `read_bytes` returns the
+    number of bytes of the file that have been read so far. `has_objects` is set when a value
+    holds an object that is not data. Of a compressed file, `disk_bytes` is the compressed size.
+    """
+
+    def __init__(self, read_bytes: Callable[[], int], disk_bytes: int | None = None) -> None:
+        self._read_bytes, self._disk_bytes = read_bytes, disk_bytes
+        self._values = self._text_bytes = self._array_bytes = 0
+        self._max_values = self._max_text_bytes = self._max_array_bytes = 0
+        self.has_objects = False
+
+    def charge(self, text_bytes: int = 0, array_bytes: int = 0, count: int = 1) -> None:
+        """Add values and their bytes; raise InvalidInputError beyond a limit."""
+        self._values += count
+        self._text_bytes += text_bytes
+        self._array_bytes += array_bytes
+        if self._is_exceeded():
+            maxima = (allowance + ratio * self._read_bytes() for allowance, ratio in _ALLOWANCES)
+            self._max_values, self._max_text_bytes, self._max_array_bytes = maxima
+            if self._disk_bytes is not None:
+                allowance, ratio = _COMPRESSED_ALLOWANCE
+                self._max_values = min(self._max_values, allowance + ratio * self._disk_bytes)
+            if self._is_exceeded():
+                raise InvalidInputError(
+                    "traces whose values, counted each time they are named, exceed the file many times"
+                )
+
+    def _is_exceeded(self) -> bool:
+        return (
+            self._values > self._max_values
+            or self._text_bytes > self._max_text_bytes
+            or self._array_bytes > self._max_array_bytes
+        )

@@ -1,0 +1,93 @@
+"""Headers of arrays in the format .npy, and arrays in bytes that hold such a file."""
+
+import ast
+import io
+import math
+import struct
+from typing import IO, Any
+
+import numpy as np
+
+from tracestore.errors import InvalidInputError
+from tracestore.store.format import schema
+
+# Kinds of dtypes that an array may have: bool, integers, floats, complex numbers, texts.
+DTYPE_KINDS = "biufcSU"
+NPY_MAGIC = b"\x93NUMPY"
+MAX_NPY_HEADER_BYTES = 10_000
+
+
+def check_dtype(name: str, dtype: np.dtype) -> None:
+    """Raise InvalidInputError unless a dtype is that of numbers or texts, or of records of them."""
+    is_record = dtype.names and all(dtype[n].base.kind in DTYPE_KINDS for n in dtype.names)
+    if not is_record and (dtype.kind not in DTYPE_KINDS or dtype.subdtype is not None):
+        raise InvalidInputError(f"found dtype {str(dtype)[:60]}, expected numbers or texts", field=name)
+
+
+def check_array(name: str, shape: tuple[int, ...], dtype: np.dtype, num_bytes: int) -> np.dtype:
+    """Return the dtype of an array with these bytes; raise InvalidInputError if they do not fit together.
+
+    Two bytes without a type (`V2`) are what NumPy writes for bfloat16.
+    """
+    if dtype.hasobject:
+        raise InvalidInputError("found Python objects in records; save numbers or texts", field=name)
+    if dtype.str.lstrip("<>|") == "V2" and dtype.fields is None:
+        dtype = schema.BFLOAT16
+    else:
+        check_dtype(name, dtype)
+    if any(not 0 <= n < 1 << 48 for n in shape) or len(shape) > 8:
+        raise InvalidInputError(f"found shape {str(shape)[:60]}", field=name)
+    expected = math.prod(shape) * dtype.itemsize
+    if expected != num_bytes:
+        raise InvalidInputError(f"found {num_bytes:,} bytes, expected {expected:,} for shape {shape}", field=name)
+    return dtype
+
+
+def read_npy_header(head: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Return shape, whether the order is that of Fortran, and dtype of the array that follows in a stream."""
+    try:
+        version = np.lib.format.read_magic(head)
+        length = struct.unpack("<H" if version == (1, 0) else "<I", head.read(2 if version == (1, 0) else 4))[0]
+        if version not in ((1, 0), (2, 0), (3, 0)) or length > MAX_NPY_HEADER_BYTES:
+            raise ValueError(f"version {version}, header of {length:,} bytes")
+        header = ast.literal_eval(head.read(length).decode("latin1").strip())
+        shape, order, description = header["shape"], header["fortran_order"], header["descr"]
+        if type(order) is not bool or not isinstance(shape, tuple):
+            raise ValueError("a wrong header")
+        if not isinstance(description, str) and not _is_record(description):
+            raise ValueError("a dtype with nested fields")
+        if not all(type(n) is int for n in shape):
+            raise ValueError("a wrong shape")
+        return shape, order, np.dtype(description)
+    except (ValueError, TypeError, KeyError, SyntaxError, struct.error, MemoryError, RecursionError) as error:
+        raise InvalidInputError(f"not an array of NumPy: {' '.join(str(error).split())[:120]}", field=name) from None
+
+
+def _is_record(description: Any) -> bool:
+    """Return whether the dtype of a header is a list of named dtypes, each with an optional shape."""
+    if not isinstance(description, list) or not description:
+        return False
+    return all(
+        isinstance(field, tuple)
+        and len(field) in (2, 3)
+        and all(isinstance(part, str) for part in field[:2])
+        and all(isinstance(part, tuple) and all(type(n) is int and n > 0 for n in part) for part in field[2:])
+        for field in description
+    )
+
+
+def array_in_bytes(value: Any) -> np.ndarray | None:
+    """Return the array of numbers in the content of a .npy file, a view of its bytes; None for every other value."""
+    if not isinstance(value, bytes | bytearray | memoryview) or bytes(value[: len(NPY_MAGIC)]) != NPY_MAGIC:
+        return None
+    view = memoryview(value).cast("B")
+    head = io.BytesIO(bytes(view[: MAX_NPY_HEADER_BYTES + 16]))
+    try:
+        shape, is_fortran, dtype = read_npy_header(head, "array")
+        dtype = check_array("array", shape, dtype, len(view) - head.tell())
+    except InvalidInputError:
+        return None
+    if dtype.kind not in "biuf" and dtype != schema.BFLOAT16:
+        return None
+    array = np.frombuffer(view[head.tell() :], "u1").view(dtype) if math.prod(shape) else np.empty(0, dtype)
+    return array.reshape(shape[::-1]).T if is_fortran else array.reshape(shape)

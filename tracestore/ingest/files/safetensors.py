@@ -1,0 +1,163 @@
+"""Headers of .safetensors files, and the tensors as views of the mapped file.
+
+The library's reader for NumPy has neither bfloat16, which vLLM writes, nor views.
+"""
+
+import fcntl
+import math
+import os
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from tracestore._core.mapping import MappedFile
+from tracestore.errors import InvalidInputError
+from tracestore.ingest.files.json_text import parse_json
+from tracestore.store.format import schema
+
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the library
+_MAX_TENSORS = 1_000_000
+_DTYPES: dict[str, Any] = {
+    "F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "|i1",
+    "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "|u1", "BOOL": "|b1", "C64": "<c8",
+    "BF16": schema.BFLOAT16, "F8_E4M3": "|u1", "F8_E5M2": "|u1",
+}  # fmt: skip
+
+
+@dataclass(slots=True)
+class StoredTensor:
+    """A tensor of a file.
+
+    Attributes
+    ----------
+    data : memoryview
+        The mapped file.
+    begin, end : int
+        Where the bytes of the tensor are.
+    dtype : str
+        Name of its dtype in the header.
+    shape : tuple of int
+        Extents of its axes.
+    """
+
+    data: memoryview
+    begin: int
+    end: int
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def codes(self) -> np.ndarray:
+        """Values, or codes of 8-bit floats, as a view of the mapped file."""
+        data = self.data[self.begin : self.end]
+        codes = np.frombuffer(data, "u1") if len(data) else np.empty(0, "u1")
+        values: np.ndarray = codes.view(_DTYPES[self.dtype]).reshape(self.shape)
+        return values
+
+    @property
+    def table(self) -> np.ndarray | None:
+        """Values of the 256 codes of an 8-bit float; None if `codes` are the values."""
+        return _float8_values(4 if self.dtype == "F8_E4M3" else 5) if self.dtype.startswith("F8") else None
+
+
+def is_safetensors(head: bytes, size: int) -> bool:
+    """Return whether a file of `size` bytes begins like a .safetensors file."""
+    return head[8:9] == b"{" and 2 <= int.from_bytes(head[:8], "little") <= min(_MAX_HEADER_BYTES, max(2, size))
+
+
+def is_locked(path: str) -> bool:
+    """Return whether another process holds the lock file next to a file that vLLM writes."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False  # a file system without locks
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def stored_tensors(data: MappedFile) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """Return the tensors and the metadata of a file.
+
+    Raises
+    ------
+    InvalidInputError
+        Unless the header describes consecutive tensors that fill the file.
+    """
+    size = len(data)
+    header, begin = _header(data)
+    metadata = header.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise InvalidInputError("damaged .safetensors header: metadata that are not texts")
+    spans = {name: _span(name, entry) for name, entry in header.items()}
+    position = 0
+    for name, (first, last) in sorted(spans.items(), key=lambda item: item[1]):
+        if first != position:
+            raise InvalidInputError("damaged .safetensors header: overlaps another tensor or unknown data", field=name)
+        position = last
+    if begin + position != size:
+        kind = "truncated" if begin + position > size else "trailing bytes"
+        raise InvalidInputError(f"{kind}: found {size:,} bytes, expected {begin + position:,}")
+    view = memoryview(data)
+    return {
+        name: StoredTensor(view, begin + first, begin + last, header[name]["dtype"], tuple(header[name]["shape"]))
+        for name, (first, last) in spans.items()
+    }, metadata
+
+
+def _header(data: MappedFile) -> tuple[dict[str, Any], int]:
+    """Return the header of a file, and where its tensors begin."""
+    header_bytes = int.from_bytes(data.read(0, 8), "little") if len(data) >= 8 else 0
+    begin = 8 + header_bytes
+    if not 2 <= header_bytes <= _MAX_HEADER_BYTES or begin > len(data):
+        raise InvalidInputError("truncated or damaged .safetensors file: its header ends beyond the file")
+    try:
+        header = parse_json(data.read(8, begin).decode("utf-8"), "damaged .safetensors header")
+    except UnicodeDecodeError as error:
+        raise InvalidInputError(f"damaged .safetensors header: {error}") from None
+    if not isinstance(header, dict) or len(header) > _MAX_TENSORS:
+        raise InvalidInputError("damaged .safetensors header: expected a dict of tensors")
+    return header, begin
+
+
+def _span(name: str, entry: Any) -> tuple[int, int]:
+    """Return where the bytes of a tensor begin and end after checking its description."""
+    name = name[:60]
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        raise InvalidInputError("damaged .safetensors header: a tensor without dtype, shape and offsets", field=name)
+    shape, offsets = entry["shape"], entry["data_offsets"]
+    for numbers in (shape, offsets):
+        if not isinstance(numbers, list) or not all(type(n) is int and 0 <= n < 1 << 48 for n in numbers):
+            raise InvalidInputError("damaged .safetensors header: wrong shape or offsets", field=name)
+    if len(offsets) != 2 or len(shape) > 8:
+        raise InvalidInputError("damaged .safetensors header: wrong shape or offsets", field=name)
+    dtype = entry["dtype"]
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise InvalidInputError(f"found dtype {str(dtype)[:20]}, which is not supported", field=name)
+    expected = math.prod(shape) * np.dtype(_DTYPES[dtype]).itemsize
+    if offsets[1] - offsets[0] != expected:
+        found = f"{offsets[1] - offsets[0]:,} bytes, expected {expected:,}"
+        raise InvalidInputError(f"damaged .safetensors header: {found} for shape {shape}", field=name)
+    return offsets[0], offsets[1]
+
+
+@cache
+def _float8_values(exponent_bits: int) -> np.ndarray:
+    """Return the 256 values of float8_e4m3fn or float8_e5m2 as float16, which holds each of them exactly."""
+    codes = np.arange(256, dtype="<u2")
+    sign, rest = (codes & 0x80) << 8, codes & 0x7F
+    if exponent_bits == 5:
+        return (sign | rest << 8).view("<f2")
+    # Shifted by one bit, the exponent of e4m3fn has a bias of 7 where that of float16 has 15.
+    magnitudes = (rest << 7).view("<f2").astype("<f4") * 256
+    magnitudes[rest == 0x7F] = np.nan
+    values: np.ndarray = np.where(sign > 0, -magnitudes, magnitudes).astype("<f2")
+    return values

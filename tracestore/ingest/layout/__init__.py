@@ -1,0 +1,1 @@
+"""The layout language: one line for the place of each field in files."""

@@ -1,0 +1,238 @@
+"""Layouts: the fields of a folder of dumps, parsed from TOML and from lines, and written as TOML."""
+
+import difflib
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tracestore.errors import UsageError, escape_unprintable
+from tracestore.ingest.layout.addresses import Address, parse_address
+from tracestore.ingest.layout.fields import (
+    DTYPES,
+    FIELDS,
+    RECORD_FIELDS,
+    SETTINGS,
+    SETTINGS_OF,
+    STATES,
+    FieldRule,
+    rule_of,
+)
+from tracestore.ingest.layout.patterns import Pattern
+
+_MAX_BYTES = 1 << 20
+_LISTS = ("records", "ignore")
+# Names besides fields that a template or a list of literals may state.
+_TEMPLATES = ("id", "sample")
+_BARE = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The lines of a layout.
+
+    Parameters
+    ----------
+    addresses : Mapping
+        Addresses of each field; two are prompt and answer behind each other.
+    templates : Mapping
+        Values that are made of bound names, by field.
+    records : tuple of Address
+        Items whose keys are names of fields.
+    ignore : tuple of Address
+        What is left out.
+    settings : Mapping
+        What is known of axes and words.
+    """
+
+    addresses: Mapping[str, tuple[Address, ...]]
+    templates: Mapping[str, Pattern] = field(default_factory=dict)
+    records: tuple[Address, ...] = ()
+    ignore: tuple[Address, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def states(self) -> str:
+        """The field whose values are the traces: hidden_states, else last_token."""
+        return next((name for name in STATES if name in self.addresses), STATES[0])
+
+    def rule(self, name: str) -> FieldRule:
+        """Return the rule of a field that the layout states."""
+        rule = rule_of(name)
+        assert rule is not None, name
+        return rule
+
+    def directions(self) -> dict[str, str]:
+        """Return what a high value of each score of the layout means, by the name of its field."""
+        rules = {name: self.rule(name) for name in (*self.addresses, *self.templates) if name != "id"}
+        return {name: rule.direction for name, rule in rules.items() if rule.direction is not None}
+
+    def to_toml(self) -> str:
+        """Return the layout as TOML, from which `parse_layout` makes an equal one."""
+        lines = {name: [str(a) for a in found] for name, found in self.addresses.items()}
+        entries: dict[str, Any] = {n: found[0] if len(found) == 1 else found for n, found in lines.items()}
+        entries |= {name: f"={pattern.text}" for name, pattern in self.templates.items()}
+        entries |= {
+            n: [str(a) for a in found] for n, found in zip(_LISTS, (self.records, self.ignore), strict=True) if found
+        }
+        entries |= self.settings
+        return "".join(f"{_key(name)} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in entries.items())
+
+
+def read_layout(path: Path | None, lines: Iterable[str] = ()) -> Layout:
+    """Return the layout of a TOML file and of `--field` lines, which replace those of the file.
+
+    Raises
+    ------
+    UsageError
+        If the file cannot be read, or an entry is wrong.
+    """
+    entries: dict[str, Any] = {}
+    if path is not None:
+        try:
+            with open(path, "rb") as file:
+                entries = tomllib.loads(file.read(_MAX_BYTES).decode())
+        except OSError as error:
+            raise UsageError(f"--layout {path}: {error.strerror}") from None
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"--layout {path.name}: {escape_unprintable(str(error), 200)}") from None
+    where = "--field" if path is None else f"--layout {path.name}"
+    return parse_layout(_flat(entries) | fields_of_lines(lines), where)
+
+
+def fields_of_lines(lines: Iterable[str]) -> dict[str, Any]:
+    """Return the entries that `--field` lines state: `NAME = ADDRESS`, the value as TOML or without quotes."""
+    entries: dict[str, Any] = {}
+    for line in lines:
+        name, equals, text = (part.strip() for part in line.partition("="))
+        if not equals or not name or not text:
+            raise UsageError(f'--field {line!r}: expected "FIELD = FILES : PATH -> AXES"')
+        if name in entries and name not in _LISTS:
+            raise UsageError(f"--field {name}: stated twice; a list of two addresses is prompt and answer")
+        value = _value_of(text)
+        if name in _LISTS:
+            value = entries.get(name, []) + (value if isinstance(value, list) else [value])
+        entries[name] = value
+    return entries
+
+
+def _value_of(text: str) -> Any:
+    """Return a value in the syntax of TOML; a text may lack its quotes."""
+    if text[0] in "\"'[" or text in ("true", "false") or text.lstrip("-").isdecimal():
+        try:
+            return tomllib.loads(f"x = {text}")["x"]
+        except (ValueError, RecursionError):
+            return text
+    return text
+
+
+def _flat(entries: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested tables as one, with dots between their keys."""
+    flat: dict[str, Any] = {}
+    for name, value in entries.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat
+
+
+def parse_layout(entries: Mapping[str, Any], where: str = "layout") -> Layout:
+    """Return the layout of entries by name; raise UsageError with the entry that is wrong.
+
+    Parameters
+    ----------
+    entries : Mapping
+        ``{"hidden_states": "*.pkl : []/hs -> L S D", "S.pad": 2}``; nested mappings are names with dots.
+    where : str
+        What holds the entries, for messages.
+    """
+    addresses: dict[str, tuple[Address, ...]] = {}
+    templates: dict[str, Pattern] = {}
+    settings: dict[str, Any] = {}
+    lists: dict[str, tuple[Address, ...]] = {}
+    for name, value in _flat(entries).items():
+        try:
+            if name in _LISTS:
+                lists[name] = _addresses([value] if isinstance(value, str) else value, 1 << 10)
+            elif _is_setting(name, value):
+                settings[name] = value
+            elif isinstance(value, str) and value.startswith("="):
+                _check_name(name, (*FIELDS, *_TEMPLATES))
+                templates[name] = Pattern(value[1:])
+                templates[name].parts  # noqa: B018
+            else:
+                _check_name(name, FIELDS)
+                addresses[name] = _addresses([value] if isinstance(value, str) else value, 2)
+        except UsageError as error:
+            raise UsageError(f"{where}: {name}: {error}") from None
+    _add_records(addresses, lists.get("records", ()))
+    layout = Layout(addresses, templates, lists.get("records", ()), lists.get("ignore", ()), settings)
+    if not any(name in addresses for name in STATES):
+        raise UsageError(f"{where}: states no hidden_states or last_token; a line for one of them is needed")
+    return layout
+
+
+def _add_records(addresses: dict[str, tuple[Address, ...]], records: tuple[Address, ...]) -> None:
+    """Add a place for the states under their own name, if no line states another."""
+    if records and not any(name in addresses for name in STATES):
+        for name in STATES[:1]:
+            addresses[name] = tuple(below(record, name) for record in records[:1])
+
+
+def below(record: Address, name: str) -> Address:
+    """Return the address of a key of the items that an address of `records` names."""
+    return parse_address(f"{record} {'/' if record.path else ':'} {name}".replace(" / ", "/"))
+
+
+def _addresses(value: Any, most: int) -> tuple[Address, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(v, str) for v in value) or not 0 < len(value) <= most:
+        raise UsageError(f"found {str(value)[:60]!r}, expected FILES : PATH -> AXES")
+    return tuple(parse_address(text) for text in value)
+
+
+def _check_name(name: str, names: Iterable[str]) -> None:
+    if name in names or rule_of(name) is not None:
+        return
+    near = difflib.get_close_matches(name, [*names, *SETTINGS, *_LISTS], 1)
+    hint = f"; did you mean {near[0]}?" if near else f"; the fields are {', '.join(RECORD_FIELDS[:9])}, ..."
+    raise UsageError(f"no such field{hint}")
+
+
+def _is_setting(name: str, value: Any) -> bool:
+    """Return whether an entry states a value; raise UsageError if it is another one than it takes."""
+    if name.partition(".")[0] in SETTINGS_OF:
+        _check_setting_of(name, value)
+        return True
+    if name == "L.ids" and isinstance(value, list) and value and all(type(v) is int for v in value):
+        return True
+    allowed = SETTINGS.get(name)
+    if allowed is None:
+        return False
+    # A number pads, too: S.padding = -100.
+    is_known = value in allowed if isinstance(allowed[0], str) else type(value) in allowed
+    if not is_known and not (name == "S.padding" and type(value) is int):
+        expected = " or ".join(a if isinstance(a, str) else a.__name__ for a in allowed)
+        raise UsageError(f"found {value!r}, expected {expected}")
+    if name == "S.pad" and isinstance(value, list) and [type(v) for v in value] != [int, int]:
+        raise UsageError(f"found {value!r}, expected the id that fills rows and the one that ends a sequence")
+    return True
+
+
+def _check_setting_of(name: str, value: Any) -> None:
+    """Raise UsageError unless the value of a setting of a field or a word is one that it takes."""
+    head, _, tail = name.partition(".")
+    kinds = SETTINGS_OF[head]
+    if not tail or not isinstance(value, kinds):
+        raise UsageError(f"found {value!r}, expected {head}.NAME = {' or '.join(kind.__name__ for kind in kinds)}")
+    if head == "dtype" and value not in DTYPES:
+        raise UsageError(f"found {value!r}, expected one of {', '.join(DTYPES)}")
+    if head in ("dtype", "scale") and tail not in STATES:
+        raise UsageError(f"expected {head}.{STATES[0]} or {head}.{STATES[1]}")
+    if head == "share" and rule_of(tail) is None:
+        raise UsageError("no such field")
+
+
+def _key(name: str) -> str:
+    """Return a name as a key of TOML, with quotes around the parts that need them."""
+    head, dot, tail = name.partition(".")
+    return head + (dot + (tail if set(tail) <= _BARE else json.dumps(tail, ensure_ascii=False)) if dot else "")

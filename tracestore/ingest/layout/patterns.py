@@ -1,0 +1,264 @@
+"""Patterns of names: literal text, `{name}`, `{name:d}`, `*` and `**`, matched in linear time."""
+
+import itertools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from tracestore.errors import InvalidInputError, UsageError
+
+# Names that bind a place on an axis of a trace. The others belong to the key of a trace.
+AXIS_NAMES = {"layer": "L", "token": "S", "step": "P", "head": "H", "dim": "D"}
+NUMBER_NAMES = frozenset((*AXIS_NAMES, "chunk", "sample"))
+_SPECIAL = "{*\\"
+_MAX_FAST_PARTS, _MAX_FAST_LENGTH = 2, 512
+_MAX_PARSES = 2  # a name with two parses is refused, so more need not be told apart
+
+Spans = tuple[tuple[int, int], ...]  # of the names and wildcards so far, in their order
+Parses = dict[int, list[Spans]]  # by the position behind them
+
+
+class Part(NamedTuple):
+    """A part of a pattern: literal text, a name that binds text, or a wildcard."""
+
+    kind: Literal["literal", "name", "star", "deep"]
+    text: str = ""
+    is_strict: bool = False  # a number without leading zeros
+
+    @property
+    def is_number(self) -> bool:
+        """Return whether the part binds a number."""
+        return self.kind == "name" and (self.is_strict or self.text.partition(".")[0] in NUMBER_NAMES)
+
+
+class Match(NamedTuple):
+    """Values that a pattern binds in a name, and the texts of its wildcards."""
+
+    bound: dict[str, str | int]
+    wild: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A pattern of names.
+
+    Parameters
+    ----------
+    text : str
+        ``layer_{layer}.npy``; a backslash makes the next character literal.
+    is_path : bool
+        Whether `/` separates names: a name and `*` then match within one of them, `**` matches any number of them.
+    """
+
+    text: str
+    is_path: bool = False
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """The parts of the pattern; UsageError if it is not one."""
+        parts: list[Part] = []
+        literal, k, text = "", 0, self.text
+        while k < len(text):
+            char = text[k]
+            if char not in _SPECIAL:
+                literal, k = literal + char, k + 1
+                continue
+            if char == "\\":
+                if k + 1 == len(text):
+                    raise UsageError(f"{text}: a backslash at the end makes no character literal")
+                literal, k = literal + text[k + 1], k + 2
+                continue
+            if literal:
+                parts.append(Part("literal", literal))
+                literal = ""
+            if char == "*":
+                is_deep = self.is_path and text.startswith("**", k)
+                k += 2 if is_deep else 1
+                is_folder = is_deep and text.startswith("/", k)
+                k += is_folder  # `**/x` matches `x`, too
+                parts.append(Part("deep" if is_deep else "star", "/" if is_folder else ""))
+                continue
+            end = text.find("}", k)
+            name, _, form = text[k + 1 : end].partition(":")
+            if end < 0 or not is_name(name) or form not in ("", "d"):
+                raise UsageError(f"{text}: expected a name such as {{id}} or {{n:d}} behind the brace")
+            parts.append(Part("name", name, form == "d"))
+            k = end + 1
+        if literal:
+            parts.append(Part("literal", literal))
+        names = [part.text for part in parts if part.kind == "name"]
+        if repeated := next((name for name in names if names.count(name) > 1), None):
+            raise UsageError(f"{text}: {{{repeated}}} occurs twice")
+        for one, two in itertools.pairwise(parts):
+            if one.kind == "name" and two.kind == "name":
+                raise UsageError(f"{text}: {{{one.text}}}{{{two.text}}} needs a character between the names")
+        return tuple(parts)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names that the pattern binds, in their order."""
+        return tuple(part.text for part in self.parts if part.kind == "name")
+
+    @property
+    def num_literals(self) -> int:
+        """Number of literal characters: the pattern with the most of them gets a name that several match."""
+        return sum(len(part.text) for part in self.parts if part.kind == "literal")
+
+    @cached_property
+    def literal(self) -> str | None:
+        """The only name that the pattern matches; None if it has names or wildcards."""
+        if all(part.kind == "literal" for part in self.parts):
+            return "".join(part.text for part in self.parts)
+        return None
+
+    def fill(self, values: Mapping[str, object]) -> str:
+        """Return the pattern with values instead of its names."""
+        return "".join(str(values[p.text]) if p.kind == "name" else p.text for p in self.parts)
+
+    def match(self, name: str) -> Match | None:
+        """Return what the pattern binds in a name, None if the name is another one.
+
+        Raises
+        ------
+        InvalidInputError
+            If the pattern binds different values in two ways.
+        """
+        if self.literal is not None:
+            return Match({}, ()) if name == self.literal else None
+        parses: Parses = {0: [()]}
+        for part in self.parts:
+            parses = self._step(part, name, parses)
+            if not parses:
+                return None
+        found = parses.get(len(name), [])
+        if not found:
+            return None
+        return self._unique(name, found)
+
+    def _unique(self, name: str, found: list[Spans]) -> Match:
+        values = [self._bound(name, spans) for spans in found]
+        if len({tuple(v.bound.items()) for v in values}) > 1:
+            one, two = (", ".join(f"{k}={v}" for k, v in value.bound.items()) for value in values[:2])
+            raise InvalidInputError(f"{name}: {self.text} matches it in two ways: {one}; {two}")
+        return values[0]
+
+    @cached_property
+    def _expressions(self) -> tuple[re.Pattern[str], ...]:
+        """The pattern as regular expressions, whose variable parts are as short, and as long as possible."""
+        lazy = ""
+        for part in self.parts:
+            if part.kind == "literal":
+                lazy += re.escape(part.text)
+            elif part.is_number:
+                lazy += r"(0|[1-9][0-9]*?)" if part.is_strict else r"(-?[0-9]+?)"
+            elif part.kind == "deep":
+                lazy += r"((?:.*?/)??)" if part.text else "(.*?)"
+            else:
+                lazy += ("([^/]" if self.is_path else "(.") + ("+?)" if part.kind == "name" else "*?)")
+        greedy = lazy.replace("+?)", "+)").replace("*?)", "*)").replace("??)", "?)").replace(".*?/", ".*/")
+        return re.compile(lazy, re.DOTALL), re.compile(greedy, re.DOTALL)
+
+    def _match_fast(self, name: str) -> Match | None:
+        """Match with at most two variable parts: the first and the last way are then all that need comparing."""
+        found = [expression.fullmatch(name) for expression in self._expressions]
+        if found[0] is None or found[1] is None:
+            return None
+        return self._unique(name, [tuple(m.span(k + 1) for k in range(len(m.groups()))) for m in found if m])
+
+    def _step(self, part: Part, name: str, parses: Parses) -> Parses:
+        """Return the spans of names so far by the position behind a part: at most two for each position."""
+        if part.kind == "literal":
+            size = len(part.text)
+            return {at + size: spans for at, spans in parses.items() if name.startswith(part.text, at)}
+        following: Parses = {}
+        open_parses: list[tuple[int, Spans]] = []
+        for at in range(min(parses), len(name) + 1):
+            if at and open_parses:
+                open_parses = [(b, s) for b, s in open_parses if self._continues(part, name, b, at - 1)]
+            if part.kind != "name":
+                # What a wildcard matches makes no difference, so that one of its spans is enough.
+                open_parses += [(at, spans) for spans in parses.get(at, ())]
+                if not part.text or at in parses or name[at - 1] == "/":
+                    self._add(following, at, [(*spans, (begin, at)) for begin, spans in open_parses])
+                open_parses = self._distinct(open_parses)
+                continue
+            if not part.is_number or _ends_number(name, at):
+                self._add(following, at, [(*spans, (begin, at)) for begin, spans in open_parses])
+            open_parses = [*open_parses, *((at, spans) for spans in parses.get(at, ()))][: 2 * _MAX_PARSES]
+        return following
+
+    def _continues(self, part: Part, name: str, begin: int, at: int) -> bool:
+        """Return whether the character at a position may belong to a part that begins at `begin`."""
+        char = name[at]
+        if part.is_number:
+            is_digit = char.isascii() and char.isdigit()
+            if part.is_strict:
+                return is_digit and not (at > begin and name[begin] == "0")
+            return is_digit or (char == "-" and at == begin)
+        return part.kind == "deep" or not self.is_path or char != "/"
+
+    @cached_property
+    def _variable(self) -> tuple[Part, ...]:
+        return tuple(part for part in self.parts if part.kind != "literal")
+
+    def _spans_of_names(self, spans: Spans) -> Spans:
+        return tuple(span for part, span in zip(self._variable, spans, strict=False) if part.kind == "name")
+
+    def _distinct(self, found: list[tuple[int, Spans]]) -> list[tuple[int, Spans]]:
+        kept: dict[Spans, tuple[int, Spans]] = {}
+        for begin, spans in found:
+            kept.setdefault(self._spans_of_names(spans), (begin, spans))
+        return list(kept.values())[:_MAX_PARSES]
+
+    def _add(self, following: Parses, at: int, found: list[Spans]) -> None:
+        kept = following.setdefault(at, [])
+        known = {self._spans_of_names(spans) for spans in kept}
+        for spans in found:
+            if len(kept) < _MAX_PARSES and self._spans_of_names(spans) not in known:
+                known.add(self._spans_of_names(spans))
+                kept.append(spans)
+        if not kept:
+            del following[at]
+
+    def _bound(self, name: str, spans: Spans) -> Match:
+        bound: dict[str, str | int] = {}
+        wild: list[str] = []
+        for part, (begin, end) in zip(self._variable, spans, strict=True):
+            text = name[begin:end]
+            if part.kind != "name":
+                wild.append(text)
+            else:
+                is_axis = part.text.partition(".")[0] in NUMBER_NAMES
+                bound[part.text] = int(text) if is_axis else text
+        return Match(bound, tuple(wild))
+
+
+def is_name(text: str) -> bool:
+    """Return whether a text can be the name of a bound value: letters, digits, `_` and `.`."""
+    return bool(text) and text.replace(".", "_").isidentifier() and text.isascii()
+
+
+def _ends_number(name: str, at: int) -> bool:
+    """Return whether the character before a position is a digit."""
+    return at > 0 and name[at - 1].isdigit()
+
+
+def split_escaped(text: str, separator: str) -> list[str]:
+    """Split a text at a separator of one character, except where a backslash or brackets protect it."""
+    pieces, piece, depth, quoted, k = [], "", 0, False, 0
+    while k < len(text):
+        char = text[k]
+        if char == "\\":
+            piece, k = piece + text[k : k + 2], k + 2
+            continue
+        quoted ^= char == '"' and depth > 0
+        depth += 0 if quoted else (char == "[") - (char == "]")
+        if char == separator and depth == 0:
+            pieces.append(piece)
+            piece = ""
+        else:
+            piece += char
+        k += 1
+    return [*pieces, piece]

@@ -1,0 +1,223 @@
+"""The places of a layout: its addresses with their axes, and what joins each of them to the states."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from tracestore.errors import UsageError
+from tracestore.ingest.layout.addresses import Address, ItemsStep, KeyStep
+from tracestore.ingest.layout.fields import RECORD_FIELDS, FieldRule
+from tracestore.ingest.layout.language import Layout, below
+from tracestore.ingest.layout.patterns import AXIS_NAMES
+
+# Names of what may bind the order of rows but says that the order is another one (rule 13a).
+_NO_ORDER = re.compile(r"(rank|gpu|proc|process|worker|shard_of)[-_]?(\\\{|\{)?chunk", re.IGNORECASE)
+_WILD = re.compile(r"(?<!\\)\*+/?")
+# Fields that bind a name by their value, so that later fields are joined over it.
+DERIVED = {"question_id": "id", "sample": "sample"}
+_TEXT_NAMES = ("question", "generated_answer", "generated_answer_clean", "generated_text")
+RECORDS = "records"
+
+
+@dataclass(frozen=True)
+class Place:
+    """One address of a field.
+
+    Attributes
+    ----------
+    name : str
+        The field, or "records".
+    address : Address
+    rule : FieldRule
+    axes : tuple of str
+        The axes of a value; the second S of attention is "Q".
+    part : int
+        0, or 1 for the answer behind the prompt.
+    is_optional : bool
+        Whether a key of `records` gives the field, which may lack it.
+    """
+
+    name: str
+    address: Address
+    rule: FieldRule
+    axes: tuple[str, ...]
+    part: int = 0
+    is_optional: bool = False
+
+    @cached_property
+    def wild(self) -> frozenset[str]:
+        """The wildcards of files and path, each named by the text up to it."""
+        found = {f"*{prefix}" for prefix in wild_prefixes(self.address.files.text)}
+        for prefix, step in self.steps():
+            if isinstance(step, KeyStep) and _WILD.search(step.text):
+                found.add(f"*{prefix}/{step.text}")
+        return frozenset(found)
+
+    def steps(self) -> Iterable[tuple[str, object]]:
+        """Yield each step of the path with the text before it."""
+        prefix = f"{self.address.files.text} : "
+        for step in self.address.path:
+            yield prefix, step
+            prefix += step.text + "/"
+
+    @cached_property
+    def trace_names(self) -> frozenset[str]:
+        """The names and letters that tell traces apart: without those of axes inside a trace."""
+        letters = {letter for axis in self.axes for letter in axis if letter in "NK"}
+        names = {name for name in self.address.bound if name not in AXIS_NAMES and name not in tuple("LSTGPHDE")}
+        # A name with a dot is the end of a range.
+        return frozenset({name for name in names if "." not in name} | letters)
+
+    @cached_property
+    def position_prefix(self) -> str | None:
+        """The text before the items by position that bind N; None if N is an axis, or nothing binds it."""
+        for prefix, step in self.steps():
+            if isinstance(step, ItemsStep) and step.letter == "N":
+                return prefix
+        return None
+
+
+def wild_prefixes(text: str) -> list[str]:
+    """Return the texts up to each wildcard of FILES."""
+    return [text[: match.end()] for match in _WILD.finditer(text)]
+
+
+@dataclass
+class Plan:
+    """The resolved layout: places, the names of a trace, and how each place is joined.
+
+    Attributes
+    ----------
+    layout : Layout
+    states : list of Place
+        Where the states lie: one place, or those of prompt and answer.
+    others : list of Place
+        Every other place, those that bind names for later ones first.
+    names : frozenset of str
+        What the states bind for each trace.
+    keys : dict
+        By place: the names that join it to a trace.
+    """
+
+    layout: Layout
+    states: list[Place] = field(default_factory=list)
+    others: list[Place] = field(default_factory=list)
+    ignored: list[Address] = field(default_factory=list)
+    names: frozenset[str] = frozenset()
+    wild: frozenset[str] = frozenset()
+    keys: dict[Place, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def places(self) -> list[Place]:
+        """All places."""
+        return [*self.states, *self.others]
+
+    @property
+    def files(self) -> list[str]:
+        """The different FILES of the layout, in their order."""
+        texts = [place.address.files.text for place in self.places]
+        return list(dict.fromkeys([*texts, *(a.files.text for a in self.ignored)]))
+
+    @property
+    def is_global(self) -> bool:
+        """Return whether rows of the states run on over several chunks."""
+        return "chunk" in self.names
+
+
+def plan_of(layout: Layout) -> Plan:
+    """Return the plan of a layout; UsageError if nothing joins a field to the states."""
+    plan = Plan(layout, ignored=list(layout.ignore))
+    for name, addresses in layout.addresses.items():
+        for part, address in enumerate(addresses):
+            place = _place(layout, name, address, part)
+            (plan.states if name == layout.states else plan.others).append(place)
+    _add_records(plan)
+    for name in ("hidden_states", "last_token"):
+        if name != layout.states and name in layout.addresses:
+            raise UsageError(
+                f"{name}: stated in addition to {layout.states}; convert with two layouts, one after the other"
+            )
+    for place in plan.places:
+        if _NO_ORDER.search(str(place.address)):
+            raise UsageError(
+                f"{place.name}: {place.address.files.text}: files of ranks are no chunks in order; write * or {{rank}}"
+            )
+    plan.names = frozenset.intersection(*(place.trace_names for place in plan.states))
+    plan.wild = frozenset.intersection(*(place.wild for place in plan.states))
+    for place in plan.states:
+        if extra := place.trace_names - plan.names - {"N", "K"}:
+            raise UsageError(f"{place.name}: only one of its addresses binds {', '.join(sorted(extra))}")
+    _join(plan)
+    return plan
+
+
+def _place(layout: Layout, name: str, address: Address, part: int = 0, *, is_optional: bool = False) -> Place:
+    rule = layout.rule(name)
+    axes = address.axes_of(rule.axes)
+    if rule.kind == "known" and name in ("S.offsets", "S.owner") and address.axes is None:
+        axes = ("V",)  # any number of values
+    if axes.count("S") == 2:
+        second = len(axes) - 1 - axes[::-1].index("S")
+        axes = (*axes[:second], "Q", *axes[second + 1 :])
+    if any(axes.count(axis) > 1 for axis in axes if axis != "1"):
+        raise UsageError(f"{name}: {address}: an axis occurs twice")
+    if name == "attentions" and "S" in address.bound | {AXIS_NAMES.get(n, "") for n in address.bound} and "S" in axes:
+        axes = tuple("Q" if axis == "S" else axis for axis in axes)
+    return Place(name, address, rule, axes, part, is_optional)
+
+
+def _add_records(plan: Plan) -> None:
+    """Add the places of `records`: each item for its extras, and each key that is the name of a field."""
+    layout = plan.layout
+    for record in layout.records:
+        plan.others.append(Place(RECORDS, record, FieldRule("json"), ()))
+        for name in RECORD_FIELDS:
+            if (
+                name not in layout.addresses
+                and name not in layout.templates
+                and name not in ("hidden_states", "last_token")
+            ):
+                plan.others.append(_place(layout, name, below(record, name), is_optional=True))
+
+
+def _join(plan: Plan) -> None:
+    """Set the names that join each place; order the places so that what binds a name comes before its use."""
+    known = set(plan.names) | {"file"} | ({"chunk"} if plan.is_global else set())
+    if "id" in plan.layout.templates:
+        known.add("id")
+    if "sample" in plan.layout.templates:
+        known.add("sample")
+    waiting, ordered = plan.others, []
+    while waiting:
+        ready = [p for p in waiting if _is_joined(plan, p, known)]
+        # A place that is joined by what others bind waits for them, unless nothing else is left.
+        first = [p for p in ready if p.name in DERIVED or p.name in _TEXT_NAMES] or ready
+        if not first:
+            place = waiting[0]
+            bound = ", ".join(sorted(place.trace_names))
+            raise UsageError(
+                f"{place.name}: {place.address}: nothing joins it: it binds {bound}, "
+                f"and {plan.layout.states} {', '.join(sorted(plan.names)) or 'no name'}"
+            )
+        for place in first:
+            plan.keys[place] = _key(plan, place, known)
+        for place in first:
+            ordered.append(place)
+            waiting = [p for p in waiting if p is not place]
+            if place.name in DERIVED:
+                known.add(DERIVED[place.name])
+            elif place.name in _TEXT_NAMES:
+                known.add(place.name)
+    plan.others = ordered
+
+
+def _key(plan: Plan, place: Place, known: set[str]) -> tuple[str, ...]:
+    names = place.trace_names & known
+    if "N" in names and plan.is_global and "chunk" not in place.trace_names:
+        names = (names - {"N"}) | {"N*"}  # the table runs on over the chunks
+    return (*sorted(names), *sorted(place.wild & plan.wild))
+
+
+def _is_joined(plan: Plan, place: Place, known: set[str]) -> bool:
+    return not place.trace_names or bool(_key(plan, place, known)) or not (plan.names or plan.wild)

@@ -1,0 +1,174 @@
+"""The open file that a reader gets, and values that several containers write alike."""
+
+import base64
+import binascii
+import math
+import re
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tracestore._core.mapping import MappedFile
+from tracestore.errors import InvalidInputError, TruncatedFileError
+from tracestore.ingest.files.byte_source import TRUNCATED_WHILE_READING
+from tracestore.ingest.files.limits import Limits
+from tracestore.ingest.files.npy import array_in_bytes
+from tracestore.ingest.tree import (
+    Array,
+    BytesArray,
+    Charge,
+    Group,
+    MappingGroup,
+    NumpyArray,
+    Value,
+    array_value,
+    as_array,
+)
+from tracestore.store.format import schema
+from tracestore.store.io.scratch import Scratch
+
+_DTYPE = re.compile(
+    r"(?:torch\.|numpy\.|np\.)?(bfloat16|u?int(?:8|16|32|64)|float(?:16|32|64)|bool|[<>|=]?[biuf][1248])"
+)
+_MAX_AXES = 8
+# What damaged bytes raise where the checks of a reader missed them: a refusal too, never a traceback.
+FAULTS: tuple[type[Exception], ...] = (ValueError, TypeError, OverflowError, IndexError, KeyError, AttributeError)
+FAULTS += (MemoryError, EOFError, NotImplementedError, struct.error, zipfile.BadZipFile, zlib.error)
+
+
+@dataclass
+class Content:
+    """The bytes of an open file.
+
+    Attributes
+    ----------
+    path : Path
+        The file.
+    name : str
+        Name of the file without the suffix of its compression.
+    mapped : MappedFile
+        The bytes; those of a compressed file are inflated to an unnamed file.
+    scratch : Scratch
+        Memory for large arrays.
+    limits : Limits
+        What the values of the file may decode to.
+    resources : ExitStack
+        What is closed with the tree.
+    is_inflated : bool
+        Whether `mapped` is an inflated copy.
+    """
+
+    path: Path
+    name: str
+    mapped: MappedFile
+    scratch: Scratch
+    limits: Limits
+    resources: ExitStack
+    is_inflated: bool = False
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Turn whatever damaged or malicious bytes raise in a reader into InvalidInputError."""
+    try:
+        with reading():
+            yield
+    except FAULTS as error:
+        raise refusal(error) from None
+
+
+def refusal(error: Exception) -> InvalidInputError:
+    """Return the refusal of a file that raised one of FAULTS."""
+    reason = " ".join(str(error).split())[:200]
+    return InvalidInputError(f"not a trace file: {type(error).__name__}: {reason}")
+
+
+@contextmanager
+def reading() -> Iterator[None]:
+    """Turn what a user of a tree may meet in it into InvalidInputError: a file that shrinks, and endless nesting."""
+    try:
+        yield
+    except TruncatedFileError:
+        raise InvalidInputError(TRUNCATED_WHILE_READING, is_whole_source=True) from None
+    except RecursionError:
+        raise InvalidInputError("nested deeper than a trace file") from None
+
+
+def bytes_value(data: Any, charge: Charge) -> Value:
+    """Return bytes as the array of a .npy file that they hold, else as an array of uint8."""
+    array = array_in_bytes(data)
+    if array is not None:
+        return array_value(array, charge)
+    return BytesArray(data, charge)
+
+
+def group_value(values: Mapping[Any, Any], open_value: Callable[[Any], Value], charge: Charge) -> Value:
+    """Return a mapping as a group, or as the array that it describes in an exact notation.
+
+    The notations are {"dtype", "shape", values}, {"data", "shape"} of flat values, and "__ndarray__" as json_tricks
+    writes it. The values are bytes, base64 text or nested lists. A mapping that does not fit its shape is a group.
+    """
+    group = MappingGroup(values, open_value)
+    if len(values) <= _MAX_AXES and ("shape" in values or "__ndarray__" in values):
+        array = _described(group)
+        if array is not None:
+            return NumpyArray(array, charge)
+    return group
+
+
+def _described(group: Group) -> np.ndarray | None:
+    if "__ndarray__" in group:
+        data, kind, shape = group["__ndarray__"], _dtype(group.get("dtype")), group.get("shape")
+    elif group.keys() == {"data", "shape"}:
+        data, kind, shape = group["data"], None, group["shape"]
+        if not isinstance(as_array(data), Array):
+            return None
+    elif len(group) == 3 and {"dtype", "shape"} <= group.keys():
+        data = next(value for key, value in group.items() if key not in ("dtype", "shape"))
+        kind, shape = _dtype(group["dtype"]), group["shape"]
+        if kind is None:
+            return None
+    else:
+        return None
+    extents = as_array(shape)
+    numbers = None if extents is None else extents.read()
+    if numbers is None or numbers.ndim != 1 or numbers.dtype.kind not in "iu" or numbers.size > _MAX_AXES:
+        return None
+    return _shaped(data, kind, tuple(map(int, numbers)))
+
+
+def _shaped(data: Value, kind: np.dtype | None, shape: tuple[int, ...]) -> np.ndarray | None:
+    count = math.prod(shape) if min(shape, default=0) >= 0 else -1
+    if isinstance(data, str) and kind is not None:
+        try:
+            raw: Any = base64.b64decode(data, validate=True)
+        except (binascii.Error, ValueError):
+            return None
+        return np.frombuffer(raw, kind).reshape(shape) if len(raw) == count * kind.itemsize and count else None
+    found = as_array(data)
+    array = None if found is None or not count else found.read()
+    if array is None:
+        return None
+    if array.dtype == np.dtype("u1") and kind is not None and array.ndim == 1 and array.size == count * kind.itemsize:
+        return np.ascontiguousarray(array).view(kind).reshape(shape)
+    if array.size != count:
+        return None
+    is_same = kind is None or kind == array.dtype or kind == schema.BFLOAT16
+    return (array if is_same else array.astype(kind)).reshape(shape)
+
+
+def _dtype(name: Value) -> np.dtype | None:
+    match = _DTYPE.fullmatch(name) if isinstance(name, str) else None
+    if match is None:
+        return None
+    try:
+        return schema.BFLOAT16 if match[1] == "bfloat16" else np.dtype(match[1])
+    except TypeError:
+        return None

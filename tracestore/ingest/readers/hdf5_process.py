@@ -1,0 +1,221 @@
+"""A process of its own for HDF5 files, because a damaged one can crash the C library of HDF5, or make it loop forever.
+
+The process answers requests on its standard input, one JSON object per line, by a JSON object on a line and, for an
+array, its bytes. It is started once and reads one file after the other. It ends with the process that started it.
+"""
+
+import atexit
+import contextlib
+import fcntl
+import json
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tracestore.errors import InvalidInputError
+
+HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
+# Time for one answer, or for one part of an array. The library loops forever on some damaged files.
+TIMEOUT_S = 60.0
+# Memory of the process beyond that of its libraries. Texts of variable length may share their bytes in the file.
+_MAX_DATA_BYTES = 192 << 20
+_MAX_LINE_BYTES = 64 << 20
+_POLL_S = 1.0
+CRASHED = "the HDF5 library fails on this file: truncated or damaged"
+
+Answer = tuple[dict[str, Any], Iterator[np.ndarray]]
+
+
+class HDF5Process:
+    """A process that reads HDF5 files for this one, one at a time.
+
+    Parameters
+    ----------
+    module : str
+        Module that the process runs: it calls `serve`.
+    """
+
+    def __init__(self, module: str) -> None:
+        root = str(Path(__file__).resolve().parents[3])
+        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        read_end, write_end = os.pipe()
+        self._life = os.fdopen(write_end, "wb")  # closed when this process ends
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module, str(read_end)],
+            pass_fds=(read_end,),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            env={**os.environ, "PYTHONPATH": path},
+            start_new_session=True,  # Ctrl-C is for this process
+        )
+        os.close(read_end)
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._input, self._output = self._process.stdin, self._process.stdout
+        self._buffer = bytearray()
+
+    @property
+    def is_alive(self) -> bool:
+        """True while the process can answer."""
+        return self._process.poll() is None
+
+    def request(self, **message: Any) -> dict[str, Any]:
+        """Send a request and return the answer; raise InvalidInputError for an error or if the process has ended."""
+        answer = self.ask(**message)
+        if "error" in answer:
+            raise InvalidInputError(str(answer["error"]), field=answer.get("field"))
+        return answer
+
+    def ask(self, **message: Any) -> dict[str, Any]:
+        """Send a request and return the answer or its error; raise InvalidInputError if the process has ended."""
+        try:
+            self._input.write(json.dumps(message).encode() + b"\n")
+            while (end := self._buffer.find(b"\n")) < 0:
+                if len(self._buffer) > _MAX_LINE_BYTES:
+                    raise InvalidInputError(CRASHED)
+                self._buffer += self._receive(1 << 16)
+            answer = json.loads(self._buffer[:end])
+            del self._buffer[: end + 1]
+        except (OSError, ValueError):
+            raise InvalidInputError(CRASHED) from None
+        return dict(answer)
+
+    def _receive(self, count: int) -> bytes:
+        if not select.select([self._output], [], [], TIMEOUT_S)[0]:
+            raise InvalidInputError(f"the HDF5 library did not read this file within {TIMEOUT_S:g} s: damaged")
+        data = os.read(self._output.fileno(), count)
+        if not data:
+            raise InvalidInputError(CRASHED)
+        return data
+
+    def receive_into(self, view: memoryview) -> None:
+        """Receive the bytes that follow an answer."""
+        begin = min(len(view), len(self._buffer))
+        view[:begin] = self._buffer[:begin]
+        del self._buffer[:begin]
+        while begin < len(view):
+            data = self._receive(min(len(view) - begin, 1 << 20))
+            view[begin : begin + len(data)] = data
+            begin += len(data)
+
+    def end(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+        self._input.close()
+        self._output.close()
+        self._life.close()
+
+
+class Idle:
+    """Processes that have no file open.
+
+    Parameters
+    ----------
+    module : str
+        Module that the processes run.
+    """
+
+    def __init__(self, module: str) -> None:
+        self._module, self._lock, self._pid = module, threading.Lock(), os.getpid()
+        self._processes: list[HDF5Process] = []
+        atexit.register(self._end)
+
+    def take(self) -> HDF5Process:
+        """Return a process that no other thread uses."""
+        with self._lock:
+            while self._pid == os.getpid() and self._processes:
+                process = self._processes.pop()
+                if process.is_alive:
+                    return process
+                process.end()
+        return HDF5Process(self._module)
+
+    def put(self, process: HDF5Process) -> None:
+        """Keep a process for the next file."""
+        with self._lock:
+            self._processes.append(process)
+
+    def _end(self) -> None:
+        if self._pid == os.getpid():
+            for process in self._processes:
+                process.end()
+
+
+def serve(answer: Callable[[dict[str, Any]], Answer]) -> None:
+    """Answer requests until standard input is closed or the process that asked has ended.
+
+    Parameters
+    ----------
+    answer : callable
+        Return the answer to a request, and the arrays whose bytes follow it.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGALRM, signal.SIGIO):
+        signal.signal(number, signal.SIG_DFL)
+    parent, output = os.getppid(), sys.stdout.buffer
+    _end_with_parent()
+    _limit_memory()
+    for line in _requests(parent):
+        # The kernel ends this process if an answer takes too long, also in a call of the library that does not return.
+        signal.setitimer(signal.ITIMER_REAL, TIMEOUT_S)
+        arrays: Iterator[np.ndarray] = iter(())
+        try:
+            found, arrays = answer(json.loads(line))
+        except InvalidInputError as error:
+            found = {"error": error.reason, "field": error.field}
+        except (Exception, MemoryError) as error:
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            found = {"error": f"truncated or damaged: {reason}"}
+        output.write(json.dumps(found).encode() + b"\n")
+        for array in arrays:  # an error here ends the process
+            output.write(np.asarray(array, order="C").reshape(-1).view("u1").data)
+            signal.setitimer(signal.ITIMER_REAL, TIMEOUT_S)
+        output.flush()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _requests(parent: int) -> Iterator[bytes]:
+    """Yield the lines of standard input while the process `parent` runs."""
+    pending = bytearray()
+    while os.getppid() == parent:
+        if not select.select([0], [], [], _POLL_S)[0]:
+            continue
+        data = os.read(0, 1 << 16)
+        if not data:
+            return
+        pending += data
+        *lines, rest = pending.split(b"\n")
+        pending = bytearray(rest)
+        yield from map(bytes, lines)
+
+
+def _end_with_parent() -> None:
+    """Have the kernel end this process when the other end of the pipe in the first argument closes."""
+    pipe = int(sys.argv[1])
+    fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+def _limit_memory() -> None:
+    """Limit files, core dumps and memory. Without /proc, memory has no limit but those of the requests."""
+    import h5py  # noqa: F401 - its memory is not counted
+
+    limits = [(resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)]
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        status = Path("/proc/self/status").read_text()
+        used = 1024 * int(status.partition("VmData:")[2].split()[0])
+        limits.append((resource.RLIMIT_DATA, used + _MAX_DATA_BYTES))
+    for limit, value in limits:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(limit, (value, value))

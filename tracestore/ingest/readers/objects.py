@@ -1,0 +1,202 @@
+"""The tree of pickles and files of torch.save, over the values that the reader of untrusted pickles makes."""
+
+import math
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from tracestore._core.pickle import BufferReader, ByteReader, SafeUnpickler
+from tracestore.errors import InvalidInputError
+from tracestore.ingest.files.limits import Limits
+from tracestore.ingest.pickles import torch_file
+from tracestore.ingest.pickles.joblib_arrays import JoblibArray
+from tracestore.ingest.pickles.pickle_reader import pickle_reader
+from tracestore.ingest.pickles.pickled_frames import FrameRows, PandasObject
+from tracestore.ingest.pickles.pickled_objects import PickledDict, PickledObject
+from tracestore.ingest.pickles.pickled_torch import PickledGraph, PickledTensor
+from tracestore.ingest.pickles.pickled_values import PickledArray, PickledDtype, SafeGlobal
+from tracestore.ingest.pickles.sparse import PickledSparse
+from tracestore.ingest.readers.content import FAULTS, Content, bytes_value, group_value, refusal, refusals
+from tracestore.ingest.tree import (
+    Array,
+    Charge,
+    ListItems,
+    MappingGroup,
+    Selection,
+    StreamItems,
+    Value,
+    array_value,
+    dtype_name,
+)
+
+_PROTO = 0x80
+_SCALARS = frozenset((int, float, bool, type(None)))
+_KEYS = frozenset((str, int, float, bool, tuple))
+# A pickle whose root is a list ends with APPENDS or APPEND, and STOP.
+_ENDS_OF_LISTS = (b"e.", b"a.")
+
+
+class ObjectOpener:
+    """Return values of a pickle as values of the tree, each charged when it is opened."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._charge: Charge = limits.charge
+
+    def __call__(self, value: Any) -> Value:
+        """Return a value of the tree."""
+        kind, charge = type(value), self._charge
+        if kind in _SCALARS:
+            charge()
+            return value  # type: ignore[no-any-return]
+        if kind is str:
+            charge(len(value))
+            return value  # type: ignore[no-any-return]
+        if kind is PickledArray and isinstance(value.array, np.ndarray):
+            charge()
+            return array_value(value.array, charge)
+        charge()
+        if kind is list or kind is tuple or kind is FrameRows:
+            return ListItems(value, self, charge)
+        try:
+            return group_value(_keyed(value), self, charge) if kind is dict else self._special(value)
+        except FAULTS as error:
+            raise refusal(error) from None
+
+    def _special(self, value: Any) -> Value:
+        if isinstance(value, PickledArray | PickledTensor | JoblibArray):
+            array = value.resolve()
+            return self(array) if isinstance(array, list) else array_value(array, self._charge)
+        if isinstance(value, np.ndarray | np.generic):
+            return array_value(value, self._charge)
+        if isinstance(value, bytes | bytearray | memoryview):
+            return bytes_value(value, self._charge)
+        if isinstance(value, PickledSparse):
+            return SparseArray(value, self._charge)
+        if isinstance(value, PandasObject):
+            return self(value.rows())
+        if isinstance(value, PickledGraph):
+            return MappingGroup(value.fields(), self, {"class": "torch_geometric.data.data.Data"})
+        if isinstance(value, PickledObject):
+            return self._object(value)
+        if isinstance(value, SafeGlobal | PickledDtype):
+            return str(getattr(value, "name", None) or value.dtype)  # type: ignore[union-attr]
+        raise InvalidInputError(f"found a {type(value).__name__.removeprefix('Pickled')}, expected a value")
+
+    def _object(self, value: PickledObject) -> Value:
+        text = value.plain()
+        if text is not value:
+            return self(text)
+        if value.args and not value.fields:
+            return ListItems(value.args, self, self._charge)
+        fields = value.fields if isinstance(value, PickledDict) else {**dict(enumerate(value.args)), **value.fields}
+        return MappingGroup(fields, self, {"class": value.name})
+
+
+class SparseArray(Array):
+    """A sparse matrix, which becomes dense when it is read."""
+
+    def __init__(self, matrix: PickledSparse, charge: Charge) -> None:
+        if matrix.size is None:
+            raise InvalidInputError("found a sparse matrix without values")
+        self._matrix, self._charge, self.shape = matrix, charge, matrix.size
+        values = matrix.values.dtype
+        self.dtype = "float32" if values.kind == "V" else dtype_name(values)
+
+    def read(self, selection: Selection = ()) -> np.ndarray:
+        """Return a selection of the dense matrix."""
+        self._charge(0, math.prod(self.shape) * 8, 0)
+        with refusals():
+            return np.asarray(self._matrix.resolve()[selection])
+
+
+def _keyed(values: dict[Any, Any]) -> Mapping[Any, Any]:
+    """Return a dict whose keys are keys of the tree: bytes become text, None "None", integers of NumPy int."""
+    if _KEYS.issuperset(map(type, values)):
+        return values
+    keys = [_key(key) for key in values]
+    if len(set(keys)) != len(keys):
+        raise InvalidInputError("found two keys of a dict that mean the same name")
+    return dict(zip(keys, values.values(), strict=True))
+
+
+def _key(key: Any) -> Any:
+    if isinstance(key, bytes):
+        return key.decode("utf-8", "backslashreplace")
+    return int(key) if isinstance(key, np.integer) else "None" if key is None else key
+
+
+def is_named(value: Any) -> bool:
+    """Return whether an item of a list has names in it: whether it may be a trace, and no column of several."""
+    return isinstance(value, dict | PickledObject | PickledGraph)
+
+
+def read_pickle(source: ByteReader, limits: Limits, *, is_list: bool) -> Value | None:
+    """Return the tree of a pickle, or of several behind each other as one stream of items.
+
+    The items of a list come one by one if `is_list`: its bytes end like those of a list. A list among several
+    pickles stands for its items.
+
+    Returns
+    -------
+    Value or None
+        None for a stream whose first item has no names. The list may be one of several columns in another object,
+        so the caller reads it again as a whole; `is_list` is then known.
+    """
+    open_value = ObjectOpener(limits)
+    reader = _reader(source)
+    first = next(reader, _NOTHING) if is_list else _NOTHING
+    if first is _NOTHING:
+        root = open_value(reader.result if is_list else reader.load())
+        if source.is_eof():
+            return root
+        return StreamItems(chain(root if isinstance(root, ListItems) else (root,), _pickles(source, open_value)))
+    if not is_named(first) and not isinstance(source, BufferReader):
+        return None
+    return StreamItems(chain(iter([open_value(first)]), _items(reader, open_value), _pickles(source, open_value)))
+
+
+_NOTHING = object()
+
+
+def _reader(source: ByteReader) -> SafeUnpickler:
+    reader = pickle_reader(source, load_bytes=torch_file.load_bytes)
+    iter(reader)  # from here on, next() returns the items of a list
+    return reader
+
+
+def _items(reader: SafeUnpickler, open_value: ObjectOpener) -> Iterator[Value]:
+    yield from map(open_value, reader)
+    if reader.result is not reader.root:
+        raise InvalidInputError(
+            "the list of traces is inside another object; save the list alone", is_whole_source=True
+        )
+
+
+def _pickles(source: ByteReader, open_value: ObjectOpener) -> Iterator[Value]:
+    """Yield the objects, and the items of lists, of the pickles that follow."""
+    while not source.is_eof():
+        if source.peek() != _PROTO:
+            raise InvalidInputError("trailing bytes after the pickle")
+        reader = _reader(source)
+        first = next(reader, _NOTHING)
+        if first is not _NOTHING:
+            yield open_value(first)
+            yield from _items(reader, open_value)
+        elif reader.result is not reader.root:
+            yield open_value(reader.result)
+
+
+def read_mapped_pickle(content: Content) -> Value:
+    """Return the tree of a pickle, or of a legacy file of torch.save."""
+    view = memoryview(content.mapped)
+    if torch_file.is_legacy(view):
+        return ObjectOpener(content.limits)(torch_file.read_legacy(view))
+    is_list = bytes(view[-2:]) in _ENDS_OF_LISTS
+    return read_pickle(BufferReader(content.mapped), content.limits, is_list=is_list)
+
+
+def read_torch_zip(content: Content) -> Value:
+    """Return the tree of a zip archive of torch.save."""
+    return ObjectOpener(content.limits)(torch_file.read_zip(content.mapped))

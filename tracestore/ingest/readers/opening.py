@@ -1,0 +1,136 @@
+"""Open a file of any container as a tree: the container is told by the first bytes, of text by the name."""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+
+from tracestore._core.mapping import MappedFile
+from tracestore.errors import InvalidInputError
+from tracestore.ingest.files.byte_source import InflatedChunks, check_regular, inflate, map_file, value_reader
+from tracestore.ingest.files.decompress import compression_of
+from tracestore.ingest.files.limits import Limits
+from tracestore.ingest.files.npy import NPY_MAGIC
+from tracestore.ingest.files.npz import is_npz
+from tracestore.ingest.files.safetensors import is_safetensors
+from tracestore.ingest.pickles.torch_file import is_legacy
+from tracestore.ingest.readers import arrow, hdf5, numpy_arrays, objects, tensors, text
+from tracestore.ingest.readers.content import Content, reading, refusals
+from tracestore.ingest.readers.hdf5_process import HDF5_MAGIC
+from tracestore.ingest.tree import Value
+from tracestore.store.io.scratch import Scratch
+
+_COMPRESSED = re.compile(r"\.(?:gz|bz2|xz|zst|z|zlib)$")
+_GZIP_RESERVED = 0xE0
+_READERS: dict[bytes, Callable[[Content], Value]] = {
+    NPY_MAGIC: numpy_arrays.read_npy,
+    HDF5_MAGIC: hdf5.read_hdf5,
+    arrow.PARQUET_MAGIC: arrow.read_parquet,
+    arrow.FILE_MAGIC: arrow.read_arrow,
+    arrow.STREAM_MAGIC: arrow.read_arrow,
+}
+_HEAD_BYTES = 64
+
+
+@contextmanager
+def open_tree(
+    path: Path,
+    *,
+    scratch: Scratch | None = None,
+    limits: Limits | None = None,
+    is_ahead: Callable[[], bool] = lambda: True,
+) -> Iterator[Value]:
+    """Open a file as a tree.
+
+    Parameters
+    ----------
+    path : Path
+        A regular file of one of the containers of docs/containers.md, or one that is compressed.
+    scratch : Scratch, optional
+        Files for what exceeds some MiB of a value of a compressed file. By default they are in the system's
+        temporary folder.
+    limits : Limits, optional
+        Limits that the values of several files share. By default each file has its own, which grow with it.
+    is_ahead : callable, optional
+        Return whether a thread inflates ahead; called before each chunk.
+
+    Yields
+    ------
+    Value
+        The root. Its values are read while the context is open. Arrays that were read are valid afterwards, too.
+
+    Raises
+    ------
+    InvalidInputError
+        Here or when values are used: with one reason, whatever the file holds. Values that are named many times
+        count each time they are decoded, against a limit that grows with the file.
+    """
+    with reading(), ExitStack() as resources:
+        with refusals():
+            root = _root(path, scratch or Scratch(), limits, is_ahead, resources)
+        yield root
+
+
+def _root(
+    path: Path, scratch: Scratch, limits: Limits | None, is_ahead: Callable[[], bool], resources: ExitStack
+) -> Value:
+    disk_bytes = check_regular(path).st_size
+    if disk_bytes == 0:
+        raise InvalidInputError("the file is empty")
+    mapped = map_file(path)
+    compression = compression_of(mapped.read(0, min(8, len(mapped))))
+    name = path.name
+    if compression is not None:
+        name = _COMPRESSED.sub("", name)
+        flags = mapped.read(0, min(4, len(mapped)))[3:4]
+        if compression == "gzip" and flags and flags[0] & _GZIP_RESERVED:
+            raise InvalidInputError("damaged gzip: reserved flags are set")
+    if name.endswith(text.SUFFIXES) and not name.endswith(tensors.INDEX_SUFFIX):
+        return text.read_text(path, name, compression, resources)
+    if compression is not None:
+        value = _streamed_pickle(path, compression, scratch, limits, is_ahead, resources)
+        if value is not None:
+            return value
+        mapped = inflate(path, compression, scratch)
+        if not len(mapped):
+            raise InvalidInputError("the file is empty")
+    limits = limits or Limits(mapped.__len__, None if compression is None else disk_bytes)
+    content = Content(path, name, mapped, scratch, limits, resources, compression is not None)
+    return _reader_of(mapped, name)(content)
+
+
+def _streamed_pickle(
+    path: Path,
+    compression: str,
+    scratch: Scratch,
+    limits: Limits | None,
+    is_ahead: Callable[[], bool],
+    resources: ExitStack,
+) -> Value | None:
+    """Return the tree of a compressed pickle that can be read while it is inflated; None for every other file."""
+    opened = resources.enter_context(ExitStack())
+    chunks = opened.enter_context(closing(InflatedChunks(path, is_ahead, compression)))
+    first = chunks()
+    if not first.startswith(b"\x80") or is_legacy(memoryview(first[:_HEAD_BYTES])):
+        opened.close()
+        return None
+    pending = [first]
+    source = value_reader(lambda: pending.pop() if pending else chunks(), chunks.disk_bytes, scratch)
+    value = objects.read_pickle(
+        source, limits or Limits(lambda: chunks.inflated_bytes, chunks.disk_bytes), is_list=True
+    )
+    if value is None:
+        opened.close()
+    return value
+
+
+def _reader_of(mapped: MappedFile, name: str) -> Callable[[Content], Value]:
+    head = mapped.read(0, min(len(mapped), _HEAD_BYTES))
+    if head.startswith(b"PK\x03\x04"):
+        return numpy_arrays.read_npz if is_npz(mapped) else objects.read_torch_zip
+    if name.endswith(tensors.INDEX_SUFFIX):
+        return tensors.read_index
+    if is_safetensors(head, len(mapped)):
+        return tensors.read_safetensors
+    found = next((reader for magic, reader in _READERS.items() if head.startswith(magic)), None)
+    return found or objects.read_mapped_pickle

@@ -1,0 +1,172 @@
+"""The tree of JSON, JSON Lines, CSV, TSV and text files."""
+
+import csv
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tracestore.errors import InvalidInputError
+from tracestore.ingest.files.byte_source import InflatedChunks
+from tracestore.ingest.files.json_text import parse_json
+from tracestore.ingest.readers.content import FAULTS, group_value, refusal
+from tracestore.ingest.tree import ListItems, MappingGroup, NumpyArray, StreamItems, Value
+
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
+MAX_LINE_BYTES = 64 << 20
+_MAX_COLUMNS = 500_000
+_BLOCK_BYTES = 4 << 20
+_NUMBER = re.compile(r"\s*[-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?\s*|nan|[-+]?inf", re.IGNORECASE)
+
+
+def _charge(text_bytes: int = 0, array_bytes: int = 0, count: int = 1) -> None:
+    """Charge nothing: each value of a text takes bytes of its own."""
+
+
+def read_text(path: Path, name: str, compression: str | None, resources: ExitStack) -> Value:
+    """Return the tree of a file with one of SUFFIXES.
+
+    Lines, and rows of a table, are items that come one by one. A row is a group by the names of the first row, and its
+    cells are str, or None where they are empty. Without a header, the rows are arrays of numbers. JSON is one value.
+    """
+    blocks = _blocks(path, compression, resources)
+    if name.endswith((".jsonl", ".ndjson")):
+        return StreamItems(_json_lines(_lines(blocks)))
+    if name.endswith(".json"):
+        return _open(parse_json(_whole(blocks), "not JSON"))
+    lines = _decoded(_lines(blocks))
+    if name.endswith(".txt"):
+        return StreamItems(line.rstrip("\r\n") for line in lines)
+    return StreamItems(_rows(lines, "\t" if name.endswith(".tsv") else ","))
+
+
+def _blocks(path: Path, compression: str | None, resources: ExitStack) -> Iterator[bytes]:
+    """Yield the bytes of a file, inflated if it is compressed."""
+    read: Callable[[], bytes]
+    if compression is None:
+        file = open(path, "rb")  # noqa: SIM115 - `resources` closes it
+        read = partial(resources.enter_context(file).read, _BLOCK_BYTES)
+    else:
+        read = resources.enter_context(closing(InflatedChunks(path, lambda: False, compression)))
+    return iter(read, b"")
+
+
+def _whole(blocks: Iterator[bytes]) -> bytes:
+    found = bytearray()
+    for block in blocks:
+        found += block
+        if len(found) > MAX_LINE_BYTES:
+            raise InvalidInputError(
+                f"found more than {MAX_LINE_BYTES:,} bytes, which are parsed together; write JSON Lines, one trace per line"
+            )
+    return bytes(found)
+
+
+def _lines(blocks: Iterator[bytes]) -> Iterator[bytes]:
+    """Yield the lines of a file with their ends."""
+    pieces: list[bytes] = []
+    size = 0
+    for block in blocks:
+        first, *others = block.split(b"\n")
+        pieces.append(first)
+        size += len(first)
+        for other in others:
+            yield b"".join(pieces) + b"\n"
+            pieces, size = [other], len(other)
+        if size > MAX_LINE_BYTES:
+            raise InvalidInputError(
+                f"found a line of more than {MAX_LINE_BYTES:,} bytes; save such traces as .npz or .safetensors"
+            )
+    if size:
+        yield b"".join(pieces)
+
+
+def _decoded(lines: Iterator[bytes]) -> Iterator[str]:
+    encoding = "utf-8-sig"
+    for number, line in enumerate(lines):
+        try:
+            yield line.decode(encoding)
+        except UnicodeDecodeError:
+            raise InvalidInputError(f"line {number + 1}: found bytes that are not UTF-8 text") from None
+        encoding = "utf-8"
+
+
+def _json_lines(lines: Iterator[bytes]) -> Iterator[Value]:
+    for number, line in enumerate(filter(bytes.strip, lines)):
+        value = parse_json(line, f"row {number}: not JSON")
+        yield MappingGroup(value, _open) if isinstance(value, dict) else _open(value)
+
+
+def _open(value: Any) -> Value:
+    """Return a value of JSON as a value of the tree."""
+    if isinstance(value, dict):
+        try:
+            return group_value(value, _open, _charge)
+        except FAULTS as error:
+            raise refusal(error) from None
+    return ListItems(value, _open, _charge) if isinstance(value, list) else value
+
+
+def _rows(lines: Iterator[str], delimiter: str) -> Iterator[Value]:
+    csv.field_size_limit(MAX_LINE_BYTES)
+    size = count = 0  # of the row
+
+    def counted() -> Iterator[str]:
+        nonlocal size, count
+        for line in lines:
+            size, count = size + len(line), count + 1 + line.count(delimiter)
+            if size > MAX_LINE_BYTES or count > _MAX_COLUMNS:
+                raise InvalidInputError(
+                    f"found a row of more than {MAX_LINE_BYTES:,} bytes, or {_MAX_COLUMNS:,} lines and columns"
+                )
+            yield line
+
+    header: list[str] | None = None
+    try:
+        for number, cells in enumerate(filter(None, csv.reader(counted(), delimiter=delimiter, strict=True))):
+            size = count = 0
+            if number == 0 and not _is_numbers(cells):
+                header = _checked(cells)
+                width = len(header)
+                continue
+            width = width if number else len(cells)
+            if len(cells) != width:
+                raise InvalidInputError(f"row {number} has {len(cells)} values, the first row {width}")
+            if header is None:
+                yield _vector(cells, number)
+            else:
+                yield MappingGroup(dict(zip(header, cells, strict=True)), _cell)
+    except csv.Error as error:
+        raise InvalidInputError(f"not a table: {' '.join(str(error).split())[:200]}") from None
+
+
+def _cell(text: str) -> Value:
+    return text or None
+
+
+def _vector(cells: list[str], number: int) -> Value:
+    try:
+        return NumpyArray(np.array(cells, "<f8"))
+    except ValueError:
+        raise InvalidInputError(f"row {number}: expected numbers, as in the first row, which is no header") from None
+
+
+def _is_numbers(cells: Iterable[str]) -> bool:
+    """Return whether a first row is no header: all of it are numbers, some of them with a fraction."""
+    cells = list(cells)
+    return all(map(_NUMBER.fullmatch, cells)) and not all(cell.strip().isdecimal() for cell in cells)
+
+
+def _checked(header: list[str]) -> list[str]:
+    if len(set(header)) != len(header):
+        raise InvalidInputError("expected a header with different names")
+    is_integers = all(cell.strip().isdecimal() for cell in header)
+    if is_integers and header not in ([str(k + n) for k in range(len(header))] for n in (0, 1)):
+        raise InvalidInputError(
+            "found a first row of integers, which may be values; give the columns a header of names"
+        )
+    return header
