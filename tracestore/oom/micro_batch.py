@@ -74,6 +74,12 @@ class MicroBatchPolicy:
         return {name.lstrip("_"): value for name, value in vars(self).items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        for name in vars(self):
-            setattr(self, name, state[name.lstrip("_")])
+        """Restore what `state_dict` returned; raise ValueError for anything else."""
+        for name, default in vars(MicroBatchPolicy()).items():
+            value = state[name.lstrip("_")]
+            is_size = default is None
+            if type(value) is not type(default) and not (is_size and type(value) is int):
+                raise ValueError(f"{name}: found {value!r:.40}")
+            if value is not None and value < int(is_size):
+                raise ValueError(f"{name}: found {value!r:.40}, expected at least {int(is_size)}")
+            setattr(self, name, value)

@@ -95,8 +95,8 @@ class CheckpointedRun:
             known = [Provenance.from_json(p) for p in saved["provenance"]]
             require_compatible(known, self.provenance, "is of another store")
         state = TrainState.from_dict(saved["progress"])
-        if not all(isinstance(event, dict) and type(event["epoch"]) is int for event in saved["guard"]["events"]):
-            raise ValueError
+        _check_guard(saved["guard"])
+        _check_optimizer(saved["optimizer"], self.guard.optimizer)
         self.guard.model.load_state_dict(saved["model"])
         self.guard.optimizer.load_state_dict(saved["optimizer"])
         if self.guard.scaler is not None:
@@ -109,6 +109,25 @@ class CheckpointedRun:
         self.feed.loader.load_state_dict(saved["loader"])
         restore_random_state(saved["random"])
         return state
+
+
+def _check_guard(saved: dict[str, Any]) -> None:
+    is_count = type(saved["num_steps"]) is int and saved["num_steps"] >= 0
+    if not is_count or not all(isinstance(e, dict) and type(e["epoch"]) is int for e in saved["events"]):
+        raise ValueError("not the state of a guard")
+
+
+def _check_optimizer(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError unless a state has the options and the shapes of the optimizer, which does not check them."""
+    for mine, found in zip(optimizer.state_dict()["param_groups"], saved["param_groups"], strict=True):
+        # Another version of torch may have more options.
+        if any(found.get(name, value) != value for name, value in mine.items()):
+            raise ValueError("other options")
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    shapes = {k: {"step": torch.Size(), "exp_avg": p.shape, "exp_avg_sq": p.shape} for k, p in enumerate(parameters)}
+    for number, values in saved["state"].items():
+        if {name: value.shape for name, value in values.items()} != shapes[number]:
+            raise ValueError("other shapes")
 
 
 def save_checkpoint(path: Path, value: dict[str, Any]) -> None:
