@@ -84,7 +84,7 @@ BEHAVIORS = {
     "has no fields": ("fields = 7", "TypeError: 'int' object is not iterable"),
     "has another kind": ("kind = 'magic'", "its attributes are not those of"),
     "has an unknown field": ("fields = ('nowhere',)", "found field 'nowhere'"),
-    "is no detector": ("\nBad = np.float64", "Bad is a float64, expected"),
+    "is no detector": ("\nBad = np.float64", "is a float64, expected a tracestore"),
 }  # fmt: skip
 # In the suite of every day.
 _SHORT = ["exits at import", "ends in fit"]
