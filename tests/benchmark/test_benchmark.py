@@ -188,6 +188,38 @@ def test_source_without_both_classes_in_a_fold_has_no_auroc(path, tmp_path):
     assert agreement("a", "b", np.array([np.nan]), np.ones(1))["agreement"] is None
 
 
+def test_a_score_on_another_scale_is_no_source_of_labels(path, tmp_path):
+    """The threshold of the labels is not that of a score from 0 to 100, which would give one class."""
+    scores = write_scores(tmp_path / "scores.csv", {f"q{k}": 100.0 * (k % 3 == 0) for k in range(COUNT)})
+    command("score", path, "--scores", scores, "--name", "percent", check=0)
+    command("score", path, "--scores", scores, "--name", "whole", check=0)
+    lines = []
+    run_benchmark(
+        [path], tmp_path / "out", BenchmarkOptions(("length",), score="whole", score_threshold=50.0), lines.append
+    )
+    found = json.loads((tmp_path / "out/benchmark.json").read_text())["stores"]["s"]["label_sources"]
+    assert list(found["sources"]) == ["stored labels", "whole"] and found["sources"]["whole"]["num_hallucinated"] == 40
+    assert any(line.startswith("score percent: values outside [0, 1], no source of labels") for line in lines)
+
+
+def test_traces_with_nan_are_dropped_and_listed(tmp_path):
+    traces = [make_labeled(k) for k in range(COUNT)]
+    traces[7]["hidden_states"][1][0, 0] = np.nan
+    path, lines = write_published(tmp_path / "s.zarr", traces), []
+    for drops, count, text in (
+        (True, 59, "1 trace with NaN or infinite values left out: q7"),
+        (False, 60, "1 trace; --drop"),
+    ):
+        out = tmp_path / f"out{drops}"
+        run_benchmark([path], out, BenchmarkOptions(("length",), drop_nonfinite=drops), lines.append)
+        results = json.loads((out / "benchmark.json").read_text())
+        entry = results["stores"]["s"]
+        assert entry["num_traces"] == count and results["config"]["drop_nonfinite"] is drops
+        assert entry["dropped_nonfinite"] == ([{"question_id": "q7", "sample": 0}] if drops else [])
+        assert any(text in line for line in lines), lines
+        assert ("\nq7," in (out / "scores.csv").read_text()) != drops
+
+
 def test_several_stores_give_a_transfer_matrix(path, tmp_path):
     traces = [make_labeled(k, shift=4.0) for k in range(COUNT, 2 * COUNT)]
     other = write_published(tmp_path / "other.zarr", traces)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import tracestore
+from tests.helpers import make_traces, write_store
 from tests.train.runs import write_labeled
 from tracestore.detectors.catalog import make_detector
 from tracestore.evaluation.metrics import auroc
@@ -22,6 +23,16 @@ def test_model_is_trained_on_the_given_traces_and_scores_others(name, tmp_path):
     assert set(detector.chosen) == {"threshold", "temperature"} and detector.parameters["epochs"] == 3
     again = make_detector(name, epochs=3).fit(store, np.arange(48), labels[:48])
     np.testing.assert_array_equal(again.score(store, order), scores)
+
+
+def test_model_is_trained_on_the_given_labels_whatever_the_scores(tmp_path):
+    """A store of other scores with the same states gives the same detector: its own threshold does not count."""
+    labels, found = np.arange(48) % 2, []
+    for scale in (1, 100):
+        path = write_store(tmp_path / f"{scale}.zarr", make_traces(48, tokens=2), score=lambda k, s=scale: s * (k % 2))
+        store = tracestore.open(path)
+        found.append(make_detector("lstm_solo", epochs=1).fit(store, np.arange(48), labels).score(store, np.arange(48)))
+    np.testing.assert_array_equal(*found)
 
 
 def test_inner_bins_keep_questions_and_groups_together(sampled):

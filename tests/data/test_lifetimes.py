@@ -219,7 +219,6 @@ HELD = {
 KEEP = {
     "global": "",
     "cycle": "class Cycle: pass\ncycle = Cycle(); cycle.self, cycle.kept = cycle, held; del held",
-    "module": "import builtins; builtins.kept = held",
     "thread": "import threading; threading.Thread(target=lambda kept: threading.Event().wait(), args=(held,), "
     "daemon=True).start()",
 }

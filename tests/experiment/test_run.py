@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers import ROOT, command, make_traces, run_cli, write_store
+from tests.helpers import ROOT, command, make_trace, make_traces, run_cli, write_store
 from tests.train.runs import FAST
 
 
@@ -142,7 +142,29 @@ def test_a_nan_is_reported_with_its_question_id(tmp_path):
     traces[17]["hidden_states"][1][:] = np.nan
     write_store(tmp_path / "nan.zarr", traces, score=lambda k: k % 2)
     done = train(tmp_path / "nan.zarr", tmp_path / "r", "--epochs", 1, "--no-run-gnn-det", "--no-run-gvae", check=2)
-    assert "q17" in done.stderr and done.stderr.count("\n") == 1
+    assert "q17" in done.stderr and "--drop-nonfinite" in done.stderr and done.stderr.count("\n") == 1
+    flags = ["--epochs", 1, "--no-run-gnn-det", "--no-run-gvae", "--drop-nonfinite"]
+    done = train(tmp_path / "nan.zarr", tmp_path / "r", *flags, check=0)
+    assert "--drop-nonfinite: 1 trace with NaN or infinite values left out: q17" in done.stdout
+    assert "0 without a label or score" in done.stdout
+    results = json.loads((tmp_path / "r/results.json").read_text())
+    assert results["dropped_nonfinite"] == [{"question_id": "q17", "sample": 0}]
+    assert sorted(q for ids in results["split"].values() for q in ids) == sorted({f"q{k}" for k in range(40)} - {"q17"})
+    assert "already finished" in train(tmp_path / "nan.zarr", tmp_path / "r", *flags, "--resume", check=0).stdout
+
+
+def test_traces_without_nan_are_kept_of_a_question_with_one(tmp_path):
+    traces = [make_trace(k, tokens=2, seed=sample) | {"sample": sample} for k in range(40) for sample in range(2)]
+    for k in range(0, 80, 8):
+        traces[k]["hidden_states"][0][1, 0] = np.inf
+    path = write_store(tmp_path / "s.zarr", traces, score=lambda n: n // 2 % 2)
+    flags = ["--epochs", 1, "--no-run-gnn-det", "--no-run-gvae", "--drop-nonfinite", "--no-probe"]
+    done = train(path, tmp_path / "r", *flags, check=0)
+    assert "10 traces with NaN or infinite values left out: q0, q4, q8, q12, q16, 5 more" in done.stdout
+    results = json.loads((tmp_path / "r/results.json").read_text())
+    assert results["dropped_nonfinite"] == [{"question_id": f"q{k}", "sample": 0} for k in range(0, 40, 4)]
+    assert sum(sum(counts.values()) for counts in results["counts"][0].values()) == 70
+    assert "already finished" in train(path, tmp_path / "r", *flags, "--resume", check=0).stdout
 
 
 def test_a_generous_memory_budget_changes_nothing(labeled, tmp_path):
