@@ -88,44 +88,23 @@ def _record(
     optional = {name: values.pop(name) for name in schema.OPTIONAL_FIELDS if name in values}
     hidden, last = arrays.get("hidden_states"), _last_token(arrays, line)
     edges = arrays.get("edges") if "edge_ptr" not in arrays else _edges(arrays, line)
-    if hidden is None:
-        if last is None:
-            raise InvalidInputError("missing key", position=position, field="hidden_states")
-        per_token = {name: values.pop(name) for name in _PER_TOKEN if name in values}
-        layers: Any = list(last[:, None])
-        values["last_token"] = last
-    else:
-        per_token, layers = {}, list(hidden)
-        values["hidden_states"] = layers
-        values |= {"attentions": list(arrays["attentions"])} if arrays.get("attentions") is not None else {}
+    per_token = {name: values.pop(name) for name in _PER_TOKEN if name in values} if hidden is None else {}
+    if hidden is not None and last is not None and last.dtype == np.float32 and hidden[0].dtype == schema.BFLOAT16:
+        last = (last.view("<u4") >> 16).astype("<u2").view(schema.BFLOAT16)  # the table has it as float32
+    attention = arrays.get("attentions") if edges is None and hidden is not None else None
+    states = {"hidden_states": hidden, "attentions": attention, "edges": edges, "last_token": last}
+    states |= {name: list(states[name]) for name in ("hidden_states", "attentions") if states[name] is not None}
     record = record_from_dict(
-        values,
-        source_name=source_name,
-        position=position,
-        need_attention=False if hidden is None or edges is not None else need_attention,
+        values | states, source_name=source_name, position=position, need_attention=need_attention
     )
-    if hidden is None:
-        _set_tokens(record, per_token)
-    elif last is not None:
-        if layers[0].dtype == schema.BFLOAT16 and last.dtype == np.float32:
-            last = (last.view("<u4") >> 16).astype("<u2").view(schema.BFLOAT16)  # the table has it as float32
-        expected = (len(layers), layers[0].shape[-1])
-        if (last.shape, last.dtype) != (expected, layers[0].dtype):
-            raise field_error("last_token", f"{last.dtype} {last.shape}", f"{layers[0].dtype} {expected}")
-    if edges is not None and len(edges) != len(layers):
-        raise field_error("edge_ptr", f"edges of {len(edges)} layers", f"those of {len(layers)}")
-    record.last_token, record.edges = last, edges
-    record.optional = optional_fields(optional, _num_ids(record))
+    _set_tokens(record, per_token)
+    record.optional = optional_fields(optional, record.num_ids, record.answer)
     record.extras = line["extras"]
     record.is_head_mean = record.attention is not None and exported.facts.is_head_mean
     record.is_borrowed = exported.facts.format == "datasets"
     if exported.has_values:
         _set_values(record, exported, line)
     return record
-
-
-def _num_ids(record: TraceRecord) -> int:
-    return record.num_tokens if record.tokens is None else len(record.tokens)
 
 
 def _set_tokens(record: TraceRecord, given: dict[str, Any]) -> None:
@@ -137,7 +116,7 @@ def _set_tokens(record: TraceRecord, given: dict[str, Any]) -> None:
         record.tokens = tokens
     texts = given.get("tokens_decoded")
     if texts is not None:
-        if not isinstance(texts, list) or len(texts) != _num_ids(record) or not all(isinstance(t, str) for t in texts):
+        if not isinstance(texts, list) or len(texts) != record.num_ids or not all(isinstance(t, str) for t in texts):
             raise field_error("tokens_decoded", "other texts", "a text for each token")
         record.tokens_decoded = texts
 
