@@ -92,7 +92,7 @@ def _record(
     if hidden is not None and last is not None and last.dtype == np.float32 and hidden[0].dtype == schema.BFLOAT16:
         last = (last.view("<u4") >> 16).astype("<u2").view(schema.BFLOAT16)  # the table has it as float32
     attention = arrays.get("attentions") if edges is None and hidden is not None else None
-    states = {"hidden_states": hidden, "attentions": attention, "edges": edges, "last_token": last}
+    states: dict[str, Any] = {"hidden_states": hidden, "attentions": attention, "edges": edges, "last_token": last}
     states |= {name: list(states[name]) for name in ("hidden_states", "attentions") if states[name] is not None}
     record = record_from_dict(
         values | states, source_name=source_name, position=position, need_attention=need_attention

@@ -15,6 +15,12 @@ from tracestore.store.write.record import TraceRecord, record_from_dict
 from tracestore.store.write.values import field_error, label_value, lens_arrays, score_value
 from tracestore.store.write.writer import StoreWriter
 
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "attention": schema.ATTENTION_MODES,
+    "dtype": ("float16", "keep"),
+    "codec": schema.CODECS,
+    "score_direction": labels.DIRECTIONS,
+}
 # Flags of the command line that are arguments of create(), and their values.
 _FLAG = re.compile(
     r"--(attention|dtype|codec|allow-mixed-provenance)(?: (mean|heads|none|float16|keep|zstd|blosc-\w+))?"
@@ -25,16 +31,20 @@ def _argument(flag: re.Match[str]) -> str:
     return f"{flag[1].replace('-', '_')}={'True' if flag[2] is None else repr(flag[2])}"
 
 
+def _name_arguments(error: InvalidInputError | UsageError) -> None:
+    """Name the arguments of create() in an error of the writer, instead of the flags of commands."""
+    if isinstance(error, InvalidInputError):
+        error.reason = _FLAG.sub(_argument, error.reason)
+    error.args = tuple(_FLAG.sub(_argument, str(text)) for text in error.args)
+
+
 @contextmanager
 def _named_for_programs() -> Iterator[None]:
-    """Name the arguments of create() in errors of the writer, instead of the flags of commands."""
+    """Name arguments in errors of a block."""
     try:
         yield
-    except InvalidInputError as error:
-        error.reason = _FLAG.sub(_argument, error.reason)
-        raise
-    except UsageError as error:
-        error.args = tuple(_FLAG.sub(_argument, str(text)) for text in error.args)
+    except (InvalidInputError, UsageError) as error:
+        _name_arguments(error)
         raise
 
 
@@ -104,8 +114,7 @@ class TraceWriter:
         """
         if direction not in labels.DIRECTIONS:
             raise UsageError(f"found {direction!r}, expected one of {', '.join(labels.DIRECTIONS)}")
-        with _named_for_programs():
-            self._writer.define_score(name, labels.ScoreField(direction, source, version), is_default=default)
+        self._writer.define_score(name, labels.ScoreField(direction, source, version), is_default=default)
 
     def set_lens(
         self,
@@ -159,17 +168,15 @@ class TraceWriter:
         Parameters
         ----------
         trace : Mapping[str, Any]
-            The fields that docs/inputs.md lists, as in the files that `tracestore convert` reads: `hidden_states`,
-            L arrays of shape ``(S, D)`` or one ``(L, S, D)``, or `last_token` ``(L, D)``; optionally `attentions`, L
-            arrays of shape ``(H, S, S)`` or ``(S, S)``, in all traces or none; `tokens`, ``(T,)`` integers with
-            T = S or S + 1; `question_id`, `sample`, `tokens_decoded`, `question`, answers, `prompt_length`, data
-            per token such as `token_logprob`, `answer_span`, `spans`, `temperature`, `seed`; `label`, `is_correct`
-            and other scores. Other keys are stored as extras. Arrays are NumPy arrays or torch tensors.
+            The fields that docs/inputs.md lists, as in files: `hidden_states`, L arrays of shape ``(S, D)`` or one
+            ``(L, S, D)``, or `last_token` ``(L, D)``; optionally `attentions`, L arrays of shape ``(H, S, S)`` or
+            ``(S, S)``, in all traces or none; `tokens`, ``(T,)`` integers with T = S or S + 1; `question_id`, texts,
+            `prompt_length`, data per token, `label`, `is_correct` and other scores. Other keys are stored as extras.
+            Arrays are NumPy arrays or torch tensors.
         score : float, optional
-            Value of the score "score", whose direction was given to `create`. This and the following arguments may be
-            keys of the trace instead.
+            Value of the score "score", whose direction was given to `create`. A key of the trace may give it instead.
         scores : Mapping[str, float], optional
-            Values of named scores, which `define_score` defined. It need not define those that docs/inputs.md lists.
+            Values of scores that `define_score` defined or docs/inputs.md lists.
         label : float, optional
             1 for a hallucinated answer, 0 for a correct one.
         group : str
@@ -178,9 +185,8 @@ class TraceWriter:
         Raises
         ------
         InvalidInputError
-            If the trace has an invalid or impossible value, a key that looks like a label or score and is no field,
-            or does not fit the store; or if an argument differs from the key of the trace. Traces that were appended
-            before are kept.
+            If the trace has an invalid or impossible value, an argument that differs from its key, or a key that
+            looks like a label or score and is no field, or does not fit the store. Earlier traces are kept.
         UsageError
             If a named score is not defined.
         """
@@ -188,40 +194,47 @@ class TraceWriter:
         name = f"append-{writer.manifest.num_traces + writer.num_pending:010d}"
         is_first = not self._is_chosen and not writer.manifest.generation
         need = None if is_first or self._is_refused else writer.attributes.options["attention"] != "none"
-        with _named_for_programs():
+        try:
             record = record_from_dict(trace, source_name=name, position=0, need_attention=need)
-            record.label = _same("label", record.label, None if label is None else label_value(label, "label"))
-            record.group = _same("group", record.group, group)
-            for key, value in (*(scores or {}).items(), ("score", score)):
-                if value is not None and (number := score_value(value, key)) is not None:
-                    record.scores[key] = _same(key, record.scores.get(key), number)
-            self._define_scores(record.scores)
-            has_states, has_attention = (
-                record.hidden is not None,
-                record.attention is not None or record.edges is not None,
-            )
-            if self._is_refused and has_attention:
+            if score is not None or scores or label is not None or group:
+                _add_arguments(record, score, scores or {}, label, group)
+            if record.scores:
+                self._define_scores(record.scores)
+            if need is None:
+                self._append_first(record, name)
+            else:
+                self._append(record, name)
+        except (InvalidInputError, UsageError) as error:
+            _name_arguments(error)
+            raise
+
+    def _append_first(self, record: TraceRecord, name: str) -> None:
+        """Append a record, the first of which decides whether the store has attention."""
+        has_states = record.hidden is not None
+        if record.attention is not None or record.edges is not None:
+            if self._is_refused:
                 expected = "none, as in the first trace; --attention none leaves it out"
                 raise field_error("attentions", "attention", expected)
-            is_without = is_first and has_states and not has_attention
-            if is_without:
-                writer.choose_attention("none")
+        elif has_states and not self._is_chosen:
+            self._writer.choose_attention("none")
             try:
                 self._append(record, name)
             except BaseException:
-                if is_without:
-                    writer.choose_attention("mean")
+                self._writer.choose_attention("mean")
                 raise
-            self._is_chosen |= has_states
-            self._is_refused |= is_without
+            self._is_chosen = self._is_refused = True
+            return
+        self._append(record, name)
+        self._is_chosen |= has_states
 
     def _append(self, record: TraceRecord, name: str) -> None:
         """Append a record as a source of its own."""
-        writer = self._writer
-        provenance = with_layers(self._provenance, record.layer_ids)
-        ids = None if provenance is None else provenance.layer_ids
-        if record.layer_ids is not None and record.layer_ids != ids:
-            raise field_error("layer_ids", str(list(record.layer_ids)), f"{list(ids or ())} as in the provenance")
+        writer, provenance = self._writer, self._provenance
+        if record.layer_ids is not None:
+            provenance = with_layers(provenance, record.layer_ids)
+            ids = None if provenance is None else provenance.layer_ids
+            if record.layer_ids != ids:
+                raise field_error("layer_ids", str(list(record.layer_ids)), f"{list(ids or ())} as in the provenance")
         writer.begin_source(name, 0, "", provenance)
         try:
             is_new = writer.append_packed(writer.pack(record), scores=record.scores, group=record.group)
@@ -229,7 +242,7 @@ class TraceWriter:
             writer.abort_source()
             raise
         writer.end_source()
-        if is_new:
+        if is_new and record.extra_names:
             self.extras.update(record.extra_names)
 
     def _define_scores(self, scores: Mapping[str, float]) -> None:
@@ -268,11 +281,23 @@ class TraceWriter:
         self._close(can_replace=kind is None)
 
 
+def _add_arguments(
+    record: TraceRecord, score: float | None, scores: Mapping[str, float], label: float | None, group: str
+) -> None:
+    """Add the arguments of append() to a record; InvalidInputError if they differ from the keys of its trace."""
+    record.label = _same("label", record.label, None if label is None else label_value(label, "label"))
+    record.group = _same("group", record.group or None, group or None) or ""
+    given = {**scores, **({} if score is None else {labels.DEFAULT_SCORE_NAME: score})}
+    for name, value in given.items():
+        if value is not None and (number := score_value(value, name)) is not None:
+            record.scores[name] = _same(name, record.scores.get(name), number)
+
+
 def _same(name: str, key: Any, argument: Any) -> Any:
     """Return the value that a key of the trace, an argument or both have; InvalidInputError if they differ."""
-    if key is not None and key != "" and argument is not None and argument != "" and key != argument:
+    if key is not None and argument is not None and key != argument:
         raise field_error(name, f"{key!r:.40} in the trace", f"{argument!r:.40} as in the argument")
-    return key if argument is None or argument == "" else argument
+    return key if argument is None else argument
 
 
 def create(
@@ -352,40 +377,24 @@ def create(
 def open_writer(
     path: str | os.PathLike[str],
     *,
-    attention: str | None = None,
-    dtype: str | None = None,
-    codec: str | None = None,
-    overwrite: bool = False,
     append: bool = False,
     score_direction: str = labels.CORRECT,
     provenance: Provenance | Mapping[str, Any] | None = None,
-    allow_mixed_provenance: bool = False,
+    **options: Any,
 ) -> TraceWriter:
-    """Return the same as create(), for commands: errors name their flags."""
-    for value, allowed in (
-        (attention, schema.ATTENTION_MODES),
-        (dtype, ("float16", "keep")),
-        (codec, schema.CODECS),
-        (score_direction, labels.DIRECTIONS),
-    ):
-        if value is not None and value not in allowed:
-            raise UsageError(f"found {value!r}, expected one of {', '.join(allowed)}")
+    """Return the same as create(), for commands: errors name their flags. `options` are those of StoreWriter."""
+    given = options | {"score_direction": score_direction}
+    for name, allowed in _CHOICES.items():
+        if given.get(name) not in (None, *allowed):
+            raise UsageError(f"found {given[name]!r}, expected one of {', '.join(allowed)}")
     try:
         known = provenance if isinstance(provenance, Provenance | None) else Provenance.from_json(provenance)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    writer = StoreWriter(
-        path,
-        attention=attention,
-        dtype=dtype,
-        codec=codec,
-        overwrite=overwrite,
-        exist_ok=append,
-        allow_mixed_provenance=allow_mixed_provenance,
-    )
+    writer = StoreWriter(path, exist_ok=append, **options)
     try:
         writer.check_provenance([] if known is None else [known])
     except BaseException:
         writer.close()
         raise
-    return TraceWriter(writer, score_direction, known, attention)
+    return TraceWriter(writer, score_direction, known, options.get("attention"))

@@ -27,7 +27,7 @@ MAX_ID_CHARACTERS = 1 << 20
 # Fields with values per token, and those of answers and their tokens.
 _PER_TOKEN = ("tokens", "tokens_decoded", "attention_mask", "lengths", *schema.TOKEN_FIELDS, "answer_span")
 _OPTIONAL = frozenset(schema.OPTIONAL_FIELDS)
-_STATES, _ATTENTION = vocabulary.FIELDS["hidden_states"], vocabulary.FIELDS["attentions"]
+_STATES, _ATTENTION = (vocabulary.FIELDS[name].of_layer for name in ("hidden_states", "attentions"))
 # Two names for one claim.
 _CLAIMS = ("is_correct", "is_hallucinated")
 
@@ -215,10 +215,10 @@ def _text(value: Any, name: str) -> str:
 
 def _set_states(record: TraceRecord, fields: Mapping[str, Any], need_attention: bool | None) -> None:
     """Set hidden states of all tokens, and attention or edges."""
-    names = [name for name in ("attentions", "edges") if name in fields]
-    if need_attention and not names:
+    has_attention, has_edges = "attentions" in fields, "edges" in fields
+    if need_attention and not (has_attention or has_edges):
         raise InvalidInputError("missing key; for traces without attention: --attention none", field="attentions")
-    hidden = layers_of(fields["hidden_states"], "hidden_states", *_STATES.of_layer)
+    hidden = layers_of(fields["hidden_states"], "hidden_states", *_STATES)
     num_tokens, dim = hidden[0].shape
     if num_tokens == 0 or dim == 0:
         raise field_error("hidden_states[0]", f"shape {hidden[0].shape}", "at least one token and one dimension")
@@ -226,15 +226,16 @@ def _set_states(record: TraceRecord, fields: Mapping[str, Any], need_attention: 
         if layer.shape != (num_tokens, dim):
             raise field_error(f"hidden_states[{k}]", f"shape {layer.shape}", f"{(num_tokens, dim)} as in layer 0")
     record.hidden = hidden
-    if need_attention is False or not names:
+    if need_attention is False:
         return
-    if len(names) > 1:
+    if has_edges and has_attention:
         raise field_error("edges", "edges and attentions", "one of them")
-    if names == ["edges"]:
+    if has_edges:
         record.edges = edges_of(fields["edges"], len(hidden))
+    if not has_attention:
         return
     value, record.is_head_mean = with_head_axis(fields["attentions"])
-    attention = layers_of(value, "attentions", *_ATTENTION.of_layer)
+    attention = layers_of(value, "attentions", *_ATTENTION)
     record.is_without_embeddings = len(attention) == len(hidden) - 1
     if record.is_without_embeddings:
         record.hidden = hidden[1:]  # output_hidden_states: the embeddings, then each layer
