@@ -7,14 +7,13 @@ the detector prints is kept for the message of a failure. It ends with its paren
 import contextlib
 import json
 import os
-import pickle
 import pkgutil
-import select
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from multiprocessing.connection import Connection
 from typing import Any, NoReturn, Self, get_args
 
 import numpy as np
@@ -45,7 +44,6 @@ def run_apart(function: str, *arguments: Any, cancelled: threading.Event | None 
     UsageError
         With what the process did instead of returning: its error, its exit code or its signal.
     """
-    job = pickle.dumps((function, arguments))
     reading, writing = os.pipe()
     try:
         process = subprocess.Popen(
@@ -67,8 +65,8 @@ def run_apart(function: str, *arguments: Any, cancelled: threading.Event | None 
     try:
         with contextlib.suppress(BrokenPipeError):
             assert process.stdin is not None
-            process.stdin.write(len(job).to_bytes(8, "little") + job)
-            process.stdin.flush()
+            with Connection(os.dup(process.stdin.fileno()), readable=False) as jobs:
+                jobs.send((function, arguments))
         answer = _receive(reading, process, cancelled or threading.Event())
         # The detector may have started processes, and threads that keep its process alive.
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -82,7 +80,7 @@ def run_apart(function: str, *arguments: Any, cancelled: threading.Event | None 
             process.stdin.close()  # type: ignore[union-attr]
     if answer is None:
         raise UsageError(_how_it_ended(process.returncode, bytes(printed)))
-    error, value = pickle.loads(answer)
+    error, value = answer
     if error is not None:
         raise UsageError(error)
     return value
@@ -96,22 +94,18 @@ def _drain(pipe: Any, kept: bytearray) -> None:
             del kept[:-_OUTPUT_BYTES]
 
 
-def _receive(reading: int, process: subprocess.Popen[bytes], cancelled: threading.Event) -> bytes | None:
-    """Return the answer of a process, None if it ends without one."""
-    data, expected = bytearray(), 8
-    while len(data) < expected and not cancelled.is_set():
-        # A process that the detector has started may hold the pipe open.
-        has_ended = process.poll() is not None
-        if select.select([reading], [], [], 0 if has_ended else _POLL_S)[0]:
-            part = os.read(reading, 1 << 20)
-            data += part
-            if len(data) >= 8:
-                expected = 8 + int.from_bytes(data[:8], "little")
-            if not part:
+def _receive(reading: int, process: subprocess.Popen[bytes], cancelled: threading.Event) -> tuple[Any, Any] | None:
+    """Return the error and the value that a process answers, None if it ends without an answer."""
+    with Connection(os.dup(reading), writable=False) as answers, contextlib.suppress(EOFError, OSError):
+        while not cancelled.is_set():
+            # A process that the detector has started may hold the pipe open.
+            has_ended = process.poll() is not None
+            if answers.poll(0 if has_ended else _POLL_S):
+                answer: tuple[Any, Any] = answers.recv()
+                return answer
+            if has_ended:
                 break
-        elif has_ended:
-            break
-    return bytes(data[8:expected]) if len(data) >= max(expected, 9) else None
+    return None
 
 
 def _how_it_ended(code: int, printed: bytes) -> str:
@@ -257,25 +251,15 @@ def main() -> NoReturn:
     os.set_inheritable(writing, False)
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
-    with open(pipe, "rb", closefd=False, buffering=0) as file:
-        size = int.from_bytes(_read_all(file, 8), "little")
-        job = _read_all(file, size)
+    with Connection(os.dup(pipe), writable=False) as jobs:
+        function, arguments = jobs.recv()
     threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
-    try:
-        function, arguments = pickle.loads(job)
-        answer = pickle.dumps((None, pkgutil.resolve_name(function)(*arguments)))
-    except BaseException as error:  # A detector may call sys.exit() or raise KeyboardInterrupt.
-        answer = pickle.dumps((one_line(error), None))
-    with open(writing, "wb") as output:
-        output.write(len(answer).to_bytes(8, "little") + answer)
+    with Connection(writing, readable=False) as answers:
+        try:
+            answers.send((None, pkgutil.resolve_name(function)(*arguments)))
+        except BaseException as error:  # A detector may call sys.exit() or raise KeyboardInterrupt.
+            answers.send((one_line(error), None))
     os._exit(0)
-
-
-def _read_all(file: Any, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size and (part := file.read(size - len(data))):
-        data += part
-    return bytes(data)
 
 
 if __name__ == "__main__":

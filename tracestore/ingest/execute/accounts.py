@@ -10,38 +10,11 @@ from tracestore.ingest.execute.join import Column
 from tracestore.ingest.execute.plain import describe
 from tracestore.ingest.layout.places import RECORDS, Place, Plan
 from tracestore.ingest.tree import Array, Group, Items, Value, as_array
+from tracestore.store.vocabulary import is_named_as_verdict
 from tracestore.store.write.record import TraceRecord
 
-# Words of keys that may be labels, scores or reference answers (rules 8a and 22a).
-_LABEL_WORDS = frozenset(
-    [
-        "label",
-        "labels",
-        "y",
-        "target",
-        "targets",
-        "correct",
-        "incorrect",
-        "iscorrect",
-        "correctness",
-        "hallucination",
-        "hallucinated",
-        "hallucinations",
-        "hallucinating",
-        "score",
-        "scores",
-        "verdict",
-        "verdicts",
-        "judge",
-        "judgement",
-        "judgment",
-        "bleurt",
-        "rouge",
-        "truthful",
-        "truth",
-        "factual",
-    ]
-)
+# Words of keys that may be labels, scores or reference answers, besides those of `is_named_as_verdict` (rules 8a, 22a).
+_LABEL_WORDS = frozenset(["y", "target", "targets", "truth", "bleurt", "rouge"])
 # `records` does not take them for an extra.
 _OWN_LINES = frozenset(["answer", "answers", "sample", "samples"])
 _MAX_PROBES = 64
@@ -148,7 +121,7 @@ def check_unclaimed(path: str, key: Any, value: Value, *, in_records: bool) -> N
 def looks_like_label(key: str) -> bool:
     """Return whether a key may be that of a label or a score."""
     words = re.split(r"[^a-z]+", re.sub(r"([a-z])([A-Z])", r"\1_\2", key).lower())
-    return any(word in _LABEL_WORDS for word in words)
+    return is_named_as_verdict(key) or any(word in _LABEL_WORDS for word in words)
 
 
 def holds_array(value: Value, depth: int = 0) -> bool:
