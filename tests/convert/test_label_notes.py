@@ -1,4 +1,4 @@
-"""What loses labels, or gives labels by a threshold that does not fit, is reported with the flag that decides."""
+"""Test that what loses labels, or gives labels by a threshold that does not fit, is reported with its flag."""
 
 import csv
 import json

@@ -23,8 +23,8 @@ def label_sources(data: LabeledStore, score_threshold: float) -> dict[str, np.nd
     ----------
     data : LabeledStore
     score_threshold : float
-        Threshold of the score that the detectors are fitted to, and of others if it is in [0, 1]; else they have the
-        default one.
+        Threshold of the score that the detectors are fitted to. The other scores have it too if it is in [0, 1],
+        otherwise the default one.
 
     Returns
     -------
