@@ -1,4 +1,4 @@
-"""Compare training, predict and benchmark beside a busy process with the same on an idle machine.
+"""Compare training, predict and benchmark next to a busy process with the same on an idle machine.
 
 python bench/busy_processor.py STORE [--what NAME ...] [--rounds 9] [--baseline CHECKOUT]
 
@@ -112,11 +112,11 @@ def measure(what: str, store: Path, work: Path, checkouts: dict[str, Path], roun
                 programs[name] = stack.enter_context(program).turn
         busy = stack.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
         stack.callback(busy.kill)
-        times: dict[str, list[float]] = {state: [] for state in (*programs, "beside")}
+        times: dict[str, list[float]] = {state: [] for state in (*programs, "busy")}
         for number in range(rounds):
             for state in list(times)[:: 1 if number % 2 else -1]:
-                busy.send_signal(signal.SIGCONT if state == "beside" else signal.SIGSTOP)
-                times[state].append(programs["alone" if state == "beside" else state]())
+                busy.send_signal(signal.SIGCONT if state == "busy" else signal.SIGSTOP)
+                times[state].append(programs["alone" if state == "busy" else state]())
     return {state: statistics.median(seconds) for state, seconds in times.items()}
 
 
@@ -139,7 +139,7 @@ def main() -> None:
         for what in args.what:
             seconds = measure(what, store, Path(work), checkouts, args.rounds)
             row = [f"{state} {value:.3f} s" for state, value in seconds.items()]
-            row.append(f"beside/alone {seconds['beside'] / seconds['alone']:.2f}")
+            row.append(f"busy/alone {seconds['busy'] / seconds['alone']:.2f}")
             if "baseline" in seconds:
                 row.append(f"alone/baseline {seconds['alone'] / seconds['baseline']:.3f}")
             print(f"{what:24}{', '.join(row)}", flush=True)

@@ -64,11 +64,11 @@ def contention(monkeypatch):
         (2, 2, 1.7, 0.2, 0.05, False),  # alone, spinning
         (2, 2, 1.0, 0.8, 0.4, False),  # alone, both threads on one processor
         (2, 2, 1.9, 0.0, 1.2, False),  # alone, with threads that gather batches
-        (2, 2, 1.0, 0.0, 0.95, True),  # beside a busy process, spinning
-        (2, 2, 1.0, 0.0, 0.5, True),  # beside a busy process, sleeping
-        (2, 2, 1.9, 0.0, 0.05, False),  # beside a process of the lowest priority, whose processor is taken at once
-        (2, 2, 0.7, 0.0, 1.3, True),  # beside two busy processes
-        (2, 2, 1.3, 0.6, 0.3, False),  # beside small programs
+        (2, 2, 1.0, 0.0, 0.95, True),  # next to a busy process, spinning
+        (2, 2, 1.0, 0.0, 0.5, True),  # next to a busy process, sleeping
+        (2, 2, 1.9, 0.0, 0.05, False),  # next to a process of the lowest priority, whose processor is taken at once
+        (2, 2, 0.7, 0.0, 1.3, True),  # next to two busy processes
+        (2, 2, 1.3, 0.6, 0.3, False),  # next to small programs
         (4, 16, 4.0, 11.0, 0.1, False),  # a busy process on another processor
         (4, 16, 4.0, 0.0, 0.1, False),  # twelve busy processes on other processors
         (4, 16, 3.0, 0.0, 1.0, True),  # thirteen busy processes
@@ -148,10 +148,10 @@ parallel(work, None, 2, 0)
 alone = processor_s()
 team = devices._start_idle_team(2)
 time.sleep(0.2)
-beside = processor_s()
+busy = processor_s()
 team.set()
 time.sleep(0.2)
-print(alone, beside, processor_s())
+print(alone, busy, processor_s())
 """
 
 
@@ -160,8 +160,8 @@ print(alone, beside, processor_s())
 def test_idle_team_shortens_the_spinning_of_waiting_threads():
     """`GOMP_SPINCOUNT` makes a waiting thread spin for longer than the test takes."""
     environment = {"GOMP_SPINCOUNT": "100000000000", "OMP_NUM_THREADS": "2"}
-    alone, beside, after = map(float, run_cli("-c", SPINNING, check=0, env=environment).stdout.split())
-    assert beside < 0.05 < 0.1 < min(alone, after)
+    alone, busy, after = map(float, run_cli("-c", SPINNING, check=0, env=environment).stdout.split())
+    assert busy < 0.05 < 0.1 < min(alone, after)
 
 
 def test_program_sets_the_spin_count_before_torch_loads():
@@ -205,7 +205,7 @@ def test_train_predict_plan_and_benchmark_watch_the_processors(labeled, tmp_path
 @needs_libgomp
 @pytest.mark.long
 @pytest.mark.skipif(num_processors() < 2, reason="needs two processors")
-def test_training_beside_a_busy_process_is_not_many_times_slower(tmp_path):
+def test_training_next_to_a_busy_process_is_not_many_times_slower(tmp_path):
     """The ratio was 5 to 15 while threads span. The best of a few counts, because other tests run at the same time."""
     traces = make_traces(64, tokens=2, layers=30, dim=576, heads=1)
     store = write_store(tmp_path / "wide.zarr", traces, label=lambda k: k % 2)

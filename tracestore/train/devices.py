@@ -1,7 +1,7 @@
 """The device and the threads that torch computes on.
 
 A thread of libgomp that waits for the others of its team spins, and sleeps after that. Spinning is faster while every
-thread has a processor. Beside another busy program it takes time from the very thread that all wait for: training on
+thread has a processor. Next to another busy program it takes time from the very thread that all wait for: training on
 two processors took 4 to 15 times as long as alone, and 1.5 times with threads that sleep at once (bench/RESULTS.md).
 
 libgomp reads its settings once, but spins for 100 rounds only while it manages more threads than there are processors
@@ -123,15 +123,15 @@ class _Contention:
 
     @property
     def begins(self) -> bool:
-        """Whether the threads of this process wait, and other programs are the reason.
+        """Return whether the threads of this process wait, and other programs are the reason.
 
-        Of two threads, 0.05 to 0.4 waited on an idle machine, and 0.5 to 1 beside a busy process.
+        Of two threads, 0.05 to 0.4 waited on an idle machine, and 0.5 to 1 next to a busy process.
         """
         return self.others > 0.5 and self.waiting > 0.2 + 0.03 * self._num_threads
 
     @property
     def ends(self) -> bool:
-        """Whether no other program needs processors. Sleeping threads often wait for each other on one processor."""
+        """Return whether no other program needs processors. Sleeping threads often wait for each other on one processor."""
         return self.others < 0.3
 
 
