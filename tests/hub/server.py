@@ -12,7 +12,7 @@ from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from tests.lies import tell
+from tests.hub.lies import tell
 
 TOKEN = "hf_valid"
 PAGE = 7  # entries in a page of a listing

@@ -4,9 +4,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 
+import numpy as np
+
 from tracestore.console import format_size, plural
 from tracestore.convert.options import ON_CONFLICT, OnConflict
 from tracestore.errors import InvalidInputError, escape_unprintable
+from tracestore.store.format.labels import describe, disagreements, unlabeled_note
+from tracestore.store.format.schema import Attributes
+from tracestore.store.read.columns import Columns
 from tracestore.store.write.pack import PackedTrace
 
 # Refused traces of one source that are printed; all of them are in STORE.refused.jsonl.
@@ -135,6 +140,17 @@ class ConvertReport:
             setattr(self, field_name, getattr(self, field_name) + getattr(found, field_name))
         rounded = {found.rounded_from: 1} if found.rounded_from else {}
         self._add_details(found.dropped, found.extras, rounded, found.rounding_error)
+
+    def add_labels(self, columns: Columns, attributes: Attributes) -> None:
+        """Describe the labels that the columns of the store give with its default score."""
+        name = attributes.default_score
+        scores, labels = columns.score(name), columns.labels
+        self.num_unlabeled = int((np.isnan(labels) & np.isnan(scores)).sum())
+        self.unlabeled = unlabeled_note(columns.scores, labels, name)
+        if name is not None and not np.isnan(scores).all():
+            direction = attributes.scores[name].direction
+            self.labels = f"{name}: {describe(scores, labels, None, direction)}"
+            self.num_label_conflicts = int(disagreements(scores, labels, None, direction).sum())
 
     def add_earlier(self, before: "ConvertReport") -> None:
         """Add the counts of an earlier conversion of the same store."""

@@ -1,4 +1,7 @@
-"""Convert trace files into a store."""
+"""Convert trace files into a store.
+
+One module of over 400 lines: every step of a conversion uses the state of the one object that runs it.
+"""
 
 import errno
 import math
@@ -9,8 +12,6 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from tracestore import process
 from tracestore.console import Output, Progress, format_size, plural
@@ -34,7 +35,6 @@ from tracestore.ingest.sources import (
     source_fingerprint,
 )
 from tracestore.store.format import paths
-from tracestore.store.format.labels import describe, disagreements, unlabeled_note
 from tracestore.store.format.provenance import Provenance, equals_but_layers, with_layers
 from tracestore.store.io import fsio
 from tracestore.store.io.files import local_dir, parse_location
@@ -400,14 +400,7 @@ class Conversion:
         report.generation = manifest.generation
         report.num_unscored = manifest.num_traces - manifest.num_scored
         report.num_scores_without_trace = self.scoring.num_without_trace(writer)
-        columns, name = writer.read_columns(), writer.attributes.default_score
-        scores = columns.score(name)
-        report.num_unlabeled = int((np.isnan(columns.labels) & np.isnan(scores)).sum())
-        report.unlabeled = unlabeled_note(columns.scores, columns.labels, name)
-        if manifest.num_scored:
-            direction = writer.attributes.scores[name or ""].direction
-            report.labels = f"{name}: {describe(scores, columns.labels, None, direction)}"
-            report.num_label_conflicts = int(disagreements(scores, columns.labels, None, direction).sum())
+        report.add_labels(writer.read_columns(), writer.attributes)
         if manifest.num_traces == 0:
             if self._without_traces:
                 raise self._without_traces[0]
