@@ -1,4 +1,7 @@
-"""Read scores files (CSV with question_id and a column of scores), and update the scores of a store."""
+"""Read scores files (CSV with question_id and a column of scores), and update the scores of a store.
+
+One module of over 400 lines: a table of scores, its meaning, and its way into a store.
+"""
 
 import csv
 import dataclasses
