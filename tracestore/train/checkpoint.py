@@ -1,9 +1,10 @@
 """Checkpoints: written atomically, loaded without running code."""
 
 import io
+import math
 import os
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -187,15 +188,19 @@ def finished_test(saved: dict[str, Any], num_traces: int) -> tuple[dict[str, Any
     try:
         best = {entry: saved["result"][name] for name, entry in _BEST.items()}
         logits = np.array(saved["result"]["test_scores"]["logit"], np.float64)
-        if not _are_numbers(best.values()) or logits.shape != (num_traces,) or not np.isfinite(logits).all():
+        if not _is_best(best) or logits.shape != (num_traces,) or not np.isfinite(logits).all():
             raise ValueError
     except (KeyError, OverflowError, TypeError, ValueError):
         raise UsageError("holds no valid result; train without --resume") from None
     return best, logits
 
 
-def _are_numbers(values: Iterable[Any]) -> bool:
-    return all(type(value) in (int, float) and abs(value) < 1e300 for value in values)
+def _is_best(values: Mapping[str, Any]) -> bool:
+    """Return whether the values have the names and types that `Trainer` gives them in best.pt."""
+    floats = [values.get(name) for name in ("threshold", "temperature", "val_auroc")]
+    if not all(type(value) is float and math.isfinite(value) for value in floats):
+        return False
+    return values["temperature"] > 0 and type(values.get("epoch")) is int
 
 
 def load_best(path: Path, model: torch.nn.Module) -> dict[str, Any]:
@@ -209,8 +214,6 @@ def load_best(path: Path, model: torch.nn.Module) -> dict[str, Any]:
     best, expected = load_checkpoint(path), model.state_dict()
     weights = best["model"] if isinstance(best["model"], dict) else {}
     shapes = {name: getattr(value, "shape", None) for name, value in weights.items()}
-    if not _are_numbers(best.get(name) for name in _BEST.values()) or shapes != {
-        n: v.shape for n, v in expected.items()
-    }:
+    if not _is_best(best) or shapes != {n: v.shape for n, v in expected.items()}:
         raise UsageError(f"{path}: not the best epoch of this run; train again, with --overwrite")
     return best

@@ -223,7 +223,7 @@ class Trainer:
             return TrainState(), None
         try:
             state = self.checkpointed.load_state_dict(saved)
-            if saved["result"] is not None and state.epoch >= self.config.epochs:
+            if saved.get("result") is not None and state.epoch >= self.config.epochs:
                 best, logits = finished_test(saved, len(self.split.indices["test"]))
                 return state, self._result(state, best, logits)
         except UsageError as error:

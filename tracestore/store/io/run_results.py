@@ -145,14 +145,14 @@ _fold, _seed = _optional(_integer(1 << 31)), _integer(1 << 32)
 
 
 def _check_results(results: Any, where: str) -> None:
-    is_repeated = isinstance(results, dict) and "runs" in results
-    of_run = {} if is_repeated else _tested
+    # Without runs, or probes, the entries of the document itself have the scores.
+    of_run, of_probe = ({} if isinstance(results, dict) and results.get(key) else _tested for key in ("runs", "probes"))
     _object({
         "models": _object(each=_object(_model | of_run)),
         "config": _object({"seed": _seed}),
         "store": _object({"path": _text, "provenance": _items(_check_provenance)}),
         "runs?": _items(_object({"fold": _fold, "seed": _seed, "models": _object(each=_object(_model | _tested))})),
-        "probe?": _object(_probe | of_run),
+        "probe?": _object(_probe | of_probe),
         "probes?": _items(_object({"fold": _fold} | _probe | _tested)),
         "comparisons?": _items(_object()),
         "traces": _text,
