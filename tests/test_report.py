@@ -83,7 +83,7 @@ def test_texts_of_the_store_are_escaped(page):
 @pytest.mark.parametrize("scores", [1e17, float("nan")])
 def test_scores_that_have_no_histogram(tmp_path, scores):
     write_store(tmp_path / "s.zarr", [make_trace(1)], score=scores)
-    report(tmp_path / "s.zarr", "--output", tmp_path / "r.html")
+    report(tmp_path / "s.zarr", "--output", tmp_path / "r.html", "--score-threshold", 1)
     text = (tmp_path / "r.html").read_text(encoding="utf-8")
     assert ("1e+17" in text) == (scores == 1e17) and "Length" in text
 

@@ -144,7 +144,7 @@ def test_a_nan_is_reported_with_its_question_id(tmp_path):
     done = train(tmp_path / "nan.zarr", tmp_path / "r", "--epochs", 1, "--no-run-gnn-det", "--no-run-gvae", check=2)
     assert "q17" in done.stderr and "--drop-nonfinite" in done.stderr and done.stderr.count("\n") == 1
     flags = ["--epochs", 1, "--no-run-gnn-det", "--no-run-gvae", "--drop-nonfinite"]
-    done = train(tmp_path / "nan.zarr", tmp_path / "r", *flags, check=0)
+    done = train(tmp_path / "nan.zarr", tmp_path / "r", *flags, "--overwrite", check=0)
     assert "--drop-nonfinite: 1 trace with NaN or infinite values left out: q17" in done.stdout
     assert "0 without a label or score" in done.stdout
     results = json.loads((tmp_path / "r/results.json").read_text())

@@ -133,6 +133,14 @@ class Conversion:
         known = next((p for path, p in self._provenances.items() if source.path.is_relative_to(path)), None)
         return known if self._described is None else self._described.provenance(known)
 
+    def _known_provenances(self) -> list[Provenance]:
+        """Return the different provenances of the sources."""
+        known: list[Provenance] = []
+        for provenance in map(self._provenance, self.sources):
+            if provenance is not None and provenance not in known:
+                known.append(provenance)
+        return known
+
     def _has_attention(self) -> bool | None:
         if self._described is not None and (stated := self._described.states_attention()) is not None:
             return stated
@@ -180,7 +188,7 @@ class Conversion:
                 allow_mixed_provenance=options.allow_mixed_provenance,
                 expected_bytes=self.total_bytes,
             ) as writer:
-                writer.check_provenance(filter(None, dict.fromkeys(map(self._provenance, self.sources))))
+                writer.check_provenance(self._known_provenances())
                 before = writer.manifest.num_traces
                 self._refused = RefusedTraces(self.store, is_new=options.overwrite or before == 0)
                 self.scoring.begin(writer)

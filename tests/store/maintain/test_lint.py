@@ -107,7 +107,7 @@ def test_each_kind_of_issue_is_found(tmp_path, kind):
 
 @pytest.mark.parametrize("direction", ["correct", "hallucination"])
 def test_labels_that_differ_from_their_scores_are_listed(tmp_path, direction):
-    labels = [0.0, 1.0, None, 0.25, 0.75] * 4
+    labels = [0.0, 1.0, None, 0.0, 1.0] * 4
     scores = [0.9, 0.9, 0.9, 0.1, None] * 4
     traces = [softmax_trace(k) for k in range(20)]
     path = write_store(

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import InvalidInputError
+from tracestore.platform_support import memory_use
 
 HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 # Time for one answer, or for one part of an array. The library loops forever on some damaged files.
@@ -208,14 +209,10 @@ def _end_with_parent() -> None:
 
 
 def _limit_memory() -> None:
-    """Limit files, core dumps and memory. Without /proc, memory has no limit but those of the requests."""
+    """Limit files, core dumps and memory."""
     import h5py  # noqa: F401 - its memory is not counted
 
-    limits = [(resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)]
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        status = Path("/proc/self/status").read_text()
-        used = 1024 * int(status.partition("VmData:")[2].split()[0])
-        limits.append((resource.RLIMIT_DATA, used + _MAX_DATA_BYTES))
-    for limit, value in limits:
+    data = memory_use().data + _MAX_DATA_BYTES
+    for limit, value in ((resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_DATA, data)):
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(limit, (value, value))
