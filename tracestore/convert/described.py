@@ -11,6 +11,7 @@ from tracestore.console import plural
 from tracestore.errors import InvalidInputError, UsageError, escape_unprintable
 from tracestore.ingest.execute.claims import FileGroup
 from tracestore.ingest.execute.execution import Execution
+from tracestore.ingest.exports.manifest import read_export
 from tracestore.ingest.layout.fields import score_of
 from tracestore.ingest.layout.language import Layout, parse_layout, read_layout
 from tracestore.ingest.sources import SourceFile
@@ -64,6 +65,8 @@ class DescribedRun:
         self._arguments, self._folder, self._layout = arguments, folder, layout
         self._execution = Execution(layout, arguments, folder, self._owned)
         self.sources = _sources(self._execution)
+        for folder in {place for source in self.sources for path in source.files for place in path.parents[:2]}:
+            read_export(folder)  # refuses an unfinished or damaged export
         self._directions = layout.directions()
         self._found: dict[tuple[str, int], dict[str, float]] = {}
         self._layers: tuple[tuple[int, ...] | None] | None = None  # those of the first source

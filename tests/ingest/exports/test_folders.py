@@ -116,6 +116,14 @@ def test_a_damaged_export_is_refused(out, tmp_path, damage):
     assert not (tmp_path / "no.zarr").exists() or len(tracestore.open(tmp_path / "no.zarr")) < 12
 
 
+def test_a_layout_reads_no_unfinished_export(out, tmp_path):
+    path = out / LIST
+    path.write_text(path.read_text().replace('"complete"', '"unfinished"'))
+    lines = "--field", "records = *.pkl : []", "--field", "ignore = ['*.json*', '*.csv']"
+    error = error_of("convert", out, tmp_path / "again.zarr", *lines, code=3)
+    assert "an unfinished export" in error
+
+
 def test_files_without_the_list_are_ordinary_files(out, tmp_path):
     (tmp_path / "copy").mkdir()
     for name in ("traces_batch_0000.pkl", "scores.csv"):
