@@ -24,7 +24,7 @@ from tracestore.errors import TracestoreError, UsageError, escape_unprintable
 from tracestore.store.read.store import TraceStore
 
 _OUTPUT_BYTES, _SHOWN_CHARACTERS = 4096, 200
-_POLL_S = 0.1
+_POLL_S, _GRACE_S = 0.1, 1.0
 
 
 def run_apart(function: str, *arguments: Any, cancelled: threading.Event | None = None) -> Any:
@@ -61,7 +61,8 @@ def run_apart(function: str, *arguments: Any, cancelled: threading.Event | None 
     finally:
         os.close(writing)
     printed = bytearray()
-    threading.Thread(target=_drain, args=(process.stdout, printed), daemon=True).start()
+    draining = threading.Thread(target=_drain, args=(process.stdout, printed), daemon=True)
+    draining.start()
     try:
         with contextlib.suppress(BrokenPipeError):
             assert process.stdin is not None
@@ -70,12 +71,13 @@ def run_apart(function: str, *arguments: Any, cancelled: threading.Event | None 
         answer = _receive(reading, process, cancelled or threading.Event())
         # The detector may have started processes, and threads that keep its process alive.
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=1.0)
+            process.wait(timeout=_GRACE_S)
     finally:
         os.close(reading)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        draining.join(_GRACE_S)
         with contextlib.suppress(OSError):
             process.stdin.close()  # type: ignore[union-attr]
     if answer is None:
