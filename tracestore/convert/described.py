@@ -200,11 +200,6 @@ def _sources(execution: Execution) -> list[SourceFile]:
     ]
 
 
-def never(*_: object) -> bool:
-    """Return False: no source is known, because the store may lack labels of an interrupted run."""
-    return False
-
-
 def layout_of_options(layout: Any, lines: Any) -> Layout | None:
     """Return the layout of the options `layout` and `field`, None without them.
 

@@ -11,12 +11,11 @@ from contextlib import closing
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tracestore import process
 from tracestore.console import Output, Progress, format_size, plural
 from tracestore.convert.defaults import DefaultAttention, has_attention, is_index_id
-from tracestore.convert.described import DescribedRun, layout_of_options, never
 from tracestore.convert.options import ON_CONFLICT, ConvertOptions
 from tracestore.convert.refused import RefusedTraces, partial_fingerprint
 from tracestore.convert.report import MAX_REFUSED_LINES, ConvertReport, SourceCounts
@@ -42,6 +41,10 @@ from tracestore.store.io.ownership import has_manifest
 from tracestore.store.read.index import SourceEntry
 from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.writer import StoreWriter
+
+if TYPE_CHECKING:
+    from tracestore.convert.described import DescribedRun
+
 
 # The interpreter switches threads after this time. The thread that inflates needs the interpreter
 # for an instant every 4 ms, and must not wait longer than that.
@@ -100,8 +103,7 @@ class Conversion:
         self.is_interrupted = False
         self.store = parse_location(store)
         self.folder = local_dir(store)
-        layout = layout_of_options(options.layout, options.field)
-        self._described = None if layout is None else DescribedRun(layout, sources, self.folder, options.scores)
+        self._described = _described_run(sources, self.folder, options)
         found = find_sources(sources, self.folder) if self._described is None else self._described.sources
         self.scoring = Scoring(sources, found, options, output, self._described)
         self.sources = [source for source in self.scoring.sources if only is None or only(source)]
@@ -260,7 +262,7 @@ class Conversion:
             and self._default_attention.is_refused(stored["attention"]),
         )
         is_settled = self._described is None or self._described.is_settled(writer)
-        self._is_known: Callable[[str, int, str], bool] = writer.has_source if is_settled else never
+        self._is_known: Callable[[str, int, str], bool] = writer.has_source if is_settled else _never
         callbacks: dict[str, Any] = {"is_known": self._is_known, "on_wait": self._check_interrupt}
         streams: Iterator[SourceStream | ClusterStream]
         if self._options.dask is not None:
@@ -420,3 +422,19 @@ class Conversion:
             self._output.info(note)
         for line in (*report.lines(self._options.on_conflict), *self.scoring.lines()):
             self._output.info(line)
+
+
+def _described_run(sources: list[Path], folder: Path, options: ConvertOptions) -> "DescribedRun | None":
+    """Return the conversion by the layout of the options, None without one."""
+    if options.layout is None and not options.field:
+        return None
+    # Imported here, because the reading by layouts takes a tenth of the time in which a command starts.
+    from tracestore.convert.described import DescribedRun, layout_of_options
+
+    layout = layout_of_options(options.layout, options.field)
+    return None if layout is None else DescribedRun(layout, sources, folder, options.scores)
+
+
+def _never(*_: object) -> bool:
+    """Return False: no source is known, because the store may lack labels of an interrupted run."""
+    return False

@@ -5,11 +5,11 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tracestore.console import Output, plural
-from tracestore.convert.described import DescribedRun
 from tracestore.convert.options import ConvertOptions
 from tracestore.convert.table_ids import TableIds
 from tracestore.errors import InvalidInputError, UsageError, escape_unprintable
@@ -25,6 +25,10 @@ from tracestore.store.format.labels import CORRECT, HALLUCINATION, ScoreField
 from tracestore.store.read.columns import TraceValues
 from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.writer import StoreWriter
+
+if TYPE_CHECKING:
+    from tracestore.convert.described import DescribedRun
+
 
 _LONG_IDS = ("the ids of ", " keep the folder that names their class, because several files have one name")
 
@@ -73,7 +77,7 @@ class Scoring:
         sources: list[SourceFile],
         options: ConvertOptions,
         output: Output,
-        described: DescribedRun | None = None,
+        described: "DescribedRun | None" = None,
     ) -> None:
         self._described = described
         is_read = described is None or options.scores is not None
