@@ -122,6 +122,19 @@ def test_pickles_round_trip(tmp_path, mode, dtype):
     assert scores[("q3", 1)] == 1.0 and scores[("q7", 0)] == 7 / 3 and ("q8", 0) not in scores
 
 
+@pytest.mark.parametrize("format", ["pt-lstm", "pt-gnn"])
+def test_scores_without_a_default_threshold_give_no_labels(tmp_path, format):
+    import torch
+
+    traces = make_traces(4)
+    write_store(tmp_path / "s.zarr", traces, score=lambda k: 20 + 20 * k, label=lambda k: 1 if k == 1 else None)
+    round_trip(tmp_path, tmp_path / "s.zarr", format)
+    found = torch.load(next((tmp_path / "one").glob("*.pt")), weights_only=False)["labels"]
+    np.testing.assert_array_equal(found.numpy(), np.array([np.nan, 1, np.nan, np.nan], "f4"))
+    done = command("export", tmp_path / "s.zarr", tmp_path / "again", "--format", format)
+    assert "left out: labels of 3 scores outside [0, 1]" in done.stderr + done.stdout
+
+
 def test_last_tokens_round_trip(tmp_path):
     import torch
 

@@ -29,7 +29,7 @@ from tracestore.ingest.exports.manifest import (
 )
 from tracestore.ingest.sources import PROVENANCE_FILE
 from tracestore.store.format import schema
-from tracestore.store.format.labels import SCORE_COLUMNS
+from tracestore.store.format.labels import SCORE_COLUMNS, is_in_unit_range, used_scores
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.io.destinations import check_output_dir
 from tracestore.store.io.fsio import atomic_write, map_os_errors, require_free_bytes, write_rows
@@ -246,6 +246,12 @@ def _left_out(store: TraceStore, format: ExportFormat) -> list[str]:
         found.append("hidden states of all tokens, and attention: the format holds the last token of each layer")
     if format == "pt-gnn" and store.num_stored_heads > 1:
         found.append("the attention of each head: the format holds the mean")
+    if (
+        format.startswith("pt-")
+        and (used := used_scores(store.scores, store.labels)).size
+        and not is_in_unit_range(used)
+    ):
+        found.append(f"labels of {plural(len(used), 'score')} outside [0, 1], which have no default threshold")
     if store.lens is not None:
         found.append("the lens (final norm and unembedding matrix)")
     return found

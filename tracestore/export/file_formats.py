@@ -15,7 +15,7 @@ from tracestore.ingest.exports.manifest import DATA_FOLDER
 from tracestore.store.fields import PackedEdges
 from tracestore.store.format import schema
 from tracestore.store.format.extras import decode_list
-from tracestore.store.format.labels import DEFAULT_THRESHOLD
+from tracestore.store.format.labels import is_in_unit_range, used_scores
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.io.fsio import atomic_write
 from tracestore.store.read.store import TraceStore
@@ -125,11 +125,16 @@ def _tensor(array: np.ndarray, dtype: str | None = None) -> Any:
     return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
 
 
+def labels_of_files(store: TraceStore) -> np.ndarray:
+    """Return the labels (N,) of .pt files: the stored ones, else those of scores in [0, 1] at 0.5, else NaN."""
+    return store.targets() if is_in_unit_range(used_scores(store.scores, store.labels)) else store.labels
+
+
 def _save(store: TraceStore, traces: Sequence[Trace], values: dict[str, Any], file: BinaryIO) -> None:
     """Write `values`, labels (N,) float32 and question ids with torch.save."""
     import torch
 
-    targets = store.targets(DEFAULT_THRESHOLD)
+    targets = labels_of_files(store)
     labels = torch.tensor([targets[t.index] for t in traces], dtype=torch.float32)
     # torch.save reports a full disk as a RuntimeError. Writing a buffer gives an OSError.
     buffer = io.BytesIO()
