@@ -60,6 +60,8 @@ def test_kills_at_random_moments(tmp_path, store, kills):
     for k in range(kills):
         format, out = formats[k % len(formats)], tmp_path / f"out{k}"
         code, _ = exports.run(store, out, *words[format], after=rng.uniform(0, 1.1) * span_s[format])
+        if code == 0:  # the machine may have become faster
+            span_s[format] *= 0.9
         num_killed += code < 0
         if is_complete(out):
             assert tree_bytes(out) == expected[format]

@@ -79,6 +79,7 @@ def make_results(store):
         "counts": [{name: {"hallucinated": h, "correct": c} for name, (h, c) in of.items()} for of in counts],
         "config": {"epochs": NUM_EPOCHS, "seed": 42, "folds": NUM_FOLDS, "seeds": NUM_SEEDS, "lr": 0.001},
         "store": {**store.info(), "path": "store.zarr"},
+        "traces": store.digest(np.arange(len(store))),
     }
     return nan_to_none(results)
 
