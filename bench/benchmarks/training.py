@@ -70,7 +70,7 @@ class Step:
         self.y = (torch.arange(B) % 2).float().to(device)
         if kind == "pyg":
             layers = [layer_inputs(inputs, k).to(device) for k in self.model.layers_read]
-            encode = self.model.encoder.forward
+            encode = self.model.encoder.encode
             self.model.encoder.forward = lambda *_: torch.cat([encode(layer) for layer in layers], dim=1)
         # Training draws dropout masks per trace; with PyG, torch draws them.
         self.masks = None if kind == "pyg" else TraceMasks(1, 0, B)

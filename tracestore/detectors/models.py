@@ -123,14 +123,21 @@ class Standardizer(nn.Module):
             self.register_buffer("mean", torch.zeros(config.num_layers, config.hidden_dim))
             self.register_buffer("std", torch.ones(config.num_layers, config.hidden_dim))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Standardize sequences (B, L, D)."""
-        return (x - self.mean) / self.std if self.is_active else x
+    def forward(self, x: torch.Tensor, layers: Sequence[int]) -> torch.Tensor:
+        """Standardize vectors of some layers of the language model: x (B, len(layers), D)."""
+        if not self.is_active:
+            return x
+        # A slice is a view; a list of indices would be copied to the device in each step.
+        is_range = list(layers) == list(range(layers[0], layers[0] + len(layers)))
+        chosen = slice(layers[0], layers[0] + len(layers)) if is_range else list(layers)
+        return (x - self.mean[chosen]) / self.std[chosen]
 
     def standardize_nodes(self, x: torch.Tensor, node_ptr: torch.Tensor, layers: Sequence[int]) -> torch.Tensor:
         """Standardize the nodes x (N, D) of graphs, where graph g belongs to layer layers[g % len(layers)]."""
         if not self.is_active:
             return x
+        if (len(node_ptr) - 1) % len(layers):
+            raise ValueError(f"{len(node_ptr) - 1} graphs are not those of {len(layers)} layers")
         if x.device.type != "cpu":
             graph_layers = torch.tensor(layers, device=x.device).repeat((len(node_ptr) - 1) // len(layers))
             row_layers = torch.repeat_interleave(graph_layers, node_ptr.diff(), output_size=len(x))
@@ -149,15 +156,27 @@ class LstmSolo(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.layers_read = config.layers_read
+        self.layers_read, self.num_layers = config.layers_read, config.num_layers
         # The name is a part of the keys of checkpoints.
         self.standardiser = Standardizer(config)
         self.readers = Readers(config.hidden_dim, config)
 
     def forward(self, sequences: torch.Tensor, masks: TraceMasks | None = None) -> Output:
-        """Return logits for sequences (B, L, D) of any float dtype. Default masks: drawn by torch."""
-        x = self.standardiser(sequences.to(next(self.parameters()).dtype))
-        return Output(self.readers(x if len(self.layers_read) == x.shape[1] else x[:, list(self.layers_read)], masks))
+        """Return logits for sequences of any float dtype, of all layers or of those that the model reads.
+
+        Parameters
+        ----------
+        sequences : torch.Tensor
+            ``(B, L, D)`` or ``(B, layers read, D)``.
+        masks : TraceMasks, optional
+            Dropout masks. Default: drawn by torch.
+        """
+        if sequences.shape[1] != len(self.layers_read):
+            if sequences.shape[1] != self.num_layers:
+                raise ValueError(f"found sequences of {sequences.shape[1]} layers, expected {self.num_layers}")
+            sequences = sequences[:, list(self.layers_read)]
+        x = self.standardiser(sequences.to(next(self.parameters()).dtype), self.layers_read)
+        return Output(self.readers(x, masks))
 
 
 class GraphEncoder(nn.Module):
@@ -188,17 +207,19 @@ class GraphEncoder(nn.Module):
         return self.config.gnn_hidden + (self.config.hidden_dim if self.config.skip != "none" else 0)
 
     def forward(self, inputs: GraphInputs, masks: TraceMasks | None = None) -> torch.Tensor:
-        """Return the encoded graphs (B, layers read, width)."""
+        """Return the encoded graphs (B, layers read, width) of inputs that hold at least these layers."""
+        return self.encode(inputs.select_layers(self.layers), masks)
+
+    def encode(self, inputs: GraphInputs, masks: TraceMasks | None = None) -> torch.Tensor:
+        """Return the encoded graphs of the layers that the inputs hold, (B, layers, width)."""
         c = self.config
-        if len(self.layers) < inputs.num_layers:
-            inputs = inputs.select_layers(self.layers)
         skipped = None if c.skip == "none" else self._skip(inputs, c.skip)
         if c.edges:
             inputs = inputs.mask_edges(diagonal=c.mask_diagonal, sinks=c.mask_sinks, neighbors=c.neighbors)
         elif c.pooling != "all" and c.normalization in ("layer", "none"):
             # Each token is computed by itself: the others have no effect on the readout.
             inputs = inputs.readout_nodes(c.pooling)
-        x = self.standardiser.standardize_nodes(inputs.x, inputs.node_ptr, self.layers)
+        x = self.standardiser.standardize_nodes(inputs.x, inputs.node_ptr, inputs.held_layers)
         scale = self.conv1.message_scale(inputs)
         x = F.relu(self.norm1(self.conv1(x, inputs, scale), inputs))
         x = self.dropout(x, masks, inputs.nodes_per_trace())
@@ -210,7 +231,8 @@ class GraphEncoder(nn.Module):
         """Return the standardized hidden states of each graph, pooled: (G, D)."""
         rows, counts = inputs.readout_rows(pooling)
         x = mean_pool(inputs.x[rows].to(next(self.parameters()).dtype), counts)
-        return self.standardiser.standardize_nodes(x, torch.arange(len(x) + 1, device=x.device), self.layers)
+        by_trace = x.view(inputs.num_traces, inputs.num_layers, x.shape[1])
+        return self.standardiser(by_trace, inputs.held_layers).flatten(0, 1)
 
     def _read_out(self, x: torch.Tensor, inputs: GraphInputs, scale: torch.Tensor | None) -> torch.Tensor:
         """Return the second convolution, pooled: (N, hidden) -> (G, hidden)."""

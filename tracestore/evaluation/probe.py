@@ -28,6 +28,7 @@ def _features(store: TraceStore, indices: np.ndarray, layers: range) -> np.ndarr
     loader = TraceLoader(
         store,
         "sequence",
+        layers=layers,
         batch_size=256,
         shuffle="none",
         indices=indices,
@@ -39,9 +40,8 @@ def _features(store: TraceStore, indices: np.ndarray, layers: range) -> np.ndarr
     out = np.empty((len(indices), len(layers), store.hidden_dim), np.float32)
     begin = 0
     for batch in loader:
-        selected = batch.sequences[:, layers.start : layers.stop]
-        torch.from_numpy(out[begin : begin + len(selected)]).copy_(selected)
-        begin += len(selected)
+        torch.from_numpy(out[begin : begin + len(batch)]).copy_(batch.sequences)
+        begin += len(batch)
     return out
 
 

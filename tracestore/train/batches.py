@@ -74,10 +74,14 @@ class BatchFeed:
         self.on_reduce: Callable[[], None] | None = None
         self.is_reduced = False
         spec = DETECTORS[name]
+        self.model_config = spec.model_config(model_config)
+        # The layers that the detector reads; those of the whole store need no list.
+        self.layers = tuple(self.model_config.layers_read)
         self.device = torch.device(config.device)
         self.loader: TraceLoader[Batch] = TraceLoader(
             store,
             spec.view,
+            layers=None if len(self.layers) == store.num_layers else self.layers,
             batch_size=config.batch_size,
             shuffle=shuffle,
             seed=config.seed,
@@ -205,7 +209,7 @@ class DeviceBatch:
         elif self.size:
             threshold = edge_threshold(feed.config.attention_threshold, feed.config.top_k)
             answer = torch.from_numpy(answer_bounds(feed.loader.store, batch.trace_index.tolist()))
-            self.inputs = GraphInputs.from_batch(batch, threshold, answer)
+            self.inputs = GraphInputs.from_batch(batch, threshold, answer, feed.layers)
 
     def key(self, stream: int, rank: int = 0) -> int:
         """Return a seed that is a pure function of the position of the batch."""

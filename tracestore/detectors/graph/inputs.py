@@ -60,6 +60,8 @@ class GraphInputs(TensorBatch):
     answer : torch.Tensor, optional
         ``(B, 2)`` int64, first token of the answer of each trace and the one after its last. None:
         every token counts.
+    layers : tuple of int, optional
+        ``(L,)``, the layers of the language model that the graphs of each trace belong to. None: the first L.
     """
 
     x: torch.Tensor
@@ -71,14 +73,26 @@ class GraphInputs(TensorBatch):
     threshold: float = 0.0
     edge_dim: int = 1
     answer: torch.Tensor | None = None
+    layers: tuple[int, ...] | None = None
 
     @classmethod
-    def from_batch(cls, batch: GraphBatch, threshold: float = 0.0, answer: torch.Tensor | None = None) -> "GraphInputs":
-        """Return the inputs for a batch."""
+    def from_batch(
+        cls,
+        batch: GraphBatch,
+        threshold: float = 0.0,
+        answer: torch.Tensor | None = None,
+        layers: Sequence[int] | None = None,
+    ) -> "GraphInputs":
+        """Return the inputs for a batch, which holds all layers or those of the loader's option `layers`."""
         weight = batch.edge_attr if batch.attention is None else batch.attention
         assert weight is not None
         edges = weight.view(-1), batch.edge_ptr, batch.num_layers, batch.edge_index, threshold, batch.num_heads or 1
-        return cls(batch.x, batch.ptr, *edges, answer)
+        return cls(batch.x, batch.ptr, *edges, answer, None if layers is None else tuple(layers))
+
+    @property
+    def held_layers(self) -> tuple[int, ...]:
+        """The layers of the language model that the graphs of each trace belong to."""
+        return tuple(range(self.num_layers)) if self.layers is None else self.layers
 
     @property
     def num_traces(self) -> int:
@@ -107,8 +121,20 @@ class GraphInputs(TensorBatch):
         )
 
     def select_layers(self, layers: Sequence[int]) -> "GraphInputs":
-        """Return a copy of the graphs of some layers."""
-        graphs = [t * self.num_layers + layer for t in range(self.num_traces) for layer in layers]
+        """Return the graphs of some layers of the language model: these inputs if they hold just those, else a copy.
+
+        Raises
+        ------
+        ValueError
+            The inputs lack one of the layers.
+        """
+        held = self.held_layers
+        if held == tuple(layers):
+            return self
+        if missing := sorted(set(layers) - set(held)):
+            raise ValueError(f"layer {missing[0]} is not among those of the graphs, {list(held)}")
+        places = [held.index(layer) for layer in layers]
+        graphs = [t * self.num_layers + place for t in range(self.num_traces) for place in places]
         node_ptr, weight_ptr = self.node_ptr.tolist(), self.weight_ptr.tolist()
         nodes, weights = ([slice(ptr[g], ptr[g + 1]) for g in graphs] for ptr in (node_ptr, weight_ptr))
 
@@ -129,6 +155,7 @@ class GraphInputs(TensorBatch):
             weight_ptr=pointers(weights),
             num_layers=len(layers),
             edge_index=edge_index,
+            layers=tuple(layers),
         )
 
     def edges(self) -> Edges:

@@ -17,8 +17,8 @@ from tracestore.store.read.internals import StoreInternals
 class GraphBatchSources(NamedTuple):
     """Sources of a gather for the graphs of some traces, of P parts.
 
-    A part is all layers of a trace, or one of its chosen layers. `hidden` concatenates to (L, S, D) or (1, S, D) of
-    every part. `attention` holds P sources of (L or 1, H or 1, A) as stored. In a store of edges `attention` holds the
+    A part is consecutive layers of a trace, as many in every part: all chosen ones, or one. `hidden` concatenates to
+    (layers, S, D) of every part. `attention` holds P sources of (layers, H or 1, A) as stored. In a store of edges `attention` holds the
     weights (E,), and `edges` the ptr and edge_index of PackedEdges.
     """
 
@@ -32,7 +32,10 @@ class GraphBatchSources(NamedTuple):
 
 def _parts(num_layers: int, layers: Sequence[int] | None) -> list[tuple[int, int]]:
     """Return the first layer and the number of layers of each part of a trace."""
-    return [(0, num_layers)] if layers is None else [(layer, 1) for layer in layers]
+    if layers is None:
+        return [(0, num_layers)]
+    is_range = list(layers) == list(range(layers[0], layers[0] + len(layers)))
+    return [(layers[0], len(layers))] if is_range else [(layer, 1) for layer in layers]
 
 
 _NO_HIDDEN_STATES = "hidden states of all tokens: its source holds last tokens only"
