@@ -108,6 +108,31 @@ static float kth_largest(float *v, size_t n, size_t k)
     return v[target];
 }
 
+void ts_set_nan(unsigned char *weights, size_t at, enum ts_dtype dtype)
+{
+    if (dtype == TS_F32)
+        ((float *)weights)[at] = NAN;
+    else
+        ((uint16_t *)weights)[at] = dtype == TS_BF16 ? 0x7fc0u : 0x7e00u;
+}
+
+void ts_mask_triangle(const struct ts_weight_range *range, unsigned char *weights, size_t S, int diagonal, size_t sinks,
+                      int32_t *degree)
+{
+    unsigned char keep[1024];
+    size_t itemsize = ts_dtype_bytes(range->dtype);
+    for (size_t i = 0; i < S; i++, weights += i * itemsize) {
+        size_t kept = 0, masked = sinks < i + 1 ? sinks : i + 1;
+        for (size_t j = 0; j < masked; j++)
+            ts_set_nan(weights, j, range->dtype);
+        if (diagonal)
+            ts_set_nan(weights, i, range->dtype);
+        for (size_t j = 0; j <= i; j += sizeof keep)
+            kept += ts_select_in_range(range, weights + j * itemsize, i + 1 - j < sizeof keep ? i + 1 - j : sizeof keep, keep);
+        degree[i] = kept > 0 ? (int32_t)kept : 1;
+    }
+}
+
 size_t ts_top_k_count(size_t n, double top_k)
 {
     /* The margin keeps a product that should be an integer from being rounded up. */

@@ -43,6 +43,20 @@ struct ts_weight_range ts_weight_range(struct ts_edge_rule rule, enum ts_dtype d
  */
 size_t ts_select_in_range(const struct ts_weight_range *range, const void *weights, size_t n, unsigned char *keep);
 
+/** Set a weight of type TS_F16, TS_BF16 or TS_F32 to NaN. */
+void ts_set_nan(unsigned char *weights, size_t at, enum ts_dtype dtype);
+
+/**
+ * Set pairs of a causal graph to NaN, and count the others that lie in a range.
+ *
+ * @param weights  packed triangle of S tokens, aligned to its type
+ * @param diagonal set the pair of each token with itself
+ * @param sinks    set the pairs whose source is one of so many first tokens
+ * @param degree   S counts, one for each target, at least 1
+ */
+void ts_mask_triangle(const struct ts_weight_range *range, unsigned char *weights, size_t S, int diagonal, size_t sinks,
+                      int32_t *degree);
+
 /** Return how many of n pairs a top-k rule keeps if no weight is NaN. */
 size_t ts_top_k_count(size_t n, double top_k);
 

@@ -32,6 +32,7 @@ struct graph_job {
     unsigned char *weight;
     const size_t *starts;           /* first pair of each graph in `weight` */
     size_t num_heads;
+    int32_t *degree;
 };
 
 static int average_heads(struct ts_range *range)
@@ -62,7 +63,7 @@ static size_t *pair_starts(const struct ts_graph *graphs, size_t n)
 
 int ts_average_heads(struct ts_graph *graphs, size_t n, enum ts_dtype dtype, size_t H, uint16_t *out, int num_threads)
 {
-    struct ts_edge_options options = {dtype, TS_F16, {0, 0}};
+    struct ts_edge_options options = {.in = dtype, .out = TS_F16};
     size_t *starts = pair_starts(graphs, n);
     if (starts == NULL)
         return TS_ERR_NOMEM;
@@ -352,25 +353,27 @@ static int pack_graphs(struct ts_range *range)
         if (keep == NULL)
             return TS_ERR_NOMEM;
         for (size_t p = 0; p < pairs; p++)
-            if (!keep[p]) {
-                if (out == TS_F32)
-                    ((float *)dst)[p] = NAN;
-                else
-                    ((uint16_t *)dst)[p] = out == TS_BF16 ? 0x7fc0u : 0x7e00u;
-            }
+            if (!keep[p])
+                ts_set_nan(dst, p, out);
     }
+    for (size_t g = range->begin; g < range->end && job->degree != NULL; g++)
+        ts_mask_triangle(&job->weights, job->weight + job->starts[g] * ts_dtype_bytes(out), job->graphs[g].num_tokens,
+                         job->options->mask_diagonal, job->options->mask_sinks, job->degree + job->graphs[g].first_node);
     return TS_OK;
 }
 
 int ts_pack_graphs(const struct ts_graph *graphs, size_t n, const struct ts_edge_options *options, int num_threads,
-                   unsigned char *out)
+                   unsigned char *out, int32_t *degree)
 {
     if (!ts_can_copy(options->in, options->out))
         return TS_ERR_DTYPE;
     size_t *starts = pair_starts(graphs, n);
     if (starts == NULL)
         return TS_ERR_NOMEM;
-    struct graph_job job = {.graphs = (struct ts_graph *)graphs, .options = options, .weight = out, .starts = starts};
+    /* Pairs that a top-k rule dropped are NaN already: every other number is an edge. */
+    struct ts_edge_rule rule = options->rule.top_k > 0 ? (struct ts_edge_rule){-INFINITY, 0} : options->rule;
+    struct graph_job job = {.graphs = (struct ts_graph *)graphs, .options = options, .weight = out, .starts = starts,
+                            .weights = ts_weight_range(rule, options->out), .degree = degree};
     int ret = ts_guarded_for(n, 4, num_threads, pack_graphs, &job);
     free(starts);
     return ret;

@@ -32,6 +32,8 @@ struct ts_graph {
 struct ts_edge_options {
     enum ts_dtype in, out; /* stored type and output type, see ts_can_copy() */
     struct ts_edge_rule rule;
+    int mask_diagonal;     /* ts_pack_graphs(): the pair of a token with itself is no edge */
+    size_t mask_sinks;     /* ts_pack_graphs(): pairs whose source is one of so many first tokens are no edges */
 };
 
 /**
@@ -73,14 +75,16 @@ int ts_fill_edges(const struct ts_graph *graphs, size_t n, const struct ts_edge_
                   int64_t *source, int64_t *target, unsigned char *weight);
 
 /**
- * Write the weights of all pairs, graph after graph. Pairs that a top-k rule drops become NaN,
- * which exceeds no threshold.
+ * Write the weights of all pairs, graph after graph. Pairs that a top-k rule drops, and masked ones, become
+ * NaN, which exceeds no threshold.
  *
- * @param out  the sum of ts_num_pairs() values of type options->out
+ * @param out     the sum of ts_num_pairs() values of type options->out
+ * @param degree  the edges into each node, at least 1, from the first node of the batch on; NULL to mask and count
+ *                nothing. Requires causal graphs with the weights of one head.
  * @return TS_ERR_NOMEM, TS_ERR_DTYPE, TS_ERR_FAULT
  */
 TS_WARN_UNUSED
 int ts_pack_graphs(const struct ts_graph *graphs, size_t n, const struct ts_edge_options *options, int num_threads,
-                   unsigned char *out);
+                   unsigned char *out, int32_t *degree);
 
 #endif

@@ -284,7 +284,7 @@ static uint64_t graphs_of(enum ts_dtype dtype, enum ts_dtype wide)
     unsigned char *out = allocate(ROOM * 4);
     for (size_t r = 0; r < NUM_RULES; r++)
         for (int threads = 1; threads < 4; threads += 2) {
-            struct ts_edge_options form = {dtype, r % 2 ? wide : dtype, rules[r]};
+            struct ts_edge_options form = {.in = dtype, .out = r % 2 ? wide : dtype, .rule = rules[r]};
             size_t at = 0, pairs = 0;
             int64_t edges = 0, nodes = 0;
             for (size_t g = 0; g < G; g++) {
@@ -305,7 +305,7 @@ static uint64_t graphs_of(enum ts_dtype dtype, enum ts_dtype wide)
             hash = add(hash, source, (size_t)edges * 8);
             hash = add(hash, target, (size_t)edges * 8);
             hash = add(hash, out, (size_t)edges * ts_dtype_bytes(form.out));
-            hash = add_number(hash, ts_pack_graphs(graphs, G, &form, threads, out));
+            hash = add_number(hash, ts_pack_graphs(graphs, G, &form, threads, out, NULL));
             hash = add(hash, out, pairs * ts_dtype_bytes(form.out));
             memset(source, 0, ROOM * 8);
             memset(target, 0, ROOM * 8);

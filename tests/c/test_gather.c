@@ -10,7 +10,7 @@ static void test_edges(void)
         {.weights = (unsigned char *)weights, .num_tokens = 3, .causal = 1},
         {.weights = (unsigned char *)weights, .num_tokens = 2, .causal = 1, .first_node = 3},
         {.weights = (unsigned char *)weights, .num_tokens = 2, .pairs = stored, .first_node = 5, .num_edges = 2}};
-    struct ts_edge_options options = {TS_F16, TS_F16, {0, 0}};
+    struct ts_edge_options options = {.in = TS_F16, .out = TS_F16};
     CHECK(ts_count_edges(graphs, 3, &options, 2) == TS_OK);
     CHECK(graphs[0].num_edges == 5 && graphs[1].num_edges == 2 && graphs[2].num_edges == 2);
     graphs[1].first_edge = 5;
@@ -48,7 +48,7 @@ static void test_many_edges(void)
         graphs[g].num_tokens = 30;
     const struct ts_edge_rule rules[] = {{0, 0}, {50, 0}, {0, 0.25}};
     for (int r = 0; r < 3; r++) {
-        struct ts_edge_options options = {TS_F32, TS_F32, rules[r]};
+        struct ts_edge_options options = {.in = TS_F32, .out = TS_F32, .rule = rules[r]};
         CHECK(ts_count_edges(graphs, G, &options, 3) == TS_OK);
         int64_t total = 0;
         for (int g = 0; g < G; g++) {
@@ -81,7 +81,7 @@ static void test_edges_outside(void)
     static uint16_t weights[E], out[E];
     static int64_t source[E], target[E];
     struct ts_graph graph = {.weights = (unsigned char *)weights, .num_tokens = S, .pairs = pairs, .num_edges = E};
-    struct ts_edge_options options = {TS_F16, TS_F16, {0, 0}};
+    struct ts_edge_options options = {.in = TS_F16, .out = TS_F16};
     CHECK(ts_fill_edges(&graph, 1, &options, 1, source, target, (unsigned char *)out) == TS_OK);
     int32_t outside[] = {S, -1, INT32_MAX, INT32_MIN};
     for (int position = 0; position < 2 * E; position += 299)
@@ -109,13 +109,13 @@ static void test_gather_faults(void)
                                       .first_edge = g * P, .num_edges = P};
     }
     for (int threads = 1; threads < 4; threads++) {
-        struct ts_edge_options options = {TS_F16, TS_F16, {0, 0}}, wide = {TS_F16, TS_F32, {0, 1}};
+        struct ts_edge_options options = {.in = TS_F16, .out = TS_F16}, wide = {.in = TS_F16, .out = TS_F32, .rule = {0, 1}};
         CHECK(ts_fill_edges(graphs, 4, &options, threads, source, target, (unsigned char *)weights) == TS_OK);
         CHECK(ts_fill_edges(graphs, G, &options, threads, source, target, (unsigned char *)weights) == TS_ERR_FAULT);
         CHECK(ts_fill_edges(graphs, G, &wide, threads, source, target, (unsigned char *)weights) == TS_ERR_FAULT);
         CHECK(ts_fill_edges(stored, G, &options, threads, source, target, (unsigned char *)weights) == TS_ERR_FAULT);
-        CHECK(ts_pack_graphs(graphs, G, &options, threads, (unsigned char *)weights) == TS_ERR_FAULT);
-        CHECK(ts_pack_graphs(graphs, G, &wide, threads, (unsigned char *)weights) == TS_ERR_FAULT);
+        CHECK(ts_pack_graphs(graphs, G, &options, threads, (unsigned char *)weights, NULL) == TS_ERR_FAULT);
+        CHECK(ts_pack_graphs(graphs, G, &wide, threads, (unsigned char *)weights, NULL) == TS_ERR_FAULT);
         struct ts_graph counted[G];
         memcpy(counted, graphs, sizeof counted);
         CHECK(ts_count_edges(counted, G, &options, threads) == TS_ERR_FAULT);
@@ -126,8 +126,30 @@ static void test_gather_faults(void)
     ts_map_close(&map);
 }
 
+/* Two triangles of 3 and 2 tokens: without the diagonal and the first token, one pair is left. */
+static void test_masked_triangles(void)
+{
+    uint16_t stored[9], out[9];
+    int32_t degree[5];
+    for (size_t k = 0; k < 9; k++)
+        stored[k] = 0x3800;
+    struct ts_graph graphs[2] = {{.weights = (unsigned char *)stored, .num_tokens = 3, .causal = 1},
+                                 {.weights = (unsigned char *)(stored + 6), .num_tokens = 2, .causal = 1, .first_node = 3}};
+    struct ts_edge_options options = {.in = TS_F16, .out = TS_F16, .mask_diagonal = 1, .mask_sinks = 1};
+    CHECK(ts_pack_graphs(graphs, 2, &options, 1, (unsigned char *)out, degree) == TS_OK);
+    for (size_t k = 0; k < 9; k++)
+        CHECK(out[k] == (k == 4 ? 0x3800 : 0x7e00));
+    for (size_t k = 0; k < 5; k++)
+        CHECK(degree[k] == 1);
+    options.mask_diagonal = 0, options.mask_sinks = 0;
+    CHECK(ts_pack_graphs(graphs, 2, &options, 1, (unsigned char *)out, degree) == TS_OK);
+    CHECK(memcmp(stored, out, sizeof out) == 0);
+    CHECK(degree[0] == 1 && degree[1] == 2 && degree[2] == 3 && degree[3] == 1 && degree[4] == 2);
+}
+
 void test_gather(void)
 {
+    test_masked_triangles();
     at_every_simd_level(test_edges);
     at_every_simd_level(test_many_edges);
     test_edges_outside();

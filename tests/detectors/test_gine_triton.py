@@ -8,6 +8,7 @@ import torch
 
 from tests.detectors.test_gine import FORMS, parameters, plain, sums
 from tracestore.detectors.graph import gine_cpu
+from tracestore.detectors.graph.edges import Edges
 from tracestore.detectors.graph.gine_op import gine_linear
 from tracestore.detectors.graph.inputs import GraphInputs
 
@@ -41,12 +42,12 @@ def kernels():
     return module
 
 
-def run(kernels, inputs, w, b, cotangent, need_x=True):
+def run(kernels, inputs, w, b, cotangent, need_x=True, edges=None):
     x, out = inputs.x, torch.empty(inputs.x.shape, dtype=w.dtype)
-    kernels.aggregate(out, x, w, b, inputs.edges())
+    edges = inputs.edges() if edges is None else edges
+    kernels.aggregate(out, x, w, b, edges)
     grad_x = torch.empty_like(out) if need_x else None
-    grad_w, grad_b = torch.empty_like(w), torch.empty_like(b)
-    kernels.aggregate_backward(cotangent, x, w, b, inputs.edges(), grad_x, grad_w, grad_b)
+    grad_w, grad_b = kernels.aggregate_backward(cotangent.clone(), x, w, b, edges, grad_x)
     return [out, grad_w, grad_b] + ([grad_x] if need_x else [])
 
 
@@ -78,23 +79,25 @@ def test_interpreted_refuses_pointers_and_edges_out_of_bounds(kernels, form):
     inputs = FORMS[form](4)
     w, b = (p.detach() for p in parameters(inputs))
     out = torch.empty_like(inputs.x)
-    node_ptr, weight, weight_ptr, source, target, threshold = inputs.edges()
+    node_ptr, weight, weight_ptr, source, target, threshold, *_ = inputs.edges()
     bad = [(node_ptr - 1, weight, weight_ptr), (node_ptr, weight, weight_ptr + 1), (node_ptr[:-1], weight, weight_ptr)]
     bad += [(node_ptr.flip(0), weight, weight_ptr), (node_ptr, weight[:-1], weight_ptr)]
     for begin in bad:
         with pytest.raises(ValueError):
-            kernels.aggregate(out, inputs.x, w, b, (*begin, source, target, threshold))
+            kernels.aggregate(out, inputs.x, w, b, Edges(*begin, source, target, threshold))
     if source is not None:
         for ends in ((source + 100, target), (source, target - 100), (source[:-1], target), (source, None)):
             with pytest.raises(ValueError):
-                kernels.aggregate(out, inputs.x, w, b, (node_ptr, weight, weight_ptr, *ends, threshold))
+                kernels.aggregate(out, inputs.x, w, b, Edges(node_ptr, weight, weight_ptr, *ends, threshold))
 
 
 @pytest.mark.skipif(
     tuple(map(int, triton.__version__.split(".")[:2])) < (3, 3), reason="Triton's ASTSource takes other arguments"
 )
-@pytest.mark.parametrize(("lists", "channels"), [(False, 1), (False, 16), (True, 1)])
-def test_compiles_for_a_gpu(lists, channels, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("lists", "mean", "channels"), [(False, True, 1), (False, False, 1), (False, True, 16), (True, True, 1)]
+)
+def test_compiles_for_a_gpu(lists, mean, channels, tmp_path, monkeypatch):
     """The kernels compile to machine code of a Hopper GPU, for which no GPU is needed."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -102,10 +105,10 @@ def test_compiles_for_a_gpu(lists, channels, tmp_path, monkeypatch):
     from tracestore.detectors.graph import gine_triton
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    types = dict.fromkeys(("out", "w", "b", "grad_out", "grad_x", "partial_w", "partial_b"), "*fp32")
-    types |= dict.fromkeys(("begin", "count", "first", "stride"), "*i64") | {"x": "*fp16", "weight": "*fp16"}
-    types |= {"other": "*i64" if lists else "*fp16", "threshold": "*fp64", "N": "i32", "D": "i32", "C": "i32"}
-    constants = {"LISTS": lists, "CHANNELS": channels, "BLOCK": 128}
+    types = dict.fromkeys(("out", "w", "b", "grad_out", "grad_x", "partial"), "*fp32")
+    types |= dict.fromkeys(("place", "begin", "extent"), "*i64") | {"x": "*fp16", "weight": "*fp16", "degree": "*i32"}
+    types |= {"threshold": "*fp64", "N": "i32", "D": "i32", "C": "i32"}
+    constants = {"LISTS": lists, "MEAN": mean, "CHANNELS": channels, "BLOCK": 128}
     for kernel, more in ((gine_triton._forward, {}), (gine_triton._backward, {"NEED_X": True, "ROWS": 16})):
         fixed = constants | more
         signature = {n: "constexpr" if n in fixed else types[n] for n in kernel.arg_names}

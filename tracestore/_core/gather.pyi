@@ -74,11 +74,12 @@ class GraphBatchJob(Job):
         packed: bool,
         edges: list[tuple[Any, Any]] | None = None,
         every_head: bool = False,
+        masks: tuple[bool, int] | None = None,
     ) -> Self: ...
     def count_edges(self, num_threads: int = 1) -> int: ...
     def max_edges(self) -> int: ...
     def set_output(
-        self, out: _Buffer, x: int, edge_index: int, weights: int, owner: int, ptr: int, edge_ptr: int
+        self, out: _Buffer, x: int, edge_index: int, weights: int, owner: int, ptr: int, edge_ptr: int, degree: int = 0
     ) -> None: ...
 
 @final

@@ -43,12 +43,15 @@ cdef extern from "gather.h" nogil:
         ts_dtype dtype "in"
         ts_dtype out
         ts_edge_rule rule
+        int mask_diagonal
+        size_t mask_sinks
     size_t ts_num_pairs(const ts_graph *graph)
     int ts_average_heads(ts_graph *graphs, size_t n, ts_dtype dtype, size_t H, uint16_t *out, int num_threads)
     int ts_count_edges(ts_graph *graphs, size_t n, const ts_edge_options *options, int num_threads)
     int ts_fill_edges(const ts_graph *graphs, size_t n, const ts_edge_options *options, int num_threads,
                       int64_t *source, int64_t *target, unsigned char *weight)
-    int ts_pack_graphs(const ts_graph *graphs, size_t n, const ts_edge_options *options, int num_threads, unsigned char *out)
+    int ts_pack_graphs(const ts_graph *graphs, size_t n, const ts_edge_options *options, int num_threads, unsigned char *out,
+                       int32_t *degree)
 
 cdef extern from "rows.h" nogil:
     struct ts_rows:
@@ -522,6 +525,9 @@ cdef class GraphBatchJob(Job):
         int32 (E, 2) with source and target. All of them are written; `weights` holds theirs.
     every_head : bool
         Write the packed weights of every head.
+    masks : tuple of (bool, int), optional
+        For packed weights of one head: set the pairs of each token with itself to NaN if the bool is true, and
+        those whose source is one of so many first tokens, and count the edges into each node.
 
     Attributes
     ----------
@@ -544,12 +550,15 @@ cdef class GraphBatchJob(Job):
     cdef int64_t *edge_ptr
     cdef int64_t *edge_index
     cdef unsigned char *weights
+    cdef int32_t *degree
+    cdef bint has_degree
     cdef readonly size_t num_graphs, num_nodes, num_pairs
     cdef readonly int64_t num_edges
 
     def __cinit__(self, CopyJob hidden, list weights, int weight_dtype, int weight_out, const int64_t[::1] num_tokens,
                   const unsigned char[::1] causal, size_t num_layers, size_t num_heads,
-                  double attention_threshold, double top_k, bint packed, list edges=None, bint every_head=False):
+                  double attention_threshold, double top_k, bint packed, list edges=None, bint every_head=False,
+                  masks=None):
         cdef size_t b, k, g = 0, pairs, itemsize = ts_dtype_bytes(<ts_dtype>weight_dtype), num_traces = len(weights)
         cdef const int64_t[::1] ptr
         cdef _Bytes bytes_, index
@@ -560,6 +569,11 @@ cdef class GraphBatchJob(Job):
             raise ValueError("stored edges cannot be packed and have no heads")
         if every_head and (not packed or top_k > 0):
             raise ValueError("every_head requires packed and no top-k rule")
+        if masks is not None:
+            if not packed or (every_head and num_heads > 1):
+                raise ValueError("masks require packed weights of one head")
+            self.has_degree = True
+            self.options.mask_diagonal, self.options.mask_sinks = masks
         _check_dtypes(weight_dtype if self.heads == 1 else <int>TS_F16, weight_out)
         self.options.dtype, self.options.out = <ts_dtype>weight_dtype, <ts_dtype>weight_out
         self.options.rule.attention_threshold, self.options.rule.top_k = attention_threshold, top_k
@@ -653,7 +667,7 @@ cdef class GraphBatchJob(Job):
         if self.num_edges == 0:
             return 0
         if self.packed:
-            return ts_pack_graphs(self.graphs, self.num_graphs, &self.options, self.num_threads, self.weights)
+            return ts_pack_graphs(self.graphs, self.num_graphs, &self.options, self.num_threads, self.weights, self.degree)
         return ts_fill_edges(self.graphs, self.num_graphs, &self.options, self.num_threads, self.edge_index,
                              self.edge_index + self.num_edges, self.weights)
 
@@ -662,7 +676,7 @@ cdef class GraphBatchJob(Job):
         return self.num_edges if self.is_counted else self.num_pairs
 
     def set_output(
-        self, out, size_t x, size_t edge_index, size_t weights, size_t owner, size_t ptr, size_t edge_ptr
+        self, out, size_t x, size_t edge_index, size_t weights, size_t owner, size_t ptr, size_t edge_ptr, size_t degree=0
     ) -> None:
         """Set the offsets in `out` of the arrays to write, in bytes and multiples of 8. E is `max_edges()`.
 
@@ -681,6 +695,8 @@ cdef class GraphBatchJob(Job):
             int64 (G + 1,), the first node of each graph.
         edge_ptr : int
             int64 (G + 1,), the first edge of each graph.
+        degree : int
+            int32 (num_nodes,), the edges into each node, at least 1. Only with `masks`.
 
         Raises
         ------
@@ -695,6 +711,7 @@ cdef class GraphBatchJob(Job):
         self.owner = <int64_t *>_output_at(o, owner, 8 * self.num_nodes)
         self.ptr = <int64_t *>_output_at(o, ptr, 8 * (self.num_graphs + 1))
         self.edge_ptr = <int64_t *>_output_at(o, edge_ptr, 8 * (self.num_graphs + 1))
+        self.degree = <int32_t *>_output_at(o, degree, 4 * self.num_nodes) if self.has_degree else NULL
         self.out, self.has_output = o, True
 
     cdef int work(self) noexcept nogil:

@@ -113,6 +113,8 @@ class GraphBatch(TensorBatch):
         the latter head after head within a graph.
     num_heads : int, optional
         Triangles of a graph. Only together with `attention`.
+    in_degree : Tensor of int32, shape (N,), optional
+        Edges into each node, at least 1. Only with the loader's option `edge_masks`.
     """
 
     x: torch.Tensor
@@ -128,6 +130,7 @@ class GraphBatch(TensorBatch):
     edge_attr: torch.Tensor | None = None
     attention: torch.Tensor | None = None
     num_heads: int | None = None
+    in_degree: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.question_id)

@@ -3,7 +3,7 @@
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -22,6 +22,13 @@ NAMED_POSITIONS = ("all", "prompt", "answer", "last")
 
 # Upper bound of the gaps that align the tensors of a batch.
 _ALIGNMENT_BYTES = 1024
+
+
+class EdgeMasks(NamedTuple):
+    """Pairs of tokens that are no edges: those of a token with itself, and those from the first tokens of a graph."""
+
+    diagonal: bool = False
+    sinks: int = 0
 
 
 def _integers(values: int | Sequence[int], name: str) -> int | tuple[int, ...]:
@@ -65,6 +72,8 @@ class BatchFormat:
     positions : str, int, slice or sequence of int, optional
         Tokens of a trace. View "sequence" takes "last" (the default) or one position, view "graph"
         "all" only, view "tokens" any, by default "all".
+    edge_masks : EdgeMasks, optional
+        For edge format "packed": set these pairs to NaN, and count the edges into each node.
 
     Raises
     ------
@@ -80,6 +89,7 @@ class BatchFormat:
     as_pyg: bool = True
     layers: Layers | None = None
     positions: Positions | None = None
+    edge_masks: EdgeMasks | None = None
 
     def __post_init__(self) -> None:
         self._check_selection()
@@ -87,6 +97,8 @@ class BatchFormat:
             raise UsageError(f"found top_k {self.top_k}, expected a fraction above 0 and at most 1")
         if self.edge_format not in get_args(EdgeFormat):
             raise UsageError(f"found edge_format {self.edge_format!r}, expected 'coo', 'packed' or 'heads'")
+        if self.edge_masks is not None and self.edge_format != "packed":
+            raise UsageError(f"found edge_format {self.edge_format!r}, expected 'packed' with edge_masks")
         if self.edge_format == "heads" and self.top_k is not None:
             raise UsageError("attention of every head excludes top_k (--top-k), which ranks by head-averaged attention")
 
@@ -191,8 +203,9 @@ class BatchFormat:
         tokens, pairs = store.token_and_pair_counts(indices, self.layer_numbers(store))
         weight = schema.storage_dtype(self.weight_dtype(store)).itemsize * self.num_heads(store)
         per_edge = 16 + weight if self.edge_format == "coo" else weight
-        # A node has its x and its graph's number, a graph the offsets of its first node and edge.
-        sizes: np.ndarray = num_layers * (tokens * (store.hidden_dim * item + 8) + 16) + pairs * per_edge
+        # A node has its x, its graph's number and its edges, a graph the offsets of its first node and edge.
+        per_node = store.hidden_dim * item + (8 if self.edge_masks is None else 12)
+        sizes: np.ndarray = num_layers * (tokens * per_node + 16) + pairs * per_edge
         return sizes
 
     def max_batch_bytes(self, store: TraceStore, indices: np.ndarray) -> int:

@@ -136,6 +136,7 @@ class GraphJob(BatchJob):
             packed=self._packed,
             edges=sources.edges,
             every_head=self._num_heads > 1,
+            masks=form.edge_masks,
         )
         self._sources = sources.hidden + sources.attention
         self._place_tensors()
@@ -150,6 +151,7 @@ class GraphJob(BatchJob):
                 "batch": 8 * self.native.num_nodes,
                 "ptr": num_ptr,
                 "edge_ptr": num_ptr,
+                "in_degree": 0 if self._format.edge_masks is None else 4 * self.native.num_nodes,
             }
         )
 
@@ -167,6 +169,8 @@ class GraphJob(BatchJob):
             "ptr": (at["ptr"], (native.num_graphs + 1,), "int64"),
             "edge_ptr": (at["edge_ptr"], (native.num_graphs + 1,), "int64"),
         }
+        if self._format.edge_masks is not None:
+            tensors["in_degree"] = (at["in_degree"], (native.num_nodes,), "int32")
         if self._packed:
             tensors["attention"] = (at["weights"], (native.num_edges,), self._weight_dtype)
             values["num_heads"] = self._num_heads

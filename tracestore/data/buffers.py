@@ -6,7 +6,7 @@ count, so a batch is never overwritten while something refers to it.
 
 import copyreg
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -69,3 +69,27 @@ class TorchBuffer(BatchBuffer):
 
 # Returns a buffer of at least the given number of bytes.
 Allocate = Callable[[int], BatchBuffer]
+
+
+def copy_together(tensors: Sequence[torch.Tensor], device: torch.device, *, non_blocking: bool) -> list[torch.Tensor]:
+    """Copy small tensors of the host to a GPU at once, from pinned memory.
+
+    Parameters
+    ----------
+    tensors : sequence of torch.Tensor
+    device : torch.device
+    non_blocking : bool
+        Return before the copy is done.
+
+    Returns
+    -------
+    list of torch.Tensor
+        The copies, views of one buffer of the device.
+    """
+    ends = np.cumsum([align_up(t.nbytes) for t in tensors]).tolist()
+    staged = torch.empty(max([1, *ends]), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    places = [slice(end - align_up(t.nbytes), end - align_up(t.nbytes) + t.nbytes) for t, end in zip(tensors, ends, strict=True)]
+    for tensor, place in zip(tensors, places, strict=True):
+        staged[place].view(tensor.dtype).copy_(tensor.reshape(-1))
+    moved = staged.to(device, non_blocking=non_blocking)
+    return [moved[at].view(t.dtype).view(t.shape) for t, at in zip(tensors, places, strict=True)]

@@ -9,7 +9,7 @@ from torch.utils.data import get_worker_info
 
 from tracestore._core.blocks import MemoryPool
 from tracestore.data.batch import BatchT
-from tracestore.data.batch_format import BatchFormat, EdgeFormat, Layers, LoaderHtml, Positions, View
+from tracestore.data.batch_format import BatchFormat, EdgeFormat, EdgeMasks, Layers, LoaderHtml, Positions, View
 from tracestore.data.buffers import BatchBuffer, TorchBuffer
 from tracestore.data.datasets import StoreLike, open_for_batches
 from tracestore.data.epoch import BatchBy, EpochPlan, EpochPlanner, rank_and_world_size
@@ -26,9 +26,8 @@ DEFAULT_BATCH_SIZE, DEFAULT_TOKENS = 16, 4096
 class TraceLoader(LoaderHtml, Generic[BatchT]):
     """Loader of collated batches, which threads of this process gather ahead.
 
-    An iteration is one epoch, and the next one has another order. Batch k is a pure function of the
-    store, the seed, the epoch and the composition of batches, whatever the number of threads and
-    ranks. Traces without a label or score are included.
+    An iteration is one epoch, and the next one has another order. Batch k is a pure function of store, seed, epoch and
+    composition of batches, whatever the number of threads and ranks. Traces without a label or score are included.
 
     A batch lies in memory that is reused when nothing refers to any of its tensors any more.
     Batches that are kept stay valid.
@@ -87,6 +86,8 @@ class TraceLoader(LoaderHtml, Generic[BatchT]):
     edge_format : {"coo", "packed", "heads"}
         "coo": `edge_index` and `edge_attr`. "packed": the causal triangles of head-averaged
         `attention`. "heads": those of each stored head.
+    edge_masks : EdgeMasks, optional
+        Edge format "packed" without PyG: set masked pairs to NaN, and count the edges into each node.
     dtype : str, optional
         "float32" converts while gathering: for models with float32 weights. None keeps the stored
         dtype, usually float16.
@@ -179,6 +180,7 @@ class TraceLoader(LoaderHtml, Generic[BatchT]):
         attention_threshold: float = 0.0,
         top_k: float | None = None,
         edge_format: EdgeFormat = "coo",
+        edge_masks: EdgeMasks | None = None,
         dtype: str | None = None,
         rank: int | None = None,
         world_size: int | None = None,
@@ -199,6 +201,7 @@ class TraceLoader(LoaderHtml, Generic[BatchT]):
             as_pyg=as_pyg,
             layers=layers,
             positions=positions,
+            edge_masks=edge_masks,
         )
         self._gatherer, chosen, tokens = open_for_batches(store, self.format, score_threshold, indices, targets)
         self.store, self.targets = self._gatherer.store, self._gatherer.targets

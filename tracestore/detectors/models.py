@@ -12,9 +12,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tracestore.detectors.config import ModelConfig, Pooling
+from tracestore.detectors.config import ModelConfig
 from tracestore.detectors.dropout import TraceDropout, TraceMasks
 from tracestore.detectors.graph.gine import GINE, mean_pool
+from tracestore.detectors.graph.index import GraphIndex
 from tracestore.detectors.graph.inputs import GraphInputs
 from tracestore.detectors.graph.normalization import NORMALIZATIONS
 
@@ -132,20 +133,16 @@ class Standardizer(nn.Module):
         chosen = slice(layers[0], layers[0] + len(layers)) if is_range else list(layers)
         return (x - self.mean[chosen]) / self.std[chosen]
 
-    def standardize_nodes(self, x: torch.Tensor, node_ptr: torch.Tensor, layers: Sequence[int]) -> torch.Tensor:
+    def standardize_nodes(self, x: torch.Tensor, index: GraphIndex, layers: Sequence[int]) -> torch.Tensor:
         """Standardize the nodes x (N, D) of graphs, where graph g belongs to layer layers[g % len(layers)]."""
         if not self.is_active:
             return x
-        if (len(node_ptr) - 1) % len(layers):
-            raise ValueError(f"{len(node_ptr) - 1} graphs are not those of {len(layers)} layers")
         if x.device.type != "cpu":
-            graph_layers = torch.tensor(layers, device=x.device).repeat((len(node_ptr) - 1) // len(layers))
-            row_layers = torch.repeat_interleave(graph_layers, node_ptr.diff(), output_size=len(x))
-            return (x - self.mean[row_layers]) / self.std[row_layers]
+            return (x - self.mean[index.layer]) / self.std[index.layer]
         # Graph by graph, because mean and std gathered for all rows would take twice the memory of the batch.
         out = torch.empty(x.shape, dtype=self.mean.dtype)
         mean, std = self.mean.unbind(), self.std.unbind()
-        for g, (begin, end) in enumerate(pairwise(node_ptr.tolist())):
+        for g, (begin, end) in enumerate(pairwise(index.ptr)):
             layer = layers[g % len(layers)]
             torch.sub(x[begin:end], mean[layer], out=out[begin:end]).div_(std[layer])
         return out
@@ -212,44 +209,39 @@ class GraphEncoder(nn.Module):
 
     def encode(self, inputs: GraphInputs, masks: TraceMasks | None = None) -> torch.Tensor:
         """Return the encoded graphs of the layers that the inputs hold, (B, layers, width)."""
-        c = self.config
-        skipped = None if c.skip == "none" else self._skip(inputs, c.skip)
-        if c.edges:
-            inputs = inputs.mask_edges(diagonal=c.mask_diagonal, sinks=c.mask_sinks, neighbors=c.neighbors)
-        elif c.pooling != "all" and c.normalization in ("layer", "none"):
-            # Each token is computed by itself: the others have no effect on the readout.
-            inputs = inputs.readout_nodes(c.pooling)
-        x = self.standardiser.standardize_nodes(inputs.x, inputs.node_ptr, inputs.held_layers)
-        scale = self.conv1.message_scale(inputs)
-        x = F.relu(self.norm1(self.conv1(x, inputs, scale), inputs))
+        inputs = inputs.prepare(self.config)
+        index = inputs.index
+        assert index is not None
+        skipped = None if index.skip_counts is None else self._skip(inputs, index)
+        x = inputs.x if index.gathered is None else inputs.x[index.gathered]
+        x = self.standardiser.standardize_nodes(x, index, inputs.held_layers)
+        x = F.relu(self.norm1(self.conv1(x, inputs), inputs))
         x = self.dropout(x, masks, inputs.nodes_per_trace())
-        pooled = self._read_out(x, inputs, scale)
+        pooled = self._read_out(x, inputs, index)
         parts = [pooled] if skipped is None else [pooled, skipped.to(pooled.dtype)]
         return torch.cat(parts, dim=1).reshape(inputs.num_traces, inputs.num_layers, -1)
 
-    def _skip(self, inputs: GraphInputs, pooling: Pooling) -> torch.Tensor:
+    def _skip(self, inputs: GraphInputs, index: GraphIndex) -> torch.Tensor:
         """Return the standardized hidden states of each graph, pooled: (G, D)."""
-        rows, counts = inputs.readout_rows(pooling)
-        x = mean_pool(inputs.x[rows].to(next(self.parameters()).dtype), counts)
+        assert index.skip_counts is not None
+        x = inputs.x if index.skip_rows is None else inputs.x[index.skip_rows]
+        x = mean_pool(x.to(next(self.parameters()).dtype), index.skip_counts)
         by_trace = x.view(inputs.num_traces, inputs.num_layers, x.shape[1])
         return self.standardiser(by_trace, inputs.held_layers).flatten(0, 1)
 
-    def _read_out(self, x: torch.Tensor, inputs: GraphInputs, scale: torch.Tensor | None) -> torch.Tensor:
+    def _read_out(self, x: torch.Tensor, inputs: GraphInputs, index: GraphIndex) -> torch.Tensor:
         """Return the second convolution, pooled: (N, hidden) -> (G, hidden)."""
         c = self.config
         if c.normalization == "none" and not c.residual and c.pooling == "all":
-            pooled: torch.Tensor = self.conv2(x, inputs, scale, pooled=True)
+            pooled: torch.Tensor = self.conv2(x, inputs, pooled=True)
             return pooled
-        out = self.norm2(self.conv2(x, inputs, scale), inputs)
+        out = self.norm2(self.conv2(x, inputs), inputs)
         if c.normalization != "none":
             out = F.relu(out)
         if c.residual:
             out = x + out
-        if c.pooling == "last":
-            last: torch.Tensor = out[inputs.last_rows()]
-            return last
-        rows, counts = inputs.readout_rows(c.pooling)
-        return mean_pool(out if c.pooling == "all" else out[rows], counts)
+        out = out if index.rows is None else out[index.rows]
+        return out if c.pooling == "last" else mean_pool(out, index.counts)
 
 
 class GnnDetLstm(nn.Module):

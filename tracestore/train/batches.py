@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from tracestore.data.batch import GraphBatch, SequenceBatch
+from tracestore.data.batch_format import EdgeMasks
 from tracestore.data.loader import TraceLoader
 from tracestore.data.order import Shuffle, epoch_key
 from tracestore.data.tokens.answers import answer_bounds
@@ -78,6 +79,10 @@ class BatchFeed:
         # The layers that the detector reads; those of the whole store need no list.
         self.layers = tuple(self.model_config.layers_read)
         self.device = torch.device(config.device)
+        c = self.model_config
+        edge_format = spec.edge_format(c, store, self.device.type)
+        # The threads of the loader mask and count edges of packed graphs; others are masked in `GraphInputs.prepare`.
+        masks = EdgeMasks(c.mask_diagonal, c.mask_sinks)
         self.loader: TraceLoader[Batch] = TraceLoader(
             store,
             spec.view,
@@ -92,7 +97,8 @@ class BatchFeed:
             targets=targets,
             attention_threshold=config.attention_threshold,
             top_k=config.top_k,
-            edge_format=spec.edge_format(model_config, store, self.device.type),
+            edge_format=edge_format,
+            edge_masks=masks if edge_format == "packed" and c.edges and c.neighbors is None else None,
             max_cache_batches=config.max_cache_batches,
             memory_budget=memory_budget,
             pin_memory=self.device.type == "cuda",

@@ -96,24 +96,17 @@ class GINE(nn.Module):
             self.conv = PlainGINEConv(mlp, in_channels, edge_dim, aggregation)
         self.message_passing, self.edge_dim, self.aggregation = message_passing, edge_dim, aggregation
 
-    def message_scale(self, inputs: GraphInputs) -> torch.Tensor | None:
-        """Return the factors that make sums of messages means, (N,), for the fused operator; None for sums."""
-        if self.edge_dim == 0 or self.aggregation == "sum" or self.message_passing == "pyg":
-            return None
-        return inputs.message_scale(self.conv.lin.weight.dtype)
-
-    def _hidden(self, x: torch.Tensor, inputs: GraphInputs, scale: torch.Tensor | None) -> torch.Tensor:
+    def _hidden(self, x: torch.Tensor, inputs: GraphInputs) -> torch.Tensor:
         """Return the aggregate after the first linear layer and the ReLU of the MLP, (N, hidden)."""
         first, edge = self.conv.nn[0], self.conv.lin
         matrix, bias = first.weight, first.bias
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             matrix, bias = matrix.to(dtype), bias.to(dtype)
-        return F.relu_(gine_linear(x, edge.weight.t(), edge.bias, matrix, bias, *inputs.edges(), scale))
+        edges = inputs.edges(mean=self.aggregation == "mean")
+        return F.relu_(gine_linear(x, edge.weight.t(), edge.bias, matrix, bias, *edges))
 
-    def forward(
-        self, x: torch.Tensor, inputs: GraphInputs, scale: torch.Tensor | None = None, *, pooled: bool = False
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, inputs: GraphInputs, *, pooled: bool = False) -> torch.Tensor:
         """Return x' (N, hidden) for x (N, in) of any float dtype, or its mean over the nodes of each graph (G, hidden).
 
         The mean and the last layer of the MLP are both linear. The fused path takes the mean
@@ -123,19 +116,17 @@ class GINE(nn.Module):
         ----------
         x : torch.Tensor
         inputs : GraphInputs
-        scale : torch.Tensor, optional
-            ``message_scale(inputs)``, which the layers of a model share. Default: computed here.
         pooled : bool
         """
         if self.edge_dim == 0:
             mlp = self.conv["nn"]
             out: torch.Tensor = mlp(x.to(mlp[0].weight.dtype))
-            return mean_pool(out, inputs.node_ptr.diff()) if pooled else out
+            return mean_pool(out, inputs.nodes_per_graph()) if pooled else out
         if self.message_passing == "fused" and is_fused(x.device):
-            hidden = self._hidden(x, inputs, self.message_scale(inputs) if scale is None else scale)
-            out = self.conv.nn[2](mean_pool(hidden, inputs.node_ptr.diff()) if pooled else hidden)
+            hidden = self._hidden(x, inputs)
+            out = self.conv.nn[2](mean_pool(hidden, inputs.nodes_per_graph()) if pooled else hidden)
             return out
         edge_index, weight = inputs.coo()
         dtype = self.conv.lin.weight.dtype
         out = self.conv(x.to(dtype), edge_index, weight.to(dtype))
-        return mean_pool(out, inputs.node_ptr.diff()) if pooled else out
+        return mean_pool(out, inputs.nodes_per_graph()) if pooled else out

@@ -1,18 +1,19 @@
 """Inputs of the graph models: the graphs of a batch, in the layout of the store."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
 
 from tracestore.data.batch import GraphBatch, TensorBatch
-from tracestore.detectors.config import Pooling
-
-# node_ptr, weight, weight_ptr, source, target, threshold: the edge arguments of the operators in gine_op.
-Edges = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, float]
+from tracestore.data.buffers import copy_together
+from tracestore.detectors.config import ModelConfig
+from tracestore.detectors.graph.edges import Edges
+from tracestore.detectors.graph.index import GraphIndex
 
 
 def expand_ranges(begin: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
@@ -62,6 +63,10 @@ class GraphInputs(TensorBatch):
         every token counts.
     layers : tuple of int, optional
         ``(L,)``, the layers of the language model that the graphs of each trace belong to. None: the first L.
+    in_degree : torch.Tensor, optional
+        ``(N,)`` int32, edges into each node, at least 1. Given where the edges that a detector ignores are removed.
+    index : GraphIndex, optional
+        Of the detector that the inputs are prepared for.
     """
 
     x: torch.Tensor
@@ -74,6 +79,8 @@ class GraphInputs(TensorBatch):
     edge_dim: int = 1
     answer: torch.Tensor | None = None
     layers: tuple[int, ...] | None = None
+    in_degree: torch.Tensor | None = None
+    index: GraphIndex | None = None
 
     @classmethod
     def from_batch(
@@ -87,7 +94,66 @@ class GraphInputs(TensorBatch):
         weight = batch.edge_attr if batch.attention is None else batch.attention
         assert weight is not None
         edges = weight.view(-1), batch.edge_ptr, batch.num_layers, batch.edge_index, threshold, batch.num_heads or 1
-        return cls(batch.x, batch.ptr, *edges, answer, None if layers is None else tuple(layers))
+        return cls(batch.x, batch.ptr, *edges, answer, None if layers is None else tuple(layers), batch.in_degree)
+
+    def to(self, device: Any, *, non_blocking: bool = False) -> Self:  # type: ignore[override]
+        """Return the inputs on a device. From the host to a GPU, all tensors but the large ones are copied at once."""
+        device = torch.device(device)
+        if device.type == "cpu" or self.x.device.type != "cpu":
+            return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        if self.index is not None and self.edge_index is not None:
+            # Edge lists are checked where they are used.
+            return replace(self, index=None).to(device, non_blocking=non_blocking)
+        large, small = {id(self.x), id(self.weight), id(self.edge_index)}, list[torch.Tensor]()
+        self._map(lambda tensor: (tensor if id(tensor) in large else small.append(tensor)) or tensor)
+        copies = iter(copy_together(small, device, non_blocking=non_blocking))
+        return self._map(
+            lambda tensor: tensor.to(device, non_blocking=non_blocking) if id(tensor) in large else next(copies)
+        )
+
+    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        moved = super()._map(function)
+        return moved if self.index is None else replace(moved, index=self.index._map(function))
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return all tensors."""
+        found: list[torch.Tensor] = []
+        self._map(lambda tensor: found.append(tensor) or tensor)
+        return found
+
+    def prepare(self, config: ModelConfig) -> "GraphInputs":
+        """Return the inputs with all that the encoder of a detector derives from lengths, layers and masks.
+
+        Inputs that are prepared already are returned as they are. Pointers and edges are checked here.
+
+        Parameters
+        ----------
+        config : ModelConfig
+            Of the detector.
+
+        Raises
+        ------
+        ValueError
+            The inputs are prepared for another detector, or pointers or edges are out of bounds.
+        """
+        if self.index is not None:
+            if self.index.config != config:
+                raise ValueError("the inputs are prepared for another detector")
+            return self
+        inputs = self
+        if config.edges:
+            self.edges().check(len(self.x), self.edge_dim)
+            if self.in_degree is None:
+                masks = {"diagonal": config.mask_diagonal, "sinks": config.mask_sinks, "neighbors": config.neighbors}
+                inputs = self.mask_edges(**masks)  # type: ignore[arg-type]
+                if config.aggregation == "mean" and config.message_passing == "fused":
+                    inputs = replace(inputs, in_degree=inputs.count_edges())
+        ptr = np.array(self.node_ptr.tolist(), np.int64)
+        answer = None if self.answer is None else np.array(self.answer.tolist(), np.int64).reshape(-1, 2)
+        index = GraphIndex.build(config, ptr - ptr[0], answer, self.held_layers)
+        if self.x.device.type != "cpu":
+            index = index.to(self.x.device)
+        return replace(inputs, index=index)
 
     @property
     def held_layers(self) -> tuple[int, ...]:
@@ -101,24 +167,34 @@ class GraphInputs(TensorBatch):
 
     def nodes_per_trace(self) -> list[int]:
         """Return the number of nodes of each trace, over all layers."""
+        if self.index is not None:
+            return self.index.rows_per_trace(self.num_layers)
         return self.node_ptr[:: self.num_layers].diff().tolist()
 
+    def nodes_per_graph(self) -> torch.Tensor:
+        """Return the number of nodes of each graph, (G,)."""
+        return self.node_ptr.diff() if self.index is None else self.index.sizes
+
     def traces(self, begin: int, end: int) -> "GraphInputs":
-        """Return the traces begin .. end: a micro-batch."""
+        """Return the traces begin .. end: a micro-batch, prepared if these inputs are."""
         first, last = begin * self.num_layers, end * self.num_layers
         nodes, weights = self.node_ptr[first : last + 1], self.weight_ptr[first : last + 1]
         edge_index = None
         if self.edge_index is not None:
             edge_index = self.edge_index[:, int(weights[0]) : int(weights[-1])] - int(nodes[0])
-        return replace(
+        rows = slice(int(nodes[0]), int(nodes[-1]))
+        part = replace(
             self,
-            x=self.x[int(nodes[0]) : int(nodes[-1])],
+            x=self.x[rows],
             node_ptr=nodes - nodes[0],
             weight=self.weight[int(weights[0]) : int(weights[-1])],
             weight_ptr=weights - weights[0],
             edge_index=edge_index,
             answer=None if self.answer is None else self.answer[begin:end],
+            in_degree=None if self.in_degree is None else self.in_degree[rows],
+            index=None,
         )
+        return part if self.index is None else part.prepare(self.index.config)
 
     def select_layers(self, layers: Sequence[int]) -> "GraphInputs":
         """Return the graphs of some layers of the language model: these inputs if they hold just those, else a copy.
@@ -156,12 +232,16 @@ class GraphInputs(TensorBatch):
             num_layers=len(layers),
             edge_index=edge_index,
             layers=tuple(layers),
+            in_degree=None if self.in_degree is None else torch.cat([self.in_degree[s] for s in nodes]),
+            index=None,
         )
 
-    def edges(self) -> Edges:
-        """Return the edge arguments of the operators in gine_op."""
+    def edges(self, *, mean: bool = False) -> Edges:
+        """Return the edge arguments of the operators in gine_op, for sums of messages or for their means."""
         source, target = (None, None) if self.edge_index is None else (self.edge_index[0], self.edge_index[1])
-        return self.node_ptr, self.weight, self.weight_ptr, source, target, self.threshold
+        degree = (self.count_edges() if self.in_degree is None else self.in_degree) if mean else None
+        graph, ptr = (None, None) if self.index is None else (self.index.graph, self.index.ptr)
+        return Edges(self.node_ptr, self.weight, self.weight_ptr, source, target, self.threshold, degree, graph, ptr)
 
     def coo(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return edge_index (2, E) and weight (E, edge_dim) of all graphs, for PyG."""
@@ -178,44 +258,15 @@ class GraphInputs(TensorBatch):
         """Return the row of x of the last token of each graph, (G,)."""
         return self.node_ptr[1:] - 1 - self.node_ptr[0]
 
-    def readout_rows(self, pooling: Pooling) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rows of x that a readout reads, graph after graph, and their number in each graph (G,).
-
-        Parameters
-        ----------
-        pooling : {"answer", "all", "last"}
-            "answer" is "all" for inputs without `answer`.
-        """
-        first, sizes = self.node_ptr[:-1] - self.node_ptr[0], self.node_ptr.diff()
-        if pooling == "last":
-            return self.last_rows(), torch.ones_like(sizes)
-        if pooling == "all" or self.answer is None:
-            return torch.arange(len(self.x), device=self.x.device), sizes
-        begin, end = self.answer.repeat_interleave(self.num_layers, dim=0).unbind(1)
-        return expand_ranges(first + begin, end - begin), end - begin
-
-    def readout_nodes(self, pooling: Pooling) -> "GraphInputs":
-        """Return graphs of the nodes of `readout_rows`, without edges."""
-        rows, counts = self.readout_rows(pooling)
-        node_ptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-        none = self.weight[:0]
-        return replace(
-            self,
-            x=self.x[rows],
-            node_ptr=node_ptr,
-            weight=none,
-            weight_ptr=torch.zeros_like(node_ptr),
-            edge_index=none.new_zeros((2, 0), dtype=torch.int64),
-            answer=None,
-        )
-
     def graph_of_rows(self) -> torch.Tensor:
         """Return the graph of each row of x, (N,)."""
+        if self.index is not None:
+            return self.index.graph
         graphs = torch.arange(len(self.node_ptr) - 1, device=self.x.device)
         return torch.repeat_interleave(graphs, self.node_ptr.diff(), output_size=len(self.x))
 
-    def message_scale(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return 1 / the number of edges into each node, (N,); 1 for a node without edges."""
+    def count_edges(self) -> torch.Tensor:
+        """Return the number of edges into each node, (N,) int32; 1 for a node without edges."""
         if self.edge_index is not None:
             degree = torch.bincount(self.edge_index[1] - self.node_ptr[0], minlength=len(self.x))
         elif self.edge_dim == 1:
@@ -226,7 +277,7 @@ class GraphInputs(TensorBatch):
         else:
             pairs = self._pairs()
             degree = torch.bincount(pairs.target[pairs.mean > self.threshold], minlength=len(self.x))
-        return degree.clamp_min(1).to(dtype).reciprocal_()
+        return degree.clamp_min(1).int()
 
     def mask_edges(self, *, diagonal: bool = False, sinks: int = 0, neighbors: int | None = None) -> "GraphInputs":
         """Return the same graphs without some edges. The weights are copied if any are masked.

@@ -64,7 +64,7 @@ class GraphNorm(nn.Module):
 
     def forward(self, x: torch.Tensor, inputs: GraphInputs) -> torch.Tensor:
         """Return the normalized x (N, C)."""
-        graph, count = inputs.graph_of_rows(), inputs.node_ptr.diff()
+        graph, count = inputs.graph_of_rows(), inputs.nodes_per_graph()
         centered = x - group_mean(x, graph, count)[graph] * self.mean_scale
         deviation = (group_mean(centered.square(), graph, count) + _EPS).sqrt()
         return self.weight * centered / deviation[graph] + self.bias
@@ -96,7 +96,8 @@ class LayerBatchNorm(nn.Module):
         layer = inputs.graph_of_rows() % inputs.num_layers
         mean, variance = self.running_mean, self.running_var
         if self.training:
-            count = torch.bincount(layer, minlength=len(mean))
+            # On a GPU, the host would wait for bincount.
+            count = torch.zeros_like(layer[:1]).repeat(len(mean)).index_add_(0, layer, torch.ones_like(layer))
             mean = group_mean(x, layer, count)
             variance = group_mean((x - mean[layer]).square(), layer, count)
             unbiased = variance * (count / (count - 1).clamp_min(1))[:, None].to(x.dtype)

@@ -80,9 +80,9 @@ def kernel_error(kernels: Any, inputs: GraphInputs) -> float:
     w = torch.cos(torch.arange(inputs.edge_dim * dim, device=device).float()).view(-1, dim)
     b = torch.sin(torch.arange(dim, device=device).float() / 7)
     grad = torch.sin(torch.arange(x.numel(), device=device).float() / 3).view(x.shape)
-    found = [torch.empty_like(grad), torch.empty_like(grad), torch.empty_like(w), torch.empty_like(b)]
-    kernels.aggregate(found[0], x, w, b, inputs.edges())
-    kernels.aggregate_backward(grad, x, w, b, inputs.edges(), *found[1:])
+    out, grad_x = torch.empty_like(grad), torch.empty_like(grad)
+    kernels.aggregate(out, x, w, b, inputs.edges())
+    found = [out, grad_x, *kernels.aggregate_backward(grad, x, w, b, inputs.edges(), grad_x)]
     with torch.enable_grad():
         leaves = [t.detach().clone().requires_grad_() for t in (x.float(), w, b)]
         (source, target), weight = inputs.coo()
