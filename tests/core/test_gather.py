@@ -363,3 +363,56 @@ def test_stored_edges_are_split():
     np.testing.assert_array_equal(edge_ptr, counts)
     with pytest.raises(ValueError, match="match"):
         gather.GraphBatchJob(gather.CopyJob([], 0, 0), *arguments, False, [(p + 1, i) for p, i in edges])
+
+
+@given(
+    st.integers(0, 2**32 - 1),
+    st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    st.sampled_from([rule for rule in RULES if rule[0] == rule[0]]),
+    st.booleans(),
+    st.integers(0, 45),
+    st.sampled_from(["f2", "f4"]),
+    st.booleans(),
+    st.integers(1, 3),
+)
+@settings(max_examples=100, deadline=None)
+def test_masks_and_degrees_equal_the_oracle(seed, sizes, rule, diagonal, sinks, dtype, wide, threads):
+    rng = np.random.default_rng(seed)
+    stored = [stored_weights(rng, (2, n * (n + 1) // 2), dtype, True) for n in sizes]
+    out_dtype = "f4" if wide else dtype
+
+    def packed(masks):
+        job = gather.GraphBatchJob(
+            gather.CopyJob([], kernels.F16, kernels.F16), [raw(s) for s in stored], CODES[dtype], CODES[out_dtype],
+            np.array(sizes), np.ones(len(sizes), "u1"), 2, 1, *rule, True, masks=masks,
+        )  # fmt: skip
+        room, nodes, graphs = -(-job.num_pairs * 4 // 8) * 8, job.num_nodes, job.num_graphs
+        at = np.cumsum([0, room, 8 * nodes, 8 * (graphs + 1), 8 * (graphs + 1), -(-4 * nodes // 8) * 8]).tolist()
+        out = np.full(at[-1], 0xEE, "u1")
+        job.set_output(out, 0, 0, 0, *at[1:-1])
+        job.run(threads)
+        weights = out[: job.num_pairs * np.dtype(out_dtype).itemsize].view(out_dtype)
+        return weights, out[at[4] :].view("i4")[:nodes]
+
+    weights, degree = packed((diagonal, sinks))
+    expected, counts = packed(None)[0].copy(), []
+    at = 0
+    for size in np.repeat(sizes, 2):
+        for i in range(size):
+            row = expected[at : at + i + 1]
+            row[:sinks] = np.nan
+            if diagonal:
+                row[i] = np.nan
+            counts.append(max(1, (row.astype("f8") > (-np.inf if rule[1] else rule[0])).sum()))
+            at += i + 1
+    np.testing.assert_array_equal(weights, expected)
+    np.testing.assert_array_equal(degree, counts)
+
+
+def test_masks_require_packed_weights_of_one_head():
+    arguments = [np.zeros(4, "f2")], kernels.F16, kernels.F16, np.array([1]), np.ones(1, "u1"), 1, 4, 0.0, 0.0
+    for packed, every_head in ((False, False), (True, True)):
+        with pytest.raises(ValueError, match="packed weights of one head"):
+            gather.GraphBatchJob(
+                gather.CopyJob([], kernels.F16, kernels.F16), *arguments, packed, None, every_head, (True, 1)
+            )

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tests.detectors.test_gine import FORMS, parameters, plain, sums
-from tracestore.detectors.graph import gine_cpu
+from tracestore.detectors.config import ModelConfig
+from tracestore.detectors.graph import gine_cpu, gine_op
 from tracestore.detectors.graph.edges import Edges
 from tracestore.detectors.graph.gine_op import gine_linear
 from tracestore.detectors.graph.inputs import GraphInputs
@@ -51,18 +52,44 @@ def run(kernels, inputs, w, b, cotangent, need_x=True, edges=None):
     return [out, grad_w, grad_b] + ([grad_x] if need_x else [])
 
 
+@pytest.mark.parametrize("is_prepared", [False, True])
+@pytest.mark.parametrize("mean", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("form", FORMS)
-def test_interpreted_equals_the_c_core(kernels, form, dtype):
+def test_interpreted_equals_the_c_core(kernels, form, dtype, mean, is_prepared):
     inputs = FORMS[form](5, dtype)
+    if is_prepared:
+        features = {"edge_features": "heads", "num_heads": inputs.edge_dim} if inputs.edge_dim > 1 else {}
+        masks = {"mask_diagonal": False, "mask_sinks": 0}
+        inputs = inputs.prepare(ModelConfig(1, 5, pooling="all", skip="none", **masks, **features))
+    edges = inputs.edges(mean=mean)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     w, b = (p.detach() for p in parameters(inputs, wide))
     cotangent = torch.randn(inputs.x.shape, dtype=wide)
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5
     for need_x in (True, False):
-        mine, theirs = (run(k, inputs, w, b, cotangent, need_x) for k in (kernels, gine_cpu))
+        mine, theirs = (run(k, inputs, w, b, cotangent, need_x, edges) for k in (kernels, gine_cpu))
         for p, q in zip(mine, theirs, strict=True):
             assert torch.allclose(p, q, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("form", ["triangles", "heads", "lists"])
+def test_interpreted_chunks_equal_the_whole_batch(kernels, form, monkeypatch):
+    """Graph by graph, the rows of a chunk find their graphs."""
+    inputs = FORMS[form](5)
+    features = {"edge_features": "heads", "num_heads": inputs.edge_dim} if inputs.edge_dim > 1 else {}
+    inputs = inputs.prepare(ModelConfig(1, 5, mask_diagonal=False, mask_sinks=0, skip="none", **features))
+    w, b = parameters(inputs)
+    leaves = (inputs.x.requires_grad_(), w, b, torch.randn(4, 5).double(), torch.randn(4).double())
+    results = []
+    for chosen, size in ((gine_cpu, 1 << 20), (kernels, 1 << 20), (kernels, 1)):
+        monkeypatch.setattr(gine_op, "_kernels", lambda _, chosen=chosen: chosen)
+        monkeypatch.setitem(gine_op.CHUNK_BYTES, "cpu", size)
+        out = gine_linear(*leaves, *inputs.edges(mean=True))
+        results.append([out.detach(), *torch.autograd.grad(out.square().sum(), leaves[:3])])
+    for other in results[1:]:
+        for p, q in zip(results[0], other, strict=True):
+            assert torch.allclose(p, q, rtol=1e-12, atol=1e-12)
 
 
 def test_interpreted_threshold_is_compared_exactly(kernels):

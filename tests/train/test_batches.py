@@ -1,5 +1,8 @@
 """The batches that a detector is trained and evaluated on."""
 
+import weakref
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -8,8 +11,10 @@ from tests.helpers import make_traces, write_store
 from tracestore.data.loader import TraceLoader
 from tracestore.detectors.config import ModelConfig
 from tracestore.detectors.registry import DETECTORS, make_model
+from tracestore.oom.guard import OOMGuard
 from tracestore.store.read.batch_sources import chunk_keys
 from tracestore.store.read.store import open_store
+from tracestore.train import batches
 from tracestore.train.batches import BatchFeed
 from tracestore.train.config import TrainConfig
 from tracestore.train.distributed import DistributedContext
@@ -119,3 +124,174 @@ def test_a_detector_refuses_batches_that_lack_a_layer(store):
         model(inputs.select_layers([8]))
     with pytest.raises(ValueError, match="sequences of 3 layers, expected 30"):
         make_model("lstm_solo", ModelConfig.from_store(store, **SIZES))(torch.zeros(2, 3, 16))
+
+
+def equal_inputs(mine, theirs):
+    """Return whether two prepared inputs hold the same values."""
+    pairs = list(zip(mine.tensors(), theirs.tensors(), strict=True))
+    return mine.index.ptr == theirs.index.ptr and all(torch.equal(p.nan_to_num(-9), q.nan_to_num(-9)) for p, q in pairs)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"mask_sinks": 0, "mask_diagonal": False},
+        {"mask_sinks": 3},
+        {"mask_sinks": 99},
+        {"skip": "last", "pooling": "all"},
+        {"skip": "none", "pooling": "last"},
+        {"aggregation": "sum", "normalization": "graph"},
+        {"neighbors": 2},
+        {"edges": False},
+        {"edges": False, "skip": "last"},
+        {"edges": False, "pooling": "all"},
+        {"message_passing": "pyg", "layers": (0, 7, 9)},
+    ],
+)
+@pytest.mark.parametrize("rule", [{}, {"attention_threshold": 0.3}, {"top_k": 0.4}])
+def test_the_loader_prepares_what_the_model_would_derive(store, options, rule):
+    feed = feed_of(store, "gnn_det_lstm", options, **rule)
+    (batch,) = feed.next_batches(1)
+    whole = next(iter(all_layers(feed, **rule)))
+    plain = type(batch.inputs).from_batch(whole, batch.inputs.threshold, batch.inputs.answer)
+    expected = plain.select_layers(feed.layers).prepare(feed.model_config)
+    mine = batch.inputs
+    if expected.in_degree is None:  # sums and PyG need no degrees, which the loader counts with the masks
+        mine = replace(mine, in_degree=None)
+    assert equal_inputs(mine, expected)
+    for begin, end in ((0, 1), (2, 5), (5, 6)):
+        assert equal_inputs(
+            mine.traces(begin, end), plain.traces(begin, end).select_layers(feed.layers).prepare(feed.model_config)
+        )
+
+
+class Device:
+    """Stands for a GPU with room for some batches; records what happens in the order of the program."""
+
+    def __init__(self, room=9):
+        self.room, self.events, self.live = room, [], []
+
+    def copy(self, name, value):
+        self.live = [w for w in self.live if w() is not None]
+        if len(self.live) >= self.room:
+            self.events.append(f"no room for {name}")
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        moved = Copied(value)
+        self.live.append(weakref.ref(moved))
+        return moved
+
+    def stream(self):
+        """Return a replacement of CopyStream."""
+        device = self
+
+        class Stream:
+            def run(self, copy):
+                device.events.append("copy ahead")
+                return copy(), "done"
+
+            def join(self, event, tensors):
+                assert event == "done"
+                device.events.append("wait")
+
+        return Stream()
+
+
+class Copied:
+    """Inputs on the device."""
+
+    def __init__(self, value):
+        self.value = value
+
+
+@pytest.fixture
+def feed_on(store, monkeypatch):
+    """Return a function from a device to a feed of three batches that copies to it."""
+
+    def make(device):
+        config = TrainConfig(batch_size=2, loader_threads=1)
+        model_config = ModelConfig.from_store(store, **SIZES)
+        feed = BatchFeed("lstm_solo", store, np.arange(6), config, model_config, DistributedContext(), shuffle="none")
+
+        def copy(self, begin, end):
+            name = f"{self.number}[{begin}:{end}]"
+            moved = device.copy(name, self.inputs[begin:end])
+            device.events.append(name)
+            return moved, self.y[begin:end]
+
+        monkeypatch.setattr(batches.DeviceBatch, "_copy", copy)
+        feed.copies = device.stream()
+        return feed
+
+    return make
+
+
+def test_the_next_batch_is_copied_before_the_step_of_the_current_one(feed_on):
+    device = Device()
+    feed = feed_on(device)
+    for number in range(3):
+        (batch,) = feed.next_batches(1)
+        assert batch.number == number
+        device.events.append("step")
+        inputs, y = batch.traces(0, 2)
+        assert torch.equal(inputs.value, batch.inputs) and torch.equal(y, batch.y)
+        del inputs, batch
+    assert device.events == [
+        *("copy ahead", "0[0:2]", "copy ahead", "1[0:2]", "step", "wait"),
+        *("copy ahead", "2[0:2]", "step", "wait"),
+        *("step", "wait"),
+    ]
+    assert feed.next_batches(1) == []
+
+
+def test_a_batch_that_failed_is_copied_again_without_the_batch_ahead(feed_on):
+    device = Device()
+    feed = feed_on(device)
+    (batch,) = feed.next_batches(1)
+    first = batch.traces(0, 2)
+    assert len([w for w in device.live if w() is not None]) == 2
+    del first
+    second = batch.traces(0, 2)
+    assert [type(w()) for w in device.live if w() is not None] == [Copied]
+    assert torch.equal(second[0].value, batch.inputs)
+    halves = [batch.traces(0, 1)[0].value, batch.traces(1, 2)[0].value]
+    assert torch.equal(torch.cat(halves), batch.inputs)
+    device.events.clear()
+    (batch,) = feed.next_batches(1)
+    assert device.events == [] and batch.number == 1
+    assert torch.equal(batch.traces(0, 2)[0].value, batch.inputs)
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_without_room_for_a_batch_ahead_each_batch_is_copied_in_its_step(feed_on, accumulated):
+    device = Device(room=accumulated)
+    feed = feed_on(device)
+    found, y = [], []
+    while step := feed.next_batches(accumulated):
+        for batch in step:
+            inputs, labels = batch.traces(0, batch.size)
+            found.append(inputs.value)
+            y.append(labels)
+            del inputs, batch
+        del step
+    assert torch.equal(torch.cat(found), feed_on(Device()).loader.gather(np.arange(6)).sequences)
+    assert sum(event.startswith("no room") for event in device.events) == 1 and feed.copies is None
+
+
+def test_a_step_without_room_for_the_batch_ahead_recovers_at_the_same_size(feed_on):
+    """The guard tries the whole batch again, which fits when the batch ahead is dropped."""
+    device = Device()
+    feed = feed_on(device)
+    model = torch.nn.Linear(1, 1)
+    guard = OOMGuard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def loss_of(begin, end):
+        inputs, _ = batch.traces(begin, end)
+        if len([w for w in device.live if w() is not None]) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return model(inputs.value.float().mean().view(1, 1)).sum()
+
+    for _ in range(3):
+        (batch,) = feed.next_batches(1)
+        guard.step(2, loss_of)
+    assert [(e["size_before"], e["size_after"]) for e in guard.events] == [(2, 2)] and guard.micro_batch is None

@@ -88,7 +88,10 @@ def copy_together(tensors: Sequence[torch.Tensor], device: torch.device, *, non_
     """
     ends = np.cumsum([align_up(t.nbytes) for t in tensors]).tolist()
     staged = torch.empty(max([1, *ends]), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    places = [slice(end - align_up(t.nbytes), end - align_up(t.nbytes) + t.nbytes) for t, end in zip(tensors, ends, strict=True)]
+    places = [
+        slice(end - align_up(t.nbytes), end - align_up(t.nbytes) + t.nbytes)
+        for t, end in zip(tensors, ends, strict=True)
+    ]
     for tensor, place in zip(tensors, places, strict=True):
         staged[place].view(tensor.dtype).copy_(tensor.reshape(-1))
     moved = staged.to(device, non_blocking=non_blocking)

@@ -1,8 +1,8 @@
 """Batches of one split, on the device of the model."""
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from tracestore.data.batch import GraphBatch, SequenceBatch
 from tracestore.data.batch_format import EdgeMasks
+from tracestore.data.buffers import copy_together
 from tracestore.data.loader import TraceLoader
 from tracestore.data.order import Shuffle, epoch_key
 from tracestore.data.tokens.answers import answer_bounds
@@ -22,6 +23,7 @@ from tracestore.store.read.store import TraceStore
 from tracestore.train.config import TrainConfig
 from tracestore.train.distributed import DistributedContext
 
+T = TypeVar("T")
 Batch = SequenceBatch | GraphBatch
 # Streams of order.epoch_key. The order of the traces uses the streams below these.
 STEP, _NOISE, _DROPOUT = 2, 3, 4
@@ -109,6 +111,9 @@ class BatchFeed:
 
         self._iterator: Generator[DeviceBatch] | None = None
         self._epoch = self._next = 0
+        # On a GPU, copies of whole batches run ahead of the steps until the device has no room for them.
+        self.copies = CopyStream(self.device) if self.device.type == "cuda" else None
+        self._ahead: list[DeviceBatch] = []
 
     def __len__(self) -> int:
         """Return the number of batches in the epoch."""
@@ -134,7 +139,15 @@ class BatchFeed:
             try:
                 if self._iterator is None:
                     self._iterator = self.batches()
-                batches = list(islice(self._iterator, count))
+                batches = [*self._ahead, *islice(self._iterator, count - len(self._ahead))]
+                self._ahead = []
+                for batch in batches:
+                    batch.copy_ahead()
+                if self.copies is not None:
+                    # The next batch is copied while the device computes the step of this one.
+                    self._ahead = list(islice(self._iterator, 1))
+                    for batch in self._ahead:
+                        batch.copy_ahead()
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -144,6 +157,12 @@ class BatchFeed:
             self.reduce_memory()
             self.seek(self._epoch, self._next)
         return None
+
+    def stop_copying_ahead(self) -> None:
+        """Free the batch that was copied ahead, and copy each batch within its step from now on."""
+        self.copies = None
+        for batch in self._ahead:
+            batch.copied = None
 
     def batches(self) -> Generator["DeviceBatch"]:
         """Yield the rest of the epoch, gathered by the loader's threads or by worker processes."""
@@ -180,9 +199,29 @@ class BatchFeed:
 
     def close(self) -> None:
         """Stop the threads or workers of the epoch."""
+        self._ahead = []
         if self._iterator is not None:
             self._iterator.close()
             self._iterator = None
+
+
+class CopyStream:
+    """Copies to a GPU on a stream of its own, next to the computation."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+
+    def run(self, copy: Callable[[], T]) -> tuple[T, torch.cuda.Event]:
+        """Start copies. Return their result, and the event that ends them."""
+        with torch.cuda.stream(self._stream):
+            return copy(), self._stream.record_event()
+
+    def join(self, copied: torch.cuda.Event, tensors: Iterable[torch.Tensor]) -> None:
+        """Let the current stream wait for copies, and keep their memory until it has used them."""
+        current = torch.cuda.current_stream(self._device)
+        current.wait_event(copied)
+        for tensor in tensors:
+            tensor.record_stream(current)
 
 
 class DeviceBatch:
@@ -198,11 +237,14 @@ class DeviceBatch:
         The epoch that the feed was moved to by seek(); 0 for validation and test, which never call it.
     y : torch.Tensor
         Labels ``(size,)``.
+    copied : tuple or None
+        Inputs and labels of the whole batch on the device, and the event that ends their copy.
     """
 
     def __init__(self, feed: BatchFeed, batch: Batch, epoch: int, number: int) -> None:
         self.feed, self.epoch, self.number = feed, epoch, number
         self.y: torch.Tensor = batch.y
+        self.copied: tuple[tuple[Any, torch.Tensor], torch.cuda.Event] | None = None
         self.question_id: list[str] = batch.question_id
         self.trace_index: torch.Tensor = batch.trace_index
         self.size = len(batch.y)
@@ -215,7 +257,10 @@ class DeviceBatch:
         elif self.size:
             threshold = edge_threshold(feed.config.attention_threshold, feed.config.top_k)
             answer = torch.from_numpy(answer_bounds(feed.loader.store, batch.trace_index.tolist()))
-            self.inputs = GraphInputs.from_batch(batch, threshold, answer, feed.layers)
+            inputs = GraphInputs.from_batch(batch, threshold, answer, feed.layers)
+            # What the threads of the loader do not mask is masked on the device.
+            on_host = inputs.in_degree is not None or not feed.model_config.edges or feed.device.type == "cpu"
+            self.inputs = inputs.prepare(feed.model_config) if on_host else inputs
 
     def key(self, stream: int, rank: int = 0) -> int:
         """Return a seed that is a pure function of the position of the batch."""
@@ -224,13 +269,48 @@ class DeviceBatch:
     def traces(self, begin: int, end: int) -> tuple[Any, torch.Tensor]:
         """Return inputs and labels of traces begin to end on the device.
 
-        The guard calls this within a step, so that it recovers if the device has no memory for them.
+        The guard calls this within a step, so that it recovers if the device has no memory for them. A second call
+        for the same traces follows a failure, and a call for some of the traces means that the batch does not fit.
         """
+        copied, self.copied = self.copied, None
+        if copied is not None and self.feed.copies is not None and begin == 0 and end == self.size:
+            (inputs, y), event = copied
+            self.feed.copies.join(event, [*(inputs.tensors() if isinstance(inputs, GraphInputs) else [inputs]), y])
+            return inputs, y
+        del copied
+        self.feed.stop_copying_ahead()
+        return self._copy(begin, end)
+
+    def copy_ahead(self) -> None:
+        """Start to copy the whole batch to the device, unless it has no room."""
+        copies = self.feed.copies
+        if copies is None or self.copied is not None or not self.size:
+            return
+        try:
+            self.copied = copies.run(lambda: self._copy(0, self.size))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            is_full = True
+        else:
+            is_full = False
+        if is_full:
+            # Outside of the handler, whose traceback keeps what was copied.
+            self.feed.stop_copying_ahead()
+
+    def _copy(self, begin: int, end: int) -> tuple[Any, torch.Tensor]:
         inputs = self.inputs
         if begin > 0 or end < self.size:
             inputs = inputs.traces(begin, end) if isinstance(inputs, GraphInputs) else inputs[begin:end]
         device = self.feed.device
-        return inputs if device.type == "cpu" else inputs.to(device), self.y[begin:end].to(device)
+        if device.type == "cpu":
+            return inputs, self.y[begin:end]
+        # A copy from pinned memory runs in the order of the stream.
+        inputs = inputs.to(device, non_blocking=True)
+        if isinstance(inputs, GraphInputs):
+            inputs = inputs.prepare(self.feed.model_config)
+        (y,) = copy_together([self.y[begin:end]], device, non_blocking=True)
+        return inputs, y
 
     def masks(self, begin: int, end: int) -> TraceMasks:
         """Return the dropout masks of traces begin to end, a function of the same values as `noise`."""
@@ -244,7 +324,8 @@ class DeviceBatch:
         """
         generator = torch.Generator().manual_seed(self.key(_NOISE))
         drawn = torch.randn(self.global_size, num_layers, columns, generator=generator)
-        return drawn[self.offset + begin : self.offset + end].to(self.feed.device)
+        part, device = drawn[self.offset + begin : self.offset + end], self.feed.device
+        return part if device.type == "cpu" else copy_together([part], device, non_blocking=True)[0]
 
 
 class AccumulatedBatch:

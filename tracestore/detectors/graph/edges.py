@@ -20,11 +20,10 @@ class Edges(NamedTuple):
     graph: torch.Tensor | None = None
     ptr: Sequence[int] | None = None
 
-    def check(self, num_rows: int, channels: int) -> None:
-        """Raise ValueError where pointers do not fit `num_rows` rows of x or, on a GPU, edges leave their graphs.
+    def check(self, num_rows: int, channels: int, *, lists: bool) -> None:
+        """Raise ValueError where pointers do not fit `num_rows` rows of x or, with `lists`, edges leave their graphs.
 
-        The C core checks edges itself. A GPU finishes its work first, and the host waits for it; edges with `ptr` have
-        been checked.
+        A GPU finishes its work first, and the host waits for it. Edges with `ptr` have been checked.
         """
         node_ptr, weight, weight_ptr, source, target, *_ = self
         if (source is None) != (target is None):
@@ -46,7 +45,7 @@ class Edges(NamedTuple):
         fits = nodes[0] >= 0 and weights[0] >= 0 and (sizes >= 0).all() and (room >= needed).all()
         if not fits or nodes[-1] - nodes[0] != num_rows or weights[-1] > len(weight):
             raise ValueError("node_ptr or weight_ptr does not fit x and the weights")
-        if pairs and weight.device.type != "cpu":
+        if pairs and lists:
             begin, end = int(weights[0]), int(weights[-1])
             graph = torch.repeat_interleave(weight_ptr.diff(), output_size=end - begin)
             low, high = node_ptr[:-1][graph], node_ptr[1:][graph]

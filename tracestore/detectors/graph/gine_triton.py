@@ -149,7 +149,7 @@ def _limit(threshold: float, device: torch.device) -> torch.Tensor:
 
 def aggregate(out: torch.Tensor, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, edges: Edges) -> None:
     """Write the sums of gine_op into `out`, which has the dtype of w."""
-    edges.check(len(x), len(w))
+    edges.check(len(x), len(w), lists=True)
     if x.numel() == 0:
         return
     grid = len(x), triton.cdiv(x.shape[1], BLOCK_COLUMNS)
@@ -172,7 +172,7 @@ def aggregate_backward(
     grad_x: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients of w and b, and write that of x unless it is None. They have the dtype of w."""
-    edges.check(len(x), len(w))
+    edges.check(len(x), len(w), lists=True)
     N, D = x.shape
     blocks = triton.cdiv(N, BLOCK_ROWS)
     partial = w.new_empty((blocks, len(w) + 1, D))

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -114,4 +115,4 @@ class GraphIndex(TensorBatch):
     def rows_per_trace(self, num_layers: int) -> list[int]:
         """Return the number of rows of each trace, over all layers."""
         ends = self.ptr[::num_layers]
-        return [end - begin for begin, end in zip(ends, ends[1:], strict=False)]
+        return [end - begin for begin, end in pairwise(ends)]

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from typing import Any, NamedTuple, Self
 
@@ -104,8 +104,8 @@ class GraphInputs(TensorBatch):
         if self.index is not None and self.edge_index is not None:
             # Edge lists are checked where they are used.
             return replace(self, index=None).to(device, non_blocking=non_blocking)
-        large, small = {id(self.x), id(self.weight), id(self.edge_index)}, list[torch.Tensor]()
-        self._map(lambda tensor: (tensor if id(tensor) in large else small.append(tensor)) or tensor)
+        large = {id(self.x), id(self.weight), id(self.edge_index)}
+        small = [tensor for tensor in self.tensors() if id(tensor) not in large]
         copies = iter(copy_together(small, device, non_blocking=non_blocking))
         return self._map(
             lambda tensor: tensor.to(device, non_blocking=non_blocking) if id(tensor) in large else next(copies)
@@ -116,10 +116,9 @@ class GraphInputs(TensorBatch):
         return moved if self.index is None else replace(moved, index=self.index._map(function))
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return all tensors."""
-        found: list[torch.Tensor] = []
-        self._map(lambda tensor: found.append(tensor) or tensor)
-        return found
+        """Return all tensors, in the order of `_map`."""
+        values = (getattr(part, field.name) for part in (self, self.index) if part for field in fields(part))
+        return [value for value in values if isinstance(value, torch.Tensor)]
 
     def prepare(self, config: ModelConfig) -> "GraphInputs":
         """Return the inputs with all that the encoder of a detector derives from lengths, layers and masks.
@@ -142,7 +141,8 @@ class GraphInputs(TensorBatch):
             return self
         inputs = self
         if config.edges:
-            self.edges().check(len(self.x), self.edge_dim)
+            # On a CPU, the C core checks the edges of lists in each call.
+            self.edges().check(len(self.x), self.edge_dim, lists=self.x.device.type != "cpu")
             if self.in_degree is None:
                 masks = {"diagonal": config.mask_diagonal, "sinks": config.mask_sinks, "neighbors": config.neighbors}
                 inputs = self.mask_edges(**masks)  # type: ignore[arg-type]
