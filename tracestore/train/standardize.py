@@ -14,7 +14,7 @@ from tracestore.train.distributed import DistributedContext
 def fit_standardizer(
     model: Detector, store: TraceStore, indices: np.ndarray, view: View, ranks: DistributedContext
 ) -> None:
-    """Set mean and standard deviation of the model's standardizer, per layer and column.
+    """Set mean and standard deviation of the model's standardizer, per column of each layer that the model reads.
 
     Parameters
     ----------
@@ -36,13 +36,13 @@ def fit_standardizer(
     if not standardizer.is_active:
         return
     # The rows are sum, sum of squares and count.
-    sums = torch.zeros(3, store.num_layers, store.hidden_dim, dtype=torch.float64)
-    layers, nonfinite = model.layers_read, list[str]()
+    layers, nonfinite = list(model.layers_read), list[str]()
+    sums = torch.zeros(3, len(layers), store.hidden_dim, dtype=torch.float64)
     for index in indices[ranks.rank :: ranks.world_size]:
         trace = store[int(index)]
         rows = trace.last_token_bits[:, None] if view == "sequence" else trace.hidden_states_bits
-        values = torch.from_numpy(schema.as_float32(rows, store.hidden_dtype).astype(np.float64))
-        if trace.has_nonfinite and not values[list(layers)].isfinite().all():
+        values = torch.from_numpy(schema.as_float32(rows[layers], store.hidden_dtype)).double()
+        if trace.has_nonfinite and not values.isfinite().all():
             nonfinite.append(trace.question_id)
         sums[0] += values.sum(1)
         sums[1] += values.square().sum(1)
@@ -57,5 +57,5 @@ def fit_standardizer(
         )
     total, squares, count = ranks.all_reduce_sum(sums)
     mean = total / count
-    standardizer.mean.copy_(mean)
-    standardizer.std.copy_((squares / count - mean.square()).clamp_min(0).sqrt().clamp_min(1e-6))
+    standardizer.mean[layers] = mean.to(standardizer.mean)
+    standardizer.std[layers] = (squares / count - mean.square()).clamp_min(0).sqrt().clamp_min(1e-6).to(standardizer.std)
