@@ -2,8 +2,8 @@
 
 python bench/gpu.py [--device cuda|cpu] [--work DIR] [--only SECTION ...]
 
-Sections: the tests marked gpu, each function in a process of its own with one thread; steps of the detectors, with PyG
-and with a plain nn.LSTM beside them; steps under torch.compile; training epochs; training with little memory of the
+Sections: the tests marked gpu, each function in a process of its own with one thread; steps of the detectors, compared
+with PyG and a plain nn.LSTM; steps under torch.compile; training epochs; training with little memory of the
 GPU; the kernels under compute-sanitizer, if it is installed. A section is a process that ends at its time limit. What
 they print appears as it comes, and DIR/gpu.json holds the results. `--device cpu` shows that everything runs.
 
@@ -66,12 +66,12 @@ def run_tests(device: str, work: Path) -> dict[str, Any]:
             shutil.copytree(ROOT / name, root / name, dirs_exist_ok=True)
         shutil.copy(ROOT / "pyproject.toml", root)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-o", "timeout=0", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-o", "addopts=-q", "-p", "no:cacheprovider"]
     files = [
         str(path.relative_to(root)) for path in sorted(root.glob("tests/*/test_*.py")) if "gpu" in path.read_text()
     ]
     listed = subprocess.run(
-        [*command, "--collect-only", "-q", *files],
+        [*command, "--collect-only", *files],
         cwd=root,
         env=environment,
         capture_output=True,
@@ -79,6 +79,8 @@ def run_tests(device: str, work: Path) -> dict[str, Any]:
         check=False,
     )
     functions = dict.fromkeys(line.partition("[")[0] for line in listed.stdout.splitlines() if "::" in line)
+    if not functions:
+        return {"error": f"pytest found no tests: {listed.stdout[-300:]}{listed.stderr[-300:]}"}
 
     def run(function: str) -> tuple[str, str]:
         began = time.perf_counter()
@@ -237,7 +239,7 @@ def make_trainer(model: str, device: str, work: Path, batch_size: int) -> Any:
 
 
 def train_epoch(trainer: Any, epoch: int) -> dict[str, Any]:
-    """Train one epoch and return its figures."""
+    """Train one epoch and return its measurements."""
     from tracestore.train.config import TrainState
 
     state = TrainState(epoch=epoch)
@@ -310,8 +312,10 @@ def run_section(name: str, device: str, work: Path, seconds: float) -> dict[str,
         try:
             process.wait(seconds)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
             return {"error": f"more than {seconds:.0f} s"}
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
     return json.loads(result.read_text()) if process.returncode == 0 else {"error": f"exit {process.returncode}"}
 
 
@@ -332,6 +336,8 @@ def main() -> None:
 
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit("found no CUDA device; --device cpu shows that everything runs (make gpu DEVICE=cpu)")
+    # The end of this process ends that of a section.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     began = time.monotonic()
     results: dict[str, Any] = {"machine": versions(args.device)}
     print(", ".join(f"{key} {value}" for key, value in results["machine"].items()), flush=True)

@@ -226,8 +226,9 @@ class GraphEncoder(nn.Module):
         assert index.skip_counts is not None
         x = inputs.x if index.skip_rows is None else inputs.x[index.skip_rows]
         x = mean_pool(x.to(next(self.parameters()).dtype), index.skip_counts)
-        by_trace = x.view(inputs.num_traces, inputs.num_layers, x.shape[1])
-        return self.standardiser(by_trace, inputs.held_layers).flatten(0, 1)
+        by_trace: torch.Tensor = x.view(inputs.num_traces, inputs.num_layers, x.shape[1])
+        standardized: torch.Tensor = self.standardiser(by_trace, inputs.held_layers)
+        return standardized.flatten(0, 1)
 
     def _read_out(self, x: torch.Tensor, inputs: GraphInputs, index: GraphIndex) -> torch.Tensor:
         """Return the second convolution, pooled: (N, hidden) -> (G, hidden)."""

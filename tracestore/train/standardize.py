@@ -58,4 +58,6 @@ def fit_standardizer(
     total, squares, count = ranks.all_reduce_sum(sums)
     mean = total / count
     standardizer.mean[layers] = mean.to(standardizer.mean)
-    standardizer.std[layers] = (squares / count - mean.square()).clamp_min(0).sqrt().clamp_min(1e-6).to(standardizer.std)
+    standardizer.std[layers] = (
+        (squares / count - mean.square()).clamp_min(0).sqrt().clamp_min(1e-6).to(standardizer.std)
+    )

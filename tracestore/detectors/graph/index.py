@@ -1,4 +1,4 @@
-"""What a graph encoder derives from the lengths and layers of its inputs, computed once for each batch."""
+"""Derive positions of rows and graphs from the lengths and layers of a batch, once for each batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

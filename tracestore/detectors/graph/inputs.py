@@ -96,7 +96,7 @@ class GraphInputs(TensorBatch):
         edges = weight.view(-1), batch.edge_ptr, batch.num_layers, batch.edge_index, threshold, batch.num_heads or 1
         return cls(batch.x, batch.ptr, *edges, answer, None if layers is None else tuple(layers), batch.in_degree)
 
-    def to(self, device: Any, *, non_blocking: bool = False) -> Self:  # type: ignore[override]
+    def to(self, device: Any, *, non_blocking: bool = False) -> Self:
         """Return the inputs on a device. From the host to a GPU, all tensors but the large ones are copied at once."""
         device = torch.device(device)
         if device.type == "cpu" or self.x.device.type != "cpu":
@@ -123,7 +123,7 @@ class GraphInputs(TensorBatch):
     def prepare(self, config: ModelConfig) -> "GraphInputs":
         """Return the inputs with all that the encoder of a detector derives from lengths, layers and masks.
 
-        Inputs that are prepared already are returned as they are. Pointers and edges are checked here.
+        Prepared inputs are returned unchanged. Pointers and edges are checked here.
 
         Parameters
         ----------
