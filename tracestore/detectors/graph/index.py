@@ -57,6 +57,8 @@ class GraphIndex(TensorBatch):
         G + 1 numbers: the rows of each graph among the N that the encoder computes, from 0.
     graph, layer : torch.Tensor
         ``(N,)`` int64, the graph of each row, and the layer of the language model.
+    node_ptr : torch.Tensor
+        ``(G + 1,)`` int64, `ptr` as a tensor.
     sizes : torch.Tensor
         ``(G,)`` int64, the rows of each graph.
     gathered : torch.Tensor or None
@@ -73,6 +75,7 @@ class GraphIndex(TensorBatch):
     ptr: tuple[int, ...]
     graph: torch.Tensor
     layer: torch.Tensor
+    node_ptr: torch.Tensor
     sizes: torch.Tensor
     gathered: torch.Tensor | None
     rows: torch.Tensor | None
@@ -108,7 +111,7 @@ class GraphIndex(TensorBatch):
         graphs = np.arange(len(ptr) - 1)
         graph_layers = np.tile(np.array(layers, np.int64), (len(ptr) - 1) // len(layers))
         sizes = np.diff(ptr)
-        arrays = np.repeat(graphs, sizes), np.repeat(graph_layers, sizes), sizes, gathered, rows, counts, *skip
+        arrays = np.repeat(graphs, sizes), np.repeat(graph_layers, sizes), ptr, sizes, gathered, rows, counts, *skip
         tensors = [None if a is None else torch.from_numpy(np.ascontiguousarray(a)) for a in arrays]
         return cls(config, tuple(ptr.tolist()), *tensors)  # type: ignore[arg-type]
 
