@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import expit
-from scipy.stats import kstest
+from scipy.stats import kstest, rankdata
 from sklearn.metrics import average_precision_score, brier_score_loss, roc_auc_score
 
 from tracestore.evaluation import metrics
 from tracestore.evaluation.evaluate import BootstrapResampler, RunScores, evaluate_runs
-from tracestore.evaluation.significance import bootstrap_p, compare, delong, delong_p, holm
+from tracestore.evaluation.significance import bootstrap_p, compare, delong, delong_p, holm, midranks
 
 
 def scored(y, logit, *, fold=0, trace=None, question=None, group=None, threshold=0.0, temperature=1.0):
@@ -116,6 +116,12 @@ def test_bootstrap_interval_covers_the_truth():
         low, high = metrics.percentile_interval(draws[:, 0])
         hits += low <= 0.76025 <= high
     assert 0.89 <= hits / 200 <= 0.99
+
+
+@given(st.lists(st.lists(st.sampled_from([0.0, -0.0, 1.5, -2.0, np.inf, np.nan, 1e-300]), min_size=5, max_size=5)))
+def test_midranks_equal_those_of_scipy(rows):
+    values = np.array(rows).reshape(-1, 5)
+    np.testing.assert_array_equal(midranks(values), rankdata(values, axis=1))
 
 
 def delong_by_pairs(y, scores):

@@ -295,3 +295,21 @@ def test_a_step_without_room_for_the_batch_ahead_recovers_at_the_same_size(feed_
         (batch,) = feed.next_batches(1)
         guard.step(2, loss_of)
     assert [(e["size_before"], e["size_after"]) for e in guard.events] == [(2, 2)] and guard.micro_batch is None
+
+
+@pytest.mark.parametrize("name", ["gnn_det_lstm", "lstm_solo"])
+def test_statistics_are_those_of_the_layers_that_are_read(store, name):
+    model = make_model(name, ModelConfig.from_store(store, **SIZES))
+    view = DETECTORS[name].view
+    fit_standardizer(model, store, np.arange(5), view, DistributedContext())
+    standardizer = (model if view == "sequence" else model.encoder).standardiser
+    for layer in range(LAYERS):
+        rows = [
+            t.last_token[layer][None] if view == "sequence" else t.hidden_states[layer]
+            for t in (store[k] for k in range(5))
+        ]
+        rows = np.concatenate(rows).astype("f8")
+        is_read = layer in model.layers_read
+        mean, std = (rows.mean(0), rows.std(0).clip(1e-6)) if is_read else (np.zeros(16), np.ones(16))
+        np.testing.assert_allclose(standardizer.mean[layer], mean, rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(standardizer.std[layer], std, rtol=1e-5)

@@ -37,16 +37,19 @@ def fit_standardizer(
         return
     # The rows are sum, sum of squares and count.
     layers, nonfinite = list(model.layers_read), list[str]()
-    sums = torch.zeros(3, len(layers), store.hidden_dim, dtype=torch.float64)
+    sums = np.zeros((3, len(layers), store.hidden_dim))
     for index in indices[ranks.rank :: ranks.world_size]:
         trace = store[int(index)]
         rows = trace.last_token_bits[:, None] if view == "sequence" else trace.hidden_states_bits
-        values = torch.from_numpy(schema.as_float32(rows[layers], store.hidden_dtype)).double()
-        if trace.has_nonfinite and not values.isfinite().all():
+        if trace.has_nonfinite and not np.isfinite(schema.as_float32(rows[layers], store.hidden_dtype)).all():
             nonfinite.append(trace.question_id)
-        sums[0] += values.sum(1)
-        sums[1] += values.square().sum(1)
-        sums[2] += values.shape[1]
+            continue
+        # Layer by layer, so that the wide values stay in the cache.
+        for total, layer in zip(sums.swapaxes(0, 1), layers, strict=True):
+            values = schema.as_float32(rows[layer], store.hidden_dtype).astype(np.float64)
+            total[0] += values.sum(0)
+            total[1] += np.einsum("sd,sd->d", values, values)
+        sums[2] += rows.shape[1]
     wrong = [question for questions in ranks.all_gather(nonfinite) for question in questions]
     if wrong:
         ranks.abort_all(
@@ -55,7 +58,7 @@ def fit_standardizer(
                 "leave it out with --drop-nonfinite, or train with --no-standardize"
             )
         )
-    total, squares, count = ranks.all_reduce_sum(sums)
+    total, squares, count = ranks.all_reduce_sum(torch.from_numpy(sums))
     mean = total / count
     standardizer.mean[layers] = mean.to(standardizer.mean)
     standardizer.std[layers] = (
