@@ -168,20 +168,22 @@ def test_operators_pass_the_checks_of_torch(form, dtype):
     assert {outcome for result in results for outcome in result.values()} == {"SUCCESS"}
 
 
+@pytest.mark.parametrize("mean", [False, True])
 @pytest.mark.parametrize("form", ["triangles", "lists", "heads", "one token", "no lists"])
-def test_product_of_the_sums_for_any_chunk_size(form, monkeypatch):
+def test_product_of_the_sums_for_any_chunk_size(form, mean, monkeypatch):
     """The product is the same for the whole batch and graph by graph."""
     inputs = FORMS[form](20)
+    edges = inputs.edges(mean=mean)
     w, b = parameters(inputs)
     first = nn.Linear(20, 6).double()
     x = inputs.x.requires_grad_()
     leaves = (x, w, b, first.weight, first.bias)
-    expected = first(sums(x, w, b, *inputs.edges()))
+    expected = first(sums(x, w, b, *edges))
     cotangent = torch.randn_like(expected)
     gradients = torch.autograd.grad(expected, leaves, cotangent)
     for size in (1, 6 * 20 * 8, 1 << 20):
         monkeypatch.setitem(gine_op.CHUNK_BYTES, "cpu", size)
-        found = gine_linear(*leaves, *inputs.edges())
+        found = gine_linear(*leaves, *edges)
         assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12)
         for mine, theirs in zip(torch.autograd.grad(found, leaves, cotangent), gradients, strict=True):
             assert torch.allclose(mine, theirs, rtol=1e-12, atol=1e-12)
