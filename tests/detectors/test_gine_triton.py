@@ -52,8 +52,7 @@ def run(kernels, inputs, w, b, cotangent, need_x=True, edges=None):
     return [out, grad_w, grad_b] + ([grad_x] if need_x else [])
 
 
-@pytest.mark.parametrize("is_prepared", [False, True])
-@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize(("mean", "is_prepared"), [(False, False), (True, True)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("form", FORMS)
 def test_interpreted_equals_the_c_core(kernels, form, dtype, mean, is_prepared):
