@@ -201,7 +201,7 @@ class GraphEncoder(nn.Module):
         x = self.standardiser.standardize_nodes(inputs.x, inputs.node_ptr, self.layers)
         scale = self.conv1.message_scale(inputs)
         x = F.relu(self.norm1(self.conv1(x, inputs, scale), inputs))
-        x = self.dropout(x, masks, inputs.nodes_per_trace())
+        x = self.dropout(x, masks, inputs.node_ptr[:: inputs.num_layers])
         pooled = self._read_out(x, inputs, scale)
         parts = [pooled] if skipped is None else [pooled, skipped.to(pooled.dtype)]
         return torch.cat(parts, dim=1).reshape(inputs.num_traces, inputs.num_layers, -1)

@@ -85,10 +85,6 @@ class GraphInputs(TensorBatch):
         """Number of traces, B."""
         return (len(self.node_ptr) - 1) // self.num_layers
 
-    def nodes_per_trace(self) -> list[int]:
-        """Return the number of nodes of each trace, over all layers."""
-        return self.node_ptr[:: self.num_layers].diff().tolist()
-
     def traces(self, begin: int, end: int) -> "GraphInputs":
         """Return the traces begin .. end: a micro-batch."""
         first, last = begin * self.num_layers, end * self.num_layers

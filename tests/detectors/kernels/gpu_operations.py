@@ -21,10 +21,11 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
+from triton.runtime.jit import JITFunction
 
-from tracestore.detectors import config, precision
+from tracestore.detectors import dropout, precision
 from tracestore.detectors.graph import gine
 
 CUDA = torch.device("cuda", 0)
@@ -127,10 +128,8 @@ class Gpu(contextlib.ExitStack):
             self.count("copy to the GPU" if to_gpu else "copy to the CPU")
             if not non_blocking or (to_gpu and tensor not in self._pinned):
                 self.synchronize("copy to the GPU" if to_gpu else "copy to the CPU")
-            with self.paused():
-                tensor = tensor.clone()
-                if to_gpu:
-                    self.place(tensor)
+            with _disable_current_modes():
+                tensor = self.place(tensor.clone()) if to_gpu else tensor.clone()
         return tensor if dtype is None else tensor.to(dtype)
 
     def lstm(self, original):
@@ -194,10 +193,6 @@ class Gpu(contextlib.ExitStack):
             with gpu.paused():
                 return plain_tolist(tensor)
 
-        class Generator(torch.Generator):
-            def __new__(cls, device=None):
-                return super().__new__(cls)
-
         class Stream:
             """Accepts what code does with streams and events. All work is in the order of the program."""
 
@@ -234,7 +229,6 @@ class Gpu(contextlib.ExitStack):
         yield torch, "is_autocast_enabled", lambda *_: is_autocast_enabled("cpu")
         yield torch, "get_autocast_dtype", lambda *_: get_autocast_dtype("cpu")
         yield torch, "autocast", lambda _, *args, **options: autocast("cpu", *args, **options)
-        yield torch, "Generator", Generator
         yield torch.cuda, "manual_seed", lambda _: None
         yield torch.cuda, "Stream", Stream
         yield torch.cuda, "Event", Stream
@@ -244,14 +238,10 @@ class Gpu(contextlib.ExitStack):
         yield torch.cuda, "synchronize", lambda *_: gpu.synchronize("synchronize")
         yield torch.backends.cudnn, "is_acceptable", lambda _: False
         yield torch.nn.Module, "to", _move_module
-        yield config, "FUSED_DEVICES", ("cpu", "cuda")
-        yield gine, "FUSED_DEVICES", ("cpu", "cuda")
+        yield dropout, "_kernel_works", lambda _: True
         yield gine, "fused_kernels_work", lambda _: True
         yield precision, "has_kernel", lambda *_: True
-        with contextlib.suppress(ImportError):
-            from triton.runtime.jit import JITFunction
-
-            yield JITFunction, "run", lambda kernel, *_, **__: gpu.count(f"triton {kernel.__name__}")
+        yield JITFunction, "run", lambda kernel, *_, **__: gpu.count(f"triton {kernel.__name__}")
 
 
 def _move_module(module, device):
