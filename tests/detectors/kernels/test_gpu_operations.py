@@ -44,7 +44,7 @@ def count_step(store, name, folder, **options):
 
 
 # Most operations of a step in float32 and bf16.
-MOST = {"lstm_solo": (148, 306), "gnn_det_lstm": (558, 740), "gvae_lstm": (632, 843)}
+MOST = {"lstm_solo": (54, 54), "gnn_det_lstm": (456, 480), "gvae_lstm": (530, 583)}
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
