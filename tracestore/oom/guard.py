@@ -188,7 +188,7 @@ class OOMGuard:
         max_micro_batch: int | None = None,
         seed: Callable[[], Any] | None = None,
     ) -> StepLoss:
-        """Do what `step` does, but do not wait for a GPU: the loss is read later."""
+        """Do what `step` does without waiting for a GPU. ``result()`` of what it returns waits, and returns the loss."""
         if len(self.optimizer.param_groups) != self._num_groups:
             self._configure_snapshots()
         global_size = size if global_size is None else global_size
