@@ -35,12 +35,16 @@ class TraceMasks:
     def __init__(self, key: int, first: int, count: int) -> None:
         self.key, self.first, self.count = key, first, count
 
-    def keys(self, stream: int) -> np.ndarray:
-        """Return a key for each trace, ``(count,)``, uint64."""
+    @functools.cached_property
+    def _of_traces(self) -> np.ndarray:
         positions = np.arange(self.first, self.first + self.count, dtype=np.uint64)
         with np.errstate(over="ignore"):
-            of_traces = splitmix64(np.uint64(self.key) + positions * _GOLDEN)
-            return splitmix64(of_traces + np.uint64(stream + 1))
+            return splitmix64(np.uint64(self.key) + positions * _GOLDEN)
+
+    def keys(self, stream: int) -> np.ndarray:
+        """Return a key for each trace, ``(count,)``, uint64."""
+        with np.errstate(over="ignore"):
+            return splitmix64(self._of_traces + np.uint64(stream + 1))
 
     def draw(self, stream: int, rows: Sequence[int], shape: Sequence[int], keep: float) -> tuple[torch.Tensor, float]:
         """Draw the masks of one layer on the CPU, ten times as fast as torch's Bernoulli.

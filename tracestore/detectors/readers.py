@@ -123,7 +123,7 @@ class Readers(nn.ModuleList):
 
 
 class _Packing:
-    """Where the elements of the parameters of some readers are in the weights of all of them.
+    """Map the elements of the parameters of some readers to the weights of all of them.
 
     Each LSTM has its weights in a memory of its own, in the order of cuDNN, which would copy them otherwise.
     """
