@@ -241,16 +241,17 @@ class Trainer:
         self.guard.begin_epoch(state.epoch)
         self.feed.seek(state.epoch, state.batch)
         while state.batch < len(self.feed):
-            if self._step(state):
+            self._step(state)
+            if time.monotonic() - self._saved_at >= self.config.checkpoint_interval_s:
                 self._read_loss(state)
                 self._save_last(state)
         self._read_loss(state)
         self.feed.close()
 
-    def _step(self, state: TrainState) -> bool:
-        """Step the optimizer once, and read the loss of the step before. Return whether a checkpoint is due."""
+    def _step(self, state: TrainState) -> None:
+        """Step the optimizer once, and read the loss of the step before, while a GPU computes this one."""
         began = time.perf_counter()
-        step, is_due = self._fetch(state)
+        step = self._fetch(state)
         state.waited_s += time.perf_counter() - began
         key = step.batches[0].key(STEP, self.ranks.rank)
         try:
@@ -267,11 +268,12 @@ class Trainer:
             state.seconds += time.perf_counter() - began
             self._abort_with_checkpoint(StopReason.OUT_OF_MEMORY, str(error), state)
         state.seconds += time.perf_counter() - began
-        # While a GPU computes this step, so that it does not wait for Python.
         self._read_loss(state)
         self._unread = UnreadLoss.of(step, loss)
         state.batch += len(step.batches)
-        return is_due
+        if self.ranks.world_size > 1:
+            # The sum over the ranks is a collective: a rank that ends alone must leave none of them waiting in it.
+            self._read_loss(state)
 
     def _read_loss(self, state: TrainState) -> None:
         """Add the loss of the last step to the state, if it has not been read."""
@@ -285,16 +287,14 @@ class Trainer:
         state.seconds += time.perf_counter() - began
         self.monitor.step(state, len(self.feed), loss)
 
-    def _fetch(self, state: TrainState) -> tuple[AccumulatedBatch, bool]:
-        """Return the batches of the next step, unless a rank has to stop before it, and whether a checkpoint is due."""
+    def _fetch(self, state: TrainState) -> AccumulatedBatch:
+        """Return the batches of the next step, unless a rank has to stop before it."""
         batches = self.feed.next_batches(self.config.grad_accum_steps)
-        reason = StopReason.OUT_OF_MEMORY if batches is None else self.stop.reason
-        is_late = time.monotonic() - self._saved_at >= self.config.checkpoint_interval_s
-        # All ranks read the loss for a checkpoint, because its sum is a collective.
-        agreed, is_due = divmod(self.ranks.all_reduce_max(2 * reason + (is_late and self.ranks.is_rank_zero)), 2)
-        if agreed or batches is None:
-            self._abort_with_checkpoint(StopReason(agreed), "one batch does not fit", state)
-        return AccumulatedBatch(batches), bool(is_due)
+        own_reason = StopReason.OUT_OF_MEMORY if batches is None else self.stop.reason
+        reason = StopReason(self.ranks.all_reduce_max(own_reason))
+        if reason or batches is None:
+            self._abort_with_checkpoint(reason, "one batch does not fit", state)
+        return AccumulatedBatch(batches)
 
     # Validation and test
 
