@@ -168,7 +168,8 @@ def drop(
     if p == 1:
         return x * 0
     if x.device.type != "cpu" and x.device.type in FUSED_DEVICES and _kernel_works(x.device):
-        out: torch.Tensor = _KernelDropout.apply(x, masks, _bound(1 - p, _KERNEL_STEPS), stream, stream_step, row_ptr)
+        arguments = masks, _bound(1 - p, _KERNEL_STEPS), stream, stream_step, row_ptr
+        out: torch.Tensor = _KernelDropout.apply(x, *arguments)  # type: ignore[no-untyped-call]
         return out
     rows = [1] * masks.count if row_ptr is None else row_ptr.diff().tolist()
     streams = range(len(x) // max(1, masks.count)) if row_ptr is None else range(1)

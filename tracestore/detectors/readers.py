@@ -103,7 +103,7 @@ class Readers(nn.ModuleList):
                 by_reader = x.view(B, -1, 2, R, H).permute(3, 0, 1, 2, 4)
                 dropped = self._drop(by_reader, masks, _LSTM + k - 1)
                 x = dropped.permute(1, 2, 3, 0, 4).reshape(x.shape)
-            x, final, _ = torch._VF.lstm(x, (zeros, zeros), weights, True, 1, 0.0, self.training, True, True)  # type: ignore[attr-defined]
+            x, final, _ = torch._VF.lstm(x, (zeros, zeros), weights, True, 1, 0.0, self.training, True, True)
         # (B, 2 directions, R, H) -> (R, B, 2 H)
         is_mean = cast(LayerLSTM, self[0]).lstm.is_mean
         pooled = x.mean(1) if is_mean else cast(torch.Tensor, final).transpose(0, 1)
@@ -176,7 +176,7 @@ class _Packing:
         self, parameters: Sequence[torch.Tensor]
     ) -> tuple[list[list[torch.Tensor]], list[tuple[torch.Tensor, torch.Tensor]]]:
         """Return the weights of each LSTM in the order of torch, and matrix (R, in, out) and bias (R, 1, out) of heads."""
-        tensors = list(_Pack.apply(self, *parameters))
+        tensors = list(_Pack.apply(self, *parameters))  # type: ignore[no-untyped-call]
         lstms = []
         for k in range(self._num_lstms):
             (ih, hh, ih_reverse, hh_reverse), biases = tensors[8 * k : 8 * k + 4], tensors[8 * k + 4 : 8 * k + 8]
