@@ -49,15 +49,16 @@ def test_a_loss_that_is_not_finite_names_its_traces_and_is_never_saved(make, tmp
     assert path.exists() == (interval == 0 and step > 0)
     if path.exists():
         saved = load_checkpoint(path)
-        assert saved["batch"] == step and all(value.isfinite().all() for value in saved["model"].values())
+        assert saved["progress"]["batch"] == step and all(value.isfinite().all() for value in saved["model"].values())
 
 
 def test_each_checkpoint_has_the_losses_of_all_its_steps(make, monkeypatch):
     run, saved, reported = make(checkpoint_interval_s=0.0), [], []
-    monkeypatch.setattr(module, "save_checkpoint", lambda _, state: saved.append((state["batch"], state["loss_count"])))
+    monkeypatch.setattr(module, "save_checkpoint", lambda _, state: saved.append(state["progress"]))
     monkeypatch.setattr(run.monitor, "step", lambda state, *_: reported.append(state.batch))
     run._train_epoch(TrainState())
-    assert saved == [(k, k * SIZE) for k in range(1, 7)] and reported == [1, 2, 3, 4, 5, 6]
+    assert [(s["batch"], s["loss_count"]) for s in saved] == [(k, k * SIZE) for k in range(1, 7)]
+    assert reported == [1, 2, 3, 4, 5, 6]
 
 
 def test_losses_do_not_depend_on_when_they_are_read(make, tmp_path):
