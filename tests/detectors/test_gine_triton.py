@@ -1,11 +1,9 @@
 """The Triton kernels compared with the C core, in Triton's interpreter and on a GPU if there is one."""
 
-import importlib.util
-import sys
-
 import pytest
 import torch
 
+from tests.detectors.kernels.interpreted import interpreted
 from tests.detectors.test_gine import FORMS, parameters, plain, sums
 from tracestore.detectors.config import ModelConfig
 from tracestore.detectors.graph import gine_cpu, gine_op
@@ -22,25 +20,12 @@ gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.fixture(scope="module")
 def kernels():
     """Return a copy of gine_triton whose kernels are interpreted on CPU tensors."""
-    name = "interpreted_gine_triton"
-    found = importlib.util.find_spec("tracestore.detectors.graph.gine_triton")
-    spec = importlib.util.spec_from_file_location(name, found.origin)
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        # Triton reads the variable when a kernel is defined.
-        patch.setenv("TRITON_INTERPRET", "1")
-        patch.setitem(sys.modules, name, module)
-        spec.loader.exec_module(module)
-    ptr = torch.tensor([0, 1])
-    inputs = GraphInputs(torch.ones(1, 1), ptr, torch.ones(1), ptr, 1)
-    try:
-        module.aggregate(torch.empty(1, 1), inputs.x, torch.ones(1, 1), torch.zeros(1), inputs.edges())
-    except triton.runtime.errors.InterpreterError as error:
-        # The interpreter calls int() on an array of one element, which numpy 2.4 refuses.
-        if "0-dimensional" in str(error):
-            pytest.skip("this Triton's interpreter needs an older numpy")
-        raise
-    return module
+    ptr, one = torch.tensor([0, 1]), torch.ones(1, 1)
+    inputs = GraphInputs(one, ptr, torch.ones(1), ptr, 1)
+    return interpreted(
+        "tracestore.detectors.graph.gine_triton",
+        lambda m: m.aggregate(torch.empty(1, 1), one, one, torch.zeros(1), inputs.edges()),
+    )
 
 
 def run(kernels, inputs, w, b, cotangent, need_x=True, edges=None):

@@ -5,7 +5,11 @@ Here the mask of a trace is a pure function of the batch, the position of the tr
 layer and the device type. A batch that is split gives the same gradients as the whole batch.
 """
 
+import functools
+import logging
+import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,23 +17,37 @@ from torch import nn
 from torch.nn import functional as F
 
 from tracestore.data.order import splitmix64
+from tracestore.detectors.config import FUSED_DEVICES
 
-# Masks on a CPU compare 16 random bits: a probability is a multiple of 2**-16.
-_STEPS = 1 << 16
+# Masks on a CPU compare 16 random bits, on a GPU 32: a probability is a multiple of 2**-16 or 2**-32.
+_STEPS, _KERNEL_STEPS = 1 << 16, 1 << 32
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _bound(keep: float, steps: int) -> int:
+    """Return the number of steps below which a random integer keeps an element."""
+    return min(max(1, round(keep * steps)), steps)
 
 
 class TraceMasks:
     """Dropout masks for the traces first .. first + count of the batch with this key."""
 
     def __init__(self, key: int, first: int, count: int) -> None:
-        positions = np.arange(first, first + count, dtype=np.uint64)
-        with np.errstate(over="ignore"):
-            self._keys = splitmix64(np.uint64(key) + positions * np.uint64(0x9E3779B97F4A7C15))
+        self.key, self.first, self.count = key, first, count
 
-    def draw(
-        self, stream: int, rows: Sequence[int], shape: Sequence[int], keep: float, device: torch.device
-    ) -> tuple[torch.Tensor, float]:
-        """Draw the masks of one layer.
+    @functools.cached_property
+    def _of_traces(self) -> np.ndarray:
+        positions = np.arange(self.first, self.first + self.count, dtype=np.uint64)
+        with np.errstate(over="ignore"):
+            return splitmix64(np.uint64(self.key) + positions * _GOLDEN)
+
+    def keys(self, stream: int) -> np.ndarray:
+        """Return a key for each trace, ``(count,)``, uint64."""
+        with np.errstate(over="ignore"):
+            return splitmix64(self._of_traces + np.uint64(stream + 1))
+
+    def draw(self, stream: int, rows: Sequence[int], shape: Sequence[int], keep: float) -> tuple[torch.Tensor, float]:
+        """Draw the masks of one layer on the CPU, ten times as fast as torch's Bernoulli.
 
         Parameters
         ----------
@@ -41,7 +59,6 @@ class TraceMasks:
             Shape of a row.
         keep : float
             Probability that an element is kept.
-        device : torch.device
 
         Returns
         -------
@@ -50,34 +67,117 @@ class TraceMasks:
         keep : float
             The exact probability, which differs from the argument by rounding.
         """
-        with np.errstate(over="ignore"):
-            keys = splitmix64(self._keys + np.uint64(stream + 1))
         columns = int(np.prod(shape))
-        draw = _draw_on_cpu if device.type == "cpu" else _draw
-        mask, keep = draw(keys.tolist(), [n * columns for n in rows], keep, device)
-        return mask.view(sum(rows), *shape), keep
+        bound = _bound(keep, _STEPS)
+        mask = np.empty(sum(rows) * columns, np.bool_)
+        begin = 0
+        for key, count in zip(self.keys(stream).tolist(), rows, strict=True):
+            size = count * columns
+            bits = np.random.SFC64(key).random_raw(-(-size // 4)).view(np.uint16)
+            # <= with bound - 1, because 2**16 itself does not fit into 16 bits.
+            np.less_equal(bits[:size], np.uint16(bound - 1), out=mask[begin : begin + size])
+            begin += size
+        return torch.from_numpy(mask).view(sum(rows), *shape), bound / _STEPS
 
 
-def _draw_on_cpu(keys: list[int], sizes: list[int], keep: float, device: torch.device) -> tuple[torch.Tensor, float]:
-    """Draw ten times as fast as torch's Bernoulli."""
-    bound = min(max(1, round(keep * _STEPS)), _STEPS)
-    mask = np.empty(sum(sizes), np.bool_)
-    begin = 0
-    for key, size in zip(keys, sizes, strict=True):
-        bits = np.random.SFC64(key).random_raw(-(-size // 4)).view(np.uint16)
-        # <= with bound - 1, because 2**16 itself does not fit into 16 bits.
-        np.less_equal(bits[:size], np.uint16(bound - 1), out=mask[begin : begin + size])
-        begin += size
-    return torch.from_numpy(mask), bound / _STEPS
+def kernel_mask(keys: np.ndarray, sizes: Sequence[int], bound: int) -> np.ndarray:
+    """Return what the Triton kernel keeps: for each trace with a key, so many elements, one after the other."""
+    elements = [np.arange(1, size + 1, dtype=np.uint64) * _GOLDEN for size in sizes]
+    with np.errstate(over="ignore"):
+        bits = [splitmix64(key + own) >> np.uint64(32) for key, own in zip(keys, elements, strict=True)]
+    return np.concatenate(bits) < bound
 
 
-def _draw(keys: list[int], sizes: list[int], keep: float, device: torch.device) -> tuple[torch.Tensor, float]:
-    generator = torch.Generator(device)
-    values = torch.empty(sum(sizes), device=device)
-    for key, of_trace in zip(keys, values.split(sizes), strict=True):
-        generator.manual_seed(key)
-        of_trace.uniform_(generator=generator)
-    return values < keep, keep
+@functools.cache
+def _kernel_works(device: torch.device) -> bool:
+    """Return whether the Triton kernel runs on a GPU and computes `kernel_mask`; warn if not."""
+    try:
+        masks, sizes = TraceMasks(2**64 - 1, 3, 3), [2, 0, 5]
+        row_ptr = torch.tensor([0, *np.cumsum(sizes)]).to(device)
+        out = _run_kernel(torch.ones(7, 40, device=device), masks, 1 << 31, 5, 0, row_ptr)
+        expected = kernel_mask(masks.keys(5), [n * 40 for n in sizes], 1 << 31)
+        if np.array_equal(out.view(-1).cpu().numpy(), expected * np.float32(2)):
+            return True
+        what = "computes other masks than expected"
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        logging.getLogger(__name__).debug("the dropout kernel failed", exc_info=True)
+        what = f"failed: {type(error).__name__}: {error}".splitlines()[0][:200]
+    warnings.warn(
+        f"the dropout kernel on {device} {what}; masks are drawn on the CPU, which is slower. "
+        "Please report this with the output of: tracestore doctor",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+    return False
+
+
+def _run_kernel(
+    x: torch.Tensor, masks: TraceMasks, bound: int, stream: int, stream_step: int, row_ptr: torch.Tensor | None
+) -> torch.Tensor:
+    from tracestore.detectors.kernels import dropout as kernels
+
+    # Triton takes signed integers.
+    key = masks.key - (masks.key >> 63 << 64)
+    return kernels.apply(x, row_ptr, masks.count, key, masks.first, stream, stream_step, bound)
+
+
+class _KernelDropout(torch.autograd.Function):
+    """Dropout in one kernel. Backward computes the mask again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        ctx.arguments = arguments
+        return _run_kernel(x, *arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return _run_kernel(grads[0], *ctx.arguments), None, None, None, None, None
+
+
+def drop(
+    x: torch.Tensor,
+    p: float,
+    masks: TraceMasks | None,
+    stream: int,
+    *,
+    stream_step: int = 0,
+    row_ptr: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Apply dropout to x.
+
+    Parameters
+    ----------
+    x : torch.Tensor
+        ``(R, ...)``.
+    p : float
+        Probability that an element is set to zero.
+    masks : TraceMasks or None
+        None: masks are drawn by torch.
+    stream : int
+        Number of the layer; see `TraceMasks.draw`.
+    stream_step : int
+        R may be a multiple of the number of traces. Row r belongs to trace ``r % count`` then, and to the
+        stream ``stream + r // count * stream_step``.
+    row_ptr : torch.Tensor, optional
+        ``(count + 1,)`` int64: the rows of trace k are ``row_ptr[k] .. row_ptr[k + 1]``, relative to ``row_ptr[0]``.
+    """
+    if masks is None:
+        return F.dropout(x, p)
+    if p == 1:
+        return x * 0
+    if x.device.type != "cpu" and x.device.type in FUSED_DEVICES and _kernel_works(x.device):
+        arguments = masks, _bound(1 - p, _KERNEL_STEPS), stream, stream_step, row_ptr
+        out: torch.Tensor = _KernelDropout.apply(x, *arguments)  # type: ignore[no-untyped-call]
+        return out
+    rows = [1] * masks.count if row_ptr is None else row_ptr.diff().tolist()
+    streams = range(len(x) // max(1, masks.count)) if row_ptr is None else range(1)
+    drawn = [masks.draw(stream + k * stream_step, rows, x.shape[1:], 1 - p) for k in streams]
+    mask, keep = drawn[0] if len(drawn) == 1 else (torch.cat([mask for mask, _ in drawn]), drawn[0][1])
+    factors = mask.to(x.device, x.dtype)
+    # A 16-bit factor would round the scale; scaling the product instead is computed in float32.
+    return x * factors.mul_(1 / keep) if x.dtype.itemsize >= 4 else x * factors * (1 / keep)
 
 
 class TraceDropout(nn.Module):
@@ -100,16 +200,7 @@ class TraceDropout(nn.Module):
         self.p, self.stream = p, stream
 
     def forward(
-        self, x: torch.Tensor, masks: TraceMasks | None = None, rows: Sequence[int] | None = None
+        self, x: torch.Tensor, masks: TraceMasks | None = None, row_ptr: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Apply dropout to x ``(R, ...)``, of which ``rows[k]`` rows belong to trace k (default: one each)."""
-        if not self.training or self.p == 0:
-            return x
-        if masks is None:
-            return F.dropout(x, self.p)
-        if self.p == 1:
-            return x * 0
-        mask, keep = masks.draw(self.stream, [1] * len(x) if rows is None else rows, x.shape[1:], 1 - self.p, x.device)
-        factors = mask.to(x.dtype)
-        # A 16-bit factor would round the scale; scaling the product instead is computed in float32.
-        return x * factors.mul_(1 / keep) if x.dtype.itemsize >= 4 else x * factors * (1 / keep)
+        """Apply dropout to x ``(R, ...)``; `drop` describes `row_ptr`. By default, each trace has one row."""
+        return drop(x, self.p, masks, self.stream, row_ptr=row_ptr) if self.training and self.p > 0 else x

@@ -18,13 +18,10 @@ from tracestore.detectors.graph.gine import GINE, mean_pool
 from tracestore.detectors.graph.index import GraphIndex
 from tracestore.detectors.graph.inputs import GraphInputs
 from tracestore.detectors.graph.normalization import NORMALIZATIONS
+from tracestore.detectors.readers import ENCODER_STREAM, Readers
 
 AUXILIARY_WEIGHT = 0.1
 GNN_DROPOUT = 0.2
-# Streams of TraceMasks: the graph encoder, then those of each reader: two layers of its head, and one per layer of
-# its LSTM.
-_ENCODER, _READERS = 0, 1
-_HEAD, _LSTM, _PER_READER = 0, 2, 1 << 16
 
 
 @dataclass
@@ -46,69 +43,6 @@ class Output:
     def logits(self) -> torch.Tensor:
         """The means over the readers, ``(B,)``."""
         return self.reader_logits.mean(1)
-
-
-class StackedLSTM(nn.Module):
-    """nn.LSTM with several bidirectional layers, whose dropout uses masks of `TraceMasks`."""
-
-    def __init__(self, in_channels: int, config: ModelConfig, stream: int) -> None:
-        super().__init__()
-        hidden, num_layers = config.lstm_hidden, config.num_lstm_layers
-        self.is_mean = config.layer_pooling == "mean"
-        widths = [in_channels] + [2 * hidden] * (num_layers - 1)
-        self.layers = nn.ModuleList(nn.LSTM(n, hidden, batch_first=True, bidirectional=True) for n in widths)
-        self.dropouts = nn.ModuleList(TraceDropout(config.dropout, stream + k) for k in range(num_layers - 1))
-
-    def forward(self, x: torch.Tensor, masks: TraceMasks | None = None) -> torch.Tensor:
-        """Return the outputs of the last layer, averaged, or its final states: (B, L, in) -> (B, 2 * hidden)."""
-        x, (final, _) = self.layers[0](x)
-        for dropout, layer in zip(self.dropouts, self.layers[1:], strict=True):
-            x, (final, _) = layer(dropout(x, masks))
-        return x.mean(1) if self.is_mean else torch.cat([final[0], final[1]], dim=1)
-
-
-class LayerLSTM(nn.Module):
-    """A bidirectional LSTM over the layers of the language model, and a head."""
-
-    def __init__(self, in_channels: int, config: ModelConfig, stream: int) -> None:
-        super().__init__()
-        self.lstm = StackedLSTM(in_channels, config, stream + _LSTM)
-        self.head = nn.Sequential(
-            nn.Linear(2 * config.lstm_hidden, 128),
-            nn.ReLU(),
-            TraceDropout(config.dropout, stream + _HEAD),
-            nn.Linear(128, 64),
-            nn.ReLU(),
-            TraceDropout(config.dropout, stream + _HEAD + 1),
-            nn.Linear(64, 1),
-        )
-
-    def forward(self, x: torch.Tensor, masks: TraceMasks | None = None) -> torch.Tensor:
-        """Return the logits: (B, L, in) -> (B,)."""
-        x = self.lstm(x, masks)
-        for layer in self.head:
-            x = layer(x, masks) if isinstance(layer, TraceDropout) else layer(x)
-        return x.squeeze(1)
-
-
-class Readers(nn.ModuleList):
-    """``config.num_readers`` LSTMs with heads, which differ in their first weights and dropout masks.
-
-    Each is trained on the labels by itself, and the detector's logit is their mean (`Output.logits`).
-
-    References
-    ----------
-    Lee et al. 2015, "Why M Heads are Better than One: Training a Diverse Ensemble of Deep Networks",
-    section 3.1 (several heads on shared first layers).
-    """
-
-    def __init__(self, in_channels: int, config: ModelConfig) -> None:
-        streams = (_READERS + k * _PER_READER for k in range(config.num_readers))
-        super().__init__(LayerLSTM(in_channels, config, stream) for stream in streams)
-
-    def forward(self, x: torch.Tensor, masks: TraceMasks | None = None) -> torch.Tensor:
-        """Return the logits of each reader: (B, L, in) -> (B, R)."""
-        return torch.stack([reader(x, masks) for reader in self], dim=1)
 
 
 class Standardizer(nn.Module):
@@ -196,7 +130,7 @@ class GraphEncoder(nn.Module):
         self.conv2 = GINE(hidden, hidden, passing, edge_dim, config.aggregation)
         norm = NORMALIZATIONS[config.normalization]
         self.norm1, self.norm2 = norm(hidden, len(self.layers)), norm(hidden, len(self.layers))
-        self.dropout = TraceDropout(GNN_DROPOUT, _ENCODER)
+        self.dropout = TraceDropout(GNN_DROPOUT, ENCODER_STREAM)
 
     @property
     def width(self) -> int:
@@ -216,7 +150,7 @@ class GraphEncoder(nn.Module):
         x = inputs.x if index.gathered is None else inputs.x[index.gathered]
         x = self.standardiser.standardize_nodes(x, index, inputs.held_layers)
         x = F.relu(self.norm1(self.conv1(x, inputs), inputs))
-        x = self.dropout(x, masks, inputs.nodes_per_trace())
+        x = self.dropout(x, masks, index.node_ptr[:: inputs.num_layers])
         pooled = self._read_out(x, inputs, index)
         parts = [pooled] if skipped is None else [pooled, skipped.to(pooled.dtype)]
         return torch.cat(parts, dim=1).reshape(inputs.num_traces, inputs.num_layers, -1)

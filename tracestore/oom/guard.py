@@ -22,22 +22,14 @@ from tracestore.oom.snapshot import (
     StepCounters,
     StepSnapshot,
     create_optimizer_state,
+    flush_autograd_queue,
     writes_after_allocating,
 )
+from tracestore.oom.step_loss import StepLoss
 
 T = TypeVar("T")
 Phase = Literal["forward", "backward", "optimizer", "evaluation"]
 _MAX_ATTEMPTS = 3
-
-
-def _flush_autograd_queue() -> None:
-    """Run a tiny backward pass.
-
-    A failed backward pass on the CPU leaves unvisited nodes, and the tensors they saved, in
-    the queue of the autograd engine until the next pass.
-    """
-    with torch.enable_grad():
-        torch.zeros((), requires_grad=True).neg().backward()
 
 
 class OOMGuard:
@@ -156,9 +148,8 @@ class OOMGuard:
     ) -> float:
         """Run forward, backward and the optimizer over one batch.
 
-        With several ranks each computes its own slice. No rank enters a collective before all
-        ranks report that their slice succeeded; if one failed, all retry with the same smaller
-        micro-batches.
+        With several ranks each computes its own slice. No rank enters a collective before all ranks report that
+        their slice succeeded; if one failed, all retry with the same smaller micro-batches.
 
         Parameters
         ----------
@@ -187,6 +178,17 @@ class OOMGuard:
         UsageError
             If the batch is float16 and the model float32.
         """
+        return self.submit(size, loss_fn, global_size, max_micro_batch, seed).result()
+
+    def submit(
+        self,
+        size: int,
+        loss_fn: Callable[[int, int], torch.Tensor],
+        global_size: int | None = None,
+        max_micro_batch: int | None = None,
+        seed: Callable[[], Any] | None = None,
+    ) -> StepLoss:
+        """Do what `step` does without waiting for a GPU. ``result()`` of what it returns waits, and returns the loss."""
         if len(self.optimizer.param_groups) != self._num_groups:
             self._configure_snapshots()
         global_size = size if global_size is None else global_size
@@ -223,13 +225,10 @@ class OOMGuard:
         micro_batch: int,
         loss_fn: Callable[[int, int], torch.Tensor],
         seed: Callable[[], Any] | None,
-    ) -> tuple[Phase, StepOutcome, float]:
-        """Try everything from the snapshot to the optimizer's step once.
-
-        Return the last phase, the outcome over all ranks and the loss.
-        """
+    ) -> tuple[Phase, StepOutcome, StepLoss]:
+        """Try everything once, snapshot to optimizer. Return the last phase, the outcome over all ranks and the loss."""
         phase: Phase = "forward"
-        outcome, loss, error = StepOutcome.SUCCESS, 0.0, None
+        outcome, loss, error = StepOutcome.SUCCESS, StepLoss(), None
         value = weighted = None
         try:
             if not self._snapshot.is_saved:
@@ -240,10 +239,11 @@ class OOMGuard:
                 phase = "forward"
                 value = loss_fn(begin, end)
                 weighted = value if end - begin == global_size else value * ((end - begin) / global_size)
-                loss += float(weighted.detach())
+                loss.add(weighted)
                 phase = "backward"
                 self._backward(weighted)
                 value = weighted = None
+            loss.end()
         except Exception as raised:
             outcome = classify(raised)
             error = raised if outcome == StepOutcome.OTHER_ERROR else None
@@ -373,7 +373,7 @@ class OOMGuard:
         self.optimizer.zero_grad(set_to_none=True)
         if self.on_host_memory is not None and (outcome == StepOutcome.HOST_OOM or self._on_cpu):
             self.on_host_memory()
-        self._retry_on_oom(_flush_autograd_queue)
+        self._retry_on_oom(flush_autograd_queue)
         gc.collect()
         torch.cuda.empty_cache()
 

@@ -59,6 +59,16 @@ def seed_step(key: int, device: torch.device) -> None:
         torch.cuda.manual_seed(key)
 
 
+def flush_autograd_queue() -> None:
+    """Run a tiny backward pass.
+
+    A failed backward pass on the CPU leaves unvisited nodes, and the tensors they saved, in
+    the queue of the autograd engine until the next pass.
+    """
+    with torch.enable_grad():
+        torch.zeros((), requires_grad=True).neg().backward()
+
+
 # Immutable types, which copy.copy() returns unchanged.
 _IMMUTABLE_TYPES = (int, float, bool, complex, str, tuple, type(None))
 

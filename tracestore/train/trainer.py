@@ -2,7 +2,6 @@
 
 import gc
 import hashlib
-import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -48,6 +47,7 @@ from tracestore.train.checkpoint import (
 )
 from tracestore.train.config import WEIGHT_DECAY, TrainConfig, TrainState
 from tracestore.train.distributed import DistributedContext
+from tracestore.train.losses import UnreadLoss
 from tracestore.train.model_runner import ModelRunner, SplitScores, score_split
 from tracestore.train.monitor import Log, Monitor
 from tracestore.train.signals import StopReason, StopSignals
@@ -99,6 +99,7 @@ class Trainer:
         default_command = f"tracestore train --store {store.path} --output-dir {folder.parent} --resume"
         self.resume_command = resume_command or default_command
         self._saved_at = time.monotonic()
+        self._unread: UnreadLoss | None = None
 
     def run(self) -> dict[str, Any]:
         """Train, select the best epoch by validation, and test it once.
@@ -240,20 +241,21 @@ class Trainer:
         self.guard.begin_epoch(state.epoch)
         self.feed.seek(state.epoch, state.batch)
         while state.batch < len(self.feed):
-            loss = self._step(state)
-            self.monitor.step(state, len(self.feed), loss)
+            self._step(state)
             if time.monotonic() - self._saved_at >= self.config.checkpoint_interval_s:
+                self._read_loss(state)
                 self._save_last(state)
+        self._read_loss(state)
         self.feed.close()
 
-    def _step(self, state: TrainState) -> float:
-        """Step the optimizer once. Return the mean loss over the traces of all ranks."""
+    def _step(self, state: TrainState) -> None:
+        """Step the optimizer once, and read the loss of the step before, while a GPU computes this one."""
         began = time.perf_counter()
         step = self._fetch(state)
         state.waited_s += time.perf_counter() - began
         key = step.batches[0].key(STEP, self.ranks.rank)
         try:
-            loss = self.guard.step(
+            loss = self.guard.submit(
                 step.size,
                 partial(self.runner.step_loss, step),
                 step.global_size,
@@ -265,14 +267,25 @@ class Trainer:
         except InsufficientMemoryError as error:
             state.seconds += time.perf_counter() - began
             self._abort_with_checkpoint(StopReason.OUT_OF_MEMORY, str(error), state)
-        loss = float(self.ranks.all_reduce_sum(torch.tensor([loss], dtype=torch.float64)))
-        if not math.isfinite(loss):
-            self._abort_nonfinite(loss, step)
-        state.batch += len(step.batches)
-        state.loss_sum += loss * step.global_size
-        state.loss_count += step.global_size
         state.seconds += time.perf_counter() - began
-        return loss
+        self._read_loss(state)
+        self._unread = UnreadLoss.of(step, loss)
+        state.batch += len(step.batches)
+        if self.ranks.world_size > 1:
+            # The sum over the ranks is a collective: a rank that ends alone must leave none of them waiting in it.
+            self._read_loss(state)
+
+    def _read_loss(self, state: TrainState) -> None:
+        """Add the loss of the last step to the state, if it has not been read."""
+        unread, self._unread = self._unread, None
+        if unread is None:
+            return
+        began = time.perf_counter()
+        loss = unread.read(self.store, self.ranks, is_scaled=self.guard.scaler is not None)
+        state.loss_sum += loss * unread.size
+        state.loss_count += unread.size
+        state.seconds += time.perf_counter() - began
+        self.monitor.step(state, len(self.feed), loss)
 
     def _fetch(self, state: TrainState) -> AccumulatedBatch:
         """Return the batches of the next step, unless a rank has to stop before it."""
@@ -282,18 +295,6 @@ class Trainer:
         if reason or batches is None:
             self._abort_with_checkpoint(reason, "one batch does not fit", state)
         return AccumulatedBatch(batches)
-
-    def _abort_nonfinite(self, loss: float, step: AccumulatedBatch) -> NoReturn:
-        own = [(i, q) for b in step.batches for i, q in zip(b.trace_index.tolist(), b.question_id, strict=True)]
-        found = self.ranks.all_gather([q for i, q in own if self.store[i].has_nonfinite])
-        ids = [q for questions in found for q in questions]
-        if ids:
-            reason = f"the trace of question {ids[0]!r} holds NaN or infinite values; --drop-nonfinite leaves it out"
-        else:
-            reason = f"questions of the step: {', '.join(q for _, q in own[:4])}, ...; lower --lr"
-            if self.guard.scaler is not None:
-                reason += ", or, as float16 ends at 65,504, use --precision bf16"
-        self.ranks.abort_all(TrainingError(f"the loss is {loss}: {reason}"))
 
     # Validation and test
 
@@ -386,6 +387,7 @@ class Trainer:
         if is_oom:
             self.on_fatal_oom()
         if state is not None:
+            self._read_loss(state)
             self._save_last(state, did_not_fit=is_oom)
         saved = f"{'kept' if state is None else 'saved'} {self.folder / LAST}"
         if is_oom:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -114,8 +113,3 @@ class GraphIndex(TensorBatch):
         arrays = np.repeat(graphs, sizes), np.repeat(graph_layers, sizes), ptr, sizes, gathered, rows, counts, *skip
         tensors = [None if a is None else torch.from_numpy(np.ascontiguousarray(a)) for a in arrays]
         return cls(config, tuple(ptr.tolist()), *tensors)  # type: ignore[arg-type]
-
-    def rows_per_trace(self, num_layers: int) -> list[int]:
-        """Return the number of rows of each trace, over all layers."""
-        ends = self.ptr[::num_layers]
-        return [end - begin for begin, end in pairwise(ends)]

@@ -165,12 +165,6 @@ class GraphInputs(TensorBatch):
         """Number of traces, B."""
         return (len(self.node_ptr) - 1) // self.num_layers
 
-    def nodes_per_trace(self) -> list[int]:
-        """Return the number of nodes of each trace, over all layers."""
-        if self.index is not None:
-            return self.index.rows_per_trace(self.num_layers)
-        return self.node_ptr[:: self.num_layers].diff().tolist()
-
     def nodes_per_graph(self) -> torch.Tensor:
         """Return the number of nodes of each graph, (G,)."""
         return self.node_ptr.diff() if self.index is None else self.index.sizes
