@@ -4,8 +4,9 @@ python bench/busy_processor.py STORE [--what NAME ...] [--rounds 9] [--baseline 
 
 The other process computes in one thread and is not pinned. `bench/startup.py --make STORE` writes a store. The times
 are medians: of an epoch and its checkpoint for training, of a call for predict. States alternate: each program runs
-all the time, and is stopped while it is not its turn. The first epoch or call of a turn does not count. The command
-benchmark is measured as a whole, in processes of their own. With --baseline, another checkout is measured alone.
+all the time, and is stopped while it is not its turn. The epochs or calls of the first second of a turn, in which
+threads adapt to the state, do not count; those of the next second do. The command benchmark is measured as a whole, in
+processes of their own. With --baseline, another checkout is measured alone.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -73,12 +75,20 @@ class Program:
         self._process.send_signal(signal.SIGSTOP)
 
     def turn(self) -> float:
-        """Run two epochs, and return the seconds of the second one."""
+        """Return the mean seconds of the epochs of a second, after those of another second."""
         self._process.send_signal(signal.SIGCONT)
-        self._wait_for_line()
-        seconds = timed(self._wait_for_line)
+        self._run_for_a_second()
+        seconds = self._run_for_a_second()
         self.stop()
         return seconds
+
+    def _run_for_a_second(self) -> float:
+        """Run epochs until a second has passed, and return their mean seconds."""
+        begin, count, seconds = time.perf_counter(), 0, 0.0
+        while seconds < 1:
+            self._wait_for_line()
+            count, seconds = count + 1, time.perf_counter() - begin
+        return seconds / count
 
 
 def train_words(store: Path, folder: Path, model: str, epochs: int) -> list[object]:
