@@ -68,6 +68,21 @@ def test_rule_02_as_many_tokens_as_states(tmp_path, num_ids):
     refuse(tmp_path, ROWS | {"tokens": "*.pkl : [id=id]/ids"}, f"tokens: found {num_ids} ids, expected 4")
 
 
+@pytest.mark.parametrize("extra", [-1, 1])
+def test_rule_02_as_many_ids_behind_each_other_as_states(tmp_path, extra):
+    arrays = {"h": states(12, 2, 8), "n": np.array([3, 4, 5]), "ids": np.arange(12 + extra)}
+    dump(tmp_path / "in/a.pkl", arrays)
+    layout = {"hidden_states": "a.pkl : h -> (N S) L D", "S.lengths": "a.pkl : n -> N", "tokens": "a.pkl : ids -> (N S)"}
+
+    refuse(tmp_path, layout, f"tokens: found {12 + extra} on the axis")
+
+
+def test_rule_02_a_mask_as_long_as_states(tmp_path):
+    dump(tmp_path / "in/a.pkl", {"hs": states(2, 2, 4, 8), "m": np.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])})
+
+    refuse(tmp_path, {"hidden_states": "a.pkl : hs -> N L S D", "S.mask": "a.pkl : m -> N S"}, "S.mask: found 5 values")
+
+
 @pytest.mark.parametrize("shape", [(2, 1, 5, 5), (2, 1, 4, 5), (2, 1, 3, 3)])
 def test_rule_02_as_many_tokens_in_attention_as_states(tmp_path, shape):
     write_rows(tmp_path, attn=lambda _: np.full(shape, 0.25, "f4"))
@@ -82,6 +97,14 @@ def test_rule_03_one_more_id_is_stated_or_follows_passes(tmp_path):
     traces = convert(tmp_path, ROWS | {"tokens": "*.pkl : [id=id]/ids -> T"})
 
     assert traces["q1", 0].tokens.tolist() == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(("axes", "num_ids"), [("S", 5), ("T", 4), ("T", 6)])
+def test_rule_03_stated_axes_are_exact_also_behind_passes(tmp_path, axes, num_ids):
+    """Ids without the first one [ids moved by one]."""
+    dump(tmp_path / "in/a.pkl", {"hs": passes(2, 1, 1), "sequences": np.arange(2 * num_ids).reshape(2, num_ids)})
+
+    refuse(tmp_path, PASSES | {"tokens": f"a.pkl : sequences -> N {axes}"}, f"found {num_ids} ids, expected")
 
 
 def test_rule_03a_padding_behind_an_early_end(tmp_path):
@@ -139,7 +162,7 @@ def test_rule_05_passes_grow_by_new_tokens_only(tmp_path):
     dump(tmp_path / "in/a.pkl", {"hs": hs, "sequences": np.arange(10).reshape(2, 5), "ids": ["a", "b"]})
     layout = PASSES | {"question_id": "a.pkl : ids -> N"}
     with_ids = layout | {"tokens": "a.pkl : sequences -> N T"}
-    refuse(tmp_path, with_ids, "tokens: found 5 ids, expected 9")
+    refuse(tmp_path, with_ids, "tokens: found 5 ids, expected 10 for 9 states")
 
     traces = convert(tmp_path, with_ids | {"P.repeats": True})
 
@@ -504,6 +527,25 @@ def test_rule_17a_lengths_need_a_side_unless_the_padding_shows_it(tmp_path, side
     traces = list(convert(tmp_path, layout, overwrite=True).values())
     kept = stack[1, :, :3] if side == "right" else stack[1, :, 2:]
     np.testing.assert_allclose(traces[1].hidden_states, kept, atol=2e-3)
+
+
+def test_rule_17a_lengths_leave_out_one_id(tmp_path):
+    """A length that is less by one leaves out a token of the trace."""
+    ids = np.array([[5, 6, 7, 8, 9], [5, 6, 7, 0, 0]])
+    dump(tmp_path / "in/a.pkl", {"hs": states(2, 2, 5, 8), "ids": ids, "n": [5, 2]})
+    layout = {"hidden_states": "a.pkl : hs -> N L S D", "tokens": "a.pkl : ids -> N S", "S.lengths": "a.pkl : n -> N"}
+
+    refuse(tmp_path, layout | {"S.side": "right"}, "S.lengths: the tokens that it leaves out have several ids")
+
+
+@pytest.mark.parametrize("name", ["S.mask", "S.lengths"])
+def test_rule_17_what_the_layout_says_of_padding_is_there(tmp_path, name):
+    """A mask that was left out of one file."""
+    for k in range(2):
+        dump(tmp_path / f"in/{k}.pkl", {"hs": states(2, 2, 5, 8, seed=k)} | ({"m": np.ones((2, 5), int)} if k else {}))
+    layout = {"hidden_states": "*.pkl : hs -> N L S D", name: "*.pkl : m -> N S"}
+
+    refuse(tmp_path, layout, f"{name}: the trace has no value where the layout says")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.ingest.readers.trees import check_mutations, check_time, plain, read_tree, refusal, refusal_in_child
+from tracestore.errors import InvalidInputError
 from tracestore.ingest.readers.opening import open_tree
 from tracestore.ingest.tree import Group, Items, StreamItems, as_array
 
@@ -40,6 +41,26 @@ def test_rows_of_a_table_are_groups_of_texts(tmp_path, suffix, name, mark):
         {"id": "q1", "text": f'a\n"b{mark}', "label": "1"},
         {"id": "007", "text": None, "label": "0.5"},
     ]
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.csv.gz"])
+@pytest.mark.parametrize("mark", [",", ";", "\t", "|"])
+def test_the_first_row_shows_what_separates_cells(tmp_path, name, mark):
+    path = tmp_path / name
+    data = f'id{mark}score{mark}text\nq1{mark}0.5{mark}"a, b; c"\n'.encode()
+    path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    with open_tree(path) as root:
+        assert plain(root) == [{"id": "q1", "score": "0.5", "text": "a, b; c"}]
+
+
+def test_a_first_row_with_two_separators(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("a;b|c\n1;2|3\n")
+    with pytest.raises(InvalidInputError, match="may be separated by ';' or"), open_tree(path) as root:
+        list(root)
+    path.write_text("a;b,c\n1;2,3\n")
+    with open_tree(path) as root:
+        assert plain(root) == [{"a;b": "1;2", "c": "3"}]
 
 
 def test_a_table_without_header_is_arrays(tmp_path):

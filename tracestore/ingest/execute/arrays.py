@@ -131,6 +131,10 @@ class ArrayReader:
     def fixed_of(self, trace: FoundTrace, cell: Cell) -> dict[str, Any]:
         """Return what is fixed on the axes of a cell for a trace."""
         fixed = dict(trace.fixed)
+        if "NS" in cell.axes and (size := extent(cell.value, cell.axes, "NS")) != trace.num_rows:
+            raise InvalidInputError(
+                f"found {size} on the axis (N S), expected {trace.num_rows:,} as states", field=cell.place.name
+            )
         if "N" in cell.axes:
             fixed["N"] = trace.environment["N*" if "N*" in self.plan.keys.get(cell.place, ()) else "N"]
         if "K" in cell.axes:
@@ -181,14 +185,17 @@ class ArrayReader:
         ids, letter = found
         if letter == "G":
             raise InvalidInputError("ids from prompt_length on need those of the prompt; state S or T", field="tokens")
-        places = [place for place, _ in self.columns.of("tokens")]
-        last = places[0].address.path[-1] if places[0].address.path else None
-        is_sequence = isinstance(last, KeyStep) and last.text == "sequences"
-        is_wider = letter == "T" or has_passes or is_sequence
-        if ids.ndim != 1 or not (len(ids) == num_states or (is_wider and len(ids) == num_states + 1)):
-            more = " or one more" if is_wider else "; -> T says that the last token has no states"
+        address = next(place.address for place, _ in self.columns.of("tokens"))
+        is_sequence = address.path[-1:] and isinstance(address.path[-1], KeyStep) and address.path[-1].text == "sequences"
+        # Stated axes are exact: one id less or more would move the others.
+        allowed = [num_states + (letter == "T")]
+        if address.axes is None and (has_passes or is_sequence):
+            allowed = [num_states, num_states + 1]
+        if ids.ndim != 1 or len(ids) not in allowed:
+            found, expected = ids.shape[0] if ids.ndim else 0, " or ".join(map(str, allowed))
+            hint = "; -> T says that the last token has no states" if found == num_states + 1 else ""
             raise InvalidInputError(
-                f"found {ids.shape[0] if ids.ndim else 0} ids, expected {num_states} as states{more}", field="tokens"
+                f"found {found} ids, expected {expected} for {num_states} states{hint}", field="tokens"
             )
         return ids
 

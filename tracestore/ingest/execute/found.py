@@ -19,11 +19,15 @@ _RANGES = ("S.offsets", "S.lengths", "S.owner", "S.starts", "S.ends")
 
 @dataclass
 class FoundTrace:
-    """A trace before its values are read: what it binds, and the cells of its states."""
+    """A trace before its values are read: what it binds, the cells of its states, its position on their axes.
+
+    `num_rows` is the extent of the axis (N S).
+    """
 
     environment: dict[str, Any]
     cells: dict[int, list[Cell]]
     fixed: dict[str, Any] = field(default_factory=dict)
+    num_rows: int = 0
 
 
 @dataclass
@@ -87,9 +91,9 @@ class TraceFinder:
             return
         cell = trace.cells[min(trace.cells)][0]
         if "NS" in cell.axes:
-            spans = self._ranges(cell, trace.environment)
-            for n, (begin, end) in enumerate(spans):
-                yield FoundTrace({**trace.environment, "N": n}, trace.cells, {"N": n, "NS": slice(begin, end)})
+            size = extent(cell.value, cell.axes, "NS") or 0
+            for n, (begin, end) in enumerate(self._ranges(size, trace.environment)):
+                yield FoundTrace({**trace.environment, "N": n}, trace.cells, {"N": n, "NS": slice(begin, end)}, size)
             return
         sizes: dict[str, set[int | None]] = {}
         for each in (c for cells in trace.cells.values() for c in cells):
@@ -131,12 +135,12 @@ class TraceFinder:
                 if "N" in column.names:
                     yield place, column
 
-    def _ranges(self, cell: Cell, environment: Mapping[str, Any]) -> list[Span]:
+    def _ranges(self, size: int, environment: Mapping[str, Any]) -> list[Span]:
         known = {}
         for name in _RANGES:
             for _, column in self.columns.of(name):
                 known[name] = self._all_rows(column, environment)
-        return ranges_of(known, extent(cell.value, cell.axes, "NS") or 0)
+        return ranges_of(known, size)
 
     def _all_rows(self, column: Column, environment: Mapping[str, Any]) -> np.ndarray:
         """Return the values of a column along N."""

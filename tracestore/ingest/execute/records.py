@@ -252,11 +252,13 @@ class TraceBuilder:
         ids = None if tokens is None else tokens[:num_states]
         is_stack = "N" in trace.environment and "NS" not in trace.fixed
         fill = settings.get("S.padding")
-        if (mask := self.arrays.array("S.mask", trace, "S")) is not None:
-            begin, end = self._span_of_mask(mask[0], num_states, sizes)
+        if (mask := self._known("S.mask", self.arrays.array("S.mask", trace, "S"))) is not None:
+            begin, end = self._span_of_mask(mask[0], num_states, sizes, 0 if tokens is None else len(tokens))
             check_left_out(ids, (begin, end), self._pads, layers, "S.mask", lambda: self.arrays.has_full_mask(trace))
-        elif "NS" not in trace.fixed and (length := self._length(trace)) is not None:
+        elif "NS" not in trace.fixed and (length := self._known("S.lengths", self._length(trace))) is not None:
             begin, end = span_of_length(length, num_states, settings.get("S.side"), ids, layers)
+            if ids is not None:
+                check_left_out(ids, (begin, end), self._pads, layers, "S.lengths", lambda: True)
         elif fill not in (None, "none"):
             begin, end = span_of_fill(fill, layers, ids)
         else:
@@ -267,9 +269,15 @@ class TraceBuilder:
             return begin, end
         return begin, min(end, self._end_of_row(tokens, num_states, is_generated=is_stack and len(sizes) > 1))
 
-    def _span_of_mask(self, flags: np.ndarray, num_states: int, sizes: list[int]) -> Span:
-        """Return the tokens of a mask, which is as long as the states, the ids or the first pass."""
-        if len(flags) not in (num_states, sizes[0], num_states + 1):
+    def _known(self, name: str, value: Any) -> Any:
+        """Return what is known of an axis; InvalidInputError if the layout states it and the trace has none."""
+        if value is None and name in self.plan.layout.addresses:
+            raise InvalidInputError("the trace has no value where the layout says", field=name)
+        return value
+
+    def _span_of_mask(self, flags: np.ndarray, num_states: int, sizes: list[int], num_ids: int) -> Span:
+        """Return the tokens of a mask, which is as long as the states, the ids or the first pass (rule 2)."""
+        if len(flags) not in (num_states, sizes[0], num_ids):
             raise InvalidInputError(f"found {len(flags)} values, expected {num_states} as tokens", field="S.mask")
         begin, end = span_of_mask(flags)
         if len(flags) < num_states:

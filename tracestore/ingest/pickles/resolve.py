@@ -8,7 +8,7 @@ import numpy as np
 
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.files.limits import Limits
-from tracestore.ingest.files.npy import array_in_bytes
+from tracestore.ingest.files.npy import array_in_bytes, guessed_dtype
 from tracestore.ingest.pickles.joblib_arrays import JoblibArray
 from tracestore.ingest.pickles.pickled_frames import PandasObject
 from tracestore.ingest.pickles.pickled_objects import PickledDict, PickledObject, UnknownClass
@@ -32,7 +32,7 @@ def resolve(value: Any, limits: Limits) -> Any:
     if kind is bytes or kind is memoryview:
         if (array := array_in_bytes(value)) is not None:
             limits.charge(0, array.nbytes)
-            return array
+            return array.view(guessed_dtype(array.dtype))
         limits.charge(len(value))
         if kind is memoryview and len(value) > _MAX_BYTES_VALUE:
             raise InvalidInputError(f"found {len(value):,} bytes that are not an array")

@@ -52,14 +52,15 @@ def judge(dump, folder, means, convert):
     if means == NONE:
         return "wrong", "converted, expected a refusal"
     try:
-        compare(store, dump.expected, is_part=means == PART)
+        compare(store, dump, is_part=means == PART)
     except measure.Difference as error:
         return "wrong", str(error)
     return "right", ""
 
 
-def compare(store, expected, *, is_part):
+def compare(store, dump, *, is_part):
     """Raise Difference unless a store holds the expected traces, or a part of them."""
+    expected = dump.expected
     if is_part:
         with tracestore.open(store) as opened:
             keys = {(trace.question_id, trace.sample) for trace in opened}
@@ -68,6 +69,10 @@ def compare(store, expected, *, is_part):
         unnamed = [t for t in expected if t["question_id"] is None and any(measure.states_equal(a, t) for a in arrays)]
         expected = [t for t in expected if (t["question_id"], t.get("sample", 0)) in keys] + unnamed
     measure.check_store(store, expected)
+    if dump.layers is not None:
+        with tracestore.open(store) as opened:
+            found = [p.layer_ids for p in opened.provenance]
+        measure.require(found == [tuple(dump.layers)], f"layers {found}, expected {dump.layers}")
 
 
 def copy_of(trace):

@@ -1,6 +1,6 @@
 """Dumps whose meaning is known: their files as values, their layout and the expected traces."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -77,8 +77,7 @@ class Dump:
     files: dict
     layout: dict
     expected: list
-    # Where the evidence of a stated meaning lies: rows of tables without it may be permuted unseen.
-    changed: set = field(default_factory=set)
+    layers: list | None = None  # their numbers in the model, where names say them
 
     @classmethod
     def of_folder(cls, name, folder, layout, expected):

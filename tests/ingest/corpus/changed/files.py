@@ -141,7 +141,8 @@ def _write_parquet(path, rows):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    pq.write_table(pa.Table.from_pylist([_plain(row) for row in rows]), path)
+    names = dict.fromkeys(name for row in rows for name in row)
+    pq.write_table(pa.Table.from_pylist([{n: None for n in names} | _plain(row) for row in rows]), path)
 
 
 def _leaves(value, change):

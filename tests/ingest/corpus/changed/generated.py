@@ -67,14 +67,14 @@ class Writer:
         if with_ids:
             self.layout["question_id"] = f"labels{suffix} : []/qid"
 
-    def dump(self, name, *, last=False, heads=True, **changes):
+    def dump(self, name, *, last=False, layers=None, **changes):
         """Return the dump with its expected traces."""
         fields = "id question label" if "question_id" not in changes else "question label"
         fields += " tokens" * (self.has_tokens and not last)
-        fields += (" attention" if heads else " mean") * (self.has_attention and not last)
+        fields += " attention" * (self.has_attention and not last)
         kept = {k: v for k, v in changes.items() if k != "question_id"}
         expected = [s.expect_last(fields, **kept) if last else s.expect(fields, **kept) for s in self.samples]
-        return Dump(f"{name}{self.container}", self.files, self.layout, expected)
+        return Dump(f"{name}{self.container}", self.files, self.layout, expected, None if layers is None else list(layers))
 
     def fields(self, sample):
         """Return states, attention and tokens of a sample by short keys."""
@@ -144,7 +144,7 @@ def layers_by_name(w):
     w.layout["hidden_states"] = f"{{id}}{w.container} : layer_{{layer}} -> S D"
     w.layout |= {"tokens": f"{{id}}{w.container} : ids"} if w.has_tokens else {}
     w.labels_by_id()
-    return w.dump("layers by name")
+    return w.dump("layers by name", layers=numbers)
 
 
 def file_per_layer(w):
@@ -160,7 +160,7 @@ def file_per_layer(w):
         w.files["ids.npy"] = pad([s.tokens for s in w.samples], fill=1)[0]
         w.layout["tokens"] = "ids.npy -> N S"
     w.labels_in_order()
-    return w.dump("file per layer")
+    return w.dump("file per layer", layers=range(hidden.shape[1]))
 
 
 def file_per_id_and_layer(w):
@@ -171,7 +171,7 @@ def file_per_id_and_layer(w):
             w.files[f"{s.question_id}/layer_{k}{w.container}"] = layer
     w.layout["hidden_states"] = f"{{id}}/layer_{{layer}}{w.container} -> S D"
     w.labels_by_id()
-    return w.dump("file per id and layer")
+    return w.dump("file per id and layer", layers=range(len(w.samples[0].hidden)))
 
 
 def _stack(w, samples, order, side, fill):
@@ -252,7 +252,7 @@ def row_per_token(w):
     prefix = f"t{w.container} : [id=example, token=pos]"
     w.layout |= {"hidden_states": f"{prefix}/l{{layer}} -> D", "tokens": f"{prefix}/tok"}
     w.labels_by_id()
-    return w.dump("row per token")
+    return w.dump("row per token", layers=range(len(w.samples[0].hidden)))
 
 
 def passes(w):
