@@ -184,6 +184,27 @@ def test_rule_05b_the_first_pass_is_the_prompt_if_the_others_have_one_token(tmp_
     assert {t.prompt_length for t in convert(tmp_path, PASSES | {"P.new": True}).values()} == {length}
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_rule_06_attention_is_causal_or_square(tmp_path, is_causal):
+    weights = np.random.default_rng(0).random((2, 1, 4, 4)) + 0.1
+    weights = np.tril(weights) if is_causal else weights
+    attention = (weights / weights.sum(-1, keepdims=True)).astype("f4")
+    write_rows(tmp_path, attn=lambda _: attention)
+    layout = ROWS | {"attentions": "*.pkl : [id=id]/attn -> L H S S"}
+
+    np.testing.assert_allclose(convert(tmp_path, layout)["q1", 0].attention, attention[:, 0], atol=2e-3)
+    write_rows(tmp_path, attn=lambda _: attention[..., :3])
+    refuse(tmp_path, layout, "attentions: found the shape", overwrite=True)
+
+
+@pytest.mark.parametrize("columns", [(3, 3, 5), (3, 4, 4), (2, 4, 5)])
+def test_rule_06_passes_attend_to_the_tokens_so_far(tmp_path, columns):
+    attention = [[np.full((2, 1, s, c), 1 / c, "f4")] * 2 for s, c in zip((3, 1, 1), columns, strict=True)]
+    dump(tmp_path / "in/a.pkl", {"hs": passes(3, 1, 1), "attn": attention})
+
+    refuse(tmp_path, PASSES | {"attentions": "a.pkl : attn -> P L N H S S"}, "attentions: found . columns, expected the")
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -502,6 +523,54 @@ def test_rule_13a_ranks_are_no_chunks(name):
         plan_of(parse_layout({"hidden_states": f"{name} -> N L S D"}))
 
 
+@pytest.mark.parametrize("key", ["question", "prompt", "generated_answer", "response"])
+@pytest.mark.parametrize("is_shuffled", [False, True])
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_rule_13b_shuffled_outputs_of_a_judge(tmp_path, key, is_shuffled, is_reversed):
+    """A table in order that holds the texts of the traces, which no line names; or the traces hold them."""
+    field = "question" if key in ("question", "prompt") else "generated_answer"
+    own = [{"hs": states(2, 4, 8, seed=k), "text": f"What is fact {k}?"} for k in range(4)]
+    order = [2, 0, 3, 1] if is_shuffled else range(4)
+    judged = [{key: f"[INST] what is  fact {k}? [/INST]", "ok": k % 2} for k in order]
+    if is_reversed:
+        own, judged = ([{n.replace("text", key): v for n, v in row.items()} for row in own], judged)
+        judged = [{"text": row[key], "ok": row["ok"]} for row in judged]
+    dump(tmp_path / "in/a.pkl", own)
+    table(tmp_path / "in/judge.csv", judged)
+    source = "judge.csv" if is_reversed else "a.pkl"
+    layout = {"hidden_states": "a.pkl : []/hs -> L S D", "is_correct": "judge.csv : []/ok", field: f"{source} : []/text"}
+    if is_shuffled:
+        refuse(tmp_path, layout, "rows in another order")
+        other = "a.pkl" if is_reversed else "judge.csv"
+        layout["ignore"] = [f"{other} : []/{key}"]
+
+    assert [trace.score for trace in convert(tmp_path, layout).values()] == [k % 2 for k in order]
+
+
+def test_rule_13b_rows_of_chunks(tmp_path):
+    for k in range(2):
+        dump(tmp_path / f"in/b{k}.pkl", {"h": states(2, 2, 4, 8, seed=k), "q": [f"fact {2 * k}", f"fact {2 * k + 1}"]})
+    layout = {"hidden_states": "b{chunk}.pkl : h -> N L S D", "question": "b{chunk}.pkl : q -> N"}
+    layout["is_correct"] = "t.csv : []/ok"
+    table(tmp_path / "in/t.csv", [{"prompt": f"fact {k}", "ok": k % 2} for k in (0, 1, 3, 2)])
+    refuse(tmp_path, layout, "rows in another order")
+
+    table(tmp_path / "in/t.csv", [{"prompt": f"fact {k}", "ok": k % 2} for k in range(4)])
+    assert [trace.score for trace in convert(tmp_path, layout, overwrite=True).values()] == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize(("text", "is_right"), [("Paris", True), ("paris", False), ("Lyon", False), ("", False)])
+def test_rule_14_a_span_equals_its_slice(tmp_path, text, is_right):
+    spans = [{"start": 3, "end": 8, "text": text, "type": "conflict"}]
+    write_rows(tmp_path, generated_answer=lambda _: "It Paris.", spans=lambda _: spans)
+    layout = ROWS | {"records": ["*.pkl : [id=id]"]}
+
+    if is_right:
+        assert convert(tmp_path, layout)["q0", 0].spans[0]["text"] == text
+    else:
+        refuse(tmp_path, layout, "spans: found 'Paris' in the answer")
+
+
 def test_rule_14_two_labels_agree(tmp_path):
     write_rows(tmp_path, ok=lambda k: k % 2, bad=lambda k: k % 2)
     layout = ROWS | {"is_correct": "*.pkl : [id=id]/ok", "is_hallucinated": "*.pkl : [id=id]/bad"}
@@ -635,6 +704,18 @@ def test_rule_22a_records_give_fields_of_their_names_and_extras(tmp_path):
 
     assert traces["q1", 0].question == "Q1?"
     assert traces["q1", 0].extras == {"model": "gpt2", "top_p": 0.9}
+
+
+@pytest.mark.parametrize("with_states", [False, True])
+def test_rule_21_a_mean_over_tokens_is_no_last_token(tmp_path, with_states):
+    write_rows(tmp_path, mean=lambda k: states(2, 8, seed=50 + k))
+    layout = {"vector": "*.pkl : [id=id]/mean -> L D"}
+    if with_states:
+        assert len(convert(tmp_path, ROWS | layout)) == 3
+        return
+
+    with pytest.raises(UsageError, match="mean-pooled states cannot be stored"):
+        parse_layout(layout)
 
 
 def test_rule_24_a_token_of_zeros(tmp_path):

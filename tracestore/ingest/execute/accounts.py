@@ -10,11 +10,17 @@ from tracestore.ingest.execute.join import Column
 from tracestore.ingest.execute.plain import describe
 from tracestore.ingest.layout.places import RECORDS, Place, Plan
 from tracestore.ingest.tree import Array, Group, Items, Value, as_array
+from tracestore.store.format.schema import ANSWER_FIELDS
 from tracestore.store.vocabulary import is_named_as_verdict
 from tracestore.store.write.record import TraceRecord
 
 # Words of keys that may be labels, scores or reference answers, besides those of `is_named_as_verdict` (rules 8a, 22a).
 _LABEL_WORDS = frozenset(["y", "target", "targets", "truth", "bleurt", "rouge"])
+# Keys that hold the text of a field.
+_ROW_TEXTS = {
+    **dict.fromkeys(("question", "prompt"), ("question",)),
+    **dict.fromkeys((*ANSWER_FIELDS, "response", "completion", "generation"), ANSWER_FIELDS),
+}
 # `records` does not take them for an extra.
 _OWN_LINES = frozenset(["answer", "answers", "sample", "samples"])
 _MAX_PROBES = 64
@@ -95,6 +101,38 @@ class SourceAccount:
                     raise InvalidInputError(
                         f"{place.address}: {rows:,} rows belong to {self._rows[key]:,} traces", field=place.name
                     )
+
+
+class RowTexts:
+    """Questions and answers of rows in order that no line names: they show whether the rows are those of the traces."""
+
+    def __init__(self) -> None:
+        self._texts: dict[str, tuple[tuple[str, ...], list[Value]]] = {}
+
+    def add(self, path: str, key: str, value: Value) -> None:
+        """Add the text of the next row below a path."""
+        if (fields := _ROW_TEXTS.get(key)) is not None:
+            self._texts.setdefault(path, (fields, []))[1].append(value)
+
+    def check(self, row: int, total: int | None, record: TraceRecord) -> None:
+        """Rule 13b: texts that both sides hold are equal or contained, row by row.
+
+        `total` is the number of rows where it is known; texts of some of the rows only are not compared.
+        """
+        for path, (fields, texts) in self._texts.items():
+            text = texts[row] if row < len(texts) and len(texts) == (total or row + 1) else None
+            own = [record.strings[name] for name in fields if record.strings.get(name)]
+            if isinstance(text, str) and text.strip() and own and not any(_contains(text, one) for one in own):
+                found, expected = (escape_unprintable(part, 40) for part in (text, own[0]))
+                raise InvalidInputError(
+                    f'row {row} of {path} is {found!r}, and the trace has {expected!r}: rows in another order? '
+                    f'ignore = ["{path}"] if not'
+                )
+
+
+def _contains(one: str, two: str) -> bool:
+    one, two = (" ".join(text.split()).casefold() for text in (one, two))
+    return one in two or two in one
 
 
 def check_totals(tables: Mapping[Place, Column], total: int) -> None:

@@ -43,8 +43,9 @@ class ArrayReader:
         what = self.plan.layout.states
         parts: list[Block] = []
         ids: tuple[int, ...] | None = None
+        rows = self.rows_of_passes(trace)
         for part in sorted(trace.cells):
-            for cells, fixed in self.passes(trace.cells[part], trace.fixed):
+            for cells, fixed in self.passes(trace.cells[part], trace.fixed, rows):
                 block = read_block(cells, letters, fixed, self.settings, what)
                 settle_dtype(block, what, self.settings)
                 if shapes := {layer.shape for layer in block.layers} - {block.layers[0].shape}:
@@ -74,8 +75,18 @@ class ArrayReader:
             joined.append(np.concatenate(layers))
         return joined, sizes, ids
 
-    def passes(self, cells: list[Cell], fixed: Mapping[str, Any]) -> Iterator[tuple[list[Cell], Mapping[str, Any]]]:
-        """Yield the cells of each pass of generation, or all of them, with what is fixed on the axes."""
+    def rows_of_passes(self, trace: FoundTrace) -> list[int] | None:
+        """Return the row of the batch that each pass of a trace is, None without a line for P.rows."""
+        found = self.array("P.rows", trace, "P")
+        return None if found is None else found[0].tolist()
+
+    def passes(
+        self, cells: list[Cell], fixed: Mapping[str, Any], rows: list[int] | None = None
+    ) -> Iterator[tuple[list[Cell], Mapping[str, Any]]]:
+        """Yield the cells of each pass of generation, or all of them, with what is fixed on the axes.
+
+        `rows` are the positions of a beam, which begin to be negative behind its end.
+        """
         name = next((n for n in ("step", "P") if n in cells[0].bound), None)
         if name is not None:
             numbers = sorted({cell.bound[name] for cell in cells})
@@ -84,8 +95,14 @@ class ArrayReader:
             for number in numbers:
                 yield [cell for cell in cells if cell.bound[name] == number], fixed
         elif "P" in cells[0].axes:
-            for number in range(extent(cells[0].value, cells[0].axes, "P") or 0):
-                yield cells, {**fixed, "P": number}
+            count = extent(cells[0].value, cells[0].axes, "P") or 0
+            if rows is None:
+                yield from ((cells, {**fixed, "P": number}) for number in range(count))
+                return
+            kept = next((k for k, row in enumerate(rows) if row < 0), len(rows))
+            if kept > count or any(row >= 0 for row in rows[kept:]):
+                raise InvalidInputError(f"found {rows!s:.60} for {count} passes", field="P.rows")
+            yield from ((cells, {**fixed, "P": number, "N": rows[number]}) for number in range(kept))
         else:
             yield cells, fixed
 
@@ -97,7 +114,7 @@ class ArrayReader:
         fixed = self.fixed_of(trace, found[min(found)][0])
         blocks: list[Block] = []
         for part in sorted(found):
-            for cells, inner in self.passes(found[part], fixed):
+            for cells, inner in self.passes(found[part], fixed, self.rows_of_passes(trace)):
                 blocks.append(read_block(cells, "HSQ", inner, self.settings, "attentions"))
         if self.settings.get("P.repeats"):
             blocks = blocks[-1:]
@@ -183,20 +200,18 @@ class ArrayReader:
         if found is None:
             return None
         ids, letter = found
-        if letter == "G":
-            raise InvalidInputError("ids from prompt_length on need those of the prompt; state S or T", field="tokens")
-        address = next(place.address for place, _ in self.columns.of("tokens"))
-        is_sequence = address.path[-1:] and isinstance(address.path[-1], KeyStep) and address.path[-1].text == "sequences"
-        # Stated axes are exact: one id less or more would move the others.
-        allowed = [num_states + (letter == "T")]
-        if address.axes is None and (has_passes or is_sequence):
-            allowed = [num_states, num_states + 1]
-        if ids.ndim != 1 or len(ids) not in allowed:
-            found, expected = ids.shape[0] if ids.ndim else 0, " or ".join(map(str, allowed))
-            hint = "; -> T says that the last token has no states" if found == num_states + 1 else ""
+        place = next(place for place, _ in self.columns.of("tokens"))
+        if letter == "G" and place.part == 0 and len(self.plan.layout.addresses["tokens"]) == 1:
             raise InvalidInputError(
-                f"found {found} ids, expected {expected} for {num_states} states{hint}", field="tokens"
+                "ids from prompt_length on need those of the prompt: a list of two addresses", field="tokens"
             )
+        last = place.address.path[-1] if place.address.path else None
+        is_sequence = isinstance(last, KeyStep) and last.text == "sequences"
+        is_stated = place.address.axes is not None
+        is_wider = letter in "TG" or (not is_stated and (has_passes or is_sequence))
+        if self.rows_of_passes(trace) is not None and letter == "T" and len(set(ids[num_states + 1 :].tolist())) < 2:
+            ids = ids[: num_states + 1]  # a beam that ended early
+        check_ids(ids, num_states, is_wider=is_wider, is_exact=is_stated)
         return ids
 
     def texts(self, trace: FoundTrace) -> list[str] | None:
@@ -223,6 +238,15 @@ class ArrayReader:
         if not all(isinstance(text, str) for text in texts):
             raise InvalidInputError("found other values than texts", field="tokens_decoded")
         return [str(text) for text in texts]
+
+
+def check_ids(ids: np.ndarray, num_states: int, *, is_wider: bool, is_exact: bool = True) -> None:
+    """Rule 3: as many ids as states, or one more where that is known; stated axes are exact."""
+    allowed = [num_states] * (not is_wider or not is_exact) + [num_states + 1] * is_wider
+    if ids.ndim != 1 or len(ids) not in allowed:
+        found, expected = f"{len(ids)} ids" if ids.ndim == 1 else f"the shape {ids.shape}", " or ".join(map(str, allowed))
+        hint = "; -> T says that the last token has no states" if ids.shape[:1] == (num_states + 1,) else ""
+        raise InvalidInputError(f"found {found}, expected {expected} for {num_states} states{hint}", field="tokens")
 
 
 def one_per_token(cells: Sequence[Cell], name: str, what: str) -> list[Cell]:

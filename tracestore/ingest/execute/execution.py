@@ -7,13 +7,14 @@ import re
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tracestore.errors import InvalidInputError, error_location, escape_unprintable
-from tracestore.ingest.execute.accounts import SourceAccount, check_totals, check_unclaimed
+from tracestore.ingest.execute.accounts import RowTexts, SourceAccount, check_totals, check_unclaimed
 from tracestore.ingest.execute.axes import extent
 from tracestore.ingest.execute.claims import FileGroup, FoundFile, claim_files, group_files, list_files
 from tracestore.ingest.execute.found import Columns, FoundTrace, TraceFinder
@@ -30,7 +31,7 @@ from tracestore.store.write.record import TraceRecord
 
 _MAX_SHOWN = 6  # paths that the summary names
 _ID_COLUMNS = re.compile(r"(question_?|trace_?|example_?|row_?)?(ids?|qid|idx|index|number)", re.IGNORECASE)
-_IN_ORDER = re.compile(r"\[\]/$")
+_IN_ORDER = re.compile(r"\[([^\]]*= ?#[^\]]*)?\]/$")
 
 
 class Execution:
@@ -77,6 +78,7 @@ class Execution:
         self._missing: dict[Place, set[str]] = {}
         self._is_whole = True
         self._row_numbers: dict[str, int] = {}
+        self._row_texts = RowTexts()  # of the tables
         # The states lie under the same items.
         self._prefixes = {f"{p.position_prefix}[]/" for p in self.plan.states if p.position_prefix is not None}
         self.left_out: set[str] = set()
@@ -125,14 +127,15 @@ class Execution:
         tables = self._load_tables(scratch)
         columns = Columns(self.plan, tables=tables)
         finder, builder = TraceFinder(columns), TraceBuilder(columns, group.name, need_attention)
-        account = SourceAccount(self.plan, columns)
+        account, texts = SourceAccount(self.plan, columns), RowTexts()
         position = 0
         with contextlib.ExitStack() as resources:
-            for cells in self._units(group, columns, resources, scratch):
+            for cells in self._units(group, columns, resources, scratch, texts):
                 for trace in self._found(finder, cells, account, group):
                     try:
                         with self._guard:
                             record = builder.record(trace, position)
+                        self._check_texts(trace, record, texts)
                     except InvalidInputError as error:
                         error = error.with_traceback(None).with_location(source=group.name, position=position)
                         if on_refused is None:
@@ -153,6 +156,17 @@ class Execution:
             account.close()
         self._close_source(builder)
 
+    def _check_texts(self, trace: FoundTrace, record: TraceRecord, texts: RowTexts) -> None:
+        """Rule 13b: questions and answers of rows in order are those of the traces."""
+        if "N" not in trace.environment or "K" in trace.environment:
+            return
+        texts.check(trace.environment["N"], None, record)
+        in_order = [column for place, column in (self._tables or {}).items() if "N" in place.trace_names]
+        rows = {column.num_rows({}) for column in in_order if column.names in (("N",), ("N*",))}
+        if len(rows) == 1:
+            row = trace.environment["N*" if self.plan.is_global else "N"]
+            self._row_texts.check(row, rows.pop(), record)
+
     def _found(
         self, finder: TraceFinder, cells: list[Cell], account: SourceAccount, group: FileGroup
     ) -> Iterator[FoundTrace]:
@@ -165,7 +179,7 @@ class Execution:
             yield trace
 
     def _units(
-        self, group: FileGroup, columns: Columns, resources: contextlib.ExitStack, scratch: Scratch
+        self, group: FileGroup, columns: Columns, resources: contextlib.ExitStack, scratch: Scratch, texts: RowTexts
     ) -> Iterator[list[Cell]]:
         """Yield the cells of the states of whole traces: of one item, or of the whole source."""
         states = [place.address.files.text for place in self.plan.states]
@@ -174,7 +188,7 @@ class Execution:
         for text in (*others, *dict.fromkeys(states)):
             for file in group.files[text]:
                 root = resources.enter_context(self._open(file, scratch))
-                walk = Walk(file.name, self._refuse_unclaimed)
+                walk = Walk(file.name, partial(self._refuse_unclaimed, texts))
                 bound = {**file.bound, "file": file.name}
                 with error_location(file.name):
                     for cell in walk.cells(self._trees[text], root, bound):
@@ -201,7 +215,7 @@ class Execution:
                 for text in sorted(self._table_files):
                     for file in self._claimed[text]:
                         root = self._resources.enter_context(self._open(file, scratch))
-                        walk = Walk(file.name, self._refuse_unclaimed)
+                        walk = Walk(file.name, partial(self._refuse_unclaimed, self._row_texts))
                         with error_location(file.name):
                             for cell in walk.cells(self._trees[text], root, dict(file.bound)):
                                 if cell is not None:
@@ -283,10 +297,12 @@ class Execution:
 
     # Accounts
 
-    def _refuse_unclaimed(self, node: Node, key: str, value: Value) -> None:
+    def _refuse_unclaimed(self, texts: RowTexts, node: Node, key: str, value: Value) -> None:
         """Rule 8: every array has a line or is ignored. Rule 8a: so has what may be a label or a score."""
-        if _IN_ORDER.search(node.prefix) and node.prefix not in self._prefixes:
-            self._check_row_number(f"{node.prefix}{key}", str(key), value)
+        if _IN_ORDER.search(node.prefix):
+            texts.add(f"{node.prefix}{key}", str(key), value)
+            if node.prefix not in self._prefixes:
+                self._check_row_number(f"{node.prefix}{key}", str(key), value)
         if not node.has_records or not isinstance(value, str | int | float):
             self.left_out.add(f"{node.prefix}{key}")
         check_unclaimed(f"{node.prefix}{key}", key, value, in_records=node.has_records)
@@ -345,7 +361,7 @@ class Execution:
         unused = [key for key in rows if key not in used and not (column.names == ("id",) and has_id(str(key[0])))]
         missing = sorted(self._missing.get(column.place, ()))
         names = ", ".join(name for name in column.names if not name.startswith("*")) or "source"
-        by = "in order" if names in ("N", "N*") else f"by {names}"
+        by = "in order" if names in ("N", "N*") or column.place.is_counted else f"by {names}"
         if by == "in order" and (unused or missing) and self._is_whole:
             found = f"{len(rows):,} rows in order belong to {len(used) + len(missing):,} traces"
             raise InvalidInputError(found, field=name)

@@ -107,6 +107,8 @@ class TraceFinder:
                     field=self.plan.layout.states,
                 )
         counts = {letter: found.pop() or 0 for letter, found in sizes.items()}
+        for _, column in self.columns.of("P.rows"):
+            counts["N"] = column.num_rows(trace.environment) or 0  # beams that were returned, of those of each pass
         if "NK" in counts:
             yield from self._of_pairs(trace, counts["NK"])
             return

@@ -21,14 +21,15 @@ from tracestore.ingest.execute.tokens import (
     span_of_mask,
     strip_pad,
 )
-from tracestore.ingest.execute.values import check_agreement, label_value, score_value
+from tracestore.ingest.execute.values import check_agreement, check_spans, label_value, score_value
 from tracestore.ingest.layout.fields import score_of
 from tracestore.ingest.layout.places import RECORDS, Place
 from tracestore.ingest.tree import Group
+from tracestore.store.format.schema import ANSWER_FIELDS
 from tracestore.store.write.record import TraceRecord, record_from_dict
 
 # Fields that may serve several traces (rule 12a).
-_SHARED = frozenset(("question", "question_id", "S.mask", RECORDS))
+_SHARED = frozenset(("question", "question_id", "group", RECORDS))
 
 
 class TraceBuilder:
@@ -64,6 +65,7 @@ class TraceBuilder:
         scalars = [n for n in names if n not in (RECORDS, "question_id", "sample") and self._is_scalar(n)]
         scores = [n for n in scalars if layout.rule(n).kind == "score"]
         self._set_scalars(trace, values, [n for n in scalars if n not in scores])
+        check_spans(values.get("spans"), [values[n] for n in ANSWER_FIELDS if n in values])
         record = self._with_arrays(trace, values, position)
         self._set_scores(trace, labels, record, [*scores, *labels])
         for _, column in self.columns.of(RECORDS):

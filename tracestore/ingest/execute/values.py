@@ -1,7 +1,7 @@
 """Values of labels and scores: what each of them means, by stated rules."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tracestore.errors import InvalidInputError, escape_unprintable
@@ -81,6 +81,18 @@ def check_agreement(scores: Mapping[str, float]) -> None:
     one, two = scores.get("is_correct", math.nan), scores.get("is_hallucinated", math.nan)
     if not math.isnan(one) and not math.isnan(two) and one == two:
         raise InvalidInputError(f"found is_correct {one:g} and is_hallucinated {two:g}, expected that they agree")
+
+
+def check_spans(spans: Any, answers: Iterable[str]) -> None:
+    """Rule 14: a span of the answer with a text equals its slice."""
+    texts = list(answers)
+    for span in spans if isinstance(spans, list) and texts else ():
+        text = span.get("text") if isinstance(span, dict) else None
+        if isinstance(text, str):
+            slices = [answer[span.get("start") : span.get("end")] for answer in texts]
+            if text not in slices:
+                found, expected = (escape_unprintable(part, 40) for part in (slices[0], text))
+                raise InvalidInputError(f"found {found!r} in the answer, expected {expected!r} of the span", field="spans")
 
 
 def direction_text(direction: str) -> str:

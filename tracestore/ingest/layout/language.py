@@ -24,6 +24,8 @@ from tracestore.ingest.layout.patterns import Pattern
 
 _MAX_BYTES = 1 << 20
 _LISTS = ("records", "ignore")
+# States that are those of no token, such as a mean over tokens. A store does not hold them, so they are left out.
+_OTHER_STATES = "vector"
 # Names besides fields that a template or a list of literals may state.
 _TEMPLATES = ("id", "sample")
 _BARE = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-")
@@ -153,9 +155,11 @@ def parse_layout(entries: Mapping[str, Any], where: str = "layout") -> Layout:
     for name, value in _flat(entries).items():
         try:
             if name in _LISTS:
-                lists[name] = _addresses([value] if isinstance(value, str) else value, 1 << 10)
+                lists[name] = lists.get(name, ()) + _addresses([value] if isinstance(value, str) else value, 1 << 10)
             elif _is_setting(name, value):
                 settings[name] = value
+            elif name == _OTHER_STATES:
+                lists["ignore"] = (*lists.get("ignore", ()), *_addresses([value] if isinstance(value, str) else value, 2))
             elif isinstance(value, str) and value.startswith("="):
                 _check_name(name, (*FIELDS, *_TEMPLATES))
                 templates[name] = Pattern(value[1:])
@@ -168,7 +172,8 @@ def parse_layout(entries: Mapping[str, Any], where: str = "layout") -> Layout:
     _add_records(addresses, lists.get("records", ()))
     layout = Layout(addresses, templates, lists.get("records", ()), lists.get("ignore", ()), settings)
     if not any(name in addresses for name in STATES):
-        raise UsageError(f"{where}: states no hidden_states or last_token; a line for one of them is needed")
+        only = f"{_OTHER_STATES}: mean-pooled states cannot be stored; " * (_OTHER_STATES in entries)
+        raise UsageError(f"{where}: {only}states no hidden_states or last_token; a line for one of them is needed")
     return layout
 
 

@@ -70,6 +70,12 @@ class Place:
         return frozenset({name for name in names if "." not in name} | letters)
 
     @cached_property
+    def is_counted(self) -> bool:
+        """Whether rows are joined by their own number."""
+        steps = [step for step in self.address.path if isinstance(step, ItemsStep)]
+        return any(value_of.path == ("#",) for step in steps for value_of in step.values)
+
+    @cached_property
     def position_prefix(self) -> str | None:
         """The text before the items by position that bind N; None if N is an axis, or nothing binds it."""
         for prefix, step in self.steps():

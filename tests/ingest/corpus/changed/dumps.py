@@ -50,6 +50,8 @@ def array_of(value):
         is_array = bool(parts) and all(part is not None and part.shape == parts[0].shape for part in parts)
         return np.stack(parts) if is_array else None
     if hasattr(value, "detach"):
+        if "strided" not in str(value.layout):
+            return None
         value = (value.float() if "bfloat16" in str(value.dtype) else value).detach().numpy()
     return value if isinstance(value, np.ndarray) and value.ndim and value.dtype.kind in "biuf" else None
 
@@ -128,7 +130,8 @@ class Dump:
             for file in self.owned(place):
                 rows = self.files[file]
                 if isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows):
-                    found[file] = (file, rows, step.letter is None and not any(v.name == "N" for v in step.values))
+                    is_by_name = step.letter is None and not any(v.name == "N" or v.path == ("#",) for v in step.values)
+                    found[file] = (file, rows, is_by_name)
         return list(found.values())
 
 

@@ -475,12 +475,17 @@ def layers_with_gaps(dump, rng):
 def a_file_missing(dump, rng):
     """One of several files of states is lost."""
     files = list(dict.fromkeys(slot.file for slot in dump.states()))
+    layers = {slot.bound.get("layer") for slot in dump.states()}
+    ends = {n: max(slot.bound.get(n, -1) for slot in dump.states()) for n in ("step", "token", "P", "S")}
     if len(files) < 2 or any(isinstance(dump.files[file], bytes) for file in files):
         return None
-    if "layer" in dump.plan.states[0].address.files.names and "N" in dump.plan.states[0].axes:
-        return None  # one layer of all traces: see layers_with_gaps
-    del dump.files[_choice(rng, files)]
-    return PART
+    gone = _choice(rng, files)
+    lost = [slot.bound for slot in dump.states() if slot.file == gone]
+    if any(bound.get(n) == end for bound in lost for n, end in ends.items()):
+        return None  # nothing shows that the last pass or token is lost
+    del dump.files[gone]
+    # One layer of all traces: see layers_with_gaps.
+    return PART if {slot.bound.get("layer") for slot in dump.states()} == layers else None
 
 
 @mutation("10, 11")
@@ -537,6 +542,8 @@ def a_length_too_short(dump, rng):
     if not slots or not (dump.slots("tokens") or "(N S)" in str(dump.layout)):
         return None
     lengths = slots[0].array().copy()
+    if "(N S)" not in str(dump.layout) and (lengths < lengths.max()).sum() < 1:
+        return None  # without other padding, nothing tells a token from it
     lengths[int(np.argmax(lengths))] -= 1
     return NONE if slots[0].set(lengths) else None
 
