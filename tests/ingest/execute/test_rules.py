@@ -72,7 +72,11 @@ def test_rule_02_as_many_tokens_as_states(tmp_path, num_ids):
 def test_rule_02_as_many_ids_behind_each_other_as_states(tmp_path, extra):
     arrays = {"h": states(12, 2, 8), "n": np.array([3, 4, 5]), "ids": np.arange(12 + extra)}
     dump(tmp_path / "in/a.pkl", arrays)
-    layout = {"hidden_states": "a.pkl : h -> (N S) L D", "S.lengths": "a.pkl : n -> N", "tokens": "a.pkl : ids -> (N S)"}
+    layout = {
+        "hidden_states": "a.pkl : h -> (N S) L D",
+        "S.lengths": "a.pkl : n -> N",
+        "tokens": "a.pkl : ids -> (N S)",
+    }
 
     refuse(tmp_path, layout, f"tokens: found {12 + extra} on the axis")
 
@@ -202,7 +206,9 @@ def test_rule_06_passes_attend_to_the_tokens_so_far(tmp_path, columns):
     attention = [[np.full((2, 1, s, c), 1 / c, "f4")] * 2 for s, c in zip((3, 1, 1), columns, strict=True)]
     dump(tmp_path / "in/a.pkl", {"hs": passes(3, 1, 1), "attn": attention})
 
-    refuse(tmp_path, PASSES | {"attentions": "a.pkl : attn -> P L N H S S"}, "attentions: found . columns, expected the")
+    refuse(
+        tmp_path, PASSES | {"attentions": "a.pkl : attn -> P L N H S S"}, "attentions: found . columns, expected the"
+    )
 
 
 @pytest.mark.parametrize(
@@ -277,7 +283,7 @@ def test_rule_09_lengths_sum_to_the_axis(tmp_path, lengths, is_right):
     if is_right:
         assert [t.num_tokens for t in convert(tmp_path, layout).values()] == lengths
     else:
-        refuse(tmp_path, layout, "S.lengths: sum is")
+        refuse(tmp_path, layout, "S.lengths: ranges end at .*, expected 12")
 
 
 @pytest.mark.parametrize(
@@ -538,7 +544,11 @@ def test_rule_13b_shuffled_outputs_of_a_judge(tmp_path, key, is_shuffled, is_rev
     dump(tmp_path / "in/a.pkl", own)
     table(tmp_path / "in/judge.csv", judged)
     source = "judge.csv" if is_reversed else "a.pkl"
-    layout = {"hidden_states": "a.pkl : []/hs -> L S D", "is_correct": "judge.csv : []/ok", field: f"{source} : []/text"}
+    layout = {
+        "hidden_states": "a.pkl : []/hs -> L S D",
+        "is_correct": "judge.csv : []/ok",
+        field: f"{source} : []/text",
+    }
     if is_shuffled:
         refuse(tmp_path, layout, "rows in another order")
         other = "a.pkl" if is_reversed else "judge.csv"

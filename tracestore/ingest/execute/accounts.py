@@ -125,7 +125,7 @@ class RowTexts:
             if isinstance(text, str) and text.strip() and own and not any(_contains(text, one) for one in own):
                 found, expected = (escape_unprintable(part, 40) for part in (text, own[0]))
                 raise InvalidInputError(
-                    f'row {row} of {path} is {found!r}, and the trace has {expected!r}: rows in another order? '
+                    f"row {row} of {path} is {found!r}, and the trace has {expected!r}: rows in another order? "
                     f'ignore = ["{path}"] if not'
                 )
 

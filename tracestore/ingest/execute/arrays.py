@@ -244,7 +244,10 @@ def check_ids(ids: np.ndarray, num_states: int, *, is_wider: bool, is_exact: boo
     """Rule 3: as many ids as states, or one more where that is known; stated axes are exact."""
     allowed = [num_states] * (not is_wider or not is_exact) + [num_states + 1] * is_wider
     if ids.ndim != 1 or len(ids) not in allowed:
-        found, expected = f"{len(ids)} ids" if ids.ndim == 1 else f"the shape {ids.shape}", " or ".join(map(str, allowed))
+        found, expected = (
+            f"{len(ids)} ids" if ids.ndim == 1 else f"the shape {ids.shape}",
+            " or ".join(map(str, allowed)),
+        )
         hint = "; -> T says that the last token has no states" if ids.shape[:1] == (num_states + 1,) else ""
         raise InvalidInputError(f"found {found}, expected {expected} for {num_states} states{hint}", field="tokens")
 

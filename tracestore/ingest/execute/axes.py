@@ -152,38 +152,47 @@ def read_block(cells: Sequence[Cell], letters: str, fixed: Fixed, settings: Mapp
 
     Cells that differ in what they bind on axes are put together: every combination is there once (rule 4).
     """
-    names = [name for name in cells[0].bound if AXIS_NAMES.get(name, name) in tuple("LSHD")]
-    by_place = _by_place(cells, names, what)
-    places = {name: sorted({cell.bound[name] for cell in cells}) for name in names}
-    _check_grid(places, by_place, names, what)
-    of_layers = next((name for name in names if AXIS_NAMES.get(name, name) == "L"), None)
-    inner = {name: AXIS_NAMES.get(name, name) for name in names if name != of_layers}
-    rest = "".join(letter for letter in letters if letter not in inner.values())
-    grid = itertools.product(*(places[name] for name in names if name != of_layers))
-    positions = [dict(zip(inner, values, strict=True)) for values in grid]
-    layers: list[np.ndarray] = []
+    letter_of = {name: AXIS_NAMES.get(name, name) for name in cells[0].bound}
+    names = [name for name, letter in letter_of.items() if letter in tuple("LSHD")]
+    by_place, places = _grid_of(cells, names, what)
+    of_layers = next((name for name in names if letter_of[name] == "L"), None)
+    found = {letter_of[name]: len(places[name]) for name in names if name != of_layers}
+    rest = "".join(letter for letter in letters if letter not in found)
     numbers: list[Any] = [None] if of_layers is None else places[of_layers]
+    layers: list[np.ndarray] = []
     for number in numbers:
-        found = [by_place[tuple(number if n == of_layers else at[n] for n in names)] for at in positions]
-        parts = [_layers(cell, rest, fixed, settings, what) for cell in found]
+        grid = itertools.product(*([number] if name == of_layers else places[name] for name in names))
+        parts = [_layers(by_place[place], rest, fixed, settings, what) for place in grid]
         if len({len(part) for part in parts}) > 1 or (of_layers is not None and len(parts[0]) > 1):
             raise InvalidInputError("found different numbers of layers", field=what)
-        shape = tuple(len(places[name]) for name in inner)
         layers += [
-            _gridded(arrays, shape, (*inner.values(), *rest), letters, what) for arrays in zip(*parts, strict=True)
+            _gridded(arrays, tuple(found.values()), (*found, *rest), letters, what)
+            for arrays in zip(*parts, strict=True)
         ]
     return Block(layers, tuple(numbers) if of_layers == "layer" else None)
 
 
-def _by_place(cells: Sequence[Cell], names: list[str], what: str) -> dict[tuple[int, ...], Cell]:
-    """Return cells by what they bind on axes; InvalidInputError if two bind the same."""
+def _grid_of(
+    cells: Sequence[Cell], names: list[str], what: str
+) -> tuple[dict[tuple[int, ...], Cell], dict[str, list[int]]]:
+    """Return cells by what they bind on axes, and the numbers on each axis: every combination is there once (rule 4)."""
     by_place: dict[tuple[int, ...], Cell] = {}
     for cell in cells:
         place = tuple(cell.bound[name] for name in names)
         if by_place.setdefault(place, cell) is not cell:
             where = ", ".join(f"{name} {k}" for name, k in zip(names, place, strict=True))
             raise InvalidInputError(f"found {where or 'its value'} twice", field=what)
-    return by_place
+    places = {name: sorted({cell.bound[name] for cell in cells}) for name in names}
+    missing = next((place for place in itertools.product(*places.values()) if place not in by_place), None)
+    if missing is not None:
+        where = ", ".join(f"{name} {k}" for name, k in zip(names, missing, strict=True))
+        raise InvalidInputError(f"{where} is missing", field=what)
+    for name, found in places.items():
+        # Layers may be some of the model's, tokens and heads are numbered from 0 or 1.
+        expected = range(min(found[0], 1), found[-1] + 1)
+        if name != "layer" and (gap := next((k for k in expected if k not in found), None)) is not None:
+            raise InvalidInputError(f"{name} {gap} is missing", field=what)
+    return by_place, places
 
 
 def _gridded(
@@ -194,25 +203,6 @@ def _gridded(
         shapes = sorted({array.shape for array in arrays})
         raise InvalidInputError(f"found the shapes {shapes!s:.80}, expected one", field=what)
     return _moved(np.stack(arrays).reshape(*shape, *arrays[0].shape) if shape else arrays[0], found, letters, what)
-
-
-def _check_grid(
-    places: Mapping[str, list[int]], by_place: Mapping[tuple[int, ...], Cell], names: list[str], what: str
-) -> None:
-    """Rule 4: layers and tokens form a complete grid, tokens and steps have no gaps."""
-    size = int(np.prod([len(found) for found in places.values()]))
-    if len(by_place) != size:
-        grid = np.ndindex(*(len(found) for found in places.values()))
-        lists = list(places.values())
-        missing = next(p for at in grid if (p := tuple(v[k] for v, k in zip(lists, at, strict=True))) not in by_place)
-        where = ", ".join(f"{name} {k}" for name, k in zip(names, missing, strict=True))
-        raise InvalidInputError(f"{where} is missing", field=what)
-    for name, found in places.items():
-        if name != "layer" and found != list(range(found[0], found[0] + len(found))):
-            gap = next(k for k in range(found[0], found[-1]) if k not in found)
-            raise InvalidInputError(f"{name} {gap} is missing", field=what)
-        if name != "layer" and found[0] not in (0, 1):
-            raise InvalidInputError(f"{name} 0 is missing, the first is {found[0]}", field=what)
 
 
 def _layers(cell: Cell, letters: str, fixed: Fixed, settings: Mapping[str, Any], what: str) -> list[np.ndarray]:

@@ -357,22 +357,22 @@ class Execution:
     def _close_table(self, column: Column, source: str, has_id: Callable[[str], bool]) -> str:
         """Return how the rows of a table were joined; InvalidInputError if they do not fit."""
         name, rows = column.place.name, list(dict.fromkeys(column.rows()))
-        used = {key for key in rows if key in column.used}
-        unused = [key for key in rows if key not in used and not (column.names == ("id",) and has_id(str(key[0])))]
+        num_used = sum(key in column.used for key in rows)
+        is_of_id = column.names == ("id",)
+        unused = [key for key in rows if key not in column.used and not (is_of_id and has_id(str(key[0])))]
         missing = sorted(self._missing.get(column.place, ()))
-        names = ", ".join(name for name in column.names if not name.startswith("*")) or "source"
-        by = "in order" if names in ("N", "N*") or column.place.is_counted else f"by {names}"
+        by = column.joined_by
         if by == "in order" and (unused or missing) and self._is_whole:
-            found = f"{len(rows):,} rows in order belong to {len(used) + len(missing):,} traces"
+            found = f"{len(rows):,} rows in order belong to {num_used + len(missing):,} traces"
             raise InvalidInputError(found, field=name)
-        if rows and len(unused) == len(rows):
-            first = escape_unprintable(str(rows[0][0]) if rows[0] else "", 40)
-            raise InvalidInputError(f"no {names} of it is that of a trace: its first is {first!r}", field=name)
         first_keys, left_over = ([key[0] for key in keys if key] for keys in (rows, unused))
+        if rows and len(unused) == len(rows):
+            first = escape_unprintable(str(*first_keys[:1]), 40)
+            raise InvalidInputError(f"no {by[3:]} of it is that of a trace: its first is {first!r}", field=name)
         check_remainders(name, first_keys, left_over, missing)
         rest = f", {len(unused):,} without a trace" if unused else ""
         rest += f", {len(missing):,} traces without a row" if missing else ""
-        return f"{name}: {len(used):,} rows of {source} joined {by}{rest}"
+        return f"{name}: {num_used:,} rows of {source} joined {by}{rest}"
 
     def _keep_first(self, group: FileGroup, record: TraceRecord) -> None:
         number = self._numbers[group.name]

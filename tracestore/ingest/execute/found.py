@@ -1,5 +1,6 @@
 """Find the traces of a source, and the columns that each of them may use."""
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -95,27 +96,29 @@ class TraceFinder:
             for n, (begin, end) in enumerate(self._ranges(size, trace.environment)):
                 yield FoundTrace({**trace.environment, "N": n}, trace.cells, {"N": n, "NS": slice(begin, end)}, size)
             return
-        sizes: dict[str, set[int | None]] = {}
-        for each in (c for cells in trace.cells.values() for c in cells):
-            for letter in ("N", "K", "NK"):
-                if letter in each.axes:
-                    sizes.setdefault(letter, set()).add(extent(each.value, each.axes, letter))
-        for letter, found in sizes.items():
-            if len(found) > 1 or None in found:
-                raise InvalidInputError(
-                    f"found {sorted(map(str, found))!s:.80} on the axis {letter}, expected one number",
-                    field=self.plan.layout.states,
-                )
-        counts = {letter: found.pop() or 0 for letter, found in sizes.items()}
+        counts = self._counts([cell for cells in trace.cells.values() for cell in cells])
         for _, column in self.columns.of("P.rows"):
             counts["N"] = column.num_rows(trace.environment) or 0  # beams that were returned, of those of each pass
         if "NK" in counts:
             yield from self._of_pairs(trace, counts["NK"])
             return
-        for n in range(counts.get("N", 1)):
-            for k in range(counts.get("K", 1)):
-                fixed = {letter: {"N": n, "K": k}[letter] for letter in counts}
-                yield FoundTrace({**trace.environment, **fixed}, trace.cells, fixed)
+        for position in itertools.product(*map(range, counts.values())):
+            fixed = dict(zip(counts, position, strict=True))
+            yield FoundTrace({**trace.environment, **fixed}, trace.cells, fixed)
+
+    def _counts(self, cells: Sequence[Cell]) -> dict[str, int]:
+        """Return the extents of the axes N and K of cells, which are equal."""
+        counts: dict[str, int] = {}
+        for letter in ("N", "K", "NK"):
+            found = {extent(cell.value, cell.axes, letter) for cell in cells if letter in cell.axes}
+            if len(found) > 1 or None in found:
+                raise InvalidInputError(
+                    f"found {sorted(map(str, found))!s:.80} on the axis {letter}, expected one number",
+                    field=self.plan.layout.states,
+                )
+            if found:
+                counts[letter] = found.pop() or 0
+        return counts
 
     def _of_pairs(self, trace: FoundTrace, count: int) -> Iterator[FoundTrace]:
         """Yield the answers of an axis (N K), whose N is that of another field."""

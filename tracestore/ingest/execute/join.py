@@ -47,23 +47,22 @@ class Column:
         if cell.value is None and cell.axes:
             return  # a key that is missing
         if self._own is None:
-            self._own = tuple(name for name in self._names if name.rstrip("*") in cell.bound or name.startswith("*"))
-        key = tuple(cell.bound.get(name if name.startswith("*") else name.rstrip("*")) for name in self._own)
+            self._own = tuple(name for name in self._names if _bound_name(name) in cell.bound or name.startswith("*"))
+        key = tuple(cell.bound.get(_bound_name(name)) for name in self._own)
         cells = self._cells.setdefault(key, [])
-        is_inner = any(name in _INNER for name in cell.bound)
-        if "N" in self.place.trace_names and not is_inner:
-            stack = tuple(v for n, v in zip(self._own, key, strict=True) if n not in ("N", "N*"))
+        if not _INNER.isdisjoint(cell.bound):
+            cells.append(cell)
+            return
+        bound = dict(zip(self._own, key, strict=True))
+        if "N" in self.place.trace_names:
+            stack = tuple(v for n, v in bound.items() if n not in ("N", "N*"))
             if (other := self._files.setdefault(stack, source)) != source:
                 raise InvalidInputError(f"rows in order lie in {other} and {source}", field=self.place.name)
-        if cells and not is_inner:
-            if cells[0].value is None or cells[0].value == cell.value:
-                cells[0] = cell
-                return
-            if cell.value is None:
-                return
-            where = ", ".join(f"{n.rstrip('*') or n} {v!s:.60}" for n, v in zip(self._own, key, strict=True))
+        if not cells or cells[0].value is None:
+            cells[:] = [cell]
+        elif cell.value is not None and cells[0].value != cell.value:
+            where = ", ".join(f"{n.rstrip('*') or n} {v!s:.60}" for n, v in bound.items())
             raise InvalidInputError(f"found two values of {where or 'the file'}", field=self.place.name)
-        cells.append(cell)
 
     def __bool__(self) -> bool:
         return bool(self._cells)
@@ -100,6 +99,12 @@ class Column:
     def names(self) -> tuple[str, ...]:
         """The names that join the column."""
         return self._names
+
+    @property
+    def joined_by(self) -> str:
+        """How its rows are joined: "in order", or "by" names."""
+        names = ", ".join(name for name in self._names if not name.startswith("*")) or "source"
+        return "in order" if names in ("N", "N*") or self.place.is_counted else f"by {names}"
 
     def scalar(self, environment: Mapping[str, Any], fixed: Mapping[str, Any]) -> Any:
         """Return the text, number or None of a trace; MISSING without a row.
@@ -158,6 +163,11 @@ class Column:
         wanted = tuple(stack.get(name) for name in names)
         at = [k for k, name in enumerate(self._own) if name in names]
         return sum(tuple(key[k] for k in at) == wanted for key in self._cells) or None
+
+
+def _bound_name(name: str) -> str:
+    """Return what a cell binds for a name that joins it: N for N*, the number over all chunks."""
+    return name if name.startswith("*") else name.rstrip("*")
 
 
 def loose_key(value: Any) -> str:

@@ -1,7 +1,7 @@
 """Traces of one source as records: the values of all places that belong together."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from tracestore.ingest.execute.tokens import (
 )
 from tracestore.ingest.execute.values import check_agreement, check_spans, label_value, score_value
 from tracestore.ingest.layout.fields import score_of
-from tracestore.ingest.layout.places import RECORDS, Place
+from tracestore.ingest.layout.places import DERIVED, RECORDS, Place
 from tracestore.ingest.tree import Group
 from tracestore.store.format.schema import ANSWER_FIELDS
 from tracestore.store.write.record import TraceRecord, record_from_dict
@@ -50,32 +50,30 @@ class TraceBuilder:
         self.settings = self.plan.layout.settings
         self._words = {n.partition(".")[2]: v for n, v in self.settings.items() if n.startswith("words.")}
         self._pads: set[int] = set()
+        layout = self.plan.layout
+        names = [n for n in dict.fromkeys(p.name for p in self.plan.others) if n not in (RECORDS, *DERIVED)]
+        self._scalars = [n for n in names if layout.rule(n).kind in ("text", "id", "number", "json")]
+        self._scores = [n for n in names if layout.rule(n).kind == "score"]
+        self._made_scores = [n for n in layout.templates if n != "id" and layout.rule(n).kind == "score"]
 
     # One trace
 
     def record(self, trace: FoundTrace, position: int) -> TraceRecord:
         """Return the record of a trace."""
         layout, environment = self.plan.layout, trace.environment
-        made = {name: pattern.fill(environment) for name, pattern in layout.templates.items()}
-        labels = {n: v for n, v in made.items() if n != "id" and layout.rule(n).kind == "score"}
-        values: dict[str, Any] = {n: v for n, v in made.items() if n not in labels}
-        self._set_scalars(trace, values, ("question_id", "sample"))
+        values: dict[str, Any] = {name: pattern.fill(environment) for name, pattern in layout.templates.items()}
+        labels = {name: values.pop(name) for name in self._made_scores}
+        self._set_scalars(trace, values, DERIVED)
         self._set_key(trace, values)
-        names = dict.fromkeys(place.name for place in self.plan.others)
-        scalars = [n for n in names if n not in (RECORDS, "question_id", "sample") and self._is_scalar(n)]
-        scores = [n for n in scalars if layout.rule(n).kind == "score"]
-        self._set_scalars(trace, values, [n for n in scalars if n not in scores])
+        self._set_scalars(trace, values, self._scalars)
         check_spans(values.get("spans"), [values[n] for n in ANSWER_FIELDS if n in values])
         record = self._with_arrays(trace, values, position)
-        self._set_scores(trace, labels, record, [*scores, *labels])
+        self._set_scores(trace, labels, record, [*self._scores, *labels])
         for _, column in self.columns.of(RECORDS):
             for cell in column.cells(environment):
                 if isinstance(cell.value, Group):
                     record.extras |= {k: v for k, v in cell.value.items() if k not in record.extras}
         return record
-
-    def _is_scalar(self, name: str) -> bool:
-        return self.plan.layout.rule(name).kind in ("text", "id", "number", "json", "score")
 
     def _set_key(self, trace: FoundTrace, values: dict[str, Any]) -> None:
         """Set question_id and sample of a trace from what it binds, unless fields say them."""
@@ -99,7 +97,7 @@ class TraceBuilder:
             values["sample"] = int(text)
             environment.setdefault("sample", int(text))
 
-    def _set_scalars(self, trace: FoundTrace, values: dict[str, Any], names: Sequence[str]) -> None:
+    def _set_scalars(self, trace: FoundTrace, values: dict[str, Any], names: Iterable[str]) -> None:
         for name in names:
             for place, column in self.columns.of(name):
                 value = self._scalar(trace, place, column)

@@ -10,6 +10,8 @@ from tracestore.errors import InvalidInputError
 from tracestore.store.format import schema
 
 Span = tuple[int, int]
+# What says which rows of an axis are those of each trace.
+_RANGES = ("S.offsets", "S.lengths", "S.owner", "S.starts")
 
 
 def ranges_of(known: dict[str, np.ndarray], total: int) -> list[Span]:
@@ -27,41 +29,43 @@ def ranges_of(known: dict[str, np.ndarray], total: int) -> list[Span]:
     InvalidInputError
         If the ranges do not cover the axis, or overlap.
     """
-    if "S.offsets" in known:
-        offsets = _integers(known["S.offsets"], "S.offsets")
-        if offsets and offsets[0] != 0:
-            offsets = [0, *offsets]
-        if not offsets or offsets[-1] != total:
-            raise InvalidInputError(f"ends at {offsets[-1] if offsets else 0}, expected {total:,}", field="S.offsets")
-        spans = list(itertools.pairwise(offsets))
-    elif "S.lengths" in known:
-        ends = np.cumsum(_integers(known["S.lengths"], "S.lengths")).tolist()
-        if not ends or ends[-1] != total:
-            raise InvalidInputError(f"sum is {ends[-1] if ends else 0}, expected {total:,} rows", field="S.lengths")
-        spans = list(zip([0, *ends], ends, strict=False))
-    elif "S.owner" in known:
-        owner = _integers(known["S.owner"], "S.owner")
-        if len(owner) != total or owner != sorted(owner):
-            raise InvalidInputError(f"found {len(owner)} rows, expected {total:,} in sorted runs", field="S.owner")
-        firsts = [k for k in range(total) if k == 0 or owner[k] != owner[k - 1]]
-        spans = list(zip(firsts, [*firsts[1:], total], strict=True))
-    elif "S.starts" in known and "S.ends" in known:
-        starts, ends = _integers(known["S.starts"], "S.starts"), _integers(known["S.ends"], "S.ends")
-        spans = list(zip(starts, ends, strict=True))
-        position = 0
-        for begin, end in sorted(spans):
-            if begin != position:
-                what = "overlap" if begin < position else "leave a gap"
-                raise InvalidInputError(f"ranges {what} at row {min(begin, position):,}", field="S.starts")
-            position = end
-        if position != total:
-            raise InvalidInputError(f"ranges end at {position:,}, expected {total:,}", field="S.ends")
-    else:
+    name = next((name for name in _RANGES if name in known), None)
+    values = {name: _integers(array, name) for name, array in known.items()}
+    if name is None or (name == "S.starts" and len(values.get("S.ends", ())) != len(values[name])):
         raise InvalidInputError("traces behind each other need S.offsets, S.lengths, S.owner, or S.starts and S.ends")
-    for k, (begin, end) in enumerate(spans):
-        if end <= begin:
-            raise InvalidInputError(f"trace {k} has no tokens: {begin} to {end}")
+    spans: list[Span]
+    if name == "S.offsets":
+        spans = list(itertools.pairwise([0] * (values[name][:1] != [0]) + values[name]))
+    elif name == "S.lengths":
+        spans = list(itertools.pairwise(itertools.accumulate(values[name], initial=0)))
+    elif name == "S.owner":
+        spans = _runs(values[name])
+    else:
+        spans = list(zip(values[name], values["S.ends"], strict=True))
+    _check_cover(spans, total, name)
     return spans
+
+
+def _runs(owners: list[int]) -> list[Span]:
+    """Return the runs of equal numbers, which are sorted."""
+    if owners != sorted(owners):
+        raise InvalidInputError("found rows of one trace in several places", field="S.owner")
+    ends = list(itertools.accumulate(len(list(run)) for _, run in itertools.groupby(owners)))
+    return list(zip([0, *ends], ends, strict=False))
+
+
+def _check_cover(spans: list[Span], total: int, name: str) -> None:
+    """Rule 9: ranges are disjoint and cover the axis; each has a token."""
+    position = 0
+    for k, (begin, end) in enumerate(sorted(spans)):
+        if begin != position:
+            what = "overlap" if begin < position else "leave a gap"
+            raise InvalidInputError(f"ranges {what} at row {min(begin, position):,}", field=name)
+        if end <= begin:
+            raise InvalidInputError(f"trace {k} has no tokens: {begin} to {end}", field=name)
+        position = end
+    if position != total:
+        raise InvalidInputError(f"ranges end at {position:,}, expected {total:,} rows", field=name)
 
 
 def _integers(array: np.ndarray, name: str) -> list[int]:

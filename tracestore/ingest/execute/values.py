@@ -92,7 +92,9 @@ def check_spans(spans: Any, answers: Iterable[str]) -> None:
             slices = [answer[span.get("start") : span.get("end")] for answer in texts]
             if text not in slices:
                 found, expected = (escape_unprintable(part, 40) for part in (slices[0], text))
-                raise InvalidInputError(f"found {found!r} in the answer, expected {expected!r} of the span", field="spans")
+                raise InvalidInputError(
+                    f"found {found!r} in the answer, expected {expected!r} of the span", field="spans"
+                )
 
 
 def direction_text(direction: str) -> str:

@@ -255,31 +255,25 @@ class Walk:
         rest = []
         steps = [(step, child) for step, child in node.children if isinstance(step, KeyStep)]
         for key in names:
-            best: list[tuple[int, Step, Node, Any]] = []
-            for step, child in steps:
-                match = _match_key(step, key)
-                if match is None:
-                    continue
-                literals = sum(part.num_literals for part in step.parts)
-                if not best or literals > best[0][0]:
-                    best = [(literals, step, child, self._wild(node, step, key, match))]
-                elif literals == best[0][0]:
-                    best.append((literals, step, child, self._wild(node, step, key, match)))
-            if len(best) > 1 and not best[0][2].ignores and not best[1][2].ignores:
-                texts = f"{best[0][1].text} and {best[1][1].text}"
+            found = [(step, child, match) for step, child in steps if (match := _match_key(step, key)) is not None]
+            most = max((_num_literals(step) for step, _, _ in found), default=0)
+            best = [entry for entry in found if _num_literals(entry[0]) == most]
+            if len(best) > 1 and not any(child.ignores for _, child, _ in best[:2]):
                 raise InvalidInputError(
-                    f"{texts} match the key {key!s:.60} with equally many characters", source=self._source
+                    f"{best[0][0].text} and {best[1][0].text} match the key {key!s:.60} with equally many characters",
+                    source=self._source,
                 )
             if best:
                 claimed[key] = [
-                    entry[1:] for entry in best if not entry[2].ignores or entry[2].children or entry[2].leaves
+                    (step, child, self._wild(node, step, key, match))
+                    for step, child, match in best
+                    if not child.ignores or child.children or child.leaves
                 ]
             elif str(key) not in node.keys:
                 rest.append(key)
         for step, _ in steps:
-            text = step.parts[0].literal if len(step.parts) == 1 else None
-            if text is not None and text.lstrip("-").isdecimal() and text in claimed and int(text) in claimed:
-                raise InvalidInputError(f"the keys {text} and {text!r} both exist", source=self._source)
+            if (k := _member_number(step)) is not None and {k, str(k)} <= claimed.keys():
+                raise InvalidInputError(f"the keys {k} and {str(k)!r} both exist", source=self._source)
         return claimed, rest
 
     def _wild(self, node: Node, step: KeyStep, key: Any, match: dict[str, Any]) -> dict[str, Any]:
@@ -288,12 +282,11 @@ class Walk:
     def _member(
         self, node: Node, step: KeyStep, child: Node, value: Items | Array, bound: dict[str, Any], in_unit: bool
     ) -> Iterator[Cell | None]:
-        text = step.parts[0].literal if len(step.parts) == 1 else None
-        if text is not None and text.lstrip("-").isdecimal():
+        if (k := _member_number(step)) is not None:
             rows = _rows(value)
             if isinstance(rows, Items) and rows.is_stream:
                 rows = ListItems(list(rows), lambda item: item)
-            k, count = int(text), len(rows)
+            count = len(rows)
             if not -count <= k < count:
                 return
             yield from self.cells(child, rows[k % count], bound, in_unit=in_unit)
@@ -349,6 +342,16 @@ def _rows(value: Items | Array) -> Any:
 def _settled(value: Value) -> Value:
     """Return a value that can be read more than once."""
     return ListItems(list(value), lambda item: item) if isinstance(value, Items) and value.is_stream else value
+
+
+def _num_literals(step: KeyStep) -> int:
+    return sum(part.num_literals for part in step.parts)
+
+
+def _member_number(step: KeyStep) -> int | None:
+    """Return the number of the member that a step names, None for other names."""
+    text = step.parts[0].literal if len(step.parts) == 1 else None
+    return int(text) if text is not None and text.lstrip("-").isdecimal() else None
 
 
 def _match_key(step: KeyStep, key: Any) -> dict[str, Any] | None:

@@ -159,7 +159,10 @@ def parse_layout(entries: Mapping[str, Any], where: str = "layout") -> Layout:
             elif _is_setting(name, value):
                 settings[name] = value
             elif name == _OTHER_STATES:
-                lists["ignore"] = (*lists.get("ignore", ()), *_addresses([value] if isinstance(value, str) else value, 2))
+                lists["ignore"] = (
+                    *lists.get("ignore", ()),
+                    *_addresses([value] if isinstance(value, str) else value, 2),
+                )
             elif isinstance(value, str) and value.startswith("="):
                 _check_name(name, (*FIELDS, *_TEMPLATES))
                 templates[name] = Pattern(value[1:])

@@ -12,7 +12,8 @@ from tracestore.errors import InvalidInputError, UsageError
 # Names that bind a place on an axis of a trace. The others belong to the key of a trace.
 AXIS_NAMES = {"layer": "L", "token": "S", "step": "P", "head": "H", "dim": "D"}
 NUMBER_NAMES = frozenset((*AXIS_NAMES, "chunk", "sample"))
-_SPECIAL = "{*\\"
+_TOKEN = r"\\(?P<escaped>.)|(?P<wild>%s)|\{(?P<name>[^{}:]+)(?P<form>:d)?\}|(?P<literal>[^{*\\]+)"
+_PATH_TOKEN, _KEY_TOKEN = (re.compile(_TOKEN % wild, re.DOTALL) for wild in (r"\*\*/?|\*", r"\*"))
 _MAX_FAST_PARTS, _MAX_FAST_LENGTH = 2, 512
 _MAX_PARSES = 2  # a name with two parses is refused, so more need not be told apart
 
@@ -59,42 +60,36 @@ class Pattern:
     def parts(self) -> tuple[Part, ...]:
         """The parts of the pattern; UsageError if it is not one."""
         parts: list[Part] = []
-        literal, k, text = "", 0, self.text
-        while k < len(text):
-            char = text[k]
-            if char not in _SPECIAL:
-                literal, k = literal + char, k + 1
-                continue
-            if char == "\\":
-                if k + 1 == len(text):
-                    raise UsageError(f"{text}: a backslash at the end makes no character literal")
-                literal, k = literal + text[k + 1], k + 2
-                continue
-            if literal:
+        at, token = 0, _PATH_TOKEN if self.is_path else _KEY_TOKEN
+        while at < len(self.text):
+            match = token.match(self.text, at)
+            if match is None:
+                found = "a backslash at the end makes no character literal"
+                found = found if self.text[at] == "\\" else "expected a name such as {id} or {n:d} behind the brace"
+                raise UsageError(f"{self.text}: {found}")
+            literal, wild = match["escaped"] or match["literal"], match["wild"]
+            if literal and parts and parts[-1].kind == "literal":
+                parts[-1] = Part("literal", parts[-1].text + literal)
+            elif literal:
                 parts.append(Part("literal", literal))
-                literal = ""
-            if char == "*":
-                is_deep = self.is_path and text.startswith("**", k)
-                k += 2 if is_deep else 1
-                is_folder = is_deep and text.startswith("/", k)
-                k += is_folder  # `**/x` matches `x`, too
-                parts.append(Part("deep" if is_deep else "star", "/" if is_folder else ""))
-                continue
-            end = text.find("}", k)
-            name, _, form = text[k + 1 : end].partition(":")
-            if end < 0 or not is_name(name) or form not in ("", "d"):
-                raise UsageError(f"{text}: expected a name such as {{id}} or {{n:d}} behind the brace")
-            parts.append(Part("name", name, form == "d"))
-            k = end + 1
-        if literal:
-            parts.append(Part("literal", literal))
+            elif wild:  # `**/x` matches `x`, too
+                parts.append(Part("deep" if wild.startswith("**") else "star", "/" if wild.endswith("/") else ""))
+            else:
+                parts.append(Part("name", match["name"], match["form"] is not None))
+            at = match.end()
+        self._check_names(parts)
+        return tuple(parts)
+
+    def _check_names(self, parts: list[Part]) -> None:
+        """Raise UsageError for what is no name, a name that occurs twice, or two without a character between."""
         names = [part.text for part in parts if part.kind == "name"]
+        if wrong := next((name for name in names if not is_name(name)), None):
+            raise UsageError(f"{self.text}: {{{wrong}}} is no name such as {{id}} or {{n:d}}")
         if repeated := next((name for name in names if names.count(name) > 1), None):
-            raise UsageError(f"{text}: {{{repeated}}} occurs twice")
+            raise UsageError(f"{self.text}: {{{repeated}}} occurs twice")
         for one, two in itertools.pairwise(parts):
             if one.kind == "name" and two.kind == "name":
-                raise UsageError(f"{text}: {{{one.text}}}{{{two.text}}} needs a character between the names")
-        return tuple(parts)
+                raise UsageError(f"{self.text}: {{{one.text}}}{{{two.text}}} needs a character between the names")
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import importlib.util
 import shutil
 import tempfile
 import warnings
@@ -12,7 +13,7 @@ import numpy as np
 
 import tracestore
 from tests.ingest.corpus import measure
-from tests.ingest.corpus.changed import generated
+from tests.ingest.corpus.changed import changed_arrays, changed_rows, generated
 from tests.ingest.corpus.changed.dumps import Dump
 from tests.ingest.corpus.changed.mutations import EXACT, MUTATIONS, NONE, PART
 
@@ -31,12 +32,29 @@ class Outcome:
     detail: str = ""
 
 
+class Refused(Exception):
+    """No layout is used by itself."""
+
+
 def with_layout(dump, folder, store):
     """Convert a dump by its layout."""
     tracestore.convert_files(folder, store, layout=dump.layout)
 
 
+def alone(dump, folder, store):
+    """Convert a dump by the layout that is proposed for it, if one is used by itself."""
+    from tracestore.ingest.propose.proposal import propose_folder
+
+    proposal = propose_folder([folder])
+    if proposal.layout is None:
+        raise Refused("no layout is proved")
+    tracestore.convert_files(folder, store, layout=proposal.layout)
+
+
+# How a folder is converted; "alone" needs the package that proposes layouts.
 WAYS = {"layout": with_layout}
+if importlib.util.find_spec("tracestore.ingest.propose") is not None:
+    WAYS["alone"] = alone
 
 
 def judge(dump, folder, means, convert):
@@ -45,6 +63,8 @@ def judge(dump, folder, means, convert):
     shutil.rmtree(store, ignore_errors=True)
     try:
         convert(dump, folder, store)
+    except Refused as error:
+        return "refused", str(error)
     except tracestore.errors.TracestoreError as error:
         return ("refused" if error.exit_code in (2, 3) else "wrong"), str(error)
     except Exception as error:
@@ -85,7 +105,7 @@ def copy_of(trace):
     return type("States", (), {"hidden_states": states, "last_token": last})
 
 
-def outcomes_of(make, kind, names, rng, ways=("layout",)):
+def outcomes_of(make, kind, names, rng, ways=tuple(WAYS)):
     """Yield the outcomes of the mutations of a dump that `make` returns anew each time."""
     for name in names:
         mutate, _ = MUTATIONS[name]
@@ -124,8 +144,11 @@ def of_kind(kind, layout, rng):
         source = Path(scratch) / "source"
         source.mkdir()
         expected = kind.write(source)
-        dump = Dump.of_folder(kind.name, source, layout, expected)
-        yield from outcomes_of(lambda: copy.deepcopy(dump), kind.name, MUTATIONS, rng)
+
+        def read():
+            return Dump.of_folder(kind.name, source, layout, copy.deepcopy(expected))
+
+        yield from outcomes_of(read, kind.name, MUTATIONS if read().states() else ["unchanged"], rng)
 
 
 def table(outcomes):
@@ -139,8 +162,10 @@ def table(outcomes):
     lines = ["| mutation | rules | folders | right | refused | wrong |", "|---|---|---:|---:|---:|---:|"]
     for name, rules, found in rows:
         cells = [found["right"], found["refused"], found["wrong"]]
-        lines.append(f"| {name.replace('_', ' ')} | {rules} | {sum(cells):,} | " + " | ".join(f"{n:,}" for n in cells) + " |")
+        lines.append(
+            f"| {name.replace('_', ' ')} | {rules} | {sum(cells):,} | " + " | ".join(f"{n:,}" for n in cells) + " |"
+        )
     return lines
 
 
-__all__ = ["EXACT", "NONE", "PART", "Outcome", "of_generated", "of_kind", "table"]
+__all__ = ["EXACT", "NONE", "PART", "Outcome", "changed_arrays", "changed_rows", "of_generated", "of_kind", "table"]

@@ -75,9 +75,8 @@ def _read_safetensors(path, data):
 
 
 def _write_safetensors(path, value):
-    from safetensors.torch import save_file
-
     import torch
+    from safetensors.torch import save_file
 
     save_file(_leaves(value, lambda array: torch.from_numpy(np.ascontiguousarray(array))), path)
 
@@ -115,7 +114,7 @@ def _write_hdf5(path, value):
 
 def _read_csv(path, data):
     rows = list(csv.DictReader(io.StringIO(data.decode())))
-    return Opaque(data) if not rows or None in rows[0] or len(rows[0]) == 1 and "\t" in str(rows[0]) else rows
+    return Opaque(data) if not rows or None in rows[0] or (len(rows[0]) == 1 and "\t" in str(rows[0])) else rows
 
 
 def _write_csv(path, rows):
@@ -142,7 +141,7 @@ def _write_parquet(path, rows):
     import pyarrow.parquet as pq
 
     names = dict.fromkeys(name for row in rows for name in row)
-    pq.write_table(pa.Table.from_pylist([{n: None for n in names} | _plain(row) for row in rows]), path)
+    pq.write_table(pa.Table.from_pylist([dict.fromkeys(names) | _plain(row) for row in rows]), path)
 
 
 def _leaves(value, change):

@@ -1,5 +1,7 @@
 """Dumps of many structures in many containers, each with the layout that follows from its parameters."""
 
+import itertools
+
 import numpy as np
 
 from tests.ingest.corpus.changed.dumps import Dump
@@ -74,7 +76,9 @@ class Writer:
         fields += " attention" * (self.has_attention and not last)
         kept = {k: v for k, v in changes.items() if k != "question_id"}
         expected = [s.expect_last(fields, **kept) if last else s.expect(fields, **kept) for s in self.samples]
-        return Dump(f"{name}{self.container}", self.files, self.layout, expected, None if layers is None else list(layers))
+        return Dump(
+            f"{name}{self.container}", self.files, self.layout, expected, None if layers is None else list(layers)
+        )
 
     def fields(self, sample):
         """Return states, attention and tokens of a sample by short keys."""
@@ -287,9 +291,7 @@ def answers(w):
     rows, expected = [], []
     for n, group in enumerate(groups):
         rows.append({"qid": f"q{n}", "samples": [{"hs": s.hidden, "text": s.answer, "ok": w.label(s)} for s in group]})
-        expected += [
-            s.expect("answer label", question_id=f"q{n}", sample=k) for k, s in enumerate(group)
-        ]
+        expected += [s.expect("answer label", question_id=f"q{n}", sample=k) for k, s in enumerate(group)]
     file = f"s{w.container}"
     w.files[file] = rows
     prefix = f"{file} : [id=qid]/samples/[K]/"
@@ -313,7 +315,7 @@ def chunks(w):
     w.has_attention = w.has_tokens = False
     order = str(w.rng.choice(["NLSD", "LNSD", "NSLD"]))
     at = [0, max(len(w.samples) // 2, 1), len(w.samples)]
-    for k, (begin, end) in enumerate(zip(at, at[1:], strict=False)):
+    for k, (begin, end) in enumerate(itertools.pairwise(at)):
         if begin < end:
             arrays, mask = _stack(w, w.samples[begin:end], order, "right", 0)
             w.files[f"batch_{k}{w.container}"] = {**arrays, "lengths": mask.sum(1)}
