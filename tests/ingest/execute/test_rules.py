@@ -447,6 +447,21 @@ def test_rule_12c_no_match_at_all(tmp_path):
     refuse(tmp_path, layout, "no id of it is that of a trace")
 
 
+@pytest.mark.parametrize("field", ["is_correct", "question"])
+def test_rule_12c_a_column_that_is_nowhere(tmp_path, field):
+    """A misspelled name of a column: the labels would be missing without a word."""
+    write_rows(tmp_path)
+    table(tmp_path / "in/t.csv", [{"qid": f"q{k}", "ok": k % 2} for k in range(3)])
+
+    refuse(tmp_path, ROWS | {field: "t.csv : [id=qid]/okk"}, "the files hold no such value")
+
+
+def test_rule_12c_a_label_that_is_nowhere(tmp_path):
+    write_rows(tmp_path, ok=lambda k: k % 2)
+
+    refuse(tmp_path, ROWS | {"is_correct": "a.pkl : [id=id]/okk"}, "the files hold no such value")
+
+
 @pytest.mark.parametrize("count", [2, 4])
 def test_rule_13_totals_in_order_are_equal(tmp_path, count):
     save(tmp_path / "in/h.npy", states(3, 2, 4, 8))
@@ -555,6 +570,12 @@ def test_rule_13b_shuffled_outputs_of_a_judge(tmp_path, key, is_shuffled, is_rev
         layout["ignore"] = [f"{other} : []/{key}"]
 
     assert [trace.score for trace in convert(tmp_path, layout).values()] == [k % 2 for k in order]
+
+
+def test_rule_13b_texts_of_one_row_may_differ(tmp_path):
+    dump(tmp_path / "in/a.pkl", [{"hs": states(2, 4, 8, seed=k), "q": f"fact {k}?", "prompt": "Hi"} for k in range(3)])
+
+    assert len(convert(tmp_path, {"hidden_states": "a.pkl : []/hs -> L S D", "question": "a.pkl : []/q"})) == 3
 
 
 def test_rule_13b_rows_of_chunks(tmp_path):

@@ -106,13 +106,18 @@ class SourceAccount:
 class RowTexts:
     """Questions and answers of rows in order that no line names: they show whether the rows are those of the traces."""
 
-    def __init__(self) -> None:
+    def __init__(self, plan: Plan) -> None:
+        self._places = {(place.name, place.position_prefix) for place in plan.others}
         self._texts: dict[str, tuple[tuple[str, ...], list[Value]]] = {}
 
-    def add(self, path: str, key: str, value: Value) -> None:
-        """Add the text of the next row below a path."""
-        if (fields := _ROW_TEXTS.get(key)) is not None:
-            self._texts.setdefault(path, (fields, []))[1].append(value)
+    def add(self, prefix: str, key: str, value: Value) -> None:
+        """Add the text of the next row of a list or table; a text beside the field of the same row proves nothing."""
+        if key in _ROW_TEXTS:
+            if (path := f"{prefix}{key}") not in self._texts:
+                list_prefix = prefix.removesuffix("[]/")
+                fields = tuple(name for name in _ROW_TEXTS[key] if (name, list_prefix) not in self._places)
+                self._texts[path] = (fields, [])
+            self._texts[path][1].append(value)
 
     def check(self, row: int, total: int | None, record: TraceRecord) -> None:
         """Rule 13b: texts that both sides hold are equal or contained, row by row.

@@ -209,9 +209,11 @@ class ArrayReader:
         is_sequence = isinstance(last, KeyStep) and last.text == "sequences"
         is_stated = place.address.axes is not None
         is_wider = letter in "TG" or (not is_stated and (has_passes or is_sequence))
+        # The ids that generate() and vLLM return are always one more: one id less would move the others.
+        is_exact = is_wider and is_stated and (has_passes or letter == "G")
         if self.rows_of_passes(trace) is not None and letter == "T" and len(set(ids[num_states + 1 :].tolist())) < 2:
             ids = ids[: num_states + 1]  # a beam that ended early
-        check_ids(ids, num_states, is_wider=is_wider, is_exact=is_stated)
+        check_ids(ids, num_states, is_wider=is_wider, is_exact=is_exact)
         return ids
 
     def texts(self, trace: FoundTrace) -> list[str] | None:
@@ -240,9 +242,9 @@ class ArrayReader:
         return [str(text) for text in texts]
 
 
-def check_ids(ids: np.ndarray, num_states: int, *, is_wider: bool, is_exact: bool = True) -> None:
-    """Rule 3: as many ids as states, or one more where that is known; stated axes are exact."""
-    allowed = [num_states] * (not is_wider or not is_exact) + [num_states + 1] * is_wider
+def check_ids(ids: np.ndarray, num_states: int, *, is_wider: bool, is_exact: bool = False) -> None:
+    """Rule 3: as many ids as states, or one more where that is known; exactly one more with `is_exact`."""
+    allowed = [num_states] * (not is_exact) + [num_states + 1] * is_wider
     if ids.ndim != 1 or len(ids) not in allowed:
         found, expected = (
             f"{len(ids)} ids" if ids.ndim == 1 else f"the shape {ids.shape}",

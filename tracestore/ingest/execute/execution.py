@@ -46,6 +46,8 @@ class Execution:
         Folder of the store, which is not searched.
     owned : tuple of Path
         The files that are read for another purpose.
+    is_stated : bool
+        Whether the files hold each label, and each field of a table, that the layout names.
 
     Attributes
     ----------
@@ -53,8 +55,16 @@ class Execution:
         The sources in their order.
     """
 
-    def __init__(self, layout: Layout, arguments: list[Path], store: Path, owned: tuple[Path, ...] = ()) -> None:
-        self.layout, self.plan = layout, plan_of(layout)
+    def __init__(
+        self,
+        layout: Layout,
+        arguments: list[Path],
+        store: Path,
+        owned: tuple[Path, ...] = (),
+        *,
+        is_stated: bool = True,
+    ) -> None:
+        self.layout, self.plan, self._is_stated = layout, plan_of(layout), is_stated
         files = list_files(arguments, store)
         self._claimed = claim_files(self.plan, files, owned)
         self.groups, self._table_files = group_files(self.plan, self._claimed)
@@ -76,9 +86,10 @@ class Execution:
                 self._by_stem[text].append(key)
         self._offsets: dict[str, int] | None = None
         self._missing: dict[Place, set[str]] = {}
+        self._fields: set[str] | None = None  # those that the sources hold, once one was read
         self._is_whole = True
         self._row_numbers: dict[str, int] = {}
-        self._row_texts = RowTexts()  # of the tables
+        self._row_texts = RowTexts(self.plan)  # of the tables
         # The states lie under the same items.
         self._prefixes = {f"{p.position_prefix}[]/" for p in self.plan.states if p.position_prefix is not None}
         self.left_out: set[str] = set()
@@ -127,7 +138,7 @@ class Execution:
         tables = self._load_tables(scratch)
         columns = Columns(self.plan, tables=tables)
         finder, builder = TraceFinder(columns), TraceBuilder(columns, group.name, need_attention)
-        account, texts = SourceAccount(self.plan, columns), RowTexts()
+        account, texts = SourceAccount(self.plan, columns), RowTexts(self.plan)
         position = 0
         with contextlib.ExitStack() as resources:
             for cells in self._units(group, columns, resources, scratch, texts):
@@ -300,7 +311,7 @@ class Execution:
     def _refuse_unclaimed(self, texts: RowTexts, node: Node, key: str, value: Value) -> None:
         """Rule 8: every array has a line or is ignored. Rule 8a: so has what may be a label or a score."""
         if _IN_ORDER.search(node.prefix):
-            texts.add(f"{node.prefix}{key}", str(key), value)
+            texts.add(node.prefix, str(key), value)
             if node.prefix not in self._prefixes:
                 self._check_row_number(f"{node.prefix}{key}", str(key), value)
         if not node.has_records or not isinstance(value, str | int | float):
@@ -323,6 +334,7 @@ class Execution:
 
     def _close_source(self, builder: TraceBuilder) -> None:
         with self._lock:
+            self._fields = (self._fields or set()) | builder.columns.found
             for place, keys in builder.arrays.missing.items():
                 self._missing.setdefault(place, set()).update(keys)
 
@@ -341,6 +353,7 @@ class Execution:
         """
         if self._first is not None:
             yield self._first[1]
+        self._check_found()
         for place, column in (self._tables or {}).items():
             # Rule 9 closes the accounts of what is known of an axis.
             if not place.is_optional and place.name != RECORDS and place.rule.kind != "known":
@@ -353,6 +366,16 @@ class Execution:
             paths = ", ".join(escape_unprintable(path, 60) for path in shown[:_MAX_SHOWN])
             yield f"not named by the layout and left out: {paths}{more}"
         self._resources.close()
+
+    def _check_found(self) -> None:
+        """Refuse a label, and a field of a table, that is nowhere: its path may be misspelled."""
+        if self._fields is None or not self._is_stated:
+            return
+        found = self._fields | {place.name for place in self._tables or {}} | {RECORDS}
+        for place in self.plan.others:
+            is_needed = place.rule.kind == "score" or place.address.files.text in self._table_files
+            if is_needed and not place.is_optional and place.name not in found:
+                raise InvalidInputError(f"{place.address}: the files hold no such value", field=place.name)
 
     def _close_table(self, column: Column, source: str, has_id: Callable[[str], bool]) -> str:
         """Return how the rows of a table were joined; InvalidInputError if they do not fit."""

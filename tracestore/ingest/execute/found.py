@@ -39,10 +39,12 @@ class Columns:
     unit: dict[Place, Column] = field(default_factory=dict)
     source: dict[Place, Column] = field(default_factory=dict)
     tables: Mapping[Place, Column] = field(default_factory=dict)
+    found: set[str] = field(default_factory=set)  # names of the fields that the source holds
 
     def add(self, cell: Cell, source: str) -> None:
         """Add a value of a file of the source."""
         level = self.unit if cell.in_unit else self.source
+        self.found.add(cell.place.name)
         if (column := level.get(cell.place)) is None:
             column = level[cell.place] = Column(cell.place, self.plan.keys[cell.place])
         column.add(cell, source)

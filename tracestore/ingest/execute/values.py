@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tracestore.errors import InvalidInputError, escape_unprintable
-from tracestore.store.format.labels import CORRECT, HALLUCINATION
+from tracestore.store.format.labels import HALLUCINATION
 
 # Words with a meaning of their own: 1 for a hallucinated answer.
 _ABSOLUTE = {
@@ -95,8 +95,3 @@ def check_spans(spans: Any, answers: Iterable[str]) -> None:
                 raise InvalidInputError(
                     f"found {found!r} in the answer, expected {expected!r} of the span", field="spans"
                 )
-
-
-def direction_text(direction: str) -> str:
-    """Return what 1 means in a word."""
-    return "correct" if direction == CORRECT else "hallucinated"

@@ -14,7 +14,6 @@ AXIS_NAMES = {"layer": "L", "token": "S", "step": "P", "head": "H", "dim": "D"}
 NUMBER_NAMES = frozenset((*AXIS_NAMES, "chunk", "sample"))
 _TOKEN = r"\\(?P<escaped>.)|(?P<wild>%s)|\{(?P<name>[^{}:]+)(?P<form>:d)?\}|(?P<literal>[^{*\\]+)"
 _PATH_TOKEN, _KEY_TOKEN = (re.compile(_TOKEN % wild, re.DOTALL) for wild in (r"\*\*/?|\*", r"\*"))
-_MAX_FAST_PARTS, _MAX_FAST_LENGTH = 2, 512
 _MAX_PARSES = 2  # a name with two parses is refused, so more need not be told apart
 
 Spans = tuple[tuple[int, int], ...]  # of the names and wildcards so far, in their order
@@ -127,40 +126,13 @@ class Pattern:
             parses = self._step(part, name, parses)
             if not parses:
                 return None
-        found = parses.get(len(name), [])
-        if not found:
+        values = [self._bound(name, spans) for spans in parses.get(len(name), [])]
+        if not values:
             return None
-        return self._unique(name, found)
-
-    def _unique(self, name: str, found: list[Spans]) -> Match:
-        values = [self._bound(name, spans) for spans in found]
         if len({tuple(v.bound.items()) for v in values}) > 1:
             one, two = (", ".join(f"{k}={v}" for k, v in value.bound.items()) for value in values[:2])
             raise InvalidInputError(f"{name}: {self.text} matches it in two ways: {one}; {two}")
         return values[0]
-
-    @cached_property
-    def _expressions(self) -> tuple[re.Pattern[str], ...]:
-        """The pattern as regular expressions, whose variable parts are as short, and as long as possible."""
-        lazy = ""
-        for part in self.parts:
-            if part.kind == "literal":
-                lazy += re.escape(part.text)
-            elif part.is_number:
-                lazy += r"(0|[1-9][0-9]*?)" if part.is_strict else r"(-?[0-9]+?)"
-            elif part.kind == "deep":
-                lazy += r"((?:.*?/)??)" if part.text else "(.*?)"
-            else:
-                lazy += ("([^/]" if self.is_path else "(.") + ("+?)" if part.kind == "name" else "*?)")
-        greedy = lazy.replace("+?)", "+)").replace("*?)", "*)").replace("??)", "?)").replace(".*?/", ".*/")
-        return re.compile(lazy, re.DOTALL), re.compile(greedy, re.DOTALL)
-
-    def _match_fast(self, name: str) -> Match | None:
-        """Match with at most two variable parts: the first and the last way are then all that need comparing."""
-        found = [expression.fullmatch(name) for expression in self._expressions]
-        if found[0] is None or found[1] is None:
-            return None
-        return self._unique(name, [tuple(m.span(k + 1) for k in range(len(m.groups()))) for m in found if m])
 
     def _step(self, part: Part, name: str, parses: Parses) -> Parses:
         """Return the spans of names so far by the position behind a part: at most two for each position."""

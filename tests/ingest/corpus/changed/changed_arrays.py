@@ -143,8 +143,10 @@ def _tokens(change):
     def mutate(dump, rng):
         slots = [s for s in dump.slots("tokens") if (a := s.array()) is not None and a.dtype.kind in "iu"]
         slots = [s for s in slots if set(s.axes) & {"S", "T", "NS"} and s.array().ndim == len(s.axes)]
-        if not slots:
-            return None
+        if not slots or (
+            "T" in slots[0].axes and not {"P", "step"} & {*dump.states()[0].axes, *dump.states()[0].bound}
+        ):
+            return None  # T is as many as states or one more
         for slot in slots if slots[0].axes[0] == "N" else [choice(rng, slots)]:
             axis = next(k for k, letter in enumerate(slot.axes) if letter in ("S", "T", "NS"))
             if slot.array().shape[axis] < 2 or not slot.set(change(slot.array(), axis)):

@@ -110,6 +110,17 @@ def items_and_table(w):
     return w.dump("items and table")
 
 
+def items_in_files(w):
+    """Lists of dicts in several files, labels in a table by id."""
+    half = (len(w.samples) + 1) // 2
+    for k, part in enumerate((w.samples[:half], w.samples[half:])):
+        if part:
+            w.files[f"run/part-{k}{w.container}"] = [{"qid": s.question_id, **w.fields(s)} for s in part]
+    w.lines(f"run/*{w.container} : [id=qid]/")
+    w.labels_by_id()
+    return w.dump("items in files")
+
+
 def file_per_id(w):
     """A file per trace, labels in a table by id."""
     for s in w.samples:
@@ -299,6 +310,40 @@ def answers(w):
     return Dump(f"answers{w.container}", w.files, w.layout, expected)
 
 
+def prompt_and_answer(w):
+    """The states of prompt and answer in two arrays."""
+    w.has_attention = w.has_tokens = False
+    for s in w.samples:
+        at = max(s.hidden.shape[1] - 2, 1)
+        parts = {"prompt": s.hidden[:, :at], "answer": s.hidden[:, at:] if s.hidden.shape[1] > 1 else s.hidden}
+        s.hidden, s.prompt_length = np.concatenate(list(parts.values()), 1), at
+        w.files[f"{s.question_id}{w.container}"] = parts
+    w.layout["hidden_states"] = [f"{{id}}{w.container} : {name} -> L S D" for name in ("prompt", "answer")]
+    w.labels_by_id()
+    dump = w.dump("prompt and answer")
+    for s, trace in zip(w.samples, dump.expected, strict=True):
+        trace["prompt_length"] = s.prompt_length
+    return dump
+
+
+def stacked_answers(w):
+    """Last tokens of several answers to each question (N, K, L, D), labels (N, K)."""
+    count = len(w.samples) // 2 or 1
+    groups = [w.samples[k * count : (k + 1) * count] for k in range(len(w.samples) // count)]
+    w.samples = [s for group in groups for s in group]
+    file = f"a{w.container}"
+    hidden = np.stack([[s.hidden[:, -1] for s in group] for group in groups])
+    w.files[file] = {"h": hidden, "y": np.array([[w.label(s) for s in group] for group in groups])}
+    w.files["ids.json"] = [f"q{n}" for n in range(len(groups))]
+    w.layout |= {"last_token": f"{file} : h -> N K L D", "question_id": "ids.json -> N", w.field: f"{file} : y -> N K"}
+    expected = [
+        s.expect_last("label", question_id=f"q{n}", sample=k)
+        for n, group in enumerate(groups)
+        for k, s in enumerate(group)
+    ]
+    return Dump(f"stacked answers{w.container}", w.files, w.layout, expected)
+
+
 def last_tokens(w):
     """States of last tokens (N, L, D), a table in order."""
     arrays = np.stack([s.hidden[:, -1] for s in w.samples])
@@ -328,6 +373,7 @@ def chunks(w):
 STRUCTURES = {
     items: (".pkl", ".pt", ".json", ".jsonl", ".parquet"),
     items_and_table: (".pkl", ".pt", ".json", ".jsonl", ".parquet"),
+    items_in_files: (".pkl", ".pt", ".json", ".jsonl", ".parquet"),
     file_per_id: (".npz", ".pkl", ".pt", ".safetensors", ".h5"),
     folder_per_class: (".npz", ".pkl", ".pt", ".safetensors", ".h5"),
     dict_by_id: (".pkl", ".pt", ".h5"),
@@ -340,6 +386,8 @@ STRUCTURES = {
     row_per_token: (".jsonl", ".parquet", ".json"),
     passes: (".pkl", ".pt"),
     answers: (".pkl", ".pt", ".json", ".jsonl", ".parquet"),
+    prompt_and_answer: (".npz", ".pkl", ".pt", ".safetensors", ".h5"),
+    stacked_answers: (".npz", ".pkl", ".pt", ".h5"),
     last_tokens: (".npy", ".npz", ".pkl", ".safetensors", ".h5"),
     chunks: (".npz", ".pkl", ".pt", ".safetensors", ".h5"),
 }
