@@ -1,13 +1,19 @@
 """Accounts of sources and runs: keys, rows, and what no line of a layout names."""
 
+import math
 import re
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from tracestore.errors import InvalidInputError, escape_unprintable
+import numpy as np
+
+from tracestore.errors import InvalidInputError, error_location, escape_unprintable
 from tracestore.ingest.execute.found import Columns
-from tracestore.ingest.execute.join import Column
+from tracestore.ingest.execute.join import Column, check_remainders
 from tracestore.ingest.execute.plain import describe
+from tracestore.ingest.execute.tokens import numbers_of
+from tracestore.ingest.execute.walk import Node
 from tracestore.ingest.layout.places import RECORDS, Place, Plan
 from tracestore.ingest.tree import Array, Group, Items, Value, as_array
 from tracestore.store.format.schema import ANSWER_FIELDS
@@ -24,6 +30,9 @@ _ROW_TEXTS = {
 # `records` does not take them for an extra.
 _OWN_LINES = frozenset(["answer", "answers", "sample", "samples"])
 _MAX_PROBES = 64
+_MAX_SHOWN = 6  # paths that the summary names
+_ID_COLUMNS = re.compile(r"(question_?|trace_?|example_?|row_?)?(ids?|qid|idx|index|number)", re.IGNORECASE)
+_IN_ORDER = re.compile(r"\[([^\]]*= ?#[^\]]*)?\]/$")
 
 
 class SourceAccount:
@@ -138,6 +147,155 @@ class RowTexts:
 def _contains(one: str, two: str) -> bool:
     one, two = (" ".join(text.split()).casefold() for text in (one, two))
     return one in two or two in one
+
+
+class RunAccount:
+    """The accounts of a run: what no line names, the rows of its tables, and the first trace.
+
+    Parameters
+    ----------
+    plan : Plan
+    table_files : set of str
+        FILES of the tables.
+    is_stated : bool
+        Whether the files hold each label, and each field of a table, that the layout names.
+
+    Attributes
+    ----------
+    is_whole : bool
+        Whether no trace was refused.
+    left_out : set of str
+        Paths of the values that no line names.
+    """
+
+    def __init__(self, plan: Plan, table_files: set[str], *, is_stated: bool) -> None:
+        self._plan, self._table_files, self._is_stated = plan, table_files, is_stated
+        self._lock = threading.Lock()
+        self._missing: dict[Place, set[str]] = {}
+        self._fields: set[str] | None = None  # those that the sources hold, once one was read
+        self.is_whole = True
+        self._row_numbers: dict[str, int] = {}
+        # The states lie under the same items.
+        self._prefixes = {f"{p.position_prefix}[]/" for p in plan.states if p.position_prefix is not None}
+        self.left_out: set[str] = set()
+        self._first: tuple[int, str] | None = None  # the first trace of the first source that was read
+
+    def refuse_unclaimed(self, texts: RowTexts, node: Node, key: str, value: Value) -> None:
+        """Rule 8: every array has a line or is ignored. Rule 8a: so has what may be a label or a score."""
+        if _IN_ORDER.search(node.prefix):
+            texts.add(node.prefix, str(key), value)
+            if node.prefix not in self._prefixes:
+                self._check_row_number(f"{node.prefix}{key}", str(key), value)
+        if not node.has_records or not isinstance(value, str | int | float):
+            self.left_out.add(f"{node.prefix}{key}")
+        check_unclaimed(f"{node.prefix}{key}", key, value, in_records=node.has_records)
+
+    def _check_row_number(self, path: str, key: str, value: Value) -> None:
+        """Rule 13: rows are joined in order only if no column of ids is left unused; one from 0 to N - 1 is fine."""
+        if not _ID_COLUMNS.fullmatch(key) or value is None:
+            return
+        with self._lock:
+            expected = self._row_numbers.get(path, 0)
+            self._row_numbers[path] = expected + 1
+        if str(value) != str(expected):
+            name = path.rpartition("[]/")[0]
+            raise InvalidInputError(
+                f"{path}: rows are joined in order, and this column of ids is left out; {name}[id={key}] joins by it, a "
+                "line question_id takes it"
+            )
+
+    def add_source(self, fields: set[str], missing: Mapping[Place, set[str]]) -> None:
+        """Add the fields that a source holds, and the keys of its traces for which a table has no row."""
+        with self._lock:
+            self._fields = (self._fields or set()) | fields
+            for place, keys in missing.items():
+                self._missing.setdefault(place, set()).update(keys)
+
+    def keep_first(self, number: int, record: TraceRecord) -> None:
+        """Keep the first trace of a source for the summary, if no earlier source has one."""
+        with self._lock:
+            if self._first is None or number < self._first[0]:
+                self._first = (number, described(record))
+
+    def close(
+        self, tables: Mapping[Place, Column], sources: Mapping[str, str], has_id: Callable[[str], bool]
+    ) -> Iterator[str]:
+        """Close the accounts of the run, and yield a line for each table.
+
+        Parameters
+        ----------
+        tables : Mapping
+            The columns of the tables.
+        sources : Mapping
+            The name of a file by its FILES.
+        has_id : callable
+            Return whether the store has a trace of an id, for rows that earlier runs used.
+
+        Raises
+        ------
+        InvalidInputError
+            Rules 12b and 12c: rows and traces that are left over would match by another spelling, or nothing matches.
+        """
+        if self._first is not None:
+            yield self._first[1]
+        self._check_found(tables)
+        for place, column in tables.items():
+            # Rule 9 closes the accounts of what is known of an axis.
+            if not place.is_optional and place.name != RECORDS and place.rule.kind != "known":
+                source = sources[place.address.files.text]
+                with error_location(source):
+                    yield self._close_table(column, source, has_id)
+        if self.left_out:
+            shown = sorted(self.left_out)
+            more = f" and {len(shown) - _MAX_SHOWN} more" if len(shown) > _MAX_SHOWN else ""
+            paths = ", ".join(escape_unprintable(path, 60) for path in shown[:_MAX_SHOWN])
+            yield f"not named by the layout and left out: {paths}{more}"
+
+    def _check_found(self, tables: Mapping[Place, Column]) -> None:
+        """Refuse a label, and a field of a table, that is nowhere: its path may be misspelled."""
+        if self._fields is None or not self._is_stated:
+            return
+        found = self._fields | {place.name for place in tables} | {RECORDS}
+        for place in self._plan.others:
+            is_needed = place.rule.kind == "score" or place.address.files.text in self._table_files
+            if is_needed and not place.is_optional and place.name not in found:
+                raise InvalidInputError(f"{place.address}: the files hold no such value", field=place.name)
+
+    def _close_table(self, column: Column, source: str, has_id: Callable[[str], bool]) -> str:
+        """Return how the rows of a table were joined; InvalidInputError if they do not fit."""
+        name, rows = column.place.name, list(dict.fromkeys(column.rows()))
+        num_used = sum(key in column.used for key in rows)
+        is_of_id = column.names == ("id",)
+        unused = [key for key in rows if key not in column.used and not (is_of_id and has_id(str(key[0])))]
+        missing = sorted(self._missing.get(column.place, ()))
+        by = column.joined_by
+        if by == "in order" and (unused or missing) and self.is_whole:
+            found = f"{len(rows):,} rows in order belong to {num_used + len(missing):,} traces"
+            raise InvalidInputError(found, field=name)
+        first_keys, left_over = ([key[0] for key in keys if key] for keys in (rows, unused))
+        if rows and len(unused) == len(rows):
+            first = escape_unprintable(str(*first_keys[:1]), 40)
+            raise InvalidInputError(f"no {by[3:]} of it is that of a trace: its first is {first!r}", field=name)
+        check_remainders(name, first_keys, left_over, missing)
+        rest = f", {len(unused):,} without a trace" if unused else ""
+        rest += f", {len(missing):,} traces without a row" if missing else ""
+        return f"{name}: {num_used:,} rows of {source} joined {by}{rest}"
+
+
+def described(record: TraceRecord) -> str:
+    """Return a trace in a line: what a reader compares with the source."""
+    layers, width = record.num_layers, record.hidden_dim
+    states = record.hidden if record.hidden is not None else list(record.last_token[:, None])  # type: ignore[index]
+    norms = np.concatenate([np.linalg.norm(numbers_of(layer).astype("f4"), axis=-1) for layer in states])
+    labels = {**record.scores, **record.deferred_scores}
+    if record.label is not None:
+        labels["label"] = record.label
+    shown = ", ".join(f"{name} {value:g}" for name, value in labels.items() if not math.isnan(value)) or "no label"
+    tokens = f"S {record.num_tokens}" if record.hidden is not None else "last token"
+    return (
+        f"first trace: {escape_unprintable(record.question_id, 60)}, {shown}, L {layers}, {tokens}, D {width}, "
+        f"median norm {float(np.median(norms)):.3g}"
+    )
 
 
 def check_totals(tables: Mapping[Place, Column], total: int) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.execute.axes import Block, extent, read, read_block, settle_dtype
+from tracestore.ingest.execute.axes import Block, descend, extent, read, read_block, settle_dtype
 from tracestore.ingest.execute.found import Columns, FoundTrace
 from tracestore.ingest.execute.join import Column
 from tracestore.ingest.execute.tokens import numbers_of
@@ -226,15 +226,11 @@ class ArrayReader:
             if name is not None:
                 texts += [cell.value for cell in one_per_token(cells, name, "tokens_decoded")]
                 continue
-            value, axes = cells[0].value, cells[0].axes
             fixed = self.fixed_of(trace, cells[0])
-            while isinstance(value, Items) and axes and (axes[0] in fixed or axes[0] == "1") and axes[0] != "NS":
-                value, axes = value[0 if axes[0] == "1" else fixed[axes[0]]], axes[1:]
-            if isinstance(value, str):
-                raise InvalidInputError("found a text, expected the text of each token", field="tokens_decoded")
-            span = fixed.get("NS") if axes[:1] == ("NS",) else None
-            items = list(value) if isinstance(value, Items) else []
-            texts += items if span is None else items[span]
+            value, axes = descend(cells[0].value, cells[0].axes, fixed)
+            if not isinstance(value, Items):
+                raise InvalidInputError("the trace has no list of texts, one for each token", field="tokens_decoded")
+            texts += list(value)[fixed["NS"]] if axes[:1] == ("NS",) else list(value)
         if not found:
             return None
         if not all(isinstance(text, str) for text in texts):

@@ -15,6 +15,7 @@ from tracestore.store.format import schema
 
 # The numbers of rows and columns that a trace takes of an axis: a position, or a slice of them.
 Fixed = Mapping[str, int | slice]
+MISSING = object()  # no value for a trace
 _DTYPES = {"float16": "<f2", "float32": "<f4", "float64": "<f8"}
 
 
@@ -32,6 +33,19 @@ def extent(value: Value, axes: Sequence[str], letter: str) -> int | None:
             return None
         value = value[0]
     return None
+
+
+def descend(value: Value, axes: tuple[str, ...], fixed: Fixed) -> tuple[Any, tuple[str, ...]]:
+    """Return the item that `fixed` selects along the first axes of nested items, and the axes that it has.
+
+    MISSING for an item behind the last one.
+    """
+    while isinstance(value, Items) and axes and (axes[0] == "1" or isinstance(fixed.get(axes[0]), int)):
+        k = fixed.get(axes[0], 0)
+        if value.length is not None and k >= value.length:  # type: ignore[operator]
+            return MISSING, axes
+        value, axes = value[k], axes[1:]  # type: ignore[index]
+    return value, axes
 
 
 def read(value: Value, axes: tuple[str, ...], fixed: Fixed, what: str) -> tuple[np.ndarray, tuple[str, ...]]:

@@ -2,8 +2,6 @@
 
 import contextlib
 import hashlib
-import math
-import re
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -11,27 +9,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from tracestore.errors import InvalidInputError, error_location, escape_unprintable
-from tracestore.ingest.execute.accounts import RowTexts, SourceAccount, check_totals, check_unclaimed
+from tracestore.errors import InvalidInputError, error_location
+from tracestore.ingest.execute.accounts import RowTexts, RunAccount, SourceAccount, check_totals
 from tracestore.ingest.execute.axes import extent
 from tracestore.ingest.execute.claims import FileGroup, FoundFile, claim_files, group_files, list_files
 from tracestore.ingest.execute.found import Columns, FoundTrace, TraceFinder
-from tracestore.ingest.execute.join import Column, check_remainders
+from tracestore.ingest.execute.join import Column
 from tracestore.ingest.execute.records import TraceBuilder
-from tracestore.ingest.execute.tokens import numbers_of
-from tracestore.ingest.execute.walk import Cell, Node, Walk, tree_of
+from tracestore.ingest.execute.walk import Cell, Walk, tree_of
 from tracestore.ingest.layout.language import Layout
-from tracestore.ingest.layout.places import RECORDS, Place, plan_of
+from tracestore.ingest.layout.places import Place, plan_of
 from tracestore.ingest.readers.opening import open_tree
 from tracestore.ingest.tree import Array, Items, Value
 from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.record import TraceRecord
-
-_MAX_SHOWN = 6  # paths that the summary names
-_ID_COLUMNS = re.compile(r"(question_?|trace_?|example_?|row_?)?(ids?|qid|idx|index|number)", re.IGNORECASE)
-_IN_ORDER = re.compile(r"\[([^\]]*= ?#[^\]]*)?\]/$")
 
 
 class Execution:
@@ -64,7 +55,7 @@ class Execution:
         *,
         is_stated: bool = True,
     ) -> None:
-        self.layout, self.plan, self._is_stated = layout, plan_of(layout), is_stated
+        self.layout, self.plan = layout, plan_of(layout)
         files = list_files(arguments, store)
         self._claimed = claim_files(self.plan, files, owned)
         self.groups, self._table_files = group_files(self.plan, self._claimed)
@@ -85,15 +76,8 @@ class Execution:
             for text in {base, base.partition(".")[0]}:
                 self._by_stem[text].append(key)
         self._offsets: dict[str, int] | None = None
-        self._missing: dict[Place, set[str]] = {}
-        self._fields: set[str] | None = None  # those that the sources hold, once one was read
-        self._is_whole = True
-        self._row_numbers: dict[str, int] = {}
+        self.account = RunAccount(self.plan, self._table_files, is_stated=is_stated)
         self._row_texts = RowTexts(self.plan)  # of the tables
-        # The states lie under the same items.
-        self._prefixes = {f"{p.position_prefix}[]/" for p in self.plan.states if p.position_prefix is not None}
-        self.left_out: set[str] = set()
-        self._first: tuple[int, str] | None = None  # the first trace of the first source that was read
 
     # Files
 
@@ -151,21 +135,21 @@ class Execution:
                         error = error.with_traceback(None).with_location(source=group.name, position=position)
                         if on_refused is None:
                             raise error from None
-                        self._is_whole = False
+                        self.account.is_whole = False
                         account.num_refused += 1
                         on_refused(error)
                         position += 1
                         continue
                     account.add_key(record)
                     if account.num_traces == 1:
-                        self._keep_first(group, record)
+                        self.account.keep_first(self._numbers[group.name], record)
                     position += 1
                     yield record
                     del record
                 account.close_unit()
                 columns.unit = {}
             account.close()
-        self._close_source(builder)
+        self.account.add_source(columns.found, builder.arrays.missing)
 
     def _check_texts(self, trace: FoundTrace, record: TraceRecord, texts: RowTexts) -> None:
         """Rule 13b: questions and answers of rows in order are those of the traces."""
@@ -199,7 +183,7 @@ class Execution:
         for text in (*others, *dict.fromkeys(states)):
             for file in group.files[text]:
                 root = resources.enter_context(self._open(file, scratch))
-                walk = Walk(file.name, partial(self._refuse_unclaimed, texts))
+                walk = Walk(file.name, partial(self.account.refuse_unclaimed, texts))
                 bound = {**file.bound, "file": file.name}
                 with error_location(file.name):
                     for cell in walk.cells(self._trees[text], root, bound):
@@ -226,7 +210,7 @@ class Execution:
                 for text in sorted(self._table_files):
                     for file in self._claimed[text]:
                         root = self._resources.enter_context(self._open(file, scratch))
-                        walk = Walk(file.name, partial(self._refuse_unclaimed, self._row_texts))
+                        walk = Walk(file.name, partial(self.account.refuse_unclaimed, self._row_texts))
                         with error_location(file.name):
                             for cell in walk.cells(self._trees[text], root, dict(file.bound)):
                                 if cell is not None:
@@ -308,112 +292,14 @@ class Execution:
 
     # Accounts
 
-    def _refuse_unclaimed(self, texts: RowTexts, node: Node, key: str, value: Value) -> None:
-        """Rule 8: every array has a line or is ignored. Rule 8a: so has what may be a label or a score."""
-        if _IN_ORDER.search(node.prefix):
-            texts.add(node.prefix, str(key), value)
-            if node.prefix not in self._prefixes:
-                self._check_row_number(f"{node.prefix}{key}", str(key), value)
-        if not node.has_records or not isinstance(value, str | int | float):
-            self.left_out.add(f"{node.prefix}{key}")
-        check_unclaimed(f"{node.prefix}{key}", key, value, in_records=node.has_records)
-
-    def _check_row_number(self, path: str, key: str, value: Value) -> None:
-        """Rule 13: rows are joined in order only if no column of ids is left unused; one from 0 to N - 1 is fine."""
-        if not _ID_COLUMNS.fullmatch(key) or value is None:
-            return
-        with self._lock:
-            expected = self._row_numbers.get(path, 0)
-            self._row_numbers[path] = expected + 1
-        if str(value) != str(expected):
-            name = path.rpartition("[]/")[0]
-            raise InvalidInputError(
-                f"{path}: rows are joined in order, and this column of ids is left out; {name}[id={key}] joins by it, a "
-                "line question_id takes it"
-            )
-
-    def _close_source(self, builder: TraceBuilder) -> None:
-        with self._lock:
-            self._fields = (self._fields or set()) | builder.columns.found
-            for place, keys in builder.arrays.missing.items():
-                self._missing.setdefault(place, set()).update(keys)
-
     def close(self, has_id: Callable[[str], bool] = lambda _: False) -> Iterator[str]:
-        """Close the accounts of the run, and yield a line for each table.
+        """Close the accounts of the run, and yield a line for each table; see `RunAccount.close`.
 
         Parameters
         ----------
         has_id : callable
             Return whether the store has a trace of an id, for rows that earlier runs used.
-
-        Raises
-        ------
-        InvalidInputError
-            Rules 12b and 12c: rows and traces that are left over would match by another spelling, or nothing matches.
         """
-        if self._first is not None:
-            yield self._first[1]
-        self._check_found()
-        for place, column in (self._tables or {}).items():
-            # Rule 9 closes the accounts of what is known of an axis.
-            if not place.is_optional and place.name != RECORDS and place.rule.kind != "known":
-                source = self._claimed[place.address.files.text][0].name
-                with error_location(source):
-                    yield self._close_table(column, source, has_id)
-        if self.left_out:
-            shown = sorted(self.left_out)
-            more = f" and {len(shown) - _MAX_SHOWN} more" if len(shown) > _MAX_SHOWN else ""
-            paths = ", ".join(escape_unprintable(path, 60) for path in shown[:_MAX_SHOWN])
-            yield f"not named by the layout and left out: {paths}{more}"
+        sources = {text: self._claimed[text][0].name for text in self._table_files if self._claimed[text]}
+        yield from self.account.close(self._tables or {}, sources, has_id)
         self._resources.close()
-
-    def _check_found(self) -> None:
-        """Refuse a label, and a field of a table, that is nowhere: its path may be misspelled."""
-        if self._fields is None or not self._is_stated:
-            return
-        found = self._fields | {place.name for place in self._tables or {}} | {RECORDS}
-        for place in self.plan.others:
-            is_needed = place.rule.kind == "score" or place.address.files.text in self._table_files
-            if is_needed and not place.is_optional and place.name not in found:
-                raise InvalidInputError(f"{place.address}: the files hold no such value", field=place.name)
-
-    def _close_table(self, column: Column, source: str, has_id: Callable[[str], bool]) -> str:
-        """Return how the rows of a table were joined; InvalidInputError if they do not fit."""
-        name, rows = column.place.name, list(dict.fromkeys(column.rows()))
-        num_used = sum(key in column.used for key in rows)
-        is_of_id = column.names == ("id",)
-        unused = [key for key in rows if key not in column.used and not (is_of_id and has_id(str(key[0])))]
-        missing = sorted(self._missing.get(column.place, ()))
-        by = column.joined_by
-        if by == "in order" and (unused or missing) and self._is_whole:
-            found = f"{len(rows):,} rows in order belong to {num_used + len(missing):,} traces"
-            raise InvalidInputError(found, field=name)
-        first_keys, left_over = ([key[0] for key in keys if key] for keys in (rows, unused))
-        if rows and len(unused) == len(rows):
-            first = escape_unprintable(str(*first_keys[:1]), 40)
-            raise InvalidInputError(f"no {by[3:]} of it is that of a trace: its first is {first!r}", field=name)
-        check_remainders(name, first_keys, left_over, missing)
-        rest = f", {len(unused):,} without a trace" if unused else ""
-        rest += f", {len(missing):,} traces without a row" if missing else ""
-        return f"{name}: {num_used:,} rows of {source} joined {by}{rest}"
-
-    def _keep_first(self, group: FileGroup, record: TraceRecord) -> None:
-        number = self._numbers[group.name]
-        with self._lock:
-            if self._first is None or number < self._first[0]:
-                self._first = (number, self._described(record))
-
-    def _described(self, record: TraceRecord) -> str:
-        """Return a trace in a line: what a reader compares with the source."""
-        layers, width = record.num_layers, record.hidden_dim
-        states = record.hidden if record.hidden is not None else list(record.last_token[:, None])  # type: ignore[index]
-        norms = np.concatenate([np.linalg.norm(numbers_of(layer).astype("f4"), axis=-1) for layer in states])
-        labels = {**record.scores, **record.deferred_scores}
-        if record.label is not None:
-            labels["label"] = record.label
-        shown = ", ".join(f"{name} {value:g}" for name, value in labels.items() if not math.isnan(value)) or "no label"
-        tokens = f"S {record.num_tokens}" if record.hidden is not None else "last token"
-        return (
-            f"first trace: {escape_unprintable(record.question_id, 60)}, {shown}, L {layers}, {tokens}, D {width}, "
-            f"median norm {float(np.median(norms)):.3g}"
-        )

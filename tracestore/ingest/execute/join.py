@@ -7,14 +7,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tracestore.errors import InvalidInputError, escape_unprintable
-from tracestore.ingest.execute.axes import extent, read
+from tracestore.ingest.execute.axes import MISSING, descend, extent, read
 from tracestore.ingest.execute.plain import describe, plain_of
 from tracestore.ingest.execute.walk import Cell
 from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.layout.places import Place
-from tracestore.ingest.tree import Array, Items
+from tracestore.ingest.tree import Array
 
-MISSING = object()
 _INNER = frozenset((*AXIS_NAMES, *"LSTGPHDE"))
 _MAX_CACHED = 1 << 20  # numbers of an array along N that are read at once
 
@@ -127,12 +126,9 @@ class Column:
         what = self.place.name
         if cell.axes == ("N",) and (values := self._along_n(cell)) is not None:
             return values[fixed["N"]] if fixed["N"] < len(values) else MISSING
-        value, axes = cell.value, cell.axes
-        while isinstance(value, Items) and axes and (axes[0] == "1" or axes[0] in fixed):
-            k = 0 if axes[0] == "1" else fixed[axes[0]]
-            if value.length is not None and k >= value.length:
-                return MISSING
-            value, axes = value[k], axes[1:]
+        value, axes = descend(cell.value, cell.axes, fixed)
+        if value is MISSING:
+            return MISSING
         if self.place.rule.kind == "json" and not axes:
             return plain_of(value)
         if not axes and (value is None or isinstance(value, str | bool | int | float)):

@@ -8,9 +8,9 @@ import numpy as np
 
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.execute.arrays import ArrayReader
-from tracestore.ingest.execute.axes import read
+from tracestore.ingest.execute.axes import MISSING, read
 from tracestore.ingest.execute.found import Columns, FoundTrace
-from tracestore.ingest.execute.join import MISSING, Column
+from tracestore.ingest.execute.join import Column
 from tracestore.ingest.execute.plain import key_text
 from tracestore.ingest.execute.tokens import (
     Span,

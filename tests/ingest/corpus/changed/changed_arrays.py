@@ -259,6 +259,18 @@ def a_length_too_short(dump, rng):
     return NONE if slots[0].set(lengths) else None
 
 
+@mutation("3a")
+def early_end_not_stated(dump, rng):
+    """A row of generate() that ended early, and no line that says which id fills it."""
+    if "S.pad" not in dump.layout or dump.slots("S.lengths"):
+        return None
+    rows = [row for slot in dump.slots("tokens") if (ids := slot.array()) is not None for row in np.atleast_2d(ids)]
+    if not any(len(row) > 1 and row[-1] == row[-2] for row in rows):
+        return None
+    del dump.layout["S.pad"]
+    return NONE
+
+
 @mutation("4, 5")
 def a_pass_missing(dump, rng):
     """A pass of generation that was not written."""
