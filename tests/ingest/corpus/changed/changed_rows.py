@@ -1,7 +1,5 @@
 """Changes of rows, items and files: labels, ids, tables and their order."""
 
-import copy
-
 import numpy as np
 
 from tests.ingest.corpus.changed.dumps import array_of, like
@@ -249,17 +247,24 @@ def ids_spelled_otherwise(dump, rng):
     return None if {row["qid"] for row in rows} == {t["question_id"] for t in dump.expected} else NONE
 
 
+def _is_last(slot, slots):
+    """Return whether a slot is the last pass or token of its trace."""
+    for name in {"step", "token", "P", "S"} & slot.bound.keys():
+        rest = {n: v for n, v in slot.bound.items() if n not in (name, "layer")}
+        others = [s.bound[name] for s in slots if all(s.bound.get(n) == v for n, v in rest.items())]
+        return slot.bound[name] == max(others)
+    return False
+
+
 @mutation("4, 11, 12, 13")
 def a_file_missing(dump, rng):
     """One of several files of states is lost."""
     files = list(dict.fromkeys(slot.file for slot in dump.states()))
     layers = {slot.bound.get("layer") for slot in dump.states()}
-    ends = {n: max((slot.bound.get(n, -1) for slot in dump.states()), default=-1) for n in ("step", "token", "P", "S")}
     if len(files) < 2 or any(isinstance(dump.files[file], bytes) for file in files):
         return None
     gone = choice(rng, files)
-    lost = [slot.bound for slot in dump.states() if slot.file == gone]
-    if any(bound.get(n) == end for bound in lost for n, end in ends.items()):
+    if any(_is_last(slot, dump.states()) for slot in dump.states() if slot.file == gone):
         return None  # nothing shows that the last pass or token is lost
     del dump.files[gone]
     # One layer of all traces: see layers_with_gaps.
@@ -273,7 +278,7 @@ def a_second_answer(dump, rng):
     if rows is None:
         return None
     items = choice(rng, rows[0])
-    more = copy.deepcopy(choice(rng, items))
+    more = dict(choice(rng, items))
     key = dump.plan.states[0].address.path[-1]
     name = getattr(key, "text", "")
     if name not in more or array_of(more[name]) is None:
