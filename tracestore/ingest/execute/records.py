@@ -176,51 +176,47 @@ class TraceBuilder:
     # Arrays
 
     def _with_arrays(self, trace: FoundTrace, values: dict[str, Any], position: int) -> TraceRecord:
-        layout, what = self.plan.layout, self.plan.layout.states
+        what = self.plan.layout.states
         is_last = what == "last_token"
-        blocks, sizes, ids = self.arrays.states(trace, "D" if is_last else "SD")
+        layers, sizes, ids = self.arrays.states(trace, "D" if is_last else "SD")
         if is_last:
-            blocks = [layer.reshape(1, -1) for layer in blocks]
-        values["hidden_states"] = blocks
-        num_states = len(blocks[0])
-        tokens = (
-            None
-            if is_last
-            else self.arrays.tokens(trace, num_states, has_passes=len(sizes) > 1 and not len(trace.cells) > 1)
-        )
-        texts = None if is_last else self.arrays.texts(trace)
-        attention = None
-        if self._need_attention is not False and not is_last:
-            attention = self.arrays.attention(trace, sizes, ids)
-        if not is_last and self._need_attention is not False and attention is not None:
-            values["attentions"] = attention
-        self._set_prompt_length(trace, values, sizes)
-        if not is_last:
-            span = self._span(trace, values, tokens, num_states, sizes)
-            self._check_new_tokens(trace, tokens, num_states, sizes)
-            self._crop(values, tokens, texts, span, num_states)
-            self._set_per_token(trace, values, span, num_states)
-        if layout.settings.get("S.padding") in (None, "none"):
-            check_zero_tokens(values["hidden_states"], what)
-        values = {name: value for name, value in values.items() if name == "hidden_states" or value is not None}
-        record = self._made(values, position, is_last=is_last)
+            values[what], layers = np.stack(layers), [layer.reshape(1, -1) for layer in layers]
+        else:
+            values[what] = layers
+            self._set_sequence(trace, values, sizes, ids)
+            layers = values[what]
+        if self.settings.get("S.padding") in (None, "none"):
+            check_zero_tokens(layers, what)
+        values = {name: value for name, value in values.items() if value is not None}
+        need = self._need_attention and not is_last
+        if self._need_attention is None and "attentions" not in values:
+            need = False
+        record = record_from_dict(values, source_name=self._source, position=position, need_attention=need)
+        record.dropped = []
         if not is_last and (record.prompt_length or 0) > record.num_tokens + 1:
             raise InvalidInputError(
                 f"found {record.prompt_length}, more than {record.num_tokens} tokens", field="prompt_length"
             )
         record.layer_ids = self._layer_ids(ids, record, trace.environment)
-        record.is_head_mean = attention is not None and self.arrays.is_head_mean()
+        record.is_head_mean = "attentions" in values and self.arrays.is_head_mean()
         return record
 
-    def _made(self, values: dict[str, Any], position: int, *, is_last: bool) -> TraceRecord:
-        need = False if is_last else self._need_attention
-        if need is None and "attentions" not in values:
-            need = False
-        if is_last:
-            values["last_token"] = np.concatenate(values.pop("hidden_states"))
-        record = record_from_dict(values, source_name=self._source, position=position, need_attention=need)
-        record.dropped = []
-        return record
+    def _set_sequence(
+        self, trace: FoundTrace, values: dict[str, Any], sizes: list[int], ids: tuple[int, ...] | None
+    ) -> None:
+        """Set attention, ids, texts and values of the tokens of all parts and passes, without padding."""
+        num_states = len(values["hidden_states"][0])
+        has_passes = len(sizes) > 1 and len(trace.cells) == 1
+        tokens = self.arrays.tokens(trace, num_states, has_passes=has_passes)
+        texts = self.arrays.texts(trace)
+        if self._need_attention is not False:
+            values["attentions"] = self.arrays.attention(trace, sizes, ids)
+        self._set_prompt_length(trace, values, sizes)
+        span = self._span(trace, values, tokens, num_states, sizes)
+        if has_passes and tokens is None:
+            self._check_new_tokens(sizes)
+        self._crop(values, tokens, texts, span, num_states)
+        self._set_per_token(trace, values, span, num_states)
 
     def _set_prompt_length(self, trace: FoundTrace, values: dict[str, Any], sizes: list[int]) -> None:
         """Rule 5b: the first pass is the prompt, if no later one has two tokens; so is the first of two parts."""
@@ -232,13 +228,9 @@ class TraceBuilder:
         elif sizes[0] > 1 and all(size == 1 for size in sizes[1:]):
             values["prompt_length"] = sizes[0]
 
-    def _check_new_tokens(
-        self, trace: FoundTrace, tokens: np.ndarray | None, num_states: int, sizes: list[int]
-    ) -> None:
+    def _check_new_tokens(self, sizes: list[int]) -> None:
         """Rule 5: passes grow by new tokens only. 5a: without ids, passes after the first have one token each."""
-        if len(sizes) < 2 or len(trace.cells) > 1 or tokens is not None or self.settings.get("P.new"):
-            return
-        if any(size != 1 for size in sizes[1:]):
+        if not self.settings.get("P.new") and any(size != 1 for size in sizes[1:]):
             raise InvalidInputError(
                 f"passes of {sizes!s:.60} tokens: do later ones repeat earlier tokens? P.repeats = true, or P.new = true",
                 field=self.plan.layout.states,
@@ -326,7 +318,7 @@ class TraceBuilder:
         begin, end = span
         if (begin, end) != (0, num_states):
             values["hidden_states"] = [layer[begin:end] for layer in values["hidden_states"]]
-            if "attentions" in values:
+            if values.get("attentions") is not None:
                 values["attentions"] = [layer[:, begin:end, begin:end] for layer in values["attentions"]]
             is_stated = any(place.name == "prompt_length" for place in self.plan.others)
             if values.get("prompt_length") is not None and not is_stated:
