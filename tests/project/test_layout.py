@@ -232,7 +232,7 @@ def test_modules_do_not_import_each_other_in_a_cycle():
 
 
 def folder_of(module):
-    """Return the folder of a module; a module beside folders stands for itself."""
+    """Return the folder of a module; a module next to folders stands for itself."""
     path = next(path for path in FILES if module_name(path) == module)
     has_folders = any(other.parent.parent == path.parent for other in FILES)
     return module if has_folders or path.parent == PACKAGE else module_name(path.parent / "__init__.py")

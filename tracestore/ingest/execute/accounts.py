@@ -120,7 +120,7 @@ class RowTexts:
         self._texts: dict[str, tuple[tuple[str, ...], list[Value]]] = {}
 
     def add(self, prefix: str, key: str, value: Value) -> None:
-        """Add the text of the next row of a list or table; a text beside the field of the same row proves nothing."""
+        """Add the text of the next row of a list or table; a text in the same row as the field proves nothing."""
         if key in _ROW_TEXTS:
             if (path := f"{prefix}{key}") not in self._texts:
                 list_prefix = prefix.removesuffix("[]/")

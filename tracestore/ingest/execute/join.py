@@ -101,7 +101,7 @@ class Column:
 
     @property
     def joined_by(self) -> str:
-        """How its rows are joined: "in order", or "by" names."""
+        """The way its rows are joined: "in order", or "by" names."""
         names = ", ".join(name for name in self._names if not name.startswith("*")) or "source"
         return "in order" if names in ("N", "N*") or self.place.is_counted else f"by {names}"
 

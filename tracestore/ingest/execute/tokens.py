@@ -10,7 +10,7 @@ from tracestore.errors import InvalidInputError
 from tracestore.store.format import schema
 
 Span = tuple[int, int]
-# What says which rows of an axis are those of each trace.
+# What gives the rows of each trace on an axis.
 _RANGES = ("S.offsets", "S.lengths", "S.owner", "S.starts")
 
 

@@ -34,7 +34,7 @@ def check_array(name: str, shape: tuple[int, ...], dtype: np.dtype, num_bytes: i
     """Return the dtype of an array with these bytes; raise InvalidInputError if they do not fit together.
 
     Two bytes without a type (`V2`), which NumPy writes for bfloat16 and for every other type of that size that it
-    does not know, stay as they are.
+    does not know, stay unchanged.
     """
     if dtype.hasobject:
         raise InvalidInputError("found Python objects in records; save numbers or texts", field=name)

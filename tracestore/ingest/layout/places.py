@@ -71,7 +71,7 @@ class Place:
 
     @cached_property
     def is_counted(self) -> bool:
-        """Whether rows are joined by their own number."""
+        """True if rows are joined by their own number."""
         steps = [step for step in self.address.path if isinstance(step, ItemsStep)]
         return any(value_of.path == ("#",) for step in steps for value_of in step.values)
 

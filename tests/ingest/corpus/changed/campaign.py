@@ -23,7 +23,7 @@ SCRATCH = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 @dataclass
 class Outcome:
-    """What became of a changed dump."""
+    """Result of the conversion of a changed dump."""
 
     kind: str
     mutation: str
@@ -106,7 +106,7 @@ def copy_of(trace):
 
 
 def outcomes_of(make, kind, names, rng, ways=tuple(WAYS)):
-    """Yield the outcomes of the mutations of a dump that `make` returns anew each time."""
+    """Yield the outcomes of the mutations of a dump that `make` returns for each of them."""
     for name in names:
         mutate, _ = MUTATIONS[name]
         dump = make()

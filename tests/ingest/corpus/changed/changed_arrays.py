@@ -22,20 +22,20 @@ def _is_text(slot):
 
 @mutation("none")
 def unchanged(dump, rng):
-    """The dump as it is."""
+    """Keep the dump."""
     return EXACT
 
 
 @mutation("7")
 def float64(dump, rng):
-    """States in double precision."""
+    """Write states in double precision."""
     slots = [slot for slot in _float_slots(dump) if not _is_text(slot)]
     return EXACT if slots and _set_all(slots, lambda array: array.astype("f8")) else None
 
 
 @mutation("7")
 def bfloat16_bits(dump, rng):
-    """States as the upper half of their bits, with the line that says so or without it."""
+    """Write states as the upper half of their bits, with or without the line for them."""
     slots = [slot for slot in _float_slots(dump) if not _is_text(slot)]
     what = dump.plan.layout.states
     if not slots or any(slot.array().dtype != np.float32 for slot in slots) or len(dump.plan.states) > 1:
@@ -56,7 +56,7 @@ def bfloat16_bits(dump, rng):
 
 @mutation("17b, 24, 2")
 def mask_dropped(dump, rng):
-    """A mask or lengths that the layout names are not in the files; with their line or without it."""
+    """Leave out a mask or lengths that the layout names, with their line or without it."""
     slots = [*dump.slots("S.mask"), *dump.slots("S.lengths")]
     slots = [slot for slot in slots if isinstance(slot.parent, dict) and slot.parent is not dump.files]
     if not slots or "(N S)" in str(dump.layout) or not _is_padded(dump):
@@ -96,7 +96,7 @@ def _shows_padding(dump):
 
 @mutation("17b")
 def mask_inverted(dump, rng):
-    """A mask that is 1 where padding is."""
+    """Write a mask that is 1 where padding is."""
     slots = [slot for slot in dump.slots("S.mask") if slot.array() is not None]
     if not slots or not any((slot.array() == 0).any() for slot in slots):
         return None
@@ -135,7 +135,7 @@ def _padded(side):
 
 for _side in ("left", "right"):
     _change = _padded(_side)
-    _change.__name__, _change.__doc__ = f"padding_{_side}", f"Padding more on the {_side}."
+    _change.__name__, _change.__doc__ = f"padding_{_side}", f"Add padding on the {_side}."
     mutation("17b")(_change)
 
 
@@ -169,7 +169,7 @@ for _name, _of in {
 
 @mutation("2")
 def states_cut(dump, rng):
-    """The states of one trace without their last token."""
+    """Cut the last token of the states of one trace."""
     slots = [
         s for s in dump.states() if (a := s.array()) is not None and s.axes.count("S") == 1 and a.ndim == len(s.axes)
     ]
@@ -183,7 +183,7 @@ def states_cut(dump, rng):
 
 @mutation("1, 4, 11")
 def a_layer_of_one_trace_missing(dump, rng):
-    """One trace without one of its layers."""
+    """Leave out one layer of one trace."""
     slots = [s for s in dump.states() if "layer" in s.bound and isinstance(s.parent, dict)]
     if not slots or len(dump.expected) < 2 or len({s.bound["layer"] for s in slots}) < 2:
         return None
@@ -196,7 +196,7 @@ def a_layer_of_one_trace_missing(dump, rng):
 
 @mutation("none")
 def layers_with_gaps(dump, rng):
-    """Every trace without one layer whose number names say."""
+    """Leave out one layer of every trace, where names state the numbers."""
     slots = [s for s in dump.states() if "layer" in s.bound and isinstance(s.parent, dict)]
     numbers = sorted({s.bound["layer"] for s in slots})
     if len(numbers) < 3 or "L.ids" in dump.layout or dump.slots("attentions") or "L.ids" in str(dump.layout):
@@ -218,7 +218,7 @@ def layers_with_gaps(dump, rng):
 
 @mutation("6a, 2")
 def attention_transposed(dump, rng):
-    """Attention whose columns are its rows."""
+    """Exchange rows and columns of attention."""
     slots = [s for s in dump.slots("attentions") if (a := s.array()) is not None and a.ndim == len(s.axes)]
     slots = [s for s in slots if "S" in s.axes and "Q" in s.axes]
     if not slots or {"P", "step"} & {*slots[0].bound, *slots[0].axes} or max(s.array().shape[-1] for s in slots) < 2:
@@ -232,7 +232,7 @@ def attention_transposed(dump, rng):
 
 @mutation("24")
 def a_token_of_zeros(dump, rng):
-    """A token that was never written."""
+    """Write zeros instead of a token."""
     slots = [s for s in _float_slots(dump) if s.array().ndim == len(s.axes)]
     slots = [s for s in slots if (set(s.axes) >= {"S", "D"} and "layer" not in s.bound) or s.axes == ("N", "L", "D")]
     if not slots or dump.layout.get("S.padding") or {"P", "step"} & {*slots[0].bound, *slots[0].axes}:
@@ -248,7 +248,7 @@ def a_token_of_zeros(dump, rng):
 
 @mutation("9, 17a, 24")
 def a_length_too_short(dump, rng):
-    """One length that is less by one."""
+    """Reduce one length by one."""
     slots = [s for s in dump.slots("S.lengths") if (a := s.array()) is not None and a.ndim == 1 and a.max() > 1]
     if not slots or not (dump.slots("tokens") or "(N S)" in str(dump.layout)):
         return None
@@ -261,7 +261,7 @@ def a_length_too_short(dump, rng):
 
 @mutation("3a")
 def early_end_not_stated(dump, rng):
-    """A row of generate() that ended early, and no line that says which id fills it."""
+    """Leave out the line for the id that fills a row of generate() that ended early."""
     if "S.pad" not in dump.layout or dump.slots("S.lengths"):
         return None
     rows = [row for slot in dump.slots("tokens") if (ids := slot.array()) is not None for row in np.atleast_2d(ids)]
@@ -273,7 +273,7 @@ def early_end_not_stated(dump, rng):
 
 @mutation("4, 5")
 def a_pass_missing(dump, rng):
-    """A pass of generation that was not written."""
+    """Leave out a pass of generation."""
     lists = [s.value for s in dump.states() if s.axes[:1] == ("P",) and isinstance(s.value, list) and len(s.value) > 2]
     if not lists or not dump.slots("tokens"):
         return None
@@ -284,7 +284,7 @@ def a_pass_missing(dump, rng):
 
 @mutation("5")
 def passes_repeat(dump, rng):
-    """Passes that hold the tokens before them, too."""
+    """Write passes that hold the tokens before them, too."""
     slots = [s for s in dump.states() if s.axes == ("P", "L", "N", "S", "D") and isinstance(s.value, list)]
     if not slots or dump.slots("attentions") or dump.layout.get("P.repeats"):
         return None

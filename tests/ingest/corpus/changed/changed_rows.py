@@ -13,7 +13,7 @@ def _labels(dump):
 
 @mutation("22a")
 def labels_per_token(dump, rng):
-    """A label per token where the label of the trace was."""
+    """Write a label per token instead of the label of the trace."""
     slots = [s for s in _labels(dump) if isinstance(s.parent, dict) and s.parent is not dump.files and not s.axes]
     if not slots or any(slot.file.endswith(".csv") for slot in slots):
         return None
@@ -26,7 +26,7 @@ def labels_per_token(dump, rng):
 
 @mutation("8a")
 def labels_per_token_beside(dump, rng):
-    """A label per token that no line names."""
+    """Add a label per token that no line names."""
     parents = [s.parent for s in dump.states() if type(s.parent) is dict and s.parent is not dump.files]
     if not parents or any(isinstance(s.key, int) for s in dump.states()):
         return None
@@ -37,7 +37,7 @@ def labels_per_token_beside(dump, rng):
 
 @mutation("22a")
 def a_word_as_label(dump, rng):
-    """A label that is neither 0 nor 1."""
+    """Write a label that is neither 0 nor 1."""
     slot = choice(rng, [s for s in _labels(dump) if isinstance(s.parent, dict) and not s.axes])
     names = [n for n in dump.plan.layout.addresses if n in ("is_correct", "is_hallucinated", "label")]
     if slot is None or not names or slot.file.endswith((".parquet", ".h5", ".npz", ".safetensors")):
@@ -49,7 +49,7 @@ def a_word_as_label(dump, rng):
 
 @mutation("14")
 def two_labels_disagree(dump, rng):
-    """A second column of labels, for the other direction, that says the same number."""
+    """Add a column of labels for the other direction that holds the same number."""
     names = [n for n in dump.plan.layout.addresses if n in ("is_correct", "is_hallucinated")]
     if len(names) != 1 or len(dump.plan.layout.addresses[names[0]]) > 1:
         return None
@@ -74,7 +74,7 @@ def _id_slots(dump):
 
 @mutation("10")
 def ids_repeated(dump, rng):
-    """One id for two traces, in one file or in two."""
+    """Give two traces one id, in one file or in two."""
     rows = _keyed_rows(dump)
     if rows is not None:
         lists, key = rows
@@ -113,7 +113,7 @@ def _keyed_rows(dump):
 
 @mutation("10, 12a")
 def ids_numbered_per_file(dump, rng):
-    """The items in two files, each of which numbers them from 0; labels by the number over all."""
+    """Split the items into two files, each of which numbers them from 0; labels by the number over all."""
     rows = _keyed_rows(dump)
     if rows is None or len(rows[0]) > 1 or len(rows[0][0]) < 2:
         return None
@@ -137,7 +137,7 @@ def ids_numbered_per_file(dump, rng):
 
 @mutation("12, 12c, 13, 9")
 def a_row_too_few(dump, rng):
-    """A table without one of its rows."""
+    """Drop a row of a table."""
     table = choice(rng, [t for t in dump.tables() if len(t[1]) > 1])
     if table is None:
         return None
@@ -150,19 +150,19 @@ def a_row_too_few(dump, rng):
 
 
 def _forget(dump, row):
-    """Drop what a row of a table says of its trace from the expected traces."""
+    """Drop the values of a row of a table from its expected trace."""
     texts = {str(value) for value in row.values()}
     for trace in dump.expected:
         if trace["question_id"] is None or str(trace["question_id"]) in texts:
             for name in ("label", "score", "question", "answer"):
                 trace.pop(name, None)
             if "records" in dump.layout or "question_id" in dump.layout:
-                trace["question_id"] = None  # the row said the id
+                trace["question_id"] = None  # the row held the id
 
 
 @mutation("12, 13, 9")
 def a_row_too_many(dump, rng):
-    """A table with a row more, of another id."""
+    """Add a row of another id to a table."""
     table = choice(rng, dump.tables())
     if table is None:
         return None
@@ -183,7 +183,7 @@ def _is_key(dump, name, value):
 
 @mutation("none, 13")
 def rows_permuted(dump, rng):
-    """The rows of a table in another order: joined by a name, or with a column of ids that no line names."""
+    """Permute the rows of a table: joined by a name, or with a column of ids that no line names."""
     table = choice(rng, [t for t in dump.tables() if len(t[1]) > 1])
     if table is None:
         return None
@@ -208,7 +208,7 @@ def rows_permuted(dump, rng):
 
 @mutation("none")
 def items_permuted(dump, rng):
-    """The items of traces in another order."""
+    """Permute the items of traces."""
     rows = _keyed_rows(dump)
     if rows is None or any(not t[2] for t in dump.tables()):
         return None
@@ -219,7 +219,7 @@ def items_permuted(dump, rng):
 
 @mutation("12b")
 def ids_shifted(dump, rng):
-    """Labels numbered from 1, traces from 0."""
+    """Number labels from 1, traces from 0."""
     tables = [t for t in dump.tables() if t[2]]
     if len(tables) != 1 or not all("ok" in row and "qid" in row for row in tables[0][1]):
         return None
@@ -236,7 +236,7 @@ def ids_shifted(dump, rng):
 
 @mutation("12b")
 def ids_spelled_otherwise(dump, rng):
-    """Ids of a table with leading zeros or blanks."""
+    """Write ids of a table with leading zeros or in capital letters."""
     tables = [t for t in dump.tables() if t[2]]
     if len(tables) != 1 or not all("ok" in row and "qid" in row for row in tables[0][1]):
         return None
@@ -258,7 +258,7 @@ def _is_last(slot, slots):
 
 @mutation("4, 11, 12, 13")
 def a_file_missing(dump, rng):
-    """One of several files of states is lost."""
+    """Remove one of several files of states."""
     files = list(dict.fromkeys(slot.file for slot in dump.states()))
     layers = {slot.bound.get("layer") for slot in dump.states()}
     if len(files) < 2 or any(isinstance(dump.files[file], bytes) for file in files):
@@ -273,7 +273,7 @@ def a_file_missing(dump, rng):
 
 @mutation("10, 11")
 def a_second_answer(dump, rng):
-    """A second answer to a question under the same id."""
+    """Add a second answer to a question under the same id."""
     rows = _keyed_rows(dump)
     if rows is None:
         return None

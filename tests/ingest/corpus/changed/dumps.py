@@ -24,7 +24,7 @@ class Slot:
 
     @property
     def value(self):
-        """The value as it is."""
+        """The value."""
         return self.parent[self.key]
 
     def put(self, value):

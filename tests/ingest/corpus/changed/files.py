@@ -11,7 +11,7 @@ from tests.ingest.corpus.samples import open_binary
 
 
 class Opaque(bytes):
-    """The bytes of a file that is copied as it is."""
+    """The bytes of a file that is copied unchanged."""
 
 
 def read_file(path):

@@ -104,7 +104,7 @@ class Writer:
 
 
 def items(w):
-    """A list of dicts, or rows."""
+    """Write a list of dicts, or rows."""
     rows = [{"qid": s.question_id, **w.fields(s), "question": s.question, "ok": w.label(s)} for s in w.samples]
     w.files[f"a{w.container}"] = rows
     w.lines(f"a{w.container} : [id=qid]/")
@@ -113,7 +113,7 @@ def items(w):
 
 
 def items_and_table(w):
-    """A list of dicts, labels in a table by id."""
+    """Write a list of dicts, labels in a table by id."""
     w.files[f"a{w.container}"] = [{"qid": s.question_id, **w.fields(s)} for s in w.samples]
     w.lines(f"a{w.container} : [id=qid]/")
     w.labels_by_id()
@@ -121,7 +121,7 @@ def items_and_table(w):
 
 
 def items_in_files(w):
-    """Lists of dicts in several files, labels in a table by id."""
+    """Write lists of dicts in several files, labels in a table by id."""
     half = (len(w.samples) + 1) // 2
     for k, part in enumerate((w.samples[:half], w.samples[half:])):
         if part:
@@ -132,7 +132,7 @@ def items_in_files(w):
 
 
 def file_per_id(w):
-    """A file per trace, labels in a table by id."""
+    """Write a file per trace, labels in a table by id."""
     for s in w.samples:
         w.files[f"acts/{s.question_id}{w.container}"] = w.fields(s)
     w.lines(f"acts/{{id}}{w.container} : ")
@@ -141,7 +141,7 @@ def file_per_id(w):
 
 
 def folder_per_class(w):
-    """A folder per class of the answer."""
+    """Write a folder per class of the answer."""
     w.field = "is_correct"
     for s in w.samples:
         verdict = "correct" if s.score else "hallucinated"
@@ -152,7 +152,7 @@ def folder_per_class(w):
 
 
 def dict_by_id(w):
-    """A mapping of ids to fields."""
+    """Write a mapping of ids to fields."""
     w.files[f"a{w.container}"] = {s.question_id: w.fields(s) for s in w.samples}
     w.lines(f"a{w.container} : {{id}}/")
     w.labels_by_id()
@@ -160,7 +160,7 @@ def dict_by_id(w):
 
 
 def layers_by_name(w):
-    """A file per trace with an array per layer."""
+    """Write a file per trace with an array per layer."""
     w.has_attention = False
     numbers = [4 * k for k in range(len(w.samples[0].hidden))]
     for s in w.samples:
@@ -173,7 +173,7 @@ def layers_by_name(w):
 
 
 def file_per_id_and_layer(w):
-    """A folder per trace with a file per layer."""
+    """Write a folder per trace with a file per layer."""
     w.has_attention = w.has_tokens = False
     for s in w.samples:
         for k, layer in enumerate(s.hidden):
@@ -184,7 +184,7 @@ def file_per_id_and_layer(w):
 
 
 def row_per_token(w):
-    """A table with a row per token."""
+    """Write a table with a row per token."""
     w.has_attention = False
     rows = []
     for s in w.samples:

@@ -9,7 +9,7 @@ from tests.ingest.corpus.samples import pad, pad_attention
 
 
 def file_per_layer(w):
-    """A file per layer, padded on the right, with lengths; ids and labels in order."""
+    """Write a file per layer, padded on the right, with lengths; ids and labels in order."""
     w.has_attention = False
     hidden, _ = pad([s.hidden for s in w.samples], 1, fill=float(w.rng.choice([0, 3])))
     for k in range(hidden.shape[1]):
@@ -42,7 +42,7 @@ def _stack_lines(w, file, order):
 
 
 def stack_with_mask(w):
-    """A padded stack with a mask, ids and labels in order."""
+    """Write a padded stack with a mask, ids and labels in order."""
     order, side = str(w.rng.choice(["NLSD", "LNSD", "NSLD"])), str(w.rng.choice(["left", "right"]))
     arrays, mask = _stack(w, w.samples, order, side, float(w.rng.choice([0, 3])))
     w.files[f"a{w.container}"] = {**arrays, "mask": mask}
@@ -53,7 +53,7 @@ def stack_with_mask(w):
 
 
 def stack_with_lengths(w):
-    """A padded stack with lengths and a stated side."""
+    """Write a padded stack with lengths and a stated side."""
     order, side = str(w.rng.choice(["NLSD", "LNSD", "NSLD"])), str(w.rng.choice(["left", "right"]))
     arrays, mask = _stack(w, w.samples, order, side, float(w.rng.choice([0, 3])))
     w.files[f"a{w.container}"] = {**arrays, "lengths": mask.sum(1)}
@@ -64,7 +64,7 @@ def stack_with_lengths(w):
 
 
 def ragged(w):
-    """Traces behind each other, with offsets, lengths, owners, or a table of ranges."""
+    """Write traces behind each other, with offsets, lengths, owners, or a table of ranges."""
     w.has_attention = False
     lengths = [s.hidden.shape[1] for s in w.samples]
     ends = np.cumsum(lengths)
@@ -90,7 +90,7 @@ def ragged(w):
 
 
 def passes(w):
-    """The output of generate(): a padded batch of prompts, then passes of one token."""
+    """Write the output of generate(): a padded batch of prompts, then passes of one token."""
     new, side = 3, "left"
     w.has_tokens, w.has_attention = True, False
     lengths = [max(s.hidden.shape[1] - new, 1) for s in w.samples]
@@ -121,7 +121,7 @@ def passes(w):
 
 
 def answers(w):
-    """Several answers to a question, nested."""
+    """Write several answers to a question, nested."""
     w.has_tokens = w.has_attention = False
     groups = [w.samples[: len(w.samples) // 2], w.samples[len(w.samples) // 2 :]]
     groups = [group for group in groups if group]
@@ -137,7 +137,7 @@ def answers(w):
 
 
 def prompt_and_answer(w):
-    """The states of prompt and answer in two arrays."""
+    """Write the states of prompt and answer in two arrays."""
     w.has_attention = w.has_tokens = False
     for s in w.samples:
         at = max(s.hidden.shape[1] - 2, 1)
@@ -153,7 +153,7 @@ def prompt_and_answer(w):
 
 
 def stacked_answers(w):
-    """Last tokens of several answers to each question (N, K, L, D), labels (N, K)."""
+    """Write last tokens of several answers to each question (N, K, L, D), labels (N, K)."""
     count = len(w.samples) // 2 or 1
     groups = [w.samples[k * count : (k + 1) * count] for k in range(len(w.samples) // count)]
     w.samples = [s for group in groups for s in group]
@@ -171,7 +171,7 @@ def stacked_answers(w):
 
 
 def last_tokens(w):
-    """States of last tokens (N, L, D), a table in order."""
+    """Write states of last tokens (N, L, D), a table in order."""
     arrays = np.stack([s.hidden[:, -1] for s in w.samples])
     file = f"a{w.container}"
     w.files[file] = arrays if w.container == ".npy" else {"h": arrays}
@@ -182,7 +182,7 @@ def last_tokens(w):
 
 
 def chunks(w):
-    """Batches in several files, and one table for all of them in order."""
+    """Write batches in several files, and one table for all of them in order."""
     w.has_attention = w.has_tokens = False
     order = str(w.rng.choice(["NLSD", "LNSD", "NSLD"]))
     at = [0, max(len(w.samples) // 2, 1), len(w.samples)]
