@@ -1,6 +1,7 @@
 """Convert changed dumps and print the counts: python -m tests.ingest.corpus.changed [--folders N] [--seed S]."""
 
 import argparse
+import os
 import tomllib
 from collections import Counter
 
@@ -19,6 +20,7 @@ def main(argv=None):
     parser.add_argument("--kinds", nargs="*", help="change these kinds of the corpus, all without names")
     parser.add_argument("--refused", action="store_true", help="print refusals that the mutation does not demand")
     options = parser.parse_args(argv)
+    os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
     outcomes = []
 
     def take(found):
