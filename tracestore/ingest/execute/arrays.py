@@ -206,14 +206,13 @@ class ArrayReader:
                 "ids from prompt_length on need those of the prompt: a list of two addresses", field="tokens"
             )
         last = place.address.path[-1] if place.address.path else None
-        is_sequence = isinstance(last, KeyStep) and last.text == "sequences"
-        is_stated = place.address.axes is not None
-        is_wider = letter in "TG" or (not is_stated and (has_passes or is_sequence))
+        if place.address.axes is None and isinstance(last, KeyStep) and last.text == "sequences":
+            letter = "T"
         # The ids that generate() and vLLM return are always one more: one id less would move the others.
-        is_exact = is_wider and is_stated and (has_passes or letter == "G")
+        is_exact = letter == "G" or (letter == "T" and has_passes)
         if self.rows_of_passes(trace) is not None and letter == "T" and len(set(ids[num_states + 1 :].tolist())) < 2:
             ids = ids[: num_states + 1]  # a beam that ended early
-        check_ids(ids, num_states, is_wider=is_wider, is_exact=is_exact)
+        check_ids(ids, num_states, is_wider=letter in "TG", is_exact=is_exact)
         return ids
 
     def texts(self, trace: FoundTrace) -> list[str] | None:

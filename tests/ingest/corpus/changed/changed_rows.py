@@ -56,6 +56,8 @@ def two_labels_disagree(dump, rng):
     slots = dump.slots(names[0])
     if not slots or any(not isinstance(s.parent, dict) or s.parent is dump.files or s.axes for s in slots):
         return None
+    if any(slot.key in slot.bound.values() for slot in slots):
+        return None  # the keys are ids
     other = {"is_correct": "is_hallucinated", "is_hallucinated": "is_correct"}[names[0]]
     wrong = int(rng.integers(len(slots)))
     for k, slot in enumerate(slots):
@@ -154,7 +156,7 @@ def _forget(dump, row):
     texts = {str(value) for value in row.values()}
     for trace in dump.expected:
         if trace["question_id"] is None or str(trace["question_id"]) in texts:
-            for name in ("label", "score", "question", "answer"):
+            for name in ("label", "score", "question", "answer", "tokens", "tokens_decoded", "prompt_length"):
                 trace.pop(name, None)
             if "records" in dump.layout or "question_id" in dump.layout:
                 trace["question_id"] = None  # the row held the id

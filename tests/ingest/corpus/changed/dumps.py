@@ -130,7 +130,7 @@ class Dump:
             for file in self.owned(place):
                 rows = self.files[file]
                 if isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows):
-                    is_by_name = step.letter is None and not any(v.name == "N" or v.path == ("#",) for v in step.values)
+                    is_by_name = step.letter is None and not any(value_of.path == ("#",) for value_of in step.values)
                     found[file] = (file, rows, is_by_name)
         return list(found.values())
 
@@ -151,5 +151,8 @@ def _below(file, parent, key, steps, bound, axes):
         for k, item in enumerate(value):
             names = {step.letter: k} if step.letter else {}
             if isinstance(item, dict):
-                names |= {v.name: item.get(v.path[0]) for v in step.values if len(v.path) == 1}
+                for value_of in step.values:
+                    found = item.get(value_of.path[0])
+                    match = value_of.pattern and value_of.pattern.match(str(found))
+                    names |= match.bound if match else {value_of.name: found}
             yield from _below(file, value, k, rest, {**bound, **names}, axes)
