@@ -122,19 +122,26 @@ def outcomes_of(make, kind, names, rng, ways=tuple(WAYS)):
 
 
 def of_generated(num_folders, seed):
-    """Yield outcomes of generated dumps: each with every size and mutation in turn."""
-    count, turn = 0, 0
-    sizes, names = list(generated.SIZES), list(MUTATIONS)
+    """Yield outcomes of generated dumps: each with every mutation, and with every size and one mutation of it."""
+    turn, count = 0, 0
     while count < num_folders:
-        rng = np.random.default_rng([seed, turn])
-        size = sizes[turn % len(sizes)] if turn % 3 == 0 else sizes[0]
-        dump = generated.generate(rng, size)
-        chosen = names if size == sizes[0] else ["unchanged", *rng.choice(names[1:], 4, replace=False)]
-        for outcome in outcomes_of(lambda dump=dump: copy.deepcopy(dump), dump.name, chosen, rng):
-            outcome.mutation = f"{size}" if outcome.mutation == "unchanged" and size != sizes[0] else outcome.mutation
+        for outcome in _of_turn(np.random.default_rng([seed, turn])):
             yield outcome
             count += 1
+            if count == num_folders:
+                return
         turn += 1
+
+
+def _of_turn(rng):
+    make = generated.chosen(rng)
+    names = list(MUTATIONS)
+    for size in generated.SIZES:
+        dump = make(size)
+        chosen = names if size == "different sizes" else [names[0], str(rng.choice(names[1:]))]
+        for outcome in outcomes_of(lambda dump=dump: copy.deepcopy(dump), dump.name, chosen, rng):
+            outcome.mutation = size if outcome.mutation == names[0] else outcome.mutation
+            yield outcome
 
 
 def of_kind(kind, layout, rng):

@@ -222,9 +222,9 @@ STRUCTURES = {
 }
 
 
-def generate(rng, sizes):
-    """Return a random dump with sizes of `SIZES`."""
+def chosen(rng):
+    """Return a function that writes dumps of one random structure in one container, with sizes of `SIZES`."""
     structures = list(STRUCTURES)
     structure = structures[int(rng.integers(len(structures)))]
     container = str(rng.choice(STRUCTURES[structure]))
-    return structure(Writer(rng, samples_of(rng, SIZES[sizes]), container))
+    return lambda sizes: structure(Writer(rng, samples_of(rng, SIZES[sizes]), container))
