@@ -198,7 +198,7 @@ def test_rule_06_attention_is_causal_or_square(tmp_path, is_causal):
 
     np.testing.assert_allclose(convert(tmp_path, layout)["q1", 0].attention, attention[:, 0], atol=2e-3)
     write_rows(tmp_path, attn=lambda _: attention[..., :3])
-    refuse(tmp_path, layout, "attentions: found the shape", overwrite=True)
+    refuse(tmp_path, layout, "attentions", overwrite=True)
 
 
 @pytest.mark.parametrize("columns", [(3, 3, 5), (3, 4, 4), (2, 4, 5)])
