@@ -78,7 +78,8 @@ def _write_safetensors(path, value):
     import torch
     from safetensors.torch import save_file
 
-    save_file(_leaves(value, lambda array: torch.from_numpy(np.ascontiguousarray(array))), path)
+    # Tensors of one file share no memory.
+    save_file(_leaves(value, lambda array: torch.from_numpy(np.array(array, order="C"))), path)
 
 
 def _read_hdf5(path, data):
