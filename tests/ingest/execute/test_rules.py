@@ -153,6 +153,20 @@ def test_rule_04_a_lost_file_of_a_layer(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["token", "step"])
+@pytest.mark.parametrize("lost", ["a", "b"])
+def test_rule_04_the_first_file_of_one_trace_is_lost(tmp_path, name, lost):
+    """Numbers may begin at 0 or at 1, but with the same one in every trace."""
+    for trace in "ab":
+        for k in range(3):
+            save(tmp_path / f"in/{trace}_{k}.npy", states(2, 8, seed=ord(trace) + k))
+    layout = {"hidden_states": f"{{id}}_{{{name}}}.npy -> L D"}
+    assert len(convert(tmp_path, layout)) == 2
+    (tmp_path / f"in/{lost}_0.npy").unlink()
+
+    refuse(tmp_path, layout, f"the first {name} is .*: one of them lacks a {name}", overwrite=True)
+
+
+@pytest.mark.parametrize("name", ["token", "step"])
 def test_rule_04_tokens_and_steps_have_no_gaps(tmp_path, name):
     for k in (0, 1, 3):
         save(tmp_path / f"in/q_{k}.npy", states(2, 8, seed=k))

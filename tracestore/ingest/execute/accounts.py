@@ -3,7 +3,7 @@
 import math
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from tracestore.ingest.execute.found import Columns
 from tracestore.ingest.execute.join import Column, check_remainders
 from tracestore.ingest.execute.plain import describe
 from tracestore.ingest.execute.tokens import numbers_of
-from tracestore.ingest.execute.walk import Node
+from tracestore.ingest.execute.walk import Cell, Node
 from tracestore.ingest.layout.places import RECORDS, Place, Plan
 from tracestore.ingest.tree import Array, Group, Items, Value, as_array
 from tracestore.store.format.schema import ANSWER_FIELDS
@@ -30,6 +30,7 @@ _ROW_TEXTS = {
 # `records` does not take them for an extra.
 _OWN_LINES = frozenset(["answer", "answers", "sample", "samples"])
 _MAX_PROBES = 64
+_COUNTED = frozenset(("token", "step"))
 _MAX_SHOWN = 6  # paths that the summary names
 _ID_COLUMNS = re.compile(r"(question_?|trace_?|example_?|row_?)?(ids?|qid|idx|index|number)", re.IGNORECASE)
 _IN_ORDER = re.compile(r"\[([^\]]*= ?#[^\]]*)?\]/$")
@@ -175,6 +176,7 @@ class RunAccount:
         self._fields: set[str] | None = None  # those that the sources hold, once one was read
         self.is_whole = True
         self._row_numbers: dict[str, int] = {}
+        self._first_numbers: dict[str, int] = {}
         # The states lie under the same items.
         self._prefixes = {f"{p.position_prefix}[]/" for p in plan.states if p.position_prefix is not None}
         self.left_out: set[str] = set()
@@ -210,6 +212,18 @@ class RunAccount:
             self._fields = (self._fields or set()) | fields
             for place, keys in missing.items():
                 self._missing.setdefault(place, set()).update(keys)
+
+    def check_numbers(self, cells: Sequence[Cell]) -> None:
+        """Rule 4: tokens and steps that names number begin with the same number, 0 or 1, in every trace."""
+        for name in _COUNTED & cells[0].bound.keys():
+            first = min(cell.bound[name] for cell in cells)
+            with self._lock:
+                expected = self._first_numbers.setdefault(name, first)
+            if first != expected:
+                raise InvalidInputError(
+                    f"the first {name} is {first}, expected {expected} as in an earlier trace: one of them lacks a {name}",
+                    field=self._plan.layout.states,
+                )
 
     def keep_first(self, number: int, record: TraceRecord) -> None:
         """Keep the first trace of a source for the summary, if no earlier source has one."""
