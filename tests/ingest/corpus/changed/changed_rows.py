@@ -25,7 +25,7 @@ def labels_per_token(dump, rng):
 
 
 @mutation("8a")
-def labels_per_token_beside(dump, rng):
+def further_labels_per_token(dump, rng):
     """Add a label per token that no line names."""
     parents = [s.parent for s in dump.states() if type(s.parent) is dict and s.parent is not dump.files]
     if not parents or any(isinstance(s.key, int) for s in dump.states()):
