@@ -146,6 +146,9 @@ class DescribedRun:
 
     def close(self, writer: StoreWriter) -> Iterator[str]:
         """Close the accounts, and yield the lines of `Execution.close`."""
+        is_whole = self._execution.account.is_read
+        if self._layout.settings.get("duplicates") == "keep" and is_whole and not self.num_equal:
+            raise InvalidInputError("no trace has the states of another one; remove it", field="duplicates")
         yield from self._execution.close(lambda text: writer.index.find(text, 0) >= 0)
 
     def fill(self, writer: StoreWriter) -> None:

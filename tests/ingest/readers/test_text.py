@@ -167,3 +167,33 @@ def test_a_stream_keeps_no_row(tmp_path):
     path.write_text("id\nq1\nq2\n")
     with open_tree(path) as root:
         assert [plain(row)["id"] for row in root] == ["q1", "q2"] and list(root) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("# 1 = yes, 0 = no, -1 = unknown\nqid,label\nq1,1\n", {"qid": "q1", "label": "1"}),
+        ("# one\n\n# two\nqid,label\nq1,1\n", {"qid": "q1", "label": "1"}),
+        ("#id,label\nq1,1\n", {"#id": "q1", "label": "1"}),
+        ("# seed 3\n#id,label\nq1,1\n", {"#id": "q1", "label": "1"}),
+        ("# a comment\nlabel\n1\n", {"label": "1"}),
+        ("# a,b\n0.5,1.5\n", {"# a": "0.5", "b": "1.5"}),
+        ("#,name\n#1,x\n2,y\n", {"#1": "2", "x": "y"}),
+    ],
+)
+def test_comments_before_a_header_are_no_rows(tmp_path, text, expected):
+    """The last case is no comment: its columns have other names than those of a layout, which is refused."""
+    for suffix, separator in ((".csv", ","), (".tsv", "\t")):
+        path = tmp_path / f"a{suffix}"
+        path.write_text(
+            "".join(line.replace(",", separator) if " = " not in line else line for line in text.splitlines(True))
+        )
+        with open_tree(path) as root:
+            assert plain(next(iter(root))) == expected
+
+
+@pytest.mark.parametrize("text", ["# only\n", "#a,b\n#1,2\n", "#" + "x" * 70_000 + "\n#" + "y" * 70_000 + "\na\n"])
+def test_comments_without_a_row_are_refused(tmp_path, text):
+    (tmp_path / "a.csv").write_text(text)
+    with pytest.raises(InvalidInputError, match="no row behind"), open_tree(tmp_path / "a.csv") as root:
+        list(root)

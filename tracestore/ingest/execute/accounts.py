@@ -13,7 +13,7 @@ from tracestore.ingest.execute.found import Columns
 from tracestore.ingest.execute.join import Column, check_remainders
 from tracestore.ingest.execute.plain import describe
 from tracestore.ingest.execute.tokens import numbers_of
-from tracestore.ingest.execute.walk import Cell, Node
+from tracestore.ingest.execute.walk import Cell, Node, node_of
 from tracestore.ingest.layout.places import RECORDS, Place, Plan
 from tracestore.ingest.tree import Array, Group, Items, Value, as_array
 from tracestore.store.format.schema import ANSWER_FIELDS
@@ -62,9 +62,12 @@ class SourceAccount:
     def add_key(self, record: TraceRecord) -> None:
         """Rule 10: each (id, sample) once."""
         key = (record.question_id, record.sample)
-        if key in self._keys:
+        # The store refuses copies that differ.
+        if key in self._keys and self._plan.layout.settings.get("duplicates") != "drop":
             raise InvalidInputError(
-                f"the id {escape_unprintable(key[0], 60)!r}, sample {key[1]}, occurs twice; sample tells answers apart",
+                f"the id {escape_unprintable(key[0], 60)!r}, sample {key[1]}, occurs twice: "
+                'sample = "#" numbers the answers to a question in the order of their rows, a line for sample states '
+                'numbers, and duplicates = "drop" counts copies once',
                 position=record.position,
                 field="question_id",
             )
@@ -80,7 +83,10 @@ class SourceAccount:
         """Close the accounts of the source."""
         self._check(self._columns.source, self._stacks)
         self._check_unused(self._columns.source)
-        if not self._plan.is_global:
+        if self._plan.is_keyed:
+            for level in (self._columns.source, self._columns.tables):
+                check_totals(level, self.num_traces)
+        elif not self._plan.is_global:
             self._check(self._columns.tables, self._stacks)
         elif "chunk" not in self._plan.states[0].address.files.names:
             check_totals(self._columns.tables, self._total)
@@ -111,6 +117,31 @@ class SourceAccount:
                     raise InvalidInputError(
                         f"{place.address}: {rows:,} rows belong to {self._rows[key]:,} traces", field=place.name
                     )
+
+
+class PromptAccount:
+    """The stated lengths of prompts of a source: one that is equal in all padded rows may count the padding."""
+
+    def __init__(self, plan: Plan) -> None:
+        names = {place.name for place in plan.others}
+        self._is_open = "prompt_length" in names and "S.prompt" not in plan.layout.settings
+        self._lengths: set[int | None] = set()
+        self._max_begin = 0
+
+    def add(self, length: int | None, begin: int) -> None:
+        """Add the length of a prompt, and the number of tokens of padding before it."""
+        self._lengths.add(length)
+        self._max_begin = max(self._max_begin, begin)
+
+    def close(self) -> None:
+        """Refuse one length of several prompts, of which some are padded in front."""
+        length = self._lengths.pop() if len(self._lengths) == 1 else None
+        if self._is_open and length is not None and 0 < self._max_begin < length:
+            raise InvalidInputError(
+                f"found {length} in every row, also where {self._max_begin} tokens of padding are before the prompt: "
+                'S.prompt = "columns" says that it counts them, "tokens" that it does not',
+                field="prompt_length",
+            )
 
 
 class RowTexts:
@@ -156,10 +187,11 @@ class RunAccount:
     Parameters
     ----------
     plan : Plan
-    table_files : set of str
-        FILES of the tables.
+    trees : Mapping
+        The root of the paths of the layout by FILES.
+    num_sources : int
     is_stated : bool
-        Whether the files hold each label, and each field of a table, that the layout names.
+        Whether the files hold everything that the layout names.
 
     Attributes
     ----------
@@ -169,11 +201,11 @@ class RunAccount:
         Paths of the values that no line names.
     """
 
-    def __init__(self, plan: Plan, table_files: set[str], *, is_stated: bool) -> None:
-        self._plan, self._table_files, self._is_stated = plan, table_files, is_stated
+    def __init__(self, plan: Plan, trees: Mapping[str, Node], num_sources: int, *, is_stated: bool) -> None:
+        self._plan, self._trees, self._num_sources, self._is_stated = plan, trees, num_sources, is_stated
+        self._num_read = 0  # sources that were read to their end
         self._lock = threading.Lock()
         self._missing: dict[Place, set[str]] = {}
-        self._fields: set[str] | None = None  # those that the sources hold, once one was read
         self.is_whole = True
         self._row_numbers: dict[str, int] = {}
         self._first_numbers: dict[str, int] = {}
@@ -206,10 +238,15 @@ class RunAccount:
                 "line question_id takes it"
             )
 
-    def add_source(self, fields: set[str], missing: Mapping[Place, set[str]]) -> None:
-        """Add the fields that a source holds, and the keys of its traces for which a table has no row."""
+    @property
+    def is_read(self) -> bool:
+        """Return whether every source was read to its end in this run."""
+        return self._num_read == self._num_sources
+
+    def add_source(self, missing: Mapping[Place, set[str]]) -> None:
+        """Add the keys of the traces of a source for which a table has no row."""
         with self._lock:
-            self._fields = (self._fields or set()) | fields
+            self._num_read += 1
             for place, keys in missing.items():
                 self._missing.setdefault(place, set()).update(keys)
 
@@ -252,7 +289,7 @@ class RunAccount:
         """
         if self._first is not None:
             yield self._first[1]
-        self._check_found(tables)
+        self._check_found()
         for place, column in tables.items():
             # Rule 9 closes the accounts of what is known of an axis.
             if not place.is_optional and place.name != RECORDS and place.rule.kind != "known":
@@ -265,15 +302,16 @@ class RunAccount:
             paths = ", ".join(escape_unprintable(path, 60) for path in shown[:_MAX_SHOWN])
             yield f"not named by the layout and left out: {paths}{more}"
 
-    def _check_found(self, tables: Mapping[Place, Column]) -> None:
-        """Refuse a label, and a field of a table, that is nowhere: its path may be misspelled."""
-        if self._fields is None or not self._is_stated:
+    def _check_found(self) -> None:
+        """Refuse lines and entries of `ignore` at whose path no file has a value: it may be misspelled."""
+        if not self.is_read or not self._is_stated:
             return
-        found = self._fields | {place.name for place in tables} | {RECORDS}
         for place in self._plan.others:
-            is_needed = place.rule.kind == "score" or place.address.files.text in self._table_files
-            if is_needed and not place.is_optional and place.name not in found:
+            if not place.is_optional and not node_of(self._trees[place.address.files.text], place.address).is_found:
                 raise InvalidInputError(f"{place.address}: the files hold no such value", field=place.name)
+        for address in self._plan.ignored:
+            if address.path and not node_of(self._trees[address.files.text], address).is_found:
+                raise InvalidInputError(f"{address}: the files hold no such value; remove the entry", field="ignore")
 
     def _close_table(self, column: Column, source: str, has_id: Callable[[str], bool]) -> str:
         """Return how the rows of a table were joined; InvalidInputError if they do not fit."""
@@ -312,10 +350,29 @@ def described(record: TraceRecord) -> str:
     )
 
 
+def check_first_row(found: int, num_before: int, chunk: int | None, source: str) -> None:
+    """Rule 13: a chunk that is no next number is numbered by its first row."""
+    if found != num_before:
+        also = "" if chunk is None else f"{chunk} as the next chunk, or "
+        raise InvalidInputError(
+            f"found chunk {found}, expected {also}{num_before:,} as the number of rows before it", source=source
+        )
+
+
+def check_ordered(root: Value, source: str) -> None:
+    """Rule 13: rows are joined to the keys of a mapping only where these are in the order of their writing."""
+    if isinstance(root, Group) and not root.is_ordered:
+        raise InvalidInputError(
+            "its keys are not in the order in which they were written, so that no rows are joined to them in order; "
+            "a column of ids joins them",
+            source=source,
+        )
+
+
 def check_totals(tables: Mapping[Place, Column], total: int) -> None:
     """Rule 13: tables that run on over all chunks have as many rows as the chunks traces."""
     for place, column in tables.items():
-        if "N*" in column.names and place.rule.kind != "known":
+        if {"N", "N*"} & {*column.names} and place.rule.kind != "known":
             rows = column.num_rows({})
             if rows is not None and rows != total:
                 raise InvalidInputError(f"{place.address}: {rows:,} rows belong to {total:,} traces", field=place.name)

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.execute.axes import Block, descend, extent, read, read_block, settle_dtype
-from tracestore.ingest.execute.found import Columns, FoundTrace
+from tracestore.ingest.execute.axes import Block, descend, extent, read, read_block, settle_dtype, shaped
+from tracestore.ingest.execute.found import Columns, FoundTrace, identity_of
 from tracestore.ingest.execute.join import Column
 from tracestore.ingest.execute.tokens import numbers_of
 from tracestore.ingest.execute.walk import Cell
@@ -44,9 +44,13 @@ class ArrayReader:
         parts: list[Block] = []
         ids: tuple[int, ...] | None = None
         rows = self.rows_of_passes(trace)
+        shape = self.array(f"shape.{what}", trace, "V")
         for part in sorted(trace.cells):
-            for cells, fixed in self.passes(trace.cells[part], trace.fixed, rows):
-                block = read_block(cells, letters, fixed, self.settings, what)
+            num_before = sum(len(block.layers[0]) for block in parts)
+            for cells, fixed in self.passes(trace.cells[part], trace.fixed, rows, (num_before, len(parts))):
+                if shape is not None:
+                    cells = [shaped(cell, shape[0], self.settings.get(f"dtype.{what}")) for cell in cells]
+                block = read_block(cells, letters, fixed, self.settings, what, num_before)
                 settle_dtype(block, what, self.settings)
                 if shapes := {layer.shape for layer in block.layers} - {block.layers[0].shape}:
                     found = f"{shapes.pop()} in one layer, expected {block.layers[0].shape} as in the first"
@@ -81,17 +85,27 @@ class ArrayReader:
         return None if found is None else found[0].tolist()
 
     def passes(
-        self, cells: list[Cell], fixed: Mapping[str, Any], rows: list[int] | None = None
+        self,
+        cells: list[Cell],
+        fixed: Mapping[str, Any],
+        rows: list[int] | None = None,
+        firsts: tuple[int, ...] | None = (),
     ) -> Iterator[tuple[list[Cell], Mapping[str, Any]]]:
         """Yield the cells of each pass of generation, or all of them, with what is fixed on the axes.
 
-        `rows` are the positions of a beam, which begin to be negative behind its end.
+        `rows` are the positions of a beam, which begin to be negative behind its end. Steps are numbered from 0, 1 or
+        one of `firsts`; from any number where `firsts` is None.
         """
         name = next((n for n in ("step", "P") if n in cells[0].bound), None)
         if name is not None:
             numbers = sorted({cell.bound[name] for cell in cells})
-            if numbers != list(range(numbers[0], numbers[0] + len(numbers))) or numbers[0] > 1:
-                raise InvalidInputError(f"steps {numbers!s:.60} have gaps", field=cells[0].place.name)
+            if numbers != list(range(numbers[0], numbers[0] + len(numbers))):
+                raise InvalidInputError(f"the steps {numbers!s:.60} have gaps", field=cells[0].place.name)
+            if firsts is not None and numbers[0] not in (0, 1, *firsts):
+                expected = " or ".join(map(str, sorted({0, 1, *firsts})))
+                raise InvalidInputError(
+                    f"the first step is {numbers[0]}, expected {expected}", field=cells[0].place.name
+                )
             for number in numbers:
                 yield [cell for cell in cells if cell.bound[name] == number], fixed
         elif "P" in cells[0].axes:
@@ -114,7 +128,7 @@ class ArrayReader:
         fixed = self.fixed_of(trace, found[min(found)][0])
         blocks: list[Block] = []
         for part in sorted(found):
-            for cells, inner in self.passes(found[part], fixed, self.rows_of_passes(trace)):
+            for cells, inner in self.passes(found[part], fixed, self.rows_of_passes(trace), None if part else ()):
                 blocks.append(read_block(cells, "HSQ", inner, self.settings, "attentions"))
         if self.settings.get("P.repeats"):
             blocks = blocks[-1:]
@@ -140,7 +154,7 @@ class ArrayReader:
             if place in self.columns.tables:
                 self.count(trace, place, column, is_there=bool(cells))
             if cells:
-                if column.use(trace.environment) > 1 and place.rule.kind != "known":
+                if column.use(trace.environment, identity_of(trace, self.settings)) > 1 and place.rule.kind != "known":
                     raise InvalidInputError(f"one value of {place.address} serves several traces", field=name)
                 found.setdefault(place.part, cells)
         return found
@@ -176,7 +190,8 @@ class ArrayReader:
         found = self._cells(name, trace)
         arrays, letter = [], letters[0]
         for part in sorted(found):
-            for cells, fixed in self.passes(found[part], self.fixed_of(trace, found[part][0])):
+            fixed_of_part = self.fixed_of(trace, found[part][0])
+            for cells, fixed in self.passes(found[part], fixed_of_part, firsts=None if part else ()):
                 letter = next((c for c in letters if c in cells[0].axes), letters[0])
                 if (axis := next((a for a in cells[0].axes if len(a) > 1 and a[0] == "N"), None)) is not None:
                     letter = axis[-1]

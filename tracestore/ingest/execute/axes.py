@@ -1,6 +1,7 @@
 """The only place where axes move: values of the tree as arrays with the axes that a field has in a store."""
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from tracestore.errors import InvalidInputError
 from tracestore.ingest.execute.plain import describe, json_value
 from tracestore.ingest.execute.walk import Cell
 from tracestore.ingest.layout.patterns import AXIS_NAMES
-from tracestore.ingest.tree import Array, Items, Value, as_array
+from tracestore.ingest.tree import Array, Items, NumpyArray, Value, as_array
 from tracestore.store.format import schema
 
 # The numbers of rows and columns that a trace takes of an axis: a position, or a slice of them.
@@ -161,14 +162,17 @@ class Block:
         self.layers, self.ids = layers, ids
 
 
-def read_block(cells: Sequence[Cell], letters: str, fixed: Fixed, settings: Mapping[str, Any], what: str) -> Block:
+def read_block(
+    cells: Sequence[Cell], letters: str, fixed: Fixed, settings: Mapping[str, Any], what: str, num_before: int = 0
+) -> Block:
     """Return the values of cells on the axes L and `letters`, such as "SD" or "HSQ"; an axis without L is one layer.
 
+    `num_before` is the number of tokens of the parts before, at which the numbers of tokens may go on.
     Cells that differ in what they bind on axes are put together: every combination is there once (rule 4).
     """
     letter_of = {name: AXIS_NAMES.get(name, name) for name in cells[0].bound}
     names = [name for name, letter in letter_of.items() if letter in tuple("LSHD")]
-    by_place, places = _grid_of(cells, names, what)
+    by_place, places = _grid_of(cells, names, what, num_before)
     of_layers = next((name for name in names if letter_of[name] == "L"), None)
     found = {letter_of[name]: len(places[name]) for name in names if name != of_layers}
     rest = "".join(letter for letter in letters if letter not in found)
@@ -187,7 +191,7 @@ def read_block(cells: Sequence[Cell], letters: str, fixed: Fixed, settings: Mapp
 
 
 def _grid_of(
-    cells: Sequence[Cell], names: list[str], what: str
+    cells: Sequence[Cell], names: list[str], what: str, num_before: int
 ) -> tuple[dict[tuple[int, ...], Cell], dict[str, list[int]]]:
     """Return cells by what they bind on axes, and the numbers on each axis: every combination is there once (rule 4)."""
     by_place: dict[tuple[int, ...], Cell] = {}
@@ -202,8 +206,9 @@ def _grid_of(
         where = ", ".join(f"{name} {k}" for name, k in zip(names, missing, strict=True))
         raise InvalidInputError(f"{where} is missing", field=what)
     for name, found in places.items():
-        # Layers may be some of the model's, tokens and heads are numbered from 0 or 1.
-        expected = range(min(found[0], 1), found[-1] + 1)
+        # Layers may be some of the model's, tokens and heads are numbered from 0 or 1, or go on behind those before.
+        goes_on = found[0] == num_before and AXIS_NAMES.get(name, name) == "S"
+        expected = range(found[0] if goes_on else min(found[0], 1), found[-1] + 1)
         if name != "layer" and (gap := next((k for k in expected if k not in found), None)) is not None:
             raise InvalidInputError(f"{name} {gap} is missing", field=what)
     return by_place, places
@@ -261,11 +266,44 @@ def _moved(array: np.ndarray, letters: Sequence[str], wanted: str, what: str) ->
     return array if order == list(range(len(order))) else array.transpose(order)
 
 
+def check_num_layers(found: int, stated: int | None, *, is_without_embeddings: bool) -> None:
+    """Refuse another number of layers than the layout states, also that without the embeddings, which have no attention."""
+    if is_without_embeddings and stated == found + 1:
+        raise InvalidInputError(
+            f"states of {stated} layers and attention of {found}: the first layer, the embeddings, would be left out; "
+            "ignore the attention to keep it, or state the layers without it",
+            field="L",
+        )
+    if stated and stated != found:
+        raise InvalidInputError(f"found {found} layers, expected {stated} as stated", field="L")
+
+
+def shaped(cell: Cell, shape: np.ndarray, stated: str | None) -> Cell:
+    """Return a cell of flat numbers, or of bytes of a stated dtype, in a shape of its row."""
+    array = as_array(cell.value)
+    numbers = None if array is None else np.ascontiguousarray(array.read())
+    if numbers is not None and stated is not None and numbers.dtype == np.uint8:
+        wanted = dtype_of(stated)
+        numbers = None if numbers.nbytes % wanted.itemsize else numbers.view(wanted)
+    sizes = tuple(int(size) for size in shape.tolist())
+    if numbers is None or numbers.ndim != 1 or len(sizes) != len(cell.axes) or math.prod(sizes) != numbers.size:
+        found = "other than flat numbers" if numbers is None else f"{numbers.size} {numbers.dtype.name} values"
+        expected = f"the shape {list(sizes)} on the axes {_text(cell.axes)}"
+        hint = "" if stated is not None else f"; dtype.{cell.place.name} states the kind of bytes"
+        raise InvalidInputError(f"found {found}, expected {expected}{hint}", field=cell.place.name)
+    return cell._replace(value=NumpyArray(numbers.reshape(sizes)))
+
+
+def dtype_of(stated: str) -> np.dtype:
+    """Return the dtype of one of the names that a layout may state."""
+    return schema.BFLOAT16 if stated == "bfloat16" else np.dtype(_DTYPES[stated])
+
+
 def settle_dtype(block: Block, what: str, settings: Mapping[str, Any]) -> None:
     """Give states the dtype and scale that the layout states; rule 7: void, integer and byte values need them."""
     stated, scale = settings.get(f"dtype.{what}"), settings.get(f"scale.{what}")
     if stated is not None:
-        wanted = schema.BFLOAT16 if stated == "bfloat16" else np.dtype(_DTYPES[stated])
+        wanted = dtype_of(stated)
         if any(layer.dtype.itemsize != wanted.itemsize for layer in block.layers):
             raise InvalidInputError(
                 f"found {block.layers[0].dtype.name} values, expected the bits of {stated}", field=what

@@ -103,7 +103,9 @@ def _is_hidden(name: str) -> bool:
     return name.startswith((".", "~")) or name in _SKIPPED
 
 
-def claim_files(plan: Plan, files: dict[str, Path], owned: Iterable[Path] = ()) -> dict[str, list[FoundFile]]:
+def claim_files(
+    plan: Plan, files: dict[str, Path], owned: Iterable[Path] = (), *, is_stated: bool = True
+) -> dict[str, list[FoundFile]]:
     """Return the files of each FILES of a layout: each belongs to the pattern with the most literal characters.
 
     Parameters
@@ -112,6 +114,8 @@ def claim_files(plan: Plan, files: dict[str, Path], owned: Iterable[Path] = ()) 
         Paths by their names below SRC.
     owned : iterable of Path
         Files that are read for another purpose, such as the scores file.
+    is_stated : bool
+        Whether each entry of `ignore` leaves out a file.
 
     Raises
     ------
@@ -132,6 +136,9 @@ def claim_files(plan: Plan, files: dict[str, Path], owned: Iterable[Path] = ()) 
         more = f" and {len(unowned) - _MAX_NAMES:,} more" if len(unowned) > _MAX_NAMES else ""
         found = f"{_shown(unowned)}{more}"
         raise InvalidInputError(f'no line of the layout names {found}; add a line, or ignore = ["FILES"]')
+    for text in ignored if is_stated else ():
+        if not claimed[text]:
+            raise InvalidInputError(f"{text}: no file is left out by it; remove the entry", field="ignore")
     for place in plan.places:
         if not (claimed[place.address.files.text] or place.is_optional):
             raise InvalidInputError(
@@ -218,11 +225,7 @@ def _attach(
 
 def group_names(place: Place) -> list[str]:
     """Return the names of files that tell sources apart."""
-    path_names = {name for step in place.address.path for name in step.names}
-    is_cut = bool(path_names & set(AXIS_NAMES)) and bool(path_names - set(AXIS_NAMES))
-    names = _file_names(place)
-    # The rows of a trace may lie in several files, if their keys are complete.
-    return [name for name in names if not (is_cut and name.startswith("*"))]
+    return [name for name in _file_names(place) if name not in place.crossed]
 
 
 def _file_names(place: Place) -> list[str]:

@@ -10,17 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from tracestore.errors import InvalidInputError, error_location
+from tracestore.ingest.execute import accounts
 from tracestore.ingest.execute.accounts import RowTexts, RunAccount, SourceAccount, check_totals
 from tracestore.ingest.execute.axes import extent
 from tracestore.ingest.execute.claims import FileGroup, FoundFile, claim_files, group_files, list_files
-from tracestore.ingest.execute.found import Columns, FoundTrace, TraceFinder
+from tracestore.ingest.execute.found import Columns, FoundTrace, TraceFinder, with_offset
 from tracestore.ingest.execute.join import Column
 from tracestore.ingest.execute.records import TraceBuilder
 from tracestore.ingest.execute.walk import Cell, Walk, tree_of
+from tracestore.ingest.layout.effects import check_effects
 from tracestore.ingest.layout.language import Layout
 from tracestore.ingest.layout.places import Place, plan_of
 from tracestore.ingest.readers.opening import open_tree
-from tracestore.ingest.tree import Array, Items, Value
+from tracestore.ingest.tree import Array, Items
 from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.record import TraceRecord
 
@@ -56,12 +58,14 @@ class Execution:
         is_stated: bool = True,
     ) -> None:
         self.layout, self.plan = layout, plan_of(layout)
+        check_effects(self.plan)
         files = list_files(arguments, store)
-        self._claimed = claim_files(self.plan, files, owned)
+        self._claimed = claim_files(self.plan, files, owned, is_stated=is_stated)
         self.groups, self._table_files = group_files(self.plan, self._claimed)
         self._trees = {
             text: tree_of(text, self.plan.places, self.plan.ignored, self.plan.states) for text in self.plan.files
         }
+        self._counts_keys = self.plan.is_keyed and ("N",) in self.plan.keys.values()
         self._numbers = {group.name: k for k, group in enumerate(self.groups)}
         self._lock = threading.RLock()
         self._resources = contextlib.ExitStack()
@@ -76,7 +80,7 @@ class Execution:
             for text in {base, base.partition(".")[0]}:
                 self._by_stem[text].append(key)
         self._offsets: dict[str, int] | None = None
-        self.account = RunAccount(self.plan, self._table_files, is_stated=is_stated)
+        self.account = RunAccount(self.plan, self._trees, len(self.groups), is_stated=is_stated)
         self._row_texts = RowTexts(self.plan)  # of the tables
 
     # Files
@@ -150,7 +154,8 @@ class Execution:
                 account.close_unit()
                 columns.unit = {}
             account.close()
-        self.account.add_source(columns.found, builder.arrays.missing)
+            builder.prompts.close()
+        self.account.add_source(builder.arrays.missing)
 
     def _check_texts(self, trace: FoundTrace, record: TraceRecord, texts: RowTexts) -> None:
         """Rule 13b: questions and answers of rows in order are those of the traces."""
@@ -167,7 +172,9 @@ class Execution:
         self, finder: TraceFinder, cells: list[Cell], account: SourceAccount, group: FileGroup
     ) -> Iterator[FoundTrace]:
         for trace in finder.traces(cells):
-            if "N" in trace.environment:
+            if self._counts_keys:
+                trace.environment["N"] = account.num_traces
+            elif "N" in trace.environment:
                 trace.environment["N*"] = self._offset(group) + account.count_row(trace.environment)
             if "file" in trace.environment:
                 trace.environment["file"] = self._base_names.get(trace.environment["file"], trace.environment["file"])
@@ -183,11 +190,13 @@ class Execution:
         pending: list[Cell] = []
         for text in (*others, *dict.fromkeys(states)):
             for file in group.files[text]:
-                root = resources.enter_context(self._open(file, scratch))
+                root = resources.enter_context(open_tree(file.path, scratch=scratch))
+                if self._counts_keys:
+                    accounts.check_ordered(root, file.name)
                 walk = Walk(file.name, partial(self.account.refuse_unclaimed, texts))
                 bound = {**file.bound, "file": file.name}
                 with error_location(file.name):
-                    for cell in walk.cells(self._trees[text], root, bound):
+                    for cell in with_offset(walk.cells(self._trees[text], root, bound), self.plan, text, root):
                         if cell is None:
                             if pending:
                                 yield pending
@@ -200,9 +209,6 @@ class Execution:
         if pending:
             yield pending
 
-    def _open(self, file: FoundFile, scratch: Scratch) -> contextlib.AbstractContextManager[Value]:
-        return open_tree(file.path, scratch=scratch)
-
     def _load_tables(self, scratch: Scratch) -> dict[Place, Column]:
         """Return the columns of the tables, which are read once and stay open to the end of the run."""
         with self._lock:
@@ -210,7 +216,7 @@ class Execution:
                 tables: dict[Place, Column] = {}
                 for text in sorted(self._table_files):
                     for file in self._claimed[text]:
-                        root = self._resources.enter_context(self._open(file, scratch))
+                        root = self._resources.enter_context(open_tree(file.path, scratch=scratch))
                         walk = Walk(file.name, partial(self.account.refuse_unclaimed, self._row_texts))
                         with error_location(file.name):
                             for cell in walk.cells(self._trees[text], root, dict(file.bound)):
@@ -243,9 +249,7 @@ class Execution:
     def _check_in_order(self, place: Place) -> None:
         """Rule 13: rows are joined in order to one stack, or to chunks."""
         names = self.plan.keys[place]
-        is_in_order = (
-            any(name in ("N", "N*") for name in names) and len([n for n in names if n not in ("N", "N*")]) == 0
-        )
+        is_in_order = bool(names) and {*names} <= {"N", "N*"}
         if is_in_order and not self.plan.is_global and len(self.groups) > 1:
             raise InvalidInputError(
                 f"{place.address.files.text}: rows in order belong to one file, found {len(self.groups)}; "
@@ -269,14 +273,10 @@ class Execution:
         numbers = [group.files[text][0].bound["chunk"] for group in chunks]
         ends = [group.files[text][0].bound.get("chunk.end") for group in chunks]
         offsets, total = {}, 0
+        is_numbered = numbers == list(range(len(numbers))) and set(ends) == {None}
         for k, group in enumerate(chunks):
-            if ends[k] is None and numbers[k] != k:
-                raise InvalidInputError(
-                    f"found chunk {numbers[k]}, expected {k}: chunks are numbered from 0 without gaps",
-                    source=group.name,
-                )
-            if ends[k] is not None and numbers[k] != total:
-                raise InvalidInputError(f"rows begin at {numbers[k]}, expected {total}", source=group.name)
+            if not is_numbered:
+                accounts.check_first_row(numbers[k], total, None if ends[k] is not None else k, group.name)
             offsets[group.name] = total
             total += self._num_rows(group.files[text][0], place)
         check_totals(self._tables or {}, total)
@@ -285,7 +285,7 @@ class Execution:
     def _num_rows(self, file: FoundFile, place: Place) -> int:
         tree = tree_of(place.address.files.text, [place], [], self.plan.states)
         count = 0
-        with self._open(file, Scratch()) as root:
+        with open_tree(file.path, scratch=Scratch()) as root:
             for cell in Walk(file.name, lambda *_: None).cells(tree, root, dict(file.bound)):
                 if cell is not None:
                     count += extent(cell.value, cell.axes, "N") or 1

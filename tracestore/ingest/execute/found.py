@@ -10,10 +10,11 @@ import numpy as np
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.execute.axes import extent
 from tracestore.ingest.execute.join import Column
+from tracestore.ingest.execute.plain import describe, number
 from tracestore.ingest.execute.tokens import Span, ranges_of
-from tracestore.ingest.execute.walk import Cell
+from tracestore.ingest.execute.walk import Cell, Walk, tree_of
 from tracestore.ingest.layout.places import Place, Plan
-from tracestore.ingest.tree import as_array
+from tracestore.ingest.tree import Items, Value, as_array
 
 _RANGES = ("S.offsets", "S.lengths", "S.owner", "S.starts", "S.ends")
 
@@ -39,15 +40,24 @@ class Columns:
     unit: dict[Place, Column] = field(default_factory=dict)
     source: dict[Place, Column] = field(default_factory=dict)
     tables: Mapping[Place, Column] = field(default_factory=dict)
-    found: set[str] = field(default_factory=set)  # names of the fields that the source holds
+    _num_answers: dict[str, int] = field(default_factory=dict)  # the last number of an answer by question
 
     def add(self, cell: Cell, source: str) -> None:
         """Add a value of a file of the source."""
         level = self.unit if cell.in_unit else self.source
-        self.found.add(cell.place.name)
         if (column := level.get(cell.place)) is None:
             column = level[cell.place] = Column(cell.place, self.plan.keys[cell.place])
         column.add(cell, source)
+
+    def number_of_answer(self, trace: FoundTrace, question_id: str) -> int:
+        """Return the number of an answer among the rows of its question, in the order of the rows that give the ids."""
+        place, column = next(self.of("question_id"))
+        if place not in self.unit:
+            return column.number_among_equals(trace.environment)
+        if place.position_prefix is None:
+            raise InvalidInputError(f"{place.address} has no rows in order, whose answers count", field="sample")
+        self._num_answers[question_id] = self._num_answers.get(question_id, -1) + 1
+        return self._num_answers[question_id]
 
     def of(self, name: str) -> Iterator[tuple[Place, Column]]:
         """Yield the columns of a field, with their places."""
@@ -56,6 +66,30 @@ class Columns:
                 for level in (self.unit, self.source, self.tables):
                     if place in level:
                         yield place, level[place]
+
+
+def identity_of(trace: FoundTrace, settings: Mapping[str, Any]) -> tuple[Any, Any] | None:
+    """Return what copies of a trace have in common if they are dropped, else None."""
+    is_dropped = settings.get("duplicates") == "drop"
+    return (trace.environment.get("id"), trace.environment.get("sample")) if is_dropped else None
+
+
+def with_offset(cells: Iterator[Cell | None], plan: Plan, text: str, root: Value) -> Iterator[Cell | None]:
+    """Return the cells of a file; the numbers of layers count from the offset that the file states."""
+    place = next((p for p in plan.others if p.name == "L.offset" and p.address.files.text == text), None)
+    return cells if place is None else _shifted(cells, place, root)
+
+
+def _shifted(cells: Iterator[Cell | None], place: Place, root: Value) -> Iterator[Cell | None]:
+    walk = Walk(place.address.files.text, lambda *_: None)
+    found = [cell.value for cell in walk.cells(tree_of(place.address.files.text, [place], [], []), root, {}) if cell]
+    if len(found) != 1 or found[0] is None:
+        raise InvalidInputError(f"found {len(found)} values, expected one number of the file", field=place.name)
+    offset = number(found[0], "layer")
+    for cell in cells:
+        if cell is None or cell.place is not place:
+            is_numbered = cell is not None and "layer" in cell.bound
+            yield cell._replace(bound={**cell.bound, "layer": cell.bound["layer"] + offset}) if is_numbered else cell
 
 
 class TraceFinder:
@@ -154,8 +188,12 @@ class TraceFinder:
         cells = column.cells(environment)
         if cells and (array := as_array(cells[0].value)) is not None:
             return array.read()
+        if cells and column.place.axes == ("V",):
+            values = cells[0].value if isinstance(cells[0].value, Items) else [cells[0].value]
+            other = next((value for value in values if not isinstance(value, int)), None)
+            raise InvalidInputError(f"found {describe(other)}, expected integers", field=column.place.name)
         count = column.num_rows(environment) or 0
         values = [column.scalar({**environment, "N": n, "N*": n}, {"N": n}) for n in range(count)]
         if any(type(value) is str for value in values):  # a table of texts
-            values = [int(value) for value in values]
+            values = [number(value, "row") for value in values]
         return np.asarray(values)

@@ -39,6 +39,8 @@ class Column:
         self._own: tuple[str, ...] | None = None  # names that cells bind; N may be an axis of them instead
         self.used: dict[tuple[Any, ...], int] = {}
         self._cached: dict[int, list[Any]] = {}
+        self._served: dict[tuple[Any, ...], Any] = {}  # the first trace of each row, where copies are dropped
+        self._numbers: dict[tuple[Any, ...], int] | None = None  # of rows among those of the same value
         self._files: dict[tuple[Any, ...], str] = {}  # by the key of a stack of rows
 
     def add(self, cell: Cell, source: str) -> None:
@@ -71,15 +73,27 @@ class Column:
         key = tuple(environment.get(name) for name in self._own or ())
         return self._cells.get(key, [])
 
+    def number_among_equals(self, environment: Mapping[str, Any]) -> int:
+        """Return the number of a row among those of the same value, in their order."""
+        if self._numbers is None:
+            seen: dict[Any, int] = {}
+            self._numbers = {}
+            for key in self.rows():
+                at = dict(zip(self._names, key, strict=True))
+                value = self.scalar(at, {name.rstrip("*"): k for name, k in at.items() if name in ("N", "N*", "K")})
+                self._numbers[key] = seen[value] = seen.get(value, -1) + 1
+        return self._numbers[tuple(environment.get(name) for name in self._names)]
+
     def all_cells(self) -> Iterator[Cell]:
         """Yield every value."""
         for cells in self._cells.values():
             yield from cells
 
-    def use(self, environment: Mapping[str, Any]) -> int:
-        """Count that a row serves a trace; return how many it serves now."""
+    def use(self, environment: Mapping[str, Any], trace: Any = None) -> int:
+        """Count that a row serves a trace; return how many it serves now: a copy of `trace` is the same one."""
         key = tuple(environment.get(name) for name in self._names)
-        self.used[key] = self.used.get(key, 0) + 1
+        if trace is None or self._served.setdefault(key, trace) != trace or key not in self.used:
+            self.used[key] = self.used.get(key, 0) + 1
         return self.used[key]
 
     def rows(self) -> Iterator[tuple[Any, ...]]:

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import InvalidInputError
+from tracestore.ingest.execute.accounts import PromptAccount
 from tracestore.ingest.execute.arrays import ArrayReader
-from tracestore.ingest.execute.axes import MISSING, read
-from tracestore.ingest.execute.found import Columns, FoundTrace
+from tracestore.ingest.execute.axes import MISSING, check_num_layers, read
+from tracestore.ingest.execute.found import Columns, FoundTrace, identity_of
 from tracestore.ingest.execute.join import Column
 from tracestore.ingest.execute.plain import key_text
 from tracestore.ingest.execute.tokens import (
@@ -20,9 +21,10 @@ from tracestore.ingest.execute.tokens import (
     span_of_length,
     span_of_mask,
     strip_pad,
+    tokens_of_columns,
 )
 from tracestore.ingest.execute.values import check_agreement, check_spans, label_value, score_value
-from tracestore.ingest.layout.fields import score_of
+from tracestore.ingest.layout.fields import LABELS, score_of
 from tracestore.ingest.layout.places import DERIVED, RECORDS, Place
 from tracestore.ingest.tree import Group
 from tracestore.store.format.schema import ANSWER_FIELDS
@@ -55,6 +57,7 @@ class TraceBuilder:
         self._scalars = [n for n in names if layout.rule(n).kind in ("text", "id", "number", "json")]
         self._scores = [n for n in names if layout.rule(n).kind == "score"]
         self._made_scores = [n for n in layout.templates if n != "id" and layout.rule(n).kind == "score"]
+        self.prompts = PromptAccount(self.plan)
 
     # One trace
 
@@ -89,6 +92,8 @@ class TraceBuilder:
             values["question_id"] = key_text(values["question_id"])
         if values.get("question_id") is not None:
             environment.setdefault("id", values["question_id"])
+        if "sample" in self.settings and values.get("question_id") is not None:
+            values["sample"] = self.columns.number_of_answer(trace, values["question_id"])
         sample = values.get("sample", environment.get("sample", environment.get("K")))
         if sample is not None:
             text = key_text(sample)
@@ -140,12 +145,12 @@ class TraceBuilder:
             self.arrays.count(trace, place, column, is_there=value is not MISSING)
         if value is MISSING:
             return value
-        times = column.use(trace.environment)
+        times = column.use(trace.environment, identity_of(trace, self.settings))
         shared = place.rule.kind in ("score", "text") and place.name not in _SHARED
         if times > 1 and shared and f"share.{place.name}" not in self.settings:
             raise InvalidInputError(
                 f"one row of {place.address} serves several traces; the field needs what tells them apart, or "
-                f'share.{place.name} = ["sample"]',
+                f'share.{place.name} = ["sample"], or duplicates = "drop" if they are copies of one trace',
                 field=place.name,
             )
         return value
@@ -160,7 +165,7 @@ class TraceBuilder:
                 if value is MISSING:
                     continue
                 direction = rule.direction or ""
-                is_label = name in ("label", "is_correct", "is_hallucinated")
+                is_label = name in LABELS
                 number = label_value(value, name, direction, self._words) if is_label else score_value(value, name)
                 found[name] = number
                 if math.isnan(number):
@@ -244,6 +249,7 @@ class TraceBuilder:
         ids = None if tokens is None else tokens[:num_states]
         is_stack = "N" in trace.environment and "NS" not in trace.fixed
         fill = settings.get("S.padding")
+        filled = None if fill in (None, "none") else span_of_fill(fill, layers, ids)
         if (mask := self._known("S.mask", self.arrays.array("S.mask", trace, "S"))) is not None:
             begin, end = self._span_of_mask(mask[0], num_states, sizes, 0 if tokens is None else len(tokens))
             check_left_out(ids, (begin, end), self._pads, layers, "S.mask", lambda: self.arrays.has_full_mask(trace))
@@ -251,12 +257,14 @@ class TraceBuilder:
             begin, end = span_of_length(length, num_states, settings.get("S.side"), ids, layers)
             if ids is not None:
                 check_left_out(ids, (begin, end), self._pads, layers, "S.lengths", lambda: True)
-        elif fill not in (None, "none"):
-            begin, end = span_of_fill(fill, layers, ids)
+        elif filled is not None:
+            begin, end = filled
         else:
             begin, end = 0, num_states
             if is_stack and fill is None and ids is not None and len(sizes) == 1 and "S.pad" not in settings:
                 self._check_no_padding(ids)
+        if filled not in (None, (begin, end)):
+            raise InvalidInputError(f"found the tokens {filled}, expected {(begin, end)} as masked", field="S.padding")
         if tokens is None:
             return begin, end
         return begin, min(end, self._end_of_row(tokens, num_states, is_generated=is_stack and len(sizes) > 1))
@@ -297,7 +305,8 @@ class TraceBuilder:
         last = int(tokens[-1])
         if is_generated and (last in self._pads or strip_pad(tokens, last) < num_ids):
             raise InvalidInputError(
-                f"the row ends with the id {last} that fills rows: S.pad = {last} if it is padding, S.lengths if not",
+                f"the row ends with the id {last} that fills rows: S.pad = {last} if it is padding"
+                + ", S.lengths if not" * ("S.lengths" not in self.plan.layout.addresses),
                 field="tokens",
             )
         return num_states
@@ -323,6 +332,9 @@ class TraceBuilder:
             is_stated = any(place.name == "prompt_length" for place in self.plan.others)
             if values.get("prompt_length") is not None and not is_stated:
                 values["prompt_length"] = max(values["prompt_length"] - begin, 0)
+            elif values.get("prompt_length") is not None and self.settings.get("S.prompt") == "columns":
+                values["prompt_length"] = tokens_of_columns(values["prompt_length"], span)
+        self.prompts.add(values.get("prompt_length"), begin)
         if tokens is not None:
             values["tokens"] = tokens[begin : end + (len(tokens) == num_states + 1)]
         if texts is not None:
@@ -352,6 +364,10 @@ class TraceBuilder:
         if stated is not None:
             ids = tuple(stated)
         size = self.settings.get("L.size")
+        stated_count = size if ids is None else len(stated or ())
+        check_num_layers(record.num_layers, stated_count, is_without_embeddings=record.is_without_embeddings)
+        if ids is not None and size is not None and max(ids) >= size:
+            raise InvalidInputError(f"found the layer {max(ids)}, expected fewer than {size}", field="L.size")
         if ids is None or (size is None and all(k < 0 for k in ids)):
             return None  # counted from the end of an unknown number
         if any(k < 0 for k in ids):

@@ -152,6 +152,16 @@ def _is_padding(span: Span, ids: np.ndarray | None, layers: Sequence[np.ndarray]
     return len(left_out) == 1 and len(set(edge.tolist())) == 2
 
 
+def tokens_of_columns(width: int, span: Span) -> int:
+    """Return the number of tokens of a trace among the first columns of a padded row."""
+    if not span[0] <= width <= span[1] + 1:
+        raise InvalidInputError(
+            f"found {width} columns, expected {span[0]} to {span[1] + 1}, where the tokens of the trace are",
+            field="prompt_length",
+        )
+    return width - span[0]
+
+
 def span_of_fill(fill: Any, layers: Sequence[np.ndarray], ids: np.ndarray | None) -> Span:
     """Return the tokens that are no padding by `S.padding`: zeros, NaN, or a number in states or ids."""
     size = len(layers[0])

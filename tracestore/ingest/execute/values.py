@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tracestore.errors import InvalidInputError, escape_unprintable
+from tracestore.ingest.execute.plain import key_text
+from tracestore.ingest.layout.fields import MISSING_WORD
 from tracestore.store.format.labels import HALLUCINATION
 
 # Words with a meaning of their own: 1 for a hallucinated answer.
@@ -17,7 +19,7 @@ _RELATIVE = {**dict.fromkeys(("yes", "true", "1", "1.0"), 1.0), **dict.fromkeys(
 _MISSING = ("", "nan", "none", "null", "na", "n/a", "-")
 
 
-def label_value(value: Any, name: str, direction: str, words: Mapping[str, bool]) -> float:
+def label_value(value: Any, name: str, direction: str, words: Mapping[str, bool | str]) -> float:
     """Return a label in the direction of its field, NaN where it is missing (rule 22a).
 
     Parameters
@@ -29,7 +31,7 @@ def label_value(value: Any, name: str, direction: str, words: Mapping[str, bool]
     direction : str
         What 1 means.
     words : Mapping
-        Further words, whose truth is that of the field.
+        Further words and numbers, whose truth is that of the field; "missing" for no label.
 
     Raises
     ------
@@ -38,13 +40,11 @@ def label_value(value: Any, name: str, direction: str, words: Mapping[str, bool]
     """
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return math.nan
-    if isinstance(value, bool | int | float):
-        if value in (0, 1):
-            return float(value)
-        raise InvalidInputError(f"found {value}, expected 0, 1 or a known word", field=name)
-    text = " ".join(str(value).split())
+    text = " ".join(key_text(value).split())
     if text in words:
-        return float(words[text])
+        return math.nan if words[text] == MISSING_WORD else float(words[text])
+    if isinstance(value, bool | int | float) and value in (0, 1):
+        return float(value)
     word = text.casefold()
     if word in _MISSING:
         return math.nan
@@ -53,9 +53,8 @@ def label_value(value: Any, name: str, direction: str, words: Mapping[str, bool]
     if word in _ABSOLUTE:
         return _ABSOLUTE[word] if direction == HALLUCINATION else 1 - _ABSOLUTE[word]
     shown = escape_unprintable(text, 40)
-    raise InvalidInputError(
-        f'found {shown!r}, expected 0, 1 or a known word; words."{shown}" = true adds it', field=name
-    )
+    lines = " or ".join(f'words."{shown}" = {meaning}' for meaning in ("true", "false", f'"{MISSING_WORD}"'))
+    raise InvalidInputError(f"found {shown!r}, expected 0, 1 or a known word; {lines} says what it means", field=name)
 
 
 def score_value(value: Any, name: str) -> float:

@@ -30,6 +30,8 @@ class FieldRule:
 
 
 STATES = ("hidden_states", "last_token")
+# Scores whose values are 0, 1, missing or words.
+LABELS = ("label", "is_correct", "is_hallucinated")
 _KNOWN: dict[str, tuple[str, ...]] = {
     "S.mask": ("S",),
     "S.lengths": (),
@@ -38,7 +40,9 @@ _KNOWN: dict[str, tuple[str, ...]] = {
     "S.ends": (),
     "S.owner": ("N",),
     "L.ids": ("L",),
+    "L.offset": (),
     "P.rows": ("P",),
+    **{f"shape.{name}": () for name in STATES},
 }
 # Entries that state a value instead of an address, and the values that they take.
 SETTINGS: dict[str, tuple[type, ...] | tuple[str, ...]] = {
@@ -50,10 +54,18 @@ SETTINGS: dict[str, tuple[type, ...] | tuple[str, ...]] = {
     "D.size": (int,),
     "P.repeats": (bool,),
     "P.new": (bool,),
-    "duplicates": ("keep",),
+    "S.prompt": ("tokens", "columns"),
+    "duplicates": ("keep", "drop"),
 }
+# What `words.X` says of a word that is no label.
+MISSING_WORD = "missing"
 # Prefixes of settings with the name of a field or a word behind them, and the type of their value.
-SETTINGS_OF: dict[str, tuple[type, ...]] = {"words": (bool,), "share": (list,), "scale": (float, int), "dtype": (str,)}
+SETTINGS_OF: dict[str, tuple[type, ...]] = {
+    "words": (bool, str),
+    "share": (list,),
+    "scale": (float, int),
+    "dtype": (str,),
+}
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 

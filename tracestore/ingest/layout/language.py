@@ -13,6 +13,7 @@ from tracestore.ingest.layout.addresses import Address, parse_address
 from tracestore.ingest.layout.fields import (
     DTYPES,
     FIELDS,
+    MISSING_WORD,
     RECORD_FIELDS,
     SETTINGS,
     SETTINGS_OF,
@@ -28,6 +29,8 @@ _LISTS = ("records", "ignore")
 _OTHER_STATES = "vector"
 # Names besides fields that a template or a list of literals may state.
 _TEMPLATES = ("id", "sample")
+# What `sample` states where answers are numbered in the order of their rows.
+COUNTED = "#"
 _BARE = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-")
 
 
@@ -211,6 +214,8 @@ def _is_setting(name: str, value: Any) -> bool:
     if name.partition(".")[0] in SETTINGS_OF:
         _check_setting_of(name, value)
         return True
+    if name == "sample":
+        return value == COUNTED
     if name == "L.ids" and isinstance(value, list) and value and all(type(v) is int for v in value):
         return True
     allowed = SETTINGS.get(name)
@@ -232,6 +237,8 @@ def _check_setting_of(name: str, value: Any) -> None:
     kinds = SETTINGS_OF[head]
     if not tail or not isinstance(value, kinds):
         raise UsageError(f"found {value!r}, expected {head}.NAME = {' or '.join(kind.__name__ for kind in kinds)}")
+    if head == "words" and isinstance(value, str) and value != MISSING_WORD:
+        raise UsageError(f'found {value!r}, expected true, false or "{MISSING_WORD}"')
     if head == "dtype" and value not in DTYPES:
         raise UsageError(f"found {value!r}, expected one of {', '.join(DTYPES)}")
     if head in ("dtype", "scale") and tail not in STATES:

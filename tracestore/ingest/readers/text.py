@@ -59,6 +59,32 @@ def _separator(header: str, usual: str) -> str:
     return found[0]
 
 
+def _without_comments(lines: Iterator[str], usual: str) -> tuple[str, Iterator[str]]:
+    """Return the first row of a table, and its lines without comments before it.
+
+    A comment begins with #. The last one is the header if it has as many cells as the row behind it, but not one alone.
+    """
+    comment, size = "", 0
+    first = next((line for line in lines if line.strip()), "")
+    while first.startswith("#"):
+        comment, size = first, size + len(first)
+        first = next((line for line in lines if line.strip()), "")
+        if not first or size > _MAX_HEADER:
+            raise InvalidInputError("found no row behind lines that begin with #")
+    delimiter = _separator(first[:_MAX_HEADER], usual)
+    is_header = comment and 1 < _width(comment, delimiter) == _width(first, delimiter)
+    found = [comment, first] if is_header else [first]
+    return found[0], chain(found, lines)
+
+
+def _width(line: str, delimiter: str) -> int:
+    """Return the number of cells of a line, 0 if it is no row of its own."""
+    try:
+        return len(next(csv.reader([line[:_MAX_HEADER]], delimiter=delimiter), ()))
+    except csv.Error:
+        return 0
+
+
 def _blocks(path: Path, compression: str | None, resources: ExitStack) -> Iterator[bytes]:
     """Yield the bytes of a file, inflated if it is compressed."""
     read: Callable[[], bytes]
@@ -128,9 +154,8 @@ def _open(value: Any) -> Value:
 
 def _rows(lines: Iterator[str], usual: str) -> Iterator[Value]:
     csv.field_size_limit(MAX_LINE_BYTES)
-    first = next((line for line in lines if line.strip()), "")
+    first, lines = _without_comments(lines, usual)
     delimiter = _separator(first[:_MAX_HEADER], usual)
-    lines = chain([first], lines)
     size = count = 0  # of the row
 
     def counted() -> Iterator[str]:
@@ -153,7 +178,10 @@ def _rows(lines: Iterator[str], usual: str) -> Iterator[Value]:
                 continue
             width = width if number else len(cells)
             if len(cells) != width:
-                raise InvalidInputError(f"row {number} has {len(cells)} values, the first row {width}")
+                raise InvalidInputError(
+                    f"row {number} has {len(cells)} values, the first row {width}; a text that holds {delimiter!r} is "
+                    "written in quotes"
+                )
             if header is None:
                 yield _vector(cells, number)
             else:
