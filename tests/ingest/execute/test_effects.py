@@ -628,3 +628,36 @@ def test_rule_17_padding_that_contradicts_a_mask_or_lengths(tmp_path, known, end
         return
 
     assert sorted(trace.num_tokens for trace in convert(tmp_path, layout).values()) == [3, 4]
+
+
+@pytest.mark.parametrize("options", [{}, {"duplicates": "drop"}])
+def test_rule_14_copies_whose_labels_differ(tmp_path, options):
+    """[the label of the copy that was read last]"""
+    last = [states(2, 8, seed=k) for k in range(5)]
+    for rank, (found, labels) in enumerate((([0, 2, 4], [0, 1, 0]), ([1, 3, 0], [1, 1, 1]))):
+        arrays = {"idx": np.array(found), "h": np.stack([last[k] for k in found]), "y": np.array(labels)}
+        dump(tmp_path / f"in/rank{rank}.pkl", arrays)
+    layout = {
+        "last_token": "rank*.pkl : h -> N L D",
+        "question_id": "rank*.pkl : idx -> N",
+        "is_correct": "rank*.pkl : y -> N",
+    }
+
+    refuse(tmp_path, layout | options, "is_correct: found 0 and 1 for 0, sample 0: copies of a trace have one label")
+
+
+@pytest.mark.parametrize("first", [1, 2, 3])
+def test_rule_04_layers_that_count_from_the_offset_already(tmp_path, first):
+    """[layers 0, 1, 4, 5 instead of 0 to 3]"""
+    layout = stages(tmp_path)
+    layers = {f"layers.{first + k}": states(3, 8, seed=k) for k in range(2)}
+    dump(tmp_path / "in/stage1.pkl", {"q1": layers, "q2": layers, "offset": first})
+
+    refuse(tmp_path, layout, "do they count from it already")
+
+
+@pytest.mark.parametrize("size", [4, 16])
+def test_rule_01_another_hidden_size_than_stated(tmp_path, size):
+    dump(tmp_path / "in/a.pkl", rows(ids="abcd"))
+
+    refuse(tmp_path, ROWS | {"D.size": size}, f"found D 8, expected {size}")

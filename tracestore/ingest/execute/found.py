@@ -1,6 +1,7 @@
 """Find the traces of a source, and the columns that each of them may use."""
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,11 +86,16 @@ def _shifted(cells: Iterator[Cell | None], place: Place, root: Value) -> Iterato
     found = [cell.value for cell in walk.cells(tree_of(place.address.files.text, [place], [], []), root, {}) if cell]
     if len(found) != 1 or found[0] is None:
         raise InvalidInputError(f"found {len(found)} values, expected one number of the file", field=place.name)
-    offset = number(found[0], "layer")
+    offset, first = number(found[0], "layer"), math.inf
     for cell in cells:
         if cell is None or cell.place is not place:
             is_numbered = cell is not None and "layer" in cell.bound
+            first = min(first, cell.bound["layer"]) if is_numbered else first
             yield cell._replace(bound={**cell.bound, "layer": cell.bound["layer"] + offset}) if is_numbered else cell
+    if 0 < offset <= first:
+        raise InvalidInputError(
+            f"found {offset}, and layers from {first:g}: do they count from it already?", field=place.name
+        )
 
 
 class TraceFinder:
@@ -188,7 +194,7 @@ class TraceFinder:
         cells = column.cells(environment)
         if cells and (array := as_array(cells[0].value)) is not None:
             return array.read()
-        if cells and column.place.axes == ("V",):
+        if cells and column.place.name in ("S.offsets", "S.owner"):
             values = cells[0].value if isinstance(cells[0].value, Items) else [cells[0].value]
             other = next((value for value in values if not isinstance(value, int)), None)
             raise InvalidInputError(f"found {describe(other)}, expected integers", field=column.place.name)

@@ -202,6 +202,8 @@ class TraceBuilder:
             raise InvalidInputError(
                 f"found {record.prompt_length}, more than {record.num_tokens} tokens", field="prompt_length"
             )
+        if self.settings.get("D.size") not in (None, record.hidden_dim):
+            raise InvalidInputError(f"found D {record.hidden_dim}, expected {self.settings['D.size']}", field="D.size")
         record.layer_ids = self._layer_ids(ids, record, trace.environment)
         record.is_head_mean = "attentions" in values and self.arrays.is_head_mean()
         return record

@@ -284,7 +284,7 @@ class Walk:
                     f"{best[0][0].text} and {best[1][0].text} match the key {key!s:.60} with equally many characters",
                     source=self._source,
                 )
-            for _, _, child, _ in best:
+            for _, child, _ in best:
                 child.is_found |= child.ignores
             if best:
                 claimed[key] = [
