@@ -1,4 +1,4 @@
-"""Test what two users of docs/layouts.md could not say, or said without effect: each is stored as meant, or refused."""
+"""Test entries of layouts that had no effect, and what layouts could not state: each is stored as meant, or refused."""
 
 import gzip
 import json
@@ -127,7 +127,7 @@ def padded(tmp_path, lengths=(4, 2, 3), prompts=(3, 3, 3)):
     """Write a stack (N, L, S 4, D) that is padded on the left."""
     mask = np.array([[k >= 4 - n for k in range(4)] for n in lengths])
     hidden = states(len(lengths), 2, 4, 8) * mask[:, None, :, None]
-    dump(tmp_path / "in/a.pkl", {"hs": hidden, "m": mask, "p": np.array(prompts), "id": list("abcdef"[: len(lengths)])})
+    dump(tmp_path / "in/a.pkl", {"hs": hidden, "m": mask, "p": np.array(prompts), "id": list("abc")[: len(lengths)]})
     return {
         "hidden_states": "a.pkl : hs -> N L S D",
         "S.mask": "a.pkl : m -> N S",
@@ -219,7 +219,7 @@ def test_rule_22a_words_and_numbers_that_are_no_label(tmp_path, value, word):
 
     traces = convert(tmp_path, layout | {f"words.{word}": "missing"})
 
-    assert [traces[name, 0].scores.get("is_correct") for name in "abd"] == [1, 0, 1]
+    assert [traces[name, 0].scores.get("is_correct") for name in ("a", "b", "d")] == [1, 0, 1]
     assert np.isnan(traces["c", 0].scores.get("is_correct", np.nan))
 
 
@@ -369,7 +369,7 @@ def test_rule_10b_other_answers_in_one_file_are_no_copies(tmp_path):
         convert(tmp_path, ROWS | {"generated_answer": "a.pkl : []/text", "duplicates": "drop"})
 
 
-# Prompt and answer that go on
+# Numbers of tokens that continue
 
 
 def parted(tmp_path, numbers, prefill=3):
@@ -380,7 +380,7 @@ def parted(tmp_path, numbers, prefill=3):
 
 @pytest.mark.parametrize("name", ["token", "step"])
 @pytest.mark.parametrize("first", [0, 1, 3])
-def test_rule_04_an_answer_goes_on_where_the_prompt_ends(tmp_path, name, first):
+def test_rule_04_an_answer_continues_where_the_prompt_ends(tmp_path, name, first):
     parted(tmp_path, range(first, first + 9))
     axes = "L 1 D" if name == "token" else "L S D"
     layout = {"hidden_states": ["a.pkl : {id}/prefill -> L S D", f"a.pkl : {{id}}/decode/pos_{{{name}}} -> {axes}"]}
@@ -603,7 +603,7 @@ def test_rule_07_bytes_with_a_shape_and_no_dtype(tmp_path):
 
 
 def test_flat_numbers_need_a_shape():
-    with pytest.raises(UsageError, match=r"shape\.hidden_states says"):
+    with pytest.raises(UsageError, match=r"shape\.hidden_states gives"):
         plan_of(parse_layout({"hidden_states": "a.pkl : h -> (L S D)"}))
 
 

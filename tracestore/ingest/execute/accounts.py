@@ -13,7 +13,8 @@ from tracestore.ingest.execute.found import Columns
 from tracestore.ingest.execute.join import Column, check_remainders
 from tracestore.ingest.execute.plain import describe
 from tracestore.ingest.execute.tokens import numbers_of
-from tracestore.ingest.execute.walk import Cell, Node, node_of
+from tracestore.ingest.execute.walk import Cell, Node
+from tracestore.ingest.layout.addresses import Address
 from tracestore.ingest.layout.places import RECORDS, Place, Plan
 from tracestore.ingest.tree import Array, Group, Items, Value, as_array
 from tracestore.store.format.schema import ANSWER_FIELDS
@@ -117,31 +118,6 @@ class SourceAccount:
                     raise InvalidInputError(
                         f"{place.address}: {rows:,} rows belong to {self._rows[key]:,} traces", field=place.name
                     )
-
-
-class PromptAccount:
-    """The stated lengths of prompts of a source: one that is equal in all padded rows may count the padding."""
-
-    def __init__(self, plan: Plan) -> None:
-        names = {place.name for place in plan.others}
-        self._is_open = "prompt_length" in names and "S.prompt" not in plan.layout.settings
-        self._lengths: set[int | None] = set()
-        self._max_begin = 0
-
-    def add(self, length: int | None, begin: int) -> None:
-        """Add the length of a prompt, and the number of tokens of padding before it."""
-        self._lengths.add(length)
-        self._max_begin = max(self._max_begin, begin)
-
-    def close(self) -> None:
-        """Refuse one length of several prompts, of which some are padded in front."""
-        length = self._lengths.pop() if len(self._lengths) == 1 else None
-        if self._is_open and length is not None and 0 < self._max_begin < length:
-            raise InvalidInputError(
-                f"found {length} in every row, also where {self._max_begin} tokens of padding are before the prompt: "
-                'S.prompt = "columns" says that it counts them, "tokens" that it does not',
-                field="prompt_length",
-            )
 
 
 class RowTexts:
@@ -307,10 +283,10 @@ class RunAccount:
         if not self.is_read or not self._is_stated:
             return
         for place in self._plan.others:
-            if not place.is_optional and not node_of(self._trees[place.address.files.text], place.address).is_found:
+            if not place.is_optional and not _node_of(self._trees[place.address.files.text], place.address).is_found:
                 raise InvalidInputError(f"{place.address}: the files hold no such value", field=place.name)
         for address in self._plan.ignored:
-            if address.path and not node_of(self._trees[address.files.text], address).is_found:
+            if address.path and not _node_of(self._trees[address.files.text], address).is_found:
                 raise InvalidInputError(f"{address}: the files hold no such value; remove the entry", field="ignore")
 
     def _close_table(self, column: Column, source: str, has_id: Callable[[str], bool]) -> str:
@@ -348,6 +324,13 @@ def described(record: TraceRecord) -> str:
         f"first trace: {escape_unprintable(record.question_id, 60)}, {shown}, L {layers}, {tokens}, D {width}, "
         f"median norm {float(np.median(norms)):.3g}"
     )
+
+
+def _node_of(root: Node, address: Address) -> Node:
+    """Return the node at the end of the path of an address."""
+    for step in address.path:
+        root = root.child(step)
+    return root
 
 
 def check_first_row(found: int, num_before: int, chunk: int | None, source: str) -> None:

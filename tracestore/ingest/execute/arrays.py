@@ -44,12 +44,10 @@ class ArrayReader:
         parts: list[Block] = []
         ids: tuple[int, ...] | None = None
         rows = self.rows_of_passes(trace)
-        shape = self.array(f"shape.{what}", trace, "V")
         for part in sorted(trace.cells):
             num_before = sum(len(block.layers[0]) for block in parts)
-            for cells, fixed in self.passes(trace.cells[part], trace.fixed, rows, (num_before, len(parts))):
-                if shape is not None:
-                    cells = [shaped(cell, shape[0], self.settings.get(f"dtype.{what}")) for cell in cells]
+            own = self._shaped(trace, trace.cells[part])
+            for cells, fixed in self.passes(own, trace.fixed, rows, (num_before, len(parts))):
                 block = read_block(cells, letters, fixed, self.settings, what, num_before)
                 settle_dtype(block, what, self.settings)
                 if shapes := {layer.shape for layer in block.layers} - {block.layers[0].shape}:
@@ -78,6 +76,12 @@ class ArrayReader:
                 raise InvalidInputError("found passes of different widths", field=what)
             joined.append(np.concatenate(layers))
         return joined, sizes, ids
+
+    def _shaped(self, trace: FoundTrace, cells: list[Cell]) -> list[Cell]:
+        """Return the cells of the states in the shape that the layout states for flat numbers."""
+        what = self.plan.layout.states
+        found = self.array(f"shape.{what}", trace, "V")
+        return cells if found is None else [shaped(c, found[0], self.settings.get(f"dtype.{what}")) for c in cells]
 
     def rows_of_passes(self, trace: FoundTrace) -> list[int] | None:
         """Return the row of the batch that each pass of a trace is, None without a line for P.rows."""

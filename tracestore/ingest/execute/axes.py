@@ -167,7 +167,7 @@ def read_block(
 ) -> Block:
     """Return the values of cells on the axes L and `letters`, such as "SD" or "HSQ"; an axis without L is one layer.
 
-    `num_before` is the number of tokens of the parts before, at which the numbers of tokens may go on.
+    `num_before` is the number of tokens of the parts before, at which the numbers of tokens may continue.
     Cells that differ in what they bind on axes are put together: every combination is there once (rule 4).
     """
     letter_of = {name: AXIS_NAMES.get(name, name) for name in cells[0].bound}
@@ -206,9 +206,9 @@ def _grid_of(
         where = ", ".join(f"{name} {k}" for name, k in zip(names, missing, strict=True))
         raise InvalidInputError(f"{where} is missing", field=what)
     for name, found in places.items():
-        # Layers may be some of the model's, tokens and heads are numbered from 0 or 1, or go on behind those before.
-        goes_on = found[0] == num_before and AXIS_NAMES.get(name, name) == "S"
-        expected = range(found[0] if goes_on else min(found[0], 1), found[-1] + 1)
+        # Layers may be some of the model's, tokens and heads are numbered from 0 or 1, or continue those before.
+        continues = found[0] == num_before and AXIS_NAMES.get(name, name) == "S"
+        expected = range(found[0] if continues else min(found[0], 1), found[-1] + 1)
         if name != "layer" and (gap := next((k for k in expected if k not in found), None)) is not None:
             raise InvalidInputError(f"{name} {gap} is missing", field=what)
     return by_place, places

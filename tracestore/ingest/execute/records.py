@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.execute.accounts import PromptAccount
 from tracestore.ingest.execute.arrays import ArrayReader
 from tracestore.ingest.execute.axes import MISSING, check_num_layers, read
 from tracestore.ingest.execute.found import Columns, FoundTrace, identity_of
 from tracestore.ingest.execute.join import Column
 from tracestore.ingest.execute.plain import key_text
 from tracestore.ingest.execute.tokens import (
+    PromptAccount,
     Span,
     check_left_out,
     check_zero_tokens,

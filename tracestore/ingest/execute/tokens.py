@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import InvalidInputError
+from tracestore.ingest.layout.places import Plan
 from tracestore.store.format import schema
 
 Span = tuple[int, int]
@@ -181,6 +182,31 @@ def span_of_fill(fill: Any, layers: Sequence[np.ndarray], ids: np.ndarray | None
             f"token {begin + int(np.flatnonzero(is_fill[begin:end])[0])} inside the trace is padding", field="S.padding"
         )
     return begin, end
+
+
+class PromptAccount:
+    """The stated lengths of prompts of a source: one that is equal in all padded rows may count the padding."""
+
+    def __init__(self, plan: Plan) -> None:
+        names = {place.name for place in plan.others}
+        self._is_open = "prompt_length" in names and "S.prompt" not in plan.layout.settings
+        self._lengths: set[int | None] = set()
+        self._max_begin = 0
+
+    def add(self, length: int | None, begin: int) -> None:
+        """Add the length of a prompt, and the number of tokens of padding before it."""
+        self._lengths.add(length)
+        self._max_begin = max(self._max_begin, begin)
+
+    def close(self) -> None:
+        """Refuse one length of several prompts, of which some are padded in front."""
+        length = self._lengths.pop() if len(self._lengths) == 1 else None
+        if self._is_open and length is not None and 0 < self._max_begin < length:
+            raise InvalidInputError(
+                f"found {length} in every row, also where {self._max_begin} tokens of padding are before the prompt: "
+                'S.prompt = "columns" says that it counts them, "tokens" that it does not',
+                field="prompt_length",
+            )
 
 
 def check_zero_tokens(layers: Sequence[np.ndarray], what: str) -> None:

@@ -54,7 +54,7 @@ def label_value(value: Any, name: str, direction: str, words: Mapping[str, bool 
         return _ABSOLUTE[word] if direction == HALLUCINATION else 1 - _ABSOLUTE[word]
     shown = escape_unprintable(text, 40)
     lines = " or ".join(f'words."{shown}" = {meaning}' for meaning in ("true", "false", f'"{MISSING_WORD}"'))
-    raise InvalidInputError(f"found {shown!r}, expected 0, 1 or a known word; {lines} says what it means", field=name)
+    raise InvalidInputError(f"found {shown!r}, expected 0, 1 or a known word; {lines} states its meaning", field=name)
 
 
 def score_value(value: Any, name: str) -> float:

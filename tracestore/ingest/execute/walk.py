@@ -91,13 +91,6 @@ def tree_of(text: str, places: Iterable[Place], ignored: Iterable[Address], stat
     return root
 
 
-def node_of(root: Node, address: Address) -> Node:
-    """Return the node at the end of the path of an address."""
-    for step in address.path:
-        root = root.child(step)
-    return root
-
-
 def _tells_traces(step: Step) -> bool:
     if isinstance(step, ItemsStep):
         return step.letter in (None, "N", "K", "chunk")
@@ -277,8 +270,7 @@ class Walk:
         steps = [(step, child) for step, child in node.children if isinstance(step, KeyStep)]
         for key in names:
             found = [(step, child, match) for step, child in steps if (match := _match_key(step, key)) is not None]
-            most = max((_num_literals(step) for step, _, _ in found), default=0)
-            best = [entry for entry in found if _num_literals(entry[0]) == most]
+            best = _longest(found)
             if len(best) > 1 and not any(child.ignores for _, child, _ in best[:2]):
                 raise InvalidInputError(
                     f"{best[0][0].text} and {best[1][0].text} match the key {key!s:.60} with equally many characters",
@@ -369,6 +361,12 @@ def _is_key(keys: Sequence[tuple[Step, Node]], key: Any) -> bool:
 def _settled(value: Value) -> Value:
     """Return a value that can be read more than once."""
     return ListItems(list(value), lambda item: item) if isinstance(value, Items) and value.is_stream else value
+
+
+def _longest(found: list[Any]) -> list[Any]:
+    """Return the entries whose steps have the most literal characters."""
+    most = max((_num_literals(step) for step, _, _ in found), default=0)
+    return [entry for entry in found if _num_literals(entry[0]) == most]
 
 
 def _num_literals(step: KeyStep) -> int:

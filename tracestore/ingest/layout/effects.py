@@ -1,4 +1,4 @@
-"""Refuse entries of a layout that would have no effect: whoever wrote them meant something."""
+"""Refuse entries of a layout that would have no effect: they mean something else than they state."""
 
 from collections.abc import Callable
 

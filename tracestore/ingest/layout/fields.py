@@ -57,7 +57,7 @@ SETTINGS: dict[str, tuple[type, ...] | tuple[str, ...]] = {
     "S.prompt": ("tokens", "columns"),
     "duplicates": ("keep", "drop"),
 }
-# What `words.X` says of a word that is no label.
+# The meaning of a word that is no label.
 MISSING_WORD = "missing"
 # Prefixes of settings with the name of a field or a word behind them, and the type of their value.
 SETTINGS_OF: dict[str, tuple[type, ...]] = {

@@ -186,7 +186,7 @@ def _place(layout: Layout, name: str, address: Address, part: int = 0, *, is_opt
     if unknown := [axis for axis in axes if len(axis) > 1 and axis not in _FLAT]:
         raise UsageError(
             f"{name}: {address}: found ({' '.join(unknown[0])}), expected (N S), (N K) or (L D); "
-            f"shape.{layout.states} says how flat numbers lie on several axes"
+            f"shape.{layout.states} gives the shape of flat numbers"
         )
     if axes.count("S") == 2:
         second = len(axes) - 1 - axes[::-1].index("S")
@@ -214,34 +214,32 @@ def _add_records(plan: Plan) -> None:
 
 def _join(plan: Plan) -> None:
     """Set the names that join each place; order the places so that what binds a name comes before its use."""
-    known = set(plan.names) | {"file"} | ({"chunk"} if plan.is_global else set())
-    if "id" in plan.layout.templates:
-        known.add("id")
-    if "sample" in plan.layout.templates or "sample" in plan.layout.settings or "K" in plan.names:
-        known.add("sample")
-    waiting, ordered = plan.others, []
+    layout = plan.layout
+    known = {*plan.names, "file", *({"id", "sample"} & {*layout.templates, *layout.settings})}
+    known |= ({"chunk"} if plan.is_global else set()) | ({"sample"} if "K" in plan.names else set())
+    waiting, plan.others = plan.others, []
     while waiting:
         ready = [p for p in waiting if _is_joined(plan, p, known)]
+        # A place waits for those that give what it binds, unless nothing else is left.
         ready = [p for p in ready if not _waits(p, waiting, known)] or ready
-        # A place that is joined by what others bind waits for them, unless nothing else is left.
-        first = [p for p in ready if p.name in DERIVED or p.name in _TEXT_NAMES] or ready
+        first = [p for p in ready if _given(p)] or ready
         if not first:
             place = waiting[0]
             bound = ", ".join(sorted(place.trace_names))
             raise UsageError(
                 f"{place.name}: {place.address}: nothing joins it: it binds {bound}, "
-                f"and {plan.layout.states} {', '.join(sorted(plan.names)) or 'no name'}{_advice(plan, place)}"
+                f"and {layout.states} {', '.join(sorted(plan.names)) or 'no name'}{_advice(plan, place)}"
             )
         for place in first:
             plan.keys[place] = _key(plan, place, known)
-        for place in first:
-            ordered.append(place)
-            waiting = [p for p in waiting if p is not place]
-            if place.name in DERIVED:
-                known.add(DERIVED[place.name])
-            elif place.name in _TEXT_NAMES:
-                known.add(place.name)
-    plan.others = ordered
+        plan.others += first
+        waiting = [p for p in waiting if p not in first]
+        known |= {name for place in first if (name := _given(place))}
+
+
+def _given(place: Place) -> str | None:
+    """Return the name that the values of a place bind for other places."""
+    return DERIVED.get(place.name, place.name if place.name in _TEXT_NAMES else None)
 
 
 def _advice(plan: Plan, place: Place) -> str:
@@ -256,7 +254,7 @@ def _advice(plan: Plan, place: Place) -> str:
 
 def _waits(place: Place, waiting: list[Place], known: set[str]) -> bool:
     """Return whether a place binds a name whose value another waiting place gives."""
-    given = {DERIVED.get(p.name, p.name) for p in waiting if p is not place and p.name in (*DERIVED, *_TEXT_NAMES)}
+    given = {_given(p) for p in waiting if p is not place}
     return bool((place.trace_names - known) & given)
 
 
