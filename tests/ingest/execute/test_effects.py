@@ -661,3 +661,12 @@ def test_rule_01_another_hidden_size_than_stated(tmp_path, size):
     dump(tmp_path / "in/a.pkl", rows(ids="abcd"))
 
     refuse(tmp_path, ROWS | {"D.size": size}, f"found D 8, expected {size}")
+
+
+def test_a_mapping_beside_lists_in_other_files(tmp_path):
+    """Paths with items and with keys read files of two kinds."""
+    dump(tmp_path / "in/a.pkl", rows(2, ids="ab"))
+    dump(tmp_path / "in/b.pkl", {"data": rows(2, ids="cd")})
+    layout = {"hidden_states": "*.pkl : **/[id=id]/hs -> L S D", "generated_answer": "*.pkl : **/[id=id]/text"}
+
+    assert sorted(qid for qid, _ in convert(tmp_path, layout)) == ["a", "b", "c", "d"]

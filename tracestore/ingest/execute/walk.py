@@ -149,10 +149,9 @@ class Walk:
             elif isinstance(step, DeepStep):
                 yield from self._deep(child, value, bound, in_unit, 0)
         if isinstance(value, Group):
-            if items:
-                columns = plain.columns_of(
-                    value, _column_names(items), f"{node.prefix}{items[0][0].text}", self._source
-                )
+            names = _column_names(items)
+            if items and not (keys and names.isdisjoint(map(str, value))):
+                columns = plain.columns_of(value, names, f"{node.prefix}{items[0][0].text}", self._source)
                 yield from self._items(items, plain.table_of(columns), bound, in_unit)
                 value = MappingGroup({k: k for k in value if k not in columns or _is_key(keys, k)}, value.__getitem__)
             yield from self._keys(node, keys, value, bound, in_unit, claims=claims)
