@@ -88,11 +88,12 @@ def _shifted(cells: Iterator[Cell | None], place: Place, root: Value) -> Iterato
         raise InvalidInputError(f"found {len(found)} values, expected one number of the file", field=place.name)
     offset, first = number(found[0], "layer"), math.inf
     for cell in cells:
+        if cell is not None and "layer" in cell.bound:
+            first = min(first, cell.bound["layer"])
+            cell = cell._replace(bound={**cell.bound, "layer": cell.bound["layer"] + offset})
         if cell is None or cell.place is not place:
-            is_numbered = cell is not None and "layer" in cell.bound
-            first = min(first, cell.bound["layer"]) if is_numbered else first
-            yield cell._replace(bound={**cell.bound, "layer": cell.bound["layer"] + offset}) if is_numbered else cell
-    if 0 < offset <= first:
+            yield cell
+    if offset and not offset > first:
         raise InvalidInputError(
             f"found {offset}, and layers from {first:g}: do they count from it already?", field=place.name
         )

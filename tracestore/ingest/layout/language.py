@@ -215,7 +215,7 @@ def _is_setting(name: str, value: Any) -> bool:
         _check_setting_of(name, value)
         return True
     if name == "sample":
-        return value == COUNTED
+        return isinstance(value, str) and value == COUNTED
     if name == "L.ids" and isinstance(value, list) and value and all(type(v) is int for v in value):
         return True
     allowed = SETTINGS.get(name)
