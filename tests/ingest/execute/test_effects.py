@@ -81,7 +81,7 @@ def test_rule_08_an_id_that_joins_nothing_shows_the_line_that_takes_it(tmp_path)
 def test_rule_08_a_line_at_whose_path_nothing_is(tmp_path, name, address):
     dump(tmp_path / "in/a.pkl", rows(ids="abcd"))
 
-    refuse(tmp_path, ROWS | {name: address}, "no file has a value there|no file is left out")
+    refuse(tmp_path, ROWS | {name: address}, "hold no such value|no file is left out")
 
 
 def test_rule_08_entries_with_effect_stay(tmp_path):
@@ -103,7 +103,7 @@ def test_rule_01_stated_layers_with_the_embeddings_and_attention_without(tmp_pat
 
     traces = convert(tmp_path, {"hidden_states": layout["hidden_states"], "ignore": "a.pkl : []/at"} | entries)
 
-    assert next(iter(traces.values())).num_layers == 3
+    assert len(next(iter(traces.values())).hidden_states) == 3
 
 
 @pytest.mark.parametrize("size", [1, 3, 4])
@@ -138,7 +138,7 @@ def padded(tmp_path, lengths=(4, 2, 3), prompts=(3, 3, 3)):
 
 def test_rule_17_one_prompt_length_of_rows_padded_in_front(tmp_path):
     """[the width of the padded prompts as the length of each]"""
-    refuse(tmp_path, padded(tmp_path), "found 3 in every row, also where 2 tokens of padding")
+    refuse(tmp_path, padded(tmp_path, (4, 3, 3)), "found 3 in every row, also where 1 tokens of padding")
 
 
 def test_rule_17_columns_of_the_prompt_count_the_padding(tmp_path):
@@ -248,7 +248,7 @@ def test_rule_12_lists_of_answers_join_by_id_and_number(tmp_path):
 
     traces = convert(tmp_path, answers(tmp_path, texts))
 
-    assert {key: trace.generated_answer for key, trace in traces.items()} == {
+    assert {key: trace.answer for key, trace in traces.items()} == {
         (qid, k): f"{qid}{k}" for qid in "ab" for k in range(3)
     }
 
@@ -267,7 +267,7 @@ def test_rule_10_answers_are_counted_in_the_order_of_rows(tmp_path):
 
     traces = convert(tmp_path, layout | {"sample": "#"})
 
-    found = {key: trace.generated_answer for key, trace in traces.items()}
+    found = {key: trace.answer for key, trace in traces.items()}
     assert found == {("a", 0): "answer 0", ("b", 0): "answer 1", ("a", 1): "answer 2", ("b", 1): "answer 3"}
 
 
@@ -284,7 +284,7 @@ def test_rule_10_answers_are_counted_in_the_rows_of_the_ids(tmp_path):
 
     traces = convert(tmp_path, layout)
 
-    found = {key: trace.generated_answer for key, trace in traces.items()}
+    found = {key: trace.answer for key, trace in traces.items()}
     assert found == {("a", 0): "answer 0", ("b", 0): "answer 1", ("a", 1): "answer 2", ("a", 2): "answer 3"}
     assert np.array_equal(np.asarray(traces["a", 2].hidden_states)[0], states(2, 3, 8, seed=3)[0].astype("f2"))
 
@@ -298,7 +298,7 @@ def test_rule_10_rows_count_within_equal_ids(tmp_path):
 
     traces = convert(tmp_path, layout)
 
-    found = {key: trace.generated_answer for key, trace in traces.items()}
+    found = {key: trace.answer for key, trace in traces.items()}
     assert found == {("a", 0): "answer 0", ("b", 0): "answer 1", ("a", 1): "answer 2", ("b", 1): "answer 3"}
 
 
@@ -341,9 +341,7 @@ def test_rule_10b_copies_of_a_sampler_are_dropped_where_it_is_stated(tmp_path):
 
     traces = convert(tmp_path, layout | {"duplicates": "drop"})
 
-    assert {key: trace.generated_answer for key, trace in traces.items()} == {
-        (str(k), 0): f"answer {k}" for k in range(5)
-    }
+    assert {key: trace.answer for key, trace in traces.items()} == {(str(k), 0): f"answer {k}" for k in range(5)}
 
 
 def test_rule_10b_copies_that_differ_are_not_dropped(tmp_path):
@@ -479,7 +477,7 @@ def test_rule_09_lists_of_a_mapping_are_columns(tmp_path):
 
 @pytest.mark.parametrize("changes", [{"y": np.array([0, 1])}, {"idx": ["a", "b"]}, {"h": 1.5}, {"idx": "abc"}])
 def test_rule_09_lists_of_different_lengths_are_no_columns(tmp_path, changes):
-    refuse(tmp_path, listed(tmp_path, **changes), "found a mapping|expected FILES|no file has|has no idx|belongs")
+    refuse(tmp_path, listed(tmp_path, **changes), "found a mapping|no file could|has no idx")
 
 
 def test_rule_08_a_column_of_a_mapping_without_a_line(tmp_path):
@@ -525,7 +523,7 @@ def stages(tmp_path, offsets=(0, 2)):
 def test_rule_04_layers_of_several_files_with_an_offset(tmp_path):
     trace = convert(tmp_path, stages(tmp_path))["q2", 0]
 
-    assert trace.num_layers == 4
+    assert len(trace.hidden_states) == 4
     for k, (offset, local) in enumerate(((0, 0), (0, 1), (2, 0), (2, 1))):
         assert np.array_equal(np.asarray(trace.hidden_states)[k], states(3, 8, seed=10 * offset + local).astype("f2"))
 
@@ -661,12 +659,3 @@ def test_rule_01_another_hidden_size_than_stated(tmp_path, size):
     dump(tmp_path / "in/a.pkl", rows(ids="abcd"))
 
     refuse(tmp_path, ROWS | {"D.size": size}, f"found D 8, expected {size}")
-
-
-def test_a_mapping_beside_lists_in_other_files(tmp_path):
-    """Paths with items and with keys read files of two kinds."""
-    dump(tmp_path / "in/a.pkl", rows(2, ids="ab"))
-    dump(tmp_path / "in/b.pkl", {"data": rows(2, ids="cd")})
-    layout = {"hidden_states": "*.pkl : **/[id=id]/hs -> L S D", "generated_answer": "*.pkl : **/[id=id]/text"}
-
-    assert sorted(qid for qid, _ in convert(tmp_path, layout)) == ["a", "b", "c", "d"]

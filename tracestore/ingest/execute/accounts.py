@@ -305,6 +305,7 @@ class RunAccount:
             first = escape_unprintable(str(*first_keys[:1]), 40)
             raise InvalidInputError(f"no {by[3:]} of it is that of a trace: its first is {first!r}", field=name)
         check_remainders(name, first_keys, left_over, missing)
+        column.check_answers(unused)
         rest = f", {len(unused):,} without a trace" if unused else ""
         rest += f", {len(missing):,} traces without a row" if missing else ""
         return f"{name}: {num_used:,} rows of {source} joined {by}{rest}"
@@ -336,10 +337,10 @@ def _node_of(root: Node, address: Address) -> Node:
 def check_first_row(found: int, num_before: int, chunk: int | None, source: str) -> None:
     """Rule 13: a chunk that is no next number is numbered by its first row."""
     if found != num_before:
-        also = "" if chunk is None else f"{chunk} as the next chunk, or "
-        raise InvalidInputError(
-            f"found chunk {found}, expected {also}{num_before:,} as the number of rows before it", source=source
+        also = (
+            "" if chunk is None else f"{chunk}: chunks are numbered from 0 without gaps, or by their first row, here "
         )
+        raise InvalidInputError(f"found chunk {found}, expected {also}{num_before:,}", source=source)
 
 
 def check_ordered(root: Value, source: str) -> None:

@@ -113,6 +113,16 @@ class Column:
         """The names that join the column."""
         return self._names
 
+    def check_answers(self, unused: list[tuple[Any, ...]]) -> None:
+        """Rule 12: a list of answers belongs to the traces of its question as a whole, or its numbers may be others."""
+        if "K" not in self._names:
+            return
+        at = self._names.index("K")
+        used = {key[:at] + key[at + 1 :] for key in self.used}
+        if partial := next((key for key in unused if key[:at] + key[at + 1 :] in used), None):
+            where = ", ".join(f"{n} {v!s:.60}" for n, v in zip(self._names, partial, strict=True) if n[0] != "*")
+            raise InvalidInputError(f"{where} belongs to no trace, others of the list do", field=self.place.name)
+
     @property
     def joined_by(self) -> str:
         """The way its rows are joined: "in order", or "by" names."""
