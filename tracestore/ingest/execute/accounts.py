@@ -229,7 +229,7 @@ class RunAccount:
     def check_numbers(self, cells: Sequence[Cell]) -> None:
         """Rule 4: tokens and steps that names number begin with the same number, 0 or 1, in every trace."""
         for name in _COUNTED & cells[0].bound.keys():
-            first = min(cell.bound[name] for cell in cells)
+            first = min(cell.bound[name] for cell in cells if name in cell.bound)
             with self._lock:
                 expected = self._first_numbers.setdefault(name, first)
             if first != expected:
