@@ -659,3 +659,18 @@ def test_rule_01_another_hidden_size_than_stated(tmp_path, size):
     dump(tmp_path / "in/a.pkl", rows(ids="abcd"))
 
     refuse(tmp_path, ROWS | {"D.size": size}, f"found D 8, expected {size}")
+
+
+@pytest.mark.parametrize(("firsts", "is_right"), [((3, 6), True), ((0, 0), True), ((0, 1), False), ((3, 1), False)])
+def test_rule_04_answers_of_every_trace_begin_alike(tmp_path, firsts, is_right):
+    """[a lost first token]"""
+    found = {}
+    for k, (first, prefill) in enumerate(zip(firsts, (3, 6), strict=True)):
+        decode = {f"pos_{n}": states(2, 8, seed=n) for n in range(first, first + 4)}
+        found[f"q{k}"] = {"decode": decode, "prefill": states(2, prefill, 8, seed=k)}
+    dump(tmp_path / "in/a.pkl", found)
+    layout = {"hidden_states": ["a.pkl : {id}/prefill -> L S D", "a.pkl : {id}/decode/pos_{token} -> L D"]}
+    if is_right:
+        assert {qid: trace.prompt_length for (qid, _), trace in convert(tmp_path, layout).items()} == {"q0": 3, "q1": 6}
+    else:
+        refuse(tmp_path, layout, "as in an earlier trace")

@@ -184,7 +184,7 @@ class RunAccount:
         self._missing: dict[Place, set[str]] = {}
         self.is_whole = True
         self._row_numbers: dict[str, int] = {}
-        self._first_numbers: dict[str, int] = {}
+        self._first_numbers: dict[tuple[str, int], int] = {}
         # The states lie under the same items.
         self._prefixes = {f"{p.position_prefix}[]/" for p in plan.states if p.position_prefix is not None}
         self.left_out: set[str] = set()
@@ -226,13 +226,14 @@ class RunAccount:
             for place, keys in missing.items():
                 self._missing.setdefault(place, set()).update(keys)
 
-    def check_numbers(self, cells: Sequence[Cell]) -> None:
-        """Rule 4: tokens and steps that names number begin with the same number, 0 or 1, in every trace."""
+    def check_numbers(self, part: int, cells: Sequence[Cell]) -> None:
+        """Rule 4: tokens and steps that names number begin alike in every trace: at 0, at 1, or behind the part before."""
         for name in _COUNTED & cells[0].bound.keys():
-            first = min(cell.bound[name] for cell in cells if name in cell.bound)
+            first = min(cell.bound[name] for cell in cells)
+            kind = first if part == 0 else min(first, 2)
             with self._lock:
-                expected = self._first_numbers.setdefault(name, first)
-            if first != expected:
+                expected = self._first_numbers.setdefault((name, part), kind)
+            if kind != expected:
                 raise InvalidInputError(
                     f"the first {name} is {first}, expected {expected} as in an earlier trace: one of them lacks a {name}",
                     field=self._plan.layout.states,

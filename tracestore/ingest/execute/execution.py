@@ -135,7 +135,8 @@ class Execution:
                         with self._guard:
                             record = builder.record(trace, position)
                         self._check_texts(trace, record, texts)
-                        self.account.check_numbers([cell for cells in trace.cells.values() for cell in cells])
+                        for part, cells_of_part in trace.cells.items():
+                            self.account.check_numbers(part, cells_of_part)
                     except InvalidInputError as error:
                         error = error.with_traceback(None).with_location(source=group.name, position=position)
                         if on_refused is None:
