@@ -112,8 +112,22 @@ class DescribedRun:
         own = {} if record.label is None else {_LABEL: record.label}
         found = {**record.scores, **own, **{score_of(n): v for n, v in record.deferred_scores.items()}}
         if found:
-            self._found[record.question_id, record.sample] = found
+            self._found[record.question_id, record.sample] = self._merged(record, found)
         return record.scores
+
+    def _merged(self, record: TraceRecord, found: dict[str, float]) -> dict[str, float]:
+        """Return the labels of a trace with those of an earlier copy; rule 14: these agree."""
+        known = self._found.get((record.question_id, record.sample), {})
+        known = {name: value for name, value in known.items() if not math.isnan(value)}
+        for name, value in known.items():
+            if not math.isnan(other := found.get(name, math.nan)) and other != value:
+                raise InvalidInputError(
+                    f"found {value:g} and {other:g} for {escape_unprintable(record.question_id, 60)}, sample "
+                    f"{record.sample}: copies of a trace have one label",
+                    position=record.position,
+                    field=name,
+                )
+        return found | known
 
     def _add_states(self, packed: PackedTrace) -> None:
         if "hidden_states" not in packed.crcs:
@@ -146,6 +160,9 @@ class DescribedRun:
 
     def close(self, writer: StoreWriter) -> Iterator[str]:
         """Close the accounts, and yield the lines of `Execution.close`."""
+        is_whole = self._execution.account.is_read
+        if self._layout.settings.get("duplicates") == "keep" and is_whole and not self.num_equal:
+            raise InvalidInputError("no trace has the states of another one; remove it", field="duplicates")
         yield from self._execution.close(lambda text: writer.index.find(text, 0) >= 0)
 
     def fill(self, writer: StoreWriter) -> None:

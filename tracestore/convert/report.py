@@ -36,6 +36,11 @@ _NOTES = {
     "num_without_tokens": "no token ids in {}; --map tokens=KEY names their key",
     "num_made_up_ids": "no question_id in {}: file name and position were used; --map question_id=KEY names their key",
 }
+# The same of a run by a layout.
+_NOTES_OF_LAYOUT = {
+    "num_without_tokens": "no token ids in {}; a line for tokens names them",
+    "num_made_up_ids": "no question_id in {}: file name and position were used; a line for question_id names it",
+}
 # Counts of a conversion that are those of the store.
 _TOTALS = (
     "num_traces", "num_segments", "num_unscored", "num_unlabeled", "num_label_conflicts", "num_scores_without_trace",
@@ -172,8 +177,8 @@ class ConvertReport:
         if error is not None:
             self.rounding_error = max(self.rounding_error or 0.0, error)
 
-    def lines(self, on_conflict: OnConflict) -> Iterator[str]:
-        """Yield the report as lines of text."""
+    def lines(self, on_conflict: OnConflict, *, by_layout: bool = False) -> Iterator[str]:
+        """Yield the report as lines of text; those of a run by a layout name its lines."""
         yield (
             f"{plural(self.num_traces_new, 'trace')} added from {plural(self.num_sources, 'file')} in {self.seconds:.1f} s "
             f"({plural(self.num_sources_skipped_existing, 'file')} already in the store, "
@@ -185,7 +190,7 @@ class ConvertReport:
             f"{self.num_unlabeled:,} without a label or score"
         )
         yield from filter(None, (self.labels, self.unlabeled))
-        for name, text in _NOTES.items():
+        for name, text in (_NOTES | _NOTES_OF_LAYOUT if by_layout else _NOTES).items():
             if count := getattr(self, name):
                 yield text.format(plural(count, "trace"), ON_CONFLICT[on_conflict])
         if self.dropped:

@@ -420,7 +420,8 @@ class Conversion:
         report.attention = writer.attributes.options["attention"]
         if self._options.attention is None and (note := self._default_attention.note(report.attention)):
             self._output.info(note)
-        for line in (*report.lines(self._options.on_conflict), *self.scoring.lines()):
+        lines = report.lines(self._options.on_conflict, by_layout=self._described is not None)
+        for line in (*lines, *self.scoring.lines()):
             self._output.info(line)
 
 

@@ -107,32 +107,41 @@ def _graph_record(limits: Limits, layers: Any) -> TraceRecord:
     extras: dict[str, list[Any]] = {}
     for k, layer in enumerate(layers):
         where = f"graphs[{k}]"
-        if not isinstance(layer, PickledGraph | dict):
-            raise field_error(where, type(layer).__name__, "a PyG Data")
-        fields = layer.fields() if isinstance(layer, PickledGraph) else layer
-        if not all(isinstance(name, str) for name in fields):
-            raise field_error(where, "a key that is not a string", "the fields of a PyG Data")
-        fields = {name: resolve(v, limits) for name, v in fields.items()}
-        for name in ("x", "edge_index", "edge_attr"):
-            if fields.get(name) is None:
-                raise InvalidInputError("missing key", field=f"{where}.{name}")
+        fields = _graph_fields(limits, layer, where)
         x = _float_array(fields.pop("x"), f"{where}.x", 2, "(S, D)")
         if 0 in x.shape:
             raise field_error(f"{where}.x", f"shape {x.shape}", "at least one token and one column")
         first = hidden[0] if hidden else x
         if x.shape != first.shape or x.dtype != first.dtype:
             raise field_error(f"{where}.x", f"{x.dtype} {x.shape}", f"{first.dtype} {first.shape} as in layer 0")
-        index, weight = fields.pop("edge_index"), fields.pop("edge_attr")
-        if not isinstance(index, np.ndarray) or index.ndim != 2 or index.shape[0] != 2 or index.dtype.kind not in "iu":
-            raise field_error(f"{where}.edge_index", _found(index), "(2, E) integers")
-        if not isinstance(weight, np.ndarray) or weight.shape not in ((index.shape[1], 1), (index.shape[1],)):
-            raise field_error(f"{where}.edge_attr", _found(weight), f"({index.shape[1]}, 1)")
-        weight = _float_array(weight.reshape(-1), f"{where}.edge_attr", 1, "(E, 1)")
         nodes = fields.pop("num_nodes", len(x))
         if nodes is not None and (not isinstance(nodes, int | np.integer) or int(nodes) != len(x)):
             raise field_error(f"{where}.num_nodes", str(nodes)[:40], str(len(x)))
         hidden.append(x)
-        edges.append((index, weight))
+        edges.append(_edges(fields.pop("edge_index"), fields.pop("edge_attr"), where))
         for name, value in fields.items():
             extras.setdefault(name, [None] * len(layers))[k] = value
     return TraceRecord(question_id="", hidden=hidden, edges=edges, extras=extras, dropped=[])
+
+
+def _graph_fields(limits: Limits, layer: Any, where: str) -> dict[str, Any]:
+    """Return the fields of the graph of one layer."""
+    if not isinstance(layer, PickledGraph | dict):
+        raise field_error(where, type(layer).__name__, "a PyG Data")
+    fields = layer.fields() if isinstance(layer, PickledGraph) else layer
+    if not all(isinstance(name, str) for name in fields):
+        raise field_error(where, "a key that is not a string", "the fields of a PyG Data")
+    fields = {name: resolve(v, limits) for name, v in fields.items()}
+    for name in ("x", "edge_index", "edge_attr"):
+        if fields.get(name) is None:
+            raise InvalidInputError("missing key", field=f"{where}.{name}")
+    return fields
+
+
+def _edges(index: Any, weight: Any, where: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the nodes (2, E) and the weights (E,) of edges."""
+    if not isinstance(index, np.ndarray) or index.ndim != 2 or index.shape[0] != 2 or index.dtype.kind not in "iu":
+        raise field_error(f"{where}.edge_index", _found(index), "(2, E) integers")
+    if not isinstance(weight, np.ndarray) or weight.shape not in ((index.shape[1], 1), (index.shape[1],)):
+        raise field_error(f"{where}.edge_attr", _found(weight), f"({index.shape[1]}, 1)")
+    return index, _float_array(weight.reshape(-1), f"{where}.edge_attr", 1, "(E, 1)")

@@ -125,9 +125,12 @@ class Group(Mapping[Any, Value]):
     attributes : Mapping
         Values that the container attaches to the group: attributes of HDF5, the metadata of safetensors and of
         the schema of Arrow; otherwise empty.
+    is_ordered : bool
+        Whether the keys are in the order in which they were written.
     """
 
     attributes: Mapping[str, Value] = _NO_ATTRIBUTES
+    is_ordered: bool = True
 
 
 class MappingGroup(Group):

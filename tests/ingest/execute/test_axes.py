@@ -77,3 +77,36 @@ def test_ragged_nested_lists_are_not_padded(tmp_path):
     ragged[1][0].append([0.0] * WIDTH)
     dump(tmp_path / "in/a.pkl", {"h": ragged})
     refuse(tmp_path, {"hidden_states": "a.pkl : h -> N L S D"}, r"expected|S, D", overwrite=True)
+
+
+def test_ids_from_prompt_length_on(tmp_path):
+    """vLLM writes the ids of the prompt and those of the answer apart; the last one has no states."""
+    dump(tmp_path / "in/a.pkl", [{"id": "q", "hs": states(2, 6, 8), "prompt": [1, 2, 3, 4], "out": [5, 6, 7]}])
+    layout = {"hidden_states": "a.pkl : [id=id]/hs -> L S D", "tokens": "a.pkl : [id=id]/out -> G"}
+    refuse(tmp_path, layout | {"ignore": ["a.pkl : [id=id]/prompt"]}, "need those of the prompt")
+    layout["tokens"] = ["a.pkl : [id=id]/prompt -> S", "a.pkl : [id=id]/out -> G"]
+
+    assert convert(tmp_path, layout)["q", 0].tokens.tolist() == [1, 2, 3, 4, 5, 6, 7]
+    for out in ([6, 7], [5, 6, 7, 8]):
+        dump(tmp_path / "in/a.pkl", [{"id": "q", "hs": states(2, 6, 8), "prompt": [1, 2, 3, 4], "out": out}])
+        refuse(tmp_path, layout, "expected 7 for 6 states", overwrite=True)
+
+
+def test_positions_of_beams(tmp_path):
+    """Two beams of four rows: what generate() returns as beam_indices."""
+    steps = [[states(4, s, 6, seed=10 * p + k) for k in range(2)] for p, s in enumerate((3, 1, 1))]
+    rows = np.array([[0, 2, 1], [3, 3, -1]])
+    ids = np.array([[5, 6, 7, 8, 9, 10], [5, 6, 7, 11, 2, 0]])
+    dump(tmp_path / "in/g.pkl", {"hs": steps, "rows": rows, "ids": ids, "names": ["a", "b"]})
+    layout = {"hidden_states": "g.pkl : hs -> P L N S D", "P.rows": "g.pkl : rows -> N P"}
+    layout |= {"tokens": "g.pkl : ids -> N T", "question_id": "g.pkl : names -> N"}
+
+    traces = convert(tmp_path, layout)
+
+    assert {key[0]: trace.num_tokens for key, trace in traces.items()} == {"a": 5, "b": 4}
+    for k in range(2):
+        expected = np.concatenate([steps[0][k][0], steps[1][k][2], steps[2][k][1]])
+        np.testing.assert_allclose(traces["a", 0].hidden_states[k], expected, atol=2e-3)
+        expected = np.concatenate([steps[0][k][3], steps[1][k][3]])
+        np.testing.assert_allclose(traces["b", 0].hidden_states[k], expected, atol=2e-3)
+    assert traces["b", 0].tokens.tolist() == [5, 6, 7, 11, 2]

@@ -74,7 +74,7 @@ def test_fewer_states_than_ids_of_a_cached_prefix(tmp_path):
     layout = {"hidden_states": "a.pkl : [id=id]/hs -> L S D"}
 
     for axes in ("S", "T"):
-        refuse(tmp_path, layout | {"tokens": f"a.pkl : [id=id]/output_ids -> {axes}"}, "found 9 ids, expected 4")
+        refuse(tmp_path, layout | {"tokens": f"a.pkl : [id=id]/output_ids -> {axes}"}, "found 9 ids, expected .* for 4")
 
 
 def test_layers_with_lists_of_samples(tmp_path):

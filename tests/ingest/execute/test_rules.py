@@ -68,6 +68,25 @@ def test_rule_02_as_many_tokens_as_states(tmp_path, num_ids):
     refuse(tmp_path, ROWS | {"tokens": "*.pkl : [id=id]/ids"}, f"tokens: found {num_ids} ids, expected 4")
 
 
+@pytest.mark.parametrize("extra", [-1, 1])
+def test_rule_02_as_many_ids_behind_each_other_as_states(tmp_path, extra):
+    arrays = {"h": states(12, 2, 8), "n": np.array([3, 4, 5]), "ids": np.arange(12 + extra)}
+    dump(tmp_path / "in/a.pkl", arrays)
+    layout = {
+        "hidden_states": "a.pkl : h -> (N S) L D",
+        "S.lengths": "a.pkl : n -> N",
+        "tokens": "a.pkl : ids -> (N S)",
+    }
+
+    refuse(tmp_path, layout, f"tokens: found {12 + extra} on the axis")
+
+
+def test_rule_02_a_mask_as_long_as_states(tmp_path):
+    dump(tmp_path / "in/a.pkl", {"hs": states(2, 2, 4, 8), "m": np.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])})
+
+    refuse(tmp_path, {"hidden_states": "a.pkl : hs -> N L S D", "S.mask": "a.pkl : m -> N S"}, "S.mask: found 5 values")
+
+
 @pytest.mark.parametrize("shape", [(2, 1, 5, 5), (2, 1, 4, 5), (2, 1, 3, 3)])
 def test_rule_02_as_many_tokens_in_attention_as_states(tmp_path, shape):
     write_rows(tmp_path, attn=lambda _: np.full(shape, 0.25, "f4"))
@@ -82,6 +101,14 @@ def test_rule_03_one_more_id_is_stated_or_follows_passes(tmp_path):
     traces = convert(tmp_path, ROWS | {"tokens": "*.pkl : [id=id]/ids -> T"})
 
     assert traces["q1", 0].tokens.tolist() == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(("axes", "num_ids"), [("S", 5), ("T", 4), ("T", 6)])
+def test_rule_03_stated_axes_are_exact_also_behind_passes(tmp_path, axes, num_ids):
+    """Ids without the first one [ids moved by one]."""
+    dump(tmp_path / "in/a.pkl", {"hs": passes(2, 1, 1), "sequences": np.arange(2 * num_ids).reshape(2, num_ids)})
+
+    refuse(tmp_path, PASSES | {"tokens": f"a.pkl : sequences -> N {axes}"}, f"found {num_ids} ids, expected")
 
 
 def test_rule_03a_padding_behind_an_early_end(tmp_path):
@@ -126,6 +153,20 @@ def test_rule_04_a_lost_file_of_a_layer(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["token", "step"])
+@pytest.mark.parametrize("lost", ["a", "b"])
+def test_rule_04_the_first_file_of_one_trace_is_lost(tmp_path, name, lost):
+    """Numbers may begin at 0 or at 1, but with the same one in every trace."""
+    for trace in "ab":
+        for k in range(3):
+            save(tmp_path / f"in/{trace}_{k}.npy", states(2, 8, seed=ord(trace) + k))
+    layout = {"hidden_states": f"{{id}}_{{{name}}}.npy -> L D"}
+    assert len(convert(tmp_path, layout)) == 2
+    (tmp_path / f"in/{lost}_0.npy").unlink()
+
+    refuse(tmp_path, layout, f"the first {name} is .*: one of them lacks a {name}", overwrite=True)
+
+
+@pytest.mark.parametrize("name", ["token", "step"])
 def test_rule_04_tokens_and_steps_have_no_gaps(tmp_path, name):
     for k in (0, 1, 3):
         save(tmp_path / f"in/q_{k}.npy", states(2, 8, seed=k))
@@ -139,7 +180,7 @@ def test_rule_05_passes_grow_by_new_tokens_only(tmp_path):
     dump(tmp_path / "in/a.pkl", {"hs": hs, "sequences": np.arange(10).reshape(2, 5), "ids": ["a", "b"]})
     layout = PASSES | {"question_id": "a.pkl : ids -> N"}
     with_ids = layout | {"tokens": "a.pkl : sequences -> N T"}
-    refuse(tmp_path, with_ids, "tokens: found 5 ids, expected 9")
+    refuse(tmp_path, with_ids, "tokens: found 5 ids, expected 10 for 9 states")
 
     traces = convert(tmp_path, with_ids | {"P.repeats": True})
 
@@ -159,6 +200,29 @@ def test_rule_05b_the_first_pass_is_the_prompt_if_the_others_have_one_token(tmp_
     dump(tmp_path / "in/a.pkl", {"hs": passes(*sizes)})
 
     assert {t.prompt_length for t in convert(tmp_path, PASSES | {"P.new": True}).values()} == {length}
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_rule_06_attention_is_causal_or_square(tmp_path, is_causal):
+    weights = np.random.default_rng(0).random((2, 1, 4, 4)) + 0.1
+    weights = np.tril(weights) if is_causal else weights
+    attention = (weights / weights.sum(-1, keepdims=True)).astype("f4")
+    write_rows(tmp_path, attn=lambda _: attention)
+    layout = ROWS | {"attentions": "*.pkl : [id=id]/attn -> L H S S"}
+
+    np.testing.assert_allclose(convert(tmp_path, layout)["q1", 0].attention, attention[:, 0], atol=2e-3)
+    write_rows(tmp_path, attn=lambda _: attention[..., :3])
+    refuse(tmp_path, layout, "attentions", overwrite=True)
+
+
+@pytest.mark.parametrize("columns", [(3, 3, 5), (3, 4, 4), (2, 4, 5)])
+def test_rule_06_passes_attend_to_the_tokens_so_far(tmp_path, columns):
+    attention = [[np.full((2, 1, s, c), 1 / c, "f4")] * 2 for s, c in zip((3, 1, 1), columns, strict=True)]
+    dump(tmp_path / "in/a.pkl", {"hs": passes(3, 1, 1), "attn": attention})
+
+    refuse(
+        tmp_path, PASSES | {"attentions": "a.pkl : attn -> P L N H S S"}, "attentions: found . columns, expected the"
+    )
 
 
 @pytest.mark.parametrize(
@@ -233,7 +297,7 @@ def test_rule_09_lengths_sum_to_the_axis(tmp_path, lengths, is_right):
     if is_right:
         assert [t.num_tokens for t in convert(tmp_path, layout).values()] == lengths
     else:
-        refuse(tmp_path, layout, "S.lengths: sum is")
+        refuse(tmp_path, layout, "S.lengths: ranges end at .*, expected 12")
 
 
 @pytest.mark.parametrize(
@@ -299,7 +363,7 @@ def test_rule_11_attention_of_other_ids(tmp_path):
     arrays = {f"{name}_{k}": states(2, 4, 8, seed=k) for k, name in enumerate(["h_a", "h_b"])}
     (tmp_path / "in").mkdir()
     np.savez(tmp_path / "in/a.npz", **arrays, t_a_0=np.arange(4), t_c_0=np.arange(4))
-    layout = {"hidden_states": "a.npz : h_{id}_{n:d} -> L S D", "tokens": "a.npz : t_{id}_{m:d}"}
+    layout = {"hidden_states": "a.npz : h_{id}_{n:d} -> L S D", "tokens": "a.npz : t_{id}_*"}
 
     refuse(tmp_path, layout, "id c of a.npz : .* belongs to no trace")
 
@@ -397,6 +461,21 @@ def test_rule_12c_no_match_at_all(tmp_path):
     refuse(tmp_path, layout, "no id of it is that of a trace")
 
 
+@pytest.mark.parametrize("field", ["is_correct", "question"])
+def test_rule_12c_a_column_that_is_nowhere(tmp_path, field):
+    """A misspelled name of a column: the labels would be missing without a word."""
+    write_rows(tmp_path)
+    table(tmp_path / "in/t.csv", [{"qid": f"q{k}", "ok": k % 2} for k in range(3)])
+
+    refuse(tmp_path, ROWS | {field: "t.csv : [id=qid]/okk"}, "the files hold no such value")
+
+
+def test_rule_12c_a_label_that_is_nowhere(tmp_path):
+    write_rows(tmp_path, ok=lambda k: k % 2)
+
+    refuse(tmp_path, ROWS | {"is_correct": "*.pkl : [id=id]/okk"}, "the files hold no such value")
+
+
 @pytest.mark.parametrize("count", [2, 4])
 def test_rule_13_totals_in_order_are_equal(tmp_path, count):
     save(tmp_path / "in/h.npy", states(3, 2, 4, 8))
@@ -479,6 +558,64 @@ def test_rule_13a_ranks_are_no_chunks(name):
         plan_of(parse_layout({"hidden_states": f"{name} -> N L S D"}))
 
 
+@pytest.mark.parametrize("key", ["question", "prompt", "generated_answer", "response"])
+@pytest.mark.parametrize("is_shuffled", [False, True])
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_rule_13b_shuffled_outputs_of_a_judge(tmp_path, key, is_shuffled, is_reversed):
+    """A table in order that holds the texts of the traces, which no line names; or the traces hold them."""
+    field = "question" if key in ("question", "prompt") else "generated_answer"
+    own = [{"hs": states(2, 4, 8, seed=k), "text": f"What is fact {k}?"} for k in range(4)]
+    order = [2, 0, 3, 1] if is_shuffled else range(4)
+    judged = [{key: f"[INST] what is  fact {k}? [/INST]", "ok": k % 2} for k in order]
+    if is_reversed:
+        own, judged = ([{n.replace("text", key): v for n, v in row.items()} for row in own], judged)
+        judged = [{"text": row[key], "ok": row["ok"]} for row in judged]
+    dump(tmp_path / "in/a.pkl", own)
+    table(tmp_path / "in/judge.csv", judged)
+    source = "judge.csv" if is_reversed else "a.pkl"
+    layout = {
+        "hidden_states": "a.pkl : []/hs -> L S D",
+        "is_correct": "judge.csv : []/ok",
+        field: f"{source} : []/text",
+    }
+    if is_shuffled:
+        refuse(tmp_path, layout, "rows in another order")
+        other = "a.pkl" if is_reversed else "judge.csv"
+        layout["ignore"] = [f"{other} : []/{key}"]
+
+    assert [trace.score for trace in convert(tmp_path, layout).values()] == [k % 2 for k in order]
+
+
+def test_rule_13b_texts_of_one_row_may_differ(tmp_path):
+    dump(tmp_path / "in/a.pkl", [{"hs": states(2, 4, 8, seed=k), "q": f"fact {k}?", "prompt": "Hi"} for k in range(3)])
+
+    assert len(convert(tmp_path, {"hidden_states": "a.pkl : []/hs -> L S D", "question": "a.pkl : []/q"})) == 3
+
+
+def test_rule_13b_rows_of_chunks(tmp_path):
+    for k in range(2):
+        dump(tmp_path / f"in/b{k}.pkl", {"h": states(2, 2, 4, 8, seed=k), "q": [f"fact {2 * k}", f"fact {2 * k + 1}"]})
+    layout = {"hidden_states": "b{chunk}.pkl : h -> N L S D", "question": "b{chunk}.pkl : q -> N"}
+    layout["is_correct"] = "t.csv : []/ok"
+    table(tmp_path / "in/t.csv", [{"prompt": f"fact {k}", "ok": k % 2} for k in (0, 1, 3, 2)])
+    refuse(tmp_path, layout, "rows in another order")
+
+    table(tmp_path / "in/t.csv", [{"prompt": f"fact {k}", "ok": k % 2} for k in range(4)])
+    assert [trace.score for trace in convert(tmp_path, layout, overwrite=True).values()] == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize(("text", "is_right"), [("Paris", True), ("paris", False), ("Lyon", False), ("", False)])
+def test_rule_14_a_span_equals_its_slice(tmp_path, text, is_right):
+    spans = [{"start": 3, "end": 8, "text": text, "type": "conflict"}]
+    write_rows(tmp_path, generated_answer=lambda _: "It Paris.", spans=lambda _: spans)
+    layout = ROWS | {"records": ["*.pkl : [id=id]"]}
+
+    if is_right:
+        assert convert(tmp_path, layout)["q0", 0].spans[0]["text"] == text
+    else:
+        refuse(tmp_path, layout, "spans: found 'Paris' in the answer")
+
+
 def test_rule_14_two_labels_agree(tmp_path):
     write_rows(tmp_path, ok=lambda k: k % 2, bad=lambda k: k % 2)
     layout = ROWS | {"is_correct": "*.pkl : [id=id]/ok", "is_hallucinated": "*.pkl : [id=id]/bad"}
@@ -504,6 +641,25 @@ def test_rule_17a_lengths_need_a_side_unless_the_padding_shows_it(tmp_path, side
     traces = list(convert(tmp_path, layout, overwrite=True).values())
     kept = stack[1, :, :3] if side == "right" else stack[1, :, 2:]
     np.testing.assert_allclose(traces[1].hidden_states, kept, atol=2e-3)
+
+
+def test_rule_17a_lengths_leave_out_one_id(tmp_path):
+    """A length that is less by one leaves out a token of the trace."""
+    ids = np.array([[5, 6, 7, 8, 9], [5, 6, 7, 0, 0]])
+    dump(tmp_path / "in/a.pkl", {"hs": states(2, 2, 5, 8), "ids": ids, "n": [5, 2]})
+    layout = {"hidden_states": "a.pkl : hs -> N L S D", "tokens": "a.pkl : ids -> N S", "S.lengths": "a.pkl : n -> N"}
+
+    refuse(tmp_path, layout | {"S.side": "right"}, "S.lengths: the tokens that it leaves out have several ids")
+
+
+@pytest.mark.parametrize("name", ["S.mask", "S.lengths"])
+def test_rule_17_what_the_layout_says_of_padding_is_there(tmp_path, name):
+    """A mask that was left out of one file."""
+    for k in range(2):
+        dump(tmp_path / f"in/{k}.pkl", {"hs": states(2, 2, 5, 8, seed=k)} | ({"m": np.ones((2, 5), int)} if k else {}))
+    layout = {"hidden_states": "*.pkl : hs -> N L S D", name: "*.pkl : m -> N S"}
+
+    refuse(tmp_path, layout, f"{name}: the trace has no value where the layout says")
 
 
 @pytest.mark.parametrize(
@@ -593,6 +749,18 @@ def test_rule_22a_records_give_fields_of_their_names_and_extras(tmp_path):
 
     assert traces["q1", 0].question == "Q1?"
     assert traces["q1", 0].extras == {"model": "gpt2", "top_p": 0.9}
+
+
+@pytest.mark.parametrize("with_states", [False, True])
+def test_rule_21_a_mean_over_tokens_is_no_last_token(tmp_path, with_states):
+    write_rows(tmp_path, mean=lambda k: states(2, 8, seed=50 + k))
+    layout = {"vector": "*.pkl : [id=id]/mean -> L D"}
+    if with_states:
+        assert len(convert(tmp_path, ROWS | layout)) == 3
+        return
+
+    with pytest.raises(UsageError, match="mean-pooled states cannot be stored"):
+        parse_layout(layout)
 
 
 def test_rule_24_a_token_of_zeros(tmp_path):

@@ -61,7 +61,7 @@ def test_layouts_of_the_corpus_survive_toml(name):
         (STATES | {"tokens": ["a", "b", "c"]}, "expected FILES"),
         (STATES | {"S.side": "middle"}, "left or right"),
         (STATES | {"S.pad": "x"}, "expected int"),
-        (STATES | {"words.ja": "yes"}, "words.NAME = bool"),
+        (STATES | {"words.ja": "yes"}, 'expected true, false or "missing"'),
         (STATES | {"L.ids": []}, "expected FILES"),
         ({"tokens": "a.npy"}, "states no hidden_states"),
         (STATES | {"question": "a.pkl : x//y"}, "empty key"),

@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import pickle
 import zipfile
 
 import numpy as np
@@ -100,8 +101,19 @@ def test_two_bytes_without_a_type_stay_void(tmp_path):
     path = tmp_path / "a.npy"
     path.write_bytes(npy(np.arange(3, dtype="<u2").view("V2")))
     with open_tree(path) as root:
-        assert root.dtype == "bfloat16" or root.dtype == "void16"
+        assert root.dtype == "void16"
         assert root.read().view("<u2").tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_void_of_archives_and_of_bytes_is_no_bfloat16(tmp_path, is_packed):
+    values = np.arange(6, dtype="<u2").view("V2").reshape(2, 3)
+    (tmp_path / "a.npz").write_bytes(npz({"x": values}, is_packed))
+    (tmp_path / "a.pkl").write_bytes(pickle.dumps({"x": npy(values)}))
+    for name in ("a.npz", "a.pkl"):
+        with open_tree(tmp_path / name) as root:
+            assert root["x"].dtype == "void16"
+            assert root["x"].read((1,)).view("<u2").tolist() == [3, 4, 5]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import struct
 
 import numpy as np
 import pytest
@@ -76,6 +77,21 @@ def test_damaged_files_are_refused(tmp_path, cut):
 
 def test_changed_files_are_read_or_refused(tmp_path):
     assert check_mutations(safetensors(TENSORS, {"a": "b"}), tmp_path / "a.safetensors", 200) > 60
+
+
+@pytest.mark.parametrize("flags", [0x01, 0x5E, 0x9C, 0xDA])
+def test_the_length_of_a_header_may_begin_like_a_compressed_file(tmp_path, flags):
+    """The first bytes of a zlib stream are 0x78 and `flags`."""
+    wanted = 0x78 | flags << 8
+    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    header = json.dumps({"x": entry, "__metadata__": {"note": ""}})
+    header = header.replace('"note": ""', f'"note": "{"n" * (wanted - len(header))}"')
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(struct.pack("<Q", wanted) + header.encode() + np.array([1, 2], "<f4").tobytes())
+
+    assert path.read_bytes()[:2] == bytes((0x78, flags))
+    with open_tree(path) as root:
+        assert root["x"].read().tolist() == [1, 2]
 
 
 def test_a_header_of_many_names_ends(tmp_path):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.ingest.readers.trees import check_mutations, check_time, plain, read_tree, refusal, refusal_in_child
+from tracestore.errors import InvalidInputError
 from tracestore.ingest.readers.opening import open_tree
 from tracestore.ingest.tree import Group, Items, StreamItems, as_array
 
@@ -40,6 +41,26 @@ def test_rows_of_a_table_are_groups_of_texts(tmp_path, suffix, name, mark):
         {"id": "q1", "text": f'a\n"b{mark}', "label": "1"},
         {"id": "007", "text": None, "label": "0.5"},
     ]
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.csv.gz"])
+@pytest.mark.parametrize("mark", [",", ";", "\t", "|"])
+def test_the_first_row_shows_what_separates_cells(tmp_path, name, mark):
+    path = tmp_path / name
+    data = f'id{mark}score{mark}text\nq1{mark}0.5{mark}"a, b; c"\n'.encode()
+    path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    with open_tree(path) as root:
+        assert plain(root) == [{"id": "q1", "score": "0.5", "text": "a, b; c"}]
+
+
+def test_a_first_row_with_two_separators(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("a;b|c\n1;2|3\n")
+    with pytest.raises(InvalidInputError, match="may be separated by ';' or"), open_tree(path) as root:
+        list(root)
+    path.write_text("a;b,c\n1;2,3\n")
+    with open_tree(path) as root:
+        assert plain(root) == [{"a;b": "1;2", "c": "3"}]
 
 
 def test_a_table_without_header_is_arrays(tmp_path):
@@ -146,3 +167,33 @@ def test_a_stream_keeps_no_row(tmp_path):
     path.write_text("id\nq1\nq2\n")
     with open_tree(path) as root:
         assert [plain(row)["id"] for row in root] == ["q1", "q2"] and list(root) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("# 1 = yes, 0 = no, -1 = unknown\nqid,label\nq1,1\n", {"qid": "q1", "label": "1"}),
+        ("# one\n\n# two\nqid,label\nq1,1\n", {"qid": "q1", "label": "1"}),
+        ("#id,label\nq1,1\n", {"#id": "q1", "label": "1"}),
+        ("# seed 3\n#id,label\nq1,1\n", {"#id": "q1", "label": "1"}),
+        ("# a comment\nlabel\n1\n", {"label": "1"}),
+        ("# a,b\n0.5,1.5\n", {"# a": "0.5", "b": "1.5"}),
+        ("#,name\n#1,x\n2,y\n", {"#1": "2", "x": "y"}),
+    ],
+)
+def test_comments_before_a_header_are_no_rows(tmp_path, text, expected):
+    """The last case is no comment: its columns have other names than those of a layout, which is refused."""
+    for suffix, separator in ((".csv", ","), (".tsv", "\t")):
+        path = tmp_path / f"a{suffix}"
+        path.write_text(
+            "".join(line.replace(",", separator) if " = " not in line else line for line in text.splitlines(True))
+        )
+        with open_tree(path) as root:
+            assert plain(next(iter(root))) == expected
+
+
+@pytest.mark.parametrize("text", ["# only\n", "#a,b\n#1,2\n", "#" + "x" * 70_000 + "\n#" + "y" * 70_000 + "\na\n"])
+def test_comments_without_a_row_are_refused(tmp_path, text):
+    (tmp_path / "a.csv").write_text(text)
+    with pytest.raises(InvalidInputError, match="no row behind"), open_tree(tmp_path / "a.csv") as root:
+        list(root)

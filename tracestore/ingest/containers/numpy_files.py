@@ -11,6 +11,7 @@ from tracestore.ingest.containers.columns import Column, Input, ObjectColumn, St
 from tracestore.ingest.containers.grouping import units_of
 from tracestore.ingest.containers.keys import column_name, parse_key
 from tracestore.ingest.files.byte_source import check_regular, map_file
+from tracestore.ingest.files.npy import guessed_dtype
 from tracestore.ingest.files.npz import StoredArray, stored_arrays, stored_npy
 from tracestore.ingest.layouts.object_arrays import read_objects, units_of_objects
 from tracestore.store.format import schema
@@ -47,6 +48,7 @@ def npy_column(path: Path) -> Column:
 
 
 def _column(array: StoredArray, scratch: Scratch) -> Column:
+    array.dtype = guessed_dtype(array.dtype)
     if array.dtype.kind == "O":
         values = read_objects(array.pickle(scratch), lambda: array.num_bytes, array.name)
         if len(values) != math.prod(array.shape):

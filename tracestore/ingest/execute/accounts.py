@@ -1,23 +1,40 @@
 """Accounts of sources and runs: keys, rows, and what no line of a layout names."""
 
+import math
 import re
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from tracestore.errors import InvalidInputError, escape_unprintable
+import numpy as np
+
+from tracestore.errors import InvalidInputError, error_location, escape_unprintable
 from tracestore.ingest.execute.found import Columns
-from tracestore.ingest.execute.join import Column
+from tracestore.ingest.execute.join import Column, check_remainders
 from tracestore.ingest.execute.plain import describe
+from tracestore.ingest.execute.tokens import numbers_of
+from tracestore.ingest.execute.walk import Cell, Node
+from tracestore.ingest.layout.addresses import Address
 from tracestore.ingest.layout.places import RECORDS, Place, Plan
 from tracestore.ingest.tree import Array, Group, Items, Value, as_array
+from tracestore.store.format.schema import ANSWER_FIELDS
 from tracestore.store.vocabulary import is_named_as_verdict
 from tracestore.store.write.record import TraceRecord
 
 # Words of keys that may be labels, scores or reference answers, besides those of `is_named_as_verdict` (rules 8a, 22a).
 _LABEL_WORDS = frozenset(["y", "target", "targets", "truth", "bleurt", "rouge"])
+# Keys that hold the text of a field.
+_ROW_TEXTS = {
+    **dict.fromkeys(("question", "prompt"), ("question",)),
+    **dict.fromkeys((*ANSWER_FIELDS, "response", "completion", "generation"), ANSWER_FIELDS),
+}
 # `records` does not take them for an extra.
 _OWN_LINES = frozenset(["answer", "answers", "sample", "samples"])
 _MAX_PROBES = 64
+_COUNTED = frozenset(("token", "step"))
+_MAX_SHOWN = 6  # paths that the summary names
+_ID_COLUMNS = re.compile(r"(question_?|trace_?|example_?|row_?)?(ids?|qid|idx|index|number)", re.IGNORECASE)
+_IN_ORDER = re.compile(r"\[([^\]]*= ?#[^\]]*)?\]/$")
 
 
 class SourceAccount:
@@ -46,9 +63,12 @@ class SourceAccount:
     def add_key(self, record: TraceRecord) -> None:
         """Rule 10: each (id, sample) once."""
         key = (record.question_id, record.sample)
-        if key in self._keys:
+        # The store refuses copies that differ.
+        if key in self._keys and self._plan.layout.settings.get("duplicates") != "drop":
             raise InvalidInputError(
-                f"the id {escape_unprintable(key[0], 60)!r}, sample {key[1]}, occurs twice; sample tells answers apart",
+                f"the id {escape_unprintable(key[0], 60)!r}, sample {key[1]}, occurs twice: "
+                'sample = "#" numbers the answers to a question in the order of their rows, a line for sample states '
+                'numbers, and duplicates = "drop" counts copies once',
                 position=record.position,
                 field="question_id",
             )
@@ -64,7 +84,10 @@ class SourceAccount:
         """Close the accounts of the source."""
         self._check(self._columns.source, self._stacks)
         self._check_unused(self._columns.source)
-        if not self._plan.is_global:
+        if self._plan.is_keyed:
+            for level in (self._columns.source, self._columns.tables):
+                check_totals(level, self.num_traces)
+        elif not self._plan.is_global:
             self._check(self._columns.tables, self._stacks)
         elif "chunk" not in self._plan.states[0].address.files.names:
             check_totals(self._columns.tables, self._total)
@@ -97,10 +120,244 @@ class SourceAccount:
                     )
 
 
+class RowTexts:
+    """Questions and answers of rows in order that no line names: they show whether the rows are those of the traces."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._places = {(place.name, place.position_prefix) for place in plan.others}
+        self._texts: dict[str, tuple[tuple[str, ...], list[Value]]] = {}
+
+    def add(self, prefix: str, key: str, value: Value) -> None:
+        """Add the text of the next row of a list or table; a text in the same row as the field proves nothing."""
+        if key in _ROW_TEXTS:
+            if (path := f"{prefix}{key}") not in self._texts:
+                list_prefix = prefix.removesuffix("[]/")
+                fields = tuple(name for name in _ROW_TEXTS[key] if (name, list_prefix) not in self._places)
+                self._texts[path] = (fields, [])
+            self._texts[path][1].append(value)
+
+    def check(self, row: int, total: int | None, record: TraceRecord) -> None:
+        """Rule 13b: texts that both sides hold are equal or contained, row by row.
+
+        `total` is the number of rows where it is known; texts of some of the rows only are not compared.
+        """
+        for path, (fields, texts) in self._texts.items():
+            text = texts[row] if row < len(texts) and len(texts) == (total or row + 1) else None
+            own = [record.strings[name] for name in fields if record.strings.get(name)]
+            if isinstance(text, str) and text.strip() and own and not any(_contains(text, one) for one in own):
+                found, expected = (escape_unprintable(part, 40) for part in (text, own[0]))
+                raise InvalidInputError(
+                    f"row {row} of {path} is {found!r}, and the trace has {expected!r}: rows in another order? "
+                    f'ignore = ["{path}"] if not'
+                )
+
+
+def _contains(one: str, two: str) -> bool:
+    one, two = (" ".join(text.split()).casefold() for text in (one, two))
+    return one in two or two in one
+
+
+class RunAccount:
+    """The accounts of a run: what no line names, the rows of its tables, and the first trace.
+
+    Parameters
+    ----------
+    plan : Plan
+    trees : Mapping
+        The root of the paths of the layout by FILES.
+    num_sources : int
+    is_stated : bool
+        Whether the files hold everything that the layout names.
+
+    Attributes
+    ----------
+    is_whole : bool
+        Whether no trace was refused.
+    left_out : set of str
+        Paths of the values that no line names.
+    """
+
+    def __init__(self, plan: Plan, trees: Mapping[str, Node], num_sources: int, *, is_stated: bool) -> None:
+        self._plan, self._trees, self._num_sources, self._is_stated = plan, trees, num_sources, is_stated
+        self._num_read = 0  # sources that were read to their end
+        self._lock = threading.Lock()
+        self._missing: dict[Place, set[str]] = {}
+        self.is_whole = True
+        self._row_numbers: dict[str, int] = {}
+        self._first_numbers: dict[tuple[str, int], int] = {}
+        # The states lie under the same items.
+        self._prefixes = {f"{p.position_prefix}[]/" for p in plan.states if p.position_prefix is not None}
+        self.left_out: set[str] = set()
+        self._first: tuple[int, str] | None = None  # the first trace of the first source that was read
+
+    def refuse_unclaimed(self, texts: RowTexts, node: Node, key: str, value: Value) -> None:
+        """Rule 8: every array has a line or is ignored. Rule 8a: so has what may be a label or a score."""
+        if _IN_ORDER.search(node.prefix):
+            texts.add(node.prefix, str(key), value)
+            if node.prefix not in self._prefixes:
+                self._check_row_number(f"{node.prefix}{key}", str(key), value)
+        if not node.has_records or not isinstance(value, str | int | float):
+            self.left_out.add(f"{node.prefix}{key}")
+        check_unclaimed(f"{node.prefix}{key}", key, value, in_records=node.has_records)
+
+    def _check_row_number(self, path: str, key: str, value: Value) -> None:
+        """Rule 13: rows are joined in order only if no column of ids is left unused; one from 0 to N - 1 is fine."""
+        if not _ID_COLUMNS.fullmatch(key) or value is None:
+            return
+        with self._lock:
+            expected = self._row_numbers.get(path, 0)
+            self._row_numbers[path] = expected + 1
+        if str(value) != str(expected):
+            name = path.rpartition("[]/")[0]
+            raise InvalidInputError(
+                f"{path}: rows are joined in order, and this column of ids is left out; {name}[id={key}] joins by it, a "
+                "line question_id takes it"
+            )
+
+    @property
+    def is_read(self) -> bool:
+        """Return whether every source was read to its end in this run."""
+        return self._num_read == self._num_sources
+
+    def add_source(self, missing: Mapping[Place, set[str]]) -> None:
+        """Add the keys of the traces of a source for which a table has no row."""
+        with self._lock:
+            self._num_read += 1
+            for place, keys in missing.items():
+                self._missing.setdefault(place, set()).update(keys)
+
+    def check_numbers(self, part: int, cells: Sequence[Cell]) -> None:
+        """Rule 4: tokens and steps that names number begin alike in every trace: at 0, at 1, or behind the part before."""
+        for name in _COUNTED & cells[0].bound.keys():
+            first = min(cell.bound[name] for cell in cells)
+            kind = first if part == 0 else min(first, 2)
+            with self._lock:
+                expected = self._first_numbers.setdefault((name, part), kind)
+            if kind != expected:
+                raise InvalidInputError(
+                    f"the first {name} is {first}, expected {expected} as in an earlier trace: one of them lacks a {name}",
+                    field=self._plan.layout.states,
+                )
+
+    def keep_first(self, number: int, record: TraceRecord) -> None:
+        """Keep the first trace of a source for the summary, if no earlier source has one."""
+        with self._lock:
+            if self._first is None or number < self._first[0]:
+                self._first = (number, described(record))
+
+    def close(
+        self, tables: Mapping[Place, Column], sources: Mapping[str, str], has_id: Callable[[str], bool]
+    ) -> Iterator[str]:
+        """Close the accounts of the run, and yield a line for each table.
+
+        Parameters
+        ----------
+        tables : Mapping
+            The columns of the tables.
+        sources : Mapping
+            The name of a file by its FILES.
+        has_id : callable
+            Return whether the store has a trace of an id, for rows that earlier runs used.
+
+        Raises
+        ------
+        InvalidInputError
+            Rules 12b and 12c: rows and traces that are left over would match by another spelling, or nothing matches.
+        """
+        if self._first is not None:
+            yield self._first[1]
+        self._check_found()
+        for place, column in tables.items():
+            # Rule 9 closes the accounts of what is known of an axis.
+            if not place.is_optional and place.name != RECORDS and place.rule.kind != "known":
+                source = sources[place.address.files.text]
+                with error_location(source):
+                    yield self._close_table(column, source, has_id)
+        if self.left_out:
+            shown = sorted(self.left_out)
+            more = f" and {len(shown) - _MAX_SHOWN} more" if len(shown) > _MAX_SHOWN else ""
+            paths = ", ".join(escape_unprintable(path, 60) for path in shown[:_MAX_SHOWN])
+            yield f"not named by the layout and left out: {paths}{more}"
+
+    def _check_found(self) -> None:
+        """Refuse lines and entries of `ignore` at whose path no file has a value: it may be misspelled."""
+        if not self.is_read or not self._is_stated:
+            return
+        for place in self._plan.others:
+            if not place.is_optional and not _node_of(self._trees[place.address.files.text], place.address).is_found:
+                raise InvalidInputError(f"{place.address}: the files hold no such value", field=place.name)
+        for address in self._plan.ignored:
+            if address.path and not _node_of(self._trees[address.files.text], address).is_found:
+                raise InvalidInputError(f"{address}: the files hold no such value; remove the entry", field="ignore")
+
+    def _close_table(self, column: Column, source: str, has_id: Callable[[str], bool]) -> str:
+        """Return how the rows of a table were joined; InvalidInputError if they do not fit."""
+        name, rows = column.place.name, list(dict.fromkeys(column.rows()))
+        num_used = sum(key in column.used for key in rows)
+        is_of_id = column.names == ("id",)
+        unused = [key for key in rows if key not in column.used and not (is_of_id and has_id(str(key[0])))]
+        missing = sorted(self._missing.get(column.place, ()))
+        by = column.joined_by
+        if by == "in order" and (unused or missing) and self.is_whole:
+            found = f"{len(rows):,} rows in order belong to {num_used + len(missing):,} traces"
+            raise InvalidInputError(found, field=name)
+        first_keys, left_over = ([key[0] for key in keys if key] for keys in (rows, unused))
+        if rows and len(unused) == len(rows):
+            first = escape_unprintable(str(*first_keys[:1]), 40)
+            raise InvalidInputError(f"no {by[3:]} of it is that of a trace: its first is {first!r}", field=name)
+        check_remainders(name, first_keys, left_over, missing)
+        column.check_answers(unused)
+        rest = f", {len(unused):,} without a trace" if unused else ""
+        rest += f", {len(missing):,} traces without a row" if missing else ""
+        return f"{name}: {num_used:,} rows of {source} joined {by}{rest}"
+
+
+def described(record: TraceRecord) -> str:
+    """Return a trace in a line: what a reader compares with the source."""
+    layers, width = record.num_layers, record.hidden_dim
+    states = record.hidden if record.hidden is not None else list(record.last_token[:, None])  # type: ignore[index]
+    norms = np.concatenate([np.linalg.norm(numbers_of(layer).astype("f4"), axis=-1) for layer in states])
+    labels = {**record.scores, **record.deferred_scores}
+    if record.label is not None:
+        labels["label"] = record.label
+    shown = ", ".join(f"{name} {value:g}" for name, value in labels.items() if not math.isnan(value)) or "no label"
+    tokens = f"S {record.num_tokens}" if record.hidden is not None else "last token"
+    return (
+        f"first trace: {escape_unprintable(record.question_id, 60)}, {shown}, L {layers}, {tokens}, D {width}, "
+        f"median norm {float(np.median(norms)):.3g}"
+    )
+
+
+def _node_of(root: Node, address: Address) -> Node:
+    """Return the node at the end of the path of an address."""
+    for step in address.path:
+        root = root.child(step)
+    return root
+
+
+def check_first_row(found: int, num_before: int, chunk: int | None, source: str) -> None:
+    """Rule 13: a chunk that is no next number is numbered by its first row."""
+    if found != num_before:
+        also = (
+            "" if chunk is None else f"{chunk}: chunks are numbered from 0 without gaps, or by their first row, here "
+        )
+        raise InvalidInputError(f"found chunk {found}, expected {also}{num_before:,}", source=source)
+
+
+def check_ordered(root: Value, source: str) -> None:
+    """Rule 13: rows are joined to the keys of a mapping only where these are in the order of their writing."""
+    if isinstance(root, Group) and not root.is_ordered:
+        raise InvalidInputError(
+            "its keys are not in the order in which they were written, so that no rows are joined to them in order; "
+            "a column of ids joins them",
+            source=source,
+        )
+
+
 def check_totals(tables: Mapping[Place, Column], total: int) -> None:
     """Rule 13: tables that run on over all chunks have as many rows as the chunks traces."""
     for place, column in tables.items():
-        if "N*" in column.names and place.rule.kind != "known":
+        if {"N", "N*"} & {*column.names} and place.rule.kind != "known":
             rows = column.num_rows({})
             if rows is not None and rows != total:
                 raise InvalidInputError(f"{place.address}: {rows:,} rows belong to {total:,} traces", field=place.name)

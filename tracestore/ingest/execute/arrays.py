@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.execute.axes import Block, extent, read, read_block, settle_dtype
-from tracestore.ingest.execute.found import Columns, FoundTrace
+from tracestore.ingest.execute.axes import Block, descend, extent, read, read_block, settle_dtype, shaped
+from tracestore.ingest.execute.found import Columns, FoundTrace, identity_of
 from tracestore.ingest.execute.join import Column
 from tracestore.ingest.execute.tokens import numbers_of
 from tracestore.ingest.execute.walk import Cell
@@ -43,9 +43,12 @@ class ArrayReader:
         what = self.plan.layout.states
         parts: list[Block] = []
         ids: tuple[int, ...] | None = None
+        rows = self.rows_of_passes(trace)
         for part in sorted(trace.cells):
-            for cells, fixed in self.passes(trace.cells[part], trace.fixed):
-                block = read_block(cells, letters, fixed, self.settings, what)
+            num_before = sum(len(block.layers[0]) for block in parts)
+            own = self._shaped(trace, trace.cells[part])
+            for cells, fixed in self.passes(own, trace.fixed, rows, (num_before, len(parts))):
+                block = read_block(cells, letters, fixed, self.settings, what, num_before)
                 settle_dtype(block, what, self.settings)
                 if shapes := {layer.shape for layer in block.layers} - {block.layers[0].shape}:
                     found = f"{shapes.pop()} in one layer, expected {block.layers[0].shape} as in the first"
@@ -74,18 +77,50 @@ class ArrayReader:
             joined.append(np.concatenate(layers))
         return joined, sizes, ids
 
-    def passes(self, cells: list[Cell], fixed: Mapping[str, Any]) -> Iterator[tuple[list[Cell], Mapping[str, Any]]]:
-        """Yield the cells of each pass of generation, or all of them, with what is fixed on the axes."""
+    def _shaped(self, trace: FoundTrace, cells: list[Cell]) -> list[Cell]:
+        """Return the cells of the states in the shape that the layout states for flat numbers."""
+        what = self.plan.layout.states
+        found = self.array(f"shape.{what}", trace, "V")
+        return cells if found is None else [shaped(c, found[0], self.settings.get(f"dtype.{what}")) for c in cells]
+
+    def rows_of_passes(self, trace: FoundTrace) -> list[int] | None:
+        """Return the row of the batch that each pass of a trace is, None without a line for P.rows."""
+        found = self.array("P.rows", trace, "P")
+        return None if found is None else found[0].tolist()
+
+    def passes(
+        self,
+        cells: list[Cell],
+        fixed: Mapping[str, Any],
+        rows: list[int] | None = None,
+        firsts: tuple[int, ...] | None = (),
+    ) -> Iterator[tuple[list[Cell], Mapping[str, Any]]]:
+        """Yield the cells of each pass of generation, or all of them, with what is fixed on the axes.
+
+        `rows` are the positions of a beam, which begin to be negative behind its end. Steps are numbered from 0, 1 or
+        one of `firsts`; from any number where `firsts` is None.
+        """
         name = next((n for n in ("step", "P") if n in cells[0].bound), None)
         if name is not None:
             numbers = sorted({cell.bound[name] for cell in cells})
-            if numbers != list(range(numbers[0], numbers[0] + len(numbers))) or numbers[0] > 1:
-                raise InvalidInputError(f"steps {numbers!s:.60} have gaps", field=cells[0].place.name)
+            if numbers != list(range(numbers[0], numbers[0] + len(numbers))):
+                raise InvalidInputError(f"the steps {numbers!s:.60} have gaps", field=cells[0].place.name)
+            if firsts is not None and numbers[0] not in (0, 1, *firsts):
+                expected = " or ".join(map(str, sorted({0, 1, *firsts})))
+                raise InvalidInputError(
+                    f"the first step is {numbers[0]}, expected {expected}", field=cells[0].place.name
+                )
             for number in numbers:
                 yield [cell for cell in cells if cell.bound[name] == number], fixed
         elif "P" in cells[0].axes:
-            for number in range(extent(cells[0].value, cells[0].axes, "P") or 0):
-                yield cells, {**fixed, "P": number}
+            count = extent(cells[0].value, cells[0].axes, "P") or 0
+            if rows is None:
+                yield from ((cells, {**fixed, "P": number}) for number in range(count))
+                return
+            kept = next((k for k, row in enumerate(rows) if row < 0), len(rows))
+            if kept > count or any(row >= 0 for row in rows[kept:]):
+                raise InvalidInputError(f"found {rows!s:.60} for {count} passes", field="P.rows")
+            yield from ((cells, {**fixed, "P": number, "N": rows[number]}) for number in range(kept))
         else:
             yield cells, fixed
 
@@ -97,7 +132,7 @@ class ArrayReader:
         fixed = self.fixed_of(trace, found[min(found)][0])
         blocks: list[Block] = []
         for part in sorted(found):
-            for cells, inner in self.passes(found[part], fixed):
+            for cells, inner in self.passes(found[part], fixed, self.rows_of_passes(trace), None if part else ()):
                 blocks.append(read_block(cells, "HSQ", inner, self.settings, "attentions"))
         if self.settings.get("P.repeats"):
             blocks = blocks[-1:]
@@ -123,7 +158,7 @@ class ArrayReader:
             if place in self.columns.tables:
                 self.count(trace, place, column, is_there=bool(cells))
             if cells:
-                if column.use(trace.environment) > 1 and place.rule.kind != "known":
+                if column.use(trace.environment, identity_of(trace, self.settings)) > 1 and place.rule.kind != "known":
                     raise InvalidInputError(f"one value of {place.address} serves several traces", field=name)
                 found.setdefault(place.part, cells)
         return found
@@ -131,6 +166,10 @@ class ArrayReader:
     def fixed_of(self, trace: FoundTrace, cell: Cell) -> dict[str, Any]:
         """Return what is fixed on the axes of a cell for a trace."""
         fixed = dict(trace.fixed)
+        if "NS" in cell.axes and (size := extent(cell.value, cell.axes, "NS")) != trace.num_rows:
+            raise InvalidInputError(
+                f"found {size} on the axis (N S), expected {trace.num_rows:,} as states", field=cell.place.name
+            )
         if "N" in cell.axes:
             fixed["N"] = trace.environment["N*" if "N*" in self.plan.keys.get(cell.place, ()) else "N"]
         if "K" in cell.axes:
@@ -155,7 +194,8 @@ class ArrayReader:
         found = self._cells(name, trace)
         arrays, letter = [], letters[0]
         for part in sorted(found):
-            for cells, fixed in self.passes(found[part], self.fixed_of(trace, found[part][0])):
+            fixed_of_part = self.fixed_of(trace, found[part][0])
+            for cells, fixed in self.passes(found[part], fixed_of_part, firsts=None if part else ()):
                 letter = next((c for c in letters if c in cells[0].axes), letters[0])
                 if (axis := next((a for a in cells[0].axes if len(a) > 1 and a[0] == "N"), None)) is not None:
                     letter = axis[-1]
@@ -179,17 +219,19 @@ class ArrayReader:
         if found is None:
             return None
         ids, letter = found
-        if letter == "G":
-            raise InvalidInputError("ids from prompt_length on need those of the prompt; state S or T", field="tokens")
-        places = [place for place, _ in self.columns.of("tokens")]
-        last = places[0].address.path[-1] if places[0].address.path else None
-        is_sequence = isinstance(last, KeyStep) and last.text == "sequences"
-        is_wider = letter == "T" or has_passes or is_sequence
-        if ids.ndim != 1 or not (len(ids) == num_states or (is_wider and len(ids) == num_states + 1)):
-            more = " or one more" if is_wider else "; -> T says that the last token has no states"
+        place = next(place for place, _ in self.columns.of("tokens"))
+        if letter == "G" and place.part == 0 and len(self.plan.layout.addresses["tokens"]) == 1:
             raise InvalidInputError(
-                f"found {ids.shape[0] if ids.ndim else 0} ids, expected {num_states} as states{more}", field="tokens"
+                "ids from prompt_length on need those of the prompt: a list of two addresses", field="tokens"
             )
+        last = place.address.path[-1] if place.address.path else None
+        if place.address.axes is None and isinstance(last, KeyStep) and last.text == "sequences":
+            letter = "T"
+        # The ids that generate() and vLLM return are always one more: one id less would move the others.
+        is_exact = letter == "G" or (letter == "T" and has_passes)
+        if self.rows_of_passes(trace) is not None and letter == "T" and len(set(ids[num_states + 1 :].tolist())) < 2:
+            ids = ids[: num_states + 1]  # a beam that ended early
+        check_ids(ids, num_states, is_wider=letter in "TG", is_exact=is_exact)
         return ids
 
     def texts(self, trace: FoundTrace) -> list[str] | None:
@@ -202,20 +244,28 @@ class ArrayReader:
             if name is not None:
                 texts += [cell.value for cell in one_per_token(cells, name, "tokens_decoded")]
                 continue
-            value, axes = cells[0].value, cells[0].axes
             fixed = self.fixed_of(trace, cells[0])
-            while isinstance(value, Items) and axes and (axes[0] in fixed or axes[0] == "1") and axes[0] != "NS":
-                value, axes = value[0 if axes[0] == "1" else fixed[axes[0]]], axes[1:]
-            if isinstance(value, str):
-                raise InvalidInputError("found a text, expected the text of each token", field="tokens_decoded")
-            span = fixed.get("NS") if axes[:1] == ("NS",) else None
-            items = list(value) if isinstance(value, Items) else []
-            texts += items if span is None else items[span]
+            value, axes = descend(cells[0].value, cells[0].axes, fixed)
+            if not isinstance(value, Items):
+                raise InvalidInputError("the trace has no list of texts, one for each token", field="tokens_decoded")
+            texts += list(value)[fixed["NS"]] if axes[:1] == ("NS",) else list(value)
         if not found:
             return None
         if not all(isinstance(text, str) for text in texts):
             raise InvalidInputError("found other values than texts", field="tokens_decoded")
         return [str(text) for text in texts]
+
+
+def check_ids(ids: np.ndarray, num_states: int, *, is_wider: bool, is_exact: bool = False) -> None:
+    """Rule 3: as many ids as states, or one more where that is known; exactly one more with `is_exact`."""
+    allowed = [num_states] * (not is_exact) + [num_states + 1] * is_wider
+    if ids.ndim != 1 or len(ids) not in allowed:
+        found, expected = (
+            f"{len(ids)} ids" if ids.ndim == 1 else f"the shape {ids.shape}",
+            " or ".join(map(str, allowed)),
+        )
+        hint = "; -> T says that the last token has no states" if ids.shape[:1] == (num_states + 1,) else ""
+        raise InvalidInputError(f"found {found}, expected {expected} for {num_states} states{hint}", field="tokens")
 
 
 def one_per_token(cells: Sequence[Cell], name: str, what: str) -> list[Cell]:

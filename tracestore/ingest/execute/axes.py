@@ -1,6 +1,7 @@
 """The only place where axes move: values of the tree as arrays with the axes that a field has in a store."""
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,11 +11,12 @@ from tracestore.errors import InvalidInputError
 from tracestore.ingest.execute.plain import describe, json_value
 from tracestore.ingest.execute.walk import Cell
 from tracestore.ingest.layout.patterns import AXIS_NAMES
-from tracestore.ingest.tree import Array, Items, Value, as_array
+from tracestore.ingest.tree import Array, Items, NumpyArray, Value, as_array
 from tracestore.store.format import schema
 
 # The numbers of rows and columns that a trace takes of an axis: a position, or a slice of them.
 Fixed = Mapping[str, int | slice]
+MISSING = object()  # no value for a trace
 _DTYPES = {"float16": "<f2", "float32": "<f4", "float64": "<f8"}
 
 
@@ -32,6 +34,19 @@ def extent(value: Value, axes: Sequence[str], letter: str) -> int | None:
             return None
         value = value[0]
     return None
+
+
+def descend(value: Value, axes: tuple[str, ...], fixed: Fixed) -> tuple[Any, tuple[str, ...]]:
+    """Return the item that `fixed` selects along the first axes of nested items, and the axes that it has.
+
+    MISSING for an item behind the last one.
+    """
+    while isinstance(value, Items) and axes and (axes[0] == "1" or isinstance(fixed.get(axes[0]), int)):
+        k = fixed.get(axes[0], 0)
+        if value.length is not None and k >= value.length:  # type: ignore[operator]
+            return MISSING, axes
+        value, axes = value[k], axes[1:]  # type: ignore[index]
+    return value, axes
 
 
 def read(value: Value, axes: tuple[str, ...], fixed: Fixed, what: str) -> tuple[np.ndarray, tuple[str, ...]]:
@@ -147,43 +162,56 @@ class Block:
         self.layers, self.ids = layers, ids
 
 
-def read_block(cells: Sequence[Cell], letters: str, fixed: Fixed, settings: Mapping[str, Any], what: str) -> Block:
+def read_block(
+    cells: Sequence[Cell], letters: str, fixed: Fixed, settings: Mapping[str, Any], what: str, num_before: int = 0
+) -> Block:
     """Return the values of cells on the axes L and `letters`, such as "SD" or "HSQ"; an axis without L is one layer.
 
+    `num_before` is the number of tokens of the parts before, at which the numbers of tokens may continue.
     Cells that differ in what they bind on axes are put together: every combination is there once (rule 4).
     """
-    names = [name for name in cells[0].bound if AXIS_NAMES.get(name, name) in tuple("LSHD")]
-    by_place = _by_place(cells, names, what)
-    places = {name: sorted({cell.bound[name] for cell in cells}) for name in names}
-    _check_grid(places, by_place, names, what)
-    of_layers = next((name for name in names if AXIS_NAMES.get(name, name) == "L"), None)
-    inner = {name: AXIS_NAMES.get(name, name) for name in names if name != of_layers}
-    rest = "".join(letter for letter in letters if letter not in inner.values())
-    grid = itertools.product(*(places[name] for name in names if name != of_layers))
-    positions = [dict(zip(inner, values, strict=True)) for values in grid]
-    layers: list[np.ndarray] = []
+    letter_of = {name: AXIS_NAMES.get(name, name) for name in cells[0].bound}
+    names = [name for name, letter in letter_of.items() if letter in tuple("LSHD")]
+    by_place, places = _grid_of(cells, names, what, num_before)
+    of_layers = next((name for name in names if letter_of[name] == "L"), None)
+    found = {letter_of[name]: len(places[name]) for name in names if name != of_layers}
+    rest = "".join(letter for letter in letters if letter not in found)
     numbers: list[Any] = [None] if of_layers is None else places[of_layers]
+    layers: list[np.ndarray] = []
     for number in numbers:
-        found = [by_place[tuple(number if n == of_layers else at[n] for n in names)] for at in positions]
-        parts = [_layers(cell, rest, fixed, settings, what) for cell in found]
+        grid = itertools.product(*([number] if name == of_layers else places[name] for name in names))
+        parts = [_layers(by_place[place], rest, fixed, settings, what) for place in grid]
         if len({len(part) for part in parts}) > 1 or (of_layers is not None and len(parts[0]) > 1):
             raise InvalidInputError("found different numbers of layers", field=what)
-        shape = tuple(len(places[name]) for name in inner)
         layers += [
-            _gridded(arrays, shape, (*inner.values(), *rest), letters, what) for arrays in zip(*parts, strict=True)
+            _gridded(arrays, tuple(found.values()), (*found, *rest), letters, what)
+            for arrays in zip(*parts, strict=True)
         ]
     return Block(layers, tuple(numbers) if of_layers == "layer" else None)
 
 
-def _by_place(cells: Sequence[Cell], names: list[str], what: str) -> dict[tuple[int, ...], Cell]:
-    """Return cells by what they bind on axes; InvalidInputError if two bind the same."""
+def _grid_of(
+    cells: Sequence[Cell], names: list[str], what: str, num_before: int
+) -> tuple[dict[tuple[int, ...], Cell], dict[str, list[int]]]:
+    """Return cells by what they bind on axes, and the numbers on each axis: every combination is there once (rule 4)."""
     by_place: dict[tuple[int, ...], Cell] = {}
     for cell in cells:
         place = tuple(cell.bound[name] for name in names)
         if by_place.setdefault(place, cell) is not cell:
             where = ", ".join(f"{name} {k}" for name, k in zip(names, place, strict=True))
             raise InvalidInputError(f"found {where or 'its value'} twice", field=what)
-    return by_place
+    places = {name: sorted({cell.bound[name] for cell in cells}) for name in names}
+    missing = next((place for place in itertools.product(*places.values()) if place not in by_place), None)
+    if missing is not None:
+        where = ", ".join(f"{name} {k}" for name, k in zip(names, missing, strict=True))
+        raise InvalidInputError(f"{where} is missing", field=what)
+    for name, found in places.items():
+        # Layers may be some of the model's, tokens and heads are numbered from 0 or 1, or continue those before.
+        continues = found[0] == num_before and AXIS_NAMES.get(name, name) == "S"
+        expected = range(found[0] if continues else min(found[0], 1), found[-1] + 1)
+        if name != "layer" and (gap := next((k for k in expected if k not in found), None)) is not None:
+            raise InvalidInputError(f"{name} {gap} is missing", field=what)
+    return by_place, places
 
 
 def _gridded(
@@ -194,25 +222,6 @@ def _gridded(
         shapes = sorted({array.shape for array in arrays})
         raise InvalidInputError(f"found the shapes {shapes!s:.80}, expected one", field=what)
     return _moved(np.stack(arrays).reshape(*shape, *arrays[0].shape) if shape else arrays[0], found, letters, what)
-
-
-def _check_grid(
-    places: Mapping[str, list[int]], by_place: Mapping[tuple[int, ...], Cell], names: list[str], what: str
-) -> None:
-    """Rule 4: layers and tokens form a complete grid, tokens and steps have no gaps."""
-    size = int(np.prod([len(found) for found in places.values()]))
-    if len(by_place) != size:
-        grid = np.ndindex(*(len(found) for found in places.values()))
-        lists = list(places.values())
-        missing = next(p for at in grid if (p := tuple(v[k] for v, k in zip(lists, at, strict=True))) not in by_place)
-        where = ", ".join(f"{name} {k}" for name, k in zip(names, missing, strict=True))
-        raise InvalidInputError(f"{where} is missing", field=what)
-    for name, found in places.items():
-        if name != "layer" and found != list(range(found[0], found[0] + len(found))):
-            gap = next(k for k in range(found[0], found[-1]) if k not in found)
-            raise InvalidInputError(f"{name} {gap} is missing", field=what)
-        if name != "layer" and found[0] not in (0, 1):
-            raise InvalidInputError(f"{name} 0 is missing, the first is {found[0]}", field=what)
 
 
 def _layers(cell: Cell, letters: str, fixed: Fixed, settings: Mapping[str, Any], what: str) -> list[np.ndarray]:
@@ -257,11 +266,44 @@ def _moved(array: np.ndarray, letters: Sequence[str], wanted: str, what: str) ->
     return array if order == list(range(len(order))) else array.transpose(order)
 
 
+def check_num_layers(found: int, stated: int | None, *, is_without_embeddings: bool) -> None:
+    """Refuse another number of layers than the layout states, also that without the embeddings, which have no attention."""
+    if is_without_embeddings and stated == found + 1:
+        raise InvalidInputError(
+            f"states of {stated} layers and attention of {found}: the first layer, the embeddings, would be left out; "
+            "ignore the attention to keep it, or state the layers without it",
+            field="L",
+        )
+    if stated and stated != found:
+        raise InvalidInputError(f"found {found} layers, expected {stated} as stated", field="L")
+
+
+def shaped(cell: Cell, shape: np.ndarray, stated: str | None) -> Cell:
+    """Return a cell of flat numbers, or of bytes of a stated dtype, in a shape of its row."""
+    array = as_array(cell.value)
+    numbers = None if array is None else np.ascontiguousarray(array.read())
+    if numbers is not None and stated is not None and numbers.dtype == np.uint8:
+        wanted = dtype_of(stated)
+        numbers = None if numbers.nbytes % wanted.itemsize else numbers.view(wanted)
+    sizes = tuple(int(size) for size in shape.tolist())
+    if numbers is None or numbers.ndim != 1 or len(sizes) != len(cell.axes) or math.prod(sizes) != numbers.size:
+        found = "other than flat numbers" if numbers is None else f"{numbers.size} {numbers.dtype.name} values"
+        expected = f"the shape {list(sizes)} on the axes {_text(cell.axes)}"
+        hint = "" if stated is not None else f"; dtype.{cell.place.name} states the kind of bytes"
+        raise InvalidInputError(f"found {found}, expected {expected}{hint}", field=cell.place.name)
+    return cell._replace(value=NumpyArray(numbers.reshape(sizes)))
+
+
+def dtype_of(stated: str) -> np.dtype:
+    """Return the dtype of one of the names that a layout may state."""
+    return schema.BFLOAT16 if stated == "bfloat16" else np.dtype(_DTYPES[stated])
+
+
 def settle_dtype(block: Block, what: str, settings: Mapping[str, Any]) -> None:
     """Give states the dtype and scale that the layout states; rule 7: void, integer and byte values need them."""
     stated, scale = settings.get(f"dtype.{what}"), settings.get(f"scale.{what}")
     if stated is not None:
-        wanted = schema.BFLOAT16 if stated == "bfloat16" else np.dtype(_DTYPES[stated])
+        wanted = dtype_of(stated)
         if any(layer.dtype.itemsize != wanted.itemsize for layer in block.layers):
             raise InvalidInputError(
                 f"found {block.layers[0].dtype.name} values, expected the bits of {stated}", field=what

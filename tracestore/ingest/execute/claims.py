@@ -103,7 +103,9 @@ def _is_hidden(name: str) -> bool:
     return name.startswith((".", "~")) or name in _SKIPPED
 
 
-def claim_files(plan: Plan, files: dict[str, Path], owned: Iterable[Path] = ()) -> dict[str, list[FoundFile]]:
+def claim_files(
+    plan: Plan, files: dict[str, Path], owned: Iterable[Path] = (), *, is_stated: bool = True
+) -> dict[str, list[FoundFile]]:
     """Return the files of each FILES of a layout: each belongs to the pattern with the most literal characters.
 
     Parameters
@@ -112,6 +114,8 @@ def claim_files(plan: Plan, files: dict[str, Path], owned: Iterable[Path] = ()) 
         Paths by their names below SRC.
     owned : iterable of Path
         Files that are read for another purpose, such as the scores file.
+    is_stated : bool
+        Whether each entry of `ignore` leaves out a file.
 
     Raises
     ------
@@ -123,34 +127,42 @@ def claim_files(plan: Plan, files: dict[str, Path], owned: Iterable[Path] = ()) 
     claimed: dict[str, list[FoundFile]] = {text: [] for text in patterns}
     skipped, unowned = {os.path.realpath(path) for path in owned}, []
     for name, path in files.items():
-        best: list[tuple[str, Any]] = []
-        for text, pattern in patterns.items():
-            if (match := pattern.match(name)) is None:
-                continue
-            order = (pattern.num_literals, text not in ignored)
-            if best and order <= (patterns[best[0][0]].num_literals, best[0][0] not in ignored):
-                if order == (patterns[best[0][0]].num_literals, best[0][0] not in ignored):
-                    best.append((text, match))
-                continue
-            best = [(text, match)]
-        if len(best) > 1:
-            raise InvalidInputError(f"{best[0][0]} and {best[1][0]} match it with equally many characters", source=name)
-        if best:
-            text, match = best[0]
-            wild = {f"*{prefix}": value for prefix, value in zip(wild_prefixes(text), match.wild, strict=True)}
-            bound = {n: key_text(v) if isinstance(v, str) else v for n, v in match.bound.items()}
-            claimed[text].append(FoundFile(path, name, {**bound, **wild}))
+        if (owner := _owner(name, patterns, ignored)) is not None:
+            text, bound = owner
+            claimed[text].append(FoundFile(path, name, bound))
         elif os.path.realpath(path) not in skipped and not _is_other(name):
             unowned.append(name)
     if unowned:
-        names = ", ".join(escape_unprintable(name, 60) for name in unowned[:_MAX_NAMES])
         more = f" and {len(unowned) - _MAX_NAMES:,} more" if len(unowned) > _MAX_NAMES else ""
-        raise InvalidInputError(f'no line of the layout names {names}{more}; add a line, or ignore = ["FILES"]')
+        found = f"{_shown(unowned)}{more}"
+        raise InvalidInputError(f'no line of the layout names {found}; add a line, or ignore = ["FILES"]')
+    for text in ignored if is_stated else ():
+        if not claimed[text]:
+            raise InvalidInputError(f"{text}: no file is left out by it; remove the entry", field="ignore")
     for place in plan.places:
-        if not claimed[place.address.files.text] and not place.is_optional:
-            near = ", ".join(escape_unprintable(name, 60) for name in list(files)[:_MAX_NAMES])
-            raise InvalidInputError(f"no file matches {place.address.files.text}; there are {near}", field=place.name)
+        if not (claimed[place.address.files.text] or place.is_optional):
+            raise InvalidInputError(
+                f"no file matches {place.address.files.text}; there are {_shown(list(files))}", field=place.name
+            )
     return claimed
+
+
+def _owner(name: str, patterns: dict[str, Pattern], ignored: set[str]) -> tuple[str, dict[str, Any]] | None:
+    """Return the pattern that a file belongs to and what it binds; a field beats `ignore` on ties."""
+    matches = {text: match for text, pattern in patterns.items() if (match := pattern.match(name)) is not None}
+    ranks = {text: (patterns[text].num_literals, text not in ignored) for text in matches}
+    best = [text for text, rank in ranks.items() if rank == max(ranks.values())]
+    if len(best) > 1:
+        raise InvalidInputError(f"{best[0]} and {best[1]} match it with equally many characters", source=name)
+    if not best:
+        return None
+    bound = {n: key_text(v) if isinstance(v, str) else v for n, v in matches[best[0]].bound.items()}
+    wild = zip(wild_prefixes(best[0]), matches[best[0]].wild, strict=True)
+    return best[0], bound | {f"*{prefix}": value for prefix, value in wild}
+
+
+def _shown(names: list[str]) -> str:
+    return ", ".join(escape_unprintable(name, 60) for name in names[:_MAX_NAMES])
 
 
 def _is_other(name: str) -> bool:
@@ -208,17 +220,12 @@ def _attach(
         for file in by_key.get(own, []):
             _add(group, place.address.files.text, file)
     if unused := [file.name for key, found in by_key.items() if key not in used for file in found]:
-        shown = ", ".join(escape_unprintable(name, 60) for name in unused[:_MAX_NAMES])
-        raise InvalidInputError(f"{shown}: files that belong to no states: {len(unused):,}", field=place.name)
+        raise InvalidInputError(f"{_shown(unused)}: files that belong to no states: {len(unused):,}", field=place.name)
 
 
 def group_names(place: Place) -> list[str]:
     """Return the names of files that tell sources apart."""
-    path_names = {name for step in place.address.path for name in step.names}
-    is_cut = bool(path_names & set(AXIS_NAMES)) and bool(path_names - set(AXIS_NAMES))
-    names = _file_names(place)
-    # The rows of a trace may lie in several files, if their keys are complete.
-    return [name for name in names if not (is_cut and name.startswith("*"))]
+    return [name for name in _file_names(place) if name not in place.crossed]
 
 
 def _file_names(place: Place) -> list[str]:

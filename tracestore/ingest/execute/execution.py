@@ -2,35 +2,29 @@
 
 import contextlib
 import hashlib
-import math
-import re
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from tracestore.errors import InvalidInputError, error_location, escape_unprintable
-from tracestore.ingest.execute.accounts import SourceAccount, check_totals, check_unclaimed
+from tracestore.errors import InvalidInputError, error_location
+from tracestore.ingest.execute import accounts
+from tracestore.ingest.execute.accounts import RowTexts, RunAccount, SourceAccount, check_totals
 from tracestore.ingest.execute.axes import extent
 from tracestore.ingest.execute.claims import FileGroup, FoundFile, claim_files, group_files, list_files
-from tracestore.ingest.execute.found import Columns, FoundTrace, TraceFinder
-from tracestore.ingest.execute.join import Column, check_remainders
+from tracestore.ingest.execute.found import Columns, FoundTrace, TraceFinder, with_offset
+from tracestore.ingest.execute.join import Column
 from tracestore.ingest.execute.records import TraceBuilder
-from tracestore.ingest.execute.tokens import numbers_of
-from tracestore.ingest.execute.walk import Cell, Node, Walk, tree_of
+from tracestore.ingest.execute.walk import Cell, Walk, tree_of
+from tracestore.ingest.layout.effects import check_effects
 from tracestore.ingest.layout.language import Layout
-from tracestore.ingest.layout.places import RECORDS, Place, plan_of
+from tracestore.ingest.layout.places import Place, plan_of
 from tracestore.ingest.readers.opening import open_tree
-from tracestore.ingest.tree import Array, Items, Value
+from tracestore.ingest.tree import Array, Items
 from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.record import TraceRecord
-
-_MAX_SHOWN = 6  # paths that the summary names
-_ID_COLUMNS = re.compile(r"(question_?|trace_?|example_?|row_?)?(ids?|qid|idx|index|number)", re.IGNORECASE)
-_IN_ORDER = re.compile(r"\[\]/$")
 
 
 class Execution:
@@ -45,6 +39,8 @@ class Execution:
         Folder of the store, which is not searched.
     owned : tuple of Path
         The files that are read for another purpose.
+    is_stated : bool
+        Whether the files hold each label, and each field of a table, that the layout names.
 
     Attributes
     ----------
@@ -52,14 +48,24 @@ class Execution:
         The sources in their order.
     """
 
-    def __init__(self, layout: Layout, arguments: list[Path], store: Path, owned: tuple[Path, ...] = ()) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        arguments: list[Path],
+        store: Path,
+        owned: tuple[Path, ...] = (),
+        *,
+        is_stated: bool = True,
+    ) -> None:
         self.layout, self.plan = layout, plan_of(layout)
+        check_effects(self.plan)
         files = list_files(arguments, store)
-        self._claimed = claim_files(self.plan, files, owned)
+        self._claimed = claim_files(self.plan, files, owned, is_stated=is_stated)
         self.groups, self._table_files = group_files(self.plan, self._claimed)
         self._trees = {
             text: tree_of(text, self.plan.places, self.plan.ignored, self.plan.states) for text in self.plan.files
         }
+        self._counts_keys = self.plan.is_keyed and ("N",) in self.plan.keys.values()
         self._numbers = {group.name: k for k, group in enumerate(self.groups)}
         self._lock = threading.RLock()
         self._resources = contextlib.ExitStack()
@@ -74,13 +80,8 @@ class Execution:
             for text in {base, base.partition(".")[0]}:
                 self._by_stem[text].append(key)
         self._offsets: dict[str, int] | None = None
-        self._missing: dict[Place, set[str]] = {}
-        self._is_whole = True
-        self._row_numbers: dict[str, int] = {}
-        # The states lie under the same items.
-        self._prefixes = {f"{p.position_prefix}[]/" for p in self.plan.states if p.position_prefix is not None}
-        self.left_out: set[str] = set()
-        self._first: tuple[int, str] | None = None  # the first trace of the first source that was read
+        self.account = RunAccount(self.plan, self._trees, len(self.groups), is_stated=is_stated)
+        self._row_texts = RowTexts(self.plan)  # of the tables
 
     # Files
 
@@ -125,39 +126,56 @@ class Execution:
         tables = self._load_tables(scratch)
         columns = Columns(self.plan, tables=tables)
         finder, builder = TraceFinder(columns), TraceBuilder(columns, group.name, need_attention)
-        account = SourceAccount(self.plan, columns)
+        account, texts = SourceAccount(self.plan, columns), RowTexts(self.plan)
         position = 0
         with contextlib.ExitStack() as resources:
-            for cells in self._units(group, columns, resources, scratch):
+            for cells in self._units(group, columns, resources, scratch, texts):
                 for trace in self._found(finder, cells, account, group):
                     try:
                         with self._guard:
                             record = builder.record(trace, position)
+                        self._check_texts(trace, record, texts)
+                        for part, cells_of_part in trace.cells.items():
+                            self.account.check_numbers(part, cells_of_part)
                     except InvalidInputError as error:
                         error = error.with_traceback(None).with_location(source=group.name, position=position)
                         if on_refused is None:
                             raise error from None
-                        self._is_whole = False
+                        self.account.is_whole = False
                         account.num_refused += 1
                         on_refused(error)
                         position += 1
                         continue
                     account.add_key(record)
                     if account.num_traces == 1:
-                        self._keep_first(group, record)
+                        self.account.keep_first(self._numbers[group.name], record)
                     position += 1
                     yield record
                     del record
                 account.close_unit()
                 columns.unit = {}
             account.close()
-        self._close_source(builder)
+            builder.prompts.close()
+        self.account.add_source(builder.arrays.missing)
+
+    def _check_texts(self, trace: FoundTrace, record: TraceRecord, texts: RowTexts) -> None:
+        """Rule 13b: questions and answers of rows in order are those of the traces."""
+        if "N" not in trace.environment or "K" in trace.environment:
+            return
+        texts.check(trace.environment["N"], None, record)
+        in_order = [column for place, column in (self._tables or {}).items() if "N" in place.trace_names]
+        rows = {column.num_rows({}) for column in in_order if column.names in (("N",), ("N*",))}
+        if len(rows) == 1:
+            row = trace.environment["N*" if self.plan.is_global else "N"]
+            self._row_texts.check(row, rows.pop(), record)
 
     def _found(
         self, finder: TraceFinder, cells: list[Cell], account: SourceAccount, group: FileGroup
     ) -> Iterator[FoundTrace]:
         for trace in finder.traces(cells):
-            if "N" in trace.environment:
+            if self._counts_keys:
+                trace.environment["N"] = account.num_traces
+            elif "N" in trace.environment:
                 trace.environment["N*"] = self._offset(group) + account.count_row(trace.environment)
             if "file" in trace.environment:
                 trace.environment["file"] = self._base_names.get(trace.environment["file"], trace.environment["file"])
@@ -165,7 +183,7 @@ class Execution:
             yield trace
 
     def _units(
-        self, group: FileGroup, columns: Columns, resources: contextlib.ExitStack, scratch: Scratch
+        self, group: FileGroup, columns: Columns, resources: contextlib.ExitStack, scratch: Scratch, texts: RowTexts
     ) -> Iterator[list[Cell]]:
         """Yield the cells of the states of whole traces: of one item, or of the whole source."""
         states = [place.address.files.text for place in self.plan.states]
@@ -173,11 +191,13 @@ class Execution:
         pending: list[Cell] = []
         for text in (*others, *dict.fromkeys(states)):
             for file in group.files[text]:
-                root = resources.enter_context(self._open(file, scratch))
-                walk = Walk(file.name, self._refuse_unclaimed)
+                root = resources.enter_context(open_tree(file.path, scratch=scratch))
+                if self._counts_keys:
+                    accounts.check_ordered(root, file.name)
+                walk = Walk(file.name, partial(self.account.refuse_unclaimed, texts))
                 bound = {**file.bound, "file": file.name}
                 with error_location(file.name):
-                    for cell in walk.cells(self._trees[text], root, bound):
+                    for cell in with_offset(walk.cells(self._trees[text], root, bound), self.plan, text, root):
                         if cell is None:
                             if pending:
                                 yield pending
@@ -190,9 +210,6 @@ class Execution:
         if pending:
             yield pending
 
-    def _open(self, file: FoundFile, scratch: Scratch) -> contextlib.AbstractContextManager[Value]:
-        return open_tree(file.path, scratch=scratch)
-
     def _load_tables(self, scratch: Scratch) -> dict[Place, Column]:
         """Return the columns of the tables, which are read once and stay open to the end of the run."""
         with self._lock:
@@ -200,8 +217,8 @@ class Execution:
                 tables: dict[Place, Column] = {}
                 for text in sorted(self._table_files):
                     for file in self._claimed[text]:
-                        root = self._resources.enter_context(self._open(file, scratch))
-                        walk = Walk(file.name, self._refuse_unclaimed)
+                        root = self._resources.enter_context(open_tree(file.path, scratch=scratch))
+                        walk = Walk(file.name, partial(self.account.refuse_unclaimed, self._row_texts))
                         with error_location(file.name):
                             for cell in walk.cells(self._trees[text], root, dict(file.bound)):
                                 if cell is not None:
@@ -233,9 +250,7 @@ class Execution:
     def _check_in_order(self, place: Place) -> None:
         """Rule 13: rows are joined in order to one stack, or to chunks."""
         names = self.plan.keys[place]
-        is_in_order = (
-            any(name in ("N", "N*") for name in names) and len([n for n in names if n not in ("N", "N*")]) == 0
-        )
+        is_in_order = bool(names) and {*names} <= {"N", "N*"}
         if is_in_order and not self.plan.is_global and len(self.groups) > 1:
             raise InvalidInputError(
                 f"{place.address.files.text}: rows in order belong to one file, found {len(self.groups)}; "
@@ -259,14 +274,10 @@ class Execution:
         numbers = [group.files[text][0].bound["chunk"] for group in chunks]
         ends = [group.files[text][0].bound.get("chunk.end") for group in chunks]
         offsets, total = {}, 0
+        is_numbered = numbers == list(range(len(numbers))) and set(ends) == {None}
         for k, group in enumerate(chunks):
-            if ends[k] is None and numbers[k] != k:
-                raise InvalidInputError(
-                    f"found chunk {numbers[k]}, expected {k}: chunks are numbered from 0 without gaps",
-                    source=group.name,
-                )
-            if ends[k] is not None and numbers[k] != total:
-                raise InvalidInputError(f"rows begin at {numbers[k]}, expected {total}", source=group.name)
+            if not is_numbered:
+                accounts.check_first_row(numbers[k], total, None if ends[k] is not None else k, group.name)
             offsets[group.name] = total
             total += self._num_rows(group.files[text][0], place)
         check_totals(self._tables or {}, total)
@@ -275,7 +286,7 @@ class Execution:
     def _num_rows(self, file: FoundFile, place: Place) -> int:
         tree = tree_of(place.address.files.text, [place], [], self.plan.states)
         count = 0
-        with self._open(file, Scratch()) as root:
+        with open_tree(file.path, scratch=Scratch()) as root:
             for cell in Walk(file.name, lambda *_: None).cells(tree, root, dict(file.bound)):
                 if cell is not None:
                     count += extent(cell.value, cell.axes, "N") or 1
@@ -283,98 +294,14 @@ class Execution:
 
     # Accounts
 
-    def _refuse_unclaimed(self, node: Node, key: str, value: Value) -> None:
-        """Rule 8: every array has a line or is ignored. Rule 8a: so has what may be a label or a score."""
-        if _IN_ORDER.search(node.prefix) and node.prefix not in self._prefixes:
-            self._check_row_number(f"{node.prefix}{key}", str(key), value)
-        if not node.has_records or not isinstance(value, str | int | float):
-            self.left_out.add(f"{node.prefix}{key}")
-        check_unclaimed(f"{node.prefix}{key}", key, value, in_records=node.has_records)
-
-    def _check_row_number(self, path: str, key: str, value: Value) -> None:
-        """Rule 13: rows are joined in order only if no column of ids is left unused; one from 0 to N - 1 is fine."""
-        if not _ID_COLUMNS.fullmatch(key) or value is None:
-            return
-        with self._lock:
-            expected = self._row_numbers.get(path, 0)
-            self._row_numbers[path] = expected + 1
-        if str(value) != str(expected):
-            name = path.rpartition("[]/")[0]
-            raise InvalidInputError(
-                f"{path}: rows are joined in order, and this column of ids is left out; {name}[id={key}] joins by it, a "
-                "line question_id takes it"
-            )
-
-    def _close_source(self, builder: TraceBuilder) -> None:
-        with self._lock:
-            for place, keys in builder.arrays.missing.items():
-                self._missing.setdefault(place, set()).update(keys)
-
     def close(self, has_id: Callable[[str], bool] = lambda _: False) -> Iterator[str]:
-        """Close the accounts of the run, and yield a line for each table.
+        """Close the accounts of the run, and yield a line for each table; see `RunAccount.close`.
 
         Parameters
         ----------
         has_id : callable
             Return whether the store has a trace of an id, for rows that earlier runs used.
-
-        Raises
-        ------
-        InvalidInputError
-            Rules 12b and 12c: rows and traces that are left over would match by another spelling, or nothing matches.
         """
-        if self._first is not None:
-            yield self._first[1]
-        for place, column in (self._tables or {}).items():
-            # Rule 9 closes the accounts of what is known of an axis.
-            if not place.is_optional and place.name != RECORDS and place.rule.kind != "known":
-                source = self._claimed[place.address.files.text][0].name
-                with error_location(source):
-                    yield self._close_table(column, source, has_id)
-        if self.left_out:
-            shown = sorted(self.left_out)
-            more = f" and {len(shown) - _MAX_SHOWN} more" if len(shown) > _MAX_SHOWN else ""
-            paths = ", ".join(escape_unprintable(path, 60) for path in shown[:_MAX_SHOWN])
-            yield f"not named by the layout and left out: {paths}{more}"
+        sources = {text: self._claimed[text][0].name for text in self._table_files if self._claimed[text]}
+        yield from self.account.close(self._tables or {}, sources, has_id)
         self._resources.close()
-
-    def _close_table(self, column: Column, source: str, has_id: Callable[[str], bool]) -> str:
-        """Return how the rows of a table were joined; InvalidInputError if they do not fit."""
-        name, rows = column.place.name, list(dict.fromkeys(column.rows()))
-        used = {key for key in rows if key in column.used}
-        unused = [key for key in rows if key not in used and not (column.names == ("id",) and has_id(str(key[0])))]
-        missing = sorted(self._missing.get(column.place, ()))
-        names = ", ".join(name for name in column.names if not name.startswith("*")) or "source"
-        by = "in order" if names in ("N", "N*") else f"by {names}"
-        if by == "in order" and (unused or missing) and self._is_whole:
-            found = f"{len(rows):,} rows in order belong to {len(used) + len(missing):,} traces"
-            raise InvalidInputError(found, field=name)
-        if rows and len(unused) == len(rows):
-            first = escape_unprintable(str(rows[0][0]) if rows[0] else "", 40)
-            raise InvalidInputError(f"no {names} of it is that of a trace: its first is {first!r}", field=name)
-        first_keys, left_over = ([key[0] for key in keys if key] for keys in (rows, unused))
-        check_remainders(name, first_keys, left_over, missing)
-        rest = f", {len(unused):,} without a trace" if unused else ""
-        rest += f", {len(missing):,} traces without a row" if missing else ""
-        return f"{name}: {len(used):,} rows of {source} joined {by}{rest}"
-
-    def _keep_first(self, group: FileGroup, record: TraceRecord) -> None:
-        number = self._numbers[group.name]
-        with self._lock:
-            if self._first is None or number < self._first[0]:
-                self._first = (number, self._described(record))
-
-    def _described(self, record: TraceRecord) -> str:
-        """Return a trace in a line: what a reader compares with the source."""
-        layers, width = record.num_layers, record.hidden_dim
-        states = record.hidden if record.hidden is not None else list(record.last_token[:, None])  # type: ignore[index]
-        norms = np.concatenate([np.linalg.norm(numbers_of(layer).astype("f4"), axis=-1) for layer in states])
-        labels = {**record.scores, **record.deferred_scores}
-        if record.label is not None:
-            labels["label"] = record.label
-        shown = ", ".join(f"{name} {value:g}" for name, value in labels.items() if not math.isnan(value)) or "no label"
-        tokens = f"S {record.num_tokens}" if record.hidden is not None else "last token"
-        return (
-            f"first trace: {escape_unprintable(record.question_id, 60)}, {shown}, L {layers}, {tokens}, D {width}, "
-            f"median norm {float(np.median(norms)):.3g}"
-        )

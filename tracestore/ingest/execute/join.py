@@ -7,14 +7,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tracestore.errors import InvalidInputError, escape_unprintable
-from tracestore.ingest.execute.axes import extent, read
+from tracestore.ingest.execute.axes import MISSING, descend, extent, read
 from tracestore.ingest.execute.plain import describe, plain_of
 from tracestore.ingest.execute.walk import Cell
 from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.layout.places import Place
-from tracestore.ingest.tree import Array, Items
+from tracestore.ingest.tree import Array
 
-MISSING = object()
 _INNER = frozenset((*AXIS_NAMES, *"LSTGPHDE"))
 _MAX_CACHED = 1 << 20  # numbers of an array along N that are read at once
 
@@ -40,6 +39,8 @@ class Column:
         self._own: tuple[str, ...] | None = None  # names that cells bind; N may be an axis of them instead
         self.used: dict[tuple[Any, ...], int] = {}
         self._cached: dict[int, list[Any]] = {}
+        self._served: dict[tuple[Any, ...], Any] = {}  # the first trace of each row, where copies are dropped
+        self._numbers: dict[tuple[Any, ...], int] | None = None  # of rows among those of the same value
         self._files: dict[tuple[Any, ...], str] = {}  # by the key of a stack of rows
 
     def add(self, cell: Cell, source: str) -> None:
@@ -47,23 +48,22 @@ class Column:
         if cell.value is None and cell.axes:
             return  # a key that is missing
         if self._own is None:
-            self._own = tuple(name for name in self._names if name.rstrip("*") in cell.bound or name.startswith("*"))
-        key = tuple(cell.bound.get(name if name.startswith("*") else name.rstrip("*")) for name in self._own)
+            self._own = tuple(name for name in self._names if _bound_name(name) in cell.bound or name.startswith("*"))
+        key = tuple(cell.bound.get(_bound_name(name)) for name in self._own)
         cells = self._cells.setdefault(key, [])
-        is_inner = any(name in _INNER for name in cell.bound)
-        if "N" in self.place.trace_names and not is_inner:
-            stack = tuple(v for n, v in zip(self._own, key, strict=True) if n not in ("N", "N*"))
+        if not _INNER.isdisjoint(cell.bound):
+            cells.append(cell)
+            return
+        bound = dict(zip(self._own, key, strict=True))
+        if "N" in self.place.trace_names:
+            stack = tuple(v for n, v in bound.items() if n not in ("N", "N*"))
             if (other := self._files.setdefault(stack, source)) != source:
                 raise InvalidInputError(f"rows in order lie in {other} and {source}", field=self.place.name)
-        if cells and not is_inner:
-            if cells[0].value is None or cells[0].value == cell.value:
-                cells[0] = cell
-                return
-            if cell.value is None:
-                return
-            where = ", ".join(f"{n.rstrip('*') or n} {v!s:.60}" for n, v in zip(self._own, key, strict=True))
+        if not cells or cells[0].value is None:
+            cells[:] = [cell]
+        elif cell.value is not None and cells[0].value != cell.value:
+            where = ", ".join(f"{n.rstrip('*') or n} {v!s:.60}" for n, v in bound.items())
             raise InvalidInputError(f"found two values of {where or 'the file'}", field=self.place.name)
-        cells.append(cell)
 
     def __bool__(self) -> bool:
         return bool(self._cells)
@@ -73,15 +73,27 @@ class Column:
         key = tuple(environment.get(name) for name in self._own or ())
         return self._cells.get(key, [])
 
+    def number_among_equals(self, environment: Mapping[str, Any]) -> int:
+        """Return the number of a row among those of the same value, in their order."""
+        if self._numbers is None:
+            seen: dict[Any, int] = {}
+            self._numbers = {}
+            for key in self.rows():
+                at = dict(zip(self._names, key, strict=True))
+                value = self.scalar(at, {name.rstrip("*"): k for name, k in at.items() if name in ("N", "N*", "K")})
+                self._numbers[key] = seen[value] = seen.get(value, -1) + 1
+        return self._numbers[tuple(environment.get(name) for name in self._names)]
+
     def all_cells(self) -> Iterator[Cell]:
         """Yield every value."""
         for cells in self._cells.values():
             yield from cells
 
-    def use(self, environment: Mapping[str, Any]) -> int:
-        """Count that a row serves a trace; return how many it serves now."""
+    def use(self, environment: Mapping[str, Any], trace: Any = None) -> int:
+        """Count that a row serves a trace; return how many it serves now: a copy of `trace` is the same one."""
         key = tuple(environment.get(name) for name in self._names)
-        self.used[key] = self.used.get(key, 0) + 1
+        if trace is None or self._served.setdefault(key, trace) != trace or key not in self.used:
+            self.used[key] = self.used.get(key, 0) + 1
         return self.used[key]
 
     def rows(self) -> Iterator[tuple[Any, ...]]:
@@ -100,6 +112,22 @@ class Column:
     def names(self) -> tuple[str, ...]:
         """The names that join the column."""
         return self._names
+
+    def check_answers(self, unused: list[tuple[Any, ...]]) -> None:
+        """Rule 12: a list of answers belongs to the traces of its question as a whole, or its numbers may be others."""
+        if "K" not in self._names:
+            return
+        at = self._names.index("K")
+        used = {key[:at] + key[at + 1 :] for key in self.used}
+        if partial := next((key for key in unused if key[:at] + key[at + 1 :] in used), None):
+            where = ", ".join(f"{n} {v!s:.60}" for n, v in zip(self._names, partial, strict=True) if n[0] != "*")
+            raise InvalidInputError(f"{where} belongs to no trace, others of the list do", field=self.place.name)
+
+    @property
+    def joined_by(self) -> str:
+        """The way its rows are joined: "in order", or "by" names."""
+        names = ", ".join(name for name in self._names if not name.startswith("*")) or "source"
+        return "in order" if names in ("N", "N*") or self.place.is_counted else f"by {names}"
 
     def scalar(self, environment: Mapping[str, Any], fixed: Mapping[str, Any]) -> Any:
         """Return the text, number or None of a trace; MISSING without a row.
@@ -122,12 +150,9 @@ class Column:
         what = self.place.name
         if cell.axes == ("N",) and (values := self._along_n(cell)) is not None:
             return values[fixed["N"]] if fixed["N"] < len(values) else MISSING
-        value, axes = cell.value, cell.axes
-        while isinstance(value, Items) and axes and (axes[0] == "1" or axes[0] in fixed):
-            k = 0 if axes[0] == "1" else fixed[axes[0]]
-            if value.length is not None and k >= value.length:
-                return MISSING
-            value, axes = value[k], axes[1:]
+        value, axes = descend(cell.value, cell.axes, fixed)
+        if value is MISSING:
+            return MISSING
         if self.place.rule.kind == "json" and not axes:
             return plain_of(value)
         if not axes and (value is None or isinstance(value, str | bool | int | float)):
@@ -158,6 +183,11 @@ class Column:
         wanted = tuple(stack.get(name) for name in names)
         at = [k for k, name in enumerate(self._own) if name in names]
         return sum(tuple(key[k] for k in at) == wanted for key in self._cells) or None
+
+
+def _bound_name(name: str) -> str:
+    """Return what a cell binds for a name that joins it: N for N*, the number over all chunks."""
+    return name if name.startswith("*") else name.rstrip("*")
 
 
 def loose_key(value: Any) -> str:

@@ -3,12 +3,13 @@
 import json
 import math
 import unicodedata
+from collections.abc import Container, Mapping
 from typing import Any
 
 from tracestore.errors import InvalidInputError, escape_unprintable
 from tracestore.ingest.layout.addresses import ItemValue
 from tracestore.ingest.layout.patterns import Pattern
-from tracestore.ingest.tree import Array, Group, Items, ListItems, MappingGroup, Value, as_array
+from tracestore.ingest.tree import Array, Group, Items, ListItems, MappingGroup, Value, array_value, as_array
 
 _MAX_INTEGER_FLOAT = 2.0**53
 
@@ -37,6 +38,45 @@ def _scalar(value: Value) -> Value:
         return None
     number: bool | int | float = array.read().reshape(-1)[0].item()
     return number
+
+
+def rows_of(value: Items | Array) -> Any:
+    """Return the items of a list, or of an array along its first axis."""
+    if isinstance(value, Items):
+        return value
+    return ListItems(range(value.shape[0]), lambda k: array_value(value.read((k,))))
+
+
+def columns_of(value: Group, names: Container[str], where: str, source: str) -> dict[Any, Items | Array]:
+    """Return the lists of a mapping that are as long as those of the names, which are the columns of one table.
+
+    Raises
+    ------
+    InvalidInputError
+        If the mapping has no such list, or several of different lengths.
+    """
+    lists = {key: found for key in value if isinstance(found := value[key], Items | Array)}
+    sizes = {key: _length(found) for key, found in lists.items()}
+    named = {key: size for key, size in sizes.items() if str(key) in names}
+    if len(set(named.values())) != 1 or None in named.values():
+        found = ", ".join(f"{key} of {size}" for key, size in named.items())
+        what = f"lists of different lengths: {found}" if found else f"{describe(value)}, and none is a named list"
+        raise InvalidInputError(f"{where}: found a mapping with {what}; rows are items of a list", source=source)
+    size = next(iter(named.values()))
+    return {key: found for key, found in lists.items() if sizes[key] == size}
+
+
+def table_of(columns: Mapping[Any, Items | Array]) -> Items:
+    """Return lists of one length as the rows of a table."""
+    rows = {key: rows_of(column) for key, column in columns.items()}
+    size = len(next(iter(rows.values())))
+    return ListItems(
+        range(size), lambda k: MappingGroup({key: (rows[key], k) for key in rows}, lambda at: at[0][at[1]])
+    )
+
+
+def _length(value: Items | Array) -> int | None:
+    return value.shape[0] if isinstance(value, Array) else None if value.is_stream else value.length
 
 
 def key_text(value: Any) -> str:

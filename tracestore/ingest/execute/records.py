@@ -1,18 +1,19 @@
 """Traces of one source as records: the values of all places that belong together."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.execute.arrays import ArrayReader
-from tracestore.ingest.execute.axes import read
-from tracestore.ingest.execute.found import Columns, FoundTrace
-from tracestore.ingest.execute.join import MISSING, Column
+from tracestore.ingest.execute.axes import MISSING, check_num_layers, read
+from tracestore.ingest.execute.found import Columns, FoundTrace, identity_of
+from tracestore.ingest.execute.join import Column
 from tracestore.ingest.execute.plain import key_text
 from tracestore.ingest.execute.tokens import (
+    PromptAccount,
     Span,
     check_left_out,
     check_zero_tokens,
@@ -20,15 +21,17 @@ from tracestore.ingest.execute.tokens import (
     span_of_length,
     span_of_mask,
     strip_pad,
+    tokens_of_columns,
 )
-from tracestore.ingest.execute.values import check_agreement, label_value, score_value
-from tracestore.ingest.layout.fields import score_of
-from tracestore.ingest.layout.places import RECORDS, Place
+from tracestore.ingest.execute.values import check_agreement, check_spans, label_value, score_value
+from tracestore.ingest.layout.fields import LABELS, score_of
+from tracestore.ingest.layout.places import DERIVED, RECORDS, Place
 from tracestore.ingest.tree import Group
+from tracestore.store.format.schema import ANSWER_FIELDS
 from tracestore.store.write.record import TraceRecord, record_from_dict
 
 # Fields that may serve several traces (rule 12a).
-_SHARED = frozenset(("question", "question_id", "S.mask", RECORDS))
+_SHARED = frozenset(("question", "question_id", "group", RECORDS))
 
 
 class TraceBuilder:
@@ -49,31 +52,31 @@ class TraceBuilder:
         self.settings = self.plan.layout.settings
         self._words = {n.partition(".")[2]: v for n, v in self.settings.items() if n.startswith("words.")}
         self._pads: set[int] = set()
+        layout = self.plan.layout
+        names = [n for n in dict.fromkeys(p.name for p in self.plan.others) if n not in (RECORDS, *DERIVED)]
+        self._scalars = [n for n in names if layout.rule(n).kind in ("text", "id", "number", "json")]
+        self._scores = [n for n in names if layout.rule(n).kind == "score"]
+        self._made_scores = [n for n in layout.templates if n != "id" and layout.rule(n).kind == "score"]
+        self.prompts = PromptAccount(self.plan)
 
     # One trace
 
     def record(self, trace: FoundTrace, position: int) -> TraceRecord:
         """Return the record of a trace."""
         layout, environment = self.plan.layout, trace.environment
-        made = {name: pattern.fill(environment) for name, pattern in layout.templates.items()}
-        labels = {n: v for n, v in made.items() if n != "id" and layout.rule(n).kind == "score"}
-        values: dict[str, Any] = {n: v for n, v in made.items() if n not in labels}
-        self._set_scalars(trace, values, ("question_id", "sample"))
+        values: dict[str, Any] = {name: pattern.fill(environment) for name, pattern in layout.templates.items()}
+        labels = {name: values.pop(name) for name in self._made_scores}
+        self._set_scalars(trace, values, DERIVED)
         self._set_key(trace, values)
-        names = dict.fromkeys(place.name for place in self.plan.others)
-        scalars = [n for n in names if n not in (RECORDS, "question_id", "sample") and self._is_scalar(n)]
-        scores = [n for n in scalars if layout.rule(n).kind == "score"]
-        self._set_scalars(trace, values, [n for n in scalars if n not in scores])
+        self._set_scalars(trace, values, self._scalars)
+        check_spans(values.get("spans"), [values[n] for n in ANSWER_FIELDS if n in values])
         record = self._with_arrays(trace, values, position)
-        self._set_scores(trace, labels, record, [*scores, *labels])
+        self._set_scores(trace, labels, record, [*self._scores, *labels])
         for _, column in self.columns.of(RECORDS):
             for cell in column.cells(environment):
                 if isinstance(cell.value, Group):
                     record.extras |= {k: v for k, v in cell.value.items() if k not in record.extras}
         return record
-
-    def _is_scalar(self, name: str) -> bool:
-        return self.plan.layout.rule(name).kind in ("text", "id", "number", "json", "score")
 
     def _set_key(self, trace: FoundTrace, values: dict[str, Any]) -> None:
         """Set question_id and sample of a trace from what it binds, unless fields say them."""
@@ -89,6 +92,8 @@ class TraceBuilder:
             values["question_id"] = key_text(values["question_id"])
         if values.get("question_id") is not None:
             environment.setdefault("id", values["question_id"])
+        if "sample" in self.settings and values.get("question_id") is not None:
+            values["sample"] = self.columns.number_of_answer(trace, values["question_id"])
         sample = values.get("sample", environment.get("sample", environment.get("K")))
         if sample is not None:
             text = key_text(sample)
@@ -97,7 +102,7 @@ class TraceBuilder:
             values["sample"] = int(text)
             environment.setdefault("sample", int(text))
 
-    def _set_scalars(self, trace: FoundTrace, values: dict[str, Any], names: Sequence[str]) -> None:
+    def _set_scalars(self, trace: FoundTrace, values: dict[str, Any], names: Iterable[str]) -> None:
         for name in names:
             for place, column in self.columns.of(name):
                 value = self._scalar(trace, place, column)
@@ -140,12 +145,12 @@ class TraceBuilder:
             self.arrays.count(trace, place, column, is_there=value is not MISSING)
         if value is MISSING:
             return value
-        times = column.use(trace.environment)
+        times = column.use(trace.environment, identity_of(trace, self.settings))
         shared = place.rule.kind in ("score", "text") and place.name not in _SHARED
         if times > 1 and shared and f"share.{place.name}" not in self.settings:
             raise InvalidInputError(
                 f"one row of {place.address} serves several traces; the field needs what tells them apart, or "
-                f'share.{place.name} = ["sample"]',
+                f'share.{place.name} = ["sample"], or duplicates = "drop" if they are copies of one trace',
                 field=place.name,
             )
         return value
@@ -160,7 +165,7 @@ class TraceBuilder:
                 if value is MISSING:
                     continue
                 direction = rule.direction or ""
-                is_label = name in ("label", "is_correct", "is_hallucinated")
+                is_label = name in LABELS
                 number = label_value(value, name, direction, self._words) if is_label else score_value(value, name)
                 found[name] = number
                 if math.isnan(number):
@@ -176,51 +181,49 @@ class TraceBuilder:
     # Arrays
 
     def _with_arrays(self, trace: FoundTrace, values: dict[str, Any], position: int) -> TraceRecord:
-        layout, what = self.plan.layout, self.plan.layout.states
+        what = self.plan.layout.states
         is_last = what == "last_token"
-        blocks, sizes, ids = self.arrays.states(trace, "D" if is_last else "SD")
+        layers, sizes, ids = self.arrays.states(trace, "D" if is_last else "SD")
         if is_last:
-            blocks = [layer.reshape(1, -1) for layer in blocks]
-        values["hidden_states"] = blocks
-        num_states = len(blocks[0])
-        tokens = (
-            None
-            if is_last
-            else self.arrays.tokens(trace, num_states, has_passes=len(sizes) > 1 and not len(trace.cells) > 1)
-        )
-        texts = None if is_last else self.arrays.texts(trace)
-        attention = None
-        if self._need_attention is not False and not is_last:
-            attention = self.arrays.attention(trace, sizes, ids)
-        if not is_last and self._need_attention is not False and attention is not None:
-            values["attentions"] = attention
-        self._set_prompt_length(trace, values, sizes)
-        if not is_last:
-            span = self._span(trace, values, tokens, num_states, sizes)
-            self._check_new_tokens(trace, tokens, num_states, sizes)
-            self._crop(values, tokens, texts, span, num_states)
-            self._set_per_token(trace, values, span, num_states)
-        if layout.settings.get("S.padding") in (None, "none"):
-            check_zero_tokens(values["hidden_states"], what)
-        values = {name: value for name, value in values.items() if name == "hidden_states" or value is not None}
-        record = self._made(values, position, is_last=is_last)
+            values[what], layers = np.stack(layers), [layer.reshape(1, -1) for layer in layers]
+        else:
+            values[what] = layers
+            self._set_sequence(trace, values, sizes, ids)
+            layers = values[what]
+        if self.settings.get("S.padding") in (None, "none"):
+            check_zero_tokens(layers, what)
+        values = {name: value for name, value in values.items() if value is not None}
+        need = self._need_attention and not is_last
+        if self._need_attention is None and "attentions" not in values:
+            need = False
+        record = record_from_dict(values, source_name=self._source, position=position, need_attention=need)
+        record.dropped = []
         if not is_last and (record.prompt_length or 0) > record.num_tokens + 1:
             raise InvalidInputError(
                 f"found {record.prompt_length}, more than {record.num_tokens} tokens", field="prompt_length"
             )
+        if self.settings.get("D.size") not in (None, record.hidden_dim):
+            raise InvalidInputError(f"found D {record.hidden_dim}, expected {self.settings['D.size']}", field="D.size")
         record.layer_ids = self._layer_ids(ids, record, trace.environment)
-        record.is_head_mean = attention is not None and self.arrays.is_head_mean()
+        record.is_head_mean = "attentions" in values and self.arrays.is_head_mean()
         return record
 
-    def _made(self, values: dict[str, Any], position: int, *, is_last: bool) -> TraceRecord:
-        need = False if is_last else self._need_attention
-        if need is None and "attentions" not in values:
-            need = False
-        if is_last:
-            values["last_token"] = np.concatenate(values.pop("hidden_states"))
-        record = record_from_dict(values, source_name=self._source, position=position, need_attention=need)
-        record.dropped = []
-        return record
+    def _set_sequence(
+        self, trace: FoundTrace, values: dict[str, Any], sizes: list[int], ids: tuple[int, ...] | None
+    ) -> None:
+        """Set attention, ids, texts and values of the tokens of all parts and passes, without padding."""
+        num_states = len(values["hidden_states"][0])
+        has_passes = len(sizes) > 1 and len(trace.cells) == 1
+        tokens = self.arrays.tokens(trace, num_states, has_passes=has_passes)
+        texts = self.arrays.texts(trace)
+        if self._need_attention is not False:
+            values["attentions"] = self.arrays.attention(trace, sizes, ids)
+        self._set_prompt_length(trace, values, sizes)
+        span = self._span(trace, values, tokens, num_states, sizes)
+        if has_passes and tokens is None:
+            self._check_new_tokens(sizes)
+        self._crop(values, tokens, texts, span, num_states)
+        self._set_per_token(trace, values, span, num_states)
 
     def _set_prompt_length(self, trace: FoundTrace, values: dict[str, Any], sizes: list[int]) -> None:
         """Rule 5b: the first pass is the prompt, if no later one has two tokens; so is the first of two parts."""
@@ -232,13 +235,9 @@ class TraceBuilder:
         elif sizes[0] > 1 and all(size == 1 for size in sizes[1:]):
             values["prompt_length"] = sizes[0]
 
-    def _check_new_tokens(
-        self, trace: FoundTrace, tokens: np.ndarray | None, num_states: int, sizes: list[int]
-    ) -> None:
+    def _check_new_tokens(self, sizes: list[int]) -> None:
         """Rule 5: passes grow by new tokens only. 5a: without ids, passes after the first have one token each."""
-        if len(sizes) < 2 or len(trace.cells) > 1 or tokens is not None or self.settings.get("P.new"):
-            return
-        if any(size != 1 for size in sizes[1:]):
+        if not self.settings.get("P.new") and any(size != 1 for size in sizes[1:]):
             raise InvalidInputError(
                 f"passes of {sizes!s:.60} tokens: do later ones repeat earlier tokens? P.repeats = true, or P.new = true",
                 field=self.plan.layout.states,
@@ -252,24 +251,35 @@ class TraceBuilder:
         ids = None if tokens is None else tokens[:num_states]
         is_stack = "N" in trace.environment and "NS" not in trace.fixed
         fill = settings.get("S.padding")
-        if (mask := self.arrays.array("S.mask", trace, "S")) is not None:
-            begin, end = self._span_of_mask(mask[0], num_states, sizes)
+        filled = None if fill in (None, "none") else span_of_fill(fill, layers, ids)
+        if (mask := self._known("S.mask", self.arrays.array("S.mask", trace, "S"))) is not None:
+            begin, end = self._span_of_mask(mask[0], num_states, sizes, 0 if tokens is None else len(tokens))
             check_left_out(ids, (begin, end), self._pads, layers, "S.mask", lambda: self.arrays.has_full_mask(trace))
-        elif "NS" not in trace.fixed and (length := self._length(trace)) is not None:
+        elif "NS" not in trace.fixed and (length := self._known("S.lengths", self._length(trace))) is not None:
             begin, end = span_of_length(length, num_states, settings.get("S.side"), ids, layers)
-        elif fill not in (None, "none"):
-            begin, end = span_of_fill(fill, layers, ids)
+            if ids is not None:
+                check_left_out(ids, (begin, end), self._pads, layers, "S.lengths", lambda: True)
+        elif filled is not None:
+            begin, end = filled
         else:
             begin, end = 0, num_states
             if is_stack and fill is None and ids is not None and len(sizes) == 1 and "S.pad" not in settings:
                 self._check_no_padding(ids)
+        if filled not in (None, (begin, end)):
+            raise InvalidInputError(f"found the tokens {filled}, expected {(begin, end)} as masked", field="S.padding")
         if tokens is None:
             return begin, end
         return begin, min(end, self._end_of_row(tokens, num_states, is_generated=is_stack and len(sizes) > 1))
 
-    def _span_of_mask(self, flags: np.ndarray, num_states: int, sizes: list[int]) -> Span:
-        """Return the tokens of a mask, which is as long as the states, the ids or the first pass."""
-        if len(flags) not in (num_states, sizes[0], num_states + 1):
+    def _known(self, name: str, value: Any) -> Any:
+        """Return what is known of an axis; InvalidInputError if the layout states it and the trace has none."""
+        if value is None and name in self.plan.layout.addresses:
+            raise InvalidInputError("the trace has no value where the layout says", field=name)
+        return value
+
+    def _span_of_mask(self, flags: np.ndarray, num_states: int, sizes: list[int], num_ids: int) -> Span:
+        """Return the tokens of a mask, which is as long as the states, the ids or the first pass (rule 2)."""
+        if len(flags) not in (num_states, sizes[0], num_ids):
             raise InvalidInputError(f"found {len(flags)} values, expected {num_states} as tokens", field="S.mask")
         begin, end = span_of_mask(flags)
         if len(flags) < num_states:
@@ -297,7 +307,8 @@ class TraceBuilder:
         last = int(tokens[-1])
         if is_generated and (last in self._pads or strip_pad(tokens, last) < num_ids):
             raise InvalidInputError(
-                f"the row ends with the id {last} that fills rows: S.pad = {last} if it is padding, S.lengths if not",
+                f"the row ends with the id {last} that fills rows: S.pad = {last} if it is padding"
+                + ", S.lengths if not" * ("S.lengths" not in self.plan.layout.addresses),
                 field="tokens",
             )
         return num_states
@@ -318,11 +329,14 @@ class TraceBuilder:
         begin, end = span
         if (begin, end) != (0, num_states):
             values["hidden_states"] = [layer[begin:end] for layer in values["hidden_states"]]
-            if "attentions" in values:
+            if values.get("attentions") is not None:
                 values["attentions"] = [layer[:, begin:end, begin:end] for layer in values["attentions"]]
             is_stated = any(place.name == "prompt_length" for place in self.plan.others)
             if values.get("prompt_length") is not None and not is_stated:
                 values["prompt_length"] = max(values["prompt_length"] - begin, 0)
+            elif values.get("prompt_length") is not None and self.settings.get("S.prompt") == "columns":
+                values["prompt_length"] = tokens_of_columns(values["prompt_length"], span)
+        self.prompts.add(values.get("prompt_length"), begin)
         if tokens is not None:
             values["tokens"] = tokens[begin : end + (len(tokens) == num_states + 1)]
         if texts is not None:
@@ -352,6 +366,10 @@ class TraceBuilder:
         if stated is not None:
             ids = tuple(stated)
         size = self.settings.get("L.size")
+        stated_count = size if ids is None else len(stated or ())
+        check_num_layers(record.num_layers, stated_count, is_without_embeddings=record.is_without_embeddings)
+        if ids is not None and size is not None and max(ids) >= size:
+            raise InvalidInputError(f"found the layer {max(ids)}, expected fewer than {size}", field="L.size")
         if ids is None or (size is None and all(k < 0 for k in ids)):
             return None  # counted from the end of an unknown number
         if any(k < 0 for k in ids):

@@ -7,9 +7,12 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import InvalidInputError
+from tracestore.ingest.layout.places import Plan
 from tracestore.store.format import schema
 
 Span = tuple[int, int]
+# What gives the rows of each trace on an axis.
+_RANGES = ("S.offsets", "S.lengths", "S.owner", "S.starts")
 
 
 def ranges_of(known: dict[str, np.ndarray], total: int) -> list[Span]:
@@ -27,41 +30,43 @@ def ranges_of(known: dict[str, np.ndarray], total: int) -> list[Span]:
     InvalidInputError
         If the ranges do not cover the axis, or overlap.
     """
-    if "S.offsets" in known:
-        offsets = _integers(known["S.offsets"], "S.offsets")
-        if offsets and offsets[0] != 0:
-            offsets = [0, *offsets]
-        if not offsets or offsets[-1] != total:
-            raise InvalidInputError(f"ends at {offsets[-1] if offsets else 0}, expected {total:,}", field="S.offsets")
-        spans = list(itertools.pairwise(offsets))
-    elif "S.lengths" in known:
-        ends = np.cumsum(_integers(known["S.lengths"], "S.lengths")).tolist()
-        if not ends or ends[-1] != total:
-            raise InvalidInputError(f"sum is {ends[-1] if ends else 0}, expected {total:,} rows", field="S.lengths")
-        spans = list(zip([0, *ends], ends, strict=False))
-    elif "S.owner" in known:
-        owner = _integers(known["S.owner"], "S.owner")
-        if len(owner) != total or owner != sorted(owner):
-            raise InvalidInputError(f"found {len(owner)} rows, expected {total:,} in sorted runs", field="S.owner")
-        firsts = [k for k in range(total) if k == 0 or owner[k] != owner[k - 1]]
-        spans = list(zip(firsts, [*firsts[1:], total], strict=True))
-    elif "S.starts" in known and "S.ends" in known:
-        starts, ends = _integers(known["S.starts"], "S.starts"), _integers(known["S.ends"], "S.ends")
-        spans = list(zip(starts, ends, strict=True))
-        position = 0
-        for begin, end in sorted(spans):
-            if begin != position:
-                what = "overlap" if begin < position else "leave a gap"
-                raise InvalidInputError(f"ranges {what} at row {min(begin, position):,}", field="S.starts")
-            position = end
-        if position != total:
-            raise InvalidInputError(f"ranges end at {position:,}, expected {total:,}", field="S.ends")
-    else:
+    name = next((name for name in _RANGES if name in known), None)
+    values = {name: _integers(array, name) for name, array in known.items()}
+    if name is None or (name == "S.starts" and len(values.get("S.ends", ())) != len(values[name])):
         raise InvalidInputError("traces behind each other need S.offsets, S.lengths, S.owner, or S.starts and S.ends")
-    for k, (begin, end) in enumerate(spans):
-        if end <= begin:
-            raise InvalidInputError(f"trace {k} has no tokens: {begin} to {end}")
+    spans: list[Span]
+    if name == "S.offsets":
+        spans = list(itertools.pairwise([0] * (values[name][:1] != [0]) + values[name]))
+    elif name == "S.lengths":
+        spans = list(itertools.pairwise(itertools.accumulate(values[name], initial=0)))
+    elif name == "S.owner":
+        spans = _runs(values[name])
+    else:
+        spans = list(zip(values[name], values["S.ends"], strict=True))
+    _check_cover(spans, total, name)
     return spans
+
+
+def _runs(owners: list[int]) -> list[Span]:
+    """Return the runs of equal numbers, which are sorted."""
+    if owners != sorted(owners):
+        raise InvalidInputError("found rows of one trace in several places", field="S.owner")
+    ends = list(itertools.accumulate(len(list(run)) for _, run in itertools.groupby(owners)))
+    return list(zip([0, *ends], ends, strict=False))
+
+
+def _check_cover(spans: list[Span], total: int, name: str) -> None:
+    """Rule 9: ranges are disjoint and cover the axis; each has a token."""
+    position = 0
+    for k, (begin, end) in enumerate(sorted(spans)):
+        if begin != position:
+            what = "overlap" if begin < position else "leave a gap"
+            raise InvalidInputError(f"ranges {what} at row {min(begin, position):,}", field=name)
+        if end <= begin:
+            raise InvalidInputError(f"trace {k} has no tokens: {begin} to {end}", field=name)
+        position = end
+    if position != total:
+        raise InvalidInputError(f"ranges end at {position:,}, expected {total:,} rows", field=name)
 
 
 def _integers(array: np.ndarray, name: str) -> list[int]:
@@ -148,6 +153,16 @@ def _is_padding(span: Span, ids: np.ndarray | None, layers: Sequence[np.ndarray]
     return len(left_out) == 1 and len(set(edge.tolist())) == 2
 
 
+def tokens_of_columns(width: int, span: Span) -> int:
+    """Return the number of tokens of a trace among the first columns of a padded row."""
+    if not span[0] <= width <= span[1] + 1:
+        raise InvalidInputError(
+            f"found {width} columns, expected {span[0]} to {span[1] + 1}, where the tokens of the trace are",
+            field="prompt_length",
+        )
+    return width - span[0]
+
+
 def span_of_fill(fill: Any, layers: Sequence[np.ndarray], ids: np.ndarray | None) -> Span:
     """Return the tokens that are no padding by `S.padding`: zeros, NaN, or a number in states or ids."""
     size = len(layers[0])
@@ -167,6 +182,31 @@ def span_of_fill(fill: Any, layers: Sequence[np.ndarray], ids: np.ndarray | None
             f"token {begin + int(np.flatnonzero(is_fill[begin:end])[0])} inside the trace is padding", field="S.padding"
         )
     return begin, end
+
+
+class PromptAccount:
+    """The stated lengths of prompts of a source: one that is equal in all padded rows may count the padding."""
+
+    def __init__(self, plan: Plan) -> None:
+        names = {place.name for place in plan.others}
+        self._is_open = "prompt_length" in names and "S.prompt" not in plan.layout.settings
+        self._lengths: set[int | None] = set()
+        self._max_begin = 0
+
+    def add(self, length: int | None, begin: int) -> None:
+        """Add the length of a prompt, and the number of tokens of padding before it."""
+        self._lengths.add(length)
+        self._max_begin = max(self._max_begin, begin)
+
+    def close(self) -> None:
+        """Refuse one length of several prompts, of which some are padded in front."""
+        length = self._lengths.pop() if len(self._lengths) == 1 else None
+        if self._is_open and length is not None and 0 < self._max_begin < length:
+            raise InvalidInputError(
+                f"found {length} in every row, also where {self._max_begin} tokens of padding are before the prompt: "
+                'S.prompt = "columns" says that it counts them, "tokens" that it does not',
+                field="prompt_length",
+            )
 
 
 def check_zero_tokens(layers: Sequence[np.ndarray], what: str) -> None:

@@ -1,11 +1,13 @@
 """Values of labels and scores: what each of them means, by stated rules."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tracestore.errors import InvalidInputError, escape_unprintable
-from tracestore.store.format.labels import CORRECT, HALLUCINATION
+from tracestore.ingest.execute.plain import key_text
+from tracestore.ingest.layout.fields import MISSING_WORD
+from tracestore.store.format.labels import HALLUCINATION
 
 # Words with a meaning of their own: 1 for a hallucinated answer.
 _ABSOLUTE = {
@@ -17,7 +19,7 @@ _RELATIVE = {**dict.fromkeys(("yes", "true", "1", "1.0"), 1.0), **dict.fromkeys(
 _MISSING = ("", "nan", "none", "null", "na", "n/a", "-")
 
 
-def label_value(value: Any, name: str, direction: str, words: Mapping[str, bool]) -> float:
+def label_value(value: Any, name: str, direction: str, words: Mapping[str, bool | str]) -> float:
     """Return a label in the direction of its field, NaN where it is missing (rule 22a).
 
     Parameters
@@ -29,7 +31,7 @@ def label_value(value: Any, name: str, direction: str, words: Mapping[str, bool]
     direction : str
         What 1 means.
     words : Mapping
-        Further words, whose truth is that of the field.
+        Further words and numbers, whose truth is that of the field; "missing" for no label.
 
     Raises
     ------
@@ -38,13 +40,11 @@ def label_value(value: Any, name: str, direction: str, words: Mapping[str, bool]
     """
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return math.nan
-    if isinstance(value, bool | int | float):
-        if value in (0, 1):
-            return float(value)
-        raise InvalidInputError(f"found {value}, expected 0, 1 or a known word", field=name)
-    text = " ".join(str(value).split())
+    text = " ".join(key_text(value).split())
     if text in words:
-        return float(words[text])
+        return math.nan if words[text] == MISSING_WORD else float(words[text])
+    if isinstance(value, bool | int | float) and value in (0, 1):
+        return float(value)
     word = text.casefold()
     if word in _MISSING:
         return math.nan
@@ -53,9 +53,8 @@ def label_value(value: Any, name: str, direction: str, words: Mapping[str, bool]
     if word in _ABSOLUTE:
         return _ABSOLUTE[word] if direction == HALLUCINATION else 1 - _ABSOLUTE[word]
     shown = escape_unprintable(text, 40)
-    raise InvalidInputError(
-        f'found {shown!r}, expected 0, 1 or a known word; words."{shown}" = true adds it', field=name
-    )
+    lines = " or ".join(f'words."{shown}" = {meaning}' for meaning in ("true", "false", f'"{MISSING_WORD}"'))
+    raise InvalidInputError(f"found {shown!r}, expected 0, 1 or a known word; {lines} states its meaning", field=name)
 
 
 def score_value(value: Any, name: str) -> float:
@@ -83,6 +82,15 @@ def check_agreement(scores: Mapping[str, float]) -> None:
         raise InvalidInputError(f"found is_correct {one:g} and is_hallucinated {two:g}, expected that they agree")
 
 
-def direction_text(direction: str) -> str:
-    """Return what 1 means in a word."""
-    return "correct" if direction == CORRECT else "hallucinated"
+def check_spans(spans: Any, answers: Iterable[str]) -> None:
+    """Rule 14: a span of the answer with a text equals its slice."""
+    texts = list(answers)
+    for span in spans if isinstance(spans, list) and texts else ():
+        text = span.get("text") if isinstance(span, dict) else None
+        if isinstance(text, str):
+            slices = [answer[span.get("start") : span.get("end")] for answer in texts]
+            if text not in slices:
+                found, expected = (escape_unprintable(part, 40) for part in (slices[0], text))
+                raise InvalidInputError(
+                    f"found {found!r} in the answer, expected {expected!r} of the span", field="spans"
+                )

@@ -5,17 +5,20 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tracestore.errors import InvalidInputError, escape_unprintable
-from tracestore.ingest.execute.plain import describe, item_value, json_value, key_text, number
-from tracestore.ingest.layout.addresses import Address, AttributeStep, DeepStep, ItemsStep, KeyStep, Step
+from tracestore.ingest.execute import plain
+from tracestore.ingest.execute.plain import describe, item_value, json_value, key_text, number, rows_of
+from tracestore.ingest.layout.addresses import Address, AttributeStep, DeepStep, ItemsStep, ItemValue, KeyStep, Step
 from tracestore.ingest.layout.patterns import AXIS_NAMES, NUMBER_NAMES
 from tracestore.ingest.layout.places import RECORDS, Place
-from tracestore.ingest.tree import Array, Group, Items, ListItems, MappingGroup, Value, array_value
+from tracestore.ingest.tree import Array, Group, Items, ListItems, MappingGroup, Value
 
 _MAX_DEPTH = 32
 _MAX_SHAPE = 256  # keys of a group whose claims are kept
 
 # The steps that each key of a group follows, with what they bind, and the keys that none follows.
 Claims = tuple[dict[Any, list[tuple["Step", "Node", dict[str, Any]]]], list[Any]]
+
+_COUNTED = ItemValue("sample", ("#",))
 
 
 class Cell(NamedTuple):
@@ -44,6 +47,7 @@ class Node:
     keys: frozenset[str] = frozenset()  # keys whose values an item binds
     is_deep: bool = False  # below `**`, which also tries what holds none of its keys
     has_unit_items: bool = False  # so is each item along the axis N of its value
+    is_found: bool = False  # a file had a value there
 
     def child(self, step: Step) -> "Node":
         """Return the node behind a step, a new one if there is none."""
@@ -67,7 +71,8 @@ def tree_of(text: str, places: Iterable[Place], ignored: Iterable[Address], stat
     root = Node(f"{text} : ")
     for place in places:
         if place.address.files.text == text:
-            node, is_cut, has_unit = root, bool(set(place.address.files.names) & set(AXIS_NAMES)), False
+            is_cut = bool(set(place.address.files.names) & set(AXIS_NAMES) or place.crossed)
+            node, has_unit = root, False
             for step in place.address.path:
                 node = node.child(step)
                 names = set(step.names) | ({step.letter} if isinstance(step, ItemsStep) else set())
@@ -106,9 +111,11 @@ class Walk:
     def __init__(self, source: str, on_unclaimed: Callable[[Node, str, Value], None]) -> None:
         self._source, self._on_unclaimed = source, on_unclaimed
         self._seen: dict[tuple[int, tuple[Any, ...]], Claims] = {}
+        self._counts: dict[tuple[Any, ...], int] = {}  # the last number of an answer by what its items say
 
     def cells(self, node: Node, value: Value, bound: dict[str, Any], *, in_unit: bool = False) -> Iterator[Cell | None]:
         """Yield the cells at and below a node, and None behind each unit."""
+        node.is_found |= value is not None
         for place in node.leaves:
             yield from self._leaf(node, place, value, bound, in_unit)
         if not node.children or value is None:
@@ -142,8 +149,11 @@ class Walk:
             elif isinstance(step, DeepStep):
                 yield from self._deep(child, value, bound, in_unit, 0)
         if isinstance(value, Group):
-            if items and not keys:
-                self._refuse(node, items[0][0], "a mapping")
+            names = _column_names(items)
+            if items and not (keys and names.isdisjoint(map(str, value))):
+                columns = plain.columns_of(value, names, f"{node.prefix}{items[0][0].text}", self._source)
+                yield from self._items(items, plain.table_of(columns), bound, in_unit)
+                value = MappingGroup({k: k for k in value if k not in columns or _is_key(keys, k)}, value.__getitem__)
             yield from self._keys(node, keys, value, bound, in_unit, claims=claims)
         elif isinstance(value, Items | Array):
             if items:
@@ -177,7 +187,7 @@ class Walk:
     def _items(
         self, children: Sequence[tuple[Step, Node]], value: Items | Array, bound: dict[str, Any], in_unit: bool
     ) -> Iterator[Cell | None]:
-        for k, item in enumerate(_rows(value)):
+        for k, item in enumerate(rows_of(value)):
             yield from self._item(children, item, k, bound, in_unit)
 
     def _item(
@@ -186,14 +196,14 @@ class Walk:
         has_unit = False
         for step, child in children:
             assert isinstance(step, ItemsStep)
-            found = self._bind(step, item, k, bound)
+            found = self._bind(step, child, item, k, bound)
             begins = child.is_unit and not in_unit
             yield from self.cells(child, item, found, in_unit=in_unit or begins or has_unit)
             has_unit |= begins
         if has_unit:
             yield None
 
-    def _bind(self, step: ItemsStep, item: Value, k: int, bound: dict[str, Any]) -> dict[str, Any]:
+    def _bind(self, step: ItemsStep, node: Node, item: Value, k: int, bound: dict[str, Any]) -> dict[str, Any]:
         if step.letter is not None:
             return {**bound, step.letter: k}
         found = dict(bound)
@@ -213,6 +223,9 @@ class Walk:
                     source=self._source,
                 )
             found |= match.bound
+        if _COUNTED in step.values:  # the number of the answer among the items that say the same otherwise
+            key = (id(node), *(v for name, v in found.items() if name != _COUNTED.name))
+            found[_COUNTED.name] = self._counts[key] = self._counts.get(key, -1) + 1
         return found
 
     def _keys(
@@ -255,31 +268,26 @@ class Walk:
         rest = []
         steps = [(step, child) for step, child in node.children if isinstance(step, KeyStep)]
         for key in names:
-            best: list[tuple[int, Step, Node, Any]] = []
-            for step, child in steps:
-                match = _match_key(step, key)
-                if match is None:
-                    continue
-                literals = sum(part.num_literals for part in step.parts)
-                if not best or literals > best[0][0]:
-                    best = [(literals, step, child, self._wild(node, step, key, match))]
-                elif literals == best[0][0]:
-                    best.append((literals, step, child, self._wild(node, step, key, match)))
-            if len(best) > 1 and not best[0][2].ignores and not best[1][2].ignores:
-                texts = f"{best[0][1].text} and {best[1][1].text}"
+            found = [(step, child, match) for step, child in steps if (match := _match_key(step, key)) is not None]
+            best = _longest(found)
+            if len(best) > 1 and not any(child.ignores for _, child, _ in best[:2]):
                 raise InvalidInputError(
-                    f"{texts} match the key {key!s:.60} with equally many characters", source=self._source
+                    f"{best[0][0].text} and {best[1][0].text} match the key {key!s:.60} with equally many characters",
+                    source=self._source,
                 )
+            for _, child, _ in best:
+                child.is_found |= child.ignores
             if best:
                 claimed[key] = [
-                    entry[1:] for entry in best if not entry[2].ignores or entry[2].children or entry[2].leaves
+                    (step, child, self._wild(node, step, key, match))
+                    for step, child, match in best
+                    if not child.ignores or child.children or child.leaves
                 ]
             elif str(key) not in node.keys:
                 rest.append(key)
         for step, _ in steps:
-            text = step.parts[0].literal if len(step.parts) == 1 else None
-            if text is not None and text.lstrip("-").isdecimal() and text in claimed and int(text) in claimed:
-                raise InvalidInputError(f"the keys {text} and {text!r} both exist", source=self._source)
+            if (k := _member_number(step)) is not None and {k, str(k)} <= claimed.keys():
+                raise InvalidInputError(f"the keys {k} and {str(k)!r} both exist", source=self._source)
         return claimed, rest
 
     def _wild(self, node: Node, step: KeyStep, key: Any, match: dict[str, Any]) -> dict[str, Any]:
@@ -288,12 +296,11 @@ class Walk:
     def _member(
         self, node: Node, step: KeyStep, child: Node, value: Items | Array, bound: dict[str, Any], in_unit: bool
     ) -> Iterator[Cell | None]:
-        text = step.parts[0].literal if len(step.parts) == 1 else None
-        if text is not None and text.lstrip("-").isdecimal():
-            rows = _rows(value)
+        if (k := _member_number(step)) is not None:
+            rows = rows_of(value)
             if isinstance(rows, Items) and rows.is_stream:
                 rows = ListItems(list(rows), lambda item: item)
-            k, count = int(text), len(rows)
+            count = len(rows)
             if not -count <= k < count:
                 return
             yield from self.cells(child, rows[k % count], bound, in_unit=in_unit)
@@ -340,15 +347,35 @@ def _leads_to_unit(node: Node) -> bool:
     return node.is_unit or node.has_unit_items or any(_leads_to_unit(child) for _, child in node.children)
 
 
-def _rows(value: Items | Array) -> Any:
-    if isinstance(value, Items):
-        return value
-    return ListItems(range(value.shape[0]), lambda k: array_value(value.read((k,))))
+def _column_names(items: Sequence[tuple[Step, Node]]) -> set[str]:
+    """Return the names of the columns that items bind, or that lie below them."""
+    bound = {v.path[0] for step, _ in items if isinstance(step, ItemsStep) for v in step.values} - {"#"}
+    return bound | {step.text for _, child in items for step, _ in child.children if isinstance(step, KeyStep)}
+
+
+def _is_key(keys: Sequence[tuple[Step, Node]], key: Any) -> bool:
+    return any(isinstance(step, KeyStep) and _match_key(step, key) is not None for step, _ in keys)
 
 
 def _settled(value: Value) -> Value:
     """Return a value that can be read more than once."""
     return ListItems(list(value), lambda item: item) if isinstance(value, Items) and value.is_stream else value
+
+
+def _longest(found: list[Any]) -> list[Any]:
+    """Return the entries whose steps have the most literal characters."""
+    most = max((_num_literals(step) for step, _, _ in found), default=0)
+    return [entry for entry in found if _num_literals(entry[0]) == most]
+
+
+def _num_literals(step: KeyStep) -> int:
+    return sum(part.num_literals for part in step.parts)
+
+
+def _member_number(step: KeyStep) -> int | None:
+    """Return the number of the member that a step names, None for other names."""
+    text = step.parts[0].literal if len(step.parts) == 1 else None
+    return int(text) if text is not None and text.lstrip("-").isdecimal() else None
 
 
 def _match_key(step: KeyStep, key: Any) -> dict[str, Any] | None:

@@ -88,12 +88,13 @@ def _record(
     optional = {name: values.pop(name) for name in schema.OPTIONAL_FIELDS if name in values}
     hidden, last = arrays.get("hidden_states"), _last_token(arrays, line)
     edges = arrays.get("edges") if "edge_ptr" not in arrays else _edges(arrays, line)
-    per_token = {name: values.pop(name) for name in _PER_TOKEN if name in values} if hidden is None else {}
+    per_token = {name: values.pop(name) for name in values.keys() & _PER_TOKEN} if hidden is None else {}
     if hidden is not None and last is not None and last.dtype == np.float32 and hidden[0].dtype == schema.BFLOAT16:
         last = (last.view("<u4") >> 16).astype("<u2").view(schema.BFLOAT16)  # the table has it as float32
     attention = arrays.get("attentions") if edges is None and hidden is not None else None
-    states: dict[str, Any] = {"hidden_states": hidden, "attentions": attention, "edges": edges, "last_token": last}
-    states |= {name: list(states[name]) for name in ("hidden_states", "attentions") if states[name] is not None}
+    layers = {"hidden_states": hidden, "attentions": attention}
+    states: dict[str, Any] = {name: None if found is None else list(found) for name, found in layers.items()}
+    states |= {"edges": edges, "last_token": last}
     record = record_from_dict(
         values | states, source_name=source_name, position=position, need_attention=need_attention
     )

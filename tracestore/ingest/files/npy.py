@@ -15,6 +15,12 @@ from tracestore.store.format import schema
 DTYPE_KINDS = "biufcSU"
 NPY_MAGIC = b"\x93NUMPY"
 MAX_NPY_HEADER_BYTES = 10_000
+_TWO_BYTES = np.dtype("V2")
+
+
+def guessed_dtype(dtype: np.dtype) -> np.dtype:
+    """Return bfloat16 for two bytes without a type: what the reading without a layout takes them for."""
+    return schema.BFLOAT16 if dtype == _TWO_BYTES else dtype
 
 
 def check_dtype(name: str, dtype: np.dtype) -> None:
@@ -27,13 +33,12 @@ def check_dtype(name: str, dtype: np.dtype) -> None:
 def check_array(name: str, shape: tuple[int, ...], dtype: np.dtype, num_bytes: int) -> np.dtype:
     """Return the dtype of an array with these bytes; raise InvalidInputError if they do not fit together.
 
-    Two bytes without a type (`V2`) are what NumPy writes for bfloat16.
+    Two bytes without a type (`V2`), which NumPy writes for bfloat16 and for every other type of that size that it
+    does not know, stay unchanged.
     """
     if dtype.hasobject:
         raise InvalidInputError("found Python objects in records; save numbers or texts", field=name)
-    if dtype.str.lstrip("<>|") == "V2" and dtype.fields is None:
-        dtype = schema.BFLOAT16
-    else:
+    if dtype != _TWO_BYTES:
         check_dtype(name, dtype)
     if any(not 0 <= n < 1 << 48 for n in shape) or len(shape) > 8:
         raise InvalidInputError(f"found shape {str(shape)[:60]}", field=name)
@@ -87,7 +92,7 @@ def array_in_bytes(value: Any) -> np.ndarray | None:
         dtype = check_array("array", shape, dtype, len(view) - head.tell())
     except InvalidInputError:
         return None
-    if dtype.kind not in "biuf" and dtype != schema.BFLOAT16:
+    if dtype.kind not in "biuf" and dtype not in (schema.BFLOAT16, _TWO_BYTES):
         return None
     array = np.frombuffer(view[head.tell() :], "u1").view(dtype) if math.prod(shape) else np.empty(0, dtype)
     return array.reshape(shape[::-1]).T if is_fortran else array.reshape(shape)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from tracestore.store.format import schema
+from tracestore.store import vocabulary
 from tracestore.store.format.labels import CORRECT, HALLUCINATION
 
 Kind = Literal["array", "texts", "text", "id", "number", "json", "score", "known"]
@@ -30,6 +30,8 @@ class FieldRule:
 
 
 STATES = ("hidden_states", "last_token")
+# Scores whose values are 0, 1, missing or words.
+LABELS = ("label", "is_correct", "is_hallucinated")
 _KNOWN: dict[str, tuple[str, ...]] = {
     "S.mask": ("S",),
     "S.lengths": (),
@@ -38,6 +40,9 @@ _KNOWN: dict[str, tuple[str, ...]] = {
     "S.ends": (),
     "S.owner": ("N",),
     "L.ids": ("L",),
+    "L.offset": (),
+    "P.rows": ("P",),
+    **{f"shape.{name}": () for name in STATES},
 }
 # Entries that state a value instead of an address, and the values that they take.
 SETTINGS: dict[str, tuple[type, ...] | tuple[str, ...]] = {
@@ -49,35 +54,44 @@ SETTINGS: dict[str, tuple[type, ...] | tuple[str, ...]] = {
     "D.size": (int,),
     "P.repeats": (bool,),
     "P.new": (bool,),
-    "duplicates": ("keep",),
+    "S.prompt": ("tokens", "columns"),
+    "duplicates": ("keep", "drop"),
 }
+# The meaning of a word that is no label.
+MISSING_WORD = "missing"
 # Prefixes of settings with the name of a field or a word behind them, and the type of their value.
-SETTINGS_OF: dict[str, tuple[type, ...]] = {"words": (bool,), "share": (list,), "scale": (float, int), "dtype": (str,)}
+SETTINGS_OF: dict[str, tuple[type, ...]] = {
+    "words": (bool, str),
+    "share": (list,),
+    "scale": (float, int),
+    "dtype": (str,),
+}
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
-def _optional_rule(field: schema.OptionalField) -> FieldRule:
-    if field.shape == schema.PER_TOKEN:
-        return FieldRule("array", ("S",))
-    if field.shape == schema.TOP_K:
-        return FieldRule("array", ("S", "K"))
-    return FieldRule("json" if field.shape == schema.JSON else "number")
+# Fields of the vocabulary that a layout states in another way, or leaves to the extras.
+_OTHER = frozenset(("edges", "layer_ids", "attention_mask", "lengths", "labels", "scores"))
+
+
+def _rule(field: vocabulary.Field) -> FieldRule:
+    """Return the rule of a field of the vocabulary. Its T ids are S tokens unless the line states more."""
+    axes = tuple("S" if axis == "T" else axis for axis in field.shape.split() if axis.isalpha())
+    if field.name in vocabulary.VERDICTS:
+        return FieldRule("score", direction=field.direction or HALLUCINATION)
+    if axes:
+        return FieldRule("texts" if field.kind == vocabulary.TEXT else "array", axes)
+    if field.kind == vocabulary.OBJECT:
+        return FieldRule("id" if field.stored.startswith("key") else "json")
+    return FieldRule("text" if field.kind == vocabulary.TEXT else "number")
+
+
+def _is_field(field: vocabulary.Field) -> bool:
+    is_score = field.kind == vocabulary.SCORE and field.name not in ("is_correct", "is_hallucinated")
+    return bool(field.meaning) and field.name not in _OTHER and not is_score
 
 
 FIELDS: dict[str, FieldRule] = {
-    "hidden_states": FieldRule("array", ("L", "S", "D")),
-    "last_token": FieldRule("array", ("L", "D")),
-    "attentions": FieldRule("array", ("L", "H", "S", "S")),
-    "tokens": FieldRule("array", ("S",)),
-    "tokens_decoded": FieldRule("texts", ("S",)),
-    "question_id": FieldRule("id"),
-    "sample": FieldRule("number"),
-    "prompt_length": FieldRule("number"),
-    **{name: FieldRule("text") for name in schema.TEXT_FIELDS},
-    **{name: _optional_rule(field) for name, field in schema.OPTIONAL_FIELDS.items()},
-    "label": FieldRule("score", direction=HALLUCINATION),
-    "is_correct": FieldRule("score", direction=CORRECT),
-    "is_hallucinated": FieldRule("score", direction=HALLUCINATION),
+    **{field.name: _rule(field) for field in vocabulary.FIELDS.values() if _is_field(field)},
     **{name: FieldRule("known", axes) for name, axes in _KNOWN.items()},
 }
 # Keys that `records` takes for the field of their name.

@@ -13,6 +13,7 @@ from tracestore.ingest.layout.addresses import Address, parse_address
 from tracestore.ingest.layout.fields import (
     DTYPES,
     FIELDS,
+    MISSING_WORD,
     RECORD_FIELDS,
     SETTINGS,
     SETTINGS_OF,
@@ -24,8 +25,12 @@ from tracestore.ingest.layout.patterns import Pattern
 
 _MAX_BYTES = 1 << 20
 _LISTS = ("records", "ignore")
+# States that are those of no token, such as a mean over tokens. A store does not hold them, so they are left out.
+_OTHER_STATES = "vector"
 # Names besides fields that a template or a list of literals may state.
 _TEMPLATES = ("id", "sample")
+# What `sample` states where answers are numbered in the order of their rows.
+COUNTED = "#"
 _BARE = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-")
 
 
@@ -153,9 +158,14 @@ def parse_layout(entries: Mapping[str, Any], where: str = "layout") -> Layout:
     for name, value in _flat(entries).items():
         try:
             if name in _LISTS:
-                lists[name] = _addresses([value] if isinstance(value, str) else value, 1 << 10)
+                lists[name] = lists.get(name, ()) + _addresses([value] if isinstance(value, str) else value, 1 << 10)
             elif _is_setting(name, value):
                 settings[name] = value
+            elif name == _OTHER_STATES:
+                lists["ignore"] = (
+                    *lists.get("ignore", ()),
+                    *_addresses([value] if isinstance(value, str) else value, 2),
+                )
             elif isinstance(value, str) and value.startswith("="):
                 _check_name(name, (*FIELDS, *_TEMPLATES))
                 templates[name] = Pattern(value[1:])
@@ -168,7 +178,8 @@ def parse_layout(entries: Mapping[str, Any], where: str = "layout") -> Layout:
     _add_records(addresses, lists.get("records", ()))
     layout = Layout(addresses, templates, lists.get("records", ()), lists.get("ignore", ()), settings)
     if not any(name in addresses for name in STATES):
-        raise UsageError(f"{where}: states no hidden_states or last_token; a line for one of them is needed")
+        only = f"{_OTHER_STATES}: mean-pooled states cannot be stored; " * (_OTHER_STATES in entries)
+        raise UsageError(f"{where}: {only}states no hidden_states or last_token; a line for one of them is needed")
     return layout
 
 
@@ -203,6 +214,8 @@ def _is_setting(name: str, value: Any) -> bool:
     if name.partition(".")[0] in SETTINGS_OF:
         _check_setting_of(name, value)
         return True
+    if name == "sample":
+        return isinstance(value, str) and value == COUNTED
     if name == "L.ids" and isinstance(value, list) and value and all(type(v) is int for v in value):
         return True
     allowed = SETTINGS.get(name)
@@ -224,6 +237,8 @@ def _check_setting_of(name: str, value: Any) -> None:
     kinds = SETTINGS_OF[head]
     if not tail or not isinstance(value, kinds):
         raise UsageError(f"found {value!r}, expected {head}.NAME = {' or '.join(kind.__name__ for kind in kinds)}")
+    if head == "words" and isinstance(value, str) and value != MISSING_WORD:
+        raise UsageError(f'found {value!r}, expected true, false or "{MISSING_WORD}"')
     if head == "dtype" and value not in DTYPES:
         raise UsageError(f"found {value!r}, expected one of {', '.join(DTYPES)}")
     if head in ("dtype", "scale") and tail not in STATES:

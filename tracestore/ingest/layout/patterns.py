@@ -12,8 +12,8 @@ from tracestore.errors import InvalidInputError, UsageError
 # Names that bind a place on an axis of a trace. The others belong to the key of a trace.
 AXIS_NAMES = {"layer": "L", "token": "S", "step": "P", "head": "H", "dim": "D"}
 NUMBER_NAMES = frozenset((*AXIS_NAMES, "chunk", "sample"))
-_SPECIAL = "{*\\"
-_MAX_FAST_PARTS, _MAX_FAST_LENGTH = 2, 512
+_TOKEN = r"\\(?P<escaped>.)|(?P<wild>%s)|\{(?P<name>[^{}:]+)(?P<form>:d)?\}|(?P<literal>[^{*\\]+)"
+_PATH_TOKEN, _KEY_TOKEN = (re.compile(_TOKEN % wild, re.DOTALL) for wild in (r"\*\*/?|\*", r"\*"))
 _MAX_PARSES = 2  # a name with two parses is refused, so more need not be told apart
 
 Spans = tuple[tuple[int, int], ...]  # of the names and wildcards so far, in their order
@@ -59,42 +59,36 @@ class Pattern:
     def parts(self) -> tuple[Part, ...]:
         """The parts of the pattern; UsageError if it is not one."""
         parts: list[Part] = []
-        literal, k, text = "", 0, self.text
-        while k < len(text):
-            char = text[k]
-            if char not in _SPECIAL:
-                literal, k = literal + char, k + 1
-                continue
-            if char == "\\":
-                if k + 1 == len(text):
-                    raise UsageError(f"{text}: a backslash at the end makes no character literal")
-                literal, k = literal + text[k + 1], k + 2
-                continue
-            if literal:
+        at, token = 0, _PATH_TOKEN if self.is_path else _KEY_TOKEN
+        while at < len(self.text):
+            match = token.match(self.text, at)
+            if match is None:
+                found = "a backslash at the end makes no character literal"
+                found = found if self.text[at] == "\\" else "expected a name such as {id} or {n:d} behind the brace"
+                raise UsageError(f"{self.text}: {found}")
+            literal, wild = match["escaped"] or match["literal"], match["wild"]
+            if literal and parts and parts[-1].kind == "literal":
+                parts[-1] = Part("literal", parts[-1].text + literal)
+            elif literal:
                 parts.append(Part("literal", literal))
-                literal = ""
-            if char == "*":
-                is_deep = self.is_path and text.startswith("**", k)
-                k += 2 if is_deep else 1
-                is_folder = is_deep and text.startswith("/", k)
-                k += is_folder  # `**/x` matches `x`, too
-                parts.append(Part("deep" if is_deep else "star", "/" if is_folder else ""))
-                continue
-            end = text.find("}", k)
-            name, _, form = text[k + 1 : end].partition(":")
-            if end < 0 or not is_name(name) or form not in ("", "d"):
-                raise UsageError(f"{text}: expected a name such as {{id}} or {{n:d}} behind the brace")
-            parts.append(Part("name", name, form == "d"))
-            k = end + 1
-        if literal:
-            parts.append(Part("literal", literal))
+            elif wild:  # `**/x` matches `x`, too
+                parts.append(Part("deep" if wild.startswith("**") else "star", "/" if wild.endswith("/") else ""))
+            else:
+                parts.append(Part("name", match["name"], match["form"] is not None))
+            at = match.end()
+        self._check_names(parts)
+        return tuple(parts)
+
+    def _check_names(self, parts: list[Part]) -> None:
+        """Raise UsageError for what is no name, a name that occurs twice, or two without a character between."""
         names = [part.text for part in parts if part.kind == "name"]
+        if wrong := next((name for name in names if not is_name(name)), None):
+            raise UsageError(f"{self.text}: {{{wrong}}} is no name such as {{id}} or {{n:d}}")
         if repeated := next((name for name in names if names.count(name) > 1), None):
-            raise UsageError(f"{text}: {{{repeated}}} occurs twice")
+            raise UsageError(f"{self.text}: {{{repeated}}} occurs twice")
         for one, two in itertools.pairwise(parts):
             if one.kind == "name" and two.kind == "name":
-                raise UsageError(f"{text}: {{{one.text}}}{{{two.text}}} needs a character between the names")
-        return tuple(parts)
+                raise UsageError(f"{self.text}: {{{one.text}}}{{{two.text}}} needs a character between the names")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -132,40 +126,13 @@ class Pattern:
             parses = self._step(part, name, parses)
             if not parses:
                 return None
-        found = parses.get(len(name), [])
-        if not found:
+        values = [self._bound(name, spans) for spans in parses.get(len(name), [])]
+        if not values:
             return None
-        return self._unique(name, found)
-
-    def _unique(self, name: str, found: list[Spans]) -> Match:
-        values = [self._bound(name, spans) for spans in found]
         if len({tuple(v.bound.items()) for v in values}) > 1:
             one, two = (", ".join(f"{k}={v}" for k, v in value.bound.items()) for value in values[:2])
             raise InvalidInputError(f"{name}: {self.text} matches it in two ways: {one}; {two}")
         return values[0]
-
-    @cached_property
-    def _expressions(self) -> tuple[re.Pattern[str], ...]:
-        """The pattern as regular expressions, whose variable parts are as short, and as long as possible."""
-        lazy = ""
-        for part in self.parts:
-            if part.kind == "literal":
-                lazy += re.escape(part.text)
-            elif part.is_number:
-                lazy += r"(0|[1-9][0-9]*?)" if part.is_strict else r"(-?[0-9]+?)"
-            elif part.kind == "deep":
-                lazy += r"((?:.*?/)??)" if part.text else "(.*?)"
-            else:
-                lazy += ("([^/]" if self.is_path else "(.") + ("+?)" if part.kind == "name" else "*?)")
-        greedy = lazy.replace("+?)", "+)").replace("*?)", "*)").replace("??)", "?)").replace(".*?/", ".*/")
-        return re.compile(lazy, re.DOTALL), re.compile(greedy, re.DOTALL)
-
-    def _match_fast(self, name: str) -> Match | None:
-        """Match with at most two variable parts: the first and the last way are then all that need comparing."""
-        found = [expression.fullmatch(name) for expression in self._expressions]
-        if found[0] is None or found[1] is None:
-            return None
-        return self._unique(name, [tuple(m.span(k + 1) for k in range(len(m.groups()))) for m in found if m])
 
     def _step(self, part: Part, name: str, parses: Parses) -> Parses:
         """Return the spans of names so far by the position behind a part: at most two for each position."""

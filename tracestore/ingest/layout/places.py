@@ -6,11 +6,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from tracestore.errors import UsageError
-from tracestore.ingest.layout.addresses import Address, ItemsStep, KeyStep
+from tracestore.ingest.layout.addresses import Address, AttributeStep, ItemsStep, KeyStep
 from tracestore.ingest.layout.fields import RECORD_FIELDS, FieldRule
 from tracestore.ingest.layout.language import Layout, below
 from tracestore.ingest.layout.patterns import AXIS_NAMES
 
+# Axes along which others lie behind each other.
+_FLAT = ("NS", "NK", "LD")
 # Names of what may bind the order of rows but says that the order is another one (rule 13a).
 _NO_ORDER = re.compile(r"(rank|gpu|proc|process|worker|shard_of)[-_]?(\\\{|\{)?chunk", re.IGNORECASE)
 _WILD = re.compile(r"(?<!\\)\*+/?")
@@ -54,6 +56,13 @@ class Place:
                 found.add(f"*{prefix}/{step.text}")
         return frozenset(found)
 
+    @cached_property
+    def crossed(self) -> frozenset[str]:
+        """The wildcards of files across which the parts of a trace may lie: its keys are complete."""
+        names = {name for step in self.address.path for name in step.names}
+        is_cut = bool(names & set(AXIS_NAMES)) and bool(names - set(AXIS_NAMES))
+        return frozenset(f"*{prefix}" for prefix in wild_prefixes(self.address.files.text) if is_cut)
+
     def steps(self) -> Iterable[tuple[str, object]]:
         """Yield each step of the path with the text before it."""
         prefix = f"{self.address.files.text} : "
@@ -68,6 +77,12 @@ class Place:
         names = {name for name in self.address.bound if name not in AXIS_NAMES and name not in tuple("LSTGPHDE")}
         # A name with a dot is the end of a range.
         return frozenset({name for name in names if "." not in name} | letters)
+
+    @cached_property
+    def is_counted(self) -> bool:
+        """True if rows are joined by their own number, not by that of an answer."""
+        steps = [step for step in self.address.path if isinstance(step, ItemsStep)]
+        return any(v.path == ("#",) and v.name != "sample" for step in steps for v in step.values)
 
     @cached_property
     def position_prefix(self) -> str | None:
@@ -124,6 +139,14 @@ class Plan:
         """Return whether rows of the states run on over several chunks."""
         return "chunk" in self.names
 
+    @property
+    def is_keyed(self) -> bool:
+        """Return whether the states are values of the keys of one mapping, whose order numbers the traces."""
+        keys = {name for place in self.states for step in place.address.path for name in step.names}
+        steps = [step for place in self.states for step in place.address.path]
+        is_mapping = all(isinstance(step, KeyStep | AttributeStep) for step in steps) and len(self.states) == 1
+        return is_mapping and bool(self.names) and self.names <= keys and not self.wild
+
 
 def plan_of(layout: Layout) -> Plan:
     """Return the plan of a layout; UsageError if nothing joins a field to the states."""
@@ -144,10 +167,13 @@ def plan_of(layout: Layout) -> Plan:
                 f"{place.name}: {place.address.files.text}: files of ranks are no chunks in order; write * or {{rank}}"
             )
     plan.names = frozenset.intersection(*(place.trace_names for place in plan.states))
-    plan.wild = frozenset.intersection(*(place.wild for place in plan.states))
+    plan.wild = frozenset.intersection(*(place.wild for place in plan.states)) - plan.states[0].crossed
     for place in plan.states:
         if extra := place.trace_names - plan.names - {"N", "K"}:
-            raise UsageError(f"{place.name}: only one of its addresses binds {', '.join(sorted(extra))}")
+            raise UsageError(
+                f"{place.name}: only one of its addresses binds {', '.join(sorted(extra))}; prompt and answer are two "
+                "parts of one trace, whose tokens {token} or {step} numbers"
+            )
     _join(plan)
     return plan
 
@@ -155,8 +181,13 @@ def plan_of(layout: Layout) -> Plan:
 def _place(layout: Layout, name: str, address: Address, part: int = 0, *, is_optional: bool = False) -> Place:
     rule = layout.rule(name)
     axes = address.axes_of(rule.axes)
-    if rule.kind == "known" and name in ("S.offsets", "S.owner") and address.axes is None:
+    if rule.kind == "known" and name.startswith(("S.offsets", "S.owner", "shape.")) and address.axes is None:
         axes = ("V",)  # any number of values
+    if unknown := [axis for axis in axes if len(axis) > 1 and axis not in _FLAT]:
+        raise UsageError(
+            f"{name}: {address}: found ({' '.join(unknown[0])}), expected (N S), (N K) or (L D); "
+            f"shape.{layout.states} gives the shape of flat numbers"
+        )
     if axes.count("S") == 2:
         second = len(axes) - 1 - axes[::-1].index("S")
         axes = (*axes[:second], "Q", *axes[second + 1 :])
@@ -183,37 +214,54 @@ def _add_records(plan: Plan) -> None:
 
 def _join(plan: Plan) -> None:
     """Set the names that join each place; order the places so that what binds a name comes before its use."""
-    known = set(plan.names) | {"file"} | ({"chunk"} if plan.is_global else set())
-    if "id" in plan.layout.templates:
-        known.add("id")
-    if "sample" in plan.layout.templates:
-        known.add("sample")
-    waiting, ordered = plan.others, []
+    layout = plan.layout
+    known = {*plan.names, "file", *({"id", "sample"} & {*layout.templates, *layout.settings})}
+    known |= ({"chunk"} if plan.is_global else set()) | ({"sample"} if "K" in plan.names else set())
+    waiting, plan.others = plan.others, []
     while waiting:
         ready = [p for p in waiting if _is_joined(plan, p, known)]
-        # A place that is joined by what others bind waits for them, unless nothing else is left.
-        first = [p for p in ready if p.name in DERIVED or p.name in _TEXT_NAMES] or ready
+        # A place waits for those that give what it binds, unless nothing else is left.
+        ready = [p for p in ready if not _waits(p, waiting, known)] or ready
+        first = [p for p in ready if _given(p)] or ready
         if not first:
             place = waiting[0]
             bound = ", ".join(sorted(place.trace_names))
             raise UsageError(
                 f"{place.name}: {place.address}: nothing joins it: it binds {bound}, "
-                f"and {plan.layout.states} {', '.join(sorted(plan.names)) or 'no name'}"
+                f"and {layout.states} {', '.join(sorted(plan.names)) or 'no name'}{_advice(plan, place)}"
             )
         for place in first:
             plan.keys[place] = _key(plan, place, known)
-        for place in first:
-            ordered.append(place)
-            waiting = [p for p in waiting if p is not place]
-            if place.name in DERIVED:
-                known.add(DERIVED[place.name])
-            elif place.name in _TEXT_NAMES:
-                known.add(place.name)
-    plan.others = ordered
+        plan.others += first
+        waiting = [p for p in waiting if p not in first]
+        known |= {name for place in first if (name := _given(place))}
+
+
+def _given(place: Place) -> str | None:
+    """Return the name that the values of a place bind for other places."""
+    return DERIVED.get(place.name, place.name if place.name in _TEXT_NAMES else None)
+
+
+def _advice(plan: Plan, place: Place) -> str:
+    """Return how a place that nothing joins may be joined."""
+    if field_name := next((name for name in DERIVED if name in place.trace_names), None):
+        return f"; {DERIVED[field_name]} is what {field_name} gives"
+    if place.trace_names == {"N"}:
+        other = "{id} as in the states, or [id=COLUMN]" if "id" in plan.names else "[NAME=COLUMN]"
+        return f"; rows in order need states in order; {other} joins by what rows say"
+    return ""
+
+
+def _waits(place: Place, waiting: list[Place], known: set[str]) -> bool:
+    """Return whether a place binds a name whose value another waiting place gives."""
+    given = {_given(p) for p in waiting if p is not place}
+    return bool((place.trace_names - known) & given)
 
 
 def _key(plan: Plan, place: Place, known: set[str]) -> tuple[str, ...]:
     names = place.trace_names & known
+    if place.trace_names == {"N"} and plan.is_keyed:
+        return ("N",)  # in the order of the keys
     if "N" in names and plan.is_global and "chunk" not in place.trace_names:
         names = (names - {"N"}) | {"N*"}  # the table runs on over the chunks
     return (*sorted(names), *sorted(place.wild & plan.wild))

@@ -14,7 +14,7 @@ import numpy as np
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.containers.columns import whole
 from tracestore.ingest.containers.keys import parse_key
-from tracestore.ingest.files.npy import array_in_bytes
+from tracestore.ingest.files.npy import array_in_bytes, guessed_dtype
 from tracestore.ingest.roles.keys import normalized
 from tracestore.ingest.roles.layout import opened
 from tracestore.store.format import schema
@@ -57,7 +57,7 @@ def set_arrays(values: dict[str, Any]) -> None:
         elif isinstance(value, Mapping):
             values[name] = {key: _shaped(array_of(layer), values) for key, layer in value.items()}
         elif (array := array_in_bytes(value)) is not None:
-            values[name] = array
+            values[name] = array.view(guessed_dtype(array.dtype))
         elif isinstance(value, bytes | bytearray | memoryview):
             dtype = _of(values, _DTYPE, name, lambda _: True)
             shape = _of(values, _SHAPE, name, lambda _: True)

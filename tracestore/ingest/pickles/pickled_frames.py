@@ -202,17 +202,22 @@ def _values(value: Any) -> Sequence[Any]:
         items, mask = _values(state["_data"]), _values(state["_mask"])
         return [None if is_missing else item for item, is_missing in zip(items, mask, strict=True)]
     if isinstance(state, tuple):
-        arrays = [part for part in state if isinstance(part, PickledArray)]
-        kinds = [part for part in state if isinstance(part, PandasObject) and isinstance(part.state, dict)]
-        categories = next((kind.state["categories"] for kind in kinds if "categories" in kind.state), None)
-        if len(arrays) != 1:
-            raise ValueError
-        codes = _values(arrays[0])
-        if categories is None:
-            return codes
-        items = _values(categories)
-        return [items[int(k)] if k >= 0 else None for k in codes]
+        return _categorical(state)
     raise ValueError
+
+
+def _categorical(state: tuple[Any, ...]) -> Sequence[Any]:
+    """Return the items of an array whose codes name categories, or of one without them."""
+    arrays = [part for part in state if isinstance(part, PickledArray)]
+    kinds = [part for part in state if isinstance(part, PandasObject) and isinstance(part.state, dict)]
+    categories = next((kind.state["categories"] for kind in kinds if "categories" in kind.state), None)
+    if len(arrays) != 1:
+        raise ValueError
+    codes = _values(arrays[0])
+    if categories is None:
+        return codes
+    items = _values(categories)
+    return [items[int(k)] if k >= 0 else None for k in codes]
 
 
 # Arrays of texts of pyarrow, which pandas 3 uses
@@ -226,8 +231,12 @@ def _restore_array(args: tuple[Any, ...]) -> list[str | None]:
     kind, length, _, begin, buffers = data[:5]
     if len(buffers) != 3 or any(type(n) is not int or n < 0 for n in (length, begin)):
         raise InvalidInputError("found an array of pyarrow without buffers")
+    return _texts_of_arrow(_OFFSETS[kind], length, begin, buffers)
+
+
+def _texts_of_arrow(dtype: np.dtype, length: int, begin: int, buffers: list[Any]) -> list[str | None]:
+    """Return the texts of the buffers of validity, offsets and bytes."""
     valid, offsets, text = (b if isinstance(b, bytes | bytearray | memoryview) else b"" for b in buffers)
-    dtype = _OFFSETS[kind]
     end = begin + length
     if length == 0:
         return []

@@ -8,7 +8,7 @@ import numpy as np
 
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.files.limits import Limits
-from tracestore.ingest.files.npy import array_in_bytes
+from tracestore.ingest.files.npy import array_in_bytes, guessed_dtype
 from tracestore.ingest.pickles.joblib_arrays import JoblibArray
 from tracestore.ingest.pickles.pickled_frames import PandasObject
 from tracestore.ingest.pickles.pickled_objects import PickledDict, PickledObject, UnknownClass
@@ -30,13 +30,7 @@ def resolve(value: Any, limits: Limits) -> Any:
         limits.charge()
         return _resolve_all(value, limits)
     if kind is bytes or kind is memoryview:
-        if (array := array_in_bytes(value)) is not None:
-            limits.charge(0, array.nbytes)
-            return array
-        limits.charge(len(value))
-        if kind is memoryview and len(value) > _MAX_BYTES_VALUE:
-            raise InvalidInputError(f"found {len(value):,} bytes that are not an array")
-        return bytes(value)
+        return _resolve_bytes(value, limits)
     if kind is PickledArray or kind is PickledTensor or kind is JoblibArray:
         array = value.resolve()
         if isinstance(array, list):
@@ -49,6 +43,21 @@ def resolve(value: Any, limits: Limits) -> Any:
     limits.charge(0, value.nbytes if kind is np.ndarray else 0)
     if kind is dict:
         return {k: resolve(v, limits) for k, v in value.items()}
+    return _resolve_object(value, limits)
+
+
+def _resolve_bytes(value: bytes | memoryview, limits: Limits) -> Any:
+    if (array := array_in_bytes(value)) is not None:
+        limits.charge(0, array.nbytes)
+        return array.view(guessed_dtype(array.dtype))
+    limits.charge(len(value))
+    if isinstance(value, memoryview) and len(value) > _MAX_BYTES_VALUE:
+        raise InvalidInputError(f"found {len(value):,} bytes that are not an array")
+    return bytes(value)
+
+
+def _resolve_object(value: Any, limits: Limits) -> Any:
+    kind = type(value)
     if kind is PandasObject:
         return resolve(value.resolve(), limits)
     if kind is PickledObject and value.args and not value.fields:

@@ -70,25 +70,30 @@ def _entries(mapped: MappedFile) -> dict[str, memoryview]:
             raise InvalidInputError(f"{entry} overlaps another entry or unknown data")
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
             raise InvalidInputError(f"{entry} is compressed; torch stores entries uncompressed")
-        begin = info.header_offset
-        if begin < 0 or begin + _LOCAL.size > len(view):
-            raise InvalidInputError("an entry is outside the archive")
-        magic, _, flags, method, _, _, crc, size, full, name_bytes, extra = _LOCAL.unpack_from(view, begin)
-        name = bytes(view[begin + _LOCAL.size : begin + _LOCAL.size + name_bytes])
-        data = begin + _LOCAL.size + name_bytes + extra
-        same = magic == b"PK\x03\x04" and flags == info.flag_bits and method == info.compress_type
-        if not same or name != info.orig_filename.encode("utf-8" if flags & _BIT_UTF8 else "cp437"):
-            raise InvalidInputError(f"{entry}: its two headers differ")
-        end = data + info.file_size
-        if end > len(view):
-            raise InvalidInputError(f"truncated: {entry} ends beyond the file")
-        free = end
-        if flags & _BIT_DESCRIPTOR:
-            _check_descriptor(view, end, info)
-        elif crc != info.CRC or (size, full) not in ((info.file_size, info.file_size), (_ZIP64_SIZE, _ZIP64_SIZE)):
-            raise InvalidInputError(f"{entry}: its two headers differ")
-        entries[info.filename] = view[data:end]
+        begin, free = _entry_bytes(view, info, entry)
+        entries[info.filename] = view[begin:free]
     return entries
+
+
+def _entry_bytes(view: memoryview, info: zipfile.ZipInfo, entry: str) -> tuple[int, int]:
+    """Return where the bytes of an entry begin and end; InvalidInputError if its two headers differ."""
+    begin = info.header_offset
+    if begin < 0 or begin + _LOCAL.size > len(view):
+        raise InvalidInputError("an entry is outside the archive")
+    magic, _, flags, method, _, _, crc, size, full, name_bytes, extra = _LOCAL.unpack_from(view, begin)
+    name = bytes(view[begin + _LOCAL.size : begin + _LOCAL.size + name_bytes])
+    data = begin + _LOCAL.size + name_bytes + extra
+    same = magic == b"PK\x03\x04" and flags == info.flag_bits and method == info.compress_type
+    if not same or name != info.orig_filename.encode("utf-8" if flags & _BIT_UTF8 else "cp437"):
+        raise InvalidInputError(f"{entry}: its two headers differ")
+    end = data + info.file_size
+    if end > len(view):
+        raise InvalidInputError(f"truncated: {entry} ends beyond the file")
+    if flags & _BIT_DESCRIPTOR:
+        _check_descriptor(view, end, info)
+    elif crc != info.CRC or (size, full) not in ((info.file_size, info.file_size), (_ZIP64_SIZE, _ZIP64_SIZE)):
+        raise InvalidInputError(f"{entry}: its two headers differ")
+    return data, end
 
 
 def _num_entries(view: memoryview) -> int:

@@ -96,6 +96,8 @@ class _File:
 class RemoteGroup(Group):
     """A group of a file."""
 
+    is_ordered = False  # by name
+
     def __init__(self, file: _File, path: str) -> None:
         self._file, self._path = file, path
 

@@ -78,12 +78,13 @@ def _root(
     if disk_bytes == 0:
         raise InvalidInputError("the file is empty")
     mapped = map_file(path)
-    compression = compression_of(mapped.read(0, min(8, len(mapped))))
+    head = mapped.read(0, min(_HEAD_BYTES, len(mapped)))
+    # The length of a header may begin like a compressed file does.
+    compression = None if is_safetensors(head, len(mapped)) else compression_of(head)
     name = path.name
     if compression is not None:
         name = _COMPRESSED.sub("", name)
-        flags = mapped.read(0, min(4, len(mapped)))[3:4]
-        if compression == "gzip" and flags and flags[0] & _GZIP_RESERVED:
+        if compression == "gzip" and len(head) > 3 and head[3] & _GZIP_RESERVED:
             raise InvalidInputError("damaged gzip: reserved flags are set")
     if name.endswith(text.SUFFIXES) and not name.endswith(tensors.INDEX_SUFFIX):
         return text.read_text(path, name, compression, resources)

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
 MAX_LINE_BYTES = 64 << 20
 _MAX_COLUMNS = 500_000
 _BLOCK_BYTES = 4 << 20
+_SEPARATORS, _MAX_HEADER = ",;\t|", 1 << 16  # characters of a first line that show its separator
 _NUMBER = re.compile(r"\s*[-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?\s*|nan|[-+]?inf", re.IGNORECASE)
 
 
@@ -42,6 +44,45 @@ def read_text(path: Path, name: str, compression: str | None, resources: ExitSta
     if name.endswith(".txt"):
         return StreamItems(line.rstrip("\r\n") for line in lines)
     return StreamItems(_rows(lines, "\t" if name.endswith(".tsv") else ","))
+
+
+def _separator(header: str, usual: str) -> str:
+    """Return the character that separates the cells of a first line: the usual one, or the only other that does."""
+    try:
+        found = [char for char in _SEPARATORS if len(next(csv.reader([header], delimiter=char), ())) > 1]
+    except csv.Error:
+        return usual  # refused where it is read
+    if usual in found or not found:
+        return usual
+    if len(found) > 1:
+        raise InvalidInputError(f"the first row may be separated by {' or '.join(map(repr, found))}; write commas")
+    return found[0]
+
+
+def _without_comments(lines: Iterator[str], usual: str) -> tuple[str, Iterator[str]]:
+    """Return the first row of a table, and its lines without comments before it.
+
+    A comment begins with #. The last one is the header if it has as many cells as the row behind it, but not one alone.
+    """
+    comment, size = "", 0
+    first = next((line for line in lines if line.strip()), "")
+    while first.startswith("#"):
+        comment, size = first, size + len(first)
+        first = next((line for line in lines if line.strip()), "")
+        if not first or size > _MAX_HEADER:
+            raise InvalidInputError("found no row behind lines that begin with #")
+    delimiter = _separator(first[:_MAX_HEADER], usual)
+    is_header = comment and 1 < _width(comment, delimiter) == _width(first, delimiter)
+    found = [comment, first] if is_header else [first]
+    return found[0], chain(found, lines)
+
+
+def _width(line: str, delimiter: str) -> int:
+    """Return the number of cells of a line, 0 if it is no row of its own."""
+    try:
+        return len(next(csv.reader([line[:_MAX_HEADER]], delimiter=delimiter), ()))
+    except csv.Error:
+        return 0
 
 
 def _blocks(path: Path, compression: str | None, resources: ExitStack) -> Iterator[bytes]:
@@ -111,8 +152,10 @@ def _open(value: Any) -> Value:
     return ListItems(value, _open, _charge) if isinstance(value, list) else value
 
 
-def _rows(lines: Iterator[str], delimiter: str) -> Iterator[Value]:
+def _rows(lines: Iterator[str], usual: str) -> Iterator[Value]:
     csv.field_size_limit(MAX_LINE_BYTES)
+    first, lines = _without_comments(lines, usual)
+    delimiter = _separator(first[:_MAX_HEADER], usual)
     size = count = 0  # of the row
 
     def counted() -> Iterator[str]:
@@ -135,7 +178,10 @@ def _rows(lines: Iterator[str], delimiter: str) -> Iterator[Value]:
                 continue
             width = width if number else len(cells)
             if len(cells) != width:
-                raise InvalidInputError(f"row {number} has {len(cells)} values, the first row {width}")
+                raise InvalidInputError(
+                    f"row {number} has {len(cells)} values, the first row {width}; a text that holds {delimiter!r} is "
+                    "written in quotes"
+                )
             if header is None:
                 yield _vector(cells, number)
             else:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tracestore.ingest.containers.keys import layer_kind, outputs_of_layers, parse_key
-from tracestore.ingest.files.npy import array_in_bytes
+from tracestore.ingest.files.npy import array_in_bytes, guessed_dtype
 from tracestore.ingest.pickles.pickled_frames import PandasObject
 from tracestore.ingest.pickles.pickled_objects import PickledObject
 from tracestore.ingest.pickles.pickled_torch import PickledTensor
@@ -48,7 +48,7 @@ def opened(value: Any) -> Any:
     if isinstance(value, PickledArray | PickledTensor | PickledSparse | PandasObject):
         return value.resolve()
     array = array_in_bytes(value)
-    return value if array is None else array
+    return value if array is None else array.view(guessed_dtype(array.dtype))
 
 
 def layout(value: Any) -> Layout | None:

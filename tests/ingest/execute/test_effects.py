@@ -1,0 +1,676 @@
+"""Test entries of layouts that had no effect, and what layouts could not state: each is stored as meant, or refused."""
+
+import gzip
+import json
+
+import numpy as np
+import pytest
+
+import tracestore
+from tests.ingest.execute.folders import convert, dump, refuse, save, states, table
+from tracestore.errors import UsageError
+from tracestore.ingest.layout.effects import check_effects
+from tracestore.ingest.layout.language import parse_layout
+from tracestore.ingest.layout.places import plan_of
+
+ROWS = {"hidden_states": "a.pkl : []/hs -> L S D", "question_id": "a.pkl : []/id"}
+
+
+def rows(count=4, ids="aabb"):
+    """Return records with the states (L 2, S 3, D 8) of answers."""
+    return [{"id": ids[k], "hs": states(2, 3, 8, seed=k), "text": f"answer {k}"} for k in range(count)]
+
+
+def numbered(tmp_path, ids=("a", "b", "a", "a"), names="0123"):
+    """Write states under arr_N, and a table of answers whose rows have no number of their own."""
+    dump(tmp_path / "in/h.pkl", {f"arr_{n}": states(2, 3, 8, seed=int(n)) for n in names})
+    table(tmp_path / "in/t.csv", [{"qid": qid, "text": f"answer {k}", "y": k % 2} for k, qid in enumerate(ids)])
+
+
+# Entries without effect
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        ({"S.side": "left"}, "S.side: has no effect without S.lengths"),
+        ({"S.side": "left", "S.lengths": "a.pkl : []/n", "hidden_states": "a.pkl : hs -> (N S) L D"}, "S.side: has no"),
+        ({"S.pad": 2}, "S.pad: has no effect without tokens"),
+        ({"S.padding": "nan", "hidden_states": "a.pkl : hs -> (N S) L D"}, "S.padding: has no effect"),
+        ({"P.repeats": True}, "P.repeats: has no effect without passes"),
+        ({"P.new": True}, "P.new: has no effect"),
+        ({"words.pass": True}, "words.pass: has no effect without a label"),
+        ({"share.is_correct": ["sample"]}, "share.is_correct: has no effect"),
+        ({"dtype.last_token": "bfloat16"}, "dtype.last_token: has no effect"),
+        ({"scale.last_token": 0.5}, "scale.last_token: has no effect"),
+        ({"S.prompt": "columns"}, "S.prompt: has no effect without a line for prompt_length"),
+        (
+            {"sample": "#", "hidden_states": "*.pkl : {id} -> L S D"},
+            "sample: has no effect without a line for question_id",
+        ),
+        ({"question": "t.csv : [N=#, K=#]/q"}, "K joins nothing"),
+        ({"question": "t.csv : [N=#, split=split]/q"}, "split joins nothing"),
+        ({"question": "{split}.csv : [N=#]/q"}, r"split joins nothing.* write \* in a name"),
+    ],
+)
+def test_rule_08_a_setting_or_a_name_without_effect(entries, words):
+    plan = plan_of(parse_layout({"hidden_states": "a.pkl : []/hs -> L S D"} | entries))
+
+    with pytest.raises(UsageError, match=words):
+        check_effects(plan)
+
+
+def test_rule_08_an_id_that_joins_nothing_shows_the_line_that_takes_it(tmp_path):
+    """[ids made of file and position]"""
+    numbered(tmp_path)
+    layout = {"hidden_states": "h.pkl : arr_{n} -> L S D", "generated_answer": "t.csv : [id=qid, n=#]/text"}
+
+    with pytest.raises(UsageError, match=r'question_id = "t.csv : \[n=#\]/qid" gives the id'):
+        tracestore.convert_files(tmp_path / "in", tmp_path / "s.zarr", layout=layout)
+
+
+@pytest.mark.parametrize(
+    ("name", "address"),
+    [
+        ("question", "a.pkl : []/missing"),
+        ("ignore", "a.pkl : []/missing"),
+        ("ignore", "missing*.pkl"),
+        ("sample", "a.pkl : []/#"),
+    ],
+)
+def test_rule_08_a_line_at_whose_path_nothing_is(tmp_path, name, address):
+    dump(tmp_path / "in/a.pkl", rows(ids="abcd"))
+
+    refuse(tmp_path, ROWS | {name: address}, "hold no such value|no file is left out")
+
+
+def test_rule_08_entries_with_effect_stay(tmp_path):
+    dump(tmp_path / "in/a.pkl", rows(ids="abcd"))
+    dump(tmp_path / "in/b.pkl", [1.5])
+
+    assert len(convert(tmp_path, ROWS | {"ignore": ["b.pkl", "a.pkl : []/text"]})) == 4
+
+
+# Layers and embeddings
+
+
+@pytest.mark.parametrize("entries", [{"L.size": 3}, {"L.ids": [0, 1, 2]}])
+def test_rule_01_stated_layers_with_the_embeddings_and_attention_without(tmp_path, entries):
+    attention = np.tril(np.full((2, 1, 3, 3), 1, "f4"))
+    dump(tmp_path / "in/a.pkl", [{"hs": states(3, 3, 8), "at": attention / attention.sum(-1, keepdims=True)}])
+    layout = {"hidden_states": "a.pkl : []/hs -> L S D", "attentions": "a.pkl : []/at -> L H S S"}
+    refuse(tmp_path, layout | entries, "the embeddings, would be left out")
+
+    traces = convert(tmp_path, {"hidden_states": layout["hidden_states"], "ignore": "a.pkl : []/at"} | entries)
+
+    assert len(next(iter(traces.values())).hidden_states) == 3
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_rule_01_another_number_of_layers_than_stated(tmp_path, size):
+    dump(tmp_path / "in/a.pkl", rows(ids="abcd"))
+
+    refuse(tmp_path, ROWS | {"L.size": size}, f"found 2 layers, expected {size}")
+
+
+def test_rule_01_a_layer_beyond_the_stated_number(tmp_path):
+    for k in (0, 4):
+        save(tmp_path / f"in/a_{k}.npy", states(4, 8, seed=k))
+
+    refuse(tmp_path, {"hidden_states": "{id}_{layer}.npy -> S D", "L.size": 4}, "found the layer 4, expected fewer")
+
+
+# Prompts of padded stacks
+
+
+def padded(tmp_path, lengths=(4, 2, 3), prompts=(3, 3, 3)):
+    """Write a stack (N, L, S 4, D) that is padded on the left."""
+    mask = np.array([[k >= 4 - n for k in range(4)] for n in lengths])
+    hidden = states(len(lengths), 2, 4, 8) * mask[:, None, :, None]
+    dump(tmp_path / "in/a.pkl", {"hs": hidden, "m": mask, "p": np.array(prompts), "id": list("abc")[: len(lengths)]})
+    return {
+        "hidden_states": "a.pkl : hs -> N L S D",
+        "S.mask": "a.pkl : m -> N S",
+        "prompt_length": "a.pkl : p -> N",
+        "question_id": "a.pkl : id -> N",
+    }
+
+
+def test_rule_17_one_prompt_length_of_rows_padded_in_front(tmp_path):
+    """[the width of the padded prompts as the length of each]"""
+    refuse(tmp_path, padded(tmp_path, (4, 3, 3)), "found 3 in every row, also where 1 tokens of padding")
+
+
+def test_rule_17_columns_of_the_prompt_count_the_padding(tmp_path):
+    traces = convert(tmp_path, padded(tmp_path) | {"S.prompt": "columns"})
+
+    assert [traces[name, 0].prompt_length for name in "abc"] == [3, 1, 2]
+
+
+def test_rule_17_tokens_of_the_prompt_do_not(tmp_path):
+    layout = padded(tmp_path, lengths=(4, 3, 3), prompts=(2, 2, 2))
+
+    traces = convert(tmp_path, layout | {"S.prompt": "tokens"})
+
+    assert [traces[name, 0].prompt_length for name in "abc"] == [2, 2, 2]
+
+
+def test_rule_17_lengths_that_differ_are_those_of_tokens(tmp_path):
+    traces = convert(tmp_path, padded(tmp_path, prompts=(3, 1, 2)))
+
+    assert [traces[name, 0].prompt_length for name in "abc"] == [3, 1, 2]
+
+
+@pytest.mark.parametrize("prompts", [(1, 1, 1), (6, 6, 6)])
+def test_rule_17_columns_outside_the_tokens(tmp_path, prompts):
+    layout = padded(tmp_path, lengths=(4, 2, 2), prompts=prompts)
+
+    refuse(tmp_path, layout | {"S.prompt": "columns"}, "prompt_length: found")
+
+
+# Chunks
+
+
+def chunked(tmp_path, sizes, firsts, count=None):
+    """Write last tokens of two layers in chunks, and a table of labels in order."""
+    for first, size in zip(firsts, sizes, strict=True):
+        for layer in range(2):
+            save(tmp_path / f"in/layer_{layer}_{first}.npy", states(size, 8, seed=10 * first + layer))
+    count = sum(sizes) if count is None else count
+    table(tmp_path / "in/t.csv", [{"q": f"statement {k}", "y": k % 2} for k in range(count)])
+    return {
+        "last_token": "layer_{layer}_{chunk}.npy -> N D",
+        "question": "t.csv : []/q",
+        "is_correct": "t.csv : []/y",
+    }
+
+
+@pytest.mark.parametrize("firsts", [(0, 4, 8), (0, 1, 2)])
+def test_rule_13_chunks_are_numbered_or_by_their_first_row(tmp_path, firsts):
+    layout = chunked(tmp_path, (4, 4, 2), firsts)
+
+    traces = convert(tmp_path, layout)
+
+    expected = states(2, 8, seed=10 * firsts[2])[1]
+    last = next(trace for trace in traces.values() if trace.question == "statement 9")
+    assert np.array_equal(np.asarray(last.last_token)[0], expected.astype("f2"))
+    assert last.scores["is_correct"] == 1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "firsts", "count"),
+    [((4, 2), (0, 8), 6), ((4, 4), (4, 8), 8), ((4, 4), (0, 5), 8), ((4, 4), (0, 4), 9), ((4, 4), (0, 2), 8)],
+)
+def test_rule_13_chunks_that_do_not_adjoin(tmp_path, sizes, firsts, count):
+    """[a lost chunk]"""
+    refuse(tmp_path, chunked(tmp_path, sizes, firsts, count), "found chunk|rows belong to")
+
+
+# Words
+
+
+@pytest.mark.parametrize(("value", "word"), [("REFUSED", "REFUSED"), ("-1", "-1"), (-1, "-1"), (2.0, "2"), ("C", "C")])
+def test_rule_22a_words_and_numbers_that_are_no_label(tmp_path, value, word):
+    records = [record | {"y": y} for record, y in zip(rows(ids="abcd"), ("correct", 0, value, "yes"), strict=True)]
+    dump(tmp_path / "in/a.pkl", records)
+    layout = ROWS | {"is_correct": "a.pkl : []/y"}
+    lines = " or ".join(f'words."{word}" = {meaning}' for meaning in ("true", "false", '"missing"'))
+    refuse(tmp_path, layout, lines)
+
+    traces = convert(tmp_path, layout | {f"words.{word}": "missing"})
+
+    assert [traces[name, 0].scores.get("is_correct") for name in ("a", "b", "d")] == [1, 0, 1]
+    assert np.isnan(traces["c", 0].scores.get("is_correct", np.nan))
+
+
+@pytest.mark.parametrize("value", ["none", "MISSING", 1, ["missing"]])
+def test_rule_22a_other_meanings_of_words(value):
+    with pytest.raises(UsageError, match=r"words\.x: found"):
+        parse_layout(ROWS | {"is_correct": "a.pkl : []/y", "words.x": value})
+
+
+# Joins over what other lines bind
+
+
+def answers(tmp_path, texts):
+    """Write two questions of three answers, and their texts by question."""
+    dump(tmp_path / "in/a.pkl", {"h": states(2, 3, 2, 8), "ids": ["a", "b"]})
+    table(tmp_path / "in/t.json", [{"qid": qid, "answers": found} for qid, found in texts.items()])
+    return {
+        "last_token": "a.pkl : h -> N K L D",
+        "question_id": "a.pkl : ids -> N",
+        "generated_answer": "t.json : [id=qid]/answers/[K]",
+    }
+
+
+def test_rule_12_lists_of_answers_join_by_id_and_number(tmp_path):
+    texts = {"b": ["b0", "b1", "b2"], "a": ["a0", "a1", "a2"]}
+
+    traces = convert(tmp_path, answers(tmp_path, texts))
+
+    assert {key: trace.answer for key, trace in traces.items()} == {
+        (qid, k): f"{qid}{k}" for qid in "ab" for k in range(3)
+    }
+
+
+def test_rule_12_answers_of_another_number(tmp_path):
+    refuse(tmp_path, answers(tmp_path, {"b": ["b0", "b1", "b2", "b3"], "a": ["a0", "a1", "a2"]}), "generated_answer")
+
+
+# Numbers of answers
+
+
+def test_rule_10_answers_are_counted_in_the_order_of_rows(tmp_path):
+    dump(tmp_path / "in/a.pkl", rows(ids="abab"))
+    layout = ROWS | {"generated_answer": "a.pkl : []/text"}
+    refuse(tmp_path, layout, 'sample = "#" numbers the answers')
+
+    traces = convert(tmp_path, layout | {"sample": "#"})
+
+    found = {key: trace.answer for key, trace in traces.items()}
+    assert found == {("a", 0): "answer 0", ("b", 0): "answer 1", ("a", 1): "answer 2", ("b", 1): "answer 3"}
+
+
+def test_rule_10_answers_are_counted_in_the_rows_of_the_ids(tmp_path):
+    """The keys of the states are in another order."""
+    numbered(tmp_path, names="3201")
+    layout = {
+        "hidden_states": "h.pkl : arr_{n} -> L S D",
+        "question_id": "t.csv : [n=#]/qid",
+        "generated_answer": "t.csv : [n=#]/text",
+        "is_correct": "t.csv : [n=#]/y",
+        "sample": "#",
+    }
+
+    traces = convert(tmp_path, layout)
+
+    found = {key: trace.answer for key, trace in traces.items()}
+    assert found == {("a", 0): "answer 0", ("b", 0): "answer 1", ("a", 1): "answer 2", ("a", 2): "answer 3"}
+    assert np.array_equal(np.asarray(traces["a", 2].hidden_states)[0], states(2, 3, 8, seed=3)[0].astype("f2"))
+
+
+def test_rule_10_rows_count_within_equal_ids(tmp_path):
+    dump(tmp_path / "in/a.pkl", rows(ids="abab"))
+    layout = {
+        "hidden_states": "a.pkl : [id=id, sample=#]/hs -> L S D",
+        "generated_answer": "a.pkl : [id=id, sample=#]/text",
+    }
+
+    traces = convert(tmp_path, layout)
+
+    found = {key: trace.answer for key, trace in traces.items()}
+    assert found == {("a", 0): "answer 0", ("b", 0): "answer 1", ("a", 1): "answer 2", ("b", 1): "answer 3"}
+
+
+def test_rule_10_answers_of_keys_without_order_are_not_counted(tmp_path):
+    dump(tmp_path / "in/a.pkl", {f"k{k}": {"hs": states(2, 3, 8, seed=k), "id": "a"} for k in range(3)})
+    layout = {"hidden_states": "a.pkl : {n}/hs -> L S D", "question_id": "a.pkl : {n}/id", "sample": "#"}
+
+    refuse(tmp_path, layout, "has no rows in order")
+
+
+@pytest.mark.parametrize("value", ["=#x", "3", 3])
+def test_rule_10_another_number_of_answers(tmp_path, value):
+    dump(tmp_path / "in/a.pkl", rows(ids="abab"))
+
+    with pytest.raises((UsageError, tracestore.errors.InvalidInputError)):
+        convert(tmp_path, ROWS | {"sample": value})
+
+
+# Copies
+
+
+def ranked(tmp_path, change=0.0):
+    """Write two ranks of a sampler that repeats the first question, and a table of labels."""
+    last = [states(2, 8, seed=k) for k in range(5)]
+    for rank, found in enumerate(([0, 2, 4], [1, 3, 0])):
+        hidden = np.stack([last[k] + change * (rank == 1 and k == 0) for k in found])
+        dump(tmp_path / f"in/rank{rank}.pkl", {"idx": np.array(found), "h": hidden.astype("f4")})
+    table(tmp_path / "in/t.csv", [{"idx": k, "text": f"answer {k}", "y": k % 2} for k in range(5)])
+    return {
+        "last_token": "rank*.pkl : h -> N L D",
+        "question_id": "rank*.pkl : idx -> N",
+        "generated_answer": "t.csv : [id=idx]/text",
+        "is_correct": "t.csv : [id=idx]/y",
+    }
+
+
+def test_rule_10b_copies_of_a_sampler_are_dropped_where_it_is_stated(tmp_path):
+    layout = ranked(tmp_path)
+    refuse(tmp_path, layout, 'duplicates = "drop"')
+
+    traces = convert(tmp_path, layout | {"duplicates": "drop"})
+
+    assert {key: trace.answer for key, trace in traces.items()} == {(str(k), 0): f"answer {k}" for k in range(5)}
+
+
+def test_rule_10b_copies_that_differ_are_not_dropped(tmp_path):
+    layout = ranked(tmp_path, change=0.5)
+
+    with pytest.raises(tracestore.errors.TracestoreError):
+        convert(tmp_path, layout | {"duplicates": "drop"})
+
+
+def test_rule_10b_copies_in_one_file(tmp_path):
+    records = rows(ids="abca")
+    records[3] = records[0]
+    dump(tmp_path / "in/a.pkl", records)
+    layout = ROWS | {"generated_answer": "a.pkl : []/text", "duplicates": "drop"}
+
+    assert len(convert(tmp_path, layout)) == 3
+
+
+def test_rule_10b_other_answers_in_one_file_are_no_copies(tmp_path):
+    dump(tmp_path / "in/a.pkl", rows(ids="abca"))
+
+    with pytest.raises(tracestore.errors.TracestoreError):
+        convert(tmp_path, ROWS | {"generated_answer": "a.pkl : []/text", "duplicates": "drop"})
+
+
+# Numbers of tokens that continue
+
+
+def parted(tmp_path, numbers, prefill=3):
+    """Write a prompt of `prefill` tokens, and a key for each later token."""
+    decode = {f"pos_{n}": states(2, 1, 8, seed=n) for n in numbers}
+    dump(tmp_path / "in/a.pkl", {"q": {"prefill": states(2, prefill, 8), "decode": decode}})
+
+
+@pytest.mark.parametrize("name", ["token", "step"])
+@pytest.mark.parametrize("first", [0, 1, 3])
+def test_rule_04_an_answer_continues_where_the_prompt_ends(tmp_path, name, first):
+    parted(tmp_path, range(first, first + 9))
+    axes = "L 1 D" if name == "token" else "L S D"
+    layout = {"hidden_states": ["a.pkl : {id}/prefill -> L S D", f"a.pkl : {{id}}/decode/pos_{{{name}}} -> {axes}"]}
+
+    trace = convert(tmp_path, layout)["q", 0]
+
+    assert (trace.num_tokens, trace.prompt_length) == (12, 3)
+    assert np.array_equal(np.asarray(trace.hidden_states)[:, -1], states(2, 1, 8, seed=first + 8)[:, 0].astype("f2"))
+
+
+@pytest.mark.parametrize("name", ["token", "step"])
+@pytest.mark.parametrize("numbers", [(2, 3), (4, 5), (3, 5), (5,)])
+def test_rule_04_an_answer_with_a_gap_behind_the_prompt(tmp_path, name, numbers):
+    """[a lost token]"""
+    parted(tmp_path, numbers)
+    axes = "L 1 D" if name == "token" else "L S D"
+    layout = {"hidden_states": ["a.pkl : {id}/prefill -> L S D", f"a.pkl : {{id}}/decode/pos_{{{name}}} -> {axes}"]}
+
+    refuse(tmp_path, layout, "first token is|first step is|is missing|have gaps")
+
+
+# Lists in the order of keys
+
+
+def keyed(tmp_path, values, suffix="pkl"):
+    """Write a mapping of questions, and a list of a value for each."""
+    (tmp_path / "in").mkdir(exist_ok=True)
+    dump(tmp_path / "in/v.pkl", {qid: {"h": states(2, 8, seed=k)} for k, qid in enumerate(("q9", "q10", "q1"))})
+    dump(tmp_path / "in/u.pkl", {"entropy": values})
+    return {"last_token": "v.pkl : {id}/h -> L D", "hallucination.entropy": "u.pkl : entropy/[]"}
+
+
+def test_rule_13_a_list_in_the_order_of_keys(tmp_path):
+    traces = convert(tmp_path, keyed(tmp_path, [0.5, 1.5, 2.5]))
+
+    found = {qid: trace.scores["entropy"] for (qid, _), trace in traces.items()}
+    assert found == {"q9": 0.5, "q10": 1.5, "q1": 2.5}
+
+
+@pytest.mark.parametrize("values", [[0.5, 1.5], [0.5, 1.5, 2.5, 3.5]])
+def test_rule_13_a_list_of_another_length_than_the_keys(tmp_path, values):
+    refuse(tmp_path, keyed(tmp_path, values), f"{len(values)} rows belong to 3 traces")
+
+
+def test_rule_13_a_list_beside_keys_of_several_files(tmp_path):
+    layout = keyed(tmp_path, [0.5, 1.5, 2.5])
+    (tmp_path / "in/v.pkl").rename(tmp_path / "in/v1.pkl")
+    dump(tmp_path / "in/v2.pkl", {"q5": {"h": states(2, 8, seed=9)}})
+
+    with pytest.raises((UsageError, tracestore.errors.InvalidInputError), match=r"nothing joins it|one file"):
+        convert(tmp_path, layout | {"last_token": "v*.pkl : {id}/h -> L D"})
+
+
+@pytest.mark.parametrize("suffix", ["h5", "safetensors"])
+def test_rule_13_a_list_beside_sorted_keys(tmp_path, suffix):
+    """[keys that the container sorts: q10 before q9]"""
+    keyed(tmp_path, [0.5, 1.5, 2.5])
+    (tmp_path / "in/v.pkl").unlink()
+    hidden = {qid: states(2, 8, seed=k) for k, qid in enumerate(("q9", "q10", "q1"))}
+    if suffix == "h5":
+        h5py = pytest.importorskip("h5py")
+        with h5py.File(tmp_path / "in/v.h5", "w") as file:
+            for qid, values in hidden.items():
+                file[qid] = values
+    else:
+        pytest.importorskip("safetensors.numpy").save_file(hidden, tmp_path / "in/v.safetensors")
+    layout = {"last_token": f"v.{suffix} : {{id}} -> L D", "hallucination.entropy": "u.pkl : entropy/[]"}
+
+    refuse(tmp_path, layout, "not in the order in which they were written")
+
+
+# Mappings of lists
+
+
+def listed(tmp_path, **changes):
+    """Write a mapping of parallel lists."""
+    found = {
+        "idx": ["a", "b", "c"],
+        "h": [states(2, n, 8, seed=n) for n in (3, 4, 5)],
+        "y": np.array([0, 1, 1]),
+        "rank": 0,
+    }
+    dump(tmp_path / "in/a.pkl", found | changes)
+    return {"hidden_states": "a.pkl : [id=idx]/h -> L S D", "is_correct": "a.pkl : [id=idx]/y"}
+
+
+def test_rule_09_lists_of_a_mapping_are_columns(tmp_path):
+    traces = convert(tmp_path, listed(tmp_path))
+
+    assert {qid: (t.num_tokens, t.scores["is_correct"]) for (qid, _), t in traces.items()} == {
+        "a": (3, 0),
+        "b": (4, 1),
+        "c": (5, 1),
+    }
+
+
+@pytest.mark.parametrize("changes", [{"y": np.array([0, 1])}, {"idx": ["a", "b"]}, {"h": 1.5}, {"idx": "abc"}])
+def test_rule_09_lists_of_different_lengths_are_no_columns(tmp_path, changes):
+    refuse(tmp_path, listed(tmp_path, **changes), "found a mapping|no file could|has no idx")
+
+
+def test_rule_08_a_column_of_a_mapping_without_a_line(tmp_path):
+    refuse(tmp_path, listed(tmp_path, attn=[np.zeros((1, 2, 2))] * 3), "no line of the layout names")
+    refuse(tmp_path, listed(tmp_path, attn=np.zeros((4, 2, 2))), "no line of the layout names")
+
+
+# Messages
+
+
+def test_a_run_by_a_layout_names_lines(tmp_path, capsys):
+    from tests.helpers import command
+
+    dump(tmp_path / "in/a.pkl", [{"hs": states(2, 3, 8)}])
+
+    done = command("convert", tmp_path / "in", tmp_path / "s.zarr", "--field", "hidden_states = a.pkl : []/hs -> L S D")
+
+    assert done.returncode == 0
+    assert "--map" not in done.stdout + done.stderr
+    assert "a line for question_id" in done.stdout + done.stderr
+
+
+def test_gzipped_rows_count_answers(tmp_path):
+    save(tmp_path / "in/h.npy", states(3, 2, 8))
+    with gzip.open(tmp_path / "in/t.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps({"qid": qid, "text": qid}) + "\n" for qid in "aba")
+    layout = {"last_token": "h.npy -> N L D", "question_id": "t.jsonl.gz : []/qid", "sample": "#"}
+
+    assert set(convert(tmp_path, layout)) == {("a", 0), ("b", 0), ("a", 1)}
+
+
+# Layers in several files
+
+
+def stages(tmp_path, offsets=(0, 2)):
+    """Write the layers of two traces by stages of a pipeline, which number their own from 0."""
+    for stage, offset in enumerate(offsets):
+        layers = {f"layers.{k}": states(3, 8, seed=10 * offset + k) for k in range(2)}
+        dump(tmp_path / f"in/stage{stage}.pkl", {"q1": layers, "q2": layers, "offset": offset})
+    return {"hidden_states": "stage*.pkl : {id}/layers.{layer} -> S D", "L.offset": "stage*.pkl : offset"}
+
+
+def test_rule_04_layers_of_several_files_with_an_offset(tmp_path):
+    trace = convert(tmp_path, stages(tmp_path))["q2", 0]
+
+    assert len(trace.hidden_states) == 4
+    for k, (offset, local) in enumerate(((0, 0), (0, 1), (2, 0), (2, 1))):
+        assert np.array_equal(np.asarray(trace.hidden_states)[k], states(3, 8, seed=10 * offset + local).astype("f2"))
+
+
+@pytest.mark.parametrize("offsets", [(0, 1), (0, 0), (0, "x"), (0, None), (0, 1.5)])
+def test_rule_04_offsets_under_which_layers_overlap(tmp_path, offsets):
+    """[layers of one rank instead of another's]"""
+    layout = stages(tmp_path)
+    for stage, offset in enumerate(offsets):
+        layers = {f"layers.{k}": states(3, 8, seed=k) for k in range(2)}
+        dump(tmp_path / f"in/stage{stage}.pkl", {"q1": layers, "offset": offset})
+
+    refuse(tmp_path, layout, "twice|expected the number of a layer|expected one number")
+
+
+def test_rule_04_layers_of_several_files_without_an_offset(tmp_path):
+    layout = stages(tmp_path)
+    refuse(tmp_path, {"hidden_states": layout["hidden_states"], "ignore": "stage*.pkl : offset"}, "twice")
+
+
+@pytest.mark.parametrize("address", ["other.pkl : offset", "stage*.pkl : [id=id]/offset"])
+def test_rule_04_an_offset_of_other_files(address):
+    layout = {"hidden_states": "stage*.pkl : {id}/layers.{layer} -> S D", "L.offset": address}
+
+    with pytest.raises(UsageError, match="expected one number of each file"):
+        check_effects(plan_of(parse_layout(layout)))
+
+
+def test_rule_04_layers_of_a_trace_may_lie_in_several_shards(tmp_path):
+    for shard, keys in enumerate((("a.layer_4", "a.layer_8", "b.layer_8"), ("b.layer_4",))):
+        dump(tmp_path / f"in/s-{shard}.pkl", {key: states(3, 8, seed=ord(key[0]) + int(key[-1])) for key in keys})
+
+    traces = convert(tmp_path, {"hidden_states": "s-*.pkl : {id}.layer_{layer} -> S D"})
+
+    assert np.array_equal(np.asarray(traces["b", 0].hidden_states)[1], states(3, 8, seed=ord("b") + 8).astype("f2"))
+
+
+# Bytes with a shape
+
+
+def blobs(tmp_path, shapes, kind="f2"):
+    """Write states as bytes, and the shape of each."""
+    records = [
+        {"id": f"q{k}", "h": np.arange(np.prod(shape), dtype=kind).tobytes(), "shape": list(shape)}
+        for k, shape in enumerate(shapes)
+    ]
+    for record in records:
+        record["h"] = np.frombuffer(record["h"], "u1")
+    dump(tmp_path / "in/a.pkl", records)
+    return {"hidden_states": "a.pkl : [id=id]/h -> L S D", "shape.hidden_states": "a.pkl : [id=id]/shape"}
+
+
+@pytest.mark.parametrize(("kind", "name"), [("f2", "float16"), ("f4", "float32"), ("f8", "float64")])
+def test_rule_07_bytes_with_a_shape(tmp_path, kind, name):
+    layout = blobs(tmp_path, [(2, 3, 8), (2, 5, 8)], kind)
+
+    traces = convert(tmp_path, layout | {"dtype.hidden_states": name, "S.padding": "none"})
+
+    assert np.asarray(traces["q1", 0].hidden_states).tolist() == np.arange(80).reshape(2, 5, 8).tolist()
+
+
+@pytest.mark.parametrize("changed", [(2, 3), (2, 3, 9), (2, 3, 8, 1), (3, 2, 8)])
+def test_rule_07_bytes_of_another_shape(tmp_path, changed):
+    layout = blobs(tmp_path, [(2, 3, 8), (2, 5, 8)])
+    records = [
+        {"id": f"q{k}", "h": np.zeros(2 * 48, "u1") + 1, "shape": list(changed if k else (2, 3, 8))} for k in range(2)
+    ]
+    dump(tmp_path / "in/a.pkl", records)
+
+    refuse(tmp_path, layout | {"dtype.hidden_states": "float16"}, "the shape|layer_ids|layers|expected")
+
+
+def test_rule_07_bytes_with_a_shape_and_no_dtype(tmp_path):
+    refuse(tmp_path, blobs(tmp_path, [(2, 3, 8)]), "dtype.hidden_states states")
+
+
+def test_flat_numbers_need_a_shape():
+    with pytest.raises(UsageError, match=r"shape\.hidden_states gives"):
+        plan_of(parse_layout({"hidden_states": "a.pkl : h -> (L S D)"}))
+
+
+def test_rule_08_a_shape_of_no_states():
+    layout = {"hidden_states": "a.pkl : []/h -> L S D", "shape.last_token": "a.pkl : []/shape"}
+
+    with pytest.raises(UsageError, match=r"shape\.last_token: has no effect"):
+        check_effects(plan_of(parse_layout(layout)))
+
+
+@pytest.mark.parametrize("known", [{"S.mask": "a.pkl : m -> N S"}, {"S.lengths": "a.pkl : n -> N", "S.side": "right"}])
+@pytest.mark.parametrize("end", [2, 3, 4])
+def test_rule_17_padding_that_contradicts_a_mask_or_lengths(tmp_path, known, end):
+    hidden = states(2, 2, 4, 8)
+    hidden[1, :, end:] = np.nan
+    mask = np.array([[1, 1, 1, 1], [1, 1, 1, 0]])
+    dump(tmp_path / "in/a.pkl", {"hs": hidden, "m": mask, "n": mask.sum(1)} | {"t": np.tile([5, 6, 7, 0], (2, 1))})
+    layout = {"hidden_states": "a.pkl : hs -> N L S D", "S.padding": "nan", "tokens": "a.pkl : t -> N S"} | known
+    layout["ignore"] = "a.pkl : n" if "S.mask" in known else "a.pkl : m"
+    if end != 3:
+        refuse(tmp_path, layout, "S.padding: found the tokens")
+        return
+
+    assert sorted(trace.num_tokens for trace in convert(tmp_path, layout).values()) == [3, 4]
+
+
+@pytest.mark.parametrize("options", [{}, {"duplicates": "drop"}])
+def test_rule_14_copies_whose_labels_differ(tmp_path, options):
+    """[the label of the copy that was read last]"""
+    last = [states(2, 8, seed=k) for k in range(5)]
+    for rank, (found, labels) in enumerate((([0, 2, 4], [0, 1, 0]), ([1, 3, 0], [1, 1, 1]))):
+        arrays = {"idx": np.array(found), "h": np.stack([last[k] for k in found]), "y": np.array(labels)}
+        dump(tmp_path / f"in/rank{rank}.pkl", arrays)
+    layout = {
+        "last_token": "rank*.pkl : h -> N L D",
+        "question_id": "rank*.pkl : idx -> N",
+        "is_correct": "rank*.pkl : y -> N",
+    }
+
+    refuse(tmp_path, layout | options, "is_correct: found 0 and 1 for 0, sample 0: copies of a trace have one label")
+
+
+@pytest.mark.parametrize("first", [1, 2, 3])
+def test_rule_04_layers_that_count_from_the_offset_already(tmp_path, first):
+    """[layers 0, 1, 4, 5 instead of 0 to 3]"""
+    layout = stages(tmp_path)
+    layers = {f"layers.{first + k}": states(3, 8, seed=k) for k in range(2)}
+    dump(tmp_path / "in/stage1.pkl", {"q1": layers, "q2": layers, "offset": first})
+
+    refuse(tmp_path, layout, "do they count from it already")
+
+
+@pytest.mark.parametrize("size", [4, 16])
+def test_rule_01_another_hidden_size_than_stated(tmp_path, size):
+    dump(tmp_path / "in/a.pkl", rows(ids="abcd"))
+
+    refuse(tmp_path, ROWS | {"D.size": size}, f"found D 8, expected {size}")
+
+
+@pytest.mark.parametrize(("firsts", "is_right"), [((3, 6), True), ((0, 0), True), ((0, 1), False), ((3, 1), False)])
+def test_rule_04_answers_of_every_trace_begin_alike(tmp_path, firsts, is_right):
+    """[a lost first token]"""
+    found = {}
+    for k, (first, prefill) in enumerate(zip(firsts, (3, 6), strict=True)):
+        decode = {f"pos_{n}": states(2, 8, seed=n) for n in range(first, first + 4)}
+        found[f"q{k}"] = {"decode": decode, "prefill": states(2, prefill, 8, seed=k)}
+    dump(tmp_path / "in/a.pkl", found)
+    layout = {"hidden_states": ["a.pkl : {id}/prefill -> L S D", "a.pkl : {id}/decode/pos_{token} -> L D"]}
+    if is_right:
+        assert {qid: trace.prompt_length for (qid, _), trace in convert(tmp_path, layout).items()} == {"q0": 3, "q1": 6}
+    else:
+        refuse(tmp_path, layout, "as in an earlier trace")

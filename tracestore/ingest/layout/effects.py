@@ -1,0 +1,95 @@
+"""Refuse entries of a layout that would have no effect: they mean something else than they state."""
+
+from collections.abc import Callable
+
+from tracestore.errors import UsageError
+from tracestore.ingest.layout.addresses import ItemsStep
+from tracestore.ingest.layout.fields import LABELS, SETTINGS_OF
+from tracestore.ingest.layout.patterns import AXIS_NAMES
+from tracestore.ingest.layout.places import RECORDS, Place, Plan
+
+
+def check_effects(plan: Plan) -> None:
+    """Raise UsageError for a setting that nothing uses, and for a name that joins nothing."""
+    for name in plan.layout.settings:
+        head, _, tail = name.partition(".")
+        if head in SETTINGS_OF:
+            needs, has_effect = _NEEDS_OF[head]
+            is_used = has_effect(plan, tail)
+        elif name in _NEEDS:
+            needs, condition = _NEEDS[name]
+            is_used = condition(plan)
+        else:
+            continue
+        if not is_used:
+            raise UsageError(f"{name}: has no effect without {needs}; remove it")
+    for place in plan.others:
+        if place.name.startswith("shape.") and place.name != f"shape.{plan.layout.states}":
+            raise UsageError(f"{place.name}: has no effect without a line for the field; remove it")
+        if place.name == "L.offset":
+            _check_offset(plan, place)
+    if plan.names:
+        for place in plan.others:
+            if place.name != RECORDS and not place.is_optional:
+                _check_names(plan, place)
+
+
+def _check_offset(plan: Plan, place: Place) -> None:
+    """Refuse an offset that is no number of each file whose keys number layers."""
+    files = {state.address.files.text for state in plan.states if "layer" in state.address.bound}
+    if files != {place.address.files.text} or place.trace_names:
+        expected = " or ".join(sorted(files)) or "files of states that bind {layer}"
+        raise UsageError(f"L.offset: {place.address}: expected one number of each file of {expected}")
+
+
+def _check_names(plan: Plan, place: Place) -> None:
+    joined = {name.rstrip("*") for name in plan.keys[place]}
+    if unused := sorted(place.trace_names - joined):
+        states = ", ".join(sorted(plan.names))
+        raise UsageError(
+            f"{place.name}: {place.address}: {', '.join(unused)} joins nothing: {plan.layout.states} binds {states}"
+            + (_line_for_id(place) if "id" in unused else "; remove it, or write * in a name")
+        )
+
+
+def _line_for_id(place: Place) -> str:
+    """Return the line that takes the id from the rows of a place, as advice."""
+    for prefix, step in place.steps():
+        values = step.values if isinstance(step, ItemsStep) else ()
+        source = next(("/".join(v.path) for v in values if v.name == "id"), None)
+        others = ", ".join(f"{v.name}={'/'.join(v.path)}" for v in values if v.name in place.trace_names - {"id"})
+        if source is not None:
+            return f'; question_id = "{prefix}[{others}]/{source}" gives the id'
+    return "; a line for question_id gives the id"
+
+
+def _states(plan: Plan, names: str) -> bool:
+    """Return whether the states have one of the axes, or a name of it."""
+    bound = {AXIS_NAMES.get(name, name) for place in plan.states for name in place.address.bound}
+    return bool((bound | {letter for place in plan.states for axis in place.axes for letter in axis}) & set(names))
+
+
+def _has(plan: Plan, *names: str) -> bool:
+    return any(place.name in names for place in plan.others)
+
+
+# What each setting needs, in words and as a condition.
+_NEEDS: dict[str, tuple[str, Callable[[Plan], bool]]] = {
+    "S.side": ("S.lengths of rows that are padded", lambda plan: _has(plan, "S.lengths") and not _is_flat(plan)),
+    "S.pad": ("tokens", lambda plan: _has(plan, "tokens")),
+    "S.padding": ("an axis S of the states that may be padded", lambda plan: _states(plan, "S") and not _is_flat(plan)),
+    "S.prompt": ("a line for prompt_length", lambda plan: _has(plan, "prompt_length")),
+    "sample": ("a line for question_id", lambda plan: _has(plan, "question_id")),
+    "P.repeats": ("passes of the states", lambda plan: _states(plan, "P")),
+    "P.new": ("passes of the states", lambda plan: _states(plan, "P")),
+}
+_NEEDS_OF: dict[str, tuple[str, Callable[[Plan, str], bool]]] = {
+    "words": ("a label", lambda plan, _: bool({*plan.layout.addresses, *plan.layout.templates} & set(LABELS))),
+    "share": ("a line for the field", lambda plan, name: name in plan.layout.templates or _has(plan, name)),
+    "scale": ("a line for the field", lambda plan, name: name == plan.layout.states),
+    "dtype": ("a line for the field", lambda plan, name: name == plan.layout.states),
+}
+
+
+def _is_flat(plan: Plan) -> bool:
+    return any("NS" in place.axes for place in plan.states)
