@@ -6,7 +6,7 @@ import math
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,8 @@ class Execution:
         Folder of the store, which is not searched.
     owned : tuple of Path
         The files that are read for another purpose.
+    files : Mapping, optional
+        Files by their names below SRC, instead of those that the arguments hold.
 
     Attributes
     ----------
@@ -52,10 +54,17 @@ class Execution:
         The sources in their order.
     """
 
-    def __init__(self, layout: Layout, arguments: list[Path], store: Path, owned: tuple[Path, ...] = ()) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        arguments: list[Path],
+        store: Path,
+        owned: tuple[Path, ...] = (),
+        files: Mapping[str, Path] | None = None,
+    ) -> None:
         self.layout, self.plan = layout, plan_of(layout)
-        files = list_files(arguments, store)
-        self._claimed = claim_files(self.plan, files, owned)
+        found = list_files(arguments, store) if files is None else dict(files)
+        self._claimed = claim_files(self.plan, found, owned)
         self.groups, self._table_files = group_files(self.plan, self._claimed)
         self._trees = {
             text: tree_of(text, self.plan.places, self.plan.ignored, self.plan.states) for text in self.plan.files
@@ -336,6 +345,10 @@ class Execution:
             more = f" and {len(shown) - _MAX_SHOWN} more" if len(shown) > _MAX_SHOWN else ""
             paths = ", ".join(escape_unprintable(path, 60) for path in shown[:_MAX_SHOWN])
             yield f"not named by the layout and left out: {paths}{more}"
+        self.release()
+
+    def release(self) -> None:
+        """Close the tables; `close` does so, too."""
         self._resources.close()
 
     def _close_table(self, column: Column, source: str, has_id: Callable[[str], bool]) -> str:

@@ -1,0 +1,211 @@
+"""Names as patterns: what varies in the names of files and keys, and what the words beside it say."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from tracestore.ingest.layout.fields import FIELDS
+from tracestore.store.vocabulary import COUNTED, NEEDLESS, SCORES, SPLITS, SYNONYMS
+
+_TOKEN = re.compile(r"[^\W\d_]+|\d+|[\W_]+")
+_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+_WORD = re.compile(r"[^\W\d_]+")
+_SPECIAL = re.compile(r"([\\*{])")
+# Words of names that are classes of answers: correct/q0.npz.
+CLASSES = frozenset(
+    ("correct", "incorrect", "hallucinated", "wrong", "right", "truthful", "faithful", "unfaithful", "hallucination")
+)
+_OTHER_WORDS = frozenset(("model", "transformer", "data", "results", "result", "meta", "metadata", "info", "file"))
+_ID_WORDS = frozenset(
+    ("sample", "question", "example", "doc", "prompt", "trace", "item", "row", "ep", "episode", "request", "answer", "response")
+)  # fmt: skip
+
+
+def words_of(name: str) -> tuple[str, ...]:
+    """Return the words of a name in lower case, without numbers."""
+    return tuple(word.lower() for word in _WORD.findall(_CAMEL.sub("_", name)))
+
+
+@lru_cache(maxsize=1)
+def known_words() -> frozenset[str]:
+    """Return the words of which names of fields and axes consist."""
+    names = [*FIELDS, *SYNONYMS, *(n for names in SYNONYMS.values() for n in names), *NEEDLESS, *SCORES, "label", "labels"]
+    found = {word for name in names for word in words_of(name) if len(word) > 1}
+    return frozenset(found - _ID_WORDS | set(COUNTED) - {"d"} | _OTHER_WORDS | {"prompt", "answer", "response"})
+
+
+@dataclass(frozen=True)
+class Family:
+    """Names of one pattern.
+
+    Attributes
+    ----------
+    pattern : str
+        In the language of layouts: ``layer_{layer}``.
+    members : dict
+        What each name binds.
+    has_pieces : bool
+        Whether the id has pieces that vary by themselves, so that it may be an id and something else (rule 23).
+    """
+
+    pattern: str
+    members: dict[str, dict[str, str]]
+    has_pieces: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What the pattern binds."""
+        return tuple(next(iter(self.members.values()), {}))
+
+
+def escape(text: str) -> str:
+    """Return text that a pattern takes as it is."""
+    return _SPECIAL.sub(r"\\\1", text)
+
+
+Piece = tuple[str, str]  # text, and what it is: "" literal, "?" an unknown word, else what it counts
+
+
+def _pieces(name: str, is_path: bool) -> list[Piece]:
+    """Return the pieces of a name: words that are known, numbers that a word counts, and what may be an id."""
+    found: list[Piece] = []
+    tokens = _TOKEN.findall(name)
+    suffix_at = name.rfind(".") if is_path else len(name)
+    at, counted, is_glued = 0, "", False
+    for k, token in enumerate(tokens):
+        at += len(token)
+        following = tokens[k + 1] if k + 1 < len(tokens) else ""
+        if is_path and at > suffix_at >= 0 and name[suffix_at:].count("/") == 0:
+            found.append((token, ""))
+            continue
+        if token[0].isdigit():
+            found.append((token, counted or "?"))
+            counted = ""
+        elif token[0].isalpha():
+            words = words_of(token)
+            last = words[-1] if words else ""
+            is_number_next = following[:1].isdigit() or (
+                bool(following) and not following[0].isalnum() and k + 2 < len(tokens) and tokens[k + 2][0].isdigit()
+            )
+            counted = COUNTED.get(last, "") if is_number_next else ""
+            if counted and (last not in _ID_WORDS or counted != "sample"):
+                found.append((token, ""))
+            elif last in _ID_WORDS and is_number_next:
+                found.append((token, "#"))
+                counted = ""
+            elif last in SPLITS:
+                found.append((token, "split"))
+            elif last in CLASSES:
+                found.append((token, "verdict"))
+            elif all(word in known_words() for word in words) and not following[:1].isdigit():
+                found.append((token, ""))
+            else:
+                found.append((token, "?"))
+        else:
+            found.append((token, "."))
+            counted = counted if len(token) <= 2 and "/" not in token else ""
+    return found
+
+
+def _merged(pieces: Sequence[Piece]) -> list[Piece]:
+    """Return pieces with those of an id as one, and separators as literal text."""
+    merged: list[Piece] = []
+    for k, (text, what) in enumerate(pieces):
+        follows_id = bool(merged) and merged[-1][1] in ("?", "#")
+        is_inner = follows_id and "/" not in text and k + 1 < len(pieces) and pieces[k + 1][1] in ("?", "#")
+        if what in ("?", "#") and follows_id:
+            merged[-1] = (merged[-1][0] + text, "?")
+        elif what == "." and is_inner:
+            merged[-1] = (merged[-1][0] + text, merged[-1][1])
+        elif what in (".", "") and merged and merged[-1][1] == "":
+            merged[-1] = (merged[-1][0] + text, "")
+        else:
+            merged.append((text, "" if what == "." else what))
+    return [(text, "" if what == "#" else what) for text, what in merged]
+
+
+def families(names: Iterable[str], *, is_path: bool = False, keep_single: bool = True) -> list[Family]:
+    """Return the patterns of names of files or keys.
+
+    Parameters
+    ----------
+    names : iterable of str
+    is_path : bool
+        Whether the names are paths, whose suffix is literal.
+    keep_single : bool
+        Whether an unknown word with a digit is an id, also where it does not vary.
+    """
+    groups: dict[tuple[str, ...], dict[str, list[Piece]]] = defaultdict(dict)
+    for name in names:
+        pieces = _merged(_pieces(name, is_path))
+        groups[tuple(text if what == "" else f"\0{what}" for text, what in pieces)][name] = pieces
+    found: list[Family] = []
+    for members in groups.values():
+        found += _families_of(members, keep_single=keep_single)
+    return found
+
+
+def _families_of(members: dict[str, list[Piece]], *, keep_single: bool) -> list[Family]:
+    columns = list(zip(*members.values(), strict=True))
+    names: list[str] = []
+    varying = [
+        bool(column[0][1]) and (len({text for text, _ in column}) > 1 or _is_pattern(column[0], keep_single=keep_single))
+        for column in columns
+    ]
+    ids = [k for k, column in enumerate(columns) if varying[k] and column[0][1] == "?"]
+    # The part that tells most names apart is the id.
+    main = max(ids, key=lambda k: (len({text for text, _ in columns[k]}), k), default=None)
+    for k, column in enumerate(columns):
+        what = column[0][1]
+        if not varying[k]:
+            names.append("")
+        elif what == "?":
+            names.append("id" if k == main else f"part{sum(n.startswith('part') for n in names) + 1}")
+        else:
+            names.append(what if what not in names else f"{what}{k}")
+    bound = {
+        name: {key: text for key, (text, _) in zip(names, pieces, strict=True) if key} for name, pieces in members.items()
+    }
+    texts = [piece[0] for piece in next(iter(members.values()))]
+    pattern = "".join(f"{{{n}}}" if n else escape(text) for n, text in zip(names, texts, strict=True))
+    if not any(names):
+        return [Family(escape(name), {name: {}}) for name in members]
+    return [Family(pattern, bound, _has_pieces([b["id"] for b in bound.values()]) if main is not None else False)]
+
+
+def _is_pattern(piece: Piece, *, keep_single: bool) -> bool:
+    """Return whether a piece is a pattern also where it does not vary: a number that a word counts, or an id."""
+    text, what = piece
+    if what == "?":
+        return keep_single and any(char.isdigit() for char in text)
+    return what not in ("split", "verdict", "rank")
+
+
+def _has_pieces(ids: Sequence[str]) -> bool:
+    """Return whether ids have two pieces that vary, of which one can be removed so that ids repeat (rule 23)."""
+    split = [_TOKEN.findall(text) for text in ids]
+    if len({len(tokens) for tokens in split}) != 1:
+        return False
+    columns = list(zip(*split, strict=True))
+    varying = [k for k, column in enumerate(columns) if len(set(column)) > 1]
+    if len(varying) < 2:
+        return False
+    for k in varying:
+        rest = {tuple(tokens[n] for n in varying if n != k) for tokens in split}
+        if len(rest) < len(split):
+            return True
+    return False
+
+
+def phrases_in(words: Sequence[str], phrases: Iterable[tuple[str, ...]]) -> tuple[str, ...] | None:
+    """Return the longest phrase that lies in words, the last one of several."""
+    best: tuple[str, ...] | None = None
+    for phrase in phrases:
+        size = len(phrase)
+        if best is not None and size < len(best):
+            continue
+        if any(tuple(words[k : k + size]) == phrase for k in range(len(words) - size + 1)):
+            best = phrase
+    return best

@@ -1,0 +1,342 @@
+"""Places of leaves as addresses: how items and names identify traces, and how tables are joined."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tracestore.ingest.layout.patterns import AXIS_NAMES
+from tracestore.ingest.propose.leaves import ITEMS, Leaf, Observation, Path_
+from tracestore.ingest.propose.looking import texts_of
+from tracestore.ingest.propose.meanings import Meaning, number_kind, scalars
+from tracestore.ingest.propose.names import words_of
+from tracestore.store.vocabulary import COUNTED, SYNONYMS
+
+Prefix = tuple[str, Path_]
+_ANSWER_WORDS = frozenset(
+    ("samples", "generations", "responses", "answers", "outputs", "completions", "candidates", "sampled", "choices")
+)
+_TOKEN_WORDS = frozenset(("tokens", "steps", "token", "features", "positions"))
+_RANKS = frozenset(("rank", "gpu", "proc", "process", "worker", "part", "shard", "batch", "chunk", "split"))
+_SAMPLE_WORDS = frozenset(("sample", "generation", "answer", "response"))
+_BOUND_BY_ROWS = ("layer", "token", "step", "dim")
+
+
+@dataclass
+class Identity:
+    """How traces are told apart.
+
+    Attributes
+    ----------
+    mode : str
+        "ids": items, keys or names say the id; "stack": an axis N; "rows": items by position.
+    items : dict
+        What stands for the items of a prefix, such as ``[id=qid]``.
+    names : dict
+        New names of what files and keys bind, by prefix.
+    id_leaf : Leaf or None
+        The leaf of a line question_id.
+    doubts : list of str
+        Why the ids are not proved.
+    """
+
+    mode: str
+    items: dict[Prefix, str] = field(default_factory=dict)
+    names: dict[Prefix, dict[str, str]] = field(default_factory=dict)
+    id_leaf: Leaf | None = None
+    doubts: list[str] = field(default_factory=list)
+    ids: frozenset[str] = frozenset()
+    letters: str = "LS"
+
+
+class Places:
+    """The leaves of an observation by their records, and the identities that they allow."""
+
+    def __init__(self, observation: Observation, meanings: list[Meaning]) -> None:
+        self.observation, self.meanings = observation, meanings
+
+    # Records
+
+    def row(self, files: str, prefix: Path_) -> dict[str, Meaning]:
+        """Return the scalars of the items of a prefix by their field, the best of each."""
+        found: dict[str, Meaning] = {}
+        for meaning in self.meanings:
+            leaf = meaning.leaf
+            rest = leaf.path[len(prefix) :]
+            is_inner = leaf.files == files and leaf.path[: len(prefix)] == prefix and 0 < len(rest) <= 2
+            if not is_inner or leaf.rank or ITEMS in rest or any("{" in step for step in rest) or rest[0][0] == "@":
+                continue
+            if meaning.field in found and _order(meaning) >= _order(found[meaning.field]):
+                meaning = Meaning(leaf, _second(meaning))
+            elif meaning.field in found and (second := _second(found[meaning.field])):
+                found.setdefault(second, found[meaning.field])
+            if meaning.field:
+                found[meaning.field] = meaning
+        if "question_id" not in found:
+            self._add_unnamed(found, files, prefix)
+        return found
+
+    def _add_unnamed(self, found: dict[str, Meaning], files: str, prefix: Path_) -> None:
+        """Take the first text of a tuple for its id."""
+        for meaning in self.meanings:
+            leaf = meaning.leaf
+            if leaf.files == files and leaf.path == (*prefix, "0") and not leaf.rank and leaf.kind in "si":
+                found["question_id"] = meaning
+
+    # Identities
+
+    def identities(self, states: Leaf) -> Iterator[Identity]:
+        """Yield the ways in which the traces of states may be told apart."""
+        records = [states.path[: k + 1] for k in states.items_at]
+        names = self._names(states)
+        rows = [self.row(states.files, prefix) for prefix in records]
+        identity = Identity("ids")
+        at = next((k for k, row in enumerate(rows) if "question_id" in row), None)
+        if at is not None:
+            leaf = rows[at]["question_id"].leaf
+            identity.ids = frozenset(texts_of(scalars(leaf)))
+            identity.doubts += self._doubts_of_key(leaf)
+        for k, (prefix, row) in enumerate(zip(records, rows, strict=True)):
+            identity.items[states.files, prefix] = self._step(states, prefix, row, is_first=k == 0, has_id=at == k)
+        outer = [key for key, bound in names.items() if "id" in bound]
+        if at is not None:
+            identity.names = self._renamed(states, names, None)
+            yield identity
+            return
+        inner_id = self._own_id(states)
+        if inner_id is not None:
+            identity.id_leaf = inner_id
+            identity.names = self._renamed(states, names, None)
+            identity.ids = frozenset(texts_of(scalars(inner_id)))
+            identity.doubts += self._doubts_of_key(inner_id)
+            yield identity
+            return
+        for main in reversed(outer):
+            yield from self._by_name(states, identity, names, main)
+        if records and not outer:
+            is_batch = self._has_columns(states)
+            if is_batch:
+                identity.items[states.files, records[0]] = "[chunk]"
+            identity.mode, identity.letters = ("stack", "NLS") if is_batch else ("rows", "LS")
+            identity.names = self._renamed(states, names, None)
+            yield identity
+        elif not records and (not outer or self._has_columns(states)):
+            stack = Identity("stack", names=self._renamed(states, names, None), letters="NLS")
+            yield stack
+        if not records and outer and all(key == (states.files, ()) for key in outer):
+            by_file = self._by_file(states, names)
+            if by_file is not None:
+                yield by_file
+
+    def _by_name(
+        self, states: Leaf, identity: Identity, names: Mapping[Prefix, Mapping[str, str]], main: Prefix
+    ) -> Iterator[Identity]:
+        family = self.observation.families[main]
+        texts = [bound["id"] for bound in family.members.values()]
+        is_number = all(text.isdecimal() for text in texts)
+        found = Identity("ids", dict(identity.items), self._renamed(states, names, main), ids=frozenset(texts_of(texts)))
+        if family.has_pieces:
+            found.doubts.append("the id has a piece without which ids repeat")
+        if is_number and main[1] and self._layers_of(states, main):
+            layers = Identity("stack", dict(identity.items), dict(found.names), letters="NLS")
+            layers.names[main] = {**layers.names.get(main, {}), "id": "layer"}
+            layers.doubts.append("the numbers of the keys may be ids or layers")
+            found.doubts.append("the numbers of the keys may be ids or layers")
+            yield found
+            yield layers
+            return
+        if not any(any(c.isdigit() for c in text) for text in texts) and len(texts) < 3:
+            found.doubts.append("the names may be no ids")
+        yield found
+
+    def _layers_of(self, states: Leaf, main: Prefix) -> bool:
+        """Return whether the numbers of keys may be those of layers."""
+        return "layer" not in {name for bound in self._names(states).values() for name in bound}
+
+    def _by_file(self, states: Leaf, names: Mapping[Prefix, Mapping[str, str]]) -> Identity | None:
+        """Return the identity of files that a table names, None without such a table."""
+        stems = {name.rpartition("/")[2].partition(".")[0] for name in self.observation.files[states.files]}
+        for meaning in self.meanings:
+            leaf = meaning.leaf
+            if leaf.files == states.files or leaf.rank or len(leaf.items_at) != 1 or leaf.kind != "s":
+                continue
+            values = {str(v).replace("\\", "/").rpartition("/")[2].partition(".")[0] for v in leaf.values()}
+            if meaning.field == "file" and values and values <= stems:
+                prefix = leaf.path[: leaf.items_at[0] + 1]
+                identity = Identity("ids", names=self._renamed(states, names, None))
+                identity.items[leaf.files, prefix] = f"[file={'/'.join(leaf.path[len(prefix) :])}]"
+                row = self.row(leaf.files, prefix)
+                identity.id_leaf = row["question_id"].leaf if "question_id" in row else None
+                return identity
+        return None
+
+    def _own_id(self, states: Leaf) -> Leaf | None:
+        """Return the scalar id beside states, whose keys or files are numbered or named."""
+        if not self._names(states) or states.items_at:
+            return None
+        parents = {states.path[:k] for k in range(len(states.path))}
+        best: Meaning | None = None
+        for meaning in self.meanings:
+            leaf = meaning.leaf
+            if meaning.field != "question_id" or leaf.rank or leaf.items_at or leaf.files != states.files:
+                continue
+            own = {name for bound in self._names(leaf).values() for name in bound if name not in AXIS_NAMES}
+            wanted = {name for bound in self._names(states).values() for name in bound if name not in AXIS_NAMES}
+            if leaf.path[:-1] in parents and own == wanted and (best is None or _order(meaning) < _order(best)):
+                best = meaning
+        return None if best is None else best.leaf
+
+    def _has_columns(self, states: Leaf) -> bool:
+        """Return whether a text or number for each of several traces lies beside states."""
+        parents = {states.path[:k] for k in range(len(states.path))}
+        for meaning in self.meanings:
+            leaf = meaning.leaf
+            is_beside = leaf.files == states.files and leaf.path[:-1] in parents
+            is_column = leaf.rank == 1 and (
+                meaning.field in ("question_id", "question", "generated_answer", "S.lengths", "S.offsets", "verdict")
+                or (meaning.field == "tokens" and leaf.kind == "i" and False)
+            )
+            if is_beside and is_column:
+                return True
+        return any(m.field in ("S.mask", "tokens") and m.leaf.rank == 2 and m.leaf.files == states.files
+                   and m.leaf.path[:-1] in parents and states.rank >= 3 for m in self.meanings)
+
+    def _names(self, leaf: Leaf) -> dict[Prefix, dict[str, str]]:
+        """Return what files and keys of a leaf bind, by the place of the pattern."""
+        found: dict[Prefix, dict[str, str]] = {}
+        for k in range(len(leaf.path) + 1):
+            place = (leaf.files, leaf.path[:k])
+            family = self.observation.families.get(place)
+            if family is not None and family.names and (k == 0 or "{" in leaf.path[k - 1]):
+                found[place] = {name: name for name in family.names}
+        return found
+
+    def _renamed(
+        self, states: Leaf, names: Mapping[Prefix, Mapping[str, str]], main: Prefix | None
+    ) -> dict[Prefix, dict[str, str]]:
+        """Return new names: only `main` binds an id, numbers below states are layers, chunks are parts of a key."""
+        found: dict[Prefix, dict[str, str]] = {}
+        for k, (place, bound) in enumerate(names.items()):
+            changed: dict[str, str] = {}
+            if "id" in bound and place != main:
+                texts = [b["id"] for b in self.observation.families[place].members.values()]
+                is_inner = place[1] and (main is None or len(place[1]) > len(main[1]))
+                is_layer = is_inner and all(t.isdecimal() for t in texts)
+                changed["id"] = "layer" if is_layer else "n" if not place[1] else f"key{k}"
+            if "chunk" in bound:
+                changed["chunk"] = "n" if changed.get("id") != "n" and "id" not in bound else "part"
+            if changed:
+                found[place] = changed
+        return found
+
+    def _doubts_of_key(self, leaf: Leaf) -> list[str]:
+        """Rule 20: integers are ids only if no word says otherwise and no file repeats them."""
+        if number_kind(leaf) != "i":
+            return []
+        is_index = bool({"idx", "index", "indices", "n"} & set(words_of(leaf.key)))
+        words = {word for name in self.observation.files[leaf.files] for word in words_of(name)}
+        if words & _RANKS or (is_index and len(self.observation.files[leaf.files]) > 1):
+            return [f"{leaf.key}: integers beside names of parts may be ids of each part"]
+        return []
+
+    def _step(self, states: Leaf, prefix: Path_, row: Mapping[str, Meaning], *, is_first: bool, has_id: bool) -> str:
+        """Return what stands for the items of a prefix on the way to the states."""
+        pairs = []
+        if has_id:
+            pairs.append(("id", row["question_id"]))
+        if "sample" in row:
+            pairs.append(("sample", row["sample"]))
+        pairs += [(name, row[name]) for name in _BOUND_BY_ROWS if name in row]
+        if pairs:
+            relative = [(name, "/".join(m.leaf.path[len(prefix) :])) for name, m in pairs]
+            return f"[{', '.join(f'{name}={path}' for name, path in relative)}]"
+        if is_first:
+            return "[]"
+        words = set(words_of(prefix[-2] if len(prefix) > 1 and prefix[-2] != ITEMS else ""))
+        if words & _TOKEN_WORDS:
+            return "[S]"
+        return "[K]" if words & _ANSWER_WORDS or states.rank >= 2 else "[S]"
+
+    # Addresses
+
+    def address(self, leaf: Leaf, identity: Identity, states: Leaf) -> str | None:
+        """Return the address of a leaf without axes; None if nothing joins it to the states."""
+        steps = []
+        for k, step in enumerate(leaf.path):
+            place = (leaf.files, leaf.path[: k + 1])
+            if step == ITEMS:
+                text = identity.items.get(place) or self._joined_rows(leaf, place[1], identity, states)
+                if text is None:
+                    return None
+                identity.items[place] = text
+                steps.append(text)
+            else:
+                steps.append(self._named(step, place, identity))
+        files = self._named(leaf.files, (leaf.files, ()), identity, states.files)
+        return files + (f" : {'/'.join(steps)}" if steps else "")
+
+    def _named(self, text: str, place: Prefix, identity: Identity, like: str = "") -> str:
+        names = identity.names.get(place)
+        if names is None and like:  # files whose names bind the same as those of the states
+            names = identity.names.get((like, ()))
+        if names is None and place[1]:
+            family = self.observation.families.get(place)
+            if family is not None and "id" in family.names and text != ITEMS and self._binds_id_before(place, identity):
+                texts = [bound["id"] for bound in family.members.values()]
+                names = {"id": "layer" if all(t.isdecimal() for t in texts) else "key"}
+        for old, new in (names or {}).items():
+            text = re.sub(r"\{" + old + r"\}", "{" + new + "}", text)
+        return text
+
+    def _binds_id_before(self, place: Prefix, identity: Identity) -> bool:
+        files, path = place
+        for k in range(len(path)):
+            if "[id=" in identity.items.get((files, path[:k]), ""):
+                return True
+            family = self.observation.families.get((files, path[:k]))
+            names = identity.names.get((files, path[:k]), {})
+            if k and family is not None and "id" in family.names and names.get("id", "id") == "id":
+                return True
+        return False
+
+    def _joined_rows(self, leaf: Leaf, prefix: Path_, identity: Identity, states: Leaf) -> str | None:
+        """Return how the rows of a table are joined to the states, None if they are not."""
+        row = self.row(leaf.files, prefix)
+        if sum(step == ITEMS for step in prefix) > 1:
+            return None
+        key = row.get("question_id")
+        if key is not None and identity.mode == "ids":
+            values = frozenset(texts_of(scalars(key.leaf)))
+            if not identity.ids or values & identity.ids or len(identity.ids) > len(values):
+                return f"[id={'/'.join(key.leaf.path[len(prefix) :])}]"
+        if identity.mode == "ids":
+            question = row.get("question")
+            if question is not None and any(m.field == "question" and m.leaf.files == states.files for m in self.meanings):
+                return f"[question={'/'.join(question.leaf.path[len(prefix) :])}]"
+            return None
+        return "[]"
+
+
+def _order(meaning: Meaning) -> tuple[int, int]:
+    """Return the place of a name among those of its field: the more usual ones first."""
+    names = (meaning.field.replace("_", " "), *SYNONYMS.get(meaning.field, ()))
+    words = " ".join(words_of(meaning.leaf.key))
+    at = next((k for k, name in enumerate(names) if name.lower() == words), len(names))
+    return at, len(meaning.leaf.path)
+
+
+def _second(meaning: Meaning) -> str:
+    """Return the field of a second id beside a better one: the number of an answer."""
+    if meaning.field != "question_id" or number_kind(meaning.leaf) != "i":
+        return ""
+    return "sample" if set(words_of(meaning.leaf.key)) & _SAMPLE_WORDS else ""
+
+
+def counted_words(leaf: Leaf) -> set[str]:
+    """Return the words of a leaf that count something."""
+    return {word for step in leaf.path for word in words_of(step)} & set(COUNTED)
+
+
+def first_value(leaf: Leaf) -> Any:
+    """Return the first value of a leaf, None without one."""
+    return next(iter(leaf.values()), None)

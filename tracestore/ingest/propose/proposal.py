@@ -1,0 +1,297 @@
+"""Proposals: drafts that were tried, with what each of them gives."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tracestore.console import plural
+from tracestore.errors import InvalidInputError, TracestoreError, UsageError, escape_unprintable
+from tracestore.ingest.execute.claims import list_files
+from tracestore.ingest.execute.execution import Execution
+from tracestore.ingest.layout.fields import score_of
+from tracestore.ingest.layout.language import Layout, parse_layout
+from tracestore.ingest.propose.drafts import Draft, Drafter
+from tracestore.ingest.propose.leaves import Observation, observe
+from tracestore.store.format.labels import CORRECT
+from tracestore.store.io.scratch import Scratch
+
+MAX_CANDIDATES = 6
+_MAX_TRIES = 24
+_MAX_TRACES = 2000
+_MAX_BYTES = 256 << 20
+_MAX_SHOWN = 8
+
+
+@dataclass
+class Outcome:
+    """What a layout gives.
+
+    Attributes
+    ----------
+    num_traces : int
+    num_layers, width : int
+    num_tokens : tuple of int
+        The smallest and the largest number of tokens.
+    first_id : str
+    counts : dict
+        By field: how often 1, how often 0, and how many values.
+    joins : list of str
+        How rows were joined.
+    is_partial : bool
+        Whether there are more traces than those that were read.
+    """
+
+    num_traces: int = 0
+    num_layers: int = 0
+    width: int = 0
+    num_tokens: tuple[int, int] = (0, 0)
+    first_id: str = ""
+    is_last_token: bool = False
+    counts: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    joins: list[str] = field(default_factory=list)
+    is_partial: bool = False
+
+
+@dataclass
+class Candidate:
+    """A layout that gives traces, what it gives, and what is not proved of it."""
+
+    layout: Layout
+    outcome: Outcome
+    unproved: Sequence[str] = ()
+    left_out: Sequence[str] = ()
+    reasons: Sequence[str] = ()
+
+    @property
+    def is_proved(self) -> bool:
+        """Return whether every axis, id and label is proved and nothing is left over."""
+        return not self.unproved and not self.left_out
+
+    def lines(self) -> list[str]:
+        """Return the `--field` lines of the layout."""
+        found = []
+        for name, value in self.layout.to_entries().items():
+            values = value if name in ("records", "ignore") else [value]
+            found += [f"--field {_quoted(f'{name} = {_plain(one)}')}" for one in values]
+        return found
+
+    def gives(self) -> str:
+        """Return what the layout gives in a line."""
+        outcome = self.outcome
+        low, high = outcome.num_tokens
+        size = "last tokens" if outcome.is_last_token else f"S {low}" + (f" to {high}" if high != low else "")
+        at_least = "at least " if outcome.is_partial else ""
+        first = escape_unprintable(outcome.first_id, 60)
+        return f"N {at_least}{outcome.num_traces:,}, L {outcome.num_layers}, {size}, D {outcome.width}, first id {first}"
+
+    def describe(self) -> list[str]:
+        """Return lines that say what the layout gives, what is joined in order, and what is not proved."""
+        found = [self.gives()]
+        for name, (ones, zeros, count) in self.outcome.counts.items():
+            direction = self.layout.rule(name).direction
+            meaning = "correct" if direction == CORRECT else "hallucinated"
+            if ones + zeros == count:
+                found.append(f"{name}: 1 ({meaning}) {ones:,} times, 0 {zeros:,} times")
+            else:
+                found.append(f"{name}: {plural(count, 'value')}, high: {meaning}")
+        found += self.outcome.joins
+        found += [f"not proved: {text}" for text in self.unproved]
+        found += [f"left out: {text}" for text in [*self.left_out, *self.reasons][:_MAX_SHOWN]]
+        return found
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "'\\''") + "'"
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return "[" + ", ".join(f'"{v}"' if isinstance(v, str) else str(v) for v in value) + "]"
+    return str(value)
+
+
+@dataclass
+class Proposal:
+    """What files may hold.
+
+    Attributes
+    ----------
+    layout : Layout or None
+        The layout that is used by itself: the only one, proved, with nothing left over.
+    candidates : list of Candidate
+        At most six layouts to choose from; the one of `layout` is the first.
+    num_more : int
+        Candidates that are not among them.
+    refusals : list of str
+        Why drafts were refused.
+    observation : Observation
+    """
+
+    observation: Observation
+    layout: Layout | None = None
+    candidates: list[Candidate] = field(default_factory=list)
+    num_more: int = 0
+    refusals: list[str] = field(default_factory=list)
+
+    def message(self) -> str:
+        """Return the text of a refusal: the candidates as lines to paste, or what was found."""
+        if not self.candidates:
+            return "\n".join(self._found())
+        count = len(self.candidates)
+        head = "The files do not say which of these layouts is meant." if count > 1 else "The files do not prove this layout."
+        text = [f"{head} Add the lines of one of them, if it is right:"]
+        for number, candidate in enumerate(self.candidates, 1):
+            text.append(f"{number}. {candidate.gives()}")
+            text += [f"   {line}" for line in candidate.describe()[1:]]
+            text += [f"     {line}" for line in candidate.lines()]
+        if self.num_more:
+            text.append(f"{plural(self.num_more, 'more layout')} would fit, too.")
+        return "\n".join(text)
+
+    def _found(self) -> list[str]:
+        text = ["No layout fits the files. They hold:"]
+        text += [f"  {line}" for line in tree_lines(self.observation)[: 4 * _MAX_SHOWN]]
+        for reason in list(dict.fromkeys(self.refusals))[:3]:
+            text.append(f"A layout was refused: {reason}")
+        if not self.refusals:
+            text.append("No array of floating-point numbers is named as hidden states; a line for hidden_states names it.")
+        return text
+
+
+def tree_lines(observation: Observation) -> list[str]:
+    """Return the places of values with their extents as lines."""
+    lines = []
+    for leaf in observation.leaves:
+        shapes = list(dict.fromkeys("×".join("?" if n is None else str(n) for n in spot.dims) for spot in leaf.spots))
+        extents = ", ".join(shapes[:3]) + (", ..." if len(shapes) > 3 else "")
+        kind = {"f": "floats", "i": "integers", "b": "booleans", "s": "text", "v": "bits"}[leaf.kind]
+        lines.append(f"{escape_unprintable(str(leaf), 120)}: {kind}{f' {extents}' if leaf.rank else ''}")
+    lines += [f"{name}: not read: {why}" for name, why in observation.unread.items()]
+    return lines
+
+
+def propose_folder(arguments: list[Path], store: Path = Path("-")) -> Proposal:
+    """Return what files and folders may hold; see `propose`."""
+    return propose(list_files(arguments, store))
+
+
+def propose(files: Mapping[str, Path]) -> Proposal:
+    """Return the layouts that files may have: one that is used by itself, or candidates.
+
+    Parameters
+    ----------
+    files : Mapping
+        Paths by their names below SRC.
+    """
+    observation = observe(files)
+    proposal = Proposal(observation)
+    known: set[str] = set()
+    for number, draft in enumerate(Drafter(observation).drafts()):
+        if number >= 4 * _MAX_TRIES:
+            proposal.num_more += 1
+            continue
+        try:
+            layout = parse_layout(draft.entries, "proposal")
+        except UsageError as error:
+            proposal.refusals.append(str(error))
+            continue
+        text = layout.to_toml()
+        if text in known:
+            continue
+        known.add(text)
+        if len(known) > _MAX_TRIES:
+            proposal.num_more += 1
+            continue
+        _try(proposal, layout, draft, files)
+    _choose(proposal)
+    return proposal
+
+
+def _try(proposal: Proposal, layout: Layout, draft: Draft, files: Mapping[str, Path]) -> None:
+    for changed in (layout, _without_padding(layout)):
+        try:
+            outcome = try_layout(changed, files)
+        except TracestoreError as error:
+            proposal.refusals.append(str(error))
+            if "is zero in all layers" not in str(error):
+                return
+            draft.unproved.append("S: tokens that are zero in all layers are taken for padding")
+            continue
+        proposal.candidates.append(Candidate(changed, outcome, draft.unproved, draft.left_out, draft.reasons))
+        return
+
+
+def _without_padding(layout: Layout) -> Layout:
+    """Return a layout in which zero tokens are padding."""
+    return Layout(
+        layout.addresses, layout.templates, layout.records, layout.ignore, {**layout.settings, "S.padding": "zeros"}
+    )
+
+
+def _choose(proposal: Proposal) -> None:
+    """Use the only candidate if it is proved; keep at most six."""
+    found = proposal.candidates
+    if len(found) == 1 and not proposal.num_more and found[0].is_proved:
+        proposal.layout = found[0].layout
+        return
+    found.sort(key=lambda c: (len(c.left_out) > 0, len(c.unproved)))
+    proposal.num_more += max(len(found) - MAX_CANDIDATES, 0)
+    del found[MAX_CANDIDATES:]
+
+
+def try_layout(layout: Layout, files: Mapping[str, Path]) -> Outcome:
+    """Return what a layout gives, by reading the traces without storing them.
+
+    Raises
+    ------
+    InvalidInputError
+        If an account does not close. Beyond some traces or bytes the accounts stay open.
+    """
+    execution = Execution(layout, [], Path("-"), files=files)
+    outcome = Outcome(is_last_token=layout.states == "last_token")
+    sizes: set[int] = set()
+    seen: set[tuple[str, int]] = set()
+    labels: dict[str, list[float]] = {name: [] for name in layout.directions()}
+    num_bytes = 0
+    try:
+        for group in execution.groups:
+            if outcome.is_partial:
+                break
+            for record in execution.read(group, None, Scratch()):
+                width, layers = record.hidden_dim, record.num_layers
+                if not outcome.num_traces:
+                    outcome.width, outcome.num_layers, outcome.first_id = width, layers, record.question_id
+                elif (width, layers) != (outcome.width, outcome.num_layers):
+                    raise InvalidInputError(
+                        f"{group.name}: found L {layers}, D {width}, expected L {outcome.num_layers}, D {outcome.width}"
+                    )
+                if (record.question_id, record.sample) in seen:
+                    raise InvalidInputError(f"{group.name}: the id {record.question_id[:40]!r} occurs in two files")
+                seen.add((record.question_id, record.sample))
+                sizes.add(record.num_tokens)
+                found = {**record.scores, **record.deferred_scores}
+                if record.label is not None:
+                    found["label"] = record.label
+                for name in labels:
+                    labels[name].append(found.get(name, found.get(score_of(name), math.nan)))
+                outcome.num_traces += 1
+                num_bytes += width * layers * record.num_tokens * 4
+                if outcome.num_traces >= _MAX_TRACES or num_bytes > _MAX_BYTES:
+                    outcome.is_partial = True
+                    break
+        if not outcome.num_traces:
+            raise InvalidInputError("no trace was found")
+        if not outcome.is_partial:
+            outcome.joins = [line for line in execution.close() if " rows of " in line and " joined " in line]
+    finally:
+        execution.release()
+    outcome.num_tokens = (min(sizes), max(sizes))
+    for name, values in labels.items():
+        known = [value for value in values if not math.isnan(value)]
+        outcome.counts[name] = (sum(v == 1 for v in known), sum(v == 0 for v in known), len(known))
+    return outcome
