@@ -1,17 +1,22 @@
 """Drafts: layouts that the names and extents of a folder allow, and what is not proved of each."""
 
+import contextlib
 import itertools
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tracestore.errors import InvalidInputError
 from tracestore.ingest.execute.accounts import looks_like_label
+from tracestore.ingest.execute.values import label_value
 from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.propose.axes import Axes, Frame, fitting, states_axes, unusual
 from tracestore.ingest.propose.leaves import Leaf, Observation
 from tracestore.ingest.propose.meanings import Meaning, bound_names, meaning_of, scalars
 from tracestore.ingest.propose.names import words_of
 from tracestore.ingest.propose.places import Identity, Places
+from tracestore.store.format.labels import CORRECT
 
 _MAX_DRAFTS = 48
 _SENTENCES = frozenset(("sent", "sents", "sentence", "sentences", "step", "steps", "claim", "claims", "chunk", "chunks"))
@@ -221,7 +226,7 @@ class Drafter:
         if name == "S.offsets":
             return [(text, ())]
         bound = frozenset(self._letters(leaf, identity))
-        is_stacked = self._is_stacked(leaf, identity)
+        is_stacked = self._is_stacked(leaf, identity) and name != "L.ids"
         kind = name if name in _ARRAYS else "scalar"
         found = fitting(leaf, kind, frame, is_stacked=is_stacked, bound=bound)
         if kind == "tokens" and ("P" in frame.axes or (not found and "sequences" in meaning.words)):
@@ -293,10 +298,22 @@ class Drafter:
             verdict = meaning.verdict
             if verdict is None or len(verdict.fields()) < 2 or not verdict.is_label:
                 continue
-            names = self._agreeing(meaning)
-            if names is not None:
-                found[meaning.leaf.place] = names
+            field = self._of_classes(meaning) or self._agreeing(meaning)
+            if field is not None:
+                found[meaning.leaf.place] = field
         return found
+
+    def _of_classes(self, meaning: Meaning) -> str | None:
+        """Return the field that the names of the classes of a column say, as the metadata of a data set has them."""
+        leaf = meaning.leaf
+        for other in self.meanings:
+            if other.leaf.files != leaf.files or other.leaf.path != ("@huggingface",) or not leaf.path:
+                continue
+            with contextlib.suppress(ValueError, LookupError, TypeError, InvalidInputError):
+                feature = json.loads(other.leaf.spots[0].value)["info"]["features"][leaf.path[-1]]
+                ways = [label_value(name, "", CORRECT, {}) for name in feature["names"]]
+                return {(0.0, 1.0): "is_correct", (1.0, 0.0): "is_hallucinated"}.get(tuple(ways))
+        return None
 
     def _agreeing(self, meaning: Meaning) -> str | None:
         """Return the field under which a label agrees with a column of words in every row."""
@@ -399,6 +416,8 @@ class Drafter:
             holds_array = leaf.rank > 0 and leaf.kind in "fibv"
             is_own = looks_like_label(prefix[-1]) if prefix else False
             if not holds_array and not (is_own and len(prefix) == len(leaf.path)):
+                if leaf.rank and meaning.field:
+                    draft.left_out.append(str(leaf))
                 continue
             address = self.places.address(Leaf(leaf.files, prefix, "", 0), identity, states[0].leaf)
             if address is None:
@@ -435,7 +454,7 @@ class Drafter:
             return sorted(reasons)[0]
         is_file = " : " not in address
         words = set(words_of(address.rpartition("/")[2].partition(".")[0]))
-        is_plain = all(m.leaf.rank <= 1 and m.verdict is None and not m.leaf.items_at for m in meanings)
+        is_plain = all(m.leaf.rank <= 1 and m.verdict is None and m.field != "question_id" for m in meanings)
         return "settings" if is_file and is_plain and words & _SETTINGS else ""
 
 

@@ -208,13 +208,11 @@ def _verdict(
     values = scalars(leaf)
     if all(isinstance(value, str) for value in values) and number_kind(leaf) == "s":
         return _word_verdict(values, name)
-    numbers = {float(v) for v in values if isinstance(v, bool | int | float) or _is_number(v)}
-    is_binary = bool(numbers) and numbers <= {0.0, 1.0}
     is_doubtful = bool(set(words) & _DETECTORS)
     direction = SCORES.get(name)
     if name in ("score", "scores") or name in _VAGUE:
         direction = None
-    is_label = (is_binary or not numbers) and (direction is None or _is_claim(name)) and "score" not in words
+    is_label = _is_claim(name) or (direction is None and not set(words) & {"score", "scores"})
     if name == "correct":
         is_plain = all(isinstance(v, bool) or str(v).casefold() in ("true", "false") for v in values)
         if not is_plain and siblings & _CHOICES:
@@ -253,14 +251,6 @@ def _word_verdict(values: Sequence[Any], name: str) -> Verdict | None:
     else:
         ways = [CORRECT, HALLUCINATION]
     return Verdict(name, tuple(ways), is_label=True)
-
-
-def _is_number(value: Any) -> bool:
-    try:
-        float(value)
-    except (TypeError, ValueError):
-        return False
-    return True
 
 
 def scalars(leaf: Leaf) -> list[Any]:

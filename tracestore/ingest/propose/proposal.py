@@ -1,5 +1,6 @@
 """Proposals: drafts that were tried, with what each of them gives."""
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from tracestore.store.format.labels import CORRECT
 from tracestore.store.io.scratch import Scratch
 
 MAX_CANDIDATES = 6
-_MAX_TRIES = 24
+_MAX_TRIES, _MAX_DRAFTS = 24, 400
 _MAX_TRACES = 2000
 _MAX_BYTES = 256 << 20
 _MAX_SHOWN = 8
@@ -190,24 +191,24 @@ def propose(files: Mapping[str, Path]) -> Proposal:
     """
     observation = observe(files)
     proposal = Proposal(observation)
-    known: set[str] = set()
-    for number, draft in enumerate(Drafter(observation).drafts()):
-        if number >= 4 * _MAX_TRIES:
-            proposal.num_more += 1
-            continue
+    layouts: dict[str, tuple[Layout, Draft]] = {}
+    for draft in itertools.islice(Drafter(observation).drafts(), _MAX_DRAFTS):
         try:
             layout = parse_layout(draft.entries, "proposal")
         except UsageError as error:
             proposal.refusals.append(str(error))
             continue
-        text = layout.to_toml()
-        if text in known:
+        layouts.setdefault(layout.to_toml(), (layout, draft))
+    # Those that explain most come first; one that leaves out more than one that fits is none.
+    tries = 0
+    for layout, draft in sorted(layouts.values(), key=lambda pair: len(pair[1].left_out)):
+        if any(set(other.left_out) < set(draft.left_out) for other in proposal.candidates):
             continue
-        known.add(text)
-        if len(known) > _MAX_TRIES:
+        tries += 1
+        if tries > _MAX_TRIES:
             proposal.num_more += 1
-            continue
-        _try(proposal, layout, draft, files)
+        else:
+            _try(proposal, layout, draft, files)
     _choose(proposal)
     return proposal
 
@@ -239,7 +240,7 @@ def _choose(proposal: Proposal) -> None:
     if len(found) == 1 and not proposal.num_more and found[0].is_proved:
         proposal.layout = found[0].layout
         return
-    found.sort(key=lambda c: (len(c.left_out) > 0, len(c.unproved)))
+    found.sort(key=lambda c: len(c.unproved))
     proposal.num_more += max(len(found) - MAX_CANDIDATES, 0)
     del found[MAX_CANDIDATES:]
 
