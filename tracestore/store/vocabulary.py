@@ -309,12 +309,12 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
         *("token ids", "ids of tokens", "token id", "tok id", "tok ids", "prompt ids", "answer ids", "response ids"),
         *("output ids", "prompt token ids", "generated ids", "output token ids", "generated token ids", "sequence"),
     ),
-    "tokens_decoded": ("str tokens", "token strs", "token texts", "token strings", "words", "token", "tok", "toks"),
+    "tokens_decoded": ("tokens", "str tokens", "token strs", "token texts", "token strings", "words", "token", "tok", "toks"),
     "question_id": (
         *("qid", "id", "ids", "uid", "uuid", "example id", "example ids", "sample id", "doc id", "prompt id", "row id"),
         *("request id", "trace id", "conversation id", "custom id", "question ids", "qids", "idx", "index", "indices"),
         *("sample idx", "question idx", "example idx", "q indices", "instance id", "instance ids", "prompt idx", "item id"),
-        *("data id", "record id", "sample ids", "doc ids", "numéro", "n", "example"),
+        *("data id", "record id", "sample ids", "doc ids", "numéro", "n", "example", "item", "key", "doc"),
     ),
     "sample": ("sample idx", "sample id", "sample index", "sample number", "answer idx", "generation idx", "k"),
     "question": ("prompt", "query", "instruction", "statement", "statements", "questions", "prompts", "input text", "q"),
@@ -347,7 +347,7 @@ NEEDLESS = {
 }
 # Words of names and keys that say what a number counts.
 COUNTED = {
-    **dict.fromkeys(("layer", "layers", "block", "blocks", "l", "h", "hidden"), "layer"),
+    **dict.fromkeys(("layer", "layers", "block", "blocks", "l", "h"), "layer"),
     **dict.fromkeys(("step", "steps", "pass"), "step"),
     **dict.fromkeys(("token", "tok", "position", "pos"), "token"),
     **dict.fromkeys(("head", "heads"), "head"),

@@ -69,14 +69,16 @@ def states_axes(leaf: Leaf, letters: Sequence[str], *, has_passes: bool, bound: 
     dims = [spot.dims for spot in leaf.spots[:_MAX_SPOTS]]
     columns = list(zip(*dims, strict=True))
     allowed = [letter for letter in (*letters, "D", "1") if letter not in bound]
-    found = [axes for axes in _orders(columns, allowed) if _is_possible(axes, columns, bound)]
+    found = [axes for axes in _orders(columns, allowed, is_first=True) if _is_possible(axes, columns, bound)]
     if has_passes and len(columns) >= 3:
         inner = _orders(columns[1:], [*(a for a in allowed if a != "(N S)")])
         found += [("P", *axes) for axes in inner if _is_possible(axes, columns[1:], bound) and axes[0] == "L"]
     return sorted(found, key=unusual)
 
 
-def _orders(columns: Sequence[Sequence[int | None]], letters: Sequence[str]) -> Iterator[Axes]:
+def _orders(
+    columns: Sequence[Sequence[int | None]], letters: Sequence[str], *, is_first: bool = False
+) -> Iterator[Axes]:
     if not columns:
         yield ()
         return
@@ -89,7 +91,7 @@ def _orders(columns: Sequence[Sequence[int | None]], letters: Sequence[str]) -> 
             continue
         if letter in "LDH" and (len(sizes) > 1 or None in sizes):
             continue
-        if None in sizes and letter not in ("S", "(N S)"):
+        if None in sizes and letter not in ("S", "(N S)") and not (letter == "N" and is_first):
             continue
         left = [one for one in letters if one != letter]
         for rest in _orders(columns[1:], left):
@@ -178,7 +180,17 @@ def fitting(leaf: Leaf, name: str, frame: Frame, *, is_stacked: bool, bound: fro
     for axes in _assigned(leaf.rank, letters):
         if all(axes.count(one) == required.count(one) for one in required) and _fits(leaf, name, axes, frame):
             found.append(axes)
-    return found
+    # Of as many layers as the states with layers in front, and heads in front of one layer less, the first is meant:
+    # the second has one head more than layers, and its states hold the embeddings.
+    exact = [a for a in found if name == "attentions" and _is_exact(a, leaf, frame)]
+    return exact or found
+
+
+def _is_exact(axes: Axes, leaf: Leaf, frame: Frame) -> bool:
+    """Return whether the layers of attention come before its heads, and are those of the states."""
+    if "L" not in axes or "H" not in axes or axes.index("L") > axes.index("H"):
+        return False
+    return all(spot.dims[axes.index("L")] == frame.num_layers for spot in leaf.spots[:_MAX_SPOTS])
 
 
 def _assigned(rank: int, letters: list[str]) -> Iterator[Axes]:

@@ -229,7 +229,7 @@ class Drafter:
         is_stacked = self._is_stacked(leaf, identity) and name != "L.ids"
         kind = name if name in _ARRAYS else "scalar"
         found = fitting(leaf, kind, frame, is_stacked=is_stacked, bound=bound)
-        if kind == "tokens" and ("P" in frame.axes or (not found and "sequences" in meaning.words)):
+        if kind == "tokens" and ("P" in frame.axes or not found):
             found = fitting(leaf, "sequences", frame, is_stacked=is_stacked, bound=bound)
         if kind == "scalar" and is_stacked and "N" in " ".join(frame.axes) and leaf.rank == 1 and not found:
             found = [("N",)] if "(N S)" in frame.axes else []
@@ -341,11 +341,16 @@ class Drafter:
         """Return what rules 15 to 23 do not prove."""
         found = [*identity.doubts]
         leaf, axes = frame.leaf, frame.axes
+        if identity.mode == "stack" and not {"N", "(N S)"} & set(axes) and len(self.observation.files[leaf.files]) > 1:
+            found.append("the names of the files are no ids")
         words = {word for meaning in states for word in meaning.words}
         if not states[0].field:
             found.append("no word says that these are hidden states")
         if "L" in axes and not ({"attentions", "L.ids"} & set(final) or {"wise", "all"} & words):
             found.append("L: only the extent says which axis the layers are")
+        said = "P" in axes or any(m.field == "tokens" and "sequences" in m.words for m in self.meanings)
+        if "T" in final.get("tokens", ("", ()))[1] and not said:
+            found.append("tokens: one id more than states (rule 3)")
         if "L" in axes and "attentions" in final and "L" not in final["attentions"][1]:
             found.append("L: the attention has no layers")
         if "N" in axes or "(N S)" in axes:
@@ -379,7 +384,8 @@ class Drafter:
         if "P" in axes:
             return False
         if "S" not in axes:
-            return True  # names bind tokens
+            address = self.places.address(frame.leaf, identity, frame.leaf) or ""
+            return "[S]" not in address and "[P]" not in address  # names bind tokens
         varies = len({size for size in frame.num_tokens if size is not None}) > 1
         return identity.mode == "ids" and varies and not words & _SENTENCES and self._is_short(frame)
 
@@ -416,7 +422,7 @@ class Drafter:
             holds_array = leaf.rank > 0 and leaf.kind in "fibv"
             is_own = looks_like_label(prefix[-1]) if prefix else False
             if not holds_array and not (is_own and len(prefix) == len(leaf.path)):
-                if leaf.rank and meaning.field:
+                if leaf.rank and not meaning.reason:
                     draft.left_out.append(str(leaf))
                 continue
             address = self.places.address(Leaf(leaf.files, prefix, "", 0), identity, states[0].leaf)

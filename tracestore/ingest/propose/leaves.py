@@ -12,6 +12,7 @@ from tracestore.ingest.execute.plain import key_text
 from tracestore.ingest.propose.looking import Seen, look
 from tracestore.ingest.propose.names import Family, escape, families, words_of
 from tracestore.ingest.readers import open_tree
+from tracestore.store.vocabulary import COUNTED
 
 ITEMS = "[]"
 _MAX_FILES = 6  # files of one pattern that are opened
@@ -221,8 +222,8 @@ def _walk_keys(found: Observation, files: str, path: Path_, maps: Contexts) -> N
         for key in seen.keys:
             keys[_key(key)].add(key)
     plain = [name for name in keys if not name.startswith("@")]
-    groups = _groups_of_keys(plain, maps)
-    for family in groups:
+    for family in _groups_of_keys(plain, maps):
+        family = _numbers_of_layers(family, path, maps)
         step = family.pattern if not _is_tuple(keys, family) else ",".join(family.pattern.split(","))
         inner: Contexts = []
         members = list(family.members)
@@ -241,6 +242,20 @@ def _walk_keys(found: Observation, files: str, path: Path_, maps: Contexts) -> N
     for name in keys:
         if name.startswith("@"):
             _walk(found, files, (*path, name), [(w, s.keys[name]) for w, s in maps if name in s.keys])
+
+
+def _numbers_of_layers(family: Family, path: Path_, maps: Contexts) -> Family:
+    """Return numbers that are keys of arrays inside a trace as those of layers."""
+    where, seen = maps[0]
+    is_inside = any(name == "id" or name[0] == "[" for name in where)
+    values = [value for key, value in seen.keys.items() if _key(key) in family.members]
+    if family.pattern != "{id}" or not is_inside or not all(name.isdecimal() for name in family.members):
+        return family
+    if not all(value.dims for value in values):
+        return family
+    members = {name: {"layer": name} for name in family.members}
+    is_said = bool(path) and COUNTED.get((words_of(path[-1]) or ("",))[-1]) == "layer"
+    return Family("{layer}", members, "" if is_said else "no word says that the numbers of keys are layers")
 
 
 def _outer(where: dict[str, Any], bound: Mapping[str, Any]) -> dict[str, Any]:
@@ -270,7 +285,8 @@ def _groups_of_keys(names: Iterable[str], maps: Contexts) -> list[Family]:
     found: list[Family] = []
     for family in families(names):
         shapes = {frozenset(kinds[name]) for name in family.members}
-        if family.names and (len(shapes) == 1 or set.intersection(*map(set, shapes))) and not _are_fields(family):
+        is_one = len(shapes) == 1 or bool(set.intersection(*map(set, shapes)))
+        if family.names and is_one and (shapes == {frozenset({("map", 0)})} or not _are_fields(family)):
             found.append(family)
         else:
             found += [Family(escape(name), {name: {}}) for name in family.members]

@@ -68,10 +68,10 @@ def look(value: Value, depth: int = 0) -> Seen:
 
 
 def _text(value: str, depth: int) -> Seen:
-    if value[:1] == "[" and len(value) <= _MAX_TEXT:
+    if value[:1] in ("[", "{") and len(value) <= _MAX_TEXT:
         with suppress(ValueError, RecursionError):
             seen = look(plain_value(json.loads(value)), depth + 1)
-            if seen.dims and seen.kind in "fib":
+            if (seen.dims and seen.kind in "fib") or seen.kind == "map":
                 return seen
     return Seen("s", value=value)
 
@@ -90,14 +90,19 @@ def _array(array: Array, attributes: Mapping[str, Seen]) -> Seen:
 def _items(items: Items, depth: int) -> Seen:
     """Return items of numbers, arrays or texts as one array; others as a list."""
     count = items.length
-    first = list(islice(items, _MAX_VALUES))
-    if first and all(isinstance(item, str | int | float) or item is None for item in first):
+    first: list[Value] = []
+    for item in items:
+        is_scalar = item is None or isinstance(item, str | int | float)
+        if len(first) == (_MAX_VALUES if is_scalar else MAX_ITEMS):
+            break
+        first.append(item)
+    else:
+        count = len(first)
+    if first and all(item is None or isinstance(item, str | int | float) for item in first):
         kinds = {type(item) for item in first if item is not None}
         kind = "s" if str in kinds else "f" if float in kinds else "b" if kinds == {bool} else "i"
         if not kinds or (str in kinds and len(kinds) > 1):
             return Seen("list", items=tuple(look(item, depth + 1) for item in first[:MAX_ITEMS]))
-        if count is None:
-            count = len(first) if len(first) < _MAX_VALUES else None
         return Seen(kind, (count,), first if count == len(first) else None)
     # Of a short list every item counts, of a long one those at both ends.
     looked = first[:MAX_ITEMS]
@@ -108,7 +113,7 @@ def _items(items: Items, depth: int) -> Seen:
     ranks = {len(one.dims) for one in seen}
     if seen and len(kinds) == 1 and len(ranks) == 1 and kinds <= set("fibsv") and ranks != {0}:
         merged = tuple(sizes[0] if len(set(sizes)) == 1 else None for sizes in zip(*(s.dims for s in seen), strict=True))
-        return Seen(seen[0].kind, (count if count is not None else None, *merged), items=seen)
+        return Seen(seen[0].kind, (count, *merged), items=seen)
     return Seen("list", (count,), items=seen, is_whole=count is not None and count <= MAX_ITEMS)
 
 

@@ -117,27 +117,39 @@ def meaning_of(leaf: Leaf, siblings: frozenset[str]) -> Meaning:
         Words of the keys beside it.
     """
     kind = number_kind(leaf)
+    if leaf.rank and kind in "fibv" and (reason := _reason(leaf, siblings)):
+        return Meaning(leaf, reason=reason)
+    every = [word for step in (*leaf.path, leaf.files) for word in words_of(without_names(step))]
+    part = next((_PARTS[word] for word in every if word in _PARTS), None)
     for steps, words in _names(leaf):
-        reason = next((NEEDLESS[" ".join(p)] for p in [phrases_in(words, _needless())] if p), "")
-        if reason and leaf.rank >= 2 and kind in "fiv":
-            return Meaning(leaf, reason=reason)
         verdict = _verdict(leaf, "_".join(words), words, kind, siblings)
         if verdict is not None:
             return Meaning(leaf, "verdict", verdict=verdict)
         field, size = _field(words, kind, leaf)
         if field:
-            part = next((_PARTS[word] for word in words if word in _PARTS), None)
             return Meaning(leaf, field, size, part)
         if not steps:
             break
-    if leaf.kind in "fv" and leaf.rank and "layer" in bound_names(leaf):
-        return Meaning(leaf, "hidden_states", 1)
+    names = bound_names(leaf)
+    if kind in "fv" and ("dim" in names or (leaf.rank and "layer" in names)):
+        return Meaning(leaf, "hidden_states", 1, part)
     return Meaning(leaf)
 
 
 @lru_cache(maxsize=1)
 def _needless() -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(name.split()) for name in NEEDLESS)
+
+
+def _reason(leaf: Leaf, siblings: frozenset[str]) -> str:
+    """Return why no trace needs an array, by the words of its keys, "" if nothing says so."""
+    for step in leaf.path:
+        phrase = phrases_in(words_of(without_names(step)), _needless())
+        if phrase is None or (len(phrase) == 1 and leaf.rank < 2):
+            continue
+        if phrase != ("last", "hidden", "state") or "states" in siblings:
+            return NEEDLESS[" ".join(phrase)]
+    return ""
 
 
 def _names(leaf: Leaf) -> list[tuple[bool, tuple[str, ...]]]:

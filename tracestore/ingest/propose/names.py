@@ -12,6 +12,7 @@ from tracestore.store.vocabulary import COUNTED, NEEDLESS, SCORES, SPLITS, SYNON
 _TOKEN = re.compile(r"[^\W\d_]+|\d+|[\W_]+")
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _WORD = re.compile(r"[^\W\d_]+")
+_SAMPLE = re.compile(r"((?:sample|response|generation|answer|gen)[_\-.=]?)(\d+)", re.IGNORECASE)
 _SPECIAL = re.compile(r"([\\*{])")
 # Words of names that are classes of answers: correct/q0.npz.
 CLASSES = frozenset(
@@ -46,13 +47,13 @@ class Family:
         In the language of layouts: ``layer_{layer}``.
     members : dict
         What each name binds.
-    has_pieces : bool
-        Whether the id has pieces that vary by themselves, so that it may be an id and something else (rule 23).
+    doubt : str
+        Why what the names bind is not proved.
     """
 
     pattern: str
     members: dict[str, dict[str, str]]
-    has_pieces: bool = False
+    doubt: str = ""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -126,6 +127,23 @@ def _merged(pieces: Sequence[Piece]) -> list[Piece]:
     return [(text, "" if what == "#" else what) for text, what in merged]
 
 
+def _with_samples(pieces: list[Piece]) -> list[Piece]:
+    """Return pieces in which the number of an answer is none of the ids, where another piece may be the id."""
+    if sum(what == "?" for _, what in pieces) < 2:
+        return pieces
+    found: list[Piece] = []
+    for text, what in pieces:
+        match = _SAMPLE.fullmatch(text) if what == "?" else None
+        found += [(text, what)] if match is None else [(match[1], ""), (match[2], "sample")]
+    joined: list[Piece] = []
+    for text, what in found:
+        if joined and what == "" and joined[-1][1] == "":
+            joined[-1] = (joined[-1][0] + text, "")
+        else:
+            joined.append((text, what))
+    return joined
+
+
 def families(names: Iterable[str], *, is_path: bool = False, keep_single: bool = True) -> list[Family]:
     """Return the patterns of names of files or keys.
 
@@ -139,7 +157,7 @@ def families(names: Iterable[str], *, is_path: bool = False, keep_single: bool =
     """
     groups: dict[tuple[str, ...], dict[str, list[Piece]]] = defaultdict(dict)
     for name in names:
-        pieces = _merged(_pieces(name, is_path))
+        pieces = _with_samples(_merged(_pieces(name, is_path)))
         groups[tuple(text if what == "" else f"\0{what}" for text, what in pieces)][name] = pieces
     found: list[Family] = []
     for members in groups.values():
@@ -155,14 +173,19 @@ def _families_of(members: dict[str, list[Piece]], *, keep_single: bool) -> list[
         for column in columns
     ]
     ids = [k for k, column in enumerate(columns) if varying[k] and column[0][1] == "?"]
-    # The part that tells most names apart is the id.
-    main = max(ids, key=lambda k: (len({text for text, _ in columns[k]}), k), default=None)
+    numbers = {k for k in ids if all(text.isdecimal() for text, _ in columns[k])}
+    # The part that tells most names apart is the id, one with letters before a number.
+    main = max(ids, key=lambda k: (k not in numbers, len({text for text, _ in columns[k]}), k), default=None)
+    doubt = ""
     for k, column in enumerate(columns):
         what = column[0][1]
         if not varying[k]:
             names.append("")
+        elif what == "?" and k != main and k in numbers and "layer" not in {c[0][1] for c in columns}:
+            doubt = "no word says that the numbers of names are layers"
+            names.append("layer" if "layer" not in names else f"part{k}")
         elif what == "?":
-            names.append("id" if k == main else f"part{sum(n.startswith('part') for n in names) + 1}")
+            names.append("id" if k == main else f"part{k}")
         else:
             names.append(what if what not in names else f"{what}{k}")
     bound = {
@@ -172,7 +195,9 @@ def _families_of(members: dict[str, list[Piece]], *, keep_single: bool) -> list[
     pattern = "".join(f"{{{n}}}" if n else escape(text) for n, text in zip(names, texts, strict=True))
     if not any(names):
         return [Family(escape(name), {name: {}}) for name in members]
-    return [Family(pattern, bound, _has_pieces([b["id"] for b in bound.values()]) if main is not None else False)]
+    if main is not None and _has_pieces([b["id"] for b in bound.values()]):
+        doubt = "the id has a piece without which ids repeat"
+    return [Family(pattern, bound, doubt)]
 
 
 def _is_pattern(piece: Piece, *, keep_single: bool) -> bool:

@@ -3,22 +3,23 @@
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.propose.leaves import ITEMS, Leaf, Observation, Path_
 from tracestore.ingest.propose.looking import texts_of
 from tracestore.ingest.propose.meanings import Meaning, number_kind, scalars
 from tracestore.ingest.propose.names import words_of
-from tracestore.store.vocabulary import COUNTED, SYNONYMS
+from tracestore.store.vocabulary import SYNONYMS
 
 Prefix = tuple[str, Path_]
+_ANSWER = re.compile(r"((?:sample|response|generation|answer|gen)[_\-.=]?)\d+", re.IGNORECASE)
 _ANSWER_WORDS = frozenset(
     ("samples", "generations", "responses", "answers", "outputs", "completions", "candidates", "sampled", "choices")
 )
 _TOKEN_WORDS = frozenset(("tokens", "steps", "token", "features", "positions"))
 _RANKS = frozenset(("rank", "gpu", "proc", "process", "worker", "part", "shard", "batch", "chunk", "split"))
 _SAMPLE_WORDS = frozenset(("sample", "generation", "answer", "response"))
+_COLUMNS = frozenset(("question_id", "question", "generated_answer", "S.lengths", "S.offsets", "verdict"))
 _BOUND_BY_ROWS = ("layer", "token", "step", "dim")
 
 
@@ -97,11 +98,16 @@ class Places:
             identity.ids = frozenset(texts_of(scalars(leaf)))
             identity.doubts += self._doubts_of_key(leaf)
         for k, (prefix, row) in enumerate(zip(records, rows, strict=True)):
-            identity.items[states.files, prefix] = self._step(states, prefix, row, is_first=k == 0, has_id=at == k)
+            is_first = k == 0 and not any("id" in bound and len(key[1]) < len(prefix) for key, bound in names.items())
+            identity.items[states.files, prefix] = self._step(states, prefix, row, is_first=is_first, has_id=at == k)
         outer = [key for key, bound in names.items() if "id" in bound]
+        identity.doubts += [self.observation.families[key].doubt for key in names if self.observation.families[key].doubt]
         if at is not None:
             identity.names = self._renamed(states, names, None)
             yield identity
+            if at == 0 and len(records) == 1 and self._in_order(states):
+                rows_in_order = {(states.files, records[0]): "[]"}
+                yield Identity("rows", rows_in_order, identity.names, rows[0]["question_id"].leaf, identity.doubts)
             return
         inner_id = self._own_id(states)
         if inner_id is not None:
@@ -121,8 +127,7 @@ class Places:
             identity.names = self._renamed(states, names, None)
             yield identity
         elif not records and (not outer or self._has_columns(states)):
-            stack = Identity("stack", names=self._renamed(states, names, None), letters="NLS")
-            yield stack
+            yield Identity("stack", {}, self._renamed(states, names, None), None, identity.doubts, letters="NLS")
         if not records and outer and all(key == (states.files, ()) for key in outer):
             by_file = self._by_file(states, names)
             if by_file is not None:
@@ -135,8 +140,7 @@ class Places:
         texts = [bound["id"] for bound in family.members.values()]
         is_number = all(text.isdecimal() for text in texts)
         found = Identity("ids", dict(identity.items), self._renamed(states, names, main), ids=frozenset(texts_of(texts)))
-        if family.has_pieces:
-            found.doubts.append("the id has a piece without which ids repeat")
+        found.doubts += identity.doubts
         if is_number and main[1] and self._layers_of(states, main):
             layers = Identity("stack", dict(identity.items), dict(found.names), letters="NLS")
             layers.names[main] = {**layers.names.get(main, {}), "id": "layer"}
@@ -148,6 +152,10 @@ class Places:
         if not any(any(c.isdigit() for c in text) for text in texts) and len(texts) < 3:
             found.doubts.append("the names may be no ids")
         yield found
+
+    def _in_order(self, states: Leaf) -> bool:
+        """Return whether another file has a value for each of several traces, and no ids."""
+        return any(m.leaf.files != states.files and m.leaf.rank == 1 and m.field for m in self.meanings)
 
     def _layers_of(self, states: Leaf, main: Prefix) -> bool:
         """Return whether the numbers of keys may be those of layers."""
@@ -192,14 +200,11 @@ class Places:
         for meaning in self.meanings:
             leaf = meaning.leaf
             is_beside = leaf.files == states.files and leaf.path[:-1] in parents
-            is_column = leaf.rank == 1 and (
-                meaning.field in ("question_id", "question", "generated_answer", "S.lengths", "S.offsets", "verdict")
-                or (meaning.field == "tokens" and leaf.kind == "i" and False)
-            )
-            if is_beside and is_column:
+            is_column = leaf.rank == 1 and meaning.field in _COLUMNS
+            is_matrix = leaf.rank == 2 and states.rank >= 3 and meaning.field in ("S.mask", "tokens")
+            if is_beside and (is_column or is_matrix):
                 return True
-        return any(m.field in ("S.mask", "tokens") and m.leaf.rank == 2 and m.leaf.files == states.files
-                   and m.leaf.path[:-1] in parents and states.rank >= 3 for m in self.meanings)
+        return False
 
     def _names(self, leaf: Leaf) -> dict[Prefix, dict[str, str]]:
         """Return what files and keys of a leaf bind, by the place of the pattern."""
@@ -221,8 +226,11 @@ class Places:
             if "id" in bound and place != main:
                 texts = [b["id"] for b in self.observation.families[place].members.values()]
                 is_inner = place[1] and (main is None or len(place[1]) > len(main[1]))
-                is_layer = is_inner and all(t.isdecimal() for t in texts)
-                changed["id"] = "layer" if is_layer else "n" if not place[1] else f"key{k}"
+                answers = [_ANSWER.fullmatch(text) for text in texts]
+                if main is not None and is_inner and all(answers) and answers[0]:
+                    changed["id"] = answers[0][1] + "{sample}"
+                else:
+                    changed["id"] = "n" if not place[1] else f"key{k}"
             if "chunk" in bound:
                 changed["chunk"] = "n" if changed.get("id") != "n" and "id" not in bound else "part"
             if changed:
@@ -246,7 +254,8 @@ class Places:
             pairs.append(("id", row["question_id"]))
         if "sample" in row:
             pairs.append(("sample", row["sample"]))
-        pairs += [(name, row[name]) for name in _BOUND_BY_ROWS if name in row]
+        bound = {name for names in self._names(states).values() for name in names}
+        pairs += [(name, row[name]) for name in _BOUND_BY_ROWS if name in row and name not in bound]
         if pairs:
             relative = [(name, "/".join(m.leaf.path[len(prefix) :])) for name, m in pairs]
             return f"[{', '.join(f'{name}={path}' for name, path in relative)}]"
@@ -282,10 +291,9 @@ class Places:
         if names is None and place[1]:
             family = self.observation.families.get(place)
             if family is not None and "id" in family.names and text != ITEMS and self._binds_id_before(place, identity):
-                texts = [bound["id"] for bound in family.members.values()]
-                names = {"id": "layer" if all(t.isdecimal() for t in texts) else "key"}
+                names = {"id": "key"}
         for old, new in (names or {}).items():
-            text = re.sub(r"\{" + old + r"\}", "{" + new + "}", text)
+            text = text.replace(f"{{{old}}}", new if "{" in new else f"{{{new}}}")
         return text
 
     def _binds_id_before(self, place: Prefix, identity: Identity) -> bool:
@@ -330,13 +338,3 @@ def _second(meaning: Meaning) -> str:
     if meaning.field != "question_id" or number_kind(meaning.leaf) != "i":
         return ""
     return "sample" if set(words_of(meaning.leaf.key)) & _SAMPLE_WORDS else ""
-
-
-def counted_words(leaf: Leaf) -> set[str]:
-    """Return the words of a leaf that count something."""
-    return {word for step in leaf.path for word in words_of(step)} & set(COUNTED)
-
-
-def first_value(leaf: Leaf) -> Any:
-    """Return the first value of a leaf, None without one."""
-    return next(iter(leaf.values()), None)
