@@ -45,7 +45,11 @@ def check_outcome(path, candidate):
             sizes = {t.num_tokens for t in traces}
             assert (min(sizes), max(sizes)) == outcome.num_tokens
         for name, counts in outcome.counts.items():
-            kept = [t.label for t in traces] if name == "label" else list(store.named_scores(name.partition(".")[2] or name))
+            kept = (
+                [t.label for t in traces]
+                if name == "label"
+                else list(store.named_scores(name.partition(".")[2] or name))
+            )
             found = [v for v in kept if v == v]
             assert outcome.is_partial or counts == (sum(v == 1 for v in found), sum(v == 0 for v in found), len(found))
 

@@ -100,7 +100,10 @@ def test_last_tokens_with_numbers_of_layers(tmp_path):
 def test_heads_are_averaged_where_there_is_one_attention_per_layer(tmp_path):
     dump(
         tmp_path / "in/a.pkl",
-        {f"q{k}": {"hidden_states": states(3, 4 + k, 8, seed=k), "attentions": attention(3, 4 + k, 4 + k)} for k in range(3)},
+        {
+            f"q{k}": {"hidden_states": states(3, 4 + k, 8, seed=k), "attentions": attention(3, 4 + k, 4 + k)}
+            for k in range(3)
+        },
     )
     assert accept(tmp_path)["q2", 0].hidden_states.shape == (3, 6, 8)
 

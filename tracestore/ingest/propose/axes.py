@@ -32,7 +32,9 @@ class Frame:
     sizes: list[tuple[Mapping[str, Any], Sizes]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.sizes = [(spot.where, dict(zip(self.axes, spot.dims, strict=True))) for spot in self.leaf.spots[:_MAX_SPOTS]]
+        self.sizes = [
+            (spot.where, dict(zip(self.axes, spot.dims, strict=True))) for spot in self.leaf.spots[:_MAX_SPOTS]
+        ]
         if "L" in self.axes:
             self.num_layers = next((sizes["L"] for _, sizes in self.sizes), None)
         else:

@@ -19,14 +19,30 @@ from tracestore.ingest.propose.places import Identity, Places
 from tracestore.store.format.labels import CORRECT
 
 _MAX_DRAFTS = 48
-_SENTENCES = frozenset(("sent", "sents", "sentence", "sentences", "step", "steps", "claim", "claims", "chunk", "chunks"))
+_SENTENCES = frozenset(
+    ("sent", "sents", "sentence", "sentences", "step", "steps", "claim", "claims", "chunk", "chunks")
+)
 _SENTENCES |= frozenset(("sample", "samples", "gen", "gens", "k"))
 _TEXTS = ("question", "generated_answer", "generated_answer_clean", "generated_text")
+_VAGUE_TEXTS = frozenset(("text", "content", "output", "outputs", "input", "inputs"))
 _ARRAYS = ("attentions", "tokens", "tokens_decoded", "S.mask", "L.ids")
 _RANGES = ("S.offsets", "S.lengths", "S.starts", "S.ends")
 _PROOFS_OF_N = ("question_id", *_TEXTS, "S.lengths", "S.offsets")
 _SETTINGS = frozenset(
-    ("config", "settings", "args", "metadata", "metrics", "index", "state", "info", "dataset", "manifest", "hparams", "params")
+    (
+        "config",
+        "settings",
+        "args",
+        "metadata",
+        "metrics",
+        "index",
+        "state",
+        "info",
+        "dataset",
+        "manifest",
+        "hparams",
+        "params",
+    )
 )
 
 
@@ -92,7 +108,9 @@ class Drafter:
         pairs = [
             [one, two]
             for one, two in itertools.permutations(named, 2)
-            if (one.part, two.part) == (0, 1) and one.leaf.rank == two.leaf.rank and _other_words(one) == _other_words(two)
+            if (one.part, two.part) == (0, 1)
+            and one.leaf.rank == two.leaf.rank
+            and _other_words(one) == _other_words(two)
         ]
         return [*pairs, *([m] for m in named)][:4]
 
@@ -111,7 +129,7 @@ class Drafter:
 
     def _axes(self, states: Sequence[Meaning], identity: Identity) -> list[Axes]:
         leaf = states[0].leaf
-        letters: list[str] = list(identity.letters)
+        letters = [x for x in identity.letters if x != "S" or states[0].field != "last_token"]
         if "N" in letters and any(m.field in _RANGES for m in self.meanings):
             letters.append("(N S)")
         if any(m.field in _TEXTS and m.leaf.rank == 1 and m.leaf.files == leaf.files for m in self.meanings):
@@ -139,7 +157,11 @@ class Drafter:
         for chosen in itertools.product(*lines, *meanings):
             entries: dict[str, Any] = {}
             place = [self._line(m.leaf, identity, states[0].leaf, axes) for m in states]
-            name = "hidden_states" if "S" in [a[-1] for a in axes if a != "1"] or self._binds_tokens(states, identity) or "(N S)" in axes else "last_token"
+            name = (
+                "hidden_states"
+                if "S" in [a[-1] for a in axes if a != "1"] or self._binds_tokens(states, identity) or "(N S)" in axes
+                else "last_token"
+            )
             if any(text is None for text in place):
                 return
             entries[name] = place[0] if len(place) == 1 else place
@@ -169,7 +191,9 @@ class Drafter:
         if "{verdict}" in str(self.places.address(states, identity, states)):
             entries["is_correct"] = "={verdict}"
 
-    def _choices(self, states: Sequence[Meaning], identity: Identity, frame: Frame) -> tuple[list[Choice], list[Meaning]]:
+    def _choices(
+        self, states: Sequence[Meaning], identity: Identity, frame: Frame
+    ) -> tuple[list[Choice], list[Meaning]]:
         """Return the addresses of each field but the labels, and the leaves that have one."""
         choices: list[Choice] = []
         used = list(states)
@@ -363,8 +387,25 @@ class Drafter:
                 found.append("no word says that the vectors are those of the last token")
         elif not self._proves_tokens(identity, frame, final, words):
             found.append("S: no tokens, mask or lengths say which axis the tokens are")
+        found += self._doubtful_texts(final, frame)
+        if len(states) > 1:
+            found.append("the states of prompt and answer may be no parts of one text")
         if identity.mode == "rows" and any("[]" in text for text, _ in final.values()):
             found += self._order_of_rows(final, leaf)
+        return found
+
+    def _doubtful_texts(self, final: dict[str, Any], frame: Frame) -> list[str]:
+        """Return the texts that may be others, and a length of the prompt that may count padding."""
+        found = []
+        for name in _TEXTS:
+            same = [m for m in self.meanings if m.field == name and m.leaf.kind == "s"]
+            keys = {"_".join(words_of(m.leaf.key)) for m in same} - {name}
+            if name in final and len(same) > 1 and len(keys) == len(same):
+                found.append(f"{name}: several texts may be it: {', '.join(sorted(keys))}")
+            elif name in final and keys & _VAGUE_TEXTS:
+                found.append(f"{name}: a text of this name may be another one: {', '.join(sorted(keys))}")
+        if "prompt_length" in final and {"S.mask", "S.lengths"} & set(final):
+            found.append("prompt_length: it may count padding")
         return found
 
     def _order_of_rows(self, final: dict[str, Any], leaf: Leaf) -> list[str]:
@@ -396,8 +437,11 @@ class Drafter:
                 continue
             for spot in meaning.leaf.spots:
                 others = sum(
-                    len(str(o.value)) for m in self.meanings if m.field in _TEXTS and not m.leaf.rank
-                    for o in m.leaf.spots if o.where == spot.where and o.value is not None
+                    len(str(o.value))
+                    for m in self.meanings
+                    if m.field in _TEXTS and not m.leaf.rank
+                    for o in m.leaf.spots
+                    if o.where == spot.where and o.value is not None
                 )
                 if any((sizes.get("S") or 0) > max(others, 1) for sizes in frame.beside(meaning.leaf, spot)):
                     return False
@@ -416,8 +460,11 @@ class Drafter:
             if not paths:
                 ignored.setdefault(leaf.files, []).append(meaning)
                 continue
-            size = next(k for k in range(1, len(leaf.path) + 2) if not any(p[:k] == leaf.path[:k] for p in paths)
-                        ) if leaf.path not in paths else len(leaf.path)
+            size = (
+                next(k for k in range(1, len(leaf.path) + 2) if not any(p[:k] == leaf.path[:k] for p in paths))
+                if leaf.path not in paths
+                else len(leaf.path)
+            )
             prefix = leaf.path[: min(size, len(leaf.path))]
             holds_array = leaf.rank > 0 and leaf.kind in "fibv"
             is_own = looks_like_label(prefix[-1]) if prefix else False

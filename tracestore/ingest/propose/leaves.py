@@ -127,7 +127,9 @@ def observe(files: Mapping[str, Path]) -> Observation:
             except InvalidInputError as error:
                 found.unread[name] = str(error)
         for pattern, members in _alike(family, seen):
-            contexts = [({"F": name, **_prefixed(family.members[name])}, seen[name]) for name in members if name in seen]
+            contexts = [
+                ({"F": name, **_prefixed(family.members[name])}, seen[name]) for name in members if name in seen
+            ]
             found.files[pattern] = members
             found.families[pattern, ()] = family
             _walk(found, pattern, (), contexts)

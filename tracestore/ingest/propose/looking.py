@@ -82,8 +82,6 @@ def _array(array: Array, attributes: Mapping[str, Seen]) -> Seen:
     values = None
     if array.ndim == 1 and kind in "fib" and array.shape[0] <= _MAX_VALUES:
         values = array.read().tolist()
-    elif array.ndim == 2 and kind in "ib" and array.shape[0] * array.shape[1] <= _MAX_VALUES:
-        values = array.read().tolist()
     return Seen(kind, array.shape, values, attributes)
 
 
@@ -112,7 +110,9 @@ def _items(items: Items, depth: int) -> Seen:
     kinds = {one.kind for one in seen}
     ranks = {len(one.dims) for one in seen}
     if seen and len(kinds) == 1 and len(ranks) == 1 and kinds <= set("fibsv") and ranks != {0}:
-        merged = tuple(sizes[0] if len(set(sizes)) == 1 else None for sizes in zip(*(s.dims for s in seen), strict=True))
+        merged = tuple(
+            sizes[0] if len(set(sizes)) == 1 else None for sizes in zip(*(s.dims for s in seen), strict=True)
+        )
         return Seen(seen[0].kind, (count, *merged), items=seen)
     return Seen("list", (count,), items=seen, is_whole=count is not None and count <= MAX_ITEMS)
 

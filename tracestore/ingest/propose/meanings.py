@@ -39,6 +39,26 @@ _VAGUE = frozenset(("label", "labels", "y", "target", "targets", "score", "score
 _DETECTORS = frozenset(("p", "prob", "proba", "probability", "selfcheck", "detector", "predicted", "logit", "entropy"))
 _CHOICES = frozenset(("choices", "options", "option", "prediction", "predictions", "gold", "pred", "choice"))
 _POOLED = frozenset(("mean", "avg", "average", "pool", "pooled", "pooling", "cls", "max"))
+# Words of arrays that are no states.
+_NO_STATES = frozenset(
+    (
+        *("weight", "bias", "grad", "grads", "gradient", "gradients", "std", "var", "logits", "prob", "probs", "loss"),
+        *(
+            "norms",
+            "distance",
+            "similarity",
+            "cosine",
+            "coef",
+            "sae",
+            "latents",
+            "key",
+            "value",
+            "query",
+            "keys",
+            "values",
+        ),
+    )
+)
 _PARTS = {
     **dict.fromkeys(("prompt", "question", "input", "inputs"), 0),
     **dict.fromkeys(("answer", "response", "gen", "generated", "completion", "output", "outputs"), 1),
@@ -126,12 +146,14 @@ def meaning_of(leaf: Leaf, siblings: frozenset[str]) -> Meaning:
         if verdict is not None:
             return Meaning(leaf, "verdict", verdict=verdict)
         field, size = _field(words, kind, leaf)
+        if field in ("hidden_states", "last_token") and _NO_STATES & set(words):
+            return Meaning(leaf)
         if field:
             return Meaning(leaf, field, size, part)
         if not steps:
             break
     names = bound_names(leaf)
-    if kind in "fv" and ("dim" in names or (leaf.rank and "layer" in names)):
+    if kind in "fv" and not _NO_STATES & set(every) and ("dim" in names or (leaf.rank and "layer" in names)):
         return Meaning(leaf, "hidden_states", 1, part)
     return Meaning(leaf)
 
@@ -186,7 +208,9 @@ def _field(words: tuple[str, ...], kind: str, leaf: Leaf) -> tuple[str, int]:
         for field in fields:
             kinds, least, most = _TAKES[field]
             least = 0 if "dim" in bound_names(leaf) and field == "hidden_states" else least
-            if (kind in kinds or (kind == "i" and field == "hidden_states" and least == 0)) and least <= leaf.rank <= most:
+            if (
+                kind in kinds or (kind == "i" and field == "hidden_states" and least == 0)
+            ) and least <= leaf.rank <= most:
                 best = (field, size)
                 break
     return best
@@ -209,9 +233,7 @@ def number_kind(leaf: Leaf) -> str:
     return "i" if all(value.strip().lstrip("-").isdecimal() for value in values) and numbers else "f"
 
 
-def _verdict(
-    leaf: Leaf, name: str, words: Sequence[str], kind: str, siblings: frozenset[str]
-) -> Verdict | None:
+def _verdict(leaf: Leaf, name: str, words: Sequence[str], kind: str, siblings: frozenset[str]) -> Verdict | None:
     """Return what a key says as a label or score, None if it is none by its name."""
     last = words[-1]
     is_named = name in _VAGUE or name in SCORES or is_named_as_verdict(name) or last in _VAGUE

@@ -32,7 +32,15 @@ def words_of(name: str) -> tuple[str, ...]:
 @lru_cache(maxsize=1)
 def known_words() -> frozenset[str]:
     """Return the words of which names of fields and axes consist."""
-    names = [*FIELDS, *SYNONYMS, *(n for names in SYNONYMS.values() for n in names), *NEEDLESS, *SCORES, "label", "labels"]
+    names = [
+        *FIELDS,
+        *SYNONYMS,
+        *(n for names in SYNONYMS.values() for n in names),
+        *NEEDLESS,
+        *SCORES,
+        "label",
+        "labels",
+    ]
     found = {word for name in names for word in words_of(name) if len(word) > 1}
     return frozenset(found - _ID_WORDS | set(COUNTED) - {"d"} | _OTHER_WORDS | {"prompt", "answer", "response"})
 
@@ -74,7 +82,7 @@ def _pieces(name: str, is_path: bool) -> list[Piece]:
     found: list[Piece] = []
     tokens = _TOKEN.findall(name)
     suffix_at = name.rfind(".") if is_path else len(name)
-    at, counted, is_glued = 0, "", False
+    at, counted = 0, ""
     for k, token in enumerate(tokens):
         at += len(token)
         following = tokens[k + 1] if k + 1 < len(tokens) else ""
@@ -169,7 +177,8 @@ def _families_of(members: dict[str, list[Piece]], *, keep_single: bool) -> list[
     columns = list(zip(*members.values(), strict=True))
     names: list[str] = []
     varying = [
-        bool(column[0][1]) and (len({text for text, _ in column}) > 1 or _is_pattern(column[0], keep_single=keep_single))
+        bool(column[0][1])
+        and (len({text for text, _ in column}) > 1 or _is_pattern(column[0], keep_single=keep_single))
         for column in columns
     ]
     ids = [k for k, column in enumerate(columns) if varying[k] and column[0][1] == "?"]
@@ -189,7 +198,8 @@ def _families_of(members: dict[str, list[Piece]], *, keep_single: bool) -> list[
         else:
             names.append(what if what not in names else f"{what}{k}")
     bound = {
-        name: {key: text for key, (text, _) in zip(names, pieces, strict=True) if key} for name, pieces in members.items()
+        name: {key: text for key, (text, _) in zip(names, pieces, strict=True) if key}
+        for name, pieces in members.items()
     }
     texts = [piece[0] for piece in next(iter(members.values()))]
     pattern = "".join(f"{{{n}}}" if n else escape(text) for n, text in zip(names, texts, strict=True))

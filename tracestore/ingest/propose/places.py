@@ -99,9 +99,13 @@ class Places:
             identity.doubts += self._doubts_of_key(leaf)
         for k, (prefix, row) in enumerate(zip(records, rows, strict=True)):
             is_first = k == 0 and not any("id" in bound and len(key[1]) < len(prefix) for key, bound in names.items())
-            identity.items[states.files, prefix] = self._step(states, prefix, row, is_first=is_first, has_id=at == k)
+            identity.items[states.files, prefix] = self._step(
+                states, prefix, row, identity.doubts, is_first=is_first, has_id=at == k
+            )
         outer = [key for key, bound in names.items() if "id" in bound]
-        identity.doubts += [self.observation.families[key].doubt for key in names if self.observation.families[key].doubt]
+        identity.doubts += [
+            self.observation.families[key].doubt for key in names if self.observation.families[key].doubt
+        ]
         if at is not None:
             identity.names = self._renamed(states, names, None)
             yield identity
@@ -116,7 +120,8 @@ class Places:
             identity.ids = frozenset(texts_of(scalars(inner_id)))
             identity.doubts += self._doubts_of_key(inner_id)
             yield identity
-            return
+            if any(set(bound) - set(AXIS_NAMES) for bound in names.values()):
+                return
         for main in reversed(outer):
             yield from self._by_name(states, identity, names, main)
         if records and not outer:
@@ -139,7 +144,9 @@ class Places:
         family = self.observation.families[main]
         texts = [bound["id"] for bound in family.members.values()]
         is_number = all(text.isdecimal() for text in texts)
-        found = Identity("ids", dict(identity.items), self._renamed(states, names, main), ids=frozenset(texts_of(texts)))
+        found = Identity(
+            "ids", dict(identity.items), self._renamed(states, names, main), ids=frozenset(texts_of(texts))
+        )
         found.doubts += identity.doubts
         if is_number and main[1] and self._layers_of(states, main):
             layers = Identity("stack", dict(identity.items), dict(found.names), letters="NLS")
@@ -180,7 +187,7 @@ class Places:
 
     def _own_id(self, states: Leaf) -> Leaf | None:
         """Return the scalar id beside states, whose keys or files are numbered or named."""
-        if not self._names(states) or states.items_at:
+        if states.items_at:
             return None
         parents = {states.path[:k] for k in range(len(states.path))}
         best: Meaning | None = None
@@ -247,7 +254,16 @@ class Places:
             return [f"{leaf.key}: integers beside names of parts may be ids of each part"]
         return []
 
-    def _step(self, states: Leaf, prefix: Path_, row: Mapping[str, Meaning], *, is_first: bool, has_id: bool) -> str:
+    def _step(
+        self,
+        states: Leaf,
+        prefix: Path_,
+        row: Mapping[str, Meaning],
+        doubts: list[str],
+        *,
+        is_first: bool,
+        has_id: bool,
+    ) -> str:
         """Return what stands for the items of a prefix on the way to the states."""
         pairs = []
         if has_id:
@@ -264,6 +280,8 @@ class Places:
         words = set(words_of(prefix[-2] if len(prefix) > 1 and prefix[-2] != ITEMS else ""))
         if words & _TOKEN_WORDS:
             return "[S]"
+        if not words & _ANSWER_WORDS:
+            doubts.append(f"{'/'.join(prefix)}: the items may be answers, steps or parts of a text")
         return "[K]" if words & _ANSWER_WORDS or states.rank >= 2 else "[S]"
 
     # Addresses
@@ -319,10 +337,19 @@ class Places:
                 return f"[id={'/'.join(key.leaf.path[len(prefix) :])}]"
         if identity.mode == "ids":
             question = row.get("question")
-            if question is not None and any(m.field == "question" and m.leaf.files == states.files for m in self.meanings):
+            if question is not None and any(
+                m.field == "question" and m.leaf.files == states.files for m in self.meanings
+            ):
                 return f"[question={'/'.join(question.leaf.path[len(prefix) :])}]"
             return None
+        if key is not None and identity.mode == "stack":
+            ids = {text for m in self._columns_of_ids(states) for text in texts_of(scalars(m.leaf))}
+            if ids & set(texts_of(scalars(key.leaf))):
+                return f"[id={'/'.join(key.leaf.path[len(prefix) :])}]"
         return "[]"
+
+    def _columns_of_ids(self, states: Leaf) -> list[Meaning]:
+        return [m for m in self.meanings if m.field == "question_id" and m.leaf.rank == 1 and not m.leaf.items_at]
 
 
 def _order(meaning: Meaning) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tracestore.console import plural
 from tracestore.errors import InvalidInputError, TracestoreError, UsageError, escape_unprintable
-from tracestore.ingest.execute.claims import list_files
+from tracestore.ingest.execute.claims import is_other, list_files
 from tracestore.ingest.execute.execution import Execution
 from tracestore.ingest.layout.fields import score_of
 from tracestore.ingest.layout.language import Layout, parse_layout
@@ -21,7 +21,7 @@ MAX_CANDIDATES = 6
 _MAX_TRIES, _MAX_DRAFTS = 24, 400
 _MAX_TRACES = 2000
 _MAX_BYTES = 256 << 20
-_MAX_SHOWN = 8
+_MAX_SHOWN, _MAX_LINES = 8, 32
 
 
 @dataclass
@@ -84,7 +84,9 @@ class Candidate:
         size = "last tokens" if outcome.is_last_token else f"S {low}" + (f" to {high}" if high != low else "")
         at_least = "at least " if outcome.is_partial else ""
         first = escape_unprintable(outcome.first_id, 60)
-        return f"N {at_least}{outcome.num_traces:,}, L {outcome.num_layers}, {size}, D {outcome.width}, first id {first}"
+        return (
+            f"N {at_least}{outcome.num_traces:,}, L {outcome.num_layers}, {size}, D {outcome.width}, first id {first}"
+        )
 
     def describe(self) -> list[str]:
         """Return lines that say what the layout gives, what is joined in order, and what is not proved."""
@@ -140,39 +142,69 @@ class Proposal:
     refusals: list[str] = field(default_factory=list)
 
     def message(self) -> str:
-        """Return the text of a refusal: the candidates as lines to paste, or what was found."""
+        """Return the layout, or the text of a refusal: the candidates as lines to paste, or what was found."""
+        if self.layout is not None:
+            candidate = self.candidates[0]
+            return "\n".join(["The files prove this layout:", *_indented(candidate, "")])
         if not self.candidates:
             return "\n".join(self._found())
         count = len(self.candidates)
-        head = "The files do not say which of these layouts is meant." if count > 1 else "The files do not prove this layout."
+        head = (
+            "The files do not say which of these layouts is meant."
+            if count > 1
+            else "The files do not prove this layout."
+        )
         text = [f"{head} Add the lines of one of them, if it is right:"]
         for number, candidate in enumerate(self.candidates, 1):
-            text.append(f"{number}. {candidate.gives()}")
-            text += [f"   {line}" for line in candidate.describe()[1:]]
-            text += [f"     {line}" for line in candidate.lines()]
+            text += _indented(candidate, f"{number}. ")
         if self.num_more:
             text.append(f"{plural(self.num_more, 'more layout')} would fit, too.")
         return "\n".join(text)
 
+    def to_toml(self) -> str:
+        """Return the layout as TOML; several candidates are comments, of which one is to be chosen."""
+        if self.layout is not None:
+            return self.layout.to_toml()
+        text = ""
+        for number, candidate in enumerate(self.candidates, 1):
+            lines = [*candidate.describe(), "", *candidate.layout.to_toml().splitlines(), ""]
+            text += f"# Candidate {number}: remove the mark # before its lines, if it is right.\n"
+            text += "".join(f"# {line}".rstrip() + "\n" for line in lines)
+        return text
+
+    def tree(self) -> list[str]:
+        """Return the places of values with their extents as lines."""
+        return tree_lines(self.observation)
+
     def _found(self) -> list[str]:
-        text = ["No layout fits the files. They hold:"]
-        text += [f"  {line}" for line in tree_lines(self.observation)[: 4 * _MAX_SHOWN]]
+        lines = self.tree()
+        shown = lines[:_MAX_LINES]
+        text = ["No layout fits the files. They hold:", *(f"  {line}" for line in shown)]
+        if len(lines) > len(shown):
+            text.append(f"  and {len(lines) - len(shown)} more places")
         for reason in list(dict.fromkeys(self.refusals))[:3]:
             text.append(f"A layout was refused: {reason}")
         if not self.refusals:
-            text.append("No array of floating-point numbers is named as hidden states; a line for hidden_states names it.")
+            text.append(
+                "No array of floating-point numbers is named as hidden states; a line for hidden_states names it."
+            )
         return text
+
+
+def _indented(candidate: Candidate, mark: str) -> list[str]:
+    first, *rest = candidate.describe()
+    return [f"{mark}{first}", *(f"   {line}" for line in rest), *(f"     {line}" for line in candidate.lines())]
 
 
 def tree_lines(observation: Observation) -> list[str]:
     """Return the places of values with their extents as lines."""
+    kinds = {"f": "floats", "i": "integers", "b": "booleans", "s": "text", "v": "bits"}
     lines = []
     for leaf in observation.leaves:
         shapes = list(dict.fromkeys("×".join("?" if n is None else str(n) for n in spot.dims) for spot in leaf.spots))
         extents = ", ".join(shapes[:3]) + (", ..." if len(shapes) > 3 else "")
-        kind = {"f": "floats", "i": "integers", "b": "booleans", "s": "text", "v": "bits"}[leaf.kind]
-        lines.append(f"{escape_unprintable(str(leaf), 120)}: {kind}{f' {extents}' if leaf.rank else ''}")
-    lines += [f"{name}: not read: {why}" for name, why in observation.unread.items()]
+        lines.append(f"{escape_unprintable(str(leaf), 120)}: {kinds[leaf.kind]}{f' {extents}' if leaf.rank else ''}")
+    lines += [f"{escape_unprintable(name, 60)}: not read: {why}" for name, why in observation.unread.items()]
     return lines
 
 
@@ -189,7 +221,7 @@ def propose(files: Mapping[str, Path]) -> Proposal:
     files : Mapping
         Paths by their names below SRC.
     """
-    observation = observe(files)
+    observation = observe({name: path for name, path in files.items() if not is_other(name)})
     proposal = Proposal(observation)
     layouts: dict[str, tuple[Layout, Draft]] = {}
     for draft in itertools.islice(Drafter(observation).drafts(), _MAX_DRAFTS):
@@ -223,6 +255,8 @@ def _try(proposal: Proposal, layout: Layout, draft: Draft, files: Mapping[str, P
                 return
             draft.unproved.append("S: tokens that are zero in all layers are taken for padding")
             continue
+        if outcome.first_id.isdecimal() and any(" without a " in line for line in outcome.joins):
+            draft.unproved.append("integers are the ids of tables with other rows (rule 20)")
         proposal.candidates.append(Candidate(changed, outcome, draft.unproved, draft.left_out, draft.reasons))
         return
 
