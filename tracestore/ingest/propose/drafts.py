@@ -249,6 +249,8 @@ class Drafter:
             return []
         if name == "S.offsets":
             return [(text, ())]
+        if identity.mode == "rows" and leaf.rank == 1 and not leaf.items_at and name not in _ARRAYS:
+            return [(text, ("N",))]  # a value for each row of the states
         bound = frozenset(self._letters(leaf, identity))
         is_stacked = self._is_stacked(leaf, identity) and name != "L.ids"
         kind = name if name in _ARRAYS else "scalar"

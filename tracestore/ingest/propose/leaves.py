@@ -251,13 +251,15 @@ def _numbers_of_layers(family: Family, path: Path_, maps: Contexts) -> Family:
     where, seen = maps[0]
     is_inside = any(name == "id" or name[0] == "[" for name in where)
     values = [value for key, value in seen.keys.items() if _key(key) in family.members]
-    if family.pattern != "{id}" or not is_inside or not all(name.isdecimal() for name in family.members):
+    texts = [bound.get("id", "") for bound in family.members.values()]
+    if family.names != ("id",) or not is_inside or not all(text.isdecimal() for text in texts):
         return family
     if not all(value.dims for value in values):
         return family
-    members = {name: {"layer": name} for name in family.members}
+    members = {name: {"layer": bound["id"]} for name, bound in family.members.items()}
     is_said = bool(path) and COUNTED.get((words_of(path[-1]) or ("",))[-1]) == "layer"
-    return Family("{layer}", members, "" if is_said else "no word says that the numbers of keys are layers")
+    doubt = "" if is_said else "no word says that the numbers of keys are layers"
+    return Family(family.pattern.replace("{id}", "{layer}"), members, doubt)
 
 
 def _outer(where: dict[str, Any], bound: Mapping[str, Any]) -> dict[str, Any]:
