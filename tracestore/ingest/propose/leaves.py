@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -30,7 +31,7 @@ class Spot:
     value: Any = None
 
 
-@dataclass
+@dataclass(eq=False)
 class Leaf:
     """A place of values.
 
@@ -70,9 +71,32 @@ class Leaf:
                 return without_names(step)
         return without_names(self.files.rpartition("/")[2].partition(".")[0])
 
+    @cached_property
     def values(self) -> list[Any]:
-        """Return the values that were read."""
+        """The values that were read."""
         return [spot.value for spot in self.spots if spot.value is not None]
+
+    @cached_property
+    def scalars(self) -> list[Any]:
+        """The numbers and texts that were read, those of arrays one by one."""
+        lists = [value if isinstance(value, list) else [value] for value in self.values]
+        return [value for values in lists for value in values if value is not None]
+
+    @cached_property
+    def bound(self) -> frozenset[str]:
+        """The names that files and keys bind."""
+        return frozenset(name for spot in self.spots[:1] for name in spot.where if name != "F" and name[0] != "[")
+
+    @cached_property
+    def number_kind(self) -> str:
+        """The kind of values; cells of a table are numbers if all of them are."""
+        if self.kind != "s" or self.rank or not self.values or not all(isinstance(v, str) for v in self.values):
+            return self.kind
+        if all(value.strip().lstrip("-").isdecimal() for value in self.values):
+            return "i"
+        with suppress(ValueError):
+            return "f" if [float(value) for value in self.values] else "s"
+        return "s"
 
     def __str__(self) -> str:
         return self.files + (f" : {'/'.join(self.path)}" if self.path else "")

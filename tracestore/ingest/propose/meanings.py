@@ -1,18 +1,13 @@
 """Fields of leaves: what the words of their names say, never their axes."""
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
 
-from tracestore.errors import InvalidInputError
-from tracestore.ingest.execute.values import label_value
-from tracestore.ingest.layout.fields import FIELDS, rule_of
+from tracestore.ingest.layout.fields import FIELDS
+from tracestore.ingest.propose.labels import Verdict, verdict_of
 from tracestore.ingest.propose.leaves import ITEMS, Leaf, without_names
 from tracestore.ingest.propose.names import phrases_in, words_of
-from tracestore.store.format.labels import CORRECT, HALLUCINATION
-from tracestore.store.vocabulary import COUNTED, NEEDLESS, SCORES, SYNONYMS, is_named_as_verdict
+from tracestore.store.vocabulary import COUNTED, NEEDLESS, SYNONYMS
 
 # Values that a field takes: kinds, and the least and the largest number of axes.
 _TAKES: dict[str, tuple[str, int, int]] = {
@@ -34,10 +29,6 @@ _TAKES: dict[str, tuple[str, int, int]] = {
     "file": ("s", 0, 1),
     **dict.fromkeys(("question", "generated_answer", "generated_answer_clean", "generated_text"), ("s", 0, 1)),
 }
-_VAGUE = frozenset(("label", "labels", "y", "target", "targets", "score", "scores"))
-# Words of what a detector says, which is no label (rule 22b).
-_DETECTORS = frozenset(("p", "prob", "proba", "probability", "selfcheck", "detector", "predicted", "logit", "entropy"))
-_CHOICES = frozenset(("choices", "options", "option", "prediction", "predictions", "gold", "pred", "choice"))
 _POOLED = frozenset(("mean", "avg", "average", "pool", "pooled", "pooling", "cls", "max"))
 # Words of arrays that are no states.
 _NO_STATES = frozenset(
@@ -63,22 +54,6 @@ _PARTS = {
     **dict.fromkeys(("prompt", "question", "input", "inputs"), 0),
     **dict.fromkeys(("answer", "response", "gen", "generated", "completion", "output", "outputs"), 1),
 }
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """A label or score: the field, and what it says."""
-
-    name: str
-    directions: tuple[str, ...]  # of a high value, more than one if no word says it
-    is_label: bool
-    is_doubtful: bool = False
-
-    def fields(self) -> list[str]:
-        """Return the fields that it may be."""
-        if self.is_label:
-            return ["is_correct" if way == CORRECT else "is_hallucinated" for way in self.directions]
-        return [f"{'correctness' if way == CORRECT else 'hallucination'}.{self.name}" for way in self.directions]
 
 
 @dataclass
@@ -136,13 +111,13 @@ def meaning_of(leaf: Leaf, siblings: frozenset[str]) -> Meaning:
     siblings : frozenset of str
         Words of the keys beside it.
     """
-    kind = number_kind(leaf)
+    kind = leaf.number_kind
     if leaf.rank and kind in "fibv" and (reason := _reason(leaf, siblings)):
         return Meaning(leaf, reason=reason)
     every = [word for step in (*leaf.path, leaf.files) for word in words_of(without_names(step))]
     part = next((_PARTS[word] for word in every if word in _PARTS), None)
     for steps, words in _names(leaf):
-        verdict = _verdict(leaf, "_".join(words), words, kind, siblings)
+        verdict = verdict_of(leaf, words, siblings)
         if verdict is not None:
             return Meaning(leaf, "verdict", verdict=verdict)
         field, size = _field(words, kind, leaf)
@@ -152,7 +127,7 @@ def meaning_of(leaf: Leaf, siblings: frozenset[str]) -> Meaning:
             return Meaning(leaf, field, size, part)
         if not steps:
             break
-    names = bound_names(leaf)
+    names = leaf.bound
     if kind in "fv" and not _NO_STATES & set(every) and ("dim" in names or (leaf.rank and "layer" in names)):
         return Meaning(leaf, "hidden_states", 1, part)
     return Meaning(leaf)
@@ -207,94 +182,10 @@ def _field(words: tuple[str, ...], kind: str, leaf: Leaf) -> tuple[str, int]:
             continue
         for field in fields:
             kinds, least, most = _TAKES[field]
-            least = 0 if "dim" in bound_names(leaf) and field == "hidden_states" else least
+            least = 0 if "dim" in leaf.bound and field == "hidden_states" else least
             if (
                 kind in kinds or (kind == "i" and field == "hidden_states" and least == 0)
             ) and least <= leaf.rank <= most:
                 best = (field, size)
                 break
     return best
-
-
-def bound_names(leaf: Leaf) -> frozenset[str]:
-    """Return the names that the files and keys of a leaf bind."""
-    return frozenset(name for spot in leaf.spots[:1] for name in spot.where if name != "F" and name[0] != "[")
-
-
-def number_kind(leaf: Leaf) -> str:
-    """Return the kind of values; cells of a table are numbers if all of them are."""
-    values = leaf.values()
-    if leaf.kind != "s" or leaf.rank or not values or not all(isinstance(value, str) for value in values):
-        return leaf.kind
-    try:
-        numbers = [float(value) for value in values]
-    except ValueError:
-        return "s"
-    return "i" if all(value.strip().lstrip("-").isdecimal() for value in values) and numbers else "f"
-
-
-def _verdict(leaf: Leaf, name: str, words: Sequence[str], kind: str, siblings: frozenset[str]) -> Verdict | None:
-    """Return what a key says as a label or score, None if it is none by its name."""
-    last = words[-1]
-    is_named = name in _VAGUE or name in SCORES or is_named_as_verdict(name) or last in _VAGUE
-    if not is_named or leaf.rank > 1 or kind in ("v",):
-        return None
-    values = scalars(leaf)
-    if all(isinstance(value, str) for value in values) and number_kind(leaf) == "s":
-        return _word_verdict(values, name)
-    is_doubtful = bool(set(words) & _DETECTORS)
-    direction = SCORES.get(name)
-    if name in ("score", "scores") or name in _VAGUE:
-        direction = None
-    is_label = _is_claim(name) or (direction is None and not set(words) & {"score", "scores"})
-    if name == "correct":
-        is_plain = all(isinstance(v, bool) or str(v).casefold() in ("true", "false") for v in values)
-        if not is_plain and siblings & _CHOICES:
-            direction = None
-    if direction is None:
-        ways = (CORRECT, HALLUCINATION) if "hallu" not in name else (HALLUCINATION, CORRECT)
-        return Verdict(name.removesuffix("s"), ways, is_label, is_doubtful)
-    return Verdict(name.removesuffix("_score") if name != "score" else name, (direction,), is_label, is_doubtful)
-
-
-def _is_claim(name: str) -> bool:
-    """Return whether a name reads as a label: is_correct, hallucinated, truthful."""
-    words = name.split("_")
-    return words[0] in ("is", "has") or words[-1] in (
-        *("correct", "hallucinated", "hallucination", "truthful", "factual", "faithful", "hallu", "hallucinates"),
-        *("wrong", "incorrect", "right", "flag", "label"),
-    )
-
-
-def _word_verdict(values: Sequence[Any], name: str) -> Verdict | None:
-    """Return the meaning of a column of words: those that mean the same under every field prove it."""
-    ways = []
-    found: list[dict[str, float]] = []
-    for value in values:
-        try:
-            pair = {way: label_value(value, "", way, {}) for way in (CORRECT, HALLUCINATION)}
-        except InvalidInputError:
-            return Verdict(name, (CORRECT, HALLUCINATION), is_label=True, is_doubtful=True)
-        found.append(pair)
-    is_absolute = any(p[CORRECT] == 1 - p[HALLUCINATION] for p in found if not math.isnan(p[CORRECT]))
-    is_relative = any(p[CORRECT] == p[HALLUCINATION] for p in found if not math.isnan(p[CORRECT]))
-    if is_absolute and not is_relative:
-        ways = [CORRECT]
-    elif name in SCORES and name not in _VAGUE:
-        ways = [SCORES[name]]
-    else:
-        ways = [CORRECT, HALLUCINATION]
-    return Verdict(name, tuple(ways), is_label=True)
-
-
-def scalars(leaf: Leaf) -> list[Any]:
-    """Return the numbers and texts that were seen at a leaf."""
-    found: list[Any] = []
-    for value in leaf.values():
-        found += value if isinstance(value, list) else [value]
-    return [value for value in found if value is not None]
-
-
-def is_stated(name: str) -> bool:
-    """Return whether a layout takes a line of a name."""
-    return rule_of(name) is not None

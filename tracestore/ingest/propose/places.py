@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.propose.leaves import ITEMS, Leaf, Observation, Path_
 from tracestore.ingest.propose.looking import texts_of
-from tracestore.ingest.propose.meanings import Meaning, number_kind, scalars
+from tracestore.ingest.propose.meanings import Meaning
 from tracestore.ingest.propose.names import words_of
 from tracestore.store.vocabulary import SYNONYMS
 
@@ -95,7 +95,7 @@ class Places:
         at = next((k for k, row in enumerate(rows) if "question_id" in row), None)
         if at is not None:
             leaf = rows[at]["question_id"].leaf
-            identity.ids = frozenset(texts_of(scalars(leaf)))
+            identity.ids = frozenset(texts_of(leaf.scalars))
             identity.doubts += self._doubts_of_key(leaf)
         for k, (prefix, row) in enumerate(zip(records, rows, strict=True)):
             is_first = k == 0 and not any("id" in bound and len(key[1]) < len(prefix) for key, bound in names.items())
@@ -117,7 +117,7 @@ class Places:
         if inner_id is not None:
             identity.id_leaf = inner_id
             identity.names = self._renamed(states, names, None)
-            identity.ids = frozenset(texts_of(scalars(inner_id)))
+            identity.ids = frozenset(texts_of(inner_id.scalars))
             identity.doubts += self._doubts_of_key(inner_id)
             yield identity
             if any(set(bound) - set(AXIS_NAMES) for bound in names.values()):
@@ -175,7 +175,7 @@ class Places:
             leaf = meaning.leaf
             if leaf.files == states.files or leaf.rank or len(leaf.items_at) != 1 or leaf.kind != "s":
                 continue
-            values = {str(v).replace("\\", "/").rpartition("/")[2].partition(".")[0] for v in leaf.values()}
+            values = {str(v).replace("\\", "/").rpartition("/")[2].partition(".")[0] for v in leaf.values}
             if meaning.field == "file" and values and values <= stems:
                 prefix = leaf.path[: leaf.items_at[0] + 1]
                 identity = Identity("ids", names=self._renamed(states, names, None))
@@ -246,7 +246,7 @@ class Places:
 
     def _doubts_of_key(self, leaf: Leaf) -> list[str]:
         """Rule 20: integers are ids only if no word says otherwise and no file repeats them."""
-        if number_kind(leaf) != "i":
+        if leaf.number_kind != "i":
             return []
         is_index = bool({"idx", "index", "indices", "n"} & set(words_of(leaf.key)))
         words = {word for name in self.observation.files[leaf.files] for word in words_of(name)}
@@ -283,6 +283,12 @@ class Places:
         if not words & _ANSWER_WORDS:
             doubts.append(f"{'/'.join(prefix)}: the items may be answers, steps or parts of a text")
         return "[K]" if words & _ANSWER_WORDS or states.rank >= 2 else "[S]"
+
+    def binders(self, leaf: Leaf) -> list[Prefix]:
+        """Return the places below the file at which items and names of a leaf tell traces apart."""
+        found = [(leaf.files, leaf.path[: k + 1]) for k in leaf.items_at]
+        found += [p for p, bound in self._names(leaf).items() if p[1] and set(bound) - set(AXIS_NAMES)]
+        return sorted(found, key=lambda p: len(p[1]))
 
     # Addresses
 
@@ -332,7 +338,7 @@ class Places:
             return None
         key = row.get("question_id")
         if key is not None and identity.mode == "ids":
-            values = frozenset(texts_of(scalars(key.leaf)))
+            values = frozenset(texts_of(key.leaf.scalars))
             if not identity.ids or values & identity.ids or len(identity.ids) > len(values):
                 return f"[id={'/'.join(key.leaf.path[len(prefix) :])}]"
         if identity.mode == "ids":
@@ -343,8 +349,8 @@ class Places:
                 return f"[question={'/'.join(question.leaf.path[len(prefix) :])}]"
             return None
         if key is not None and identity.mode == "stack":
-            ids = {text for m in self._columns_of_ids(states) for text in texts_of(scalars(m.leaf))}
-            if ids & set(texts_of(scalars(key.leaf))):
+            ids = {text for m in self._columns_of_ids(states) for text in texts_of(m.leaf.scalars)}
+            if ids & set(texts_of(key.leaf.scalars)):
                 return f"[id={'/'.join(key.leaf.path[len(prefix) :])}]"
         return "[]"
 
@@ -362,6 +368,6 @@ def _order(meaning: Meaning) -> tuple[int, int]:
 
 def _second(meaning: Meaning) -> str:
     """Return the field of a second id beside a better one: the number of an answer."""
-    if meaning.field != "question_id" or number_kind(meaning.leaf) != "i":
+    if meaning.field != "question_id" or meaning.leaf.number_kind != "i":
         return ""
     return "sample" if set(words_of(meaning.leaf.key)) & _SAMPLE_WORDS else ""

@@ -1,0 +1,152 @@
+"""Proofs: what of a draft rules 15 to 23 do not support, in words."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from tracestore.ingest.propose.axes import Axes, Frame
+from tracestore.ingest.propose.leaves import Observation
+from tracestore.ingest.propose.meanings import Meaning
+from tracestore.ingest.propose.names import words_of
+from tracestore.ingest.propose.places import Identity, Places
+
+TEXTS = ("question", "generated_answer", "generated_answer_clean", "generated_text")
+ARRAYS = ("attentions", "tokens", "tokens_decoded", "S.mask", "L.ids")
+RANGES = ("S.offsets", "S.lengths", "S.starts", "S.ends")
+_PROOFS_OF_N = frozenset(("question_id", *TEXTS, "S.lengths", "S.offsets"))
+_PROOFS_OF_S = frozenset(("tokens", "tokens_decoded", "S.mask", "attentions"))
+_SENTENCES = frozenset(
+    (
+        *("sent", "sents", "sentence", "sentences", "step", "steps", "claim", "claims", "chunk", "chunks"),
+        *("sample", "samples", "gen", "gens", "k"),
+    )
+)
+_VAGUE_TEXTS = frozenset(("text", "content", "output", "outputs", "input", "inputs"))
+
+
+class Line(NamedTuple):
+    """A line of a layout: the address of a field, and the axes of its values."""
+
+    address: str
+    axes: Axes
+
+    @property
+    def text(self) -> str:
+        """The line as it is written."""
+        return self.address + (f" -> {' '.join(self.axes)}" if self.axes else "")
+
+
+class Proofs:
+    """The proofs that an observation has for drafts.
+
+    Parameters
+    ----------
+    observation : Observation
+    meanings : list of Meaning
+    places : Places
+    """
+
+    def __init__(self, observation: Observation, meanings: list[Meaning], places: Places) -> None:
+        self._observation, self._meanings, self._places = observation, meanings, places
+
+    def unproved(
+        self, states: Sequence[Meaning], identity: Identity, frame: Frame, lines: Mapping[str, Line], name: str
+    ) -> list[str]:
+        """Return what is not proved.
+
+        Parameters
+        ----------
+        states : sequence of Meaning
+        identity : Identity
+        frame : Frame
+        lines : Mapping
+            The lines of the other fields.
+        name : str
+            The field of the states.
+        """
+        found = [*identity.doubts]
+        num_files = len(self._observation.files[frame.leaf.files])
+        if identity.mode == "stack" and not {"N", "(N S)"} & set(frame.axes) and num_files > 1:
+            found.append("the names of the files are no ids")
+        if not states[0].field:
+            found.append("no word says that these are hidden states")
+        if len(states) > 1:
+            found.append("the states of prompt and answer may be no parts of one text")
+        found += self._of_layers(states, frame, lines)
+        found += self._of_traces(frame, lines)
+        if name == "hidden_states" and not self._proves_tokens(states, identity, frame, lines):
+            found.append("S: no tokens, mask or lengths say which axis the tokens are")
+        if name == "last_token" and states[0].field != "last_token":
+            found.append("no word says that the vectors are those of the last token")
+        found += self._of_texts(lines)
+        in_order = sorted(k for k, line in lines.items() if not line.address.startswith(frame.leaf.files))
+        if identity.mode == "rows" and in_order:
+            found.append(f"{', '.join(in_order)}: joined in order")
+        for meaning in self._meanings:
+            if meaning.verdict is not None and meaning.verdict.is_doubtful:
+                found.append(f"{meaning.leaf.key}: may be what a detector says, or words without a meaning")
+        return found
+
+    def _of_layers(self, states: Sequence[Meaning], frame: Frame, lines: Mapping[str, Line]) -> list[str]:
+        """Rule 18: L is proved by numbers of layers, or attention of as many."""
+        if "L" not in frame.axes:
+            return []
+        if "attentions" in lines and "L" not in lines["attentions"].axes:
+            return ["L: the attention has no layers"]
+        words = {word for meaning in states for word in meaning.words}
+        if {"attentions", "L.ids"} & lines.keys() or {"layer", "wise"} <= words or {"all", "layers"} <= words:
+            return []
+        return ["L: only the extent says which axis the layers are"]
+
+    def _of_traces(self, frame: Frame, lines: Mapping[str, Line]) -> list[str]:
+        """Rules 15 and 17: N is proved by ids, texts or lengths; the tokens of a stack by a mask or lengths. Rule 3: T."""
+        found = []
+        if {"N", "(N S)"} & set(frame.axes):
+            if not _PROOFS_OF_N & lines.keys():
+                found.append("N: no ids, questions, answers or lengths say how many traces there are")
+            if "S" in frame.axes and not {"S.mask", "S.lengths"} & lines.keys() and None not in frame.num_tokens:
+                found.append("S: nothing says whether tokens are padding")
+        is_said = "P" in frame.axes or any(m.field == "tokens" and "sequences" in m.words for m in self._meanings)
+        if "tokens" in lines and "T" in lines["tokens"].axes and not is_said:
+            found.append("tokens: one id more than states")
+        return found
+
+    def _of_texts(self, lines: Mapping[str, Line]) -> list[str]:
+        """Return the texts that may be others, and a length of the prompt that may count padding."""
+        found = []
+        for name in TEXTS:
+            same = [m for m in self._meanings if m.field == name and m.leaf.kind == "s"]
+            keys = {"_".join(words_of(m.leaf.key)) for m in same} - {name}
+            if name in lines and (keys & _VAGUE_TEXTS or (len(same) > 1 and len(keys) == len(same))):
+                found.append(f"{name}: another text may be meant: {', '.join(sorted(keys))}")
+        if "prompt_length" in lines and {"S.mask", "S.lengths"} & lines.keys():
+            found.append("prompt_length: it may count padding")
+        return found
+
+    def _proves_tokens(
+        self, states: Sequence[Meaning], identity: Identity, frame: Frame, lines: Mapping[str, Line]
+    ) -> bool:
+        """Rule 16: S is proved by tokens, a mask, lengths, or as the one axis that varies."""
+        axes = frame.axes
+        if "(N S)" in axes:
+            return bool(set(RANGES) & lines.keys())
+        if _PROOFS_OF_S & lines.keys() or ("S.lengths" in lines and "N" in axes):
+            return True
+        if "P" in axes:
+            return False
+        if "S" not in axes:
+            address = self._places.address(frame.leaf, identity, frame.leaf) or ""
+            return "[S]" not in address and "[P]" not in address  # names bind tokens
+        words = {word for meaning in states for word in meaning.words}
+        varies = len(frame.num_tokens - {None}) > 1
+        return identity.mode == "ids" and varies and not words & _SENTENCES and self._is_short(frame)
+
+    def _is_short(self, frame: Frame) -> bool:
+        """Return whether there are at most as many tokens as characters of the texts of a trace."""
+        texts = [m.leaf for m in self._meanings if m.field in TEXTS and not m.leaf.rank]
+        for leaf in texts:
+            for spot in leaf.spots if leaf.files == frame.leaf.files else ():
+                same = [o for other in texts for o in other.spots if o.where == spot.where and o.value is not None]
+                most = max(sum(len(str(one.value)) for one in same), 1)
+                if any((sizes.get("S") or 0) > most for sizes in frame.beside(leaf, spot)):
+                    return False
+        return True
