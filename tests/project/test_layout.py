@@ -72,6 +72,7 @@ ALLOWED: dict[str, set[str]] = {
         "store.format",
         "store.io",
         "store.vocabulary",
+        "store.write",
         "ingest.execute",
         "ingest.layout",
         "ingest.readers",

@@ -164,28 +164,21 @@ def fitting(leaf: Leaf, name: str, frame: Frame, *, is_stacked: bool, bound: fro
         Letters that its names bind.
     """
     wanted = WANTED.get(name, WANTED["scalar"])
-    letters = [letter for letter in wanted.letters if letter not in bound]
-    needs = [letter for letter in wanted.needs if letter not in bound]
-    letters += needs + [one for one in wanted.twice if one not in bound] * 2
-    required = needs + [one for one in wanted.twice if one not in bound] * 2
-    if is_stacked and "N" in frame.axes:
-        letters, required = [*letters, "N"], [*required, "N"]
-    if is_stacked and "K" in frame.axes and name != "question_id":
-        letters = [*letters, "K"]
-    has_passes = "P" in frame.axes
-    if has_passes and name == "attentions":
-        letters, required = [*letters, "P"], [*required, "P"]
+    required = [one for one in (*wanted.needs, *wanted.twice * 2) if one not in bound]
+    required += [one for one in "N" if is_stacked and one in frame.axes]
+    required += [one for one in "P" if name == "attentions" and one in frame.axes]
+    optional = [one for one in wanted.letters if one not in bound]
+    optional += [one for one in "K" if is_stacked and one in frame.axes and name != "question_id"]
     if "(N S)" in frame.axes and "S" in required:
-        letters = [*(one for one in letters if one != "S"), "(N S)"]
-        required = [*(one for one in required if one not in ("S", "N")), "(N S)"]
-    found = []
-    for axes in _assigned(leaf.rank, letters):
-        if all(axes.count(one) == required.count(one) for one in required) and _fits(leaf, name, axes, frame):
-            found.append(axes)
+        required = ["(N S)" if one == "S" else one for one in required if one != "N"]
+    found = [
+        axes
+        for axes in _assigned(leaf.rank, [*optional, *required])
+        if all(axes.count(one) == required.count(one) for one in required) and _fits(leaf, name, axes, frame)
+    ]
     # Of as many layers as the states with layers in front, and heads in front of one layer less, the first is meant:
     # the second has one head more than layers, and its states hold the embeddings.
-    exact = [a for a in found if name == "attentions" and _is_exact(a, leaf, frame)]
-    return exact or found
+    return [axes for axes in found if name == "attentions" and _is_exact(axes, leaf, frame)] or found
 
 
 def _is_exact(axes: Axes, leaf: Leaf, frame: Frame) -> bool:

@@ -1,7 +1,7 @@
 """Look at the values of a file: the first items of everything, a bounded number of values."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
@@ -90,31 +90,35 @@ def _items(items: Items, depth: int) -> Seen:
     count = items.length
     first: list[Value] = []
     for item in items:
-        is_scalar = item is None or isinstance(item, str | int | float)
-        if len(first) == (_MAX_VALUES if is_scalar else MAX_ITEMS):
+        if len(first) == (_MAX_VALUES if _is_scalar(item) else MAX_ITEMS):
             break
         first.append(item)
     else:
         count = len(first)
-    if first and all(item is None or isinstance(item, str | int | float) for item in first):
-        kinds = {type(item) for item in first if item is not None}
-        kind = "s" if str in kinds else "f" if float in kinds else "b" if kinds == {bool} else "i"
-        if not kinds or (str in kinds and len(kinds) > 1):
-            return Seen("list", items=tuple(look(item, depth + 1) for item in first[:MAX_ITEMS]))
+    if first and all(map(_is_scalar, first)) and (kind := _kind_of_scalars(first)):
         return Seen(kind, (count,), first if count == len(first) else None)
     # Of a short list every item counts, of a long one those at both ends.
     looked = first[:MAX_ITEMS]
     if not items.is_stream and count is not None and count > MAX_ITEMS:
         looked = [*first[: MAX_ITEMS - 2], items[count // 2], items[count - 1]]
     seen = tuple(look(item, depth + 1) for item in looked)
-    kinds = {one.kind for one in seen}
-    ranks = {len(one.dims) for one in seen}
-    if seen and len(kinds) == 1 and len(ranks) == 1 and kinds <= set("fibsv") and ranks != {0}:
-        merged = tuple(
-            sizes[0] if len(set(sizes)) == 1 else None for sizes in zip(*(s.dims for s in seen), strict=True)
-        )
+    if len({(one.kind, len(one.dims)) for one in seen}) == 1 and seen[0].dims and seen[0].kind in "fibsv":
+        columns = zip(*(one.dims for one in seen), strict=True)
+        merged = tuple(sizes[0] if len(set(sizes)) == 1 else None for sizes in columns)
         return Seen(seen[0].kind, (count, *merged), items=seen)
     return Seen("list", (count,), items=seen, is_whole=count is not None and count <= MAX_ITEMS)
+
+
+def _is_scalar(value: Value) -> bool:
+    return value is None or isinstance(value, str | int | float)
+
+
+def _kind_of_scalars(values: Sequence[Value]) -> str:
+    """Return the kind of texts or numbers, "" for both among each other."""
+    kinds = {type(value) for value in values if value is not None}
+    if not kinds or (str in kinds and len(kinds) > 1):
+        return ""
+    return "s" if str in kinds else "f" if float in kinds else "b" if kinds == {bool} else "i"
 
 
 def texts_of(values: Iterable[Any]) -> list[str]:

@@ -77,45 +77,38 @@ def escape(text: str) -> str:
 Piece = tuple[str, str]  # text, and what it is: "" literal, "?" an unknown word, else what it counts
 
 
-def _pieces(name: str, is_path: bool) -> list[Piece]:
+def _pieces(name: str) -> list[Piece]:
     """Return the pieces of a name: words that are known, numbers that a word counts, and what may be an id."""
     found: list[Piece] = []
     tokens = _TOKEN.findall(name)
-    suffix_at = name.rfind(".") if is_path else len(name)
-    at, counted = 0, ""
+    counted = ""  # what the next number counts
     for k, token in enumerate(tokens):
-        at += len(token)
-        following = tokens[k + 1] if k + 1 < len(tokens) else ""
-        if is_path and at > suffix_at >= 0 and name[suffix_at:].count("/") == 0:
-            found.append((token, ""))
-            continue
         if token[0].isdigit():
             found.append((token, counted or "?"))
             counted = ""
-        elif token[0].isalpha():
-            words = words_of(token)
-            last = words[-1] if words else ""
-            is_number_next = following[:1].isdigit() or (
-                bool(following) and not following[0].isalnum() and k + 2 < len(tokens) and tokens[k + 2][0].isdigit()
-            )
-            counted = COUNTED.get(last, "") if is_number_next else ""
-            if counted and (last not in _ID_WORDS or counted != "sample"):
-                found.append((token, ""))
-            elif last in _ID_WORDS and is_number_next:
-                found.append((token, "#"))
-                counted = ""
-            elif last in SPLITS:
-                found.append((token, "split"))
-            elif last in CLASSES:
-                found.append((token, "verdict"))
-            elif all(word in known_words() for word in words) and not following[:1].isdigit():
-                found.append((token, ""))
-            else:
-                found.append((token, "?"))
-        else:
+        elif not token[0].isalpha():
             found.append((token, "."))
-            counted = counted if len(token) <= 2 and "/" not in token else ""
+            if len(token) > 2 or "/" in token:
+                counted = ""
+        else:
+            is_glued = tokens[k + 1][:1].isdigit() if k + 1 < len(tokens) else False
+            is_counting = is_glued or (k + 2 < len(tokens) and tokens[k + 2][0].isdigit())
+            what, counted = _word(token, is_counting=is_counting, is_glued=is_glued)
+            found.append((token, what))
     return found
+
+
+def _word(token: str, *, is_counting: bool, is_glued: bool) -> tuple[str, str]:
+    """Return what a word is, and what the number behind it counts."""
+    words = words_of(token)
+    last = words[-1] if words else ""
+    if is_counting and last in _ID_WORDS:
+        return "#", ""
+    if is_counting and last in COUNTED:
+        return "", COUNTED[last]
+    if last in SPLITS or last in CLASSES:
+        return ("split" if last in SPLITS else "verdict"), ""
+    return ("" if not is_glued and all(word in known_words() for word in words) else "?"), ""
 
 
 def _merged(pieces: Sequence[Piece]) -> list[Piece]:
@@ -165,7 +158,8 @@ def families(names: Iterable[str], *, is_path: bool = False, keep_single: bool =
     """
     groups: dict[tuple[str, ...], dict[str, list[Piece]]] = defaultdict(dict)
     for name in names:
-        pieces = _with_samples(_merged(_pieces(name, is_path)))
+        end = name.rfind(".") if is_path and name.rfind(".") > name.rfind("/") else len(name)
+        pieces = _with_samples(_merged([*_pieces(name[:end]), *([(name[end:], "")] if name[end:] else [])]))
         groups[tuple(text if what == "" else f"\0{what}" for text, what in pieces)][name] = pieces
     found: list[Family] = []
     for members in groups.values():
@@ -174,37 +168,35 @@ def families(names: Iterable[str], *, is_path: bool = False, keep_single: bool =
 
 
 def _families_of(members: dict[str, list[Piece]], *, keep_single: bool) -> list[Family]:
-    columns = list(zip(*members.values(), strict=True))
-    names: list[str] = []
+    """Return names with the same literal pieces as one pattern; as themselves if nothing of them is one."""
+    columns = [list(column) for column in zip(*members.values(), strict=True)]
     varying = [
-        bool(column[0][1])
-        and (len({text for text, _ in column}) > 1 or _is_pattern(column[0], keep_single=keep_single))
+        bool(column[0][1]) and (len(set(column)) > 1 or _is_pattern(column[0], keep_single=keep_single))
         for column in columns
     ]
     ids = [k for k, column in enumerate(columns) if varying[k] and column[0][1] == "?"]
     numbers = {k for k in ids if all(text.isdecimal() for text, _ in columns[k])}
     # The part that tells most names apart is the id, one with letters before a number.
-    main = max(ids, key=lambda k: (k not in numbers, len({text for text, _ in columns[k]}), k), default=None)
+    main = max(ids, key=lambda k: (k not in numbers, len(set(columns[k])), k), default=None)
+    names: list[str] = []
     doubt = ""
     for k, column in enumerate(columns):
         what = column[0][1]
-        if not varying[k]:
-            names.append("")
-        elif what == "?" and k != main and k in numbers and "layer" not in {c[0][1] for c in columns}:
-            doubt = "no word says that the numbers of names are layers"
-            names.append("layer" if "layer" not in names else f"part{k}")
-        elif what == "?":
-            names.append("id" if k == main else f"part{k}")
-        else:
-            names.append(what if what not in names else f"{what}{k}")
+        if what == "?" and k == main:
+            what = "id"
+        elif what == "?" and k in numbers and "layer" not in names:
+            what, doubt = "layer", "no word says that the numbers of names are layers"
+        elif what == "?" or what in names:
+            what = f"part{k}"
+        names.append(what if varying[k] else "")
+    if not any(names):
+        return [Family(escape(name), {name: {}}) for name in members]
     bound = {
         name: {key: text for key, (text, _) in zip(names, pieces, strict=True) if key}
         for name, pieces in members.items()
     }
-    texts = [piece[0] for piece in next(iter(members.values()))]
+    texts = [column[0][0] for column in columns]
     pattern = "".join(f"{{{n}}}" if n else escape(text) for n, text in zip(names, texts, strict=True))
-    if not any(names):
-        return [Family(escape(name), {name: {}}) for name in members]
     if main is not None and _has_pieces([b["id"] for b in bound.values()]):
         doubt = "the id has a piece without which ids repeat"
     return [Family(pattern, bound, doubt)]

@@ -88,55 +88,54 @@ class Places:
 
     def identities(self, states: Leaf) -> Iterator[Identity]:
         """Yield the ways in which the traces of states may be told apart."""
-        records = [states.path[: k + 1] for k in states.items_at]
         names = self._names(states)
-        rows = [self.row(states.files, prefix) for prefix in records]
-        identity = Identity("ids")
-        at = next((k for k, row in enumerate(rows) if "question_id" in row), None)
-        if at is not None:
-            leaf = rows[at]["question_id"].leaf
-            identity.ids = frozenset(texts_of(leaf.scalars))
-            identity.doubts += self._doubts_of_key(leaf)
-        for k, (prefix, row) in enumerate(zip(records, rows, strict=True)):
-            is_first = k == 0 and not any("id" in bound and len(key[1]) < len(prefix) for key, bound in names.items())
-            identity.items[states.files, prefix] = self._step(
-                states, prefix, row, identity.doubts, is_first=is_first, has_id=at == k
-            )
+        records = [states.path[: k + 1] for k in states.items_at]
         outer = [key for key, bound in names.items() if "id" in bound]
+        identity = Identity("ids", names=self._renamed(states, names, None))
         identity.doubts += [
-            self.observation.families[key].doubt for key in names if self.observation.families[key].doubt
+            family.doubt for family in map(self.observation.families.get, names) if family and family.doubt
         ]
+        at = self._add_items(states, identity, records, outer)
         if at is not None:
-            identity.names = self._renamed(states, names, None)
             yield identity
             if at == 0 and len(records) == 1 and self._in_order(states):
-                rows_in_order = {(states.files, records[0]): "[]"}
-                yield Identity("rows", rows_in_order, identity.names, rows[0]["question_id"].leaf, identity.doubts)
+                leaf = self.row(states.files, records[0])["question_id"].leaf
+                yield Identity("rows", {(states.files, records[0]): "[]"}, identity.names, leaf, identity.doubts)
             return
-        inner_id = self._own_id(states)
-        if inner_id is not None:
-            identity.id_leaf = inner_id
-            identity.names = self._renamed(states, names, None)
-            identity.ids = frozenset(texts_of(inner_id.scalars))
-            identity.doubts += self._doubts_of_key(inner_id)
-            yield identity
+        own = self._own_id(states)
+        if own is not None:
+            ids = frozenset(texts_of(own.scalars))
+            yield Identity(
+                "ids", dict(identity.items), identity.names, own, [*identity.doubts, *self._doubts_of_key(own)], ids
+            )
             if any(set(bound) - set(AXIS_NAMES) for bound in names.values()):
                 return
         for main in reversed(outer):
             yield from self._by_name(states, identity, names, main)
+        is_batch = self._has_columns(states)
         if records and not outer:
-            is_batch = self._has_columns(states)
             if is_batch:
                 identity.items[states.files, records[0]] = "[chunk]"
             identity.mode, identity.letters = ("stack", "NLS") if is_batch else ("rows", "LS")
-            identity.names = self._renamed(states, names, None)
             yield identity
-        elif not records and (not outer or self._has_columns(states)):
-            yield Identity("stack", {}, self._renamed(states, names, None), None, identity.doubts, letters="NLS")
-        if not records and outer and all(key == (states.files, ()) for key in outer):
-            by_file = self._by_file(states, names)
-            if by_file is not None:
-                yield by_file
+        elif not records and (not outer or is_batch):
+            yield Identity("stack", {}, identity.names, None, identity.doubts, letters="NLS")
+        if not records and outer == [(states.files, ())]:
+            yield from self._by_file(states, names)
+
+    def _add_items(self, states: Leaf, identity: Identity, records: list[Path_], outer: list[Prefix]) -> int | None:
+        """Set what stands for the items on the way to the states; return which of them say the id, None if none do."""
+        rows = [self.row(states.files, prefix) for prefix in records]
+        at = next((k for k, row in enumerate(rows) if "question_id" in row), None)
+        for k, (prefix, row) in enumerate(zip(records, rows, strict=True)):
+            is_first = k == 0 and not any(len(key[1]) < len(prefix) for key in outer)
+            text = self._step(states, prefix, row, identity.doubts, is_first=is_first, has_id=at == k)
+            identity.items[states.files, prefix] = text
+        if at is not None:
+            leaf = rows[at]["question_id"].leaf
+            identity.ids = frozenset(texts_of(leaf.scalars))
+            identity.doubts += self._doubts_of_key(leaf)
+        return at
 
     def _by_name(
         self, states: Leaf, identity: Identity, names: Mapping[Prefix, Mapping[str, str]], main: Prefix
@@ -168,8 +167,8 @@ class Places:
         """Return whether the numbers of keys may be those of layers."""
         return "layer" not in {name for bound in self._names(states).values() for name in bound}
 
-    def _by_file(self, states: Leaf, names: Mapping[Prefix, Mapping[str, str]]) -> Identity | None:
-        """Return the identity of files that a table names, None without such a table."""
+    def _by_file(self, states: Leaf, names: Mapping[Prefix, Mapping[str, str]]) -> Iterator[Identity]:
+        """Yield the identity of files that a table names."""
         stems = {name.rpartition("/")[2].partition(".")[0] for name in self.observation.files[states.files]}
         for meaning in self.meanings:
             leaf = meaning.leaf
@@ -182,24 +181,23 @@ class Places:
                 identity.items[leaf.files, prefix] = f"[file={'/'.join(leaf.path[len(prefix) :])}]"
                 row = self.row(leaf.files, prefix)
                 identity.id_leaf = row["question_id"].leaf if "question_id" in row else None
-                return identity
-        return None
+                yield identity
+                return
 
     def _own_id(self, states: Leaf) -> Leaf | None:
         """Return the scalar id beside states, whose keys or files are numbered or named."""
         if states.items_at:
             return None
         parents = {states.path[:k] for k in range(len(states.path))}
-        best: Meaning | None = None
-        for meaning in self.meanings:
-            leaf = meaning.leaf
-            if meaning.field != "question_id" or leaf.rank or leaf.items_at or leaf.files != states.files:
-                continue
-            own = {name for bound in self._names(leaf).values() for name in bound if name not in AXIS_NAMES}
-            wanted = {name for bound in self._names(states).values() for name in bound if name not in AXIS_NAMES}
-            if leaf.path[:-1] in parents and own == wanted and (best is None or _order(meaning) < _order(best)):
-                best = meaning
-        return None if best is None else best.leaf
+        found = [
+            meaning
+            for meaning in self.meanings
+            if meaning.field == "question_id"
+            and (meaning.leaf.files, meaning.leaf.rank) == (states.files, 0)
+            and meaning.leaf.path[:-1] in parents
+            and meaning.leaf.bound - set(AXIS_NAMES) == states.bound - set(AXIS_NAMES)
+        ]
+        return min(found, key=_order).leaf if found else None
 
     def _has_columns(self, states: Leaf) -> bool:
         """Return whether a text or number for each of several traces lies beside states."""

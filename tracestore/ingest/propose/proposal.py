@@ -2,12 +2,12 @@
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tracestore.console import plural
-from tracestore.errors import InvalidInputError, TracestoreError, UsageError, escape_unprintable
+from tracestore.errors import InvalidInputError, TracestoreError, UsageError, error_location, escape_unprintable
 from tracestore.ingest.execute.claims import is_other, list_files
 from tracestore.ingest.execute.execution import Execution
 from tracestore.ingest.layout.fields import score_of
@@ -16,6 +16,7 @@ from tracestore.ingest.propose.drafts import Draft, Drafter
 from tracestore.ingest.propose.leaves import Observation, observe
 from tracestore.store.format.labels import CORRECT
 from tracestore.store.io.scratch import Scratch
+from tracestore.store.write.record import TraceRecord
 
 MAX_CANDIDATES = 6
 _MAX_TRIES, _MAX_DRAFTS = 24, 400
@@ -289,37 +290,16 @@ def try_layout(layout: Layout, files: Mapping[str, Path]) -> Outcome:
     """
     execution = Execution(layout, [], Path("-"), files=files)
     outcome = Outcome(is_last_token=layout.states == "last_token")
-    sizes: set[int] = set()
-    seen: set[tuple[str, int]] = set()
     labels: dict[str, list[float]] = {name: [] for name in layout.directions()}
-    num_bytes = 0
+    sizes: list[int] = []
     try:
-        for group in execution.groups:
-            if outcome.is_partial:
-                break
-            for record in execution.read(group, None, Scratch()):
-                width, layers = record.hidden_dim, record.num_layers
-                if not outcome.num_traces:
-                    outcome.width, outcome.num_layers, outcome.first_id = width, layers, record.question_id
-                elif (width, layers) != (outcome.width, outcome.num_layers):
-                    raise InvalidInputError(
-                        f"{group.name}: found L {layers}, D {width}, expected L {outcome.num_layers}, D {outcome.width}"
-                    )
-                if (record.question_id, record.sample) in seen:
-                    raise InvalidInputError(f"{group.name}: the id {record.question_id[:40]!r} occurs in two files")
-                seen.add((record.question_id, record.sample))
-                sizes.add(record.num_tokens)
-                found = {**record.scores, **record.deferred_scores}
-                if record.label is not None:
-                    found["label"] = record.label
-                for name in labels:
-                    labels[name].append(found.get(name, found.get(score_of(name), math.nan)))
-                outcome.num_traces += 1
-                num_bytes += width * layers * record.num_tokens * 4
-                if outcome.num_traces >= _MAX_TRACES or num_bytes > _MAX_BYTES:
-                    outcome.is_partial = True
-                    break
-        if not outcome.num_traces:
+        for record in _records(execution, outcome):
+            sizes.append(record.num_tokens)
+            own = {} if record.label is None else {"label": record.label}
+            found = {**record.scores, **record.deferred_scores, **own}
+            for name, values in labels.items():
+                values.append(found.get(name, found.get(score_of(name), math.nan)))
+        if not sizes:
             raise InvalidInputError("no trace was found")
         if not outcome.is_partial:
             outcome.joins = [line for line in execution.close() if " rows of " in line and " joined " in line]
@@ -328,5 +308,32 @@ def try_layout(layout: Layout, files: Mapping[str, Path]) -> Outcome:
     outcome.num_tokens = (min(sizes), max(sizes))
     for name, values in labels.items():
         known = [value for value in values if not math.isnan(value)]
-        outcome.counts[name] = (sum(v == 1 for v in known), sum(v == 0 for v in known), len(known))
+        outcome.counts[name] = (known.count(1), known.count(0), len(known))
     return outcome
+
+
+def _records(execution: Execution, outcome: Outcome) -> Iterator[TraceRecord]:
+    """Yield the records of a run up to a bound, and count them; the run has one L, one D, and each id once."""
+    seen: set[tuple[str, int]] = set()
+    num_bytes = 0
+    for group in execution.groups:
+        for record in execution.read(group, None, Scratch()):
+            size = record.num_layers, record.hidden_dim
+            if not seen:
+                outcome.num_layers, outcome.width = size
+                outcome.first_id = record.question_id
+            with error_location(group.name):
+                if size != (outcome.num_layers, outcome.width):
+                    expected = f"L {outcome.num_layers}, D {outcome.width}"
+                    raise InvalidInputError(f"found L {size[0]}, D {size[1]}, expected {expected}")
+                if (record.question_id, record.sample) in seen:
+                    raise InvalidInputError(
+                        f"the id {escape_unprintable(record.question_id, 40)!r} occurs in two files"
+                    )
+            if outcome.num_traces >= _MAX_TRACES or num_bytes > _MAX_BYTES:
+                outcome.is_partial = True
+                return
+            seen.add((record.question_id, record.sample))
+            outcome.num_traces += 1
+            num_bytes += size[0] * size[1] * record.num_tokens * 4
+            yield record
