@@ -12,6 +12,7 @@ from tracestore.ingest.execute.claims import is_other, list_files
 from tracestore.ingest.execute.execution import Execution
 from tracestore.ingest.layout.fields import score_of
 from tracestore.ingest.layout.language import Layout, parse_layout
+from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.propose.drafts import Draft, Drafter
 from tracestore.ingest.propose.leaves import Observation, observe
 from tracestore.store.format.labels import CORRECT
@@ -21,7 +22,8 @@ from tracestore.store.write.record import TraceRecord
 MAX_CANDIDATES = 6
 _MAX_TRIES, _MAX_DRAFTS = 24, 400
 _MAX_TRACES = 2000
-_MAX_BYTES = 256 << 20
+_MAX_FILES = 400  # traces of files in one pattern that are tried
+_MAX_BYTES = 64 << 20
 _MAX_SHOWN, _MAX_LINES = 8, 32
 
 
@@ -95,6 +97,7 @@ class Candidate:
         for name, (ones, zeros, count) in self.outcome.counts.items():
             direction = self.layout.rule(name).direction
             meaning = "correct" if direction == CORRECT else "hallucinated"
+            meaning += f", of the first {self.outcome.num_traces:,} traces" if self.outcome.is_partial else ""
             if ones + zeros == count:
                 found.append(f"{name}: 1 ({meaning}) {ones:,} times, 0 {zeros:,} times")
             else:
@@ -232,6 +235,7 @@ def propose(files: Mapping[str, Path]) -> Proposal:
             proposal.refusals.append(str(error))
             continue
         layouts.setdefault(layout.to_toml(), (layout, draft))
+    some = _some(files, observation)
     # Those that explain most come first; one that leaves out more than one that fits is none.
     tries = 0
     for layout, draft in sorted(layouts.values(), key=lambda pair: len(pair[1].left_out)):
@@ -241,15 +245,31 @@ def propose(files: Mapping[str, Path]) -> Proposal:
         if tries > _MAX_TRIES:
             proposal.num_more += 1
         else:
-            _try(proposal, layout, draft, files)
+            _try(proposal, layout, draft, some, is_partial=len(some) < len(files))
     _choose(proposal)
     return proposal
 
 
-def _try(proposal: Proposal, layout: Layout, draft: Draft, files: Mapping[str, Path]) -> None:
+def _some(files: Mapping[str, Path], observation: Observation) -> dict[str, Path]:
+    """Return the files of the first traces: where many have one pattern, all with the same ids."""
+    left_out: set[str] = set()
+    for (_, path), family in observation.families.items():
+        if path or len(family.members) <= _MAX_FILES:
+            continue
+        kept: set[tuple[str, ...]] = set()
+        for name, bound in family.members.items():
+            key = tuple(value for word, value in bound.items() if word not in AXIS_NAMES)
+            if len(kept) < _MAX_FILES:
+                kept.add(key)
+            if key not in kept:
+                left_out.add(name)
+    return {name: path for name, path in files.items() if name not in left_out}
+
+
+def _try(proposal: Proposal, layout: Layout, draft: Draft, files: Mapping[str, Path], *, is_partial: bool) -> None:
     for changed in (layout, _without_padding(layout)):
         try:
-            outcome = try_layout(changed, files)
+            outcome = try_layout(changed, files, is_partial=is_partial)
         except TracestoreError as error:
             proposal.refusals.append(str(error))
             if "is zero in all layers" not in str(error):
@@ -280,8 +300,16 @@ def _choose(proposal: Proposal) -> None:
     del found[MAX_CANDIDATES:]
 
 
-def try_layout(layout: Layout, files: Mapping[str, Path]) -> Outcome:
+def try_layout(layout: Layout, files: Mapping[str, Path], *, is_partial: bool = False) -> Outcome:
     """Return what a layout gives, by reading the traces without storing them.
+
+    Parameters
+    ----------
+    layout : Layout
+    files : Mapping
+        Paths by their names below SRC.
+    is_partial : bool
+        Whether there are more files, so that the accounts of the run stay open.
 
     Raises
     ------
@@ -289,7 +317,7 @@ def try_layout(layout: Layout, files: Mapping[str, Path]) -> Outcome:
         If an account does not close. Beyond some traces or bytes the accounts stay open.
     """
     execution = Execution(layout, [], Path("-"), files=files)
-    outcome = Outcome(is_last_token=layout.states == "last_token")
+    outcome = Outcome(is_last_token=layout.states == "last_token", is_partial=is_partial)
     labels: dict[str, list[float]] = {name: [] for name in layout.directions()}
     sizes: list[int] = []
     try:
