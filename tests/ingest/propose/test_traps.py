@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.ingest.execute.folders import dump, save, states, table
-from tests.ingest.propose.folders import refuse
+from tests.ingest.propose.folders import accept, refuse
 
 
 def attention(*shape):
@@ -288,9 +288,20 @@ def test_correct_beside_choices_rule_22(tmp_path, beside):
     refuse(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["p_hallucination", "selfcheck", "selfcheck_score", "hallucination_prob"])
+@pytest.mark.parametrize("name", ["p_hallucination", "selfcheck_score", "hallucination_prob"])
 def test_output_of_a_detector_rule_22b(tmp_path, name):
     dump(tmp_path / "in/a.pkl", rows(**{name: [0.1, 0.9, 0.4]}))
+    refuse(tmp_path)
+
+
+def test_selfcheck_is_no_score_rule_22b(tmp_path):
+    dump(tmp_path / "in/a.pkl", rows(selfcheck=[0.1, 0.9, 0.4]))
+    assert all(np.isnan(trace.score) for trace in accept(tmp_path).values())
+
+
+@pytest.mark.parametrize("values", [[0, 1, 1], [True, False, True], ["yes", "no", "no"]])
+def test_column_of_0_and_1_without_a_word_rule_8a(tmp_path, values):
+    dump(tmp_path / "in/a.pkl", rows(ok=values))
     refuse(tmp_path)
 
 

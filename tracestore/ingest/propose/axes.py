@@ -178,14 +178,13 @@ def fitting(leaf: Leaf, name: str, frame: Frame, *, is_stacked: bool, bound: fro
     ]
     # Of as many layers as the states with layers in front, and heads in front of one layer less, the first is meant:
     # the second has one head more than layers, and its states hold the embeddings.
-    return [axes for axes in found if name == "attentions" and _is_exact(axes, leaf, frame)] or found
+    if any("LH" in "".join(axes) and _num_layers(axes, leaf) == frame.num_layers for axes in found):
+        found = [axes for axes in found if _num_layers(axes, leaf) == frame.num_layers]
+    return found
 
 
-def _is_exact(axes: Axes, leaf: Leaf, frame: Frame) -> bool:
-    """Return whether the layers of attention come before its heads, and are those of the states."""
-    if "L" not in axes or "H" not in axes or axes.index("L") > axes.index("H"):
-        return False
-    return all(spot.dims[axes.index("L")] == frame.num_layers for spot in leaf.spots[:_MAX_SPOTS])
+def _num_layers(axes: Axes, leaf: Leaf) -> int | None:
+    return leaf.spots[0].dims[axes.index("L")] if "L" in axes else None
 
 
 def _assigned(rank: int, letters: list[str]) -> Iterator[Axes]:

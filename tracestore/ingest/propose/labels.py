@@ -115,9 +115,21 @@ def proved_fields(verdicts: Mapping[Leaf, Verdict], classes: Mapping[tuple[str, 
 def _of_classes(names: Sequence[str]) -> str | None:
     """Return the field that the names of two classes say."""
     with suppress(InvalidInputError):
-        ways = tuple(label_value(name, "", CORRECT, {}) for name in names)
-        return {(0.0, 1.0): "is_correct", (1.0, 0.0): "is_hallucinated"}.get(ways)
+        ways = [label_value(name, "", CORRECT, {}) for name in names]
+        return "is_correct" if ways == [0, 1] else "is_hallucinated" if ways == [1, 0] else None
     return None
+
+
+def may_be_label(leaf: Leaf) -> bool:
+    """Return whether all values are 0, 1 or words of judges, so that a column without a name of labels may be one."""
+    values = leaf.scalars
+    if leaf.rank > 1 or not values or leaf.kind == "v":
+        return False
+    with suppress(InvalidInputError):
+        return all(not isinstance(v, str) or v.strip() for v in values) and bool(
+            [label_value(value, "", CORRECT, {}) for value in values]
+        )
+    return False
 
 
 def _agreeing(leaf: Leaf, other: Leaf) -> str | None:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from tracestore.ingest.execute.accounts import looks_like_label
+from tracestore.ingest.propose.labels import may_be_label
 from tracestore.ingest.propose.leaves import Leaf, Observation, Path_
 from tracestore.ingest.propose.meanings import Meaning
 from tracestore.ingest.propose.names import words_of
@@ -52,7 +53,7 @@ class Leftovers:
             address = self._places.address(Leaf(leaf.files, prefix, "", 0), identity, states[0].leaf)
             if needs_line and address is not None:
                 ignored.setdefault(address, []).append(meaning)
-            elif needs_line or (leaf.rank and not meaning.reason):
+            elif needs_line or (leaf.rank and not meaning.reason) or (not meaning.field and may_be_label(leaf)):
                 left_out.append(str(leaf))
         reasons = []
         for address, meanings in ignored.items():
