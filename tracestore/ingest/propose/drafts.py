@@ -7,13 +7,14 @@ from typing import Any
 
 from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.propose.axes import Axes, Frame, fitting, states_axes, unusual
-from tracestore.ingest.propose.labels import proved_fields
+from tracestore.ingest.propose.labels import Verdict, may_be_label, proved_fields
 from tracestore.ingest.propose.leaves import Leaf, Observation
 from tracestore.ingest.propose.leftovers import Leftovers
 from tracestore.ingest.propose.meanings import Meaning, meaning_of
 from tracestore.ingest.propose.names import words_of
 from tracestore.ingest.propose.places import Identity, Places
 from tracestore.ingest.propose.proofs import ARRAYS, RANGES, TEXTS, Line, Proofs
+from tracestore.store.format.labels import CORRECT, HALLUCINATION
 
 _MAX_DRAFTS = 48
 _FIELDS = frozenset((*TEXTS, *ARRAYS, *RANGES, "question_id", "prompt_length"))
@@ -62,6 +63,7 @@ class Drafter:
         for leaf in leaves:
             siblings.setdefault((leaf.files, leaf.path[:-1]), set()).update(words_of(leaf.key))
         self.meanings = [meaning_of(leaf, frozenset(siblings[leaf.files, leaf.path[:-1]])) for leaf in leaves]
+        self._name_labels()
         self.places = Places(observation, self.meanings)
         self._proofs = Proofs(observation, self.meanings, self.places)
         self._leftovers = Leftovers(observation, self.meanings, self.places)
@@ -72,6 +74,17 @@ class Drafter:
             if leaf.path[:3] == ("@huggingface", "info", "features") and leaf.path[4:] == ("names",)
         }
         self._proved_fields = proved_fields(verdicts, classes)
+
+    def _name_labels(self) -> None:
+        """Take the only column of 0 and 1 beside others for a label, if no word says which is one: its meaning is asked."""
+        if any(meaning.verdict is not None for meaning in self.meanings):
+            return
+        found = [m for m in self.meanings if not m.field and not m.reason and may_be_label(m.leaf)]
+        if len(found) == 1:
+            found[0].field, found[0].verdict = (
+                "verdict",
+                Verdict(found[0].leaf.key, (CORRECT, HALLUCINATION), True, True),
+            )
 
     def states(self) -> list[list[Meaning]]:
         """Return what may be the states: one leaf, or those of prompt and answer."""
