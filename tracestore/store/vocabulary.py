@@ -331,7 +331,18 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
         *("attention probs", "decoder attentions", "attention matrix"),
     ),
     "tokens": (
-        *("token ids", "ids of tokens", "token id", "tok id", "tok ids", "prompt ids", "answer ids", "response ids"),
+        *(
+            "token ids",
+            "tok",
+            "token",
+            "ids of tokens",
+            "token id",
+            "tok id",
+            "tok ids",
+            "prompt ids",
+            "answer ids",
+            "response ids",
+        ),
         *("output ids", "prompt token ids", "generated ids", "output token ids", "generated token ids", "sequence"),
     ),
     "tokens_decoded": (

@@ -163,14 +163,14 @@ class Drafter:
         """Return the lines that each field but the labels may have; add the leaves that have one to `used`."""
         found: dict[str, tuple[Meaning, list[Line]]] = {}
         for meaning in sorted(self.meanings, key=lambda m: _nearness(m, states)):
-            name = meaning.field
+            name = _field(meaning, identity)
             if name in found and name == "tokens" and len(states) > 1:
                 name = "tokens+"
             if meaning in states or name in found or name not in {*_FIELDS, "tokens+"}:
                 continue
             if name == "question_id" and not self._needs_id(meaning, identity):
                 continue
-            if lines := self._lines(meaning, meaning.field, identity, frame):
+            if lines := self._lines(meaning, name.rstrip("+"), identity, frame):
                 found[name] = meaning, lines
         for name in _superfluous({name: meaning for name, (meaning, _) in found.items()}, states, frame):
             found.pop(name, None)
@@ -245,6 +245,12 @@ def _is_pair(one: Meaning, two: Meaning) -> bool:
     """Return whether two leaves may be the states of prompt and answer."""
     words = [frozenset(words_of(meaning.leaf.key)) - _PARTS for meaning in (one, two)]
     return (one.part, two.part) == (0, 1) and one.leaf.rank == two.leaf.rank and words[0] == words[1]
+
+
+def _field(meaning: Meaning, identity: Identity) -> str:
+    """Return the field of a leaf: several integer ids of one trace are those of its tokens."""
+    is_list = meaning.field == "question_id" and meaning.leaf.rank == 1 and meaning.leaf.kind == "i"
+    return "tokens" if is_list and identity.mode == "ids" else meaning.field
 
 
 def _nearness(meaning: Meaning, states: Sequence[Meaning]) -> tuple[int, int, int]:

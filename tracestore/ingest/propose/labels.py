@@ -121,15 +121,16 @@ def _of_classes(names: Sequence[str]) -> str | None:
 
 
 def may_be_label(leaf: Leaf) -> bool:
-    """Return whether all values are 0, 1 or words of judges, so that a column without a name of labels may be one."""
+    """Return whether half of the values are 0, 1 or words of judges, so that a column without such a name may be a label."""
     values = leaf.scalars
-    if leaf.rank > 1 or not values or leaf.kind == "v":
+    return leaf.rank <= 1 and leaf.kind != "v" and 2 * sum(map(_is_verdict, values)) >= max(len(values), 1)
+
+
+def _is_verdict(value: Any) -> bool:
+    try:
+        return not math.isnan(label_value(value, "", CORRECT, {}))
+    except InvalidInputError:
         return False
-    with suppress(InvalidInputError):
-        return all(not isinstance(v, str) or v.strip() for v in values) and bool(
-            [label_value(value, "", CORRECT, {}) for value in values]
-        )
-    return False
 
 
 def _agreeing(leaf: Leaf, other: Leaf) -> str | None:

@@ -94,7 +94,8 @@ class Meaning:
 def _phrases() -> dict[tuple[str, ...], list[str]]:
     found: dict[tuple[str, ...], list[str]] = {}
     for field in _TAKES:
-        names = [field.replace("_", " "), *SYNONYMS.get(field, ())] if "." not in field else SYNONYMS.get(field, ())
+        # A column `token` holds tokens, not their positions.
+        names = SYNONYMS.get(field, ()) if "." in field or field == "token" else (field, *SYNONYMS.get(field, ()))
         if field in FIELDS and "." not in field:
             names = [*names, *{"tokens": ("sequences", "input ids"), "generated_answer": ("answer",)}.get(field, ())]
         for name in names:
