@@ -120,6 +120,9 @@ class Places:
             yield identity
         elif not records and (not outer or is_batch):
             yield Identity("stack", {}, identity.names, None, identity.doubts, letters="NLS")
+            if any("chunk" in bound for bound in names.values()):
+                doubts = [*identity.doubts, "rows may be in another order than the files"]  # rule 13a
+                yield Identity("stack", {}, {}, None, doubts, letters="NLS")
         if not records and outer == [(states.files, ())]:
             yield from self._by_file(states, names)
 

@@ -3,8 +3,9 @@
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from tracestore.console import plural
 from tracestore.errors import InvalidInputError, TracestoreError, UsageError, error_location, escape_unprintable
@@ -25,6 +26,11 @@ _MAX_TRACES = 2000
 _MAX_FILES = 400  # traces of files in one pattern that are tried
 _MAX_BYTES = 64 << 20
 _MAX_SHOWN, _MAX_LINES = 8, 32
+# What the executor asks of padding, and the answers of which each makes a candidate.
+_PADDINGS: dict[str, list[tuple[Mapping[str, Any], str]]] = {
+    "is zero in all layers": [({"S.padding": "zeros"}, "S: tokens that are zero in all layers may be padding")],
+    "S.side =": [({"S.side": side}, f"S: the padding may be on the {side}") for side in ("right", "left")],
+}
 
 
 @dataclass
@@ -267,26 +273,20 @@ def _some(files: Mapping[str, Path], observation: Observation) -> dict[str, Path
 
 
 def _try(proposal: Proposal, layout: Layout, draft: Draft, files: Mapping[str, Path], *, is_partial: bool) -> None:
-    for changed in (layout, _without_padding(layout)):
+    tries: list[tuple[Mapping[str, Any], str]] = [({}, "")]
+    for settings, doubt in tries:
+        changed = replace(layout, settings={**layout.settings, **settings})
         try:
             outcome = try_layout(changed, files, is_partial=is_partial)
         except TracestoreError as error:
             proposal.refusals.append(str(error))
-            if "is zero in all layers" not in str(error):
-                return
-            draft.unproved.append("S: tokens that are zero in all layers are taken for padding")
+            if not settings:
+                tries += [pair for words, pairs in _PADDINGS.items() if words in str(error) for pair in pairs]
             continue
+        unproved = [*draft.unproved, *([doubt] if doubt else [])]
         if outcome.first_id.isdecimal() and any(" without a " in line for line in outcome.joins):
-            draft.unproved.append("integers are the ids of tables with other rows (rule 20)")
-        proposal.candidates.append(Candidate(changed, outcome, draft.unproved, draft.left_out, draft.reasons))
-        return
-
-
-def _without_padding(layout: Layout) -> Layout:
-    """Return a layout in which zero tokens are padding."""
-    return Layout(
-        layout.addresses, layout.templates, layout.records, layout.ignore, {**layout.settings, "S.padding": "zeros"}
-    )
+            unproved.append("integers are the ids of tables with other rows")
+        proposal.candidates.append(Candidate(changed, outcome, unproved, draft.left_out, draft.reasons))
 
 
 def _choose(proposal: Proposal) -> None:
