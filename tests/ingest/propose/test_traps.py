@@ -237,6 +237,51 @@ def test_rank_in_a_name_rule_23(tmp_path):
     refuse(tmp_path)
 
 
+def test_two_keys_that_may_be_the_id_rule_12(tmp_path):
+    dump(tmp_path / "in/a.pkl", [{**row, "id": 2 - k, "sample_id": k} for k, row in enumerate(rows())])
+    table(tmp_path / "in/labels.csv", [{"sample_id": k, "is_correct": k % 2} for k in range(3)])
+    refuse(tmp_path)
+
+
+def test_a_table_with_two_keys_that_may_be_the_id_rule_12(tmp_path):
+    dump(tmp_path / "in/a.pkl", [{**row, "id": k} for k, row in enumerate(rows())])
+    table(tmp_path / "in/labels.csv", [{"row_id": 2 - k, "example_id": k, "is_correct": k % 2} for k in range(3)])
+    refuse(tmp_path)
+
+
+def test_prompt_and_answer_that_may_overlap_rule_16(tmp_path):
+    found = [{"id": f"q{k}", "layers": [3, 7]} for k in range(3)]
+    for k, row in enumerate(found):
+        row |= {"prompt_states": states(2, 3 + k, 8, seed=k), "answer_states": states(2, 5 + k, 8, seed=9 + k)}
+    dump(tmp_path / "in/a.pkl", found)
+    refuse(tmp_path)
+
+
+def test_length_of_a_padded_prompt_rule_16(tmp_path):
+    mask = np.array([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    np.savez(
+        _in(tmp_path) / "a.npz",
+        hidden_states=states(2, 3, 5, 9),
+        layers=np.array([1, 2, 3]),
+        attention_mask=mask,
+        input_ids=np.where(mask, np.arange(10).reshape(2, 5) + 5, 0),
+        ids=np.array(["a", "b"]),
+        prompt_length=np.array([4, 4]),
+    )
+    refuse(tmp_path)
+
+
+def test_weights_of_a_model_are_no_states_rule_18(tmp_path):
+    for k in range(3):
+        save(tmp_path / f"in/q{k}_layer0_weight.npy", states(4 + k, 8, seed=k))
+    refuse(tmp_path)
+
+
+def test_steps_in_a_list_rule_16(tmp_path):
+    dump(tmp_path / "in/a.pkl", {f"q{k}": [{"layer_3": states(8, seed=n)} for n in range(2 + k)] for k in range(3)})
+    refuse(tmp_path)
+
+
 def test_rows_in_order_over_chunks_rule_13a(tmp_path):
     for n in range(2):
         np.savez(_in(tmp_path) / f"batch_{n}.npz", last_token=states(3, 2, 8, seed=n), layers=np.array([4, 8]))

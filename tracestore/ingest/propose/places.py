@@ -75,6 +75,10 @@ class Places:
                 found[meaning.field] = meaning
         if "question_id" not in found:
             self._add_unnamed(found, files, prefix)
+        elif "sample" in found:
+            ids = texts_of(found["question_id"].leaf.scalars)
+            if len(set(ids)) == len(ids):
+                del found["sample"]  # ids that do not repeat need no number of an answer
         return found
 
     def _add_unnamed(self, found: dict[str, Meaning], files: str, prefix: Path_) -> None:
@@ -137,8 +141,20 @@ class Places:
         if at is not None:
             leaf = rows[at]["question_id"].leaf
             identity.ids = frozenset(texts_of(leaf.scalars))
-            identity.doubts += self._doubts_of_key(leaf)
+            identity.doubts += [*self._doubts_of_key(leaf), *self._other_ids(leaf, records[at])]
         return at
+
+    def _other_ids(self, leaf: Leaf, prefix: Path_) -> list[str]:
+        """Return a doubt where several keys of a record may be its id."""
+        row = self.row(leaf.files, prefix)
+        keys = {
+            m.leaf.key
+            for m in self.meanings
+            if m.field == "question_id" and m.leaf.files == leaf.files and m.leaf.rank == 0
+            and m.leaf.path[: len(prefix)] == prefix and ITEMS not in m.leaf.path[len(prefix) :]
+            and m.leaf is not leaf and ("sample" not in row or m.leaf is not row["sample"].leaf)
+        }  # fmt: skip
+        return [f"{leaf.key}: the id may be {', '.join(sorted(keys))}"] if keys else []
 
     def _by_name(
         self, states: Leaf, identity: Identity, names: Mapping[Prefix, Mapping[str, str]], main: Prefix
@@ -341,6 +357,7 @@ class Places:
         if key is not None and identity.mode == "ids":
             values = frozenset(texts_of(key.leaf.scalars))
             if not identity.ids or values & identity.ids or len(identity.ids) > len(values):
+                identity.doubts += [d for d in self._other_ids(key.leaf, prefix) if d not in identity.doubts]
                 return f"[id={'/'.join(key.leaf.path[len(prefix) :])}]"
         if identity.mode == "ids":
             question = row.get("question")
