@@ -163,14 +163,8 @@ def fitting(leaf: Leaf, name: str, frame: Frame, *, is_stacked: bool, bound: fro
     bound : frozenset of str
         Letters that its names bind.
     """
-    wanted = WANTED.get(name, WANTED["scalar"])
-    required = [one for one in (*wanted.needs, *wanted.twice * 2) if one not in bound]
-    required += [one for one in "N" if is_stacked and one in frame.axes]
-    required += [one for one in "P" if name == "attentions" and one in frame.axes]
-    optional = [one for one in wanted.letters if one not in bound]
-    optional += [one for one in "K" if is_stacked and one in frame.axes and name != "question_id"]
-    if "(N S)" in frame.axes and "S" in required:
-        required = ["(N S)" if one == "S" else one for one in required if one != "N"]
+    required, optional = _wanted(name, frame, is_stacked=is_stacked)
+    required, optional = ([x for x in letters if x not in bound] for letters in (required, optional))
     found = [
         axes
         for axes in _assigned(leaf.rank, [*optional, *required])
@@ -181,6 +175,21 @@ def fitting(leaf: Leaf, name: str, frame: Frame, *, is_stacked: bool, bound: fro
     if any("LH" in "".join(axes) and _num_layers(axes, leaf) == frame.num_layers for axes in found):
         found = [axes for axes in found if _num_layers(axes, leaf) == frame.num_layers]
     return found
+
+
+def _wanted(name: str, frame: Frame, *, is_stacked: bool) -> tuple[list[str], list[str]]:
+    """Return the letters that the axes of a field must be, and those that they may be, beside those of the states."""
+    wanted = WANTED.get(name, WANTED["scalar"])
+    required = [*wanted.needs, *wanted.twice * 2]
+    optional = list(wanted.letters)
+    if is_stacked:
+        required += [one for one in "N" if one in frame.axes]
+        optional += [one for one in "K" if one in frame.axes and name != "question_id"]
+    if name == "attentions":
+        required += [one for one in "P" if one in frame.axes]
+    if "(N S)" in frame.axes and "S" in required:
+        required = ["(N S)" if one == "S" else one for one in required if one != "N"]
+    return required, optional
 
 
 def _num_layers(axes: Axes, leaf: Leaf) -> int | None:

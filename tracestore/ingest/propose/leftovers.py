@@ -48,20 +48,15 @@ class Leftovers:
                 ignored[leaf.files].append(meaning)
                 continue
             prefix = _unclaimed(leaf, [path for files, path in taken if files == leaf.files])
-            is_whole = prefix == leaf.path
-            needs_line = (leaf.rank > 0 and leaf.kind != "s") or (is_whole and looks_like_label(prefix[-1]))
+            needs_line = _is_refused(leaf, prefix)
             address = self._places.address(Leaf(leaf.files, prefix, "", 0), identity, states[0].leaf)
             if needs_line and address is not None:
                 ignored.setdefault(address, []).append(meaning)
-            elif needs_line or (leaf.rank and not meaning.reason) or (not meaning.field and may_be_label(leaf)):
+            elif needs_line or _is_asked(meaning):
                 left_out.append(str(leaf))
-        reasons = []
-        for address, meanings in ignored.items():
-            if reason := _reason(address, meanings):
-                reasons.append(f"{address}: {reason}")
-            else:
-                left_out.append(address)
-        return left_out, reasons, list(ignored)
+        reasons = {address: _reason(address, meanings) for address, meanings in ignored.items()}
+        left_out += [address for address, reason in reasons.items() if not reason]
+        return left_out, [f"{address}: {reason}" for address, reason in reasons.items() if reason], list(ignored)
 
     def _is_key(self, leaf: Leaf, identity: Identity) -> bool:
         """Return whether items bind a leaf."""
@@ -71,6 +66,16 @@ class Leftovers:
             if any(pair.strip().endswith(f"={relative}") for pair in text[1:-1].split(",")):
                 return True
         return False
+
+
+def _is_refused(leaf: Leaf, prefix: Path_) -> bool:
+    """Return whether the accounts refuse a leaf that no line names: an array, or what looks like a label."""
+    return bool(leaf.rank and leaf.kind != "s") or (prefix == leaf.path and looks_like_label(prefix[-1]))
+
+
+def _is_asked(meaning: Meaning) -> bool:
+    """Return whether a leaf that needs no line may say something of a trace."""
+    return bool(meaning.leaf.rank and not meaning.reason) or (not meaning.field and may_be_label(meaning.leaf))
 
 
 def _unclaimed(leaf: Leaf, paths: Sequence[Path_]) -> Path_:

@@ -169,11 +169,22 @@ def families(names: Iterable[str], *, is_path: bool = False, keep_single: bool =
 
 def _families_of(members: dict[str, list[Piece]], *, keep_single: bool) -> list[Family]:
     """Return names with the same literal pieces as one pattern; as themselves if nothing of them is one."""
-    columns = [list(column) for column in zip(*members.values(), strict=True)]
-    varying = [
-        bool(column[0][1]) and (len(set(column)) > 1 or _is_pattern(column[0], keep_single=keep_single))
-        for column in columns
-    ]
+    names, doubt = _names_of([list(column) for column in zip(*members.values(), strict=True)], keep_single=keep_single)
+    if not any(names):
+        return [Family(escape(name), {name: {}}) for name in members]
+    bound: dict[str, dict[str, str]] = {}
+    for name, pieces in members.items():
+        bound[name] = {key: text for key, (text, _) in zip(names, pieces, strict=True) if key}
+    first = zip(names, next(iter(members.values())), strict=True)
+    pattern = "".join(f"{{{name}}}" if name else escape(text) for name, (text, _) in first)
+    if "id" in names and _has_pieces([b["id"] for b in bound.values()]):
+        doubt = "the id has a piece without which ids repeat"
+    return [Family(pattern, bound, doubt)]
+
+
+def _names_of(columns: Sequence[list[Piece]], *, keep_single: bool) -> tuple[list[str], str]:
+    """Return what each column of pieces binds, "" for literal text, and why that is not proved."""
+    varying = [len(set(c)) > 1 or _is_pattern(c[0], keep_single=keep_single) if c[0][1] else False for c in columns]
     ids = [k for k, column in enumerate(columns) if varying[k] and column[0][1] == "?"]
     numbers = {k for k in ids if all(text.isdecimal() for text, _ in columns[k])}
     # The part that tells most names apart is the id, one with letters before a number.
@@ -181,25 +192,13 @@ def _families_of(members: dict[str, list[Piece]], *, keep_single: bool) -> list[
     names: list[str] = []
     doubt = ""
     for k, column in enumerate(columns):
-        what = column[0][1]
-        if what == "?" and k == main:
-            what = "id"
-        elif what == "?" and k in numbers and "layer" not in names:
+        what = "id" if k == main else column[0][1]
+        if what == "?" and k in numbers and "layer" not in names:
             what, doubt = "layer", "no word says that the numbers of names are layers"
         elif what == "?" or what in names:
             what = f"part{k}"
         names.append(what if varying[k] else "")
-    if not any(names):
-        return [Family(escape(name), {name: {}}) for name in members]
-    bound = {
-        name: {key: text for key, (text, _) in zip(names, pieces, strict=True) if key}
-        for name, pieces in members.items()
-    }
-    texts = [column[0][0] for column in columns]
-    pattern = "".join(f"{{{n}}}" if n else escape(text) for n, text in zip(names, texts, strict=True))
-    if main is not None and _has_pieces([b["id"] for b in bound.values()]):
-        doubt = "the id has a piece without which ids repeat"
-    return [Family(pattern, bound, doubt)]
+    return names, doubt
 
 
 def _is_pattern(piece: Piece, *, keep_single: bool) -> bool:

@@ -116,6 +116,17 @@ class Places:
                 return
         for main in reversed(outer):
             yield from self._by_name(states, identity, names, main)
+        yield from self._without_id(states, identity, names, records, outer)
+
+    def _without_id(
+        self,
+        states: Leaf,
+        identity: Identity,
+        names: Mapping[Prefix, Mapping[str, str]],
+        records: list[Path_],
+        outer: list[Prefix],
+    ) -> Iterator[Identity]:
+        """Yield the ways in which traces without an id beside them are told apart: by position, an axis, or a table."""
         is_batch = self._has_columns(states)
         if records and not outer:
             if is_batch:
