@@ -172,7 +172,7 @@ def fitting(leaf: Leaf, name: str, frame: Frame, *, is_stacked: bool, bound: fro
     ]
     # Of as many layers as the states with layers in front, and heads in front of one layer less, the first is meant:
     # the second has one head more than layers, and its states hold the embeddings.
-    if any("LH" in "".join(axes) and _num_layers(axes, leaf) == frame.num_layers for axes in found):
+    if any("LH" in "".join(axes).replace("1", "") and _num_layers(axes, leaf) == frame.num_layers for axes in found):
         found = [axes for axes in found if _num_layers(axes, leaf) == frame.num_layers]
     return found
 

@@ -79,7 +79,7 @@ class Drafter:
         """Take the only column of 0 and 1 beside others for a label, if no word says which is one: its meaning is asked."""
         if any(meaning.verdict is not None for meaning in self.meanings):
             return
-        found = [m for m in self.meanings if not m.field and not m.reason and may_be_label(m.leaf)]
+        found = [m for m in self.meanings if not m.field and not m.reason and m.leaf.rank < 2 and may_be_label(m.leaf)]
         if len(found) == 1:
             found[0].field, found[0].verdict = (
                 "verdict",

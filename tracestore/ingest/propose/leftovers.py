@@ -75,7 +75,7 @@ def _is_refused(leaf: Leaf, prefix: Path_) -> bool:
 
 def _is_asked(meaning: Meaning) -> bool:
     """Return whether a leaf that needs no line may say something of a trace."""
-    return bool(meaning.leaf.rank and not meaning.reason) or (not meaning.field and may_be_label(meaning.leaf))
+    return not meaning.reason and (meaning.leaf.rank > 0 or (not meaning.field and may_be_label(meaning.leaf)))
 
 
 def _unclaimed(leaf: Leaf, paths: Sequence[Path_]) -> Path_:

@@ -113,7 +113,7 @@ def meaning_of(leaf: Leaf, siblings: frozenset[str]) -> Meaning:
         Words of the keys beside it.
     """
     kind = leaf.number_kind
-    if leaf.rank and kind in "fibv" and (reason := _reason(leaf, siblings)):
+    if reason := _reason(leaf, siblings):
         return Meaning(leaf, reason=reason)
     every = [word for step in (*leaf.path, leaf.files) for word in words_of(without_names(step))]
     part = next((_PARTS[word] for word in every if word in _PARTS), None)
@@ -140,10 +140,11 @@ def _needless() -> tuple[tuple[str, ...], ...]:
 
 
 def _reason(leaf: Leaf, siblings: frozenset[str]) -> str:
-    """Return why no trace needs an array, by the words of its keys, "" if nothing says so."""
-    for step in leaf.path:
+    """Return why no trace needs a leaf, by the words of its keys, "" if nothing says so."""
+    for k, step in enumerate(leaf.path, 1):
         phrase = phrases_in(words_of(without_names(step)), _needless())
-        if phrase is None or (len(phrase) == 1 and leaf.rank < 2):
+        is_said = leaf.rank >= 2 or k < len(leaf.path) or (phrase and len(phrase) > 1 and leaf.rank)
+        if phrase is None or not is_said or leaf.kind == "s":
             continue
         if phrase != ("last", "hidden", "state") or "states" in siblings:
             return NEEDLESS[" ".join(phrase)]

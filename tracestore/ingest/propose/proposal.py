@@ -242,16 +242,31 @@ def propose(files: Mapping[str, Path]) -> Proposal:
             continue
         layouts.setdefault(layout.to_toml(), (layout, draft))
     some = _some(files, observation)
-    # Those that explain most come first; one that leaves out more than one that fits is none.
+    # Those that explain most come first; one that leaves out more than one that fits is none. Padding is stated only
+    # where no layout fits without a statement.
+    ordered = sorted(layouts.values(), key=lambda pair: len(pair[1].left_out))
+    asked: list[tuple[Layout, Draft]] = []
     tries = 0
-    for layout, draft in sorted(layouts.values(), key=lambda pair: len(pair[1].left_out)):
+    for layout, draft in itertools.chain(ordered, asked):
         if any(set(other.left_out) < set(draft.left_out) for other in proposal.candidates):
             continue
         tries += 1
         if tries > _MAX_TRIES:
             proposal.num_more += 1
-        else:
-            _try(proposal, layout, draft, some, is_partial=len(some) < len(files))
+            continue
+        try:
+            outcome = try_layout(layout, some, is_partial=len(some) < len(files))
+        except TracestoreError as error:
+            proposal.refusals.append(str(error))
+            if not proposal.candidates and not layout.settings:
+                asked += _with_padding(layout, draft, str(error))
+            continue
+        if layout.settings and any(not other.layout.settings for other in proposal.candidates):
+            continue
+        unproved = list(draft.unproved)
+        if outcome.first_id.isdecimal() and any(" without a " in line for line in outcome.joins):
+            unproved.append("integers are the ids of tables with other rows")
+        proposal.candidates.append(Candidate(layout, outcome, unproved, draft.left_out, draft.reasons))
     _choose(proposal)
     return proposal
 
@@ -272,21 +287,13 @@ def _some(files: Mapping[str, Path], observation: Observation) -> dict[str, Path
     return {name: path for name, path in files.items() if name not in left_out}
 
 
-def _try(proposal: Proposal, layout: Layout, draft: Draft, files: Mapping[str, Path], *, is_partial: bool) -> None:
-    tries: list[tuple[Mapping[str, Any], str]] = [({}, "")]
-    for settings, doubt in tries:
-        changed = replace(layout, settings={**layout.settings, **settings})
-        try:
-            outcome = try_layout(changed, files, is_partial=is_partial)
-        except TracestoreError as error:
-            proposal.refusals.append(str(error))
-            if not settings:
-                tries += [pair for words, pairs in _PADDINGS.items() if words in str(error) for pair in pairs]
-            continue
-        unproved = [*draft.unproved, *([doubt] if doubt else [])]
-        if outcome.first_id.isdecimal() and any(" without a " in line for line in outcome.joins):
-            unproved.append("integers are the ids of tables with other rows")
-        proposal.candidates.append(Candidate(changed, outcome, unproved, draft.left_out, draft.reasons))
+def _with_padding(layout: Layout, draft: Draft, refusal: str) -> list[tuple[Layout, Draft]]:
+    """Return a refused layout with each answer to what the executor asks of padding."""
+    answers = [answer for words, found in _PADDINGS.items() if words in refusal for answer in found]
+    return [
+        (replace(layout, settings=settings), replace(draft, unproved=[*draft.unproved, doubt]))
+        for settings, doubt in answers
+    ]
 
 
 def _choose(proposal: Proposal) -> None:
