@@ -242,31 +242,11 @@ def propose(files: Mapping[str, Path]) -> Proposal:
             continue
         layouts.setdefault(layout.to_toml(), (layout, draft))
     some = _some(files, observation)
-    # Those that explain most come first; one that leaves out more than one that fits is none. Padding is stated only
-    # where no layout fits without a statement.
+    # Those that explain most come first. Padding is stated only where no layout fits without a statement.
     ordered = sorted(layouts.values(), key=lambda pair: len(pair[1].left_out))
-    asked: list[tuple[Layout, Draft]] = []
-    tries = 0
-    for layout, draft in itertools.chain(ordered, asked):
-        if any(set(other.left_out) < set(draft.left_out) for other in proposal.candidates):
-            continue
-        tries += 1
-        if tries > _MAX_TRIES:
-            proposal.num_more += 1
-            continue
-        try:
-            outcome = try_layout(layout, some, is_partial=len(some) < len(files))
-        except TracestoreError as error:
-            proposal.refusals.append(str(error))
-            if not proposal.candidates and not layout.settings:
-                asked += _with_padding(layout, draft, str(error))
-            continue
-        if layout.settings and any(not other.layout.settings for other in proposal.candidates):
-            continue
-        unproved = list(draft.unproved)
-        if outcome.first_id.isdecimal() and any(" without a " in line for line in outcome.joins):
-            unproved.append("integers are the ids of tables with other rows")
-        proposal.candidates.append(Candidate(layout, outcome, unproved, draft.left_out, draft.reasons))
+    asked = _try(proposal, ordered, some, is_partial=len(some) < len(files))
+    if not proposal.candidates:
+        _try(proposal, asked, some, is_partial=len(some) < len(files))
     _choose(proposal)
     return proposal
 
@@ -285,6 +265,35 @@ def _some(files: Mapping[str, Path], observation: Observation) -> dict[str, Path
             if key not in kept:
                 left_out.add(name)
     return {name: path for name, path in files.items() if name not in left_out}
+
+
+def _try(
+    proposal: Proposal, pairs: Sequence[tuple[Layout, Draft]], files: Mapping[str, Path], *, is_partial: bool
+) -> list[tuple[Layout, Draft]]:
+    """Add the candidates among layouts; return refused ones with what they do not say of padding.
+
+    A layout that leaves out more than one that fits is none.
+    """
+    asked: list[tuple[Layout, Draft]] = []
+    tries = 0
+    for layout, draft in pairs:
+        if any(set(other.left_out) < set(draft.left_out) for other in proposal.candidates):
+            continue
+        tries += 1
+        if tries > _MAX_TRIES:
+            proposal.num_more += 1
+            continue
+        try:
+            outcome = try_layout(layout, files, is_partial=is_partial)
+        except TracestoreError as error:
+            proposal.refusals.append(str(error))
+            asked += _with_padding(layout, draft, str(error))
+            continue
+        unproved = list(draft.unproved)
+        if outcome.first_id.isdecimal() and any(" without a " in line for line in outcome.joins):
+            unproved.append("integers are the ids of tables with other rows")
+        proposal.candidates.append(Candidate(layout, outcome, unproved, draft.left_out, draft.reasons))
+    return asked
 
 
 def _with_padding(layout: Layout, draft: Draft, refusal: str) -> list[tuple[Layout, Draft]]:
