@@ -1,6 +1,5 @@
 """Proposals: drafts that were tried, with what each of them gives."""
 
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -171,6 +170,16 @@ class Proposal:
             text.append(f"{plural(self.num_more, 'more layout')} would fit, too.")
         return "\n".join(text)
 
+    def refusal(self) -> str:
+        """Return why no layout is used by itself, in a line: the reason of an error whose candidates are printed."""
+        if self.candidates:
+            first = self.candidates[0]
+            why = next(iter([*first.unproved, *(f"{text} is left out" for text in first.left_out)]), "several fit")
+            count = plural(len(self.candidates) + self.num_more, "layout")
+            return f"{count} would fit, and none is proved ({why}); --field lines choose one, tracestore inspect prints them"
+        why = self.refusals[0] if self.refusals else "no array is named as hidden states"
+        return f"no layout fits: {why}; tracestore inspect prints what the files hold, --field lines say what it is"
+
     def to_toml(self) -> str:
         """Return the layout as TOML; several candidates are comments, of which one is to be chosen."""
         if self.layout is not None:
@@ -234,7 +243,10 @@ def propose(files: Mapping[str, Path]) -> Proposal:
     observation = observe({name: path for name, path in files.items() if not is_other(name)})
     proposal = Proposal(observation)
     layouts: dict[str, tuple[Layout, Draft]] = {}
-    for draft in itertools.islice(Drafter(observation).drafts(), _MAX_DRAFTS):
+    for number, draft in enumerate(Drafter(observation).drafts()):
+        if number == _MAX_DRAFTS:
+            proposal.num_more += 1
+            break
         try:
             layout = parse_layout(draft.entries, "proposal")
         except UsageError as error:
