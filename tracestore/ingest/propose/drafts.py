@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tracestore.ingest.layout.patterns import AXIS_NAMES
-from tracestore.ingest.propose.axes import Axes, Frame, fitting, states_axes, unusual
-from tracestore.ingest.propose.labels import Verdict, may_be_label, proved_fields
+from tracestore.ingest.propose.identities import Identity, Places
 from tracestore.ingest.propose.leaves import Leaf, Observation
 from tracestore.ingest.propose.leftovers import Leftovers
 from tracestore.ingest.propose.meanings import Meaning, meaning_of
 from tracestore.ingest.propose.names import words_of
-from tracestore.ingest.propose.places import Identity, Places
+from tracestore.ingest.propose.orders import Axes, Frame, fitting, states_axes, unusual
 from tracestore.ingest.propose.proofs import ARRAYS, RANGES, TEXTS, Line, Proofs
+from tracestore.ingest.propose.verdicts import Verdict, may_be_label, proved_fields
 from tracestore.store.format.labels import CORRECT, HALLUCINATION
 
 _MAX_DRAFTS = 48

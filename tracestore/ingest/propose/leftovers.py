@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 from tracestore.ingest.execute.accounts import looks_like_label
-from tracestore.ingest.propose.labels import may_be_label
+from tracestore.ingest.propose.identities import Identity, Places
 from tracestore.ingest.propose.leaves import Leaf, Observation, Path_
 from tracestore.ingest.propose.meanings import Meaning
 from tracestore.ingest.propose.names import words_of
-from tracestore.ingest.propose.places import Identity, Places
+from tracestore.ingest.propose.verdicts import may_be_label
 
 # Words of names of files that hold no traces.
 _SETTINGS = frozenset(

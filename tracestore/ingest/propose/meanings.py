@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from tracestore.ingest.layout.fields import FIELDS
-from tracestore.ingest.propose.labels import Verdict, verdict_of
 from tracestore.ingest.propose.leaves import ITEMS, Leaf, without_names
 from tracestore.ingest.propose.names import phrases_in, words_of
+from tracestore.ingest.propose.verdicts import Verdict, verdict_of
 from tracestore.store.vocabulary import COUNTED, NEEDLESS, SYNONYMS
 
 # Values that a field takes: kinds, and the least and the largest number of axes.

@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from tracestore.ingest.propose.axes import Axes, Frame
+from tracestore.ingest.propose.identities import Identity, Places
 from tracestore.ingest.propose.leaves import Observation
 from tracestore.ingest.propose.meanings import Meaning
 from tracestore.ingest.propose.names import words_of
-from tracestore.ingest.propose.places import Identity, Places
+from tracestore.ingest.propose.orders import Axes, Frame
 
 TEXTS = ("question", "generated_answer", "generated_answer_clean", "generated_text")
 ARRAYS = ("attentions", "tokens", "tokens_decoded", "S.mask", "L.ids")

@@ -9,7 +9,7 @@ from tracestore.ingest.propose.leaves import ITEMS, Leaf, Observation, Path_
 from tracestore.ingest.propose.looking import texts_of
 from tracestore.ingest.propose.meanings import Meaning
 from tracestore.ingest.propose.names import words_of
-from tracestore.store.vocabulary import SYNONYMS
+from tracestore.ingest.propose.rows import Rows, order_of
 
 Prefix = tuple[str, Path_]
 _ANSWER = re.compile(r"((?:sample|response|generation|answer|gen)[_\-.=]?)\d+", re.IGNORECASE)
@@ -17,8 +17,6 @@ _ANSWER_WORDS = frozenset(
     ("samples", "generations", "responses", "answers", "outputs", "completions", "candidates", "sampled", "choices")
 )
 _TOKEN_WORDS = frozenset(("tokens", "steps", "token", "features", "positions"))
-_RANKS = frozenset(("rank", "gpu", "proc", "process", "worker", "part", "shard", "batch", "chunk", "split"))
-_SAMPLE_WORDS = frozenset(("sample", "generation", "answer", "response"))
 _COLUMNS = frozenset(("question_id", "question", "generated_answer", "S.lengths", "S.offsets", "verdict"))
 _BOUND_BY_ROWS = ("layer", "token", "step", "dim")
 
@@ -55,38 +53,7 @@ class Places:
 
     def __init__(self, observation: Observation, meanings: list[Meaning]) -> None:
         self.observation, self.meanings = observation, meanings
-
-    # Records
-
-    def row(self, files: str, prefix: Path_) -> dict[str, Meaning]:
-        """Return the scalars of the items of a prefix by their field, the best of each."""
-        found: dict[str, Meaning] = {}
-        for meaning in self.meanings:
-            leaf = meaning.leaf
-            rest = leaf.path[len(prefix) :]
-            is_inner = leaf.files == files and leaf.path[: len(prefix)] == prefix and 0 < len(rest) <= 2
-            if not is_inner or leaf.rank or ITEMS in rest or any("{" in step for step in rest) or rest[0][0] == "@":
-                continue
-            if meaning.field in found and _order(meaning) >= _order(found[meaning.field]):
-                meaning = Meaning(leaf, _second(meaning))
-            elif meaning.field in found and (second := _second(found[meaning.field])):
-                found.setdefault(second, found[meaning.field])
-            if meaning.field:
-                found[meaning.field] = meaning
-        if "question_id" not in found:
-            self._add_unnamed(found, files, prefix)
-        elif "sample" in found:
-            ids = texts_of(found["question_id"].leaf.scalars)
-            if len(set(ids)) == len(ids):
-                del found["sample"]  # ids that do not repeat need no number of an answer
-        return found
-
-    def _add_unnamed(self, found: dict[str, Meaning], files: str, prefix: Path_) -> None:
-        """Take the first text of a tuple for its id."""
-        for meaning in self.meanings:
-            leaf = meaning.leaf
-            if leaf.files == files and leaf.path == (*prefix, "0") and not leaf.rank and leaf.kind in "si":
-                found["question_id"] = meaning
+        self.rows = Rows(observation, meanings)
 
     # Identities
 
@@ -103,14 +70,14 @@ class Places:
         if at is not None:
             yield identity
             if at == 0 and len(records) == 1 and self._in_order(states):
-                leaf = self.row(states.files, records[0])["question_id"].leaf
+                leaf = self.rows.of(states.files, records[0])["question_id"].leaf
                 yield Identity("rows", {(states.files, records[0]): "[]"}, identity.names, leaf, identity.doubts)
             return
         own = self._own_id(states)
         if own is not None:
             ids = frozenset(texts_of(own.scalars))
             yield Identity(
-                "ids", dict(identity.items), identity.names, own, [*identity.doubts, *self._doubts_of_key(own)], ids
+                "ids", dict(identity.items), identity.names, own, [*identity.doubts, *self.rows.doubts_of_key(own)], ids
             )
             if any(set(bound) - set(AXIS_NAMES) for bound in names.values()):
                 return
@@ -143,7 +110,7 @@ class Places:
 
     def _add_items(self, states: Leaf, identity: Identity, records: list[Path_], outer: list[Prefix]) -> int | None:
         """Set what stands for the items on the way to the states; return which of them say the id, None if none do."""
-        rows = [self.row(states.files, prefix) for prefix in records]
+        rows = [self.rows.of(states.files, prefix) for prefix in records]
         at = next((k for k, row in enumerate(rows) if "question_id" in row), None)
         for k, (prefix, row) in enumerate(zip(records, rows, strict=True)):
             is_first = k == 0 and not any(len(key[1]) < len(prefix) for key in outer)
@@ -152,20 +119,8 @@ class Places:
         if at is not None:
             leaf = rows[at]["question_id"].leaf
             identity.ids = frozenset(texts_of(leaf.scalars))
-            identity.doubts += [*self._doubts_of_key(leaf), *self._other_ids(leaf, records[at])]
+            identity.doubts += [*self.rows.doubts_of_key(leaf), *self.rows.other_ids(leaf, records[at])]
         return at
-
-    def _other_ids(self, leaf: Leaf, prefix: Path_) -> list[str]:
-        """Return a doubt where several keys of a record may be its id."""
-        row = self.row(leaf.files, prefix)
-        keys = {
-            m.leaf.key
-            for m in self.meanings
-            if m.field == "question_id" and m.leaf.files == leaf.files and m.leaf.rank == 0
-            and m.leaf.path[: len(prefix)] == prefix and ITEMS not in m.leaf.path[len(prefix) :]
-            and m.leaf is not leaf and ("sample" not in row or m.leaf is not row["sample"].leaf)
-        }  # fmt: skip
-        return [f"{leaf.key}: the id may be {', '.join(sorted(keys))}"] if keys else []
 
     def _by_name(
         self, states: Leaf, identity: Identity, names: Mapping[Prefix, Mapping[str, str]], main: Prefix
@@ -209,7 +164,7 @@ class Places:
                 prefix = leaf.path[: leaf.items_at[0] + 1]
                 identity = Identity("ids", names=self._renamed(states, names, None))
                 identity.items[leaf.files, prefix] = f"[file={'/'.join(leaf.path[len(prefix) :])}]"
-                row = self.row(leaf.files, prefix)
+                row = self.rows.of(leaf.files, prefix)
                 identity.id_leaf = row["question_id"].leaf if "question_id" in row else None
                 yield identity
                 return
@@ -227,7 +182,7 @@ class Places:
             and meaning.leaf.path[:-1] in parents
             and meaning.leaf.bound - set(AXIS_NAMES) == states.bound - set(AXIS_NAMES)
         ]
-        return min(found, key=_order).leaf if found else None
+        return min(found, key=order_of).leaf if found else None
 
     def _has_columns(self, states: Leaf) -> bool:
         """Return whether a text or number for each of several traces lies beside states."""
@@ -271,16 +226,6 @@ class Places:
             if changed:
                 found[place] = changed
         return found
-
-    def _doubts_of_key(self, leaf: Leaf) -> list[str]:
-        """Rule 20: integers are ids only if no word says otherwise and no file repeats them."""
-        if leaf.number_kind != "i":
-            return []
-        is_index = bool({"idx", "index", "indices", "n"} & set(words_of(leaf.key)))
-        words = {word for name in self.observation.files[leaf.files] for word in words_of(name)}
-        if words & _RANKS or (is_index and len(self.observation.files[leaf.files]) > 1):
-            return [f"{leaf.key}: integers beside names of parts may be ids of each part"]
-        return []
 
     def _step(
         self,
@@ -361,14 +306,14 @@ class Places:
 
     def _joined_rows(self, leaf: Leaf, prefix: Path_, identity: Identity, states: Leaf) -> str | None:
         """Return how the rows of a table are joined to the states, None if they are not."""
-        row = self.row(leaf.files, prefix)
+        row = self.rows.of(leaf.files, prefix)
         if sum(step == ITEMS for step in prefix) > 1:
             return None
         key = row.get("question_id")
         if key is not None and identity.mode == "ids":
             values = frozenset(texts_of(key.leaf.scalars))
             if not identity.ids or values & identity.ids or len(identity.ids) > len(values):
-                identity.doubts += [d for d in self._other_ids(key.leaf, prefix) if d not in identity.doubts]
+                identity.doubts += [d for d in self.rows.other_ids(key.leaf, prefix) if d not in identity.doubts]
                 return f"[id={'/'.join(key.leaf.path[len(prefix) :])}]"
         if identity.mode == "ids":
             question = row.get("question")
@@ -385,18 +330,3 @@ class Places:
 
     def _columns_of_ids(self, states: Leaf) -> list[Meaning]:
         return [m for m in self.meanings if m.field == "question_id" and m.leaf.rank == 1 and not m.leaf.items_at]
-
-
-def _order(meaning: Meaning) -> tuple[int, int]:
-    """Return the place of a name among those of its field: the more usual ones first."""
-    names = (meaning.field.replace("_", " "), *SYNONYMS.get(meaning.field, ()))
-    words = " ".join(words_of(meaning.leaf.key))
-    at = next((k for k, name in enumerate(names) if name.lower() == words), len(names))
-    return at, len(meaning.leaf.path)
-
-
-def _second(meaning: Meaning) -> str:
-    """Return the field of a second id beside a better one: the number of an answer."""
-    if meaning.field != "question_id" or meaning.leaf.number_kind != "i":
-        return ""
-    return "sample" if set(words_of(meaning.leaf.key)) & _SAMPLE_WORDS else ""
