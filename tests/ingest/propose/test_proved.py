@@ -16,6 +16,16 @@ def test_a_list_of_dicts(tmp_path):
     np.testing.assert_allclose(found["q1", 0].hidden_states, rows()[1]["hs"], rtol=2e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("beside", [{"tokens": [1, 2, 3, 4, 5, 6]}, {"generated_answer": "It is number 3."}])
+def test_states_of_all_layers_with_one_row_of_tokens_rule_18(tmp_path, beside):
+    found = []
+    for k in range(3):
+        own = {name: value[: 4 + k] if isinstance(value, list) else value for name, value in beside.items()}
+        found.append({"id": f"q{k}", "hidden_states": states(3, 4 + k, 8, seed=k), **own})
+    dump(tmp_path / "in/a.pkl", found)
+    assert accept(tmp_path)["q2", 0].hidden_states.shape == (3, 6, 8)
+
+
 def test_tokens_before_layers(tmp_path):
     found = rows()
     for row in found:

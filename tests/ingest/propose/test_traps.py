@@ -162,6 +162,40 @@ def test_first_axis_without_numbers_of_layers_rule_18(tmp_path):
     refuse(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"answers": ["one", "two", "three"]},
+        {"input_ids": np.zeros((3, 4), "i8")},
+        {"question": "which one?"},
+    ],
+)
+def test_several_answers_taken_for_layers_rule_18(tmp_path, more):
+    """States (K, S, D) of several answers, padded to the longest, under the name of those of all layers."""
+    found = []
+    for k in range(3):
+        size = {name: v[:, :1].repeat(4 + k, 1) if isinstance(v, np.ndarray) else v for name, v in more.items()}
+        found.append({"id": f"q{k}", "hidden_states": states(3, 4 + k, 8, seed=k), **size})
+    dump(tmp_path / "in/a.pkl", found)
+    refuse(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["samples", "beams", "heads", "seeds"])
+def test_words_of_another_axis_rule_18(tmp_path, name):
+    found = [
+        {"id": f"q{k}", name: {"hidden_states": states(3, 4 + k, 8, seed=k)}, "input_ids": np.arange(4 + k)}
+        for k in range(3)
+    ]
+    dump(tmp_path / "in/a.pkl", found)
+    refuse(tmp_path)
+
+
+def test_last_layer_of_a_batch_with_ids_rule_18(tmp_path):
+    np.savez(_in(tmp_path) / "a.npz", hidden_states=states(3, 5, 8), ids=np.array(["a", "b", "c"]))
+    refuse(tmp_path)
+
+
 def test_more_layers_than_width_rule_19(tmp_path):
     found = rows(layers=12, dim=8)
     dump(tmp_path / "in/a.pkl", found)

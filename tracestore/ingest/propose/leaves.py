@@ -12,7 +12,7 @@ from tracestore.errors import InvalidInputError
 from tracestore.ingest.execute.plain import key_text
 from tracestore.ingest.propose.looking import Seen, look
 from tracestore.ingest.propose.names import Family, escape, families, words_of
-from tracestore.ingest.readers import open_tree
+from tracestore.ingest.readers.opening import open_tree
 from tracestore.store.vocabulary import COUNTED
 
 ITEMS = "[]"

@@ -20,6 +20,14 @@ _SENTENCES = frozenset(
         *("sample", "samples", "gen", "gens", "k"),
     )
 )
+_ALL_LAYERS = frozenset(("hidden_states", "all_hidden_states"))
+# Words of arrays of several answers, heads or models.
+_SEVERAL = frozenset(
+    (
+        *("samples", "sampled", "beams", "beam", "generations", "candidates", "responses", "answers", "seeds", "seed"),
+        *("heads", "head", "models", "checkpoints", "runs", "last"),
+    )
+)
 _VAGUE_TEXTS = frozenset(("text", "content", "output", "outputs", "input", "inputs"))
 
 
@@ -71,7 +79,7 @@ class Proofs:
             found.append("no word says that these are hidden states")
         if len(states) > 1:
             found.append("the states of prompt and answer may be no parts of one text")
-        found += self._of_layers(states, frame, lines)
+        found += self._of_layers(states, identity, frame, lines)
         found += self._of_traces(frame, lines)
         if name == "hidden_states" and not self._proves_tokens(states, identity, frame, lines):
             found.append("S: no tokens, mask or lengths say which axis the tokens are")
@@ -86,8 +94,10 @@ class Proofs:
                 found.append(f"{meaning.leaf.key}: may be what a detector says, or words without a meaning")
         return found
 
-    def _of_layers(self, states: Sequence[Meaning], frame: Frame, lines: Mapping[str, Line]) -> list[str]:
-        """Rule 18: L is proved by numbers of layers, or attention of as many."""
+    def _of_layers(
+        self, states: Sequence[Meaning], identity: Identity, frame: Frame, lines: Mapping[str, Line]
+    ) -> list[str]:
+        """Rule 18: L is proved by numbers of layers, attention of as many, or what is left beside one row of tokens."""
         if "L" not in frame.axes:
             return []
         if "attentions" in lines and "L" not in lines["attentions"].axes:
@@ -95,7 +105,26 @@ class Proofs:
         words = {word for meaning in states for word in meaning.words}
         if {"attentions", "L.ids"} & lines.keys() or {"layer", "wise"} <= words or {"all", "layers"} <= words:
             return []
+        if self._are_all_layers(states, identity, lines, words):
+            return []
         return ["L: only the extent says which axis the layers are"]
+
+    def _are_all_layers(
+        self, states: Sequence[Meaning], identity: Identity, lines: Mapping[str, Line], words: set[str]
+    ) -> bool:
+        """Return whether the axis beside the tokens of states can be no other one than that of the layers.
+
+        The states have the name that transformers gives to those of all layers, each trace has an id and one row of
+        tokens, or one answer: several answers to a question would have several. A batch of last layers has no such
+        row, and `last_hidden_state` is another name.
+        """
+        is_named = all("_".join(words_of(m.leaf.key)) in _ALL_LAYERS for m in states)
+        has_ids = identity.mode == "ids" or "question_id" in lines
+        is_one = bool({"tokens", "tokens_decoded", "S.mask"} & lines.keys()) or (
+            identity.mode == "ids" and bool({"generated_answer", "generated_answer_clean"} & lines.keys())
+        )
+        has_lists = any(m.field in TEXTS and m.leaf.rank and identity.mode == "ids" for m in self._meanings)
+        return is_named and has_ids and is_one and not has_lists and not words & _SEVERAL
 
     def _of_traces(self, frame: Frame, lines: Mapping[str, Line]) -> list[str]:
         """Rules 15 and 17: N is proved by ids, texts or lengths; the tokens of a stack by a mask or lengths. Rule 3: T."""
