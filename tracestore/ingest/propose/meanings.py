@@ -3,11 +3,10 @@
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from tracestore.ingest.layout.fields import FIELDS
 from tracestore.ingest.propose.leaves import ITEMS, Leaf, without_names
 from tracestore.ingest.propose.names import phrases_in, words_of
 from tracestore.ingest.propose.verdicts import Verdict, verdict_of
-from tracestore.store.vocabulary import COUNTED, NEEDLESS, SYNONYMS
+from tracestore.store.vocabulary import COUNTED, FIELDS, NEEDLESS, SYNONYMS
 
 # Values that a field takes: kinds, and the least and the largest number of axes.
 _TAKES: dict[str, tuple[str, int, int]] = {
@@ -95,9 +94,8 @@ def _phrases() -> dict[tuple[str, ...], list[str]]:
     found: dict[tuple[str, ...], list[str]] = {}
     for field in _TAKES:
         # A column `token` holds tokens, not their positions.
-        names = SYNONYMS.get(field, ()) if "." in field or field == "token" else (field, *SYNONYMS.get(field, ()))
-        if field in FIELDS and "." not in field:
-            names = [*names, *{"tokens": ("sequences", "input ids"), "generated_answer": ("answer",)}.get(field, ())]
+        names = [] if "." in field or field == "token" else [field]
+        names += [*SYNONYMS.get(field, ()), *(FIELDS[field].other_names if field in FIELDS else ())]
         for name in names:
             found.setdefault(words_of(name.replace(" ", "_")), []).append(field)
     return found
