@@ -82,7 +82,7 @@ class Candidate:
         found = []
         for name, value in self.layout.to_entries().items():
             values = value if name in ("records", "ignore") else [value]
-            found += [f"--field {_quoted(f'{name} = {_plain(one)}')}" for one in values]
+            found += [f"--field {_quoted(escape_unprintable(f'{name} = {_plain(one)}'))}" for one in values]
         return found
 
     def gives(self) -> str:
