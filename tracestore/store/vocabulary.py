@@ -333,7 +333,7 @@ a part of hidden_states: last hidden state
 states of an encoder: encoder hidden states, encoder attentions, cross attentions, encoder last hidden state
 other activations: mlp, self attn, head wise, q proj, k proj, v proj, ln, norm
 """
-# Words of names and keys that say what a number counts.
+# Words of names and keys by what the number behind them counts.
 _COUNTED = """
 layer: layer, layers, block, blocks, l, h
 step: step, steps, pass

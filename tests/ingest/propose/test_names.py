@@ -1,4 +1,4 @@
-"""Test patterns of names: what varies, and what the words beside it say."""
+"""Test patterns of names: what varies, and what the words next to it say."""
 
 import pytest
 

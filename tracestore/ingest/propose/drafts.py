@@ -18,7 +18,7 @@ from tracestore.store.format.labels import CORRECT, HALLUCINATION
 
 _MAX_DRAFTS = 48
 _FIELDS = frozenset((*TEXTS, *ARRAYS, *RANGES, "question_id", "prompt_length"))
-# What libraries of tables say of their columns.
+# Attributes in which libraries of tables describe their columns.
 _HEADERS = ("@huggingface", "@pandas")
 _PARTS = frozenset(("prompt", "question", "input", "answer", "response", "gen", "generated", "completion", "output"))
 _Choice = tuple[str, Line]
@@ -76,7 +76,7 @@ class Drafter:
         self._proved_fields = proved_fields(verdicts, classes)
 
     def _name_labels(self) -> None:
-        """Take the only column of 0 and 1 beside others for a label, if no word says which is one: its meaning is asked."""
+        """Take the only column of 0 and 1 next to others for a label, if no other key is named as one: its meaning is asked."""
         if any(meaning.verdict is not None for meaning in self.meanings):
             return
         found = [m for m in self.meanings if not m.field and not m.reason and m.leaf.rank < 2 and may_be_label(m.leaf)]
@@ -254,13 +254,13 @@ def _field(meaning: Meaning, identity: Identity) -> str:
 
 
 def _nearness(meaning: Meaning, states: Sequence[Meaning]) -> tuple[int, int, int]:
-    """Return the order in which leaves are taken for a field: those beside the states first."""
+    """Return the order in which leaves are taken for a field: those next to the states first."""
     is_far = meaning.leaf.files != states[0].leaf.files
     return (meaning.part or 0 if len(states) > 1 else 0, int(is_far), -meaning.rank_of_word)
 
 
 def _superfluous(found: dict[str, Meaning], states: Sequence[Meaning], frame: Frame) -> set[str]:
-    """Return the fields that say nothing beside the others."""
+    """Return the fields that say nothing in addition to the others."""
     drop: set[str] = set()
     is_pair = "tokens+" in found and (found["tokens"].part, found["tokens+"].part) == (0, 1)
     if len(states) > 1 and not is_pair:

@@ -23,7 +23,7 @@ _BOUND_BY_ROWS = ("layer", "token", "step", "dim")
 
 @dataclass
 class Identity:
-    """How traces are told apart.
+    """A way to tell traces apart.
 
     Attributes
     ----------
@@ -93,7 +93,7 @@ class Places:
         records: list[Path_],
         outer: list[Prefix],
     ) -> Iterator[Identity]:
-        """Yield the ways in which traces without an id beside them are told apart: by position, an axis, or a table."""
+        """Yield the ways in which traces without an id next to them are told apart: by position, an axis, or a table."""
         is_batch = self._has_columns(states)
         if records and not outer:
             if is_batch:
@@ -170,7 +170,7 @@ class Places:
                 return
 
     def _own_id(self, states: Leaf) -> Leaf | None:
-        """Return the scalar id beside states, whose keys or files are numbered or named."""
+        """Return the scalar id next to states, whose keys or files are numbered or named."""
         if states.items_at:
             return None
         parents = {states.path[:k] for k in range(len(states.path))}
@@ -185,7 +185,7 @@ class Places:
         return min(found, key=order_of).leaf if found else None
 
     def _has_columns(self, states: Leaf) -> bool:
-        """Return whether a text or number for each of several traces lies beside states."""
+        """Return whether a text or number for each of several traces lies next to states."""
         parents = {states.path[:k] for k in range(len(states.path))}
         for meaning in self.meanings:
             leaf = meaning.leaf

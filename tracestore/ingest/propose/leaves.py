@@ -24,7 +24,7 @@ Path_ = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Spot:
-    """One value of a leaf: what files, keys and items say of it, its extents, and the value if it is small."""
+    """One value of a leaf: the names that files, keys and items bind, its extents, and the value if it is small."""
 
     where: Mapping[str, Any]
     dims: tuple[int | None, ...]
@@ -55,7 +55,7 @@ class Leaf:
 
     @property
     def place(self) -> tuple[str, Path_]:
-        """What no other leaf has."""
+        """Files and path, which no other leaf has."""
         return self.files, self.path
 
     @property
@@ -115,7 +115,7 @@ def without_names(step: str) -> str:
 
 @dataclass
 class Observation:
-    """What a look at all files shows.
+    """The result of a look at all files.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""What no line of a draft takes: ignored for a reason, or left out."""
+"""Leaves that no line of a draft takes: ignored for a reason, or left out."""
 
 from collections.abc import Sequence
 
@@ -87,7 +87,7 @@ def _unclaimed(leaf: Leaf, paths: Sequence[Path_]) -> Path_:
 
 
 def _reason(address: str, meanings: Sequence[Meaning]) -> str:
-    """Return why nothing needs what an address names, "" if nothing says so."""
+    """Return why nothing needs what an address names, "" without a reason."""
     reasons = {meaning.reason for meaning in meanings if meaning.leaf.rank and meaning.leaf.kind != "s"}
     if reasons and "" not in reasons:
         return min(reasons)

@@ -22,7 +22,7 @@ _KINDS = {"f": "f", "i": "i", "u": "i", "b": "b"}
 
 @dataclass(frozen=True)
 class Seen:
-    """What was seen of a value.
+    """The part of a value that was seen.
 
     Attributes
     ----------

@@ -108,7 +108,7 @@ def meaning_of(leaf: Leaf, siblings: frozenset[str]) -> Meaning:
     ----------
     leaf : Leaf
     siblings : frozenset of str
-        Words of the keys beside it.
+        Words of the keys next to it.
     """
     kind = leaf.number_kind
     if reason := _reason(leaf, siblings):
@@ -138,7 +138,7 @@ def _needless() -> tuple[tuple[str, ...], ...]:
 
 
 def _reason(leaf: Leaf, siblings: frozenset[str]) -> str:
-    """Return why no trace needs a leaf, by the words of its keys, "" if nothing says so."""
+    """Return why no trace needs a leaf, by the words of its keys, "" without a reason."""
     for k, step in enumerate(leaf.path, 1):
         phrase = phrases_in(words_of(without_names(step)), _needless())
         is_said = leaf.rank >= 2 or k < len(leaf.path) or (phrase and len(phrase) > 1 and leaf.rank)

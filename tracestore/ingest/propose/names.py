@@ -1,4 +1,4 @@
-"""Names as patterns: what varies in the names of files and keys, and what the words beside it say."""
+"""Names as patterns: what varies in the names of files and keys, and what the words next to it say."""
 
 import re
 from collections import defaultdict
@@ -65,16 +65,16 @@ class Family:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What the pattern binds."""
+        """The names that the pattern binds."""
         return tuple(next(iter(self.members.values()), {}))
 
 
 def escape(text: str) -> str:
-    """Return text that a pattern takes as it is."""
+    """Return text whose characters a pattern takes literally."""
     return _SPECIAL.sub(r"\\\1", text)
 
 
-Piece = tuple[str, str]  # text, and what it is: "" literal, "?" an unknown word, else what it counts
+Piece = tuple[str, str]  # text and kind: "" literal, "?" an unknown word, else what the number counts
 
 
 def _pieces(name: str) -> list[Piece]:

@@ -41,7 +41,7 @@ class Frame:
             layers = {spot.where["layer"] for spot in self.leaf.spots if "layer" in spot.where}
             self.num_layers = len(layers) or 1
 
-    def beside(self, leaf: Leaf, spot: Spot) -> Iterator[Sizes]:
+    def matching(self, leaf: Leaf, spot: Spot) -> Iterator[Sizes]:
         """Yield the extents of the states that bind the same as a spot of a leaf."""
         is_same = leaf.files == self.leaf.files
         for where, sizes in self.sizes:
@@ -130,7 +130,7 @@ def unusual(axes: Axes) -> int:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the axes of a field may be: letters once, letters twice, and what each trace has."""
+    """Letters that the axes of a field may be once, must be, and must be twice."""
 
     letters: str
     needs: str = ""
@@ -178,7 +178,7 @@ def fitting(leaf: Leaf, name: str, frame: Frame, *, is_stacked: bool, bound: fro
 
 
 def _wanted(name: str, frame: Frame, *, is_stacked: bool) -> tuple[list[str], list[str]]:
-    """Return the letters that the axes of a field must be, and those that they may be, beside those of the states."""
+    """Return the letters that the axes of a field must be and may be, in addition to those of the states."""
     wanted = WANTED.get(name, WANTED["scalar"])
     required = [*wanted.needs, *wanted.twice * 2]
     optional = list(wanted.letters)
@@ -209,7 +209,7 @@ def _assigned(rank: int, letters: list[str]) -> Iterator[Axes]:
 
 
 def _fits(leaf: Leaf, name: str, axes: Axes, frame: Frame) -> bool:
-    """Return whether the extents of a leaf are those of the states beside it."""
+    """Return whether the extents of a leaf are those of the states next to it."""
     if name == "attentions" and "S" in axes:
         first = axes.index("S")
         if axes[first + 1 : first + 2] != ("S",):
@@ -217,7 +217,7 @@ def _fits(leaf: Leaf, name: str, axes: Axes, frame: Frame) -> bool:
         if "H" in axes and "L" in axes and axes.index("H") > first:
             return False
     for spot in leaf.spots[:_MAX_SPOTS]:
-        for sizes in frame.beside(leaf, spot):
+        for sizes in frame.matching(leaf, spot):
             if not all(_is_size(letter, dim, sizes, frame, name) for letter, dim in zip(axes, spot.dims, strict=True)):
                 return False
     return True

@@ -39,7 +39,7 @@ class Line(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The line as it is written."""
+        """The line in the language of layouts."""
         return self.address + (f" -> {' '.join(self.axes)}" if self.axes else "")
 
 
@@ -82,7 +82,7 @@ class Proofs:
         found += self._of_layers(states, identity, frame, lines)
         found += self._of_traces(frame, lines)
         if name == "hidden_states" and not self._proves_tokens(states, identity, frame, lines):
-            found.append("S: no tokens, mask or lengths say which axis the tokens are")
+            found.append("S: no tokens, mask or lengths give the axis of the tokens")
         if name == "last_token" and states[0].field != "last_token":
             found.append("no word says that the vectors are those of the last token")
         found += self._of_texts(lines)
@@ -97,7 +97,7 @@ class Proofs:
     def _of_layers(
         self, states: Sequence[Meaning], identity: Identity, frame: Frame, lines: Mapping[str, Line]
     ) -> list[str]:
-        """Rule 18: L is proved by numbers of layers, attention of as many, or what is left beside one row of tokens."""
+        """Rule 18: L is proved by numbers of layers, attention of as many, or what is left next to one row of tokens."""
         if "L" not in frame.axes:
             return []
         if "attentions" in lines and "L" not in lines["attentions"].axes:
@@ -107,12 +107,12 @@ class Proofs:
             return []
         if self._are_all_layers(states, identity, lines, words):
             return []
-        return ["L: only the extent says which axis the layers are"]
+        return ["L: the extent alone gives the axis of the layers"]
 
     def _are_all_layers(
         self, states: Sequence[Meaning], identity: Identity, lines: Mapping[str, Line], words: set[str]
     ) -> bool:
-        """Return whether the axis beside the tokens of states can be no other one than that of the layers.
+        """Return whether the axis next to the tokens of states can be no other one than that of the layers.
 
         The states have the name that transformers gives to those of all layers, each trace has an id and one row of
         tokens, or one answer: several answers to a question would have several. A batch of last layers has no such
@@ -127,13 +127,13 @@ class Proofs:
         return is_named and has_ids and is_one and not has_lists and not words & _SEVERAL
 
     def _of_traces(self, frame: Frame, lines: Mapping[str, Line]) -> list[str]:
-        """Rules 15 and 17: N is proved by ids, texts or lengths; the tokens of a stack by a mask or lengths. Rule 3: T."""
+        """Return what is not proved of N and T. N is proved by ids, texts or lengths; the tokens of a stack by a mask or lengths. Rule 3: T."""
         found = []
         if {"N", "(N S)"} & set(frame.axes):
             if not _PROOFS_OF_N & lines.keys():
-                found.append("N: no ids, questions, answers or lengths say how many traces there are")
+                found.append("N: no ids, questions, answers or lengths give the number of traces")
             if "S" in frame.axes and not {"S.mask", "S.lengths"} & lines.keys() and None not in frame.num_tokens:
-                found.append("S: nothing says whether tokens are padding")
+                found.append("S: nothing tells tokens from padding")
         is_said = "P" in frame.axes or any(m.field == "tokens" and "sequences" in m.words for m in self._meanings)
         if "tokens" in lines and "T" in lines["tokens"].axes and not is_said:
             found.append("tokens: one id more than states")
@@ -176,6 +176,6 @@ class Proofs:
             for spot in leaf.spots if leaf.files == frame.leaf.files else ():
                 same = [o for other in texts for o in other.spots if o.where == spot.where and o.value is not None]
                 most = max(sum(len(str(one.value)) for one in same), 1)
-                if any((sizes.get("S") or 0) > most for sizes in frame.beside(leaf, spot)):
+                if any((sizes.get("S") or 0) > most for sizes in frame.matching(leaf, spot)):
                     return False
         return True

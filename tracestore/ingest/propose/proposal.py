@@ -34,7 +34,7 @@ _PADDINGS: dict[str, list[tuple[Mapping[str, Any], str]]] = {
 
 @dataclass
 class Outcome:
-    """What a layout gives.
+    """The result of a layout.
 
     Attributes
     ----------
@@ -97,7 +97,7 @@ class Candidate:
         )
 
     def describe(self) -> list[str]:
-        """Return lines that say what the layout gives, what is joined in order, and what is not proved."""
+        """Return lines with the result, with the rows that are joined in order, and with the axes that are not proved."""
         found = [self.gives()]
         for name, (ones, zeros, count) in self.outcome.counts.items():
             direction = self.layout.rule(name).direction
@@ -129,7 +129,7 @@ def _plain(value: object) -> str:
 
 @dataclass
 class Proposal:
-    """What files may hold.
+    """The layouts that files may have.
 
     Attributes
     ----------
@@ -158,11 +158,7 @@ class Proposal:
         if not self.candidates:
             return "\n".join(self._found())
         count = len(self.candidates)
-        head = (
-            "The files do not say which of these layouts is meant."
-            if count > 1
-            else "The files do not prove this layout."
-        )
+        head = "Several layouts fit the files." if count > 1 else "The files do not prove this layout."
         text = [f"{head} Add the lines of one of them, if it is right:"]
         for number, candidate in enumerate(self.candidates, 1):
             text += _indented(candidate, f"{number}. ")
@@ -178,7 +174,7 @@ class Proposal:
             count = plural(len(self.candidates) + self.num_more, "layout")
             return f"{count} would fit, and none is proved ({why}); --field lines choose one, tracestore inspect prints them"
         why = self.refusals[0] if self.refusals else "no array is named as hidden states"
-        return f"no layout fits: {why}; tracestore inspect prints what the files hold, --field lines say what it is"
+        return f"no layout fits: {why}; tracestore inspect prints the arrays, --field lines name them"
 
     def to_toml(self) -> str:
         """Return the layout as TOML; several candidates are comments, of which one is to be chosen."""
@@ -282,7 +278,7 @@ def _some(files: Mapping[str, Path], observation: Observation) -> dict[str, Path
 def _try(
     proposal: Proposal, pairs: Sequence[tuple[Layout, Draft]], files: Mapping[str, Path], *, is_partial: bool
 ) -> list[tuple[Layout, Draft]]:
-    """Add the candidates among layouts; return refused ones with what they do not say of padding.
+    """Add the candidates among layouts; return refused ones with each statement about padding that they lack.
 
     A layout that leaves out more than one that fits is none.
     """

@@ -72,7 +72,7 @@ class Rows:
         is_index = bool({"idx", "index", "indices", "n"} & set(words_of(leaf.key)))
         words = {word for name in self.observation.files[leaf.files] for word in words_of(name)}
         if words & _RANKS or (is_index and len(self.observation.files[leaf.files]) > 1):
-            return [f"{leaf.key}: integers beside names of parts may be ids of each part"]
+            return [f"{leaf.key}: integers next to names of parts may be ids of each part"]
         return []
 
 
@@ -85,7 +85,7 @@ def order_of(meaning: Meaning) -> tuple[int, int]:
 
 
 def _second(meaning: Meaning) -> str:
-    """Return the field of a second id beside a better one: the number of an answer."""
+    """Return the field of a second id next to a better one: the number of an answer."""
     if meaning.field != "question_id" or meaning.leaf.number_kind != "i":
         return ""
     return "sample" if set(words_of(meaning.leaf.key)) & _SAMPLE_WORDS else ""

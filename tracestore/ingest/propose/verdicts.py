@@ -1,4 +1,4 @@
-"""Labels and scores: what the words of a key and of its values say of 0 and 1 (rule 22)."""
+"""Labels and scores: the meaning of 0 and 1 by the words of a key and of its values (rule 22)."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -43,7 +43,7 @@ def verdict_of(leaf: Leaf, words: Sequence[str], siblings: frozenset[str]) -> Ve
     words : sequence of str
         The words of its key.
     siblings : frozenset of str
-        Words of the keys beside it.
+        Words of the keys next to it.
     """
     name = leaf.key.lower() if leaf.key.lower() in SCORES else "_".join(words)
     is_named = name in SCORES or is_named_as_verdict(name) or words[-1] in _VAGUE
@@ -91,7 +91,7 @@ def _of_words(values: Sequence[Any], name: str) -> Verdict:
 
 
 def proved_fields(verdicts: Mapping[Leaf, Verdict], classes: Mapping[tuple[str, str], Sequence[str]]) -> dict[Any, str]:
-    """Return the field of vague labels, by their places, that names of classes or words beside them prove (rule 22).
+    """Return the field of vague labels, by their places, that names of classes or words next to them prove (rule 22).
 
     Parameters
     ----------
