@@ -104,6 +104,25 @@ def test_case_passes_without_a_cache_rule_5(tmp_path):
     refuse(tmp_path)
 
 
+def test_passes_with_an_id_too_few_rule_3(tmp_path):
+    """generate() gives one id more than states: as many may be moved by one."""
+    for count in (7, 6):
+        passes = [[states(2, size, 8, seed=9 * size + k) for k in range(2)] for size in (4, 1, 1)]
+        dump(
+            tmp_path / "in/a.pkl",
+            {
+                "hidden_states": passes,
+                "sequences": np.arange(2 * count).reshape(2, count) + 3,
+                "attention_mask": np.ones((2, 4), "i8"),
+                "ids": ["a", "b"],
+            },
+        )
+        if count == 7:
+            assert accept(tmp_path)["a", 0].num_tokens == 6
+        else:
+            refuse(tmp_path)
+
+
 def test_case_fewer_states_than_ids_rule_2(tmp_path):
     found = [{"id": f"q{k}", "hidden_states": states(2, 4 + k, 8), "output_ids": np.arange(9)} for k in range(3)]
     dump(tmp_path / "in/a.pkl", found)

@@ -47,6 +47,8 @@ class Outcome:
         By field: how often 1, how often 0, and how many values.
     joins : list of str
         How rows were joined.
+    has_last_ids : bool
+        Whether each trace has one id more than states, if it has ids.
     is_partial : bool
         Whether there are more traces than those that were read.
     """
@@ -60,6 +62,7 @@ class Outcome:
     counts: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     joins: list[str] = field(default_factory=list)
     is_partial: bool = False
+    has_last_ids: bool = True
 
 
 @dataclass
@@ -300,6 +303,9 @@ def _try(
         unproved = list(draft.unproved)
         if outcome.first_id.isdecimal() and any(" without a " in line for line in outcome.joins):
             unproved.append("integers are the ids of tables with other rows")
+        has_passes = any("P" in (address.axes or ()) for address in layout.addresses[layout.states])
+        if has_passes and not outcome.has_last_ids:
+            unproved.append("tokens: the last id of generate() has no states, found as many ids as states")
         proposal.candidates.append(Candidate(layout, outcome, unproved, draft.left_out, draft.reasons))
     return asked
 
@@ -347,6 +353,7 @@ def try_layout(layout: Layout, files: Mapping[str, Path], *, is_partial: bool = 
     try:
         for record in _records(execution, outcome):
             sizes.append(record.num_tokens)
+            outcome.has_last_ids &= record.tokens is None or len(record.tokens) > record.num_tokens
             own = {} if record.label is None else {"label": record.label}
             found = {**record.scores, **record.deferred_scores, **own}
             for name, values in labels.items():
