@@ -410,6 +410,14 @@ def test_score_without_a_direction_rule_22(tmp_path):
     assert meanings == {"correctness", "hallucination"}
 
 
+def test_several_scores_rule_22(tmp_path):
+    """Labels come from one score of a store; of several columns no word tells which one."""
+    dump(tmp_path / "in/a.pkl", rows())
+    scores = [{"id": f"q{k}", "bleurt": 0.9 - 0.3 * k, "rougeL": 0.3, "exact_match": k % 2} for k in range(3)]
+    table(tmp_path / "in/scores.csv", scores)
+    refuse(tmp_path)
+
+
 @pytest.mark.parametrize("value", [0.3, "maybe", -1, [1]])
 def test_label_of_the_wrong_kind_rule_22a(tmp_path, value):
     dump(tmp_path / "in/a.pkl", rows(is_correct=[0, 1, value]))

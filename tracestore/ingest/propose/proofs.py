@@ -89,6 +89,9 @@ class Proofs:
         in_order = sorted(k for k, line in lines.items() if not line.address.startswith(frame.leaf.files))
         if identity.mode == "rows" and in_order:
             found.append(f"{', '.join(in_order)}: joined in order")
+        scores = sorted(k for k in lines if k.startswith(("correctness.", "hallucination.")))
+        if len(scores) > 1:
+            found.append(f"{', '.join(scores)}: no word tells which score counts")
         for meaning in self._meanings:
             if meaning.verdict is not None and meaning.verdict.is_doubtful:
                 found.append(f"{meaning.leaf.key}: may be what a detector says, or words without a meaning")
