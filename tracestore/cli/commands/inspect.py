@@ -14,7 +14,7 @@ from tracestore.store.io.fsio import map_os_errors
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("src", nargs="+", type=Path, metavar="SRC", help="files, or folders of them")
-    text = "write the layout; several are written as comments, of which one is to be chosen"
+    text = "write the layout; several are written as comments, of which one is to be chosen (default: print only)"
     parser.add_argument("--write", type=Path, metavar="FILE.toml", help=text)
 
 
