@@ -20,6 +20,7 @@ from tracestore.errors import UsageError
 # Help texts, in the order of the help. Each name is a module of tracestore.cli.commands.
 COMMANDS = {
     "convert": "convert files of traces into a store",
+    "inspect": "print what files hold, and the layouts that they may have",
     "info": "print the properties of a store",
     "verify": "check every byte of a store",
     "lint": "look for data-quality issues",

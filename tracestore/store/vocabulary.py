@@ -286,3 +286,74 @@ def _advice(key: str, value: Any) -> str:
     else:
         field = "label (1: hallucinated), is_correct or is_hallucinated"
     return f"found a key that looks like a label or score and is no field, expected {field}"
+
+
+# Names that files of other tools have for fields, as words, without those that FIELDS has. A name may hold further words:
+# the longest one that it contains counts. They choose fields, never axes or the meaning of a label.
+_SYNONYMS = """
+hidden_states: hidden, hidden state, hiddens, hs, states, activation, activations, acts, representation,
+  representations, reps, residual, residual stream, resid, resid post, hook resid post, embedding, embeddings, emb,
+  embs, vector, vectors, layer outputs, layer output, last hidden state, X, hidden layer, hidden layers, decoder
+  hidden states, features, internal states, h, repr
+last_token: last token hidden, last token hidden states, last token hidden state, last token states, final token, eos
+  token, last tok, last token embedding, last token vector, last token activations, final token hidden states, eos
+  token hidden states, last token state
+attentions: attention, attn, attns, att, attention weights, attn weights, attention maps, attention map, attention
+  probs, decoder attentions, attention matrix
+tokens: token ids, tok, token, ids of tokens, token id, tok id, tok ids, prompt ids, answer ids, response ids, output
+  ids, prompt token ids, generated ids, output token ids, generated token ids, sequence
+tokens_decoded: tokens, str tokens, token strs, token texts, token strings, words, token, tok, toks
+question_id: qid, id, ids, uid, uuid, example id, example ids, sample id, doc id, prompt id, row id, request id, trace
+  id, conversation id, custom id, question ids, qids, idx, index, indices, sample idx, question idx, example idx, q
+  indices, instance id, instance ids, prompt idx, item id, data id, record id, sample ids, doc ids, numéro, n,
+  example, item, key, doc
+sample: sample idx, sample id, sample index, sample number, answer idx, generation idx, k
+question: prompt, query, instruction, statement, statements, questions, prompts, input text, q
+generated_answer: response, completion, prediction, generation, output, output text, reply, model answer, answers,
+  responses, generated, completions, model output, pred, text, content, predicted answer
+prompt_length: prompt len, prompt tokens, num prompt tokens, input length, input len
+S.mask: attention mask, mask, attn mask, padding mask
+S.lengths: length, lengths, seq lens, seq len, seq lengths, seqlens, num tokens, lens, n tokens
+S.offsets: offsets, cu seqlens, cu lens, offset, indptr, ptr, row splits
+S.starts: start, starts, begin, row start
+S.ends: end, ends, stop, row end
+L.ids: layers, layer ids, layer indices, layer numbers, target layer ids, layer idx
+layer: layer idx, layer id, layer index, layer number, layer num
+token: position, pos, token pos, token idx, tok idx, token index, token position
+step: step, step idx, gen step
+dim: dim, dimension
+file: path, file, filename, file name, filepath, file path, hidden states path, npy, stem
+"""
+# Arrays of known tools that no trace needs, by the reason that an inspection prints.
+_NEEDLESS = """
+values of the vocabulary: logits, scores, lm head, log probs, logprobs
+a cache: past key values, kv cache, past, cache
+input of a model: loss mask, position ids, token type ids, special tokens mask
+a part of hidden_states: last hidden state
+states of an encoder: encoder hidden states, encoder attentions, cross attentions, encoder last hidden state
+other activations: mlp, self attn, head wise, q proj, k proj, v proj, ln, norm
+"""
+# Words of names and keys by what the number behind them counts.
+_COUNTED = """
+layer: layer, layers, block, blocks, l, h
+step: step, steps, pass
+token: token, tok, position, pos
+head: head, heads
+dim: dim, d
+chunk: batch, chunk, shard, part
+rank: rank, gpu, proc, process, worker
+sample: response, generation, answer, sample
+"""
+
+
+def _table(text: str) -> dict[str, tuple[str, ...]]:
+    """Return the names behind each word of a table; a line that is indented continues the one before it."""
+    lines = text.strip().replace("\n  ", " ").splitlines()
+    pairs = (line.split(": ") for line in lines)
+    return {name: tuple(names.split(", ")) for name, names in pairs}
+
+
+SYNONYMS = _table(_SYNONYMS)
+NEEDLESS = {name: reason for reason, names in _table(_NEEDLESS).items() for name in names}
+COUNTED = {name: counted for counted, names in _table(_COUNTED).items() for name in names}
+SPLITS = frozenset(("train", "test", "val", "valid", "validation", "dev", "eval"))

@@ -130,7 +130,7 @@ def claim_files(
         if (owner := _owner(name, patterns, ignored)) is not None:
             text, bound = owner
             claimed[text].append(FoundFile(path, name, bound))
-        elif os.path.realpath(path) not in skipped and not _is_other(name):
+        elif os.path.realpath(path) not in skipped and not is_other(name):
             unowned.append(name)
     if unowned:
         more = f" and {len(unowned) - _MAX_NAMES:,} more" if len(unowned) > _MAX_NAMES else ""
@@ -165,7 +165,8 @@ def _shown(names: list[str]) -> str:
     return ", ".join(escape_unprintable(name, 60) for name in names[:_MAX_NAMES])
 
 
-def _is_other(name: str) -> bool:
+def is_other(name: str) -> bool:
+    """Return whether a file holds no data of traces, whatever a layout says."""
     base = name.rpartition("/")[2]
     return base in _OTHER_FILES or base.lower().endswith(_OTHER_SUFFIXES) or "." not in base
 

@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,8 @@ class Execution:
         Folder of the store, which is not searched.
     owned : tuple of Path
         The files that are read for another purpose.
+    files : Mapping, optional
+        Files by their names below SRC, instead of those that the arguments hold.
     is_stated : bool
         Whether the files hold each label, and each field of a table, that the layout names.
 
@@ -54,13 +56,14 @@ class Execution:
         arguments: list[Path],
         store: Path,
         owned: tuple[Path, ...] = (),
+        files: Mapping[str, Path] | None = None,
         *,
         is_stated: bool = True,
     ) -> None:
         self.layout, self.plan = layout, plan_of(layout)
         check_effects(self.plan)
-        files = list_files(arguments, store)
-        self._claimed = claim_files(self.plan, files, owned, is_stated=is_stated)
+        found = list_files(arguments, store) if files is None else dict(files)
+        self._claimed = claim_files(self.plan, found, owned, is_stated=is_stated)
         self.groups, self._table_files = group_files(self.plan, self._claimed)
         self._trees = {
             text: tree_of(text, self.plan.places, self.plan.ignored, self.plan.states) for text in self.plan.files
@@ -304,4 +307,8 @@ class Execution:
         """
         sources = {text: self._claimed[text][0].name for text in self._table_files if self._claimed[text]}
         yield from self.account.close(self._tables or {}, sources, has_id)
+        self.release()
+
+    def release(self) -> None:
+        """Close the tables; `close` does so, too."""
         self._resources.close()

@@ -74,16 +74,20 @@ class Layout:
         rules = {name: self.rule(name) for name in (*self.addresses, *self.templates) if name != "id"}
         return {name: rule.direction for name, rule in rules.items() if rule.direction is not None}
 
-    def to_toml(self) -> str:
-        """Return the layout as TOML, from which `parse_layout` makes an equal one."""
+    def to_entries(self) -> dict[str, Any]:
+        """Return the entries from which `parse_layout` makes an equal layout."""
         lines = {name: [str(a) for a in found] for name, found in self.addresses.items()}
         entries: dict[str, Any] = {n: found[0] if len(found) == 1 else found for n, found in lines.items()}
         entries |= {name: f"={pattern.text}" for name, pattern in self.templates.items()}
         entries |= {
             n: [str(a) for a in found] for n, found in zip(_LISTS, (self.records, self.ignore), strict=True) if found
         }
-        entries |= self.settings
-        return "".join(f"{_key(name)} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in entries.items())
+        return entries | dict(self.settings)
+
+    def to_toml(self) -> str:
+        """Return the layout as TOML, from which `parse_layout` makes an equal one."""
+        entries = self.to_entries().items()
+        return "".join(f"{_key(name)} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in entries)
 
 
 def read_layout(path: Path | None, lines: Iterable[str] = ()) -> Layout:

@@ -1,0 +1,82 @@
+"""Test `tracestore inspect`: what it prints and writes, and a folder that is too large to be read whole."""
+
+import json
+import shlex
+
+import numpy as np
+
+import tracestore
+from tests.helpers import command
+from tests.ingest.execute.folders import dump, states
+from tests.ingest.propose.folders import proposal_of
+from tests.ingest.propose.test_traps import rows
+
+
+def test_a_proved_layout_is_written_and_converts(tmp_path):
+    dump(tmp_path / "in/a.pkl", rows(is_correct=[0, 1, 1]))
+
+    done = command("inspect", tmp_path / "in", "--write", tmp_path / "l.toml", check=0)
+    command("convert", tmp_path / "in", tmp_path / "s.zarr", "--layout", tmp_path / "l.toml", check=0)
+
+    assert "The files prove this layout:" in done.stdout
+    assert "is_correct: 1 (correct) 2 times, 0 1 times" in done.stdout
+    assert len(tracestore.open(tmp_path / "s.zarr")) == 3
+
+
+def test_lines_of_a_candidate_are_pasted(tmp_path):
+    dump(tmp_path / "in/a.pkl", rows(label=[0, 1, 1]))
+
+    text = command("inspect", tmp_path / "in", check=0).stdout
+    first = text.partition("\n1. ")[2].partition("\n2. ")[0]
+    flags = [word for line in first.splitlines() if line.strip().startswith("--field") for word in shlex.split(line)]
+    command("convert", tmp_path / "in", tmp_path / "s.zarr", *flags, check=0)
+
+    assert "is_correct: 1 (correct) 2 times, 0 1 times" in first
+    with tracestore.open(tmp_path / "s.zarr") as store:
+        assert store.named_scores("is_correct").tolist() == [0, 1, 1]
+
+
+def test_candidates_are_written_as_comments(tmp_path):
+    dump(tmp_path / "in/a.pkl", rows(label=[0, 1, 1]))
+
+    command("inspect", tmp_path / "in", "--write", tmp_path / "l.toml", check=0)
+
+    assert all(line.startswith("#") for line in (tmp_path / "l.toml").read_text().splitlines())
+    done = command("convert", tmp_path / "in", tmp_path / "s.zarr", "--layout", tmp_path / "l.toml", check=2)
+    assert "states no hidden_states or last_token" in done.stderr
+
+
+def test_json_holds_tree_and_candidates(tmp_path):
+    dump(tmp_path / "in/a.pkl", rows(label=[0, 1, 1]))
+
+    found = json.loads(command("inspect", tmp_path / "in", "--json", check=0).stdout)
+
+    assert found["layout"] is None
+    assert len(found["candidates"]) == 2
+    assert "a.pkl : []/label: integers" in found["tree"]
+
+
+def test_files_without_states_are_described(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.json").write_text('[{"question": "a", "score": 1}]')
+
+    text = command("inspect", tmp_path / "in", check=0).stdout
+
+    assert "a.json : []/question: text" in text
+    assert "No array of floating-point numbers is named as hidden states" in text
+
+
+def test_a_large_file_and_many_files_are_not_read_whole(tmp_path):
+    lines = [json.dumps({"id": f"q{k}", "layer_3": [[1.5, 2.5], [0.5, k]][: 1 + k % 2]}) for k in range(10_000)]
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.jsonl").write_text("\n".join(lines))
+    outcome = proposal_of(tmp_path).candidates[0].outcome
+    assert outcome.is_partial
+    assert outcome.num_traces == 2000
+    (tmp_path / "in/a.jsonl").unlink()
+
+    for k in range(1000):
+        np.save(tmp_path / f"in/q{k}_layer3.npy", states(1 + k % 3, 4, seed=k))
+    outcome = proposal_of(tmp_path).candidates[0].outcome
+    assert outcome.is_partial
+    assert outcome.num_traces == 400

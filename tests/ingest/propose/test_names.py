@@ -1,0 +1,41 @@
+"""Test patterns of names: what varies, and what the words next to it say."""
+
+import pytest
+
+from tracestore.ingest.layout.patterns import Pattern
+from tracestore.ingest.propose.names import families, words_of
+
+CASES = [
+    (["q0.npz", "q1.npz"], {"{id}.npz"}),
+    (["q0_layer0.npy", "q0_layer1.npy", "q1_layer0.npy"], {"{id}_layer{layer}.npy"}),
+    (["layer_0/q0.pt", "layer_1/q0.pt", "layer_0/q1.pt"], {"layer_{layer}/{id}.pt"}),
+    (["hidden_states.npy", "labels.npy"], {"hidden_states.npy", "labels.npy"}),
+    (["train.npz", "test.npz"], {"{split}.npz"}),
+    (["correct/q0.pt", "hallucinated/q1.pt"], {"{verdict}/{id}.pt"}),
+    (["batch_0.pt", "batch_1.pt"], {"batch_{chunk}.pt"}),
+    (["rank0.pt", "rank1.pt"], {"rank{rank}.pt"}),
+    (["q0/response_0.pt", "q0/response_1.pt", "q1/response_0.pt"], {"{id}/response_{sample}.pt"}),
+    (["tqa_0.pt", "tqa_1.pt"], {"{id}.pt"}),
+    (["q0_hidden.npy", "q1_hidden.npy", "q0_attn.npy", "q1_attn.npy"], {"{id}_hidden.npy", "{id}_attn.npy"}),
+]
+
+
+@pytest.mark.parametrize(("names", "patterns"), CASES)
+def test_patterns_of_files(names, patterns):
+    found = families(names, is_path=True, keep_single=False)
+
+    assert {family.pattern for family in found} == patterns
+    for family in found:
+        for name, bound in family.members.items():
+            match = Pattern(family.pattern, is_path=True).match(name)
+            assert match is not None
+            assert {key: str(value) for key, value in match.bound.items()} == bound
+
+
+def test_a_name_without_a_pattern_is_escaped():
+    (family,) = families(["a{b}*.npz"], is_path=True, keep_single=False)
+    assert Pattern(family.pattern, is_path=True).literal == "a{b}*.npz"
+
+
+def test_words():
+    assert words_of("hiddenStates_12.lastToken") == ("hidden", "states", "last", "token")

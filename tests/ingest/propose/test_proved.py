@@ -1,0 +1,123 @@
+"""Test folders whose meaning is proved: the proposal is used by itself."""
+
+import numpy as np
+import pytest
+
+import tracestore
+from tests.ingest.execute.folders import dump, save, states, table
+from tests.ingest.propose.folders import accept
+from tests.ingest.propose.test_traps import attention, rows
+
+
+def test_a_list_of_dicts(tmp_path):
+    dump(tmp_path / "in/a.pkl", rows(is_correct=[0, 1, 1]))
+    found = accept(tmp_path)
+    assert [found[f"q{k}", 0].score for k in range(3)] == [0, 1, 1]
+    np.testing.assert_allclose(found["q1", 0].hidden_states, rows()[1]["hs"], rtol=2e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("beside", [{"tokens": [1, 2, 3, 4, 5, 6]}, {"generated_answer": "It is number 3."}])
+def test_states_of_all_layers_with_one_row_of_tokens_rule_18(tmp_path, beside):
+    found = []
+    for k in range(3):
+        own = {name: value[: 4 + k] if isinstance(value, list) else value for name, value in beside.items()}
+        found.append({"id": f"q{k}", "hidden_states": states(3, 4 + k, 8, seed=k), **own})
+    dump(tmp_path / "in/a.pkl", found)
+    assert accept(tmp_path)["q2", 0].hidden_states.shape == (3, 6, 8)
+
+
+def test_tokens_before_layers(tmp_path):
+    found = rows()
+    for row in found:
+        row["hs"] = row["hs"].transpose(1, 0, 2)
+    dump(tmp_path / "in/a.pkl", found)
+    traces = accept(tmp_path)
+    np.testing.assert_allclose(traces["q1", 0].hidden_states, rows()[1]["hs"], rtol=2e-3, atol=1e-3)
+
+
+def test_a_padded_stack_with_a_mask(tmp_path):
+    (tmp_path / "in").mkdir()
+    mask = np.array([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [1, 1, 1, 1, 0]])
+    np.savez(
+        tmp_path / "in/a.npz",
+        hidden_states=states(3, 2, 5, 9),
+        layers=np.array([4, 8]),
+        attention_mask=mask,
+        input_ids=np.where(mask, np.arange(15).reshape(3, 5) + 5, 0),
+        question_id=np.array(["a", "b", "c"]),
+    )
+    found = accept(tmp_path)
+    assert [found[name, 0].num_tokens for name in "abc"] == [3, 5, 4]
+
+
+@pytest.mark.parametrize("names", ["{}_layer{}.npy", "{}/layer_{}.npy", "layer_{1}/{0}.npy"])
+def test_a_file_per_id_and_layer(tmp_path, names):
+    for k in range(3):
+        for layer in (4, 8):
+            save(tmp_path / "in" / names.format(f"q{k}", layer), states(4 + k, 8, seed=10 * k + layer))
+    table(tmp_path / "in/labels.csv", [{"id": f"q{k}", "hallucinated": k % 2} for k in range(3)])
+    found = accept(tmp_path)
+    assert [found[f"q{k}", 0].score for k in range(3)] == [0, 1, 0]
+    np.testing.assert_allclose(found["q2", 0].hidden_states[1], states(6, 8, seed=28), rtol=2e-3, atol=1e-3)
+
+
+def test_words_that_agree_with_a_label_rule_22(tmp_path):
+    dump(tmp_path / "in/a.pkl", rows(label=[0, 1, 0], verdict=["correct", "hallucinated", "correct"]))
+    accept(tmp_path)
+    with tracestore.open(tmp_path / "s.zarr") as store:
+        assert store.named_scores("is_hallucinated").tolist() == [0, 1, 0]
+        assert store.named_scores("is_correct").tolist() == [1, 0, 1]
+
+
+def test_correct_with_booleans_rule_22(tmp_path):
+    dump(tmp_path / "in/a.pkl", rows(correct=[False, True, True]))
+    assert accept(tmp_path)["q1", 0].score == 1
+
+
+@pytest.mark.parametrize("names", [["correct", "hallucinated"], ["hallucinated", "correct"]])
+def test_names_of_classes_give_the_meaning_rule_22(tmp_path, names):
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features(
+        {
+            "id": datasets.Value("string"),
+            "layer_4": datasets.Array2D((5, 8), "float32"),
+            "input_ids": datasets.Sequence(datasets.Value("int64"), 5),
+            "label": datasets.ClassLabel(names=names),
+        }
+    )
+    found = [
+        {"id": f"q{k}", "layer_4": states(5, 8, seed=k), "input_ids": list(range(k, k + 5)), "label": v}
+        for k, v in enumerate([0, 1, 1])
+    ]
+    datasets.Dataset.from_list(found, features=features).save_to_disk(tmp_path / "in/ds")
+    accept(tmp_path)
+    with tracestore.open(tmp_path / "s.zarr") as store:
+        field = "is_correct" if names[1] == "correct" else "is_hallucinated"
+        assert store.named_scores(field).tolist() == [0, 1, 1]
+
+
+def test_last_tokens_with_numbers_of_layers(tmp_path):
+    for layer in (4, 8):
+        np.savez(
+            _made(tmp_path) / f"layer_{layer}.npz",
+            last_token=states(4, 8, seed=layer),
+            ids=np.array([f"q{k}" for k in range(4)]),
+            hallucinated=np.array([0, 1, 0, 1]),
+        )
+    assert accept(tmp_path)["q1", 0].last_token.shape == (2, 8)
+
+
+def test_heads_are_averaged_where_there_is_one_attention_per_layer(tmp_path):
+    dump(
+        tmp_path / "in/a.pkl",
+        {
+            f"q{k}": {"hidden_states": states(3, 4 + k, 8, seed=k), "attentions": attention(3, 4 + k, 4 + k)}
+            for k in range(3)
+        },
+    )
+    assert accept(tmp_path)["q2", 0].hidden_states.shape == (3, 6, 8)
+
+
+def _made(tmp_path):
+    (tmp_path / "in").mkdir(exist_ok=True)
+    return tmp_path / "in"

@@ -1,0 +1,461 @@
+"""Test folders in which a guess would be wrong: nothing is used by itself, and no candidate is harmful.
+
+Each test has the number of the rule that catches the trap in its name.
+"""
+
+import json
+
+import numpy as np
+import pytest
+
+from tests.ingest.execute.folders import dump, save, states, table
+from tests.ingest.propose.folders import accept, refuse
+
+
+def attention(*shape):
+    """Return causal weights whose rows sum to 1."""
+    size = shape[-1]
+    weights = np.tril(np.ones((size, size), "f4"))
+    return np.broadcast_to(weights / weights.sum(1, keepdims=True), shape).copy()
+
+
+def rows(count=3, *, layers=2, dim=8, key="hs", lengths=(4, 6, 5), **more):
+    """Return dicts with an id, states (L, S, D), attention and tokens, which are proved."""
+    return [
+        {
+            "id": f"q{k}",
+            key: states(layers, lengths[k % 3], dim, seed=k),
+            "attn": attention(layers, 3, lengths[k % 3], lengths[k % 3]),
+            "input_ids": np.arange(5, 5 + lengths[k % 3]),
+            **{name: values[k] for name, values in more.items()},
+        }
+        for k in range(count)
+    ]
+
+
+# The table of cases
+
+
+def test_case_token_labels_are_no_traces_rule_15(tmp_path):
+    dump(tmp_path / "in/a.pkl", {"hs": states(6, 8), "attn": attention(1, 6, 6), "token_labels": [0, 1, 0, 0, 1, 0]})
+    refuse(tmp_path)
+
+
+def test_case_states_with_as_many_labels_as_rows_rule_15(tmp_path):
+    np.savez(_in(tmp_path) / "a.npz", hidden_states=states(6, 8), labels=np.array([0, 1, 0, 0, 1, 0]))
+    refuse(tmp_path)
+
+
+def test_case_ranks_with_indices_from_0_rule_20(tmp_path):
+    for rank in range(2):
+        found = [{"idx": k, "hidden_states": states(2, 4 + k, 8, seed=9 * rank + k)} for k in range(3)]
+        dump(tmp_path / f"in/rank{rank}.pkl", found)
+    table(tmp_path / "in/labels.csv", [{"idx": k, "is_correct": k % 2} for k in range(6)])
+    refuse(tmp_path)
+
+
+def test_case_rank_0_alone_rule_20(tmp_path):
+    found = [{**row, "id": k} for k, row in enumerate(rows())]
+    dump(tmp_path / "in/rank0.pkl", [{"idx": row.pop("id"), **row} for row in found])
+    table(tmp_path / "in/labels.csv", [{"idx": k, "is_correct": k % 2} for k in range(6)])
+    refuse(tmp_path)
+
+
+@pytest.mark.parametrize("word", ["rank", "part", "gpu", "worker", "batch"])
+def test_integer_ids_beside_a_rank_or_part_rule_20(tmp_path, word):
+    for n in range(2):
+        found = rows()
+        for k, row in enumerate(found):
+            row["idx"] = 3 * n + k
+            del row["id"]
+        dump(tmp_path / f"in/{word}_{n}.pkl", found)
+    refuse(tmp_path)
+
+
+def test_case_padded_rows_without_a_mask_rule_17(tmp_path):
+    ids = np.array([[5, 6, 7, 8, 9], [5, 6, 7, 0, 0]])
+    dump(tmp_path / "in/a.pkl", {"hidden_states": states(2, 5, 8), "input_ids": ids, "question_id": ["a", "b"]})
+    refuse(tmp_path)
+
+
+def test_padding_after_a_single_id_without_a_mask_rule_17(tmp_path):
+    ids = np.array([[5, 6, 7, 8, 9], [5, 6, 7, 8, 0]])
+    dump(
+        tmp_path / "in/a.pkl",
+        {
+            "hidden_states": states(2, 3, 5, 8),
+            "attentions": attention(2, 3, 2, 5, 5),
+            "input_ids": ids,
+            "question_id": ["a", "b"],
+        },
+    )
+    refuse(tmp_path)
+
+
+def test_case_layers_taken_for_tokens_rule_15(tmp_path):
+    save(tmp_path / "in/hidden_states.npy", states(6, 3, 8))
+    table(tmp_path / "in/t.csv", [{"id": f"q{k}", "is_correct": k % 2} for k in range(24)])
+    refuse(tmp_path)
+
+
+def test_case_passes_without_a_cache_rule_5(tmp_path):
+    passes = [[states(2, size, 8, seed=size) for _ in range(3)] for size in range(4, 10)]
+    dump(tmp_path / "in/a.pkl", {"hidden_states": passes, "ids": ["a", "b"]})
+    refuse(tmp_path)
+
+
+def test_passes_with_an_id_too_few_rule_3(tmp_path):
+    """generate() gives one id more than states: as many may be moved by one."""
+    for count in (7, 6):
+        passes = [[states(2, size, 8, seed=9 * size + k) for k in range(2)] for size in (4, 1, 1)]
+        dump(
+            tmp_path / "in/a.pkl",
+            {
+                "hidden_states": passes,
+                "sequences": np.arange(2 * count).reshape(2, count) + 3,
+                "attention_mask": np.ones((2, 4), "i8"),
+                "ids": ["a", "b"],
+            },
+        )
+        if count == 7:
+            assert accept(tmp_path)["a", 0].num_tokens == 6
+        else:
+            refuse(tmp_path)
+
+
+def test_case_fewer_states_than_ids_rule_2(tmp_path):
+    found = [{"id": f"q{k}", "hidden_states": states(2, 4 + k, 8), "output_ids": np.arange(9)} for k in range(3)]
+    dump(tmp_path / "in/a.pkl", found)
+    refuse(tmp_path)
+
+
+def test_case_layers_of_lists_of_samples_rule_21(tmp_path):
+    found = {k: [{"sample_idx": i, "activation": states(8, seed=10 * k + i)} for i in range(3)] for k in (4, 8)}
+    dump(tmp_path / "in/a.pkl", found)
+    refuse(tmp_path)
+
+
+def test_case_statements_with_a_label_rule_22(tmp_path):
+    for layer in (8, 16):
+        save(tmp_path / f"in/last_token_layer_{layer}.npy", states(3, 8, seed=layer))
+    table(tmp_path / "in/statements.csv", [{"statement": f"s{k}", "label": k % 2} for k in range(3)])
+    proposal = refuse(tmp_path, "is_correct")
+    assert "is_hallucinated" in proposal.message()
+
+
+# Axes
+
+
+def test_sentences_taken_for_tokens_rule_16(tmp_path):
+    for word in ("sentence", "sent", "claim", "chunk", "step", "gen"):
+        found = {f"q{k}": states(3 + k, 8, seed=k) for k in range(3)}
+        dump(tmp_path / f"in/{word}_hidden_states.pkl", found)
+        refuse(tmp_path)
+        (tmp_path / f"in/{word}_hidden_states.pkl").unlink()
+
+
+def test_more_tokens_than_characters_rule_16(tmp_path):
+    found = [{"id": f"q{k}", "hidden": states(9 + k, 8, seed=k), "question": "a?", "answer": "b"} for k in range(3)]
+    dump(tmp_path / "in/a.pkl", found)
+    refuse(tmp_path)
+
+
+def test_constant_tokens_without_ids_of_tokens_rule_16(tmp_path):
+    dump(tmp_path / "in/layer_3.pkl", {f"q{k}": states(4, 8, seed=k) for k in range(3)})
+    refuse(tmp_path)
+
+
+def test_last_hidden_state_of_a_batch_rule_18(tmp_path):
+    save(tmp_path / "in/last_hidden_state.npy", states(3, 5, 8))
+    refuse(tmp_path)
+
+
+def test_batch_without_layers_rule_18(tmp_path):
+    save(tmp_path / "in/batch_0.npy", states(8, 5, 16))
+    refuse(tmp_path)
+
+
+def test_first_axis_without_numbers_of_layers_rule_18(tmp_path):
+    found = [{"id": f"q{k}", "hs": states(3, 4 + k, 8, seed=k), "input_ids": np.arange(4 + k)} for k in range(3)]
+    dump(tmp_path / "in/a.pkl", found)
+    refuse(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"answers": ["one", "two", "three"]},
+        {"input_ids": np.zeros((3, 4), "i8")},
+        {"question": "which one?"},
+    ],
+)
+def test_several_answers_taken_for_layers_rule_18(tmp_path, more):
+    """States (K, S, D) of several answers, padded to the longest, under the name of those of all layers."""
+    found = []
+    for k in range(3):
+        size = {name: v[:, :1].repeat(4 + k, 1) if isinstance(v, np.ndarray) else v for name, v in more.items()}
+        found.append({"id": f"q{k}", "hidden_states": states(3, 4 + k, 8, seed=k), **size})
+    dump(tmp_path / "in/a.pkl", found)
+    refuse(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["samples", "beams", "heads", "seeds"])
+def test_words_of_another_axis_rule_18(tmp_path, name):
+    found = [
+        {"id": f"q{k}", name: {"hidden_states": states(3, 4 + k, 8, seed=k)}, "input_ids": np.arange(4 + k)}
+        for k in range(3)
+    ]
+    dump(tmp_path / "in/a.pkl", found)
+    refuse(tmp_path)
+
+
+def test_last_layer_of_a_batch_with_ids_rule_18(tmp_path):
+    np.savez(_in(tmp_path) / "a.npz", hidden_states=states(3, 5, 8), ids=np.array(["a", "b", "c"]))
+    refuse(tmp_path)
+
+
+def test_more_layers_than_width_rule_19(tmp_path):
+    found = rows(layers=12, dim=8)
+    dump(tmp_path / "in/a.pkl", found)
+    refuse(tmp_path)
+
+
+@pytest.mark.parametrize(("layers", "tokens", "dim", "heads"), [(4, 4, 8, 2), (2, 8, 8, 2), (4, 4, 4, 4), (3, 3, 9, 3)])
+def test_equal_sizes_within_a_trace(tmp_path, layers, tokens, dim, heads):
+    """L = S, S = D, H = L: more than one order of the axes fits."""
+    found = [
+        {
+            "id": f"q{k}",
+            "hs": states(layers, tokens, dim, seed=k),
+            "attn": attention(layers, heads, tokens, tokens),
+            "input_ids": np.arange(tokens) + k,
+        }
+        for k in range(3)
+    ]
+    dump(tmp_path / "in/a.pkl", found)
+    refuse(tmp_path)
+
+
+@pytest.mark.parametrize(("count", "layers", "tokens"), [(3, 3, 5), (5, 2, 5), (4, 4, 4)])
+def test_equal_sizes_of_a_stack(tmp_path, count, layers, tokens):
+    """N = L, N = S."""
+    np.savez(
+        _in(tmp_path) / "a.npz",
+        hidden_states=states(count, layers, tokens, 9),
+        attentions=attention(count, layers, 2, tokens, tokens),
+        input_ids=np.arange(count * tokens).reshape(count, tokens),
+        attention_mask=np.ones((count, tokens), "i8"),
+        question_id=np.array([f"q{k}" for k in range(count)]),
+    )
+    refuse(tmp_path)
+
+
+def test_heads_equal_layers(tmp_path):
+    found = [
+        {"id": f"q{k}", "hs": states(2, 4 + k, 8, seed=k), "attn": attention(2, 2, 4 + k, 4 + k)} for k in range(3)
+    ]
+    dump(tmp_path / "in/a.pkl", found)
+    refuse(tmp_path)
+
+
+# Traces and ids
+
+
+@pytest.mark.parametrize("word", ["mean", "avg", "pool", "cls", "mean_pooled"])
+def test_pooled_vectors_rule_21(tmp_path, word):
+    table_ids = [f"q{k}" for k in range(4)]
+    np.savez(_in(tmp_path) / "layer_3.npz", **{f"{word}_hidden_states": states(4, 8), "ids": np.array(table_ids)})
+    refuse(tmp_path)
+
+
+def test_vectors_without_a_word_rule_21(tmp_path):
+    np.savez(_in(tmp_path) / "layer_3.npz", hidden_states=states(4, 8), ids=np.array([f"q{k}" for k in range(4)]))
+    refuse(tmp_path)
+
+
+def test_temperature_in_a_name_rule_23(tmp_path):
+    for name in ("q1_t0.7", "q1_t1.0", "q2_t0.7", "q2_t1.0"):
+        found = rows(1)[0]
+        del found["id"]
+        dump(tmp_path / f"in/{name}.pkl", found)
+    refuse(tmp_path)
+
+
+def test_rank_in_a_name_rule_23(tmp_path):
+    for name in ("rank0_q1", "rank1_q1"):
+        found = rows(1)[0]
+        del found["id"]
+        dump(tmp_path / f"in/{name}.pkl", found)
+    refuse(tmp_path)
+
+
+def test_two_keys_that_may_be_the_id_rule_12(tmp_path):
+    dump(tmp_path / "in/a.pkl", [{**row, "id": 2 - k, "sample_id": k} for k, row in enumerate(rows())])
+    table(tmp_path / "in/labels.csv", [{"sample_id": k, "is_correct": k % 2} for k in range(3)])
+    refuse(tmp_path)
+
+
+def test_a_table_with_two_keys_that_may_be_the_id_rule_12(tmp_path):
+    dump(tmp_path / "in/a.pkl", [{**row, "id": k} for k, row in enumerate(rows())])
+    table(tmp_path / "in/labels.csv", [{"row_id": 2 - k, "example_id": k, "is_correct": k % 2} for k in range(3)])
+    refuse(tmp_path)
+
+
+def test_prompt_and_answer_that_may_overlap_rule_16(tmp_path):
+    found = [{"id": f"q{k}", "layers": [3, 7]} for k in range(3)]
+    for k, row in enumerate(found):
+        row |= {"prompt_states": states(2, 3 + k, 8, seed=k), "answer_states": states(2, 5 + k, 8, seed=9 + k)}
+    dump(tmp_path / "in/a.pkl", found)
+    refuse(tmp_path)
+
+
+def test_length_of_a_padded_prompt_rule_16(tmp_path):
+    mask = np.array([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    np.savez(
+        _in(tmp_path) / "a.npz",
+        hidden_states=states(2, 3, 5, 9),
+        layers=np.array([1, 2, 3]),
+        attention_mask=mask,
+        input_ids=np.where(mask, np.arange(10).reshape(2, 5) + 5, 0),
+        ids=np.array(["a", "b"]),
+        prompt_length=np.array([4, 4]),
+    )
+    refuse(tmp_path)
+
+
+def test_weights_of_a_model_are_no_states_rule_18(tmp_path):
+    for k in range(3):
+        save(tmp_path / f"in/q{k}_layer0_weight.npy", states(4 + k, 8, seed=k))
+    refuse(tmp_path)
+
+
+def test_steps_in_a_list_rule_16(tmp_path):
+    dump(tmp_path / "in/a.pkl", {f"q{k}": [{"layer_3": states(8, seed=n)} for n in range(2 + k)] for k in range(3)})
+    refuse(tmp_path)
+
+
+def test_rows_in_order_over_chunks_rule_13a(tmp_path):
+    for n in range(2):
+        np.savez(_in(tmp_path) / f"batch_{n}.npz", last_token=states(3, 2, 8, seed=n), layers=np.array([4, 8]))
+    table(tmp_path / "in/labels.csv", [{"is_correct": k % 2, "question": f"question {k}"} for k in range(6)])
+    refuse(tmp_path)
+
+
+def test_rows_in_order_over_ranks_rule_13a(tmp_path):
+    for n in range(2):
+        np.savez(_in(tmp_path) / f"rank{n}.npz", last_token=states(3, 2, 8, seed=n), layers=np.array([4, 8]))
+    table(tmp_path / "in/labels.csv", [{"is_correct": k % 2} for k in range(6)])
+    refuse(tmp_path)
+
+
+def test_numbers_from_0_and_from_1_rule_12b(tmp_path):
+    found = rows()
+    for k, row in enumerate(found):
+        row["id"] = f"q{k}"
+    dump(tmp_path / "in/a.pkl", found)
+    table(tmp_path / "in/labels.csv", [{"id": f"q{k + 1}", "is_correct": k % 2} for k in range(3)])
+    refuse(tmp_path)
+
+
+def test_more_rows_than_traces_rule_13(tmp_path):
+    np.savez(_in(tmp_path) / "a.npz", last_token=states(4, 2, 8), layers=np.array([4, 8]))
+    table(tmp_path / "in/labels.csv", [{"is_correct": k % 2, "question": f"question {k}"} for k in range(5)])
+    refuse(tmp_path)
+
+
+# Labels
+
+
+@pytest.mark.parametrize("name", ["label", "labels", "y", "target"])
+def test_label_without_a_meaning_rule_22(tmp_path, name):
+    dump(tmp_path / "in/a.pkl", rows(**{name: [0, 1, 1]}))
+    proposal = refuse(tmp_path)
+    meanings = {name for c in proposal.candidates for name in c.layout.addresses if name.startswith("is_")}
+    assert meanings == {"is_correct", "is_hallucinated"}
+
+
+def test_words_that_contradict_a_label_rule_22(tmp_path):
+    dump(tmp_path / "in/a.pkl", rows(label=[0, 1, 1], verdict=["correct", "hallucinated", "correct"]))
+    refuse(tmp_path)
+
+
+@pytest.mark.parametrize("beside", ["choices", "options", "prediction", "gold"])
+def test_correct_beside_choices_rule_22(tmp_path, beside):
+    dump(tmp_path / "in/a.pkl", rows(correct=[0, 1, 1], **{beside: ["a", "b", "c"]}))
+    refuse(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["p_hallucination", "selfcheck_score", "hallucination_prob"])
+def test_output_of_a_detector_rule_22b(tmp_path, name):
+    dump(tmp_path / "in/a.pkl", rows(**{name: [0.1, 0.9, 0.4]}))
+    refuse(tmp_path)
+
+
+def test_selfcheck_is_no_score_rule_22b(tmp_path):
+    dump(tmp_path / "in/a.pkl", rows(selfcheck=[0.1, 0.9, 0.4]))
+    assert all(np.isnan(trace.score) for trace in accept(tmp_path).values())
+
+
+@pytest.mark.parametrize("values", [[0, 1, 1], [True, False, True], ["yes", "no", "no"]])
+def test_column_of_0_and_1_without_a_word_rule_8a(tmp_path, values):
+    dump(tmp_path / "in/a.pkl", rows(ok=values))
+    refuse(tmp_path)
+
+
+def test_score_without_a_direction_rule_22(tmp_path):
+    dump(tmp_path / "in/a.pkl", rows(score=[0.1, 0.9, 0.4]))
+    proposal = refuse(tmp_path)
+    meanings = {name.partition(".")[0] for c in proposal.candidates for name in c.layout.addresses if "score" in name}
+    assert meanings == {"correctness", "hallucination"}
+
+
+def test_several_scores_rule_22(tmp_path):
+    """Labels come from one score of a store; of several columns no word tells which one."""
+    dump(tmp_path / "in/a.pkl", rows())
+    scores = [{"id": f"q{k}", "bleurt": 0.9 - 0.3 * k, "rougeL": 0.3, "exact_match": k % 2} for k in range(3)]
+    table(tmp_path / "in/scores.csv", scores)
+    refuse(tmp_path)
+
+
+@pytest.mark.parametrize("value", [0.3, "maybe", -1, [1]])
+def test_label_of_the_wrong_kind_rule_22a(tmp_path, value):
+    dump(tmp_path / "in/a.pkl", rows(is_correct=[0, 1, value]))
+    refuse(tmp_path)
+
+
+def test_array_that_nothing_names_rule_8(tmp_path):
+    dump(tmp_path / "in/a.pkl", rows(other=[states(3, 7), states(3, 7), states(3, 7)]))
+    refuse(tmp_path)
+
+
+def test_file_that_nothing_names_rule_8(tmp_path):
+    dump(tmp_path / "in/a.pkl", rows())
+    (tmp_path / "in/judgments.json").write_text(json.dumps([{"who": "x", "grade": 1}]))
+    refuse(tmp_path)
+
+
+def test_two_states_of_one_trace_rule_8(tmp_path):
+    dump(tmp_path / "in/a.pkl", rows(answer_states=[states(2, 3, 8), states(2, 4, 8), states(2, 5, 8)]))
+    refuse(tmp_path)
+
+
+def test_transposed_attention_rule_6a(tmp_path):
+    found = rows()
+    for row in found:
+        row["attn"] = np.swapaxes(row["attn"], -1, -2)
+    dump(tmp_path / "in/a.pkl", found)
+    refuse(tmp_path)
+
+
+def test_gap_in_layers_of_one_trace_rule_1(tmp_path):
+    for k in range(3):
+        for layer in (0, 1, 2):
+            if (k, layer) != (1, 1):
+                save(tmp_path / f"in/q{k}_layer{layer}.npy", states(4 + k, 8, seed=layer))
+    refuse(tmp_path)
+
+
+def _in(tmp_path):
+    (tmp_path / "in").mkdir(exist_ok=True)
+    return tmp_path / "in"

@@ -1,0 +1,237 @@
+"""Names as patterns: what varies in the names of files and keys, and what the words next to it say."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from tracestore.ingest.layout.fields import FIELDS
+from tracestore.store.vocabulary import COUNTED, NEEDLESS, SCORES, SPLITS, SYNONYMS
+
+_TOKEN = re.compile(r"[^\W\d_]+|\d+|[\W_]+")
+_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+_WORD = re.compile(r"[^\W\d_]+")
+_SAMPLE = re.compile(r"((?:sample|response|generation|answer|gen)[_\-.=]?)(\d+)", re.IGNORECASE)
+_SPECIAL = re.compile(r"([\\*{])")
+# Words of names that are classes of answers: correct/q0.npz.
+CLASSES = frozenset(
+    ("correct", "incorrect", "hallucinated", "wrong", "right", "truthful", "faithful", "unfaithful", "hallucination")
+)
+_OTHER_WORDS = frozenset(("model", "transformer", "data", "results", "result", "meta", "metadata", "info", "file"))
+_ID_WORDS = frozenset(
+    ("sample", "question", "example", "doc", "prompt", "trace", "item", "row", "ep", "episode", "request", "answer", "response")
+)  # fmt: skip
+
+
+def words_of(name: str) -> tuple[str, ...]:
+    """Return the words of a name in lower case, without numbers."""
+    return tuple(word.lower() for word in _WORD.findall(_CAMEL.sub("_", name)))
+
+
+@lru_cache(maxsize=1)
+def known_words() -> frozenset[str]:
+    """Return the words of which names of fields and axes consist."""
+    names = [
+        *FIELDS,
+        *SYNONYMS,
+        *(n for names in SYNONYMS.values() for n in names),
+        *NEEDLESS,
+        *SCORES,
+        "label",
+        "labels",
+    ]
+    found = {word for name in names for word in words_of(name) if len(word) > 1}
+    return frozenset(found - _ID_WORDS | set(COUNTED) - {"d"} | _OTHER_WORDS | {"prompt", "answer", "response"})
+
+
+@dataclass(frozen=True)
+class Family:
+    """Names of one pattern.
+
+    Attributes
+    ----------
+    pattern : str
+        In the language of layouts: ``layer_{layer}``.
+    members : dict
+        What each name binds.
+    doubt : str
+        Why what the names bind is not proved.
+    """
+
+    pattern: str
+    members: dict[str, dict[str, str]]
+    doubt: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names that the pattern binds."""
+        return tuple(next(iter(self.members.values()), {}))
+
+
+def escape(text: str) -> str:
+    """Return text whose characters a pattern takes literally."""
+    return _SPECIAL.sub(r"\\\1", text)
+
+
+Piece = tuple[str, str]  # text and kind: "" literal, "?" an unknown word, else what the number counts
+
+
+def _pieces(name: str) -> list[Piece]:
+    """Return the pieces of a name: words that are known, numbers that a word counts, and what may be an id."""
+    found: list[Piece] = []
+    tokens = _TOKEN.findall(name)
+    counted = ""  # what the next number counts
+    for k, token in enumerate(tokens):
+        if token[0].isdigit():
+            found.append((token, counted or "?"))
+            counted = ""
+        elif not token[0].isalpha():
+            found.append((token, "."))
+            if len(token) > 2 or "/" in token:
+                counted = ""
+        else:
+            is_glued = tokens[k + 1][:1].isdigit() if k + 1 < len(tokens) else False
+            is_counting = is_glued or (k + 2 < len(tokens) and tokens[k + 2][0].isdigit())
+            what, counted = _word(token, is_counting=is_counting, is_glued=is_glued)
+            found.append((token, what))
+    return found
+
+
+def _word(token: str, *, is_counting: bool, is_glued: bool) -> tuple[str, str]:
+    """Return what a word is, and what the number behind it counts."""
+    words = words_of(token)
+    last = words[-1] if words else ""
+    if is_counting and last in _ID_WORDS:
+        return "#", ""
+    if is_counting and last in COUNTED:
+        return "", COUNTED[last]
+    if last in SPLITS or last in CLASSES:
+        return ("split" if last in SPLITS else "verdict"), ""
+    return ("" if not is_glued and all(word in known_words() for word in words) else "?"), ""
+
+
+def _merged(pieces: Sequence[Piece]) -> list[Piece]:
+    """Return pieces with those of an id as one, and separators as literal text."""
+    merged: list[Piece] = []
+    for k, (text, what) in enumerate(pieces):
+        follows_id = bool(merged) and merged[-1][1] in ("?", "#")
+        is_inner = follows_id and "/" not in text and k + 1 < len(pieces) and pieces[k + 1][1] in ("?", "#")
+        if what in ("?", "#") and follows_id:
+            merged[-1] = (merged[-1][0] + text, "?")
+        elif what == "." and is_inner:
+            merged[-1] = (merged[-1][0] + text, merged[-1][1])
+        elif what in (".", "") and merged and merged[-1][1] == "":
+            merged[-1] = (merged[-1][0] + text, "")
+        else:
+            merged.append((text, "" if what == "." else what))
+    return [(text, "" if what == "#" else what) for text, what in merged]
+
+
+def _with_samples(pieces: list[Piece]) -> list[Piece]:
+    """Return pieces in which the number of an answer is none of the ids, where another piece may be the id."""
+    if sum(what == "?" for _, what in pieces) < 2:
+        return pieces
+    found: list[Piece] = []
+    for text, what in pieces:
+        match = _SAMPLE.fullmatch(text) if what == "?" else None
+        found += [(text, what)] if match is None else [(match[1], ""), (match[2], "sample")]
+    joined: list[Piece] = []
+    for text, what in found:
+        if joined and what == "" and joined[-1][1] == "":
+            joined[-1] = (joined[-1][0] + text, "")
+        else:
+            joined.append((text, what))
+    return joined
+
+
+def families(names: Iterable[str], *, is_path: bool = False, keep_single: bool = True) -> list[Family]:
+    """Return the patterns of names of files or keys.
+
+    Parameters
+    ----------
+    names : iterable of str
+    is_path : bool
+        Whether the names are paths, whose suffix is literal.
+    keep_single : bool
+        Whether an unknown word with a digit is an id, also where it does not vary.
+    """
+    groups: dict[tuple[str, ...], dict[str, list[Piece]]] = defaultdict(dict)
+    for name in names:
+        end = name.rfind(".") if is_path and name.rfind(".") > name.rfind("/") else len(name)
+        pieces = _with_samples(_merged([*_pieces(name[:end]), *([(name[end:], "")] if name[end:] else [])]))
+        groups[tuple(text if what == "" else f"\0{what}" for text, what in pieces)][name] = pieces
+    found: list[Family] = []
+    for members in groups.values():
+        found += _families_of(members, keep_single=keep_single)
+    return found
+
+
+def _families_of(members: dict[str, list[Piece]], *, keep_single: bool) -> list[Family]:
+    """Return names with the same literal pieces as one pattern; as themselves if nothing of them is one."""
+    names, doubt = _names_of([list(column) for column in zip(*members.values(), strict=True)], keep_single=keep_single)
+    if not any(names):
+        return [Family(escape(name), {name: {}}) for name in members]
+    bound: dict[str, dict[str, str]] = {}
+    for name, pieces in members.items():
+        bound[name] = {key: text for key, (text, _) in zip(names, pieces, strict=True) if key}
+    first = zip(names, next(iter(members.values())), strict=True)
+    pattern = "".join(f"{{{name}}}" if name else escape(text) for name, (text, _) in first)
+    if "id" in names and _has_pieces([b["id"] for b in bound.values()]):
+        doubt = "the id has a piece without which ids repeat"
+    return [Family(pattern, bound, doubt)]
+
+
+def _names_of(columns: Sequence[list[Piece]], *, keep_single: bool) -> tuple[list[str], str]:
+    """Return what each column of pieces binds, "" for literal text, and why that is not proved."""
+    varying = [len(set(c)) > 1 or _is_pattern(c[0], keep_single=keep_single) if c[0][1] else False for c in columns]
+    ids = [k for k, column in enumerate(columns) if varying[k] and column[0][1] == "?"]
+    numbers = {k for k in ids if all(text.isdecimal() for text, _ in columns[k])}
+    # The part that tells most names apart is the id, one with letters before a number.
+    main = max(ids, key=lambda k: (k not in numbers, len(set(columns[k])), k), default=None)
+    names: list[str] = []
+    doubt = ""
+    for k, column in enumerate(columns):
+        what = "id" if k == main else column[0][1]
+        if what == "?" and k in numbers and "layer" not in names:
+            what, doubt = "layer", "no word says that the numbers of names are layers"
+        elif what == "?" or what in names:
+            what = f"part{k}"
+        names.append(what if varying[k] else "")
+    return names, doubt
+
+
+def _is_pattern(piece: Piece, *, keep_single: bool) -> bool:
+    """Return whether a piece is a pattern also where it does not vary: a number that a word counts, or an id."""
+    text, what = piece
+    if what == "?":
+        return keep_single and any(char.isdigit() for char in text)
+    return what not in ("split", "verdict", "rank")
+
+
+def _has_pieces(ids: Sequence[str]) -> bool:
+    """Return whether ids have two pieces that vary, of which one can be removed so that ids repeat (rule 23)."""
+    split = [_TOKEN.findall(text) for text in ids]
+    if len({len(tokens) for tokens in split}) != 1:
+        return False
+    columns = list(zip(*split, strict=True))
+    varying = [k for k, column in enumerate(columns) if len(set(column)) > 1]
+    if len(varying) < 2:
+        return False
+    for k in varying:
+        rest = {tuple(tokens[n] for n in varying if n != k) for tokens in split}
+        if len(rest) < len(split):
+            return True
+    return False
+
+
+def phrases_in(words: Sequence[str], phrases: Iterable[tuple[str, ...]]) -> tuple[str, ...] | None:
+    """Return the longest phrase that lies in words, the last one of several."""
+    best: tuple[str, ...] | None = None
+    for phrase in phrases:
+        size = len(phrase)
+        if best is not None and size < len(best):
+            continue
+        if any(tuple(words[k : k + size]) == phrase for k in range(len(words) - size + 1)):
+            best = phrase
+    return best

@@ -1,0 +1,242 @@
+"""Axes of leaves: every order that the extents allow, never one by the name."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tracestore.ingest.propose.leaves import Leaf, Spot
+
+Axes = tuple[str, ...]
+Sizes = dict[str, int | None]
+_AXES = ("layer", "token", "step", "head", "dim")
+_MAX_SPOTS = 64
+
+
+@dataclass
+class Frame:
+    """The states of a proposal: their leaf, their axes and the extents of each letter by what binds them.
+
+    Attributes
+    ----------
+    leaf : Leaf
+    axes : tuple of str
+    num_layers : int or None
+        Layers of each trace.
+    sizes : list of (Mapping, dict)
+        For each spot: what binds it, and the extent of each letter.
+    """
+
+    leaf: Leaf
+    axes: Axes
+    num_layers: int | None = None
+    sizes: list[tuple[Mapping[str, Any], Sizes]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.sizes = [
+            (spot.where, dict(zip(self.axes, spot.dims, strict=True))) for spot in self.leaf.spots[:_MAX_SPOTS]
+        ]
+        if "L" in self.axes:
+            self.num_layers = next((sizes["L"] for _, sizes in self.sizes), None)
+        else:
+            layers = {spot.where["layer"] for spot in self.leaf.spots if "layer" in spot.where}
+            self.num_layers = len(layers) or 1
+
+    def matching(self, leaf: Leaf, spot: Spot) -> Iterator[Sizes]:
+        """Yield the extents of the states that bind the same as a spot of a leaf."""
+        is_same = leaf.files == self.leaf.files
+        for where, sizes in self.sizes:
+            names = [n for n in spot.where if n not in _AXES and (is_same or (n != "F" and n[0] != "["))]
+            if all(where.get(name, spot.where[name]) == spot.where[name] for name in names):
+                yield sizes
+
+    @property
+    def num_tokens(self) -> set[int | None]:
+        """The different numbers of tokens."""
+        return {sizes.get("S") for _, sizes in self.sizes}
+
+
+def states_axes(leaf: Leaf, letters: Sequence[str], *, has_passes: bool, bound: frozenset[str]) -> list[Axes]:
+    """Return every order of axes that states may have.
+
+    Parameters
+    ----------
+    leaf : Leaf
+    letters : sequence of str
+        What an axis may be, besides D and 1.
+    has_passes : bool
+        Whether passes of generation may be in front.
+    bound : frozenset of str
+        Letters that names bind.
+    """
+    dims = [spot.dims for spot in leaf.spots[:_MAX_SPOTS]]
+    columns = list(zip(*dims, strict=True))
+    allowed = [letter for letter in (*letters, "D", "1") if letter not in bound]
+    found = [axes for axes in _orders(columns, allowed, is_first=True) if _is_possible(axes, columns, bound)]
+    if has_passes and len(columns) >= 3:
+        inner = _orders(columns[1:], [*(a for a in allowed if a != "(N S)")])
+        found += [("P", *axes) for axes in inner if _is_possible(axes, columns[1:], bound) and axes[0] == "L"]
+    return sorted(found, key=unusual)
+
+
+def _orders(
+    columns: Sequence[Sequence[int | None]], letters: Sequence[str], *, is_first: bool = False
+) -> Iterator[Axes]:
+    if not columns:
+        yield ()
+        return
+    for letter in dict.fromkeys(letters):
+        sizes = set(columns[0])
+        if letter == "1":
+            if sizes == {1}:
+                for rest in _orders(columns[1:], letters):
+                    yield ("1", *rest)
+            continue
+        if letter in "LDH" and (len(sizes) > 1 or None in sizes):
+            continue
+        if None in sizes and letter not in ("S", "(N S)") and not (letter == "N" and is_first):
+            continue
+        left = [one for one in letters if one != letter]
+        for rest in _orders(columns[1:], left):
+            yield (letter, *rest)
+
+
+def _is_possible(axes: Axes, columns: Sequence[Sequence[int | None]], bound: frozenset[str]) -> bool:
+    """Return whether an order obeys the rules that extents show: one D, L below D (rule 19)."""
+    if ("D" in axes) == ("D" in bound):
+        return False
+    if ("N" in axes or "K" in axes) and "(N S)" in axes:
+        return False
+    sizes = {letter: column[0] for letter, column in zip(axes, columns, strict=True)}
+    if "D" in axes and (sizes["D"] or 0) < 2:
+        return False
+    return "L" not in axes or "D" not in axes or (sizes["L"] or 0) < (sizes["D"] or 0)
+
+
+def unusual(axes: Axes) -> int:
+    """Return how far an order is from the usual ones, for the order of candidates."""
+    at = {letter: k for k, letter in enumerate(axes)}
+    cost = 0
+    if "D" in at:
+        cost += 4 * (len(axes) - 1 - at["D"])
+    if "N" in at:
+        cost += 2 * at["N"]
+    if "L" in at and "S" in at and at["S"] < at["L"]:
+        cost += 1
+    if "L" not in at and len(axes) > 1:
+        cost += 1
+    cost += 2 * ("S" not in at and "(N S)" not in at) + 3 * ("K" in at)
+    return cost
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Letters that the axes of a field may be once, must be, and must be twice."""
+
+    letters: str
+    needs: str = ""
+    twice: str = ""
+
+
+WANTED = {
+    "attentions": Wanted("LH1", "", "S"),
+    "tokens": Wanted("1", "S"),
+    "sequences": Wanted("1", "T"),
+    "tokens_decoded": Wanted("1", "S"),
+    "S.mask": Wanted("1", "S"),
+    "L.ids": Wanted("1", "L"),
+    "scalar": Wanted("1"),
+}
+
+
+def fitting(leaf: Leaf, name: str, frame: Frame, *, is_stacked: bool, bound: frozenset[str]) -> list[Axes]:
+    """Return every order of the axes of another field that fits the states.
+
+    Parameters
+    ----------
+    leaf : Leaf
+    name : str
+        Its field, or "scalar".
+    frame : Frame
+        The states.
+    is_stacked : bool
+        Whether N is an axis of it.
+    bound : frozenset of str
+        Letters that its names bind.
+    """
+    required, optional = _wanted(name, frame, is_stacked=is_stacked)
+    required, optional = ([x for x in letters if x not in bound] for letters in (required, optional))
+    found = [
+        axes
+        for axes in _assigned(leaf.rank, [*optional, *required])
+        if all(axes.count(one) == required.count(one) for one in required) and _fits(leaf, name, axes, frame)
+    ]
+    # Of as many layers as the states with layers in front, and heads in front of one layer less, the first is meant:
+    # the second has one head more than layers, and its states hold the embeddings.
+    if any("LH" in "".join(axes).replace("1", "") and _num_layers(axes, leaf) == frame.num_layers for axes in found):
+        found = [axes for axes in found if _num_layers(axes, leaf) == frame.num_layers]
+    return found
+
+
+def _wanted(name: str, frame: Frame, *, is_stacked: bool) -> tuple[list[str], list[str]]:
+    """Return the letters that the axes of a field must be and may be, in addition to those of the states."""
+    wanted = WANTED.get(name, WANTED["scalar"])
+    required = [*wanted.needs, *wanted.twice * 2]
+    optional = list(wanted.letters)
+    if is_stacked:
+        required += [one for one in "N" if one in frame.axes]
+        optional += [one for one in "K" if one in frame.axes and name != "question_id"]
+    if name == "attentions":
+        required += [one for one in "P" if one in frame.axes]
+    if "(N S)" in frame.axes and "S" in required:
+        required = ["(N S)" if one == "S" else one for one in required if one != "N"]
+    return required, optional
+
+
+def _num_layers(axes: Axes, leaf: Leaf) -> int | None:
+    return leaf.spots[0].dims[axes.index("L")] if "L" in axes else None
+
+
+def _assigned(rank: int, letters: list[str]) -> Iterator[Axes]:
+    if rank == 0:
+        yield ()
+        return
+    for letter in dict.fromkeys(letters):
+        left = list(letters)
+        if letter != "1":
+            left.remove(letter)
+        for rest in _assigned(rank - 1, left):
+            yield (letter, *rest)
+
+
+def _fits(leaf: Leaf, name: str, axes: Axes, frame: Frame) -> bool:
+    """Return whether the extents of a leaf are those of the states next to it."""
+    if name == "attentions" and "S" in axes:
+        first = axes.index("S")
+        if axes[first + 1 : first + 2] != ("S",):
+            return False
+        if "H" in axes and "L" in axes and axes.index("H") > first:
+            return False
+    for spot in leaf.spots[:_MAX_SPOTS]:
+        for sizes in frame.matching(leaf, spot):
+            if not all(_is_size(letter, dim, sizes, frame, name) for letter, dim in zip(axes, spot.dims, strict=True)):
+                return False
+    return True
+
+
+def _is_size(letter: str, dim: int | None, sizes: Sizes, frame: Frame, name: str) -> bool:
+    if letter == "1":
+        return dim == 1
+    if letter == "L":
+        if frame.num_layers is None or dim is None:
+            return frame.num_layers is None
+        return dim == frame.num_layers or (name == "attentions" and dim == frame.num_layers - 1)
+    if letter == "H":
+        return dim is not None
+    if letter == "P":
+        return dim == sizes.get("P")
+    known = sizes.get("S" if letter == "T" else letter)
+    if letter == "T" and dim is not None and known is not None and "P" not in frame.axes:
+        return dim in (known, known + 1)
+    if letter in "ST" and ("P" in frame.axes or known is None or dim is None):
+        return True
+    return dim is None or known is None or dim == known

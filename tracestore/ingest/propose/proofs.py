@@ -1,0 +1,184 @@
+"""Proofs: what of a draft rules 15 to 23 do not support, in words."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from tracestore.ingest.propose.identities import Identity, Places
+from tracestore.ingest.propose.leaves import Observation
+from tracestore.ingest.propose.meanings import Meaning
+from tracestore.ingest.propose.names import words_of
+from tracestore.ingest.propose.orders import Axes, Frame
+
+TEXTS = ("question", "generated_answer", "generated_answer_clean", "generated_text")
+ARRAYS = ("attentions", "tokens", "tokens_decoded", "S.mask", "L.ids")
+RANGES = ("S.offsets", "S.lengths", "S.starts", "S.ends")
+_PROOFS_OF_N = frozenset(("question_id", *TEXTS, "S.lengths", "S.offsets"))
+_PROOFS_OF_S = frozenset(("tokens", "tokens_decoded", "S.mask", "attentions"))
+_SENTENCES = frozenset(
+    (
+        *("sent", "sents", "sentence", "sentences", "step", "steps", "claim", "claims", "chunk", "chunks"),
+        *("sample", "samples", "gen", "gens", "k"),
+    )
+)
+_ALL_LAYERS = frozenset(("hidden_states", "all_hidden_states"))
+# Words of arrays of several answers, heads or models.
+_SEVERAL = frozenset(
+    (
+        *("samples", "sampled", "beams", "beam", "generations", "candidates", "responses", "answers", "seeds", "seed"),
+        *("heads", "head", "models", "checkpoints", "runs", "last"),
+    )
+)
+_VAGUE_TEXTS = frozenset(("text", "content", "output", "outputs", "input", "inputs"))
+
+
+class Line(NamedTuple):
+    """A line of a layout: the address of a field, and the axes of its values."""
+
+    address: str
+    axes: Axes
+
+    @property
+    def text(self) -> str:
+        """The line in the language of layouts."""
+        return self.address + (f" -> {' '.join(self.axes)}" if self.axes else "")
+
+
+class Proofs:
+    """The proofs that an observation has for drafts.
+
+    Parameters
+    ----------
+    observation : Observation
+    meanings : list of Meaning
+    places : Places
+    """
+
+    def __init__(self, observation: Observation, meanings: list[Meaning], places: Places) -> None:
+        self._observation, self._meanings, self._places = observation, meanings, places
+
+    def unproved(
+        self, states: Sequence[Meaning], identity: Identity, frame: Frame, lines: Mapping[str, Line], name: str
+    ) -> list[str]:
+        """Return what is not proved.
+
+        Parameters
+        ----------
+        states : sequence of Meaning
+        identity : Identity
+        frame : Frame
+        lines : Mapping
+            The lines of the other fields.
+        name : str
+            The field of the states.
+        """
+        found = [*identity.doubts]
+        num_files = len(self._observation.files[frame.leaf.files])
+        if identity.mode == "stack" and not {"N", "(N S)"} & set(frame.axes) and num_files > 1:
+            found.append("the names of the files are no ids")
+        if not states[0].field:
+            found.append("no word says that these are hidden states")
+        if len(states) > 1:
+            found.append("the states of prompt and answer may be no parts of one text")
+        found += self._of_layers(states, identity, frame, lines)
+        found += self._of_traces(frame, lines)
+        if name == "hidden_states" and not self._proves_tokens(states, identity, frame, lines):
+            found.append("S: no tokens, mask or lengths give the axis of the tokens")
+        if name == "last_token" and states[0].field != "last_token":
+            found.append("no word says that the vectors are those of the last token")
+        found += self._of_texts(lines)
+        in_order = sorted(k for k, line in lines.items() if not line.address.startswith(frame.leaf.files))
+        if identity.mode == "rows" and in_order:
+            found.append(f"{', '.join(in_order)}: joined in order")
+        scores = sorted(k for k in lines if k.startswith(("correctness.", "hallucination.")))
+        if len(scores) > 1:
+            found.append(f"{', '.join(scores)}: no word tells which score counts")
+        for meaning in self._meanings:
+            if meaning.verdict is not None and meaning.verdict.is_doubtful:
+                found.append(f"{meaning.leaf.key}: may be what a detector says, or words without a meaning")
+        return found
+
+    def _of_layers(
+        self, states: Sequence[Meaning], identity: Identity, frame: Frame, lines: Mapping[str, Line]
+    ) -> list[str]:
+        """Rule 18: L is proved by numbers of layers, attention of as many, or what is left next to one row of tokens."""
+        if "L" not in frame.axes:
+            return []
+        if "attentions" in lines and "L" not in lines["attentions"].axes:
+            return ["L: the attention has no layers"]
+        words = {word for meaning in states for word in meaning.words}
+        if {"attentions", "L.ids"} & lines.keys() or {"layer", "wise"} <= words or {"all", "layers"} <= words:
+            return []
+        if self._are_all_layers(states, identity, lines, words):
+            return []
+        return ["L: the extent alone gives the axis of the layers"]
+
+    def _are_all_layers(
+        self, states: Sequence[Meaning], identity: Identity, lines: Mapping[str, Line], words: set[str]
+    ) -> bool:
+        """Return whether the axis next to the tokens of states can be no other one than that of the layers.
+
+        The states have the name that transformers gives to those of all layers, each trace has an id and one row of
+        tokens, or one answer: several answers to a question would have several. A batch of last layers has no such
+        row, and `last_hidden_state` is another name.
+        """
+        is_named = all("_".join(words_of(m.leaf.key)) in _ALL_LAYERS for m in states)
+        has_ids = identity.mode == "ids" or "question_id" in lines
+        is_one = bool({"tokens", "tokens_decoded", "S.mask"} & lines.keys()) or (
+            identity.mode == "ids" and bool({"generated_answer", "generated_answer_clean"} & lines.keys())
+        )
+        has_lists = any(m.field in TEXTS and m.leaf.rank and identity.mode == "ids" for m in self._meanings)
+        return is_named and has_ids and is_one and not has_lists and not words & _SEVERAL
+
+    def _of_traces(self, frame: Frame, lines: Mapping[str, Line]) -> list[str]:
+        """Return what is not proved of N and T. N is proved by ids, texts or lengths; the tokens of a stack by a mask or lengths. Rule 3: T."""
+        found = []
+        if {"N", "(N S)"} & set(frame.axes):
+            if not _PROOFS_OF_N & lines.keys():
+                found.append("N: no ids, questions, answers or lengths give the number of traces")
+            if "S" in frame.axes and not {"S.mask", "S.lengths"} & lines.keys() and None not in frame.num_tokens:
+                found.append("S: nothing tells tokens from padding")
+        is_said = "P" in frame.axes or any(m.field == "tokens" and "sequences" in m.words for m in self._meanings)
+        if "tokens" in lines and "T" in lines["tokens"].axes and not is_said:
+            found.append("tokens: one id more than states")
+        return found
+
+    def _of_texts(self, lines: Mapping[str, Line]) -> list[str]:
+        """Return the texts that may be others, and a length of the prompt that may count padding."""
+        found = []
+        for name in TEXTS:
+            same = [m for m in self._meanings if m.field == name and m.leaf.kind == "s"]
+            keys = {"_".join(words_of(m.leaf.key)) for m in same} - {name}
+            if name in lines and (keys & _VAGUE_TEXTS or (len(same) > 1 and len(keys) == len(same))):
+                found.append(f"{name}: another text may be meant: {', '.join(sorted(keys))}")
+        if "prompt_length" in lines and {"S.mask", "S.lengths"} & lines.keys():
+            found.append("prompt_length: it may count padding")
+        return found
+
+    def _proves_tokens(
+        self, states: Sequence[Meaning], identity: Identity, frame: Frame, lines: Mapping[str, Line]
+    ) -> bool:
+        """Rule 16: S is proved by tokens, a mask, lengths, or as the one axis that varies."""
+        axes = frame.axes
+        if "(N S)" in axes:
+            return bool(set(RANGES) & lines.keys())
+        if _PROOFS_OF_S & lines.keys() or ("S.lengths" in lines and "N" in axes):
+            return True
+        if "P" in axes:
+            return False
+        if "S" not in axes:
+            address = self._places.address(frame.leaf, identity, frame.leaf) or ""
+            return "[S]" not in address and "[P]" not in address  # names bind tokens
+        words = {word for meaning in states for word in meaning.words}
+        varies = len(frame.num_tokens - {None}) > 1
+        return identity.mode == "ids" and varies and not words & _SENTENCES and self._is_short(frame)
+
+    def _is_short(self, frame: Frame) -> bool:
+        """Return whether there are at most as many tokens as characters of the texts of a trace."""
+        texts = [m.leaf for m in self._meanings if m.field in TEXTS and not m.leaf.rank]
+        for leaf in texts:
+            for spot in leaf.spots if leaf.files == frame.leaf.files else ():
+                same = [o for other in texts for o in other.spots if o.where == spot.where and o.value is not None]
+                most = max(sum(len(str(one.value)) for one in same), 1)
+                if any((sizes.get("S") or 0) > most for sizes in frame.matching(leaf, spot)):
+                    return False
+        return True

@@ -1,0 +1,398 @@
+"""Proposals: drafts that were tried, with what each of them gives."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tracestore.console import plural
+from tracestore.errors import InvalidInputError, TracestoreError, UsageError, error_location, escape_unprintable
+from tracestore.ingest.execute.claims import is_other, list_files
+from tracestore.ingest.execute.execution import Execution
+from tracestore.ingest.layout.fields import score_of
+from tracestore.ingest.layout.language import Layout, parse_layout
+from tracestore.ingest.layout.patterns import AXIS_NAMES
+from tracestore.ingest.propose.drafts import Draft, Drafter
+from tracestore.ingest.propose.leaves import Observation, observe
+from tracestore.store.format.labels import CORRECT
+from tracestore.store.io.scratch import Scratch
+from tracestore.store.write.record import TraceRecord
+
+MAX_CANDIDATES = 6
+_MAX_TRIES, _MAX_DRAFTS = 24, 400
+_MAX_TRACES = 2000
+_MAX_FILES = 400  # traces of files in one pattern that are tried
+_MAX_BYTES = 64 << 20
+_MAX_SHOWN, _MAX_LINES = 8, 32
+# What the executor asks of padding, and the answers of which each makes a candidate.
+_PADDINGS: dict[str, list[tuple[Mapping[str, Any], str]]] = {
+    "is zero in all layers": [({"S.padding": "zeros"}, "S: tokens that are zero in all layers may be padding")],
+    "S.side =": [({"S.side": side}, f"S: the padding may be on the {side}") for side in ("right", "left")],
+}
+
+
+@dataclass
+class Outcome:
+    """The result of a layout.
+
+    Attributes
+    ----------
+    num_traces : int
+    num_layers, width : int
+    num_tokens : tuple of int
+        The smallest and the largest number of tokens.
+    first_id : str
+    counts : dict
+        By field: how often 1, how often 0, and how many values.
+    joins : list of str
+        How rows were joined.
+    has_last_ids : bool
+        Whether each trace has one id more than states, if it has ids.
+    is_partial : bool
+        Whether there are more traces than those that were read.
+    """
+
+    num_traces: int = 0
+    num_layers: int = 0
+    width: int = 0
+    num_tokens: tuple[int, int] = (0, 0)
+    first_id: str = ""
+    is_last_token: bool = False
+    counts: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    joins: list[str] = field(default_factory=list)
+    is_partial: bool = False
+    has_last_ids: bool = True
+
+
+@dataclass
+class Candidate:
+    """A layout that gives traces, what it gives, and what is not proved of it."""
+
+    layout: Layout
+    outcome: Outcome
+    unproved: Sequence[str] = ()
+    left_out: Sequence[str] = ()
+    reasons: Sequence[str] = ()
+
+    @property
+    def is_proved(self) -> bool:
+        """Return whether every axis, id and label is proved and nothing is left over."""
+        return not self.unproved and not self.left_out
+
+    def lines(self) -> list[str]:
+        """Return the `--field` lines of the layout."""
+        found = []
+        for name, value in self.layout.to_entries().items():
+            values = value if name in ("records", "ignore") else [value]
+            found += [f"--field {_quoted(escape_unprintable(f'{name} = {_plain(one)}'))}" for one in values]
+        return found
+
+    def gives(self) -> str:
+        """Return what the layout gives in a line."""
+        outcome = self.outcome
+        low, high = outcome.num_tokens
+        size = "last tokens" if outcome.is_last_token else f"S {low}" + (f" to {high}" if high != low else "")
+        at_least = "at least " if outcome.is_partial else ""
+        first = escape_unprintable(outcome.first_id, 60)
+        return (
+            f"N {at_least}{outcome.num_traces:,}, L {outcome.num_layers}, {size}, D {outcome.width}, first id {first}"
+        )
+
+    def describe(self) -> list[str]:
+        """Return lines with the result, with the rows that are joined in order, and with the axes that are not proved."""
+        found = [self.gives()]
+        for name, (ones, zeros, count) in self.outcome.counts.items():
+            direction = self.layout.rule(name).direction
+            meaning = "correct" if direction == CORRECT else "hallucinated"
+            meaning += f", of the first {self.outcome.num_traces:,} traces" if self.outcome.is_partial else ""
+            if ones + zeros == count:
+                found.append(f"{name}: 1 ({meaning}) {ones:,} times, 0 {zeros:,} times")
+            else:
+                found.append(f"{name}: {plural(count, 'value')}, high: {meaning}")
+        found += self.outcome.joins
+        found += [f"not proved: {text}" for text in self.unproved]
+        found += [f"left out: {text}" for text in [*self.left_out, *self.reasons][:_MAX_SHOWN]]
+        return found
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "'\\''") + "'"
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return "[" + ", ".join(f'"{v}"' if isinstance(v, str) else str(v) for v in value) + "]"
+    return str(value)
+
+
+@dataclass
+class Proposal:
+    """The layouts that files may have.
+
+    Attributes
+    ----------
+    layout : Layout or None
+        The layout that is used by itself: the only one, proved, with nothing left over.
+    candidates : list of Candidate
+        At most six layouts to choose from; the one of `layout` is the first.
+    num_more : int
+        Candidates that are not among them.
+    refusals : list of str
+        Why drafts were refused.
+    observation : Observation
+    """
+
+    observation: Observation
+    layout: Layout | None = None
+    candidates: list[Candidate] = field(default_factory=list)
+    num_more: int = 0
+    refusals: list[str] = field(default_factory=list)
+
+    def message(self) -> str:
+        """Return the layout, or the text of a refusal: the candidates as lines to paste, or what was found."""
+        if self.layout is not None:
+            candidate = self.candidates[0]
+            return "\n".join(["The files prove this layout:", *_indented(candidate, "")])
+        if not self.candidates:
+            return "\n".join(self._found())
+        count = len(self.candidates)
+        head = "Several layouts fit the files." if count > 1 else "The files do not prove this layout."
+        text = [f"{head} Add the lines of one of them, if it is right:"]
+        for number, candidate in enumerate(self.candidates, 1):
+            text += _indented(candidate, f"{number}. ")
+        if self.num_more:
+            text.append(f"{plural(self.num_more, 'more layout')} would fit, too.")
+        return "\n".join(text)
+
+    def refusal(self) -> str:
+        """Return why no layout is used by itself, in a line: the reason of an error whose candidates are printed."""
+        if self.candidates:
+            first = self.candidates[0]
+            why = next(iter([*first.unproved, *(f"{text} is left out" for text in first.left_out)]), "several fit")
+            count = plural(len(self.candidates) + self.num_more, "layout")
+            return f"{count} would fit, and none is proved ({why}); --field lines choose one, tracestore inspect prints them"
+        why = self.refusals[0] if self.refusals else "no array is named as hidden states"
+        return f"no layout fits: {why}; tracestore inspect prints the arrays, --field lines name them"
+
+    def to_toml(self) -> str:
+        """Return the layout as TOML; several candidates are comments, of which one is to be chosen."""
+        if self.layout is not None:
+            return self.layout.to_toml()
+        text = ""
+        for number, candidate in enumerate(self.candidates, 1):
+            lines = [*candidate.describe(), "", *candidate.layout.to_toml().splitlines(), ""]
+            text += f"# Candidate {number}: remove the mark # before its lines, if it is right.\n"
+            text += "".join(f"# {line}".rstrip() + "\n" for line in lines)
+        return text
+
+    def tree(self) -> list[str]:
+        """Return the places of values with their extents as lines."""
+        return tree_lines(self.observation)
+
+    def _found(self) -> list[str]:
+        lines = self.tree()
+        shown = lines[:_MAX_LINES]
+        text = ["No layout fits the files. They hold:", *(f"  {line}" for line in shown)]
+        if len(lines) > len(shown):
+            text.append(f"  and {len(lines) - len(shown)} more places")
+        for reason in list(dict.fromkeys(self.refusals))[:3]:
+            text.append(f"A layout was refused: {reason}")
+        if not self.refusals:
+            text.append(
+                "No array of floating-point numbers is named as hidden states; a line for hidden_states names it."
+            )
+        return text
+
+
+def _indented(candidate: Candidate, mark: str) -> list[str]:
+    first, *rest = candidate.describe()
+    return [f"{mark}{first}", *(f"   {line}" for line in rest), *(f"     {line}" for line in candidate.lines())]
+
+
+def tree_lines(observation: Observation) -> list[str]:
+    """Return the places of values with their extents as lines."""
+    kinds = {"f": "floats", "i": "integers", "b": "booleans", "s": "text", "v": "bits"}
+    lines = []
+    for leaf in observation.leaves:
+        shapes = list(dict.fromkeys("×".join("?" if n is None else str(n) for n in spot.dims) for spot in leaf.spots))
+        extents = ", ".join(shapes[:3]) + (", ..." if len(shapes) > 3 else "")
+        lines.append(f"{escape_unprintable(str(leaf), 120)}: {kinds[leaf.kind]}{f' {extents}' if leaf.rank else ''}")
+    lines += [f"{escape_unprintable(name, 60)}: not read: {why}" for name, why in observation.unread.items()]
+    return lines
+
+
+def propose_folder(arguments: list[Path], store: Path = Path("-")) -> Proposal:
+    """Return what files and folders may hold; see `propose`."""
+    return propose(list_files(arguments, store))
+
+
+def propose(files: Mapping[str, Path]) -> Proposal:
+    """Return the layouts that files may have: one that is used by itself, or candidates.
+
+    Parameters
+    ----------
+    files : Mapping
+        Paths by their names below SRC.
+    """
+    observation = observe({name: path for name, path in files.items() if not is_other(name)})
+    proposal = Proposal(observation)
+    layouts: dict[str, tuple[Layout, Draft]] = {}
+    for number, draft in enumerate(Drafter(observation).drafts()):
+        if number == _MAX_DRAFTS:
+            proposal.num_more += 1
+            break
+        try:
+            layout = parse_layout(draft.entries, "proposal")
+        except UsageError as error:
+            proposal.refusals.append(str(error))
+            continue
+        layouts.setdefault(layout.to_toml(), (layout, draft))
+    some = _some(files, observation)
+    # Those that explain most come first. Padding is stated only where no layout fits without a statement.
+    ordered = sorted(layouts.values(), key=lambda pair: len(pair[1].left_out))
+    asked = _try(proposal, ordered, some, is_partial=len(some) < len(files))
+    if not proposal.candidates:
+        _try(proposal, asked, some, is_partial=len(some) < len(files))
+    _choose(proposal)
+    return proposal
+
+
+def _some(files: Mapping[str, Path], observation: Observation) -> dict[str, Path]:
+    """Return the files of the first traces: where many have one pattern, all with the same ids."""
+    left_out: set[str] = set()
+    for (_, path), family in observation.families.items():
+        if path or len(family.members) <= _MAX_FILES:
+            continue
+        kept: set[tuple[str, ...]] = set()
+        for name, bound in family.members.items():
+            key = tuple(value for word, value in bound.items() if word not in AXIS_NAMES)
+            if len(kept) < _MAX_FILES:
+                kept.add(key)
+            if key not in kept:
+                left_out.add(name)
+    return {name: path for name, path in files.items() if name not in left_out}
+
+
+def _try(
+    proposal: Proposal, pairs: Sequence[tuple[Layout, Draft]], files: Mapping[str, Path], *, is_partial: bool
+) -> list[tuple[Layout, Draft]]:
+    """Add the candidates among layouts; return refused ones with each statement about padding that they lack.
+
+    A layout that leaves out more than one that fits is none.
+    """
+    asked: list[tuple[Layout, Draft]] = []
+    tries = 0
+    for layout, draft in pairs:
+        if any(set(other.left_out) < set(draft.left_out) for other in proposal.candidates):
+            continue
+        tries += 1
+        if tries > _MAX_TRIES:
+            proposal.num_more += 1
+            continue
+        try:
+            outcome = try_layout(layout, files, is_partial=is_partial)
+        except TracestoreError as error:
+            proposal.refusals.append(str(error))
+            asked += _with_padding(layout, draft, str(error))
+            continue
+        unproved = list(draft.unproved)
+        if outcome.first_id.isdecimal() and any(" without a " in line for line in outcome.joins):
+            unproved.append("integers are the ids of tables with other rows")
+        has_passes = any("P" in (address.axes or ()) for address in layout.addresses[layout.states])
+        if has_passes and not outcome.has_last_ids:
+            unproved.append("tokens: the last id of generate() has no states, found as many ids as states")
+        proposal.candidates.append(Candidate(layout, outcome, unproved, draft.left_out, draft.reasons))
+    return asked
+
+
+def _with_padding(layout: Layout, draft: Draft, refusal: str) -> list[tuple[Layout, Draft]]:
+    """Return a refused layout with each answer to what the executor asks of padding."""
+    answers = [answer for words, found in _PADDINGS.items() if words in refusal for answer in found]
+    return [
+        (replace(layout, settings=settings), replace(draft, unproved=[*draft.unproved, doubt]))
+        for settings, doubt in answers
+    ]
+
+
+def _choose(proposal: Proposal) -> None:
+    """Use the only candidate if it is proved; keep at most six."""
+    found = proposal.candidates
+    if len(found) == 1 and not proposal.num_more and found[0].is_proved:
+        proposal.layout = found[0].layout
+        return
+    found.sort(key=lambda c: len(c.unproved))
+    proposal.num_more += max(len(found) - MAX_CANDIDATES, 0)
+    del found[MAX_CANDIDATES:]
+
+
+def try_layout(layout: Layout, files: Mapping[str, Path], *, is_partial: bool = False) -> Outcome:
+    """Return what a layout gives, by reading the traces without storing them.
+
+    Parameters
+    ----------
+    layout : Layout
+    files : Mapping
+        Paths by their names below SRC.
+    is_partial : bool
+        Whether there are more files, so that the accounts of the run stay open.
+
+    Raises
+    ------
+    InvalidInputError
+        If an account does not close. Beyond some traces or bytes the accounts stay open.
+    """
+    execution = Execution(layout, [], Path("-"), files=files)
+    outcome = Outcome(is_last_token=layout.states == "last_token", is_partial=is_partial)
+    labels: dict[str, list[float]] = {name: [] for name in layout.directions()}
+    sizes: list[int] = []
+    try:
+        for record in _records(execution, outcome):
+            sizes.append(record.num_tokens)
+            outcome.has_last_ids &= record.tokens is None or len(record.tokens) > record.num_tokens
+            own = {} if record.label is None else {"label": record.label}
+            found = {**record.scores, **record.deferred_scores, **own}
+            for name, values in labels.items():
+                values.append(found.get(name, found.get(score_of(name), math.nan)))
+        if not sizes:
+            raise InvalidInputError("no trace was found")
+        if not outcome.is_partial:
+            outcome.joins = [line for line in execution.close() if " rows of " in line and " joined " in line]
+    finally:
+        execution.release()
+    outcome.num_tokens = (min(sizes), max(sizes))
+    for name, values in labels.items():
+        known = [value for value in values if not math.isnan(value)]
+        outcome.counts[name] = (known.count(1), known.count(0), len(known))
+    return outcome
+
+
+def _records(execution: Execution, outcome: Outcome) -> Iterator[TraceRecord]:
+    """Yield the records of a run up to a bound, and count them; the run has one L, one D, and each id once."""
+    seen: set[tuple[str, int]] = set()
+    num_bytes = 0
+    for group in execution.groups:
+        for record in execution.read(group, None, Scratch()):
+            size = record.num_layers, record.hidden_dim
+            if not seen:
+                outcome.num_layers, outcome.width = size
+                outcome.first_id = record.question_id
+            with error_location(group.name):
+                if size != (outcome.num_layers, outcome.width):
+                    expected = f"L {outcome.num_layers}, D {outcome.width}"
+                    raise InvalidInputError(f"found L {size[0]}, D {size[1]}, expected {expected}")
+                if (record.question_id, record.sample) in seen:
+                    raise InvalidInputError(
+                        f"the id {escape_unprintable(record.question_id, 40)!r} occurs in two files"
+                    )
+            if outcome.num_traces >= _MAX_TRACES or num_bytes > _MAX_BYTES:
+                outcome.is_partial = True
+                return
+            seen.add((record.question_id, record.sample))
+            outcome.num_traces += 1
+            num_bytes += size[0] * size[1] * record.num_tokens * 4
+            yield record
