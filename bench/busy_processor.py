@@ -35,10 +35,12 @@ MODELS = {
 MANY = 1_000_000
 PREDICT = f"""
 import contextlib, io, sys
+from pathlib import Path
 from tracestore import process
 process.configure_program()
 from tracestore.cli import main
 for call in range({MANY}):
+    Path(sys.argv[-1]).unlink(missing_ok=True)
     with contextlib.redirect_stdout(io.StringIO()):
         assert main(sys.argv[1:]) == 0
     print(f"epoch {{call}}/", flush=True)
