@@ -9,7 +9,7 @@ from typing import Any
 
 from tracestore.console import plural
 from tracestore.errors import InvalidInputError, UsageError, escape_unprintable
-from tracestore.ingest.execute.claims import FileGroup
+from tracestore.ingest.execute.claims import FileGroup, list_files
 from tracestore.ingest.execute.execution import Execution
 from tracestore.ingest.exports.manifest import read_export
 from tracestore.ingest.layout.fields import score_of
@@ -63,7 +63,7 @@ class DescribedRun:
     def __init__(self, layout: Layout, arguments: list[Path], folder: Path, scores: str | None = None) -> None:
         self._owned = () if scores is None else (Path(scores),)
         self._arguments, self._folder, self._layout = arguments, folder, layout
-        self._execution = Execution(layout, arguments, folder, self._owned)
+        self._execution = Execution(layout, list_files(arguments, folder), self._owned)
         self.sources = _sources(self._execution)
         for folder in {place for source in self.sources for path in source.files for place in path.parents[:2]}:
             read_export(folder)  # refuses an unfinished or damaged export
@@ -75,7 +75,7 @@ class DescribedRun:
 
     def probes(self) -> list[SourceFile]:
         """Return the sources for a look at their first traces, which leaves the accounts of the run alone."""
-        return _sources(Execution(self._layout, self._arguments, self._folder, self._owned))
+        return _sources(Execution(self._layout, list_files(self._arguments, self._folder), self._owned))
 
     def states_attention(self) -> bool | None:
         """Return whether the layout states attention; None if its records may hold it."""

@@ -189,6 +189,10 @@ class Items(ABC):
         """Return item `k`, from 0."""
         raise TypeError("items of a stream cannot be indexed")
 
+    def arrays(self) -> list[np.ndarray] | None:
+        """Return the items if all of them are arrays that the reader has at hand; None to open them one by one."""
+        return None
+
 
 class StreamItems(Items):
     """Items that a reader yields once.

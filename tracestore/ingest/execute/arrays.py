@@ -185,11 +185,7 @@ class ArrayReader:
         last = places[0].address.path[-1] if places[0].address.path else None
         is_sequence = isinstance(last, KeyStep) and last.text == "sequences"
         is_wider = letter == "T" or has_passes or is_sequence
-        if ids.ndim != 1 or not (len(ids) == num_states or (is_wider and len(ids) == num_states + 1)):
-            more = " or one more" if is_wider else "; -> T says that the last token has no states"
-            raise InvalidInputError(
-                f"found {ids.shape[0] if ids.ndim else 0} ids, expected {num_states} as states{more}", field="tokens"
-            )
+        check_ids(ids, num_states, is_wider=is_wider)
         return ids
 
     def texts(self, trace: FoundTrace) -> list[str] | None:
@@ -216,6 +212,14 @@ class ArrayReader:
         if not all(isinstance(text, str) for text in texts):
             raise InvalidInputError("found other values than texts", field="tokens_decoded")
         return [str(text) for text in texts]
+
+
+def check_ids(ids: np.ndarray, num_states: int, *, is_wider: bool) -> None:
+    """Rule 3: as many ids as states, or one more where that is known."""
+    if ids.ndim != 1 or not (len(ids) == num_states or (is_wider and len(ids) == num_states + 1)):
+        more = " or one more" if is_wider else "; -> T says that the last token has no states"
+        found = f"{ids.shape[0] if ids.ndim else 0} ids" if ids.ndim < 2 else f"the shape {ids.shape}"
+        raise InvalidInputError(f"found {found}, expected {num_states} as states{more}", field="tokens")
 
 
 def one_per_token(cells: Sequence[Cell], name: str, what: str) -> list[Cell]:

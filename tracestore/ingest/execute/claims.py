@@ -3,7 +3,7 @@
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -103,12 +103,12 @@ def _is_hidden(name: str) -> bool:
     return name.startswith((".", "~")) or name in _SKIPPED
 
 
-def claim_files(plan: Plan, files: dict[str, Path], owned: Iterable[Path] = ()) -> dict[str, list[FoundFile]]:
+def claim_files(plan: Plan, files: Mapping[str, Path], owned: Iterable[Path] = ()) -> dict[str, list[FoundFile]]:
     """Return the files of each FILES of a layout: each belongs to the pattern with the most literal characters.
 
     Parameters
     ----------
-    files : dict
+    files : Mapping
         Paths by their names below SRC.
     owned : iterable of Path
         Files that are read for another purpose, such as the scores file.

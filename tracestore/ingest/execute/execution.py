@@ -6,7 +6,7 @@ import math
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,13 @@ import numpy as np
 from tracestore.errors import InvalidInputError, error_location, escape_unprintable
 from tracestore.ingest.execute.accounts import SourceAccount, check_totals, check_unclaimed
 from tracestore.ingest.execute.axes import extent
-from tracestore.ingest.execute.claims import FileGroup, FoundFile, claim_files, group_files, list_files
+from tracestore.ingest.execute.claims import FileGroup, FoundFile, claim_files, group_files
+from tracestore.ingest.execute.direct import DirectReader, direct_step
 from tracestore.ingest.execute.found import Columns, FoundTrace, TraceFinder
 from tracestore.ingest.execute.join import Column, check_remainders
 from tracestore.ingest.execute.records import TraceBuilder
 from tracestore.ingest.execute.tokens import numbers_of
-from tracestore.ingest.execute.walk import Cell, Node, Walk, tree_of
+from tracestore.ingest.execute.walk import Cell, Node, Walk, items_of, tree_of
 from tracestore.ingest.layout.language import Layout
 from tracestore.ingest.layout.places import RECORDS, Place, plan_of
 from tracestore.ingest.readers.opening import open_tree
@@ -39,12 +40,12 @@ class Execution:
     Parameters
     ----------
     layout : Layout
-    arguments : list of Path
-        Files and folders.
-    store : Path
-        Folder of the store, which is not searched.
+    files : Mapping
+        Paths by their names below SRC.
     owned : tuple of Path
         The files that are read for another purpose.
+    check : callable, optional
+        Called with the FILES of a line, the name of a file and its root when it is opened; returns the root.
 
     Attributes
     ----------
@@ -52,14 +53,20 @@ class Execution:
         The sources in their order.
     """
 
-    def __init__(self, layout: Layout, arguments: list[Path], store: Path, owned: tuple[Path, ...] = ()) -> None:
-        self.layout, self.plan = layout, plan_of(layout)
-        files = list_files(arguments, store)
+    def __init__(
+        self,
+        layout: Layout,
+        files: Mapping[str, Path],
+        owned: tuple[Path, ...] = (),
+        check: Callable[[str, str, Value], Value] = lambda _text, _name, root: root,
+    ) -> None:
+        self.layout, self.plan, self._check = layout, plan_of(layout), check
         self._claimed = claim_files(self.plan, files, owned)
         self.groups, self._table_files = group_files(self.plan, self._claimed)
         self._trees = {
             text: tree_of(text, self.plan.places, self.plan.ignored, self.plan.states) for text in self.plan.files
         }
+        self._step = direct_step(self.plan)
         self._numbers = {group.name: k for k, group in enumerate(self.groups)}
         self._lock = threading.RLock()
         self._resources = contextlib.ExitStack()
@@ -122,6 +129,9 @@ class Execution:
         on_refused : callable, optional
             Called with the error of each trace that is refused. By default it is raised.
         """
+        if self._step is not False:
+            yield from self._read_items(group, need_attention, scratch, on_refused)
+            return
         tables = self._load_tables(scratch)
         columns = Columns(self.plan, tables=tables)
         finder, builder = TraceFinder(columns), TraceBuilder(columns, group.name, need_attention)
@@ -134,12 +144,7 @@ class Execution:
                         with self._guard:
                             record = builder.record(trace, position)
                     except InvalidInputError as error:
-                        error = error.with_traceback(None).with_location(source=group.name, position=position)
-                        if on_refused is None:
-                            raise error from None
-                        self._is_whole = False
-                        account.num_refused += 1
-                        on_refused(error)
+                        self._refuse(error, group, position, account, on_refused)
                         position += 1
                         continue
                     account.add_key(record)
@@ -152,6 +157,56 @@ class Execution:
                 columns.unit = {}
             account.close()
         self._close_source(builder)
+
+    def _refuse(
+        self,
+        error: InvalidInputError,
+        group: FileGroup,
+        position: int,
+        account: SourceAccount,
+        on_refused: Callable[[InvalidInputError], None] | None,
+    ) -> None:
+        """Raise the error of a trace, or report it."""
+        error = error.with_traceback(None).with_location(source=group.name, position=position)
+        if on_refused is None:
+            raise error from None
+        self._is_whole = False
+        account.num_refused += 1
+        on_refused(error)
+
+    def _read_items(
+        self,
+        group: FileGroup,
+        need_attention: bool | None,
+        scratch: Scratch,
+        on_refused: Callable[[InvalidInputError], None] | None,
+    ) -> Iterator[TraceRecord]:
+        """Yield the records of a source whose items hold all fields of their traces, as `read`."""
+        (text,) = group.files
+        step, node = self._step, self._trees[text]
+        assert not isinstance(step, bool)
+        node = node if step is None else node.child(step)
+        reader = DirectReader(self.plan, node, group.name, need_attention, self._refuse_unclaimed)
+        account = SourceAccount(self.plan, Columns(self.plan))
+        position = 0
+        for file in group.files[text]:
+            with self._open(file, scratch) as opened, error_location(file.name):
+                root = self._check(text, file.name, opened)
+                for item, bound in items_of(root, step, {**file.bound, "file": file.name}, file.name):
+                    try:
+                        record = reader.record(item, bound, position)
+                        account.add_key(record)
+                    except InvalidInputError as error:
+                        self._refuse(error, group, position, account, on_refused)
+                        position += 1
+                        continue
+                    finally:
+                        item = None
+                    if position == 0:
+                        self._keep_first(group, record)
+                    position += 1
+                    yield record
+                    del record
 
     def _found(
         self, finder: TraceFinder, cells: list[Cell], account: SourceAccount, group: FileGroup
@@ -173,7 +228,7 @@ class Execution:
         pending: list[Cell] = []
         for text in (*others, *dict.fromkeys(states)):
             for file in group.files[text]:
-                root = resources.enter_context(self._open(file, scratch))
+                root = self._check(text, file.name, resources.enter_context(self._open(file, scratch)))
                 walk = Walk(file.name, self._refuse_unclaimed)
                 bound = {**file.bound, "file": file.name}
                 with error_location(file.name):

@@ -21,7 +21,7 @@ from tracestore.ingest.execute.tokens import (
     span_of_mask,
     strip_pad,
 )
-from tracestore.ingest.execute.values import check_agreement, label_value, score_value
+from tracestore.ingest.execute.values import check_agreement, label_value, score_value, typed_value
 from tracestore.ingest.layout.fields import score_of
 from tracestore.ingest.layout.places import RECORDS, Place
 from tracestore.ingest.tree import Group
@@ -107,27 +107,9 @@ class TraceBuilder:
                     raise InvalidInputError(
                         f"found {str(values[name])[:40]!r} and {str(value)[:40]!r}, expected one value", field=name
                     )
-                values[name] = self._typed(place, value)
+                values[name] = typed_value(name, value)
             if name in values and name not in ("question_id", "sample"):
                 trace.environment.setdefault(name, key_text(values[name]))
-
-    def _typed(self, place: Place, value: Any) -> Any:
-        """Return a value as the type of its field; tables hold texts."""
-        kind = place.rule.kind
-        if kind == "text" and not isinstance(value, str):
-            return key_text(value)
-        if kind == "number" and isinstance(value, str):
-            try:
-                return int(value)
-            except ValueError:
-                pass
-            try:
-                return float(value)
-            except ValueError:
-                raise InvalidInputError(f"found {value[:40]!r}, expected a number", field=place.name) from None
-        if kind == "number" and isinstance(value, float) and value.is_integer() and place.name != "temperature":
-            return int(value)
-        return value
 
     def _scalar(self, trace: FoundTrace, place: Place, column: Column) -> Any:
         fixed = dict(trace.fixed)

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from tracestore.errors import InvalidInputError, escape_unprintable
+from tracestore.ingest.execute.plain import key_text
+from tracestore.ingest.layout.fields import rule_of
 from tracestore.store.format.labels import CORRECT, HALLUCINATION
 
 # Words with a meaning of their own: 1 for a hallucinated answer.
@@ -15,6 +17,26 @@ _ABSOLUTE = {
 # Words that follow the field.
 _RELATIVE = {**dict.fromkeys(("yes", "true", "1", "1.0"), 1.0), **dict.fromkeys(("no", "false", "0", "0.0"), 0.0)}
 _MISSING = ("", "nan", "none", "null", "na", "n/a", "-")
+
+
+def typed_value(name: str, value: Any) -> Any:
+    """Return a value as the type of its field; tables hold texts."""
+    rule = rule_of(name)
+    kind = None if rule is None else rule.kind
+    if kind == "text" and not isinstance(value, str):
+        return key_text(value)
+    if kind == "number" and isinstance(value, str):
+        try:
+            return int(value)
+        except ValueError:
+            pass
+        try:
+            return float(value)
+        except ValueError:
+            raise InvalidInputError(f"found {value[:40]!r}, expected a number", field=name) from None
+    if kind == "number" and isinstance(value, float) and value.is_integer() and name != "temperature":
+        return int(value)
+    return value
 
 
 def label_value(value: Any, name: str, direction: str, words: Mapping[str, bool]) -> float:

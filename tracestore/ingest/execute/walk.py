@@ -186,14 +186,15 @@ class Walk:
         has_unit = False
         for step, child in children:
             assert isinstance(step, ItemsStep)
-            found = self._bind(step, item, k, bound)
+            found = self.bind(step, item, k, bound)
             begins = child.is_unit and not in_unit
             yield from self.cells(child, item, found, in_unit=in_unit or begins or has_unit)
             has_unit |= begins
         if has_unit:
             yield None
 
-    def _bind(self, step: ItemsStep, item: Value, k: int, bound: dict[str, Any]) -> dict[str, Any]:
+    def bind(self, step: ItemsStep, item: Value, k: int, bound: dict[str, Any]) -> dict[str, Any]:
+        """Return what is bound so far, with what an item binds by a step."""
         if step.letter is not None:
             return {**bound, step.letter: k}
         found = dict(bound)
@@ -327,6 +328,21 @@ class Walk:
 
     def _refuse(self, node: Node, step: Step, found: str) -> Any:
         raise InvalidInputError(f"{node.prefix}{step.text}: found {found}", source=self._source)
+
+
+def items_of(
+    root: Value, step: ItemsStep | None, bound: dict[str, Any], source: str
+) -> Iterator[tuple[Value, dict[str, Any]]]:
+    """Yield the items behind a step with what they bind; the root itself without a step."""
+    if step is None:
+        yield root, bound
+        return
+    if not isinstance(root, Items):
+        raise InvalidInputError(f"{step.text}: found {describe(root)}", source=source)
+    walk = Walk(source, lambda *_: None)
+    for k, item in enumerate(root):
+        yield item, walk.bind(step, item, k, bound)
+        item = None
 
 
 def _has_all(step: Step, item: Value) -> bool:

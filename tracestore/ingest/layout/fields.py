@@ -71,6 +71,8 @@ FIELDS: dict[str, FieldRule] = {
     "tokens": FieldRule("array", ("S",)),
     "tokens_decoded": FieldRule("texts", ("S",)),
     "question_id": FieldRule("id"),
+    "global_example_id": FieldRule("id"),
+    "group": FieldRule("text"),
     "sample": FieldRule("number"),
     "prompt_length": FieldRule("number"),
     **{name: FieldRule("text") for name in schema.TEXT_FIELDS},

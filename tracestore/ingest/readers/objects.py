@@ -29,6 +29,7 @@ from tracestore.ingest.tree import (
     Value,
     array_value,
     dtype_name,
+    native,
 )
 
 _PROTO = 0x80
@@ -57,7 +58,9 @@ class ObjectOpener:
             charge()
             return array_value(value.array, charge)
         charge()
-        if kind is list or kind is tuple or kind is FrameRows:
+        if kind is list or kind is tuple:
+            return ObjectItems(value, self, charge)
+        if kind is FrameRows:
             return ListItems(value, self, charge)
         try:
             return group_value(_keyed(value), self, charge) if kind is dict else self._special(value)
@@ -92,6 +95,20 @@ class ObjectOpener:
             return ListItems(value.args, self, self._charge)
         fields = value.fields if isinstance(value, PickledDict) else {**dict(enumerate(value.args)), **value.fields}
         return MappingGroup(fields, self, {"class": value.name})
+
+
+class ObjectItems(ListItems):
+    """Items of a list or tuple of a pickle."""
+
+    def arrays(self) -> list[np.ndarray] | None:
+        """Return the items if all of them are arrays of NumPy with axes, which the parser has made."""
+        if set(map(type, self.values)) != {PickledArray}:
+            return None
+        arrays = [value.array for value in self.values]
+        if set(map(type, arrays)) != {np.ndarray} or not all(a.ndim and a.dtype.kind in "fiu" for a in arrays):
+            return None
+        self.charge(0, sum(array.nbytes for array in arrays), len(arrays))
+        return [native(array) for array in arrays]
 
 
 class SparseArray(Array):

@@ -1,0 +1,333 @@
+"""Records of layouts whose fields are keys of one item each: what keys mean is worked out once for each set of keys.
+
+The result is that of `TraceBuilder`, without columns and joins.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tracestore.errors import InvalidInputError
+from tracestore.ingest.execute.arrays import check_attention_values, check_ids
+from tracestore.ingest.execute.axes import Block, settle_dtype
+from tracestore.ingest.execute.plain import describe, json_value, key_text, plain_of
+from tracestore.ingest.execute.tokens import check_zero_tokens
+from tracestore.ingest.execute.values import check_agreement, label_value, score_value, typed_value
+from tracestore.ingest.execute.walk import Node
+from tracestore.ingest.layout.addresses import Address, ItemsStep, KeyStep
+from tracestore.ingest.layout.fields import score_of
+from tracestore.ingest.layout.patterns import AXIS_NAMES
+from tracestore.ingest.layout.places import RECORDS, Place, Plan
+from tracestore.ingest.tree import Array, Group, Items, Value, as_array
+from tracestore.store.write.record import TraceRecord, record_from_dict
+
+_AXES = {
+    "hidden_states": [("L", "S", "D")],
+    "last_token": [("L", "D")],
+    "attentions": [("L", "H", "S", "Q")],
+    "tokens": [("S",), ("T",)],
+    "tokens_decoded": [("S",), ("T",)],
+    "L.ids": [("L",)],
+}
+_RANKS = {"hidden_states": 2, "attentions": 3, "last_token": 1}
+_SETTINGS = ("duplicates", "L.what", "L.size")
+_LABELS = ("label", "is_correct", "is_hallucinated")
+_EXTRAS = (str, int, float)
+
+
+class _Key(NamedTuple):
+    """A key of an item, and how its value is read."""
+
+    key: Any
+    name: str
+    read: Callable[[Value, str], Any]
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """The keys of items that are fields, those that are scores, and those that no line names."""
+
+    fields: list[_Key]
+    scores: list[_Key]
+    rest: list[Any]
+
+
+def direct_step(plan: Plan) -> ItemsStep | None | bool:
+    """Return the step to the items that hold all fields of the traces; None for whole files, False for other layouts."""
+    if len(plan.states) != 1 or plan.layout.templates:
+        return False
+    if any(name not in _SETTINGS and not name.startswith("words.") for name in plan.layout.settings):
+        return False
+    state = plan.states[0].address
+    step = state.path[0] if len(state.path) == 2 else None
+    if not isinstance(step, ItemsStep | None) or len(state.path) not in (1, 2):
+        return False
+    if step is not None and (step.letter not in (None, "N") or not AXIS_NAMES.keys().isdisjoint(step.names)):
+        return False
+    if not AXIS_NAMES.keys().isdisjoint(state.files.names) or "chunk" in plan.names:
+        return False
+    if any(not _is_beside(place, state, step) for place in plan.places):
+        return False
+    if any(not _is_key(address, state, step) for address in plan.ignored):
+        return False
+    return step
+
+
+def _is_beside(place: Place, state: Address, step: ItemsStep | None) -> bool:
+    if place.name == RECORDS:
+        return place.address.files == state.files and place.address.path == ((step,) if step else ())
+    has_axes = place.axes in _AXES[place.name] if place.name in _AXES else place.address.axes is None
+    return has_axes and place.part == 0 and place.name != "S.mask" and _is_key(place.address, state, step)
+
+
+def _is_key(address: Address, state: Address, step: ItemsStep | None) -> bool:
+    """Return whether an address is a key of the item behind a step."""
+    before = (step,) if step else ()
+    last = address.path[-1] if address.path else None
+    return (
+        address.files == state.files
+        and address.path[:-1] == before
+        and isinstance(last, KeyStep)
+        and len(last.parts) == 1
+        and last.parts[0].literal is not None
+        and not last.parts[0].literal.lstrip("-").isdecimal()
+    )
+
+
+class DirectReader:
+    """Read the records of the items of one source.
+
+    Parameters
+    ----------
+    plan : Plan
+        For which `direct_step` returns no False.
+    node : Node
+        The node of the items, for `on_unclaimed`.
+    source_name : str
+    need_attention : bool or None
+        As for `record_from_dict`.
+    on_unclaimed : callable
+        Called with the node, key and value of each key that no line names.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        node: Node,
+        source_name: str,
+        need_attention: bool | None,
+        on_unclaimed: Callable[[Node, str, Value], None],
+    ) -> None:
+        self._plan, self._node, self._source = plan, node, source_name
+        self._need_attention, self._on_unclaimed = need_attention, on_unclaimed
+        self._settings, self._states = plan.layout.settings, plan.layout.states
+        self._words = {n.partition(".")[2]: v for n, v in self._settings.items() if n.startswith("words.")}
+        self._places: dict[str, list[Place]] = {}
+        for place in plan.places:
+            if place.name != RECORDS:
+                self._places.setdefault(_key_of(place), []).append(place)
+        ignored = {_literal(address) for address in plan.ignored}
+        self._known = ignored | {key for key in node.keys if key not in self._places}
+        self._has_records = any(place.name == RECORDS for place in plan.others)
+        self._has_more_ids = any(
+            place.name == "tokens" and (place.axes == ("T",) or _key_of(place) == "sequences") for place in plan.others
+        )
+        self._seen: dict[tuple[Any, ...], _Keys] = {}
+
+    def record(self, item: Value, bound: Mapping[str, Any], position: int) -> TraceRecord:
+        """Return the record of an item."""
+        if not isinstance(item, Group):
+            raise InvalidInputError(f"found {describe(item)}, expected a mapping", field=self._states)
+        keys = self._keys_of(tuple(item))
+        values: dict[str, Any] = {}
+        for key, name, read in keys.fields:
+            if (value := item[key]) is not None:
+                found = read(value, name)
+                if name in values and values[name] != found:
+                    raise InvalidInputError(f"found two values that differ, one as {key}", field=name)
+                values[name] = found
+        extras = self._extras(item, keys.rest)
+        self._set_key(values, bound)
+        stated_ids = values.pop("L.ids", None)
+        record = self._made(values, position)
+        record.extras.update(extras)
+        if stated_ids is not None:
+            record.layer_ids = self._layer_ids(stated_ids, record)
+        if keys.scores:
+            self._set_scores(record, item, keys.scores)
+        return record
+
+    def _keys_of(self, names: tuple[Any, ...]) -> _Keys:
+        if (known := self._seen.get(names)) is None:
+            known = self._seen[names] = self._worked_out(names)
+        return known
+
+    def _worked_out(self, names: tuple[Any, ...]) -> _Keys:
+        fields, scores, rest = [], [], []
+        for key in names:
+            text = key_text(key)
+            for place in self._places.get(text, ()):
+                kind = place.rule.kind
+                (scores if kind == "score" else fields).append(_Key(key, place.name, self._reader_of(place)))
+            if text not in self._places and text not in self._known:
+                rest.append(key)
+        return _Keys(fields, scores, rest)
+
+    def _reader_of(self, place: Place) -> Callable[[Value, str], Any]:
+        if place.name in ("hidden_states", "attentions", "last_token"):
+            return _skipped if place.name == "attentions" and self._need_attention is False else _layers
+        if place.rule.kind == "texts":
+            return _texts
+        if place.rule.kind in ("array", "known"):
+            return _numbers
+        return _plain if place.rule.kind == "json" else _scalar
+
+    def _extras(self, item: Group, rest: list[Any]) -> dict[str, Any]:
+        """Return the texts and numbers that no line names, if `records` takes them."""
+        found = {}
+        for key in rest:
+            value = item[key]
+            self._on_unclaimed(self._node, key, value)
+            if self._has_records and isinstance(value, _EXTRAS):
+                found[str(key)] = value
+        return found
+
+    def _set_key(self, values: dict[str, Any], bound: Mapping[str, Any]) -> None:
+        if (given := values.get("question_id")) is not None:
+            values["question_id"] = key_text(given)
+        elif any(place.name == "question_id" and not place.is_optional for place in self._plan.others):
+            raise InvalidInputError("the trace has no id where the layout says", field="question_id")
+        elif values.get("global_example_id") is None and bound.get("id") is not None:
+            values["question_id"] = key_text(bound["id"])
+        sample = values.get("sample", bound.get("sample"))
+        if sample is not None:
+            text = key_text(sample)
+            if not text.isdecimal():
+                raise InvalidInputError(f"found {text[:40]!r}, expected the number of an answer", field="sample")
+            values["sample"] = int(text)
+
+    def _made(self, values: dict[str, Any], position: int) -> TraceRecord:
+        states = values.get(self._states)
+        if states is None:
+            raise InvalidInputError("missing key", field=self._states)
+        block = Block(states, None)
+        settle_dtype(block, self._states, self._settings)
+        need = self._need_attention
+        if self._states == "last_token" or (need is None and "attentions" not in values):
+            need = False
+        if (tokens := values.get("tokens")) is not None and self._states == "hidden_states":
+            check_ids(tokens, len(states[0]), is_wider=self._has_more_ids)
+        record = record_from_dict(values, source_name=self._source, position=position, need_attention=need)
+        record.dropped = []
+        rows = states if self._states == "hidden_states" else [layer.reshape(1, -1) for layer in states]
+        check_zero_tokens(rows, self._states)
+        if record.attention is not None:
+            check_attention_values(record.attention[0])
+        return record
+
+    def _layer_ids(self, stated: Any, record: TraceRecord) -> tuple[int, ...]:
+        ids = tuple(int(k) for k in stated.tolist())
+        if len(ids) == record.num_layers + 1 and record.is_without_embeddings:
+            ids = ids[1:]
+        if len(ids) != record.num_layers or ids != tuple(sorted(set(ids))) or min(ids) < 0:
+            raise InvalidInputError(f"found {record.num_layers} layers, expected {list(ids)!s:.60}", field="L.ids")
+        return ids
+
+    def _set_scores(self, record: TraceRecord, item: Group, keys: list[_Key]) -> None:
+        found: dict[str, float] = {}
+        for key, name, _ in keys:
+            value = item[key]
+            _check_scalar(value, name)
+            direction = self._plan.layout.rule(name).direction or ""
+            is_label = name in _LABELS
+            number = label_value(value, name, direction, self._words) if is_label else score_value(value, name)
+            if name in found and found[name] != number and not (math.isnan(number) or math.isnan(found[name])):
+                raise InvalidInputError(f"found {found[name]:g} and {number:g}, expected one value", field=name)
+            found[name] = number
+            if math.isnan(number):
+                continue
+            if name == "label":
+                record.label = number
+            else:
+                record.scores[score_of(name)] = number
+        check_agreement(found)
+
+
+def _literal(address: Address) -> str:
+    last = address.path[-1]
+    assert isinstance(last, KeyStep)
+    return last.parts[0].literal or ""
+
+
+def _key_of(place: Place) -> str:
+    return _literal(place.address)
+
+
+def _layers(value: Value, name: str) -> list[np.ndarray]:
+    """Return the layers of a list of arrays, or of one array whose first axis is L."""
+    rank = _RANKS[name]
+    if isinstance(value, str):
+        value = json_value(value, name)
+    if isinstance(value, Items) and not value.is_stream:
+        if not value.length:
+            raise InvalidInputError("found zero layers, expected at least one", field=name)
+        layers = value.arrays()
+        if layers is None:
+            found = [as_array(part) for part in value]
+            if None in found:
+                raise InvalidInputError(f"found {describe(value[found.index(None)])}, expected an array", field=name)
+            layers = [array.read() for array in found if array is not None]
+    elif isinstance(value, Array):
+        layers = list(value.read()) if value.ndim > 1 else [value.read()]
+    else:
+        raise InvalidInputError(f"found {describe(value)}, expected the axes of {name}", field=name)
+    shape, dtype = layers[0].shape, layers[0].dtype
+    for k, layer in enumerate(layers):
+        if layer.ndim != rank:
+            raise InvalidInputError(
+                f"found the shape {layer.shape} in layer {k}, expected {rank} axes as the layout says", field=name
+            )
+        if layer.shape != shape or layer.dtype != dtype:
+            raise InvalidInputError(
+                f"found {layer.dtype} {layer.shape} in one layer, expected {dtype} {shape} as in the first", field=name
+            )
+    return layers
+
+
+def _numbers(value: Value, name: str) -> np.ndarray:
+    array = as_array(json_value(value, name) if isinstance(value, str) else value)
+    if array is None:
+        raise InvalidInputError(f"found {describe(value)}, expected numbers", field=name)
+    return array.read()
+
+
+def _texts(value: Value, name: str) -> list[str]:
+    texts = list(value) if isinstance(value, Items) and not value.is_stream else None
+    if texts is None or not all(map(_is_text, texts)):
+        raise InvalidInputError(f"found {describe(value)}, expected the text of each token", field=name)
+    return texts  # type: ignore[return-value]
+
+
+def _is_text(value: Value) -> bool:
+    return isinstance(value, str)
+
+
+def _check_scalar(value: Value, name: str) -> None:
+    if isinstance(value, Array | Items | Group):
+        raise InvalidInputError(f"found {describe(value)}, expected one value per trace", field=name)
+
+
+def _scalar(value: Value, name: str) -> Any:
+    _check_scalar(value, name)
+    return typed_value(name, value)
+
+
+def _plain(value: Value, name: str) -> Any:
+    return plain_of(value)
+
+
+def _skipped(value: Value, name: str) -> None:
+    return None
