@@ -158,10 +158,10 @@ class Scoring:
             self._define_scores(writer, self._export)
             return record.scores, record.group
         self._ids.add(packed)
-        if self._described is not None and self.file is None:
-            return self._described.add(packed), ""
         if self._described is not None:
-            self._described.add(packed)
+            scores = self._described.add(packed, writer)
+            if self.file is None:
+                return scores, record.group
         if self._source_path and record.question_id.startswith(self._source_path):
             self._used[_LONG_IDS] += 1
         if self.file is not None:

@@ -140,7 +140,7 @@ def claim_files(plan: Plan, files: Mapping[str, Path], owned: Iterable[Path] = (
             wild = {f"*{prefix}": value for prefix, value in zip(wild_prefixes(text), match.wild, strict=True)}
             bound = {n: key_text(v) if isinstance(v, str) else v for n, v in match.bound.items()}
             claimed[text].append(FoundFile(path, name, {**bound, **wild}))
-        elif os.path.realpath(path) not in skipped and not _is_other(name):
+        elif os.path.realpath(path) not in skipped and not is_other(name):
             unowned.append(name)
     if unowned:
         names = ", ".join(escape_unprintable(name, 60) for name in unowned[:_MAX_NAMES])
@@ -153,7 +153,8 @@ def claim_files(plan: Plan, files: Mapping[str, Path], owned: Iterable[Path] = (
     return claimed
 
 
-def _is_other(name: str) -> bool:
+def is_other(name: str) -> bool:
+    """Return whether a file holds no data of traces by its name: text about them, code, pictures."""
     base = name.rpartition("/")[2]
     return base in _OTHER_FILES or base.lower().endswith(_OTHER_SUFFIXES) or "." not in base
 

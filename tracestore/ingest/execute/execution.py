@@ -109,6 +109,10 @@ class Execution:
                     digest.update(hashlib.file_digest(opened, "blake2b").digest())
         return digest.digest()
 
+    def scores_of_tables(self) -> set[str]:
+        """Return the fields of labels and scores that tables give."""
+        return {p.name for p in self.plan.others if p.rule.kind == "score" and p.address.files.text in self._table_files}
+
     # Reading
 
     def read(

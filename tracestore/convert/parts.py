@@ -1,0 +1,241 @@
+"""What a conversion reads: layouts with their files, structures of built-in layouts, exports, and files of none."""
+
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import NoReturn
+
+from tracestore.errors import InvalidInputError, NoTracesError, escape_unprintable
+from tracestore.ingest.builtin.claiming import claim
+from tracestore.ingest.builtin.graphs import read_graph_file
+from tracestore.ingest.builtin.library import Builtin, builtins
+from tracestore.ingest.execute.accounts import holds_array, looks_like_label
+from tracestore.ingest.execute.claims import FileGroup, is_other
+from tracestore.ingest.execute.execution import Execution
+from tracestore.ingest.exports.manifest import read_export
+from tracestore.ingest.layout.language import Layout
+from tracestore.ingest.readers.opening import open_tree
+from tracestore.ingest.sources import SourceFile
+from tracestore.ingest.tree import Items, Value
+from tracestore.store.format.labels import HALLUCINATION
+from tracestore.store.io.scratch import Scratch
+from tracestore.store.write.record import TraceRecord
+
+_MAX_NAMES = 3
+_PICKLES = (".pkl", ".pickle", ".p", ".joblib", ".pt", ".pth", ".ckpt")
+OnRefused = Callable[[InvalidInputError], None]
+
+
+@dataclass(frozen=True, eq=False)
+class DescribedFiles:
+    """The files of one source, and how a layout reads them."""
+
+    execution: Execution
+    group: FileGroup
+    fingerprint: bytes
+
+    @property
+    def what(self) -> str | None:
+        """The place of the layers that the layout states."""
+        return self.execution.layout.settings.get("L.what")
+
+    def read(
+        self, need_attention: bool | None, scratch: Scratch, on_refused: OnRefused | None
+    ) -> Iterator[TraceRecord]:
+        """Yield the records of the source, as `Execution.read`."""
+        return self.execution.read(self.group, need_attention, scratch, on_refused)
+
+
+@dataclass(frozen=True, eq=False)
+class GraphFile:
+    """A file of graphs."""
+
+    path: Path
+    fingerprint: bytes = b"graphs"
+    what: None = None
+
+    def read(
+        self, need_attention: bool | None, scratch: Scratch, on_refused: OnRefused | None
+    ) -> Iterator[TraceRecord]:
+        """Yield the records of the file."""
+        return read_graph_file(self.path, scratch, on_refused)
+
+
+@dataclass(frozen=True, eq=False)
+class UnknownFile:
+    """A file that no layout describes: reading it is refused."""
+
+    error: InvalidInputError
+    fingerprint: bytes = b""
+    what: None = None
+
+    def read(
+        self, need_attention: bool | None, scratch: Scratch, on_refused: OnRefused | None
+    ) -> Iterator[TraceRecord]:
+        """Raise the error."""
+        raise self.error
+        yield
+
+
+class Part:
+    """Files that one layout describes.
+
+    Parameters
+    ----------
+    layout : Layout or None
+        None: `sources` are read without one.
+    files : Mapping
+        Paths by their names below SRC.
+    owned : tuple of Path
+        Files that are read for another purpose.
+    builtin : Builtin, optional
+        The built-in layout that the files belong to.
+    sources : Mapping, optional
+        Sources without a layout, by the names of their files.
+    """
+
+    def __init__(
+        self,
+        layout: Layout | None,
+        files: Mapping[str, Path],
+        owned: tuple[Path, ...] = (),
+        builtin: Builtin | None = None,
+        sources: Mapping[str, SourceFile] | None = None,
+    ) -> None:
+        self._layout, self._files, self._owned, self._builtin = layout, files, owned, builtin
+        self._others = sources or {}
+        self.execution = None if layout is None else Execution(layout, files, owned, self._checked)
+
+    def again(self) -> "Part":
+        """Return the part with accounts of its own."""
+        return Part(self._layout, self._files, self._owned, self._builtin, self._others)
+
+    @property
+    def directions(self) -> dict[str, str]:
+        """What a high value of each score means."""
+        if self._layout is None:
+            return {"label": HALLUCINATION}
+        return self._layout.directions()
+
+    @cached_property
+    def late_scores(self) -> set[str]:
+        """The scores of tables, which are stored when the accounts close."""
+        return set() if self.execution is None else self.execution.scores_of_tables()
+
+    @property
+    def keeps_copies(self) -> bool:
+        """Return whether copies are meant."""
+        return self._layout is not None and "duplicates" in self._layout.settings
+
+    @property
+    def states_attention(self) -> bool | None:
+        """Whether the layout states attention; None if the traces may have it."""
+        if self._layout is None or self._builtin is not None:
+            return None
+        if "attentions" in self._layout.addresses:
+            return True
+        return None if self._layout.records else False
+
+    def sources(self) -> Iterator[tuple[str, SourceFile]]:
+        """Yield the sources by the name of the first file of each."""
+        yield from self._others.items()
+        if self.execution is None:
+            return
+        fingerprint = self.execution.fingerprint()
+        for group in self.execution.groups:
+            described = DescribedFiles(self.execution, group, fingerprint)
+            first = next(iter(group.files.values()))[0]
+            # A file of a built-in layout is known by its bytes alone.
+            parts = () if self._builtin is not None and group.paths == (first.path,) else group.paths
+            yield first.name, SourceFile(group.paths[0], group.name, parts=parts, described=described)
+
+    def _checked(self, text: str, name: str, root: Value) -> Value:
+        if self._builtin is None:
+            return root
+        return self._builtin.signatures[text].checked(root, partial(_refuse, self._builtin.name))
+
+
+def _refuse(name: str, difference: str) -> NoReturn:
+    raise InvalidInputError(f"{difference}: not as the other files of the built-in layout {name}; --layout describes it")
+
+
+def sources_in_order(parts: Sequence[Part], order: Mapping[str, int]) -> list[SourceFile]:
+    """Return the sources of all parts in the order of their first files."""
+    found = [(order[name], source) for part in parts for name, source in part.sources()]
+    return [source for _, source in sorted(found, key=lambda pair: pair[0])]
+
+
+def builtin_parts(
+    files: Mapping[str, Path], arguments: Sequence[Path], owned: Iterable[Path], lines: Mapping[str, str]
+) -> list[Part]:
+    """Return the parts that built-in layouts and exports describe, and one of the files that nothing describes.
+
+    Parameters
+    ----------
+    files : Mapping
+        Paths by their names below SRC.
+    arguments : sequence of Path
+        The files and folders that the user named.
+    owned : iterable of Path
+        Files that are read for another purpose.
+    lines : Mapping
+        Keys of fields in the items of built-in layouts.
+    """
+    taken = {path.absolute() for path in owned}
+    sources: dict[str, SourceFile] = {}
+    left: dict[str, Path] = {}
+    exports = {folder: read_export(folder) for folder in {f for p in files.values() for f in list(p.parents)[:2]}}
+    exported = {file.path: file for export in exports.values() for file in export.files}
+    taken |= {path.absolute() for export in exports.values() for path in export.paths}
+    for name, path in files.items():
+        if path in exported:
+            sources[name] = SourceFile(path, name, export=exported[path])
+        elif path.absolute() not in taken and not is_other(name):
+            left[name] = path
+    claims = claim(left, [builtin.with_lines(lines) for builtin in builtins()])
+    parts = []
+    for builtin, own in claims.owned.items():
+        if builtin.reader is None:
+            parts.append(Part(builtin.layout, own, builtin=builtin))
+        else:
+            sources |= {n: SourceFile(path, n, described=GraphFile(path)) for n, path in own.items()}
+    named = {path.absolute() for path in arguments}
+    sources |= _unknown(claims.rest, left, named)
+    return [*parts, Part(None, {}, sources=sources)]
+
+
+def _unknown(
+    rest: Mapping[str, InvalidInputError | None], files: Mapping[str, Path], named: Container[Path]
+) -> dict[str, SourceFile]:
+    """Return sources that refuse the files of no layout; those without arrays hold no trace."""
+    errors: dict[str, InvalidInputError] = {}
+    unknown = []
+    for name, error in rest.items():
+        path = files[name]
+        is_named = path.absolute() in named
+        if error is not None:
+            errors[name] = error
+        elif not is_named and _holds_nothing(path):
+            errors[name] = NoTracesError("holds no array")
+        else:
+            unknown.append(name)
+    for name in unknown:
+        others = [escape_unprintable(other, 60) for other in unknown if other != name][: _MAX_NAMES - 1]
+        more = f", nor {', '.join(others)}" if others else ""
+        count = f" ({len(unknown):,} files)" if len(unknown) > _MAX_NAMES else ""
+        errors[name] = InvalidInputError(
+            f"no built-in layout describes it{more}{count}; --layout or --field says where the fields are"
+        )
+    return {name: SourceFile(files[name], name, described=UnknownFile(error)) for name, error in errors.items()}
+
+
+def _holds_nothing(path: Path) -> bool:
+    """Return whether a file holds neither arrays nor rows, and its name is none of labels."""
+    try:
+        with open_tree(path) as root:
+            value: Value = next(iter(root), None) if isinstance(root, Items) and root.is_stream else root
+            is_table = isinstance(root, Items) and path.suffix not in _PICKLES
+            return not (is_table or holds_array(value) or looks_like_label(path.stem))
+    except InvalidInputError:
+        return False
