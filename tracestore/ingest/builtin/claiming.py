@@ -75,7 +75,9 @@ def _alike(files: Iterable[str]) -> dict[str, list[str]]:
 
 def _owner(name: str, path: Path, known: Sequence[Builtin]) -> Builtin | InvalidInputError | None:
     """Return the owner of a file, None without; an error if the file cannot be read."""
-    matching = [(b, text) for b in known for text, pattern in b.patterns.items() if pattern.match(name) is not None]
+    texts = {text: pattern for b in known for text, pattern in b.patterns.items()}
+    fitting = {text for text, pattern in texts.items() if pattern.match(name) is not None}
+    matching = [(b, text) for b in known for text in b.signatures if text in fitting]
     if not matching:
         return None
     found: dict[str, tuple[int, Builtin]] = {}
@@ -88,6 +90,9 @@ def _owner(name: str, path: Path, known: Sequence[Builtin]) -> Builtin | Invalid
                     found[builtin.name] = max(found.get(builtin.name, best), best, key=lambda pair: pair[0])
     except InvalidInputError as error:
         return error
+    for _, builtin in list(found.values()):
+        for name_of_other in builtin.instead_of:
+            found.pop(name_of_other, None)
     if len(found) > 1:
         raise InvalidInputError(
             f"the built-in layouts {' and '.join(sorted(found))} match it; --layout says which fields it has",

@@ -1,5 +1,6 @@
 """The built-in layouts: one TOML file a tool."""
 
+import itertools
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,9 +14,7 @@ from tracestore.ingest.layout.language import Layout, parse_layout
 from tracestore.ingest.layout.patterns import Pattern
 from tracestore.ingest.layout.places import plan_of
 
-_KEYS = frozenset(("what", "defined", "suffixes", "reader", "layout", "signature"))
-# What a suffix takes the place of in the lines of a layout.
-_SUFFIX = "$"
+_KEYS = frozenset(("what", "defined", "instead_of", "vary", "reader", "layout", "signature"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,12 +31,15 @@ class Builtin:
         What is no layout: a structure of the file, such as PyG graphs.
     signatures : Mapping
         By the FILES of the lines, or of what is left out.
+    instead_of : tuple of str
+        Tools whose files these are too, in a special case.
     """
 
     name: str
     entries: Mapping[str, Any]
     reader: str | None
     signatures: Mapping[str, Signature] = field(default_factory=dict)
+    instead_of: tuple[str, ...] = ()
 
     @cached_property
     def patterns(self) -> dict[str, Pattern]:
@@ -77,11 +79,11 @@ class Builtin:
         added = {name: f"{item} : {key}" if " : " not in item else f"{item}/{key}" for name, key in lines.items()}
         keys = dict.fromkeys(lines.values(), Signature.parse({"may": {"x": "number | text | int"}}).may["x"])
         signatures = {text: signature.with_keys(keys) for text, signature in self.signatures.items()}
-        return Builtin(self.name, {**self.entries, **added}, self.reader, signatures)
+        return Builtin(self.name, {**self.entries, **added}, self.reader, signatures, self.instead_of)
 
 
 def parse_builtin(name: str, text: str) -> list[Builtin]:
-    """Return the built-in layouts of a TOML file, one for each suffix of its files.
+    """Return the built-in layouts of a TOML file: one for each combination of what `vary` lists.
 
     Raises
     ------
@@ -92,13 +94,14 @@ def parse_builtin(name: str, text: str) -> list[Builtin]:
         entries = tomllib.loads(text)
         if unknown := entries.keys() - _KEYS:
             raise UsageError(f"unknown {', '.join(sorted(unknown))}")
-        if not entries.get("defined") or not entries.get("signature"):
-            raise UsageError("needs defined, where its tool says what it writes, and a signature")
+        if not entries.get("what") or not entries.get("defined") or not entries.get("signature"):
+            raise UsageError("needs what its states are, where its tool defines them, and a signature")
         found = []
-        for suffix in entries.get("suffixes", [""]):
-            lines = {n: _with_suffix(v, suffix) for n, v in entries.get("layout", {}).items()}
-            signatures = {_with_suffix(t, suffix): Signature.parse(s) for t, s in entries["signature"].items()}
-            builtin = Builtin(name, lines, entries.get("reader"), signatures)
+        for chosen in itertools.product(*entries.get("vary", ())):
+            values = {f"<{key}>": value for choice in chosen for key, value in choice.items()}
+            lines, tables = _filled(entries.get("layout", {}), values), _filled(entries["signature"], values)
+            signatures = {files: Signature.parse(table) for files, table in tables.items()}
+            builtin = Builtin(name, lines, entries.get("reader"), signatures, tuple(entries.get("instead_of", ())))
             if builtin.reader is None and (rest := set(plan_of(builtin.layout).files) ^ signatures.keys()):
                 raise UsageError(f"lines and signatures differ in {', '.join(sorted(rest))}")
             found.append(builtin)
@@ -107,10 +110,16 @@ def parse_builtin(name: str, text: str) -> list[Builtin]:
     return found
 
 
-def _with_suffix(value: Any, suffix: str) -> Any:
+def _filled(value: Any, values: Mapping[str, str]) -> Any:
+    """Return a value of TOML with what varies in its texts and keys."""
+    if isinstance(value, Mapping):
+        return {_filled(key, values): _filled(entry, values) for key, entry in value.items()}
     if isinstance(value, list):
-        return [_with_suffix(entry, suffix) for entry in value]
-    return value.replace(_SUFFIX, suffix) if isinstance(value, str) else value
+        return [_filled(entry, values) for entry in value]
+    if isinstance(value, str):
+        for key, text in values.items():
+            value = value.replace(key, text)
+    return value
 
 
 @cache

@@ -18,7 +18,7 @@ from tracestore.ingest.tree import Array, Group, Items, StreamItems, Value
 _MAX_LOOKS = 3
 _MAX_DEPTH = 8
 _KINDS = {"number": ("int", "float", "bool"), "id": ("text", "int"), "flag": ("int", "bool")}
-_PLAIN = frozenset(("text", "int", "float", "bool", "group", "array", "none"))
+_PLAIN = frozenset(("text", "int", "float", "bool", "group", "array", "none", "any"))
 _COMPARISONS = {"!=": operator.ne, "<": operator.lt, "==": operator.eq}
 _CONDITION = re.compile(r"(\w) (!=|<|==) (\w)(?: unless (\S+))?")
 _DTYPE = re.compile(r"(bfloat|float|uint|int|bool)\d*")
@@ -209,6 +209,8 @@ class Signature:
     def _compare_value(self, path: str, value: Value, forms: tuple[Form, ...], sizes: dict[str, int]) -> str | None:
         kind, shape = facts_of(value)
         for form in forms:
+            if "any" in form.kinds:
+                return None
             if kind not in form.kinds or len(shape) != len(form.axes):
                 continue
             bound = dict(sizes)
