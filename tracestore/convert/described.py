@@ -1,6 +1,7 @@
 """Sources that layouts describe, and their labels: stored when the accounts of the run close."""
 
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +38,9 @@ class DescribedRun:
     parts : sequence of Part
         The layouts, each with its files.
     order : Mapping
-        The positions of all files by their names below SRC.
+        The positions of all files by their paths.
+    is_builtin : bool
+        Whether built-in layouts describe the files.
 
     Attributes
     ----------
@@ -45,8 +48,8 @@ class DescribedRun:
         In the order of their files.
     """
 
-    def __init__(self, parts: Sequence[Part], order: Mapping[str, int]) -> None:
-        self._parts, self._order = parts, order
+    def __init__(self, parts: Sequence[Part], order: Mapping[Path, int], *, is_builtin: bool = False) -> None:
+        self._parts, self._order, self.is_builtin = parts, order, is_builtin
         self.sources = sources_in_order(parts, order)
         for folder in {place for source in self.sources for path in source.files for place in path.parents[:2]}:
             read_export(folder)  # refuses an unfinished or damaged export
@@ -205,7 +208,7 @@ def run_of_layout(layout: Layout, arguments: list[Path], folder: Path, scores: s
     """
     files = list_files(arguments, folder)
     part = Part(layout, files, () if scores is None else (Path(scores),))
-    return DescribedRun([part], {name: k for k, name in enumerate(files)})
+    return DescribedRun([part], {path: k for k, path in enumerate(files.values())})
 
 
 def run_of_builtins(arguments: list[Path], folder: Path, options: ConvertOptions) -> DescribedRun:
@@ -216,18 +219,41 @@ def run_of_builtins(arguments: list[Path], folder: Path, options: ConvertOptions
     UsageError
         If a folder holds no file.
     """
-    files = list_files(arguments, folder)
-    scores = [path for path in files.values() if path.match("*scores*.csv")]
+    groups = _by_argument(arguments, folder)
+    found = [path for _, files in groups for path in files.values()]
+    scores = [path for path in found if path.match("*scores*.csv")]
+    has_scores_file = bool(scores) or options.scores is not None
     owned = scores if options.scores is None else [*scores, Path(options.scores)]
-    lines = {} if options.id_column is None or options.scores is not None else {"question_id": options.id_column}
-    if options.scores is None and options.score_column is not None and not scores:
+    lines = {} if options.id_column is None or has_scores_file else {"question_id": options.id_column}
+    if options.score_column is not None and not has_scores_file:
         direction = options.score_direction or direction_of(options.score_column)
         name = "hallucination" if direction == HALLUCINATION else "correctness"
         lines[f"{name}.{options.score_column}"] = options.score_column
-    run = DescribedRun(builtin_parts(files, arguments, owned, lines), {name: k for k, name in enumerate(files)})
+    parts = [
+        part
+        for named, files in groups
+        for part in builtin_parts(files, named, owned, lines, has_scores_file=has_scores_file)
+    ]
+    run = DescribedRun(parts, {path: k for k, path in enumerate(found)}, is_builtin=True)
     if not run.sources:
         raise UsageError(f"{arguments[0]}: no trace file in this folder; name a file of another suffix")
     return run
+
+
+def _by_argument(arguments: list[Path], folder: Path) -> list[tuple[list[Path], dict[str, Path]]]:
+    """Return the files of each folder among the arguments, and of files behind each other with different names."""
+    groups: list[tuple[list[Path], dict[str, Path]]] = []
+    seen: set[str] = set()
+    for argument in arguments:
+        files = {n: p for n, p in list_files([argument], folder).items() if os.path.realpath(p) not in seen}
+        seen |= {os.path.realpath(path) for path in files.values()}
+        is_file = not argument.is_dir()
+        if is_file and groups and not groups[-1][0][0].is_dir() and not groups[-1][1].keys() & files.keys():
+            groups[-1][0].append(argument)
+            groups[-1][1].update(files)
+        else:
+            groups.append(([argument], files))
+    return groups
 
 
 def without_copy_mark(name: str) -> str:

@@ -24,6 +24,7 @@ from tracestore.store.write.record import TraceRecord
 
 _MAX_NAMES = 3
 _PICKLES = (".pkl", ".pickle", ".p", ".joblib", ".pt", ".pth", ".ckpt")
+_TRACES = (*_PICKLES, ".gz", ".bz2", ".xz", ".zst")
 OnRefused = Callable[[InvalidInputError], None]
 
 
@@ -93,6 +94,8 @@ class Part:
         The built-in layout that the files belong to.
     sources : Mapping, optional
         Sources without a layout, by the names of their files.
+    has_scores_file : bool
+        As for `Execution`.
     """
 
     def __init__(
@@ -102,14 +105,26 @@ class Part:
         owned: tuple[Path, ...] = (),
         builtin: Builtin | None = None,
         sources: Mapping[str, SourceFile] | None = None,
+        *,
+        has_scores_file: bool = False,
     ) -> None:
         self._layout, self._files, self._owned, self._builtin = layout, files, owned, builtin
-        self._others = sources or {}
-        self.execution = None if layout is None else Execution(layout, files, owned, self._checked)
+        self._others, self._has_scores_file = sources or {}, has_scores_file
+        check = None if builtin is None else self._checked
+        self.execution = (
+            None if layout is None else Execution(layout, files, owned, check, has_scores_file=has_scores_file)
+        )
 
     def again(self) -> "Part":
         """Return the part with accounts of its own."""
-        return Part(self._layout, self._files, self._owned, self._builtin, self._others)
+        return Part(
+            self._layout,
+            self._files,
+            self._owned,
+            self._builtin,
+            self._others,
+            has_scores_file=self._has_scores_file,
+        )
 
     @property
     def directions(self) -> dict[str, str]:
@@ -137,9 +152,9 @@ class Part:
             return True
         return None if self._layout.records else False
 
-    def sources(self) -> Iterator[tuple[str, SourceFile]]:
-        """Yield the sources by the name of the first file of each."""
-        yield from self._others.items()
+    def sources(self) -> Iterator[tuple[Path, SourceFile]]:
+        """Yield the sources with the path of the first file of each."""
+        yield from ((source.path, source) for source in self._others.values())
         if self.execution is None:
             return
         fingerprint = self.execution.fingerprint()
@@ -148,26 +163,32 @@ class Part:
             first = next(iter(group.files.values()))[0]
             # A file of a built-in layout is known by its bytes alone.
             parts = () if self._builtin is not None and group.paths == (first.path,) else group.paths
-            yield first.name, SourceFile(group.paths[0], group.name, parts=parts, described=described)
+            yield first.path, SourceFile(group.paths[0], group.name, parts=parts, described=described)
 
     def _checked(self, text: str, name: str, root: Value) -> Value:
-        if self._builtin is None:
-            return root
+        assert self._builtin is not None
         return self._builtin.signatures[text].checked(root, partial(_refuse, self._builtin.name))
 
 
 def _refuse(name: str, difference: str) -> NoReturn:
-    raise InvalidInputError(f"{difference}: not as the other files of the built-in layout {name}; --layout describes it")
+    raise InvalidInputError(
+        f"{difference}: not as the other files of the built-in layout {name}; --layout describes it"
+    )
 
 
-def sources_in_order(parts: Sequence[Part], order: Mapping[str, int]) -> list[SourceFile]:
+def sources_in_order(parts: Sequence[Part], order: Mapping[Path, int]) -> list[SourceFile]:
     """Return the sources of all parts in the order of their first files."""
-    found = [(order[name], source) for part in parts for name, source in part.sources()]
+    found = [(order[path], source) for part in parts for path, source in part.sources()]
     return [source for _, source in sorted(found, key=lambda pair: pair[0])]
 
 
 def builtin_parts(
-    files: Mapping[str, Path], arguments: Sequence[Path], owned: Iterable[Path], lines: Mapping[str, str]
+    files: Mapping[str, Path],
+    arguments: Sequence[Path],
+    owned: Iterable[Path],
+    lines: Mapping[str, str],
+    *,
+    has_scores_file: bool,
 ) -> list[Part]:
     """Return the parts that built-in layouts and exports describe, and one of the files that nothing describes.
 
@@ -181,6 +202,13 @@ def builtin_parts(
         Files that are read for another purpose.
     lines : Mapping
         Keys of fields in the items of built-in layouts.
+    has_scores_file : bool
+        As for `Execution`.
+
+    Raises
+    ------
+    InvalidInputError
+        If nothing describes a table or arrays next to the traces, which may belong to them.
     """
     taken = {path.absolute() for path in owned}
     sources: dict[str, SourceFile] = {}
@@ -197,7 +225,7 @@ def builtin_parts(
     parts = []
     for builtin, own in claims.owned.items():
         if builtin.reader is None:
-            parts.append(Part(builtin.layout, own, builtin=builtin))
+            parts.append(Part(builtin.layout, own, builtin=builtin, has_scores_file=has_scores_file))
         else:
             sources |= {n: SourceFile(path, n, described=GraphFile(path)) for n, path in own.items()}
     named = {path.absolute() for path in arguments}
@@ -227,6 +255,9 @@ def _unknown(
         errors[name] = InvalidInputError(
             f"no built-in layout describes it{more}{count}; --layout or --field says where the fields are"
         )
+    # Rule 8: tables and arrays next to traces may belong to them; of a pickle its own traces are missing at most.
+    if beside := next((name for name in unknown if not name.endswith(_TRACES)), None):
+        raise errors[beside].with_location(source=beside)
     return {name: SourceFile(files[name], name, described=UnknownFile(error)) for name, error in errors.items()}
 
 

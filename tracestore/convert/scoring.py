@@ -80,7 +80,7 @@ class Scoring:
         described: "DescribedRun | None" = None,
     ) -> None:
         self._described = described
-        is_read = described is None or options.scores is not None
+        is_read = described is None or described.is_builtin or options.scores is not None
         self.file, paths = _read_files(arguments, sources, options, output) if is_read else (None, [])
         self.scores_file = ", ".join(map(str, paths)) or None
         found = [source for source in sources if source.path not in paths]

@@ -2,10 +2,10 @@
 
 import operator
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain, islice
+from itertools import islice
 from typing import Any, NamedTuple
 
 from tracestore.errors import UsageError, escape_unprintable
@@ -17,10 +17,13 @@ from tracestore.ingest.tree import Array, Group, Items, StreamItems, Value
 # Items of a stream that may show what a condition states; the first one mostly does.
 _MAX_LOOKS = 3
 _MAX_DEPTH = 8
+# Words of keys that number parts of a trace: an item with one of them may be no whole trace.
+_PARTS = frozenset("step layer token position pos head part rank idx index turn chunk".split())
 _KINDS = {"number": ("int", "float", "bool"), "id": ("text", "int"), "flag": ("int", "bool")}
 _PLAIN = frozenset(("text", "int", "float", "bool", "group", "array", "none", "any"))
 _COMPARISONS = {"!=": operator.ne, "<": operator.lt, "==": operator.eq}
 _CONDITION = re.compile(r"(\w) (!=|<|==) (\w)(?: unless (\S+))?")
+_NEEDS = "needs "
 _DTYPE = re.compile(r"(bfloat|float|uint|int|bool)\d*")
 # Axes that differ from another one by at most one: T ids are S states or one more, A layers of attention L or one less.
 _NEAR = {"T": ("S", (0, 1)), "A": ("L", (0, -1))}
@@ -43,7 +46,9 @@ def parse_form(text: str) -> tuple[Form, ...]:
         kind, *axes = part.split()
         kinds = frozenset(_KINDS.get(kind, (kind,)))
         if not kinds <= _PLAIN:
-            raise UsageError(f"{text!r}: found the kind {kind}, expected one of {', '.join(sorted({*_PLAIN, *_KINDS}))}")
+            raise UsageError(
+                f"{text!r}: found the kind {kind}, expected one of {', '.join(sorted({*_PLAIN, *_KINDS}))}"
+            )
         forms.append(Form(kinds, tuple(axes)))
     return tuple(forms)
 
@@ -79,9 +84,13 @@ class Signature:
     must, may : Mapping
         Forms by key; a key may be a path, or a pattern such as ``layer_{layer}``.
     others : frozenset of str
-        Kinds of values that further keys may have; a key that looks like a label is never one of them.
+        Kinds of values that further keys may have; a key that looks like a label, or numbers parts of a trace, is never
+        one of them.
+    others_beside : tuple of str
+        Keys of which one is there wherever there are further keys: of ids, which could be any of those.
     conditions : tuple of str
-        Comparisons of extents, such as ``L != S unless attentions``: of a list, one of the first items fulfills them.
+        Comparisons of extents, such as ``L != S unless attentions``, and keys of which there is one, such as
+        ``needs tokens attentions``: of a list, one of the first items fulfills them.
     class_name : str
         Pattern of the class of a pickled object; "" for other values.
     """
@@ -90,6 +99,7 @@ class Signature:
     must: Mapping[str, tuple[Form, ...]] = field(default_factory=dict)
     may: Mapping[str, tuple[Form, ...]] = field(default_factory=dict)
     others: frozenset[str] = frozenset()
+    others_beside: tuple[str, ...] = ()
     conditions: tuple[str, ...] = ()
     class_name: str = ""
 
@@ -97,8 +107,8 @@ class Signature:
     def parse(cls, entries: Mapping[str, Any]) -> "Signature":
         """Return the signature of a table of TOML."""
         forms = {part: {k: parse_form(v) for k, v in entries.get(part, {}).items()} for part in ("must", "may")}
-        unknown = entries.keys() - {"at", "must", "may", "others", "conditions", "class"}
-        wrong = [text for text in entries.get("conditions", ()) if not _CONDITION.fullmatch(text)]
+        unknown = entries.keys() - {"at", "must", "may", "others", "others_beside", "conditions", "class"}
+        wrong = [t for t in entries.get("conditions", ()) if not t.startswith(_NEEDS) and not _CONDITION.fullmatch(t)]
         if unknown or wrong:
             raise UsageError(f"signature: unknown {', '.join([*sorted(unknown), *wrong])}")
         return cls(
@@ -106,6 +116,7 @@ class Signature:
             forms["must"],
             forms["may"],
             frozenset(entries.get("others", "").split()),
+            tuple(entries.get("others_beside", "").split()),
             tuple(entries.get("conditions", ())),
             entries.get("class", ""),
         )
@@ -124,32 +135,42 @@ class Signature:
         """Return what in the first item of a file is another thing than the signature says, None if nothing is."""
         if not self.must and not self.class_name:
             return None  # a file that is left out, or a table whose rows the accounts check
-        unmet: str | None = "holds no item"
-        for item in islice(self._items(root), _MAX_LOOKS if self.conditions else 1):
+        first: str | None = None
+        unmet: str | None = None
+        for item in islice(self._items(root), _MAX_LOOKS):
             differs, sizes = self._compare(item)
-            if differs is not None:
-                return differs
-            if (unmet := self._unmet(sizes, item)) is None:
+            if differs is None and (unmet := self._unmet(sizes, item)) is None:
                 return None
-        return unmet
+            first = first or differs
+        return unmet or first or "holds no item"
 
-    def checked(self, root: Value, refuse: Any) -> Value:
-        """Return the root of a file that is being read; `refuse` gets the difference of its first item."""
-        if isinstance(root, Items) and root.is_stream:
-            if self.at == "[]":
-                return StreamItems(self._checked(root, refuse), root.length, root.attributes)
-            return root
-        for item in islice(self._items(root), 1):
-            if (differs := self._compare(item)[0]) is not None:
-                refuse(differs)
+    def checked(self, root: Value, refuse: Callable[[str], None]) -> Value:
+        """Return the root of a file that is being read; `refuse` gets what is another thing in its first items."""
+        if isinstance(root, Items) and root.is_stream and self.at == "[]":
+            return StreamItems(self._checked(root, refuse), root.length, root.attributes)
+        found = [self._compare(item)[0] for item in islice(self._items(root), 1)]
+        if found and found[0] is not None:
+            found += [self._compare(item)[0] for item in islice(self._items(root), 1, _MAX_LOOKS)]
+            if None not in found:
+                refuse(str(found[0]))
         return root
 
-    def _checked(self, items: Items, refuse: Any) -> Iterator[Value]:
-        found = iter(items)
-        for item in found:
-            if (differs := self._compare(item)[0]) is not None:
-                refuse(differs)
-            yield from chain([item], found)
+    def _checked(self, items: Items, refuse: Callable[[str], None]) -> Iterator[Value]:
+        rest = iter(items)
+        seen: list[Value] = []
+        first = None
+        for item in islice(rest, _MAX_LOOKS):
+            seen.append(item)
+            if (differs := self._compare(item)[0]) is None:
+                break
+            first = first or differs
+        else:
+            if first is not None:
+                refuse(first)
+        item = None
+        while seen:
+            yield seen.pop(0)
+        yield from rest
 
     def _items(self, root: Value) -> Iterator[Value]:
         if self.at == "[]":
@@ -192,8 +213,8 @@ class Signature:
     def _compare_keys(self, group: Group, prefix: str, sizes: dict[str, int], counts: dict[str, int]) -> str | None:
         for name in group:
             path, value = f"{prefix}{key_text(name)}", group[name]
-            if value is None:
-                continue
+            if value is None or (isinstance(value, Items) and facts_of(value)[0] == "none"):
+                continue  # missing, as are layers of None
             found = next(((key, forms) for key, p, forms, _ in self._patterns if p.match(path) is not None), None)
             if found is not None:
                 if (differs := self._compare_value(path, value, found[1], sizes)) is not None:
@@ -202,9 +223,21 @@ class Signature:
             elif isinstance(value, Group) and any(key.startswith(f"{path}/") for key, *_ in self._patterns):
                 if (differs := self._compare_keys(value, f"{path}/", sizes, counts)) is not None:
                     return differs
-            elif facts_of(value)[0] not in self.others or facts_of(value)[1] or looks_like_label(path):
+            elif not self._may_be_other(group, path, value):
                 return f"{escape_unprintable(path, 60)}: found {describe(value)}, which is no part of it"
         return None
+
+    def _may_be_other(self, group: Group, path: str, value: Value) -> bool:
+        """Return whether a value that no form describes may lie next to the others."""
+        kind, shape = facts_of(value)
+        if (
+            kind not in self.others
+            or shape
+            or looks_like_label(path)
+            or not _PARTS.isdisjoint(re.split(r"[\W_]+", path.lower()))
+        ):
+            return False
+        return not self.others_beside or any(group.get(key) is not None for key in self.others_beside)
 
     def _compare_value(self, path: str, value: Value, forms: tuple[Form, ...], sizes: dict[str, int]) -> str | None:
         kind, shape = facts_of(value)
@@ -214,7 +247,10 @@ class Signature:
             if kind not in form.kinds or len(shape) != len(form.axes):
                 continue
             bound = dict(sizes)
-            if all((a == str(n)) if a.isdigit() else bound.setdefault(a, n) == n for a, n in zip(form.axes, shape, strict=True)):
+            if all(
+                (a == str(n)) if a.isdigit() else bound.setdefault(a, n) == n
+                for a, n in zip(form.axes, shape, strict=True)
+            ):
                 sizes |= bound
                 return None
         expected = " or ".join(map(str, forms))
@@ -223,6 +259,11 @@ class Signature:
 
     def _unmet(self, sizes: Mapping[str, int], item: Value) -> str | None:
         for text in self.conditions:
+            if text.startswith(_NEEDS):
+                keys = text.split()[1:]
+                if not (isinstance(item, Group) and any(facts_of(item.get(key))[0] != "none" for key in keys)):
+                    return f"found none of {', '.join(keys)}"
+                continue
             match = _CONDITION.fullmatch(text)
             assert match is not None
             one, sign, two, key = match.groups()

@@ -111,6 +111,8 @@ class DirectReader:
         As for `record_from_dict`.
     on_unclaimed : callable
         Called with the node, key and value of each key that no line names.
+    has_scores_file : bool
+        Whether a scores file replaces labels and scores, which then are extras.
     """
 
     def __init__(
@@ -120,7 +122,10 @@ class DirectReader:
         source_name: str,
         need_attention: bool | None,
         on_unclaimed: Callable[[Node, str, Value], None],
+        *,
+        has_scores_file: bool = False,
     ) -> None:
+        self._has_scores_file = has_scores_file
         self._plan, self._node, self._source = plan, node, source_name
         self._need_attention, self._on_unclaimed = need_attention, on_unclaimed
         self._settings, self._states = plan.layout.settings, plan.layout.states
@@ -145,7 +150,8 @@ class DirectReader:
         values: dict[str, Any] = {}
         for key, name, read in keys.fields:
             if (value := item[key]) is not None:
-                found = read(value, name)
+                if (found := read(value, name)) is None:
+                    continue
                 if name in values and values[name] != found:
                     raise InvalidInputError(f"found two values that differ, one as {key}", field=name)
                 values[name] = found
@@ -156,7 +162,9 @@ class DirectReader:
         record.extras.update(extras)
         if stated_ids is not None:
             record.layer_ids = self._layer_ids(stated_ids, record)
-        if keys.scores:
+        if keys.scores and self._has_scores_file:
+            record.extras.update({key.key: item[key.key] for key in keys.scores if isinstance(item[key.key], _EXTRAS)})
+        elif keys.scores:
             self._set_scores(record, item, keys.scores)
         return record
 
@@ -178,7 +186,9 @@ class DirectReader:
 
     def _reader_of(self, place: Place) -> Callable[[Value, str], Any]:
         if place.name in ("hidden_states", "attentions", "last_token"):
-            return _skipped if place.name == "attentions" and self._need_attention is False else _layers
+            if place.name == "attentions":
+                return _skipped if self._need_attention is False else _attention
+            return _layers
         if place.rule.kind == "texts":
             return _texts
         if place.rule.kind in ("array", "known"):
@@ -295,6 +305,13 @@ def _layers(value: Value, name: str) -> list[np.ndarray]:
                 f"found {layer.dtype} {layer.shape} in one layer, expected {dtype} {shape} as in the first", field=name
             )
     return layers
+
+
+def _attention(value: Value, name: str) -> list[np.ndarray] | None:
+    """Return the layers of attention; None where the model gave none."""
+    if isinstance(value, Items) and not value.is_stream and (not value.length or value[0] is None):
+        return None
+    return _layers(value, name)
 
 
 def _numbers(value: Value, name: str) -> np.ndarray:

@@ -45,7 +45,10 @@ class Execution:
     owned : tuple of Path
         The files that are read for another purpose.
     check : callable, optional
-        Called with the FILES of a line, the name of a file and its root when it is opened; returns the root.
+        Called with the FILES of a line, the name of a file and its root when it is opened; returns the root. Files of
+        a built-in layout have one.
+    has_scores_file : bool
+        Whether a scores file replaces the labels and scores in the items of traces, which then become extras.
 
     Attributes
     ----------
@@ -58,9 +61,14 @@ class Execution:
         layout: Layout,
         files: Mapping[str, Path],
         owned: tuple[Path, ...] = (),
-        check: Callable[[str, str, Value], Value] = lambda _text, _name, root: root,
+        check: Callable[[str, str, Value], Value] | None = None,
+        *,
+        has_scores_file: bool = False,
     ) -> None:
-        self.layout, self.plan, self._check = layout, plan_of(layout), check
+        self.layout, self.plan, self._has_scores_file = layout, plan_of(layout), has_scores_file
+        self._check = check or _unchanged
+        # The writer tells repeated ids of built-in layouts apart, as those of all other files (--on-conflict).
+        self._allows_repeats = check is not None
         self._claimed = claim_files(self.plan, files, owned)
         self.groups, self._table_files = group_files(self.plan, self._claimed)
         self._trees = {
@@ -111,7 +119,9 @@ class Execution:
 
     def scores_of_tables(self) -> set[str]:
         """Return the fields of labels and scores that tables give."""
-        return {p.name for p in self.plan.others if p.rule.kind == "score" and p.address.files.text in self._table_files}
+        return {
+            p.name for p in self.plan.others if p.rule.kind == "score" and p.address.files.text in self._table_files
+        }
 
     # Reading
 
@@ -151,7 +161,8 @@ class Execution:
                         self._refuse(error, group, position, account, on_refused)
                         position += 1
                         continue
-                    account.add_key(record)
+                    if not self._allows_repeats:
+                        account.add_key(record)
                     if account.num_traces == 1:
                         self._keep_first(group, record)
                     position += 1
@@ -190,7 +201,14 @@ class Execution:
         step, node = self._step, self._trees[text]
         assert not isinstance(step, bool)
         node = node if step is None else node.child(step)
-        reader = DirectReader(self.plan, node, group.name, need_attention, self._refuse_unclaimed)
+        reader = DirectReader(
+            self.plan,
+            node,
+            group.name,
+            need_attention,
+            self._refuse_unclaimed,
+            has_scores_file=self._has_scores_file,
+        )
         account = SourceAccount(self.plan, Columns(self.plan))
         position = 0
         for file in group.files[text]:
@@ -199,7 +217,8 @@ class Execution:
                 for item, bound in items_of(root, step, {**file.bound, "file": file.name}, file.name):
                     try:
                         record = reader.record(item, bound, position)
-                        account.add_key(record)
+                        if not self._allows_repeats:
+                            account.add_key(record)
                     except InvalidInputError as error:
                         self._refuse(error, group, position, account, on_refused)
                         position += 1
@@ -437,3 +456,7 @@ class Execution:
             f"first trace: {escape_unprintable(record.question_id, 60)}, {shown}, L {layers}, {tokens}, D {width}, "
             f"median norm {float(np.median(norms)):.3g}"
         )
+
+
+def _unchanged(_text: str, _name: str, root: Value) -> Value:
+    return root
