@@ -77,6 +77,7 @@ OWN = [
     ("traces", "a.pkl", lambda: [trace(tokens=np.arange(6), tokens_decoded=None)]),
     ("traces", "a.pkl", lambda: [{"question_id": "refused"}, trace()]),
     ("traces", "a.pkl", lambda: [trace(question_id=None, num_layers=3, example_id=0, cutoff_method="eos")]),
+    ("traces", "a.pkl", lambda: [{"question_id": str(s), "hidden_states": list(states(3, s, 8))} for s in (4, 6, 5)]),
     ("last_tokens", "a.pkl", lambda: [{"question_id": "a", "last_token": states(3, 8)}]),
     ("sequences", "lstm_solo/preprocessed_0.pt", sequences),
     (
@@ -110,6 +111,8 @@ TRAPS = [
     ("neither tokens nor attention", "a.pkl", lambda: [trace(attentions=None, tokens=None, tokens_decoded=None)]),
     ("two tokens more than states", "a.pkl", lambda: [trace(tokens=np.arange(7), tokens_decoded=None)]),
     ("fewer tokens than states", "a.pkl", lambda: [trace(tokens=np.arange(4), tokens_decoded=None)]),
+    ("tokens first, of which the number varies", "a.pkl", lambda: [{"question_id": str(s), "hidden_states": list(states(s, 3, 8))} for s in (4, 6, 5)]),
+    ("neither tokens nor attention, and equal lengths", "a.pkl", lambda: [{"question_id": str(k), "hidden_states": list(states(3, 5, 8))} for k in range(3)]),
     ("a batch", "a.pkl", lambda: [trace(hidden_states=[states(4, 5, 8)] * 3)]),
     ("one layer without its axis", "a.pkl", lambda: [trace(hidden_states=states(5, 8))]),
     ("integers", "a.pkl", lambda: [trace(hidden_states=list(np.ones((3, 5, 8), "i1")))]),

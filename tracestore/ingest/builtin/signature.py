@@ -90,7 +90,8 @@ class Signature:
         Keys of which one is there wherever there are further keys: of ids, which could be any of those.
     conditions : tuple of str
         Comparisons of extents, such as ``L != S unless attentions``, and keys of which there is one, such as
-        ``needs tokens attentions``: of a list, one of the first items fulfills them.
+        ``needs tokens attentions``. Of a list, one of the first items fulfills them. Both kinds that name keys are also
+        fulfilled if S alone differs between the items (rule 16).
     class_name : str
         Pattern of the class of a pickled object; "" for other values.
     """
@@ -137,11 +138,15 @@ class Signature:
             return None  # a file that is left out, or a table whose rows the accounts check
         first: str | None = None
         unmet: str | None = None
+        found: list[dict[str, int]] = []
         for item in islice(self._items(root), _MAX_LOOKS):
             differs, sizes = self._compare(item)
-            if differs is None and (unmet := self._unmet(sizes, item)) is None:
-                return None
             first = first or differs
+            if differs is None:
+                found.append(sizes)
+                unmet = self._unmet(sizes, item, is_varying=_is_varying(found))
+                if unmet is None:
+                    return None
         return unmet or first or "holds no item"
 
     def checked(self, root: Value, refuse: Callable[[str], None]) -> Value:
@@ -257,18 +262,26 @@ class Signature:
         known = ", ".join(f"{letter} {size}" for letter, size in sizes.items())
         return f"{path or 'the value'}: found {kind} {shape}, expected {expected}" + (f" with {known}" if known else "")
 
-    def _unmet(self, sizes: Mapping[str, int], item: Value) -> str | None:
+    def _unmet(self, sizes: Mapping[str, int], item: Value, *, is_varying: bool) -> str | None:
         for text in self.conditions:
             if text.startswith(_NEEDS):
                 keys = text.split()[1:]
-                if not (isinstance(item, Group) and any(facts_of(item.get(key))[0] != "none" for key in keys)):
+                if not is_varying and not (
+                    isinstance(item, Group) and any(facts_of(item.get(key))[0] != "none" for key in keys)
+                ):
                     return f"found none of {', '.join(keys)}"
                 continue
             match = _CONDITION.fullmatch(text)
             assert match is not None
             one, sign, two, key = match.groups()
-            if key is not None and isinstance(item, Group) and item.get(key) is not None:
+            if key is not None and (is_varying or (isinstance(item, Group) and item.get(key) is not None)):
                 continue
             if one in sizes and two in sizes and not _COMPARISONS[sign](sizes[one], sizes[two]):
                 return f"found {one} {sizes[one]} and {two} {sizes[two]}, expected {one} {sign} {two}"
         return None
+
+
+def _is_varying(found: list[dict[str, int]]) -> bool:
+    """Return whether only the number of tokens differs between items."""
+    others = [{letter: size for letter, size in sizes.items() if letter in "LDH"} for sizes in found]
+    return len({sizes.get("S") for sizes in found}) > 1 and all(sizes == others[0] for sizes in others)
