@@ -3,6 +3,7 @@
 import math
 import os
 import re
+import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -10,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from tracestore.console import plural
-from tracestore.convert.parts import Part, builtin_parts, sources_in_order
 from tracestore.convert.options import ConvertOptions
-from tracestore.errors import InvalidInputError, UsageError, escape_unprintable
+from tracestore.convert.parts import Part, builtin_parts, files_of, sources_in_order
+from tracestore.errors import InvalidInputError, TracestoreError, UsageError, escape_unprintable
 from tracestore.ingest.execute.claims import list_files
 from tracestore.ingest.exports.manifest import read_export
 from tracestore.ingest.layout.fields import score_of
@@ -22,6 +23,7 @@ from tracestore.ingest.sources import SourceFile
 from tracestore.store.format.labels import CORRECT, HALLUCINATION, ScoreField
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.read.columns import TraceValues
+from tracestore.store.read.store import open_store
 from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.record import TraceRecord
 from tracestore.store.write.writer import StoreWriter
@@ -132,7 +134,9 @@ class DescribedRun:
             )
 
     def define(self, writer: StoreWriter) -> None:
-        """Define the scores of tables in the store."""
+        """Define the scores of tables in the store, which keeps stated layouts."""
+        for text in dict.fromkeys(part.kept_text for part in self._parts if part.kept_text is not None):
+            writer.keep_layout(text)
         for name in self._late:
             self._define(writer, name)
 
@@ -211,8 +215,30 @@ def run_of_layout(layout: Layout, arguments: list[Path], folder: Path, scores: s
     return DescribedRun([part], {path: k for k, path in enumerate(files.values())})
 
 
-def run_of_builtins(arguments: list[Path], folder: Path, options: ConvertOptions) -> DescribedRun:
-    """Return the conversion of files by the built-in layouts that they match.
+def kept_layouts(store: str) -> list[Layout]:
+    """Return the layouts that a store keeps, the newest first."""
+    try:
+        with open_store(store) as existing:
+            texts = existing.internals.attributes.layouts
+    except TracestoreError:
+        return []  # the writer reports what is wrong with the store
+    return [parse_layout(tomllib.loads(text), "layout of the store") for text in reversed(texts)]
+
+
+def run_of_builtins(
+    arguments: list[Path], folder: Path, options: ConvertOptions, kept: Sequence[Layout] = ()
+) -> DescribedRun:
+    """Return the conversion of files by the layouts that the store keeps, and by the built-in ones that they match.
+
+    Parameters
+    ----------
+    arguments : list of Path
+        Files and folders.
+    folder : Path
+        Folder of the store, which is not searched.
+    options : ConvertOptions
+    kept : sequence of Layout
+        The layouts that the store keeps; their files are those that their lines name.
 
     Raises
     ------
@@ -229,11 +255,13 @@ def run_of_builtins(arguments: list[Path], folder: Path, options: ConvertOptions
         direction = options.score_direction or direction_of(options.score_column)
         name = "hallucination" if direction == HALLUCINATION else "correctness"
         lines[f"{name}.{options.score_column}"] = options.score_column
-    parts = [
-        part
-        for named, files in groups
-        for part in builtin_parts(files, named, owned, lines, has_scores_file=has_scores_file)
-    ]
+    parts: list[Part] = []
+    for named, files in groups:
+        for layout in kept:
+            own = files_of(layout, files)
+            files = {name: path for name, path in files.items() if name not in own}
+            parts += [Part(layout, own, tuple(owned), has_scores_file=has_scores_file)] if own else []
+        parts += builtin_parts(files, named, owned, lines, has_scores_file=has_scores_file)
     run = DescribedRun(parts, {path: k for k, path in enumerate(found)}, is_builtin=True)
     if not run.sources:
         raise UsageError(f"{arguments[0]}: no trace file in this folder; name a file of another suffix")

@@ -1,4 +1,4 @@
-"""What a conversion reads: layouts with their files, structures of built-in layouts, exports, and files of none."""
+"""Parts of a conversion: layouts with their files, structures of built-in layouts, exports, and files of none."""
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +15,8 @@ from tracestore.ingest.execute.claims import FileGroup, is_other
 from tracestore.ingest.execute.execution import Execution
 from tracestore.ingest.exports.manifest import read_export
 from tracestore.ingest.layout.language import Layout
+from tracestore.ingest.layout.patterns import Pattern
+from tracestore.ingest.layout.places import plan_of
 from tracestore.ingest.readers.opening import open_tree
 from tracestore.ingest.sources import SourceFile
 from tracestore.ingest.tree import Items, Value
@@ -128,10 +130,15 @@ class Part:
 
     @property
     def directions(self) -> dict[str, str]:
-        """What a high value of each score means."""
+        """Return what a high value of each score means, by field."""
         if self._layout is None:
             return {"label": HALLUCINATION}
         return self._layout.directions()
+
+    @property
+    def kept_text(self) -> str | None:
+        """The layout that the store keeps; None for a built-in one, which files show again."""
+        return None if self._layout is None or self._builtin is not None else self._layout.to_toml()
 
     @cached_property
     def late_scores(self) -> set[str]:
@@ -145,7 +152,7 @@ class Part:
 
     @property
     def states_attention(self) -> bool | None:
-        """Whether the layout states attention; None if the traces may have it."""
+        """Return whether the layout states attention; None if the traces may have it."""
         if self._layout is None or self._builtin is not None:
             return None
         if "attentions" in self._layout.addresses:
@@ -174,6 +181,19 @@ def _refuse(name: str, difference: str) -> NoReturn:
     raise InvalidInputError(
         f"{difference}: not as the other files of the built-in layout {name}; --layout describes it"
     )
+
+
+def files_of(layout: Layout, files: Mapping[str, Path]) -> dict[str, Path]:
+    """Return the files that the lines of a layout name; none if no states are among them."""
+    plan = plan_of(layout)
+    found: dict[str, set[str]] = {}
+    for text in plan.files:
+        pattern = Pattern(text, is_path=True)
+        found[text] = {name for name in files if pattern.match(name) is not None}
+    if not all(found[place.address.files.text] for place in plan.states):
+        return {}
+    names = set().union(*found.values())
+    return {name: path for name, path in files.items() if name in names}
 
 
 def sources_in_order(parts: Sequence[Part], order: Mapping[Path, int]) -> list[SourceFile]:
@@ -253,7 +273,7 @@ def _unknown(
         more = f", nor {', '.join(others)}" if others else ""
         count = f" ({len(unknown):,} files)" if len(unknown) > _MAX_NAMES else ""
         errors[name] = InvalidInputError(
-            f"no built-in layout describes it{more}{count}; --layout or --field says where the fields are"
+            f"no built-in layout describes it{more}{count}; --layout FILE or --field states the places of its fields"
         )
     # Rule 8: tables and arrays next to traces may belong to them; of a pickle its own traces are missing at most.
     if beside := next((name for name in unknown if not name.endswith(_TRACES)), None):

@@ -432,15 +432,18 @@ class Conversion:
 
 def _described_run(sources: list[Path], folder: Path, options: ConvertOptions) -> "DescribedRun | None":
     """Return the conversion by the layout of the options, None without one."""
-    if options.layout is None and not options.field and not READS_BY_LAYOUTS:
+    has_layout = options.layout is not None or bool(options.field)
+    may_keep = (folder / "zarr.json").is_file() and not options.overwrite
+    if not has_layout and not READS_BY_LAYOUTS and not may_keep:
         return None
     # Imported here, because the reading by layouts takes a tenth of the time in which a command starts.
-    from tracestore.convert.described import layout_of_options, run_of_builtins, run_of_layout
+    from tracestore.convert.described import kept_layouts, layout_of_options, run_of_builtins, run_of_layout
 
     layout = layout_of_options(options.layout, options.field)
-    if layout is None:
-        return run_of_builtins(sources, folder, options)
-    return run_of_layout(layout, sources, folder, options.scores)
+    if layout is not None:
+        return run_of_layout(layout, sources, folder, options.scores)
+    kept = kept_layouts(str(folder)) if may_keep else []
+    return run_of_builtins(sources, folder, options, kept) if kept or READS_BY_LAYOUTS else None
 
 
 def _never(*_: object) -> bool:

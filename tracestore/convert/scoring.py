@@ -99,7 +99,7 @@ class Scoring:
                 f"{self.file.path} has no ids and fits one trace file, found {len(self.sources):,}; "
                 f"write a table with {ID_COLUMN}"
             )
-        self._num_positions = 0
+        self._num_positions = self._num_replaced = 0
         self._ids = TableIds(self.file)
         self._output, self._direction = output, options.score_direction
         self._name = ""  # of the file's scores in the store
@@ -253,15 +253,32 @@ class Scoring:
             self._described.fill(writer)
         if self.file is None or self.file.in_order:
             return
+        columns = writer.read_columns()
+        stored, labels = columns.score(self._name), columns.labels
         updates = {}
-        for index in np.flatnonzero(np.isnan(writer.read_columns().score(self._name))).tolist():
-            question_id, sample = writer.index.question_id(index), writer.index.row(index).sample
+        for index, question_id, sample in self._traces_of_file(writer, self.file, stored):
             score, group = self.file.lookup(question_id, sample)
             label = self.file.label_of(question_id, sample, index)
-            if not math.isnan(score) or label is not None:
-                updates[index] = TraceValues({self._name: score}, math.nan if label is None else label, group or None)
+            label = math.nan if label is None else label
+            found, before = (score, label, group), (float(stored[index]), float(labels[index]), columns.group(index))
+            is_same = [f == b or not f or f != f for f, b in zip(found, before, strict=True)]
+            if not all(is_same):
+                updates[index] = TraceValues({self._name: score}, label, group or None)
+                self._num_replaced += any(
+                    not same and b == b and b != "" for same, b in zip(is_same, before, strict=True)
+                )
         writer.update_values(updates)
         writer.commit()
+
+    def _traces_of_file(self, writer: StoreWriter, file: Scores, stored: np.ndarray) -> Iterator[tuple[int, str, int]]:
+        """Yield the traces with a row in the scores file: index, question id and sample."""
+        if file.has_samples:
+            for question_id, sample in file.values:
+                if (index := writer.index.find(question_id, sample)) >= 0:
+                    yield index, question_id, sample
+            return
+        for index in range(len(stored)):
+            yield index, writer.index.question_id(index), writer.index.row(index).sample
 
     def num_without_trace(self, writer: StoreWriter) -> int:
         """Return how many scores of the file belong to no trace."""
@@ -271,6 +288,9 @@ class Scoring:
         """Yield what was found inside the traces, and in the names of their folders, and what may be labels."""
         if self._described is not None:
             yield from self._described.lines()
+        if self._num_replaced and self.file is not None:
+            name = escape_unprintable(self.file.path.name, 60)
+            yield f"{name}: scores, labels or groups of {plural(self._num_replaced, 'stored trace')} have changed and were replaced"
         for (before, behind), count in self._used.items():
             yield f"{before}{plural(count, 'trace')}{behind}; see {INPUTS_PAGE}#scores"
         for key, count in self._unscored.items():

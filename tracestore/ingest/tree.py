@@ -129,6 +129,13 @@ class Group(Mapping[Any, Value]):
 
     attributes: Mapping[str, Value] = _NO_ATTRIBUTES
 
+    def at_hand(self, key: Any) -> Any:
+        """Return a text, a number, an array of NumPy, or a list of arrays or texts that the reader has made already.
+
+        NotImplemented for every other value, which is opened by its key.
+        """
+        return NotImplemented
+
 
 class MappingGroup(Group):
     """A group of a mapping in memory.
@@ -188,10 +195,6 @@ class Items(ABC):
     def __getitem__(self, k: int) -> Value:
         """Return item `k`, from 0."""
         raise TypeError("items of a stream cannot be indexed")
-
-    def arrays(self) -> list[np.ndarray] | None:
-        """Return the items if all of them are arrays that the reader has at hand; None to open them one by one."""
-        return None
 
 
 class StreamItems(Items):

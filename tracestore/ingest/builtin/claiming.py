@@ -1,4 +1,4 @@
-"""Which built-in layout owns which file: each file has one owner, told from its name and its first item."""
+"""Find the built-in layout that owns a file: one at most, told from the name and the first item of the file."""
 
 import re
 from collections import defaultdict
@@ -95,7 +95,7 @@ def _owner(name: str, path: Path, known: Sequence[Builtin]) -> Builtin | Invalid
             found.pop(name_of_other, None)
     if len(found) > 1:
         raise InvalidInputError(
-            f"the built-in layouts {' and '.join(sorted(found))} match it; --layout says which fields it has",
+            f"the built-in layouts {' and '.join(sorted(found))} match it; --layout FILE states its fields",
             source=name,
         )
     return next(iter(found.values()))[1] if found else None

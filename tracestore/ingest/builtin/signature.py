@@ -18,7 +18,9 @@ from tracestore.ingest.tree import Array, Group, Items, StreamItems, Value
 _MAX_LOOKS = 3
 _MAX_DEPTH = 8
 # Words of keys that number parts of a trace: an item with one of them may be no whole trace.
-_PARTS = frozenset("step layer token position pos head part rank idx index turn chunk".split())
+_PARTS = frozenset(
+    ["step", "layer", "token", "position", "pos", "head", "part", "rank", "idx", "index", "turn", "chunk"]
+)
 _KINDS = {"number": ("int", "float", "bool"), "id": ("text", "int"), "flag": ("int", "bool")}
 _PLAIN = frozenset(("text", "int", "float", "bool", "group", "array", "none", "any"))
 _COMPARISONS = {"!=": operator.ne, "<": operator.lt, "==": operator.eq}
@@ -74,7 +76,7 @@ def facts_of(value: Value) -> tuple[str, tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Signature:
-    """What a file must look like.
+    """Describe files of one kind.
 
     Parameters
     ----------
@@ -203,9 +205,9 @@ class Signature:
             if is_must and not counts.get(key):
                 return f"{key}: missing", sizes
             for name in pattern.names:
-                if counts.get(key) and (letter := AXIS_NAMES.get(name)) is not None:
-                    if sizes.setdefault(letter, counts[key]) != counts[key]:
-                        return f"{key}: found {counts[key]}, expected {sizes[letter]} as {letter}", sizes
+                letter, number = AXIS_NAMES.get(name), counts.get(key)
+                if letter is not None and number and sizes.setdefault(letter, number) != number:
+                    return f"{key}: found {number}, expected {sizes[letter]} as {letter}", sizes
         for letter, (base, steps) in _NEAR.items():
             if letter in sizes and base in sizes and sizes[letter] - sizes[base] not in steps:
                 return f"found {sizes[letter]} as {letter}, expected {sizes[base]} as {base}", sizes

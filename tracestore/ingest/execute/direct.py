@@ -21,7 +21,7 @@ from tracestore.ingest.layout.addresses import Address, ItemsStep, KeyStep
 from tracestore.ingest.layout.fields import score_of
 from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.layout.places import RECORDS, Place, Plan
-from tracestore.ingest.tree import Array, Group, Items, Value, as_array
+from tracestore.ingest.tree import Array, Group, Items, NumpyArray, Value, as_array
 from tracestore.store.write.record import TraceRecord, record_from_dict
 
 _AXES = {
@@ -36,6 +36,7 @@ _RANKS = {"hidden_states": 2, "attentions": 3, "last_token": 1}
 _SETTINGS = ("duplicates", "L.what", "L.size")
 _LABELS = ("label", "is_correct", "is_hallucinated")
 _EXTRAS = (str, int, float)
+_PLAIN = frozenset((str, int, float, bool, type(None)))
 
 
 class _Key(NamedTuple):
@@ -55,7 +56,7 @@ class _Keys:
     rest: list[Any]
 
 
-def direct_step(plan: Plan) -> ItemsStep | None | bool:
+def direct_step(plan: Plan) -> ItemsStep | bool | None:
     """Return the step to the items that hold all fields of the traces; None for whole files, False for other layouts."""
     if len(plan.states) != 1 or plan.layout.templates:
         return False
@@ -148,13 +149,15 @@ class DirectReader:
             raise InvalidInputError(f"found {describe(item)}, expected a mapping", field=self._states)
         keys = self._keys_of(tuple(item))
         values: dict[str, Any] = {}
+        at_hand = item.at_hand
         for key, name, read in keys.fields:
-            if (value := item[key]) is not None:
-                if (found := read(value, name)) is None:
-                    continue
-                if name in values and values[name] != found:
-                    raise InvalidInputError(f"found two values that differ, one as {key}", field=name)
-                values[name] = found
+            if (value := at_hand(key)) is NotImplemented:
+                value = item[key]
+            if value is None or (found := read(value, name)) is None:
+                continue
+            if name in values and not _is_same(values[name], found):
+                raise InvalidInputError(f"found two values that differ, one as {key}", field=name)
+            values[name] = found
         extras = self._extras(item, keys.rest)
         self._set_key(values, bound)
         stated_ids = values.pop("L.ids", None)
@@ -279,6 +282,15 @@ def _key_of(place: Place) -> str:
 def _layers(value: Value, name: str) -> list[np.ndarray]:
     """Return the layers of a list of arrays, or of one array whose first axis is L."""
     rank = _RANKS[name]
+    if type(value) is list:  # of arrays, which the record compares with each other
+        if {getattr(layer, "ndim", None) for layer in value} != {rank}:
+            found = next(
+                (getattr(layer, "shape", "a text") for layer in value if getattr(layer, "ndim", 0) != rank), ""
+            )
+            raise InvalidInputError(f"found the shape {found}, expected {rank} axes as the layout says", field=name)
+        return value
+    if type(value) is np.ndarray:
+        value = NumpyArray(value)
     if isinstance(value, str):
         value = json_value(value, name)
     if isinstance(value, Items) and not value.is_stream:
@@ -315,25 +327,25 @@ def _attention(value: Value, name: str) -> list[np.ndarray] | None:
 
 
 def _numbers(value: Value, name: str) -> np.ndarray:
-    array = as_array(json_value(value, name) if isinstance(value, str) else value)
+    if type(value) is np.ndarray:
+        return value
+    array = None if type(value) is list else as_array(json_value(value, name) if isinstance(value, str) else value)
     if array is None:
         raise InvalidInputError(f"found {describe(value)}, expected numbers", field=name)
     return array.read()
 
 
 def _texts(value: Value, name: str) -> list[str]:
+    if type(value) is list and type(value[0]) is str:
+        return value
     texts = list(value) if isinstance(value, Items) and not value.is_stream else None
-    if texts is None or not all(map(_is_text, texts)):
+    if texts is None or set(map(type, texts)) != {str}:
         raise InvalidInputError(f"found {describe(value)}, expected the text of each token", field=name)
     return texts  # type: ignore[return-value]
 
 
-def _is_text(value: Value) -> bool:
-    return isinstance(value, str)
-
-
 def _check_scalar(value: Value, name: str) -> None:
-    if isinstance(value, Array | Items | Group):
+    if type(value) not in _PLAIN:
         raise InvalidInputError(f"found {describe(value)}, expected one value per trace", field=name)
 
 
@@ -343,7 +355,13 @@ def _scalar(value: Value, name: str) -> Any:
 
 
 def _plain(value: Value, name: str) -> Any:
-    return plain_of(value)
+    return value.tolist() if isinstance(value, np.ndarray) else value if type(value) is list else plain_of(value)
+
+
+def _is_same(one: Any, two: Any) -> bool:
+    if isinstance(one, list | np.ndarray) or isinstance(two, list | np.ndarray):
+        return np.array_equal(np.asarray(one), np.asarray(two))
+    return bool(one == two)
 
 
 def _skipped(value: Value, name: str) -> None:

@@ -29,7 +29,6 @@ from tracestore.ingest.tree import (
     Value,
     array_value,
     dtype_name,
-    native,
 )
 
 _PROTO = 0x80
@@ -58,12 +57,14 @@ class ObjectOpener:
             charge()
             return array_value(value.array, charge)
         charge()
-        if kind is list or kind is tuple:
-            return ObjectItems(value, self, charge)
-        if kind is FrameRows:
+        if kind is list or kind is tuple or kind is FrameRows:
             return ListItems(value, self, charge)
         try:
-            return group_value(_keyed(value), self, charge) if kind is dict else self._special(value)
+            if kind is not dict:
+                return self._special(value)
+            keyed = _keyed(value)
+            found = group_value(keyed, self, charge)
+            return ObjectGroup(keyed, self, charge) if type(found) is MappingGroup else found
         except FAULTS as error:
             raise refusal(error) from None
 
@@ -97,18 +98,47 @@ class ObjectOpener:
         return MappingGroup(fields, self, {"class": value.name})
 
 
-class ObjectItems(ListItems):
-    """Items of a list or tuple of a pickle."""
+class ObjectGroup(MappingGroup):
+    """A group of a dict of a pickle."""
 
-    def arrays(self) -> list[np.ndarray] | None:
-        """Return the items if all of them are arrays of NumPy with axes, which the parser has made."""
-        if set(map(type, self.values)) != {PickledArray}:
-            return None
-        arrays = [value.array for value in self.values]
-        if set(map(type, arrays)) != {np.ndarray} or not all(a.ndim and a.dtype.kind in "fiu" for a in arrays):
-            return None
-        self.charge(0, sum(array.nbytes for array in arrays), len(arrays))
-        return [native(array) for array in arrays]
+    def __init__(self, values: Mapping[Any, Any], open_value: ObjectOpener, charge: Charge) -> None:
+        super().__init__(values, open_value)
+        self._charge = charge
+
+    def at_hand(self, key: Any) -> Any:
+        """Return a text, a number, an array, or a list of arrays or texts that the parser has made."""
+        value = self._values[key]
+        kind = type(value)
+        if kind in _SCALARS:
+            return value
+        if kind is str:
+            self._charge(len(value))
+            return value
+        if kind is PickledArray:
+            array = value.array
+            if type(array) is np.ndarray and _is_plain(array):
+                self._charge(0, array.nbytes)
+                return array
+        elif kind is list and value:
+            kinds = set(map(type, value))
+            if kinds == _ARRAYS:
+                arrays = [part.array for part in value]
+                if set(map(type, arrays)) == _NUMPY and all(map(_is_plain, arrays)):
+                    self._charge(0, sum([array.nbytes for array in arrays]), len(arrays))
+                    return arrays
+            elif kinds == _TEXTS:
+                self._charge(sum(map(len, value)), 0, len(value))
+                return value
+        return NotImplemented
+
+
+_ARRAYS, _NUMPY, _TEXTS = {PickledArray}, {np.ndarray}, {str}
+
+
+def _is_plain(array: np.ndarray) -> bool:
+    """Return whether an array holds numbers in native byte order, on axes."""
+    dtype = array.dtype
+    return dtype.kind in "fiu" and dtype.isnative and array.ndim > 0
 
 
 class SparseArray(Array):
