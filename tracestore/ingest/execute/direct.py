@@ -296,12 +296,10 @@ def _layers(value: Value, name: str) -> list[np.ndarray]:
     if isinstance(value, Items) and not value.is_stream:
         if not value.length:
             raise InvalidInputError("found zero layers, expected at least one", field=name)
-        layers = value.arrays()
-        if layers is None:
-            found = [as_array(part) for part in value]
-            if None in found:
-                raise InvalidInputError(f"found {describe(value[found.index(None)])}, expected an array", field=name)
-            layers = [array.read() for array in found if array is not None]
+        arrays = [as_array(part) for part in value]
+        if None in arrays:
+            raise InvalidInputError(f"found {describe(value[arrays.index(None)])}, expected an array", field=name)
+        layers = [array.read() for array in arrays if array is not None]
     elif isinstance(value, Array):
         layers = list(value.read()) if value.ndim > 1 else [value.read()]
     else:
@@ -321,7 +319,7 @@ def _layers(value: Value, name: str) -> list[np.ndarray]:
 
 def _attention(value: Value, name: str) -> list[np.ndarray] | None:
     """Return the layers of attention; None where the model gave none."""
-    if isinstance(value, Items) and not value.is_stream and (not value.length or value[0] is None):
+    if isinstance(value, Items) and not value.is_stream and all(part is None for part in value):
         return None
     return _layers(value, name)
 

@@ -1,4 +1,7 @@
-"""Names, dtypes and sizes of format version 1, which docs/format.md describes in prose."""
+"""Names, dtypes and sizes of format version 1, which docs/format.md describes in prose.
+
+One module of over 400 lines: the tables of the format and the checks of what a file holds of them are read together.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
