@@ -196,7 +196,9 @@ class DirectReader:
             return _texts
         if place.rule.kind in ("array", "known"):
             return _numbers
-        return _plain if place.rule.kind == "json" else _scalar
+        if place.rule.kind == "json":
+            return _plain
+        return _number if place.rule.kind == "number" else _text if place.rule.kind == "text" else _scalar
 
     def _extras(self, item: Group, rest: list[Any]) -> dict[str, Any]:
         """Return the texts and numbers that no line names, if `records` takes them."""
@@ -226,8 +228,8 @@ class DirectReader:
         states = values.get(self._states)
         if states is None:
             raise InvalidInputError("missing key", field=self._states)
-        block = Block(states, None)
-        settle_dtype(block, self._states, self._settings)
+        if states[0].dtype.kind != "f":
+            settle_dtype(Block(states, None), self._states, self._settings)
         need = self._need_attention
         if self._states == "last_token" or (need is None and "attentions" not in values):
             need = False
@@ -349,7 +351,15 @@ def _check_scalar(value: Value, name: str) -> None:
 
 def _scalar(value: Value, name: str) -> Any:
     _check_scalar(value, name)
-    return typed_value(name, value)
+    return value
+
+
+def _text(value: Value, name: str) -> Any:
+    return value if type(value) is str else typed_value(name, _scalar(value, name))
+
+
+def _number(value: Value, name: str) -> Any:
+    return value if type(value) is int else typed_value(name, _scalar(value, name))
 
 
 def _plain(value: Value, name: str) -> Any:

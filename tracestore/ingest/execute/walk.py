@@ -341,7 +341,8 @@ def items_of(
         raise InvalidInputError(f"{step.text}: found {describe(root)}", source=source)
     walk = Walk(source, lambda *_: None)
     for k, item in enumerate(root):
-        yield item, walk.bind(step, item, k, bound)
+        # The number of an item tells nothing that its own values do not.
+        yield item, bound if step.letter is not None else walk.bind(step, item, k, bound)
         item = None
 
 
