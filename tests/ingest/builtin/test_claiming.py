@@ -214,7 +214,7 @@ def test_of_many_alike_files_some_are_looked_at(tmp_path, monkeypatch):
 
 
 def test_a_look_reads_the_first_item_alone(tmp_path):
-    data = pickle.dumps(make_traces(3), 3)  # without frames, each of which is read as a whole
+    data = pickle.dumps(make_traces(30), 3)  # without frames, each of which is read as a whole
     # What follows the first traces is damaged, up to the end that says that the root is a list.
     (tmp_path / "a.pkl").write_bytes(data[: len(data) * 2 // 3] + b"\xff" * 100 + data[-2:])
 
