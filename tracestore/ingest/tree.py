@@ -129,12 +129,12 @@ class Group(Mapping[Any, Value]):
 
     attributes: Mapping[str, Value] = _NO_ATTRIBUTES
 
-    def at_hand(self, key: Any) -> Any:
-        """Return a text, a number, an array of NumPy, or a list of arrays or texts that the reader has made already.
+    def at_hand(self, keys: Sequence[Any]) -> list[Any]:
+        """Return, for each key, what the reader has made already: a text, a number, an array of NumPy, a list of them.
 
-        NotImplemented for every other value, which is opened by its key.
+        NotImplemented stands for every other value, which is opened by its key. A list holds texts or arrays.
         """
-        return NotImplemented
+        return [NotImplemented] * len(keys)
 
 
 class MappingGroup(Group):

@@ -52,6 +52,7 @@ class _Keys:
     """The keys of items that are fields, those that are scores, and those that no line names."""
 
     fields: list[_Key]
+    names: list[Any]  # of the fields
     scores: list[_Key]
     rest: list[Any]
 
@@ -149,20 +150,20 @@ class DirectReader:
             raise InvalidInputError(f"found {describe(item)}, expected a mapping", field=self._states)
         keys = self._keys_of(tuple(item))
         values: dict[str, Any] = {}
-        at_hand = item.at_hand
-        for key, name, read in keys.fields:
-            if (value := at_hand(key)) is NotImplemented:
+        for (key, name, read), value in zip(keys.fields, item.at_hand(keys.names), strict=True):
+            if value is NotImplemented:
                 value = item[key]
             if value is None or (found := read(value, name)) is None:
                 continue
             if name in values and not _is_same(values[name], found):
                 raise InvalidInputError(f"found two values that differ, one as {key}", field=name)
             values[name] = found
-        extras = self._extras(item, keys.rest)
+        extras = self._extras(item, keys.rest) if keys.rest else {}
         self._set_key(values, bound)
         stated_ids = values.pop("L.ids", None)
         record = self._made(values, position)
-        record.extras.update(extras)
+        if extras:
+            record.extras.update(extras)
         if stated_ids is not None:
             record.layer_ids = self._layer_ids(stated_ids, record)
         if keys.scores and self._has_scores_file:
@@ -185,7 +186,7 @@ class DirectReader:
                 (scores if kind == "score" else fields).append(_Key(key, place.name, self._reader_of(place)))
             if text not in self._places and text not in self._known:
                 rest.append(key)
-        return _Keys(fields, scores, rest)
+        return _Keys(fields, [entry.key for entry in fields], scores, rest)
 
     def _reader_of(self, place: Place) -> Callable[[Value, str], Any]:
         if place.name in ("hidden_states", "attentions", "last_token"):

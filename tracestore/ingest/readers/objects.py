@@ -1,7 +1,7 @@
 """The tree of pickles and files of torch.save, over the values that the reader of untrusted pickles makes."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -105,40 +105,51 @@ class ObjectGroup(MappingGroup):
         super().__init__(values, open_value)
         self._charge = charge
 
-    def at_hand(self, key: Any) -> Any:
-        """Return a text, a number, an array, or a list of arrays or texts that the parser has made."""
-        value = self._values[key]
-        kind = type(value)
-        if kind in _SCALARS:
-            return value
-        if kind is str:
-            self._charge(len(value))
-            return value
-        if kind is PickledArray:
-            array = value.array
-            if type(array) is np.ndarray and _is_plain(array):
-                self._charge(0, array.nbytes)
-                return array
-        elif kind is list and value:
-            kinds = set(map(type, value))
-            if kinds == _ARRAYS:
-                arrays = [part.array for part in value]
-                if set(map(type, arrays)) == _NUMPY and all(map(_is_plain, arrays)):
-                    self._charge(0, sum([array.nbytes for array in arrays]), len(arrays))
-                    return arrays
-            elif kinds == _TEXTS:
-                self._charge(sum(map(len, value)), 0, len(value))
-                return value
-        return NotImplemented
+    def at_hand(self, keys: Sequence[Any]) -> list[Any]:
+        """Return what the parser has made for each key; NotImplemented for values that are opened by their key."""
+        text_bytes = array_bytes = 0
+        count = len(keys)
+        found = []
+        for key in keys:
+            value = self._values[key]
+            kind = type(value)
+            if kind is str:
+                text_bytes += len(value)
+            elif kind is PickledArray:
+                value = value.array
+                if type(value) is np.ndarray and value.ndim and value.dtype.kind in "fiu" and value.dtype.isnative:
+                    array_bytes += value.nbytes
+                else:
+                    value = NotImplemented
+            elif kind is list and value:
+                count += len(value)
+                kinds = set(map(type, value))
+                if kinds == _ARRAYS and (arrays := _arrays_of_one_dtype(value)) is not None:
+                    value = arrays
+                    array_bytes += sum([array.nbytes for array in arrays])
+                elif kinds == _TEXTS:
+                    text_bytes += sum(map(len, value))
+                else:
+                    value = NotImplemented
+            elif kind not in _SCALARS:
+                value = NotImplemented
+            found.append(value)
+        self._charge(text_bytes, array_bytes, count)
+        return found
 
 
 _ARRAYS, _NUMPY, _TEXTS = {PickledArray}, {np.ndarray}, {str}
 
 
-def _is_plain(array: np.ndarray) -> bool:
-    """Return whether an array holds numbers in native byte order, on axes."""
-    dtype = array.dtype
-    return dtype.kind in "fiu" and dtype.isnative and array.ndim > 0
+def _arrays_of_one_dtype(values: list[PickledArray]) -> list[np.ndarray] | None:
+    """Return arrays of numbers in native byte order that share one dtype, as the layers of a trace; None for others."""
+    arrays = [value.array for value in values]
+    if set(map(type, arrays)) != _NUMPY:
+        return None
+    dtype = arrays[0].dtype
+    if dtype.kind not in "fiu" or not dtype.isnative:
+        return None
+    return None if any(array.dtype is not dtype or not array.ndim for array in arrays) else arrays
 
 
 class SparseArray(Array):
