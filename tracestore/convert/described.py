@@ -115,7 +115,8 @@ class DescribedRun:
             kind = str(int(value)) if value in (0, 1) else "missing" if math.isnan(value) else "other"
             self._counts.setdefault(name, Counter())[kind] += 1
         self._counts.setdefault("", Counter())["all"] += 1
-        if found and (late or not is_new):
+        # The writer decides between labels inside of traces of built-in layouts (--on-conflict).
+        if found and (late or not (is_new or self.is_builtin)):
             self._found[record.question_id, record.sample] = found
 
     def _add_states(self, packed: PackedTrace) -> None:

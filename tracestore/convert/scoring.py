@@ -1,5 +1,6 @@
 """Scores of a conversion: from a scores file, or from the traces themselves."""
 
+import itertools
 import json
 import math
 from collections import Counter
@@ -271,14 +272,22 @@ class Scoring:
         writer.commit()
 
     def _traces_of_file(self, writer: StoreWriter, file: Scores, stored: np.ndarray) -> Iterator[tuple[int, str, int]]:
-        """Yield the traces with a row in the scores file: index, question id and sample."""
-        if file.has_samples:
-            for question_id, sample in file.values:
-                if (index := writer.index.find(question_id, sample)) >= 0:
-                    yield index, question_id, sample
-            return
-        for index in range(len(stored)):
+        """Yield index, question id and sample of traces that have no score, or have a row in the scores file.
+
+        The scores of exports count, unless the user names the file.
+        """
+        without = np.flatnonzero(np.isnan(stored)).tolist()
+        for index in without:
             yield index, writer.index.question_id(index), writer.index.row(index).sample
+        exported = {s.name for s in self.sources if s.export is not None and s.export.has_values}
+        seen = set(without)
+        for question_id, first in file.values:
+            for sample in itertools.count(first) if not file.has_samples else (first,):
+                if (index := writer.index.find(question_id, sample)) < 0:
+                    break
+                is_exported = exported and writer.index.source(writer.index.row(index).source).path in exported
+                if index not in seen and not is_exported:
+                    yield index, question_id, sample
 
     def num_without_trace(self, writer: StoreWriter) -> int:
         """Return how many scores of the file belong to no trace."""

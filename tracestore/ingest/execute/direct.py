@@ -17,7 +17,7 @@ from tracestore.ingest.execute.plain import describe, json_value, key_text, plai
 from tracestore.ingest.execute.tokens import check_zero_tokens
 from tracestore.ingest.execute.values import check_agreement, label_value, score_value, typed_value
 from tracestore.ingest.execute.walk import Node
-from tracestore.ingest.layout.addresses import Address, ItemsStep, KeyStep
+from tracestore.ingest.layout.addresses import Address, ItemsStep, KeyStep, Step
 from tracestore.ingest.layout.fields import score_of
 from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.layout.places import RECORDS, Place, Plan
@@ -44,7 +44,7 @@ class _Key(NamedTuple):
 
     key: Any
     name: str
-    read: Callable[[Value, str], Any]
+    read: Callable[[Any, str], Any]
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,8 @@ def direct_step(plan: Plan) -> ItemsStep | bool | None:
 
 def _is_beside(place: Place, state: Address, step: ItemsStep | None) -> bool:
     if place.name == RECORDS:
-        return place.address.files == state.files and place.address.path == ((step,) if step else ())
+        path: tuple[Step, ...] = (step,) if step else ()
+        return place.address.files == state.files and place.address.path == path
     has_axes = place.axes in _AXES[place.name] if place.name in _AXES else place.address.axes is None
     return has_axes and place.part == 0 and place.name != "S.mask" and _is_key(place.address, state, step)
 
@@ -178,7 +179,9 @@ class DirectReader:
         return known
 
     def _worked_out(self, names: tuple[Any, ...]) -> _Keys:
-        fields, scores, rest = [], [], []
+        fields: list[_Key] = []
+        scores: list[_Key] = []
+        rest: list[Any] = []
         for key in names:
             text = key_text(key)
             for place in self._places.get(text, ()):
@@ -188,7 +191,7 @@ class DirectReader:
                 rest.append(key)
         return _Keys(fields, [entry.key for entry in fields], scores, rest)
 
-    def _reader_of(self, place: Place) -> Callable[[Value, str], Any]:
+    def _reader_of(self, place: Place) -> Callable[[Any, str], Any]:
         if place.name in ("hidden_states", "attentions", "last_token"):
             if place.name == "attentions":
                 return _skipped if self._need_attention is False else _attention
@@ -282,7 +285,7 @@ def _key_of(place: Place) -> str:
     return _literal(place.address)
 
 
-def _layers(value: Value, name: str) -> list[np.ndarray]:
+def _layers(value: Any, name: str) -> list[np.ndarray]:
     """Return the layers of a list of arrays, or of one array whose first axis is L."""
     rank = _RANKS[name]
     if type(value) is list:  # of arrays, which the record compares with each other
@@ -320,14 +323,14 @@ def _layers(value: Value, name: str) -> list[np.ndarray]:
     return layers
 
 
-def _attention(value: Value, name: str) -> list[np.ndarray] | None:
+def _attention(value: Any, name: str) -> list[np.ndarray] | None:
     """Return the layers of attention; None where the model gave none."""
     if isinstance(value, Items) and not value.is_stream and all(part is None for part in value):
         return None
     return _layers(value, name)
 
 
-def _numbers(value: Value, name: str) -> np.ndarray:
+def _numbers(value: Any, name: str) -> np.ndarray:
     if type(value) is np.ndarray:
         return value
     array = None if type(value) is list else as_array(json_value(value, name) if isinstance(value, str) else value)
@@ -336,7 +339,7 @@ def _numbers(value: Value, name: str) -> np.ndarray:
     return array.read()
 
 
-def _texts(value: Value, name: str) -> list[str]:
+def _texts(value: Any, name: str) -> list[str]:
     if type(value) is list and type(value[0]) is str:
         return value
     texts = list(value) if isinstance(value, Items) and not value.is_stream else None
@@ -345,25 +348,25 @@ def _texts(value: Value, name: str) -> list[str]:
     return texts  # type: ignore[return-value]
 
 
-def _check_scalar(value: Value, name: str) -> None:
+def _check_scalar(value: Any, name: str) -> None:
     if type(value) not in _PLAIN:
         raise InvalidInputError(f"found {describe(value)}, expected one value per trace", field=name)
 
 
-def _scalar(value: Value, name: str) -> Any:
+def _scalar(value: Any, name: str) -> Any:
     _check_scalar(value, name)
     return value
 
 
-def _text(value: Value, name: str) -> Any:
+def _text(value: Any, name: str) -> Any:
     return value if type(value) is str else typed_value(name, _scalar(value, name))
 
 
-def _number(value: Value, name: str) -> Any:
+def _number(value: Any, name: str) -> Any:
     return value if type(value) is int else typed_value(name, _scalar(value, name))
 
 
-def _plain(value: Value, name: str) -> Any:
+def _plain(value: Any, name: str) -> Any:
     return value.tolist() if isinstance(value, np.ndarray) else value if type(value) is list else plain_of(value)
 
 
@@ -373,5 +376,5 @@ def _is_same(one: Any, two: Any) -> bool:
     return bool(one == two)
 
 
-def _skipped(value: Value, name: str) -> None:
+def _skipped(value: Any, name: str) -> None:
     return None

@@ -143,7 +143,7 @@ _ARRAYS, _NUMPY, _TEXTS = {PickledArray}, {np.ndarray}, {str}
 
 def _arrays_of_one_dtype(values: list[PickledArray]) -> list[np.ndarray] | None:
     """Return arrays of numbers in native byte order that share one dtype, as the layers of a trace; None for others."""
-    arrays = [value.array for value in values]
+    arrays: list[Any] = [value.array for value in values]
     if set(map(type, arrays)) != _NUMPY:
         return None
     dtype = arrays[0].dtype

@@ -399,10 +399,12 @@ class Attributes:
 
 def _layouts(data: object) -> tuple[str, ...]:
     """Return the layouts of a JSON value; ValueError if it is none of them."""
-    is_valid = isinstance(data, list) and all(isinstance(t, str) and 0 < len(t) <= MAX_LAYOUT_CHARACTERS for t in data)
-    if not is_valid or len(data) > MAX_LAYOUTS or len(set(data)) < len(data):  # type: ignore[arg-type]
+    texts = data if isinstance(data, list) and len(data) <= MAX_LAYOUTS else [None]
+    if not all(isinstance(t, str) and 0 < len(t) <= MAX_LAYOUT_CHARACTERS for t in texts) or len(set(texts)) < len(
+        texts
+    ):
         raise ValueError("attributes: layouts: expected different texts")
-    return tuple(data)  # type: ignore[arg-type]
+    return tuple(texts)
 
 
 def _require_values(where: str, data: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]]) -> None:
