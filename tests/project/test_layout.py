@@ -84,8 +84,6 @@ ALLOWED: dict[str, set[str]] = {
         "ingest.builtin",
         "ingest.files",
         "ingest.containers",
-        "ingest.tree",
-        "ingest.readers",
         "ingest.layout",
         "ingest.execute",
     },

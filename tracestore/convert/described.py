@@ -12,8 +12,8 @@ from typing import Any
 
 from tracestore.console import plural
 from tracestore.convert.options import ConvertOptions
-from tracestore.convert.parts import Part, builtin_parts, files_of, sources_in_order
 from tracestore.errors import InvalidInputError, TracestoreError, UsageError, escape_unprintable
+from tracestore.ingest.builtin.parts import Part, builtin_parts, files_of, sources_in_order
 from tracestore.ingest.execute.claims import list_files
 from tracestore.ingest.exports.manifest import read_export
 from tracestore.ingest.layout.fields import score_of
