@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.builtin.library import Builtin
+from tracestore.ingest.layout.patterns import Pattern
 from tracestore.ingest.readers.opening import open_tree
 from tracestore.ingest.tree import Items, Value
 
@@ -76,8 +77,8 @@ def _alike(files: Iterable[str]) -> dict[str, list[str]]:
 def _owner(name: str, path: Path, known: Sequence[Builtin]) -> Builtin | InvalidInputError | None:
     """Return the owner of a file, None without; an error if the file cannot be read."""
     texts = {text: pattern for b in known for text, pattern in b.patterns.items()}
-    fitting = {text for text, pattern in texts.items() if pattern.match(name) is not None}
-    matching = [(b, text) for b in known for text in b.signatures if text in fitting]
+    fitting = {t for t, pattern in texts.items() if name.endswith(_end_of(pattern)) and pattern.match(name) is not None}
+    matching = [(b, text) for b in known for text in b.patterns if text in fitting]
     if not matching:
         return None
     found: dict[str, tuple[int, Builtin]] = {}
@@ -99,6 +100,12 @@ def _owner(name: str, path: Path, known: Sequence[Builtin]) -> Builtin | Invalid
             source=name,
         )
     return next(iter(found.values()))[1] if found else None
+
+
+def _end_of(pattern: Pattern) -> str:
+    """Return the literal text at the end of a pattern, by which most names are told apart."""
+    last = pattern.parts[-1]
+    return last.text if last.kind == "literal" else ""
 
 
 class Peeked(Items):

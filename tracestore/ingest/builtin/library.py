@@ -3,14 +3,14 @@
 import itertools
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from importlib.resources import files
 from typing import Any
 
 from tracestore.errors import UsageError
-from tracestore.ingest.builtin.signature import Signature
-from tracestore.ingest.layout.language import Layout, parse_layout
+from tracestore.ingest.builtin.signature import Signature, parse_form
+from tracestore.ingest.layout.language import Layout, below, parse_layout
 from tracestore.ingest.layout.patterns import Pattern
 from tracestore.ingest.layout.places import plan_of
 
@@ -19,43 +19,63 @@ _KEYS = frozenset(("what", "defined", "instead_of", "vary", "reader", "layout", 
 
 @dataclass(frozen=True, eq=False)
 class Builtin:
-    """The layout of a tool, for files of one suffix.
+    """The layout of a tool, for one combination of what varies in it; it is parsed when a file may belong to it.
 
-    Attributes
+    Parameters
     ----------
     name : str
         Name of the tool: that of its TOML file.
-    entries : Mapping
-        Lines of the layout; empty if `reader` reads the files.
-    reader : str or None
-        What is no layout: a structure of the file, such as PyG graphs.
-    signatures : Mapping
-        By the FILES of the lines, or of what is left out.
-    instead_of : tuple of str
-        Tools whose files these are too, in a special case.
+    source : Mapping
+        The entries of the file.
+    values : Mapping
+        What takes the place of names in its texts.
+    lines : Mapping
+        Keys of further fields in the items of the states.
     """
 
     name: str
-    entries: Mapping[str, Any]
-    reader: str | None
-    signatures: Mapping[str, Signature] = field(default_factory=dict)
-    instead_of: tuple[str, ...] = ()
+    source: Mapping[str, Any]
+    values: Mapping[str, str] = field(default_factory=dict)
+    lines: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def reader(self) -> str | None:
+        """What reads the files, if no layout does: a structure such as PyG graphs."""
+        return self.source.get("reader")
+
+    @property
+    def instead_of(self) -> Sequence[str]:
+        """Tools whose files these are too, in a special case."""
+        return self.source.get("instead_of", ())
 
     @cached_property
     def patterns(self) -> dict[str, Pattern]:
         """The FILES, as patterns of paths."""
-        return {text: Pattern(text, is_path=True) for text in self.signatures}
+        texts = [_filled(text, self.values) for text in self.source["signature"]]
+        return {text: Pattern(text, is_path=True) for text in texts}
+
+    @cached_property
+    def signatures(self) -> dict[str, Signature]:
+        """The signature of each FILES; those of items know the keys of further fields."""
+        tables = _filled(self.source["signature"], self.values)
+        found = {text: Signature.parse(table) for text, table in tables.items()}
+        forms = dict.fromkeys(self.lines.values(), parse_form("number | text"))
+        return {text: signature.with_keys(forms) for text, signature in found.items()} if forms else found
 
     @cached_property
     def layout(self) -> Layout:
-        """The layout."""
-        return parse_layout(self.entries, self.name)
+        """The layout, with the further fields if it has items of records."""
+        layout = parse_layout(_filled(self.source.get("layout", {}), self.values), self.name)
+        if not self.lines or not layout.records:
+            return layout
+        places = {name: [below(layout.records[0], key)] for name, key in self.lines.items()}
+        return replace(layout, addresses={**layout.addresses, **{n: tuple(found) for n, found in places.items()}})
 
     @cached_property
     def states(self) -> frozenset[str]:
         """The FILES that hold the states; other files belong to a tool only next to these."""
         if self.reader is not None:
-            return frozenset(self.signatures)
+            return frozenset(self.patterns)
         return frozenset(place.address.files.text for place in plan_of(self.layout).states)
 
     @cached_property
@@ -67,19 +87,13 @@ class Builtin:
         return frozenset(p.address.files.text for p in plan.others if not p.is_optional) - self.states
 
     def with_lines(self, lines: Mapping[str, str]) -> "Builtin":
-        """Return the built-in with further lines: the key of each field in the items of the states.
+        """Return the built-in with further fields, by the keys that they have in the items of the states."""
+        return replace(self, lines=lines) if lines else self
 
-        Its signature then knows the keys.
-        """
-        if self.reader is not None or not lines:
-            return self
-        item = str(self.layout.records[0] if self.layout.records else next(iter(self.layout.ignore), ""))
-        if not item:
-            return self
-        added = {name: f"{item} : {key}" if " : " not in item else f"{item}/{key}" for name, key in lines.items()}
-        keys = dict.fromkeys(lines.values(), Signature.parse({"may": {"x": "number | text | int"}}).may["x"])
-        signatures = {text: signature.with_keys(keys) for text, signature in self.signatures.items()}
-        return Builtin(self.name, {**self.entries, **added}, self.reader, signatures, self.instead_of)
+    def check(self) -> None:
+        """Raise UsageError unless every FILES of the layout has a signature; tests call it for every file of a tool."""
+        if self.reader is None and (rest := set(plan_of(self.layout).files) ^ self.signatures.keys()):
+            raise UsageError(f"built-in layout {self.name}: lines and signatures differ in {', '.join(sorted(rest))}")
 
 
 def parse_builtin(name: str, text: str) -> list[Builtin]:
@@ -96,15 +110,13 @@ def parse_builtin(name: str, text: str) -> list[Builtin]:
             raise UsageError(f"unknown {', '.join(sorted(unknown))}")
         if not entries.get("what") or not entries.get("defined") or not entries.get("signature"):
             raise UsageError("needs what its states are, where its tool defines them, and a signature")
-        found = []
-        for chosen in itertools.product(*entries.get("vary", ())):
-            values = {f"<{key}>": value for choice in chosen for key, value in choice.items()}
-            lines, tables = _filled(entries.get("layout", {}), values), _filled(entries["signature"], values)
-            signatures = {files: Signature.parse(table) for files, table in tables.items()}
-            builtin = Builtin(name, lines, entries.get("reader"), signatures, tuple(entries.get("instead_of", ())))
-            if builtin.reader is None and (rest := set(plan_of(builtin.layout).files) ^ signatures.keys()):
-                raise UsageError(f"lines and signatures differ in {', '.join(sorted(rest))}")
-            found.append(builtin)
+        chosen = itertools.product(*entries.get("vary", ()))
+        found = [
+            Builtin(name, entries, {f"<{k}>": value for choice in choices for k, value in choice.items()})
+            for choices in chosen
+        ]
+        for builtin in found:
+            builtin.patterns  # noqa: B018  (refuses what is no pattern)
     except (ValueError, UsageError) as error:
         raise UsageError(f"built-in layout {name}: {error}") from None
     return found

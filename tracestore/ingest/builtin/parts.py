@@ -8,8 +8,8 @@ from typing import NoReturn
 
 from tracestore.errors import InvalidInputError, NoTracesError, escape_unprintable
 from tracestore.ingest.builtin.claiming import claim
-from tracestore.ingest.builtin.graphs import read_graph_file
 from tracestore.ingest.builtin.library import Builtin, builtins
+from tracestore.ingest.builtin.preprocessed_files import read_preprocessed
 from tracestore.ingest.execute.accounts import holds_array, looks_like_label
 from tracestore.ingest.execute.claims import FileGroup, is_other
 from tracestore.ingest.execute.execution import Execution
@@ -51,18 +51,18 @@ class DescribedFiles:
 
 
 @dataclass(frozen=True, eq=False)
-class GraphFile:
-    """A file of graphs."""
+class PreprocessedFile:
+    """A file of sequences or graphs."""
 
     path: Path
-    fingerprint: bytes = b"graphs"
+    fingerprint: bytes = b"preprocessed"
     what: None = None
 
     def read(
         self, need_attention: bool | None, scratch: Scratch, on_refused: OnRefused | None
     ) -> Iterator[TraceRecord]:
         """Yield the records of the file."""
-        return read_graph_file(self.path, scratch, on_refused)
+        return read_preprocessed(self.path, scratch, on_refused)
 
 
 @dataclass(frozen=True, eq=False)
@@ -247,7 +247,7 @@ def builtin_parts(
         if builtin.reader is None:
             parts.append(Part(builtin.layout, own, builtin=builtin, has_scores_file=has_scores_file))
         else:
-            sources |= {n: SourceFile(path, n, described=GraphFile(path)) for n, path in own.items()}
+            sources |= {n: SourceFile(path, n, described=PreprocessedFile(path)) for n, path in own.items()}
     named = {path.absolute() for path in arguments}
     sources |= _unknown(claims.rest, left, named)
     return [*parts, Part(None, {}, sources=sources)]
