@@ -40,13 +40,14 @@ class Builtin:
 
     @property
     def reader(self) -> str | None:
-        """What reads the files, if no layout does: a structure such as PyG graphs."""
+        """Return the name of what reads the files, if no layout does."""
         return self.source.get("reader")
 
     @property
     def instead_of(self) -> Sequence[str]:
         """Tools whose files these are too, in a special case."""
-        return self.source.get("instead_of", ())
+        names: Sequence[str] = self.source.get("instead_of", ())
+        return names
 
     @cached_property
     def patterns(self) -> dict[str, Pattern]:

@@ -24,7 +24,7 @@ from tracestore.ingest.layout.places import RECORDS, Place, Plan
 from tracestore.ingest.tree import Array, Group, Items, NumpyArray, Value, as_array
 from tracestore.store.write.record import TraceRecord, record_from_dict
 
-_AXES = {
+_AXES: dict[str, list[tuple[str, ...]]] = {
     "hidden_states": [("L", "S", "D")],
     "last_token": [("L", "D")],
     "attentions": [("L", "H", "S", "Q")],
