@@ -96,6 +96,7 @@ ALLOWED: dict[str, set[str]] = {
         "ingest.containers",
         "ingest.layout",
         "ingest.execute",
+        "ingest.propose",
     },
     "export": {*STORE, "ingest"},
     "hub": STORE,

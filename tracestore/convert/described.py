@@ -7,10 +7,11 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tracestore.console import plural
+from tracestore.console import Output, plural
 from tracestore.convert.options import ConvertOptions
 from tracestore.errors import InvalidInputError, TracestoreError, UsageError, escape_unprintable
 from tracestore.ingest.builtin.parts import Part, builtin_parts, files_of, sources_in_order
@@ -18,6 +19,7 @@ from tracestore.ingest.execute.claims import list_files
 from tracestore.ingest.exports.manifest import read_export
 from tracestore.ingest.layout.fields import score_of
 from tracestore.ingest.layout.language import Layout, parse_layout, read_layout
+from tracestore.ingest.propose.proposal import propose
 from tracestore.ingest.roles.keys import direction_of
 from tracestore.ingest.sources import SourceFile
 from tracestore.store.format.labels import CORRECT, HALLUCINATION, ScoreField
@@ -245,9 +247,9 @@ def kept_layouts(store: str) -> list[Layout]:
 
 
 def run_of_builtins(
-    arguments: list[Path], folder: Path, options: ConvertOptions, kept: Sequence[Layout] = ()
+    arguments: list[Path], folder: Path, options: ConvertOptions, output: Output, kept: Sequence[Layout] = ()
 ) -> DescribedRun:
-    """Return the conversion of files by the layouts that the store keeps, and by the built-in ones that they match.
+    """Return the conversion of files by the layouts that the store keeps, by built-in ones, and by proved proposals.
 
     Parameters
     ----------
@@ -256,6 +258,8 @@ def run_of_builtins(
     folder : Path
         Folder of the store, which is not searched.
     options : ConvertOptions
+    output : Output
+        Receives what is proposed for files that no other layout describes.
     kept : sequence of Layout
         The layouts that the store keeps; their files are those that their lines name.
 
@@ -280,11 +284,19 @@ def run_of_builtins(
             own = files_of(layout, files)
             files = {name: path for name, path in files.items() if name not in own}
             parts += [Part(layout, own, tuple(owned), has_scores_file=has_scores_file)] if own else []
-        parts += builtin_parts(files, named, owned, lines, has_scores_file=has_scores_file)
+        rest = partial(_proposed, output)
+        parts += builtin_parts(files, named, owned, lines, rest, has_scores_file=has_scores_file)
     run = DescribedRun(parts, {path: k for k, path in enumerate(found)}, is_builtin=True)
     if not run.sources:
         raise UsageError(f"{arguments[0]}: no trace file in this folder; name a file of another suffix")
     return run
+
+
+def _proposed(output: Output, files: Mapping[str, Path]) -> Layout | InvalidInputError:
+    """Return the layout that files prove, or an error; print what is proposed."""
+    proposal = propose(files)
+    output.info(proposal.message())
+    return InvalidInputError(proposal.refusal()) if proposal.layout is None else proposal.layout
 
 
 def _by_argument(arguments: list[Path], folder: Path) -> list[tuple[list[Path], dict[str, Path]]]:

@@ -107,7 +107,7 @@ class Conversion:
         self.is_interrupted = False
         self.store = parse_location(store)
         self.folder = local_dir(store)
-        self._described = _described_run(sources, self.folder, options)
+        self._described = _described_run(sources, self.folder, options, output)
         found = find_sources(sources, self.folder) if self._described is None else self._described.sources
         self.scoring = Scoring(sources, found, options, output, self._described)
         self.sources = [source for source in self.scoring.sources if only is None or only(source)]
@@ -431,7 +431,7 @@ class Conversion:
             self._output.info(line)
 
 
-def _described_run(sources: list[Path], folder: Path, options: ConvertOptions) -> "DescribedRun | None":
+def _described_run(sources: list[Path], folder: Path, options: ConvertOptions, output: Output) -> "DescribedRun | None":
     """Return the conversion by the layout of the options, None without one."""
     has_layout = options.layout is not None or bool(options.field)
     may_keep = (folder / "zarr.json").is_file() and not options.overwrite
@@ -444,7 +444,7 @@ def _described_run(sources: list[Path], folder: Path, options: ConvertOptions) -
     if layout is not None:
         return run_of_layout(layout, sources, folder, options.scores)
     kept = kept_layouts(str(folder)) if may_keep else []
-    return run_of_builtins(sources, folder, options, kept) if kept or READS_BY_LAYOUTS else None
+    return run_of_builtins(sources, folder, options, output, kept) if kept or READS_BY_LAYOUTS else None
 
 
 def _never(*_: object) -> bool:

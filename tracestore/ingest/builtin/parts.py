@@ -1,12 +1,12 @@
 """Parts of a conversion: layouts with their files, structures of built-in layouts, exports, and files of none."""
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import NoReturn
 
-from tracestore.errors import InvalidInputError, NoTracesError, escape_unprintable
+from tracestore.errors import InvalidInputError, NoTracesError
 from tracestore.ingest.builtin.claiming import claim
 from tracestore.ingest.builtin.library import Builtin, builtins
 from tracestore.ingest.builtin.preprocessed_files import read_preprocessed
@@ -24,10 +24,11 @@ from tracestore.store.format.labels import HALLUCINATION
 from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.record import TraceRecord
 
-_MAX_NAMES = 3
 _PICKLES = (".pkl", ".pickle", ".p", ".joblib", ".pt", ".pth", ".ckpt")
 _TRACES = (*_PICKLES, ".gz", ".bz2", ".xz", ".zst")
 OnRefused = Callable[[InvalidInputError], None]
+# Returns the layout of files that no built-in layout describes, or the error that says why there is none.
+Proposer = Callable[[Mapping[str, Path]], Layout | InvalidInputError]
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,10 +208,11 @@ def builtin_parts(
     arguments: Sequence[Path],
     owned: Iterable[Path],
     lines: Mapping[str, str],
+    rest: Proposer,
     *,
     has_scores_file: bool,
 ) -> list[Part]:
-    """Return the parts that built-in layouts and exports describe, and one of the files that nothing describes.
+    """Return the parts that built-in layouts and exports describe, and those of the other files.
 
     Parameters
     ----------
@@ -222,6 +224,8 @@ def builtin_parts(
         Files that are read for another purpose.
     lines : Mapping
         Keys of fields in the items of built-in layouts.
+    rest : callable
+        Called with the files that no built-in layout describes, if they may hold traces.
     has_scores_file : bool
         As for `Execution`.
 
@@ -249,36 +253,20 @@ def builtin_parts(
         else:
             sources |= {n: SourceFile(path, n, described=PreprocessedFile(path)) for n, path in own.items()}
     named = {path.absolute() for path in arguments}
-    sources |= _unknown(claims.rest, left, named)
+    errors = {name: error for name, error in claims.rest.items() if error is not None}
+    others = {name: left[name] for name in claims.rest if name not in errors}
+    unknown = [name for name, path in others.items() if path.absolute() in named or not _holds_nothing(path)]
+    found = rest(others) if unknown else None
+    if isinstance(found, Layout):
+        parts.append(Part(found, others, has_scores_file=has_scores_file))
+    else:
+        errors |= {name: NoTracesError("holds no array") for name in others}
+        errors |= dict.fromkeys(unknown, found) if found is not None else {}
+        # Rule 8: tables and arrays next to traces may belong to them; of a pickle its own traces are missing at most.
+        if beside := next((name for name in unknown if not name.endswith(_TRACES)), None):
+            raise errors[beside].with_location(source=beside)
+    sources |= {n: SourceFile(left[n], n, described=UnknownFile(error)) for n, error in errors.items()}
     return [*parts, Part(None, {}, sources=sources)]
-
-
-def _unknown(
-    rest: Mapping[str, InvalidInputError | None], files: Mapping[str, Path], named: Container[Path]
-) -> dict[str, SourceFile]:
-    """Return sources that refuse the files of no layout; those without arrays hold no trace."""
-    errors: dict[str, InvalidInputError] = {}
-    unknown = []
-    for name, error in rest.items():
-        path = files[name]
-        is_named = path.absolute() in named
-        if error is not None:
-            errors[name] = error
-        elif not is_named and _holds_nothing(path):
-            errors[name] = NoTracesError("holds no array")
-        else:
-            unknown.append(name)
-    for name in unknown:
-        others = [escape_unprintable(other, 60) for other in unknown if other != name][: _MAX_NAMES - 1]
-        more = f", nor {', '.join(others)}" if others else ""
-        count = f" ({len(unknown):,} files)" if len(unknown) > _MAX_NAMES else ""
-        errors[name] = InvalidInputError(
-            f"no built-in layout describes it{more}{count}; --layout FILE or --field states the places of its fields"
-        )
-    # Rule 8: tables and arrays next to traces may belong to them; of a pickle its own traces are missing at most.
-    if beside := next((name for name in unknown if not name.endswith(_TRACES)), None):
-        raise errors[beside].with_location(source=beside)
-    return {name: SourceFile(files[name], name, described=UnknownFile(error)) for name, error in errors.items()}
 
 
 def _holds_nothing(path: Path) -> bool:
