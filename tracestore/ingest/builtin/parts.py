@@ -1,6 +1,6 @@
 """Parts of a conversion: layouts with their files, structures of built-in layouts, exports, and files of none."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -252,21 +252,32 @@ def builtin_parts(
             parts.append(Part(builtin.layout, own, builtin=builtin, has_scores_file=has_scores_file))
         else:
             sources |= {n: SourceFile(path, n, described=PreprocessedFile(path)) for n, path in own.items()}
-    named = {path.absolute() for path in arguments}
-    errors = {name: error for name, error in claims.rest.items() if error is not None}
-    others = {name: left[name] for name in claims.rest if name not in errors}
-    unknown = [name for name, path in others.items() if path.absolute() in named or not _holds_nothing(path)]
-    found = rest(others) if unknown else None
-    if isinstance(found, Layout):
-        parts.append(Part(found, others, has_scores_file=has_scores_file))
-    else:
-        errors |= {name: NoTracesError("holds no array") for name in others}
-        errors |= dict.fromkeys(unknown, found) if found is not None else {}
-        # Rule 8: tables and arrays next to traces may belong to them; of a pickle its own traces are missing at most.
-        if beside := next((name for name in unknown if not name.endswith(_TRACES)), None):
-            raise errors[beside].with_location(source=beside)
+    errors, found = _of_rest(claims.rest, left, {path.absolute() for path in arguments}, rest)
+    if found is not None:
+        parts.append(Part(found, _without(claims.rest, errors, left), has_scores_file=has_scores_file))
     sources |= {n: SourceFile(left[n], n, described=UnknownFile(error)) for n, error in errors.items()}
     return [*parts, Part(None, {}, sources=sources)]
+
+
+def _without(names: Iterable[str], errors: Container[str], files: Mapping[str, Path]) -> dict[str, Path]:
+    return {name: files[name] for name in names if name not in errors}
+
+
+def _of_rest(
+    rest: Mapping[str, InvalidInputError | None], files: Mapping[str, Path], named: Container[Path], propose: Proposer
+) -> tuple[dict[str, InvalidInputError], Layout | None]:
+    """Return why files that no built-in layout describes are not read, and the layout of the others."""
+    errors = {name: error for name, error in rest.items() if error is not None}
+    others = _without(rest, errors, files)
+    unknown = [name for name, path in others.items() if path.absolute() in named or not _holds_nothing(path)]
+    found = propose(others) if unknown else NoTracesError("holds no array")
+    if isinstance(found, Layout):
+        return errors, found
+    errors |= {name: found if name in unknown else NoTracesError("holds no array") for name in others}
+    # Rule 8: tables and arrays next to traces may belong to them; of a pickle its own traces are missing at most.
+    if beside := next((name for name in unknown if not name.endswith(_TRACES)), None):
+        raise found.with_location(source=beside)
+    return errors, None
 
 
 def _holds_nothing(path: Path) -> bool:
