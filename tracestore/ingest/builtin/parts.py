@@ -27,7 +27,7 @@ from tracestore.store.write.record import TraceRecord
 _PICKLES = (".pkl", ".pickle", ".p", ".joblib", ".pt", ".pth", ".ckpt")
 _TRACES = (*_PICKLES, ".gz", ".bz2", ".xz", ".zst")
 OnRefused = Callable[[InvalidInputError], None]
-# Returns the layout of files that no built-in layout describes, or the error that says why there is none.
+# Returns the layout of files that no built-in layout describes, or the error that reports why there is none.
 Proposer = Callable[[Mapping[str, Path]], Layout | InvalidInputError]
 
 
