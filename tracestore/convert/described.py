@@ -1,24 +1,31 @@
-"""Sources that a layout describes, and their labels: stored when the accounts of the run close."""
+"""Sources that layouts describe, and their labels: stored when the accounts of the run close."""
 
 import math
+import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+import tomllib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tracestore.console import plural
-from tracestore.errors import InvalidInputError, UsageError, escape_unprintable
-from tracestore.ingest.execute.claims import FileGroup
-from tracestore.ingest.execute.execution import Execution
+from tracestore.console import Output, plural
+from tracestore.convert.options import ConvertOptions
+from tracestore.errors import InvalidInputError, TracestoreError, UsageError, escape_unprintable
+from tracestore.ingest.builtin.parts import Part, builtin_parts, files_of, sources_in_order
+from tracestore.ingest.execute.claims import list_files
 from tracestore.ingest.exports.manifest import read_export
 from tracestore.ingest.layout.fields import score_of
 from tracestore.ingest.layout.language import Layout, parse_layout, read_layout
+from tracestore.ingest.propose.proposal import propose
+from tracestore.ingest.roles.keys import direction_of
 from tracestore.ingest.sources import SourceFile
 from tracestore.store.format.labels import CORRECT, HALLUCINATION, ScoreField
 from tracestore.store.format.provenance import Provenance
-from tracestore.store.io.scratch import Scratch
 from tracestore.store.read.columns import TraceValues
+from tracestore.store.read.store import open_store
 from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.record import TraceRecord
 from tracestore.store.write.writer import StoreWriter
@@ -27,80 +34,66 @@ _LABEL = "label"
 _COPY = re.compile(r"( \(\d+\)|[-_ .](checkpoint|copy ?\d*|bak|backup|old|orig))+$", re.IGNORECASE)
 
 
-@dataclass(frozen=True, eq=False)
-class DescribedFiles:
-    """The files of one source, and how they are read."""
-
-    execution: Execution
-    group: FileGroup
-    fingerprint: bytes
-
-    def read(
-        self, need_attention: bool | None, scratch: Scratch, on_refused: Callable[[InvalidInputError], None] | None
-    ) -> Iterator[TraceRecord]:
-        """Yield the records of the source, as `Execution.read`."""
-        return self.execution.read(self.group, need_attention, scratch, on_refused)
-
-
 class DescribedRun:
-    """A conversion by a layout: its sources, the labels to store, and the accounts.
+    """A conversion by layouts: its sources, the labels to store, and the accounts.
 
     Parameters
     ----------
-    layout : Layout
-    arguments : list of Path
-        Files and folders.
-    folder : Path
-        Folder of the store.
-    scores : str, optional
-        Path of the scores file, which no line of the layout needs to name.
+    parts : sequence of Part
+        The layouts, each with its files.
+    order : Mapping
+        The positions of all files by their paths.
+    is_builtin : bool
+        Whether built-in layouts describe the files.
 
     Attributes
     ----------
     sources : list of SourceFile
+        In the order of their files.
     """
 
-    def __init__(self, layout: Layout, arguments: list[Path], folder: Path, scores: str | None = None) -> None:
-        self._owned = () if scores is None else (Path(scores),)
-        self._arguments, self._folder, self._layout = arguments, folder, layout
-        self._execution = Execution(layout, arguments, folder, self._owned)
-        self.sources = _sources(self._execution)
+    def __init__(self, parts: Sequence[Part], order: Mapping[Path, int], *, is_builtin: bool = False) -> None:
+        self._parts, self._order, self.is_builtin = parts, order, is_builtin
+        self.sources = sources_in_order(parts, order)
         for folder in {place for source in self.sources for path in source.files for place in path.parents[:2]}:
             read_export(folder)  # refuses an unfinished or damaged export
-        self._directions = layout.directions()
-        self._found: dict[tuple[str, int], dict[str, float]] = {}
-        self._layers: tuple[tuple[int, ...] | None] | None = None  # those of the first source
+        self._directions = {n: d for part in parts for n, d in part.directions.items()}
+        self._late = frozenset(name for part in parts for name in part.late_scores)
+        self._keeps_copies = any(part.keeps_copies for part in parts)
+        self._labels: dict[tuple[str, int], dict[str, float]] = {}  # of the traces so far
+        self._found: dict[tuple[str, int], dict[str, float]] = {}  # those that are stored at the end
+        self._counts: dict[str, Counter[str]] = {}
+        self._layers: dict[str, tuple[int, ...] | None] = {}  # those of the first source, by the field of its states
         self._ids_of_states: dict[tuple[int, int], str] = {}
         self.num_replaced = self.num_equal = 0
 
     def probes(self) -> list[SourceFile]:
         """Return the sources for a look at their first traces, which leaves the accounts of the run alone."""
-        return _sources(Execution(self._layout, self._arguments, self._folder, self._owned))
+        return sources_in_order([part.again() for part in self._parts], self._order)
 
     def states_attention(self) -> bool | None:
-        """Return whether the layout states attention; None if its records may hold it."""
-        if "attentions" in self._layout.addresses:
-            return True
-        return None if self._layout.records else False
+        """Return whether the layouts state attention; None if the traces may have it."""
+        found = {part.states_attention for part in self._parts}
+        return True if True in found else None if None in found else False
 
-    def check_layers(self, layer_ids: tuple[int, ...] | None) -> None:
-        """Rule 1: every source has the same numbers of layers."""
-        if self._layers is None:
-            self._layers = (layer_ids,)
-        elif layer_ids != self._layers[0]:
-            expected = "none" if self._layers[0] is None else list(self._layers[0])
-            found = "none" if layer_ids is None else list(layer_ids)
+    def check_layers(self, record: TraceRecord) -> None:
+        """Rule 1: every source with states of the same tokens has the same numbers of layers."""
+        what = "hidden_states" if record.hidden is not None else "last_token"
+        known = self._layers.setdefault(what, record.layer_ids)
+        if record.layer_ids != known:
+            expected = "none" if known is None else list(known)
+            found = "none" if record.layer_ids is None else list(record.layer_ids)
             raise InvalidInputError(
                 f"found {found!s:.80}, expected {expected!s:.80} as in the first source", field="layer_ids"
             )
 
-    def provenance(self, known: Provenance | None) -> Provenance | None:
-        """Return the provenance of the sources, with the place of its layers that the layout states (rule 1b)."""
-        what = self._layout.settings.get("L.what")
+    def provenance(self, source: SourceFile, known: Provenance | None) -> Provenance | None:
+        """Return the provenance of a source, with the place of its layers that the layout states (rule 1b)."""
+        what = None if source.described is None else source.described.what
         return known if what is None else replace(known or Provenance(), hidden_states_at=what)
 
-    def add(self, packed: PackedTrace) -> dict[str, float]:
-        """Keep the labels and scores of a trace; return its named scores that are stored at once.
+    def add(self, packed: PackedTrace, writer: StoreWriter) -> dict[str, float]:
+        """Count the labels and scores of a trace; return its named scores that are stored at once.
 
         Raises
         ------
@@ -109,25 +102,37 @@ class DescribedRun:
         """
         record = packed.record
         self._add_states(packed)
-        own = {} if record.label is None else {_LABEL: record.label}
-        found = {**record.scores, **own, **{score_of(n): v for n, v in record.deferred_scores.items()}}
-        if found:
-            self._found[record.question_id, record.sample] = self._merged(record, found)
+        for name in record.scores:
+            field = next((n for n in self._directions if score_of(n) == name), None)
+            if field is not None:
+                self._define(writer, field)
         return record.scores
 
-    def _merged(self, record: TraceRecord, found: dict[str, float]) -> dict[str, float]:
-        """Return the labels of a trace with those of an earlier copy; rule 14: these agree."""
-        known = self._found.get((record.question_id, record.sample), {})
-        known = {name: value for name, value in known.items() if not math.isnan(value)}
-        for name, value in known.items():
-            if not math.isnan(other := found.get(name, math.nan)) and other != value:
-                raise InvalidInputError(
-                    f"found {value:g} and {other:g} for {escape_unprintable(record.question_id, 60)}, sample "
-                    f"{record.sample}: copies of a trace have one label",
-                    position=record.position,
-                    field=name,
-                )
-        return found | known
+    def added(self, packed: PackedTrace, *, is_new: bool) -> None:
+        """Keep the labels of a stored trace that a table gives, or that replace those of the same trace.
+
+        Raises
+        ------
+        InvalidInputError
+            Rule 14: copies of a trace have different labels.
+        """
+        record = packed.record
+        own = {} if record.label is None else {_LABEL: record.label}
+        late = {score_of(n): v for n, v in record.deferred_scores.items()}
+        found = {**record.scores, **own, **late}
+        for name, value in found.items():
+            kind = str(int(value)) if value in (0, 1) else "missing" if math.isnan(value) else "other"
+            self._counts.setdefault(name, Counter())[kind] += 1
+        self._counts.setdefault("", Counter())["all"] += 1
+        key = record.question_id, record.sample
+        # The writer decides between labels inside of traces of built-in layouts (--on-conflict).
+        if not found or (self.is_builtin and not late):
+            return
+        if key in self._labels and not is_new:
+            found = _merged(self._labels[key], found, record)
+        self._labels[key] = found
+        if late or not is_new:
+            self._found[key] = found
 
     def _add_states(self, packed: PackedTrace) -> None:
         if "hidden_states" not in packed.crcs:
@@ -137,7 +142,7 @@ class DescribedRun:
         if other == question_id:
             return
         self.num_equal += 1
-        if without_copy_mark(other) == without_copy_mark(question_id) and "duplicates" not in self._layout.settings:
+        if without_copy_mark(other) == without_copy_mark(question_id) and not self._keeps_copies:
             raise InvalidInputError(
                 f"{escape_unprintable(question_id, 60)} has the states of {escape_unprintable(other, 60)}: a copy; "
                 'remove it, or duplicates = "keep"',
@@ -145,25 +150,34 @@ class DescribedRun:
             )
 
     def define(self, writer: StoreWriter) -> None:
-        """Define the scores of the layout in the store."""
-        for name, direction in self._directions.items():
-            stored = writer.attributes.scores.get(score_of(name))
-            if name != _LABEL and (stored is None or stored.direction != direction):
-                writer.define_score(score_of(name), ScoreField(direction, f"{name} of the layout"[:1024]))
+        """Define the scores of tables in the store, which keeps stated layouts."""
+        for text in dict.fromkeys(part.kept_text for part in self._parts if part.kept_text is not None):
+            writer.keep_layout(text)
+        for name in self._late:
+            self._define(writer, name)
+
+    def _define(self, writer: StoreWriter, name: str) -> None:
+        direction, stored = self._directions[name], writer.attributes.scores.get(score_of(name))
+        if name != _LABEL and (stored is None or stored.direction != direction):
+            writer.define_score(score_of(name), ScoreField(direction, f"{name} of the layout"[:1024]))
 
     def is_settled(self, writer: StoreWriter) -> bool:
-        """Return whether no trace of the store lacks a label of the layout: sources of an interrupted run may."""
+        """Return whether no trace of the store lacks a label of a table: sources of an interrupted run may."""
         columns = writer.read_columns()
-        names = [score_of(name) for name in self._directions if name != _LABEL]
+        names = [score_of(name) for name in self._late if name != _LABEL]
         has_all = all(name in writer.attributes.scores for name in names)
         return has_all and not any(any(map(math.isnan, columns.score(name).tolist())) for name in names)
 
     def close(self, writer: StoreWriter) -> Iterator[str]:
         """Close the accounts, and yield the lines of `Execution.close`."""
-        is_whole = self._execution.account.is_read
-        if self._layout.settings.get("duplicates") == "keep" and is_whole and not self.num_equal:
-            raise InvalidInputError("no trace has the states of another one; remove it", field="duplicates")
-        yield from self._execution.close(lambda text: writer.index.find(text, 0) >= 0)
+        for part in self._parts:
+            execution = part.execution
+            if execution is None:
+                continue
+            is_kept = execution.layout.settings.get("duplicates") == "keep"
+            if is_kept and execution.account.is_read and not self.num_equal:
+                raise InvalidInputError("no trace has the states of another one; remove it", field="duplicates")
+            yield from execution.close(lambda text: writer.index.find(text, 0) >= 0)
 
     def fill(self, writer: StoreWriter) -> None:
         """Store the labels and scores of the traces, instead of earlier ones."""
@@ -177,44 +191,147 @@ class DescribedRun:
             scores = {n: v for n, v in found.items() if n != _LABEL and not math.isnan(v)}
             label = found.get(_LABEL, math.nan)
             stored: Mapping[str, Any] = {n: float(columns.score(n)[index]) for n in scores}
-            if scores == stored and (math.isnan(label) or label == columns.labels[index]):
+            before = float(columns.labels[index])
+            if scores == stored and (math.isnan(label) or label == before):
                 continue
-            self.num_replaced += any(not math.isnan(v) and v != scores[n] for n, v in stored.items())
+            is_other = not math.isnan(label) and not math.isnan(before) and label != before
+            self.num_replaced += is_other or any(not math.isnan(v) and v != scores[n] for n, v in stored.items())
             updates[index] = TraceValues(scores, label)
         writer.update_values(updates)
         writer.commit()
 
     def lines(self) -> Iterator[str]:
         """Yield what was stored as labels."""
+        total = self._counts.get("", Counter())["all"]
         for name, direction in self._directions.items():
-            values = [found[score_of(name)] for found in self._found.values() if score_of(name) in found]
-            known = [value for value in values if not math.isnan(value)]
+            counts = self._counts.get(score_of(name), Counter())
+            if not counts and name not in self._late:
+                continue
             meaning = {CORRECT: "correct", HALLUCINATION: HALLUCINATION}.get(direction, direction)
-            ones = sum(value == 1 for value in known)
-            zeros = sum(value == 0 for value in known)
-            counts = (
-                f"{ones:,} times 1, {zeros:,} times 0" if ones + zeros == len(known) else plural(len(known), "value")
-            )
-            yield f"{name} (high: {meaning}): {counts}, {len(values) - len(known):,} missing"
+            known = counts["0"] + counts["1"] + counts["other"]
+            text = f"{counts['1']:,} times 1, {counts['0']:,} times 0"
+            text = plural(known, "value") if counts["other"] else text
+            yield f"{name} (high: {meaning}): {text}, {total - known:,} missing"
         if self.num_equal:
             yield f"{plural(self.num_equal, 'trace')} with the hidden states of another id"
         if self.num_replaced:
             yield f"{plural(self.num_replaced, 'stored label')} replaced by changed ones"
 
 
+def run_of_layout(layout: Layout, arguments: list[Path], folder: Path, scores: str | None) -> DescribedRun:
+    """Return the conversion of files by one layout.
+
+    Parameters
+    ----------
+    layout : Layout
+    arguments : list of Path
+        Files and folders.
+    folder : Path
+        Folder of the store, which is not searched.
+    scores : str or None
+        Path of the scores file, which no line of the layout needs to name.
+    """
+    files = list_files(arguments, folder)
+    part = Part(layout, files, () if scores is None else (Path(scores),))
+    return DescribedRun([part], {path: k for k, path in enumerate(files.values())})
+
+
+def kept_layouts(store: str) -> list[Layout]:
+    """Return the layouts that a store keeps, the newest first."""
+    try:
+        with open_store(store) as existing:
+            texts = existing.internals.attributes.layouts
+    except TracestoreError:
+        return []  # the writer reports what is wrong with the store
+    return [parse_layout(tomllib.loads(text), "layout of the store") for text in reversed(texts)]
+
+
+def run_of_builtins(
+    arguments: list[Path], folder: Path, options: ConvertOptions, output: Output, kept: Sequence[Layout] = ()
+) -> DescribedRun:
+    """Return the conversion of files by the layouts that the store keeps, by built-in ones, and by proved proposals.
+
+    Parameters
+    ----------
+    arguments : list of Path
+        Files and folders.
+    folder : Path
+        Folder of the store, which is not searched.
+    options : ConvertOptions
+    output : Output
+        Receives what is proposed for files that no other layout describes.
+    kept : sequence of Layout
+        The layouts that the store keeps; their files are those that their lines name.
+
+    Raises
+    ------
+    UsageError
+        If a folder holds no file.
+    """
+    groups = _by_argument(arguments, folder)
+    found = [path for _, files in groups for path in files.values()]
+    scores = [path for path in found if path.match("*scores*.csv")]
+    has_scores_file = bool(scores) or options.scores is not None
+    owned = scores if options.scores is None else [*scores, Path(options.scores)]
+    lines = {} if options.id_column is None or has_scores_file else {"question_id": options.id_column}
+    if options.score_column is not None and not has_scores_file:
+        direction = options.score_direction or direction_of(options.score_column)
+        name = "hallucination" if direction == HALLUCINATION else "correctness"
+        lines[f"{name}.{options.score_column}"] = options.score_column
+    parts: list[Part] = []
+    for named, files in groups:
+        for layout in kept:
+            own = files_of(layout, files)
+            files = {name: path for name, path in files.items() if name not in own}
+            parts += [Part(layout, own, tuple(owned), has_scores_file=has_scores_file)] if own else []
+        rest = partial(_proposed, output)
+        parts += builtin_parts(files, named, owned, lines, rest, has_scores_file=has_scores_file)
+    run = DescribedRun(parts, {path: k for k, path in enumerate(found)}, is_builtin=True)
+    if not run.sources:
+        raise UsageError(f"{arguments[0]}: no trace file in this folder; name a file of another suffix")
+    return run
+
+
+def _proposed(output: Output, files: Mapping[str, Path]) -> Layout | InvalidInputError:
+    """Return the layout that files prove, or an error; print what is proposed."""
+    proposal = propose(files)
+    output.info(proposal.message())
+    return InvalidInputError(proposal.refusal()) if proposal.layout is None else proposal.layout
+
+
+def _by_argument(arguments: list[Path], folder: Path) -> list[tuple[list[Path], dict[str, Path]]]:
+    """Return the files of each folder among the arguments, and of files behind each other with different names."""
+    groups: list[tuple[list[Path], dict[str, Path]]] = []
+    seen: set[str] = set()
+    for argument in arguments:
+        files = {n: p for n, p in list_files([argument], folder).items() if os.path.realpath(p) not in seen}
+        seen |= {os.path.realpath(path) for path in files.values()}
+        is_file = not argument.is_dir()
+        if is_file and groups and not groups[-1][0][0].is_dir() and not groups[-1][1].keys() & files.keys():
+            groups[-1][0].append(argument)
+            groups[-1][1].update(files)
+        else:
+            groups.append(([argument], files))
+    return groups
+
+
+def _merged(known: dict[str, float], found: dict[str, float], record: TraceRecord) -> dict[str, float]:
+    """Return the labels of a trace with those of an earlier copy; rule 14: these agree."""
+    known = {name: value for name, value in known.items() if not math.isnan(value)}
+    for name, value in known.items():
+        if not math.isnan(other := found.get(name, math.nan)) and other != value:
+            raise InvalidInputError(
+                f"found {value:g} and {other:g} for {escape_unprintable(record.question_id, 60)}, sample "
+                f"{record.sample}: copies of a trace have one label",
+                position=record.position,
+                field=name,
+            )
+    return found | known
+
+
 def without_copy_mark(name: str) -> str:
     """Return a name without what a file manager or an editor adds to the name of a copy."""
     return _COPY.sub("", name)
-
-
-def _sources(execution: Execution) -> list[SourceFile]:
-    fingerprint = execution.fingerprint()
-    return [
-        SourceFile(
-            group.paths[0], group.name, parts=group.paths, described=DescribedFiles(execution, group, fingerprint)
-        )
-        for group in execution.groups
-    ]
 
 
 def layout_of_options(layout: Any, lines: Any) -> Layout | None:

@@ -54,6 +54,10 @@ _SWITCH_INTERVAL_S = 0.0005
 _MAX_SHRINKAGE = 200
 
 
+# Whether files without a stated layout are read by built-in layouts; tests set it.
+READS_BY_LAYOUTS = False
+
+
 def _position(error: InvalidInputError) -> float:
     return math.inf if error.position is None else error.position
 
@@ -103,7 +107,7 @@ class Conversion:
         self.is_interrupted = False
         self.store = parse_location(store)
         self.folder = local_dir(store)
-        self._described = _described_run(sources, self.folder, options)
+        self._described = _described_run(sources, self.folder, options, output)
         found = find_sources(sources, self.folder) if self._described is None else self._described.sources
         self.scoring = Scoring(sources, found, options, output, self._described)
         self.sources = [source for source in self.scoring.sources if only is None or only(source)]
@@ -133,7 +137,7 @@ class Conversion:
         if source.export is not None and self._options.provenance is None:
             return source.export.provenance
         known = next((p for path, p in self._provenances.items() if source.path.is_relative_to(path)), None)
-        return known if self._described is None else self._described.provenance(known)
+        return known if self._described is None else self._described.provenance(source, known)
 
     def _known_provenances(self) -> list[Provenance]:
         """Return the different provenances of the sources."""
@@ -334,7 +338,7 @@ class Conversion:
                     first.set_question_id(file_id)
             provenance = with_layers(self._provenance(stream.source), None if first is None else first.record.layer_ids)
             if self._described is not None and first is not None:
-                self._described.check_layers(first.record.layer_ids)
+                self._described.check_layers(first.record)
             self.scoring.begin_source(stream.source)
             writer.begin_source(name, size, digest, provenance)
             try:
@@ -382,6 +386,8 @@ class Conversion:
                 found = f"found {list(record.layer_ids)!s:.80}, expected {list(ids or ())!s:.80} as in the first trace"
                 raise InvalidInputError(found, position=record.position, field="layer_ids")
             is_new = writer.append_packed(packed, scores=scores, group=group)
+            if self._described is not None:
+                self._described.added(packed, is_new=is_new)
         except InvalidInputError as error:
             error.reason += _ADVICE.get(error.field or "", "")
             if not self._options.skip_bad:
@@ -425,15 +431,20 @@ class Conversion:
             self._output.info(line)
 
 
-def _described_run(sources: list[Path], folder: Path, options: ConvertOptions) -> "DescribedRun | None":
+def _described_run(sources: list[Path], folder: Path, options: ConvertOptions, output: Output) -> "DescribedRun | None":
     """Return the conversion by the layout of the options, None without one."""
-    if options.layout is None and not options.field:
+    has_layout = options.layout is not None or bool(options.field)
+    may_keep = (folder / "zarr.json").is_file() and not options.overwrite
+    if not has_layout and not READS_BY_LAYOUTS and not may_keep:
         return None
     # Imported here, because the reading by layouts takes a tenth of the time in which a command starts.
-    from tracestore.convert.described import DescribedRun, layout_of_options
+    from tracestore.convert.described import kept_layouts, layout_of_options, run_of_builtins, run_of_layout
 
     layout = layout_of_options(options.layout, options.field)
-    return None if layout is None else DescribedRun(layout, sources, folder, options.scores)
+    if layout is not None:
+        return run_of_layout(layout, sources, folder, options.scores)
+    kept = kept_layouts(str(folder)) if may_keep else []
+    return run_of_builtins(sources, folder, options, output, kept) if kept or READS_BY_LAYOUTS else None
 
 
 def _never(*_: object) -> bool:

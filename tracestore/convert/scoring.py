@@ -1,5 +1,6 @@
 """Scores of a conversion: from a scores file, or from the traces themselves."""
 
+import itertools
 import json
 import math
 from collections import Counter
@@ -80,7 +81,7 @@ class Scoring:
         described: "DescribedRun | None" = None,
     ) -> None:
         self._described = described
-        is_read = described is None or options.scores is not None
+        is_read = described is None or described.is_builtin or options.scores is not None
         self.file, paths = _read_files(arguments, sources, options, output) if is_read else (None, [])
         self.scores_file = ", ".join(map(str, paths)) or None
         found = [source for source in sources if source.path not in paths]
@@ -99,7 +100,7 @@ class Scoring:
                 f"{self.file.path} has no ids and fits one trace file, found {len(self.sources):,}; "
                 f"write a table with {ID_COLUMN}"
             )
-        self._num_positions = 0
+        self._num_positions = self._num_replaced = 0
         self._ids = TableIds(self.file)
         self._output, self._direction = output, options.score_direction
         self._name = ""  # of the file's scores in the store
@@ -158,10 +159,10 @@ class Scoring:
             self._define_scores(writer, self._export)
             return record.scores, record.group
         self._ids.add(packed)
-        if self._described is not None and self.file is None:
-            return self._described.add(packed), ""
         if self._described is not None:
-            self._described.add(packed)
+            scores = self._described.add(packed, writer)
+            if self.file is None:
+                return scores, record.group
         if self._source_path and record.question_id.startswith(self._source_path):
             self._used[_LONG_IDS] += 1
         if self.file is not None:
@@ -253,15 +254,40 @@ class Scoring:
             self._described.fill(writer)
         if self.file is None or self.file.in_order:
             return
+        columns = writer.read_columns()
+        stored, labels = columns.score(self._name), columns.labels
         updates = {}
-        for index in np.flatnonzero(np.isnan(writer.read_columns().score(self._name))).tolist():
-            question_id, sample = writer.index.question_id(index), writer.index.row(index).sample
+        for index, question_id, sample in self._traces_of_file(writer, self.file, stored):
             score, group = self.file.lookup(question_id, sample)
             label = self.file.label_of(question_id, sample, index)
-            if not math.isnan(score) or label is not None:
-                updates[index] = TraceValues({self._name: score}, math.nan if label is None else label, group or None)
+            label = math.nan if label is None else label
+            found, before = (score, label, group), (float(stored[index]), float(labels[index]), columns.group(index))
+            is_same = [f == b or not f or f != f for f, b in zip(found, before, strict=True)]
+            if not all(is_same):
+                updates[index] = TraceValues({self._name: score}, label, group or None)
+                self._num_replaced += any(
+                    not same and b == b and b != "" for same, b in zip(is_same, before, strict=True)
+                )
         writer.update_values(updates)
         writer.commit()
+
+    def _traces_of_file(self, writer: StoreWriter, file: Scores, stored: np.ndarray) -> Iterator[tuple[int, str, int]]:
+        """Yield index, question id and sample of traces that have no score, or have a row in the scores file.
+
+        The scores of exports count, unless the user names the file.
+        """
+        without = np.flatnonzero(np.isnan(stored)).tolist()
+        for index in without:
+            yield index, writer.index.question_id(index), writer.index.row(index).sample
+        exported = {s.name for s in self.sources if s.export is not None and s.export.has_values}
+        seen = set(without)
+        for question_id, first in file.values:
+            for sample in itertools.count(first) if not file.has_samples else (first,):
+                if (index := writer.index.find(question_id, sample)) < 0:
+                    break
+                is_exported = exported and writer.index.source(writer.index.row(index).source).path in exported
+                if index not in seen and not is_exported:
+                    yield index, question_id, sample
 
     def num_without_trace(self, writer: StoreWriter) -> int:
         """Return how many scores of the file belong to no trace."""
@@ -271,6 +297,9 @@ class Scoring:
         """Yield what was found inside the traces, and in the names of their folders, and what may be labels."""
         if self._described is not None:
             yield from self._described.lines()
+        if self._num_replaced and self.file is not None:
+            name = escape_unprintable(self.file.path.name, 60)
+            yield f"{name}: scores, labels or groups of {plural(self._num_replaced, 'stored trace')} have changed and were replaced"
         for (before, behind), count in self._used.items():
             yield f"{before}{plural(count, 'trace')}{behind}; see {INPUTS_PAGE}#scores"
         for key, count in self._unscored.items():

@@ -54,6 +54,10 @@ class Described(Protocol):
     def fingerprint(self) -> bytes:
         """A digest of what the source depends on besides its files."""
 
+    @property
+    def what(self) -> str | None:
+        """The place of the layers in the model, if it is stated."""
+
     def read(
         self, need_attention: bool | None, scratch: Scratch, on_refused: Callable[[InvalidInputError], None] | None
     ) -> Iterator[TraceRecord]:

@@ -132,6 +132,13 @@ class Group(Mapping[Any, Value]):
     attributes: Mapping[str, Value] = _NO_ATTRIBUTES
     is_ordered: bool = True
 
+    def at_hand(self, keys: Sequence[Any]) -> list[Any]:
+        """Return, for each key, what the reader has made already: a text, a number, an array of NumPy, a list of them.
+
+        NotImplemented stands for every other value, which is opened by its key. A list holds texts or arrays.
+        """
+        return [NotImplemented] * len(keys)
+
 
 class MappingGroup(Group):
     """A group of a mapping in memory.

@@ -8,6 +8,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
+from tracestore.ingest.execute.claims import list_files
 from tracestore.ingest.execute.execution import Execution
 from tracestore.ingest.layout.language import parse_layout
 from tracestore.store.io.scratch import Scratch
@@ -47,7 +48,7 @@ def write_layers(folder):
 )
 def test_traces_are_read_one_by_one(write, limit, tmp_path):
     line = write(tmp_path)
-    execution = Execution(parse_layout({"hidden_states": line}), [tmp_path], tmp_path / "s.zarr")
+    execution = Execution(parse_layout({"hidden_states": line}), list_files([tmp_path], tmp_path / "s.zarr"))
     tracemalloc.start()
     try:
         count = 0

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.execute.plain import describe, json_value
+from tracestore.ingest.execute.values import describe, json_value
 from tracestore.ingest.execute.walk import Cell
 from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.tree import Array, Items, NumpyArray, Value, as_array
@@ -266,7 +266,56 @@ def _moved(array: np.ndarray, letters: Sequence[str], wanted: str, what: str) ->
     return array if order == list(range(len(order))) else array.transpose(order)
 
 
-def check_num_layers(found: int, stated: int | None, *, is_without_embeddings: bool) -> None:
+def layer_ids_of(
+    ids: tuple[int, ...] | None,
+    stated: Sequence[int] | None,
+    size: int | None,
+    num_layers: int,
+    *,
+    is_without_embeddings: bool,
+) -> tuple[int, ...] | None:
+    """Return the numbers of the layers of a trace, None if they are unknown.
+
+    Parameters
+    ----------
+    ids : tuple of int or None
+        The numbers that keys or files bind.
+    stated : sequence of int or None
+        The numbers that the layout states, instead of those.
+    size : int or None
+        The stated number of layers of the model.
+    num_layers : int
+        The layers of the trace.
+    is_without_embeddings : bool
+        Whether the first layer, the embeddings, was left out.
+
+    Raises
+    ------
+    InvalidInputError
+        If the trace has other layers.
+    """
+    ids = ids if stated is None else tuple(int(k) for k in stated)
+    _check_num_layers(num_layers, size if ids is None else len(stated or ()), is_without_embeddings)
+    if ids is not None and size is not None and max(ids) >= size:
+        raise InvalidInputError(f"found the layer {max(ids)}, expected fewer than {size}", field="L.size")
+    if ids is None or (size is None and all(k < 0 for k in ids)):
+        return None  # counted from the end of an unknown number
+    if any(k < 0 for k in ids):
+        if size is None:
+            raise InvalidInputError(
+                f"found the layers {list(ids)}; L.size gives the number of the model's layers", field="L.ids"
+            )
+        ids = tuple(k % size for k in ids)
+    if len(ids) == num_layers + 1 and is_without_embeddings:
+        ids = ids[1:]
+    if len(ids) != num_layers:
+        raise InvalidInputError(f"found {num_layers} layers, expected {list(ids)!s:.60}", field="L.ids")
+    if ids != tuple(sorted(set(ids))):
+        raise InvalidInputError(f"found the layers {list(ids)!s:.60}, expected them in their order", field="L.ids")
+    return ids
+
+
+def _check_num_layers(found: int, stated: int | None, is_without_embeddings: bool) -> None:
     """Refuse another number of layers than the layout states, also that without the embeddings, which have no attention."""
     if is_without_embeddings and stated == found + 1:
         raise InvalidInputError(

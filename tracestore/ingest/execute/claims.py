@@ -3,13 +3,13 @@
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tracestore.errors import InvalidInputError, UsageError, escape_unprintable
-from tracestore.ingest.execute.plain import key_text
+from tracestore.ingest.execute.values import key_text
 from tracestore.ingest.layout.patterns import AXIS_NAMES, Pattern
 from tracestore.ingest.layout.places import Place, Plan, wild_prefixes
 
@@ -104,13 +104,13 @@ def _is_hidden(name: str) -> bool:
 
 
 def claim_files(
-    plan: Plan, files: dict[str, Path], owned: Iterable[Path] = (), *, is_stated: bool = True
+    plan: Plan, files: Mapping[str, Path], owned: Iterable[Path] = (), *, is_stated: bool = True
 ) -> dict[str, list[FoundFile]]:
     """Return the files of each FILES of a layout: each belongs to the pattern with the most literal characters.
 
     Parameters
     ----------
-    files : dict
+    files : Mapping
         Paths by their names below SRC.
     owned : iterable of Path
         Files that are read for another purpose, such as the scores file.

@@ -13,16 +13,18 @@ from tracestore.errors import InvalidInputError, error_location
 from tracestore.ingest.execute import accounts
 from tracestore.ingest.execute.accounts import RowTexts, RunAccount, SourceAccount, check_totals
 from tracestore.ingest.execute.axes import extent
-from tracestore.ingest.execute.claims import FileGroup, FoundFile, claim_files, group_files, list_files
+from tracestore.ingest.execute.claims import FileGroup, FoundFile, claim_files, group_files
+from tracestore.ingest.execute.direct import DirectReader, direct_step
 from tracestore.ingest.execute.found import Columns, FoundTrace, TraceFinder, with_offset
 from tracestore.ingest.execute.join import Column
+from tracestore.ingest.execute.nodes import tree_of
 from tracestore.ingest.execute.records import TraceBuilder
-from tracestore.ingest.execute.walk import Cell, Walk, tree_of
+from tracestore.ingest.execute.walk import Cell, Walk
 from tracestore.ingest.layout.effects import check_effects
 from tracestore.ingest.layout.language import Layout
 from tracestore.ingest.layout.places import Place, plan_of
 from tracestore.ingest.readers.opening import open_tree
-from tracestore.ingest.tree import Array, Items
+from tracestore.ingest.tree import Array, Items, Value
 from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.record import TraceRecord
 
@@ -33,16 +35,15 @@ class Execution:
     Parameters
     ----------
     layout : Layout
-    arguments : list of Path
-        Files and folders.
-    store : Path
-        Folder of the store, which is not searched.
+    files : Mapping
+        Paths by their names below SRC.
     owned : tuple of Path
         The files that are read for another purpose.
-    files : Mapping, optional
-        Files by their names below SRC, instead of those that the arguments hold.
-    is_stated : bool
-        Whether the files hold each label, and each field of a table, that the layout names.
+    check : callable, optional
+        Called with the FILES of a line, the name of a file and its root when it is opened; returns the root. Files of
+        a built-in layout have one.
+    has_scores_file : bool
+        Whether a scores file replaces the labels and scores in the items of traces, which then become extras.
 
     Attributes
     ----------
@@ -53,22 +54,26 @@ class Execution:
     def __init__(
         self,
         layout: Layout,
-        arguments: list[Path],
-        store: Path,
+        files: Mapping[str, Path],
         owned: tuple[Path, ...] = (),
-        files: Mapping[str, Path] | None = None,
+        check: Callable[[str, str, Value], Value] | None = None,
         *,
-        is_stated: bool = True,
+        has_scores_file: bool = False,
     ) -> None:
-        self.layout, self.plan = layout, plan_of(layout)
-        check_effects(self.plan)
-        found = list_files(arguments, store) if files is None else dict(files)
-        self._claimed = claim_files(self.plan, found, owned, is_stated=is_stated)
+        self.layout, self.plan, self._has_scores_file = layout, plan_of(layout), has_scores_file
+        self._check = check or _unchanged
+        # Lines of a built-in layout may find nothing. The writer tells its repeated ids apart, as those of all other
+        # files (--on-conflict).
+        self._is_stated = check is None
+        if self._is_stated:
+            check_effects(self.plan)
+        self._claimed = claim_files(self.plan, files, owned, is_stated=self._is_stated)
         self.groups, self._table_files = group_files(self.plan, self._claimed)
         self._trees = {
             text: tree_of(text, self.plan.places, self.plan.ignored, self.plan.states) for text in self.plan.files
         }
         self._counts_keys = self.plan.is_keyed and ("N",) in self.plan.keys.values()
+        self._step = direct_step(self.plan)
         self._numbers = {group.name: k for k, group in enumerate(self.groups)}
         self._lock = threading.RLock()
         self._resources = contextlib.ExitStack()
@@ -83,7 +88,7 @@ class Execution:
             for text in {base, base.partition(".")[0]}:
                 self._by_stem[text].append(key)
         self._offsets: dict[str, int] | None = None
-        self.account = RunAccount(self.plan, self._trees, len(self.groups), is_stated=is_stated)
+        self.account = RunAccount(self.plan, self._trees, len(self.groups), is_stated=self._is_stated)
         self._row_texts = RowTexts(self.plan)  # of the tables
 
     # Files
@@ -106,6 +111,12 @@ class Execution:
                     digest.update(hashlib.file_digest(opened, "blake2b").digest())
         return digest.digest()
 
+    def scores_of_tables(self) -> set[str]:
+        """Return the fields of labels and scores that tables give."""
+        return {
+            p.name for p in self.plan.others if p.rule.kind == "score" and p.address.files.text in self._table_files
+        }
+
     # Reading
 
     def read(
@@ -126,6 +137,9 @@ class Execution:
         on_refused : callable, optional
             Called with the error of each trace that is refused. By default it is raised.
         """
+        if self._step is not False:
+            yield from self._read_items(group, need_attention, scratch, on_refused)
+            return
         tables = self._load_tables(scratch)
         columns = Columns(self.plan, tables=tables)
         finder, builder = TraceFinder(columns), TraceBuilder(columns, group.name, need_attention)
@@ -141,15 +155,11 @@ class Execution:
                         for part, cells_of_part in trace.cells.items():
                             self.account.check_numbers(part, cells_of_part)
                     except InvalidInputError as error:
-                        error = error.with_traceback(None).with_location(source=group.name, position=position)
-                        if on_refused is None:
-                            raise error from None
-                        self.account.is_whole = False
-                        account.num_refused += 1
-                        on_refused(error)
+                        self._refuse(error, group, position, account, on_refused)
                         position += 1
                         continue
-                    account.add_key(record)
+                    if self._is_stated:
+                        account.add_key(record)
                     if account.num_traces == 1:
                         self.account.keep_first(self._numbers[group.name], record)
                     position += 1
@@ -171,6 +181,62 @@ class Execution:
         if len(rows) == 1:
             row = trace.environment["N*" if self.plan.is_global else "N"]
             self._row_texts.check(row, rows.pop(), record)
+
+    def _refuse(
+        self,
+        error: InvalidInputError,
+        group: FileGroup,
+        position: int,
+        account: SourceAccount,
+        on_refused: Callable[[InvalidInputError], None] | None,
+    ) -> None:
+        """Raise the error of a trace, or report it."""
+        error = error.with_traceback(None).with_location(source=group.name, position=position)
+        if on_refused is None:
+            raise error from None
+        self.account.is_whole = False
+        account.num_refused += 1
+        on_refused(error)
+
+    def _read_items(
+        self,
+        group: FileGroup,
+        need_attention: bool | None,
+        scratch: Scratch,
+        on_refused: Callable[[InvalidInputError], None] | None,
+    ) -> Iterator[TraceRecord]:
+        """Yield the records of a source whose items hold all fields of their traces, as `read`."""
+        (text,) = group.files
+        assert not isinstance(self._step, bool)
+        root, step = self._trees[text], self._step
+        node = root if step is None else root.child(step)
+        on_unclaimed = partial(self.account.refuse_unclaimed, RowTexts(self.plan))
+        reader = DirectReader(
+            self.plan, node, group.name, need_attention, on_unclaimed, has_scores_file=self._has_scores_file
+        )
+        account = SourceAccount(self.plan, Columns(self.plan))
+        position = 0
+        for file in group.files[text]:
+            with open_tree(file.path, scratch=scratch) as opened, error_location(file.name):
+                value = self._check(text, file.name, opened)
+                bound = {**file.bound, "file": file.name}
+                for item, bound_by_item in Walk(file.name, on_unclaimed).items(root, step, value, bound):
+                    try:
+                        record = reader.record(item, bound_by_item, position)
+                        if self._is_stated:
+                            account.add_key(record)
+                    except InvalidInputError as error:
+                        self._refuse(error, group, position, account, on_refused)
+                        position += 1
+                        continue
+                    finally:
+                        item = None
+                    if position == 0:
+                        self.account.keep_first(self._numbers[group.name], record)
+                    position += 1
+                    yield record
+                    del record
+        self.account.add_source({})
 
     def _found(
         self, finder: TraceFinder, cells: list[Cell], account: SourceAccount, group: FileGroup
@@ -194,9 +260,10 @@ class Execution:
         pending: list[Cell] = []
         for text in (*others, *dict.fromkeys(states)):
             for file in group.files[text]:
-                root = resources.enter_context(open_tree(file.path, scratch=scratch))
+                opened = resources.enter_context(open_tree(file.path, scratch=scratch))
                 if self._counts_keys:
-                    accounts.check_ordered(root, file.name)
+                    accounts.check_ordered(opened, file.name)
+                root = self._check(text, file.name, opened)
                 walk = Walk(file.name, partial(self.account.refuse_unclaimed, texts))
                 bound = {**file.bound, "file": file.name}
                 with error_location(file.name):
@@ -312,3 +379,7 @@ class Execution:
     def release(self) -> None:
         """Close the tables; `close` does so, too."""
         self._resources.close()
+
+
+def _unchanged(_text: str, _name: str, root: Value) -> Value:
+    return root

@@ -11,9 +11,10 @@ import numpy as np
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.execute.axes import extent
 from tracestore.ingest.execute.join import Column
-from tracestore.ingest.execute.plain import describe, number
+from tracestore.ingest.execute.nodes import tree_of
 from tracestore.ingest.execute.tokens import Span, ranges_of
-from tracestore.ingest.execute.walk import Cell, Walk, tree_of
+from tracestore.ingest.execute.values import describe, number
+from tracestore.ingest.execute.walk import Cell, Walk
 from tracestore.ingest.layout.places import Place, Plan
 from tracestore.ingest.tree import Items, Value, as_array
 

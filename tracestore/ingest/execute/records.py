@@ -8,14 +8,15 @@ import numpy as np
 
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.execute.arrays import ArrayReader
-from tracestore.ingest.execute.axes import MISSING, check_num_layers, read
+from tracestore.ingest.execute.axes import MISSING, layer_ids_of, read
 from tracestore.ingest.execute.found import Columns, FoundTrace, identity_of
 from tracestore.ingest.execute.join import Column
-from tracestore.ingest.execute.plain import key_text
 from tracestore.ingest.execute.tokens import (
     PromptAccount,
     Span,
     check_left_out,
+    check_no_padding,
+    check_prompt,
     check_zero_tokens,
     span_of_fill,
     span_of_length,
@@ -23,7 +24,14 @@ from tracestore.ingest.execute.tokens import (
     strip_pad,
     tokens_of_columns,
 )
-from tracestore.ingest.execute.values import check_agreement, check_spans, label_value, score_value
+from tracestore.ingest.execute.values import (
+    check_agreement,
+    check_spans,
+    key_text,
+    label_value,
+    score_value,
+    typed_value,
+)
 from tracestore.ingest.layout.fields import LABELS, score_of
 from tracestore.ingest.layout.places import DERIVED, RECORDS, Place
 from tracestore.ingest.tree import Group
@@ -112,27 +120,9 @@ class TraceBuilder:
                     raise InvalidInputError(
                         f"found {str(values[name])[:40]!r} and {str(value)[:40]!r}, expected one value", field=name
                     )
-                values[name] = self._typed(place, value)
+                values[name] = typed_value(name, value)
             if name in values and name not in ("question_id", "sample"):
                 trace.environment.setdefault(name, key_text(values[name]))
-
-    def _typed(self, place: Place, value: Any) -> Any:
-        """Return a value as the type of its field; tables hold texts."""
-        kind = place.rule.kind
-        if kind == "text" and not isinstance(value, str):
-            return key_text(value)
-        if kind == "number" and isinstance(value, str):
-            try:
-                return int(value)
-            except ValueError:
-                pass
-            try:
-                return float(value)
-            except ValueError:
-                raise InvalidInputError(f"found {value[:40]!r}, expected a number", field=place.name) from None
-        if kind == "number" and isinstance(value, float) and value.is_integer() and place.name != "temperature":
-            return int(value)
-        return value
 
     def _scalar(self, trace: FoundTrace, place: Place, column: Column) -> Any:
         fixed = dict(trace.fixed)
@@ -198,10 +188,8 @@ class TraceBuilder:
             need = False
         record = record_from_dict(values, source_name=self._source, position=position, need_attention=need)
         record.dropped = []
-        if not is_last and (record.prompt_length or 0) > record.num_tokens + 1:
-            raise InvalidInputError(
-                f"found {record.prompt_length}, more than {record.num_tokens} tokens", field="prompt_length"
-            )
+        if not is_last:
+            check_prompt(record.prompt_length, record.num_tokens)
         if self.settings.get("D.size") not in (None, record.hidden_dim):
             raise InvalidInputError(f"found D {record.hidden_dim}, expected {self.settings['D.size']}", field="D.size")
         record.layer_ids = self._layer_ids(ids, record, trace.environment)
@@ -264,7 +252,7 @@ class TraceBuilder:
         else:
             begin, end = 0, num_states
             if is_stack and fill is None and ids is not None and len(sizes) == 1 and "S.pad" not in settings:
-                self._check_no_padding(ids)
+                check_no_padding(ids)
         if filled not in (None, (begin, end)):
             raise InvalidInputError(f"found the tokens {filled}, expected {(begin, end)} as masked", field="S.padding")
         if tokens is None:
@@ -313,16 +301,6 @@ class TraceBuilder:
             )
         return num_states
 
-    def _check_no_padding(self, ids: np.ndarray) -> None:
-        """Refuse a row of a stack that ends or begins with one id repeated: padding without a mask."""
-        for edge, inner in ((ids[-1], ids[-2:-1]), (ids[0], ids[1:2])):
-            if len(inner) and inner[0] == edge:
-                raise InvalidInputError(
-                    f'the row has the id {int(edge)} twice at one end: S.mask, S.lengths or S.padding = "none" states '
-                    "whether it is padding",
-                    field="tokens",
-                )
-
     def _crop(
         self, values: dict[str, Any], tokens: np.ndarray | None, texts: list[str] | None, span: Span, num_states: int
     ) -> None:
@@ -363,25 +341,5 @@ class TraceBuilder:
         for _, column in self.columns.of("L.ids"):
             cell = column.cells(environment)[0]
             stated = read(cell.value, cell.axes, {}, "L.ids")[0].tolist()
-        if stated is not None:
-            ids = tuple(stated)
         size = self.settings.get("L.size")
-        stated_count = size if ids is None else len(stated or ())
-        check_num_layers(record.num_layers, stated_count, is_without_embeddings=record.is_without_embeddings)
-        if ids is not None and size is not None and max(ids) >= size:
-            raise InvalidInputError(f"found the layer {max(ids)}, expected fewer than {size}", field="L.size")
-        if ids is None or (size is None and all(k < 0 for k in ids)):
-            return None  # counted from the end of an unknown number
-        if any(k < 0 for k in ids):
-            if size is None:
-                raise InvalidInputError(
-                    f"found the layers {list(ids)}; L.size gives the number of the model's layers", field="L.ids"
-                )
-            ids = tuple(k % size for k in ids)
-        if len(ids) == record.num_layers + 1 and record.is_without_embeddings:
-            ids = ids[1:]
-        if len(ids) != record.num_layers:
-            raise InvalidInputError(f"found {record.num_layers} layers, expected {list(ids)!s:.60}", field="L.ids")
-        if ids != tuple(sorted(set(ids))):
-            raise InvalidInputError(f"found the layers {list(ids)!s:.60}, expected them in their order", field="L.ids")
-        return ids
+        return layer_ids_of(ids, stated, size, record.num_layers, is_without_embeddings=record.is_without_embeddings)

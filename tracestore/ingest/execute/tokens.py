@@ -184,6 +184,23 @@ def span_of_fill(fill: Any, layers: Sequence[np.ndarray], ids: np.ndarray | None
     return begin, end
 
 
+def check_no_padding(ids: np.ndarray) -> None:
+    """Refuse a row of a stack that ends or begins with one id repeated: padding without a mask."""
+    for edge, inner in ((ids[-1:], ids[-2:-1]), (ids[:1], ids[1:2])):
+        if len(inner) and inner[0] == edge[0]:
+            raise InvalidInputError(
+                f'the row has the id {int(edge[0])} twice at one end: S.mask, S.lengths or S.padding = "none" states '
+                "whether it is padding",
+                field="tokens",
+            )
+
+
+def check_prompt(length: int | None, num_tokens: int) -> None:
+    """Refuse a prompt that is longer than its trace, whose last token may have no states."""
+    if (length or 0) > num_tokens + 1:
+        raise InvalidInputError(f"found {length}, more than {num_tokens} tokens", field="prompt_length")
+
+
 class PromptAccount:
     """The stated lengths of prompts of a source: one that is equal in all padded rows may count the padding."""
 
@@ -211,7 +228,10 @@ class PromptAccount:
 
 def check_zero_tokens(layers: Sequence[np.ndarray], what: str) -> None:
     """Rule 24: a token that is zero in all layers is refused, except where it is padding."""
-    suspects = np.flatnonzero(~numbers_of(layers[0]).any(axis=1))
+    first = numbers_of(layers[0])
+    if first[:, 0].all():  # of most traces: a token with one other number is not zero
+        return
+    suspects = np.flatnonzero(~first.any(axis=1))
     for layer in layers[1:]:
         if not len(suspects):
             return

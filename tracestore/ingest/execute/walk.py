@@ -1,14 +1,22 @@
 """Follow the paths of a layout through the tree of a file, and yield the values at their ends."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from tracestore.errors import InvalidInputError, escape_unprintable
-from tracestore.ingest.execute import plain
-from tracestore.ingest.execute.plain import describe, item_value, json_value, key_text, number, rows_of
-from tracestore.ingest.layout.addresses import Address, AttributeStep, DeepStep, ItemsStep, ItemValue, KeyStep, Step
-from tracestore.ingest.layout.patterns import AXIS_NAMES, NUMBER_NAMES
+from tracestore.ingest.execute.nodes import Node, column_names, leads_to_unit
+from tracestore.ingest.execute.values import (
+    columns_of,
+    describe,
+    item_value,
+    json_value,
+    key_text,
+    number,
+    rows_of,
+    table_of,
+)
+from tracestore.ingest.layout.addresses import AttributeStep, DeepStep, ItemsStep, ItemValue, KeyStep, Step
+from tracestore.ingest.layout.patterns import NUMBER_NAMES
 from tracestore.ingest.layout.places import RECORDS, Place
 from tracestore.ingest.tree import Array, Group, Items, ListItems, MappingGroup, Value
 
@@ -33,68 +41,6 @@ class Cell(NamedTuple):
     value: Value
     axes: tuple[str, ...]
     in_unit: bool
-
-
-@dataclass
-class Node:
-    """The steps behind a common beginning of paths, and the places that end there."""
-
-    prefix: str
-    children: list[tuple[Step, "Node"]] = field(default_factory=list)
-    leaves: list[Place] = field(default_factory=list)
-    ignores: bool = False
-    is_unit: bool = False  # each of its values is a whole trace, or several
-    keys: frozenset[str] = frozenset()  # keys whose values an item binds
-    is_deep: bool = False  # below `**`, which also tries what holds none of its keys
-    has_unit_items: bool = False  # so is each item along the axis N of its value
-    is_found: bool = False  # a file had a value there
-
-    def child(self, step: Step) -> "Node":
-        """Return the node behind a step, a new one if there is none."""
-        for known, node in self.children:
-            if known == step:
-                return node
-        node = Node(f"{self.prefix}{step.text}/", is_deep=self.is_deep or isinstance(step, DeepStep))
-        if isinstance(step, ItemsStep):
-            node.keys = frozenset(value_of.path[0] for value_of in step.values)
-        self.children.append((step, node))
-        return node
-
-    @property
-    def has_records(self) -> bool:
-        """Return whether items of `records` end here."""
-        return any(place.name == RECORDS for place in self.leaves)
-
-
-def tree_of(text: str, places: Iterable[Place], ignored: Iterable[Address], states: list[Place]) -> Node:
-    """Return the root of the paths of the places whose FILES are `text`."""
-    root = Node(f"{text} : ")
-    for place in places:
-        if place.address.files.text == text:
-            is_cut = bool(set(place.address.files.names) & set(AXIS_NAMES) or place.crossed)
-            node, has_unit = root, False
-            for step in place.address.path:
-                node = node.child(step)
-                names = set(step.names) | ({step.letter} if isinstance(step, ItemsStep) else set())
-                is_cut |= bool(names & {*AXIS_NAMES, *"LSTGPHDE"})
-                if place in states and len(states) == 1 and not is_cut and not has_unit and _tells_traces(step):
-                    node.is_unit = has_unit = True
-            node.leaves.append(place)
-            if place in states and len(states) == 1 and not is_cut and not has_unit:
-                node.has_unit_items = place.axes[:1] == ("N",)
-    for address in ignored:
-        if address.files.text == text:
-            node = root
-            for step in address.path:
-                node = node.child(step)
-            node.ignores = True
-    return root
-
-
-def _tells_traces(step: Step) -> bool:
-    if isinstance(step, ItemsStep):
-        return step.letter in (None, "N", "K", "chunk")
-    return bool(step.names) or (isinstance(step, KeyStep) and "*" in step.text)
 
 
 class Walk:
@@ -124,7 +70,7 @@ class Walk:
             value = json_value(value, f"{node.prefix}{node.children[0][0].text}", self._source)
         # Values next to the units come first, because they may belong to all of them.
         for has_units in (False, True):
-            children = [pair for pair in node.children if _leads_to_unit(pair[1]) == has_units]
+            children = [pair for pair in node.children if leads_to_unit(pair[1]) == has_units]
             if children:
                 yield from self._children(
                     node, children, value, bound, in_unit, claims=has_units or len(children) == len(node.children)
@@ -149,10 +95,10 @@ class Walk:
             elif isinstance(step, DeepStep):
                 yield from self._deep(child, value, bound, in_unit, 0)
         if isinstance(value, Group):
-            names = _column_names(items)
+            names = column_names(items)
             if items and not (keys and names.isdisjoint(map(str, value))):
-                columns = plain.columns_of(value, names, f"{node.prefix}{items[0][0].text}", self._source)
-                yield from self._items(items, plain.table_of(columns), bound, in_unit)
+                columns = columns_of(value, names, f"{node.prefix}{items[0][0].text}", self._source)
+                yield from self._items(items, table_of(columns), bound, in_unit)
                 value = MappingGroup({k: k for k in value if k not in columns or _is_key(keys, k)}, value.__getitem__)
             yield from self._keys(node, keys, value, bound, in_unit, claims=claims)
         elif isinstance(value, Items | Array):
@@ -196,14 +142,15 @@ class Walk:
         has_unit = False
         for step, child in children:
             assert isinstance(step, ItemsStep)
-            found = self._bind(step, child, item, k, bound)
+            found = self.bind(step, child, item, k, bound)
             begins = child.is_unit and not in_unit
             yield from self.cells(child, item, found, in_unit=in_unit or begins or has_unit)
             has_unit |= begins
         if has_unit:
             yield None
 
-    def _bind(self, step: ItemsStep, node: Node, item: Value, k: int, bound: dict[str, Any]) -> dict[str, Any]:
+    def bind(self, step: ItemsStep, node: Node, item: Value, k: int, bound: dict[str, Any]) -> dict[str, Any]:
+        """Return what is bound so far, with what an item binds by a step."""
         if step.letter is not None:
             return {**bound, step.letter: k}
         found = dict(bound)
@@ -227,6 +174,32 @@ class Walk:
             key = (id(node), *(v for name, v in found.items() if name != _COUNTED.name))
             found[_COUNTED.name] = self._counts[key] = self._counts.get(key, -1) + 1
         return found
+
+    def items(
+        self, node: Node, step: ItemsStep | None, value: Value, bound: dict[str, Any]
+    ) -> Iterator[tuple[Value, dict[str, Any]]]:
+        """Yield the items behind the only step of a node with what they bind; the value itself without a step."""
+        if step is None:
+            yield value, bound
+            return
+        rest: list[tuple[Any, Value]] = []
+        node.is_found = True
+        where = f"{node.prefix}{step.text}"
+        if isinstance(value, str):
+            value = json_value(value, where, self._source)
+        if isinstance(value, Group):
+            columns = columns_of(value, column_names(node.children), where, self._source)
+            rest = [(key, value[key]) for key in value if key not in columns]
+            rows = table_of(columns)
+        elif isinstance(value, Items | Array):
+            rows = rows_of(value)
+        else:
+            self._refuse(node, step, describe(value))
+        for k, item in enumerate(rows):
+            yield item, self.bind(step, node.child(step), item, k, bound)
+            item = None
+        for key, other in rest:
+            self._on_unclaimed(node, key, other)
 
     def _keys(
         self,
@@ -341,16 +314,6 @@ def _has_all(step: Step, item: Value) -> bool:
     return isinstance(step, ItemsStep) and all(
         value_of.path == ("#",) or item_value(item, value_of) is not None for value_of in step.values
     )
-
-
-def _leads_to_unit(node: Node) -> bool:
-    return node.is_unit or node.has_unit_items or any(_leads_to_unit(child) for _, child in node.children)
-
-
-def _column_names(items: Sequence[tuple[Step, Node]]) -> set[str]:
-    """Return the names of the columns that items bind, or that lie below them."""
-    bound = {v.path[0] for step, _ in items if isinstance(step, ItemsStep) for v in step.values} - {"#"}
-    return bound | {step.text for _, child in items for step, _ in child.children if isinstance(step, KeyStep)}
 
 
 def _is_key(keys: Sequence[tuple[Step, Node]], key: Any) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.execute.plain import key_text
+from tracestore.ingest.execute.values import key_text
 from tracestore.ingest.propose.looking import Seen, look
 from tracestore.ingest.propose.names import Family, escape, families, words_of
 from tracestore.ingest.readers.opening import open_tree

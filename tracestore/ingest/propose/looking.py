@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tracestore.ingest.execute.plain import key_text, plain_value
+from tracestore.ingest.execute.values import key_text, plain_value
 from tracestore.ingest.tree import Array, Group, Items, Value
 
 MAX_ITEMS = 12  # items of a list that are looked at

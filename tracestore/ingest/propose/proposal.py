@@ -346,7 +346,7 @@ def try_layout(layout: Layout, files: Mapping[str, Path], *, is_partial: bool = 
     InvalidInputError
         If an account does not close. Beyond some traces or bytes the accounts stay open.
     """
-    execution = Execution(layout, [], Path("-"), files=files)
+    execution = Execution(layout, files)
     outcome = Outcome(is_last_token=layout.states == "last_token", is_partial=is_partial)
     labels: dict[str, list[float]] = {name: [] for name in layout.directions()}
     sizes: list[int] = []

@@ -1,7 +1,7 @@
 """The tree of pickles and files of torch.save, over the values that the reader of untrusted pickles makes."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -60,7 +60,11 @@ class ObjectOpener:
         if kind is list or kind is tuple or kind is FrameRows:
             return ListItems(value, self, charge)
         try:
-            return group_value(_keyed(value), self, charge) if kind is dict else self._special(value)
+            if kind is not dict:
+                return self._special(value)
+            keyed = _keyed(value)
+            found = group_value(keyed, self, charge)
+            return ObjectGroup(keyed, self, charge) if type(found) is MappingGroup else found
         except FAULTS as error:
             raise refusal(error) from None
 
@@ -92,6 +96,60 @@ class ObjectOpener:
             return ListItems(value.args, self, self._charge)
         fields = value.fields if isinstance(value, PickledDict) else {**dict(enumerate(value.args)), **value.fields}
         return MappingGroup(fields, self, {"class": value.name})
+
+
+class ObjectGroup(MappingGroup):
+    """A group of a dict of a pickle."""
+
+    def __init__(self, values: Mapping[Any, Any], open_value: ObjectOpener, charge: Charge) -> None:
+        super().__init__(values, open_value)
+        self._charge = charge
+
+    def at_hand(self, keys: Sequence[Any]) -> list[Any]:
+        """Return what the parser has made for each key; NotImplemented for values that are opened by their key."""
+        text_bytes = array_bytes = 0
+        count = len(keys)
+        found = []
+        for key in keys:
+            value = self._values[key]
+            kind = type(value)
+            if kind is str:
+                text_bytes += len(value)
+            elif kind is PickledArray:
+                value = value.array
+                if type(value) is np.ndarray and value.ndim and value.dtype.kind in "fiu" and value.dtype.isnative:
+                    array_bytes += value.nbytes
+                else:
+                    value = NotImplemented
+            elif kind is list and value:
+                count += len(value)
+                kinds = set(map(type, value))
+                if kinds == _ARRAYS and (arrays := _arrays_of_one_dtype(value)) is not None:
+                    value = arrays
+                    array_bytes += sum([array.nbytes for array in arrays])
+                elif kinds == _TEXTS:
+                    text_bytes += sum(map(len, value))
+                else:
+                    value = NotImplemented
+            elif kind not in _SCALARS:
+                value = NotImplemented
+            found.append(value)
+        self._charge(text_bytes, array_bytes, count)
+        return found
+
+
+_ARRAYS, _NUMPY, _TEXTS = {PickledArray}, {np.ndarray}, {str}
+
+
+def _arrays_of_one_dtype(values: list[PickledArray]) -> list[np.ndarray] | None:
+    """Return arrays of numbers in native byte order that share one dtype, as the layers of a trace; None for others."""
+    arrays: list[Any] = [value.array for value in values]
+    if set(map(type, arrays)) != _NUMPY:
+        return None
+    dtype = arrays[0].dtype
+    if dtype.kind not in "fiu" or not dtype.isnative:
+        return None
+    return None if any(array.dtype is not dtype or not array.ndim for array in arrays) else arrays
 
 
 class SparseArray(Array):

@@ -1,4 +1,7 @@
-"""Names, dtypes and sizes of format version 1, which docs/format.md describes in prose."""
+"""Names, dtypes and sizes of format version 1, which docs/format.md describes in prose.
+
+One module of over 400 lines: the tables of the format and the checks of what a file holds of them are read together.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -254,6 +257,10 @@ _OPTION_VALUES: dict[str, tuple[Any, ...]] = {
 }
 
 
+# Limits, because a store may come from an untrusted source.
+MAX_LAYOUTS, MAX_LAYOUT_CHARACTERS = 64, 1 << 14
+
+
 @dataclass(frozen=True)
 class Attributes:
     """The attributes `tracestore` of the root zarr.json.
@@ -261,7 +268,8 @@ class Attributes:
     None means "not known yet": no source with that field has been committed. A known value never
     changes, except that `attention_layout` may change from causal to square. `scores` describes the
     named scores; `default_score` is the one that is used where none is chosen. `lens` names the segment
-    that holds the final norm and the unembedding matrix of the language model.
+    that holds the final norm and the unembedding matrix of the language model. `layouts` holds the layouts that were
+    stated for sources, as TOML; files that are added later are read by them.
     """
 
     num_layers: int | None = None
@@ -277,10 +285,13 @@ class Attributes:
     options: dict[str, Any] = field(default_factory=dict)
     provenance: tuple[Provenance, ...] = ()
     lens: LensField | None = None
+    layouts: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return the attributes as a JSON object."""
+        """Return the attributes as a JSON object, without `layouts` where there are none."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
+        layouts = values.pop("layouts")
+        values |= {"layouts": list(layouts)} if layouts else {}
         scores = {name: score.to_json() for name, score in sorted(self.scores.items())}
         provenance = [p.to_json() for p in self.provenance]
         options = dict(sorted(self.options.items()))
@@ -290,8 +301,9 @@ class Attributes:
     @classmethod
     def from_json(cls, data: object) -> "Attributes":
         """Return the attributes in a JSON object; raise ValueError if they are not valid in this format."""
-        if not isinstance(data, dict) or data.keys() != {f.name for f in fields(cls)}:
+        if not isinstance(data, dict) or data.keys() | {"layouts"} != {f.name for f in fields(cls)}:
             raise ValueError("attributes: the keys are not those of this format")
+        layouts = _layouts(data.get("layouts", []))
         _require_values("attributes", data, _ATTRIBUTE_VALUES)
         for name in ("num_layers", "hidden_dim", "num_heads"):
             if data[name] is not None and (type(data[name]) is not int or not 0 < data[name] <= MAX_DIMENSION):
@@ -311,7 +323,7 @@ class Attributes:
         lens = LensField.from_json(data["lens"], len(provenance))
         if lens is not None and data["hidden_dim"] is None:
             raise ValueError("attributes: lens: hidden_dim is null")
-        return cls(**data | {"scores": scores, "provenance": provenance, "lens": lens})
+        return cls(**data | {"scores": scores, "provenance": provenance, "lens": lens, "layouts": layouts})
 
     def with_score(self, name: str, field: ScoreField, *, is_default: bool = False) -> "Attributes":
         """Return the attributes with a named score added; the first one is the default in any case."""
@@ -337,6 +349,16 @@ class Attributes:
         if len(self.provenance) == MAX_PROVENANCES:
             raise UsageError(f"a store can hold {MAX_PROVENANCES} provenances; write the traces to another store")
         return replace(self, provenance=(*self.provenance, provenance)), len(self.provenance)
+
+    def with_layout(self, text: str) -> "Attributes":
+        """Return the attributes of a store with sources of this layout; UsageError if it has too many."""
+        if text in self.layouts:
+            return self
+        if len(self.layouts) == MAX_LAYOUTS or len(text) > MAX_LAYOUT_CHARACTERS:
+            raise UsageError(
+                f"a store keeps {MAX_LAYOUTS} layouts of {MAX_LAYOUT_CHARACTERS:,} characters; write the traces to another store"
+            )
+        return replace(self, layouts=(*self.layouts, text))
 
     def array_type(self, name: str) -> tuple[np.dtype, tuple[int, ...], bool]:
         """Return the dtype on disk of a large array, its shape after axis 0, and whether it holds bfloat16.
@@ -373,6 +395,16 @@ class Attributes:
     def num_stored_heads(self) -> int:
         """Number of attention matrices stored per layer: H if every head is stored, otherwise 1."""
         return (self.num_heads or 1) if self.attention == "heads" else 1
+
+
+def _layouts(data: object) -> tuple[str, ...]:
+    """Return the layouts of a JSON value; ValueError if it is none of them."""
+    texts = data if isinstance(data, list) and len(data) <= MAX_LAYOUTS else [None]
+    if not all(isinstance(t, str) and 0 < len(t) <= MAX_LAYOUT_CHARACTERS for t in texts) or len(set(texts)) < len(
+        texts
+    ):
+        raise ValueError("attributes: layouts: expected different texts")
+    return tuple(texts)
 
 
 def _require_values(where: str, data: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]]) -> None:

@@ -297,6 +297,10 @@ class StoreWriter:
                 )
         self.attributes = self.attributes.with_score(name, field, is_default=is_default)
 
+    def keep_layout(self, text: str) -> None:
+        """Keep the layout that the next sources are read by, from the next commit on."""
+        self.attributes = self.attributes.with_layout(text)
+
     def update_values(self, updates: Mapping[int, TraceValues]) -> None:
         """Replace values of committed traces with the next commit. Missing ones (NaN, None) keep what is stored."""
         self._pending.updates.update(updates)

@@ -1,0 +1,207 @@
+"""Test conversions without flags by built-in layouts, which tests switch on until they replace the search for traces."""
+
+import json
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+
+import tracestore
+from tests.helpers import as_torch, convert, error_of, make_graphs, make_trace, make_traces, write_pickle, write_scores
+from tracestore.convert import runner
+
+
+@pytest.fixture(autouse=True)
+def by_layouts(monkeypatch):
+    monkeypatch.setattr(runner, "READS_BY_LAYOUTS", True)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "in").mkdir()
+    return tmp_path / "in"
+
+
+def write_sequences(path, traces, labels=None):
+    """Write the last tokens of traces as lstm_solo/ has them."""
+    states = torch.from_numpy(np.stack([np.stack(t["hidden_states"])[:, -1] for t in traces]))
+    labels = torch.zeros(len(traces)) if labels is None else torch.tensor(labels)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"sequences": states, "labels": labels, "question_ids": [t["question_id"] for t in traces]}, path)
+
+
+def write_graphs(path, traces, labels=None):
+    """Write graphs of traces as gnn/ has them, without labels as the shards."""
+    value = {"graphs": [make_graphs(t) for t in traces], "question_ids": [t["question_id"] for t in traces]}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(value if labels is None else value | {"labels": labels}, path)
+
+
+def test_traces_of_every_container_of_pickles(tmp_path, folder):
+    traces = make_traces(9)
+    write_pickle(folder / "a.pkl", traces[:3])
+    write_pickle(folder / "sub/b.pkl.gz", traces[3:6]) if (folder / "sub").mkdir() is None else None
+    torch.save([as_torch(t) for t in traces[6:8]], folder / "c.pt")
+    write_pickle(folder / "d.pkl", traces[8])
+
+    convert(folder, tmp_path / "s.zarr", "--attention", "heads")
+
+    store = tracestore.open(tmp_path / "s.zarr")
+    assert sorted(store.question_ids) == [f"q{k}" for k in range(9)]
+    for trace in traces:
+        found = store[store.index_of(trace["question_id"])]
+        assert found.hidden_states.tobytes() == np.stack(trace["hidden_states"]).tobytes()
+        np.testing.assert_array_equal(found.attention, np.stack(trace["attentions"]))
+        assert found.tokens.tolist() == trace["tokens"].tolist() and found.answer == trace["generated_answer_clean"]
+
+
+def test_the_two_kinds_of_preprocessed_files_give_one_trace_each(tmp_path, folder):
+    traces = make_traces(5)
+    write_sequences(folder / "lstm_solo/preprocessed_0.pt", traces, [0.0, 1, 0, 1, 1])
+    write_graphs(folder / "gnn/preprocessed_0.pt", traces, [0.0, 1, 0, 1, 1])
+
+    convert(folder, tmp_path / "s.zarr")
+
+    store = tracestore.open(tmp_path / "s.zarr")
+    assert len(store) == 5 and store.labels.tolist() == [0, 1, 0, 1, 1]
+    assert store[3].hidden_states.shape == (3, 4, 8) and store[3].last_token.shape == (3, 8)
+
+
+def test_shards_of_graphs_without_labels(tmp_path, folder):
+    write_graphs(folder / "sharded_data_part_0.pt", make_traces(4))
+
+    convert(folder, tmp_path / "s.zarr")
+
+    assert np.isnan(tracestore.open(tmp_path / "s.zarr").labels).all()
+
+
+def test_several_tools_in_one_folder(tmp_path, folder):
+    write_pickle(folder / "a.pkl", [{k: v for k, v in make_trace(4).items() if k != "attentions"}])
+    rng = np.random.default_rng(0)
+    save_file(
+        {"hidden_states": rng.standard_normal((6, 3, 8)).astype("f2"), "token_ids": np.arange(6)},
+        folder / "r.safetensors",
+    )
+
+    convert(folder, tmp_path / "s.zarr")
+
+    assert tracestore.open(tmp_path / "s.zarr").question_ids == ["q4", "r"]
+
+
+def test_scores_replace_labels_inside_the_traces_which_become_extras(tmp_path, folder):
+    write_pickle(folder / "a.pkl", [trace | {"label": 1, "is_correct": False} for trace in make_traces(3)])
+    write_scores(folder / "ground_truth_scores.csv", {"q0": 0.9, "q1": 0.1})
+
+    done = convert(folder, tmp_path / "s.zarr")
+
+    store = tracestore.open(tmp_path / "s.zarr")
+    np.testing.assert_array_equal(store.scores, [0.9, 0.1, np.nan])
+    assert np.isnan(store.labels).all() and store[0].extras["label"] == 1
+    assert "ground_truth_scores.csv" in done.stdout and "1 without a label or score" in done.stdout
+
+
+def test_labels_and_scores_of_the_traces(tmp_path, folder):
+    traces = [trace | {"label": k % 2, "bleurt_score": k / 4} for k, trace in enumerate(make_traces(4))]
+    write_pickle(folder / "a.pkl", traces)
+
+    done = convert(folder, tmp_path / "s.zarr")
+
+    store = tracestore.open(tmp_path / "s.zarr")
+    assert store.labels.tolist() == [0, 1, 0, 1] and store.scores.tolist() == [0, 0.25, 0.5, 0.75]
+    assert store.score_direction == "correct" and "label (high: hallucination): 2 times 1, 2 times 0" in done.stdout
+
+
+@pytest.mark.parametrize("direction", ["correct", "hallucination"])
+def test_a_score_column_inside_the_traces(tmp_path, folder, direction):
+    write_pickle(folder / "a.pkl", [trace | {"reward": 0.25} for trace in make_traces(3)])
+    assert "a.pkl" in error_of("convert", folder, tmp_path / "s.zarr", code=3)
+
+    convert(folder, tmp_path / "s.zarr", "--score-column", "reward", "--score-direction", direction)
+
+    store = tracestore.open(tmp_path / "s.zarr")
+    assert store.scores.tolist() == [0.25] * 3 and store.score_direction == direction
+
+
+def test_an_id_column_inside_the_traces(tmp_path, folder):
+    traces = [
+        {k: v for k, v in t.items() if k != "question_id"} | {"my_id": f"x{n}"} for n, t in enumerate(make_traces(3))
+    ]
+    write_pickle(folder / "a.pkl", traces)
+    assert "my_id" in convert(folder, tmp_path / "proved.zarr").stdout
+
+    convert(folder, tmp_path / "s.zarr", "--id-column", "my_id")
+
+    assert tracestore.open(tmp_path / "s.zarr").question_ids == ["x0", "x1", "x2"]
+
+
+@pytest.mark.parametrize("name", ["labels.csv", "questions.jsonl", "attention.npy", "labels.json"])
+def test_a_file_next_to_the_traces_that_nothing_describes_is_refused_before_a_commit(tmp_path, folder, name):
+    write_pickle(folder / "a.pkl", make_traces(3))
+    if name.endswith(".npy"):
+        np.save(folder / name, np.ones((3, 2, 4, 4), "f2"))
+    else:
+        row = {"qid": "q0", "wrong": 1}
+        (folder / name).write_text("qid,wrong\nq0,1\n" if name.endswith("csv") else json.dumps(row) + "\n")
+
+    message = error_of("convert", folder, tmp_path / "s.zarr", code=3)
+
+    assert name in message and "--field lines" in message
+    assert not (tmp_path / "s.zarr" / "manifest").exists() or not tracestore.open(tmp_path / "s.zarr")
+
+
+def test_settings_and_texts_next_to_the_traces_are_skipped(tmp_path, folder):
+    write_pickle(folder / "a.pkl", make_traces(3))
+    (folder / "config.pkl").write_bytes(pickle.dumps({"model": "x", "layers": 3}))
+    (folder / "metrics.json").write_text('{"loss": 0.5}')
+    (folder / "README.md").write_text("# Traces")
+
+    done = convert(folder, tmp_path / "s.zarr")
+
+    assert "skipped config.pkl" in done.stdout and len(tracestore.open(tmp_path / "s.zarr")) == 3
+
+
+def test_a_named_file_without_a_trace_is_refused(tmp_path, folder):
+    (folder / "config.pkl").write_bytes(pickle.dumps({"model": "x"}))
+    write_pickle(folder / "a.pkl", make_traces(3))
+    convert(folder / "a.pkl", tmp_path / "s.zarr")
+
+    assert "config.pkl" in error_of("convert", folder / "config.pkl", tmp_path / "s.zarr", code=3)
+
+
+def test_folders_with_files_of_the_same_name(tmp_path):
+    for k, name in enumerate(("one", "two")):
+        (tmp_path / name).mkdir()
+        write_pickle(tmp_path / name / "a.pkl", make_traces(4)[2 * k : 2 * k + 2])
+
+    convert(tmp_path / "one", tmp_path / "two", tmp_path / "s.zarr")
+
+    assert tracestore.open(tmp_path / "s.zarr").question_ids == ["q0", "q1", "q2", "q3"]
+
+
+def test_a_damaged_file_keeps_the_files_before_it(tmp_path, folder):
+    write_pickle(folder / "a.pkl", make_traces(2))
+    (folder / "b.pkl").write_bytes(b"\x80\x04nonsense")
+    write_pickle(folder / "c.pkl", make_traces(4)[2:])
+
+    assert "b.pkl" in error_of("convert", folder, tmp_path / "s.zarr", code=3)
+    assert tracestore.open(tmp_path / "s.zarr").question_ids == ["q0", "q1"]
+    done = convert(folder, tmp_path / "s.zarr", "--skip-bad")
+    assert len(tracestore.open(tmp_path / "s.zarr")) == 4 and "skipped b.pkl" in done.stdout
+
+
+def test_an_empty_folder(tmp_path, folder):
+    assert "no trace file" in error_of("convert", folder, tmp_path / "s.zarr", code=2)
+
+
+def test_one_file_of_another_kind_among_many_is_refused_when_it_is_read(tmp_path, folder):
+    rng = np.random.default_rng(0)
+    for k in range(150):
+        shape = (6, 3, 8) if k != 77 else (1, 3, 8)
+        states = rng.standard_normal(shape).astype("f2")
+        save_file({"hidden_states": states, "token_ids": np.arange(6)}, folder / f"r-{k}.safetensors")
+
+    message = error_of("convert", folder, tmp_path / "s.zarr", code=3)
+
+    assert "r-77.safetensors" in message and "built-in layout vllm" in message

@@ -1,0 +1,273 @@
+"""Test which built-in layout owns a file, and that none takes a file of another kind."""
+
+import gzip
+import json
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+
+from tests.helpers import make_graphs, make_trace, make_traces
+from tracestore.errors import InvalidInputError, UsageError
+from tracestore.ingest.builtin.claiming import claim
+from tracestore.ingest.builtin.library import builtins, parse_builtin
+from tracestore.ingest.builtin.signature import Signature, facts_of
+from tracestore.ingest.tree import ListItems, MappingGroup, NumpyArray
+
+RNG = np.random.default_rng(5)
+
+
+def states(*shape, dtype="f4"):
+    return RNG.standard_normal(shape).astype(dtype)
+
+
+def trace(**changes):
+    """Return a trace of the family: L 3, H 2, S 5, D 8; a value of None takes the key away."""
+    found = make_trace(4) | changes
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def request(**changes):
+    """Return the tensors of vLLM's connector: S 6, L 4, D 16."""
+    return {"hidden_states": states(6, 4, 16), "token_ids": np.arange(6)} | changes
+
+
+def sequences(**changes):
+    """Return a preprocessed file of last tokens: N 6, L 3, D 8."""
+    found = {"sequences": states(6, 3, 8), "labels": np.zeros(6), "question_ids": [f"q{k}" for k in range(6)]} | changes
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def write(path, value):
+    """Write a value in the container of the path's suffix."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".safetensors":
+        save_file(value, path)
+    elif path.suffix in (".pt", ".ckpt"):
+        torch.save(value, path)
+    elif path.suffix == ".npy":
+        np.save(path, value)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(value))
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in value))
+    else:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "wb") as file:
+            pickle.dump(value, file)
+
+
+def owners(tmp_path, **files):
+    """Write files by name, `__` for the folder and `_DOT_` for the dot; return the owner of each, None without."""
+    names = {name.replace("__", "/").replace("_DOT_", "."): value for name, value in files.items()}
+    for name, value in names.items():
+        write(tmp_path / name, value)
+    claims = claim({name: tmp_path / name for name in names}, builtins())
+    found = {name: builtin.name for builtin, own in claims.owned.items() for name in own}
+    return [found.get(name) for name in names]
+
+
+OWN = [
+    ("traces", "a.pkl", lambda: make_traces(4)),
+    ("traces", "a.pkl.gz", lambda: make_traces(4)),
+    ("traces", "q1.pt", lambda: trace()),
+    ("traces", "a.pkl", lambda: [trace(attentions=None), trace(attentions=None)]),
+    ("traces", "a.pkl", lambda: [trace(label=1, score=0.5, note="x", batch_number=3)]),
+    ("traces", "a.pkl", lambda: [trace(tokens=np.arange(6), tokens_decoded=None)]),
+    ("traces", "a.pkl", lambda: [{"question_id": "refused"}, trace()]),
+    ("traces", "a.pkl", lambda: [trace(question_id=None, num_layers=3, example_id=0, cutoff_method="eos")]),
+    ("traces", "a.pkl", lambda: [{"question_id": str(s), "hidden_states": list(states(3, s, 8))} for s in (4, 6, 5)]),
+    ("last_tokens", "a.pkl", lambda: [{"question_id": "a", "last_token": states(3, 8)}]),
+    ("sequences", "lstm_solo/preprocessed_0.pt", sequences),
+    (
+        "graphs",
+        "gnn/preprocessed_0.pt",
+        lambda: {"graphs": [make_graphs(trace())], "question_ids": ["a"], "labels": [1.0]},
+    ),
+    ("graphs", "sharded_data_part_0.pt", lambda: {"graphs": [make_graphs(trace())], "question_ids": ["a"]}),
+    ("vllm", "cmpl-1.safetensors", request),
+    (
+        "eagle",
+        "0/data_1.ckpt",
+        lambda: {"hidden_state": states(6, 8), "input_ids": np.arange(6), "loss_mask": np.ones(6, "i8")},
+    ),
+]
+
+
+@pytest.mark.parametrize(("tool", "name", "make"), OWN, ids=[f"{tool}-{k}" for k, (tool, _, _) in enumerate(OWN)])
+def test_a_tool_owns_its_files(tmp_path, tool, name, make):
+    write(tmp_path / name, make())
+
+    claims = claim({name: tmp_path / name}, builtins())
+
+    assert [builtin.name for builtin in claims.owned] == [tool] and not claims.rest
+
+
+# Files that differ from those of a tool in one thing, and would be read as something else.
+TRAPS = [
+    ("the tokens first", "a.pkl", lambda: [trace(hidden_states=list(states(5, 3, 8)), attentions=None)]),
+    ("as many layers as tokens, in one order or the other", "a.pkl", lambda: [trace(hidden_states=list(states(5, 5, 8)), attentions=None)]),
+    ("neither tokens nor attention", "a.pkl", lambda: [trace(attentions=None, tokens=None, tokens_decoded=None)]),
+    ("two tokens more than states", "a.pkl", lambda: [trace(tokens=np.arange(7), tokens_decoded=None)]),
+    ("fewer tokens than states", "a.pkl", lambda: [trace(tokens=np.arange(4), tokens_decoded=None)]),
+    ("tokens first, of which the number varies", "a.pkl", lambda: [{"question_id": str(s), "hidden_states": list(states(s, 3, 8))} for s in (4, 6, 5)]),
+    ("neither tokens nor attention, and equal lengths", "a.pkl", lambda: [{"question_id": str(k), "hidden_states": list(states(3, 5, 8))} for k in range(3)]),
+    ("a batch", "a.pkl", lambda: [trace(hidden_states=[states(4, 5, 8)] * 3)]),
+    ("one layer without its axis", "a.pkl", lambda: [trace(hidden_states=states(5, 8))]),
+    ("integers", "a.pkl", lambda: [trace(hidden_states=list(np.ones((3, 5, 8), "i1")))]),
+    ("attention of another number of layers", "a.pkl", lambda: [trace(attentions=trace()["attentions"][:1])]),
+    ("attention of passes", "a.pkl", lambda: [trace(attentions=[a[:, -1:] for a in trace()["attentions"]])]),
+    ("more columns than states", "a.pkl", lambda: [trace(attentions=list(states(3, 2, 5, 7)))]),
+    ("another label", "a.pkl", lambda: [trace(is_truthful=1)]),
+    ("a gold answer's verdict", "a.pkl", lambda: [trace(correct=1)]),
+    ("a second array of states", "a.pkl", lambda: [trace(prompt_hidden_states=list(states(3, 2, 8)))]),
+    ("attention under another name", "a.pkl", lambda: [trace(attentions=None, attn=trace()["attentions"])]),
+    ("a mask of padding", "a.pkl", lambda: [trace(attention_mask=np.array([0, 1, 1, 1, 1]))]),
+    ("labels of tokens", "a.pkl", lambda: [trace(label=[0, 1, 1, 0, 1])]),
+    ("ids of several traces", "a.pkl", lambda: [trace(question_id=["a", "b", "c"])]),
+    ("another key of ids", "a.pkl", lambda: [trace(question_id=None, qid="a")]),
+    ("a step of an answer", "a.pkl", lambda: [trace(step=0), trace(step=1)]),
+    ("a layer of an answer", "a.pkl", lambda: [trace(layer_idx=0)]),
+    ("columns", "a.pkl", lambda: {"hidden_states": [list(states(3, 5, 8))] * 4, "question_id": ["a", "b", "c", "d"]}),
+    ("vectors", "a.pkl", lambda: [{"question_id": "a", "last_token": states(8)}]),
+    ("the last tokens of a batch", "a.pkl", lambda: [{"question_id": "a", "last_token": states(4, 3, 8)}]),
+    ("the hidden size first", "a.pkl", lambda: [{"question_id": "a", "last_token": states(8, 3)}]),
+    ("sequences of tokens", "p.pt", lambda: sequences(sequences=states(6, 3, 5, 8))),
+    ("sequences with the hidden size first", "p.pt", lambda: sequences(sequences=states(6, 8, 3))),
+    ("sequences of token ids", "p.pt", lambda: sequences(sequences=np.ones((6, 3, 8), "i8"))),
+    ("a second column of labels", "p.pt", lambda: sequences(is_correct=np.ones(6))),
+    ("labels of two columns", "p.pt", lambda: sequences(labels=np.zeros((6, 2)))),
+    ("a label too few", "p.pt", lambda: sequences(labels=np.zeros(5))),
+    ("an id too few", "p.pt", lambda: sequences(question_ids=["a"] * 5)),
+    ("a second array of states of all tokens", "p.pt", lambda: sequences(hidden_states=states(6, 3, 8))),
+    ("last tokens of a request", "r.safetensors", lambda: request(hidden_states=states(1, 4, 16))),
+    ("layers first", "r.safetensors", lambda: request(hidden_states=states(4, 6, 16))),
+    ("as many layers as tokens", "r.safetensors", lambda: request(hidden_states=states(6, 6, 16))),
+    ("states fewer than ids, as a cached prefix leaves them", "r.safetensors", lambda: request(token_ids=np.arange(7))),
+    ("a batch of requests", "r.safetensors", lambda: request(hidden_states=states(2, 6, 4, 16))),
+    ("eight bits", "r.safetensors", lambda: request(hidden_states=np.ones((6, 4, 16), "i1"))),
+    ("attention of a request", "r.safetensors", lambda: request(attentions=states(4, 2, 6, 6))),
+    ("no mask of the loss", "data_0.ckpt", lambda: {"hidden_state": states(6, 8), "input_ids": np.arange(6)}),
+    ("ids of the prompt alone", "data_0.ckpt", lambda: {"hidden_state": states(6, 8), "input_ids": np.arange(4), "loss_mask": np.ones(6, "i8")}),
+    ("graphs without ids", "g.pt", lambda: {"graphs": [make_graphs(trace())]}),
+    ("one graph a trace", "g.pt", lambda: {"graphs": make_graphs(trace()), "question_ids": ["a", "b", "c"]}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "make"), [(n, m) for _, n, m in TRAPS], ids=[what for what, _, _ in TRAPS])
+def test_a_file_of_another_kind_has_no_owner(tmp_path, name, make):
+    write(tmp_path / name, make())
+
+    assert claim({name: tmp_path / name}, builtins()).rest == {name: None}
+
+
+def test_files_of_several_tools_in_one_folder(tmp_path):
+    found = owners(tmp_path, a_DOT_pkl=make_traces(3), p_DOT_pt=sequences(), r_DOT_safetensors=request())
+
+    assert found == ["traces", "sequences", "vllm"]
+
+
+def test_a_file_that_two_layouts_match_is_refused_with_both_names(tmp_path):
+    one, two = (
+        parse_builtin(name, 'what = "x"\ndefined = "y"\n[layout]\nhidden_states = "*.pkl : []/hs -> L S D"\n'
+                      '[signature."*.pkl"]\nat = "[]"\nmust = {hs = "float L S D"}\n')
+        for name in ("one", "two")
+    )  # fmt: skip
+    write(tmp_path / "a.pkl", [{"hs": states(2, 3, 8)}])
+
+    with pytest.raises(InvalidInputError, match="layouts one and two match it"):
+        claim({"a.pkl": tmp_path / "a.pkl"}, [*one, *two])
+
+
+def test_files_that_belong_to_states_have_no_owner_without_them(tmp_path):
+    assert owners(tmp_path, ml_tqa_bleurt_score_DOT_npy=np.ones(5, "f4")) == [None]
+    name = "save_for_eval/tqa_hal_det/most_likely_llama_gene_embeddings_layer_wise.npy"
+    write(tmp_path / name, states(5, 4, 12))
+    both = {n: tmp_path / n for n in (name, "ml_tqa_bleurt_score.npy")}
+    assert list(claim({name: tmp_path / name}, builtins()).rest) == [name]
+    assert not claim(both, builtins()).rest
+
+
+def test_a_special_case_of_a_tool(tmp_path):
+    write(tmp_path / "hidden_states/hs_0.safetensors", request())
+    write(tmp_path / "config.json", {"target_layer_ids": [2, 16, 29, 32], "verifier": "x"})
+    files = {n: tmp_path / n for n in ("hidden_states/hs_0.safetensors", "config.json")}
+
+    (builtin,) = claim(files, builtins()).owned
+
+    assert builtin.name == "speculators"
+
+
+def test_of_many_alike_files_some_are_looked_at(tmp_path, monkeypatch):
+    opened = []
+    monkeypatch.setattr("tracestore.ingest.builtin.claiming.open_tree", lambda path: opened.append(path) or real(path))
+    from tracestore.ingest.readers.opening import open_tree as real
+
+    for k in range(300):
+        write(tmp_path / f"r-{k}.safetensors", request())
+    files = {f"r-{k}.safetensors": tmp_path / f"r-{k}.safetensors" for k in range(300)}
+
+    (own,) = claim(files, builtins()).owned.values()
+
+    assert len(own) == 300 and len(opened) <= 64
+
+
+def test_a_look_reads_the_first_item_alone(tmp_path):
+    data = pickle.dumps(make_traces(30), 3)  # without frames, each of which is read as a whole
+    # What follows the first traces is damaged, up to the end that says that the root is a list.
+    (tmp_path / "a.pkl").write_bytes(data[: len(data) * 2 // 3] + b"\xff" * 100 + data[-2:])
+
+    assert [b.name for b in claim({"a.pkl": tmp_path / "a.pkl"}, builtins()).owned] == ["traces"]
+
+
+@pytest.mark.parametrize(
+    ("value", "facts"),
+    [
+        (NumpyArray(np.ones((2, 3), "u2")), ("int", (2, 3))),
+        (ListItems([1.5, 2.5], lambda v: v), ("float", (2,))),
+        (ListItems([], lambda v: v), ("none", (0,))),
+        (MappingGroup({}, lambda v: v), ("group", ())),
+        (None, ("none", ())),
+        (True, ("bool", ())),
+        ("x", ("text", ())),
+    ],
+)
+def test_facts_of_values(value, facts):
+    assert facts_of(value) == facts
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('what = "x"', "needs what"),
+        ("what", "built-in layout t"),
+        ('what = "x"\ndefined = "y"\nunknown = 1\n[signature."a"]', "unknown unknown"),
+        ('what = "x"\ndefined = "y"\n[layout]\nhidden_states = "a"\n[signature."b"]', "differ in a, b"),
+        (
+            'what = "x"\ndefined = "y"\n[layout]\nhidden_states = "a"\n[signature."a"]\nmust = {x = "wide L"}',
+            "kind wide",
+        ),
+        ('what = "x"\ndefined = "y"\n[layout]\nhidden_states = "a"\n[signature."a"]\nconditions = ["L > S"]', "L > S"),
+    ],
+)
+def test_wrong_files_of_tools(text, message):
+    with pytest.raises(UsageError, match=message):
+        for builtin in parse_builtin("t", text):
+            builtin.check()
+
+
+def test_every_tool_says_where_its_files_are_defined():
+    assert len({builtin.name for builtin in builtins()}) >= 15
+    for builtin in builtins():
+        builtin.check()
+        assert builtin.states
+
+
+def test_a_signature_checks_what_is_read():
+    signature = Signature.parse({"at": "[]", "must": {"x": "float S D"}})
+    refused = []
+    items = ListItems([{"x": np.ones(3)}], lambda row: MappingGroup(row, NumpyArray))
+
+    assert signature.checked(items, refused.append) is items
+    assert refused and "expected float (S, D)" in refused[0]

@@ -1,0 +1,1 @@
+"""Layouts of known tools: a TOML file a tool in `tools`, and which of them owns a file."""

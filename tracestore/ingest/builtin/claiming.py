@@ -1,0 +1,133 @@
+"""Find the built-in layout that owns a file: one at most, told from the name and the first item of the file."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+
+from tracestore.errors import InvalidInputError
+from tracestore.ingest.builtin.library import Builtin
+from tracestore.ingest.layout.patterns import Pattern
+from tracestore.ingest.readers.opening import open_tree
+from tracestore.ingest.tree import Items, Value
+
+# Of files whose names differ in numbers alone, this many are looked at; each file is checked again when it is read.
+_MAX_LOOKS = 64
+_NUMBERS = re.compile(r"(?<![0-9a-zA-Z])[0-9a-f]{6,}(?![0-9a-zA-Z])|\d+")
+
+
+@dataclass
+class Claims:
+    """The files of each built-in layout by their names below SRC, and the files of none.
+
+    Attributes
+    ----------
+    owned : dict
+    rest : dict
+        Why a file has no owner, by its name: an error if it cannot be read.
+    """
+
+    owned: dict[Builtin, dict[str, Path]] = field(default_factory=dict)
+    rest: dict[str, InvalidInputError | None] = field(default_factory=dict)
+
+
+def claim(files: Mapping[str, Path], known: Sequence[Builtin]) -> Claims:
+    """Return which built-in layout owns each file.
+
+    Parameters
+    ----------
+    files : Mapping
+        Paths by their names below SRC.
+    known : sequence of Builtin
+        The layouts.
+
+    Raises
+    ------
+    InvalidInputError
+        If two of them match a file.
+    """
+    claims = Claims()
+    for names in _alike(files).values():
+        looked = names[:: -(-len(names) // _MAX_LOOKS)]
+        found = [_owner(name, files[name], known) for name in looked]
+        is_same = all(owner is found[0] and isinstance(owner, Builtin) for owner in found)
+        if not is_same and len(looked) < len(names):
+            looked, found = names, [_owner(name, files[name], known) for name in names]
+        owners = dict.fromkeys(names, found[0]) if is_same else dict(zip(looked, found, strict=True))
+        for name, owner in owners.items():
+            if isinstance(owner, Builtin):
+                claims.owned.setdefault(owner, {})[name] = files[name]
+            else:
+                claims.rest[name] = owner
+    for builtin in list(claims.owned):
+        _release_incomplete(claims, builtin)
+    return claims
+
+
+def _alike(files: Iterable[str]) -> dict[str, list[str]]:
+    """Return names that differ in numbers alone, together."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name in files:
+        groups[_NUMBERS.sub("#", name)].append(name)
+    return groups
+
+
+def _owner(name: str, path: Path, known: Sequence[Builtin]) -> Builtin | InvalidInputError | None:
+    """Return the owner of a file, None without; an error if the file cannot be read."""
+    texts = {text: pattern for b in known for text, pattern in b.patterns.items()}
+    fitting = {t for t, pattern in texts.items() if name.endswith(_end_of(pattern)) and pattern.match(name) is not None}
+    matching = [(b, text) for b in known for text in b.patterns if text in fitting]
+    if not matching:
+        return None
+    found: dict[str, tuple[int, Builtin]] = {}
+    try:
+        with open_tree(path) as opened:
+            root = Peeked(opened) if isinstance(opened, Items) and opened.is_stream else opened
+            for builtin, text in matching:
+                if builtin.signatures[text].difference(root) is None:
+                    best = builtin.patterns[text].num_literals, builtin
+                    found[builtin.name] = max(found.get(builtin.name, best), best, key=lambda pair: pair[0])
+    except InvalidInputError as error:
+        return error
+    for _, builtin in list(found.values()):
+        for name_of_other in builtin.instead_of:
+            found.pop(name_of_other, None)
+    if len(found) > 1:
+        raise InvalidInputError(
+            f"the built-in layouts {' and '.join(sorted(found))} match it; --layout FILE states its fields",
+            source=name,
+        )
+    return next(iter(found.values()))[1] if found else None
+
+
+def _end_of(pattern: Pattern) -> str:
+    """Return the literal text at the end of a pattern, by which most names are told apart."""
+    last = pattern.parts[-1]
+    return last.text if last.kind == "literal" else ""
+
+
+class Peeked(Items):
+    """Items of a stream, of which several signatures look at the first ones."""
+
+    def __init__(self, items: Items) -> None:
+        self._rest, self._seen = iter(items), list[Value]()
+
+    def __iter__(self) -> Iterator[Value]:
+        """Yield the items from the first one on."""
+        for k in count():
+            if k == len(self._seen):
+                try:
+                    self._seen.append(next(self._rest))
+                except StopIteration:
+                    return
+            yield self._seen[k]
+
+
+def _release_incomplete(claims: Claims, builtin: Builtin) -> None:
+    """Take the files from a built-in layout that has no states, or lacks files that it needs."""
+    owned = claims.owned[builtin]
+    texts = {t for t, p in builtin.patterns.items() if any(p.match(name) is not None for name in owned)}
+    if not builtin.states <= texts or not builtin.needed <= texts:
+        claims.rest |= dict.fromkeys(claims.owned.pop(builtin))

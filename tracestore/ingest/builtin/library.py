@@ -1,0 +1,146 @@
+"""The built-in layouts: one TOML file a tool."""
+
+import itertools
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from importlib.resources import files
+from typing import Any
+
+from tracestore.errors import UsageError
+from tracestore.ingest.builtin.signature import Signature, parse_form
+from tracestore.ingest.layout.language import Layout, below, parse_layout
+from tracestore.ingest.layout.patterns import Pattern
+from tracestore.ingest.layout.places import plan_of
+
+_KEYS = frozenset(("what", "defined", "instead_of", "vary", "reader", "layout", "signature"))
+
+
+@dataclass(frozen=True, eq=False)
+class Builtin:
+    """The layout of a tool, for one combination of what varies in it; it is parsed when a file may belong to it.
+
+    Parameters
+    ----------
+    name : str
+        Name of the tool: that of its TOML file.
+    source : Mapping
+        The entries of the file.
+    values : Mapping
+        What takes the place of names in its texts.
+    lines : Mapping
+        Keys of further fields in the items of the states.
+    """
+
+    name: str
+    source: Mapping[str, Any]
+    values: Mapping[str, str] = field(default_factory=dict)
+    lines: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def reader(self) -> str | None:
+        """Return the name of what reads the files, if no layout does."""
+        return self.source.get("reader")
+
+    @property
+    def instead_of(self) -> Sequence[str]:
+        """Tools whose files these are too, in a special case."""
+        names: Sequence[str] = self.source.get("instead_of", ())
+        return names
+
+    @cached_property
+    def patterns(self) -> dict[str, Pattern]:
+        """The FILES, as patterns of paths."""
+        texts = [_filled(text, self.values) for text in self.source["signature"]]
+        return {text: Pattern(text, is_path=True) for text in texts}
+
+    @cached_property
+    def signatures(self) -> dict[str, Signature]:
+        """The signature of each FILES; those of items know the keys of further fields."""
+        tables = _filled(self.source["signature"], self.values)
+        found = {text: Signature.parse(table) for text, table in tables.items()}
+        forms = dict.fromkeys(self.lines.values(), parse_form("number | text"))
+        return {text: signature.with_keys(forms) for text, signature in found.items()} if forms else found
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The layout, with the further fields if it has items of records."""
+        layout = parse_layout(_filled(self.source.get("layout", {}), self.values), self.name)
+        if not self.lines or not layout.records:
+            return layout
+        places = {name: [below(layout.records[0], key)] for name, key in self.lines.items()}
+        return replace(layout, addresses={**layout.addresses, **{n: tuple(found) for n, found in places.items()}})
+
+    @cached_property
+    def states(self) -> frozenset[str]:
+        """The FILES that hold the states; other files belong to a tool only next to these."""
+        if self.reader is not None:
+            return frozenset(self.patterns)
+        return frozenset(place.address.files.text for place in plan_of(self.layout).states)
+
+    @cached_property
+    def needed(self) -> frozenset[str]:
+        """The other FILES without which the layout does not hold."""
+        if self.reader is not None:
+            return frozenset()
+        plan = plan_of(self.layout)
+        return frozenset(p.address.files.text for p in plan.others if not p.is_optional) - self.states
+
+    def with_lines(self, lines: Mapping[str, str]) -> "Builtin":
+        """Return the built-in with further fields, by the keys that they have in the items of the states."""
+        return replace(self, lines=lines) if lines else self
+
+    def check(self) -> None:
+        """Raise UsageError unless every FILES of the layout has a signature; tests call it for every file of a tool."""
+        if self.reader is None and (rest := set(plan_of(self.layout).files) ^ self.signatures.keys()):
+            raise UsageError(f"built-in layout {self.name}: lines and signatures differ in {', '.join(sorted(rest))}")
+
+
+def parse_builtin(name: str, text: str) -> list[Builtin]:
+    """Return the built-in layouts of a TOML file: one for each combination of what `vary` lists.
+
+    Raises
+    ------
+    UsageError
+        If an entry is wrong.
+    """
+    try:
+        entries = tomllib.loads(text)
+        if unknown := entries.keys() - _KEYS:
+            raise UsageError(f"unknown {', '.join(sorted(unknown))}")
+        if not entries.get("what") or not entries.get("defined") or not entries.get("signature"):
+            raise UsageError("needs what its states are, where its tool defines them, and a signature")
+        chosen = itertools.product(*entries.get("vary", ()))
+        found = [
+            Builtin(name, entries, {f"<{k}>": value for choice in choices for k, value in choice.items()})
+            for choices in chosen
+        ]
+        for builtin in found:
+            builtin.patterns  # noqa: B018  (refuses what is no pattern)
+    except (ValueError, UsageError) as error:
+        raise UsageError(f"built-in layout {name}: {error}") from None
+    return found
+
+
+def _filled(value: Any, values: Mapping[str, str]) -> Any:
+    """Return a value of TOML with what varies in its texts and keys."""
+    if isinstance(value, Mapping):
+        return {_filled(key, values): _filled(entry, values) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_filled(entry, values) for entry in value]
+    if isinstance(value, str):
+        for key, text in values.items():
+            value = value.replace(key, text)
+    return value
+
+
+@cache
+def builtins() -> Sequence[Builtin]:
+    """Return the built-in layouts, in the order of their names."""
+    found: list[Builtin] = []
+    for entry in sorted(files("tracestore.ingest.builtin").joinpath("tools").iterdir(), key=lambda e: e.name):
+        name, _, suffix = entry.name.rpartition(".")
+        if suffix == "toml":
+            found += parse_builtin(name, entry.read_text("utf-8"))
+    return found

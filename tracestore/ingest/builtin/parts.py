@@ -1,0 +1,291 @@
+"""Parts of a conversion: layouts with their files, structures of built-in layouts, exports, and files of none."""
+
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import NoReturn
+
+from tracestore.errors import InvalidInputError, NoTracesError
+from tracestore.ingest.builtin.claiming import claim
+from tracestore.ingest.builtin.library import Builtin, builtins
+from tracestore.ingest.builtin.preprocessed_files import read_preprocessed
+from tracestore.ingest.execute.accounts import holds_array, looks_like_label
+from tracestore.ingest.execute.claims import FileGroup, is_other
+from tracestore.ingest.execute.execution import Execution
+from tracestore.ingest.exports.manifest import read_export
+from tracestore.ingest.layout.language import Layout
+from tracestore.ingest.layout.patterns import Pattern
+from tracestore.ingest.layout.places import plan_of
+from tracestore.ingest.readers.opening import open_tree
+from tracestore.ingest.sources import SourceFile
+from tracestore.ingest.tree import Items, Value
+from tracestore.store.format.labels import HALLUCINATION
+from tracestore.store.io.scratch import Scratch
+from tracestore.store.write.record import TraceRecord
+
+_PICKLES = (".pkl", ".pickle", ".p", ".joblib", ".pt", ".pth", ".ckpt")
+_TRACES = (*_PICKLES, ".gz", ".bz2", ".xz", ".zst")
+OnRefused = Callable[[InvalidInputError], None]
+# Returns the layout of files that no built-in layout describes, or the error that reports why there is none.
+Proposer = Callable[[Mapping[str, Path]], Layout | InvalidInputError]
+
+
+@dataclass(frozen=True, eq=False)
+class DescribedFiles:
+    """The files of one source, and how a layout reads them."""
+
+    execution: Execution
+    group: FileGroup
+    fingerprint: bytes
+
+    @property
+    def what(self) -> str | None:
+        """The place of the layers that the layout states."""
+        return self.execution.layout.settings.get("L.what")
+
+    def read(
+        self, need_attention: bool | None, scratch: Scratch, on_refused: OnRefused | None
+    ) -> Iterator[TraceRecord]:
+        """Yield the records of the source, as `Execution.read`."""
+        return self.execution.read(self.group, need_attention, scratch, on_refused)
+
+
+@dataclass(frozen=True, eq=False)
+class PreprocessedFile:
+    """A file of sequences or graphs."""
+
+    path: Path
+    fingerprint: bytes = b"preprocessed"
+    what: None = None
+
+    def read(
+        self, need_attention: bool | None, scratch: Scratch, on_refused: OnRefused | None
+    ) -> Iterator[TraceRecord]:
+        """Yield the records of the file."""
+        return read_preprocessed(self.path, scratch, on_refused)
+
+
+@dataclass(frozen=True, eq=False)
+class UnknownFile:
+    """A file that no layout describes: reading it is refused."""
+
+    error: InvalidInputError
+    fingerprint: bytes = b""
+    what: None = None
+
+    def read(
+        self, need_attention: bool | None, scratch: Scratch, on_refused: OnRefused | None
+    ) -> Iterator[TraceRecord]:
+        """Raise the error."""
+        raise self.error
+        yield
+
+
+class Part:
+    """Files that one layout describes.
+
+    Parameters
+    ----------
+    layout : Layout or None
+        None: `sources` are read without one.
+    files : Mapping
+        Paths by their names below SRC.
+    owned : tuple of Path
+        Files that are read for another purpose.
+    builtin : Builtin, optional
+        The built-in layout that the files belong to.
+    sources : Mapping, optional
+        Sources without a layout, by the names of their files.
+    has_scores_file : bool
+        As for `Execution`.
+    """
+
+    def __init__(
+        self,
+        layout: Layout | None,
+        files: Mapping[str, Path],
+        owned: tuple[Path, ...] = (),
+        builtin: Builtin | None = None,
+        sources: Mapping[str, SourceFile] | None = None,
+        *,
+        has_scores_file: bool = False,
+    ) -> None:
+        self._layout, self._files, self._owned, self._builtin = layout, files, owned, builtin
+        self._others, self._has_scores_file = sources or {}, has_scores_file
+        check = None if builtin is None else self._checked
+        self.execution = (
+            None if layout is None else Execution(layout, files, owned, check, has_scores_file=has_scores_file)
+        )
+
+    def again(self) -> "Part":
+        """Return the part with accounts of its own."""
+        return Part(
+            self._layout,
+            self._files,
+            self._owned,
+            self._builtin,
+            self._others,
+            has_scores_file=self._has_scores_file,
+        )
+
+    @property
+    def directions(self) -> dict[str, str]:
+        """Return what a high value of each score means, by field."""
+        if self._layout is None:
+            return {"label": HALLUCINATION}
+        return self._layout.directions()
+
+    @property
+    def kept_text(self) -> str | None:
+        """The layout that the store keeps; None for a built-in one, which files show again."""
+        return None if self._layout is None or self._builtin is not None else self._layout.to_toml()
+
+    @cached_property
+    def late_scores(self) -> set[str]:
+        """The scores of tables, which are stored when the accounts close."""
+        return set() if self.execution is None else self.execution.scores_of_tables()
+
+    @property
+    def keeps_copies(self) -> bool:
+        """Return whether copies are meant."""
+        return self._layout is not None and "duplicates" in self._layout.settings
+
+    @property
+    def states_attention(self) -> bool | None:
+        """Return whether the layout states attention; None if the traces may have it."""
+        if self._layout is None or self._builtin is not None:
+            return None
+        if "attentions" in self._layout.addresses:
+            return True
+        return None if self._layout.records else False
+
+    def sources(self) -> Iterator[tuple[Path, SourceFile]]:
+        """Yield the sources with the path of the first file of each."""
+        yield from ((source.path, source) for source in self._others.values())
+        if self.execution is None:
+            return
+        fingerprint = self.execution.fingerprint()
+        for group in self.execution.groups:
+            described = DescribedFiles(self.execution, group, fingerprint)
+            first = next(iter(group.files.values()))[0]
+            # A file of a built-in layout is known by its bytes alone.
+            parts = () if self._builtin is not None and group.paths == (first.path,) else group.paths
+            yield first.path, SourceFile(group.paths[0], group.name, parts=parts, described=described)
+
+    def _checked(self, text: str, name: str, root: Value) -> Value:
+        assert self._builtin is not None
+        return self._builtin.signatures[text].checked(root, partial(_refuse, self._builtin.name))
+
+
+def _refuse(name: str, difference: str) -> NoReturn:
+    raise InvalidInputError(
+        f"{difference}: not as the other files of the built-in layout {name}; --layout describes it"
+    )
+
+
+def files_of(layout: Layout, files: Mapping[str, Path]) -> dict[str, Path]:
+    """Return the files that the lines of a layout name; none if no states are among them."""
+    plan = plan_of(layout)
+    found: dict[str, set[str]] = {}
+    for text in plan.files:
+        pattern = Pattern(text, is_path=True)
+        found[text] = {name for name in files if pattern.match(name) is not None}
+    if not all(found[place.address.files.text] for place in plan.states):
+        return {}
+    names = set().union(*found.values())
+    return {name: path for name, path in files.items() if name in names}
+
+
+def sources_in_order(parts: Sequence[Part], order: Mapping[Path, int]) -> list[SourceFile]:
+    """Return the sources of all parts in the order of their first files."""
+    found = [(order[path], source) for part in parts for path, source in part.sources()]
+    return [source for _, source in sorted(found, key=lambda pair: pair[0])]
+
+
+def builtin_parts(
+    files: Mapping[str, Path],
+    arguments: Sequence[Path],
+    owned: Iterable[Path],
+    lines: Mapping[str, str],
+    rest: Proposer,
+    *,
+    has_scores_file: bool,
+) -> list[Part]:
+    """Return the parts that built-in layouts and exports describe, and those of the other files.
+
+    Parameters
+    ----------
+    files : Mapping
+        Paths by their names below SRC.
+    arguments : sequence of Path
+        The files and folders that the user named.
+    owned : iterable of Path
+        Files that are read for another purpose.
+    lines : Mapping
+        Keys of fields in the items of built-in layouts.
+    rest : callable
+        Called with the files that no built-in layout describes, if they may hold traces.
+    has_scores_file : bool
+        As for `Execution`.
+
+    Raises
+    ------
+    InvalidInputError
+        If nothing describes a table or arrays next to the traces, which may belong to them.
+    """
+    taken = {path.absolute() for path in owned}
+    sources: dict[str, SourceFile] = {}
+    left: dict[str, Path] = {}
+    exports = {folder: read_export(folder) for folder in {f for p in files.values() for f in list(p.parents)[:2]}}
+    exported = {file.path: file for export in exports.values() for file in export.files}
+    taken |= {path.absolute() for export in exports.values() for path in export.paths}
+    for name, path in files.items():
+        if path in exported:
+            sources[name] = SourceFile(path, name, export=exported[path])
+        elif path.absolute() not in taken and not is_other(name):
+            left[name] = path
+    claims = claim(left, [builtin.with_lines(lines) for builtin in builtins()])
+    parts = []
+    for builtin, own in claims.owned.items():
+        if builtin.reader is None:
+            parts.append(Part(builtin.layout, own, builtin=builtin, has_scores_file=has_scores_file))
+        else:
+            sources |= {n: SourceFile(path, n, described=PreprocessedFile(path)) for n, path in own.items()}
+    errors, found = _of_rest(claims.rest, left, {path.absolute() for path in arguments}, rest)
+    if found is not None:
+        parts.append(Part(found, _without(claims.rest, errors, left), has_scores_file=has_scores_file))
+    sources |= {n: SourceFile(left[n], n, described=UnknownFile(error)) for n, error in errors.items()}
+    return [*parts, Part(None, {}, sources=sources)]
+
+
+def _without(names: Iterable[str], errors: Container[str], files: Mapping[str, Path]) -> dict[str, Path]:
+    return {name: files[name] for name in names if name not in errors}
+
+
+def _of_rest(
+    rest: Mapping[str, InvalidInputError | None], files: Mapping[str, Path], named: Container[Path], propose: Proposer
+) -> tuple[dict[str, InvalidInputError], Layout | None]:
+    """Return why files that no built-in layout describes are not read, and the layout of the others."""
+    errors = {name: error for name, error in rest.items() if error is not None}
+    others = _without(rest, errors, files)
+    unknown = [name for name, path in others.items() if path.absolute() in named or not _holds_nothing(path)]
+    found = propose(others) if unknown else NoTracesError("holds no array")
+    if isinstance(found, Layout):
+        return errors, found
+    errors |= {name: found if name in unknown else NoTracesError("holds no array") for name in others}
+    # Rule 8: tables and arrays next to traces may belong to them; of a pickle its own traces are missing at most.
+    if beside := next((name for name in unknown if not name.endswith(_TRACES)), None):
+        raise found.with_location(source=beside)
+    return errors, None
+
+
+def _holds_nothing(path: Path) -> bool:
+    """Return whether a file holds neither arrays nor rows, and its name is none of labels."""
+    try:
+        with open_tree(path) as root:
+            value: Value = next(iter(root), None) if isinstance(root, Items) and root.is_stream else root
+            is_table = isinstance(root, Items) and path.suffix not in _PICKLES
+            return not (is_table or holds_array(value) or looks_like_label(path.stem))
+    except InvalidInputError:
+        return False

@@ -1,0 +1,289 @@
+"""Signatures: the keys, kinds of values and axes by which a file is recognized, told from its first item alone."""
+
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import islice
+from typing import Any, NamedTuple
+
+from tracestore.errors import UsageError, escape_unprintable
+from tracestore.ingest.execute.accounts import looks_like_label
+from tracestore.ingest.execute.values import describe, key_text
+from tracestore.ingest.layout.patterns import AXIS_NAMES, Pattern
+from tracestore.ingest.tree import Array, Group, Items, StreamItems, Value
+
+# Items of a stream that may show what a condition states; the first one mostly does.
+_MAX_LOOKS = 3
+_MAX_DEPTH = 8
+# Words of keys that number parts of a trace: an item with one of them may be no whole trace.
+_PARTS = frozenset(
+    ["step", "layer", "token", "position", "pos", "head", "part", "rank", "idx", "index", "turn", "chunk"]
+)
+_KINDS = {"number": ("int", "float", "bool"), "id": ("text", "int"), "flag": ("int", "bool")}
+_PLAIN = frozenset(("text", "int", "float", "bool", "group", "array", "none", "any"))
+_COMPARISONS = {"!=": operator.ne, "<": operator.lt, "==": operator.eq}
+_CONDITION = re.compile(r"(\w) (!=|<|==) (\w)(?: unless (\S+))?")
+_NEEDS = "needs "
+_DTYPE = re.compile(r"(bfloat|float|uint|int|bool)\d*")
+# Axes that differ from another one by at most one: T ids are S states or one more, A layers of attention L or one less.
+_NEAR = {"T": ("S", (0, 1)), "A": ("L", (0, -1))}
+
+
+class Form(NamedTuple):
+    """A kind of values, and the letters of their axes."""
+
+    kinds: frozenset[str]
+    axes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{'/'.join(sorted(self.kinds))} ({', '.join(self.axes)})" if self.axes else "/".join(sorted(self.kinds))
+
+
+def parse_form(text: str) -> tuple[Form, ...]:
+    """Return the forms of ``"float L S D | float S D"``; raise UsageError if the text is none."""
+    forms = []
+    for part in text.split("|"):
+        kind, *axes = part.split()
+        kinds = frozenset(_KINDS.get(kind, (kind,)))
+        if not kinds <= _PLAIN:
+            raise UsageError(
+                f"{text!r}: found the kind {kind}, expected one of {', '.join(sorted({*_PLAIN, *_KINDS}))}"
+            )
+        forms.append(Form(kinds, tuple(axes)))
+    return tuple(forms)
+
+
+def facts_of(value: Value) -> tuple[str, tuple[int, ...]]:
+    """Return the kind and the shape of a value, told from the first of nested items.
+
+    The kind is "text", "int", "float", "bool", "group", "none", or "array" for numbers of another kind.
+    """
+    shape: list[int] = []
+    while isinstance(value, Items) and len(shape) < _MAX_DEPTH:
+        if value.is_stream or not value.length:
+            return "none", (*shape, 0)
+        shape.append(value.length)
+        value = value[0]
+    if isinstance(value, Array):
+        match = _DTYPE.fullmatch(value.dtype)
+        kind = {"bfloat": "float", "uint": "int"}.get(match[1], match[1]) if match else "array"
+        return kind, (*shape, *value.shape)
+    names = {str: "text", bool: "bool", int: "int", float: "float"}
+    return "group" if isinstance(value, Group) else names.get(type(value), "none"), tuple(shape)
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Describe files of one kind.
+
+    Parameters
+    ----------
+    at : str
+        Path of the item that is looked at: "" the whole file, "[]" the first item of a list, "{}" the first value of a
+        mapping by id.
+    must, may : Mapping
+        Forms by key; a key may be a path, or a pattern such as ``layer_{layer}``.
+    others : frozenset of str
+        Kinds of values that further keys may have; a key that looks like a label, or numbers parts of a trace, is never
+        one of them.
+    others_beside : tuple of str
+        Keys of which one is there wherever there are further keys: of ids, which could be any of those.
+    conditions : tuple of str
+        Comparisons of extents, such as ``L != S unless attentions``, and keys of which there is one, such as
+        ``needs tokens attentions``. Of a list, one of the first items fulfills them. Both kinds that name keys are also
+        fulfilled if S alone differs between the items (rule 16).
+    class_name : str
+        Pattern of the class of a pickled object; "" for other values.
+    """
+
+    at: str = ""
+    must: Mapping[str, tuple[Form, ...]] = field(default_factory=dict)
+    may: Mapping[str, tuple[Form, ...]] = field(default_factory=dict)
+    others: frozenset[str] = frozenset()
+    others_beside: tuple[str, ...] = ()
+    conditions: tuple[str, ...] = ()
+    class_name: str = ""
+
+    @classmethod
+    def parse(cls, entries: Mapping[str, Any]) -> "Signature":
+        """Return the signature of a table of TOML."""
+        forms = {part: {k: parse_form(v) for k, v in entries.get(part, {}).items()} for part in ("must", "may")}
+        unknown = entries.keys() - {"at", "must", "may", "others", "others_beside", "conditions", "class"}
+        wrong = [t for t in entries.get("conditions", ()) if not t.startswith(_NEEDS) and not _CONDITION.fullmatch(t)]
+        if unknown or wrong:
+            raise UsageError(f"signature: unknown {', '.join([*sorted(unknown), *wrong])}")
+        return cls(
+            entries.get("at", ""),
+            forms["must"],
+            forms["may"],
+            frozenset(entries.get("others", "").split()),
+            tuple(entries.get("others_beside", "").split()),
+            tuple(entries.get("conditions", ())),
+            entries.get("class", ""),
+        )
+
+    @cached_property
+    def _patterns(self) -> list[tuple[str, Pattern, tuple[Form, ...], bool]]:
+        named = [(key, forms, True) for key, forms in self.must.items()]
+        named += [(key, forms, False) for key, forms in self.may.items()]
+        return [(key, Pattern(key), forms, is_must) for key, forms, is_must in named]
+
+    def with_keys(self, keys: Mapping[str, tuple[Form, ...]]) -> "Signature":
+        """Return the signature with further keys that an item may have."""
+        return replace(self, may={**self.may, **keys})
+
+    def difference(self, root: Value) -> str | None:
+        """Return what in the first item of a file is another thing than the signature says, None if nothing is."""
+        if not self.must and not self.class_name:
+            return None  # a file that is left out, or a table whose rows the accounts check
+        first: str | None = None
+        unmet: str | None = None
+        found: list[dict[str, int]] = []
+        for item in islice(self._items(root), _MAX_LOOKS):
+            differs, sizes = self._compare(item)
+            first = first or differs
+            if differs is None:
+                found.append(sizes)
+                unmet = self._unmet(sizes, item, is_varying=_is_varying(found))
+                if unmet is None:
+                    return None
+        return unmet or first or "holds no item"
+
+    def checked(self, root: Value, refuse: Callable[[str], None]) -> Value:
+        """Return the root of a file that is being read; `refuse` gets what is another thing in its first items."""
+        if isinstance(root, Items) and root.is_stream and self.at == "[]":
+            return StreamItems(self._checked(root, refuse), root.length, root.attributes)
+        found = [self._compare(item)[0] for item in islice(self._items(root), 1)]
+        if found and found[0] is not None:
+            found += [self._compare(item)[0] for item in islice(self._items(root), 1, _MAX_LOOKS)]
+            if None not in found:
+                refuse(str(found[0]))
+        return root
+
+    def _checked(self, items: Items, refuse: Callable[[str], None]) -> Iterator[Value]:
+        rest = iter(items)
+        seen: list[Value] = []
+        first = None
+        for item in islice(rest, _MAX_LOOKS):
+            seen.append(item)
+            if (differs := self._compare(item)[0]) is None:
+                break
+            first = first or differs
+        else:
+            if first is not None:
+                refuse(first)
+        item = None
+        while seen:
+            yield seen.pop(0)
+        yield from rest
+
+    def _items(self, root: Value) -> Iterator[Value]:
+        if self.at == "[]":
+            if isinstance(root, Items):
+                yield from root
+        elif self.at == "{}":
+            if isinstance(root, Group):
+                yield from (root[key] for key in root)
+        elif not (isinstance(root, Items) and root.is_stream):
+            yield root
+
+    def _compare(self, item: Value) -> tuple[str | None, dict[str, int]]:
+        sizes: dict[str, int] = {}
+        if self.class_name or "" in self.must:
+            if self.class_name and not self._is_of_class(item):
+                return f"found {describe(item)}, expected {self.class_name}", sizes
+            if "" in self.must:
+                return self._compare_value("", item, self.must[""], sizes), sizes
+        if not isinstance(item, Group):
+            return f"found {describe(item)}, expected a mapping of {', '.join(self.must)}", sizes
+        counts: dict[str, int] = {}
+        if (differs := self._compare_keys(item, "", sizes, counts)) is not None:
+            return differs, sizes
+        for key, pattern, _, is_must in self._patterns:
+            if is_must and not counts.get(key):
+                return f"{key}: missing", sizes
+            for name in pattern.names:
+                letter, number = AXIS_NAMES.get(name), counts.get(key)
+                if letter is not None and number and sizes.setdefault(letter, number) != number:
+                    return f"{key}: found {number}, expected {sizes[letter]} as {letter}", sizes
+        for letter, (base, steps) in _NEAR.items():
+            if letter in sizes and base in sizes and sizes[letter] - sizes[base] not in steps:
+                return f"found {sizes[letter]} as {letter}, expected {sizes[base]} as {base}", sizes
+        return None, sizes
+
+    def _is_of_class(self, item: Value) -> bool:
+        name = str(getattr(item, "attributes", {}).get("class", ""))
+        return Pattern(self.class_name).match(name) is not None
+
+    def _compare_keys(self, group: Group, prefix: str, sizes: dict[str, int], counts: dict[str, int]) -> str | None:
+        for name in group:
+            path, value = f"{prefix}{key_text(name)}", group[name]
+            if value is None or (isinstance(value, Items) and facts_of(value)[0] == "none"):
+                continue  # missing, as are layers of None
+            found = next(((key, forms) for key, p, forms, _ in self._patterns if p.match(path) is not None), None)
+            if found is not None:
+                if (differs := self._compare_value(path, value, found[1], sizes)) is not None:
+                    return differs
+                counts[found[0]] = counts.get(found[0], 0) + 1
+            elif isinstance(value, Group) and any(key.startswith(f"{path}/") for key, *_ in self._patterns):
+                if (differs := self._compare_keys(value, f"{path}/", sizes, counts)) is not None:
+                    return differs
+            elif not self._may_be_other(group, path, value):
+                return f"{escape_unprintable(path, 60)}: found {describe(value)}, which is no part of it"
+        return None
+
+    def _may_be_other(self, group: Group, path: str, value: Value) -> bool:
+        """Return whether a value that no form describes may lie next to the others."""
+        kind, shape = facts_of(value)
+        if (
+            kind not in self.others
+            or shape
+            or looks_like_label(path)
+            or not _PARTS.isdisjoint(re.split(r"[\W_]+", path.lower()))
+        ):
+            return False
+        return not self.others_beside or any(group.get(key) is not None for key in self.others_beside)
+
+    def _compare_value(self, path: str, value: Value, forms: tuple[Form, ...], sizes: dict[str, int]) -> str | None:
+        kind, shape = facts_of(value)
+        for form in forms:
+            if "any" in form.kinds:
+                return None
+            if kind not in form.kinds or len(shape) != len(form.axes):
+                continue
+            bound = dict(sizes)
+            if all(
+                (a == str(n)) if a.isdigit() else bound.setdefault(a, n) == n
+                for a, n in zip(form.axes, shape, strict=True)
+            ):
+                sizes |= bound
+                return None
+        expected = " or ".join(map(str, forms))
+        known = ", ".join(f"{letter} {size}" for letter, size in sizes.items())
+        return f"{path or 'the value'}: found {kind} {shape}, expected {expected}" + (f" with {known}" if known else "")
+
+    def _unmet(self, sizes: Mapping[str, int], item: Value, *, is_varying: bool) -> str | None:
+        for text in self.conditions:
+            if text.startswith(_NEEDS):
+                keys = text.split()[1:]
+                if not is_varying and not (
+                    isinstance(item, Group) and any(facts_of(item.get(key))[0] != "none" for key in keys)
+                ):
+                    return f"found none of {', '.join(keys)}"
+                continue
+            match = _CONDITION.fullmatch(text)
+            assert match is not None
+            one, sign, two, key = match.groups()
+            if key is not None and (is_varying or (isinstance(item, Group) and item.get(key) is not None)):
+                continue
+            if one in sizes and two in sizes and not _COMPARISONS[sign](sizes[one], sizes[two]):
+                return f"found {one} {sizes[one]} and {two} {sizes[two]}, expected {one} {sign} {two}"
+        return None
+
+
+def _is_varying(found: list[dict[str, int]]) -> bool:
+    """Return whether only the number of tokens differs between items."""
+    others = [{letter: size for letter, size in sizes.items() if letter in "LDH"} for sizes in found]
+    return len({sizes.get("S") for sizes in found}) > 1 and all(sizes == others[0] for sizes in others)
