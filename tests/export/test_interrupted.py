@@ -57,7 +57,9 @@ def test_kills_at_random_moments(tmp_path, store, kills):
         assert code == 0
         expected[format] = tree_bytes(tmp_path / format)
     rng, num_killed = random.Random(kills), 0
-    for k in range(kills):
+    for k in range(4 * kills):
+        if num_killed == kills:
+            break
         format, out = formats[k % len(formats)], tmp_path / f"out{k}"
         code, _ = exports.run(store, out, *words[format], after=rng.uniform(0, 1.1) * span_s[format])
         if code == 0:  # the machine may have become faster
@@ -69,7 +71,7 @@ def test_kills_at_random_moments(tmp_path, store, kills):
         check_unfinished(out, expected[format], tmp_path)
         assert exports.run(store, out, *words[format])[0] == 0
         assert tree_bytes(out) == expected[format]
-    assert num_killed > kills // 2
+    assert num_killed == kills
     exports.close()
     convert(out, tmp_path / "back.zarr")
     assert tracestore.open(tmp_path / "back.zarr").labels.tolist() == tracestore.open(store).labels.tolist()
