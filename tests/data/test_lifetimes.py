@@ -14,6 +14,7 @@ import pytest
 
 import tracestore
 from tests.helpers import ROOT, make_traces, run_cli, write_store
+from tests.tiers import long
 
 LOOP = """
 import sys, threading
@@ -224,7 +225,7 @@ KEEP = {
 }
 
 
-@pytest.fixture(scope="module", params=["none", "blosc-zstd"])
+@pytest.fixture(scope="module", params=["none", *long("blosc-zstd")])
 def small(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("exit") / "s.zarr"
     return write_store(path, make_traces(12, tokens=3), score=lambda k: k % 2, codec=request.param)
@@ -254,7 +255,7 @@ else:
 """
 
 
-@pytest.mark.parametrize("keep", KEEP)
+@pytest.mark.parametrize("keep", ["cycle", *long("global", "thread")])
 def test_nothing_is_printed_when_the_interpreter_ends(small, keep, tmp_path):
     scripts = {}
     for name, code in HELD.items():
