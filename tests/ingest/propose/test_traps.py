@@ -7,6 +7,7 @@ import json
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from tests.ingest.execute.folders import dump, save, states, table
 from tests.ingest.propose.folders import accept, refuse
@@ -288,6 +289,24 @@ def test_rank_in_a_name_rule_23(tmp_path):
         del found["id"]
         dump(tmp_path / f"in/{name}.pkl", found)
     refuse(tmp_path)
+
+
+def test_part_of_an_id_taken_for_a_group_rule_23(tmp_path):
+    """The keys nq/0 and nq/1 are ids, or numbers below a group."""
+    (tmp_path / "in").mkdir()
+    for k in range(3):
+        tensors = {f"nq/{n}": np.random.default_rng(k).normal(size=(5 + n, 8)).astype("f4") for n in range(3)}
+        save_file(tensors, tmp_path / f"in/layer_{k:02d}.safetensors")
+    refuse(tmp_path, "nq may be a part of the ids")
+
+
+def test_other_ids_beside_numbered_files_rule_20(tmp_path):
+    """The names of files are numbers, and another file of each trace says its id."""
+    (tmp_path / "in").mkdir()
+    for k, row in enumerate(rows()):
+        np.savez(tmp_path / f"in/{k:05d}.npz", hidden_states=np.stack(row["hs"]), input_ids=row["input_ids"])
+        (tmp_path / f"in/{k:05d}.json").write_text(json.dumps({"question_id": f"nq-{k}", "question": "why?"}))
+    refuse(tmp_path, "question_id")
 
 
 def test_two_keys_that_may_be_the_id_rule_12(tmp_path):

@@ -8,7 +8,7 @@ from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.propose.leaves import ITEMS, Leaf, Observation, Path_
 from tracestore.ingest.propose.looking import texts_of
 from tracestore.ingest.propose.meanings import Meaning
-from tracestore.ingest.propose.names import words_of
+from tracestore.ingest.propose.names import unknown_words, words_of
 from tracestore.ingest.propose.rows import Rows, order_of
 
 Prefix = tuple[str, Path_]
@@ -132,6 +132,8 @@ class Places:
             "ids", dict(identity.items), self._renamed(states, names, main), ids=frozenset(texts_of(texts))
         )
         found.doubts += identity.doubts
+        if is_number and unknown_words(" ".join(main[1][:-1])):
+            found.doubts.append(f"{'/'.join(main[1][:-1])} may be a part of the ids")
         if is_number and main[1] and self._layers_of(states, main):
             layers = Identity("stack", dict(identity.items), dict(found.names), letters="NLS")
             layers.names[main] = {**layers.names.get(main, {}), "id": "layer"}

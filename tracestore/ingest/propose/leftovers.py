@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from tracestore.ingest.execute.accounts import looks_like_label
 from tracestore.ingest.propose.identities import Identity, Places
 from tracestore.ingest.propose.leaves import Leaf, Observation, Path_
+from tracestore.ingest.propose.looking import texts_of
 from tracestore.ingest.propose.meanings import Meaning
 from tracestore.ingest.propose.names import words_of
 from tracestore.ingest.propose.verdicts import may_be_label
@@ -52,7 +53,7 @@ class Leftovers:
             address = self._places.address(Leaf(leaf.files, prefix, "", 0), identity, states[0].leaf)
             if needs_line and address is not None:
                 ignored.setdefault(address, []).append(meaning)
-            elif needs_line or _is_asked(meaning):
+            elif needs_line or _is_asked(meaning) or _says_other_ids(meaning, identity):
                 left_out.append(str(leaf))
         reasons = {address: _reason(address, meanings) for address, meanings in ignored.items()}
         left_out += [address for address, reason in reasons.items() if not reason]
@@ -76,6 +77,11 @@ def _is_refused(leaf: Leaf, prefix: Path_) -> bool:
 def _is_asked(meaning: Meaning) -> bool:
     """Return whether a leaf that needs no line may say something of a trace."""
     return not meaning.reason and (meaning.leaf.rank > 0 or (not meaning.field and may_be_label(meaning.leaf)))
+
+
+def _says_other_ids(meaning: Meaning, identity: Identity) -> bool:
+    """Return whether a leaf says ids of traces, and others than those of a draft."""
+    return meaning.field == "question_id" and not identity.ids.issuperset(texts_of(meaning.leaf.scalars))
 
 
 def _unclaimed(leaf: Leaf, paths: Sequence[Path_]) -> Path_:

@@ -74,6 +74,12 @@ def escape(text: str) -> str:
     return _SPECIAL.sub(r"\\\1", text)
 
 
+def unknown_words(name: str) -> list[str]:
+    """Return the words of a name that name neither fields, axes and parts of data sets nor traces."""
+    words = known_words() | _ID_WORDS | SPLITS | {"id", "batch"}
+    return [word for word in words_of(name) if word not in words and word.removesuffix("s") not in words]
+
+
 Piece = tuple[str, str]  # text and kind: "" literal, "?" an unknown word, else what the number counts
 
 
