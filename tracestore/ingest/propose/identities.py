@@ -132,8 +132,7 @@ class Places:
             "ids", dict(identity.items), self._renamed(states, names, main), ids=frozenset(texts_of(texts))
         )
         found.doubts += identity.doubts
-        if is_number and unknown_words(" ".join(main[1][:-1])):
-            found.doubts.append(f"{'/'.join(main[1][:-1])} may be a part of the ids")
+        found.doubts += _doubts_of_group(main[1][:-1]) if is_number else []
         if is_number and main[1] and self._layers_of(states, main):
             layers = Identity("stack", dict(identity.items), dict(found.names), letters="NLS")
             layers.names[main] = {**layers.names.get(main, {}), "id": "layer"}
@@ -332,3 +331,8 @@ class Places:
 
     def _columns_of_ids(self, states: Leaf) -> list[Meaning]:
         return [m for m in self.meanings if m.field == "question_id" and m.leaf.rank == 1 and not m.leaf.items_at]
+
+
+def _doubts_of_group(path: Path_) -> list[str]:
+    """Return that the words before numbers may be a part of the ids, unless they name fields, axes or traces."""
+    return [f"{'/'.join(path)} may be a part of the ids"] if unknown_words(" ".join(path)) else []

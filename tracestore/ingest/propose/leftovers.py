@@ -53,7 +53,7 @@ class Leftovers:
             address = self._places.address(Leaf(leaf.files, prefix, "", 0), identity, states[0].leaf)
             if needs_line and address is not None:
                 ignored.setdefault(address, []).append(meaning)
-            elif needs_line or _is_asked(meaning) or _says_other_ids(meaning, identity):
+            elif needs_line or _is_asked(meaning, identity):
                 left_out.append(str(leaf))
         reasons = {address: _reason(address, meanings) for address, meanings in ignored.items()}
         left_out += [address for address, reason in reasons.items() if not reason]
@@ -74,14 +74,11 @@ def _is_refused(leaf: Leaf, prefix: Path_) -> bool:
     return bool(leaf.rank and leaf.kind != "s") or (prefix == leaf.path and looks_like_label(prefix[-1]))
 
 
-def _is_asked(meaning: Meaning) -> bool:
-    """Return whether a leaf that needs no line may say something of a trace."""
+def _is_asked(meaning: Meaning, identity: Identity) -> bool:
+    """Return whether a leaf that needs no line may say something of a trace, such as another id."""
+    if meaning.field == "question_id" and not identity.ids.issuperset(texts_of(meaning.leaf.scalars)):
+        return True
     return not meaning.reason and (meaning.leaf.rank > 0 or (not meaning.field and may_be_label(meaning.leaf)))
-
-
-def _says_other_ids(meaning: Meaning, identity: Identity) -> bool:
-    """Return whether a leaf says ids of traces, and others than those of a draft."""
-    return meaning.field == "question_id" and not identity.ids.issuperset(texts_of(meaning.leaf.scalars))
 
 
 def _unclaimed(leaf: Leaf, paths: Sequence[Path_]) -> Path_:
