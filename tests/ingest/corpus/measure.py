@@ -182,7 +182,7 @@ def measure_kind(kind, folder):
     return result, detail
 
 
-def measure(part="all", only=()):
+def measure(part="all", only=(), measure_kind=measure_kind):
     """Yield (name, result, detail) of each kind of a part of the corpus."""
     for name, kind in load(part).items():
         if not only or name in only:
@@ -190,9 +190,9 @@ def measure(part="all", only=()):
                 yield name, *measure_kind(kind, Path(folder))
 
 
-def main(argv=None):
-    """Print a table of results and their totals."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(argv=None, description=__doc__, measure_kind=measure_kind):
+    """Print a table of the results of `measure_kind` and their totals."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--part", choices=[*PARTS, "all"], default="all")
     parser.add_argument("--only", nargs="*", default=())
     parser.add_argument("--width", type=int, default=150, help="characters of a detail that are printed")
@@ -200,7 +200,7 @@ def main(argv=None):
     os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
     for part in PARTS if options.part == "all" else (options.part,):
         totals = collections.Counter()
-        for name, result, detail in measure(part, options.only):
+        for name, result, detail in measure(part, options.only, measure_kind):
             totals[result] += 1
             print(f"{name:40} {result:24} {detail[: options.width]}", flush=True)
         print(f"== {part}: {sum(totals.values())} kinds: " + ", ".join(f"{n} {r}" for r, n in totals.most_common()))

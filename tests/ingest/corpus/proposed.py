@@ -3,16 +3,10 @@
 python -m tests.ingest.corpus.proposed [--part main|unseen|outside|all] [--only NAME ...] [--width N]
 """
 
-import argparse
-import collections
-import os
-import tempfile
 import warnings
-from pathlib import Path
 
 import tracestore
-from tests.ingest.corpus.measure import Difference, check_store
-from tests.ingest.corpus.registry import PARTS, load
+from tests.ingest.corpus.measure import Difference, check_store, main
 from tests.ingest.propose.folders import check_outcome
 from tracestore.errors import TracestoreError
 from tracestore.ingest.propose import propose_folder
@@ -78,29 +72,5 @@ def measure_kind(kind, folder):
     return "refused", "no candidate: " + ("; ".join(proposal.refusals[:2]) or "no draft")
 
 
-def measure(part="all", only=()):
-    """Yield (name, result, detail) of each kind of a part of the corpus."""
-    for name, kind in load(part).items():
-        if not only or name in only:
-            with tempfile.TemporaryDirectory() as folder:
-                yield name, *measure_kind(kind, Path(folder))
-
-
-def main(argv=None):
-    """Print a table of results and their totals."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--part", choices=[*PARTS, "all"], default="main")
-    parser.add_argument("--only", nargs="*", default=())
-    parser.add_argument("--width", type=int, default=150, help="characters of a detail that are printed")
-    options = parser.parse_args(argv)
-    os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
-    for part in PARTS if options.part == "all" else (options.part,):
-        totals = collections.Counter()
-        for name, result, detail in measure(part, options.only):
-            totals[result] += 1
-            print(f"{name:40} {result:22} {detail[: options.width]}", flush=True)
-        print(f"== {part}: {sum(totals.values())} kinds: " + ", ".join(f"{n} {r}" for r, n in totals.most_common()))
-
-
 if __name__ == "__main__":
-    main()
+    main(description=__doc__, measure_kind=measure_kind)

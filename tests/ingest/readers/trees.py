@@ -19,7 +19,7 @@ from tracestore.ingest.tree import Array, Group, Items, Value, as_array
 from tracestore.process import frozen_garbage
 
 MAX_MEMORY_BYTES = 256 << 20
-MAX_SECONDS = 5.0  # of processor time, because other programs may take the processors
+MAX_SECONDS = 5.0
 
 
 def plain(value: Value):
@@ -66,15 +66,20 @@ def refusal(path: Path) -> str:
 
 
 def refusal_in_child(path: Path) -> str:
-    """Return what `refusal` returns in a process of its own, within MAX_MEMORY_BYTES more than it has, and MAX_SECONDS."""
-    done = subprocess.run(
-        [sys.executable, "-m", __name__, str(path)], capture_output=True, text=True, cwd=ROOT, timeout=120
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    reason, seconds, grown = done.stdout.rsplit("\n", 3)[:3]
-    assert int(grown) < MAX_MEMORY_BYTES, f"{int(grown) >> 20} MiB"
-    assert float(seconds) < MAX_SECONDS, seconds
-    return reason
+    """Return what `refusal` returns in a process of its own, within MAX_MEMORY_BYTES more than it has, and MAX_SECONDS.
+
+    Other programs may take the processors, so that one of three times decides.
+    """
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, "-m", __name__, str(path)], capture_output=True, text=True, cwd=ROOT, timeout=120
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        reason, seconds, grown = done.stdout.rsplit("\n", 3)[:3]
+        assert int(grown) < MAX_MEMORY_BYTES, f"{int(grown) >> 20} MiB"
+        if float(seconds) < MAX_SECONDS:
+            return reason
+    raise AssertionError(seconds)
 
 
 def refusal_of_convert(path: Path) -> str:
@@ -159,7 +164,7 @@ def peak_bytes() -> int:
 
 
 if __name__ == "__main__":
-    before, begin = peak_bytes(), time.process_time()
+    before, begin = peak_bytes(), time.perf_counter()
     print(refusal(Path(sys.argv[1])))
-    print(time.process_time() - begin)
+    print(time.perf_counter() - begin)
     print(peak_bytes() - before)
