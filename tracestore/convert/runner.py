@@ -55,7 +55,7 @@ _MAX_SHRINKAGE = 200
 
 
 # Whether files without a stated layout are read by built-in layouts; tests set it.
-READS_BY_LAYOUTS = False
+READS_BY_LAYOUTS = True
 
 
 def _position(error: InvalidInputError) -> float:
