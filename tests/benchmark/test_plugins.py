@@ -21,7 +21,7 @@ from tracestore.detectors.apart import run_apart
 
 CONTROLS = {"length", "group_rate", "probe_prompt", "mean_logprob"}
 HEAD = """
-import ctypes, os, signal, sys, threading
+import contextlib, ctypes, os, signal, sys, threading
 import numpy as np
 from norm_detector import NormDetector
 
@@ -75,6 +75,11 @@ BEHAVIORS = {
     ),
     "leaves a process and ends": (
         "def fit(self, *a):\n        if not os.fork(): signal.pause()\n        os._exit(0)", "ended with exit code 0",
+    ),
+    "leaves a process and a part of an answer": (
+        "def fit(self, *a):\n        if not os.fork(): signal.pause()\n        for k in range(3, 64):\n"
+        "            with contextlib.suppress(OSError): os.write(k, bytes(3))\n        os._exit(0)",
+        "ended with exit code 0",
     ),
     "leaves a thread": (
         "def fit(self, *a):\n        threading.Thread(target=signal.pause).start()\n        return super().fit(*a)", None,

@@ -98,15 +98,21 @@ def _drain(pipe: Any, kept: bytearray) -> None:
 
 def _receive(reading: int, process: subprocess.Popen[bytes], cancelled: threading.Event) -> tuple[Any, Any] | None:
     """Return the error and the value that a process answers, None if it ends without an answer."""
-    with Connection(os.dup(reading), writable=False) as answers, contextlib.suppress(EOFError, OSError):
-        while not cancelled.is_set():
-            # A process that the detector has started may hold the pipe open.
-            has_ended = process.poll() is not None
-            if answers.poll(0 if has_ended else _POLL_S):
-                answer: tuple[Any, Any] = answers.recv()
-                return answer
-            if has_ended:
-                break
+    answer: list[tuple[Any, Any]] = []
+    answers = Connection(os.dup(reading), writable=False)
+
+    def wait() -> None:
+        with contextlib.suppress(EOFError, OSError), answers:
+            answer.append(answers.recv())
+
+    # A process that the detector has started may hold the pipe open, with a part of an answer in it.
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    while waiting.is_alive() and process.poll() is None and not cancelled.is_set():
+        waiting.join(_POLL_S)
+    waiting.join(0 if cancelled.is_set() else _GRACE_S)
+    if answer:
+        return answer[0]
     return None
 
 
