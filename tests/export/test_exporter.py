@@ -21,7 +21,6 @@ from tests.helpers import (
     make_trace,
     make_traces,
     write_pickle,
-    write_scores,
     write_store,
 )
 from tracestore.errors import UsageError
@@ -97,12 +96,14 @@ def test_pickles_round_trip(tmp_path, mode, dtype):
     if mode == "none":
         for trace in traces:
             del trace["attentions"]
-    data = tmp_path / "data"
-    data.mkdir()
-    write_pickle(data / "a.pkl", traces)
-    write_scores(data / "scores.csv", {f"q{k}": k / 3 for k in range(8)})
     keep = ("--attention", mode, "--dtype", "keep")
-    convert(data, tmp_path / "s.zarr", *keep)
+    write_store(
+        tmp_path / "s.zarr",
+        traces,
+        score=lambda k: None if k > 7 else (3 if k == 4 else k) / 3,
+        attention=mode,
+        dtype="keep",
+    )
     one, two = round_trip(tmp_path, tmp_path / "s.zarr", "pkl", *keep)
     assert list(one) == ["scores.csv", *(f"traces_batch_{k:04d}.pkl" for k in range(3))]
     assert list(one) == list(two) and one["scores.csv"] == two["scores.csv"]
@@ -270,8 +271,7 @@ def test_labels_are_in_the_table_of_scores(tmp_path):
 
 def test_extras_that_look_like_encoded_values(tmp_path):
     odd = {"a": {"$int": "x"}, "b": {"$float": "1"}, "c": {"$array": ["f4,,", [1], ""]}, "d": {"$dict": 1, "e": 2}}
-    write_pickle(tmp_path / "a.pkl", [make_trace(1) | odd])
-    convert(tmp_path / "a.pkl", tmp_path / "s.zarr")
+    write_store(tmp_path / "s.zarr", [make_trace(1) | odd])
     one, two = round_trip(tmp_path, tmp_path / "s.zarr", "pkl")
     assert one == two
     [found] = pickle.loads(one["traces_batch_0000.pkl"])

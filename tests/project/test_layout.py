@@ -47,7 +47,15 @@ ALLOWED: dict[str, set[str]] = {
     "ingest.files": {"_core", "store.format", "store.io"},
     "ingest.pickles": {"_core", "store.format", "store.io", "ingest.files"},
     "ingest.readers": {"_core", "store.format", "store.io", "ingest.files", "ingest.pickles", "ingest.tree"},
-    "ingest": {*STORE, "ingest.files", "ingest.pickles", "ingest.tree", "ingest.containers", "ingest.layouts"},
+    "ingest": {
+        *STORE,
+        "ingest.files",
+        "ingest.pickles",
+        "ingest.tree",
+        "ingest.readers",
+        "ingest.containers",
+        "ingest.layouts",
+    },
     "ingest.containers": {
         *STORE,
         "ingest",

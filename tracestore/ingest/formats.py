@@ -4,7 +4,7 @@ import contextlib
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from tracestore.ingest.pickles import torch_file
 from tracestore.ingest.pickles.pickle_reader import pickle_reader
 from tracestore.ingest.pickles.pickled_objects import PickledObject
 from tracestore.ingest.pickles.resolve import resolve
-from tracestore.ingest.preprocessed import read_graphs, read_sequences
+from tracestore.ingest.preprocessed import read_preprocessed
 from tracestore.ingest.roles.assemble import records_of_trace
 from tracestore.ingest.roles.batches import SampleNumbers
 from tracestore.ingest.roles.candidates import with_advice
@@ -103,11 +103,11 @@ def read_traces(
             raise _fault(error).with_location(source=source.name) from None
         return
     name, table = source.name, source.table
-    context = _Context(name, options)
+    context = _Context(name, options, source.path)
     files = Input(source.path, name, source.parts, scratch or Scratch())
     try:
         if source.export is not None:
-            for record in read_exported(source.export, files, need_attention=options.need_attention):
+            for record in read_exported(source.export, name, files.scratch, need_attention=options.need_attention):
                 context.position += 1
                 yield record
                 del record
@@ -145,8 +145,8 @@ class _Context:
     `position` is that of the next trace. A batch of B answers in one dict is B traces.
     """
 
-    def __init__(self, name: str, options: ReadOptions) -> None:
-        self.name, self.options, self.position = name, options, 0
+    def __init__(self, name: str, options: ReadOptions, file: Path) -> None:
+        self.name, self.options, self.position, self.path = name, options, 0, file
         self.limits = Limits(lambda: 0)
         path = PurePosixPath(name).with_suffix("")  # another suffix may be before that of the compression
         path = path.with_suffix("") if path.suffix in (".pkl", ".pickle", ".p", ".joblib") else path
@@ -377,11 +377,11 @@ def _from_object(context: _Context, root: Any, *, is_only: bool = True) -> Itera
         raise InvalidInputError(f"found an object of {root.name}, expected traces; see {INPUTS_PAGE}#files")
     if isinstance(fields, dict) and fields.get("hidden_states") is None:
         if "graphs" in fields:
-            yield from context.counted(fields, read_graphs(context.limits, fields, context.refuse))
+            yield from context.counted(fields, read_preprocessed(context.path, Scratch(), context.refuse))
             return
         shape = layout(fields.get("sequences"))
         if "sequences" in fields and (shape is None or shape.kind == "f"):
-            yield from context.counted(fields, read_sequences(context.limits, fields))
+            yield from context.counted(fields, read_preprocessed(context.path, Scratch()))
             return
     if isinstance(fields, dict) and not is_only:
         yield from context.items(fields)

@@ -1,27 +1,88 @@
-"""Read preprocessed .pt files: a dict of `sequences`, the last tokens of N traces, or of `graphs`."""
+"""Read preprocessed files: a dict of `sequences`, the last tokens of N traces, or of `graphs`, one list per trace."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tracestore.errors import InvalidInputError, error_location
-from tracestore.ingest.files.limits import Limits
-from tracestore.ingest.pickles.pickled_torch import PickledGraph
-from tracestore.ingest.pickles.resolve import resolve
+from tracestore.ingest.readers.opening import open_tree
+from tracestore.ingest.tree import Array, Group, Items, Value
 from tracestore.store.format import schema
+from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.record import TraceRecord, question_id_text
 from tracestore.store.write.values import field_error, label_value
 
+_GRAPH_ARRAYS = ("x", "edge_index", "edge_attr")
+OnRefused = Callable[[InvalidInputError], None]
 
-def _ids(limits: Limits, root: dict[str, Any], count: int, unit: str) -> list[str]:
+
+def read_preprocessed(path: Path, scratch: Scratch, on_refused: OnRefused | None = None) -> Iterator[TraceRecord]:
+    """Yield the records of a file of sequences or graphs.
+
+    Parameters
+    ----------
+    path : Path
+    scratch : Scratch
+        Files for what does not fit into memory.
+    on_refused : callable, optional
+        Called with the error of each graph that is refused. By default it is raised.
+
+    Raises
+    ------
+    InvalidInputError
+        If the file is damaged or holds neither of them.
+    """
+    with open_tree(path, scratch=scratch) as root:
+        if isinstance(root, Group) and "sequences" in root:
+            yield from _read_sequences(root)
+        elif isinstance(root, Group) and "graphs" in root:
+            yield from _read_graphs(root, on_refused)
+        else:
+            raise InvalidInputError("found neither sequences nor graphs")
+
+
+def _read_sequences(root: Group) -> Iterator[TraceRecord]:
+    sequences = _floats(root["sequences"], "sequences", 3, "(N, L, D)")
+    if 0 in sequences.shape:
+        raise field_error("sequences", f"shape {sequences.shape}", "(N, L, D) with no axis of length 0")
+    if "labels" not in root:
+        raise InvalidInputError("missing key", field="labels")
+    labels = _labels(root, len(sequences))
+    for position, question_id in enumerate(_ids(root, len(sequences), "sequence")):
+        yield TraceRecord(
+            question_id=question_id, position=position, last_token=sequences[position], label=labels[position]
+        )
+
+
+def _read_graphs(root: Group, on_refused: OnRefused | None) -> Iterator[TraceRecord]:
+    graphs = root["graphs"]
+    if not isinstance(graphs, Items) or not graphs.length:
+        raise field_error("graphs", _found(graphs), "a list with one list of layers per trace")
+    ids = _ids(root, graphs.length, "trace")
+    labels = _labels(root, graphs.length) if "labels" in root else [None] * graphs.length
+    for position in range(graphs.length):
+        try:
+            with error_location(position=position):
+                record = _graph_record(graphs[position])
+        except InvalidInputError as error:
+            if on_refused is None:
+                raise
+            on_refused(error)
+            continue
+        record.question_id, record.position, record.label = ids[position], position, labels[position]
+        yield record
+
+
+def _ids(root: Group, count: int, unit: str) -> list[str]:
     if "question_ids" not in root:
         raise InvalidInputError("missing key", field="question_ids")
-    ids = resolve(root["question_ids"], limits)
+    ids = _plain(root["question_ids"])
     if isinstance(ids, np.ndarray) and ids.ndim == 1:
         ids = ids.tolist()
     if not isinstance(ids, list):
-        raise field_error("question_ids", type(ids).__name__, "a list of ids")
+        raise field_error("question_ids", _found(root["question_ids"]), "a list of ids")
     if len(ids) != count:
         raise field_error("question_ids", f"{len(ids)} ids", f"{count}, one per {unit}")
     texts = []
@@ -31,14 +92,13 @@ def _ids(limits: Limits, root: dict[str, Any], count: int, unit: str) -> list[st
     return texts
 
 
-def _labels(limits: Limits, root: dict[str, Any], count: int) -> list[float | None]:
-    labels = resolve(root["labels"], limits)
+def _labels(root: Group, count: int) -> list[float | None]:
     try:
-        values = np.asarray(labels, dtype="<f8")
+        values = np.asarray(_plain(root["labels"]), dtype="<f8")
     except (TypeError, ValueError):
-        raise field_error("labels", type(labels).__name__, f"({count},) numbers") from None
+        raise field_error("labels", _found(root["labels"]), f"({count},) numbers") from None
     if values.size != count or max(values.shape, default=0) not in (0, count):
-        raise field_error("labels", _found(values), f"({count},)")
+        raise field_error("labels", f"shape {values.shape}", f"({count},)")
     found = []
     for position, value in enumerate(values.reshape(-1).tolist()):
         with error_location(position=position):
@@ -46,102 +106,81 @@ def _labels(limits: Limits, root: dict[str, Any], count: int) -> list[float | No
     return found
 
 
-def _found(value: Any) -> str:
-    """Return the shape of an array or the type of another value, for error messages."""
-    return f"shape {value.shape}" if isinstance(value, np.ndarray) else type(value).__name__
-
-
-def _float_array(value: Any, field: str, ndim: int, text: str) -> np.ndarray:
-    if not isinstance(value, np.ndarray) or value.ndim != ndim:
-        raise field_error(field, _found(value), text)
-    try:
-        schema.dtype_name(value.dtype)
-    except ValueError:
-        raise field_error(field, f"dtype {value.dtype.name}", "float16, float32 or bfloat16") from None
-    return value if value.dtype.isnative else value.astype(value.dtype.newbyteorder("="))
-
-
-def read_sequences(limits: Limits, root: dict[str, Any]) -> Iterator[TraceRecord]:
-    """Read a dict of `sequences`, the last token of every layer."""
-    sequences = _float_array(resolve(root["sequences"], limits), "sequences", 3, "(N, L, D)")
-    if 0 in sequences.shape:
-        raise field_error("sequences", f"shape {sequences.shape}", "(N, L, D) with no axis of length 0")
-    if "labels" not in root:
-        raise InvalidInputError("missing key", field="labels")
-    labels = _labels(limits, root, len(sequences))
-    for position, question_id in enumerate(_ids(limits, root, len(sequences), "sequence")):
-        yield TraceRecord(
-            question_id=question_id, position=position, last_token=sequences[position], label=labels[position]
-        )
-
-
-def read_graphs(
-    limits: Limits, root: dict[str, Any], on_refused: Callable[[InvalidInputError], None]
-) -> Iterator[TraceRecord]:
-    """Read a dict of `graphs`, one PyG Data per layer, with or without labels.
-
-    `on_refused` is called with the error of a trace; reading continues unless it raises.
-    """
-    graphs = root["graphs"]
-    if not isinstance(graphs, list | tuple) or len(graphs) == 0:
-        raise field_error("graphs", type(graphs).__name__, "a list with one list of layers per trace")
-    ids = _ids(limits, root, len(graphs), "trace")
-    labels = _labels(limits, root, len(graphs)) if "labels" in root else [None] * len(graphs)
-    for position, layers in enumerate(graphs):
-        try:
-            with error_location(position=position):
-                record = _graph_record(limits, layers)
-        except InvalidInputError as error:
-            on_refused(error)
-            continue
-        record.question_id, record.position, record.label = ids[position], position, labels[position]
-        yield record
-
-
-def _graph_record(limits: Limits, layers: Any) -> TraceRecord:
+def _graph_record(layers: Value) -> TraceRecord:
     """Return the record of one trace, without its id, position and label."""
-    if not isinstance(layers, list | tuple) or len(layers) == 0:
-        raise field_error("graphs", type(layers).__name__, "a list of at least one layer")
+    if not isinstance(layers, Items) or not layers.length:
+        raise field_error("graphs", _found(layers), "a list of at least one layer")
     hidden: list[np.ndarray] = []
     edges: list[tuple[np.ndarray, np.ndarray]] = []
     extras: dict[str, list[Any]] = {}
     for k, layer in enumerate(layers):
         where = f"graphs[{k}]"
-        fields = _graph_fields(limits, layer, where)
-        x = _float_array(fields.pop("x"), f"{where}.x", 2, "(S, D)")
-        if 0 in x.shape:
-            raise field_error(f"{where}.x", f"shape {x.shape}", "at least one token and one column")
-        first = hidden[0] if hidden else x
-        if x.shape != first.shape or x.dtype != first.dtype:
-            raise field_error(f"{where}.x", f"{x.dtype} {x.shape}", f"{first.dtype} {first.shape} as in layer 0")
-        nodes = fields.pop("num_nodes", len(x))
-        if nodes is not None and (not isinstance(nodes, int | np.integer) or int(nodes) != len(x)):
-            raise field_error(f"{where}.num_nodes", str(nodes)[:40], str(len(x)))
-        hidden.append(x)
-        edges.append(_edges(fields.pop("edge_index"), fields.pop("edge_attr"), where))
-        for name, value in fields.items():
-            extras.setdefault(name, [None] * len(layers))[k] = value
+        if not isinstance(layer, Group):
+            raise field_error(where, _found(layer), "a PyG Data")
+        x, index, weight = (_required(layer, name, where) for name in _GRAPH_ARRAYS)
+        hidden.append(_nodes(layer, x, where, hidden))
+        edges.append(_edges(index, weight, where))
+        for name in layer:
+            if name in (*_GRAPH_ARRAYS, "num_nodes"):
+                continue
+            if not isinstance(name, str):
+                raise field_error(where, "a key that is not a string", "the fields of a PyG Data")
+            extras.setdefault(name, [None] * layers.length)[k] = _plain(layer[name])
     return TraceRecord(question_id="", hidden=hidden, edges=edges, extras=extras, dropped=[])
 
 
-def _graph_fields(limits: Limits, layer: Any, where: str) -> dict[str, Any]:
-    """Return the fields of the graph of one layer."""
-    if not isinstance(layer, PickledGraph | dict):
-        raise field_error(where, type(layer).__name__, "a PyG Data")
-    fields = layer.fields() if isinstance(layer, PickledGraph) else layer
-    if not all(isinstance(name, str) for name in fields):
-        raise field_error(where, "a key that is not a string", "the fields of a PyG Data")
-    fields = {name: resolve(v, limits) for name, v in fields.items()}
-    for name in ("x", "edge_index", "edge_attr"):
-        if fields.get(name) is None:
-            raise InvalidInputError("missing key", field=f"{where}.{name}")
-    return fields
+def _required(layer: Group, name: str, where: str) -> Value:
+    value = layer.get(name)
+    if value is None:
+        raise InvalidInputError("missing key", field=f"{where}.{name}")
+    return value
 
 
-def _edges(index: Any, weight: Any, where: str) -> tuple[np.ndarray, np.ndarray]:
+def _nodes(layer: Group, value: Value, where: str, before: list[np.ndarray]) -> np.ndarray:
+    """Return the states (S, D) of a layer, which are like those of the layers before."""
+    x = _floats(value, f"{where}.x", 2, "(S, D)")
+    if 0 in x.shape:
+        raise field_error(f"{where}.x", f"shape {x.shape}", "at least one token and one column")
+    first = before[0] if before else x
+    if x.shape != first.shape or x.dtype != first.dtype:
+        raise field_error(f"{where}.x", f"{x.dtype} {x.shape}", f"{first.dtype} {first.shape} as in layer 0")
+    count = layer.get("num_nodes")
+    if count is not None and (not isinstance(count, int) or count != len(x)):
+        raise field_error(f"{where}.num_nodes", str(count)[:40], str(len(x)))
+    return x
+
+
+def _edges(index: Value, weight: Value, where: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the nodes (2, E) and the weights (E,) of edges."""
-    if not isinstance(index, np.ndarray) or index.ndim != 2 or index.shape[0] != 2 or index.dtype.kind not in "iu":
+    if not isinstance(index, Array) or index.ndim != 2 or index.shape[0] != 2 or "int" not in index.dtype:
         raise field_error(f"{where}.edge_index", _found(index), "(2, E) integers")
-    if not isinstance(weight, np.ndarray) or weight.shape not in ((index.shape[1], 1), (index.shape[1],)):
+    if not isinstance(weight, Array) or weight.shape not in ((index.shape[1], 1), (index.shape[1],)):
         raise field_error(f"{where}.edge_attr", _found(weight), f"({index.shape[1]}, 1)")
-    return index, _float_array(weight.reshape(-1), f"{where}.edge_attr", 1, "(E, 1)")
+    return index.read(), _floats(weight, f"{where}.edge_attr", weight.ndim, "(E, 1)").reshape(-1)
+
+
+def _floats(value: Value, field: str, ndim: int, text: str) -> np.ndarray:
+    if not isinstance(value, Array) or value.ndim != ndim:
+        raise field_error(field, _found(value), text)
+    array = value.read()
+    try:
+        schema.dtype_name(array.dtype)
+    except ValueError:
+        raise field_error(field, f"dtype {value.dtype}", "float16, float32 or bfloat16") from None
+    return array
+
+
+def _plain(value: Value) -> Any:
+    """Return a value as an array, or as lists, dicts, texts and numbers."""
+    if isinstance(value, Group):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, Items):
+        return [_plain(item) for item in value]
+    return value.read() if isinstance(value, Array) else value
+
+
+def _found(value: Value) -> str:
+    """Return the shape of an array or the type of another value, for error messages."""
+    if isinstance(value, Array):
+        return f"shape {value.shape}"
+    return "a dict" if isinstance(value, Group) else "a list" if isinstance(value, Items) else type(value).__name__

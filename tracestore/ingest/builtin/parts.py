@@ -9,7 +9,6 @@ from typing import NoReturn
 from tracestore.errors import InvalidInputError, NoTracesError
 from tracestore.ingest.builtin.claiming import claim
 from tracestore.ingest.builtin.library import Builtin, builtins
-from tracestore.ingest.builtin.preprocessed_files import read_preprocessed
 from tracestore.ingest.execute.accounts import holds_array, looks_like_label
 from tracestore.ingest.execute.claims import FileGroup, is_other
 from tracestore.ingest.execute.execution import Execution
@@ -17,6 +16,7 @@ from tracestore.ingest.exports.manifest import read_export
 from tracestore.ingest.layout.language import Layout
 from tracestore.ingest.layout.patterns import Pattern
 from tracestore.ingest.layout.places import plan_of
+from tracestore.ingest.preprocessed import read_preprocessed
 from tracestore.ingest.readers.opening import open_tree
 from tracestore.ingest.sources import SourceFile
 from tracestore.ingest.tree import Items, Value

@@ -7,36 +7,36 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tracestore._core.pickle import BufferReader
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.containers.arrow_files import parquet_rows
-from tracestore.ingest.containers.columns import Input
-from tracestore.ingest.containers.safetensors_file import safetensors_columns
 from tracestore.ingest.exports.manifest import TABLE_FILE, ExportedFile
-from tracestore.ingest.files.byte_source import map_file
-from tracestore.ingest.files.limits import Limits
-from tracestore.ingest.pickles import torch_file
-from tracestore.ingest.pickles.pickle_reader import pickle_reader
-from tracestore.ingest.pickles.resolve import resolve
-from tracestore.ingest.preprocessed import read_graphs, read_sequences
+from tracestore.ingest.preprocessed import read_preprocessed
+from tracestore.ingest.readers.opening import open_tree
+from tracestore.ingest.tree import Array, Group, Items, Value
 from tracestore.store.format import schema
 from tracestore.store.format.extras import decode_extras
+from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.record import TraceRecord, record_from_dict
 from tracestore.store.write.values import as_array, describe, field_error, optional_fields
 
 # Fields of a line that `record_from_dict` checks, besides those with a value per token.
 _PLAIN = ("question_id", "sample", "tokens_decoded", "prompt_length", *schema.TEXT_FIELDS)
 _PER_TOKEN = ("tokens", "tokens_decoded")
+# What is read from a data file; the rest is in the lines.
+_ARRAYS = {"hidden_states", "attentions", "last_token", "edge_ptr", "edge_index", "edge_weight"}
+_ARRAYS |= {"tokens", "question_id", *schema.TOKEN_FIELDS}
 _MAX_LINE_BYTES = 1 << 30
 
 Arrays = Mapping[str, Any]
 
 
-def read_exported(exported: ExportedFile, source: Input, *, need_attention: bool | None) -> Iterator[TraceRecord]:
+def read_exported(
+    exported: ExportedFile, source_name: str, scratch: Scratch, *, need_attention: bool | None
+) -> Iterator[TraceRecord]:
     """Yield the traces of a data file in order.
 
     Raises
@@ -45,11 +45,11 @@ def read_exported(exported: ExportedFile, source: Input, *, need_attention: bool
         If the file and its lines of the table do not belong together, or one of them is damaged.
     """
     lines, count = _lines(exported), 0
-    for arrays in _READERS[exported.facts.format](source):
+    for arrays in _READERS[exported.facts.format](exported.path, scratch):
         line = next(lines, None)
         if line is None:
             raise InvalidInputError(f"holds more than the {count:,} traces that the export lists")
-        yield _record(exported, arrays, line, count, source.name, need_attention)
+        yield _record(exported, arrays, line, count, source_name, need_attention)
         del arrays
         count += 1
     if count < exported.file.num_traces:
@@ -81,8 +81,7 @@ def _record(
     source_name: str,
     need_attention: bool | None,
 ) -> TraceRecord:
-    if arrays.get("question_id", line.get("question_id")) != line.get("question_id"):
-        raise InvalidInputError(f"holds another trace than its line of {TABLE_FILE}", position=position)
+    _check_id(exported, arrays, line, position)
     values = {name: arrays[name] for name in arrays if name in ("tokens", *schema.TOKEN_FIELDS)}
     values |= {name: value for name, value in line.items() if name in (*_PLAIN, *schema.OPTIONAL_FIELDS, "tokens")}
     optional = {name: values.pop(name) for name in schema.OPTIONAL_FIELDS if name in values}
@@ -108,6 +107,14 @@ def _record(
     return record
 
 
+def _check_id(exported: ExportedFile, arrays: Arrays, line: dict[str, Any], position: int) -> None:
+    """Raise InvalidInputError if the trace of a file is not that of its line."""
+    if exported.facts.format == "datasets":  # its texts have no lone surrogates
+        return
+    if arrays.get("question_id", line.get("question_id")) != line.get("question_id"):
+        raise InvalidInputError(f"holds another trace than its line of {TABLE_FILE}", position=position)
+
+
 def _set_tokens(record: TraceRecord, given: dict[str, Any]) -> None:
     """Set the tokens of a trace without hidden states, of which there may be any number."""
     if "tokens" in given:
@@ -131,7 +138,10 @@ def _last_token(arrays: Arrays, line: dict[str, Any]) -> np.ndarray | None:
 
 def _edges(arrays: Arrays, line: dict[str, Any]) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return indices (2, E) and weights (E,) of each layer, in the direction of the original source."""
-    index, weight, ptr = arrays["edge_index"].reshape(-1, 2), arrays["edge_weight"].reshape(-1), arrays["edge_ptr"]
+    index, weight, ptr = (np.asarray(arrays[name]) for name in ("edge_index", "edge_weight", "edge_ptr"))
+    if not index.size:  # an empty list of Parquet has no type
+        index = np.empty((0, 2), "<i4")
+    index, weight = index.reshape(-1, 2), weight.reshape(-1)
     if index.dtype.kind not in "iu" or ptr.dtype.kind not in "iu":
         raise field_error("edge_index", str(index.dtype), "integers")
     steps = np.diff(ptr, prepend=0)
@@ -159,42 +169,36 @@ def _number(line: dict[str, Any], name: str) -> float:
     return float(value)
 
 
-def _pickled(source: Input) -> Iterator[Arrays]:
-    mapped = map_file(source.path)
-    limits = Limits(lambda: len(mapped))
-    for item in pickle_reader(BufferReader(mapped), load_bytes=torch_file.load_bytes):
-        yield resolve(item, limits)
+def _groups(path: Path, scratch: Scratch) -> Iterator[Arrays]:
+    """Yield the arrays of the traces of a file, which are items of a list, rows, or one group."""
+    with open_tree(path, scratch=scratch) as root:
+        for group in root if isinstance(root, Items) else (root,):
+            if not isinstance(group, Group):
+                raise InvalidInputError("not a file that export writes")
+            found = {name: _array(group[name]) for name in group if name in _ARRAYS}
+            del group
+            yield {name: value for name, value in found.items() if value is not None}
 
 
-def _tensors(source: Input) -> Iterator[Arrays]:
-    """Yield the traces of a .pt file of last tokens or graphs; those are checked by the readers of such files."""
-    mapped = map_file(source.path)
-    root, limits = torch_file.read_zip(mapped), Limits(lambda: len(mapped))
-    if not isinstance(root, dict):
-        raise InvalidInputError("not a file that export writes")
+def _array(value: Value) -> Any:
+    """Return an array, a text, or the list of the arrays of the layers; None for other values."""
+    if isinstance(value, Items) and not value.is_stream:
+        layers = [layer.read() for layer in value if isinstance(layer, Array)]
+        return layers if len(layers) == value.length else None
+    return value.read() if isinstance(value, Array) else value if isinstance(value, str) else None
 
-    def refuse(error: InvalidInputError) -> None:
-        raise error
 
-    for record in read_sequences(limits, root) if "sequences" in root else read_graphs(limits, root, refuse):
+def _preprocessed(path: Path, scratch: Scratch) -> Iterator[Arrays]:
+    """Yield the traces of a .pt file of last tokens or graphs."""
+    for record in read_preprocessed(path, scratch, None):
         found = {"hidden_states": record.hidden, "edges": record.edges, "last_token": record.last_token}
         yield {name: value for name, value in found.items() if value is not None} | {"question_id": record.question_id}
 
 
-def _safetensors(source: Input) -> Iterator[Arrays]:
-    columns, _ = safetensors_columns(map_file(source.path))
-    yield {name: column.whole() for name, column in columns.items()}
-
-
-def _parquet(source: Input) -> Iterator[Arrays]:
-    for row in parquet_rows(source):
-        yield {name: value for name, value in row.items() if isinstance(value, np.ndarray)}
-
-
-_READERS: dict[str, Callable[[Input], Iterator[Arrays]]] = {
-    "pkl": _pickled,
-    "pt-lstm": _tensors,
-    "pt-gnn": _tensors,
-    "safetensors": _safetensors,
-    "datasets": _parquet,
+_READERS: dict[str, Callable[[Path, Scratch], Iterator[Arrays]]] = {
+    "pkl": _groups,
+    "pt-lstm": _preprocessed,
+    "pt-gnn": _preprocessed,
+    "safetensors": _groups,
+    "datasets": _groups,
 }
