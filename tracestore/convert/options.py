@@ -26,7 +26,7 @@ class ConvertOptions:
     scores : str, optional
         Path of the scores file; by default those that `ingest.score_files.find_score_files` finds.
     layout : Layout, mapping, str or Path, optional
-        Where the fields lie in the files: a layout, its entries, or the path of a TOML file (docs/layouts.md). By default
+        Where the fields lie in the files: a layout, its entries, or the path of a TOML file (docs/inputs.md). By default
         the format of each file is recognized.
     field : sequence of str, optional
         Lines of a layout, ``FIELD = FILES : PATH -> AXES``, which replace those of the file.

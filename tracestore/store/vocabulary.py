@@ -1,6 +1,6 @@
 """The fields of a trace: one table for the dicts that `tracestore.create` and `tracestore convert` take.
 
-`store.write.record` checks a trace by it, readers of files name what they find by it, docs/inputs.md describes it.
+`store.write.record` checks a trace by it, readers of files name what they find by it, docs/fields.md lists it.
 """
 
 import re

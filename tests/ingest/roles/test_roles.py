@@ -2,15 +2,12 @@
 
 import json
 import pickle
-import re
 
 import numpy as np
 import pytest
 
 import tracestore
-from tests.helpers import ROOT, command, convert, error_of, make_trace, make_traces, write_pickle, write_scores
-from tracestore.ingest.roles.keys import MAPPABLE, parse_map
-from tracestore.store.vocabulary import SCORES
+from tests.helpers import command, convert, error_of, make_trace, make_traces, write_pickle, write_scores
 
 
 def stored(tmp_path, traces, *flags):
@@ -84,14 +81,6 @@ def test_the_error_of_a_missing_key_ends_with_the_map_that_helps(tmp_path):
     path = write_pickle(tmp_path / "c.pkl", [{"x": 1}])
     assert "found x; name it with --map hidden_states=KEY" in error_of("convert", path, tmp_path / "s.zarr", code=3)
     assert "missing key, named by --map" in error_of("convert", path, tmp_path / "s.zarr", "--map", MAP, code=3)
-
-
-def test_every_field_is_in_the_table_of_the_page():
-    page = (ROOT / "docs/inputs.md").read_text()
-    keys = set(re.findall(r"`(\w+)`", page)) | set(re.findall(r"^\| (\w+(?:, \w+)*) \|", page, re.MULTILINE))
-    keys = {name for text in keys for name in text.split(", ")}
-    assert set(MAPPABLE) <= keys and set(SCORES) <= keys
-    assert all(parse_map(f"{name}=x") == ((name, "x"),) for name in MAPPABLE)
 
 
 @pytest.mark.parametrize("form", ["list", "stacked"])

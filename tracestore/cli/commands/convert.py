@@ -1,4 +1,4 @@
-"""Convert trace files (.pkl, .pkl.gz, .pt) into a store. A second run continues the first.
+"""Convert files of hidden states into a store. A second run continues the first.
 
 Example: tracestore convert traces_data/ store.zarr
 """
@@ -22,7 +22,7 @@ from tracestore.store.io.ownership import check_store_destination
 _FLAGS: Flags = {
     "layout": {
         "metavar": "FILE.toml",
-        "help": "where the fields of the traces lie in the files, see docs/layouts.md (default: the format is recognized)",
+        "help": "where the fields of the traces lie in the files, see docs/inputs.md (default: a built-in layout, or the one that the files prove)",
     },
     "field": {
         "action": "append",

@@ -180,15 +180,14 @@ class Proposal:
         return f"no layout fits: {why}; tracestore inspect prints the arrays, --field lines name them"
 
     def to_toml(self) -> str:
-        """Return the layout as TOML; several candidates are comments, of which one is to be chosen."""
+        """Return the layout as TOML; candidates are comments, of which one is to be chosen, and so is what was found."""
         if self.layout is not None:
             return self.layout.to_toml()
-        text = ""
+        lines = [] if self.candidates else self._found()
         for number, candidate in enumerate(self.candidates, 1):
-            lines = [*candidate.describe(), "", *candidate.layout.to_toml().splitlines(), ""]
-            text += f"# Candidate {number}: remove the mark # before its lines, if it is right.\n"
-            text += "".join(f"# {line}".rstrip() + "\n" for line in lines)
-        return text
+            lines.append(f"Candidate {number}: remove the mark # before its lines, if it is right.")
+            lines += [*candidate.describe(), "", *candidate.layout.to_toml().splitlines(), ""]
+        return "".join(f"# {line}".rstrip() + "\n" for line in lines)
 
     def tree(self) -> list[str]:
         """Return the places of values with their extents as lines."""

@@ -45,7 +45,7 @@ def open_tree(
     Parameters
     ----------
     path : Path
-        A regular file of one of the containers of docs/containers.md, or one that is compressed.
+        A regular file of one of the containers of docs/ingest.md, or one that is compressed.
     scratch : Scratch, optional
         Files for what exceeds some MiB of a value of a compressed file. By default they are in the system's
         temporary folder.

@@ -168,7 +168,7 @@ class TraceWriter:
         Parameters
         ----------
         trace : Mapping[str, Any]
-            The fields that docs/inputs.md lists, as in files: `hidden_states`, L arrays of shape ``(S, D)`` or one
+            The fields that docs/fields.md lists, as in files: `hidden_states`, L arrays of shape ``(S, D)`` or one
             ``(L, S, D)``, or `last_token` ``(L, D)``; optionally `attentions`, L arrays of shape ``(H, S, S)`` or
             ``(S, S)``, in all traces or none; `tokens`, ``(T,)`` integers with T = S or S + 1; `question_id`, texts,
             `prompt_length`, data per token, `label`, `is_correct` and other scores. Other keys are stored as extras.
@@ -176,7 +176,7 @@ class TraceWriter:
         score : float, optional
             Value of the score "score", whose direction was given to `create`. A key of the trace may give it instead.
         scores : Mapping[str, float], optional
-            Values of scores that `define_score` defined or docs/inputs.md lists.
+            Values of scores that `define_score` defined or docs/fields.md lists.
         label : float, optional
             1 for a hallucinated answer, 0 for a correct one.
         group : str
