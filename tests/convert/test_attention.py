@@ -95,6 +95,6 @@ def test_a_store_that_exists_keeps_its_attention(tmp_path):
 
 
 def test_last_tokens_alone_leave_room_for_graphs(tmp_path):
-    traces = [{"last_token": np.zeros((3, 8), "f2"), "question_id": "a"}]
+    traces = [{"last_token": np.ones((3, 8), "f2"), "question_id": "a"}]
     done = convert(write_pickle(tmp_path / "a.pkl", traces), tmp_path / "s.zarr")
     assert NOTE not in done.stdout and tracestore.open(tmp_path / "s.zarr").attention_mode == "mean"

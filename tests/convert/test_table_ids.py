@@ -1,4 +1,4 @@
-"""Tables and scores files whose ids are those of no trace."""
+"""Tables and scores files next to traces: no row is joined to a trace of another id, and no table is left unread."""
 
 import json
 
@@ -20,6 +20,11 @@ def write_npz(folder, name="t.npz"):
     np.savez(folder / name, hidden_states=states, question_ids=np.array([f"q{k}" for k in range(4)]))
 
 
+def labels_of(store):
+    with tracestore.open(store) as opened:
+        return {key: None if np.isnan(v) else v for key, v in zip(opened.question_ids, opened.labels, strict=True)}
+
+
 @pytest.fixture(params=["pickle", "npz", "npz of arrays by id"])
 def folder(request, tmp_path):
     path = tmp_path / "in"
@@ -33,46 +38,44 @@ def folder(request, tmp_path):
     return path
 
 
-def test_labels_of_a_table_without_an_id_of_the_traces_are_refused(folder, tmp_path):
-    write_rows(folder / "metadata.jsonl", [{"id": f"x{k}", "label": k % 2} for k in range(4)])
-    first = BOTH.replace("the traces", "the first traces of each file")
-    assert f"metadata.jsonl: found 4 ids {first}" in convert(folder, tmp_path / "s.zarr", "--dry-run").stdout
-    message = error_of("convert", folder, tmp_path / "s.zarr", code=3)
-    assert f"metadata.jsonl: found 4 ids {BOTH}" in message and "--map question_id=KEY" in message
+@pytest.mark.parametrize("row", [{"label": 1}, {"question": "why?"}, {"is_correct": True, "ref": "q0"}], ids=str)
+def test_a_table_without_an_id_of_the_traces_is_refused(folder, tmp_path, row):
+    write_rows(folder / "metadata.jsonl", [{"id": f"x{k}"} | row for k in range(4)])
+    for flags in ([], ["--skip-bad"]):
+        assert "metadata.jsonl" in error_of("convert", folder, tmp_path / "s.zarr", *flags, code=3)
     assert not (tmp_path / "s.zarr").exists()
-    done = convert(folder, tmp_path / "s.zarr", "--skip-bad")
-    assert BOTH in done.stdout and np.isnan(tracestore.open(tmp_path / "s.zarr").labels).all()
 
 
-def test_texts_of_a_table_without_an_id_of_the_traces_are_reported(folder, tmp_path):
-    write_rows(folder / "metadata.jsonl", [{"id": f"x{k}", "question": "why?", "ref": f"q{k}"} for k in range(4)])
-    done = convert(folder, tmp_path / "s.zarr")
-    assert f"metadata.jsonl: found 4 ids {BOTH}; its column ref has them: rename it to question_id" in done.stdout
-    assert sorted(tracestore.open(tmp_path / "s.zarr").question_ids) == [f"q{k}" for k in range(4)]
-
-
-def test_labels_in_the_traces_make_those_of_a_table_optional(tmp_path):
+@pytest.mark.parametrize("prefix", ["x", "q"])
+def test_labels_of_a_table_next_to_those_in_the_traces_are_refused(tmp_path, prefix):
     write_pickle(tmp_path / "t.pkl", [t | {"label": 1} for t in make_traces(4)])
-    write_rows(tmp_path / "t.jsonl", [{"id": f"x{k}", "label": 0} for k in range(4)])
-    assert BOTH in convert(tmp_path, tmp_path / "s.zarr").stdout
-    assert tracestore.open(tmp_path / "s.zarr").labels.tolist() == [1] * 4
+    write_rows(tmp_path / "t.jsonl", [{"id": f"{prefix}{k}", "label": 0} for k in range(4)])
+    assert "t.jsonl" in error_of("convert", tmp_path, tmp_path / "s.zarr", code=3)
 
 
-def test_a_column_with_the_ids_of_the_traces_is_proposed(tmp_path):
+def test_a_table_is_joined_to_traces_of_a_built_in_layout_by_their_ids(tmp_path):
     write_pickle(tmp_path / "t.pkl", make_traces(4))
-    write_rows(tmp_path / "t.jsonl", [{"id": f"x{k}", "ref": f"q{k}", "correct": k % 2} for k in range(4)])
-    flags = ("--scores", str(tmp_path / "t.jsonl"), "--id-column", "ref")
-    assert " ".join(flags) in error_of("convert", tmp_path, tmp_path / "s.zarr", code=3)
-    convert(tmp_path, tmp_path / "s.zarr", *flags)
-    assert tracestore.open(tmp_path / "s.zarr").scores.tolist() == [0, 1, 0, 1]
+    write_rows(tmp_path / "t.jsonl", [{"id": f"q{k}", "is_correct": k % 2 == 1} for k in (2, 0, 3, 1)])
+    done = convert(tmp_path, tmp_path / "s.zarr")
+    assert "is_correct: 4 rows of t.jsonl joined by id" in done.stdout
+    with tracestore.open(tmp_path / "s.zarr") as store:
+        assert dict(zip(store.question_ids, store.scores.tolist(), strict=True)) == {"q0": 0, "q1": 1, "q2": 0, "q3": 1}
 
 
-def test_a_key_of_the_traces_with_the_ids_of_the_table_is_proposed(tmp_path):
-    write_pickle(tmp_path / "t.pkl", [t | {"row": f"x{k}"} for k, t in enumerate(make_traces(4))])
-    write_rows(tmp_path / "t.jsonl", [{"id": f"x{k}", "label": k % 2} for k in range(4)])
-    assert "--map question_id=row takes" in error_of("convert", tmp_path, tmp_path / "s.zarr", code=3)
-    convert(tmp_path, tmp_path / "s.zarr", "--map", "question_id=row")
-    assert tracestore.open(tmp_path / "s.zarr").labels.tolist() == [0, 1, 0, 1]
+def test_both_meanings_of_a_label_are_shown_and_each_can_be_pasted(tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    write_pickle(folder / "a{0}{x}.pkl", make_traces(4))
+    write_rows(folder / "a{0}{x}.jsonl", [{"question_id": f"q{k}", "label": k % 2} for k in range(4)])
+    shown = convert(folder, tmp_path / "s.zarr", check=3).stdout
+    for name in ("is_correct", "is_hallucinated"):
+        part = next(part for part in shown.split("\n1. ")[1].split("\n2. ") if f"--field '{name} = " in part)
+        lines = [
+            line.strip().removeprefix("--field '").removesuffix("'") for line in part.splitlines() if "--field" in line
+        ]
+        convert(folder, tmp_path / f"{name}.zarr", *[flag for line in lines for flag in ("--field", line)])
+        with tracestore.open(tmp_path / f"{name}.zarr") as store:
+            assert store["q1"].score == 1 and store["q0"].score == 0
 
 
 def test_a_scores_file_without_an_id_of_the_traces_is_refused(tmp_path):
@@ -96,14 +99,17 @@ def test_ids_of_a_table_may_be_in_the_store_already(tmp_path):
 
 def test_a_trace_whose_id_a_table_lacks_does_not_get_the_row_of_its_position(tmp_path):
     write_npz(tmp_path)
-    write_rows(tmp_path / "t.jsonl", [{"id": key, "label": k % 2} for k, key in enumerate(["q1", "q0", "x2", "q3"])])
-    convert(tmp_path, tmp_path / "s.zarr")
+    write_rows(tmp_path / "t.jsonl", [{"id": key, "y": k % 2} for k, key in enumerate(["q1", "q0", "x2", "q3"])])
+    lines = ["hidden_states = t.npz : hidden_states -> N L S D", "question_id = t.npz : question_ids -> N"]
+    lines += ["is_hallucinated = t.jsonl : [id=id]/y", "S.padding = none"]
+    done = convert(tmp_path, tmp_path / "s.zarr", *[flag for line in lines for flag in ("--field", line)])
+    assert "3 rows of t.jsonl joined by id, 1 without a trace, 1 traces without a row" in done.stdout
     with tracestore.open(tmp_path / "s.zarr") as store:
-        labels = dict(zip(store.question_ids, store.labels.tolist(), strict=True))
-    assert np.isnan(labels.pop("q2")) and labels == {"q0": 1, "q1": 0, "q3": 1}
+        scores = dict(zip(store.question_ids, store.scores.tolist(), strict=True))
+    assert np.isnan(scores.pop("q2")) and scores == {"q0": 1, "q1": 0, "q3": 1}
 
 
-def test_a_hash_in_any_column_names_a_file(tmp_path):
+def test_a_hash_in_any_column_may_be_the_id(tmp_path):
     (tmp_path / "states").mkdir()
     rows = []
     for k, trace in enumerate(make_traces(3)):
@@ -111,46 +117,39 @@ def test_a_hash_in_any_column_names_a_file(tmp_path):
         write_pickle(tmp_path / "states" / f"{name}.pkl", {"hidden_states": trace["hidden_states"]})
         rows.append({"doc_id": k, "acc": float(k == 1), "hash": name})
     write_rows(tmp_path / "samples.jsonl", rows[::-1])
-    convert(tmp_path, tmp_path / "s.zarr")
+    lines = ["hidden_states = states/{id}.pkl : hidden_states -> L S D", "is_correct = samples.jsonl : [id=hash]/acc"]
+    convert(tmp_path, tmp_path / "s.zarr", *[flag for line in lines for flag in ("--field", line)])
     with tracestore.open(tmp_path / "s.zarr") as store:
-        assert {q: store[q].score for q in store.question_ids} == {"0": 0, "1": 1, "2": 0}
+        assert {q: store[q].score for q in store.question_ids} == {f"6e33ee1e{k}": float(k == 1) for k in range(3)}
 
 
-def test_a_table_whose_name_has_braces_is_named_in_the_summary(tmp_path):
-    folder = tmp_path / "in"
-    folder.mkdir()
-    write_pickle(folder / "a{0}{x}.pkl", [{k: v for k, v in t.items() if k != "label"} for t in make_traces(4)])
-    write_rows(folder / "a{0}{x}.jsonl", [{"question_id": f"q{k}", "label": k % 2} for k in range(4)])
-    done = convert(folder, tmp_path / "s.zarr", check=0)
-    assert "found inside 4 traces or their rows in a{0}{x}.jsonl and used" in done.stdout
-
-
-def test_tables_that_are_not_read_are_named(tmp_path):
+def test_a_table_of_something_else_is_refused_and_settings_are_not_read(tmp_path):
     folder = tmp_path / "in"
     folder.mkdir()
     for k, trace in enumerate(make_traces(4)):
         write_pickle(folder / f"states_{k}.pkl", trace)
     (folder / "notes.json").write_text('[{"speaker": "a"}, {"speaker": "b"}]')
     (folder / "config.json").write_text('{"model": "m"}')
-    done = convert(folder, tmp_path / "s.zarr")
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("not read: ")]
-    assert "notes.json" in line and "config.json" not in line
+    assert "notes.json" in error_of("convert", folder, tmp_path / "s.zarr", code=3)
     (folder / "notes.json").unlink()
-    assert "not read" not in convert(folder, tmp_path / "t.zarr").stdout
+    convert(folder, tmp_path / "s.zarr")
+    assert len(tracestore.open(tmp_path / "s.zarr")) == 4
 
 
-def test_labels_in_the_order_of_a_list_that_is_read_one_by_one_are_refused(tmp_path):
+def test_labels_in_the_order_of_a_list_are_asked(tmp_path):
     write_pickle(tmp_path / "t.pkl", [{k: v for k, v in t.items() if k != "question_id"} for t in make_traces(4)])
     (tmp_path / "labels.json").write_text("[0, 1, 1, 0]")
-    message = error_of("convert", tmp_path, tmp_path / "s.zarr", code=3)
-    assert "the rows of labels.json have no ids" in message and "question_id or question" in message
+    done = convert(tmp_path, tmp_path / "s.zarr", check=3)
+    assert (
+        "is_correct: joined in order" in done.stderr and "--field 'is_hallucinated = labels.json -> N'" in done.stdout
+    )
 
 
-def test_a_column_of_row_numbers_states_the_order_of_a_table(tmp_path):
-    states = np.stack([t["hidden_states"] for t in make_traces(4, tokens=3)])
-    np.save(tmp_path / "hidden_states.npy", states)
-    write_rows(tmp_path / "samples.jsonl", [{"row": k, "question": f"{k}?", "label": k % 2} for k in (2, 0, 3, 1)])
-    convert(tmp_path, tmp_path / "s.zarr")
-    for trace in tracestore.open(tmp_path / "s.zarr"):
-        np.testing.assert_array_equal(trace.hidden_states, states[int(trace.question[0])])
-        assert trace.label == int(trace.question[0]) % 2
+@pytest.mark.parametrize("column", ["row", "idx", "position", "example_number", "line_no"])
+def test_rows_in_order_with_other_numbers_are_refused(tmp_path, column):
+    np.save(tmp_path / "hidden_states.npy", np.stack([t["hidden_states"] for t in make_traces(4, tokens=3)]))
+    write_rows(tmp_path / "samples.jsonl", [{column: k, "y": k % 2} for k in (2, 0, 3, 1)])
+    lines = ["hidden_states = hidden_states.npy -> N L S D", "is_correct = samples.jsonl : []/y", "S.padding = none"]
+    flags = [flag for line in lines for flag in ("--field", line)]
+    message = error_of("convert", tmp_path, tmp_path / "s.zarr", *flags, code=3)
+    assert f"[]/{column}: rows are joined in order, and this column of ids is left out" in message

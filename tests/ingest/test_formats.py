@@ -172,11 +172,12 @@ def test_older_files_get_question_ids_from_other_fields(tmp_path):
             trace["global_example_id"] = 100 + k
         trace["logits"] = np.arange(3, dtype="f4")
     write_pickle(tmp_path / "llama2_chat_7B_triviaqa_batch_0004.pkl", traces)
-    convert(tmp_path / "llama2_chat_7B_triviaqa_batch_0004.pkl", tmp_path / "s.zarr")
+    done = convert(tmp_path / "llama2_chat_7B_triviaqa_batch_0004.pkl", tmp_path / "s.zarr")
+    assert "left out: **/*.pkl : []/logits" in done.stdout
     store = tracestore.open(tmp_path / "s.zarr")
     assert store.question_ids == ["100", "101", "llama2_chat_7B_triviaqa_batch_0004.pkl:2"]
     assert store[1].question == "why 1?" and store[1].prompt_length == 1
-    assert store[1].extras["cutoff_method"] == "eos" and store[1].extras["logits"].dtype == np.float32
+    assert store[1].extras["cutoff_method"] == "eos" and "logits" not in store[1].extras
     assert store[2].source == ("llama2_chat_7B_triviaqa_batch_0004.pkl", 2)
 
 

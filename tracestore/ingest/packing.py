@@ -90,7 +90,7 @@ def packed_traces(
             except InvalidInputError as error:
                 if on_refused is None or error.is_whole_source or not (num_read or refused):
                     raise
-                on_refused(error)
+                on_refused(error.with_location(position=num_read + len(refused or ())))
                 return
             if record is None:
                 return

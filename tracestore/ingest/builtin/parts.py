@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from tracestore.errors import InvalidInputError, NoTracesError
-from tracestore.ingest.builtin.claiming import claim
+from tracestore.ingest.builtin.claiming import Claims, claim
 from tracestore.ingest.builtin.library import Builtin, builtins
 from tracestore.ingest.execute.accounts import holds_array, looks_like_label
 from tracestore.ingest.execute.claims import FileGroup, is_other
@@ -225,7 +225,8 @@ def builtin_parts(
     lines : Mapping
         Keys of fields in the items of built-in layouts.
     rest : callable
-        Called with the files that no built-in layout describes, if they may hold traces.
+        Called with the files that no built-in layout describes, if they may hold traces; with all files, if a table or
+        arrays lie next to those of built-in layouts, to which they may belong.
     has_scores_file : bool
         As for `Execution`.
 
@@ -246,38 +247,42 @@ def builtin_parts(
         elif path.absolute() not in taken and not is_other(name):
             left[name] = path
     claims = claim(left, [builtin.with_lines(lines) for builtin in builtins()])
+    errors, found = _of_rest(claims, left, {path.absolute() for path in arguments}, rest)
     parts = []
+    if found is not None:
+        layout, described = found
+        parts.append(Part(layout, described, has_scores_file=has_scores_file))
+        left = _without(left, described, left)
     for builtin, own in claims.owned.items():
-        if builtin.reader is None:
+        own = {name: path for name, path in own.items() if name in left}
+        if own and builtin.reader is None:
             parts.append(Part(builtin.layout, own, builtin=builtin, has_scores_file=has_scores_file))
         else:
             sources |= {n: SourceFile(path, n, described=PreprocessedFile(path)) for n, path in own.items()}
-    errors, found = _of_rest(claims.rest, left, {path.absolute() for path in arguments}, rest)
-    if found is not None:
-        parts.append(Part(found, _without(claims.rest, errors, left), has_scores_file=has_scores_file))
     sources |= {n: SourceFile(left[n], n, described=UnknownFile(error)) for n, error in errors.items()}
     return [*parts, Part(None, {}, sources=sources)]
 
 
-def _without(names: Iterable[str], errors: Container[str], files: Mapping[str, Path]) -> dict[str, Path]:
-    return {name: files[name] for name in names if name not in errors}
+def _without(names: Iterable[str], others: Container[str], files: Mapping[str, Path]) -> dict[str, Path]:
+    return {name: files[name] for name in names if name not in others}
 
 
 def _of_rest(
-    rest: Mapping[str, InvalidInputError | None], files: Mapping[str, Path], named: Container[Path], propose: Proposer
-) -> tuple[dict[str, InvalidInputError], Layout | None]:
-    """Return why files that no built-in layout describes are not read, and the layout of the others."""
-    errors = {name: error for name, error in rest.items() if error is not None}
-    others = _without(rest, errors, files)
+    claims: Claims, files: Mapping[str, Path], named: Container[Path], propose: Proposer
+) -> tuple[dict[str, InvalidInputError], tuple[Layout, dict[str, Path]] | None]:
+    """Return why files that no built-in layout describes are not read, and the layout of the others with its files."""
+    errors = {name: error for name, error in claims.rest.items() if error is not None}
+    others = _without(claims.rest, errors, files)
     unknown = [name for name, path in others.items() if path.absolute() in named or not _holds_nothing(path)]
-    found = propose(others) if unknown else NoTracesError("holds no array")
-    if isinstance(found, Layout):
-        return errors, found
-    errors |= {name: found if name in unknown else NoTracesError("holds no array") for name in others}
     # Rule 8: tables and arrays next to traces may belong to them; of a pickle its own traces are missing at most.
-    if beside := next((name for name in unknown if not name.endswith(_TRACES)), None):
+    beside = next((name for name in unknown if not name.endswith(_TRACES)), None)
+    described = _without(files, errors, files) if beside is not None else others
+    found = propose(described) if unknown else NoTracesError("holds no array")
+    if isinstance(found, Layout):
+        return errors, (found, described)
+    if beside is not None:
         raise found.with_location(source=beside)
-    return errors, None
+    return errors | {name: found if name in unknown else NoTracesError("holds no array") for name in others}, None
 
 
 def _holds_nothing(path: Path) -> bool:

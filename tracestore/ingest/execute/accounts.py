@@ -35,7 +35,10 @@ _MAX_PROBES = 64
 _COUNTED = frozenset(("token", "step"))
 _MAX_SHOWN = 6  # paths that the summary names
 _MAX_NORMS = 8  # about as many tokens of a trace give its median norm
-_ID_COLUMNS = re.compile(r"(question_?|trace_?|example_?|row_?)?(ids?|qid|idx|index|number)", re.IGNORECASE)
+_ID_COLUMNS = re.compile(
+    r"((question|trace|example|row|line|item)_?)?(ids?|qid|idx|index|number|num|no)|row|line|position|order",
+    re.IGNORECASE,
+)
 _IN_ORDER = re.compile(r"\[([^\]]*= ?#[^\]]*)?\]/$")
 
 
@@ -269,6 +272,8 @@ class RunAccount:
         if self._first is not None:
             yield self._first[1]
         self._check_found()
+        if not self._is_stated:  # by a person, who knows what the lines leave out
+            self.left_out |= {str(a) for a in self._plan.ignored if a.path and self._node_of(a).is_found}
         for place, column in tables.items():
             # Rule 9 closes the accounts of what is known of an axis.
             if not place.is_optional and place.name != RECORDS and place.rule.kind != "known":
@@ -286,11 +291,18 @@ class RunAccount:
         if not self.is_read or not self._is_stated:
             return
         for place in self._plan.others:
-            if not place.is_optional and not _node_of(self._trees[place.address.files.text], place.address).is_found:
+            if not place.is_optional and not self._node_of(place.address).is_found:
                 raise InvalidInputError(f"{place.address}: the files hold no such value", field=place.name)
         for address in self._plan.ignored:
-            if address.path and not _node_of(self._trees[address.files.text], address).is_found:
+            if address.path and not self._node_of(address).is_found:
                 raise InvalidInputError(f"{address}: the files hold no such value; remove the entry", field="ignore")
+
+    def _node_of(self, address: Address) -> Node:
+        """Return the node at the end of the path of an address."""
+        node = self._trees[address.files.text]
+        for step in address.path:
+            node = node.child(step)
+        return node
 
     def _close_table(self, column: Column, source: str, has_id: Callable[[str], bool]) -> str:
         """Return how the rows of a table were joined; InvalidInputError if they do not fit."""
@@ -329,13 +341,6 @@ def described(record: TraceRecord) -> str:
         f"first trace: {escape_unprintable(record.question_id, 60)}, {shown}, L {layers}, {tokens}, D {width}, "
         f"median norm {float(np.sort(norms)[len(norms) // 2]):.3g}"
     )
-
-
-def _node_of(root: Node, address: Address) -> Node:
-    """Return the node at the end of the path of an address."""
-    for step in address.path:
-        root = root.child(step)
-    return root
 
 
 def check_first_row(found: int, num_before: int, chunk: int | None, source: str) -> None:

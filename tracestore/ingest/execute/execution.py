@@ -165,9 +165,11 @@ class Execution:
                     position += 1
                     yield record
                     del record
-                account.close_unit()
+                with _of_whole_source():
+                    account.close_unit()
                 columns.unit = {}
-            account.close()
+            with _of_whole_source():
+                account.close()
             builder.prompts.close()
         self.account.add_source(builder.arrays.missing)
 
@@ -379,6 +381,16 @@ class Execution:
     def release(self) -> None:
         """Close the tables; `close` does so, too."""
         self._resources.close()
+
+
+@contextlib.contextmanager
+def _of_whole_source() -> Iterator[None]:
+    """Mark an error as one of all traces of a source, of which none is stored."""
+    try:
+        yield
+    except InvalidInputError as error:
+        error.is_whole_source = True
+        raise
 
 
 def _unchanged(_text: str, _name: str, root: Value) -> Value:

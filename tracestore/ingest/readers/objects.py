@@ -36,6 +36,7 @@ _SCALARS = frozenset((int, float, bool, type(None)))
 _KEYS = frozenset((str, int, float, bool, tuple))
 # A pickle whose root is a list ends with APPENDS or APPEND, and STOP.
 _ENDS_OF_LISTS = (b"e.", b"a.")
+_STOP = b"."
 
 
 class ObjectOpener:
@@ -251,7 +252,8 @@ def read_mapped_pickle(content: Content) -> Value:
     view = memoryview(content.mapped)
     if torch_file.is_legacy(view):
         return ObjectOpener(content.limits)(torch_file.read_legacy(view))
-    is_list = bytes(view[-2:]) in _ENDS_OF_LISTS
+    # Of a file that is cut, the items before the cut can be read.
+    is_list = bytes(view[-2:]) in _ENDS_OF_LISTS or view[-1:] != _STOP
     return read_pickle(BufferReader(content.mapped), content.limits, is_list=is_list)
 
 
