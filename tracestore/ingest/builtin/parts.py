@@ -235,17 +235,9 @@ def builtin_parts(
     InvalidInputError
         If nothing describes a table or arrays next to the traces, which may belong to them.
     """
-    taken = {path.absolute() for path in owned}
-    sources: dict[str, SourceFile] = {}
-    left: dict[str, Path] = {}
-    exports = {folder: read_export(folder) for folder in {f for p in files.values() for f in list(p.parents)[:2]}}
-    exported = {file.path: file for export in exports.values() for file in export.files}
-    taken |= {path.absolute() for export in exports.values() for path in export.paths}
-    for name, path in files.items():
-        if path in exported:
-            sources[name] = SourceFile(path, name, export=exported[path])
-        elif path.absolute() not in taken and not is_other(name):
-            left[name] = path
+    sources, taken = _exported(files)
+    taken |= {path.absolute() for path in owned}
+    left = {n: p for n, p in files.items() if n not in sources and p.absolute() not in taken and not is_other(n)}
     claims = claim(left, [builtin.with_lines(lines) for builtin in builtins()])
     errors, found = _of_rest(claims, left, {path.absolute() for path in arguments}, rest)
     parts = []
@@ -261,6 +253,14 @@ def builtin_parts(
             sources |= {n: SourceFile(path, n, described=PreprocessedFile(path)) for n, path in own.items()}
     sources |= {n: SourceFile(left[n], n, described=UnknownFile(error)) for n, error in errors.items()}
     return [*parts, Part(None, {}, sources=sources)]
+
+
+def _exported(files: Mapping[str, Path]) -> tuple[dict[str, SourceFile], set[Path]]:
+    """Return the sources that are files of exports, and all files that exports describe."""
+    exports = [read_export(folder) for folder in {f for path in files.values() for f in list(path.parents)[:2]}]
+    exported = {file.path: file for export in exports for file in export.files}
+    sources = {n: SourceFile(path, n, export=exported[path]) for n, path in files.items() if path in exported}
+    return sources, {path.absolute() for export in exports for path in export.paths}
 
 
 def _without(names: Iterable[str], others: Container[str], files: Mapping[str, Path]) -> dict[str, Path]:
