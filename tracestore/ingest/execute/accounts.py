@@ -35,10 +35,7 @@ _MAX_PROBES = 64
 _COUNTED = frozenset(("token", "step"))
 _MAX_SHOWN = 6  # paths that the summary names
 _MAX_NORMS = 8  # about as many tokens of a trace give its median norm
-_ID_COLUMNS = re.compile(
-    r"((question|trace|example|row|line|item)_?)?(ids?|qid|idx|index|number|num|no)|row|line|position|order",
-    re.IGNORECASE,
-)
+_ID_COLUMNS = re.compile(r"(?i)((question|trace|example|row|line|item)_?)?(ids?|qid|idx|index|number|no)|row|position")
 _IN_ORDER = re.compile(r"\[([^\]]*= ?#[^\]]*)?\]/$")
 
 
@@ -374,13 +371,10 @@ def check_totals(tables: Mapping[Place, Column], total: int) -> None:
 def check_unclaimed(path: str, key: Any, value: Value, *, in_records: bool) -> None:
     """Refuse a key that no line names, if it may be a label or an answer (rule 8a) or holds an array (rule 8)."""
     is_own = looks_like_label(str(key)) or (in_records and str(key).lower() in _OWN_LINES)
-    advice = f'add a line, or ignore = ["{path}"]'
-    if is_own and not isinstance(value, Group) and value is not None:
-        raise InvalidInputError(
-            f"{path}: no line of the layout names what may be a label, a score or an answer; {advice}"
-        )
-    if holds_array(value):
-        raise InvalidInputError(f"{path}: no line of the layout names {describe(value)}; {advice}")
+    is_own &= not isinstance(value, Group) and value is not None
+    if is_own or holds_array(value):
+        what = "what may be a label, a score or an answer" if is_own else describe(value)
+        raise InvalidInputError(f'{path}: no line of the layout names {what}; add a line, or ignore = ["{path}"]')
 
 
 def looks_like_label(key: str) -> bool:
