@@ -9,13 +9,14 @@ import os
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 import tracestore
-from tracestore.ingest import formats
-from tracestore.ingest.sources import SourceFile
+from tracestore.ingest import source_reading
+from tracestore.ingest.builtin.parts import find_sources
 from tracestore.store.format import schema
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -167,8 +168,9 @@ def error_of(*words, code):
 
 
 def read_traces(path, name, *, need_attention=True):
-    """Yield the traces of one file; see `tracestore.ingest.formats.read_traces`."""
-    return formats.read_traces(SourceFile(path, name), formats.ReadOptions(need_attention))
+    """Yield the traces of one file of a built-in layout; see `tracestore.ingest.source_reading.read_traces`."""
+    (source,) = find_sources([path], path.parent / "none")
+    return source_reading.read_traces(replace(source, name=name), need_attention)
 
 
 def read_all(store):

@@ -1,4 +1,4 @@
-"""Test conversions without flags by built-in layouts, which tests switch on until they replace the search for traces."""
+"""Test conversions without flags by built-in layouts."""
 
 import json
 import pickle
@@ -10,12 +10,6 @@ from safetensors.numpy import save_file
 
 import tracestore
 from tests.helpers import as_torch, convert, error_of, make_graphs, make_trace, make_traces, write_pickle, write_scores
-from tracestore.convert import runner
-
-
-@pytest.fixture(autouse=True)
-def by_layouts(monkeypatch):
-    monkeypatch.setattr(runner, "READS_BY_LAYOUTS", True)
 
 
 @pytest.fixture
@@ -159,7 +153,8 @@ def test_settings_and_texts_next_to_the_traces_are_skipped(tmp_path, folder):
 
     done = convert(folder, tmp_path / "s.zarr")
 
-    assert "skipped config.pkl" in done.stdout and len(tracestore.open(tmp_path / "s.zarr")) == 3
+    assert "skipped 2 files without traces (config.pkl, metrics.json): holds no array" in done.stdout
+    assert len(tracestore.open(tmp_path / "s.zarr")) == 3
 
 
 def test_a_named_file_without_a_trace_is_refused(tmp_path, folder):

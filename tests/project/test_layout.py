@@ -106,7 +106,7 @@ ALLOWED: dict[str, set[str]] = {
         "ingest.execute",
         "ingest.propose",
     },
-    "export": {*STORE, "ingest"},
+    "export": {*STORE, "ingest", "ingest.builtin"},
     "hub": STORE,
     "extract": {*STORE, "export", "ingest", "__init__"},
     "data": {*STORE, "data.tokens"},

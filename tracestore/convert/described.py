@@ -1,31 +1,23 @@
 """Sources that layouts describe, and their labels: stored when the accounts of the run close."""
 
 import math
-import os
 import re
-import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tracestore.console import Output, plural
-from tracestore.convert.options import ConvertOptions
-from tracestore.errors import InvalidInputError, TracestoreError, UsageError, escape_unprintable
-from tracestore.ingest.builtin.parts import Part, builtin_parts, files_of, sources_in_order
-from tracestore.ingest.execute.claims import list_files
+from tracestore.console import plural
+from tracestore.errors import InvalidInputError, escape_unprintable
+from tracestore.ingest.builtin.parts import Part, sources_in_order
 from tracestore.ingest.exports.manifest import read_export
 from tracestore.ingest.layout.fields import score_of
-from tracestore.ingest.layout.language import Layout, parse_layout, read_layout
-from tracestore.ingest.propose.proposal import propose
-from tracestore.ingest.roles.keys import direction_of
+from tracestore.ingest.score_files import FoundFiles
 from tracestore.ingest.sources import SourceFile
 from tracestore.store.format.labels import CORRECT, HALLUCINATION, ScoreField
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.read.columns import TraceValues
-from tracestore.store.read.store import open_store
 from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.record import TraceRecord
 from tracestore.store.write.writer import StoreWriter
@@ -43,17 +35,23 @@ class DescribedRun:
         The layouts, each with its files.
     order : Mapping
         The positions of all files by their paths.
+    score_files : FoundFiles
+        The scores files of the run.
     is_builtin : bool
         Whether built-in layouts describe the files.
 
     Attributes
     ----------
+    parts, score_files
+        Those that were given.
     sources : list of SourceFile
         In the order of their files.
     """
 
-    def __init__(self, parts: Sequence[Part], order: Mapping[Path, int], *, is_builtin: bool = False) -> None:
-        self._parts, self._order, self.is_builtin = parts, order, is_builtin
+    def __init__(
+        self, parts: Sequence[Part], order: Mapping[Path, int], score_files: FoundFiles, *, is_builtin: bool = False
+    ) -> None:
+        self.parts, self._order, self.score_files, self.is_builtin = parts, order, score_files, is_builtin
         self.sources = sources_in_order(parts, order)
         for folder in {place for source in self.sources for path in source.files for place in path.parents[:2]}:
             read_export(folder)  # refuses an unfinished or damaged export
@@ -69,11 +67,11 @@ class DescribedRun:
 
     def probes(self) -> list[SourceFile]:
         """Return the sources for a look at their first traces, which leaves the accounts of the run alone."""
-        return sources_in_order([part.again() for part in self._parts], self._order)
+        return sources_in_order([part.again() for part in self.parts], self._order)
 
     def states_attention(self) -> bool | None:
         """Return whether the layouts state attention; None if the traces may have it."""
-        found = {part.states_attention for part in self._parts}
+        found = {part.states_attention for part in self.parts}
         return True if True in found else None if None in found else False
 
     def check_layers(self, record: TraceRecord) -> None:
@@ -151,7 +149,7 @@ class DescribedRun:
 
     def define(self, writer: StoreWriter) -> None:
         """Define the scores of tables in the store, which keeps stated layouts."""
-        for text in dict.fromkeys(part.kept_text for part in self._parts if part.kept_text is not None):
+        for text in dict.fromkeys(part.kept_text for part in self.parts if part.kept_text is not None):
             writer.keep_layout(text)
         for name in self._late:
             self._define(writer, name)
@@ -170,7 +168,7 @@ class DescribedRun:
 
     def close(self, writer: StoreWriter) -> Iterator[str]:
         """Close the accounts, and yield the lines of `Execution.close`."""
-        for part in self._parts:
+        for part in self.parts:
             execution = part.execution
             if execution is None:
                 continue
@@ -218,103 +216,6 @@ class DescribedRun:
             yield f"{plural(self.num_replaced, 'stored label')} replaced by changed ones"
 
 
-def run_of_layout(layout: Layout, arguments: list[Path], folder: Path, scores: str | None) -> DescribedRun:
-    """Return the conversion of files by one layout.
-
-    Parameters
-    ----------
-    layout : Layout
-    arguments : list of Path
-        Files and folders.
-    folder : Path
-        Folder of the store, which is not searched.
-    scores : str or None
-        Path of the scores file, which no line of the layout needs to name.
-    """
-    files = list_files(arguments, folder)
-    part = Part(layout, files, () if scores is None else (Path(scores),))
-    return DescribedRun([part], {path: k for k, path in enumerate(files.values())})
-
-
-def kept_layouts(store: str) -> list[Layout]:
-    """Return the layouts that a store keeps, the newest first."""
-    try:
-        with open_store(store) as existing:
-            texts = existing.internals.attributes.layouts
-    except TracestoreError:
-        return []  # the writer reports what is wrong with the store
-    return [parse_layout(tomllib.loads(text), "layout of the store") for text in reversed(texts)]
-
-
-def run_of_builtins(
-    arguments: list[Path], folder: Path, options: ConvertOptions, output: Output, kept: Sequence[Layout] = ()
-) -> DescribedRun:
-    """Return the conversion of files by the layouts that the store keeps, by built-in ones, and by proved proposals.
-
-    Parameters
-    ----------
-    arguments : list of Path
-        Files and folders.
-    folder : Path
-        Folder of the store, which is not searched.
-    options : ConvertOptions
-    output : Output
-        Receives what is proposed for files that no other layout describes.
-    kept : sequence of Layout
-        The layouts that the store keeps; their files are those that their lines name.
-
-    Raises
-    ------
-    UsageError
-        If a folder holds no file.
-    """
-    groups = _by_argument(arguments, folder)
-    found = [path for _, files in groups for path in files.values()]
-    scores = [path for path in found if path.match("*scores*.csv")]
-    has_scores_file = bool(scores) or options.scores is not None
-    owned = scores if options.scores is None else [*scores, Path(options.scores)]
-    lines = {} if options.id_column is None or has_scores_file else {"question_id": options.id_column}
-    if options.score_column is not None and not has_scores_file:
-        direction = options.score_direction or direction_of(options.score_column)
-        name = "hallucination" if direction == HALLUCINATION else "correctness"
-        lines[f"{name}.{options.score_column}"] = options.score_column
-    parts: list[Part] = []
-    for named, files in groups:
-        for layout in kept:
-            own = files_of(layout, files)
-            files = {name: path for name, path in files.items() if name not in own}
-            parts += [Part(layout, own, tuple(owned), has_scores_file=has_scores_file)] if own else []
-        rest = partial(_proposed, output)
-        parts += builtin_parts(files, named, owned, lines, rest, has_scores_file=has_scores_file)
-    run = DescribedRun(parts, {path: k for k, path in enumerate(found)}, is_builtin=True)
-    if not run.sources:
-        raise UsageError(f"{arguments[0]}: no trace file in this folder; name a file of another suffix")
-    return run
-
-
-def _proposed(output: Output, files: Mapping[str, Path]) -> Layout | InvalidInputError:
-    """Return the layout that files prove, or an error; print what is proposed."""
-    proposal = propose(files)
-    output.info(proposal.message())
-    return InvalidInputError(proposal.refusal()) if proposal.layout is None else proposal.layout
-
-
-def _by_argument(arguments: list[Path], folder: Path) -> list[tuple[list[Path], dict[str, Path]]]:
-    """Return the files of each folder among the arguments, and of files behind each other with different names."""
-    groups: list[tuple[list[Path], dict[str, Path]]] = []
-    seen: set[str] = set()
-    for argument in arguments:
-        files = {n: p for n, p in list_files([argument], folder).items() if os.path.realpath(p) not in seen}
-        seen |= {os.path.realpath(path) for path in files.values()}
-        is_file = not argument.is_dir()
-        if is_file and groups and not groups[-1][0][0].is_dir() and not groups[-1][1].keys() & files.keys():
-            groups[-1][0].append(argument)
-            groups[-1][1].update(files)
-        else:
-            groups.append(([argument], files))
-    return groups
-
-
 def _merged(known: dict[str, float], found: dict[str, float], record: TraceRecord) -> dict[str, float]:
     """Return the labels of a trace with those of an earlier copy; rule 14: these agree."""
     known = {name: value for name, value in known.items() if not math.isnan(value)}
@@ -332,24 +233,3 @@ def _merged(known: dict[str, float], found: dict[str, float], record: TraceRecor
 def without_copy_mark(name: str) -> str:
     """Return a name without what a file manager or an editor adds to the name of a copy."""
     return _COPY.sub("", name)
-
-
-def layout_of_options(layout: Any, lines: Any) -> Layout | None:
-    """Return the layout of the options `layout` and `field`, None without them.
-
-    Parameters
-    ----------
-    layout : Layout, mapping, str, Path or None
-        A layout, its entries, or the path of a TOML file.
-    lines : sequence of str or None
-        Lines of `--field`.
-    """
-    if isinstance(layout, Layout):
-        if lines:
-            raise UsageError("field lines extend a file or a mapping, not a Layout")
-        return layout
-    if isinstance(layout, Mapping):
-        return parse_layout(layout)
-    if layout is None and not lines:
-        return None
-    return read_layout(None if layout is None else Path(layout), lines or ())

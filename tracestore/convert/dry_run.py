@@ -1,45 +1,69 @@
-"""`tracestore convert --dry-run`: what the first traces of each file hold, and what would be stored."""
+"""`tracestore convert --dry-run`: the layouts of the files, and what would be stored of their first traces."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from contextlib import closing
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from tracestore.console import Output, plural
-from tracestore.convert.defaults import MAX_TRACES, DefaultAttention, has_attention, is_index_id
+from tracestore.convert.choosing import described_run
+from tracestore.convert.defaults import MAX_TRACES, DefaultAttention, has_attention
 from tracestore.convert.options import ConvertOptions
 from tracestore.convert.scoring import Scoring
-from tracestore.errors import InvalidInputError, NoTracesError
-from tracestore.ingest.packing import PackOptions
-from tracestore.ingest.roles.inspection import Inspection, inspect_source
-from tracestore.ingest.sources import SourceFile, find_sources
+from tracestore.errors import InvalidInputError, NoTracesError, escape_unprintable
+from tracestore.ingest.builtin.parts import Part
+from tracestore.ingest.layout.language import Layout
+from tracestore.ingest.packing import PackOptions, packed_traces
+from tracestore.store.format import schema
 from tracestore.store.io.files import local_dir
 from tracestore.store.read.store import open_store
+from tracestore.store.write.pack import PackedTrace
+
+_MAX_NAMES = 3
 
 
 @dataclass
-class AlikeFiles:
-    """Files whose first traces have the same keys with the same roles."""
+class DescribedFiles:
+    """Files that one layout reads.
 
-    files: list[str]
-    keys: list[dict[str, str]]
-    missing: dict[str, str]
-    stored: list[str]
-    refused: str | None
+    Attributes
+    ----------
+    origin : str
+        Where the layout comes from.
+    layout : dict
+        Its entries; none for an export, and for files that nothing describes.
+    files : list of str
+        Their names.
+    stored : list of str
+        What would be stored of the first traces of the first file.
+    refused : dict of list of str
+        Files that are refused, by the reason.
+    """
 
-    def lines(self) -> Iterator[str]:
+    origin: str
+    layout: dict[str, Any]
+    files: list[str] = field(default_factory=list)
+    stored: list[str] = field(default_factory=list)
+    refused: dict[str, list[str]] = field(default_factory=dict)
+
+    def lines(self, layout: Layout | None) -> Iterator[str]:
         """Yield the description as lines of text."""
-        more = f" and {len(self.files) - 1:,} more files" if len(self.files) > 1 else ""
-        yield f"{self.files[0]}{more}:"
-        widths = [max((len(key[name]) for key in self.keys), default=0) for name in ("key", "found")]
-        for key in self.keys:
-            yield f"  {key['key']:{widths[0]}}  {key['found']:{widths[1]}}  -> {key['role']}"
-        for name, text in self.missing.items():
-            yield f"  no {name}: {text}"
+        yield f"{_names(self.files)}: {self.origin}" if self.origin else _names(self.files)
+        for line in "" if layout is None else layout.to_toml().splitlines():
+            yield f"  {escape_unprintable(line)}"
         for number, text in enumerate(self.stored):
             yield f"  trace {number} would be stored: {text}"
-        if self.refused is not None:
-            yield f"  refused: {self.refused}"
+        for reason, names in self.refused.items():
+            yield f"  refused: {_names(names)}: {reason}"
+
+
+def _names(names: list[str]) -> str:
+    """Return the first names, and the number of the others."""
+    shown = ", ".join(escape_unprintable(name, 60) for name in names[:_MAX_NAMES])
+    return shown + (f" and {len(names) - _MAX_NAMES:,} more" if len(names) > _MAX_NAMES else "")
 
 
 @dataclass
@@ -50,7 +74,7 @@ class DryRunReport:
     attention: str  # mean, heads or none
     num_sources: int = 0
     num_sources_refused: int = 0
-    files: list[AlikeFiles] = field(default_factory=list)
+    parts: list[DescribedFiles] = field(default_factory=list)
 
 
 def dry_run(sources: list[Path], store: str, options: ConvertOptions, output: Output) -> DryRunReport:
@@ -73,56 +97,82 @@ def dry_run(sources: list[Path], store: str, options: ConvertOptions, output: Ou
         After all descriptions, if a source is refused and `skip_bad` is false.
     """
     folder = local_dir(store)
-    scoring = Scoring(sources, find_sources(sources, folder), options, output)
-    found = scoring.sources
+    run = described_run(sources, folder, options, output)
+    Scoring(run, options, output)  # refuses scores files that a conversion refuses
     attention: str | None
     attention, dtype = options.attention, options.dtype or "float16"
-    if "://" not in store and (folder / "zarr.json").is_file():
+    if "://" not in store and (folder / "zarr.json").is_file() and not options.overwrite:
         with open_store(store) as existing:
             stored = existing.internals.attributes.options
             attention, dtype = options.attention or stored["attention"], options.dtype or stored["dtype"]
-    keys = replace(scoring.keys, is_index_id=is_index_id(found, scoring.keys), axes=options.axes)
-    default_attention = DefaultAttention(partial(has_attention, found, keys))
-    attention = attention or default_attention.of_new_store()
+    stated = run.states_attention()
+    default = DefaultAttention((lambda: stated) if stated is not None else partial(has_attention, run.probes()))
+    attention = attention or default.of_new_store()
     pack_options = PackOptions(
         attention=attention,
         keep_dtype=dtype == "keep",
-        keys=keys,
-        refuse_attention=options.attention is None and default_attention.is_refused(attention),
+        refuse_attention=options.attention is None and default.is_refused(attention),
     )
-    report = DryRunReport(store, attention=attention, num_sources=len(found))
-    groups: dict[object, AlikeFiles] = {}
+    report = DryRunReport(store, attention=attention, num_sources=len(run.sources))
     refused: list[InvalidInputError] = []
-    for source in found:
-        scoring.begin_source(source)
-        inspection = inspect_source(source, pack_options, MAX_TRACES, partial(scoring.add_ids, source=source.name))
-        refused += [] if inspection.refused is None else [inspection.refused]
-        _add(groups, source, inspection)
-    report.files, report.num_sources_refused = list(groups.values()), len(refused)
-    for files in report.files:
-        for line in files.lines():
+    for part in run.parts:
+        found = _described(part, pack_options, refused)
+        report.parts += [found] if found.files else []
+        for line in found.lines(part.layout) if found.files else ():
             output.info(line)
-    for line in scoring.lines_of_ids():
-        output.info(line)
-    if options.attention is None and (note := default_attention.note(attention)):
+    report.num_sources_refused = len(refused)
+    if options.attention is None and (note := default.note(attention)):
         output.info(note)
-    output.info(f"{plural(len(found), 'file')}, {len(refused):,} refused; nothing was written")
+    output.info(f"{plural(len(run.sources), 'file')}, {len(refused):,} refused; nothing was written")
     errors = [error for error in refused if not isinstance(error, NoTracesError)]
-    if refused and not options.skip_bad and (errors or len(refused) == len(found)):
+    if refused and not options.skip_bad and (errors or len(refused) == len(run.sources)):
         raise (errors or refused)[0]
     return report
 
 
-def _add(groups: dict[object, AlikeFiles], source: SourceFile, found: Inspection) -> None:
-    reason = None if found.refused is None else found.refused.reason
-    alike = (tuple((key.key, key.role) for key in found.keys), tuple(found.missing), reason)
-    if alike in groups:
-        groups[alike].files.append(source.name)
-        return
-    groups[alike] = AlikeFiles(
-        [source.name],
-        [{"key": key.key, "found": key.found, "role": key.role} for key in found.keys],
-        found.missing,
-        found.stored,
-        None if found.refused is None else str(found.refused),
-    )
+def _described(part: Part, options: PackOptions, refused: list[InvalidInputError]) -> DescribedFiles:
+    """Return the description of a part; append the errors of its sources."""
+    found = DescribedFiles(part.origin, {} if part.layout is None else part.layout.to_entries())
+    for _, source in part.sources():
+        found.files.append(source.name)
+        texts: list[str] = []
+        try:
+            with closing(packed_traces(source, options)) as traces:  # type: ignore[type-var]
+                texts += map(_stored, islice(traces, MAX_TRACES))
+        except InvalidInputError as error:
+            located = error.with_location(source=source.name)
+            refused.append(located)
+            found.refused.setdefault(located.reason, []).append(source.name)
+        found.stored = found.stored or texts
+    return found
+
+
+def _stored(packed: PackedTrace) -> str:
+    """Return what a store gets of a trace."""
+    record = packed.record
+    parts = [f"question_id {escape_unprintable(record.question_id, 60)!r}"]
+    if not record.has_own_id and record.question_id.endswith(f":{record.position}"):
+        parts[0] += " (made up)"
+    if record.sample:
+        parts.append(f"sample {record.sample}")
+    parts.append(f"L {packed.num_layers}")
+    if packed.num_tokens:
+        parts.append(f"S {packed.num_tokens}")
+    parts.append(f"D {packed.hidden_dim} {packed.hidden_dtype}")
+    if record.tokens is not None:
+        parts.append(plural(len(record.tokens), "token"))
+    layout = schema.LAYOUT_NAMES.get(packed.layout)
+    if layout is not None:
+        heads = "" if packed.num_heads is None else f" of {plural(packed.num_heads, 'head')}"
+        parts.append(f"{layout} attention{heads} {packed.attention_dtype}")
+    if record.layer_ids is not None:
+        parts.append(f"layers {', '.join(map(str, record.layer_ids))}"[:60])
+    scores = {**record.scores, **record.deferred_scores}
+    parts += [f"score {escape_unprintable(name, 60)} {score:g}" for name, score in scores.items()]
+    if record.label is not None:
+        parts.append(f"label {record.label:g}")
+    if record.is_without_embeddings:
+        parts.append("without the embeddings")
+    if packed.rounded_from is not None:
+        parts.append(f"rounded from {packed.rounded_from}")
+    return ", ".join(parts)

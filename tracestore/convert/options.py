@@ -5,7 +5,6 @@ from typing import Any, Literal
 
 from tracestore.console import format_size
 from tracestore.errors import UsageError
-from tracestore.ingest.roles.keys import Axes
 
 OnConflict = Literal["error", "keep-first", "keep-last"]
 # What happens to a trace whose key exists with different content.
@@ -24,19 +23,15 @@ class ConvertOptions:
     Parameters
     ----------
     scores : str, optional
-        Path of the scores file; by default those that `ingest.score_files.find_score_files` finds.
+        Path of the scores file; by default those that `ingest.score_files.find_score_files` finds, without a layout.
     layout : Layout, mapping, str or Path, optional
         Where the fields lie in the files: a layout, its entries, or the path of a TOML file (docs/inputs.md). By default
         the format of each file is recognized.
     field : sequence of str, optional
         Lines of a layout, ``FIELD = FILES : PATH -> AXES``, which replace those of the file.
-    map : str, optional
-        Names of fields in the files, see `ingest.roles.keys.parse_map`.
-    axes : str, optional
-        Axes of the hidden states in pickles and files of torch, where their shapes do not show them: N traces,
-        L layers, S tokens, D hidden size.
     id_column, score_column, score_direction, group_column : str, optional
-        See `ingest.scores.read_scores`. Without a scores file, `id_column` and `score_column` are keys of the traces.
+        See `ingest.scores.read_scores`. Without a scores file, `id_column` and `score_column` are keys of the traces,
+        which become lines of built-in layouts.
     provenance : str, optional
         Path of a file that gives the provenance of all sources; by default provenance.json directly in a source
         folder gives that of the files below it.
@@ -45,7 +40,8 @@ class ConvertOptions:
     attention : {"mean", "heads", "none"}, optional
         Attention to store. By default that of the store; for a new one "none" if no trace has attention, else "mean".
     padding : {"mask", "none"}
-        Padding of batches: given by attention_mask or lengths, or "none" if batches without them have none.
+        Padding of batches: given by a mask or lengths, or "none" if batches without them have none: the line
+        ``S.padding = "none"``.
     codec : str, optional
         Compression. By default that of the store, "none" for a new one.
     dtype : {"float16", "keep"}, optional
@@ -68,8 +64,6 @@ class ConvertOptions:
 
     layout: Any = None
     field: Any = None
-    map: str | None = None
-    axes: Axes | None = None
     scores: str | None = None
     id_column: str | None = None
     score_column: str | None = None
@@ -90,9 +84,5 @@ class ConvertOptions:
     dry_run: bool = False
 
     def __post_init__(self) -> None:
-        if self.layout is not None or self.field:
-            given = {"--map": self.map, "--axes": self.axes, "--dask": self.dask, "--dry-run": self.dry_run or None}
-            if flag := next((name for name, value in given.items() if value is not None), None):
-                raise UsageError(f"{flag} does not go with --layout and --field")
         if self.memory_budget < _MIN_MEMORY_BUDGET:
             raise UsageError(f"--memory-budget must be at least {format_size(_MIN_MEMORY_BUDGET)}")

@@ -33,11 +33,6 @@ _NOTES = {
     "layers",
     "num_without_last_state": "one token more than hidden states in {}: a model computes no state for the last token "
     "that it generates",
-    "num_without_tokens": "no token ids in {}; --map tokens=KEY names their key",
-    "num_made_up_ids": "no question_id in {}: file name and position were used; --map question_id=KEY names their key",
-}
-# The same of a run by a layout.
-_NOTES_OF_LAYOUT = {
     "num_without_tokens": "no token ids in {}; a line for tokens names them",
     "num_made_up_ids": "no question_id in {}: file name and position were used; a line for question_id names it",
 }
@@ -177,8 +172,8 @@ class ConvertReport:
         if error is not None:
             self.rounding_error = max(self.rounding_error or 0.0, error)
 
-    def lines(self, on_conflict: OnConflict, *, by_layout: bool = False) -> Iterator[str]:
-        """Yield the report as lines of text; those of a run by a layout name its lines."""
+    def lines(self, on_conflict: OnConflict) -> Iterator[str]:
+        """Yield the report as lines of text."""
         yield (
             f"{plural(self.num_traces_new, 'trace')} added from {plural(self.num_sources, 'file')} in {self.seconds:.1f} s "
             f"({plural(self.num_sources_skipped_existing, 'file')} already in the store, "
@@ -190,7 +185,7 @@ class ConvertReport:
             f"{self.num_unlabeled:,} without a label or score"
         )
         yield from filter(None, (self.labels, self.unlabeled))
-        for name, text in (_NOTES | _NOTES_OF_LAYOUT if by_layout else _NOTES).items():
+        for name, text in _NOTES.items():
             if count := getattr(self, name):
                 yield text.format(plural(count, "trace"), ON_CONFLICT[on_conflict])
         if self.dropped:

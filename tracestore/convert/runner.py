@@ -6,16 +6,16 @@ One module of over 400 lines: every step of a conversion uses the state of the o
 import errno
 import math
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import closing
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tracestore import process
 from tracestore.console import Output, Progress, format_size, plural
-from tracestore.convert.defaults import DefaultAttention, has_attention, is_index_id
+from tracestore.convert.choosing import described_run
+from tracestore.convert.defaults import DefaultAttention, has_attention
 from tracestore.convert.options import ON_CONFLICT, ConvertOptions
 from tracestore.convert.refused import RefusedTraces, partial_fingerprint
 from tracestore.convert.report import MAX_REFUSED_LINES, ConvertReport, SourceCounts
@@ -26,13 +26,7 @@ from tracestore.ingest.exports.manifest import EXPORT_FILE
 from tracestore.ingest.files.byte_source import TRUNCATED_WHILE_READING
 from tracestore.ingest.packing import PackOptions
 from tracestore.ingest.reading import AheadOptions, SourceStream, read_sources
-from tracestore.ingest.sources import (
-    SourceFile,
-    find_provenance_files,
-    find_sources,
-    read_provenance,
-    source_fingerprint,
-)
+from tracestore.ingest.sources import SourceFile, find_provenance_files, read_provenance, source_fingerprint
 from tracestore.store.format import paths
 from tracestore.store.format.provenance import Provenance, equals_but_layers, with_layers
 from tracestore.store.io import fsio
@@ -42,10 +36,6 @@ from tracestore.store.read.index import SourceEntry
 from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.writer import StoreWriter
 
-if TYPE_CHECKING:
-    from tracestore.convert.described import DescribedRun
-
-
 # The interpreter switches threads after this time. The thread that inflates needs the interpreter
 # for an instant every 4 ms, and must not wait longer than that.
 _SWITCH_INTERVAL_S = 0.0005
@@ -54,8 +44,7 @@ _SWITCH_INTERVAL_S = 0.0005
 _MAX_SHRINKAGE = 200
 
 
-# Whether files without a stated layout are read by built-in layouts; tests set it.
-READS_BY_LAYOUTS = True
+_MAX_NAMES = 3  # of files without traces
 
 
 def _position(error: InvalidInputError) -> float:
@@ -64,7 +53,8 @@ def _position(error: InvalidInputError) -> float:
 
 # What to do about a trace that does not fit the store, by the field of the error.
 _ADVICE = {
-    "num_layers": "; if their first axis counts tokens, choose --axes SLD",
+    "num_layers": "; if their first axis counts tokens, a line such as --field 'hidden_states = *.pkl : []/hidden_states "
+    "-> S L D' says so",
     "question_id": " (see --on-conflict)",
 }
 
@@ -82,8 +72,10 @@ class Conversion:
         Options of the conversion.
     output : Output
         Receives notes and progress.
-    only : callable, optional
-        Return whether a source is converted; by default all are.
+    whole : set of Path, optional
+        The files that are read; another program may still write others, or add some. By default all are.
+    new : set of Path, optional
+        Those of them that no earlier conversion has read: only sources that depend on one of them are converted.
 
     Raises
     ------
@@ -99,20 +91,24 @@ class Conversion:
         store: str,
         options: ConvertOptions,
         output: Output,
-        only: Callable[[SourceFile], bool] | None = None,
+        whole: Set[Path] | None = None,
+        new: Set[Path] | None = None,
     ) -> None:
         self._options, self._output = options, output
         # While files are still being written, those with the ids of a table may follow.
-        self._need_ids = only is None and not options.skip_bad
+        self._need_ids = whole is None and not options.skip_bad
         self.is_interrupted = False
         self.store = parse_location(store)
         self.folder = local_dir(store)
-        self._described = _described_run(sources, self.folder, options, output)
-        found = find_sources(sources, self.folder) if self._described is None else self._described.sources
-        self.scoring = Scoring(sources, found, options, output, self._described)
-        self.sources = [source for source in self.scoring.sources if only is None or only(source)]
-        if self._described is None:
-            self.scoring.keys = replace(self.scoring.keys, is_index_id=is_index_id(self.sources, self.scoring.keys))
+        self._described = described_run(sources, self.folder, options, output, whole)
+        self.scoring = Scoring(self._described, options, output)
+        self.sources = self.scoring.sources
+        if new is not None:
+            of_sources = {path for source in self.sources for path in source.files}
+            # A table may belong to every source.
+            if new <= of_sources.union(self._described.score_files.scores):
+                self.sources = [source for source in self.sources if not new.isdisjoint(source.files)]
+        self._named = {path for path in sources if path.is_file()}
         self._default_attention = DefaultAttention(self._has_attention)
         self._refused: RefusedTraces | None = None
         self._without_traces: list[NoTracesError] = []
@@ -137,7 +133,7 @@ class Conversion:
         if source.export is not None and self._options.provenance is None:
             return source.export.provenance
         known = next((p for path, p in self._provenances.items() if source.path.is_relative_to(path)), None)
-        return known if self._described is None else self._described.provenance(source, known)
+        return self._described.provenance(source, known)
 
     def _known_provenances(self) -> list[Provenance]:
         """Return the different provenances of the sources."""
@@ -148,10 +144,9 @@ class Conversion:
         return known
 
     def _has_attention(self) -> bool | None:
-        if self._described is not None and (stated := self._described.states_attention()) is not None:
+        if (stated := self._described.states_attention()) is not None:
             return stated
-        sources = self.sources if self._described is None else self._described.probes()
-        return has_attention(sources, replace(self.scoring.keys, axes=self._options.axes), self._check_interrupt)
+        return has_attention(self._described.probes(), self._check_interrupt)
 
     def run(self) -> ConvertReport:
         """Convert the sources.
@@ -260,12 +255,11 @@ class Conversion:
             # A single worker needs a small queue only. With several, the queue decides how far the
             # others get while the first file is written.
             max_waiting=self._options.memory_budget // (8 if workers == 1 else 2),
-            keys=replace(self.scoring.keys, axes=self._options.axes),
             skip_bad=self._options.skip_bad,
             refuse_attention=self._options.attention is None
             and self._default_attention.is_refused(stored["attention"]),
         )
-        is_settled = self._described is None or self._described.is_settled(writer)
+        is_settled = self._described.is_settled(writer)
         self._is_known: Callable[[str, int, str], bool] = writer.has_source if is_settled else _never
         callbacks: dict[str, Any] = {"is_known": self._is_known, "on_wait": self._check_interrupt}
         streams: Iterator[SourceStream | ClusterStream]
@@ -291,10 +285,8 @@ class Conversion:
                 except (InvalidInputError, ClusterError) as error:
                     if isinstance(error, InvalidInputError):
                         error = error.with_location(source=stream.source.name)
-                    if isinstance(error, NoTracesError):
+                    if isinstance(error, NoTracesError) and self._named.isdisjoint(stream.source.files):
                         self._without_traces.append(error)
-                        progress.clear()
-                        self._output.info(f"skipped {error}")
                         continue
                     if isinstance(error, ClusterError) or not self._options.skip_bad:
                         # The complete sources before it are valid: keep them.
@@ -305,9 +297,13 @@ class Conversion:
                     report.skipped.append({"source": stream.source.name, "reason": str(error)})
                     self._report_refused(stream.source.name, stream.refused or [error], progress)
         progress.clear()
-        if self._described is not None:
-            for line in self._described.close(writer):
-                self._output.info(line)
+        if self._without_traces:
+            names = [escape_unprintable(str(error.source), 60) for error in self._without_traces[:_MAX_NAMES]]
+            more = f" and {len(self._without_traces) - _MAX_NAMES:,} more" * (len(self._without_traces) > _MAX_NAMES)
+            count, reason = plural(len(self._without_traces), "file"), self._without_traces[0].reason
+            self._output.info(f"skipped {count} without traces ({', '.join(names)}{more}): {reason}")
+        for line in self._described.close(writer):
+            self._output.info(line)
         self.scoring.check_ids(writer, can_refuse=self._need_ids)
         writer.commit()
 
@@ -337,7 +333,7 @@ class Conversion:
                 if second is None:
                     first.set_question_id(file_id)
             provenance = with_layers(self._provenance(stream.source), None if first is None else first.record.layer_ids)
-            if self._described is not None and first is not None:
+            if first is not None:
                 self._described.check_layers(first.record)
             self.scoring.begin_source(stream.source)
             writer.begin_source(name, size, digest, provenance)
@@ -386,8 +382,7 @@ class Conversion:
                 found = f"found {list(record.layer_ids)!s:.80}, expected {list(ids or ())!s:.80} as in the first trace"
                 raise InvalidInputError(found, position=record.position, field="layer_ids")
             is_new = writer.append_packed(packed, scores=scores, group=group)
-            if self._described is not None:
-                self._described.added(packed, is_new=is_new)
+            self._described.added(packed, is_new=is_new)
         except InvalidInputError as error:
             error.reason += _ADVICE.get(error.field or "", "")
             if not self._options.skip_bad:
@@ -426,25 +421,9 @@ class Conversion:
         report.attention = writer.attributes.options["attention"]
         if self._options.attention is None and (note := self._default_attention.note(report.attention)):
             self._output.info(note)
-        lines = report.lines(self._options.on_conflict, by_layout=self._described is not None)
+        lines = report.lines(self._options.on_conflict)
         for line in (*lines, *self.scoring.lines()):
             self._output.info(line)
-
-
-def _described_run(sources: list[Path], folder: Path, options: ConvertOptions, output: Output) -> "DescribedRun | None":
-    """Return the conversion by the layout of the options, None without one."""
-    has_layout = options.layout is not None or bool(options.field)
-    may_keep = (folder / "zarr.json").is_file() and not options.overwrite
-    if not has_layout and not READS_BY_LAYOUTS and not may_keep:
-        return None
-    # Imported here, because the reading by layouts takes a tenth of the time in which a command starts.
-    from tracestore.convert.described import kept_layouts, layout_of_options, run_of_builtins, run_of_layout
-
-    layout = layout_of_options(options.layout, options.field)
-    if layout is not None:
-        return run_of_layout(layout, sources, folder, options.scores)
-    kept = kept_layouts(str(folder)) if may_keep else []
-    return run_of_builtins(sources, folder, options, output, kept) if kept or READS_BY_LAYOUTS else None
 
 
 def _never(*_: object) -> bool:

@@ -1,68 +1,54 @@
-"""Scores of a conversion: from a scores file, or from the traces themselves."""
+"""Scores of a conversion: from a scores file, from an export, or from the fields of the layouts."""
 
 import itertools
 import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
+from pathlib import PurePosixPath
 
 import numpy as np
 
 from tracestore.console import Output, plural
+from tracestore.convert.described import DescribedRun
 from tracestore.convert.options import ConvertOptions
-from tracestore.convert.table_ids import TableIds
-from tracestore.errors import InvalidInputError, UsageError, escape_unprintable
-from tracestore.ingest.discovery.tables_beside import unread_tables
+from tracestore.errors import InvalidInputError, UsageError, error_location, escape_unprintable
+from tracestore.ingest.execute.join import check_remainders
 from tracestore.ingest.exports.manifest import ExportFacts
-from tracestore.ingest.roles.columns import UNNAMED
-from tracestore.ingest.roles.keys import INPUTS_PAGE, KeyOptions, direction_of, label_of_path, parse_map
-from tracestore.ingest.score_files import ID_COLUMN, find_score_files
-from tracestore.ingest.scores import Scores, read_scores, score_name
-from tracestore.ingest.sources import SourceFile, with_classes
+from tracestore.ingest.score_files import ID_COLUMN, direction_of, read_table
+from tracestore.ingest.scores import Scores, read_scores
+from tracestore.ingest.sources import SourceFile
 from tracestore.store.format import schema
-from tracestore.store.format.labels import CORRECT, HALLUCINATION, ScoreField
+from tracestore.store.format.labels import HALLUCINATION
 from tracestore.store.read.columns import TraceValues
 from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.writer import StoreWriter
 
-if TYPE_CHECKING:
-    from tracestore.convert.described import DescribedRun
-
-
-_LONG_IDS = ("the ids of ", " keep the folder that names their class, because several files have one name")
+_MAX_ROWS = 100  # in which the message names a column with the ids of the traces
 
 
 class Scoring:
     """Choose the scores of a conversion.
 
-    A scores file replaces scores and labels inside traces, which are then extras only. One that the user names
-    replaces those of exports too.
+    A scores file replaces scores and labels inside traces of built-in layouts, which are then extras only. One that the
+    user names replaces those of exports too.
 
     Parameters
     ----------
-    arguments : list of Path
-        Folders that may hold the scores file.
-    sources : list of SourceFile
-        The trace files found in them.
+    described : DescribedRun
+        The sources, and the scores files next to them.
     options : ConvertOptions
         Options of the conversion.
     output : Output
         Receives a note about the file.
-    described : DescribedRun, optional
-        The conversion by a layout, whose labels are stored at its end.
 
     Attributes
     ----------
     file : Scores or None
         The scores file.
     sources : list of SourceFile
-        The trace files without the scores file.
     scores_file : str or None
         Path of the scores file, or paths.
-    keys : KeyOptions
-        Names of the fields of a trace, with the key of its score.
 
     Raises
     ------
@@ -72,62 +58,30 @@ class Scoring:
         If the content of the scores file is invalid.
     """
 
-    def __init__(
-        self,
-        arguments: list[Path],
-        sources: list[SourceFile],
-        options: ConvertOptions,
-        output: Output,
-        described: "DescribedRun | None" = None,
-    ) -> None:
-        self._described = described
-        is_read = described is None or described.is_builtin or options.scores is not None
-        self.file, paths = _read_files(arguments, sources, options, output) if is_read else (None, [])
-        self.scores_file = ", ".join(map(str, paths)) or None
-        found = [source for source in sources if source.path not in paths]
-        self.sources = with_classes(found) if described is None else found
-        for facts in {s.export.facts.folder: s.export.facts for s in sources if s.export is not None}.values():
+    def __init__(self, described: DescribedRun, options: ConvertOptions, output: Output) -> None:
+        self._described, self._output = described, output
+        self.file = _read_files(described, options, output)
+        self.scores_file = ", ".join(map(str, described.score_files.scores)) or None
+        self.sources = described.sources
+        for facts in {s.export.facts.folder: s.export.facts for s in self.sources if s.export is not None}.values():
             output.info(f"export: {facts.folder}, format {facts.format}")
             if options.scores is None:
                 facts.check_scores_file()
         if options.scores is not None:
             self.sources = [source.without_values() for source in self.sources]
         self._export: ExportFacts | None = None  # of the source, if its values are used
-        self._source_path = ""  # of a source whose ids keep the folder of its class
-        self._table = ""  # of the source
         if self.file is not None and self.file.in_order and len(self.sources) != 1:
             raise UsageError(
                 f"{self.file.path} has no ids and fits one trace file, found {len(self.sources):,}; "
                 f"write a table with {ID_COLUMN}"
             )
-        self._num_positions = self._num_replaced = 0
-        self._ids = TableIds(self.file)
-        self._output, self._direction = output, options.score_direction
+        self._num_positions = self._num_replaced = self._num_labels = 0
         self._name = ""  # of the file's scores in the store
-        self._used: Counter[tuple[str, str]] = Counter()  # by the texts before and behind a number of traces
-        self._unused: Counter[str] = Counter()  # by the key of values that may be labels
-        self._unscored: Counter[str] = Counter()  # the same, in traces without a score in the file
-        has_no_padding = options.padding == "none"
-        renamed = () if options.map is None else parse_map(options.map)
-        if self.file is not None:
-            id_key = None if self.file.id_column == ID_COLUMN else self.file.id_column
-            self.keys = KeyOptions(renamed, has_scores_file=True, id_key=id_key, has_no_padding=has_no_padding)
-            return
-        if options.group_column is not None:
-            raise UsageError("--group-column needs a scores file: give --scores")
-        column = options.score_column
-        if column is None and options.score_direction is not None:
-            raise UsageError("--score-direction needs a scores file (--scores) or the key of a score (--score-column)")
-        if column is not None and options.score_direction is None and direction_of(column) is None:
-            raise UsageError(
-                f"a high {column} may mean a correct or a hallucinated answer; "
-                "choose --score-direction correct or --score-direction hallucination"
-            )
-        if options.id_column is not None:
-            if any(field == "question_id" for field, _ in renamed):
-                raise UsageError("--id-column and --map question_id=KEY name the same field")
-            renamed = (*renamed, ("question_id", options.id_column))
-        self.keys = KeyOptions(renamed, score_key=column, has_no_padding=has_no_padding)
+        self._without_row: dict[str, None] = {}  # ids of traces that the file lacks
+        self._matched: set[str] = set()  # ids of traces that it has
+        self._unscored: Counter[str] = Counter()  # by the key of values that may be labels, in traces without a score
+        if self.file is None:
+            _check_flags(options)
 
     def begin(self, writer: StoreWriter) -> None:
         """Define the score of the file in the store."""
@@ -139,18 +93,11 @@ class Scoring:
                     "the default score of the store; tracestore score --name stores it under another name"
                 )
             writer.define_score(self._name, self.file.score_field)
-        if self._described is not None:
-            self._described.define(writer)
+        self._described.define(writer)
 
     def begin_source(self, source: SourceFile) -> None:
-        """Begin a source, which may have a table, or be part of an export."""
+        """Begin a source, which may be part of an export."""
         self._export = source.export.facts if source.export is not None and source.export.has_values else None
-        self._ids.begin(source.table)
-        is_kept = source.id_folder is None and label_of_path(source.folder) is not None
-        self._source_path = f"{source.folder}/{source.stem}" if is_kept else ""
-        self._table = (
-            "" if source.table is None else f" or their rows in {escape_unprintable(source.table.path.name, 60)}"
-        )
 
     def values(self, writer: StoreWriter, packed: PackedTrace) -> tuple[Mapping[str, float], str]:
         """Return the named scores and the group of a trace; its scores are defined in the store."""
@@ -158,52 +105,40 @@ class Scoring:
         if self._export is not None:
             self._define_scores(writer, self._export)
             return record.scores, record.group
-        self._ids.add(packed)
-        if self._described is not None:
-            scores = self._described.add(packed, writer)
-            if self.file is None:
-                return scores, record.group
-        if self._source_path and record.question_id.startswith(self._source_path):
-            self._used[_LONG_IDS] += 1
-        if self.file is not None:
-            self._set_label(packed, self.file)
-        if self.file is not None and self.file.in_order:
+        found = self._described.add(packed, writer)
+        if self.file is None:
+            return found, record.group
+        self._set_label(packed, self.file)
+        if self.file.in_order:
             self._num_positions = max(self._num_positions, record.position + 1)
-            return {self._name: self.file.score_at(record.position)}, ""
-        if self.file is not None:
-            score, group = self.file.lookup(record.question_id, record.sample)
-            if math.isnan(score):
-                extras = json.loads(packed.extras or "{}")
-                self._unscored.update(
-                    k for k, v in extras.items() if isinstance(v, bool | int | float) and _may_label(k)
-                )
-            return {self._name: score}, group
-        found = {}
-        for key, score in record.scores.items():
-            name = score_name(key)
-            direction = self._direction or direction_of(key) or CORRECT
-            stored = writer.attributes.scores.get(name)
-            if stored is None or stored.direction != direction:
-                writer.define_score(name, ScoreField(direction, f"key {key} of the traces"[:1024]))
-            found[name] = score
-            text = f"score {escape_unprintable(key, 60)} (high: {direction}): found inside "
-            self._used[text, f"{self._table} and used"] += 1
-        if record.label is not None:
-            place, behind = ("in the paths of", "") if record.is_label_of_path else ("inside", self._table)
-            self._used[f"label (1: {HALLUCINATION}): found {place} ", f"{behind} and used"] += 1
-        elif not found and UNNAMED in packed.extras:
-            extras = json.loads(packed.extras)
-            self._unused.update(k for k, v in extras.items() if k.startswith(UNNAMED) and v in (0, 1))
-        return found, record.group
+            return {**found, self._name: self.file.score_at(record.position)}, ""
+        if self.file.has_row(record.question_id, record.sample):
+            self._matched.add(record.question_id)
+        else:
+            self._without_row[record.question_id] = None
+        score, group = self.file.lookup(record.question_id, record.sample)
+        if math.isnan(score):
+            extras = json.loads(packed.extras or "{}")
+            self._unscored.update(k for k, v in extras.items() if isinstance(v, bool | int | float) and _may_label(k))
+        return {**found, self._name: score}, group
 
     def _set_label(self, packed: PackedTrace, file: Scores) -> None:
-        """Give a trace the label of the scores file."""
+        """Give a trace the label of the scores file, which replaces that of a built-in layout."""
         record = packed.record
-        record.label = file.label_of(record.question_id, record.sample, record.position)
-        if record.label is not None:
+        label = file.label_of(record.question_id, record.sample, record.position)
+        if not self._described.is_builtin and record.label is not None:
+            if label not in (None, record.label):
+                raise InvalidInputError(
+                    f"found label {record.label:g} by the layout and {label:g} in {file.path.name}; --score-column "
+                    f"{file.column} uses the score alone",
+                    position=record.position,
+                    field="label",
+                )
+            return
+        record.label = label
+        if label is not None:
             packed.field_bits |= schema.FIELD_BITS["label"]
-            before = f"label (1: {HALLUCINATION}): found in {escape_unprintable(file.path.name, 60)} for "
-            self._used[before, f" and used before the score; --score-column {file.column} uses the score alone"] += 1
+            self._num_labels += 1
 
     def _define_scores(self, writer: StoreWriter, export: ExportFacts) -> None:
         """Define the named scores of an export in the store, its default score first."""
@@ -224,34 +159,47 @@ class Scoring:
             raise InvalidInputError(self.file.count_text(self._num_positions), source=self.file.path.name)
 
     def check_ids(self, writer: StoreWriter, *, can_refuse: bool) -> None:
-        """Print each table and scores file of which no id is that of a trace.
+        """Rules 12b and 12c of the scores file: a part of its ids are those of traces, in the same spelling.
 
         Raises
         ------
         InvalidInputError
-            If one of them has scores or labels, and the traces have no others; not without `can_refuse`.
+            If none is, and the store has no labels; not without `can_refuse`. If ids without a trace and traces without a
+            row differ by spelling or by one.
         """
-        has_others = bool(self._used or writer.manifest.num_scored or np.isfinite(writer.read_columns().labels).any())
-        for file in self._ids.unmatched(writer):
-            if can_refuse and file.has_scores and not has_others:
-                raise InvalidInputError(file.reason(), source=file.path.name)
-            self._output.info(f"{file.path.name}: {file.reason()}")
+        if self.file is None or self.file.in_order or not self._without_row:
+            return
+        ids = list(dict.fromkeys(question_id for question_id, _ in self.file.values))
+        found = self._matched.union(q for q, sample in self.file.values if writer.index.find(q, sample) >= 0)
+        unused = [question_id for question_id in ids if question_id not in found]
+        if can_refuse:
+            with error_location(self.file.path.name):
+                check_remainders(ID_COLUMN, ids, unused, list(self._without_row))
+        if not ids or len(unused) < len(ids):
+            return
+        is_labeled = bool(writer.manifest.num_scored or np.isfinite(writer.read_columns().labels).any())
+        if can_refuse and not is_labeled:
+            raise InvalidInputError(self._no_match(self.file, ids), source=self.file.path.name)
+        self._output.info(f"{self.file.path.name}: {self._no_match(self.file, ids)}")
 
-    def add_ids(self, packed: PackedTrace, source: str) -> None:
-        """Add a trace of the source for `lines_of_ids`; it is not scored."""
-        if (file_id := self.id_of_file(packed, source)) is not None:
-            packed.set_question_id(file_id)
-        self._ids.add(packed)
-
-    def lines_of_ids(self) -> Iterator[str]:
-        """Yield a line for each table and scores file of which no id is that of a trace that was added."""
-        for file in self._ids.unmatched(None):
-            yield f"{file.path.name}: {file.reason('the first traces of each file')}"
+    def _no_match(self, file: Scores, ids: list[str]) -> str:
+        """Return an example of both sides, and the flag to use."""
+        with read_table(file.path) as table:
+            rows = [row for _, row in itertools.islice(table.rows, _MAX_ROWS)]
+        columns = dict.fromkeys(name for row in rows for name, value in row.items() if str(value) in self._without_row)
+        own, other = (escape_unprintable(next(iter(found)), 40) for found in (ids, self._without_row))
+        advice = "write the ids of the traces into it, or name another key of the traces with a line for question_id"
+        if columns:
+            name = escape_unprintable(next(iter(columns)), 60)
+            advice = f"its column {name} has them: --id-column {name}"
+        return (
+            f"found {plural(len(ids), 'id')} such as {own!r}, and none of them in the traces, which have ids such as "
+            f"{other!r}; {advice}"
+        )
 
     def fill(self, writer: StoreWriter) -> None:
         """Set the scores of committed traces that have none, from the file."""
-        if self._described is not None:
-            self._described.fill(writer)
+        self._described.fill(writer)
         if self.file is None or self.file.in_order:
             return
         columns = writer.read_columns()
@@ -294,24 +242,22 @@ class Scoring:
         return 0 if self.file is None else sum(writer.index.find(q, s) < 0 for q, s in self.file.values)
 
     def lines(self) -> Iterator[str]:
-        """Yield what was found inside the traces, and in the names of their folders, and what may be labels."""
-        if self._described is not None:
-            yield from self._described.lines()
-        if self._num_replaced and self.file is not None:
-            name = escape_unprintable(self.file.path.name, 60)
+        """Yield what was found inside the traces and in the scores file."""
+        yield from self._described.lines()
+        if self.file is None:
+            return
+        name = escape_unprintable(self.file.path.name, 60)
+        if self._num_replaced:
             yield f"{name}: scores, labels or groups of {plural(self._num_replaced, 'stored trace')} have changed and were replaced"
-        for (before, behind), count in self._used.items():
-            yield f"{before}{plural(count, 'trace')}{behind}; see {INPUTS_PAGE}#scores"
-        for key, count in self._unscored.items():
-            assert self.file is not None
+        if self._num_labels:
             yield (
-                f"{escape_unprintable(key, 60)}: found inside {plural(count, 'trace')} without a score in "
-                f"{self.file.path.name}, not used, because the scores file counts; add their scores to it"
+                f"label (1: {HALLUCINATION}): found in {name} for {plural(self._num_labels, 'trace')} and used before the "
+                f"score; --score-column {self.file.column} uses the score alone"
             )
-        for key, count in self._unused.items():
+        for key, count in self._unscored.items():
             yield (
-                f"{key}: 0 or 1 in {plural(count, 'trace')}, not used; --map label={key} takes them as labels "
-                f"(1: {HALLUCINATION})"
+                f"{escape_unprintable(key, 60)}: found inside {plural(count, 'trace')} without a score in {name}, not "
+                "used, because the scores file counts; add their scores to it"
             )
 
 
@@ -320,13 +266,24 @@ def _may_label(key: str) -> bool:
     return key in ("label", "labels") or direction_of(key) is not None
 
 
-def _read_files(
-    arguments: list[Path], sources: list[SourceFile], options: ConvertOptions, output: Output
-) -> tuple[Scores | None, list[Path]]:
-    """Return the scores, and the paths of their files."""
-    paths = [Path(options.scores)] if options.scores else find_score_files(arguments, sources)
+def _check_flags(options: ConvertOptions) -> None:
+    """Raise UsageError for flags that need a scores file, which the conversion has not."""
+    if options.group_column is not None:
+        raise UsageError("--group-column needs a scores file: give --scores")
+    column = options.score_column
+    if column is None and options.score_direction is not None:
+        raise UsageError("--score-direction needs a scores file (--scores) or the key of a score (--score-column)")
+    if column is not None and options.score_direction is None and direction_of(column) is None:
+        raise UsageError(
+            f"a high {column} may mean a correct or a hallucinated answer; "
+            "choose --score-direction correct or --score-direction hallucination"
+        )
+
+
+def _read_files(described: DescribedRun, options: ConvertOptions, output: Output) -> Scores | None:
+    """Return the scores of the files, and name the tables that are not read."""
     scores: Scores | None = None
-    for path in paths:
+    for path in described.score_files.scores:
         found = read_scores(
             path, options.score_column, options.group_column, options.score_direction, options.id_column
         )
@@ -336,20 +293,7 @@ def _read_files(
             scores = found
         else:
             scores.join(found)
-    if unread := _unread(arguments, sources, paths):
-        names = ", ".join(escape_unprintable(path.name, 60) for path in unread)
-        output.info(
-            f"not read: {names}; rows belong to traces by id, by the name of a file, or in order if there are as many: "
-            f"{INPUTS_PAGE}#files-that-belong-together"
-        )
-    return scores, paths
-
-
-def _unread(arguments: list[Path], sources: list[SourceFile], scores: list[Path]) -> list[Path]:
-    """Return the tables next to the sources from which nothing is taken."""
-    tables = [source.table for source in sources if source.table is not None]
-    used = {path for source in sources for path in (source.path, *source.parts)} | set(scores)
-    used |= {path for table in tables for path in (table.path, *table.others)}
-    folders = {path.parent for path in used} | {path for path in arguments if path.is_dir()}
-    folders -= {source.export.facts.folder for source in sources if source.export is not None}
-    return unread_tables(folders, used)
+    if described.score_files.unread:
+        names = ", ".join(escape_unprintable(path.name, 60) for path in described.score_files.unread)
+        output.info(f"not read: {names}; --scores FILE takes the scores of a table")
+    return scores

@@ -5,20 +5,22 @@ from dataclasses import replace
 from pathlib import Path
 
 from tracestore.console import Output, plural
+from tracestore.convert.choosing import NoSourceError
 from tracestore.convert.options import ConvertOptions
 from tracestore.convert.report import ConvertReport
 from tracestore.convert.runner import Conversion
 from tracestore.errors import InvalidInputError, UsageError
-from tracestore.ingest.containers.safetensors_file import is_being_written
-from tracestore.ingest.sources import SourceFile, find_sources
+from tracestore.ingest.execute.claims import is_other, list_files
+from tracestore.ingest.files.byte_source import map_file
+from tracestore.ingest.files.safetensors import is_locked, stored_tensors
 from tracestore.store.io.files import local_dir
 
 POLL_INTERVAL_S = 1.0
 # A file that looks unfinished is converted, and refused, when it has not changed for this time.
 STALE_S = 60.0
 
-# Size and modification time of the files of a source.
-State = tuple[tuple[int, int], ...]
+# Size and modification time of a file.
+State = tuple[int, int]
 
 
 class Watch:
@@ -29,7 +31,7 @@ class Watch:
     sources, store, options, output
         As for `Conversion`.
     timeout_s : float or None
-        End when no new source has been found for this time; None: only Ctrl-C ends it.
+        End when no new file has been found for this time; None: only Ctrl-C ends it.
     """
 
     def __init__(
@@ -38,8 +40,9 @@ class Watch:
         self._arguments, self._store, self._options, self._output = sources, store, options, output
         self._timeout_s = timeout_s
         self._folder = local_dir(store)
-        self._seen: dict[Path, tuple[State, float]] = {}  # the last change of each source, and when it was seen
-        self._done: dict[Path, State] = {}
+        self._seen: dict[Path, tuple[State, float]] = {}  # the last change of each file, and when it was seen
+        self._tried: dict[Path, State] = {}  # the whole files of the last conversion
+        self._done: dict[Path, State] = {}  # those that were converted
         self._report: ConvertReport | None = None
         self._num_traces = 0  # in the store
 
@@ -71,45 +74,51 @@ class Watch:
         last = time.monotonic()
         while True:
             is_last = self._timeout_s is not None and time.monotonic() - last >= self._timeout_s
-            ready = self._ready_sources(is_last=is_last)
-            if ready:
-                self._convert(ready)
+            whole = self._whole_files(is_last=is_last)
+            if whole != self._tried or (is_last and whole != self._done):
+                self._convert(whole, is_last=is_last)
                 last = time.monotonic()
             elif is_last:
                 return
             else:
                 time.sleep(POLL_INTERVAL_S)
 
-    def _ready_sources(self, *, is_last: bool) -> dict[Path, State]:
-        """Return the new or changed sources that no program seems to be writing."""
-        try:
-            sources = find_sources(self._arguments, self._folder)
-        except (UsageError, InvalidInputError) as error:
-            if not all(path.is_dir() for path in self._arguments) or (is_last and isinstance(error, InvalidInputError)):
-                raise
-            return {}  # folders that are still empty, or in which an export is not finished
-        ready, now = {}, time.monotonic()
-        for source in sources:
-            state = _state(source)
-            if not state or self._done.get(source.path) == state:
+    def _whole_files(self, *, is_last: bool) -> dict[Path, State]:
+        """Return the files that no program seems to be writing."""
+        whole, now = {}, time.monotonic()
+        for name, path in list_files(self._arguments, self._folder).items():
+            state = None if is_other(name) else _state(path)
+            if state is None:
                 continue
-            before, since = self._seen.get(source.path, ((), now))
+            before, since = self._seen.get(path, (None, now))
             if before != state:
-                self._seen[source.path] = (state, now)
+                self._seen[path] = (state, now)
             is_unchanged = before == state
-            if is_being_written(source.path):
-                is_ready = is_unchanged and now - since >= STALE_S
+            if self._tried.get(path) == state:
+                is_whole = True
+            elif is_being_written(path):
+                is_whole = is_unchanged and now - since >= STALE_S
             else:
-                is_ready = is_unchanged or is_last or source.path.suffix == ".safetensors"
-            if is_ready:
-                ready[source.path] = state
-        return ready
+                is_whole = is_unchanged or is_last or path.suffix == ".safetensors"
+            if is_whole:
+                whole[path] = state
+        return whole
 
-    def _convert(self, ready: dict[Path, State]) -> None:
-        conversion = Conversion(
-            self._arguments, self._store, self._options, self._output, only=lambda source: source.path in ready
-        )
-        self._done |= ready
+    def _convert(self, whole: dict[Path, State], *, is_last: bool) -> None:
+        """Convert the sources of which a file is new. Files that do not fit yet wait for others until the end."""
+        new = {path for path, state in whole.items() if self._done.get(path) != state}
+        self._tried = whole
+        try:
+            conversion = Conversion(self._arguments, self._store, self._options, self._output, whole.keys(), new)
+        except NoSourceError:
+            self._done = whole
+            return
+        except InvalidInputError as error:
+            if is_last:
+                raise
+            self._output.info(f"waiting for other files: {error}")
+            return
+        self._done = whole
         try:
             report = conversion.run()
         except InvalidInputError:
@@ -126,10 +135,21 @@ class Watch:
             raise KeyboardInterrupt
 
 
-def _state(source: SourceFile) -> State:
-    """Return size and modification time of each file of a source; () if one has gone."""
+def is_being_written(path: Path) -> bool:
+    """Return whether a .safetensors file is shorter than its header states, or the lock of its writer is held."""
+    if path.suffix != ".safetensors":
+        return False
     try:
-        found = [path.stat() for path in source.files]
+        stored_tensors(map_file(path))
+    except InvalidInputError as error:
+        return "truncated" in error.reason or is_locked(f"{path}.lock")
+    return is_locked(f"{path}.lock")
+
+
+def _state(path: Path) -> State | None:
+    """Return size and modification time of a file; None if it has gone."""
+    try:
+        found = path.stat()
     except OSError:
-        return ()
-    return tuple((status.st_size, status.st_mtime_ns) for status in found)
+        return None
+    return found.st_size, found.st_mtime_ns

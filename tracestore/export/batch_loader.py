@@ -13,8 +13,9 @@ import numpy as np
 from tracestore.console import plural
 from tracestore.export.exporter import TRACES_PER_FILE
 from tracestore.export.file_formats import PickleListWriter, record_dict, trace_dict
-from tracestore.ingest.formats import ReadOptions, read_traces
-from tracestore.ingest.sources import SourceFile, find_sources
+from tracestore.ingest.builtin.parts import find_sources
+from tracestore.ingest.source_reading import read_traces
+from tracestore.ingest.sources import SourceFile
 from tracestore.store.io.files import LocalFiles, parse_location
 from tracestore.store.io.fsio import atomic_write, map_os_errors
 from tracestore.store.maintain.selection import by_source
@@ -176,7 +177,7 @@ class _Batch:
 
 
 def _file_batch(source: SourceFile) -> _Batch:
-    read = partial(read_traces, source, ReadOptions(need_attention=None))
+    read = partial(read_traces, source, None)
     return _Batch(source.name, source.file_bytes(), read, record_dict)
 
 

@@ -5,14 +5,12 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from tracestore.errors import InvalidInputError, TruncatedFileError, error_location
-from tracestore.ingest.files.byte_source import TRUNCATED_WHILE_READING
-from tracestore.ingest.formats import ReadOptions, read_traces
-from tracestore.ingest.roles.keys import DEFAULT_KEYS, KeyOptions
+from tracestore.ingest.files.byte_source import TRUNCATED_WHILE_READING, check_regular
+from tracestore.ingest.source_reading import read_traces
 from tracestore.ingest.sources import Identity, SourceFile, source_fingerprint
 from tracestore.store.format import schema
 from tracestore.store.io.scratch import Scratch
@@ -40,8 +38,6 @@ class PackOptions:
         Folder of these files.
     max_waiting : int
         Bytes of packed traces of all sources that may wait.
-    keys : KeyOptions
-        Names of the fields of a trace in the files.
     skip_bad : bool
         Continue after a trace that is refused.
     refuse_attention : bool
@@ -53,7 +49,6 @@ class PackOptions:
     max_memory: int = 32 << 20
     scratch: Path | None = None
     max_waiting: int = 64 << 20
-    keys: KeyOptions = DEFAULT_KEYS
     skip_bad: bool = False
     refuse_attention: bool = False
 
@@ -66,22 +61,19 @@ class PackOptions:
 def packed_traces(
     source: SourceFile,
     options: PackOptions,
-    is_ahead: Callable[[], bool] = lambda: True,
     before_pack: Callable[[], bool] = lambda: False,
     refused: list[InvalidInputError] | None = None,
-    on_trace: Callable[[int, Any], None] | None = None,
 ) -> Iterator[PackedTrace]:
     """Yield the traces of one source, packed.
 
-    A thread inflates ahead while `is_ahead()` is true. `before_pack()` is called before each trace is packed.
-    It returns whether the caller drops the trace before it requests the next one; the trace may then alias
-    the memory of the reader. An InvalidInputError names file, position and field. With `skip_bad`, refused traces are
-    appended to `refused`, and so is an error that ends a source after its first trace. `on_trace` is that of ReadOptions.
+    `before_pack()` is called before each trace is packed. It returns whether the caller drops the trace before it
+    requests the next one; the trace may then alias the memory of the reader. An InvalidInputError names file, position
+    and field. With `skip_bad`, refused traces are appended to `refused`, and so is an error that ends a source after its
+    first trace.
     """
     on_refused = refused.append if options.skip_bad and refused is not None else None
     scratch = Scratch(options.scratch, max_memory=options.max_memory)
-    read_options = ReadOptions(options.need_attention, options.keys, on_refused, on_trace)
-    records = read_traces(source, read_options, scratch=scratch, is_ahead=is_ahead)
+    records = read_traces(source, options.need_attention, scratch=scratch, on_refused=on_refused)
     num_read = 0
     with closing(records):  # type: ignore[type-var]
         while True:
@@ -95,7 +87,6 @@ def packed_traces(
             if record is None:
                 return
             num_read += 1
-            source.name_record(record, has_scores_file=options.keys.has_scores_file)
             # Measured for one trace of a source, because it takes longer than the conversion.
             is_measured = num_read == 1 and not options.keep_dtype
             source_bytes = sum(array.nbytes for array in (*(record.hidden or ()), *(record.attention or ())))
@@ -167,10 +158,9 @@ def rounding_error(arrays: list[np.ndarray]) -> float | None:
 
 def identify(source: SourceFile) -> Identity:
     """Return the identity of a source; raise InvalidInputError if the file cannot be read."""
-    for path in source.files:
-        if not path.is_file():
-            next(read_traces(SourceFile(path, source.name), ReadOptions()))  # raises with the reason
     try:
+        for path in source.files:
+            check_regular(path)
         modified_ns = max(os.stat(path).st_mtime_ns for path in source.files)
         return Identity(*source_fingerprint(source), modified_ns)
     except InvalidInputError as error:

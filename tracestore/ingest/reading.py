@@ -140,7 +140,7 @@ class SourceStream:
                 self._ahead.remove()
 
     def _read(self, options: PackOptions) -> None:
-        traces = packed_traces(self.source, options, self._gate.is_idle, self._begin_to_write, self.refused)
+        traces = packed_traces(self.source, options, self._begin_to_write, self.refused)
         with closing(traces):  # type: ignore[type-var]
             for trace in traces:
                 if self._is_writing:

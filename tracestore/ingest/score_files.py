@@ -2,39 +2,73 @@
 
 import contextlib
 import csv
-import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from tracestore.errors import InvalidInputError, UsageError
-from tracestore.ingest.containers.grouping import natural_key
-from tracestore.ingest.containers.numpy_files import npy_column, npz_columns
-from tracestore.ingest.containers.tables import MAX_BYTES, Table
-from tracestore.ingest.discovery.tables_beside import NO_TABLES
 from tracestore.ingest.exports.manifest import EXPORT_FILE
-from tracestore.ingest.files.byte_source import map_file
-from tracestore.ingest.roles.keys import (
-    OTHER_NAMES,
-    WORD_COLUMNS,
-    known_name,
-    normalized,
-)
-from tracestore.ingest.sources import SourceFile
+from tracestore.ingest.readers.opening import open_tree
+from tracestore.ingest.tree import Array, Group, Items, Value
 from tracestore.store.format.labels import is_prediction
 from tracestore.store.io.fsio import open_csv, open_regular
-from tracestore.store.io.scratch import Scratch
 from tracestore.store.vocabulary import PRIMARY_SCORES, SCORES
 
 ID_COLUMN, GROUP_COLUMN = "question_id", "group"
-SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".npy", ".npz")
+# Columns of the question ids, by their normalized names; the first one of a table counts.
+_ID_COLUMNS = (
+    *(ID_COLUMN, "question_ids", "qid", "id", "uid", "prompt_id", "doc_id", "request_id", "example_id", "sample_id"),
+    *("idx", "index"),
+)
+# Columns whose words have a meaning, and whose numbers do not. They count if there is none of SCORES.
+WORD_COLUMNS = ("verdict", "judgment", "judge", "judge_label", "label", "labels")
+# What the name of a score may have before or behind it without another meaning.
+_AFFIX = re.compile(r"^(?:label|human)_|_(?:to_target|reward)$")
+_WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[\s\-]+")
+_TREES = (".json", ".jsonl", ".ndjson", ".npy", ".npz", ".parquet")
+_MAX_LINE_BYTES = 64 << 20
+_MAX_HEADER_ROWS = 100  # whose keys are the columns of a table without a header
+
+
+@lru_cache(maxsize=1 << 14)
+def normalized(name: str) -> str:
+    """Return a name in lower case, with underscores between its words.
+
+    Examples
+    --------
+    >>> normalized("hiddenStates"), normalized("QUESTION_ID"), normalized("Exact Match")
+    ('hidden_states', 'question_id', 'exact_match')
+    """
+    return _WORD.sub("_", name.strip()).lower()
+
+
+@lru_cache(maxsize=1 << 14)
+def known_name(column: str) -> str:
+    """Return the name of a column in SCORES that differs by an affix alone; for others what `normalized` returns.
+
+    Examples
+    --------
+    >>> known_name("label_hallucinated"), known_name("rougeL_to_target"), known_name("step")
+    ('hallucinated', 'rouge_l', 'step')
+    """
+    name = normalized(column)
+    known = _AFFIX.sub("", name)
+    return known if known in SCORES else name
+
+
+def direction_of(column: str) -> str | None:
+    """Return what a high value of a column or key of this name means; None if that is not known."""
+    return SCORES.get(known_name(column))
 
 
 def id_column_of(header: Sequence[str]) -> str | None:
     """Return the column of the question ids: question_id, or the first of its other names."""
     found = {normalized(name): name for name in reversed(header)}
-    return next((found[name] for name in (ID_COLUMN, "question_ids", *OTHER_NAMES[ID_COLUMN]) if name in found), None)
+    return next((found[name] for name in _ID_COLUMNS if name in found), None)
 
 
 def score_columns_of(header: Sequence[str]) -> list[str]:
@@ -74,17 +108,19 @@ def read_table(path: Path) -> Iterator[ScoreTable]:
     InvalidInputError
         If the file is not a table in the format of its suffix.
     """
-    if path.suffix in (".npy", ".npz"):
-        yield _arrays(path)
-    elif path.suffix in (".json", ".jsonl", ".ndjson"):
-        yield _json(path)
-    else:
-        with open_csv(open_regular(path), "utf-8-sig") as file:
-            first = file.readline(MAX_BYTES)
-            file.seek(0)
-            rows = csv.reader(file, delimiter="\t" if path.suffix == ".tsv" else _delimiter(first), strict=True)
-            header = [name.strip() for name in next(rows, [])]
-            yield ScoreTable(header, _cells(rows, header))
+    if path.suffix in _TREES:
+        open_regular(path).close()  # raises what the operating system says about the file
+        with open_tree(path) as root:
+            yield _table(root, path)
+        return
+    with open_csv(open_regular(path), "utf-8-sig") as file:
+        first = file.readline(_MAX_LINE_BYTES)
+        file.seek(0)
+        rows = csv.reader(file, delimiter="\t" if path.suffix == ".tsv" else _delimiter(first), strict=True)
+        header = [name.strip() for name in next(rows, [])]
+        if len(set(header)) < len(header):
+            raise InvalidInputError("expected a header with different names")
+        yield ScoreTable(header, _cells(rows, header))
 
 
 def _delimiter(header: str) -> str:
@@ -99,36 +135,52 @@ def _cells(rows: Any, header: list[str]) -> Iterator[tuple[str, dict[str, Any]]]
             yield f"line {rows.line_num}", dict(zip(header, cells, strict=True))
 
 
-def _json(path: Path) -> ScoreTable:
-    """Return the rows of JSON Lines, of a list of objects, of a dict by id, or of a list of numbers in order."""
-    if path.suffix == ".json":
-        with open_regular(path) as file:
-            text = file.read(MAX_BYTES + 1)
-        if len(text) > MAX_BYTES:
-            raise InvalidInputError(f"found more than {MAX_BYTES:,} bytes")
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise InvalidInputError(f"not JSON: {' '.join(str(error).split())[:100]}") from None
-        items = list(value.values()) if isinstance(value, dict) else value
-        if isinstance(items, list) and items and not any(isinstance(item, dict | list) for item in items):
-            name, ids = _column_of_file(path), list(value) if isinstance(value, dict) else None
-            return _columns({name: items} | ({} if ids is None else {ID_COLUMN: ids}))
-    table = Table(path)
-    header = list(dict.fromkeys(key for k in range(min(len(table), 100)) for key in table[k]))
-    return ScoreTable(header, ((f"row {k}", table[k]) for k in range(len(table))))
-
-
-def _arrays(path: Path) -> ScoreTable:
-    """Return the arrays of NumPy as columns."""
-    if path.suffix == ".npy":
-        arrays = {_column_of_file(path): npy_column(path).whole()}
-    else:
-        arrays = {name: column.whole() for name, column in npz_columns(map_file(path), Scratch()).items()}
-    vectors = {name: array.tolist() for name, array in arrays.items() if array.ndim == 1}
-    if not vectors:
+def _table(root: Value, path: Path) -> ScoreTable:
+    """Return the rows of a tree: rows of objects, objects by id, values by id or in order, or columns."""
+    if isinstance(root, Group):
+        values = dict(root)
+        rows = {key: value for key, value in values.items() if isinstance(value, Group)}
+        if rows and len(rows) == len(values):
+            return _rows({ID_COLUMN: key} | dict(row) for key, row in rows.items())
+        kinds = {type(value) for value in values.values()}
+        if values and kinds <= {str, int, float, bool, type(None)}:
+            return _columns({_column_of_file(path): list(values.values()), ID_COLUMN: list(values)})
+        lists = {key: value for key, value in values.items() if isinstance(value, Items) and not value.is_stream}
+        if len(lists) == 1 and all(isinstance(row, Group) for row in next(iter(lists.values()))):
+            return _rows(next(iter(lists.values())))
+        found = {key: column for key, value in values.items() if (column := _column(value)) is not None}
+        if not found:
+            raise InvalidInputError("found no array (N,) of scores")
+        return _columns(found)
+    if isinstance(root, Items) and (root.is_stream or any(isinstance(row, Group) for row in root)):
+        return _rows(root)
+    if (column := _column(root)) is None:
         raise InvalidInputError("found no array (N,) of scores")
-    return _columns(vectors)
+    return _columns({_column_of_file(path): column})
+
+
+def _rows(rows: Iterable[Any]) -> ScoreTable:
+    """Return a table of rows with names of columns; those of the first rows are its header."""
+
+    def checked() -> Iterator[tuple[str, dict[str, Any]]]:
+        for k, row in enumerate(rows):
+            if not isinstance(row, Mapping):
+                raise InvalidInputError(f"row {k}: found {type(row).__name__}, expected an object")
+            yield f"row {k}", dict(row)
+
+    found = checked()
+    first = list(islice(found, _MAX_HEADER_ROWS))
+    return ScoreTable(list(dict.fromkeys(str(key) for _, row in first for key in row)), chain(first, found))
+
+
+def _column(value: Value) -> list[Any] | None:
+    """Return the values of an array (N,) or of a list of texts and numbers; None for every other value."""
+    if isinstance(value, Array):
+        return value.read().tolist() if value.ndim == 1 else None
+    if isinstance(value, Items) and not value.is_stream:
+        found = list(value)
+        return found if not any(isinstance(item, Group | Items | Array) for item in found) else None
+    return None
 
 
 def _columns(columns: dict[str, list[Any]]) -> ScoreTable:
@@ -147,53 +199,70 @@ def _column_of_file(path: Path) -> str:
     return next((n for n in names if f"_{stem}".endswith((f"_{n}", f"_{n}s"))), path.stem)
 
 
-def find_score_files(arguments: list[Path], sources: list[SourceFile]) -> list[Path]:
-    """Return the scores files next to the traces: at most one in each folder.
+@dataclass(frozen=True)
+class FoundFiles:
+    """The scores files among the files of a conversion.
 
-    They are the only *scores*.csv directly in an argument; else those in the folders of the sources; else the other
-    files that have ids and scores by the names of their columns, or a score in their own name. Files that train,
-    predict and benchmark write are none: what a detector predicts is no ground truth. Exports bring their own scores.
+    Attributes
+    ----------
+    scores : list of Path
+        Those that are read.
+    unread : list of Path
+        Other files of such a name, and predictions of detectors, which are no ground truth.
+    """
+
+    scores: list[Path]
+    unread: list[Path]
+
+
+def find_score_files(arguments: list[Path], files: Sequence[Path], named: str | None = None) -> FoundFiles:
+    """Return the scores files among some files: at most one in each folder.
+
+    They are the only *scores*.csv directly in an argument; else those in the folders below. Files that train, predict
+    and benchmark write are none: what a detector predicts is no ground truth. Exports bring their own scores.
+
+    Parameters
+    ----------
+    arguments : list of Path
+        The files and folders that the user named.
+    files : sequence of Path
+        The files in them.
+    named : str, optional
+        The scores file that the user named, instead of those.
 
     Raises
     ------
     UsageError
         If a folder has several.
     """
-    sources = [source for source in sources if source.export is None]
-    tops = [path for path in arguments if path.is_dir() and not (path / EXPORT_FILE).is_file()]
-    below = sorted({source.path.parent for source in sources} - set(tops), key=lambda p: natural_key(str(p)))
-    used = {path for source in sources for path in (source.path, *source.parts) if path.suffix != ".npy"}
-    used |= {path for source in sources for path in source.parts}
-    used |= {source.table.path for source in sources if source.table is not None}
-    for folders in (tops, [f for f in below if any(f.is_relative_to(top) for top in tops)]):
-        for is_by_name in (True, False):
-            found = []
-            for folder in folders:
-                names = folder.glob("*scores*.csv") if is_by_name else folder.iterdir()
-                files = sorted(p for p in names if p.is_file() and p not in used)
-                found.append([p for p in files if (not _has_predictions(p) if is_by_name else _has_scores(p))])
-            if any(found):
-                several = [p for files in found if len(files) > 1 for p in files]
-                several = several or ([p for files in found for p in files] if folders is tops else [])
-                if len(several) > 1:
-                    listing = " or ".join(f"--scores {path}" for path in several[:8])
-                    raise UsageError(f"several scores files: {', '.join(map(str, several))}; choose {listing}")
-                return [p for files in found for p in files]
-    return []
+    tables = [p for p in files if p.suffix == ".csv" and not (p.parent / EXPORT_FILE).is_file()]
+    unread = [p for p in tables if _has_predictions(p)]
+    found = [p for p in tables if p.match("*scores*.csv") and p not in unread]
+    if named is not None:
+        return FoundFiles([Path(named)], [p for p in (*found, *unread) if p != Path(named)])
+    tops = {path for path in arguments if path.is_dir()}
+    at_top = [p for p in found if p.parent in tops]
+    chosen = at_top or found
+    folders = [p.parent for p in chosen]
+    if several := at_top[:8] if len(at_top) > 1 else [p for p in chosen if folders.count(p.parent) > 1][:8]:
+        listing = " or ".join(f"--scores {path}" for path in several)
+        raise UsageError(f"several scores files: {', '.join(map(str, several))}; choose {listing}")
+    return FoundFiles(chosen, [*(p for p in found if p not in chosen), *unread])
 
 
-def _has_scores(path: Path) -> bool:
-    """Return whether a file has ids and scores by the names of its columns, or a score in its own name."""
-    if path.suffix not in SUFFIXES or path.name in NO_TABLES or path.name.startswith("."):
-        return False
-    if path.suffix in (".npy", ".npz"):
-        return _column_of_file(path) != path.stem or normalized(path.stem) in (*SCORES, *WORD_COLUMNS)
+def scores_advice(path: Path) -> str | None:
+    """Return the flags that take the scores of a table with columns of ids and scores; None for another file."""
+    if path.suffix not in (".csv", ".tsv", *_TREES):
+        return None
     try:
         with read_table(path) as table:
             has_ids = table.has_ids and id_column_of(table.header) is not None
-            return has_ids and not is_prediction(table.header) and bool(score_columns_of(table.header))
+            columns = score_columns_of(table.header)
     except (InvalidInputError, OSError, ValueError, csv.Error):
-        return False
+        return None
+    if not has_ids or not columns:
+        return None
+    return f"--scores {path}" + (f" --score-column {columns[0]}" if len(columns) > 1 else "")
 
 
 def _has_predictions(path: Path) -> bool:

@@ -13,12 +13,14 @@ from pathlib import Path
 import numpy as np
 
 from tracestore.errors import InvalidInputError, UsageError
-from tracestore.ingest.roles.keys import WORD_COLUMNS, direction_of, normalized
 from tracestore.ingest.score_files import (
     GROUP_COLUMN,
     ID_COLUMN,
+    WORD_COLUMNS,
     ScoreTable,
+    direction_of,
     id_column_of,
+    normalized,
     read_table,
     score_columns_of,
 )
@@ -136,6 +138,10 @@ class Scores:
             except InvalidInputError as error:
                 raise error.with_location(source=str(other.path)) from None
 
+    def has_row(self, question_id: str, sample: int) -> bool:
+        """Return whether a row of the file is that of a trace."""
+        return (question_id, sample if self.has_samples else 0) in self.values
+
     def lookup(self, question_id: str, sample: int = 0) -> tuple[float, str]:
         """Return the score (NaN if missing) and group of a trace."""
         return self.values.get((question_id, sample if self.has_samples else 0), (math.nan, ""))
@@ -153,7 +159,7 @@ def read_scores(
     Parameters
     ----------
     path : Path
-        A table in a format of `score_files.SUFFIXES`.
+        A table: CSV, TSV, JSON, JSON Lines, Parquet, .npy or .npz.
     score_column : str, optional
         Column of the scores; by default the only one of `store.vocabulary.SCORES`, next to which `label` holds labels.
     group_column : str, optional

@@ -29,14 +29,9 @@ _FLAGS: Flags = {
         "metavar": '"FIELD = FILES : PATH -> AXES"',
         "help": "a line of a layout, for one field; may be repeated (default: none)",
     },
-    "map": {
-        "metavar": "FIELD=KEY,...",
-        "help": "names of fields in the files, e.g. hidden_states=hs,question_id=id, or a .toml file of such lines (default: the usual names)",
-    },
-    "axes": "axes of hidden states whose shape does not show them: N traces, L layers, S tokens, D hidden size (default: by the shape)",
     "scores": {
         "metavar": "FILE",
-        "help": "scores by question_id (default: the only *scores*.csv, or another table of scores, in a SRC folder)",
+        "help": "scores by question_id (default: the only *scores*.csv in a SRC folder)",
     },
     **SCORE_FLAGS,
     "provenance": {
@@ -61,7 +56,7 @@ _FLAGS: Flags = {
     "on_conflict": "a trace whose question id and sample exist with other content",
     "skip_bad": "continue after a trace that is refused, and list it in DST.refused.jsonl",
     "overwrite": "replace the store",
-    "dry_run": "print what the first traces of each file hold and what would be stored; write nothing",
+    "dry_run": "print the layout of the files and what would be stored of their first traces; write nothing",
 }
 
 
@@ -83,8 +78,6 @@ def run(args: argparse.Namespace, output: Output) -> None:
     if options.dry_run:
         output.print_json(dry_run(args.src, args.dst, options, output))
         return
-    if args.watch and (options.layout is not None or options.field):
-        raise UsageError("--watch does not go with --layout and --field")
     if args.watch_timeout is not None and not args.watch:
         raise UsageError("--watch-timeout needs --watch")
     with map_os_errors(local_dir(args.dst)):

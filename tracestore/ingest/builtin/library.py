@@ -31,12 +31,15 @@ class Builtin:
         What takes the place of names in its texts.
     lines : Mapping
         Keys of further fields in the items of the states.
+    settings : Mapping
+        What else is known of its axes.
     """
 
     name: str
     source: Mapping[str, Any]
     values: Mapping[str, str] = field(default_factory=dict)
     lines: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def reader(self) -> str | None:
@@ -67,6 +70,7 @@ class Builtin:
     def layout(self) -> Layout:
         """The layout, with the further fields if it has items of records."""
         layout = parse_layout(_filled(self.source.get("layout", {}), self.values), self.name)
+        layout = replace(layout, settings={**self.settings, **layout.settings})
         if not self.lines or not layout.records:
             return layout
         places = {name: [below(layout.records[0], key)] for name, key in self.lines.items()}
@@ -87,9 +91,9 @@ class Builtin:
         plan = plan_of(self.layout)
         return frozenset(p.address.files.text for p in plan.others if not p.is_optional) - self.states
 
-    def with_lines(self, lines: Mapping[str, str]) -> "Builtin":
-        """Return the built-in with further fields, by the keys that they have in the items of the states."""
-        return replace(self, lines=lines) if lines else self
+    def extended(self, lines: Mapping[str, str], settings: Mapping[str, Any]) -> "Builtin":
+        """Return the built-in with further fields, by their keys in the items of the states, and with further settings."""
+        return replace(self, lines=lines, settings=settings) if lines or settings else self
 
     def check(self) -> None:
         """Raise UsageError unless every FILES of the layout has a signature; tests call it for every file of a tool."""

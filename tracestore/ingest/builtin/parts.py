@@ -4,13 +4,13 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from tracestore.errors import InvalidInputError, NoTracesError
+from tracestore.errors import InvalidInputError, NoTracesError, UsageError
 from tracestore.ingest.builtin.claiming import Claims, claim
 from tracestore.ingest.builtin.library import Builtin, builtins
 from tracestore.ingest.execute.accounts import holds_array, looks_like_label
-from tracestore.ingest.execute.claims import FileGroup, is_other
+from tracestore.ingest.execute.claims import FileGroup, is_other, list_files
 from tracestore.ingest.execute.execution import Execution
 from tracestore.ingest.exports.manifest import read_export
 from tracestore.ingest.layout.language import Layout
@@ -18,6 +18,7 @@ from tracestore.ingest.layout.patterns import Pattern
 from tracestore.ingest.layout.places import plan_of
 from tracestore.ingest.preprocessed import read_preprocessed
 from tracestore.ingest.readers.opening import open_tree
+from tracestore.ingest.readers.text import SUFFIXES as TEXT_SUFFIXES
 from tracestore.ingest.sources import SourceFile
 from tracestore.ingest.tree import Items, Value
 from tracestore.store.format.labels import HALLUCINATION
@@ -99,6 +100,8 @@ class Part:
         Sources without a layout, by the names of their files.
     has_scores_file : bool
         As for `Execution`.
+    origin : str
+        Where the layout comes from, in words.
     """
 
     def __init__(
@@ -110,7 +113,9 @@ class Part:
         sources: Mapping[str, SourceFile] | None = None,
         *,
         has_scores_file: bool = False,
+        origin: str = "",
     ) -> None:
+        self.origin = origin if builtin is None else f"built-in layout {builtin.name}"
         self._layout, self._files, self._owned, self._builtin = layout, files, owned, builtin
         self._others, self._has_scores_file = sources or {}, has_scores_file
         check = None if builtin is None else self._checked
@@ -128,6 +133,11 @@ class Part:
             self._others,
             has_scores_file=self._has_scores_file,
         )
+
+    @property
+    def layout(self) -> Layout | None:
+        """Return the layout, None where no layout reads the files."""
+        return self._layout
 
     @property
     def directions(self) -> dict[str, str]:
@@ -210,6 +220,7 @@ def builtin_parts(
     lines: Mapping[str, str],
     rest: Proposer,
     *,
+    settings: Mapping[str, Any] | None = None,
     has_scores_file: bool,
 ) -> list[Part]:
     """Return the parts that built-in layouts and exports describe, and those of the other files.
@@ -227,6 +238,8 @@ def builtin_parts(
     rest : callable
         Called with the files that no built-in layout describes, if they may hold traces; with all files, if a table or
         arrays lie next to those of built-in layouts, to which they may belong.
+    settings : Mapping, optional
+        What else is known of the axes of built-in layouts.
     has_scores_file : bool
         As for `Execution`.
 
@@ -238,12 +251,13 @@ def builtin_parts(
     sources, taken = _exported(files)
     taken |= {path.absolute() for path in owned}
     left = {n: p for n, p in files.items() if n not in sources and p.absolute() not in taken and not is_other(n)}
-    claims = claim(left, [builtin.with_lines(lines) for builtin in builtins()])
+    claims = claim(left, [builtin.extended(lines, settings or {}) for builtin in builtins()])
     errors, found = _of_rest(claims, left, {path.absolute() for path in arguments}, rest)
     parts = []
     if found is not None:
         layout, described = found
-        parts.append(Part(layout, described, has_scores_file=has_scores_file))
+        origin = "layout that the files prove"
+        parts.append(Part(layout, described, has_scores_file=has_scores_file, origin=origin))
         left = _without(left, described, left)
     for builtin, own in claims.owned.items():
         own = {name: path for name, path in own.items() if name in left}
@@ -261,6 +275,36 @@ def _exported(files: Mapping[str, Path]) -> tuple[dict[str, SourceFile], set[Pat
     exported = {file.path: file for export in exports for file in export.files}
     sources = {n: SourceFile(path, n, export=exported[path]) for n, path in files.items() if path in exported}
     return sources, {path.absolute() for export in exports for path in export.paths}
+
+
+def find_sources(arguments: list[Path], store: Path) -> list[SourceFile]:
+    """Return the files of traces that built-in layouts or exports describe; reading any other one is refused.
+
+    Parameters
+    ----------
+    arguments : list of Path
+        Files and folders.
+    store : Path
+        Folder that is not searched.
+
+    Raises
+    ------
+    UsageError
+        If a path does not exist, or a folder holds no traces.
+    InvalidInputError
+        If an export is damaged.
+    """
+    files = list_files(arguments, store)
+    tables = [path for path in files.values() if path.name.endswith(TEXT_SUFFIXES)]
+
+    def rest(_: Mapping[str, Path]) -> InvalidInputError:
+        return InvalidInputError("no built-in layout describes it; convert it by a layout of its own")
+
+    parts = builtin_parts(files, arguments, tables, {}, rest, has_scores_file=False)
+    sources = sources_in_order(parts, {path: k for k, path in enumerate(files.values())})
+    if not sources:
+        raise UsageError(f"{arguments[0]}: no trace file in this folder")
+    return sources
 
 
 def _without(names: Iterable[str], others: Container[str], files: Mapping[str, Path]) -> dict[str, Path]:

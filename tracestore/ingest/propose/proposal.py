@@ -230,13 +230,15 @@ def propose_folder(arguments: list[Path], store: Path = Path("-")) -> Proposal:
     return propose(list_files(arguments, store))
 
 
-def propose(files: Mapping[str, Path]) -> Proposal:
+def propose(files: Mapping[str, Path], settings: Mapping[str, Any] | None = None) -> Proposal:
     """Return the layouts that files may have: one that is used by itself, or candidates.
 
     Parameters
     ----------
     files : Mapping
         Paths by their names below SRC.
+    settings : Mapping, optional
+        What is known of the axes.
     """
     observation = observe({name: path for name, path in files.items() if not is_other(name)})
     proposal = Proposal(observation)
@@ -246,7 +248,7 @@ def propose(files: Mapping[str, Path]) -> Proposal:
             proposal.num_more += 1
             break
         try:
-            layout = parse_layout(draft.entries, "proposal")
+            layout = parse_layout({**draft.entries, **(settings or {})}, "proposal")
         except UsageError as error:
             proposal.refusals.append(str(error))
             continue

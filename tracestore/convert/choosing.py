@@ -1,0 +1,173 @@
+"""Choose the layouts that describe the files of a conversion: stated, kept, built-in or proposed."""
+
+import os
+import tomllib
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tracestore.console import Output
+from tracestore.convert.described import DescribedRun
+from tracestore.convert.options import ConvertOptions
+from tracestore.errors import InvalidInputError, TracestoreError, UsageError
+from tracestore.ingest.builtin.parts import Part, builtin_parts, files_of
+from tracestore.ingest.execute.claims import list_files
+from tracestore.ingest.layout.language import Layout, parse_layout, read_layout
+from tracestore.ingest.propose.proposal import propose
+from tracestore.ingest.score_files import FoundFiles, direction_of, find_score_files, scores_advice
+from tracestore.store.format.labels import HALLUCINATION
+from tracestore.store.read.store import open_store
+
+
+class NoSourceError(UsageError):
+    """A folder holds no trace file."""
+
+
+def described_run(
+    arguments: list[Path],
+    folder: Path,
+    options: ConvertOptions,
+    output: Output,
+    whole: Container[Path] | None = None,
+) -> DescribedRun:
+    """Return the conversion of files by the layout of the options, or by those that are found.
+
+    Parameters
+    ----------
+    arguments : list of Path
+        Files and folders.
+    folder : Path
+        Folder of the store, which is not searched.
+    options : ConvertOptions
+    output : Output
+        Receives what is proposed for files that no other layout describes.
+    whole : container of Path, optional
+        The files that are read; another program may still write the others. By default all are.
+
+    Raises
+    ------
+    UsageError
+        If an option is wrong; NoSourceError if a folder holds no file.
+    InvalidInputError
+        If files do not fit the layout.
+    """
+    layout = layout_of_options(options.layout, options.field)
+    if layout is not None:
+        files = {n: path for n, path in list_files(arguments, folder).items() if whole is None or path in whole}
+        found = FoundFiles([] if options.scores is None else [Path(options.scores)], [])
+        if not found.scores and (lines := _lines(options)):
+            raise UsageError(f"{_flags(lines)} adds lines to built-in layouts; add them to the layout with --field")
+        part = Part(_with_padding(layout, options), files, tuple(found.scores), origin="stated layout")
+        return DescribedRun([part], {path: k for k, path in enumerate(files.values())}, found)
+    groups = [
+        (named, {name: path for name, path in files.items() if whole is None or path in whole})
+        for named, files in _by_argument(arguments, folder)
+    ]
+    paths = [path for _, files in groups for path in files.values()]
+    found = find_score_files(arguments, paths, options.scores)
+    owned, has_scores_file = (*found.scores, *found.unread), bool(found.scores)
+    lines = {} if has_scores_file else _lines(options)
+    settings = {"S.padding": "none"} if options.padding == "none" else {}
+
+    def rest(files: Mapping[str, Path]) -> Layout | InvalidInputError:
+        return _proposed(files, lines, settings, output)
+
+    may_keep = (folder / "zarr.json").is_file() and not options.overwrite
+    kept = [_with_padding(layout, options) for layout in _kept_layouts(str(folder))] if may_keep else []
+    parts: list[Part] = []
+    for named, files in groups:
+        for layout in kept:
+            own = files_of(layout, files)
+            files = {name: path for name, path in files.items() if name not in own}
+            if own and lines:
+                raise UsageError(
+                    f"{_flags(lines)}: a layout that the store keeps reads the files; state another layout"
+                )
+            parts += [Part(layout, own, owned, has_scores_file=has_scores_file, origin="kept layout")] if own else []
+        parts += builtin_parts(files, named, owned, lines, rest, settings=settings, has_scores_file=has_scores_file)
+    run = DescribedRun(parts, {path: k for k, path in enumerate(paths)}, found, is_builtin=True)
+    if not run.sources:
+        raise NoSourceError(f"{arguments[0]}: no trace file in this folder; name a file of another suffix")
+    return run
+
+
+def _lines(options: ConvertOptions) -> dict[str, str]:
+    """Return the fields of built-in layouts that --id-column and --score-column add, by the keys that hold them."""
+    lines = {} if options.id_column is None else {"question_id": options.id_column}
+    if options.score_column is not None:
+        direction = options.score_direction or direction_of(options.score_column)
+        name = "hallucination" if direction == HALLUCINATION else "correctness"
+        lines[f"{name}.{options.score_column}"] = options.score_column
+    return lines
+
+
+def _flags(lines: Mapping[str, str]) -> str:
+    return " and ".join("--id-column" if name == "question_id" else "--score-column" for name in lines)
+
+
+def _with_padding(layout: Layout, options: ConvertOptions) -> Layout:
+    """Return a layout with the line that --padding none writes, if it says nothing of padding."""
+    if options.padding != "none" or "S.padding" in layout.settings:
+        return layout
+    return replace(layout, settings={**layout.settings, "S.padding": "none"})
+
+
+def _kept_layouts(store: str) -> list[Layout]:
+    """Return the layouts that a store keeps, the newest first."""
+    try:
+        with open_store(store) as existing:
+            texts = existing.internals.attributes.layouts
+    except TracestoreError:
+        return []  # the writer reports what is wrong with the store
+    return [parse_layout(tomllib.loads(text), "layout of the store") for text in reversed(texts)]
+
+
+def _proposed(
+    files: Mapping[str, Path], lines: Mapping[str, str], settings: Mapping[str, Any], output: Output
+) -> Layout | InvalidInputError:
+    """Return the layout that files prove, or an error; print what is proposed."""
+    proposal = propose(files, settings)
+    output.info(proposal.message())
+    if proposal.layout is not None and not lines:
+        return proposal.layout
+    if proposal.layout is not None:
+        return InvalidInputError(f"{_flags(lines)} adds lines to built-in layouts; state this one with --field")
+    advice = next((text for path in files.values() if (text := scores_advice(path)) is not None), None)
+    also = "" if advice is None else f"; {advice} takes the scores of this table by id"
+    return InvalidInputError(proposal.refusal() + also)
+
+
+def _by_argument(arguments: list[Path], folder: Path) -> list[tuple[list[Path], dict[str, Path]]]:
+    """Return the files of each folder among the arguments, and of files behind each other with different names."""
+    groups: list[tuple[list[Path], dict[str, Path]]] = []
+    seen: set[str] = set()
+    for argument in arguments:
+        files = {n: p for n, p in list_files([argument], folder).items() if os.path.realpath(p) not in seen}
+        seen |= {os.path.realpath(path) for path in files.values()}
+        is_file = not argument.is_dir()
+        if is_file and groups and not groups[-1][0][0].is_dir() and not groups[-1][1].keys() & files.keys():
+            groups[-1][0].append(argument)
+            groups[-1][1].update(files)
+        else:
+            groups.append(([argument], files))
+    return groups
+
+
+def layout_of_options(layout: Any, lines: Sequence[str] | None) -> Layout | None:
+    """Return the layout of the options `layout` and `field`, None without them.
+
+    Parameters
+    ----------
+    layout : Layout, mapping, str, Path or None
+        A layout, its entries, or the path of a TOML file.
+    lines : sequence of str or None
+        Lines of `--field`.
+    """
+    if isinstance(layout, Layout | Mapping):
+        if lines:
+            raise UsageError("field lines extend the file of a layout; add them to the mapping")
+        return layout if isinstance(layout, Layout) else parse_layout(layout)
+    if layout is None and not lines:
+        return None
+    return read_layout(None if layout is None else Path(layout), lines or ())
