@@ -184,10 +184,11 @@ _VERDICT_NAME = re.compile(
 _NO_VERDICT = re.compile(r"answers?$|tokens?$|num_|count|threshold|model$|name$|version")
 
 # Words of judges: whether the answer is correct; and those whose meaning is that of the name.
-_WORDS = {
+WORDS = {
     **dict.fromkeys(("correct", "right", "accurate", "truthful", "factual", "faithful", "supported"), True),
     **dict.fromkeys(("incorrect", "wrong", "inaccurate", "untruthful", "unfaithful", "unsupported"), False),
-    **dict.fromkeys(("hallucination", "hallucinated", "hallu"), False),
+    **dict.fromkeys(("hallucination", "hallucinated", "hallucinating", "hallu"), False),
+    **dict.fromkeys(("not hallucinated", "not_hallucinated"), True),
 }
 _YES_OR_NO = {**dict.fromkeys(("yes", "true", "y", "t"), 1.0), **dict.fromkeys(("no", "false", "n", "f"), 0.0)}
 
@@ -201,8 +202,8 @@ def score_of_word(text: str, direction: str | None) -> float | None:
     (0.0, 1.0)
     """
     word = text.strip().strip(".!").lower()
-    if word in _WORDS:
-        return float(_WORDS[word] == (direction != HALLUCINATION))
+    if word in WORDS:
+        return float(WORDS[word] == (direction != HALLUCINATION))
     return None if direction is None else _YES_OR_NO.get(word)
 
 

@@ -12,13 +12,9 @@ from tracestore.ingest.layout.fields import MISSING_WORD, rule_of
 from tracestore.ingest.layout.patterns import Pattern
 from tracestore.ingest.tree import Array, Group, Items, ListItems, MappingGroup, Value, array_value, as_array
 from tracestore.store.format.labels import HALLUCINATION
+from tracestore.store.vocabulary import WORDS
 
 _MAX_INTEGER_FLOAT = 2.0**53
-# Words with a meaning of their own: 1 for a hallucinated answer.
-_ABSOLUTE = {
-    **dict.fromkeys(("hallucinated", "hallucination", "hallucinating", "incorrect", "wrong", "unfaithful"), 1.0),
-    **dict.fromkeys(("correct", "right", "truthful", "faithful", "not hallucinated", "not_hallucinated"), 0.0),
-}
 # Words that follow the field.
 _RELATIVE = {**dict.fromkeys(("yes", "true", "1", "1.0"), 1.0), **dict.fromkeys(("no", "false", "0", "0.0"), 0.0)}
 _MISSING = ("", "nan", "none", "null", "na", "n/a", "-")
@@ -191,8 +187,8 @@ def label_value(value: Any, name: str, direction: str, words: Mapping[str, bool 
         return math.nan
     if word in _RELATIVE:
         return _RELATIVE[word]
-    if word in _ABSOLUTE:
-        return _ABSOLUTE[word] if direction == HALLUCINATION else 1 - _ABSOLUTE[word]
+    if word in WORDS:
+        return float(WORDS[word] == (direction != HALLUCINATION))
     shown = escape_unprintable(text, 40)
     lines = " or ".join(f'words."{shown}" = {meaning}' for meaning in ("true", "false", f'"{MISSING_WORD}"'))
     raise InvalidInputError(f"found {shown!r}, expected 0, 1 or a known word; {lines} states its meaning", field=name)
