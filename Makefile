@@ -25,7 +25,7 @@ help:
 	@echo "make gpu       tests, steps, training and memory limits on a GPU, in six minutes; DEVICE=cpu shows that it runs"
 	@echo "make bench-peers  compare the loader with other libraries (in a separate environment)"
 	@echo "make soak      full numbers of interrupts, epochs and segments (about 15 minutes)"
-	@echo "make fuzz      fuzzing of readers and stores under sanitizers, FUZZ_SECONDS=3600 for each of FUZZ_MODES='pickle zip gzip store'"
+	@echo "make fuzz      fuzzing of readers, layouts and stores under sanitizers, FUZZ_SECONDS=3600 for each of FUZZ_MODES='pickle zip gzip layout store'"
 	@echo "make malicious-stores  every operation on MALICIOUS_STORES=3000 stores with one malicious change (about an hour)"
 	@echo "make torture   full numbers of kills, I/O errors, crashes, flipped bits, readers and simulations (about an hour)"
 	@echo "make torture-training  out of memory at every operation of a training step (about an hour)"
@@ -198,7 +198,7 @@ soak: install
 # Fuzzing has a separate environment: the extension module is built with the address and
 # undefined-behavior sanitizers from a copy of the sources, so that those of the checkout stay unchanged.
 FUZZ_SECONDS ?= 3600
-FUZZ_MODES ?= pickle zip gzip store
+FUZZ_MODES ?= pickle zip gzip layout store
 FUZZ := build/fuzz
 FUZZ_LOG := build/fuzz.log
 ATHERIS := atheris==3.0.0
@@ -237,7 +237,7 @@ fuzz: .venv-fuzz/installed
 # and fuzzing is skipped; the tests run the same mutators without it.
 fuzz-short:
 	@mkdir -p build; if $(MAKE) --no-print-directory .venv-fuzz/installed >$(FUZZ_LOG) 2>&1; then \
-		$(MAKE) --no-print-directory fuzz FUZZ_SECONDS=75; \
+		$(MAKE) --no-print-directory fuzz FUZZ_SECONDS=60; \
 	else \
 		tail -n 3 $(FUZZ_LOG); echo "fuzzing is skipped: atheris or the sanitizers cannot be installed here"; \
 	fi

@@ -57,15 +57,60 @@ SNIPPETS = [
 ]
 
 
+# Pieces of lines of layouts.
+WORDS = (
+    " : ",
+    " -> ",
+    "{id}",
+    "{layer}",
+    "{n:d}",
+    "[]",
+    "[id=q]",
+    "[chunk]",
+    "**",
+    "*",
+    "/",
+    "@",
+    "\\",
+    '"',
+    "=",
+    "\n",
+)
+WORDS += ("hidden_states = ", "tokens = ", "is_correct = ", "S.mask = ", "words.ja = ", "ignore = ", "records = ")
+WORDS += ("N", "L S D", "(N S)", "T", "0", "-1", "#", ",", ".", " ", "é", "true", "[1, 2]")
+
+
 def mutate(mode: str, data: bytes, rng: random.Random, other: bytes = b"") -> bytes:
     """Return a mutation of `data`, possibly with pieces of `other`."""
     if mode == "store":
         return _bytes(data, rng)
+    if mode == "layout":
+        return _lines(data, rng, other)
     if mode == "gzip":
         return _gzip(data, rng, other)
     if mode == "zip":
         return _zip(data, rng, other) if data[:2] == b"PK" else _pickle(data, rng, other)
     return _pickle(data, rng, other)
+
+
+def _lines(data: bytes, rng: random.Random, other: bytes) -> bytes:
+    """Insert, remove and copy pieces of lines."""
+    if rng.random() < 0.2:
+        return _bytes(data, rng)
+    out = bytearray(data)
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        at = rng.randrange(len(out) + 1)
+        kind = rng.randrange(4)
+        if kind == 0:
+            out[at:at] = rng.choice(WORDS).encode()
+        elif kind == 1:
+            del out[at : at + rng.choice((1, 2, 8, 40))]
+        elif kind == 2:
+            begin = rng.randrange(len(other) + 1)
+            out[at:at] = other[begin : begin + rng.choice((4, 20, 80))]
+        else:
+            out[at:at] = out[at : at + rng.choice((1, 4, 20))] * rng.choice((1, 2, 9))
+    return bytes(out)
 
 
 def _interesting(rng: random.Random) -> int:

@@ -8,7 +8,7 @@ import pytest
 from tests.fuzz.target import TARGETS
 from tests.helpers import ROOT
 
-COUNTS = {"pickle": 4_000, "zip": 4_000, "gzip": 2_000, "store": 600}
+COUNTS = {"pickle": 4_000, "zip": 4_000, "gzip": 2_000, "layout": 4_000, "store": 600}
 
 
 @pytest.mark.long

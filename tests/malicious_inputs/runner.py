@@ -25,14 +25,16 @@ _STANDARD_ERROR = 2
 
 
 def _read(path: Path, _store: str) -> dict[str, object]:
+    from tracestore.ingest.source_reading import read_traces
+
     from tracestore.errors import InvalidInputError
-    from tracestore.ingest.formats import ReadOptions, read_traces
-    from tracestore.ingest.sources import SourceFile
+    from tracestore.ingest.builtin.parts import find_sources
     from tracestore.store.write.pack import pack_record
 
     count = 0
     try:
-        for record in read_traces(SourceFile(path, path.name), ReadOptions()):
+        (source,) = find_sources([path], path.parent)
+        for record in read_traces(source):
             pack_record(record, attention="heads", keep_dtype=False)
             count += 1
     except InvalidInputError as error:
@@ -122,7 +124,9 @@ def main() -> None:
     actions = {"read": _read, "convert": _convert, "unpickle": _unpickle}
     action, store = actions[sys.argv[1]], sys.argv[2] if len(sys.argv) > 2 else ""
     if sys.argv[1] == "read":
-        import tracestore.ingest.formats
+        import tracestore.ingest.source_reading
+
+        import tracestore.ingest.builtin.parts
         import tracestore.store.write.pack
     elif sys.argv[1] == "convert":
         import tracestore.convert  # noqa: F401

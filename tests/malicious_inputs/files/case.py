@@ -9,7 +9,8 @@ PROTO = b"\x80\x04"
 class Case(NamedTuple):
     """A malicious file.
 
-    `word` occurs in the error message. If `runs`, pickle.load of the file creates the marker file.
+    `word` occurs in the error message, unless no layout describes the file. If `runs`, pickle.load of the file creates
+    the marker file. If `may_be_read`, what is odd means one thing, or is in no field: the traces may be read.
     """
 
     name: str
@@ -17,6 +18,7 @@ class Case(NamedTuple):
     data: bytes
     word: str | None = None
     runs: bool = False
+    may_be_read: bool = False
 
 
 def uni(text: str) -> bytes:

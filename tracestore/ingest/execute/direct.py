@@ -19,6 +19,7 @@ from tracestore.ingest.execute.values import (
     check_agreement,
     check_spans,
     describe,
+    id_text,
     json_value,
     key_text,
     label_value,
@@ -240,7 +241,7 @@ class DirectReader:
 
     def _set_key(self, values: dict[str, Any], bound: Mapping[str, Any]) -> None:
         if (given := values.get("question_id")) is not None:
-            values["question_id"] = key_text(given)
+            values["question_id"] = id_text(given)
         elif any(place.name == "question_id" and not place.is_optional for place in self._plan.others):
             raise InvalidInputError("the trace has no id where the layout says", field="question_id")
         elif values.get("global_example_id") is None and bound.get("id") is not None:

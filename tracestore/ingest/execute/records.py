@@ -27,6 +27,7 @@ from tracestore.ingest.execute.tokens import (
 from tracestore.ingest.execute.values import (
     check_agreement,
     check_spans,
+    id_text,
     key_text,
     label_value,
     score_value,
@@ -97,7 +98,7 @@ class TraceBuilder:
                 values["question_id"] = key_text(bound)
         else:
             values.pop("id", None)
-            values["question_id"] = key_text(values["question_id"])
+            values["question_id"] = id_text(values["question_id"])
         if values.get("question_id") is not None:
             environment.setdefault("id", values["question_id"])
         if "sample" in self.settings and values.get("question_id") is not None:

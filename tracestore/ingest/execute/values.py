@@ -92,6 +92,13 @@ def key_text(value: Any) -> str:
     return unicodedata.normalize("NFC", str(value).strip())
 
 
+def id_text(value: Any) -> str:
+    """Return an id as text; raise InvalidInputError for a truth value."""
+    if type(value) is bool:
+        raise InvalidInputError(f"found {value}, expected an id", field="question_id")
+    return key_text(value)
+
+
 def number(value: Any, name: str) -> int:
     """Return the number that a name binds; raise InvalidInputError if the value is none."""
     text = key_text(value)

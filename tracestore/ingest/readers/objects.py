@@ -14,9 +14,9 @@ from tracestore.ingest.pickles import torch_file
 from tracestore.ingest.pickles.joblib_arrays import JoblibArray
 from tracestore.ingest.pickles.pickle_reader import pickle_reader
 from tracestore.ingest.pickles.pickled_frames import FrameRows, PandasObject
-from tracestore.ingest.pickles.pickled_objects import PickledDict, PickledObject
-from tracestore.ingest.pickles.pickled_torch import PickledGraph, PickledTensor
-from tracestore.ingest.pickles.pickled_values import PickledArray, PickledDtype, SafeGlobal
+from tracestore.ingest.pickles.pickled_objects import PickledDict, PickledObject, UnknownClass
+from tracestore.ingest.pickles.pickled_torch import PickledGraph, PickledTensor, TorchDtype
+from tracestore.ingest.pickles.pickled_values import PickledArray, PickledDtype
 from tracestore.ingest.pickles.sparse import PickledSparse
 from tracestore.ingest.readers.content import FAULTS, Content, bytes_value, group_value, refusal, refusals
 from tracestore.ingest.tree import (
@@ -85,8 +85,10 @@ class ObjectOpener:
             return MappingGroup(value.fields(), self, {"class": "torch_geometric.data.data.Data"})
         if isinstance(value, PickledObject):
             return self._object(value)
-        if isinstance(value, SafeGlobal | PickledDtype):
-            return str(getattr(value, "name", None) or value.dtype)  # type: ignore[union-attr]
+        if isinstance(value, TorchDtype | UnknownClass):
+            return value.name
+        if isinstance(value, PickledDtype):
+            return str(value.dtype)
         raise InvalidInputError(f"found a {type(value).__name__.removeprefix('Pickled')}, expected a value")
 
     def _object(self, value: PickledObject) -> Value:
