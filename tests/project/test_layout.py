@@ -47,25 +47,7 @@ ALLOWED: dict[str, set[str]] = {
     "ingest.files": {"_core", "store.format", "store.io"},
     "ingest.pickles": {"_core", "store.format", "store.io", "ingest.files"},
     "ingest.readers": {"_core", "store.format", "store.io", "ingest.files", "ingest.pickles", "ingest.tree"},
-    "ingest": {
-        *STORE,
-        "ingest.files",
-        "ingest.pickles",
-        "ingest.tree",
-        "ingest.readers",
-        "ingest.containers",
-        "ingest.layouts",
-    },
-    "ingest.containers": {
-        *STORE,
-        "ingest",
-        "ingest.files",
-        "ingest.pickles",
-        "ingest.readers",
-        "ingest.tree",
-        "ingest.layouts",
-    },
-    "ingest.layouts": {*STORE, "ingest", "ingest.files", "ingest.pickles", "ingest.containers"},
+    "ingest": {*STORE, "ingest.files", "ingest.pickles", "ingest.tree", "ingest.readers"},
     "ingest.layout": {"store.format", "store.vocabulary"},
     "ingest.execute": {
         "store.format",
@@ -101,7 +83,6 @@ ALLOWED: dict[str, set[str]] = {
         "ingest",
         "ingest.builtin",
         "ingest.files",
-        "ingest.containers",
         "ingest.layout",
         "ingest.execute",
         "ingest.propose",
@@ -173,12 +154,6 @@ TORCH = {
 TORCH_ON_CALL = {"store.fields"}
 MAX_MODULES = 12
 MAX_BRANCHES = 20  # of a function below ingest
-# What reads dumps without a layout: it goes when proposals take its place.
-OLD_READING = {"containers", "layouts", "roles", "discovery", "formats.py", "score_files.py", "sources.py"}
-CIRCLE = {
-    f"ingest.{name}"
-    for name in ("containers", "layouts", "roles", "discovery", "exports", "formats", "packing", "sources")
-}
 MAX_LINES = 400
 # Folders that may hold more modules, and the reason.
 LARGE_FOLDERS = {
@@ -283,7 +258,7 @@ def folder_of(module):
 
 
 def test_folders_do_not_import_each_other_in_a_circle():
-    graph, kept = {}, {}
+    graph = {}
     for path in FILES:
         source = folder_of(module_name(path))
         targets = {
@@ -293,8 +268,7 @@ def test_folders_do_not_import_each_other_in_a_circle():
         found = {folder_of(target) for target in targets - {"__init__"}} - {source}
         if source != "__init__":
             graph.setdefault(source, set()).update(found)
-    kept = {source: {t for t in targets if not {source, t} <= CIRCLE} for source, targets in graph.items()}
-    assert import_cycle(kept) == []
+    assert import_cycle(graph) == []
 
 
 def num_branches(function):
@@ -316,8 +290,6 @@ def num_branches(function):
 
 def test_functions_that_read_dumps_have_few_branches():
     for path in (PACKAGE / "ingest").rglob("*.py"):
-        if path.relative_to(PACKAGE / "ingest").parts[0] in OLD_READING:
-            continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef):
                 assert num_branches(node) <= MAX_BRANCHES, f"{path}: {node.name} has {num_branches(node)} branches"

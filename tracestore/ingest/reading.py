@@ -74,10 +74,6 @@ class MemoryGate:
         if notify:
             self.changed.notify_all()
 
-    def is_idle(self) -> bool:
-        """Return whether the reading threads leave a processor for a thread that inflates ahead."""
-        return self.num_reading < _NUM_PROCESSORS
-
 
 class SourceStream:
     """The packed traces of one source, read by a thread.

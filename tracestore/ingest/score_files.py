@@ -138,25 +138,29 @@ def _cells(rows: Any, header: list[str]) -> Iterator[tuple[str, dict[str, Any]]]
 def _table(root: Value, path: Path) -> ScoreTable:
     """Return the rows of a tree: rows of objects, objects by id, values by id or in order, or columns."""
     if isinstance(root, Group):
-        values = dict(root)
-        rows = {key: value for key, value in values.items() if isinstance(value, Group)}
-        if rows and len(rows) == len(values):
-            return _rows({ID_COLUMN: key} | dict(row) for key, row in rows.items())
-        kinds = {type(value) for value in values.values()}
-        if values and kinds <= {str, int, float, bool, type(None)}:
-            return _columns({_column_of_file(path): list(values.values()), ID_COLUMN: list(values)})
-        lists = {key: value for key, value in values.items() if isinstance(value, Items) and not value.is_stream}
-        if len(lists) == 1 and all(isinstance(row, Group) for row in next(iter(lists.values()))):
-            return _rows(next(iter(lists.values())))
-        found = {key: column for key, value in values.items() if (column := _column(value)) is not None}
-        if not found:
-            raise InvalidInputError("found no array (N,) of scores")
-        return _columns(found)
+        return _table_of_group(root, path)
     if isinstance(root, Items) and (root.is_stream or any(isinstance(row, Group) for row in root)):
         return _rows(root)
     if (column := _column(root)) is None:
         raise InvalidInputError("found no array (N,) of scores")
     return _columns({_column_of_file(path): column})
+
+
+def _table_of_group(root: Group, path: Path) -> ScoreTable:
+    values = dict(root)
+    rows = {key: value for key, value in values.items() if isinstance(value, Group)}
+    if rows and len(rows) == len(values):
+        return _rows({ID_COLUMN: key} | dict(row) for key, row in rows.items())
+    kinds = {type(value) for value in values.values()}
+    if values and kinds <= {str, int, float, bool, type(None)}:
+        return _columns({_column_of_file(path): list(values.values()), ID_COLUMN: list(values)})
+    lists = [value for value in values.values() if isinstance(value, Items) and not value.is_stream]
+    if len(lists) == 1 and all(isinstance(row, Group) for row in lists[0]):
+        return _rows(lists[0])
+    found = {key: column for key, value in values.items() if (column := _column(value)) is not None}
+    if not found:
+        raise InvalidInputError("found no array (N,) of scores")
+    return _columns(found)
 
 
 def _rows(rows: Iterable[Any]) -> ScoreTable:
@@ -240,14 +244,19 @@ def find_score_files(arguments: list[Path], files: Sequence[Path], named: str | 
     found = [p for p in tables if p.match("*scores*.csv") and p not in unread]
     if named is not None:
         return FoundFiles([Path(named)], [p for p in (*found, *unread) if p != Path(named)])
-    tops = {path for path in arguments if path.is_dir()}
-    at_top = [p for p in found if p.parent in tops]
+    chosen = _chosen(found, {path for path in arguments if path.is_dir()})
+    return FoundFiles(chosen, [*(p for p in found if p not in chosen), *unread])
+
+
+def _chosen(found: list[Path], tops: set[Path]) -> list[Path]:
+    """Return the scores files directly in the folders that the user named, else all; UsageError for several."""
+    at_top = [path for path in found if path.parent in tops]
     chosen = at_top or found
-    folders = [p.parent for p in chosen]
+    folders = [path.parent for path in chosen]
     if several := at_top[:8] if len(at_top) > 1 else [p for p in chosen if folders.count(p.parent) > 1][:8]:
         listing = " or ".join(f"--scores {path}" for path in several)
         raise UsageError(f"several scores files: {', '.join(map(str, several))}; choose {listing}")
-    return FoundFiles(chosen, [*(p for p in found if p not in chosen), *unread])
+    return chosen
 
 
 def scores_advice(path: Path) -> str | None:

@@ -8,7 +8,6 @@ and what all traces share is in STORE_FILE.
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -251,19 +250,6 @@ def read_export(folder: Path) -> Export:
     ]
     names = (EXPORT_FILE, *(file.name for file in listed))
     return Export(files, frozenset(folder / name for name in names))
-
-
-def exported_file(path: Path) -> ExportedFile | None:
-    """Return the file as a part of the export in its folder; None if it is part of none. Errors as `read_export`."""
-    for folder in (path.parent, *([path.parent.parent] if path.parent.name == DATA_FOLDER else [])):
-        if (list_file := folder / EXPORT_FILE).is_file():
-            return _files_by_path(folder, list_file.stat().st_mtime_ns).get(path)
-    return None
-
-
-@lru_cache(maxsize=16)  # a shell may name every file of a folder
-def _files_by_path(folder: Path, modified_ns: int) -> dict[Path, ExportedFile]:
-    return {file.path: file for file in read_export(folder).files}
 
 
 def _facts(folder: Path, manifest: ExportManifest) -> tuple[ExportFacts, tuple[Provenance, ...]]:

@@ -17,15 +17,13 @@ class Limits:
     """Limits on values and bytes of the traces of one file.
 
     A file exceeds them only by naming the same values many times. `read_bytes` returns the
-    number of bytes of the file that have been read so far. `has_objects` is set when a value
-    holds an object that is not data. Of a compressed file, `disk_bytes` is the compressed size.
+    number of bytes of the file that have been read so far. Of a compressed file, `disk_bytes` is the compressed size.
     """
 
     def __init__(self, read_bytes: Callable[[], int], disk_bytes: int | None = None) -> None:
         self._read_bytes, self._disk_bytes = read_bytes, disk_bytes
         self._values = self._text_bytes = self._array_bytes = 0
         self._max_values = self._max_text_bytes = self._max_array_bytes = 0
-        self.has_objects = False
 
     def charge(self, text_bytes: int = 0, array_bytes: int = 0, count: int = 1) -> None:
         """Add values and their bytes; raise InvalidInputError beyond a limit."""

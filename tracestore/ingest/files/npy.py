@@ -18,11 +18,6 @@ MAX_NPY_HEADER_BYTES = 10_000
 _TWO_BYTES = np.dtype("V2")
 
 
-def guessed_dtype(dtype: np.dtype) -> np.dtype:
-    """Return bfloat16 for two bytes without a type: what the reading without a layout takes them for."""
-    return schema.BFLOAT16 if dtype == _TWO_BYTES else dtype
-
-
 def check_dtype(name: str, dtype: np.dtype) -> None:
     """Raise InvalidInputError unless a dtype is that of numbers or texts, or of records of them."""
     is_record = dtype.names and all(dtype[n].base.kind in DTYPE_KINDS for n in dtype.names)

@@ -40,19 +40,14 @@ class PandasObject(PickledValue):
         """Set the state."""
         self.state = state
 
-    def resolve(self) -> Any:
-        """Return the rows of a frame as dicts, a series as a dict by its index, other objects as a list of values.
+    def rows(self) -> Any:
+        """Return the rows of a frame, a series as a dict by its index, other objects as a list of values.
 
         Raises
         ------
         InvalidInputError
             If the object has another structure than those that pandas 2 and 3 write.
         """
-        found = self.rows()
-        return list(found) if isinstance(found, FrameRows) else found
-
-    def rows(self) -> Any:
-        """Return what `resolve` returns, but the rows of a frame as dicts that are made when they are used."""
         try:
             if self.name == "DataFrame":
                 return FrameRows(_columns(self))

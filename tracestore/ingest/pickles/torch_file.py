@@ -1,22 +1,16 @@
 """Read files of torch.save as data: the zip archive and the legacy stream."""
 
-import re
 import struct
 import zipfile
-from pathlib import Path
 from typing import IO, Any, cast
 
 from tracestore._core.mapping import MappedFile
 from tracestore._core.pickle import BufferReader
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.files.byte_source import MappedStream, inflate, map_file
-from tracestore.ingest.files.decompress import compression_of
+from tracestore.ingest.files.byte_source import MappedStream
 from tracestore.ingest.pickles.pickle_reader import pickle_reader
 from tracestore.ingest.pickles.pickled_torch import PickledStorage, StorageType
-from tracestore.store.io.scratch import Scratch
 
-SUFFIXES = (".pt", ".pth", ".ckpt")
-_COMPRESSED = re.compile(r"\.(?:pt|pth|ckpt)\.(?:gz|bz2|xz|zst)$")
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 MAX_ENTRIES = 10_000_000
 _LOCAL = struct.Struct("<4s5H3I2H")
@@ -28,21 +22,6 @@ _LOCATOR = struct.Struct("<4sIQI")
 _END64 = struct.Struct("<4sQ2H2I4Q")
 _ZIP64_COUNT = 0xFFFF  # the real count is in the zip64 record
 _ZIP64_SIZE = 0xFFFFFFFF  # the real size is in an extra field
-
-
-def map_content(path: Path, scratch: Scratch) -> tuple[MappedFile, str | None]:
-    """Return the bytes of a file, and its compression; those of a compressed torch file are inflated to an unnamed file.
-
-    Raises
-    ------
-    InvalidInputError
-        If the file is damaged, or inflates to too many bytes.
-    """
-    mapped = map_file(path)
-    compression = compression_of(mapped.read(0, min(8, len(mapped))))
-    if compression is None or _COMPRESSED.search(path.name) is None:
-        return mapped, compression
-    return inflate(path, compression, scratch), None
 
 
 def _entries(mapped: MappedFile) -> dict[str, memoryview]:
