@@ -1,4 +1,4 @@
-"""Convert every folder of the corpus and compare the stores with the expected traces.
+"""Convert every folder of the corpus without a layout, else with its layout; compare the stores with what is expected.
 
 python -m tests.ingest.corpus.measure [--part main|unseen|outside|all] [--only NAME ...] [--width N]
 """
@@ -7,7 +7,6 @@ import argparse
 import collections
 import contextlib
 import os
-import re
 import tempfile
 import warnings
 from pathlib import Path
@@ -15,13 +14,11 @@ from pathlib import Path
 import numpy as np
 
 import tracestore
-from tests.helpers import command
-from tests.ingest.corpus.registry import PARTS, load
+from tests.ingest.corpus.registry import LAYOUTS, PARTS, load
+from tracestore.errors import TracestoreError
 
 # Rounding to float16, and of a mean over heads in float16.
 CLOSE = {"rtol": 2e-3, "atol": 1e-3}
-# The value of --map may be a list: field=key,field=key.
-PROPOSAL = re.compile(r"(--[a-z-]+) ([^\s,;'\"`()]+(?:,\w+=[^\s,;'\"`()]+)*)")
 
 
 class Difference(Exception):
@@ -121,21 +118,14 @@ def check_store(path, expected):
             check_trace(found[0], wanted, store.score_direction)
 
 
-def proposals(text):
-    """Return the flags that a message proposes, in turn, one list per proposal."""
-    return [list(match) for match in PROPOSAL.findall(text)]
-
-
-def attempt(folder, store, expected, flags):
-    """Convert with flags; return (result, detail). Results: equal, wrong, refused, crash."""
+def attempt(folder, store, expected, **options):
+    """Convert; return (result, detail). Results: equal, wrong, refused, crash."""
     try:
-        done = command("convert", folder, store, *flags)
+        tracestore.convert_files(folder, store, **options)
+    except TracestoreError as error:
+        return ("refused" if "\n" not in str(error) else "crash"), str(error)
     except (Exception, SystemExit) as error:
         return "crash", f"{type(error).__name__}: {error}"
-    message = done.stderr.strip()
-    if done.returncode != 0:
-        one_line = message.count("\n") == 0 and message
-        return ("refused" if one_line and done.returncode in (2, 3) else "crash"), message
     try:
         check_store(store, expected)
     except Difference as error:
@@ -145,41 +135,37 @@ def attempt(folder, store, expected, flags):
     return "equal", ""
 
 
-def measure_kind(kind, folder):
-    """Write a folder, convert it without flags, with proposed flags, with its natural flag.
-
-    Returns
-    -------
-    (result, detail) : tuple of str
-        Result is one of equal, equal with proposed flag, equal with natural flag, refused, refused as it should,
-        wrong, crash, not written, skipped.
-    """
-    if missing := kind.missing():
-        return "skipped", f"{', '.join(missing)} is not installed"
+def written(kind, folder):
+    """Write the files of a kind; return their folder and the expected traces."""
     source = folder / kind.name
     source.mkdir()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        try:
-            expected = kind.write(source)
-        except ModuleNotFoundError as error:
-            return "skipped", str(error)
-        except Exception as error:
-            return "not written", f"{type(error).__name__}: {error}"
-    result, detail = attempt(source, folder / "store0.zarr", expected, [])
+        return source, kind.write(source)
+
+
+def measure_kind(kind, folder):
+    """Write a folder, convert it without a layout; if that is refused, with its layout.
+
+    Returns
+    -------
+    (result, detail) : tuple of str
+        Result is one of equal, equal with its layout, refused, refused as it should, wrong, crash, skipped.
+    """
+    if missing := kind.missing():
+        return "skipped", f"{', '.join(missing)} is not installed"
+    try:
+        source, expected = written(kind, folder)
+    except ModuleNotFoundError as error:
+        return "skipped", str(error)
+    result, detail = attempt(source, folder / "alone.zarr", expected)
     if kind.refused:
         return ("refused as it should", detail) if result == "refused" else ("wrong", f"not refused: {result}")
-    # A wrong value without a flag is wrong whatever a flag does, except that a score was not found.
-    if result in ("equal", "crash") or (result == "wrong" and not detail.startswith(("score nan", "label nan"))):
+    layout = LAYOUTS.get(kind.name)
+    if result != "refused" or layout is None:
         return result, detail
-    text = detail + " " + command("convert", "--dry-run", source, folder / "dry.zarr").stdout
-    tries = [("proposed", flags) for flags in proposals(text)[:4]]
-    tries += [("natural", list(kind.flags))] if kind.flags else []
-    for n, (origin, flags) in enumerate(tries, 1):
-        again, _ = attempt(source, folder / f"store{n}.zarr", expected, flags)
-        if again == "equal":
-            return f"equal with {origin} flag", f"{' '.join(flags)} (before: {result}: {detail})"
-    return result, detail
+    again, reason = attempt(source, folder / "layout.zarr", expected, layout=layout)
+    return ("equal with its layout", detail) if again == "equal" else (again, f"with its layout: {reason}")
 
 
 def measure(part="all", only=(), measure_kind=measure_kind):

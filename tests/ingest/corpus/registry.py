@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ MODULES += (
     "containers.services",
     "containers.spellings",
 )
+# The layouts of kinds that a layout describes, by their names.
+LAYOUTS = tomllib.loads((Path(__file__).parent / "layouts.toml").read_text())
 
 
 @dataclass(frozen=True)
@@ -28,17 +31,16 @@ class Kind:
         Name of the folder.
     write : callable
         Function of the folder that writes the files and returns the expected traces.
-    flags : tuple of str
-        Flags of `tracestore convert` that a user needs if the defaults do not suffice.
     needs : tuple of str
         Optional libraries that `write` imports.
     refused : bool
         True if the folder does not hold traces, or not enough of them: the command has to refuse it.
+
+    A kind without one of LAYOUTS is read by a built-in layout, or refused.
     """
 
     name: str
     write: Callable[[Path], list[dict]]
-    flags: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     refused: bool = False
 
@@ -54,13 +56,13 @@ OUTSIDE: dict[str, Kind] = {}
 PARTS = {"main": MAIN, "unseen": UNSEEN, "outside": OUTSIDE}
 
 
-def kind(*needs, flags=(), refused=False, register=MAIN):
+def kind(*needs, refused=False, register=MAIN):
     """Register a function as a kind. Its name is the name of the folder, its docstring describes the files."""
 
     def decorate(write):
         assert not any(write.__name__ in part for part in PARTS.values()), write.__name__
         assert write.__doc__, write.__name__
-        register[write.__name__] = Kind(write.__name__, write, tuple(flags), needs, refused)
+        register[write.__name__] = Kind(write.__name__, write, needs, refused)
         return write
 
     return decorate

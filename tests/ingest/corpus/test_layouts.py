@@ -1,16 +1,12 @@
 """Test the layouts of the corpus: each gives the traces that are expected of its kind."""
 
-import tomllib
-
 import pytest
 
 import tracestore
-from tests.helpers import ROOT
 from tests.ingest.corpus import measure
-from tests.ingest.corpus.registry import load
+from tests.ingest.corpus.registry import LAYOUTS, load
 
 KINDS = load()
-LAYOUTS = tomllib.loads((ROOT / "tests/ingest/corpus/layouts.toml").read_text())
 # The kinds of every run; the others are marked long.
 EVERY = 20
 

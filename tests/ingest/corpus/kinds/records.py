@@ -132,7 +132,7 @@ def last_token_with_kept_axis(folder):
     return [s.expect_last("id answer") for s in samples]
 
 
-@kind(flags=("--map", "last_token=most_likely_answer.emb_last_tok_before_gen"))
+@kind()
 def semantic_entropy_probes(folder):
     """Write validation_generations.pkl of semantic entropy probes: two chosen tokens as (L, 1, D) below the answer."""
     samples = make_samples(4, ids="tc_{}")

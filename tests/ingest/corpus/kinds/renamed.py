@@ -78,7 +78,7 @@ def named_embeddings_input_ids(folder):
     return [s.expect("id tokens") for s in samples]
 
 
-@kind(flags=("--map", "hidden_states=internal_repr,question_id=key"))
+@kind()
 def named_unusually(folder):
     """Write names that nothing suggests: internal_repr, key, reply."""
     samples = make_samples(3)
@@ -86,7 +86,7 @@ def named_unusually(folder):
     return [s.expect("id") for s in samples]
 
 
-@kind(flags=("--map", "hidden_states=X,question_id=n"))
+@kind()
 def named_by_letters(folder):
     """Write X, n, y: letters of a notebook; y is a label."""
     samples = make_samples(4)
@@ -94,7 +94,7 @@ def named_by_letters(folder):
     return [s.expect("id") for s in samples]
 
 
-@kind(flags=("--map", "hidden_states=états,question_id=numéro"))
+@kind()
 def named_in_french(folder):
     """Write names outside ASCII."""
     samples = make_samples(2)
@@ -177,7 +177,7 @@ def named_acts_and_labels(folder):
     return [s.expect_last() for s in samples]
 
 
-@kind(flags=("--map", "hidden_states=answer_states"))
+@kind()
 def two_candidates_for_hidden_states(folder):
     """Write two arrays that could be the hidden states: of the question and of the answer."""
     samples = make_samples(3)
@@ -194,7 +194,7 @@ def two_candidates_for_hidden_states(folder):
     return [s.expect("id answer") for s in samples]
 
 
-@kind(flags=("--map", "question_id=item"))
+@kind()
 def id_among_other_numbers(folder):
     """Write several integers per trace; "item" is the id."""
     samples = make_samples(3, ids="10{}")

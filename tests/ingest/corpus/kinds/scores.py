@@ -44,7 +44,7 @@ def csv_hallucination_score(folder):
     return [s.expect("id", score=1 - s.score, direction="hallucination") for s in samples]
 
 
-@kind(flags=("--score-column", "bleurt"))
+@kind()
 def csv_several_metrics(folder):
     """Write scores.csv with rougeL, bleurt and exact_match: the user has to choose one."""
     rows = lambda samples: [  # noqa: E731
@@ -54,7 +54,7 @@ def csv_several_metrics(folder):
     return [s.expect("id score") for s in traces_and_table(folder, "scores.csv", rows)]
 
 
-@kind(flags=("--score-column", "acc"))
+@kind()
 def csv_accuracy_among_others(folder):
     """Write results_scores.csv: question_id, acc, seconds, tokens."""
     rows = lambda samples: [  # noqa: E731

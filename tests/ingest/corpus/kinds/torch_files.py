@@ -231,7 +231,7 @@ def eagle_data(folder):
     return [s.expect("tokens") for s in samples]
 
 
-@kind(flags=("--map", "hidden_states=hidden_state"))
+@kind()
 def specforge_eagle3(folder):
     """Write SpecForge's offline data for EAGLE-3: last layer (1, S, D), three layers side by side (1, S, 3 D)."""
     samples = make_samples(3, layers=4)

@@ -36,7 +36,7 @@ def joblib_of_features_and_targets(folder):
     return [s.expect_last("id") for s in samples]
 
 
-@kind(flags=("--axes", "SD"))
+@kind()
 def pkl_pooling_outputs(folder):
     """Write request outputs of an engine: prompt_token_ids and an object with data (S, D)."""
     samples = make_samples(3, layers=1)
