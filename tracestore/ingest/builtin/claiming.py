@@ -12,9 +12,11 @@ from tracestore.ingest.builtin.library import Builtin
 from tracestore.ingest.layout.patterns import Pattern
 from tracestore.ingest.readers.opening import open_tree
 from tracestore.ingest.tree import Items, Value
+from tracestore.store.vocabulary import score_of_word
 
 # Of files whose names differ in numbers alone, this many are looked at; each file is checked again when it is read.
 _MAX_LOOKS = 64
+_WORD = re.compile(r"[^\W\d_]+")
 _NUMBERS = re.compile(r"(?<![0-9a-zA-Z])[0-9a-f]{6,}(?![0-9a-zA-Z])|\d+")
 
 
@@ -49,7 +51,9 @@ def claim(files: Mapping[str, Path], known: Sequence[Builtin]) -> Claims:
         If two of them match a file.
     """
     claims = Claims()
-    for names in _alike(files).values():
+    in_classes = _in_classes(files)
+    claims.rest |= dict.fromkeys(in_classes)
+    for names in _alike(name for name in files if name not in in_classes).values():
         looked = names[:: -(-len(names) // _MAX_LOOKS)]
         found = [_owner(name, files[name], known) for name in looked]
         is_same = all(owner is found[0] and isinstance(owner, Builtin) for owner in found)
@@ -64,6 +68,16 @@ def claim(files: Mapping[str, Path], known: Sequence[Builtin]) -> Claims:
     for builtin in list(claims.owned):
         _release_incomplete(claims, builtin)
     return claims
+
+
+def _in_classes(files: Iterable[str]) -> set[str]:
+    """Return the names that say the class of an answer, as `correct/q0.pkl`: no built-in layout reads it."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for name in files:
+        for word in _WORD.findall(name.lower()):
+            if score_of_word(word, None) is not None:
+                found[word].add(name)
+    return set().union(*found.values()) if len(found) > 1 else set()
 
 
 def _alike(files: Iterable[str]) -> dict[str, list[str]]:

@@ -7,17 +7,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from tracestore.ingest.layout.fields import FIELDS
-from tracestore.store.vocabulary import COUNTED, NEEDLESS, SCORES, SPLITS, SYNONYMS
+from tracestore.store.vocabulary import COUNTED, NEEDLESS, SCORES, SPLITS, SYNONYMS, score_of_word
 
 _TOKEN = re.compile(r"[^\W\d_]+|\d+|[\W_]+")
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _WORD = re.compile(r"[^\W\d_]+")
 _SAMPLE = re.compile(r"((?:sample|response|generation|answer|gen)[_\-.=]?)(\d+)", re.IGNORECASE)
 _SPECIAL = re.compile(r"([\\*{])")
-# Words of names that are classes of answers: correct/q0.npz.
-CLASSES = frozenset(
-    ("correct", "incorrect", "hallucinated", "wrong", "right", "truthful", "faithful", "unfaithful", "hallucination")
-)
 _OTHER_WORDS = frozenset(("model", "transformer", "data", "results", "result", "meta", "metadata", "info", "file"))
 _ID_WORDS = frozenset(
     ("sample", "question", "example", "doc", "prompt", "trace", "item", "row", "ep", "episode", "request", "answer", "response")
@@ -112,8 +108,10 @@ def _word(token: str, *, is_counting: bool, is_glued: bool) -> tuple[str, str]:
         return "#", ""
     if is_counting and last in COUNTED:
         return "", COUNTED[last]
-    if last in SPLITS or last in CLASSES:
-        return ("split" if last in SPLITS else "verdict"), ""
+    if last in SPLITS:
+        return "split", ""
+    if score_of_word(last, None) is not None:
+        return "verdict", ""
     return ("" if not is_glued and all(word in known_words() for word in words) else "?"), ""
 
 

@@ -30,6 +30,8 @@ _PADDINGS: dict[str, list[tuple[Mapping[str, Any], str]]] = {
     "is zero in all layers": [({"S.padding": "zeros"}, "S: tokens that are zero in all layers may be padding")],
     "S.side =": [({"S.side": side}, f"S: the padding may be on the {side}") for side in ("right", "left")],
 }
+# Statements that refusals ask for: the layout may be the right one.
+_STATEMENTS = ("S.pad", "S.side", "P.repeats", "P.new", "share.")
 
 
 @dataclass
@@ -48,7 +50,7 @@ class Outcome:
     joins : list of str
         How rows were joined.
     has_last_ids : bool
-        Whether each trace has one id more than states, if it has ids.
+        Whether each trace has one id more than states, which is another one than that before it, if it has ids.
     is_partial : bool
         Whether there are more traces than those that were read.
     """
@@ -287,6 +289,7 @@ def _try(
     A layout that leaves out more than one that fits is none.
     """
     asked: list[tuple[Layout, Draft]] = []
+    undecided = ""
     tries = 0
     for layout, draft in pairs:
         if any(set(other.left_out) < set(draft.left_out) for other in proposal.candidates):
@@ -300,14 +303,19 @@ def _try(
         except TracestoreError as error:
             proposal.refusals.append(str(error))
             asked += _with_padding(layout, draft, str(error))
+            if any(name in str(error) for name in _STATEMENTS) and not undecided:
+                undecided = f"another layout may fit with a statement: {error}"
             continue
         unproved = list(draft.unproved)
         if outcome.first_id.isdecimal() and any(" without a " in line for line in outcome.joins):
             unproved.append("integers are the ids of tables with other rows")
         has_passes = any("P" in (address.axes or ()) for address in layout.addresses[layout.states])
         if has_passes and not outcome.has_last_ids:
-            unproved.append("tokens: the last id of generate() has no states, found as many ids as states")
+            unproved.append("tokens: the last id of generate() has no states and does not repeat: ids may be padding")
         proposal.candidates.append(Candidate(layout, outcome, unproved, draft.left_out, draft.reasons))
+    if undecided:
+        for candidate in proposal.candidates:
+            candidate.unproved = [*candidate.unproved, undecided]
     return asked
 
 
@@ -354,7 +362,8 @@ def try_layout(layout: Layout, files: Mapping[str, Path], *, is_partial: bool = 
     try:
         for record in _records(execution, outcome):
             sizes.append(record.num_tokens)
-            outcome.has_last_ids &= record.tokens is None or len(record.tokens) > record.num_tokens
+            ids = record.tokens
+            outcome.has_last_ids &= ids is None or (len(ids) > record.num_tokens and ids[-1] not in ids[-2:-1])
             own = {} if record.label is None else {"label": record.label}
             found = {**record.scores, **record.deferred_scores, **own}
             for name, values in labels.items():

@@ -1,8 +1,9 @@
-"""Convert changed dumps whose meaning is known, and count what is right, refused or wrong."""
+"""Convert changed dumps whose meaning is known in three ways, and count what is right, refused or wrong."""
 
 import collections
+import contextlib
 import copy
-import importlib.util
+import itertools
 import shutil
 import tempfile
 import warnings
@@ -20,6 +21,8 @@ from tests.ingest.corpus.changed import (
 )
 from tests.ingest.corpus.changed.dumps import Dump
 from tests.ingest.corpus.changed.mutations import MUTATIONS, NONE, PART
+from tests.ingest.propose.folders import check_outcome
+from tracestore.ingest.propose import propose_folder
 
 # Where memory holds files: thousands of small stores are written and removed.
 SCRATCH = "/dev/shm" if Path("/dev/shm").is_dir() else None
@@ -36,43 +39,11 @@ class Outcome:
     detail: str = ""
 
 
-class Refused(Exception):
-    """No layout is used by itself."""
-
-
-def with_layout(dump, folder, store):
-    """Convert a dump by its layout."""
-    tracestore.convert_files(folder, store, layout=dump.layout)
-
-
-def alone(dump, folder, store):
-    """Convert a dump by the layout that is proposed for it, if one is used by itself."""
-    from tracestore.ingest.propose.proposal import propose_folder
-
-    proposal = propose_folder([folder])
-    if proposal.layout is None:
-        raise Refused("no layout is proved")
-    tracestore.convert_files(folder, store, layout=proposal.layout)
-
-
-# How a folder is converted; "alone" needs the package that proposes layouts.
-WAYS = {"layout": with_layout}
-if importlib.util.find_spec("tracestore.ingest.propose") is not None:
-    WAYS["alone"] = alone
-
-
-def judge(dump, folder, means, convert):
-    """Return (result, detail) of a conversion: right, refused or wrong."""
+def judge(dump, folder, means, layout):
+    """Return (result, detail) of a conversion by a layout, or without one if it is None."""
     store = folder.parent / "store.zarr"
-    shutil.rmtree(store, ignore_errors=True)
-    try:
-        convert(dump, folder, store)
-    except Refused as error:
-        return "refused", str(error)
-    except tracestore.errors.TracestoreError as error:
-        return ("refused" if error.exit_code in (2, 3) else "wrong"), str(error)
-    except Exception as error:
-        return "wrong", f"{type(error).__name__}: {error}"
+    if refusal := convert(folder, store, layout):
+        return refusal
     if means == NONE:
         return "wrong", "converted, expected a refusal"
     try:
@@ -80,6 +51,53 @@ def judge(dump, folder, means, convert):
     except measure.Difference as error:
         return "wrong", str(error)
     return "right", ""
+
+
+def convert(folder, store, layout):
+    """Convert a folder; return (result, detail) if that fails, else None."""
+    shutil.rmtree(store, ignore_errors=True)
+    try:
+        tracestore.convert_files(folder, store, layout=layout)
+    except tracestore.errors.TracestoreError as error:
+        return ("refused" if error.exit_code in (2, 3) else "wrong"), str(error)
+    except Exception as error:
+        return "wrong", f"{type(error).__name__}: {error}"
+    return None
+
+
+def with_layout(dump, folder, means):
+    """Convert a dump by its layout."""
+    return judge(dump, folder, means, dump.layout)
+
+
+def alone(dump, folder, means):
+    """Convert a dump without a layout, as `tracestore convert` does."""
+    return judge(dump, folder, means, None)
+
+
+def candidates(dump, folder, means):
+    """Convert a dump by each candidate that is printed for it.
+
+    Right: one of them gives the meaning of the dump. Wrong: one gives something else than it printed.
+    """
+    store, result = folder.parent / "store.zarr", ("refused", "no candidate has the meaning of the dump")
+    for candidate in propose_folder([folder]).candidates:
+        layout = candidate.layout.to_entries()
+        if refusal := convert(folder, store, layout):
+            if refusal[0] == "wrong":
+                return refusal
+            continue
+        try:
+            check_outcome(store, candidate)
+        except AssertionError as error:
+            return "wrong", f"{candidate.gives()}: {layout}: {error}"
+        with contextlib.suppress(measure.Difference):
+            compare(store, dump, is_part=means == PART)
+            result = "right", ""
+    return result
+
+
+WAYS = {"layout": with_layout, "alone": alone, "candidates": candidates}
 
 
 def compare(store, dump, *, is_part):
@@ -122,33 +140,32 @@ def outcomes_of(make, kind, names, rng, ways=tuple(WAYS)):
             folder = Path(scratch) / "in"
             dump.write(folder)
             for way in ways:
-                yield Outcome(kind, name, way, *judge(dump, folder, means, WAYS[way]))
+                yield Outcome(kind, name, way, *WAYS[way](dump, folder, means))
 
 
-def of_generated(num_folders, seed):
+def of_generated(num_folders, seed, ways=tuple(WAYS)):
     """Yield outcomes of generated dumps: each with every mutation, and with every size and one mutation of it."""
-    turn, count = 0, 0
-    while count < num_folders:
-        for outcome in _of_turn(np.random.default_rng([seed, turn])):
-            yield outcome
-            count += 1
-            if count == num_folders:
-                return
-        turn += 1
+    folders = (folder for turn in itertools.count() for folder in _of_turn(np.random.default_rng([seed, turn]), ways))
+    for outcomes in itertools.islice(folders, num_folders):
+        yield from outcomes
 
 
-def _of_turn(rng):
+def _of_turn(rng, ways):
+    """Yield the outcomes of each folder of one structure."""
     make = generated.chosen(rng)
     names = list(MUTATIONS)
     for size in generated.SIZES:
         dump = make(size)
         chosen = names if size == "different sizes" else [names[0], str(rng.choice(names[1:]))]
-        for outcome in outcomes_of(lambda dump=dump: copy.deepcopy(dump), dump.name, chosen, rng):
-            outcome.mutation = size if outcome.mutation == names[0] else outcome.mutation
-            yield outcome
+        for name in chosen:
+            outcomes = list(outcomes_of(lambda dump=dump: copy.deepcopy(dump), dump.name, [name], rng, ways))
+            for outcome in outcomes:
+                outcome.mutation = size if name == names[0] else name
+            if outcomes:
+                yield outcomes
 
 
-def of_kind(kind, layout, rng):
+def of_kind(kind, layout, rng, ways=tuple(WAYS)):
     """Yield outcomes of a kind of the corpus."""
     with tempfile.TemporaryDirectory(dir=SCRATCH) as scratch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -159,21 +176,21 @@ def of_kind(kind, layout, rng):
         def read():
             return Dump.of_folder(kind.name, source, layout, copy.deepcopy(expected))
 
-        yield from outcomes_of(read, kind.name, MUTATIONS if read().states() else ["unchanged"], rng)
+        yield from outcomes_of(read, kind.name, MUTATIONS if read().states() else ["unchanged"], rng, ways)
 
 
 def table(outcomes):
-    """Return lines with the counts of each mutation and their totals."""
+    """Return lines with the counts of each way and mutation, and the totals of each way."""
     counts = collections.defaultdict(collections.Counter)
     for outcome in outcomes:
-        counts[outcome.mutation][outcome.result] += 1
-    total = sum(counts.values(), collections.Counter())
-    rows = [(name, MUTATIONS[name][1] if name in MUTATIONS else "none", found) for name, found in counts.items()]
-    rows.append(("all", "", total))
-    lines = ["| mutation | rules | folders | right | refused | wrong |", "|---|---|---:|---:|---:|---:|"]
-    for name, rules, found in rows:
-        cells = [found["right"], found["refused"], found["wrong"]]
-        lines.append(
-            f"| {name.replace('_', ' ')} | {rules} | {sum(cells):,} | " + " | ".join(f"{n:,}" for n in cells) + " |"
-        )
+        for name in (outcome.mutation, "all"):
+            counts[outcome.way, name][outcome.result] += 1
+    lines = ["| way | mutation | rules | folders | right | refused | wrong |", "|---|---|---|---:|---:|---:|---:|"]
+    for way in WAYS:
+        for name in (*generated.SIZES, *MUTATIONS, "all"):
+            if found := counts.get((way, name)):
+                cells = [found.total(), found["right"], found["refused"], found["wrong"]]
+                rules = MUTATIONS[name][1] if name in MUTATIONS else ""
+                numbers = " | ".join(f"{n:,}" for n in cells)
+                lines.append(f"| {way} | {name.replace('_', ' ')} | {rules} | {numbers} |")
     return lines

@@ -223,7 +223,7 @@ def items_permuted(dump, rng):
 def ids_shifted(dump, rng):
     """Number labels from 1, traces from 0."""
     tables = [t for t in dump.tables() if t[2]]
-    if len(tables) != 1 or not all("ok" in row and "qid" in row for row in tables[0][1]):
+    if len(tables) != 1 or not all("qid" in row and len(row) == 3 for row in tables[0][1]):
         return None
     rows, names = tables[0][1], [trace["question_id"] for trace in dump.expected]
     if len(rows) < 2 or sorted(row["qid"] for row in rows) != sorted(names):
@@ -240,7 +240,7 @@ def ids_shifted(dump, rng):
 def ids_spelled_otherwise(dump, rng):
     """Write ids of a table with leading zeros or in capital letters."""
     tables = [t for t in dump.tables() if t[2]]
-    if len(tables) != 1 or not all("ok" in row and "qid" in row for row in tables[0][1]):
+    if len(tables) != 1 or not all("qid" in row and len(row) == 3 for row in tables[0][1]):
         return None
     spell = choice(rng, [str.upper, lambda t: f"0{t}" if t.isdecimal() else t.upper(), lambda t: f"{t}.0"])
     rows, some = tables[0][1], len(tables[0][1]) > 1

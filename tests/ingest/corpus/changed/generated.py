@@ -46,6 +46,10 @@ def samples_of(rng, sizes):
     return found
 
 
+# Keys of fields: names that everybody knows, or short ones that say little.
+CLEAR = {"hs": "hidden_states", "attn": "attentions", "ids": "input_ids", "text": "response", "mask": "attention_mask"}
+
+
 class Writer:
     """The fields that a dump holds besides the states."""
 
@@ -54,7 +58,17 @@ class Writer:
         self.has_attention = bool(rng.integers(2))
         self.has_tokens = bool(rng.integers(2))
         self.field = str(rng.choice(["is_correct", "is_hallucinated"]))
+        self.is_clear = bool(rng.integers(4))
         self.files, self.layout = {}, {}
+
+    def key(self, name):
+        """Return the key of a field in the names of the dump."""
+        return CLEAR.get(name, name) if self.is_clear else name
+
+    @property
+    def ok(self):
+        """The key of the label."""
+        return self.field if self.is_clear else "ok"
 
     def label(self, sample):
         """Return the label of a sample under the field of the dump."""
@@ -63,18 +77,18 @@ class Writer:
     def labels_by_id(self):
         """Add a table of labels by id."""
         suffix = str(self.rng.choice([".csv", ".json", ".jsonl", ".parquet"]))
-        rows = [{"qid": s.question_id, "ok": self.label(s), "question": s.question} for s in self.samples]
+        rows = [{"qid": s.question_id, self.ok: self.label(s), "question": s.question} for s in self.samples]
         self.files[f"labels{suffix}"] = [rows[k] for k in self.rng.permutation(len(rows))]
-        self.layout[self.field] = f"labels{suffix} : [id=qid]/ok"
+        self.layout[self.field] = f"labels{suffix} : [id=qid]/{self.ok}"
         self.layout["question"] = f"labels{suffix} : [id=qid]/question"
 
     def labels_in_order(self, *, with_ids=True):
         """Add a table in the order of the traces."""
         suffix = str(self.rng.choice([".csv", ".json", ".jsonl", ".parquet"]))
         ids = {"qid": lambda s: s.question_id} if with_ids else {}
-        row = ids | {"ok": self.label, "question": lambda s: s.question}
+        row = ids | {self.ok: self.label, "question": lambda s: s.question}
         self.files[f"labels{suffix}"] = [{n: of(s) for n, of in row.items()} for s in self.samples]
-        self.layout[self.field] = f"labels{suffix} : []/ok"
+        self.layout[self.field] = f"labels{suffix} : []/{self.ok}"
         self.layout["question"] = f"labels{suffix} : []/question"
         if with_ids:
             self.layout["question_id"] = f"labels{suffix} : []/qid"
@@ -92,23 +106,23 @@ class Writer:
 
     def fields(self, sample):
         """Return states, attention and tokens of a sample by short keys."""
-        found = {"hs": sample.hidden}
-        found |= {"attn": sample.attention} if self.has_attention else {}
-        return found | ({"ids": sample.tokens} if self.has_tokens else {})
+        found = {self.key("hs"): sample.hidden}
+        found |= {self.key("attn"): sample.attention} if self.has_attention else {}
+        return found | ({self.key("ids"): sample.tokens} if self.has_tokens else {})
 
     def lines(self, prefix):
         """Add the lines of `fields`."""
-        self.layout["hidden_states"] = f"{prefix}hs -> L S D"
-        self.layout |= {"attentions": f"{prefix}attn -> L H S S"} if self.has_attention else {}
-        self.layout |= {"tokens": f"{prefix}ids -> S"} if self.has_tokens else {}
+        self.layout["hidden_states"] = f"{prefix}{self.key('hs')} -> L S D"
+        self.layout |= {"attentions": f"{prefix}{self.key('attn')} -> L H S S"} if self.has_attention else {}
+        self.layout |= {"tokens": f"{prefix}{self.key('ids')} -> S"} if self.has_tokens else {}
 
 
 def items(w):
     """Write a list of dicts, or rows."""
-    rows = [{"qid": s.question_id, **w.fields(s), "question": s.question, "ok": w.label(s)} for s in w.samples]
+    rows = [{"qid": s.question_id, **w.fields(s), "question": s.question, w.ok: w.label(s)} for s in w.samples]
     w.files[f"a{w.container}"] = rows
     w.lines(f"a{w.container} : [id=qid]/")
-    w.layout |= {w.field: f"a{w.container} : [id=qid]/ok", "question": f"a{w.container} : [id=qid]/question"}
+    w.layout |= {w.field: f"a{w.container} : [id=qid]/{w.ok}", "question": f"a{w.container} : [id=qid]/question"}
     return w.dump("items")
 
 
@@ -165,9 +179,9 @@ def layers_by_name(w):
     numbers = [4 * k for k in range(len(w.samples[0].hidden))]
     for s in w.samples:
         fields = {f"layer_{n}": layer for n, layer in zip(numbers, s.hidden, strict=True)}
-        w.files[f"{s.question_id}{w.container}"] = fields | ({"ids": s.tokens} if w.has_tokens else {})
+        w.files[f"{s.question_id}{w.container}"] = fields | ({w.key("ids"): s.tokens} if w.has_tokens else {})
     w.layout["hidden_states"] = f"{{id}}{w.container} : layer_{{layer}} -> S D"
-    w.layout |= {"tokens": f"{{id}}{w.container} : ids"} if w.has_tokens else {}
+    w.layout |= {"tokens": f"{{id}}{w.container} : {w.key('ids')}"} if w.has_tokens else {}
     w.labels_by_id()
     return w.dump("layers by name", layers=numbers)
 

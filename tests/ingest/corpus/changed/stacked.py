@@ -27,17 +27,17 @@ def file_per_layer(w):
 def _stack(w, samples, order, side, fill):
     """Return the arrays of a padded stack with the axes `order`, and their mask."""
     hidden, mask = pad([s.hidden for s in samples], 1, side, fill)
-    arrays = {"hidden": np.ascontiguousarray(hidden.transpose([("NLSD").index(axis) for axis in order]))}
+    arrays = {w.key("hs"): np.ascontiguousarray(hidden.transpose([("NLSD").index(axis) for axis in order]))}
     if w.has_attention:
-        arrays["attn"] = pad_attention([s.attention for s in samples], side)
+        arrays[w.key("attn")] = pad_attention([s.attention for s in samples], side)
     if w.has_tokens:
         arrays["input_ids"] = pad([s.tokens for s in samples], 0, side, 1)[0]
     return arrays, mask
 
 
 def _stack_lines(w, file, order):
-    w.layout["hidden_states"] = f"{file} : hidden -> {' '.join(order)}"
-    w.layout |= {"attentions": f"{file} : attn -> N L H S S"} if w.has_attention else {}
+    w.layout["hidden_states"] = f"{file} : {w.key('hs')} -> {' '.join(order)}"
+    w.layout |= {"attentions": f"{file} : {w.key('attn')} -> N L H S S"} if w.has_attention else {}
     w.layout |= {"tokens": f"{file} : input_ids -> N S"} if w.has_tokens else {}
 
 
@@ -45,9 +45,9 @@ def stack_with_mask(w):
     """Write a padded stack with a mask, ids and labels in order."""
     order, side = str(w.rng.choice(["NLSD", "LNSD", "NSLD"])), str(w.rng.choice(["left", "right"]))
     arrays, mask = _stack(w, w.samples, order, side, float(w.rng.choice([0, 3])))
-    w.files[f"a{w.container}"] = {**arrays, "mask": mask}
+    w.files[f"a{w.container}"] = {**arrays, w.key("mask"): mask}
     _stack_lines(w, f"a{w.container}", order)
-    w.layout["S.mask"] = f"a{w.container} : mask -> N S"
+    w.layout["S.mask"] = f"a{w.container} : {w.key('mask')} -> N S"
     w.labels_in_order()
     return w.dump("stack with mask")
 
@@ -68,11 +68,12 @@ def ragged(w):
     w.has_attention = False
     lengths = [s.hidden.shape[1] for s in w.samples]
     ends = np.cumsum(lengths)
-    arrays = {"h": np.concatenate([s.hidden.transpose(1, 0, 2) for s in w.samples])}
-    arrays |= {"ids": np.concatenate([s.tokens for s in w.samples])} if w.has_tokens else {}
+    arrays = {w.key("hs"): np.concatenate([s.hidden.transpose(1, 0, 2) for s in w.samples])}
+    arrays |= {w.key("ids"): np.concatenate([s.tokens for s in w.samples])} if w.has_tokens else {}
     w.labels_in_order()
     known = str(w.rng.choice(["S.offsets", "S.lengths", "S.owner", "S.starts"]))
     file = f"a{w.container}"
+    key = known[2:] if w.is_clear else "known"
     if known == "S.starts":
         table = next(iter(w.files))
         for row, begin, end in zip(w.files[table], ends - lengths, ends, strict=True):
@@ -81,11 +82,11 @@ def ragged(w):
     else:
         values = {"S.offsets": np.array([0, *ends]), "S.lengths": np.array(lengths)}
         values["S.owner"] = np.repeat(np.arange(len(lengths)), lengths)
-        arrays["known"] = values[known]
-        w.layout[known] = f"{file} : known" + (" -> N" if known == "S.lengths" else "")
+        arrays[key] = values[known]
+        w.layout[known] = f"{file} : {key}" + (" -> N" if known == "S.lengths" else "")
     w.files[file] = arrays
-    w.layout["hidden_states"] = f"{file} : h -> (N S) L D"
-    w.layout |= {"tokens": f"{file} : ids -> (N S)"} if w.has_tokens else {}
+    w.layout["hidden_states"] = f"{file} : {w.key('hs')} -> (N S) L D"
+    w.layout |= {"tokens": f"{file} : {w.key('ids')} -> (N S)"} if w.has_tokens else {}
     return w.dump("ragged")
 
 
@@ -127,24 +128,27 @@ def answers(w):
     groups = [group for group in groups if group]
     rows, expected = [], []
     for n, group in enumerate(groups):
-        rows.append({"qid": f"q{n}", "samples": [{"hs": s.hidden, "text": s.answer, "ok": w.label(s)} for s in group]})
+        found = [{w.key("hs"): s.hidden, w.key("text"): s.answer, w.ok: w.label(s)} for s in group]
+        rows.append({"qid": f"q{n}", "samples": found})
         expected += [s.expect("answer label", question_id=f"q{n}", sample=k) for k, s in enumerate(group)]
     file = f"s{w.container}"
     w.files[file] = rows
     prefix = f"{file} : [id=qid]/samples/[K]/"
-    w.layout |= {"hidden_states": f"{prefix}hs -> L S D", "generated_answer": f"{prefix}text", w.field: f"{prefix}ok"}
+    w.layout["hidden_states"] = f"{prefix}{w.key('hs')} -> L S D"
+    w.layout |= {"generated_answer": f"{prefix}{w.key('text')}", w.field: f"{prefix}{w.ok}"}
     return Dump(f"answers{w.container}", w.files, w.layout, expected)
 
 
 def prompt_and_answer(w):
     """Write the states of prompt and answer in two arrays."""
     w.has_attention = w.has_tokens = False
+    names = ("prompt_hidden_states", "answer_hidden_states") if w.is_clear else ("prompt", "answer")
     for s in w.samples:
         at = max(s.hidden.shape[1] - 2, 1)
-        parts = {"prompt": s.hidden[:, :at], "answer": s.hidden[:, at:] if s.hidden.shape[1] > 1 else s.hidden}
+        parts = {names[0]: s.hidden[:, :at], names[1]: s.hidden[:, at:] if s.hidden.shape[1] > 1 else s.hidden}
         s.hidden, s.prompt_length = np.concatenate(list(parts.values()), 1), at
         w.files[f"{s.question_id}{w.container}"] = parts
-    w.layout["hidden_states"] = [f"{{id}}{w.container} : {name} -> L S D" for name in ("prompt", "answer")]
+    w.layout["hidden_states"] = [f"{{id}}{w.container} : {name} -> L S D" for name in names]
     w.labels_by_id()
     dump = w.dump("prompt and answer")
     for s, trace in zip(w.samples, dump.expected, strict=True):
@@ -158,10 +162,15 @@ def stacked_answers(w):
     groups = [w.samples[k * count : (k + 1) * count] for k in range(len(w.samples) // count)]
     w.samples = [s for group in groups for s in group]
     file = f"a{w.container}"
+    h, y = ("last_token_hidden_states", w.field) if w.is_clear else ("h", "y")
     hidden = np.stack([[s.hidden[:, -1] for s in group] for group in groups])
-    w.files[file] = {"h": hidden, "y": np.array([[w.label(s) for s in group] for group in groups])}
+    w.files[file] = {h: hidden, y: np.array([[w.label(s) for s in group] for group in groups])}
     w.files["ids.json"] = [f"q{n}" for n in range(len(groups))]
-    w.layout |= {"last_token": f"{file} : h -> N K L D", "question_id": "ids.json -> N", w.field: f"{file} : y -> N K"}
+    w.layout |= {
+        "last_token": f"{file} : {h} -> N K L D",
+        "question_id": "ids.json -> N",
+        w.field: f"{file} : {y} -> N K",
+    }
     expected = [
         s.expect_last("label", question_id=f"q{n}", sample=k)
         for n, group in enumerate(groups)
@@ -173,9 +182,10 @@ def stacked_answers(w):
 def last_tokens(w):
     """Write states of last tokens (N, L, D), a table in order."""
     arrays = np.stack([s.hidden[:, -1] for s in w.samples])
+    h = "last_token_hidden_states" if w.is_clear else "h"
     file = f"a{w.container}"
-    w.files[file] = arrays if w.container == ".npy" else {"h": arrays}
-    w.layout["last_token"] = f"{file}{'' if w.container == '.npy' else ' : h'} -> N L D"
+    w.files[file] = arrays if w.container == ".npy" else {h: arrays}
+    w.layout["last_token"] = f"{file}{'' if w.container == '.npy' else f' : {h}'} -> N L D"
     w.labels_in_order(with_ids=bool(w.rng.integers(4)))
     ids = {} if "question_id" in w.layout else {"question_id": None}
     return w.dump("last tokens", last=True, **ids)
