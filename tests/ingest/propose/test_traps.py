@@ -478,3 +478,43 @@ def test_gap_in_layers_of_one_trace_rule_1(tmp_path):
 def _in(tmp_path):
     (tmp_path / "in").mkdir(exist_ok=True)
     return tmp_path / "in"
+
+
+def test_a_folder_of_one_class_rule_22(tmp_path):
+    """The traces of the other class are elsewhere: the name of the folder is a label that no line takes."""
+    for row in rows():
+        name = row.pop("id")
+        dump(tmp_path / f"in/correct/{name}.pkl", row)
+    refuse(tmp_path, "may say the class")
+
+
+def test_one_row_of_a_table_next_to_one_file_rule_15(tmp_path):
+    """The id of the row is not the name of the file."""
+    row = rows(1)[0]
+    del row["id"]
+    dump(tmp_path / "in/7.pkl", row)
+    table(tmp_path / "in/labels.csv", [{"qid": "07", "is_correct": 1}])
+    refuse(tmp_path, "the number 1 joins a row")
+
+
+def test_as_many_traces_as_ids_rule_3a(tmp_path):
+    """Of both orders of square ids, the right one needs a statement about padding."""
+    steps = [[states(5, 1, 8, seed=9 * k + n) for n in range(3)] for k in range(4)]
+    ids = np.arange(25).reshape(5, 5) + 10
+    ids[4, 2:] = 2
+    found = {"hidden_states": steps, "sequences": ids, "attention_mask": np.ones((5, 1), int)}
+    dump(tmp_path / "in/g.pkl", found)
+    table(tmp_path / "in/labels.csv", [{"qid": f"q{k}", "is_correct": k % 2} for k in range(5)])
+    refuse(tmp_path)
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_generated_ids_that_repeat_the_last_one_rule_3a(tmp_path, is_padded):
+    """A file with one row of generate() may hold a row of a larger batch that ended early."""
+    for n in range(3):
+        sizes = [4 + n, 1, 1, 1]
+        steps = [[states(1, size, 8, seed=9 * n + 3 * k + x) for x in range(3)] for k, size in enumerate(sizes)]
+        ids = np.arange(sum(sizes) + 1)[None] + 9
+        ids[0, -2:] = (2, 2 if is_padded else 3)
+        dump(tmp_path / f"in/q{n}.pkl", {"hidden_states": steps, "sequences": ids})
+    assert any(candidate.is_proved for candidate in refuse(tmp_path).candidates) != is_padded

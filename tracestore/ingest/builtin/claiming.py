@@ -73,11 +73,14 @@ def claim(files: Mapping[str, Path], known: Sequence[Builtin]) -> Claims:
 def _in_classes(files: Iterable[str]) -> set[str]:
     """Return the names that say the class of an answer, as `correct/q0.pkl`: no built-in layout reads it."""
     found: dict[str, set[str]] = defaultdict(set)
+    folders: set[str] = set()
     for name in files:
         for word in _WORD.findall(name.lower()):
             if score_of_word(word, None) is not None:
                 found[word].add(name)
-    return set().union(*found.values()) if len(found) > 1 else set()
+        if any(score_of_word(part, None) is not None for part in name.split("/")[:-1]):
+            folders.add(name)
+    return folders.union(*(found.values() if len(found) > 1 else ()))
 
 
 def _alike(files: Iterable[str]) -> dict[str, list[str]]:

@@ -4,10 +4,11 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from tracestore.ingest.propose.identities import Identity, Places
-from tracestore.ingest.propose.leaves import Observation
+from tracestore.ingest.propose.leaves import Observation, without_names
 from tracestore.ingest.propose.meanings import Meaning
 from tracestore.ingest.propose.names import words_of
 from tracestore.ingest.propose.orders import Axes, Frame
+from tracestore.store.vocabulary import score_of_word
 
 TEXTS = ("question", "generated_answer", "generated_answer_clean", "generated_text")
 ARRAYS = ("attentions", "tokens", "tokens_decoded", "S.mask", "L.ids")
@@ -72,9 +73,15 @@ class Proofs:
             The field of the states.
         """
         found = [*identity.doubts]
-        num_files = len(self._observation.files[frame.leaf.files])
-        if identity.mode == "stack" and not {"N", "(N S)"} & set(frame.axes) and num_files > 1:
-            found.append("the names of the files are no ids")
+        others = sorted(name for name, line in lines.items() if not line.address.startswith(frame.leaf.files))
+        if identity.mode == "stack" and not {"N", "(N S)"} & set(frame.axes):
+            if len(self._observation.files[frame.leaf.files]) > 1:
+                found.append("the names of the files are no ids")
+            elif any(" : []" in lines[name].address for name in others):
+                found.append(f"{', '.join(others)}: nothing but the number 1 joins a row to the file")
+        says_class = any(score_of_word(word, None) is not None for word in words_of(without_names(frame.leaf.files)))
+        if says_class and not {"is_correct", "is_hallucinated"} & lines.keys():
+            found.append("a name may say the class of the answers")
         if not states[0].field:
             found.append("no word says that these are hidden states")
         if len(states) > 1:
@@ -86,9 +93,8 @@ class Proofs:
         if name == "last_token" and states[0].field != "last_token":
             found.append("no word says that the vectors are those of the last token")
         found += self._of_texts(lines)
-        in_order = sorted(k for k, line in lines.items() if not line.address.startswith(frame.leaf.files))
-        if identity.mode == "rows" and in_order:
-            found.append(f"{', '.join(in_order)}: joined in order")
+        if identity.mode == "rows" and others:
+            found.append(f"{', '.join(others)}: joined in order")
         scores = sorted(k for k in lines if k.startswith(("correctness.", "hallucination.")))
         if len(scores) > 1:
             found.append(f"{', '.join(scores)}: no word tells which score counts")

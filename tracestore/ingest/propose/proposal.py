@@ -1,6 +1,8 @@
 """Proposals: drafts that were tried, with what each of them gives."""
 
+import json
 import math
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -87,7 +89,7 @@ class Candidate:
         found = []
         for name, value in self.layout.to_entries().items():
             values = value if name in ("records", "ignore") else [value]
-            found += [f"--field {_quoted(escape_unprintable(f'{name} = {_plain(one)}'))}" for one in values]
+            found += [f"--field {shlex.quote(escape_unprintable(f'{name} = {_plain(one)}'))}" for one in values]
         return found
 
     def gives(self) -> str:
@@ -118,18 +120,8 @@ class Candidate:
         return found
 
 
-def _quoted(text: str) -> str:
-    return "'" + text.replace("'", "'\\''") + "'"
-
-
 def _plain(value: object) -> str:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return "[" + ", ".join(f'"{v}"' if isinstance(v, str) else str(v) for v in value) + "]"
-    return str(value)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 @dataclass
