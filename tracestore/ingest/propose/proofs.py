@@ -74,14 +74,7 @@ class Proofs:
         """
         found = [*identity.doubts]
         others = sorted(name for name, line in lines.items() if not line.address.startswith(frame.leaf.files))
-        if identity.mode == "stack" and not {"N", "(N S)"} & set(frame.axes):
-            if len(self._observation.files[frame.leaf.files]) > 1:
-                found.append("the names of the files are no ids")
-            elif any(" : []" in lines[name].address for name in others):
-                found.append(f"{', '.join(others)}: nothing but the number 1 joins a row to the file")
-        says_class = any(score_of_word(word, None) is not None for word in words_of(without_names(frame.leaf.files)))
-        if says_class and not {"is_correct", "is_hallucinated"} & lines.keys():
-            found.append("a name may say the class of the answers")
+        found += self._of_files(identity, frame, lines, others)
         if not states[0].field:
             found.append("no word says that these are hidden states")
         if len(states) > 1:
@@ -101,6 +94,21 @@ class Proofs:
         for meaning in self._meanings:
             if meaning.verdict is not None and meaning.verdict.is_doubtful:
                 found.append(f"{meaning.leaf.key}: may be what a detector says, or words without a meaning")
+        return found
+
+    def _of_files(
+        self, identity: Identity, frame: Frame, lines: Mapping[str, Line], others: Sequence[str]
+    ) -> list[str]:
+        """Return what the names of files leave open: the id of a trace, a row that is its own, the class of answers."""
+        found = []
+        if identity.mode == "stack" and not {"N", "(N S)"} & set(frame.axes):
+            if len(self._observation.files[frame.leaf.files]) > 1:
+                found.append("the names of the files are no ids")
+            elif any(" : []" in lines[name].address for name in others):
+                found.append(f"{', '.join(others)}: nothing but the number 1 joins a row to the file")
+        says_class = any(score_of_word(word, None) is not None for word in words_of(without_names(frame.leaf.files)))
+        if says_class and not {"is_correct", "is_hallucinated"} & lines.keys():
+            found.append("a name may say the class of the answers")
         return found
 
     def _of_layers(
