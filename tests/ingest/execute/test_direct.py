@@ -159,4 +159,4 @@ def test_an_item_without_states_is_refused(tmp_path):
 def test_attention_of_some_layers_is_refused(tmp_path):
     dump(tmp_path / "in/a.pkl", [item(attn=[None, item()["attn"][1]])])
 
-    assert "expected an array" in records(LAYOUT, tmp_path / "in")
+    assert "expected the axes H S S" in records(LAYOUT, tmp_path / "in")

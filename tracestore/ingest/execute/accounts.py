@@ -42,8 +42,8 @@ _IN_ORDER = re.compile(r"\[([^\]]*= ?#[^\]]*)?\]/$")
 class SourceAccount:
     """The accounts of one source: keys that occur once, and rows in order of which none is left over."""
 
-    def __init__(self, plan: Plan, columns: Columns) -> None:
-        self._plan, self._columns = plan, columns
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
         self.num_traces = self.num_refused = 0
         self._keys: set[tuple[str, int]] = set()
         self._rows: dict[tuple[Any, ...], int] = {}
@@ -76,23 +76,23 @@ class SourceAccount:
             )
         self._keys.add(key)
 
-    def close_unit(self) -> None:
+    def close_unit(self, columns: Columns) -> None:
         """Close the accounts of the rows of a unit."""
-        self._check(self._columns.unit, self._open_stacks)
-        self._check_unused(self._columns.unit)
+        self._check(columns.unit, self._open_stacks)
+        self._check_unused(columns.unit)
         self._open_stacks = set()
 
-    def close(self) -> None:
+    def close(self, columns: Columns) -> None:
         """Close the accounts of the source."""
-        self._check(self._columns.source, self._stacks)
-        self._check_unused(self._columns.source)
+        self._check(columns.source, self._stacks)
+        self._check_unused(columns.source)
         if self._plan.is_keyed:
-            for level in (self._columns.source, self._columns.tables):
+            for level in (columns.source, columns.tables):
                 check_totals(level, self.num_traces)
         elif not self._plan.is_global:
-            self._check(self._columns.tables, self._stacks)
+            self._check(columns.tables, self._stacks)
         elif "chunk" not in self._plan.states[0].address.files.names:
-            check_totals(self._columns.tables, self._total)
+            check_totals(columns.tables, self._total)
 
     def _check_unused(self, level: Mapping[Place, Column]) -> None:
         """Rule 11: the arrays of a source have the ids of its states; something of every other field has them (12c)."""

@@ -3,7 +3,6 @@
 The result is that of `TraceBuilder`, without columns and joins.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,29 +10,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.execute.arrays import check_attention_values, check_ids
-from tracestore.ingest.execute.axes import Block, layer_ids_of, settle_dtype
+from tracestore.ingest.execute.arrays import check_ids
+from tracestore.ingest.execute.axes import Block, read_block, settle_dtype
 from tracestore.ingest.execute.nodes import Node
-from tracestore.ingest.execute.tokens import check_no_padding, check_prompt, check_zero_tokens
-from tracestore.ingest.execute.values import (
-    check_agreement,
-    check_spans,
-    describe,
-    id_text,
-    json_value,
-    key_text,
-    label_value,
-    plain_of,
-    score_value,
-    typed_value,
-)
+from tracestore.ingest.execute.records import RecordMaker
+from tracestore.ingest.execute.tokens import check_no_padding
+from tracestore.ingest.execute.values import check_spans, describe, json_value, plain_of, typed_value
+from tracestore.ingest.execute.walk import Cell, Walk, settled
 from tracestore.ingest.layout.addresses import Address, ItemsStep, KeyStep, Step
-from tracestore.ingest.layout.fields import LABELS, score_of
 from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.layout.places import RECORDS, Place, Plan
-from tracestore.ingest.tree import Array, Group, Items, NumpyArray, Value, as_array
+from tracestore.ingest.tree import Group, Items, NumpyArray, Value, as_array
 from tracestore.store.format.schema import ANSWER_FIELDS
-from tracestore.store.write.record import TraceRecord, record_from_dict
+from tracestore.store.write.record import TraceRecord
 
 _AXES: dict[str, list[tuple[str, ...]]] = {
     "hidden_states": [("L", "S", "D")],
@@ -43,7 +32,7 @@ _AXES: dict[str, list[tuple[str, ...]]] = {
     "tokens_decoded": [("S",), ("T",)],
     "L.ids": [("L",)],
 }
-_RANKS = {"hidden_states": 2, "attentions": 3, "last_token": 1}
+_LETTERS = {"hidden_states": "SD", "attentions": "HSQ", "last_token": "D"}  # of a layer
 _SETTINGS = ("duplicates", "L.what", "L.size")
 _EXTRAS = (str, int, float)
 _PLAIN = frozenset((str, int, float, bool, type(None)))
@@ -53,8 +42,9 @@ class _Key(NamedTuple):
     """A key of an item, and how its value is read."""
 
     key: Any
-    name: str
-    read: Callable[[Any, str], Any]
+    place: Place
+    read: Callable[[Any, Place], Any]
+    plain: type | None  # of values that need no reading
     node: Node
 
 
@@ -116,17 +106,16 @@ def _is_key(address: Address, state: Address, step: ItemsStep | None) -> bool:
 
 
 class DirectReader:
-    """Read the records of the items of one source.
+    """Read the records of the items of one file.
 
     Parameters
     ----------
-    plan : Plan
-        For which `direct_step` returns no False.
+    maker : RecordMaker
+        Of a plan for which `direct_step` returns no False.
     node : Node
-        The node of the items, for `on_unclaimed`.
-    source_name : str
-    need_attention : bool or None
-        As for `record_from_dict`.
+        The node of the items.
+    walk : Walk
+        The walk through the file.
     on_unclaimed : callable
         Called with the node, key and value of each key that no line names.
     has_scores_file : bool
@@ -135,29 +124,18 @@ class DirectReader:
 
     def __init__(
         self,
-        plan: Plan,
+        maker: RecordMaker,
         node: Node,
-        source_name: str,
-        need_attention: bool | None,
+        walk: Walk,
         on_unclaimed: Callable[[Node, str, Value], None],
         *,
-        has_scores_file: bool = False,
+        has_scores_file: bool,
     ) -> None:
-        self._has_scores_file = has_scores_file
-        self._plan, self._node, self._source = plan, node, source_name
-        self._need_attention, self._on_unclaimed = need_attention, on_unclaimed
-        self._settings, self._states = plan.layout.settings, plan.layout.states
-        self._words = {n.partition(".")[2]: v for n, v in self._settings.items() if n.startswith("words.")}
-        self._places: dict[str, list[Place]] = {}
-        for place in plan.places:
-            if place.name != RECORDS:
-                self._places.setdefault(_key_of(place), []).append(place)
-        self._ignored = {_literal(address): node.child(address.path[-1]) for address in plan.ignored}
-        self._known = self._ignored.keys() | {key for key in node.keys if key not in self._places}
-        self._has_records = any(place.name == RECORDS for place in plan.others)
+        self._maker, self._node, self._walk, self._on_unclaimed = maker, node, walk, on_unclaimed
+        self._has_scores_file, self._states = has_scores_file, maker.plan.layout.states
         self._has_more_ids = any(
-            place.axes == ("T",) or (place.address.axes is None and _key_of(place) == "sequences")
-            for place in plan.others
+            place.axes == ("T",) or (place.address.axes is None and _literal(place.address) == "sequences")
+            for place in maker.plan.others
             if place.name == "tokens"
         )
         self._seen: dict[tuple[Any, ...], _Keys] = {}
@@ -169,65 +147,62 @@ class DirectReader:
         if not isinstance(item, Group):
             raise InvalidInputError(f"found {describe(item)}, expected a mapping", field=self._states)
         self._node.is_found = True
-        keys = self._keys_of(tuple(item))
+        names = tuple(item)
+        if (keys := self._seen.get(names)) is None:
+            keys = self._seen[names] = self._worked_out(item)
         values: dict[str, Any] = {}
-        for (key, name, read, node), value in zip(keys.fields, item.at_hand(keys.names), strict=True):
-            if value is NotImplemented:
-                value = item[key]
-            if value is None:
-                continue
+        for (key, place, read, plain, node), value in zip(keys.fields, item.at_hand(keys.names), strict=True):
+            if type(value) is not plain:
+                if value is NotImplemented:
+                    value = item[key]
+                if value is None:
+                    continue
+                node.is_found = True
+                if (value := read(value, place)) is None:
+                    continue
             node.is_found = True
-            if (found := read(value, name)) is None:
-                continue
-            if name in values and not _is_same(values[name], found):
+            name = place.name
+            if name in values and not _is_same(values[name], value):
                 raise InvalidInputError(f"found two values that differ, one as {key}", field=name)
-            values[name] = found
-        check_spans(values.get("spans"), [values[name] for name in ANSWER_FIELDS if name in values])
-        extras = self._extras(item, keys.rest) if keys.rest else {}
-        self._set_key(values, bound)
-        stated_ids = None if (found := values.pop("L.ids", None)) is None else found.tolist()
-        record = self._made(values, position, is_row="N" in bound)
+            values[name] = value
+        if "spans" in values:
+            check_spans(values["spans"], [values[name] for name in ANSWER_FIELDS if name in values])
+        extras = self._extras(item, keys.rest) if keys.rest else None
+        self._maker.set_id(values, bound.get("id"))
+        self._maker.set_sample(values, bound.get("sample"))
+        stated = None if (found := values.pop("L.ids", None)) is None else found.tolist()
+        self._check(values, is_row="N" in bound)
+        record = self._maker.record(values, position)
         if extras:
             record.extras.update(extras)
-        num_layers, has_left_out = record.num_layers, record.is_without_embeddings
-        size = self._settings.get("L.size")
-        record.layer_ids = layer_ids_of(None, stated_ids, size, num_layers, is_without_embeddings=has_left_out)
+        self._maker.set_layers(record, None, stated)
         if keys.scores:
             self._set_scores(record, item, keys.scores)
         return record
 
-    def _keys_of(self, names: tuple[Any, ...]) -> _Keys:
-        if (known := self._seen.get(names)) is None:
-            known = self._seen[names] = self._worked_out(names)
-        return known
-
-    def _worked_out(self, names: tuple[Any, ...]) -> _Keys:
+    def _worked_out(self, item: Group) -> _Keys:
+        claimed, rest = self._walk.claims(self._node, item)
         fields: list[_Key] = []
         scores: list[_Key] = []
-        rest: list[Any] = []
-        for key in names:
-            text = key_text(key)
-            for place in self._places.get(text, ()):
-                kind, node = place.rule.kind, self._node.child(place.address.path[-1])
-                (scores if kind == "score" else fields).append(_Key(key, place.name, self._reader_of(place), node))
-            if text in self._ignored:
-                self._ignored[text].is_found = True
-            if text not in self._places and text not in self._known:
-                rest.append(key)
+        for key, steps in claimed.items():
+            for _, node, _ in steps:
+                for place in node.leaves:
+                    read, plain = self._reader_of(place)
+                    of_kind = scores if place.rule.kind == "score" else fields
+                    of_kind.append(_Key(key, place, read, plain, node))
         return _Keys(fields, [entry.key for entry in fields], scores, rest)
 
-    def _reader_of(self, place: Place) -> Callable[[Any, str], Any]:
-        if place.name in ("hidden_states", "attentions", "last_token"):
-            if place.name == "attentions":
-                return _skipped if self._need_attention is False else _attention
-            return _layers
-        if place.rule.kind == "texts":
-            return _texts
+    def _reader_of(self, place: Place) -> tuple[Callable[[Any, Place], Any], type | None]:
+        """Return what reads the values of a place, and the type of those that need no reading."""
+        if place.name == "attentions":
+            return (_skipped if self._maker.need_attention is False else _attention), None
+        if place.name in _LETTERS:
+            return _layers, None
         if place.rule.kind in ("array", "known"):
-            return _numbers
-        if place.rule.kind == "json":
-            return _plain
-        return _number if place.rule.kind == "number" else _text if place.rule.kind == "text" else _scalar
+            return _numbers, np.ndarray
+        return {"texts": (_texts, None), "json": (_plain, None), "number": (_typed, int), "text": (_typed, str)}.get(
+            place.rule.kind, (_scalar, str)
+        )
 
     def _extras(self, item: Group, rest: list[Any]) -> dict[str, Any]:
         """Return the texts and numbers that no line names, if `records` takes them."""
@@ -235,67 +210,33 @@ class DirectReader:
         for key in rest:
             value = item[key]
             self._on_unclaimed(self._node, key, value)
-            if self._has_records and isinstance(value, _EXTRAS):
+            if self._node.has_records and isinstance(value, _EXTRAS):
                 found[str(key)] = value
         return found
 
-    def _set_key(self, values: dict[str, Any], bound: Mapping[str, Any]) -> None:
-        if (given := values.get("question_id")) is not None:
-            values["question_id"] = id_text(given)
-        elif any(place.name == "question_id" and not place.is_optional for place in self._plan.others):
-            raise InvalidInputError("the trace has no id where the layout says", field="question_id")
-        elif values.get("global_example_id") is None and bound.get("id") is not None:
-            values["question_id"] = key_text(bound["id"])
-        sample = values.get("sample", bound.get("sample"))
-        if sample is not None:
-            text = key_text(sample)
-            if not text.isdecimal():
-                raise InvalidInputError(f"found {text[:40]!r}, expected the number of an answer", field="sample")
-            values["sample"] = int(text)
-
-    def _made(self, values: dict[str, Any], position: int, *, is_row: bool) -> TraceRecord:
+    def _check(self, values: dict[str, Any], *, is_row: bool) -> None:
+        """Check that the states are there, their dtype (rule 7) and the ids of their tokens (rule 3)."""
         states = values.get(self._states)
         if states is None:
             raise InvalidInputError("missing key", field=self._states)
+        settings = self._maker.settings
         if states[0].dtype.kind != "f":
-            settle_dtype(Block(states, None), self._states, self._settings)
-        need = self._need_attention
-        if self._states == "last_token" or (need is None and "attentions" not in values):
-            need = False
-        if (tokens := values.get("tokens")) is not None and self._states == "hidden_states":
+            settle_dtype(Block(states, None), self._states, settings)
+        if self._states == "hidden_states" and (tokens := values.get("tokens")) is not None:
             check_ids(tokens, len(states[0]), is_wider=self._has_more_ids)
-            if is_row and "S.padding" not in self._settings:
+            if is_row and "S.padding" not in settings:
                 check_no_padding(tokens[: len(states[0])])
-        record = record_from_dict(values, source_name=self._source, position=position, need_attention=need)
-        record.dropped = []
-        rows = states if self._states == "hidden_states" else [layer.reshape(1, -1) for layer in states]
-        check_zero_tokens(rows, self._states)
-        if record.attention is not None:
-            check_attention_values(record.attention[0])
-        if self._states == "hidden_states":
-            check_prompt(record.prompt_length, record.num_tokens)
-        return record
 
     def _set_scores(self, record: TraceRecord, item: Group, keys: list[_Key]) -> None:
-        found: dict[str, float] = {}
-        for key, name, _, node in keys:
+        found = []
+        for key, place, _, _, node in keys:
             value = item[key]
             node.is_found |= value is not None
-            if self._has_scores_file:
-                record.extras |= {key: value} if isinstance(value, _EXTRAS) else {}
-                continue
-            _scalar(value, name)
-            direction = self._plan.layout.rule(name).direction or ""
-            is_label = name in LABELS
-            number = label_value(value, name, direction, self._words) if is_label else score_value(value, name)
-            found[name] = number
-            if math.isnan(number):
-                continue
-            if name == "label":
-                record.label = number
-            else:
-                record.scores[score_of(name)] = number
-        check_agreement(found)
+            if not self._has_scores_file:
+                found.append((place.name, _scalar(value, place), False))
+            elif isinstance(value, _EXTRAS):
+                record.extras[key] = value
+        self._maker.set_scores(record, found)
 
 
 def _literal(address: Address) -> str:
@@ -304,88 +245,57 @@ def _literal(address: Address) -> str:
     return last.parts[0].literal or ""
 
 
-def _key_of(place: Place) -> str:
-    return _literal(place.address)
-
-
-def _layers(value: Any, name: str) -> list[np.ndarray]:
+def _layers(value: Any, place: Place) -> list[np.ndarray]:
     """Return the layers of a list of arrays, or of one array whose first axis is L."""
-    rank = _RANKS[name]
-    if type(value) is list:  # of arrays, which the record compares with each other
-        if {getattr(layer, "ndim", None) for layer in value} != {rank}:
-            found = next(
-                (getattr(layer, "shape", "a text") for layer in value if getattr(layer, "ndim", 0) != rank), ""
+    letters = _LETTERS[place.name]
+    if type(value) is list and type(value[0]) is np.ndarray:
+        # The record compares their shapes.
+        if wrong := {layer.ndim for layer in value} - {len(letters)}:
+            raise InvalidInputError(
+                f"found arrays of {wrong.pop()} axes, expected {len(letters)} as the layout says", field=place.name
             )
-            raise InvalidInputError(f"found the shape {found}, expected {rank} axes as the layout says", field=name)
         return value
-    if type(value) is np.ndarray:
-        value = NumpyArray(value)
+    value = NumpyArray(value) if type(value) is np.ndarray else settled(value)
     if isinstance(value, str):
-        value = json_value(value, name)
-    if isinstance(value, Items) and not value.is_stream:
-        if not value.length:
-            raise InvalidInputError("found zero layers, expected at least one", field=name)
-        arrays = [as_array(part) for part in value]
-        if None in arrays:
-            raise InvalidInputError(f"found {describe(value[arrays.index(None)])}, expected an array", field=name)
-        layers = [array.read() for array in arrays if array is not None]
-    elif isinstance(value, Array):
-        layers = list(value.read()) if value.ndim > 1 else [value.read()]
-    else:
-        raise InvalidInputError(f"found {describe(value)}, expected the axes of {name}", field=name)
-    shape, dtype = layers[0].shape, layers[0].dtype
-    for k, layer in enumerate(layers):
-        if layer.ndim != rank:
-            raise InvalidInputError(
-                f"found the shape {layer.shape} in layer {k}, expected {rank} axes as the layout says", field=name
-            )
-        if layer.shape != shape or layer.dtype != dtype:
-            raise InvalidInputError(
-                f"found {layer.dtype} {layer.shape} in one layer, expected {dtype} {shape} as in the first", field=name
-            )
-    return layers
+        value = json_value(value, place.name)
+    return read_block([Cell(place, {}, value, place.axes, True)], letters, {}, {}, place.name).layers
 
 
-def _attention(value: Any, name: str) -> list[np.ndarray] | None:
+def _attention(value: Any, place: Place) -> list[np.ndarray] | None:
     """Return the layers of attention; None where the model gave none."""
     if isinstance(value, Items) and not value.is_stream and all(part is None for part in value):
         return None
-    return _layers(value, name)
+    return _layers(value, place)
 
 
-def _numbers(value: Any, name: str) -> np.ndarray:
-    if type(value) is np.ndarray:
-        return value
-    array = None if type(value) is list else as_array(json_value(value, name) if isinstance(value, str) else value)
+def _numbers(value: Any, place: Place) -> np.ndarray:
+    value = json_value(value, place.name) if isinstance(value, str) else value
+    array = None if type(value) is list else as_array(value)
     if array is None:
-        raise InvalidInputError(f"found {describe(value)}, expected numbers", field=name)
+        raise InvalidInputError(f"found {describe(value)}, expected numbers", field=place.name)
     return array.read()
 
 
-def _texts(value: Any, name: str) -> list[str]:
+def _texts(value: Any, place: Place) -> list[str]:
     if type(value) is list and type(value[0]) is str:
         return value
     texts = list(value) if isinstance(value, Items) and not value.is_stream else None
     if texts is None or set(map(type, texts)) != {str}:
-        raise InvalidInputError(f"found {describe(value)}, expected the text of each token", field=name)
+        raise InvalidInputError(f"found {describe(value)}, expected the text of each token", field=place.name)
     return texts  # type: ignore[return-value]
 
 
-def _scalar(value: Any, name: str) -> Any:
+def _scalar(value: Any, place: Place) -> Any:
     if type(value) not in _PLAIN:
-        raise InvalidInputError(f"found {describe(value)}, expected one value per trace", field=name)
+        raise InvalidInputError(f"found {describe(value)}, expected one value per trace", field=place.name)
     return value
 
 
-def _text(value: Any, name: str) -> Any:
-    return value if type(value) is str else typed_value(name, _scalar(value, name))
+def _typed(value: Any, place: Place) -> Any:
+    return typed_value(place.name, _scalar(value, place))
 
 
-def _number(value: Any, name: str) -> Any:
-    return value if type(value) is int else typed_value(name, _scalar(value, name))
-
-
-def _plain(value: Any, name: str) -> Any:
+def _plain(value: Any, place: Place) -> Any:
     return value.tolist() if isinstance(value, np.ndarray) else value if type(value) is list else plain_of(value)
 
 
@@ -395,5 +305,5 @@ def _is_same(one: Any, two: Any) -> bool:
     return bool(one == two)
 
 
-def _skipped(value: Any, name: str) -> None:
+def _skipped(value: Any, place: Place) -> None:
     return None

@@ -18,7 +18,7 @@ from tracestore.ingest.execute.direct import DirectReader, direct_step
 from tracestore.ingest.execute.found import Columns, FoundTrace, TraceFinder, with_offset
 from tracestore.ingest.execute.join import Column
 from tracestore.ingest.execute.nodes import tree_of
-from tracestore.ingest.execute.records import TraceBuilder
+from tracestore.ingest.execute.records import RecordMaker, TraceBuilder
 from tracestore.ingest.execute.walk import Cell, Walk
 from tracestore.ingest.layout.effects import check_effects
 from tracestore.ingest.layout.language import Layout
@@ -137,41 +137,68 @@ class Execution:
         on_refused : callable, optional
             Called with the error of each trace that is refused. By default it is raised.
         """
-        if self._step is not False:
-            yield from self._read_items(group, need_attention, scratch, on_refused)
-            return
-        tables = self._load_tables(scratch)
-        columns = Columns(self.plan, tables=tables)
-        finder, builder = TraceFinder(columns), TraceBuilder(columns, group.name, need_attention)
-        account, texts = SourceAccount(self.plan, columns), RowTexts(self.plan)
-        position = 0
+        account, maker = SourceAccount(self.plan), RecordMaker(self.plan, group.name, need_attention)
+        read = self._joined if self._step is False else self._direct
+        for position, make in enumerate(read(group, account, maker, scratch)):
+            try:
+                record = make(position)
+                if self._is_stated:
+                    account.add_key(record)
+            except InvalidInputError as error:
+                self._refuse(error, group, position, account, on_refused)
+                continue
+            finally:
+                del make
+            if position == 0:
+                self.account.keep_first(self._numbers[group.name], record)
+            yield record
+            del record
+
+    def _joined(
+        self, group: FileGroup, account: SourceAccount, maker: RecordMaker, scratch: Scratch
+    ) -> Iterator[Callable[[int], TraceRecord]]:
+        """Yield what makes each record of a source whose fields are joined; close the accounts of its columns."""
+        columns = Columns(self.plan, tables=self._load_tables(scratch))
+        finder, builder, texts = TraceFinder(columns), TraceBuilder(columns, maker), RowTexts(self.plan)
+
+        def made(trace: FoundTrace, position: int) -> TraceRecord:
+            with self._guard:
+                record = builder.record(trace, position)
+            self._check_texts(trace, record, texts)
+            for part, cells in trace.cells.items():
+                self.account.check_numbers(part, cells)
+            return record
+
         with contextlib.ExitStack() as resources:
             for cells in self._units(group, columns, resources, scratch, texts):
                 for trace in self._found(finder, cells, account, group):
-                    try:
-                        with self._guard:
-                            record = builder.record(trace, position)
-                        self._check_texts(trace, record, texts)
-                        for part, cells_of_part in trace.cells.items():
-                            self.account.check_numbers(part, cells_of_part)
-                    except InvalidInputError as error:
-                        self._refuse(error, group, position, account, on_refused)
-                        position += 1
-                        continue
-                    if self._is_stated:
-                        account.add_key(record)
-                    if account.num_traces == 1:
-                        self.account.keep_first(self._numbers[group.name], record)
-                    position += 1
-                    yield record
-                    del record
+                    yield partial(made, trace)
                 with _of_whole_source():
-                    account.close_unit()
+                    account.close_unit(columns)
                 columns.unit = {}
             with _of_whole_source():
-                account.close()
-            builder.prompts.close()
+                account.close(columns)
+                builder.prompts.close()
         self.account.add_source(builder.arrays.missing)
+
+    def _direct(
+        self, group: FileGroup, account: SourceAccount, maker: RecordMaker, scratch: Scratch
+    ) -> Iterator[Callable[[int], TraceRecord]]:
+        """Yield what makes each record of a source whose items hold all fields of their traces."""
+        assert not isinstance(self._step, bool)
+        (text,) = group.files
+        root, step = self._trees[text], self._step
+        on_unclaimed = partial(self.account.refuse_unclaimed, RowTexts(self.plan))
+        for file in group.files[text]:
+            with open_tree(file.path, scratch=scratch) as opened, error_location(file.name):
+                value = self._check(text, file.name, opened)
+                walk = Walk(file.name, on_unclaimed)
+                node = root if step is None else root.child(step)
+                reader = DirectReader(maker, node, walk, on_unclaimed, has_scores_file=self._has_scores_file)
+                for item, bound in walk.items(root, step, value, {**file.bound, "file": file.name}):
+                    yield partial(reader.record, item, bound)
+                    del item
+        self.account.add_source({})
 
     def _check_texts(self, trace: FoundTrace, record: TraceRecord, texts: RowTexts) -> None:
         """Rule 13b: questions and answers of rows in order are those of the traces."""
@@ -199,46 +226,6 @@ class Execution:
         self.account.is_whole = False
         account.num_refused += 1
         on_refused(error)
-
-    def _read_items(
-        self,
-        group: FileGroup,
-        need_attention: bool | None,
-        scratch: Scratch,
-        on_refused: Callable[[InvalidInputError], None] | None,
-    ) -> Iterator[TraceRecord]:
-        """Yield the records of a source whose items hold all fields of their traces, as `read`."""
-        (text,) = group.files
-        assert not isinstance(self._step, bool)
-        root, step = self._trees[text], self._step
-        node = root if step is None else root.child(step)
-        on_unclaimed = partial(self.account.refuse_unclaimed, RowTexts(self.plan))
-        reader = DirectReader(
-            self.plan, node, group.name, need_attention, on_unclaimed, has_scores_file=self._has_scores_file
-        )
-        account = SourceAccount(self.plan, Columns(self.plan))
-        position = 0
-        for file in group.files[text]:
-            with open_tree(file.path, scratch=scratch) as opened, error_location(file.name):
-                value = self._check(text, file.name, opened)
-                bound = {**file.bound, "file": file.name}
-                for item, bound_by_item in Walk(file.name, on_unclaimed).items(root, step, value, bound):
-                    try:
-                        record = reader.record(item, bound_by_item, position)
-                        if self._is_stated:
-                            account.add_key(record)
-                    except InvalidInputError as error:
-                        self._refuse(error, group, position, account, on_refused)
-                        position += 1
-                        continue
-                    finally:
-                        item = None
-                    if position == 0:
-                        self.account.keep_first(self._numbers[group.name], record)
-                    position += 1
-                    yield record
-                    del record
-        self.account.add_source({})
 
     def _found(
         self, finder: TraceFinder, cells: list[Cell], account: SourceAccount, group: FileGroup

@@ -1,13 +1,13 @@
 """Traces of one source as records: the values of all places that belong together."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.execute.arrays import ArrayReader
+from tracestore.ingest.execute.arrays import ArrayReader, check_attention_values
 from tracestore.ingest.execute.axes import MISSING, layer_ids_of, read
 from tracestore.ingest.execute.found import Columns, FoundTrace, identity_of
 from tracestore.ingest.execute.join import Column
@@ -34,35 +34,114 @@ from tracestore.ingest.execute.values import (
     typed_value,
 )
 from tracestore.ingest.layout.fields import LABELS, score_of
-from tracestore.ingest.layout.places import DERIVED, RECORDS, Place
+from tracestore.ingest.layout.places import DERIVED, RECORDS, Place, Plan
 from tracestore.ingest.tree import Group
 from tracestore.store.format.schema import ANSWER_FIELDS
 from tracestore.store.write.record import TraceRecord, record_from_dict
 
+_OF_KEY = (*DERIVED, "global_example_id")  # fields that give the key of a trace
 # Fields that may serve several traces (rule 12a).
 _SHARED = frozenset(("question", "question_id", "group", RECORDS))
 
 
-class TraceBuilder:
-    """Build the records of a source.
+class RecordMaker:
+    """Make records of the values of traces, by what the layout states for all of them.
 
     Parameters
     ----------
-    columns : Columns
-        What the source and the tables hold.
+    plan : Plan
     source_name : str
     need_attention : bool or None
         As for `record_from_dict`.
     """
 
-    def __init__(self, columns: Columns, source_name: str, need_attention: bool | None) -> None:
-        self.columns, self._source, self._need_attention = columns, source_name, need_attention
-        self.plan, self.arrays = columns.plan, ArrayReader(columns)
-        self.settings = self.plan.layout.settings
+    def __init__(self, plan: Plan, source_name: str, need_attention: bool | None) -> None:
+        self.plan, self.settings, self.need_attention = plan, plan.layout.settings, need_attention
+        self._source, self._states = source_name, plan.layout.states
         self._words = {n.partition(".")[2]: v for n, v in self.settings.items() if n.startswith("words.")}
+        self._has_no_padding = self.settings.get("S.padding") in (None, "none")
+
+    def set_id(self, values: dict[str, Any], bound: Any) -> None:
+        """Set question_id to what its field says, else to what the trace binds, as text."""
+        if (given := values.get("question_id")) is not None:
+            values["question_id"] = id_text(given)
+        elif "question_id" in self.plan.layout.addresses:
+            raise InvalidInputError("the trace has no id where the layout says", field="question_id")
+        elif bound is not None and values.get("global_example_id") is None:
+            values["question_id"] = key_text(bound)
+
+    def set_sample(self, values: dict[str, Any], bound: Any) -> None:
+        """Set the number of the answer to what its field says, else to what the trace binds."""
+        if (sample := values.get("sample", bound)) is not None:
+            text = key_text(sample)
+            if not text.isdecimal():
+                raise InvalidInputError(f"found {text[:40]!r}, expected the number of an answer", field="sample")
+            values["sample"] = int(text)
+
+    def record(self, values: dict[str, Any], position: int) -> TraceRecord:
+        """Return the record of checked values; rules 6a and 24."""
+        states, need = values[self._states], self.need_attention
+        is_last = self._states == "last_token"
+        if self._has_no_padding:
+            check_zero_tokens([layer.reshape(1, -1) for layer in states] if is_last else states, self._states)
+        if is_last or (need is None and "attentions" not in values):
+            need = False
+        record = record_from_dict(values, source_name=self._source, position=position, need_attention=need)
+        record.dropped = []
+        if record.attention is not None:
+            check_attention_values(record.attention[0])
+        if not is_last:
+            check_prompt(record.prompt_length, record.num_tokens)
+        if self.settings.get("D.size") not in (None, record.hidden_dim):
+            raise InvalidInputError(f"found D {record.hidden_dim}, expected {self.settings['D.size']}", field="D.size")
+        return record
+
+    def set_layers(self, record: TraceRecord, ids: tuple[int, ...] | None, stated: Sequence[int] | None) -> None:
+        """Set the numbers of the layers: those that names bind, or that the layout or the file states instead."""
+        record.layer_ids = layer_ids_of(
+            ids,
+            self.settings.get("L.ids") if stated is None else stated,
+            self.settings.get("L.size"),
+            record.num_layers,
+            is_without_embeddings=record.is_without_embeddings,
+        )
+
+    def set_scores(self, record: TraceRecord, given: Iterable[tuple[str, Any, bool]]) -> None:
+        """Set labels and scores of fields; those of tables are stored when the accounts of the run close."""
+        found: dict[str, float] = {}
+        for name, value, is_of_table in given:
+            if name in LABELS:
+                number = label_value(value, name, self.plan.layout.rule(name).direction or "", self._words)
+            else:
+                number = score_value(value, name)
+            found[name] = number
+            if math.isnan(number):
+                continue
+            if is_of_table:
+                record.deferred_scores[name] = number
+            elif name == "label":
+                record.label = number
+            else:
+                record.scores[score_of(name)] = number
+        check_agreement(found)
+
+
+class TraceBuilder:
+    """Build the records of a source whose fields are joined.
+
+    Parameters
+    ----------
+    columns : Columns
+        What the source and the tables hold.
+    maker : RecordMaker
+    """
+
+    def __init__(self, columns: Columns, maker: RecordMaker) -> None:
+        self.columns, self._maker, self._need_attention = columns, maker, maker.need_attention
+        self.plan, self.settings, self.arrays = columns.plan, maker.settings, ArrayReader(columns)
         self._pads: set[int] = set()
         layout = self.plan.layout
-        names = [n for n in dict.fromkeys(p.name for p in self.plan.others) if n not in (RECORDS, *DERIVED)]
+        names = [n for n in dict.fromkeys(p.name for p in self.plan.others) if n not in (RECORDS, *_OF_KEY)]
         self._scalars = [n for n in names if layout.rule(n).kind in ("text", "id", "number", "json")]
         self._scores = [n for n in names if layout.rule(n).kind == "score"]
         self._made_scores = [n for n in layout.templates if n != "id" and layout.rule(n).kind == "score"]
@@ -75,12 +154,12 @@ class TraceBuilder:
         layout, environment = self.plan.layout, trace.environment
         values: dict[str, Any] = {name: pattern.fill(environment) for name, pattern in layout.templates.items()}
         labels = {name: values.pop(name) for name in self._made_scores}
-        self._set_scalars(trace, values, DERIVED)
+        self._set_scalars(trace, values, _OF_KEY)
         self._set_key(trace, values)
         self._set_scalars(trace, values, self._scalars)
         check_spans(values.get("spans"), [values[n] for n in ANSWER_FIELDS if n in values])
         record = self._with_arrays(trace, values, position)
-        self._set_scores(trace, labels, record, [*self._scores, *labels])
+        self._maker.set_scores(record, self._found_scores(trace, labels))
         for _, column in self.columns.of(RECORDS):
             for cell in column.cells(environment):
                 if isinstance(cell.value, Group):
@@ -90,26 +169,14 @@ class TraceBuilder:
     def _set_key(self, trace: FoundTrace, values: dict[str, Any]) -> None:
         """Set question_id and sample of a trace from what it binds, unless fields say them."""
         environment = trace.environment
-        if values.get("question_id") is None:
-            if "question_id" in self.plan.layout.addresses:
-                raise InvalidInputError("the trace has no id where the layout says", field="question_id")
-            bound = values.pop("id", None) or environment.get("id")
-            if bound is not None:
-                values["question_id"] = key_text(bound)
-        else:
-            values.pop("id", None)
-            values["question_id"] = id_text(values["question_id"])
-        if values.get("question_id") is not None:
-            environment.setdefault("id", values["question_id"])
-        if "sample" in self.settings and values.get("question_id") is not None:
-            values["sample"] = self.columns.number_of_answer(trace, values["question_id"])
-        sample = values.get("sample", environment.get("sample", environment.get("K")))
-        if sample is not None:
-            text = key_text(sample)
-            if not text.isdecimal():
-                raise InvalidInputError(f"found {text[:40]!r}, expected the number of an answer", field="sample")
-            values["sample"] = int(text)
-            environment.setdefault("sample", int(text))
+        self._maker.set_id(values, values.pop("id", None) or environment.get("id"))
+        if (question_id := values.get("question_id")) is not None:
+            environment.setdefault("id", question_id)
+            if "sample" in self.settings:
+                values["sample"] = self.columns.number_of_answer(trace, question_id)
+        self._maker.set_sample(values, environment.get("sample", environment.get("K")))
+        if "sample" in values:
+            environment.setdefault("sample", values["sample"])
 
     def _set_scalars(self, trace: FoundTrace, values: dict[str, Any], names: Iterable[str]) -> None:
         for name in names:
@@ -146,28 +213,14 @@ class TraceBuilder:
             )
         return value
 
-    def _set_scores(self, trace: FoundTrace, made: dict[str, str], record: TraceRecord, names: Sequence[str]) -> None:
-        found: dict[str, float] = {}
-        for name in names:
-            rule = self.plan.layout.rule(name)
-            raw = [(p in self.columns.tables, self._scalar(trace, p, c)) for p, c in self.columns.of(name)]
-            raw += [(False, made[name])] if name in made else []
-            for is_late, value in raw:
-                if value is MISSING:
-                    continue
-                direction = rule.direction or ""
-                is_label = name in LABELS
-                number = label_value(value, name, direction, self._words) if is_label else score_value(value, name)
-                found[name] = number
-                if math.isnan(number):
-                    continue
-                if is_late:
-                    record.deferred_scores[name] = number
-                elif name == "label":
-                    record.label = number
-                else:
-                    record.scores[score_of(name)] = number
-        check_agreement(found)
+    def _found_scores(self, trace: FoundTrace, made: dict[str, str]) -> Iterator[tuple[str, Any, bool]]:
+        """Yield the labels and scores of a trace, with whether a table has them; `made` are those of templates."""
+        for name in dict.fromkeys((*self._scores, *made)):
+            for place, column in self.columns.of(name):
+                if (value := self._scalar(trace, place, column)) is not MISSING:
+                    yield name, value, place in self.columns.tables
+            if name in made:
+                yield name, made[name], False
 
     # Arrays
 
@@ -175,25 +228,12 @@ class TraceBuilder:
         what = self.plan.layout.states
         is_last = what == "last_token"
         layers, sizes, ids = self.arrays.states(trace, "D" if is_last else "SD")
-        if is_last:
-            values[what], layers = np.stack(layers), [layer.reshape(1, -1) for layer in layers]
-        else:
-            values[what] = layers
-            self._set_sequence(trace, values, sizes, ids)
-            layers = values[what]
-        if self.settings.get("S.padding") in (None, "none"):
-            check_zero_tokens(layers, what)
-        values = {name: value for name, value in values.items() if value is not None}
-        need = self._need_attention and not is_last
-        if self._need_attention is None and "attentions" not in values:
-            need = False
-        record = record_from_dict(values, source_name=self._source, position=position, need_attention=need)
-        record.dropped = []
+        values[what] = np.stack(layers) if is_last else layers
         if not is_last:
-            check_prompt(record.prompt_length, record.num_tokens)
-        if self.settings.get("D.size") not in (None, record.hidden_dim):
-            raise InvalidInputError(f"found D {record.hidden_dim}, expected {self.settings['D.size']}", field="D.size")
-        record.layer_ids = self._layer_ids(ids, record, trace.environment)
+            self._set_sequence(trace, values, sizes, ids)
+        values = {name: value for name, value in values.items() if value is not None}
+        record = self._maker.record(values, position)
+        self._maker.set_layers(record, ids, self._stated_layers(trace.environment))
         record.is_head_mean = "attentions" in values and self.arrays.is_head_mean()
         return record
 
@@ -335,12 +375,10 @@ class TraceBuilder:
                 is_full = len(array) >= num_states and span != (0, num_states)
                 values[name] = array[span[0] : span[1] + len(array) - num_states] if is_full else array
 
-    def _layer_ids(
-        self, ids: tuple[int, ...] | None, record: TraceRecord, environment: Mapping[str, Any]
-    ) -> tuple[int, ...] | None:
-        stated = self.settings.get("L.ids")
+    def _stated_layers(self, environment: Mapping[str, Any]) -> list[int] | None:
+        """Return the numbers of the layers that a value states, None without."""
         for _, column in self.columns.of("L.ids"):
             cell = column.cells(environment)[0]
-            stated = read(cell.value, cell.axes, {}, "L.ids")[0].tolist()
-        size = self.settings.get("L.size")
-        return layer_ids_of(ids, stated, size, record.num_layers, is_without_embeddings=record.is_without_embeddings)
+            found: list[int] = read(cell.value, cell.axes, {}, "L.ids")[0].tolist()
+            return found
+        return None

@@ -229,7 +229,7 @@ class PromptAccount:
 def check_zero_tokens(layers: Sequence[np.ndarray], what: str) -> None:
     """Rule 24: a token that is zero in all layers is refused, except where it is padding."""
     first = numbers_of(layers[0])
-    if first[:, 0].all():  # of most traces: a token with one other number is not zero
+    if np.logical_and.reduce(first[:, 0]):  # of most traces: a token with one other number is not zero
         return
     suspects = np.flatnonzero(~first.any(axis=1))
     for layer in layers[1:]:

@@ -87,6 +87,8 @@ def _length(value: Items | Array) -> int | None:
 
 def key_text(value: Any) -> str:
     """Return a key as text: NFC, stripped; integral floats below 2**53 as integers."""
+    if type(value) is str and value.isascii():
+        return value.strip()
     if isinstance(value, float) and value.is_integer() and abs(value) < _MAX_INTEGER_FLOAT:
         value = int(value)
     return unicodedata.normalize("NFC", str(value).strip())

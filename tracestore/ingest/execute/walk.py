@@ -114,7 +114,7 @@ class Walk:
     ) -> Iterator[Cell | None]:
         if place.name == RECORDS:
             if isinstance(value, Group):
-                rest = {str(key): value[key] for key in self._claimed_by_shape(node, value)[1]}
+                rest = {str(key): value[key] for key in self.claims(node, value)[1]}
                 extras = {k: v for k, v in rest.items() if isinstance(v, str | int | float)}
                 yield Cell(place, bound, MappingGroup(extras, lambda extra: extra), (), in_unit)
             return
@@ -124,11 +124,11 @@ class Walk:
         elif isinstance(value, Items) and axes and axes[0] in ("N", "K", "P") and (value.is_stream or axes[0] != "P"):
             is_unit = node.has_unit_items and not in_unit
             for k, item in enumerate(value):
-                yield Cell(place, {**bound, axes[0]: k}, _settled(item), axes[1:], in_unit or is_unit)
+                yield Cell(place, {**bound, axes[0]: k}, settled(item), axes[1:], in_unit or is_unit)
                 if is_unit:
                     yield None
         else:
-            yield Cell(place, bound, _settled(value), axes, in_unit)
+            yield Cell(place, bound, settled(value), axes, in_unit)
 
     def _items(
         self, children: Sequence[tuple[Step, Node]], value: Items | Array, bound: dict[str, Any], in_unit: bool
@@ -211,7 +211,7 @@ class Walk:
         *,
         claims: bool,
     ) -> Iterator[Cell | None]:
-        claimed, rest = self._claimed_by_shape(node, value)
+        claimed, rest = self.claims(node, value)
         wanted = {id(child) for _, child in children}
         for key, found in claimed.items():
             for _, child, match in found:
@@ -226,8 +226,8 @@ class Walk:
             for key in rest:
                 self._on_unclaimed(node, key, value[key])
 
-    def _claimed_by_shape(self, node: Node, value: Group) -> Claims:
-        """Return `_claimed` for the keys of a group, computed once for each set of keys."""
+    def claims(self, node: Node, value: Group) -> Claims:
+        """Return the steps that the keys of a group follow, and the keys that none does; once for each set of keys."""
         names = tuple(value)
         if (known := self._seen.get((id(node), names))) is None:
             known = self._claimed(node, names)
@@ -294,7 +294,7 @@ class Walk:
         if isinstance(value, Group):
             keys = [(step, child) for step, child in node.children if isinstance(step, KeyStep)]
             yield from self._keys(node, keys, value, bound, in_unit, claims=False)
-            for key in self._claimed_by_shape(node, value)[1]:
+            for key in self.claims(node, value)[1]:
                 yield from self._deep(node, value[key], bound, in_unit, depth + 1)
         elif isinstance(value, Items):
             items = [(step, child) for step, child in node.children if isinstance(step, ItemsStep)]
@@ -320,7 +320,7 @@ def _is_key(keys: Sequence[tuple[Step, Node]], key: Any) -> bool:
     return any(isinstance(step, KeyStep) and _match_key(step, key) is not None for step, _ in keys)
 
 
-def _settled(value: Value) -> Value:
+def settled(value: Value) -> Value:
     """Return a value that can be read more than once."""
     return ListItems(list(value), lambda item: item) if isinstance(value, Items) and value.is_stream else value
 

@@ -110,17 +110,21 @@ def bytes_value(data: Any, charge: Charge) -> Value:
 
 
 def group_value(values: Mapping[Any, Any], open_value: Callable[[Any], Value], charge: Charge) -> Value:
-    """Return a mapping as a group, or as the array that it describes in an exact notation.
+    """Return a mapping as the array that it describes, else as a group; see `described_array`."""
+    array = described_array(values, open_value, charge)
+    return MappingGroup(values, open_value) if array is None else array
+
+
+def described_array(values: Mapping[Any, Any], open_value: Callable[[Any], Value], charge: Charge) -> Array | None:
+    """Return the array that a mapping describes in an exact notation, None for another mapping.
 
     The notations are {"dtype", "shape", values}, {"data", "shape"} of flat values, and "__ndarray__" as json_tricks
     writes it. The values are bytes, base64 text or nested lists. A mapping that does not fit its shape is a group.
     """
-    group = MappingGroup(values, open_value)
-    if len(values) <= _MAX_AXES and ("shape" in values or "__ndarray__" in values):
-        array = _described(group)
-        if array is not None:
-            return NumpyArray(array, charge)
-    return group
+    if len(values) > _MAX_AXES or not ("shape" in values or "__ndarray__" in values):
+        return None
+    array = _described(MappingGroup(values, open_value))
+    return None if array is None else NumpyArray(array, charge)
 
 
 def _described(group: Group) -> np.ndarray | None:

@@ -18,7 +18,7 @@ from tracestore.ingest.pickles.pickled_objects import PickledDict, PickledObject
 from tracestore.ingest.pickles.pickled_torch import PickledGraph, PickledTensor, TorchDtype
 from tracestore.ingest.pickles.pickled_values import PickledArray, PickledDtype
 from tracestore.ingest.pickles.sparse import PickledSparse
-from tracestore.ingest.readers.content import FAULTS, Content, bytes_value, group_value, refusal, refusals
+from tracestore.ingest.readers.content import FAULTS, Content, bytes_value, described_array, refusal, refusals
 from tracestore.ingest.tree import (
     Array,
     Charge,
@@ -64,8 +64,8 @@ class ObjectOpener:
             if kind is not dict:
                 return self._special(value)
             keyed = _keyed(value)
-            found = group_value(keyed, self, charge)
-            return ObjectGroup(keyed, self, charge) if type(found) is MappingGroup else found
+            array = described_array(keyed, self, charge)
+            return ObjectGroup(keyed, self, charge) if array is None else array
         except FAULTS as error:
             raise refusal(error) from None
 
@@ -141,18 +141,17 @@ class ObjectGroup(MappingGroup):
         return found
 
 
-_ARRAYS, _NUMPY, _TEXTS = {PickledArray}, {np.ndarray}, {str}
+_ARRAYS, _TEXTS = {PickledArray}, {str}
 
 
 def _arrays_of_one_dtype(values: list[PickledArray]) -> list[np.ndarray] | None:
     """Return arrays of numbers in native byte order that share one dtype, as the layers of a trace; None for others."""
     arrays: list[Any] = [value.array for value in values]
-    if set(map(type, arrays)) != _NUMPY:
+    dtype = getattr(arrays[0], "dtype", None)
+    if dtype is None or dtype.kind not in "fiu" or not dtype.isnative:
         return None
-    dtype = arrays[0].dtype
-    if dtype.kind not in "fiu" or not dtype.isnative:
-        return None
-    return None if any(array.dtype is not dtype or not array.ndim for array in arrays) else arrays
+    is_other = [type(array) is not np.ndarray or array.dtype is not dtype or not array.ndim for array in arrays]
+    return None if True in is_other else arrays
 
 
 class SparseArray(Array):

@@ -271,17 +271,17 @@ def _set_tokens(record: TraceRecord, fields: Mapping[str, Any]) -> None:
     if isinstance(decoded, np.ndarray) and len(decoded) == record.num_ids:
         decoded = decoded.tolist()
     if decoded is not None:
-        if not isinstance(decoded, list | tuple) or not all(isinstance(s, str) for s in decoded):
+        if not isinstance(decoded, list | tuple) or not all(issubclass(kind, str) for kind in set(map(type, decoded))):
             raise field_error("tokens_decoded", describe(decoded), "a list of T strings")
         if len(decoded) != record.num_ids:
             raise field_error("tokens_decoded", f"{len(decoded)} strings", f"{record.num_ids} as in tokens")
-        record.tokens_decoded = [str(s) for s in decoded]
+        record.tokens_decoded = list(map(str, decoded))
 
 
 def _set_key(record: TraceRecord, fields: Mapping[str, Any], source_name: str) -> None:
     if "sample" in fields:
         record.sample = integer(fields["sample"], "sample")
-    name = next((name for name in ("question_id", "global_example_id") if name in fields), None)
+    name = "question_id" if "question_id" in fields else "global_example_id" if "global_example_id" in fields else None
     record.has_own_id = name == "question_id"
     record.question_id = f"{source_name}:{record.position}" if name is None else question_id_text(fields[name], name)
 
