@@ -129,6 +129,7 @@ class Group(Mapping[Any, Value]):
         Whether the keys are in the order in which they were written.
     """
 
+    __slots__ = ()
     attributes: Mapping[str, Value] = _NO_ATTRIBUTES
     is_ordered: bool = True
 
@@ -151,15 +152,21 @@ class MappingGroup(Group):
         Return a value of the mapping as a value of the tree; called at each access.
     attributes : Mapping, optional
         The attributes of the group.
+    is_ordered : bool
+        Whether the keys are in the order in which they were written.
     """
+
+    __slots__ = ("_open", "_values", "attributes", "is_ordered")
 
     def __init__(
         self,
         values: Mapping[Any, Any],
         open_value: Callable[[Any], Value],
         attributes: Mapping[str, Value] = _NO_ATTRIBUTES,
+        *,
+        is_ordered: bool = True,
     ) -> None:
-        self._values, self._open, self.attributes = values, open_value, attributes
+        self._values, self._open, self.attributes, self.is_ordered = values, open_value, attributes, is_ordered
 
     def __getitem__(self, key: Any) -> Value:
         return self._open(self._values[key])

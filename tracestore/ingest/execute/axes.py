@@ -294,8 +294,6 @@ def layer_ids_of(
     InvalidInputError
         If the trace has other layers.
     """
-    if ids is None and stated is None and size is None:
-        return None
     ids = ids if stated is None else tuple(int(k) for k in stated)
     _check_num_layers(num_layers, size if ids is None else len(stated or ()), is_without_embeddings)
     if ids is not None and size is not None and max(ids) >= size:

@@ -104,6 +104,8 @@ class ObjectOpener:
 class ObjectGroup(MappingGroup):
     """A group of a dict of a pickle."""
 
+    __slots__ = ("_charge",)
+
     def __init__(self, values: Mapping[Any, Any], open_value: ObjectOpener, charge: Charge) -> None:
         super().__init__(values, open_value)
         self._charge = charge

@@ -61,9 +61,7 @@ def _group(tensors: Mapping[str, Any], charge: Charge, metadata: Mapping[str, Va
             return TableArray(codes, table, charge)
         return array_value(codes if table is None else table[codes], charge)
 
-    group = MappingGroup(tensors, opened, metadata)
-    group.is_ordered = False  # the library sorts tensors by dtype and name
-    return group
+    return MappingGroup(tensors, opened, metadata, is_ordered=False)  # the library sorts tensors by dtype and name
 
 
 def read_index(content: Content) -> Value:

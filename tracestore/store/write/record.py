@@ -32,7 +32,7 @@ _STATES, _ATTENTION = (vocabulary.FIELDS[name].of_layer for name in ("hidden_sta
 _CLAIMS = ("is_correct", "is_hallucinated")
 
 
-@dataclass
+@dataclass(slots=True)
 class TraceRecord:
     """A validated trace, whose arrays may be views of a mapped file.
 
