@@ -147,7 +147,6 @@ def test_lines_of_the_command(tmp_path):
         ("--field", "tokens = a.npy"),
         ("--layout", "none.toml"),
         ("--field", "hidden_states = h.npy", "--map", "hidden_states=h"),
-        ("--field", "hidden_states = h.npy", "--dry-run"),
     ],
 )
 def test_wrong_layouts_are_wrong_usage(tmp_path, flags):

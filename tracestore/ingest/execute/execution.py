@@ -19,7 +19,7 @@ from tracestore.ingest.execute.found import Columns, FoundTrace, TraceFinder, wi
 from tracestore.ingest.execute.join import Column
 from tracestore.ingest.execute.nodes import tree_of
 from tracestore.ingest.execute.records import RecordMaker, TraceBuilder
-from tracestore.ingest.execute.walk import Cell, Walk
+from tracestore.ingest.execute.walk import Cell, Walk, cells_of
 from tracestore.ingest.layout.effects import check_effects
 from tracestore.ingest.layout.language import Layout
 from tracestore.ingest.layout.places import Place, plan_of
@@ -343,13 +343,9 @@ class Execution:
         return offsets
 
     def _num_rows(self, file: FoundFile, place: Place) -> int:
-        tree = tree_of(place.address.files.text, [place], [], self.plan.states)
-        count = 0
-        with open_tree(file.path, scratch=Scratch()) as root:
-            for cell in Walk(file.name, lambda *_: None).cells(tree, root, dict(file.bound)):
-                if cell is not None:
-                    count += extent(cell.value, cell.axes, "N") or 1
-        return count
+        with open_tree(file.path, scratch=Scratch()) as root, error_location(file.name):
+            cells = cells_of(place, root, self.plan.states)
+            return sum(extent(cell.value, cell.axes, "N") or 1 for cell in cells if cell is not None)
 
     # Accounts
 

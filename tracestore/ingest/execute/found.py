@@ -11,10 +11,9 @@ import numpy as np
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.execute.axes import extent
 from tracestore.ingest.execute.join import Column
-from tracestore.ingest.execute.nodes import tree_of
 from tracestore.ingest.execute.tokens import Span, ranges_of
 from tracestore.ingest.execute.values import describe, number
-from tracestore.ingest.execute.walk import Cell, Walk
+from tracestore.ingest.execute.walk import Cell, cells_of
 from tracestore.ingest.layout.places import Place, Plan
 from tracestore.ingest.tree import Items, Value, as_array
 
@@ -77,14 +76,12 @@ def identity_of(trace: FoundTrace, settings: Mapping[str, Any]) -> tuple[Any, An
 
 
 def with_offset(cells: Iterator[Cell | None], plan: Plan, text: str, root: Value) -> Iterator[Cell | None]:
-    """Return the cells of a file; the numbers of layers count from the offset that the file states."""
+    """Yield the cells of a file; the numbers of layers count from the offset that the file states."""
     place = next((p for p in plan.others if p.name == "L.offset" and p.address.files.text == text), None)
-    return cells if place is None else _shifted(cells, place, root)
-
-
-def _shifted(cells: Iterator[Cell | None], place: Place, root: Value) -> Iterator[Cell | None]:
-    walk = Walk(place.address.files.text, lambda *_: None)
-    found = [cell.value for cell in walk.cells(tree_of(place.address.files.text, [place], [], []), root, {}) if cell]
+    if place is None:
+        yield from cells
+        return
+    found = [cell.value for cell in cells_of(place, root) if cell]
     if len(found) != 1 or found[0] is None:
         raise InvalidInputError(f"found {len(found)} values, expected one number of the file", field=place.name)
     offset, first = number(found[0], "layer"), math.inf

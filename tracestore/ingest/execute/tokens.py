@@ -75,17 +75,23 @@ def _integers(array: np.ndarray, name: str) -> list[int]:
     return [int(value) for value in array.tolist()]
 
 
+def _one_run(flags: np.ndarray, name: str) -> Span:
+    """Return the run of tokens that are no padding; refuse none, and several."""
+    kept = np.flatnonzero(flags)
+    if not len(kept):
+        raise InvalidInputError("found no token of the trace", field=name)
+    begin, end = int(kept[0]), int(kept[-1]) + 1
+    if end - begin != len(kept):
+        gap = begin + int(np.flatnonzero(flags[begin:end] == 0)[0])
+        raise InvalidInputError(f"token {gap} inside the trace is left out, expected one run of tokens", field=name)
+    return begin, end
+
+
 def span_of_mask(mask: np.ndarray) -> Span:
     """Return the run of ones of a mask (rule 17b)."""
     if mask.ndim != 1 or not np.isin(mask, (0, 1)).all():
         raise InvalidInputError("found other values than 0 and 1", field="S.mask")
-    ones = np.flatnonzero(mask)
-    if not len(ones):
-        raise InvalidInputError("found no token of the trace", field="S.mask")
-    begin, end = int(ones[0]), int(ones[-1]) + 1
-    if end - begin != len(ones):
-        raise InvalidInputError(f"found {len(ones)} ones between {begin} and {end}, expected one run", field="S.mask")
-    return begin, end
+    return _one_run(mask, "S.mask")
 
 
 def check_left_out(
@@ -173,15 +179,7 @@ def span_of_fill(fill: Any, layers: Sequence[np.ndarray], ids: np.ndarray | None
         for layer in layers:
             values = numbers_of(layer)
             is_fill &= np.isnan(values).all(1) if fill == "nan" else (values == (0 if fill == "zeros" else fill)).all(1)
-    kept = np.flatnonzero(~is_fill)
-    if not len(kept):
-        raise InvalidInputError("every token is padding", field="S.padding")
-    begin, end = int(kept[0]), int(kept[-1]) + 1
-    if end - begin != len(kept):
-        raise InvalidInputError(
-            f"token {begin + int(np.flatnonzero(is_fill[begin:end])[0])} inside the trace is padding", field="S.padding"
-        )
-    return begin, end
+    return _one_run(~is_fill, "S.padding")
 
 
 def check_no_padding(ids: np.ndarray) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from tracestore.errors import InvalidInputError, escape_unprintable
-from tracestore.ingest.execute.nodes import Node, column_names, leads_to_unit
+from tracestore.ingest.execute.nodes import Node, column_names, leads_to_unit, tree_of
 from tracestore.ingest.execute.values import (
     columns_of,
     describe,
@@ -307,6 +307,12 @@ class Walk:
 
     def _refuse(self, node: Node, step: Step, found: str) -> Any:
         raise InvalidInputError(f"{node.prefix}{step.text}: found {found}", source=self._source)
+
+
+def cells_of(place: Place, root: Value, states: Sequence[Place] = ()) -> Iterator[Cell | None]:
+    """Yield the cells of one place of a file."""
+    text = place.address.files.text
+    return Walk(text, lambda *_: None).cells(tree_of(text, [place], [], list(states)), root, {})
 
 
 def _has_all(step: Step, item: Value) -> bool:
