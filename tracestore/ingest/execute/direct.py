@@ -139,13 +139,16 @@ class DirectReader:
             if place.name == "tokens"
         )
         self._seen: dict[tuple[Any, ...], _Keys] = {}
+        self._kind: type | None = None  # of the item before: the check of an abstract class takes long
 
     def record(self, item: Value, bound: Mapping[str, Any], position: int) -> TraceRecord:
         """Return the record of an item."""
         if isinstance(item, str):
             item = json_value(item, self._states)
-        if not isinstance(item, Group):
-            raise InvalidInputError(f"found {describe(item)}, expected a mapping", field=self._states)
+        if type(item) is not self._kind:
+            if not isinstance(item, Group):
+                raise InvalidInputError(f"found {describe(item)}, expected a mapping", field=self._states)
+            self._kind = type(item)
         self._node.is_found = True
         names = tuple(item)
         if (keys := self._seen.get(names)) is None:

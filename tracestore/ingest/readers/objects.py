@@ -128,11 +128,11 @@ class ObjectGroup(MappingGroup):
                     value = NotImplemented
             elif kind is list and value:
                 count += len(value)
-                kinds = set(map(type, value))
-                if kinds == _ARRAYS and (arrays := _arrays_of_one_dtype(value)) is not None:
+                first = type(value[0])
+                if first is PickledArray and (arrays := _arrays_of_one_dtype(value)) is not None:
                     value = arrays
                     array_bytes += sum([array.nbytes for array in arrays])
-                elif kinds == _TEXTS:
+                elif first is str and set(map(type, value)) == _TEXTS:
                     text_bytes += sum(map(len, value))
                 else:
                     value = NotImplemented
@@ -143,12 +143,12 @@ class ObjectGroup(MappingGroup):
         return found
 
 
-_ARRAYS, _TEXTS = {PickledArray}, {str}
+_TEXTS = {str}
 
 
-def _arrays_of_one_dtype(values: list[PickledArray]) -> list[np.ndarray] | None:
+def _arrays_of_one_dtype(values: list[Any]) -> list[np.ndarray] | None:
     """Return arrays of numbers in native byte order that share one dtype, as the layers of a trace; None for others."""
-    arrays: list[Any] = [value.array for value in values]
+    arrays: list[Any] = [value.array if type(value) is PickledArray else None for value in values]
     dtype = getattr(arrays[0], "dtype", None)
     if dtype is None or dtype.kind not in "fiu" or not dtype.isnative:
         return None

@@ -171,7 +171,7 @@ def record_from_dict(
     InvalidInputError
         If a field is missing, invalid or impossible, or a key looks like a label or score and is no field.
     """
-    if not isinstance(trace, Mapping):
+    if type(trace) is not dict and not isinstance(trace, Mapping):
         raise InvalidInputError(f"found {describe(trace)}, expected a dict")
     fields, extras = vocabulary.split_fields(trace, has_verdict=has_verdict)
     record = TraceRecord(question_id="", position=position, extras=extras)
