@@ -17,8 +17,8 @@ from tests.helpers import ROOT, convert, make_graphs, make_optional, make_trace,
 from tracestore import cli
 from tracestore.convert import runner
 from tracestore.ingest import cluster as cluster_module
+from tracestore.ingest.builtin.parts import find_sources
 from tracestore.ingest.packing import PackOptions
-from tracestore.ingest.sources import SourceFile
 from tracestore.store.format.labels import ScoreField
 from tracestore.store.write.pack import pack_record
 from tracestore.store.write.record import record_from_dict
@@ -115,7 +115,7 @@ def test_sources_before_a_failed_worker_are_committed(data, tmp_path, monkeypatc
             return future
 
         for k, source in enumerate(sources):
-            yield cluster_module.ClusterStream(source, spool / f"{k}", submit, is_known, on_wait)
+            yield cluster_module.ClusterStream(source, spool / f"{k}", options, submit, is_known, on_wait)
 
     store = tmp_path / "s.zarr"
     with monkeypatch.context() as patch:
@@ -134,7 +134,7 @@ def test_a_source_can_be_packed_again(data, tmp_path):
     """Dask repeats the work of a worker that died."""
     options = PackOptions(attention="mean", keep_dtype=False, max_memory=1 << 28, scratch=tmp_path, max_waiting=1 << 28)
     (tmp_path / "0").write_bytes(b"unfinished")
-    source = SourceFile(data / "batch_0.pkl", "batch_0.pkl")
+    (source,) = find_sources([data / "batch_0.pkl"], tmp_path)
     for _ in range(2):
         assert cluster_module._pack_source(options, source, str(tmp_path / "0")) == []
         assert len(list(read_spool(tmp_path / "0"))) == 4 and len(list(tmp_path.iterdir())) == 1
@@ -181,3 +181,17 @@ def test_graphs_and_sequences_pass_through_a_cluster(tmp_path):
     convert(data, tmp_path / "one.zarr", "--workers", 1)
     convert(data, tmp_path / "local.zarr", "--dask", "local", "--workers", 1)
     assert tree_bytes(tmp_path / "local.zarr") == tree_bytes(tmp_path / "one.zarr")
+
+
+def test_sources_whose_layout_joins_files_are_read_in_this_process(tmp_path):
+    data = tmp_path / "data"
+    data.mkdir()
+    for k in range(3):
+        np.save(data / f"q{k}.npy", np.full((2, 3, 4), k + 1, "f2"))
+    (data / "labels.csv").write_text("qid,is_correct\nq0,1\nq1,0\nq2,1\n")
+    lines = ["hidden_states = {id}.npy -> L S D", "is_correct = labels.csv : [id=qid]/is_correct"]
+    flags = [word for line in lines for word in ("--field", line)]
+    convert(data, tmp_path / "one.zarr", *flags, "--workers", 1)
+    convert(data, tmp_path / "local.zarr", *flags, "--dask", "local", "--workers", 1)
+    assert tree_bytes(tmp_path / "local.zarr") == tree_bytes(tmp_path / "one.zarr")
+    assert tracestore.open(tmp_path / "local.zarr").scores.tolist() == [1, 0, 1]

@@ -1,7 +1,8 @@
 """Read sources with the workers of a Dask cluster that shares a file system with the store.
 
 A worker packs a source into a spool file in the folder of the store. The single writer reads
-the spool files in order, so that the store has the same bytes as with one process.
+the spool files in order, so that the store has the same bytes as with one process. Sources whose layout joins files of
+several sources are read in this process.
 """
 
 import os
@@ -46,18 +47,20 @@ def _pack_source(options: PackOptions, source: SourceFile, target: str) -> list[
 
 
 class ClusterStream:
-    """The packed traces of one source, read by a worker of the cluster; like SourceStream."""
+    """The packed traces of one source, read by a worker of the cluster if it can; like SourceStream."""
 
     def __init__(
         self,
         source: SourceFile,
         target: Path,
+        options: PackOptions,
         submit: Callable[..., Any],
         is_known: Callable[[str, int, str], bool],
         on_wait: Callable[[], None],
     ) -> None:
-        self.source, self.target, self._on_wait = source, target, on_wait
+        self.source, self.target, self._options, self._on_wait = source, target, options, on_wait
         self._future: Any = None
+        self._is_read_here = False
         self.refused: list[InvalidInputError] = []
         try:
             self._identity: Identity | TracestoreError = identify(source)
@@ -65,7 +68,9 @@ class ClusterStream:
             self._identity = error
         else:
             if not is_known(source.name, self._identity.size, self._identity.fingerprint):
-                self._future = submit(source.absolute(), str(target))
+                portable = source.portable()
+                self._is_read_here = portable is None
+                self._future = None if portable is None else submit(portable, str(target))
 
     def identity(self) -> Identity:
         """Return the identity of the source."""
@@ -74,6 +79,8 @@ class ClusterStream:
         return self._identity
 
     def __iter__(self) -> Iterator[PackedTrace]:
+        if self._is_read_here:
+            yield from packed_traces(self.source, self._options, refused=self.refused)
         if self._future is None:
             return
         while not self._future.done():
@@ -146,7 +153,8 @@ def read_sources_on_cluster(
         stack.enter_context(client)
         submit = partial(client.submit, _pack_source, options, pure=False, retries=0)
         started = (
-            ClusterStream(source, spool / f"{k:08d}", submit, is_known, on_wait) for k, source in enumerate(sources)
+            ClusterStream(source, spool / f"{k:08d}", options, submit, is_known, on_wait)
+            for k, source in enumerate(sources)
         )
 
         def depth() -> int:

@@ -32,6 +32,10 @@ class Described(Protocol):
     def what(self) -> str | None:
         """The place of the layers in the model, if it is stated."""
 
+    @property
+    def portable(self) -> "Described | None":
+        """What reads the source in another process; None if only this one can."""
+
     def read(
         self, need_attention: bool | None, scratch: Scratch, on_refused: Callable[[InvalidInputError], None] | None
     ) -> Iterator[TraceRecord]:
@@ -71,12 +75,14 @@ class SourceFile:
         """Return the source without the labels, scores and groups of an export."""
         return self if self.export is None else replace(self, export=replace(self.export, has_values=False))
 
-    def absolute(self) -> "SourceFile":
-        """Return the source with absolute paths, for a process with another working folder."""
+    def portable(self) -> "SourceFile | None":
+        """Return the source for a process with another working folder; None if only this process can read it."""
+        described = None if self.described is None else self.described.portable
+        if self.described is not None and described is None:
+            return None
         export = None if self.export is None else self.export.absolute()
-        return replace(
-            self, path=self.path.absolute(), parts=tuple(part.absolute() for part in self.parts), export=export
-        )
+        parts = tuple(part.absolute() for part in self.parts)
+        return replace(self, path=self.path.absolute(), parts=parts, export=export, described=described)
 
     def file_bytes(self) -> int:
         """Return the size of its files; 0 for one that is missing or not regular."""

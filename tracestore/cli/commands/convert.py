@@ -60,11 +60,19 @@ _FLAGS: Flags = {
 }
 
 
+# Options of other tools and of drafts of this one; using them prints the lines of --field that say the same.
+_AS_FIELDS = ("--map", "--axes")
+# Containers whose keys name arrays; those of the others hold items.
+_OF_KEYS = (".npz", ".safetensors", ".h5", ".hdf5")
+
+
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("src", nargs="+", type=Path, metavar="SRC", help="trace files, or folders of them")
     parser.add_argument("dst", metavar="DST", help="the store to create or to extend: a folder, s3:// or gs://")
     add_flags(parser, ConvertOptions, _FLAGS)
+    for flag in _AS_FIELDS:
+        parser.add_argument(flag, help=argparse.SUPPRESS)
     parser.add_argument("--watch", action="store_true", help="keep converting files that are added to the folders")
     text = "with --watch, end when no file has been added for this time (default: at Ctrl-C)"
     parser.add_argument("--watch-timeout", type=float_where(lambda s: s >= 0, "seconds"), metavar="SECONDS", help=text)
@@ -72,6 +80,11 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace, output: Output) -> None:
     """Convert the sources and print a summary."""
+    if args.map is not None or args.axes is not None:
+        raise UsageError(
+            f"{' and '.join(flag for flag in _AS_FIELDS if getattr(args, flag[2:]) is not None)}: lines of a layout say "
+            f"this: {_field_lines(args.src, args.map or '', args.axes)}; `tracestore inspect SRC` prints whole layouts"
+        )
     options = ConvertOptions(**values(args, _FLAGS))
     if args.is_program:
         reuse_freed_memory(options.memory_budget)
@@ -89,3 +102,22 @@ def run(args: argparse.Namespace, output: Output) -> None:
         conversion = Conversion(args.src, args.dst, options, output)
     with map_os_errors(local_dir(args.dst)):
         output.print_json(conversion.run())
+
+
+def _field_lines(sources: list[Path], names: str, axes: str | None) -> str:
+    """Return the --field lines of keys as FIELD=KEY,..., and of the axes of hidden states, for the files of the sources."""
+    files = (p for source in sources for p in ([source] if source.is_file() else source.rglob("*.*")) if p.is_file())
+    first = next(files, Path("x.pkl"))
+    suffix = first.suffix
+    pattern = first.name if first in sources else f"*{suffix}"
+    pairs = [pair.partition("=")[::2] for pair in names.split(",") if "=" in pair]
+    keys = {field.strip(): key.strip() for field, key in pairs}
+    if axes is not None:
+        keys.setdefault("hidden_states", "hidden_states")
+    before = "" if suffix in _OF_KEYS else "[]/"
+    lines = []
+    for field, key in keys.items():
+        of_states = f" -> {' '.join(axes)}" if axes and field == "hidden_states" else ""
+        place = pattern if suffix == ".npy" else f"{pattern} : {before}{key}"
+        lines.append(f"--field '{field} = {place}{of_states}'")
+    return " ".join(lines) or f"--field 'FIELD = {pattern} : {before}KEY'"

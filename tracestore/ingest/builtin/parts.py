@@ -1,7 +1,7 @@
 """Parts of a conversion: layouts with their files, structures of built-in layouts, exports, and files of none."""
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -34,11 +34,12 @@ Proposer = Callable[[Mapping[str, Path]], Layout | InvalidInputError]
 
 @dataclass(frozen=True, eq=False)
 class DescribedFiles:
-    """The files of one source, and how a layout reads them."""
+    """The files of one source, and how a layout reads them; `portable` reads them in another process."""
 
     execution: Execution
     group: FileGroup
     fingerprint: bytes
+    portable: "BuiltinFiles | None"
 
     @property
     def what(self) -> str | None:
@@ -53,12 +54,38 @@ class DescribedFiles:
 
 
 @dataclass(frozen=True, eq=False)
+class BuiltinFiles:
+    """The files of one source that a built-in layout reads without accounts of the run, to be sent to a process."""
+
+    builtin: Builtin
+    files: Mapping[str, Path]
+    has_scores_file: bool
+    fingerprint: bytes = b""
+    what: None = None
+    portable: None = None
+
+    def read(
+        self, need_attention: bool | None, scratch: Scratch, on_refused: OnRefused | None
+    ) -> Iterator[TraceRecord]:
+        """Yield the records of the source."""
+        part = Part(self.builtin.layout, self.files, builtin=self.builtin, has_scores_file=self.has_scores_file)
+        for _, source in part.sources():
+            assert source.described is not None
+            yield from source.described.read(need_attention, scratch, on_refused)
+
+
+@dataclass(frozen=True, eq=False)
 class PreprocessedFile:
     """A file of sequences or graphs."""
 
     path: Path
     fingerprint: bytes = b"preprocessed"
     what: None = None
+
+    @property
+    def portable(self) -> "PreprocessedFile":
+        """Return the file with an absolute path."""
+        return replace(self, path=self.path.absolute())
 
     def read(
         self, need_attention: bool | None, scratch: Scratch, on_refused: OnRefused | None
@@ -74,6 +101,7 @@ class UnknownFile:
     error: InvalidInputError
     fingerprint: bytes = b""
     what: None = None
+    portable: None = None
 
     def read(
         self, need_attention: bool | None, scratch: Scratch, on_refused: OnRefused | None
@@ -177,11 +205,18 @@ class Part:
             return
         fingerprint = self.execution.fingerprint()
         for group in self.execution.groups:
-            described = DescribedFiles(self.execution, group, fingerprint)
+            described = DescribedFiles(self.execution, group, fingerprint, self._portable(group))
             first = next(iter(group.files.values()))[0]
             # A file of a built-in layout is known by its bytes alone.
             parts = () if self._builtin is not None and group.paths == (first.path,) else group.paths
             yield first.path, SourceFile(group.paths[0], group.name, parts=parts, described=described)
+
+    def _portable(self, group: FileGroup) -> BuiltinFiles | None:
+        """Return what reads a source in another process; None if accounts of the run need its traces."""
+        if self._builtin is None or self.execution is None or not self.execution.is_direct:
+            return None
+        files = {file.name: file.path.absolute() for found in group.files.values() for file in found}
+        return BuiltinFiles(replace(self._builtin), files, self._has_scores_file)
 
     def _checked(self, text: str, name: str, root: Value) -> Value:
         assert self._builtin is not None

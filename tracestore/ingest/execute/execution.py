@@ -111,6 +111,11 @@ class Execution:
                     digest.update(hashlib.file_digest(opened, "blake2b").digest())
         return digest.digest()
 
+    @property
+    def is_direct(self) -> bool:
+        """Whether the items of a file hold all fields of their traces, so that sources have nothing in common."""
+        return self._step is not False
+
     def scores_of_tables(self) -> set[str]:
         """Return the fields of labels and scores that tables give."""
         return {
