@@ -200,3 +200,25 @@ def test_one_file_of_another_kind_among_many_is_refused_when_it_is_read(tmp_path
     message = error_of("convert", folder, tmp_path / "s.zarr", code=3)
 
     assert "r-77.safetensors" in message and "built-in layout vllm" in message
+
+
+def test_padding_none_states_that_rows_without_a_mask_have_no_padding(tmp_path, folder):
+    rng = np.random.default_rng(0)
+    passes = [[rng.standard_normal((2, n, 6)).astype("f2") for _ in range(3)] for n in (4, 1, 1)]
+    ids = np.array([[5, 6, 7, 8, 9, 2, 2], [5, 6, 7, 8, 9, 10, 11]])
+    torch.save(
+        {
+            "sequences": torch.from_numpy(ids),
+            "hidden_states": tuple(tuple(torch.from_numpy(layer) for layer in layers) for layers in passes),
+        },
+        folder / "out.pt",
+    )
+
+    lines = ["hidden_states = out.pt : hidden_states -> P L N S D", "tokens = out.pt : sequences -> N T"]
+    flags = [word for line in lines for word in ("--field", line)]
+
+    message = error_of("convert", folder, tmp_path / "s.zarr", *flags, code=3)
+    convert(folder, tmp_path / "s.zarr", *flags, "--padding", "none")
+
+    assert "S.pad = 2 if it is padding" in message
+    assert [len(trace.tokens) for trace in tracestore.open(tmp_path / "s.zarr")] == [7, 7]

@@ -12,7 +12,17 @@ import numpy as np
 import pytest
 
 import tracestore
-from tests.helpers import ROOT, command, convert, make_trace, make_traces, tree_bytes, write_pickle, write_scores
+from tests.helpers import (
+    ROOT,
+    command,
+    convert,
+    error_of,
+    make_trace,
+    make_traces,
+    tree_bytes,
+    write_pickle,
+    write_scores,
+)
 from tracestore.store.maintain.verify import verify_store
 
 
@@ -217,3 +227,32 @@ def test_the_message_of_an_interrupt_says_how_to_continue(tmp_path):
         assert "to continue" in stderr and stderr.count("\n") == 1
     convert(data, tmp_path / "s.zarr")
     assert len(tracestore.open(tmp_path / "s.zarr")) == 60
+
+
+@pytest.mark.parametrize(
+    ("flags", "lines"),
+    [
+        (["--map", "hidden_states=hs"], "--field 'hidden_states = *.pkl : []/hs'"),
+        (["--axes", "SLD"], "--field 'hidden_states = *.pkl : []/hidden_states -> S L D'"),
+        (
+            ["--map", "hidden_states=hs,question_id=id", "--axes", "SLD"],
+            "--field 'hidden_states = *.pkl : []/hs -> S L D' --field 'question_id = *.pkl : []/id'",
+        ),
+    ],
+)
+def test_map_and_axes_print_the_lines_of_a_layout(tmp_path, flags, lines):
+    (tmp_path / "in").mkdir()
+    write_pickle(tmp_path / "in" / "a.pkl", make_traces(1))
+    message = error_of("convert", tmp_path / "in", tmp_path / "s.zarr", *flags, code=2)
+    assert lines in message and not (tmp_path / "s.zarr").exists()
+
+
+def test_many_files_without_traces_print_one_line(tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for k in range(20):
+        write_pickle(folder / f"q{k}.pkl", make_traces(k + 1)[k:])
+        (folder / f"q{k}.json").write_text('{"model": "m"}')
+    done = convert(folder, tmp_path / "s.zarr")
+    assert "skipped 20 files without traces (q0.json, q1.json, q2.json and 17 more): holds no array" in done.stdout
+    assert len(done.stdout.splitlines()) < 12 and len(tracestore.open(tmp_path / "s.zarr")) == 20

@@ -1,4 +1,4 @@
-"""convert --dry-run: what the first traces hold, without writing."""
+"""convert --dry-run: the layouts of the files, and what their first traces would become, without writing."""
 
 import json
 
@@ -12,40 +12,37 @@ def lines_of(done):
     return [" ".join(line.split()) for line in done.stdout.splitlines()]
 
 
-def test_keys_shapes_and_roles_are_printed(tmp_path):
-    traces = [t | {"note": "x", "bleurt_score": 0.5, "logits": np.zeros((40, 50_000), "f4")} for t in make_traces(5)]
-    traces = [{("hs" if k == "hidden_states" else k): v for k, v in t.items() if k != "question_id"} for t in traces]
-    write_pickle(tmp_path / "a.pkl", traces)
-    done = convert(tmp_path / "a.pkl", tmp_path / "s.zarr", "--dry-run", "--map", "hidden_states=hs")
-    lines = lines_of(done)
-    assert "a.pkl:" in lines
-    for line in (
-        "hs list of 3: float16 (1, 8) -> hidden_states",
-        "attentions list of 3: float16 (2, 1, 1) -> attentions",
-        "tokens int64 (1,) -> tokens",
-        "tokens_decoded list of 1: text -> tokens_decoded",
-        "note text -> extra",
-        "bleurt_score float -> score",
-        "logits float32 (40, 50000) -> dropped",
-        "no question_id: the name of the file becomes the id, with the position if there are several traces",
-    ):
-        assert line in lines, done.stdout
-    assert any(
-        line.startswith("trace 2 would be stored: question_id 'a.pkl:2' (made up), L 3, S 3, D 8 float16")
-        for line in lines
-    )
+def test_the_layout_and_the_first_traces_are_printed(tmp_path):
+    write_pickle(tmp_path / "a.pkl", [t | {"note": "x", "bleurt_score": 0.5} for t in make_traces(5)])
+    lines = lines_of(convert(tmp_path / "a.pkl", tmp_path / "s.zarr", "--dry-run"))
+    assert lines[0] == "a.pkl: built-in layout traces"
+    assert 'hidden_states = "**/*.pkl : []/hidden_states -> L S D"' in lines
+    text = "trace 2 would be stored: question_id 'q2', L 3, S 3, D 8 float16, 3 tokens, causal attention"
+    assert any(line.startswith(text) and "score bleurt_score 0.5" in line for line in lines)
     assert not any("trace 3" in line for line in lines)
     assert not (tmp_path / "s.zarr").exists() and lines[-1] == "1 file, 0 refused; nothing was written"
 
 
-def test_files_with_the_same_keys_are_described_once(tmp_path):
-    for k in range(4):
+def test_files_of_one_layout_are_described_together(tmp_path):
+    for k in range(5):
         write_pickle(tmp_path / f"batch_{k}.pkl", make_traces(2))
-    write_pickle(tmp_path / "other.pkl", [make_trace(1) | {"more": 1}])
-    done = convert(tmp_path, tmp_path / "s.zarr", "--dry-run", "--json")
+    (tmp_path / "config.json").write_text('{"model": "m"}')
+    done = convert(tmp_path, tmp_path / "s.zarr", "--dry-run", "--json", "--skip-bad")
     report = json.loads(done.stdout)
-    assert [files["files"] for files in report["files"]] == [[f"batch_{k}.pkl" for k in range(4)], ["other.pkl"]]
-    assert report["num_sources"] == 5 and "batch_0.pkl and 3 more files" in done.stderr
+    (part, *others) = report["parts"]
+    assert part["files"] == [f"batch_{k}.pkl" for k in range(5)] and part["layout"]["records"] == ["**/*.pkl : []"]
+    assert len(part["stored"]) == 2 and part["refused"] == {} and len(others) == 1
+    assert report["num_sources"] == 6 and "batch_0.pkl, batch_1.pkl, batch_2.pkl and 2 more: built-in" in done.stderr
+
+
+def test_a_stated_layout_is_printed_with_what_it_stores(tmp_path):
+    np.savez(tmp_path / "a.npz", hs=np.arange(24, dtype="f4").reshape(2, 3, 4) + 1)
+    line = "hidden_states = {id}.npz : hs -> L S D"
+    report = json.loads(convert(tmp_path, tmp_path / "s.zarr", "--field", line, "--dry-run", "--json").stdout)
+    (part,) = report["parts"]
+    assert part["origin"] == "stated layout" and part["layout"] == {"hidden_states": line.partition(" = ")[2]}
+    assert part["stored"] == ["question_id 'a', L 2, S 3, D 4 float16, rounded from float32"]
+    assert report["attention"] == "none"
 
 
 def test_a_refused_file_is_described_and_ends_with_its_error(tmp_path):
@@ -53,9 +50,10 @@ def test_a_refused_file_is_described_and_ends_with_its_error(tmp_path):
     write_pickle(tmp_path / "b.pkl", make_traces(1))
     (tmp_path / "c.pkl").write_bytes(b"x")
     done = convert(tmp_path, tmp_path / "s.zarr", "--dry-run", check=3)
-    assert "hs int -> extra" in lines_of(done) and "trace 0 would be stored: question_id 'q0'" in done.stdout
-    assert done.stderr.count("\n") == 1 and "name it with --map hidden_states=KEY" in done.stderr
-    assert "3 files, 2 refused" in done.stdout
+    lines = lines_of(done)
+    assert any(line.startswith("trace 0 would be stored: question_id 'q0'") for line in lines)
+    assert any(line.startswith("refused: c.pkl: ") for line in lines)
+    assert done.stderr.count("\n") == 1 and "c.pkl" in done.stderr
     convert(tmp_path, tmp_path / "s.zarr", "--dry-run", "--skip-bad")
 
 
@@ -68,14 +66,9 @@ def test_the_options_of_an_existing_store_apply(tmp_path):
 
 def test_preprocessed_files(tmp_path):
     torch = pytest.importorskip("torch")
-    value = {
-        "sequences": torch.zeros(2, 3, 4, dtype=torch.float16),
-        "labels": torch.ones(2),
-        "question_ids": ["a", "b"],
-    }
+    value = {"sequences": torch.ones(2, 3, 4).half(), "labels": torch.ones(2), "question_ids": ["a", "b"]}
     torch.save(value, tmp_path / "a.pt")
     lines = lines_of(convert(tmp_path / "a.pt", tmp_path / "s.zarr", "--dry-run"))
-    assert "sequences float16 (2, 3, 4) -> last_token" in lines
     assert "trace 1 would be stored: question_id 'b', L 3, D 4 float16, label 1" in lines
 
 
@@ -83,3 +76,10 @@ def test_a_damaged_or_odd_file_ends_in_one_line(tmp_path):
     write_pickle(tmp_path / "a.pkl", [{"\x1b[2J": object, 7: {"a": [[[[1]]]]}, "hidden_states": [[[1.0]]]}])
     done = convert(tmp_path / "a.pkl", tmp_path / "s.zarr", "--dry-run", check=3)
     assert "\x1b" not in done.stdout + done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_trace_is_described_as_it_is_stored(tmp_path):
+    write_pickle(tmp_path / "a.pkl", [make_trace(4) | {"label": 1, "sample": 2}])
+    done = convert(tmp_path / "a.pkl", tmp_path / "s.zarr", "--dry-run", "--attention", "heads")
+    assert "question_id 'q4', sample 2, L 3, S 5, D 8 float16, 5 tokens, causal attention of 2 heads" in done.stdout
+    assert ", label 1" in done.stdout

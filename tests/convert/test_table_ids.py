@@ -1,4 +1,4 @@
-"""Tables and scores files next to traces: no row is joined to a trace of another id, and no table is left unread."""
+"""Tables and scores files whose ids are those of no trace, or others by spelling."""
 
 import json
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import tracestore
-from tests.helpers import convert, error_of, make_traces, write_pickle
+from tests.helpers import convert, error_of, make_traces, write_pickle, write_scores
 
 BOTH = "such as 'x0', and none of them in the traces, which have ids such as 'q0'"
 
@@ -15,67 +15,26 @@ def write_rows(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def write_npz(folder, name="t.npz"):
-    states = np.stack([t["hidden_states"] for t in make_traces(4, tokens=3)])
-    np.savez(folder / name, hidden_states=states, question_ids=np.array([f"q{k}" for k in range(4)]))
-
-
-def labels_of(store):
-    with tracestore.open(store) as opened:
-        return {key: None if np.isnan(v) else v for key, v in zip(opened.question_ids, opened.labels, strict=True)}
-
-
-@pytest.fixture(params=["pickle", "npz", "npz of arrays by id"])
-def folder(request, tmp_path):
-    path = tmp_path / "in"
-    path.mkdir()
-    if request.param == "pickle":
-        write_pickle(path / "t.pkl", make_traces(4))
-    elif request.param == "npz":
-        write_npz(path)
-    else:
-        np.savez(path / "t.npz", **{f"{t['question_id']}/hidden_states": t["hidden_states"] for t in make_traces(4)})
-    return path
-
-
-@pytest.mark.parametrize("row", [{"label": 1}, {"question": "why?"}, {"is_correct": True, "ref": "q0"}], ids=str)
-def test_a_table_without_an_id_of_the_traces_is_refused(folder, tmp_path, row):
-    write_rows(folder / "metadata.jsonl", [{"id": f"x{k}"} | row for k in range(4)])
-    for flags in ([], ["--skip-bad"]):
-        assert "metadata.jsonl" in error_of("convert", folder, tmp_path / "s.zarr", *flags, code=3)
-    assert not (tmp_path / "s.zarr").exists()
-
-
-@pytest.mark.parametrize("prefix", ["x", "q"])
-def test_labels_of_a_table_next_to_those_in_the_traces_are_refused(tmp_path, prefix):
-    write_pickle(tmp_path / "t.pkl", [t | {"label": 1} for t in make_traces(4)])
-    write_rows(tmp_path / "t.jsonl", [{"id": f"{prefix}{k}", "label": 0} for k in range(4)])
-    assert "t.jsonl" in error_of("convert", tmp_path, tmp_path / "s.zarr", code=3)
-
-
-def test_a_table_is_joined_to_traces_of_a_built_in_layout_by_their_ids(tmp_path):
+def test_a_table_next_to_the_traces_that_no_line_names_is_refused(tmp_path):
     write_pickle(tmp_path / "t.pkl", make_traces(4))
-    write_rows(tmp_path / "t.jsonl", [{"id": f"q{k}", "is_correct": k % 2 == 1} for k in (2, 0, 3, 1)])
-    done = convert(tmp_path, tmp_path / "s.zarr")
-    assert "is_correct: 4 rows of t.jsonl joined by id" in done.stdout
-    with tracestore.open(tmp_path / "s.zarr") as store:
-        assert dict(zip(store.question_ids, store.scores.tolist(), strict=True)) == {"q0": 0, "q1": 1, "q2": 0, "q3": 1}
+    write_rows(tmp_path / "judged.jsonl", [{"id": f"q{k}", "score": k % 2} for k in range(4)])
+    message = error_of("convert", tmp_path, tmp_path / "s.zarr", code=3)
+    assert f"--scores {tmp_path / 'judged.jsonl'} takes the scores of this table" in message
+    convert(tmp_path, tmp_path / "s.zarr", "--scores", tmp_path / "judged.jsonl")
+    assert tracestore.open(tmp_path / "s.zarr").scores.tolist() == [0, 1, 0, 1]
 
 
-def test_both_meanings_of_a_label_are_shown_and_each_can_be_pasted(tmp_path):
-    folder = tmp_path / "in"
-    folder.mkdir()
-    write_pickle(folder / "a{0}{x}.pkl", make_traces(4))
-    write_rows(folder / "a{0}{x}.jsonl", [{"question_id": f"q{k}", "label": k % 2} for k in range(4)])
-    shown = convert(folder, tmp_path / "s.zarr", check=3).stdout
-    for name in ("is_correct", "is_hallucinated"):
-        part = next(part for part in shown.split("\n1. ")[1].split("\n2. ") if f"--field '{name} = " in part)
-        lines = [
-            line.strip().removeprefix("--field '").removesuffix("'") for line in part.splitlines() if "--field" in line
-        ]
-        convert(folder, tmp_path / f"{name}.zarr", *[flag for line in lines for flag in ("--field", line)])
-        with tracestore.open(tmp_path / f"{name}.zarr") as store:
-            assert store["q1"].score == 1 and store["q0"].score == 0
+def test_rows_of_a_stated_table_without_an_id_of_the_traces_are_refused(tmp_path):
+    """Rule 12c: no match at all."""
+    write_pickle(tmp_path / "t.pkl", make_traces(4))
+    write_rows(tmp_path / "labels.jsonl", [{"id": f"x{k}", "y": k % 2} for k in range(4)])
+    lines = ["hidden_states = t.pkl : []/hidden_states -> L S D", "question_id = t.pkl : []/question_id"]
+    lines += ["attentions = t.pkl : []/attentions -> L H S S", "tokens = t.pkl : []/tokens -> T"]
+    lines += ["tokens_decoded = t.pkl : []/tokens_decoded -> T", "is_correct = labels.jsonl : [id=id]/y"]
+    lines += ["ignore = t.pkl : []/generated_answer_clean"]
+    flags = [word for line in lines for word in ("--field", line)]
+    assert "labels.jsonl" in error_of("convert", tmp_path, tmp_path / "s.zarr", *flags, code=3)
+    assert not (tmp_path / "s.zarr").exists() or np.isnan(tracestore.open(tmp_path / "s.zarr").scores).all()
 
 
 def test_a_scores_file_without_an_id_of_the_traces_is_refused(tmp_path):
@@ -88,7 +47,36 @@ def test_a_scores_file_without_an_id_of_the_traces_is_refused(tmp_path):
     assert tracestore.open(tmp_path / "s.zarr").scores.tolist() == [0, 0.25, 0.5, 0.75]
 
 
-def test_ids_of_a_table_may_be_in_the_store_already(tmp_path):
+def test_skip_bad_reports_a_scores_file_without_an_id_of_the_traces(tmp_path):
+    write_pickle(tmp_path / "t.pkl", make_traces(4))
+    write_scores(tmp_path / "scores.csv", {f"x{k}": k / 4 for k in range(4)})
+    assert BOTH in convert(tmp_path, tmp_path / "s.zarr", "--skip-bad").stdout
+
+
+@pytest.mark.parametrize(
+    ("ids", "text"),
+    [
+        (["q1", "q2", "q3", "q4"], "numbered from 0 and from 1"),
+        (["q00", "q1", "q2", "q3"], "differ in spelling only"),
+        (["Q0", "q1", "q2", "q3"], "differ in spelling only"),
+        ([" q0", "q1", "q2", "q3"], "differ in spelling only"),
+    ],
+)
+def test_rule_12b_scores_that_would_match_in_another_spelling_or_shifted_by_one_are_refused(tmp_path, ids, text):
+    write_pickle(tmp_path / "t.pkl", make_traces(4))
+    write_scores(tmp_path / "scores.csv", dict.fromkeys(ids, 0.5))
+    assert text in error_of("convert", tmp_path, tmp_path / "s.zarr", code=3)
+    assert not (tmp_path / "s.zarr").exists()
+
+
+def test_a_trace_without_a_score_is_kept(tmp_path):
+    write_pickle(tmp_path / "t.pkl", make_traces(4))
+    write_scores(tmp_path / "scores.csv", {"q0": 0.5, "q3": 1, "other": 0})
+    done = convert(tmp_path, tmp_path / "s.zarr")
+    assert "1 score without a trace" in done.stdout and "2 without a label or score" in done.stdout
+
+
+def test_ids_of_a_scores_file_may_be_in_the_store_already(tmp_path):
     for k, name in enumerate("ab"):
         (tmp_path / name).mkdir()
         write_pickle(tmp_path / name / "t.pkl", make_traces(2 * k + 2)[2 * k :])
@@ -97,59 +85,22 @@ def test_ids_of_a_table_may_be_in_the_store_already(tmp_path):
         assert "none of them" not in done.stdout
 
 
-def test_a_trace_whose_id_a_table_lacks_does_not_get_the_row_of_its_position(tmp_path):
-    write_npz(tmp_path)
-    write_rows(tmp_path / "t.jsonl", [{"id": key, "y": k % 2} for k, key in enumerate(["q1", "q0", "x2", "q3"])])
-    lines = ["hidden_states = t.npz : hidden_states -> N L S D", "question_id = t.npz : question_ids -> N"]
-    lines += ["is_hallucinated = t.jsonl : [id=id]/y", "S.padding = none"]
-    done = convert(tmp_path, tmp_path / "s.zarr", *[flag for line in lines for flag in ("--field", line)])
-    assert "3 rows of t.jsonl joined by id, 1 without a trace, 1 traces without a row" in done.stdout
+def test_scores_files_below_the_chosen_one_and_predictions_are_named(tmp_path):
+    write_pickle(tmp_path / "t.pkl", make_traces(4))
+    (tmp_path / "old").mkdir()
+    write_scores(tmp_path / "scores.csv", {"q0": 0.5})
+    write_scores(tmp_path / "old" / "scores.csv", {"q0": 1})
+    header = "question_id,sample,trace_index,split,fold,seed,label,hallucination_score"
+    (tmp_path / "predictions.csv").write_text(f"{header}\nq0,0,0,test,0,42,1,0.5\n")
+    done = convert(tmp_path, tmp_path / "s.zarr")
+    assert "not read: scores.csv, predictions.csv" in done.stdout
+    assert tracestore.open(tmp_path / "s.zarr").scores[0] == 0.5
+
+
+def test_a_label_of_a_stated_layout_and_another_one_in_the_scores_file_are_refused(tmp_path):
+    np.savez(tmp_path / "a.npz", h=np.ones((2, 3, 4), "f2"), label=np.array(1))
+    (tmp_path / "scores.csv").write_text("question_id,label,score\na,0,0.5\n")
+    flags = ["--field", "hidden_states = {id}.npz : h -> L S D", "--field", "is_hallucinated = {id}.npz : label"]
+    convert(tmp_path, tmp_path / "s.zarr", *flags, "--scores", tmp_path / "scores.csv")
     with tracestore.open(tmp_path / "s.zarr") as store:
-        scores = dict(zip(store.question_ids, store.scores.tolist(), strict=True))
-    assert np.isnan(scores.pop("q2")) and scores == {"q0": 1, "q1": 0, "q3": 1}
-
-
-def test_a_hash_in_any_column_may_be_the_id(tmp_path):
-    (tmp_path / "states").mkdir()
-    rows = []
-    for k, trace in enumerate(make_traces(3)):
-        name = f"6e33ee1e{k}"
-        write_pickle(tmp_path / "states" / f"{name}.pkl", {"hidden_states": trace["hidden_states"]})
-        rows.append({"doc_id": k, "acc": float(k == 1), "hash": name})
-    write_rows(tmp_path / "samples.jsonl", rows[::-1])
-    lines = ["hidden_states = states/{id}.pkl : hidden_states -> L S D", "is_correct = samples.jsonl : [id=hash]/acc"]
-    convert(tmp_path, tmp_path / "s.zarr", *[flag for line in lines for flag in ("--field", line)])
-    with tracestore.open(tmp_path / "s.zarr") as store:
-        assert {q: store[q].score for q in store.question_ids} == {f"6e33ee1e{k}": float(k == 1) for k in range(3)}
-
-
-def test_a_table_of_something_else_is_refused_and_settings_are_not_read(tmp_path):
-    folder = tmp_path / "in"
-    folder.mkdir()
-    for k, trace in enumerate(make_traces(4)):
-        write_pickle(folder / f"states_{k}.pkl", trace)
-    (folder / "notes.json").write_text('[{"speaker": "a"}, {"speaker": "b"}]')
-    (folder / "config.json").write_text('{"model": "m"}')
-    assert "notes.json" in error_of("convert", folder, tmp_path / "s.zarr", code=3)
-    (folder / "notes.json").unlink()
-    convert(folder, tmp_path / "s.zarr")
-    assert len(tracestore.open(tmp_path / "s.zarr")) == 4
-
-
-def test_labels_in_the_order_of_a_list_are_asked(tmp_path):
-    write_pickle(tmp_path / "t.pkl", [{k: v for k, v in t.items() if k != "question_id"} for t in make_traces(4)])
-    (tmp_path / "labels.json").write_text("[0, 1, 1, 0]")
-    done = convert(tmp_path, tmp_path / "s.zarr", check=3)
-    assert (
-        "is_correct: joined in order" in done.stderr and "--field 'is_hallucinated = labels.json -> N'" in done.stdout
-    )
-
-
-@pytest.mark.parametrize("column", ["row", "idx", "position", "example_number", "line_no"])
-def test_rows_in_order_with_other_numbers_are_refused(tmp_path, column):
-    np.save(tmp_path / "hidden_states.npy", np.stack([t["hidden_states"] for t in make_traces(4, tokens=3)]))
-    write_rows(tmp_path / "samples.jsonl", [{column: k, "y": k % 2} for k in (2, 0, 3, 1)])
-    lines = ["hidden_states = hidden_states.npy -> N L S D", "is_correct = samples.jsonl : []/y", "S.padding = none"]
-    flags = [flag for line in lines for flag in ("--field", line)]
-    message = error_of("convert", tmp_path, tmp_path / "s.zarr", *flags, code=3)
-    assert f"[]/{column}: rows are joined in order, and this column of ids is left out" in message
+        assert store[0].scores == {"is_hallucinated": 1, "score": 0.5}

@@ -162,3 +162,42 @@ def test_ctrl_c_ends_the_watch_and_the_same_command_continues(tmp_path):
     shutil.copy(folder / "0.safetensors", folder / "1.safetensors")
     convert(folder, tmp_path / "s.zarr", *WATCH)
     assert len(tracestore.open(tmp_path / "s.zarr")) == 2
+
+
+def test_files_of_a_stated_layout_wait_for_the_table_that_it_names(tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    states = np.random.default_rng(0).standard_normal((3, 2, 4, 5)).astype("f2")
+    np.save(folder / "q0.npy", states[0])
+    lines = ["hidden_states = {id}.npy -> L S D", "is_correct = labels.csv : [id=qid]/y"]
+    table = "qid,y\nq0,1\nq1,0\nq2,1\n"
+    threading.Timer(0.4, (folder / "labels.csv").write_text, [table]).start()
+    for k in (1, 2):
+        np.save(tmp_path / f"q{k}.npy", states[k])
+        threading.Timer(0.4 * (k + 1), (tmp_path / f"q{k}.npy").rename, [folder / f"q{k}.npy"]).start()
+    flags = [word for line in lines for word in ("--field", line)]
+    done = convert(folder, tmp_path / "s.zarr", *WATCH, *flags)
+    assert "waiting for other files: is_correct: no file matches labels.csv" in done.stdout
+    with tracestore.open(tmp_path / "s.zarr") as store:
+        assert {q: store[q].score for q in store.question_ids} == {"q0": 1, "q1": 0, "q2": 1}
+
+
+def test_files_that_never_fit_end_the_watch_with_the_reason(tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    np.save(folder / "q0.npy", np.ones((2, 3, 4), "f2"))
+    flags = ("--field", "hidden_states = {id}.npy -> L S D", "--field", "is_correct = labels.csv : [id=qid]/y")
+    assert "labels.csv" in error_of("convert", folder, tmp_path / "s.zarr", *WATCH, *flags, code=3)
+
+
+def test_a_table_that_changes_replaces_the_labels_of_a_stated_layout(tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for k in range(2):
+        np.save(folder / f"q{k}.npy", np.full((2, 3, 4), k + 1, "f2"))
+    (folder / "labels.csv").write_text("qid,y\nq0,1\nq1,0\n")
+    threading.Timer(0.7, (folder / "labels.csv").write_text, ["qid,y\nq0,0\nq1,0\n"]).start()
+    flags = ("--field", "hidden_states = {id}.npy -> L S D", "--field", "is_correct = labels.csv : [id=qid]/y")
+    done = convert(folder, tmp_path / "s.zarr", *WATCH, *flags)
+    assert "1 stored label replaced by changed ones" in done.stdout
+    assert tracestore.open(tmp_path / "s.zarr").scores.tolist() == [0, 0]

@@ -7,11 +7,10 @@ import pytest
 
 from tests.helpers import make_traces, write_pickle
 from tracestore.errors import InvalidInputError
-from tracestore.ingest import reading
+from tracestore.ingest.builtin.parts import find_sources
 from tracestore.ingest.files import byte_source
 from tracestore.ingest.packing import PackOptions, packed_traces
 from tracestore.ingest.reading import read_sources
-from tracestore.ingest.sources import find_sources
 
 NUM_FILES, TRACES_A_FILE = 5, 4
 
@@ -43,7 +42,7 @@ def test_traces_arrive_in_order_within_the_memory_limit(sources, workers, max_wa
 def test_a_packed_trace_holds_no_buffer_of_its_source(sources):
     """The memory limit counts the stored bytes only."""
     path = sources[0].path.with_suffix(".pkl.gz")
-    path.write_bytes(gzip.compress(sources[0].path.read_bytes()))
+    write_pickle(path, make_traces(3, tokens=300, dim=1024))
     [source] = find_sources([path], path.parent / "s.zarr")
     for trace in packed_traces(source, PackOptions(attention="mean", keep_dtype=False)):
         [stored] = trace.arrays["hidden_states"]
@@ -71,20 +70,3 @@ def test_inflating_ahead_does_not_change_the_bytes(tmp_path, monkeypatch, ahead_
         inflated("short", packed[:-100])
     with pytest.raises(InvalidInputError, match="damaged gzip"):
         inflated("damaged", packed[:-5] + bytes(5))
-
-
-@pytest.mark.parametrize("num_processors", [1, 2, 8])
-def test_blocked_readers_are_not_counted_as_reading(tmp_path, monkeypatch, num_processors):
-    """A blocked reader leaves its processor to a thread that inflates."""
-    monkeypatch.setattr(reading, "_NUM_PROCESSORS", num_processors)
-    traces = make_traces(NUM_FILES * TRACES_A_FILE)
-    for k in range(NUM_FILES):
-        write_pickle(tmp_path / f"{k}.pkl.gz", traces[k * TRACES_A_FILE :][:TRACES_A_FILE])
-    found = find_sources([tmp_path], tmp_path / "s.zarr")
-    options = PackOptions(attention="mean", keep_dtype=False, max_waiting=0)
-    ids = []
-    for stream in read_sources(found, options, workers=3, is_known=lambda *_: False, on_wait=lambda: None):
-        ids += [trace.record.question_id for trace in stream]
-        assert 0 <= stream._gate.num_reading <= 3
-    assert ids == [f"q{k}" for k in range(NUM_FILES * TRACES_A_FILE)]
-    assert stream._gate.num_reading == 0

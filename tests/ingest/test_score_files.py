@@ -37,10 +37,10 @@ FORMATS = {
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_file_of_scores_is_found_in_every_format(tmp_path, name):
+def test_scores_in_every_format(tmp_path, name):
     write_pickle(tmp_path / "t.pkl", make_traces(3))
     (tmp_path / name).write_text(FORMATS[name])
-    values, direction, out = scores_of(tmp_path)
+    values, direction, out = scores_of(tmp_path, *([] if name == "my_scores.csv" else ["--scores", tmp_path / name]))
     assert (values, direction) == (SCORES, "correct") and f"{name}, column" in out
 
 
@@ -49,21 +49,20 @@ def test_arrays_of_scores(tmp_path, name):
     write_pickle(tmp_path / "t.pkl", make_traces(3))
     if name.endswith(".npy"):
         np.save(tmp_path / name, np.array(SCORES))
-        flags = []
     else:
         named = {"question_ids": np.array([0, 1, 2])} if name == "ids.npz" else {}
         np.savez(tmp_path / name, score=np.array(SCORES), **named)
-        flags = ["--scores", tmp_path / name]
     if name == "ids.npz":
         write_pickle(tmp_path / "t.pkl", [t | {"question_id": k} for k, t in enumerate(make_traces(3))])
-    assert scores_of(tmp_path, *flags)[0] == SCORES
+    assert scores_of(tmp_path, "--scores", tmp_path / name)[0] == SCORES
 
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_scores_in_order_have_to_be_as_many_as_traces(tmp_path, count):
     write_pickle(tmp_path / "t.pkl", make_traces(3))
     np.save(tmp_path / "score.npy", np.zeros(count))
-    message = error_of("convert", tmp_path, tmp_path / "s.zarr", code=3)
+    flags = ["--scores", tmp_path / "score.npy"]
+    message = error_of("convert", tmp_path, tmp_path / "s.zarr", *flags, code=3)
     assert f"score.npy: found {count} scores without ids, expected 3" in message
     convert(tmp_path / "t.pkl", tmp_path / "t.zarr")
     message = error_of("score", tmp_path / "t.zarr", "--scores", tmp_path / "score.npy", code=3)
@@ -74,7 +73,8 @@ def test_scores_in_order_need_one_trace_file(tmp_path):
     np.save(tmp_path / "score.npy", np.zeros(3))
     for k in range(2):
         write_pickle(tmp_path / f"{k}.pkl", make_traces(3))
-    assert "fits one trace file, found 2" in error_of("convert", tmp_path, tmp_path / "s.zarr", code=2)
+    flags = ["--scores", tmp_path / "score.npy"]
+    assert "fits one trace file, found 2" in error_of("convert", tmp_path, tmp_path / "s.zarr", *flags, code=2)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_scores_in_order_need_one_trace_file(tmp_path):
 def test_names_of_columns_and_words_of_judges(tmp_path, column, values, stored, direction):
     write_pickle(tmp_path / "t.pkl", make_traces(3))
     (tmp_path / "judged.csv").write_text("\n".join([f"qid,{column}", *(f"q{k},{v}" for k, v in enumerate(values))]))
-    assert scores_of(tmp_path)[:2] == (stored, direction)
+    assert scores_of(tmp_path, "--scores", tmp_path / "judged.csv")[:2] == (stored, direction)
     # In a table every value is a text.
     values = [1 if value == "1" else value for value in values]
     traces = [t | {column: v} for t, v in zip(make_traces(3), values, strict=True)]
@@ -107,7 +107,7 @@ def test_names_of_columns_and_words_of_judges(tmp_path, column, values, stored, 
 @pytest.mark.parametrize("content", ["question_id,label\nq0,1\n", "question_id,verdict\nq0,yes\n"])
 def test_a_column_that_may_mean_either_proposes_two_flags(tmp_path, content):
     write_pickle(tmp_path / "t.pkl", make_traces(3))
-    (tmp_path / "judge.csv").write_text(content)
+    (tmp_path / "judge_scores.csv").write_text(content)
     message = error_of("convert", tmp_path, tmp_path / "s.zarr", code=2)
     assert "--score-direction correct or --score-direction hallucination" in message
     assert scores_of(tmp_path, "--score-direction", "hallucination")[0][0] == 1
@@ -134,27 +134,28 @@ def test_each_folder_may_have_a_file(tmp_path):
 
 def test_several_files_of_a_folder_are_listed(tmp_path):
     write_pickle(tmp_path / "t.pkl", make_traces(3))
-    for name in ("a.csv", "b.csv"):
+    for name in ("a_scores.csv", "b_scores.csv"):
         (tmp_path / name).write_text("question_id,correct\nq0,1\n")
     message = error_of("convert", tmp_path, tmp_path / "s.zarr", code=2)
-    assert f"--scores {tmp_path / 'a.csv'} or --scores {tmp_path / 'b.csv'}" in message
+    assert f"--scores {tmp_path / 'a_scores.csv'} or --scores {tmp_path / 'b_scores.csv'}" in message
 
 
-def test_other_tables_and_predictions_are_no_scores(tmp_path):
+def test_predictions_are_no_scores_and_other_tables_are_refused(tmp_path):
     write_pickle(tmp_path / "t.pkl", make_traces(3))
-    (tmp_path / "questions.csv").write_text("question_id,question\nq0,why\n")
-    (tmp_path / "log.json").write_text(json.dumps({"accuracy": 0.5, "epoch": 3}))
     header = "question_id,sample,trace_index,split,fold,seed,label,hallucination_score"
     (tmp_path / "predictions.csv").write_text(f"{header}\nq0,0,0,test,0,42,1,0.5\n")
     values, _, out = scores_of(tmp_path)
-    assert np.isnan(values).all() and "scores:" not in out
+    assert np.isnan(values).all() and "scores:" not in out and "not read: predictions.csv" in out
+    (tmp_path / "judged.csv").write_text("question_id,accuracy\nx0,1\n")
+    assert "judged.csv" in error_of("convert", tmp_path, tmp_path / "t.zarr", code=3)
 
 
 def test_the_id_column_names_the_key_of_the_ids(tmp_path):
-    traces = [{"example_id": k, "hidden_states": t["hidden_states"]} for k, t in enumerate(make_traces(3))]
+    traces = [
+        {k: v for k, v in t.items() if k != "question_id"} | {"example_id": k} for k, t in enumerate(make_traces(3))
+    ]
     (tmp_path / "t.pkl").write_bytes(pickle.dumps(traces))
-    (tmp_path / "scores.csv").write_text("example_id,accuracy\n0,0.25\n1,0.75\n2,0.5\n")
-    assert scores_of(tmp_path)[0] == SCORES
+    convert(tmp_path, tmp_path / "s.zarr", "--id-column", "example_id")
     assert tracestore.open(tmp_path / "s.zarr").question_ids == ["0", "1", "2"]
 
 

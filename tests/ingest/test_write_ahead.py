@@ -15,10 +15,10 @@ from tests.fault_injection.driver import run_convert
 from tests.helpers import make_graphs, make_trace, open_files, read_all, tree_bytes, write_pickle
 from tests.tiers import long
 from tracestore.ingest import packing
+from tracestore.ingest.builtin.parts import find_sources
 from tracestore.ingest.forecast import SegmentPredictor
 from tracestore.ingest.packing import PackOptions
 from tracestore.ingest.reading import AheadOptions, SourceStream, read_sources
-from tracestore.ingest.sources import find_sources
 from tracestore.store.io import spool_files
 from tracestore.store.io.spool_files import SpoolArrays, SpooledRows, SpoolFile
 from tracestore.store.maintain.verify import verify_store

@@ -4,10 +4,13 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from mmap import mmap
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from tracestore._core.mapping import MappedFile
 from tracestore.errors import InvalidInputError, TruncatedFileError, error_location
 from tracestore.ingest.files.byte_source import TRUNCATED_WHILE_READING, check_regular
 from tracestore.ingest.source_reading import read_traces
@@ -87,9 +90,11 @@ def packed_traces(
             if record is None:
                 return
             num_read += 1
+            hidden_bytes = sum(layer.nbytes for layer in record.hidden or ())
+            record.is_borrowed |= any(_is_borrowed(layer, hidden_bytes) for layer in record.hidden or ())
             # Measured for one trace of a source, because it takes longer than the conversion.
             is_measured = num_read == 1 and not options.keep_dtype
-            source_bytes = sum(array.nbytes for array in (*(record.hidden or ()), *(record.attention or ())))
+            source_bytes = hidden_bytes + sum(array.nbytes for array in record.attention or ())
             try:
                 with error_location(source.name, record.position):
                     check_attention(record, options)
@@ -125,6 +130,19 @@ def check_attention(record: TraceRecord, options: PackOptions) -> None:
             "found attention, expected none as in the rest of the store; --attention none leaves it out",
             field="attentions",
         )
+
+
+def _is_borrowed(layer: np.ndarray, total_bytes: int) -> bool:
+    """Return whether a layer of a trace is a view of memory that a reader holds: of more than the trace, of no mapped file."""
+    owner: Any = layer
+    while hasattr(getattr(owner, "base", None), "base"):
+        owner = owner.base
+    base = getattr(owner, "base", None)
+    if base is None:
+        return bool(owner.nbytes > 2 * total_bytes)
+    if isinstance(base, bytes):
+        return len(base) > layer.nbytes
+    return not isinstance(base.obj if isinstance(base, memoryview) else base, MappedFile | mmap)
 
 
 def _rounded_arrays(record: TraceRecord, attention: str) -> list[np.ndarray]:

@@ -17,7 +17,6 @@ from tracestore.errors import InvalidInputError
 from tracestore.ingest.forecast import SegmentPredictor
 from tracestore.ingest.packing import PackOptions, identify, packed_traces
 from tracestore.ingest.sources import Identity, SourceFile
-from tracestore.platform_support import num_processors
 from tracestore.store.io.fsio import try_remove_tree
 from tracestore.store.io.spool_files import SpoolArrays
 from tracestore.store.write.pack import PackedTrace
@@ -27,7 +26,6 @@ _POLL_INTERVAL_S = 0.2
 # Free disk space that writing a source ahead needs, as a multiple of its file size: rows that
 # must be copied in the end take the space twice.
 _DISK_SPACE_RATIO = 2
-_NUM_PROCESSORS = num_processors()
 
 AnyStream = TypeVar("AnyStream", bound="Stream")
 

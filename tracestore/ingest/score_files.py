@@ -239,9 +239,8 @@ def find_score_files(arguments: list[Path], files: Sequence[Path], named: str | 
     UsageError
         If a folder has several.
     """
-    tables = [p for p in files if p.suffix == ".csv" and not (p.parent / EXPORT_FILE).is_file()]
-    unread = [p for p in tables if _has_predictions(p)]
-    found = [p for p in tables if p.match("*scores*.csv") and p not in unread]
+    unread = [p for p in files if p.suffix == ".csv" and _has_predictions(p)]
+    found = [p for p in files if p.match("*scores*.csv") and not (p.parent / EXPORT_FILE).is_file() and p not in unread]
     if named is not None:
         return FoundFiles([Path(named)], [p for p in (*found, *unread) if p != Path(named)])
     chosen = _chosen(found, {path for path in arguments if path.is_dir()})

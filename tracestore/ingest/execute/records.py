@@ -330,8 +330,8 @@ class TraceBuilder:
         if pad is not None:
             kept = strip_pad(tokens, pad)
             return kept if kept == num_ids == num_states else kept - 1
-        last = int(tokens[-1])
-        if is_generated and (last in self._pads or strip_pad(tokens, last) < num_ids):
+        last, is_stated = int(tokens[-1]), self.settings.get("S.padding") == "none"
+        if is_generated and (last in self._pads or (strip_pad(tokens, last) < num_ids and not is_stated)):
             raise InvalidInputError(
                 f"the row ends with the id {last} that fills rows: S.pad = {last} if it is padding"
                 + ", S.lengths if not" * ("S.lengths" not in self.plan.layout.addresses),
