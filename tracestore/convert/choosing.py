@@ -54,16 +54,9 @@ def described_run(
     """
     layout = layout_of_options(options.layout, options.field)
     if layout is not None:
-        files = {n: path for n, path in list_files(arguments, folder).items() if whole is None or path in whole}
-        found = FoundFiles([] if options.scores is None else [Path(options.scores)], [])
-        if not found.scores and (lines := _lines(options)):
-            raise UsageError(f"{_flags(lines)} adds lines to built-in layouts; add them to the layout with --field")
-        part = Part(_with_padding(layout, options), files, tuple(found.scores), origin="stated layout")
-        return DescribedRun([part], {path: k for k, path in enumerate(files.values())}, found)
-    groups = [
-        (named, {name: path for name, path in files.items() if whole is None or path in whole})
-        for named, files in _by_argument(arguments, folder)
-    ]
+        files = _whole(list_files(arguments, folder), whole)
+        return _stated_run(_with_padding(layout, options), files, options)
+    groups = [(named, _whole(files, whole)) for named, files in _by_argument(arguments, folder)]
     paths = [path for _, files in groups for path in files.values()]
     found = find_score_files(arguments, paths, options.scores)
     owned, has_scores_file = (*found.scores, *found.unread), bool(found.scores)
@@ -90,6 +83,19 @@ def described_run(
     if not run.sources:
         raise NoSourceError(f"{arguments[0]}: no trace file in this folder; name a file of another suffix")
     return run
+
+
+def _whole(files: dict[str, Path], whole: Container[Path] | None) -> dict[str, Path]:
+    return files if whole is None else {name: path for name, path in files.items() if path in whole}
+
+
+def _stated_run(layout: Layout, files: Mapping[str, Path], options: ConvertOptions) -> DescribedRun:
+    """Return the conversion of files by a stated layout."""
+    found = FoundFiles([] if options.scores is None else [Path(options.scores)], [])
+    if not found.scores and (lines := _lines(options)):
+        raise UsageError(f"{_flags(lines)} adds lines to built-in layouts; add them to the layout with --field")
+    part = Part(layout, files, tuple(found.scores), origin="stated layout")
+    return DescribedRun([part], {path: k for k, path in enumerate(files.values())}, found)
 
 
 def _lines(options: ConvertOptions) -> dict[str, str]:

@@ -91,7 +91,7 @@ def packed_traces(
                 return
             num_read += 1
             hidden_bytes = sum(layer.nbytes for layer in record.hidden or ())
-            record.is_borrowed |= any(_is_borrowed(layer, hidden_bytes) for layer in record.hidden or ())
+            record.is_borrowed |= _is_borrowed(record, hidden_bytes)
             # Measured for one trace of a source, because it takes longer than the conversion.
             is_measured = num_read == 1 and not options.keep_dtype
             source_bytes = hidden_bytes + sum(array.nbytes for array in record.attention or ())
@@ -132,8 +132,13 @@ def check_attention(record: TraceRecord, options: PackOptions) -> None:
         )
 
 
-def _is_borrowed(layer: np.ndarray, total_bytes: int) -> bool:
-    """Return whether a layer of a trace is a view of memory that a reader holds: of more than the trace, of no mapped file."""
+def _is_borrowed(record: TraceRecord, hidden_bytes: int) -> bool:
+    """Return whether hidden states of so many bytes are views of memory that a reader holds."""
+    return any(_is_view(layer, hidden_bytes) for layer in record.hidden or ())
+
+
+def _is_view(layer: np.ndarray, total_bytes: int) -> bool:
+    """Return whether a layer of a trace is a view of more memory than that of the trace, and of no mapped file."""
     owner: Any = layer
     while hasattr(getattr(owner, "base", None), "base"):
         owner = owner.base
