@@ -160,3 +160,17 @@ def test_attention_of_some_layers_is_refused(tmp_path):
     dump(tmp_path / "in/a.pkl", [item(attn=[None, item()["attn"][1]])])
 
     assert "expected the axes H S S" in records(LAYOUT, tmp_path / "in")
+
+
+@pytest.mark.parametrize("is_direct", [True, False])
+def test_a_scores_file_makes_extras_of_labels_and_scores(is_direct, tmp_path, monkeypatch):
+    dump(tmp_path / "in/a.pkl", [item()])
+    if not is_direct:
+        monkeypatch.setattr(execution, "direct_step", lambda _: False)
+    files = list_files([tmp_path / "in"], tmp_path / "none")
+    found = Execution(parse_layout(LAYOUT), files, has_scores_file=True)
+
+    (record,) = found.read(found.groups[0], None, Scratch())
+
+    assert (record.label, record.scores) == (None, {})
+    assert record.extras == {"is_correct": 1, "judge": 0.25}

@@ -3,7 +3,7 @@
 The result is that of `TraceBuilder`, without columns and joins.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from tracestore.ingest.execute.axes import Block, read_block, settle_dtype
 from tracestore.ingest.execute.nodes import Node
 from tracestore.ingest.execute.records import RecordMaker
 from tracestore.ingest.execute.tokens import check_no_padding
-from tracestore.ingest.execute.values import check_spans, describe, json_value, plain_of, typed_value
+from tracestore.ingest.execute.values import check_spans, describe, json_value, one_value, plain_of, typed_value
 from tracestore.ingest.execute.walk import Cell, Walk, settled
 from tracestore.ingest.layout.addresses import Address, ItemsStep, KeyStep, Step
 from tracestore.ingest.layout.patterns import AXIS_NAMES
@@ -35,7 +35,6 @@ _AXES: dict[str, list[tuple[str, ...]]] = {
 _LETTERS = {"hidden_states": "SD", "attentions": "HSQ", "last_token": "D"}  # of a layer
 _SETTINGS = ("duplicates", "L.what", "L.size")
 _EXTRAS = (str, int, float)
-_PLAIN = frozenset((str, int, float, bool, type(None)))
 
 
 class _Key(NamedTuple):
@@ -118,21 +117,13 @@ class DirectReader:
         The walk through the file.
     on_unclaimed : callable
         Called with the node, key and value of each key that no line names.
-    has_scores_file : bool
-        Whether a scores file replaces labels and scores, which then are extras.
     """
 
     def __init__(
-        self,
-        maker: RecordMaker,
-        node: Node,
-        walk: Walk,
-        on_unclaimed: Callable[[Node, str, Value], None],
-        *,
-        has_scores_file: bool,
+        self, maker: RecordMaker, node: Node, walk: Walk, on_unclaimed: Callable[[Node, str, Value], None]
     ) -> None:
         self._maker, self._node, self._walk, self._on_unclaimed = maker, node, walk, on_unclaimed
-        self._has_scores_file, self._states = has_scores_file, maker.plan.layout.states
+        self._states = maker.plan.layout.states
         self._has_more_ids = any(
             place.axes == ("T",) or (place.address.axes is None and _literal(place.address) == "sequences")
             for place in maker.plan.others
@@ -165,7 +156,7 @@ class DirectReader:
                     continue
             node.is_found = True
             name = place.name
-            if name in values and not _is_same(values[name], value):
+            if name in values and not np.array_equal(np.asarray(values[name]), np.asarray(value)):
                 raise InvalidInputError(f"found two values that differ, one as {key}", field=name)
             values[name] = value
         if "spans" in values:
@@ -180,7 +171,7 @@ class DirectReader:
             record.extras.update(extras)
         self._maker.set_layers(record, None, stated)
         if keys.scores:
-            self._set_scores(record, item, keys.scores)
+            self._maker.set_scores(record, self._scores(item, keys.scores))
         return record
 
     def _worked_out(self, item: Group) -> _Keys:
@@ -204,7 +195,7 @@ class DirectReader:
         if place.rule.kind in ("array", "known"):
             return _numbers, np.ndarray
         return {"texts": (_texts, None), "json": (_plain, None), "number": (_typed, int), "text": (_typed, str)}.get(
-            place.rule.kind, (_scalar, str)
+            place.rule.kind, (_typed, str)
         )
 
     def _extras(self, item: Group, rest: list[Any]) -> dict[str, Any]:
@@ -230,16 +221,11 @@ class DirectReader:
             if is_row and "S.padding" not in settings:
                 check_no_padding(tokens[: len(states[0])])
 
-    def _set_scores(self, record: TraceRecord, item: Group, keys: list[_Key]) -> None:
-        found = []
+    def _scores(self, item: Group, keys: list[_Key]) -> Iterator[tuple[str, Any, bool]]:
         for key, place, _, _, node in keys:
             value = item[key]
             node.is_found |= value is not None
-            if not self._has_scores_file:
-                found.append((place.name, _scalar(value, place), False))
-            elif isinstance(value, _EXTRAS):
-                record.extras[key] = value
-        self._maker.set_scores(record, found)
+            yield place.name, one_value(value, place.name), False
 
 
 def _literal(address: Address) -> str:
@@ -288,24 +274,12 @@ def _texts(value: Any, place: Place) -> list[str]:
     return texts  # type: ignore[return-value]
 
 
-def _scalar(value: Any, place: Place) -> Any:
-    if type(value) not in _PLAIN:
-        raise InvalidInputError(f"found {describe(value)}, expected one value per trace", field=place.name)
-    return value
-
-
 def _typed(value: Any, place: Place) -> Any:
-    return typed_value(place.name, _scalar(value, place))
+    return typed_value(place.name, one_value(value, place.name))
 
 
 def _plain(value: Any, place: Place) -> Any:
     return value.tolist() if isinstance(value, np.ndarray) else value if type(value) is list else plain_of(value)
-
-
-def _is_same(one: Any, two: Any) -> bool:
-    if isinstance(one, list | np.ndarray) or isinstance(two, list | np.ndarray):
-        return np.array_equal(np.asarray(one), np.asarray(two))
-    return bool(one == two)
 
 
 def _skipped(value: Any, place: Place) -> None:

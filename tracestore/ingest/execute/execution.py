@@ -142,7 +142,8 @@ class Execution:
         on_refused : callable, optional
             Called with the error of each trace that is refused. By default it is raised.
         """
-        account, maker = SourceAccount(self.plan), RecordMaker(self.plan, group.name, need_attention)
+        account = SourceAccount(self.plan)
+        maker = RecordMaker(self.plan, group.name, need_attention, has_scores_file=self._has_scores_file)
         read = self._joined if self._step is False else self._direct
         for position, make in enumerate(read(group, account, maker, scratch)):
             try:
@@ -199,7 +200,7 @@ class Execution:
                 value = self._check(text, file.name, opened)
                 walk = Walk(file.name, on_unclaimed)
                 node = root if step is None else root.child(step)
-                reader = DirectReader(maker, node, walk, on_unclaimed, has_scores_file=self._has_scores_file)
+                reader = DirectReader(maker, node, walk, on_unclaimed)
                 for item, bound in walk.items(root, step, value, {**file.bound, "file": file.name}):
                     yield partial(reader.record, item, bound)
                     del item

@@ -8,7 +8,7 @@ from typing import Any
 
 from tracestore.errors import InvalidInputError, escape_unprintable
 from tracestore.ingest.execute.axes import MISSING, descend, extent, read
-from tracestore.ingest.execute.values import describe, plain_of
+from tracestore.ingest.execute.values import describe, one_value, plain_of
 from tracestore.ingest.execute.walk import Cell
 from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.layout.places import Place
@@ -153,12 +153,8 @@ class Column:
         value, axes = descend(cell.value, cell.axes, fixed)
         if value is MISSING:
             return MISSING
-        if self.place.rule.kind == "json" and not axes:
-            return plain_of(value)
-        if not axes and (value is None or isinstance(value, str | bool | int | float)):
-            return value
         if not axes:
-            raise InvalidInputError(f"found {describe(value)}, expected one value per trace", field=what)
+            return plain_of(value) if self.place.rule.kind == "json" else one_value(value, what)
         array, letters = read(value, axes, fixed, what)
         if letters or array.ndim:
             raise InvalidInputError(f"found the shape {array.shape}, expected one value per trace", field=what)

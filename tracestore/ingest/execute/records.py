@@ -53,9 +53,12 @@ class RecordMaker:
     source_name : str
     need_attention : bool or None
         As for `record_from_dict`.
+    has_scores_file : bool
+        Whether a scores file replaces the labels and scores of the source, which then are extras.
     """
 
-    def __init__(self, plan: Plan, source_name: str, need_attention: bool | None) -> None:
+    def __init__(self, plan: Plan, source_name: str, need_attention: bool | None, *, has_scores_file: bool) -> None:
+        self._has_scores_file = has_scores_file
         self.plan, self.settings, self.need_attention = plan, plan.layout.settings, need_attention
         self._source, self._states = source_name, plan.layout.states
         self._words = {n.partition(".")[2]: v for n, v in self.settings.items() if n.startswith("words.")}
@@ -107,6 +110,9 @@ class RecordMaker:
         """Set labels and scores of fields; those of tables are stored when the accounts of the run close."""
         found: dict[str, float] = {}
         for name, value, is_of_table in given:
+            if self._has_scores_file and not is_of_table:
+                record.extras |= {score_of(name): value} if isinstance(value, str | int | float) else {}
+                continue
             if name in LABELS:
                 number = label_value(value, name, self.plan.layout.rule(name).direction or "", self._words)
             else:

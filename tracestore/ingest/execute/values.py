@@ -134,6 +134,13 @@ def plain_of(value: Value) -> Any:
     return value.read().tolist() if isinstance(value, Array) else value
 
 
+def one_value(value: Value, name: str) -> Any:
+    """Return a text, number or None; refuse a list, mapping or array."""
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    raise InvalidInputError(f"found {describe(value)}, expected one value per trace", field=name)
+
+
 def describe(value: Value) -> str:
     """Return a value in a few words."""
     if isinstance(value, Array):
