@@ -111,6 +111,18 @@ def _write_lines(path: Path, rows: list[dict[str, str]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+_ROWS = ["hidden_states = a.parquet : [id=sample_idx, layer=layer]/states -> S D"]
+# The lines of the layout of each container.
+LAYOUTS = {
+    "npz": ["hidden_states = a.npz : {id}/hidden_states -> L S D"],
+    "npy": ["hidden_states = hidden_states.npy -> N L S D", "records = metadata.jsonl : []", "S.padding = none"],
+    "npy_files": ["hidden_states = h_{n:d}.npy -> L S D", "question_id = metadata.jsonl : [file=path]/id"],
+    "safetensors": ["hidden_states = a.safetensors : {id}.layer.{layer} -> S D"],
+    "hdf5": ["hidden_states = a.h5 : {split}/{id}/hidden_states -> L S D"],
+    "parquet": _ROWS,
+    "parquet_by_layer": _ROWS,
+    "arrow": ["hidden_states = a.arrow : [id=id]/hidden_states -> L S D"],
+}
 WRITERS = {f.__name__: f for f in (npz, npy, npy_files, safetensors, hdf5, parquet, parquet_by_layer, arrow)}
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 from benchmarks.common import LARGE, ROOT, SMALL, baseline, convert, inflate, make_trace, open_source, run, warm
+from containers import LAYOUTS
 from containers import WRITERS as writers
 from containers import write as write_container
 
@@ -182,7 +183,8 @@ def containers(args: argparse.Namespace) -> None:
         source.mkdir()
         write_container(name, source, args.gigabytes)
         size = sum(path.stat().st_size for path in source.iterdir())
-        done = convert(source, store, "--attention", "none", "--workers", "1", watch=True)
+        lines = [word for line in LAYOUTS[name] for word in ("--field", line)]
+        done = convert(source, store, "--attention", "none", "--workers", "1", *lines, watch=True)
         peak = done["anonymous"] / 2**20
         print(
             f"{name}, {size / 1e9:.1f} GB: {peak:.0f} MiB of anonymous memory at the peak, {done['seconds']:.0f} s",
@@ -216,11 +218,19 @@ _TINY = """
 import sys, time
 from pathlib import Path
 from tracestore.cli import main
-from tracestore.ingest.formats import ReadOptions, read_traces
-from tracestore.ingest.sources import SourceFile
 source, store = map(Path, sys.argv[1:])
-start = time.process_time()
-for trace in read_traces(SourceFile(source, source.name), ReadOptions()):
+try:
+    from tracestore.ingest.builtin.parts import find_sources
+    from tracestore.ingest.source_reading import read_traces
+except ImportError:  # a tree from before these modules
+    from tracestore.ingest.formats import ReadOptions, read_traces
+    from tracestore.ingest.sources import SourceFile
+    start = time.process_time()
+    traces = read_traces(SourceFile(source, source.name), ReadOptions())
+else:
+    start = time.process_time()
+    traces = read_traces(find_sources([source], store)[0])
+for trace in traces:
     pass
 read = time.process_time()
 try:
