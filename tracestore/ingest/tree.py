@@ -190,12 +190,15 @@ class Items(ABC):
         Number of items; None if it is known only at the end.
     is_stream : bool
         Whether the items can be iterated once only, from the first on. The others can be indexed, too.
+    is_lent : bool
+        Whether arrays are views of large buffers, such as a batch of rows, which they keep alive.
     attributes : Mapping
         Values that the container attaches to the items, such as the metadata of the schema of Arrow.
     """
 
     length: int | None = None
     is_stream: bool = True
+    is_lent: bool = False
     attributes: Mapping[str, Value] = _NO_ATTRIBUTES
 
     @abstractmethod

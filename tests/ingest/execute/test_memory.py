@@ -62,3 +62,24 @@ def test_traces_are_read_one_by_one(write, limit, tmp_path):
 
     assert count == (COUNT // 20 if write is write_lines else COUNT)
     assert peak < limit
+
+
+def test_rows_that_wait_for_their_traces_do_not_keep_the_batches_of_the_reader(tmp_path):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = [(k, layer) for layer in range(SHAPE[0]) for k in range(COUNT)]
+    states = np.concatenate([np.full(SHAPE[1:], k + 1, "f4").ravel() for k, _ in rows])
+    for size in reversed(SHAPE[1:]):
+        states = pa.FixedSizeListArray.from_arrays(states, size)
+    table = pa.table({"id": [k for k, _ in rows], "layer": [layer for _, layer in rows], "hs": states})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=64, compression="none", use_dictionary=False)
+    del table, states
+    layout = parse_layout({"hidden_states": "a.parquet : [id=id, layer=layer]/hs -> S D"})
+    execution = Execution(layout, list_files([tmp_path], tmp_path / "s.zarr"))
+    (group,) = execution.groups
+
+    records = execution.read(group, False, Scratch(max_memory=4 * TRACE_BYTES))
+    first = next(records)
+
+    assert pa.total_allocated_bytes() < 48 << 20
+    assert [layer[0, 0] for layer in first.hidden] == [1] * SHAPE[0]
+    assert sum(1 for _ in records) == COUNT - 1

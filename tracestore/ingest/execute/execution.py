@@ -12,6 +12,7 @@ from typing import Any
 from tracestore.errors import InvalidInputError, error_location
 from tracestore.ingest.execute import accounts
 from tracestore.ingest.execute.accounts import RowTexts, RunAccount, SourceAccount, check_totals
+from tracestore.ingest.execute.arena import Arena
 from tracestore.ingest.execute.axes import extent
 from tracestore.ingest.execute.claims import FileGroup, FoundFile, claim_files, group_files
 from tracestore.ingest.execute.direct import DirectReader, direct_step
@@ -252,7 +253,7 @@ class Execution:
         """Yield the cells of the states of whole traces: of one item, or of the whole source."""
         states = [place.address.files.text for place in self.plan.states]
         others = [text for text in group.files if text not in states]
-        pending: list[Cell] = []
+        pending, arena = list[Cell](), Arena(scratch)
         for text in (*others, *dict.fromkeys(states)):
             for file in group.files[text]:
                 opened = resources.enter_context(open_tree(file.path, scratch=scratch))
@@ -262,7 +263,8 @@ class Execution:
                 walk = Walk(file.name, partial(self.account.refuse_unclaimed, texts))
                 bound = {**file.bound, "file": file.name}
                 with error_location(file.name):
-                    for cell in with_offset(walk.cells(self._trees[text], root, bound), self.plan, text, root):
+                    cells = with_offset(walk.cells(self._trees[text], root, bound), self.plan, text, root)
+                    for cell in arena.kept(cells, root):
                         if cell is None:
                             if pending:
                                 yield pending

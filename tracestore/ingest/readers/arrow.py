@@ -56,7 +56,9 @@ def _rows(batches: Iterator[Any], limits: Limits) -> Value:
         return ListItems([], lambda value: value)
     opener = RowOpener(limits)
     metadata = {_text(key): _text(value) for key, value in (first.schema.metadata or {}).items()}
-    return StreamItems((row for batch in chain((first,), batches) for row in opener.rows(batch)), None, metadata)
+    rows = StreamItems((row for batch in chain((first,), batches) for row in opener.rows(batch)), None, metadata)
+    rows.is_lent = True
+    return rows
 
 
 def _text(data: bytes) -> str:

@@ -17,7 +17,7 @@ from tracestore.ingest.pickles.torch_file import is_legacy
 from tracestore.ingest.readers import arrow, hdf5, numpy_arrays, objects, tensors, text
 from tracestore.ingest.readers.content import Content, reading, refusals
 from tracestore.ingest.readers.hdf5_process import HDF5_MAGIC
-from tracestore.ingest.tree import Value
+from tracestore.ingest.tree import Items, Value
 from tracestore.store.io.scratch import Scratch
 
 _COMPRESSED = re.compile(r"\.(?:gz|bz2|xz|zst|z|zlib)$")
@@ -122,6 +122,8 @@ def _streamed_pickle(
     )
     if value is None:
         opened.close()
+    elif isinstance(value, Items):
+        value.is_lent = True  # of the chunks
     return value
 
 
