@@ -58,15 +58,11 @@ def renamed(data: bytes, protocol: int) -> bytes:
 
 
 def traces_with_extras() -> list[dict[str, Any]]:
-    """Return traces with additional fields of many types."""
+    """Return traces with further texts and numbers."""
     traces = make_traces(3)
-    traces[0] |= {"question": "", "prompt_length": 1, "generated_text": "", "note": None, "flags": [True, False]}
-    traces[1] |= {
-        "generated_answer": "\ud800 alone",
-        "numbers": (1, -(2**40), 2.5, 10**30),
-        "inner": {"a": [1, {"b": ()}]},
-    }
-    traces[2] |= {"tokens_before_cutoff": 7, "text": "é✓🐍\n\t\0\\'\"" * 9, "raw": b"\x00\xff" * 5, "nan_free": -0.0}
+    traces[0] |= {"question": "", "prompt_length": 1, "generated_text": "", "note": "no field", "flag": True}
+    traces[1] |= {"generated_answer": "\ud800 alone", "low": -(2**40), "part": 2.5, "huge": 10**30}
+    traces[2] |= {"tokens_before_cutoff": 7, "text": "é✓🐍\n\t\0\\'\"" * 9, "nan_free": -0.0}
     return traces
 
 
