@@ -80,7 +80,7 @@ def assert_expected_records(folder, files):
     """Assert that all files give the expected records."""
     faults, count = [], 0
     for valid in files:
-        path = folder / ("file" + valid.name[valid.name.rindex(".p") :])
+        path = folder / ("file" + valid.name[valid.name.rindex(".p") :].replace(".members", ""))
         compare(path, valid, faults)
         path.unlink()
         count += 1

@@ -33,13 +33,7 @@ _HEAD_BYTES = 64
 
 
 @contextmanager
-def open_tree(
-    path: Path,
-    *,
-    scratch: Scratch | None = None,
-    limits: Limits | None = None,
-    is_ahead: Callable[[], bool] = lambda: True,
-) -> Iterator[Value]:
+def open_tree(path: Path, *, scratch: Scratch | None = None) -> Iterator[Value]:
     """Open a file as a tree.
 
     Parameters
@@ -49,10 +43,6 @@ def open_tree(
     scratch : Scratch, optional
         Files for what exceeds some MiB of a value of a compressed file. By default they are in the system's
         temporary folder.
-    limits : Limits, optional
-        Limits that the values of several files share. By default each file has its own, which grow with it.
-    is_ahead : callable, optional
-        Return whether a thread inflates ahead; called before each chunk.
 
     Yields
     ------
@@ -67,13 +57,11 @@ def open_tree(
     """
     with reading(), ExitStack() as resources:
         with refusals():
-            root = _root(path, scratch or Scratch(), limits, is_ahead, resources)
+            root = _root(path, scratch or Scratch(), resources)
         yield root
 
 
-def _root(
-    path: Path, scratch: Scratch, limits: Limits | None, is_ahead: Callable[[], bool], resources: ExitStack
-) -> Value:
+def _root(path: Path, scratch: Scratch, resources: ExitStack) -> Value:
     disk_bytes = check_regular(path).st_size
     if disk_bytes == 0:
         raise InvalidInputError("the file is empty")
@@ -89,37 +77,28 @@ def _root(
     if name.endswith(text.SUFFIXES) and not name.endswith(tensors.INDEX_SUFFIX):
         return text.read_text(path, name, compression, resources)
     if compression is not None:
-        value = _streamed_pickle(path, compression, scratch, limits, is_ahead, resources)
+        value = _streamed_pickle(path, compression, scratch, resources)
         if value is not None:
             return value
         mapped = inflate(path, compression, scratch)
         if not len(mapped):
             raise InvalidInputError("the file is empty")
-    limits = limits or Limits(mapped.__len__, None if compression is None else disk_bytes)
+    limits = Limits(mapped.__len__, None if compression is None else disk_bytes)
     content = Content(path, name, mapped, scratch, limits, resources, compression is not None)
     return _reader_of(mapped, name)(content)
 
 
-def _streamed_pickle(
-    path: Path,
-    compression: str,
-    scratch: Scratch,
-    limits: Limits | None,
-    is_ahead: Callable[[], bool],
-    resources: ExitStack,
-) -> Value | None:
+def _streamed_pickle(path: Path, compression: str, scratch: Scratch, resources: ExitStack) -> Value | None:
     """Return the tree of a compressed pickle that can be read while it is inflated; None for every other file."""
     opened = resources.enter_context(ExitStack())
-    chunks = opened.enter_context(closing(InflatedChunks(path, is_ahead, compression)))
+    chunks = opened.enter_context(closing(InflatedChunks(path, compression=compression)))
     first = chunks()
     if not first.startswith(b"\x80") or is_legacy(memoryview(first[:_HEAD_BYTES])):
         opened.close()
         return None
     pending = [first]
     source = value_reader(lambda: pending.pop() if pending else chunks(), chunks.disk_bytes, scratch)
-    value = objects.read_pickle(
-        source, limits or Limits(lambda: chunks.inflated_bytes, chunks.disk_bytes), is_list=True
-    )
+    value = objects.read_pickle(source, Limits(lambda: chunks.inflated_bytes, chunks.disk_bytes), is_list=True)
     if value is None:
         opened.close()
     elif isinstance(value, Items):
