@@ -117,3 +117,10 @@ def test_any_line_is_an_entry_or_refused(text):
     except UsageError:
         return
     assert parse_layout(tomllib.loads(layout.to_toml())) == layout
+
+
+@pytest.mark.parametrize("char", ["\x7f", "\x00", "\x1f", "\n", '"', "\\\\", "é", "\u2028"])
+def test_names_of_any_character_survive_toml(char):
+    layout = parse_layout({"hidden_states": f"a{char}.npz : {char}b -> L S D", f"words.a{char}": True})
+
+    assert parse_layout(tomllib.loads(layout.to_toml())) == layout

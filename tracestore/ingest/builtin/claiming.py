@@ -107,7 +107,7 @@ def _owner(name: str, path: Path, known: Sequence[Builtin]) -> Builtin | Invalid
                     best = builtin.patterns[text].num_literals, builtin
                     found[builtin.name] = max(found.get(builtin.name, best), best, key=lambda pair: pair[0])
     except InvalidInputError as error:
-        return error
+        return error.with_location()  # a copy without the frames of the reader, which hold the file
     for _, builtin in list(found.values()):
         for name_of_other in builtin.instead_of:
             found.pop(name_of_other, None)

@@ -106,8 +106,8 @@ class UnknownFile:
     def read(
         self, need_attention: bool | None, scratch: Scratch, on_refused: OnRefused | None
     ) -> Iterator[TraceRecord]:
-        """Raise the error."""
-        raise self.error
+        """Raise the error, a copy each time: the frames of the caller stay out of it."""
+        raise self.error.with_location()
         yield
 
 

@@ -87,7 +87,7 @@ class Layout:
     def to_toml(self) -> str:
         """Return the layout as TOML, from which `parse_layout` makes an equal one."""
         entries = self.to_entries().items()
-        return "".join(f"{_key(name)} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in entries)
+        return "".join(f"{_key(name)} = {_text(value)}\n" for name, value in entries)
 
 
 def read_layout(path: Path | None, lines: Iterable[str] = ()) -> Layout:
@@ -251,7 +251,12 @@ def _check_setting_of(name: str, value: Any) -> None:
         raise UsageError("no such field")
 
 
+def _text(value: Any) -> str:
+    """Return a value in the syntax of TOML, whose texts are those of JSON without the character DEL."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
 def _key(name: str) -> str:
     """Return a name as a key of TOML, with quotes around the parts that need them."""
     head, dot, tail = name.partition(".")
-    return head + (dot + (tail if set(tail) <= _BARE else json.dumps(tail, ensure_ascii=False)) if dot else "")
+    return head + (dot + (tail if set(tail) <= _BARE else _text(tail)) if dot else "")
