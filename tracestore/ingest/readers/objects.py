@@ -15,8 +15,8 @@ from tracestore.ingest.pickles.joblib_arrays import JoblibArray
 from tracestore.ingest.pickles.pickle_reader import pickle_reader
 from tracestore.ingest.pickles.pickled_frames import FrameRows, PandasObject
 from tracestore.ingest.pickles.pickled_objects import PickledDict, PickledObject, UnknownClass
-from tracestore.ingest.pickles.pickled_torch import PickledGraph, PickledTensor, TorchDtype
-from tracestore.ingest.pickles.pickled_values import PickledArray, PickledDtype
+from tracestore.ingest.pickles.pickled_torch import PickledGraph, PickledTensor
+from tracestore.ingest.pickles.pickled_values import PickledArray, PickledDtype, SafeClass
 from tracestore.ingest.pickles.sparse import PickledSparse
 from tracestore.ingest.readers.content import FAULTS, Content, bytes_value, described_array, refusal, refusals
 from tracestore.ingest.tree import (
@@ -85,7 +85,7 @@ class ObjectOpener:
             return MappingGroup(value.fields(), self, {"class": "torch_geometric.data.data.Data"})
         if isinstance(value, PickledObject):
             return self._object(value)
-        if isinstance(value, TorchDtype | UnknownClass):
+        if isinstance(value, SafeClass | UnknownClass):
             return value.name
         if isinstance(value, PickledDtype):
             return str(value.dtype)
