@@ -14,7 +14,6 @@ from tracestore.errors import InvalidInputError, TracestoreError, UsageError
 from tracestore.ingest.builtin.parts import Part, builtin_parts, files_of
 from tracestore.ingest.execute.claims import list_files
 from tracestore.ingest.layout.language import Layout, parse_layout, read_layout
-from tracestore.ingest.propose.proposal import propose
 from tracestore.ingest.score_files import FoundFiles, direction_of, find_score_files, scores_advice
 from tracestore.store.format.labels import HALLUCINATION
 from tracestore.store.read.store import open_store
@@ -77,7 +76,7 @@ def described_run(
                 raise UsageError(
                     f"{_flags(lines)}: a layout that the store keeps reads the files; state another layout"
                 )
-            parts += [Part(layout, own, owned, has_scores_file=has_scores_file, origin="kept layout")] if own else []
+            parts += [Part(layout, own, owned, origin="layout that the store keeps")] if own else []
         parts += builtin_parts(files, named, owned, lines, rest, settings=settings, has_scores_file=has_scores_file)
     run = DescribedRun(parts, {path: k for k, path in enumerate(paths)}, found, is_builtin=True)
     if not run.sources:
@@ -133,6 +132,9 @@ def _proposed(
     files: Mapping[str, Path], lines: Mapping[str, str], settings: Mapping[str, Any], output: Output
 ) -> Layout | InvalidInputError:
     """Return the layout that files prove, or an error; print what is proposed."""
+    # Imported here, because most conversions need no proposal, and its modules take a tenth of a start.
+    from tracestore.ingest.propose.proposal import propose
+
     proposal = propose(files, settings)
     output.info(proposal.message())
     if proposal.layout is not None and not lines:

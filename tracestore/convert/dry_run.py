@@ -120,6 +120,8 @@ def dry_run(sources: list[Path], store: str, options: ConvertOptions, output: Ou
         report.parts += [found] if found.files else []
         for line in found.lines(part.layout) if found.files else ():
             output.info(line)
+        if part.execution is not None:
+            part.execution.release()
     report.num_sources_refused = len(refused)
     if options.attention is None and (note := default.note(attention)):
         output.info(note)
