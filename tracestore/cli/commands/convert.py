@@ -64,6 +64,7 @@ _FLAGS: Flags = {
 _AS_FIELDS = ("--map", "--axes")
 # Containers whose keys name arrays; those of the others hold items.
 _OF_KEYS = (".npz", ".safetensors", ".h5", ".hdf5")
+_TEXTS = (".csv", ".tsv", ".json", ".txt", ".md")
 
 
 def add_arguments(parser: Parser) -> None:
@@ -106,7 +107,12 @@ def run(args: argparse.Namespace, output: Output) -> None:
 
 def _field_lines(sources: list[Path], names: str, axes: str | None) -> str:
     """Return the --field lines of keys as FIELD=KEY,..., and of the axes of hidden states, for the files of the sources."""
-    files = (p for source in sources for p in ([source] if source.is_file() else source.rglob("*.*")) if p.is_file())
+    files = (
+        path
+        for source in sources
+        for path in ([source] if source.is_file() else source.rglob("*.*"))
+        if path.is_file() and path.suffix not in _TEXTS
+    )
     first = next(files, Path("x.pkl"))
     suffix = first.suffix
     pattern = first.name if first in sources else f"*{suffix}"
