@@ -345,6 +345,29 @@ chunk: batch, chunk, shard, part
 rank: rank, gpu, proc, process, worker
 sample: response, generation, answer, sample
 """
+# Words of names, and what a proposal takes from them; none says which axis an array has.
+_SAYING = """
+pooled vectors: mean, avg, average, pool, pooled, pooling, cls, max
+no states: weight, bias, grad, grads, gradient, gradients, std, var, logits, prob, probs, loss, norms, distance,
+  similarity, cosine, coef, sae, latents, key, value, query, keys, values
+of the prompt: prompt, question, input, inputs
+of the answer: answer, response, gen, generated, completion, output, outputs
+vague labels: label, labels, y, target, targets, score, scores
+detectors: p, prob, proba, probability, selfcheck, detector, predicted, logit, entropy
+choices: choices, options, option, prediction, predictions, gold, pred, choice
+claims: correct, hallucinated, hallucination, truthful, factual, faithful, hallu, hallucinates, wrong, incorrect, right,
+  flag, label
+vague texts: text, content, output, outputs, input, inputs
+parts of a text: sent, sents, sentence, sentences, step, steps, claim, claims, chunk, chunks, sample, samples, gen, gens, k
+several: samples, sampled, beams, beam, generations, candidates, responses, answers, seeds, seed, heads, head, models,
+  checkpoints, runs, last
+answers: samples, generations, responses, answers, outputs, completions, candidates, sampled, choices
+tokens: tokens, steps, token, features, positions
+parts of a run: rank, gpu, proc, process, worker, part, shard, batch, chunk, split
+settings: config, settings, args, metadata, metrics, index, state, info, dataset, manifest, hparams, params
+traces: sample, question, example, doc, prompt, trace, item, row, ep, episode, request, answer, response
+plain: model, transformer, data, results, result, meta, metadata, info, file
+"""
 
 
 def _table(text: str) -> dict[str, tuple[str, ...]]:
@@ -358,3 +381,4 @@ SYNONYMS = _table(_SYNONYMS)
 NEEDLESS = {name: reason for reason, names in _table(_NEEDLESS).items() for name in names}
 COUNTED = {name: counted for counted, names in _table(_COUNTED).items() for name in names}
 SPLITS = frozenset(("train", "test", "val", "valid", "validation", "dev", "eval"))
+SAYING = {name: frozenset(words) for name, words in _table(_SAYING).items()}

@@ -518,3 +518,24 @@ def test_generated_ids_that_repeat_the_last_one_rule_3a(tmp_path, is_padded):
         ids[0, -2:] = (2, 2 if is_padded else 3)
         dump(tmp_path / f"in/q{n}.pkl", {"hidden_states": steps, "sequences": ids})
     assert any(candidate.is_proved for candidate in refuse(tmp_path).candidates) != is_padded
+
+
+def test_attention_with_rows_and_columns_exchanged_where_heads_are_as_many_as_traces_rule_6a(tmp_path):
+    """The values refuse the usual order of the axes, not the one with heads in front."""
+    mask = np.arange(6) < np.array([[6], [4], [5]])
+    weights = np.stack(
+        [np.stack([np.pad(attention(3, n, n), [(0, 0), (0, 6 - n), (0, 6 - n)])] * 2) for n in (6, 4, 5)]
+    )
+    hidden = np.stack([np.pad(states(2, n, 8, seed=n), [(0, 0), (0, 6 - n), (0, 0)]) for n in (6, 4, 5)])
+    found = {"hidden_states": hidden, "attentions": weights.swapaxes(3, 4), "attention_mask": mask.astype("i8")}
+    dump(tmp_path / "in/a.pkl", found)
+    table(tmp_path / "in/labels.csv", [{"qid": f"q{k}", "is_correct": k % 2} for k in range(3)])
+    refuse(tmp_path)
+
+
+def test_an_id_beside_that_is_not_the_name_of_the_folder_rule_10(tmp_path):
+    for k, row in enumerate(rows()):
+        name = row.pop("id")
+        dump(tmp_path / f"in/{name}/trace.pkl", row)
+        (tmp_path / f"in/{name}/meta.json").write_text(json.dumps({"question_id": f"q{k // 2}", "question": "a b c d"}))
+    refuse(tmp_path, "question_id")

@@ -9,7 +9,7 @@ from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.propose.identities import Identity, Places
 from tracestore.ingest.propose.leaves import Leaf, Observation
 from tracestore.ingest.propose.leftovers import Leftovers
-from tracestore.ingest.propose.meanings import Meaning, meaning_of
+from tracestore.ingest.propose.meanings import PARTS, Meaning, meaning_of
 from tracestore.ingest.propose.names import words_of
 from tracestore.ingest.propose.orders import Axes, Frame, fitting, states_axes, unusual
 from tracestore.ingest.propose.proofs import ARRAYS, RANGES, TEXTS, Line, Proofs
@@ -20,7 +20,6 @@ _MAX_DRAFTS = 48
 _FIELDS = frozenset((*TEXTS, *ARRAYS, *RANGES, "question_id", "prompt_length"))
 # Attributes in which libraries of tables describe their columns.
 _HEADERS = ("@huggingface", "@pandas")
-_PARTS = frozenset(("prompt", "question", "input", "answer", "response", "gen", "generated", "completion", "output"))
 _Choice = tuple[str, Line]
 
 
@@ -243,7 +242,7 @@ class Drafter:
 
 def _is_pair(one: Meaning, two: Meaning) -> bool:
     """Return whether two leaves may be the states of prompt and answer."""
-    words = [frozenset(words_of(meaning.leaf.key)) - _PARTS for meaning in (one, two)]
+    words = [frozenset(words_of(meaning.leaf.key)) - PARTS.keys() for meaning in (one, two)]
     return (one.part, two.part) == (0, 1) and one.leaf.rank == two.leaf.rank and words[0] == words[1]
 
 

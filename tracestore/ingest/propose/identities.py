@@ -10,13 +10,10 @@ from tracestore.ingest.propose.looking import texts_of
 from tracestore.ingest.propose.meanings import Meaning
 from tracestore.ingest.propose.names import unknown_words, words_of
 from tracestore.ingest.propose.rows import Rows, order_of
+from tracestore.store.vocabulary import SAYING
 
 Prefix = tuple[str, Path_]
 _ANSWER = re.compile(r"((?:sample|response|generation|answer|gen)[_\-.=]?)\d+", re.IGNORECASE)
-_ANSWER_WORDS = frozenset(
-    ("samples", "generations", "responses", "answers", "outputs", "completions", "candidates", "sampled", "choices")
-)
-_TOKEN_WORDS = frozenset(("tokens", "steps", "token", "features", "positions"))
 _COLUMNS = frozenset(("question_id", "question", "generated_answer", "S.lengths", "S.offsets", "verdict"))
 _BOUND_BY_ROWS = ("layer", "token", "step", "dim")
 
@@ -133,7 +130,7 @@ class Places:
         )
         found.doubts += identity.doubts
         found.doubts += _doubts_of_group(main[1][:-1]) if is_number else []
-        if is_number and main[1] and self._layers_of(states, main):
+        if is_number and main[1] and not any("layer" in bound for bound in names.values()):
             layers = Identity("stack", dict(identity.items), dict(found.names), letters="NLS")
             layers.names[main] = {**layers.names.get(main, {}), "id": "layer"}
             layers.doubts.append("the numbers of the keys may be ids or layers")
@@ -148,10 +145,6 @@ class Places:
     def _in_order(self, states: Leaf) -> bool:
         """Return whether another file has a value for each of several traces, and no ids."""
         return any(m.leaf.files != states.files and m.leaf.rank == 1 and m.field for m in self.meanings)
-
-    def _layers_of(self, states: Leaf, main: Prefix) -> bool:
-        """Return whether the numbers of keys may be those of layers."""
-        return "layer" not in {name for bound in self._names(states).values() for name in bound}
 
     def _by_file(self, states: Leaf, names: Mapping[Prefix, Mapping[str, str]]) -> Iterator[Identity]:
         """Yield the identity of files that a table names."""
@@ -252,11 +245,11 @@ class Places:
         if is_first:
             return "[]"
         words = set(words_of(prefix[-2] if len(prefix) > 1 and prefix[-2] != ITEMS else ""))
-        if words & _TOKEN_WORDS:
+        if words & SAYING["tokens"]:
             return "[S]"
-        if not words & _ANSWER_WORDS:
+        if not words & SAYING["answers"]:
             doubts.append(f"{'/'.join(prefix)}: the items may be answers, steps or parts of a text")
-        return "[K]" if words & _ANSWER_WORDS or states.rank >= 2 else "[S]"
+        return "[K]" if words & SAYING["answers"] or states.rank >= 2 else "[S]"
 
     def binders(self, leaf: Leaf) -> list[Prefix]:
         """Return the places below the file at which items and names of a leaf tell traces apart."""
@@ -324,13 +317,13 @@ class Places:
                 return f"[question={'/'.join(question.leaf.path[len(prefix) :])}]"
             return None
         if key is not None and identity.mode == "stack":
-            ids = {text for m in self._columns_of_ids(states) for text in texts_of(m.leaf.scalars)}
-            if ids & set(texts_of(key.leaf.scalars)):
+            if self._ids_of_columns() & set(texts_of(key.leaf.scalars)):
                 return f"[id={'/'.join(key.leaf.path[len(prefix) :])}]"
         return "[]"
 
-    def _columns_of_ids(self, states: Leaf) -> list[Meaning]:
-        return [m for m in self.meanings if m.field == "question_id" and m.leaf.rank == 1 and not m.leaf.items_at]
+    def _ids_of_columns(self) -> set[str]:
+        columns = [m.leaf for m in self.meanings if m.field == "question_id" and m.leaf.rank == 1]
+        return {text for column in columns if not column.items_at for text in texts_of(column.scalars)}
 
 
 def _doubts_of_group(path: Path_) -> list[str]:

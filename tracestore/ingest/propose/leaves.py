@@ -126,15 +126,12 @@ class Observation:
         The patterns of names, by files and path of the patterns.
     unread : dict
         Why files could not be read, by name.
-    is_whole : bool
-        Whether every file was opened.
     """
 
     leaves: list[Leaf] = field(default_factory=list)
     files: dict[str, list[str]] = field(default_factory=dict)
     families: dict[tuple[str, Path_], Family] = field(default_factory=dict)
     unread: dict[str, str] = field(default_factory=dict)
-    empty: list[str] = field(default_factory=list)
 
 
 def observe(files: Mapping[str, Path]) -> Observation:
@@ -151,17 +148,12 @@ def observe(files: Mapping[str, Path]) -> Observation:
             except InvalidInputError as error:
                 found.unread[name] = str(error)
         for pattern, members in _alike(family, seen):
-            contexts = [
-                ({"F": name, **_prefixed(family.members[name])}, seen[name]) for name in members if name in seen
-            ]
+            bound = {name: _texts(family.members[name]) for name in members if name in seen}
+            contexts = [({"F": name, **texts}, seen[name]) for name, texts in bound.items()]
             found.files[pattern] = members
             found.families[pattern, ()] = family
             _walk(found, pattern, (), contexts)
     return found
-
-
-def _prefixed(bound: Mapping[str, str]) -> dict[str, str]:
-    return {name: key_text(value) for name, value in bound.items()}
 
 
 def _alike(family: Family, seen: dict[str, Seen]) -> Iterator[tuple[str, list[str]]]:
@@ -189,6 +181,10 @@ def _signature(seen: Seen) -> Any:
     return seen.kind, len(seen.dims)
 
 
+def _texts(bound: Mapping[str, str]) -> dict[str, str]:
+    return {name: key_text(value) for name, value in bound.items()}
+
+
 def _key(key: Any) -> str:
     return ",".join(key_text(part) for part in key) if isinstance(key, tuple) else key_text(key)
 
@@ -210,8 +206,6 @@ def _walk(found: Observation, files: str, path: Path_, contexts: Contexts) -> No
         for where, seen in lists:
             name = f"[{len(path)}]{'/'.join(path)}"
             inner += [({**where, name: k}, item) for k, item in enumerate(seen.items)]
-            if not seen.items:
-                found.empty.append(f"{files} : {'/'.join(path)}")
         _walk(found, files, (*path, ITEMS), inner)
     kinds: dict[int, Leaf] = {}
     for where, seen in contexts:
@@ -250,7 +244,6 @@ def _walk_keys(found: Observation, files: str, path: Path_, maps: Contexts) -> N
     plain = [name for name in keys if not name.startswith("@")]
     for family in _groups_of_keys(plain, maps):
         family = _numbers_of_layers(family, path, maps)
-        step = family.pattern if not _is_tuple(keys, family) else ",".join(family.pattern.split(","))
         inner: Contexts = []
         members = list(family.members)
         if len(members) > _MAX_FAMILY:
@@ -259,9 +252,9 @@ def _walk_keys(found: Observation, files: str, path: Path_, maps: Contexts) -> N
             by_name = {_key(key): value for key, value in seen.keys.items()}
             for name in members:
                 if name in by_name:
-                    bound = {n: key_text(v) for n, v in family.members[name].items()}
+                    bound = _texts(family.members[name])
                     inner.append(({**_outer(where, bound), **bound}, by_name[name]))
-        inner_path = (*path, _step(step, by_tuple=_is_tuple(keys, family)))
+        inner_path = (*path, _step(family.pattern, by_tuple=_is_tuple(keys, family)))
         if family.names:
             found.families[files, inner_path] = family
         _walk(found, files, inner_path, inner)

@@ -9,14 +9,7 @@ from tracestore.ingest.propose.looking import texts_of
 from tracestore.ingest.propose.meanings import Meaning
 from tracestore.ingest.propose.names import words_of
 from tracestore.ingest.propose.verdicts import may_be_label
-
-# Words of names of files that hold no traces.
-_SETTINGS = frozenset(
-    (
-        *("config", "settings", "args", "metadata", "metrics", "index", "state", "info", "dataset", "manifest"),
-        *("hparams", "params"),
-    )
-)
+from tracestore.store.vocabulary import SAYING
 
 
 class Leftovers:
@@ -76,8 +69,12 @@ def _is_refused(leaf: Leaf, prefix: Path_) -> bool:
 
 def _is_asked(meaning: Meaning, identity: Identity) -> bool:
     """Return whether a leaf that needs no line may say something of a trace, such as another id."""
-    if meaning.field == "question_id" and not identity.ids.issuperset(texts_of(meaning.leaf.scalars)):
-        return True
+    if meaning.field == "question_id":
+        spots = meaning.leaf.spots if meaning.leaf.rank == 0 else ()
+        texts = [(spot.where.get("id"), texts_of([spot.value])) for spot in spots]
+        is_other = any(name is not None and found not in ([], [name]) for name, found in texts)
+        if is_other or not identity.ids.issuperset(texts_of(meaning.leaf.scalars)):
+            return True
     return not meaning.reason and (meaning.leaf.rank > 0 or (not meaning.field and may_be_label(meaning.leaf)))
 
 
@@ -96,4 +93,4 @@ def _reason(address: str, meanings: Sequence[Meaning]) -> str:
         return min(reasons)
     words = set(words_of(address.rpartition("/")[2].partition(".")[0]))
     is_plain = all(m.leaf.rank <= 1 and m.verdict is None and m.field != "question_id" for m in meanings)
-    return "settings" if " : " not in address and is_plain and words & _SETTINGS else ""
+    return "settings" if " : " not in address and is_plain and words & SAYING["settings"] else ""

@@ -6,7 +6,7 @@ from functools import cached_property, lru_cache
 from tracestore.ingest.propose.leaves import ITEMS, Leaf, without_names
 from tracestore.ingest.propose.names import phrases_in, words_of
 from tracestore.ingest.propose.verdicts import Verdict, verdict_of
-from tracestore.store.vocabulary import COUNTED, FIELDS, NEEDLESS, SYNONYMS
+from tracestore.store.vocabulary import COUNTED, FIELDS, NEEDLESS, SAYING, SYNONYMS
 
 # Values that a field takes: kinds, and the least and the largest number of axes.
 _TAKES: dict[str, tuple[str, int, int]] = {
@@ -28,31 +28,7 @@ _TAKES: dict[str, tuple[str, int, int]] = {
     "file": ("s", 0, 1),
     **dict.fromkeys(("question", "generated_answer", "generated_answer_clean", "generated_text"), ("s", 0, 1)),
 }
-_POOLED = frozenset(("mean", "avg", "average", "pool", "pooled", "pooling", "cls", "max"))
-# Words of arrays that are no states.
-_NO_STATES = frozenset(
-    (
-        *("weight", "bias", "grad", "grads", "gradient", "gradients", "std", "var", "logits", "prob", "probs", "loss"),
-        *(
-            "norms",
-            "distance",
-            "similarity",
-            "cosine",
-            "coef",
-            "sae",
-            "latents",
-            "key",
-            "value",
-            "query",
-            "keys",
-            "values",
-        ),
-    )
-)
-_PARTS = {
-    **dict.fromkeys(("prompt", "question", "input", "inputs"), 0),
-    **dict.fromkeys(("answer", "response", "gen", "generated", "completion", "output", "outputs"), 1),
-}
+PARTS = {word: k for k, part in enumerate(("of the prompt", "of the answer")) for word in SAYING[part]}
 
 
 @dataclass
@@ -86,7 +62,7 @@ class Meaning:
     @property
     def is_pooled(self) -> bool:
         """Return whether a word says that vectors are no tokens (rule 21)."""
-        return bool(self.words & _POOLED)
+        return bool(self.words & SAYING["pooled vectors"])
 
 
 @lru_cache(maxsize=1)
@@ -114,20 +90,20 @@ def meaning_of(leaf: Leaf, siblings: frozenset[str]) -> Meaning:
     if reason := _reason(leaf, siblings):
         return Meaning(leaf, reason=reason)
     every = [word for step in (*leaf.path, leaf.files) for word in words_of(without_names(step))]
-    part = next((_PARTS[word] for word in every if word in _PARTS), None)
+    part = next((PARTS[word] for word in every if word in PARTS), None)
     for steps, words in _names(leaf):
         verdict = verdict_of(leaf, words, siblings)
         if verdict is not None:
             return Meaning(leaf, "verdict", verdict=verdict)
         field, size = _field(words, kind, leaf)
-        if field in ("hidden_states", "last_token") and _NO_STATES & set(words):
+        if field in ("hidden_states", "last_token") and SAYING["no states"] & set(words):
             return Meaning(leaf)
         if field:
             return Meaning(leaf, field, size, part)
         if not steps:
             break
     names = leaf.bound
-    if kind in "fv" and not _NO_STATES & set(every) and ("dim" in names or (leaf.rank and "layer" in names)):
+    if kind in "fv" and not SAYING["no states"] & set(every) and ("dim" in names or (leaf.rank and "layer" in names)):
         return Meaning(leaf, "hidden_states", 1, part)
     return Meaning(leaf)
 

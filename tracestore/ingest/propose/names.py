@@ -7,17 +7,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from tracestore.ingest.layout.fields import FIELDS
-from tracestore.store.vocabulary import COUNTED, NEEDLESS, SCORES, SPLITS, SYNONYMS, score_of_word
+from tracestore.store.vocabulary import COUNTED, NEEDLESS, SAYING, SCORES, SPLITS, SYNONYMS, score_of_word
 
 _TOKEN = re.compile(r"[^\W\d_]+|\d+|[\W_]+")
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _WORD = re.compile(r"[^\W\d_]+")
 _SAMPLE = re.compile(r"((?:sample|response|generation|answer|gen)[_\-.=]?)(\d+)", re.IGNORECASE)
 _SPECIAL = re.compile(r"([\\*{])")
-_OTHER_WORDS = frozenset(("model", "transformer", "data", "results", "result", "meta", "metadata", "info", "file"))
-_ID_WORDS = frozenset(
-    ("sample", "question", "example", "doc", "prompt", "trace", "item", "row", "ep", "episode", "request", "answer", "response")
-)  # fmt: skip
 
 
 def words_of(name: str) -> tuple[str, ...]:
@@ -38,7 +34,9 @@ def known_words() -> frozenset[str]:
         "labels",
     ]
     found = {word for name in names for word in words_of(name) if len(word) > 1}
-    return frozenset(found - _ID_WORDS | set(COUNTED) - {"d"} | _OTHER_WORDS | {"prompt", "answer", "response"})
+    return frozenset(
+        found - SAYING["traces"] | set(COUNTED) - {"d"} | SAYING["plain"] | {"prompt", "answer", "response"}
+    )
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ def escape(text: str) -> str:
 
 def unknown_words(name: str) -> list[str]:
     """Return the words of a name that name neither fields, axes and parts of data sets nor traces."""
-    words = known_words() | _ID_WORDS | SPLITS | {"id", "batch"}
+    words = known_words() | SAYING["traces"] | SPLITS | {"id", "batch"}
     return [word for word in words_of(name) if word not in words and word.removesuffix("s") not in words]
 
 
@@ -104,7 +102,7 @@ def _word(token: str, *, is_counting: bool, is_glued: bool) -> tuple[str, str]:
     """Return what a word is, and what the number behind it counts."""
     words = words_of(token)
     last = words[-1] if words else ""
-    if is_counting and last in _ID_WORDS:
+    if is_counting and last in SAYING["traces"]:
         return "#", ""
     if is_counting and last in COUNTED:
         return "", COUNTED[last]
@@ -120,16 +118,12 @@ def _merged(pieces: Sequence[Piece]) -> list[Piece]:
     merged: list[Piece] = []
     for k, (text, what) in enumerate(pieces):
         follows_id = bool(merged) and merged[-1][1] in ("?", "#")
-        is_inner = follows_id and "/" not in text and k + 1 < len(pieces) and pieces[k + 1][1] in ("?", "#")
-        if what in ("?", "#") and follows_id:
-            merged[-1] = (merged[-1][0] + text, "?")
-        elif what == "." and is_inner:
-            merged[-1] = (merged[-1][0] + text, merged[-1][1])
-        elif what in (".", "") and merged and merged[-1][1] == "":
-            merged[-1] = (merged[-1][0] + text, "")
+        is_inner = what == "." and "/" not in text and k + 1 < len(pieces) and pieces[k + 1][1] in ("?", "#")
+        if follows_id and (is_inner or what in ("?", "#")):
+            merged[-1] = (merged[-1][0] + text, merged[-1][1] if is_inner else "?")
         else:
-            merged.append((text, "" if what == "." else what))
-    return [(text, "" if what == "#" else what) for text, what in merged]
+            merged.append((text, what))
+    return _joined((text, "" if what in ("#", ".") else what) for text, what in merged)
 
 
 def _with_samples(pieces: list[Piece]) -> list[Piece]:
@@ -140,13 +134,18 @@ def _with_samples(pieces: list[Piece]) -> list[Piece]:
     for text, what in pieces:
         match = _SAMPLE.fullmatch(text) if what == "?" else None
         found += [(text, what)] if match is None else [(match[1], ""), (match[2], "sample")]
-    joined: list[Piece] = []
-    for text, what in found:
-        if joined and what == "" and joined[-1][1] == "":
-            joined[-1] = (joined[-1][0] + text, "")
+    return _joined(found)
+
+
+def _joined(pieces: Iterable[Piece]) -> list[Piece]:
+    """Return pieces with literal texts behind each other as one."""
+    found: list[Piece] = []
+    for text, what in pieces:
+        if found and what == found[-1][1] == "":
+            found[-1] = (found[-1][0] + text, "")
         else:
-            joined.append((text, what))
-    return joined
+            found.append((text, what))
+    return found
 
 
 def families(names: Iterable[str], *, is_path: bool = False, keep_single: bool = True) -> list[Family]:

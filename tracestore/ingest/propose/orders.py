@@ -1,6 +1,6 @@
 """Axes of leaves: every order that the extents allow, never one by the name."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,48 +68,47 @@ def states_axes(leaf: Leaf, letters: Sequence[str], *, has_passes: bool, bound: 
     bound : frozenset of str
         Letters that names bind.
     """
-    dims = [spot.dims for spot in leaf.spots[:_MAX_SPOTS]]
-    columns = list(zip(*dims, strict=True))
-    allowed = [letter for letter in (*letters, "D", "1") if letter not in bound]
-    found = [axes for axes in _orders(columns, allowed, is_first=True) if _is_possible(axes, columns, bound)]
-    if has_passes and len(columns) >= 3:
-        inner = _orders(columns[1:], [*(a for a in allowed if a != "(N S)")])
-        found += [("P", *axes) for axes in inner if _is_possible(axes, columns[1:], bound) and axes[0] == "L"]
+    columns = [set(sizes) for sizes in zip(*(spot.dims for spot in leaf.spots[:_MAX_SPOTS]), strict=True)]
+
+    def takes(letter: str, at: int) -> bool:
+        sizes = columns[at]
+        if letter == "1":
+            return sizes == {1}
+        if letter == "P":
+            return at == 0 and leaf.rank >= 3
+        if letter in "LDH":
+            return len(sizes) == 1 and None not in sizes
+        return None not in sizes or letter in ("S", "(N S)") or (letter == "N" and at == 0)
+
+    letters = [letter for letter in (*letters, "D", "1", *"P" * has_passes) if letter not in bound]
+    found = [axes for axes in _orders(len(columns), letters, takes) if _is_possible(axes, columns, bound)]
     return sorted(found, key=unusual)
 
 
-def _orders(
-    columns: Sequence[Sequence[int | None]], letters: Sequence[str], *, is_first: bool = False
-) -> Iterator[Axes]:
-    if not columns:
+def _orders(rank: int, letters: Sequence[str], takes: Callable[[str, int], bool], at: int = 0) -> Iterator[Axes]:
+    """Yield every order of letters that the axes from `at` on take: `1` as often as it fits, others as often as given."""
+    if at == rank:
         yield ()
         return
     for letter in dict.fromkeys(letters):
-        sizes = set(columns[0])
-        if letter == "1":
-            if sizes == {1}:
-                for rest in _orders(columns[1:], letters):
-                    yield ("1", *rest)
-            continue
-        if letter in "LDH" and (len(sizes) > 1 or None in sizes):
-            continue
-        if None in sizes and letter not in ("S", "(N S)") and not (letter == "N" and is_first):
-            continue
-        left = [one for one in letters if one != letter]
-        for rest in _orders(columns[1:], left):
-            yield (letter, *rest)
+        if takes(letter, at):
+            left = list(letters)
+            if letter != "1":
+                left.remove(letter)
+            for rest in _orders(rank, left, takes, at + 1):
+                yield (letter, *rest)
 
 
-def _is_possible(axes: Axes, columns: Sequence[Sequence[int | None]], bound: frozenset[str]) -> bool:
-    """Return whether an order obeys the rules that extents show: one D, L below D (rule 19)."""
+def _is_possible(axes: Axes, columns: Sequence[set[int | None]], bound: frozenset[str]) -> bool:
+    """Return whether states have one D, L below D (rule 19), and passes of all layers."""
     if ("D" in axes) == ("D" in bound):
         return False
-    if ("N" in axes or "K" in axes) and "(N S)" in axes:
+    if "(N S)" in axes and {"N", "K", "P"} & set(axes):
         return False
-    sizes = {letter: column[0] for letter, column in zip(axes, columns, strict=True)}
-    if "D" in axes and (sizes["D"] or 0) < 2:
+    if "P" in axes and axes[1] != "L":
         return False
-    return "L" not in axes or "D" not in axes or (sizes["L"] or 0) < (sizes["D"] or 0)
+    size = {letter: next(iter(sizes)) or 0 for letter, sizes in zip(axes, columns, strict=True)}
+    return "D" not in axes or size["D"] > max(1, size.get("L", 0))
 
 
 def unusual(axes: Axes) -> int:
@@ -128,23 +127,15 @@ def unusual(axes: Axes) -> int:
     return cost
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """Letters that the axes of a field may be once, must be, and must be twice."""
-
-    letters: str
-    needs: str = ""
-    twice: str = ""
-
-
+# Letters that the axes of a field may be, and those that they must be.
 WANTED = {
-    "attentions": Wanted("LH1", "", "S"),
-    "tokens": Wanted("1", "S"),
-    "sequences": Wanted("1", "T"),
-    "tokens_decoded": Wanted("1", "S"),
-    "S.mask": Wanted("1", "S"),
-    "L.ids": Wanted("1", "L"),
-    "scalar": Wanted("1"),
+    "attentions": ("LH1", "SS"),
+    "tokens": ("1", "S"),
+    "sequences": ("1", "T"),
+    "tokens_decoded": ("1", "S"),
+    "S.mask": ("1", "S"),
+    "L.ids": ("1", "L"),
+    "scalar": ("1", ""),
 }
 
 
@@ -165,10 +156,16 @@ def fitting(leaf: Leaf, name: str, frame: Frame, *, is_stacked: bool, bound: fro
     """
     required, optional = _wanted(name, frame, is_stacked=is_stacked)
     required, optional = ([x for x in letters if x not in bound] for letters in (required, optional))
+    pairs = [(spot.dims, sizes) for spot in leaf.spots[:_MAX_SPOTS] for sizes in frame.matching(leaf, spot)]
+
+    def takes(letter: str, at: int) -> bool:
+        return all(_is_size(letter, dims[at], sizes, frame, name) for dims, sizes in pairs)
+
     found = [
         axes
-        for axes in _assigned(leaf.rank, [*optional, *required])
-        if all(axes.count(one) == required.count(one) for one in required) and _fits(leaf, name, axes, frame)
+        for axes in _orders(leaf.rank, [*optional, *required], takes)
+        if all(axes.count(one) == required.count(one) for one in required)
+        and (name != "attentions" or _is_attention(axes))
     ]
     # Of as many layers as the states with layers in front, and heads in front of one layer less, the first is meant:
     # the second has one head more than layers, and its states hold the embeddings.
@@ -179,9 +176,7 @@ def fitting(leaf: Leaf, name: str, frame: Frame, *, is_stacked: bool, bound: fro
 
 def _wanted(name: str, frame: Frame, *, is_stacked: bool) -> tuple[list[str], list[str]]:
     """Return the letters that the axes of a field must be and may be, in addition to those of the states."""
-    wanted = WANTED.get(name, WANTED["scalar"])
-    required = [*wanted.needs, *wanted.twice * 2]
-    optional = list(wanted.letters)
+    optional, required = map(list, WANTED.get(name, WANTED["scalar"]))
     if is_stacked:
         required += [one for one in "N" if one in frame.axes]
         optional += [one for one in "K" if one in frame.axes and name != "question_id"]
@@ -196,31 +191,12 @@ def _num_layers(axes: Axes, leaf: Leaf) -> int | None:
     return leaf.spots[0].dims[axes.index("L")] if "L" in axes else None
 
 
-def _assigned(rank: int, letters: list[str]) -> Iterator[Axes]:
-    if rank == 0:
-        yield ()
-        return
-    for letter in dict.fromkeys(letters):
-        left = list(letters)
-        if letter != "1":
-            left.remove(letter)
-        for rest in _assigned(rank - 1, left):
-            yield (letter, *rest)
-
-
-def _fits(leaf: Leaf, name: str, axes: Axes, frame: Frame) -> bool:
-    """Return whether the extents of a leaf are those of the states next to it."""
-    if name == "attentions" and "S" in axes:
-        first = axes.index("S")
-        if axes[first + 1 : first + 2] != ("S",):
-            return False
-        if "H" in axes and "L" in axes and axes.index("H") > first:
-            return False
-    for spot in leaf.spots[:_MAX_SPOTS]:
-        for sizes in frame.matching(leaf, spot):
-            if not all(_is_size(letter, dim, sizes, frame, name) for letter, dim in zip(axes, spot.dims, strict=True)):
-                return False
-    return True
+def _is_attention(axes: Axes) -> bool:
+    """Return whether rows and columns of attention are behind each other, with heads in front of them."""
+    if "S" not in axes:
+        return True
+    first = axes.index("S")
+    return axes[first + 1 : first + 2] == ("S",) and not ({"H", "L"} <= set(axes) and axes.index("H") > first)
 
 
 def _is_size(letter: str, dim: int | None, sizes: Sizes, frame: Frame, name: str) -> bool:

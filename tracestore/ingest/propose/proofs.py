@@ -8,28 +8,14 @@ from tracestore.ingest.propose.leaves import Observation, without_names
 from tracestore.ingest.propose.meanings import Meaning
 from tracestore.ingest.propose.names import words_of
 from tracestore.ingest.propose.orders import Axes, Frame
-from tracestore.store.vocabulary import score_of_word
+from tracestore.store.vocabulary import SAYING, score_of_word
 
 TEXTS = ("question", "generated_answer", "generated_answer_clean", "generated_text")
 ARRAYS = ("attentions", "tokens", "tokens_decoded", "S.mask", "L.ids")
 RANGES = ("S.offsets", "S.lengths", "S.starts", "S.ends")
 _PROOFS_OF_N = frozenset(("question_id", *TEXTS, "S.lengths", "S.offsets"))
 _PROOFS_OF_S = frozenset(("tokens", "tokens_decoded", "S.mask", "attentions"))
-_SENTENCES = frozenset(
-    (
-        *("sent", "sents", "sentence", "sentences", "step", "steps", "claim", "claims", "chunk", "chunks"),
-        *("sample", "samples", "gen", "gens", "k"),
-    )
-)
 _ALL_LAYERS = frozenset(("hidden_states", "all_hidden_states"))
-# Words of arrays of several answers, heads or models.
-_SEVERAL = frozenset(
-    (
-        *("samples", "sampled", "beams", "beam", "generations", "candidates", "responses", "answers", "seeds", "seed"),
-        *("heads", "head", "models", "checkpoints", "runs", "last"),
-    )
-)
-_VAGUE_TEXTS = frozenset(("text", "content", "output", "outputs", "input", "inputs"))
 
 
 class Line(NamedTuple):
@@ -141,7 +127,7 @@ class Proofs:
             identity.mode == "ids" and bool({"generated_answer", "generated_answer_clean"} & lines.keys())
         )
         has_lists = any(m.field in TEXTS and m.leaf.rank and identity.mode == "ids" for m in self._meanings)
-        return is_named and has_ids and is_one and not has_lists and not words & _SEVERAL
+        return is_named and has_ids and is_one and not has_lists and not words & SAYING["several"]
 
     def _of_traces(self, frame: Frame, lines: Mapping[str, Line]) -> list[str]:
         """Return what is not proved of N and T. N is proved by ids, texts or lengths; the tokens of a stack by a mask or lengths. Rule 3: T."""
@@ -162,7 +148,7 @@ class Proofs:
         for name in TEXTS:
             same = [m for m in self._meanings if m.field == name and m.leaf.kind == "s"]
             keys = {"_".join(words_of(m.leaf.key)) for m in same} - {name}
-            if name in lines and (keys & _VAGUE_TEXTS or (len(same) > 1 and len(keys) == len(same))):
+            if name in lines and (keys & SAYING["vague texts"] or (len(same) > 1 and len(keys) == len(same))):
                 found.append(f"{name}: another text may be meant: {', '.join(sorted(keys))}")
         if "prompt_length" in lines and {"S.mask", "S.lengths"} & lines.keys():
             found.append("prompt_length: it may count padding")
@@ -184,7 +170,7 @@ class Proofs:
             return "[S]" not in address and "[P]" not in address  # names bind tokens
         words = {word for meaning in states for word in meaning.words}
         varies = len(frame.num_tokens - {None}) > 1
-        return identity.mode == "ids" and varies and not words & _SENTENCES and self._is_short(frame)
+        return identity.mode == "ids" and varies and not words & SAYING["parts of a text"] and self._is_short(frame)
 
     def _is_short(self, frame: Frame) -> bool:
         """Return whether there are at most as many tokens as characters of the texts of a trace."""

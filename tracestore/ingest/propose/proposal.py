@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,13 +28,14 @@ _MAX_TRACES = 2000
 _MAX_FILES = 400  # traces of files in one pattern that are tried
 _MAX_BYTES = 64 << 20
 _MAX_SHOWN, _MAX_LINES = 8, 32
+_AXES = re.compile(r" -> [^'\"]*")
+# What the executor says of extents: they show that an order of axes is another one, as values do not.
+_EXTENTS = re.compile(r"found (the shape |\d+ (ids|layers|tokens))")
 # What the executor asks of padding, and the answers of which each makes a candidate.
 _PADDINGS: dict[str, list[tuple[Mapping[str, Any], str]]] = {
     "is zero in all layers": [({"S.padding": "zeros"}, "S: tokens that are zero in all layers may be padding")],
     "S.side =": [({"S.side": side}, f"S: the padding may be on the {side}") for side in ("right", "left")],
 }
-# Statements that refusals ask for: the layout may be the right one.
-_STATEMENTS = ("S.pad", "S.side", "P.repeats", "P.new", "share.")
 
 
 @dataclass
@@ -42,11 +44,8 @@ class Outcome:
 
     Attributes
     ----------
-    num_traces : int
-    num_layers, width : int
     num_tokens : tuple of int
         The smallest and the largest number of tokens.
-    first_id : str
     counts : dict
         By field: how often 1, how often 0, and how many values.
     joins : list of str
@@ -75,7 +74,7 @@ class Candidate:
 
     layout: Layout
     outcome: Outcome
-    unproved: Sequence[str] = ()
+    unproved: list[str]
     left_out: Sequence[str] = ()
     reasons: Sequence[str] = ()
 
@@ -185,7 +184,14 @@ class Proposal:
 
     def tree(self) -> list[str]:
         """Return the places of values with their extents as lines."""
-        return tree_lines(self.observation)
+        kinds = {"f": "floats", "i": "integers", "b": "booleans", "s": "text", "v": "bits"}
+        lines = []
+        for leaf in self.observation.leaves:
+            shapes = dict.fromkeys("×".join("?" if n is None else str(n) for n in spot.dims) for spot in leaf.spots)
+            extents = ", ".join(list(shapes)[:3]) + ", ..." * (len(shapes) > 3)
+            lines.append(f"{escape_unprintable(str(leaf), 120)}: {kinds[leaf.kind]} {extents}".rstrip())
+        unread = self.observation.unread.items()
+        return [*lines, *(f"{escape_unprintable(name, 60)}: not read: {why}" for name, why in unread)]
 
     def _found(self) -> list[str]:
         lines = self.tree()
@@ -205,18 +211,6 @@ class Proposal:
 def _indented(candidate: Candidate, mark: str) -> list[str]:
     first, *rest = candidate.describe()
     return [f"{mark}{first}", *(f"   {line}" for line in rest), *(f"     {line}" for line in candidate.lines())]
-
-
-def tree_lines(observation: Observation) -> list[str]:
-    """Return the places of values with their extents as lines."""
-    kinds = {"f": "floats", "i": "integers", "b": "booleans", "s": "text", "v": "bits"}
-    lines = []
-    for leaf in observation.leaves:
-        shapes = list(dict.fromkeys("×".join("?" if n is None else str(n) for n in spot.dims) for spot in leaf.spots))
-        extents = ", ".join(shapes[:3]) + (", ..." if len(shapes) > 3 else "")
-        lines.append(f"{escape_unprintable(str(leaf), 120)}: {kinds[leaf.kind]}{f' {extents}' if leaf.rank else ''}")
-    lines += [f"{escape_unprintable(name, 60)}: not read: {why}" for name, why in observation.unread.items()]
-    return lines
 
 
 def propose_folder(arguments: list[Path], store: Path = Path("-")) -> Proposal:
@@ -281,10 +275,11 @@ def _try(
     A layout that leaves out more than one that fits is none.
     """
     asked: list[tuple[Layout, Draft]] = []
-    undecided = ""
+    found: list[tuple[Candidate, Draft]] = []
+    refused: dict[str, str] = {}  # by the lines without the order of their axes
     tries = 0
     for layout, draft in pairs:
-        if any(set(other.left_out) < set(draft.left_out) for other in proposal.candidates):
+        if any(set(other.left_out) < set(draft.left_out) for other, _ in found):
             continue
         tries += 1
         if tries > _MAX_TRIES:
@@ -295,8 +290,8 @@ def _try(
         except TracestoreError as error:
             proposal.refusals.append(str(error))
             asked += _with_padding(layout, draft, str(error))
-            if any(name in str(error) for name in _STATEMENTS) and not undecided:
-                undecided = f"another layout may fit with a statement: {error}"
+            if not _EXTENTS.search(str(error)):
+                refused.setdefault(_in_any_order(draft), str(error))
             continue
         unproved = list(draft.unproved)
         if outcome.first_id.isdecimal() and any(" without a " in line for line in outcome.joins):
@@ -304,11 +299,17 @@ def _try(
         has_passes = any("P" in (address.axes or ()) for address in layout.addresses[layout.states])
         if has_passes and not outcome.has_last_ids:
             unproved.append("tokens: the last id of generate() has no states and does not repeat: ids may be padding")
-        proposal.candidates.append(Candidate(layout, outcome, unproved, draft.left_out, draft.reasons))
-    if undecided:
-        for candidate in proposal.candidates:
-            candidate.unproved = [*candidate.unproved, undecided]
+        found.append((Candidate(layout, outcome, unproved, draft.left_out, draft.reasons), draft))
+    for candidate, draft in found:
+        if error := refused.get(_in_any_order(draft)):
+            candidate.unproved.append(f"the axes may have another order, which is refused: {error}")
+        proposal.candidates.append(candidate)
     return asked
+
+
+def _in_any_order(draft: Draft) -> str:
+    """Return the lines of a draft without the order of their axes: of two that fit the extents, values refuse one."""
+    return str({k: _AXES.sub(lambda axes: "".join(sorted(axes[0])), str(v)) for k, v in draft.entries.items()})
 
 
 def _with_padding(layout: Layout, draft: Draft, refusal: str) -> list[tuple[Layout, Draft]]:

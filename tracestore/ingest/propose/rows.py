@@ -4,11 +4,7 @@ from tracestore.ingest.propose.leaves import ITEMS, Leaf, Observation, Path_
 from tracestore.ingest.propose.looking import texts_of
 from tracestore.ingest.propose.meanings import Meaning
 from tracestore.ingest.propose.names import words_of
-from tracestore.store.vocabulary import SYNONYMS
-
-# Words of names of files that number their rows by themselves.
-_RANKS = frozenset(("rank", "gpu", "proc", "process", "worker", "part", "shard", "batch", "chunk", "split"))
-_SAMPLE_WORDS = frozenset(("sample", "generation", "answer", "response"))
+from tracestore.store.vocabulary import COUNTED, SAYING, SYNONYMS
 
 
 class Rows:
@@ -71,7 +67,7 @@ class Rows:
             return []
         is_index = bool({"idx", "index", "indices", "n"} & set(words_of(leaf.key)))
         words = {word for name in self.observation.files[leaf.files] for word in words_of(name)}
-        if words & _RANKS or (is_index and len(self.observation.files[leaf.files]) > 1):
+        if words & SAYING["parts of a run"] or (is_index and len(self.observation.files[leaf.files]) > 1):
             return [f"{leaf.key}: integers next to names of parts may be ids of each part"]
         return []
 
@@ -88,4 +84,4 @@ def _second(meaning: Meaning) -> str:
     """Return the field of a second id next to a better one: the number of an answer."""
     if meaning.field != "question_id" or meaning.leaf.number_kind != "i":
         return ""
-    return "sample" if set(words_of(meaning.leaf.key)) & _SAMPLE_WORDS else ""
+    return "sample" if any(COUNTED.get(word) == "sample" for word in words_of(meaning.leaf.key)) else ""

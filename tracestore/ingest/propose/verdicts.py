@@ -10,12 +10,7 @@ from tracestore.errors import InvalidInputError
 from tracestore.ingest.execute.values import label_value
 from tracestore.ingest.propose.leaves import Leaf
 from tracestore.store.format.labels import CORRECT, HALLUCINATION
-from tracestore.store.vocabulary import SCORES, is_named_as_verdict
-
-_VAGUE = frozenset(("label", "labels", "y", "target", "targets", "score", "scores"))
-# Words of what a detector says, which is no label (rule 22b).
-_DETECTORS = frozenset(("p", "prob", "proba", "probability", "selfcheck", "detector", "predicted", "logit", "entropy"))
-_CHOICES = frozenset(("choices", "options", "option", "prediction", "predictions", "gold", "pred", "choice"))
+from tracestore.store.vocabulary import SAYING, SCORES, is_named_as_verdict
 
 
 @dataclass(frozen=True)
@@ -46,18 +41,18 @@ def verdict_of(leaf: Leaf, words: Sequence[str], siblings: frozenset[str]) -> Ve
         Words of the keys next to it.
     """
     name = leaf.key.lower() if leaf.key.lower() in SCORES else "_".join(words)
-    is_named = name in SCORES or is_named_as_verdict(name) or words[-1] in _VAGUE
+    is_named = name in SCORES or is_named_as_verdict(name) or words[-1] in SAYING["vague labels"]
     if not is_named or leaf.rank > 1 or leaf.kind == "v":
         return None
     values = leaf.scalars
     if all(isinstance(value, str) for value in values) and leaf.number_kind == "s":
         return _of_words(values, name)
-    is_doubtful = bool(set(words) & _DETECTORS)
-    direction = None if name in _VAGUE else SCORES.get(name)
+    is_doubtful = bool(set(words) & SAYING["detectors"])
+    direction = None if name in SAYING["vague labels"] else SCORES.get(name)
     is_label = _is_claim(name) or (direction is None and not set(words) & {"score", "scores"})
     if name == "correct":
         is_plain = all(isinstance(v, bool) or str(v).casefold() in ("true", "false") for v in values)
-        if not is_plain and siblings & _CHOICES:
+        if not is_plain and siblings & SAYING["choices"]:
             direction = None
     if direction is None:
         ways = (CORRECT, HALLUCINATION) if "hallu" not in name else (HALLUCINATION, CORRECT)
@@ -68,10 +63,7 @@ def verdict_of(leaf: Leaf, words: Sequence[str], siblings: frozenset[str]) -> Ve
 def _is_claim(name: str) -> bool:
     """Return whether a name reads as a label: is_correct, hallucinated, truthful."""
     words = name.split("_")
-    return words[0] in ("is", "has") or words[-1] in (
-        *("correct", "hallucinated", "hallucination", "truthful", "factual", "faithful", "hallu", "hallucinates"),
-        *("wrong", "incorrect", "right", "flag", "label"),
-    )
+    return words[0] in ("is", "has") or words[-1] in SAYING["claims"]
 
 
 def _of_words(values: Sequence[Any], name: str) -> Verdict:
@@ -86,7 +78,7 @@ def _of_words(values: Sequence[Any], name: str) -> Verdict:
             follows.add(one == other)
     if follows == {False}:
         return Verdict(name, (CORRECT,), is_label=True)
-    known = (SCORES[name],) if name in SCORES and name not in _VAGUE else (CORRECT, HALLUCINATION)
+    known = (SCORES[name],) if name in SCORES and name not in SAYING["vague labels"] else (CORRECT, HALLUCINATION)
     return Verdict(name, known, is_label=True)
 
 
