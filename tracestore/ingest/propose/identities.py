@@ -316,9 +316,8 @@ class Places:
             ):
                 return f"[question={'/'.join(question.leaf.path[len(prefix) :])}]"
             return None
-        if key is not None and identity.mode == "stack":
-            if self._ids_of_columns() & set(texts_of(key.leaf.scalars)):
-                return f"[id={'/'.join(key.leaf.path[len(prefix) :])}]"
+        if key is not None and identity.mode == "stack" and self._ids_of_columns() & set(texts_of(key.leaf.scalars)):
+            return f"[id={'/'.join(key.leaf.path[len(prefix) :])}]"
         return "[]"
 
     def _ids_of_columns(self) -> set[str]:

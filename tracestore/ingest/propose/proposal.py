@@ -274,8 +274,7 @@ def _try(
 
     A layout that leaves out more than one that fits is none.
     """
-    asked: list[tuple[Layout, Draft]] = []
-    found: list[tuple[Candidate, Draft]] = []
+    asked, found = list[tuple[Layout, Draft]](), list[tuple[Candidate, Draft]]()
     refused: dict[str, str] = {}  # by the lines without the order of their axes
     tries = 0
     for layout, draft in pairs:
@@ -301,8 +300,8 @@ def _try(
             unproved.append("tokens: the last id of generate() has no states and does not repeat: ids may be padding")
         found.append((Candidate(layout, outcome, unproved, draft.left_out, draft.reasons), draft))
     for candidate, draft in found:
-        if error := refused.get(_in_any_order(draft)):
-            candidate.unproved.append(f"the axes may have another order, which is refused: {error}")
+        if refusal := refused.get(_in_any_order(draft)):
+            candidate.unproved.append(f"the axes may have another order, which is refused: {refusal}")
         proposal.candidates.append(candidate)
     return asked
 
