@@ -151,8 +151,9 @@ class DescribedRun:
         """Define the scores of tables in the store, which keeps stated layouts."""
         for text in dict.fromkeys(part.kept_text for part in self.parts if part.kept_text is not None):
             writer.keep_layout(text)
-        for name in self._late:
-            self._define(writer, name)
+        for name in self._directions:  # in the order of the layout: the first score of a store is its default
+            if name in self._late:
+                self._define(writer, name)
 
     def _define(self, writer: StoreWriter, name: str) -> None:
         direction, stored = self._directions[name], writer.attributes.scores.get(score_of(name))
