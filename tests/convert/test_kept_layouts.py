@@ -109,3 +109,16 @@ def test_changed_scores_replace_those_of_the_store(tmp_path, flags):
     assert "scores, labels or groups of 2 stored traces have changed and were replaced" in done.stdout
     again = convert(tmp_path / "in", tmp_path / "s.zarr", *flags)
     assert "have changed" not in again.stdout
+
+
+def test_the_first_score_of_the_layout_is_the_default(tmp_path):
+    names = [f"s{k}" for k in (3, 1, 7, 0, 5, 2, 6, 4)]
+    dump(tmp_path / "in/a.pkl", rows(0, 1))
+    table(tmp_path / "in/scores.csv", [{"id": f"q{k}"} | dict.fromkeys(names, k / 2) for k in range(2)])
+    lines = {f"correctness.{name}": f"scores.csv : [id=id]/{name}" for name in names}
+
+    layout = {"hidden_states": "*.pkl : [id=id]/hs -> L S D", **lines}
+    tracestore.convert_files(tmp_path / "in", tmp_path / "s.zarr", layout=layout)
+
+    with tracestore.open(tmp_path / "s.zarr") as store:
+        assert store.internals.attributes.default_score == names[0]
