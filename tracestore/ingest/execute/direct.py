@@ -213,6 +213,8 @@ class DirectReader:
         states = values.get(self._states)
         if states is None:
             raise InvalidInputError("missing key", field=self._states)
+        if not len(states):
+            raise InvalidInputError("found zero layers, expected at least one", field=self._states)
         settings = self._maker.settings
         if states[0].dtype.kind != "f":
             settle_dtype(Block(states, None), self._states, settings)
