@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from tracestore.errors import UsageError, escape_unprintable
-from tracestore.ingest.execute.accounts import looks_like_label
+from tracestore.ingest.execute.accounts import OWN_LINES, looks_like_label
 from tracestore.ingest.execute.values import describe, key_text
 from tracestore.ingest.layout.patterns import AXIS_NAMES, Pattern
 from tracestore.ingest.tree import Array, Group, Items, StreamItems, Value
@@ -241,6 +241,7 @@ class Signature:
             kind not in self.others
             or shape
             or looks_like_label(path)
+            or path.lower() in OWN_LINES
             or not _PARTS.isdisjoint(re.split(r"[\W_]+", path.lower()))
         ):
             return False

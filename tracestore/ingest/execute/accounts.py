@@ -30,7 +30,7 @@ _ROW_TEXTS = {
     **dict.fromkeys((*ANSWER_FIELDS, "response", "completion", "generation"), ANSWER_FIELDS),
 }
 # `records` does not take them for an extra.
-_OWN_LINES = frozenset(["answer", "answers", "sample", "samples"])
+OWN_LINES = frozenset(["answer", "answers", "sample", "samples"])
 _MAX_PROBES = 64
 _COUNTED = frozenset(("token", "step"))
 _MAX_SHOWN = 6  # paths that the summary names
@@ -370,7 +370,7 @@ def check_totals(tables: Mapping[Place, Column], total: int) -> None:
 
 def check_unclaimed(path: str, key: Any, value: Value, *, in_records: bool) -> None:
     """Refuse a key that no line names, if it may be a label or an answer (rule 8a) or holds an array (rule 8)."""
-    is_own = looks_like_label(str(key)) or (in_records and str(key).lower() in _OWN_LINES)
+    is_own = looks_like_label(str(key)) or (in_records and str(key).lower() in OWN_LINES)
     is_own &= not isinstance(value, Group) and value is not None
     if is_own or holds_array(value):
         what = "what may be a label, a score or an answer" if is_own else describe(value)
