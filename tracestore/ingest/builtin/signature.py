@@ -22,13 +22,14 @@ _PARTS = frozenset(
     ["step", "layer", "token", "position", "pos", "head", "part", "rank", "idx", "index", "turn", "chunk"]
 )
 _KINDS = {"number": ("int", "float", "bool"), "id": ("text", "int"), "flag": ("int", "bool")}
-_PLAIN = frozenset(("text", "int", "float", "bool", "group", "array", "none", "any"))
+_PLAIN = frozenset(("text", "int", "float", "bool", "group", "array", "none", "any", "zero"))
 _COMPARISONS = {"!=": operator.ne, "<": operator.lt, "==": operator.eq}
 _CONDITION = re.compile(r"(\w) (!=|<|==) (\w)(?: unless (\S+))?")
 _NEEDS = "needs "
 _DTYPE = re.compile(r"(bfloat|float|uint|int|bool)\d*")
-# Axes that differ from another one by at most one: T ids are S states or one more, A layers of attention L or one less.
-_NEAR = {"T": ("S", (0, 1)), "A": ("L", (0, -1))}
+# Axes that differ from another one by at most one: T ids are S states or one more, A layers of attention L or one less,
+# R are the tokens of a second pass that repeats those of the first.
+_NEAR = {"T": ("S", (0, 1)), "A": ("L", (0, -1)), "R": ("S", (1,))}
 
 
 class Form(NamedTuple):
@@ -199,7 +200,8 @@ class Signature:
         if not isinstance(item, Group):
             return f"found {describe(item)}, expected a mapping of {', '.join(self.must)}", sizes
         counts: dict[str, int] = {}
-        if (differs := self._compare_keys(item, "", sizes, counts)) is not None:
+        differs = self._compare_keys(item, "", sizes, counts) or self._compare_members(item, sizes, counts)
+        if differs is not None:
             return differs, sizes
         for key, pattern, _, is_must in self._patterns:
             if is_must and not counts.get(key):
@@ -234,6 +236,15 @@ class Signature:
                 return f"{escape_unprintable(path, 60)}: found {describe(value)}, which is no part of it"
         return None
 
+    def _compare_members(self, item: Group, sizes: dict[str, int], counts: dict[str, int]) -> str | None:
+        """Compare what lies below members of lists, which the walk over keys does not reach."""
+        for key, forms in self.must.items():
+            if not counts.get(key) and (member := _member(item, key)) is not None:
+                if (differs := self._compare_value(key, member, forms, sizes)) is not None:
+                    return differs
+                counts[key] = 1
+        return None
+
     def _may_be_other(self, group: Group, path: str, value: Value) -> bool:
         """Return whether a value that no form describes may lie next to the others."""
         kind, shape = facts_of(value)
@@ -250,7 +261,7 @@ class Signature:
     def _compare_value(self, path: str, value: Value, forms: tuple[Form, ...], sizes: dict[str, int]) -> str | None:
         kind, shape = facts_of(value)
         for form in forms:
-            if "any" in form.kinds:
+            if "any" in form.kinds or ("zero" in form.kinds and value == 0):
                 return None
             if kind not in form.kinds or len(shape) != len(form.axes):
                 continue
@@ -282,6 +293,18 @@ class Signature:
             if one in sizes and two in sizes and not _COMPARISONS[sign](sizes[one], sizes[two]):
                 return f"found {one} {sizes[one]} and {two} {sizes[two]}, expected {one} {sign} {two}"
         return None
+
+
+def _member(value: Value, key: str) -> Value:
+    """Return what lies at a path of keys and numbers of members, None without."""
+    for name in key.split("/"):
+        if isinstance(value, Group):
+            value = value.get(name)
+        elif isinstance(value, Items) and not value.is_stream and name.isdigit() and int(name) < (value.length or 0):
+            value = value[int(name)]
+        else:
+            return None
+    return value
 
 
 def _is_varying(found: list[dict[str, int]]) -> bool:

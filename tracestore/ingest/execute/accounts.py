@@ -97,7 +97,7 @@ class SourceAccount:
     def _check_unused(self, level: Mapping[Place, Column]) -> None:
         """Rule 11: the arrays of a source have the ids of its states; something of every other field has them (12c)."""
         for place, column in level.items():
-            if place.rule.kind == "known" or place.is_optional or place.name == RECORDS or self.num_refused:
+            if place.rule.kind == "known" or self._is_uncounted(place) or self.num_refused:
                 continue
             unused = [key for key in column.rows() if key not in column.used]
             is_answer = "K" in column.names
@@ -107,10 +107,15 @@ class SourceAccount:
                     f"{where or 'a value'} of {place.address} belongs to no trace", field=place.name
                 )
 
+    def _is_uncounted(self, place: Place) -> bool:
+        """Return whether rows of a field may serve no trace, as those of beams."""
+        is_of_beams = place.name == "attentions" and "P.rows" in self._plan.layout.addresses
+        return is_of_beams or place.is_optional or place.name == RECORDS
+
     def _check(self, level: Mapping[Place, Column], stacks: Iterable[tuple[Any, ...]]) -> None:
         """Rule 13: as many rows in order as traces."""
         for place, column in level.items():
-            if "N" not in column.names or place.is_optional or place.name == RECORDS:
+            if "N" not in column.names or self._is_uncounted(place):
                 continue
             for key in stacks:
                 rows = column.num_rows(self._stacks[key])

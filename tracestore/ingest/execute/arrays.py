@@ -10,6 +10,7 @@ from tracestore.ingest.execute.axes import Block, descend, extent, read, read_bl
 from tracestore.ingest.execute.found import Columns, FoundTrace, identity_of
 from tracestore.ingest.execute.join import Column
 from tracestore.ingest.execute.tokens import numbers_of
+from tracestore.ingest.execute.values import is_missing
 from tracestore.ingest.execute.walk import Cell
 from tracestore.ingest.layout.addresses import KeyStep
 from tracestore.ingest.layout.places import Place
@@ -126,10 +127,12 @@ class ArrayReader:
         else:
             yield cells, fixed
 
-    def attention(self, trace: FoundTrace, sizes: list[int], ids: tuple[int, ...] | None) -> list[np.ndarray] | None:
+    def attention(
+        self, trace: FoundTrace, sizes: list[int], ids: tuple[int, ...] | None, *, is_needed: bool
+    ) -> list[np.ndarray] | None:
         """Return the layers (H, S, S) of the attention of a trace, None without; `ids` are the layers of the states."""
         found = self._cells("attentions", trace)
-        if not found:
+        if not found or not is_needed:
             return None
         fixed = self.fixed_of(trace, found[min(found)][0])
         blocks: list[Block] = []
@@ -154,7 +157,7 @@ class ArrayReader:
         """Return the cells of a field by the part of the field that they are."""
         found: dict[int, list[Cell]] = {}
         for place, column in self.columns.of(name):
-            cells = [cell for cell in column.cells(trace.environment) if cell.value is not None]
+            cells = [cell for cell in column.cells(trace.environment) if not is_missing(cell.value)]
             if place in self.columns.tables:
                 self.count(trace, place, column, is_there=bool(cells))
             if cells:
@@ -299,10 +302,12 @@ def joined_attention(blocks: Sequence[Block], num_tokens: int) -> list[np.ndarra
         return layers
     joined = []
     for of_layer in zip(*(block.layers for block in blocks), strict=True):
-        seen, rows = 0, []
+        seen, rows, widths = 0, [], set[int]()
         for layer in of_layer:
             seen += layer.shape[1]
-            if layer.shape[2] != seen:
+            widths |= {layer.shape[2]} if layer.shape[2] < seen else set()
+            layer = _columns_so_far(layer, seen)
+            if layer.shape[2] != seen or len(widths) > 1:
                 raise InvalidInputError(
                     f"found {layer.shape[2]} columns, expected the {seen} tokens so far", field=what
                 )
@@ -311,6 +316,20 @@ def joined_attention(blocks: Sequence[Block], num_tokens: int) -> list[np.ndarra
         if seen != num_tokens:
             raise InvalidInputError(f"found {seen} rows, expected {num_tokens} as states", field=what)
     return joined
+
+
+def _columns_so_far(layer: np.ndarray, seen: int) -> np.ndarray:
+    """Return the columns of a pass for the tokens so far, as far as the pass shows which they are.
+
+    A static cache has columns of zeros behind them. A sliding window keeps the last ones, to which one new token attends
+    with weights that sum to 1.
+    """
+    width = layer.shape[2]
+    if width > seen and not numbers_of(layer[:, :, seen:]).any():
+        return layer[:, :, :seen]
+    if width < seen and layer.shape[1] == 1 and _are_one(numbers_of(layer).sum(-1, dtype="f4")):
+        return np.pad(layer, ((0, 0), (0, 0), (seen - width, 0)))
+    return layer
 
 
 def check_attention_values(layer: np.ndarray) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from tracestore.errors import InvalidInputError, escape_unprintable
 from tracestore.ingest.execute.axes import MISSING, descend, extent, read
-from tracestore.ingest.execute.values import describe, one_value, plain_of
+from tracestore.ingest.execute.values import describe, is_missing, one_value, plain_of
 from tracestore.ingest.execute.walk import Cell
 from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.layout.places import Place
@@ -99,7 +99,7 @@ class Column:
     def rows(self) -> Iterator[tuple[Any, ...]]:
         """Yield the keys of all rows that hold a value, axes N and K unrolled."""
         for key, cells in self._cells.items():
-            if all(cell.value is None for cell in cells):
+            if all(is_missing(cell.value) for cell in cells):
                 continue
             bound = dict(zip(self._own or (), key, strict=True))
             letters = [name for name in self._names if name not in bound and name in ("N", "N*", "K")]

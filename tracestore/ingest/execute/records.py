@@ -248,8 +248,10 @@ class TraceBuilder:
         has_passes = len(sizes) > 1 and len(trace.cells) == 1
         tokens = self.arrays.tokens(trace, num_states, has_passes=has_passes)
         texts = self.arrays.texts(trace)
-        if self._need_attention is not False:
-            values["attentions"] = self.arrays.attention(trace, sizes, ids)
+        is_needed = self._need_attention is not False
+        attention = self.arrays.attention(trace, sizes, ids, is_needed=is_needed)
+        if is_needed:
+            values["attentions"] = attention
         self._set_prompt_length(trace, values, sizes)
         span = self._span(trace, values, tokens, num_states, sizes)
         if has_passes and tokens is None:
@@ -258,8 +260,18 @@ class TraceBuilder:
         self._set_per_token(trace, values, span, num_states)
 
     def _set_prompt_length(self, trace: FoundTrace, values: dict[str, Any], sizes: list[int]) -> None:
-        """Rule 5b: the first pass is the prompt, if no later one has two tokens; so is the first of two parts."""
-        if values.get("prompt_length") is not None or len(sizes) < 2:
+        """Rule 5b: the first pass is the prompt, if no later one has two tokens; so is the first of two parts.
+
+        A stated length that is more than the first pass belongs to a prompt of which a part was cached.
+        """
+        stated = values.get("prompt_length")
+        if stated is not None and len(sizes) > 1 and len(trace.cells) == 1 and stated > sizes[0]:
+            raise InvalidInputError(
+                f"found {stated}, and a first pass of {sizes[0]} tokens: part of the prompt was cached, so that its "
+                "tokens have no states",
+                field="prompt_length",
+            )
+        if stated is not None or len(sizes) < 2:
             return
         if len(trace.cells) > 1:
             first = len(list(self.arrays.passes(trace.cells[0], trace.fixed)))

@@ -247,3 +247,10 @@ def check_spans(spans: Any, answers: Iterable[str]) -> None:
                 raise InvalidInputError(
                     f"found {found!r} in the answer, expected {expected!r} of the span", field="spans"
                 )
+
+
+def is_missing(value: Value) -> bool:
+    """Return whether a value is None, or nested items of None alone, as layers that were not kept."""
+    if isinstance(value, Items) and not value.is_stream and value.length:
+        return all(is_missing(value[k]) for k in range(value.length))
+    return value is None

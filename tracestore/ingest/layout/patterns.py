@@ -1,4 +1,4 @@
-"""Patterns of names: literal text, `{name}`, `{name:d}`, `*` and `**`, matched in linear time."""
+"""Patterns of names: literal text, `{name}`, `{name:d}`, `{layer:-d}`, `*` and `**`, matched in linear time."""
 
 import itertools
 import re
@@ -12,7 +12,7 @@ from tracestore.errors import InvalidInputError, UsageError
 # Names that bind a place on an axis of a trace. The others belong to the key of a trace.
 AXIS_NAMES = {"layer": "L", "token": "S", "step": "P", "head": "H", "dim": "D"}
 NUMBER_NAMES = frozenset((*AXIS_NAMES, "chunk", "sample"))
-_TOKEN = r"\\(?P<escaped>.)|(?P<wild>%s)|\{(?P<name>[^{}:]+)(?P<form>:d)?\}|(?P<literal>[^{*\\]+)"
+_TOKEN = r"\\(?P<escaped>.)|(?P<wild>%s)|\{(?P<name>[^{}:]+)(?P<form>:-?d)?\}|(?P<literal>[^{*\\]+)"
 _PATH_TOKEN, _KEY_TOKEN = (re.compile(_TOKEN % wild, re.DOTALL) for wild in (r"\*\*/?|\*", r"\*"))
 _MAX_PARSES = 2  # a name with two parses is refused, so more need not be told apart
 
@@ -26,11 +26,14 @@ class Part(NamedTuple):
     kind: Literal["literal", "name", "star", "deep"]
     text: str = ""
     is_strict: bool = False  # a number without leading zeros
+    is_from_end: bool = False  # a number that counts from the end, with or without its sign
 
     @property
     def is_number(self) -> bool:
         """Return whether the part binds a number."""
-        return self.kind == "name" and (self.is_strict or self.text.partition(".")[0] in NUMBER_NAMES)
+        return self.kind == "name" and (
+            self.is_strict or self.is_from_end or self.text.partition(".")[0] in NUMBER_NAMES
+        )
 
 
 class Match(NamedTuple):
@@ -74,7 +77,7 @@ class Pattern:
             elif wild:  # `**/x` matches `x`, too
                 parts.append(Part("deep" if wild.startswith("**") else "star", "/" if wild.endswith("/") else ""))
             else:
-                parts.append(Part("name", match["name"], match["form"] is not None))
+                parts.append(Part("name", match["name"], match["form"] == ":d", match["form"] == ":-d"))
             at = match.end()
         self._check_names(parts)
         return tuple(parts)
@@ -198,7 +201,8 @@ class Pattern:
                 wild.append(text)
             else:
                 is_axis = part.text.partition(".")[0] in NUMBER_NAMES
-                bound[part.text] = int(text) if is_axis else text
+                value = int(text) if is_axis else text
+                bound[part.text] = -abs(int(text)) if part.is_from_end else value
         return Match(bound, tuple(wild))
 
 

@@ -185,6 +185,13 @@ def _rebuild_parameter(args: tuple[Any, ...]) -> PickledTensor:
     return args[0]
 
 
+def _rebuild_from_type(args: tuple[Any, ...]) -> PickledTensor:
+    """Make a tensor that has attributes of its own, such as those of a static cache; they are left out."""
+    if len(args) != 4 or args[0] is not _TENSOR_V2 or not isinstance(args[2], tuple):
+        raise InvalidInputError("found torch._tensor._rebuild_from_type_v2 of another object than a tensor")
+    return _rebuild_tensor(2, args[2])
+
+
 def _reconstructor(args: tuple[Any, ...]) -> Any:
     """Make an object as protocols 0 and 1 do: of a PyG class, or of a class whose objects are only data."""
     is_class = len(args) == 3 and isinstance(args[0], _GraphClass | UnknownClass)
@@ -196,8 +203,13 @@ def _reconstructor(args: tuple[Any, ...]) -> Any:
 _PYG_DATA = "torch_geometric.data.data"
 _PYG_STORAGE = "torch_geometric.data.storage"
 
+_TENSOR_V2 = SafeFunction("torch._utils._rebuild_tensor_v2", partial(_rebuild_tensor, 2))
+
 GLOBALS: dict[tuple[str, str], SafeGlobal] = {
-    **functions("torch._utils", _rebuild_tensor_v2=partial(_rebuild_tensor, 2), _rebuild_parameter=_rebuild_parameter),
+    ("torch._utils", "_rebuild_tensor_v2"): _TENSOR_V2,
+    **functions("torch._utils", _rebuild_parameter=_rebuild_parameter),
+    **functions("torch._tensor", _rebuild_from_type_v2=_rebuild_from_type),
+    ("torch", "Tensor"): SafeFunction("torch.Tensor", _rebuild_from_type, is_called=False),
     **functions("torch._utils", _rebuild_tensor_v3=partial(_rebuild_tensor, 3)),
     **functions("torch", Size=lambda args: checked_shape(args[0] if args else ()), device=lambda args: "cpu"),
     ("torch", "UntypedStorage"): StorageType("torch.UntypedStorage", None),
