@@ -64,8 +64,7 @@ class SourceAccount:
 
     def add_key(self, record: TraceRecord) -> None:
         """Rule 10: each (id, sample) once."""
-        key = (record.question_id, record.sample)
-        # The store refuses copies that differ.
+        key = (record.question_id, record.sample)  # the store refuses copies that differ
         if key in self._keys and self._plan.layout.settings.get("duplicates") != "drop":
             raise InvalidInputError(
                 f"the id {escape_unprintable(key[0], 60)!r}, sample {key[1]}, occurs twice: "
