@@ -154,7 +154,7 @@ def test_traps_of_generate_are_refused(tmp_path, trap):
 
 
 def test_a_batch_of_one_prompt_and_four_tokens_in_float32_and_bfloat16(tmp_path):
-    """As many layers as tokens: the class says which axis is which."""
+    """Read outputs of as many layers as tokens, whose class gives their axes."""
     ids = prompts(1, lengths=(4,))[0]
     for k, dtype in enumerate(("float32", "bfloat16")):
         output = forward(ids, dtype=dtype)

@@ -110,11 +110,11 @@ def npz_float64_fortran(folder):
 
 @kind()
 def inference_time_intervention(folder):
-    """Write features of ITI: layer-wise (N, L, D), head-wise (N, L, H d) and labels of the last tokens in npy files."""
+    """Write features of ITI: layer-wise (N, L, D), head-wise (N, L, H d) and labels, 1 for true, of last tokens in npy files."""
     samples = make_samples(6)
     last = np.stack([s.hidden[:, -1] for s in samples])
     name = "llama_7B_tqa_mc2"
-    np.save(folder / f"{name}_labels.npy", [int(s.score < 0.5) for s in samples])
+    np.save(folder / f"{name}_labels.npy", [int(s.score >= 0.5) for s in samples])
     np.save(folder / f"{name}_layer_wise.npy", last)
     np.save(folder / f"{name}_head_wise.npy", last * 2)
     return [s.expect_last("label") for s in samples]

@@ -1,0 +1,213 @@
+"""Test built-in layouts of tools on files as their scripts write them, and on copies that differ in one thing."""
+
+import json
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+import tracestore
+from tracestore.errors import InvalidInputError
+from tracestore.ingest.builtin.claiming import claim
+from tracestore.ingest.builtin.library import builtins
+
+RNG = np.random.default_rng(11)
+
+
+def states(*shape):
+    return RNG.standard_normal(shape).astype("f4")
+
+
+def write(folder, files):
+    """Write values by names of files, in the container of each suffix."""
+    for name, value in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix in (".pt", ".ckpt"):
+            torch.save(value, path)
+        elif path.suffix == ".npy":
+            np.save(path, value)
+        elif path.suffix == ".pkl":
+            path.write_bytes(pickle.dumps(value))
+        elif path.suffix == ".jsonl":
+            path.write_text("".join(json.dumps(row) + "\n" for row in value))
+        else:
+            path.write_text(value)
+
+
+def owners(tmp_path, files):
+    """Write files; return the tool of each, None without one."""
+    write(tmp_path / "in", files)
+    found = claim({name: tmp_path / "in" / name for name in files}, builtins())
+    tools = {name: builtin.name for builtin, own in found.owned.items() for name in own}
+    return {tools.get(name) for name in files}
+
+
+def converted(tmp_path, **options):
+    tracestore.convert_files(tmp_path / "in", tmp_path / "s.zarr", **options)
+    return {(trace.question_id, trace.sample): trace for trace in tracestore.open(tmp_path / "s.zarr")}
+
+
+def specforge(length=6, padding=0):
+    """Return a row of a batch: ids and states go on behind the tokens."""
+    size = length + padding
+    ids = torch.tensor([*range(5, 5 + length), *[0] * padding])
+    mask = torch.tensor([0] * 3 + [1] * (length - 3) + [0] * padding)
+    return {"input_ids": ids, "loss_mask": mask, "hidden_state": torch.from_numpy(states(1, size, 8)),
+            "aux_hidden_state": torch.from_numpy(states(1, size, 24))}  # fmt: skip
+
+
+def test_padding_of_a_batch_of_specforge_is_no_token(tmp_path):
+    rows = [specforge(6, 0), specforge(4, 2)]
+    assert owners(tmp_path, {f"rows_0-2000/data_{k}.ckpt": row for k, row in enumerate(rows)}) == {"specforge"}
+
+    traces = converted(tmp_path, attention="none").values()
+
+    assert sorted(trace.num_tokens for trace in traces) == [4, 6]
+    short = min(traces, key=lambda trace: trace.num_tokens)
+    np.testing.assert_allclose(short.hidden_states[0], rows[1]["hidden_state"][0, :4], atol=2e-3)
+
+
+def answer(prompt=4, new=3, **info):
+    """Return a response of SGLang: the states of the prompt, then a vector for each new token but the last."""
+    hidden = [states(prompt, 8).tolist(), *states(new - 1, 8).tolist()]
+    meta = {"id": "r", "prompt_tokens": 4, "completion_tokens": new, "cached_tokens": 0, "hidden_states": hidden}
+    return {"text": "an answer", "output_ids": list(range(new)), "meta_info": meta | info}
+
+
+def test_responses_of_sglang(tmp_path):
+    rows = [answer(id="a"), answer(id="b", new=2)]
+    assert owners(tmp_path, {"a.jsonl": rows}) == {"sglang"}
+
+    traces = converted(tmp_path, attention="none")
+
+    assert traces["a", 0].prompt_length == 4 and traces["a", 0].num_tokens == 6
+    np.testing.assert_allclose(traces["b", 0].hidden_states[0, :4], rows[1]["meta_info"]["hidden_states"][0], atol=2e-3)
+
+
+@pytest.mark.parametrize("rows", [[answer(cached_tokens=2)], [answer(prompt=2)], [answer(), answer(id="b", prompt=2)]])
+def test_prompts_of_which_a_part_was_cached_are_refused(tmp_path, rows):
+    owners(tmp_path, {"a.jsonl": rows})
+
+    with pytest.raises(InvalidInputError):
+        converted(tmp_path, attention="none")
+
+
+def csv_of(rows):
+    return "statement,label,embeddings\n" + "".join(f'{text},{label},"{list(v)}"\n' for text, label, v in rows)
+
+
+def test_layers_of_saplma_count_from_the_end(tmp_path):
+    """The script takes the absolute value of the numbers of layers, which are negative."""
+    rows = {layer: [(f"s {k}", k % 2, map(float, states(8))) for k in range(3)] for layer in (1, 4)}
+    rows = {layer: [(text, label, list(v)) for text, label, v in found] for layer, found in rows.items()}
+    files = {f"embeddings_cities6.7b_{layer}_rmv_period.csv": csv_of(found) for layer, found in rows.items()}
+    assert owners(tmp_path, files) == {"saplma"}
+
+    traces = [trace for _, trace in sorted(converted(tmp_path, attention="none").items(), key=lambda t: t[1].question)]
+
+    assert [trace.score for trace in traces] == [0, 1, 0]  # label 1 is a true statement
+    for k, trace in enumerate(traces):
+        np.testing.assert_allclose(trace.last_token, [rows[4][k][2], rows[1][k][2]], atol=2e-3)
+
+
+def test_a_pattern_of_transformer_lens_is_one_a_layer(tmp_path):
+    """As many heads as are no layers."""
+    cache = {f"blocks.{k}.hook_resid_post": torch.from_numpy(states(1, 5, 8)) for k in range(3)}
+    cache |= {f"blocks.{k}.attn.hook_pattern": torch.eye(5).expand(1, 2, 5, 5).clone() for k in range(3)}
+    cache |= {"hook_embed": torch.from_numpy(states(1, 5, 8)), "ln_final.hook_scale": torch.ones(1, 5, 1)}
+    assert owners(tmp_path, {"q1.pt": cache}) == {"transformer_lens"}
+
+    (trace,) = converted(tmp_path, attention="heads").values()
+
+    assert trace.hidden_states.shape == (3, 5, 8) and trace.attention.shape == (3, 2, 5, 5)
+
+
+def batch(size=7, **changes):
+    """Return what LapEigvals stores of a batch of one: a prompt of 4 tokens, 4 new ones."""
+    value = {
+        "attention_mask": torch.ones(1, 4, dtype=torch.long), "special_token_mask": torch.zeros(1, 8, dtype=torch.long),
+        "decoder_token_mask": torch.zeros(1, 8, dtype=torch.bool), "input_length": 4,
+        "generated_tokens": torch.arange(5, 13)[None],
+        "hidden_states": [torch.from_numpy(states(1, size, 16)) for _ in range(3)],
+    }  # fmt: skip
+    return {name: entry for name, entry in (value | changes).items() if entry is not None}
+
+
+def test_batches_of_lapeigvals(tmp_path):
+    assert owners(tmp_path, {"activations/batch_0.pt": batch(), "activations/batch_1.pt": batch()}) == {"lapeigvals"}
+
+    traces = converted(tmp_path, attention="none").values()
+
+    assert [trace.prompt_length for trace in traces] == [4, 4] and {trace.num_tokens for trace in traces} == {7}
+
+
+LAPEIGVALS = {
+    "a batch of two": {"generated_tokens": torch.zeros(2, 8, dtype=torch.long)},
+    "no mask": {"special_token_mask": None},
+    "another array": {"logits": torch.ones(1, 8, 30)},
+    "integers": {"hidden_states": [torch.ones(1, 7, 16, dtype=torch.long)] * 3},
+    "ids of the answer alone": {"generated_tokens": torch.arange(4)[None]},
+}
+
+
+@pytest.mark.parametrize("trap", LAPEIGVALS)
+def test_traps_of_lapeigvals(tmp_path, trap):
+    assert owners(tmp_path, {"activations/batch_0.pt": batch(**LAPEIGVALS[trap])}) == {None}
+
+
+def generations(shape=(1, 8), **changes):
+    """Return what semantic_uncertainty stores of a question."""
+    likely = {
+        "response": "a",
+        "token_log_likelihoods": [-0.1],
+        "embedding": torch.from_numpy(states(*shape)),
+        "accuracy": 1.0,
+    }
+    row = {"question": "q?", "context": None, "most_likely_answer": likely | changes, "reference": {"id": "x"}}
+    return {"x": row | {"responses": [("b", [-0.2], torch.from_numpy(states(*shape)), 0.0)]}}
+
+
+def test_generations_of_semantic_uncertainty(tmp_path):
+    files = {"validation_generations.pkl": generations()}
+    assert owners(tmp_path, files) == {"semantic_uncertainty"}
+
+    (trace,) = converted(tmp_path, attention="none").values()
+
+    assert trace.last_token.shape == (1, 8) and trace.score == 1 and trace.answer == "a"
+
+
+@pytest.mark.parametrize(
+    "value", [generations((3, 1, 8)), generations((8,)), generations(accuracy=None), generations(label=1)]
+)
+def test_traps_of_semantic_uncertainty(tmp_path, value):
+    assert owners(tmp_path, {"validation_generations.pkl": value}) == {None}
+
+
+def test_haloscope_with_the_answers_that_its_script_leaves(tmp_path):
+    base = "save_for_eval/tqa_hal_det"
+    files = {
+        f"{base}/most_likely_m_gene_embeddings_layer_wise.npy": states(3, 4, 12),
+        "ml_tqa_bleurt_score.npy": np.array([0.2, 0.9, 0.5]),
+    }
+    files |= {f"{base}/answers/most_likely_hal_det_m_tqa_answers_index_{k}.npy": np.array(["x"]) for k in range(3)}
+    assert owners(tmp_path, files) == {"haloscope"}
+
+    assert sorted(trace.score for trace in converted(tmp_path, attention="none").values()) == pytest.approx(
+        [0.2, 0.5, 0.9]
+    )
+
+
+@pytest.mark.parametrize("layers", [states(3, 12, 4), states(3, 12), np.ones((3, 4, 12), "i4")])
+def test_traps_of_haloscope(tmp_path, layers):
+    name = "save_for_eval/tqa_hal_det/most_likely_m_gene_embeddings_layer_wise.npy"
+    assert owners(tmp_path, {name: layers, "ml_tqa_bleurt_score.npy": np.ones(3)}) == {None}
+
+
+def test_every_url_names_a_commit():
+    for builtin in builtins():
+        defined = builtin.source["defined"]
+        assert defined == "docs/inputs.md" or (
+            "/blob/" in defined and len(defined.split("/blob/")[1].split("/")[0]) >= 12
+        )
