@@ -6,7 +6,7 @@ import shlex
 import numpy as np
 
 import tracestore
-from tests.helpers import command
+from tests.helpers import command, make_traces
 from tests.ingest.execute.folders import dump, states
 from tests.ingest.propose.folders import proposal_of
 from tests.ingest.propose.test_traps import rows
@@ -80,3 +80,25 @@ def test_a_large_file_and_many_files_are_not_read_whole(tmp_path):
     outcome = proposal_of(tmp_path).candidates[0].outcome
     assert outcome.is_partial
     assert outcome.num_traces == 400
+
+
+def test_files_of_built_in_layouts_are_named_and_not_proposed(tmp_path):
+    traces = make_traces(3)
+    dump(tmp_path / "in/a.pkl", traces)
+    dump(tmp_path / "in/b.pkl", traces)
+    (tmp_path / "in/scores.csv").write_text("question_id,score\n")
+    line = "a.pkl and 1 more: built-in layout traces, read without a flag"
+
+    done = command("inspect", tmp_path / "in", "--write", tmp_path / "l.toml", check=0)
+
+    assert done.stdout.splitlines()[-1] == line
+    assert (tmp_path / "l.toml").read_text() == f"# {line}\n"
+
+
+def test_what_was_found_is_written_where_no_layout_fits(tmp_path):
+    (tmp_path / "in").mkdir()
+    np.savez(tmp_path / "in/q1.npz", abc=np.zeros((3, 4)))
+
+    command("inspect", tmp_path / "in", "--write", tmp_path / "l.toml", check=0)
+
+    assert "q1.npz : abc: floats 3×4\n" in (tmp_path / "l.toml").read_text()

@@ -4,10 +4,16 @@ Example: tracestore inspect dumps/ --write layout.toml
 """
 
 import argparse
-from pathlib import Path
+from pathlib import Path, PurePath
+from typing import Any
 
 from tracestore.console import Output, Parser
-from tracestore.ingest.propose import propose_folder
+from tracestore.errors import escape_unprintable
+from tracestore.ingest.builtin.claiming import claim
+from tracestore.ingest.builtin.library import builtins
+from tracestore.ingest.execute.claims import is_other, list_files
+from tracestore.ingest.propose.leaves import observe
+from tracestore.ingest.propose.proposal import propose, tree_lines
 from tracestore.store.io.fsio import map_os_errors
 
 
@@ -20,21 +26,30 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace, output: Output) -> None:
     """Look at the files and print the layouts that they may have."""
-    proposal = propose_folder(args.src)
-    output.print_json(
-        {
+    files = {name: path for name, path in list_files(args.src, Path("-")).items() if not is_other(name)}
+    claims = claim(files, builtins())
+    text = [
+        f"{escape_unprintable(next(iter(own)), 60)}{f' and {len(own) - 1:,} more' if len(own) > 1 else ''}: "
+        f"built-in layout {builtin.name}, read without a flag"
+        for builtin, own in claims.owned.items()
+    ]
+    found: dict[str, Any] = {"builtin": {b.name: list(own) for b, own in claims.owned.items()}}
+    if text and all(PurePath(name).match("*scores*.csv") for name in claims.rest):
+        found |= {"tree": tree_lines(observe(files)), "layout": None, "candidates": []}
+        toml = "".join(f"# {line}\n" for line in text)
+    else:
+        proposal = propose(files)
+        found |= {
             "tree": proposal.tree(),
             "layout": None if proposal.layout is None else proposal.layout.to_entries(),
-            "candidates": [
-                {"layout": candidate.layout.to_entries(), "gives": candidate.describe()}
-                for candidate in proposal.candidates
-            ],
+            "candidates": [{"layout": c.layout.to_entries(), "gives": c.describe()} for c in proposal.candidates],
         }
-    )
+        text.append(proposal.message())
+        toml = proposal.to_toml()
+    output.print_json(found)
     if not args.json:
-        for line in proposal.tree():
+        for line in (*found["tree"], *text):
             output.info(line)
-        output.info(proposal.message())
     if args.write is not None:
         with map_os_errors(args.write.parent):
-            args.write.write_text(proposal.to_toml(), encoding="utf-8")
+            args.write.write_text(toml, encoding="utf-8")
