@@ -124,6 +124,8 @@ ALLOWED: dict[str, set[str]] = {
         "hub",
         "inference",
         "ingest",
+        "ingest.builtin",
+        "ingest.execute",
         "ingest.propose",
         "planning",
         "report",
