@@ -53,8 +53,8 @@ def _position(error: InvalidInputError) -> float:
 
 # What to do about a trace that does not fit the store, by the field of the error.
 _ADVICE = {
-    "num_layers": "; if their first axis counts tokens, a line such as --field 'hidden_states = *.pkl : []/hidden_states "
-    "-> S L D' says so",
+    "num_layers": "; if their first axis counts tokens, state it in a line such as --field 'hidden_states = *.pkl : "
+    "[]/hidden_states -> S L D'",
     "question_id": " (see --on-conflict)",
 }
 

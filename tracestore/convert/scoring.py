@@ -159,7 +159,7 @@ class Scoring:
             raise InvalidInputError(self.file.count_text(self._num_positions), source=self.file.path.name)
 
     def check_ids(self, writer: StoreWriter, *, can_refuse: bool) -> None:
-        """Rules 12b and 12c of the scores file: a part of its ids are those of traces, in the same spelling.
+        """Check rules 12b and 12c of the scores file: some of its ids are those of traces, in the same spelling.
 
         Raises
         ------

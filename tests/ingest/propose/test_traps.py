@@ -498,7 +498,7 @@ def test_one_row_of_a_table_next_to_one_file_rule_15(tmp_path):
 
 
 def test_as_many_traces_as_ids_rule_3a(tmp_path):
-    """Of both orders of square ids, the right one needs a statement about padding."""
+    """The right one of both orders of square ids needs a statement about padding."""
     steps = [[states(5, 1, 8, seed=9 * k + n) for n in range(3)] for k in range(4)]
     ids = np.arange(25).reshape(5, 5) + 10
     ids[4, 2:] = 2
