@@ -13,7 +13,7 @@ from tracestore.ingest.builtin.claiming import claim
 from tracestore.ingest.builtin.library import builtins
 from tracestore.ingest.execute.claims import is_other, list_files
 from tracestore.ingest.propose.leaves import observe
-from tracestore.ingest.propose.proposal import propose, tree_lines
+from tracestore.ingest.propose.proposal import Proposal, propose
 from tracestore.store.io.fsio import map_os_errors
 
 
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace, output: Output) -> None:
     ]
     found: dict[str, Any] = {"builtin": {b.name: list(own) for b, own in claims.owned.items()}}
     if text and all(PurePath(name).match("*scores*.csv") for name in claims.rest):
-        found |= {"tree": tree_lines(observe(files)), "layout": None, "candidates": []}
+        found |= {"tree": Proposal(observe(files)).tree(), "layout": None, "candidates": []}
         toml = "".join(f"# {line}\n" for line in text)
     else:
         proposal = propose(files)
