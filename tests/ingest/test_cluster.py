@@ -76,13 +76,13 @@ def test_a_cluster_gives_the_same_bytes_and_errors_as_one_process(data, tmp_path
         bad = tmp_path / "bad"
         bad.mkdir()
         write_pickle(bad / "a.pkl", make_traces(3))
-        write_pickle(bad / "b.pkl", [{"hidden_states": 1}])
+        write_pickle(bad / "b.pkl", [make_trace(5), {k: v for k, v in make_trace(6).items() if k != "hidden_states"}])
         write_pickle(bad / "c.pkl", [make_trace(7)])
         done = convert(bad, tmp_path / "bad.zarr", "--dask", address, check=3)
-        assert done.stderr.count("\n") == 1 and "b.pkl, trace 0" in done.stderr
+        assert done.stderr.count("\n") == 1 and "b.pkl, trace 1" in done.stderr
         assert len(tracestore.open(tmp_path / "bad.zarr")) == 3
         convert(bad, tmp_path / "bad.zarr", "--dask", address, "--skip-bad")
-        assert len(tracestore.open(tmp_path / "bad.zarr")) == 4
+        assert len(tracestore.open(tmp_path / "bad.zarr")) == 5
     assert not list(tmp_path.rglob(".spool"))
 
 
