@@ -80,7 +80,7 @@ def _rule(field: vocabulary.Field) -> FieldRule:
         return FieldRule("score", direction=field.direction or HALLUCINATION)
     if axes:
         return FieldRule("texts" if field.kind == vocabulary.TEXT else "array", axes)
-    if field.kind == vocabulary.OBJECT:
+    if field.kind == vocabulary.OBJECT or field.shape:
         return FieldRule("id" if field.stored.startswith("key") else "json")
     return FieldRule("text" if field.kind == vocabulary.TEXT else "number")
 
