@@ -132,7 +132,7 @@ class DirectReader:
         self._seen: dict[tuple[Any, ...], _Keys] = {}
         self._kind: type | None = None  # of the item before: the check of an abstract class takes long
 
-    def record(self, item: Value, bound: Mapping[str, Any], position: int) -> TraceRecord:
+    def record(self, item: Any, bound: Mapping[str, Any], position: int) -> TraceRecord:
         """Return the record of an item."""
         if isinstance(item, str):
             item = json_value(item, self._states)
