@@ -215,7 +215,7 @@ def test_rule_06_attention_is_causal_or_square(tmp_path, is_causal):
     refuse(tmp_path, layout, "attentions", overwrite=True)
 
 
-@pytest.mark.parametrize("columns", [(3, 3, 5), (3, 4, 4), (2, 4, 5)])
+@pytest.mark.parametrize("columns", [(3, 3, 5), (3, 3, 4), (2, 4, 5)])
 def test_rule_06_passes_attend_to_the_tokens_so_far(tmp_path, columns):
     attention = [[np.full((2, 1, s, c), 1 / c, "f4")] * 2 for s, c in zip((3, 1, 1), columns, strict=True)]
     dump(tmp_path / "in/a.pkl", {"hs": passes(3, 1, 1), "attn": attention})

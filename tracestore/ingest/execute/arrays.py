@@ -302,12 +302,13 @@ def joined_attention(blocks: Sequence[Block], num_tokens: int) -> list[np.ndarra
         return layers
     joined = []
     for of_layer in zip(*(block.layers for block in blocks), strict=True):
-        seen, rows, widths = 0, [], set[int]()
+        seen, rows, window = 0, [], 0
         for layer in of_layer:
             seen += layer.shape[1]
-            widths |= {layer.shape[2]} if layer.shape[2] < seen else set()
+            is_of_window = window in (0, layer.shape[2])  # a sliding window is as wide in every later pass
+            window = layer.shape[2] if layer.shape[2] < seen else window
             layer = _columns_so_far(layer, seen)
-            if layer.shape[2] != seen or len(widths) > 1:
+            if layer.shape[2] != seen or not is_of_window:
                 raise InvalidInputError(
                     f"found {layer.shape[2]} columns, expected the {seen} tokens so far", field=what
                 )
