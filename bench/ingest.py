@@ -218,19 +218,11 @@ _TINY = """
 import sys, time
 from pathlib import Path
 from tracestore.cli import main
+from tracestore.ingest.builtin.parts import find_sources
+from tracestore.ingest.source_reading import read_traces
 source, store = map(Path, sys.argv[1:])
-try:
-    from tracestore.ingest.builtin.parts import find_sources
-    from tracestore.ingest.source_reading import read_traces
-except ImportError:  # a tree from before these modules
-    from tracestore.ingest.formats import ReadOptions, read_traces
-    from tracestore.ingest.sources import SourceFile
-    start = time.process_time()
-    traces = read_traces(SourceFile(source, source.name), ReadOptions())
-else:
-    start = time.process_time()
-    traces = read_traces(find_sources([source], store)[0])
-for trace in traces:
+start = time.process_time()
+for trace in read_traces(find_sources([source], store)[0]):
     pass
 read = time.process_time()
 try:

@@ -34,7 +34,7 @@ class Described(Protocol):
 
     @property
     def portable(self) -> "Described | None":
-        """What reads the source in another process; None if only this one can."""
+        """Return a description with which another process reads the source, or None if only this process can."""
 
     def read(
         self, need_attention: bool | None, scratch: Scratch, on_refused: Callable[[InvalidInputError], None] | None

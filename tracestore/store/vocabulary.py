@@ -345,7 +345,7 @@ chunk: batch, chunk, shard, part
 rank: rank, gpu, proc, process, worker
 sample: response, generation, answer, sample
 """
-# Words of names, and what a proposal takes from them; none says which axis an array has.
+# Words of names, and what a proposal takes from them; no word names the axis of an array.
 _SAYING = """
 pooled vectors: mean, avg, average, pool, pooled, pooling, cls, max
 no states: weight, bias, grad, grads, gradient, gradients, std, var, logits, prob, probs, loss, norms, distance,

@@ -50,7 +50,7 @@ def converted(tmp_path, **options):
 
 
 def specforge(length=6, padding=0):
-    """Return a row of a batch: ids and states go on behind the tokens."""
+    """Return a row of a batch whose ids and states continue behind the tokens."""
     size = length + padding
     ids = torch.tensor([*range(5, 5 + length), *[0] * padding])
     mask = torch.tensor([0] * 3 + [1] * (length - 3) + [0] * padding)
@@ -113,7 +113,7 @@ def test_layers_of_saplma_count_from_the_end(tmp_path):
 
 
 def test_a_pattern_of_transformer_lens_is_one_a_layer(tmp_path):
-    """As many heads as are no layers."""
+    """The file has two heads and three layers."""
     cache = {f"blocks.{k}.hook_resid_post": torch.from_numpy(states(1, 5, 8)) for k in range(3)}
     cache |= {f"blocks.{k}.attn.hook_pattern": torch.eye(5).expand(1, 2, 5, 5).clone() for k in range(3)}
     cache |= {"hook_embed": torch.from_numpy(states(1, 5, 8)), "ln_final.hook_scale": torch.ones(1, 5, 1)}

@@ -237,7 +237,7 @@ class Signature:
         return None
 
     def _compare_members(self, item: Group, sizes: dict[str, int], counts: dict[str, int]) -> str | None:
-        """Compare what lies below members of lists, which the walk over keys does not reach."""
+        """Compare the values below members of lists, which the walk over keys does not reach."""
         for key, forms in self.must.items():
             if not counts.get(key) and (member := _member(item, key)) is not None:
                 if (differs := self._compare_value(key, member, forms, sizes)) is not None:
@@ -296,7 +296,7 @@ class Signature:
 
 
 def _member(value: Value, key: str) -> Value:
-    """Return what lies at a path of keys and numbers of members, None without."""
+    """Return the value at a path of keys and numbers of members, or None."""
     for name in key.split("/"):
         if isinstance(value, Group):
             value = value.get(name)

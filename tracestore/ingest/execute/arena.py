@@ -8,7 +8,7 @@ from tracestore.ingest.execute.walk import Cell
 from tracestore.ingest.tree import Array, Items, NumpyArray, Value
 from tracestore.store.io.scratch import Scratch
 
-# So many bytes of arrays may wait as they are: a trace for each row needs no copy.
+# Up to this many bytes of arrays wait without a copy: a trace for each row needs none.
 _WAITING_BYTES = 16 << 20
 _BLOCK_BYTES = 16 << 20
 

@@ -320,7 +320,7 @@ def joined_attention(blocks: Sequence[Block], num_tokens: int) -> list[np.ndarra
 
 
 def _columns_so_far(layer: np.ndarray, seen: int) -> np.ndarray:
-    """Return the columns of a pass for the tokens so far, as far as the pass shows which they are.
+    """Return the columns of a pass for the tokens so far, or all columns if the pass does not show which they are.
 
     A static cache has columns of zeros behind them. A sliding window keeps the last ones, to which one new token attends
     with weights that sum to 1.

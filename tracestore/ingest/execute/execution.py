@@ -114,7 +114,7 @@ class Execution:
 
     @property
     def is_direct(self) -> bool:
-        """Whether the items of a file hold all fields of their traces, so that sources have nothing in common."""
+        """Report whether the items of a file hold all fields of their traces, so that sources have nothing in common."""
         return self._step is not False
 
     def scores_of_tables(self) -> set[str]:

@@ -29,7 +29,7 @@ _MAX_FILES = 400  # traces of files in one pattern that are tried
 _MAX_BYTES = 64 << 20
 _MAX_SHOWN, _MAX_LINES = 8, 32
 _AXES = re.compile(r" -> [^'\"]*")
-# What the executor says of extents: they show that an order of axes is another one, as values do not.
+# The executor's messages about extents: they show that the axes have another order, which values do not.
 _EXTENTS = re.compile(r"found (the shape |\d+ (ids|layers|tokens))")
 # What the executor asks of padding, and the answers of which each makes a candidate.
 _PADDINGS: dict[str, list[tuple[Mapping[str, Any], str]]] = {
