@@ -62,6 +62,7 @@ def test_wheel_holds_only_the_package(dist):
         "tracestore/cli/commands/train.py",
         "tracestore/extract/facts.csv",
         "tracestore/_core/gather.pyi",
+        *(str(path.relative_to(ROOT)) for path in ROOT.glob("tracestore/ingest/builtin/tools/*.toml")),
     } <= names
     assert any(n.endswith(".dist-info/licenses/LICENSE") for n in names)
     (extension,) = (n for n in names if n.endswith(".so"))
