@@ -124,7 +124,7 @@ TRAPS = [
     ("a second array of states", "a.pkl", lambda: [trace(prompt_hidden_states=list(states(3, 2, 8)))]),
     ("attention under another name", "a.pkl", lambda: [trace(attentions=None, attn=trace()["attentions"])]),
     ("a mask of padding", "a.pkl", lambda: [trace(attention_mask=np.array([0, 1, 1, 1, 1]))]),
-    ("labels of tokens", "a.pkl", lambda: [trace(label=[0, 1, 1, 0, 1])]),
+    ("labels of tokens", "a.pkl", lambda: [trace(labels=[0, 1, 1, 0, 1])]),
     ("ids of several traces", "a.pkl", lambda: [trace(question_id=["a", "b", "c"])]),
     ("another key of ids", "a.pkl", lambda: [trace(question_id=None, qid="a")]),
     ("a step of an answer", "a.pkl", lambda: [trace(step=0), trace(step=1)]),

@@ -804,7 +804,7 @@ def extras_bfloat16(path: Path) -> None:
         "in_a_dict": {1: torch.ones(2, dtype=torch.bfloat16)},
         "float": torch.tensor([0.1]),
     }
-    convert(write_pickle(inputs(path) / "a.pkl", [make_trace(0) | values, make_trace(1)]), path)
+    write_store(path, [make_trace(0) | values, make_trace(1)])
 
 
 # Scores, labels, groups
@@ -963,14 +963,13 @@ def unknown_values(path: Path) -> None:
 
 @kind
 def spans(path: Path) -> None:
-    span = {"start": 0, "end": 0, "type": ""}
-    more = {"text": "é\ud800", "array": np.arange(2), "big": 2**64, "raw": b"\0", "keys": {1: {"$x": float("nan")}}}
-    values = [[], [span], [span, {**span, "end": 5, **more}], None]
-    traces = [make_trace(k, tokens=2) | {"spans": value} for k, value in enumerate(values)]
-    ragtruth = [
-        {"start": 3, "end": 9, "label_type": "Evident Baseless Info", "text": "baseless", "implicit_true": False}
-    ]
-    traces.append(make_trace(4, tokens=2) | {"labels": ragtruth})
+    answer, span = "é\ud800, baseless", {"start": 0, "end": 0, "type": ""}
+    more = {"text": answer[:2], "array": np.arange(2), "big": 2**64, "raw": b"\0", "keys": {1: {"$x": float("nan")}}}
+    values = [[], [span], [span, {**span, "end": 2, **more}], None]
+    own = {"generated_answer_clean": answer}
+    traces = [make_trace(k, tokens=2) | own | {"spans": value} for k, value in enumerate(values)]
+    ragtruth = {"start": 4, "end": 12, "label_type": "Baseless Info", "text": "baseless", "implicit_true": False}
+    traces.append(make_trace(4, tokens=2) | own | {"labels": [ragtruth]})
     convert(write_pickle(inputs(path) / "a.pkl", traces), path)
 
 

@@ -35,9 +35,10 @@ def appended(path, trace, **options):
     return tracestore.open(path)[0], writer
 
 
-def converted(path, trace):
+def converted(path, trace, lines=()):
+    """Convert one trace by a layout of these lines, by default by a built-in one, and return it."""
     write_pickle(path / "t.pkl", [trace])
-    convert(path / "t.pkl", path / "c.zarr")
+    convert(path / "t.pkl", path / "c.zarr", *(word for line in lines for word in ("--field", line)))
     return tracestore.open(path / "c.zarr")[0]
 
 
@@ -65,57 +66,84 @@ def test_every_key_of_the_families_is_in_the_table():
 
 
 ATTENTION = np.tril(np.full((3, 2, 5, 5), 0.2, "f2"))
+# Traces with tokens or attention, as the built-in layouts need them.
 SAME = {
-    "nothing else": {},
-    "one array of all layers": {"hidden_states": states()},
     "attention": {"attentions": list(ATTENTION)},
+    "one array of all layers": {"hidden_states": states(), "attentions": ATTENTION},
     "attention averaged over heads": {"attentions": list(ATTENTION[:, 0])},
     "states of the last token": {"hidden_states": None, "last_token": states()[:, -1]},
-    "both": {"last_token": states()[:, -1] + np.float16(1)},
     "tokens": {"tokens": np.arange(5), "tokens_decoded": list("abcde")},
     "texts of tokens alone": {"tokens_decoded": list("abcde")},
     "one token more": {"tokens": np.arange(6)},
-    "other names": {"input_ids": np.arange(5), "answer": "Paris", "y": 1},
-    "answers": {"answer": "gold", "generated_answer": "Paris"},
+    "answers": {"generated_answer": "Paris", "generated_answer_clean": "paris", "generated_text": "Paris."},
     "label": {"label": 1},
     "label of a tensor": {"label": np.float32(0)},
-    "word": {"is_correct": "yes", "hallucination": "no"},
+    "label as a word": {"label": "hallucinated"},
+    "word": {"is_correct": "yes"},
     "claims": {"is_correct": True, "is_hallucinated": False},
     "scores": {"score": 0.25, "bleurt": -0.5, "hallucination_score": 0.75},
     "missing scores": {"score": None, "is_correct": float("nan"), "label": None},
     "group": {"group": "a"},
-    "optional": {"tokens": np.arange(5), "token_entropy": np.ones(5), "answer_span": (2, 5), "seed": 3},
+    "optional": {"token_entropy": np.ones(5), "answer_span": (2, 5), "seed": 3},
     "optional without tokens": {"token_entropy": np.ones(5, "f4"), "special_mask": [0, 1, 0, 0, 1]},
     "spans": {"generated_answer": "Paris", "spans": [{"start": 0, "end": 5, "type": "x"}]},
     "spans of RAGTruth": {"generated_answer": "Paris", "labels": [{"start": 0, "end": 2, "label_type": "x"}]},
-    "padding": {"tokens": [7, 8, 9, -100, -100], "attention_mask": [1, 1, 1, 0, 0], "prompt_length": 2},
-    "length": {"tokens": [7, 8, 9, 0, 0], "lengths": 3},
     "layers": {"layer_ids": [1, 3, 5]},
-    "older keys": {
-        "num_layers": 3,
-        "example_id": 4,
-        "batch_number": 0,
-        "cutoff_method": "x",
-        "tokens_before_cutoff": 9,
-    },
-    "logits of generate()": {"scores": [np.zeros((1, 10), "f4")] * 5},
-    "answers of a data set": {"correct": ["Paris", "paris"], "accuracy": {"a": 1}, "hallucination": "a long text"},
-    "extras": {"note": "text", "number": 3, "nested": {"a": [1, None]}, "correct_answers": ["Paris"]},
-    "id": {"global_example_id": 7},
+    "older keys": {"num_layers": 3, "example_id": 4, "batch_number": 0, "tokens_before_cutoff": 9},
+    "extras": {"note": "text", "number": 3},
+    "id": {"global_example_id": 7, "question_id": None},
     "sample": {"sample": 2},
 }
+NEEDED = ("last_token", "attentions", "tokens", "tokens_decoded")
+# Other keys, and traces of states alone, by a layout.
+STATED = {
+    "nothing else": ({}, ()),
+    "one array": ({"hidden_states": states()}, ()),
+    "other names": (
+        {"input_ids": np.arange(5), "answer": "Paris", "y": 1},
+        ("tokens = t.pkl : []/input_ids", "generated_answer = t.pkl : []/answer", "label = t.pkl : []/y"),
+    ),
+    "words": (
+        {"is_correct": "yes", "hallucination": "no"},
+        ("is_correct = t.pkl : []/is_correct", "hallucination.hallucination = t.pkl : []/hallucination"),
+    ),
+    "padding": (
+        {"tokens": [7, 8, 9, -100, -100], "attention_mask": [1, 1, 1, 0, 0], "prompt_length": 2},
+        ("S.mask = t.pkl : []/attention_mask",),
+    ),
+    "length": ({"tokens": [7, 8, 9, 0, 0], "lengths": 3}, ("S.lengths = t.pkl : []/lengths", "S.side = right")),
+    "spans of RAGTruth": (
+        {"generated_answer": "Paris", "labels": [{"start": 0, "end": 2, "label_type": "x"}]},
+        ("spans = t.pkl : []/labels",),
+    ),
+}
+
+
+def assert_same(path, trace, lines=()):
+    """Compare the trace that `create` stores with that of a conversion."""
+    trace = {"hidden_states": list(states()), "question_id": "q0"} | trace
+    trace = {
+        name: value
+        for name, value in trace.items()
+        if value is not None or name not in ("hidden_states", "question_id")
+    }
+    mine, writer = appended(path / "s.zarr", trace)
+    assert values_of(mine) == values_of(converted(path, trace, lines))
+    assert mine.question_id == ("7" if "global_example_id" in trace else "q0")
+    assert set(writer.extras) == set(mine.extras) and verify_store(path / "s.zarr").damaged == {}
 
 
 @pytest.mark.parametrize("case", SAME)
 def test_a_key_means_the_same_in_create_and_convert(tmp_path, case):
-    trace = {"hidden_states": list(states()), "question_id": "q0"} | SAME[case]
-    trace = {name: value for name, value in trace.items() if value is not None or name != "hidden_states"}
-    if case == "id":
-        del trace["question_id"]
-    mine, writer = appended(tmp_path / "s.zarr", trace)
-    assert values_of(mine) == values_of(converted(tmp_path, trace))
-    assert mine.question_id == ("7" if case == "id" else "q0")
-    assert set(writer.extras) == set(mine.extras) and verify_store(tmp_path / "s.zarr").damaged == {}
+    more = {} if set(NEEDED) & SAME[case].keys() else {"attentions": list(ATTENTION)}
+    assert_same(tmp_path, more | SAME[case])
+
+
+@pytest.mark.parametrize("case", STATED)
+def test_a_key_means_the_same_in_create_and_by_a_layout(tmp_path, case):
+    trace, lines = STATED[case]
+    own = ("records = t.pkl : []", "hidden_states = t.pkl : []/hidden_states -> L S D")
+    assert_same(tmp_path, trace, (*own, *lines))
 
 
 def test_labels_answers_and_scores_are_fields(tmp_path):
@@ -161,7 +189,7 @@ KEYS = {
 
 @pytest.mark.parametrize("changes", LABELS, ids=str)
 def test_labels_and_scores_of_a_wrong_kind_are_refused(tmp_path, changes):
-    trace = {"hidden_states": list(states()), "question_id": "q0"} | changes
+    trace = {"hidden_states": list(states()), "attentions": list(ATTENTION), "question_id": "q0"} | changes
     with pytest.raises(InvalidInputError) as caught:
         appended(tmp_path / "s.zarr", trace)
     assert caught.value.field in changes and "\n" not in str(caught.value)
@@ -365,7 +393,19 @@ def test_impossible_values_are_refused(tmp_path, changes):
         appended(tmp_path / "s.zarr", trace | changes)
     assert name in str(caught.value) and "\n" not in str(caught.value) and "--" not in str(caught.value)
     write_pickle(tmp_path / "t.pkl", [trace | changes])
-    assert name in error_of("convert", tmp_path / "t.pkl", tmp_path / "c.zarr", code=3)
+    text = error_of("convert", tmp_path / "t.pkl", tmp_path / "c.zarr", code=3)
+    assert name in text or (name == "layer_ids" and "L.ids" in text)
+
+
+def test_of_two_values_of_a_field_neither_is_stored(tmp_path):
+    trace = {"hidden_states": list(states()), "attentions": list(ATTENTION), "question_id": "q0"}
+    same = {"generated_answer": "Paris", "response": "Paris"}
+    for name, values in {"both": same, "one": {"generated_answer": "Paris"}, "two": {"response": "Paris"}}.items():
+        (tmp_path / name).mkdir()
+        assert converted(tmp_path / name, trace | values).answer == "Paris"
+    write_pickle(tmp_path / "t.pkl", [trace | same | {"response": "Rome"}])
+    text = error_of("convert", tmp_path / "t.pkl", tmp_path / "d.zarr", code=3)
+    assert "generated_answer: found two values that differ" in text
 
 
 def rewrite(path, changes):

@@ -157,7 +157,9 @@ class DirectReader:
             node.is_found = True
             name = place.name
             if name in values and not np.array_equal(np.asarray(values[name]), np.asarray(value)):
-                raise InvalidInputError(f"found two values that differ, one as {key}", field=name)
+                raise InvalidInputError(
+                    f"found two values that differ, one as {key}; ignore leaves one out", field=name
+                )
             values[name] = value
         if "spans" in values:
             check_spans(values["spans"], [values[name] for name in ANSWER_FIELDS if name in values])
@@ -281,7 +283,8 @@ def _typed(value: Any, place: Place) -> Any:
 
 
 def _plain(value: Any, place: Place) -> Any:
-    return value.tolist() if isinstance(value, np.ndarray) else value if type(value) is list else plain_of(value)
+    plain = value.tolist() if isinstance(value, np.ndarray) else value if type(value) is list else plain_of(value)
+    return typed_value(place.name, plain)
 
 
 def _skipped(value: Any, place: Place) -> None:

@@ -144,7 +144,13 @@ class Execution:
             Called with the error of each trace that is refused. By default it is raised.
         """
         account = SourceAccount(self.plan)
-        maker = RecordMaker(self.plan, group.name, need_attention, has_scores_file=self._has_scores_file)
+        maker = RecordMaker(
+            self.plan,
+            group.name,
+            need_attention,
+            has_scores_file=self._has_scores_file,
+            is_of_schema=self.is_direct and not self._is_stated,
+        )
         read = self._joined if self._step is False else self._direct
         for position, make in enumerate(read(group, account, maker, scratch)):
             try:

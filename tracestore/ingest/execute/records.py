@@ -29,11 +29,10 @@ from tracestore.ingest.execute.values import (
     check_spans,
     id_text,
     key_text,
-    label_value,
-    score_value,
     typed_value,
+    verdict_value,
 )
-from tracestore.ingest.layout.fields import LABELS, score_of
+from tracestore.ingest.layout.fields import score_of
 from tracestore.ingest.layout.places import DERIVED, RECORDS, Place, Plan
 from tracestore.ingest.tree import Group
 from tracestore.store.format.schema import ANSWER_FIELDS
@@ -55,13 +54,18 @@ class RecordMaker:
         As for `record_from_dict`.
     has_scores_file : bool
         Whether a scores file replaces the labels and scores of the source, which then are extras.
+    is_of_schema : bool
+        Whether the keys are those of the schema: labels and scores have the values that `create` takes.
     """
 
-    def __init__(self, plan: Plan, source_name: str, need_attention: bool | None, *, has_scores_file: bool) -> None:
+    def __init__(
+        self, plan: Plan, source_name: str, need_attention: bool | None, *, has_scores_file: bool, is_of_schema: bool
+    ) -> None:
         self._has_scores_file = has_scores_file
         self.plan, self.settings, self.need_attention = plan, plan.layout.settings, need_attention
         self._source, self._states = source_name, plan.layout.states
-        self._words = {n.partition(".")[2]: v for n, v in self.settings.items() if n.startswith("words.")}
+        words = {n.partition(".")[2]: v for n, v in self.settings.items() if n.startswith("words.")}
+        self._words = None if is_of_schema else words
         self._has_no_padding = self.settings.get("S.padding") in (None, "none")
 
     def set_id(self, values: dict[str, Any], bound: Any) -> None:
@@ -113,11 +117,8 @@ class RecordMaker:
             if self._has_scores_file and not is_of_table:
                 record.extras |= {score_of(name): value} if isinstance(value, str | int | float) else {}
                 continue
-            if name in LABELS:
-                number = label_value(value, name, self.plan.layout.rule(name).direction or "", self._words)
-            else:
-                number = score_value(value, name)
-            found[name] = number
+            direction = self.plan.layout.rule(name).direction or ""
+            found[name] = number = verdict_value(value, name, direction, self._words)
             if math.isnan(number):
                 continue
             if is_of_table:

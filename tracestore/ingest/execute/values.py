@@ -8,11 +8,12 @@ from typing import Any
 
 from tracestore.errors import InvalidInputError, escape_unprintable
 from tracestore.ingest.layout.addresses import ItemValue
-from tracestore.ingest.layout.fields import MISSING_WORD, rule_of
+from tracestore.ingest.layout.fields import LABELS, MISSING_WORD, rule_of, score_of
 from tracestore.ingest.layout.patterns import Pattern
 from tracestore.ingest.tree import Array, Group, Items, ListItems, MappingGroup, Value, array_value, as_array
 from tracestore.store.format.labels import HALLUCINATION
-from tracestore.store.vocabulary import WORDS
+from tracestore.store.vocabulary import FIELDS, WORDS
+from tracestore.store.write import values as schema_values
 
 _MAX_INTEGER_FLOAT = 2.0**53
 # Words that follow the field.
@@ -156,6 +157,8 @@ def typed_value(name: str, value: Any) -> Any:
     """Return a value as the type of its field; tables hold texts."""
     rule = rule_of(name)
     kind = None if rule is None else rule.kind
+    if name == "spans":
+        return schema_values.spans_of_labels(value) or value
     if kind == "text" and not isinstance(value, str):
         return key_text(value)
     if kind == "number" and isinstance(value, str):
@@ -170,6 +173,16 @@ def typed_value(name: str, value: Any) -> Any:
     if kind == "number" and isinstance(value, float) and value.is_integer() and name != "temperature":
         return int(value)
     return value
+
+
+def verdict_value(value: Any, name: str, direction: str, words: Mapping[str, bool | str] | None) -> float:
+    """Return a label or score, NaN where it is missing; without `words`, keys of the schema are those of `create`."""
+    score = score_of(name)
+    if words is None and score in FIELDS:
+        of_schema = schema_values.label_value if name == "label" else schema_values.score_value
+        known = None if value is None else of_schema(value, score)
+        return math.nan if known is None else known
+    return label_value(value, name, direction, words or {}) if name in LABELS else score_value(value, name)
 
 
 def label_value(value: Any, name: str, direction: str, words: Mapping[str, bool | str]) -> float:

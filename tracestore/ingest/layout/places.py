@@ -199,17 +199,20 @@ def _place(layout: Layout, name: str, address: Address, part: int = 0, *, is_opt
 
 
 def _add_records(plan: Plan) -> None:
-    """Add the places of `records`: each item for its extras, and each key that is the name of a field."""
+    """Add the places of `records`: each item for its extras, and each key that is the name of a field.
+
+    A text or list of spans may also have a line of its own: of two values that differ, neither is stored.
+    """
     layout = plan.layout
     for record in layout.records:
         plan.others.append(Place(RECORDS, record, FieldRule("json"), ()))
         for name in RECORD_FIELDS:
-            if (
-                name not in layout.addresses
-                and name not in layout.templates
-                and name not in ("hidden_states", "last_token")
-            ):
-                plan.others.append(_place(layout, name, below(record, name), is_optional=True))
+            if name in layout.templates or name in ("hidden_states", "last_token"):
+                continue
+            address, stated = below(record, name), layout.addresses.get(name, ())
+            is_second = layout.rule(name).kind in ("text", "json") and address not in (*stated, *layout.ignore)
+            if not stated or is_second:
+                plan.others.append(_place(layout, name, address, is_optional=True))
 
 
 def _join(plan: Plan) -> None:
