@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from tests.helpers import make_graphs, make_trace, make_traces
+from tests.helpers import command, error_of, make_graphs, make_trace, make_traces
 from tracestore.errors import InvalidInputError, UsageError
 from tracestore.ingest.builtin.claiming import claim
 from tracestore.ingest.builtin.library import builtins, parse_builtin
@@ -160,6 +160,32 @@ def test_a_file_of_another_kind_has_no_owner(tmp_path, name, make):
     write(tmp_path / name, make())
 
     assert claim({name: tmp_path / name}, builtins()).rest == {name: None}
+
+
+NEAR = [
+    ("traces", lambda: trace(verdict="x"), "verdict: found str 'x', which is no part of it"),
+    ("traces", lambda: trace(labels=1), "labels: found int, expected group (N) or none (0)"),
+    ("traces", lambda: trace(brain=states(1, 3)), "brain: found an array (1, 3), which is no part of it"),
+    ("traces", lambda: trace(tokens=np.arange(7), tokens_decoded=None), "found 7 as T, expected 5 as S"),
+    ("traces", lambda: trace(attentions=None, tokens=None, tokens_decoded=None), "found none of attentions, tokens"),
+    ("last_tokens", lambda: {"question_id": "a", "last_token": states(3, 8), "rating": 1}, "rating: found int '1'"),
+]
+
+
+@pytest.mark.parametrize(("tool", "make", "why"), NEAR, ids=[why for _, _, why in NEAR])
+def test_a_refusal_names_the_built_in_layout_that_nearly_reads_a_file(tmp_path, tool, make, why):
+    write(tmp_path / "a.pkl", [make()])
+    found = f"a.pkl: the built-in layout {tool} does not read it: {why}"
+
+    assert found in error_of("convert", tmp_path / "a.pkl", tmp_path / "s.zarr", code=3)
+    assert found in command("inspect", tmp_path / "a.pkl", check=0).stdout
+
+
+def test_a_file_that_a_built_in_layout_reads_is_near_none(tmp_path):
+    write(tmp_path / "a.pkl", make_traces(2))
+    write(tmp_path / "b.pkl", [{"other": states(3, 8)}])
+
+    assert claim({name: tmp_path / name for name in ("a.pkl", "b.pkl")}, builtins()).near == {}
 
 
 def test_files_of_several_tools_in_one_folder(tmp_path):

@@ -205,14 +205,12 @@ def test_keys_that_look_like_labels_are_refused(tmp_path, key):
     assert caught.value.field == key
 
 
-def test_convert_names_the_flags_for_a_key_that_looks_like_a_label(tmp_path):
+def test_convert_names_a_key_that_looks_like_a_label(tmp_path):
     write_pickle(tmp_path / "t.pkl", [make_trace(k) | {"rating": k % 2} for k in range(4)])
     text = error_of("convert", tmp_path / "t.pkl", tmp_path / "s.zarr", code=3)
-    assert "rating: found a key that looks like a label or score" in text and "--map label=rating" in text
-    convert(tmp_path / "t.pkl", tmp_path / "s.zarr", "--map", "label=rating")
-    assert tracestore.open(tmp_path / "s.zarr").labels.tolist() == [0, 1, 0, 1]
+    assert "the built-in layout traces does not read it: rating: found int '0'" in text and "--field" in text
     done = convert(tmp_path / "t.pkl", tmp_path / "x.zarr", "--score-column", "rating", "--score-direction", "correct")
-    assert "score rating (high: correct): found inside 4 traces" in done.stdout
+    assert "correctness.rating (high: correct): 2 times 1, 2 times 0, 0 missing" in done.stdout
 
 
 def test_texts_and_answers_of_data_sets_do_not_look_like_labels(tmp_path):

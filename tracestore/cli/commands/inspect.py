@@ -33,8 +33,11 @@ def run(args: argparse.Namespace, output: Output) -> None:
         f"built-in layout {builtin.name}, read without a flag"
         for builtin, own in claims.owned.items()
     ]
-    found: dict[str, Any] = {"builtin": {b.name: list(own) for b, own in claims.owned.items()}}
-    if text and all(PurePath(name).match("*scores*.csv") for name in claims.rest):
+    is_owned = bool(text)
+    first = {why: name for name, why in reversed(claims.near.items())}
+    text += [escape_unprintable(f"{name}: {why}") for why, name in first.items()]
+    found: dict[str, Any] = {"builtin": {b.name: list(own) for b, own in claims.owned.items()}, "near": claims.near}
+    if is_owned and all(PurePath(name).match("*scores*.csv") for name in claims.rest):
         found |= {"tree": Proposal(observe(files)).tree(), "layout": None, "candidates": []}
         toml = "".join(f"# {line}\n" for line in text)
     else:

@@ -29,10 +29,17 @@ class Claims:
     owned : dict
     rest : dict
         Why a file has no owner, by its name: an error if it cannot be read.
+    near : dict
+        Why the built-in layout whose keys a file has does not read it, by its name.
     """
 
     owned: dict[Builtin, dict[str, Path]] = field(default_factory=dict)
     rest: dict[str, InvalidInputError | None] = field(default_factory=dict)
+    near: dict[str, str] = field(default_factory=dict)
+
+    def explained(self, name: str, error: InvalidInputError) -> InvalidInputError:
+        """Return the error of a file, with why the built-in layout whose keys it has does not read it."""
+        return type(error)(f"{self.near[name]}; {error}") if name in self.near else error
 
 
 def claim(files: Mapping[str, Path], known: Sequence[Builtin]) -> Claims:
@@ -63,6 +70,8 @@ def claim(files: Mapping[str, Path], known: Sequence[Builtin]) -> Claims:
         for name, owner in owners.items():
             if isinstance(owner, Builtin):
                 claims.owned.setdefault(owner, {})[name] = files[name]
+            elif isinstance(owner, str):
+                claims.rest[name], claims.near[name] = None, owner
             else:
                 claims.rest[name] = owner
     for builtin in list(claims.owned):
@@ -91,14 +100,15 @@ def _alike(files: Iterable[str]) -> dict[str, list[str]]:
     return groups
 
 
-def _owner(name: str, path: Path, known: Sequence[Builtin]) -> Builtin | InvalidInputError | None:
-    """Return the owner of a file, None without; an error if the file cannot be read."""
+def _owner(name: str, path: Path, known: Sequence[Builtin]) -> Builtin | InvalidInputError | str | None:
+    """Return the owner of a file; without one why the nearest does not read it, or None; an error if it is unreadable."""
     texts = {text: pattern for b in known for text, pattern in b.patterns.items()}
     fitting = {t for t, pattern in texts.items() if name.endswith(_end_of(pattern)) and pattern.match(name) is not None}
     matching = [(b, text) for b in known for text in b.patterns if text in fitting]
     if not matching:
         return None
     found: dict[str, tuple[int, Builtin]] = {}
+    near: str | None = None
     try:
         with open_tree(path) as opened:
             root = Peeked(opened) if isinstance(opened, Items) and opened.is_stream else opened
@@ -106,6 +116,8 @@ def _owner(name: str, path: Path, known: Sequence[Builtin]) -> Builtin | Invalid
                 if builtin.signatures[text].difference(root) is None:
                     best = builtin.patterns[text].num_literals, builtin
                     found[builtin.name] = max(found.get(builtin.name, best), best, key=lambda pair: pair[0])
+            if not found:
+                near = _near(root, matching)
     except InvalidInputError as error:
         return error.with_location()  # a copy without the frames of the reader, which hold the file
     for _, builtin in list(found.values()):
@@ -116,7 +128,15 @@ def _owner(name: str, path: Path, known: Sequence[Builtin]) -> Builtin | Invalid
             f"the built-in layouts {' and '.join(sorted(found))} match it; --layout FILE states its fields",
             source=name,
         )
-    return next(iter(found.values()))[1] if found else None
+    return next(iter(found.values()))[1] if found else near
+
+
+def _near(root: Value, matching: Iterable[tuple[Builtin, str]]) -> str | None:
+    """Return why the built-in layout with the most keys that the file has does not read it, None without such a one."""
+    for builtin, text in sorted(matching, key=lambda pair: -len(pair[0].signatures[pair[1]].must)):
+        if (differs := builtin.signatures[text].near_difference(root)) is not None:
+            return f"the built-in layout {builtin.name} does not read it: {differs}"
+    return None
 
 
 def _end_of(pattern: Pattern) -> str:

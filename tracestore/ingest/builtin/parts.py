@@ -360,8 +360,9 @@ def _of_rest(
     if isinstance(found, Layout):
         return errors, (found, described)
     if beside is not None:
-        raise found.with_location(source=beside)
-    return errors | {name: found if name in unknown else NoTracesError("holds no array") for name in others}, None
+        raise claims.explained(beside, found).with_location(source=beside)
+    reasons = {n: claims.explained(n, found if n in unknown else NoTracesError("holds no array")) for n in others}
+    return errors | reasons, None
 
 
 def _holds_nothing(path: Path) -> bool:

@@ -152,6 +152,17 @@ class Signature:
                     return None
         return unmet or first or "holds no item"
 
+    def near_difference(self, root: Value) -> str | None:
+        """Return what differs in a file whose first item has all that it must have; None for other files."""
+        item, sizes = next(self._items(root), None), dict[str, int]()
+        if not isinstance(item, Group) or not self.must:
+            return None
+        for key, forms in self.must.items():
+            value = _member(item, key)
+            if value is None or self._compare_value(key, value, forms, sizes) is not None:
+                return None
+        return self.difference(root)
+
     def checked(self, root: Value, refuse: Callable[[str], None]) -> Value:
         """Return the root of a file that is being read; `refuse` gets what is another thing in its first items."""
         if isinstance(root, Items) and root.is_stream and self.at == "[]":
@@ -274,7 +285,9 @@ class Signature:
                 return None
         expected = " or ".join(map(str, forms))
         known = ", ".join(f"{letter} {size}" for letter, size in sizes.items())
-        return f"{path or 'the value'}: found {kind} {shape}, expected {expected}" + (f" with {known}" if known else "")
+        return f"{path or 'the value'}: found {kind}{f' {shape}' if shape else ''}, expected {expected}" + (
+            f" with {known}" if known else ""
+        )
 
     def _unmet(self, sizes: Mapping[str, int], item: Value, *, is_varying: bool) -> str | None:
         for text in self.conditions:
