@@ -46,7 +46,8 @@ def convert_files(
         The store to create or to extend.
     layout : Layout, mapping or path, optional
         Where the fields lie in the files: entries such as ``{"hidden_states": "*.pkl : []/hs -> L S D"}``, or the path
-        of a TOML file with such lines. By default the format of each file is recognized.
+        of a TOML file with such lines. By default the layouts that the store keeps, a built-in layout, or the only one
+        that the files prove.
     **options
         Fields of `tracestore.convert.options.ConvertOptions`: the flags of the command.
 

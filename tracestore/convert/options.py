@@ -26,7 +26,7 @@ class ConvertOptions:
         Path of the scores file; by default those that `ingest.score_files.find_score_files` finds, without a layout.
     layout : Layout, mapping, str or Path, optional
         Where the fields lie in the files: a layout, its entries, or the path of a TOML file (docs/inputs.md). By default
-        the format of each file is recognized.
+        the layouts that the store keeps, a built-in layout, or the only one that the files prove.
     field : sequence of str, optional
         Lines of a layout, ``FIELD = FILES : PATH -> AXES``, which replace those of the file.
     id_column, score_column, score_direction, group_column : str, optional
