@@ -24,7 +24,6 @@ _WIDTHS = {0: 1, 1: 4, 2: 8, 3: 12, 4: 4, 5: 8}  # bytes of a value by its physi
 _BYTE_ARRAY, _FIXED = 6, 7
 _DATA, _DICTIONARY, _DATA_V2 = 0, 2, 3
 _DELTA_BYTE_ARRAY = 7
-_DICTIONARY_ENCODINGS = (2, 8)
 _DAMAGED = "truncated or damaged Parquet file"
 
 

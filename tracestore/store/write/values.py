@@ -5,7 +5,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 
@@ -45,11 +45,6 @@ def as_array(value: Any) -> np.ndarray | None:
         array: np.ndarray = value.numpy()
         return array
     return None
-
-
-def are_arrays(value: Any) -> TypeGuard[list[np.ndarray]]:
-    """Return whether a value is a list of NumPy arrays."""
-    return type(value) is list and set(map(type, value)) == {np.ndarray}
 
 
 def lens_arrays(unembedding: Any, small: Mapping[str, Any], norm: str, eps: float) -> LensArrays:
