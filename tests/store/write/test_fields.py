@@ -395,6 +395,15 @@ def test_impossible_values_are_refused(tmp_path, changes):
     assert name in text or (name == "layer_ids" and "L.ids" in text)
 
 
+@pytest.mark.parametrize("value", [float("inf"), "inf", "-Infinity", "1e999", "high", "0.5.1", [0.5]], ids=str)
+def test_a_score_of_a_layout_is_finite(tmp_path, value):
+    write_pickle(tmp_path / "t.pkl", [{"hidden_states": states(), "question_id": "q0", "judge": value}])
+    lines = ("hidden_states = t.pkl : []/hidden_states -> L S D", "correctness.judge = t.pkl : []/judge")
+    words = [word for line in ("records = t.pkl : []", *lines) for word in ("--field", line)]
+    words += ["--attention", "none"]
+    assert "correctness.judge: found" in error_of("convert", tmp_path / "t.pkl", tmp_path / "c.zarr", *words, code=3)
+
+
 def test_of_two_values_of_a_field_neither_is_stored(tmp_path):
     trace = {"hidden_states": list(states()), "attentions": list(ATTENTION), "question_id": "q0"}
     same = {"generated_answer": "Paris", "response": "Paris"}

@@ -224,20 +224,17 @@ def label_value(value: Any, name: str, direction: str, words: Mapping[str, bool 
 
 
 def score_value(value: Any, name: str) -> float:
-    """Return a named score as a number, NaN where it is missing."""
-    if value is None:
-        return math.nan
-    if isinstance(value, bool | int | float):
-        return float(value)
-    text = str(value).strip()
-    if text.casefold() in _MISSING:
+    """Return a named score as a finite number, NaN where it is missing."""
+    text = "" if value is None else str(value).strip().casefold()
+    if text in _MISSING:
         return math.nan
     try:
-        number = float(text)
-    except ValueError:
-        number = _RELATIVE.get(text.casefold(), math.nan)
-        if math.isnan(number):
-            raise InvalidInputError(f"found {escape_unprintable(text, 40)!r}, expected a number", field=name) from None
+        number = float(value)
+    except (ValueError, OverflowError):
+        number = _RELATIVE.get(text, math.inf)
+    if math.isinf(number):
+        found = escape_unprintable(str(value).strip(), 40)
+        raise InvalidInputError(f"found {found!r}, expected a finite number", field=name)
     return number
 
 
