@@ -67,47 +67,43 @@ def _token_values(trace: Any) -> tuple[str, np.ndarray | None, float]:
     return f"attention of the last token, layer {layer}", weights, float(others.max(initial=0)) or 1.0
 
 
-class TraceHtml:
-    """Base of traces: shows a trace in a notebook."""
-
-    def _repr_html_(self: Any) -> str:
-        shapes = {"hidden states": None, "attention": self.attention_layout}
-        if self.num_tokens:
-            shapes["hidden states"] = " x ".join(map(str, self.hidden_states_bits.shape))
-        return fragment(f"Trace {self.index}", trace_facts(self), trace_texts(self), values=shapes)
+def trace_html(trace: Any) -> str:
+    """Return a trace for a notebook."""
+    shapes = {"hidden states": None, "attention": trace.attention_layout}
+    if trace.num_tokens:
+        shapes["hidden states"] = " x ".join(map(str, trace.hidden_states_bits.shape))
+    return fragment(f"Trace {trace.index}", trace_facts(trace), trace_texts(trace), values=shapes)
 
 
-class CollectionHtml:
-    """Base of stores and subsets: shows the values of a collection and its first traces in a notebook."""
-
-    def _repr_html_(self: Any) -> str:
-        try:
-            targets = self.targets()
-        except UsageError:  # no score threshold fits by default
-            targets = np.full(len(self), np.nan)
-        rows = [
-            [
-                trace.index,
-                trace.question_id[:_MAX_CELL],
-                escape_unprintable(trace.question or "", _MAX_CELL),
-                escape_unprintable(trace.answer or "", _MAX_CELL),
-                trace.num_tokens,
-                number(trace.score),
-                {1.0: "hallucinated", 0.0: "correct"}.get(targets[k], ""),
-            ]
-            for k, trace in enumerate(self[k] for k in range(min(_MAX_ROWS, len(self))))
+def collection_html(collection: Any) -> str:
+    """Return the values of a collection and its first traces for a notebook."""
+    try:
+        targets = collection.targets()
+    except UsageError:  # no score threshold fits by default
+        targets = np.full(len(collection), np.nan)
+    rows = [
+        [
+            trace.index,
+            trace.question_id[:_MAX_CELL],
+            escape_unprintable(trace.question or "", _MAX_CELL),
+            escape_unprintable(trace.answer or "", _MAX_CELL),
+            trace.num_tokens,
+            number(trace.score),
+            {1.0: "hallucinated", 0.0: "correct"}.get(targets[k], ""),
         ]
-        header = ["trace", "question id", "question", "answer", "tokens", "score", "class"]
-        attributes = self.internals.attributes
-        values = {
-            "traces": len(self),
-            "hallucinated": int((targets == 1).sum()),
-            "correct": int((targets == 0).sum()),
-            "layers": self.num_layers,
-            "hidden size": self.hidden_dim,
-            "attention": attributes.attention,
-            "dtype": attributes.hidden_dtype,
-            "models": ", ".join(sorted({p.model for p in attributes.provenance if p.model})) or None,
-        }
-        first = table(header, rows, caption=f"First {plural(len(rows), 'trace')}", is_sortable=False) if rows else ""
-        return fragment(f"{type(self).__name__} {self.path}", first, values=values)
+        for k, trace in enumerate(collection[k] for k in range(min(_MAX_ROWS, len(collection))))
+    ]
+    header = ["trace", "question id", "question", "answer", "tokens", "score", "class"]
+    attributes = collection.internals.attributes
+    values = {
+        "traces": len(collection),
+        "hallucinated": int((targets == 1).sum()),
+        "correct": int((targets == 0).sum()),
+        "layers": collection.num_layers,
+        "hidden size": collection.hidden_dim,
+        "attention": attributes.attention,
+        "dtype": attributes.hidden_dtype,
+        "models": ", ".join(sorted({p.model for p in attributes.provenance if p.model})) or None,
+    }
+    first = table(header, rows, caption=f"First {plural(len(rows), 'trace')}", is_sortable=False) if rows else ""
+    return fragment(f"{type(collection).__name__} {collection.path}", first, values=values)

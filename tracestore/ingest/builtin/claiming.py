@@ -112,7 +112,9 @@ def _owner(name: str, path: Path, known: Sequence[Builtin]) -> Builtin | Invalid
     try:
         with open_tree(path) as opened:
             root = Peeked(opened) if isinstance(opened, Items) and opened.is_stream else opened
-            for builtin, text in matching:
+            # Where the first item is one of a signature, no other signature is that of the items behind it.
+            first = [(b, text) for b, text in matching if b.signatures[text].has_first(root)]
+            for builtin, text in first or matching:
                 if builtin.signatures[text].difference(root) is None:
                     best = builtin.patterns[text].num_literals, builtin
                     found[builtin.name] = max(found.get(builtin.name, best), best, key=lambda pair: pair[0])

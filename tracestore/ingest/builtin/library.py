@@ -2,7 +2,7 @@
 
 import itertools
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from importlib.resources import files
@@ -12,7 +12,6 @@ from tracestore.errors import UsageError
 from tracestore.ingest.builtin.signature import Signature, parse_form
 from tracestore.ingest.layout.language import Layout, below, parse_layout
 from tracestore.ingest.layout.patterns import Pattern
-from tracestore.ingest.layout.places import plan_of
 
 _KEYS = frozenset(("what", "defined", "instead_of", "vary", "reader", "layout", "signature"))
 
@@ -81,14 +80,14 @@ class Builtin:
         """The FILES that hold the states; other files belong to a tool only next to these."""
         if self.reader is not None:
             return frozenset(self.patterns)
-        return frozenset(place.address.files.text for place in plan_of(self.layout).states)
+        return frozenset(place.address.files.text for place in self.layout.plan.states)
 
     @cached_property
     def needed(self) -> frozenset[str]:
         """The other FILES without which the layout does not hold."""
         if self.reader is not None:
             return frozenset()
-        plan = plan_of(self.layout)
+        plan = self.layout.plan
         return frozenset(p.address.files.text for p in plan.others if not p.is_optional) - self.states
 
     def extended(self, lines: Mapping[str, str], settings: Mapping[str, Any]) -> "Builtin":
@@ -97,10 +96,11 @@ class Builtin:
 
     def check(self) -> None:
         """Raise UsageError unless every FILES of the layout has a signature; tests call it for every file of a tool."""
-        if self.reader is None and (rest := set(plan_of(self.layout).files) ^ self.signatures.keys()):
+        if self.reader is None and (rest := set(self.layout.plan.files) ^ self.signatures.keys()):
             raise UsageError(f"built-in layout {self.name}: lines and signatures differ in {', '.join(sorted(rest))}")
 
 
+@cache
 def parse_builtin(name: str, text: str) -> list[Builtin]:
     """Return the built-in layouts of a TOML file: one for each combination of what `vary` lists.
 
@@ -133,18 +133,23 @@ def _filled(value: Any, values: Mapping[str, str]) -> Any:
         return {_filled(key, values): _filled(entry, values) for key, entry in value.items()}
     if isinstance(value, list):
         return [_filled(entry, values) for entry in value]
-    if isinstance(value, str):
+    if isinstance(value, str) and "<" in value:
         for key, text in values.items():
             value = value.replace(key, text)
     return value
 
 
 @cache
-def builtins() -> Sequence[Builtin]:
-    """Return the built-in layouts, in the order of their names."""
-    found: list[Builtin] = []
-    for entry in sorted(files("tracestore.ingest.builtin").joinpath("tools").iterdir(), key=lambda e: e.name):
-        name, _, suffix = entry.name.rpartition(".")
-        if suffix == "toml":
-            found += parse_builtin(name, entry.read_text("utf-8"))
-    return found
+def _tools() -> Mapping[str, str]:
+    """Return the TOML texts of the tools, in the order of their names."""
+    folder = files("tracestore.ingest.builtin").joinpath("tools")
+    texts = {entry.name.removesuffix(".toml"): entry for entry in folder.iterdir() if entry.name.endswith(".toml")}
+    return {name: texts[name].read_text("utf-8") for name in sorted(texts)}
+
+
+def builtins(names: Iterable[str] | None = None) -> Sequence[Builtin]:
+    """Return the built-in layouts, in the order of their names; those that may match files of these names."""
+    suffixes = None if names is None else {name[name.rfind(".") :] for name in names}
+    texts = _tools().items()
+    chosen = [tool for tool in texts if suffixes is None or any(suffix in tool[1] for suffix in suffixes)]
+    return [builtin for name, text in chosen for builtin in parse_builtin(name, text)]

@@ -15,7 +15,6 @@ from tracestore.ingest.execute.execution import Execution
 from tracestore.ingest.exports.manifest import read_export
 from tracestore.ingest.layout.language import Layout
 from tracestore.ingest.layout.patterns import Pattern
-from tracestore.ingest.layout.places import plan_of
 from tracestore.ingest.preprocessed import read_preprocessed
 from tracestore.ingest.readers.opening import open_tree
 from tracestore.ingest.readers.text import SUFFIXES as TEXT_SUFFIXES
@@ -231,7 +230,7 @@ def _refuse(name: str, difference: str) -> NoReturn:
 
 def files_of(layout: Layout, files: Mapping[str, Path]) -> dict[str, Path]:
     """Return the files that the lines of a layout name; none if no states are among them."""
-    plan = plan_of(layout)
+    plan = layout.plan
     found: dict[str, set[str]] = {}
     for text in plan.files:
         pattern = Pattern(text, is_path=True)
@@ -286,7 +285,7 @@ def builtin_parts(
     sources, taken = _exported(files)
     taken |= {path.absolute() for path in owned}
     left = {n: p for n, p in files.items() if n not in sources and p.absolute() not in taken and not is_other(n)}
-    claims = claim(left, [builtin.extended(lines, settings or {}) for builtin in builtins()])
+    claims = claim(left, [builtin.extended(lines, settings or {}) for builtin in builtins(left)])
     errors, found = _of_rest(claims, left, {path.absolute() for path in arguments}, rest)
     parts = []
     if found is not None:

@@ -4,7 +4,7 @@ import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -42,6 +42,7 @@ class Form(NamedTuple):
         return f"{'/'.join(sorted(self.kinds))} ({', '.join(self.axes)})" if self.axes else "/".join(sorted(self.kinds))
 
 
+@cache
 def parse_form(text: str) -> tuple[Form, ...]:
     """Return the forms of ``"float L S D | float S D"``; raise UsageError if the text is none."""
     forms = []
@@ -134,6 +135,11 @@ class Signature:
     def with_keys(self, keys: Mapping[str, tuple[Form, ...]]) -> "Signature":
         """Return the signature with further keys that an item may have."""
         return replace(self, may={**self.may, **keys})
+
+    def has_first(self, root: Value) -> bool:
+        """Return whether the first item of a file has the keys and values of the signature, whatever its conditions."""
+        first = next(self._items(root), None)
+        return first is not None and bool(self.must or self.class_name) and self._compare(first)[0] is None
 
     def difference(self, root: Value) -> str | None:
         """Return what in the first item of a file is another thing than the signature says, None if nothing is."""

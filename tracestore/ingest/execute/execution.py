@@ -23,7 +23,7 @@ from tracestore.ingest.execute.records import RecordMaker, TraceBuilder
 from tracestore.ingest.execute.walk import Cell, Walk, cells_of
 from tracestore.ingest.layout.effects import check_effects
 from tracestore.ingest.layout.language import Layout
-from tracestore.ingest.layout.places import Place, plan_of
+from tracestore.ingest.layout.places import Place
 from tracestore.ingest.readers.opening import open_tree
 from tracestore.ingest.tree import Array, Items, Value
 from tracestore.store.io.scratch import Scratch
@@ -61,7 +61,7 @@ class Execution:
         *,
         has_scores_file: bool = False,
     ) -> None:
-        self.layout, self.plan, self._has_scores_file = layout, plan_of(layout), has_scores_file
+        self.layout, self.plan, self._has_scores_file = layout, layout.plan, has_scores_file
         self._check = check or _unchanged
         # Lines of a built-in layout may find nothing. The writer tells its repeated ids apart, as those of all other
         # files (--on-conflict).

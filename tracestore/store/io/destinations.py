@@ -6,7 +6,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from tracestore.errors import UsageError
-from tracestore.pages.document import PAGE_MARK
 from tracestore.store.format.paths import TOP_FOLDERS
 from tracestore.store.io.files import LocalFiles
 from tracestore.store.io.fsio import check_destination
@@ -151,5 +150,7 @@ def _is_page(path: Path) -> bool:
     """Return whether a file is a page that tracestore wrote."""
     if path.suffix.lower() != ".html" or not path.is_file() or not os.access(path, os.R_OK):
         return False
+    from tracestore.pages.document import PAGE_MARK  # where a page may be replaced only
+
     with path.open("rb") as file:
         return PAGE_MARK.encode() in file.read(1024)

@@ -15,14 +15,13 @@ from tracestore.console import plural
 from tracestore.errors import MissingFieldError, UsageError
 from tracestore.split import FRACTIONS, SPLITS, assign_splits, checked_fractions, labeled_positions
 from tracestore.store.format.labels import derive
-from tracestore.store.html import CollectionHtml
 from tracestore.store.io.files import RemoteURL
 from tracestore.store.read import table
 from tracestore.store.read.internals import StoreInternals
 from tracestore.store.read.trace import Trace
 
 
-class TraceCollection(CollectionHtml, ABC):
+class TraceCollection(ABC):
     """Traces in an order: a store, or a subset of a store.
 
     ``collection[key]`` is a Trace if the key is a position or a question id; it is a TraceSubset if the key is a
@@ -34,6 +33,11 @@ class TraceCollection(CollectionHtml, ABC):
         self.internals = internals
         # Selects the values of the traces in an array with one value for each trace of the store.
         self._chosen = chosen
+
+    def _repr_html_(self) -> str:
+        from tracestore.store.html import collection_html  # in notebooks only
+
+        return collection_html(self)
 
     @property
     @abstractmethod

@@ -12,7 +12,6 @@ from tracestore.errors import MissingFieldError
 from tracestore.store.fields import PackedEdges, TraceFields, dense_attention
 from tracestore.store.format import schema
 from tracestore.store.format.provenance import Provenance
-from tracestore.store.html import TraceHtml
 from tracestore.store.read.index import TraceRow
 from tracestore.store.read.internals import StoreInternals
 from tracestore.store.read.segment import SegmentReader
@@ -93,7 +92,7 @@ class DetachedTrace(OptionalFields):
         )
 
 
-class Trace(OptionalFields, TraceHtml):
+class Trace(OptionalFields):
     """One answer of the model to one question. Fields are read when they are accessed.
 
     A field that the trace lacks raises MissingFieldError (arrays) or is None; a missing `score` or `label` is NaN.
@@ -121,6 +120,11 @@ class Trace(OptionalFields, TraceHtml):
         self.index = index
         self._private = private  # Arrays are returned in memory of their own.
         self._row: TraceRow = store.index.row(index)
+
+    def _repr_html_(self) -> str:
+        from tracestore.store.html import trace_html  # in notebooks only
+
+        return trace_html(self)
 
     def __repr__(self) -> str:
         return f"Trace({self.index}, question_id={self.question_id!r}, num_tokens={self.num_tokens})"
