@@ -25,7 +25,7 @@ DIRECT = [name for name, lines in LAYOUTS.items() if direct_step(plan_of(parse_l
 
 def records(layout, folder):
     """Return the records of a folder, or the message of the refusal."""
-    found = Execution(parse_layout(layout), list_files([folder], folder / "none"))
+    found = Execution(plan_of(parse_layout(layout)), list_files([folder], folder / "none"))
     try:
         return [record for group in found.groups for record in found.read(group, None, Scratch())]
     except InvalidInputError as error:
@@ -168,7 +168,7 @@ def test_a_scores_file_makes_extras_of_labels_and_scores(is_direct, tmp_path, mo
     if not is_direct:
         monkeypatch.setattr(execution, "direct_step", lambda _: False)
     files = list_files([tmp_path / "in"], tmp_path / "none")
-    found = Execution(parse_layout(LAYOUT), files, has_scores_file=True)
+    found = Execution(plan_of(parse_layout(LAYOUT)), files, has_scores_file=True)
 
     (record,) = found.read(found.groups[0], None, Scratch())
 

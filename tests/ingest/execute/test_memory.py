@@ -11,6 +11,7 @@ import pytest
 from tracestore.ingest.execute.claims import list_files
 from tracestore.ingest.execute.execution import Execution
 from tracestore.ingest.layout.language import parse_layout
+from tracestore.ingest.layout.places import plan_of
 from tracestore.store.io.scratch import Scratch
 
 COUNT, SHAPE = 400, (4, 64, 256)  # 256 KiB a trace, 100 MiB in all
@@ -48,7 +49,7 @@ def write_layers(folder):
 )
 def test_traces_are_read_one_by_one(write, limit, tmp_path):
     line = write(tmp_path)
-    execution = Execution(parse_layout({"hidden_states": line}), list_files([tmp_path], tmp_path / "s.zarr"))
+    execution = Execution(plan_of(parse_layout({"hidden_states": line})), list_files([tmp_path], tmp_path / "s.zarr"))
     tracemalloc.start()
     try:
         count = 0
@@ -74,7 +75,7 @@ def test_rows_that_wait_for_their_traces_do_not_keep_the_batches_of_the_reader(t
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=64, compression="none", use_dictionary=False)
     del table, states
     layout = parse_layout({"hidden_states": "a.parquet : [id=id, layer=layer]/hs -> S D"})
-    execution = Execution(layout, list_files([tmp_path], tmp_path / "s.zarr"))
+    execution = Execution(plan_of(layout), list_files([tmp_path], tmp_path / "s.zarr"))
     (group,) = execution.groups
 
     records = execution.read(group, False, Scratch(max_memory=4 * TRACE_BYTES))

@@ -102,9 +102,7 @@ def _alike(files: Iterable[str]) -> dict[str, list[str]]:
 
 def _owner(name: str, path: Path, known: Sequence[Builtin]) -> Builtin | InvalidInputError | str | None:
     """Return the owner of a file; without one why the nearest does not read it, or None; an error if it is unreadable."""
-    texts = {text: pattern for b in known for text, pattern in b.patterns.items()}
-    fitting = {t for t, pattern in texts.items() if name.endswith(_end_of(pattern)) and pattern.match(name) is not None}
-    matching = [(b, text) for b in known for text in b.patterns if text in fitting]
+    matching = _matching(name, known)
     if not matching:
         return None
     found: dict[str, tuple[int, Builtin]] = {}
@@ -131,6 +129,13 @@ def _owner(name: str, path: Path, known: Sequence[Builtin]) -> Builtin | Invalid
             source=name,
         )
     return next(iter(found.values()))[1] if found else near
+
+
+def _matching(name: str, known: Sequence[Builtin]) -> list[tuple[Builtin, str]]:
+    """Return the built-in layouts that have a pattern of a file's name, with the pattern."""
+    texts = {text: pattern for b in known for text, pattern in b.patterns.items()}
+    fitting = {t for t, pattern in texts.items() if name.endswith(_end_of(pattern)) and pattern.match(name) is not None}
+    return [(b, text) for b in known for text in b.patterns if text in fitting]
 
 
 def _near(root: Value, matching: Iterable[tuple[Builtin, str]]) -> str | None:

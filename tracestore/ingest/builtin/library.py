@@ -12,6 +12,7 @@ from tracestore.errors import UsageError
 from tracestore.ingest.builtin.signature import Signature, parse_form
 from tracestore.ingest.layout.language import Layout, below, parse_layout
 from tracestore.ingest.layout.patterns import Pattern
+from tracestore.ingest.layout.places import Plan, plan_of
 
 _KEYS = frozenset(("what", "defined", "instead_of", "vary", "reader", "layout", "signature"))
 
@@ -76,18 +77,23 @@ class Builtin:
         return replace(layout, addresses={**layout.addresses, **{n: tuple(found) for n, found in places.items()}})
 
     @cached_property
+    def plan(self) -> Plan:
+        """The plan of the layout."""
+        return plan_of(self.layout)
+
+    @cached_property
     def states(self) -> frozenset[str]:
         """The FILES that hold the states; other files belong to a tool only next to these."""
         if self.reader is not None:
             return frozenset(self.patterns)
-        return frozenset(place.address.files.text for place in self.layout.plan.states)
+        return frozenset(place.address.files.text for place in self.plan.states)
 
     @cached_property
     def needed(self) -> frozenset[str]:
         """The other FILES without which the layout does not hold."""
         if self.reader is not None:
             return frozenset()
-        plan = self.layout.plan
+        plan = self.plan
         return frozenset(p.address.files.text for p in plan.others if not p.is_optional) - self.states
 
     def extended(self, lines: Mapping[str, str], settings: Mapping[str, Any]) -> "Builtin":
@@ -96,7 +102,7 @@ class Builtin:
 
     def check(self) -> None:
         """Raise UsageError unless every FILES of the layout has a signature; tests call it for every file of a tool."""
-        if self.reader is None and (rest := set(self.layout.plan.files) ^ self.signatures.keys()):
+        if self.reader is None and (rest := set(self.plan.files) ^ self.signatures.keys()):
             raise UsageError(f"built-in layout {self.name}: lines and signatures differ in {', '.join(sorted(rest))}")
 
 

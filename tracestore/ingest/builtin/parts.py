@@ -15,6 +15,7 @@ from tracestore.ingest.execute.execution import Execution
 from tracestore.ingest.exports.manifest import read_export
 from tracestore.ingest.layout.language import Layout
 from tracestore.ingest.layout.patterns import Pattern
+from tracestore.ingest.layout.places import plan_of
 from tracestore.ingest.preprocessed import read_preprocessed
 from tracestore.ingest.readers.opening import open_tree
 from tracestore.ingest.readers.text import SUFFIXES as TEXT_SUFFIXES
@@ -146,9 +147,10 @@ class Part:
         self._layout, self._files, self._owned, self._builtin = layout, files, owned, builtin
         self._others, self._has_scores_file = sources or {}, has_scores_file
         check = None if builtin is None else self._checked
-        self.execution = (
-            None if layout is None else Execution(layout, files, owned, check, has_scores_file=has_scores_file)
-        )
+        self.execution: Execution | None = None
+        if layout is not None:
+            plan = plan_of(layout) if builtin is None else builtin.plan
+            self.execution = Execution(plan, files, owned, check, has_scores_file=has_scores_file)
 
     def again(self) -> "Part":
         """Return the part with accounts of its own."""
@@ -230,7 +232,7 @@ def _refuse(name: str, difference: str) -> NoReturn:
 
 def files_of(layout: Layout, files: Mapping[str, Path]) -> dict[str, Path]:
     """Return the files that the lines of a layout name; none if no states are among them."""
-    plan = layout.plan
+    plan = plan_of(layout)
     found: dict[str, set[str]] = {}
     for text in plan.files:
         pattern = Pattern(text, is_path=True)

@@ -22,8 +22,7 @@ from tracestore.ingest.execute.nodes import tree_of
 from tracestore.ingest.execute.records import RecordMaker, TraceBuilder
 from tracestore.ingest.execute.walk import Cell, Walk, cells_of
 from tracestore.ingest.layout.effects import check_effects
-from tracestore.ingest.layout.language import Layout
-from tracestore.ingest.layout.places import Place
+from tracestore.ingest.layout.places import Place, Plan
 from tracestore.ingest.readers.opening import open_tree
 from tracestore.ingest.tree import Array, Items, Value
 from tracestore.store.io.scratch import Scratch
@@ -35,7 +34,8 @@ class Execution:
 
     Parameters
     ----------
-    layout : Layout
+    plan : Plan
+        Of the layout.
     files : Mapping
         Paths by their names below SRC.
     owned : tuple of Path
@@ -54,14 +54,14 @@ class Execution:
 
     def __init__(
         self,
-        layout: Layout,
+        plan: Plan,
         files: Mapping[str, Path],
         owned: tuple[Path, ...] = (),
         check: Callable[[str, str, Value], Value] | None = None,
         *,
         has_scores_file: bool = False,
     ) -> None:
-        self.layout, self.plan, self._has_scores_file = layout, layout.plan, has_scores_file
+        self.layout, self.plan, self._has_scores_file = plan.layout, plan, has_scores_file
         self._check = check or _unchanged
         # Lines of a built-in layout may find nothing. The writer tells its repeated ids apart, as those of all other
         # files (--on-conflict).

@@ -5,9 +5,8 @@ import json
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tracestore.errors import UsageError, escape_unprintable
 from tracestore.ingest.layout.addresses import Address, parse_address
@@ -23,9 +22,6 @@ from tracestore.ingest.layout.fields import (
     rule_of,
 )
 from tracestore.ingest.layout.patterns import Pattern
-
-if TYPE_CHECKING:
-    from tracestore.ingest.layout.places import Plan
 
 _MAX_BYTES = 1 << 20
 _LISTS = ("records", "ignore")
@@ -66,13 +62,6 @@ class Layout:
     def states(self) -> str:
         """The field whose values are the traces: hidden_states, else last_token."""
         return next((name for name in STATES if name in self.addresses), STATES[0])
-
-    @cached_property
-    def plan(self) -> "Plan":
-        """The places of the layout, and what joins them; UsageError if nothing joins a field to the states."""
-        from tracestore.ingest.layout.places import plan_of  # needs this module
-
-        return plan_of(self)
 
     def rule(self, name: str) -> FieldRule:
         """Return the rule of a field that the layout states."""

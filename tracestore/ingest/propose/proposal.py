@@ -16,6 +16,7 @@ from tracestore.ingest.execute.execution import Execution
 from tracestore.ingest.layout.fields import score_of
 from tracestore.ingest.layout.language import Layout, parse_layout
 from tracestore.ingest.layout.patterns import AXIS_NAMES
+from tracestore.ingest.layout.places import plan_of
 from tracestore.ingest.propose.drafts import Draft, Drafter
 from tracestore.ingest.propose.leaves import Observation, observe
 from tracestore.store.format.labels import CORRECT
@@ -347,7 +348,7 @@ def try_layout(layout: Layout, files: Mapping[str, Path], *, is_partial: bool = 
     InvalidInputError
         If an account does not close. Beyond some traces or bytes the accounts stay open.
     """
-    execution = Execution(layout, files)
+    execution = Execution(plan_of(layout), files)
     outcome = Outcome(is_last_token=layout.states == "last_token", is_partial=is_partial)
     labels: dict[str, list[float]] = {name: [] for name in layout.directions()}
     sizes: list[int] = []
