@@ -380,7 +380,7 @@ def _records(execution: Execution, outcome: Outcome) -> Iterator[TraceRecord]:
     num_bytes = 0
     for group in execution.groups:
         for record in execution.read(group, None, Scratch()):
-            size = record.num_layers, record.hidden_dim
+            size, key = (record.num_layers, record.hidden_dim), (record.question_id, record.sample)
             if not seen:
                 outcome.num_layers, outcome.width = size
                 outcome.first_id = record.question_id
@@ -388,14 +388,12 @@ def _records(execution: Execution, outcome: Outcome) -> Iterator[TraceRecord]:
                 if size != (outcome.num_layers, outcome.width):
                     expected = f"L {outcome.num_layers}, D {outcome.width}"
                     raise InvalidInputError(f"found L {size[0]}, D {size[1]}, expected {expected}")
-                if (record.question_id, record.sample) in seen:
-                    raise InvalidInputError(
-                        f"the id {escape_unprintable(record.question_id, 40)!r} occurs in two files"
-                    )
+                if key in seen:
+                    raise InvalidInputError(f"the id {escape_unprintable(key[0], 40)!r} occurs in two files")
             if outcome.num_traces >= _MAX_TRACES or num_bytes > _MAX_BYTES:
                 outcome.is_partial = True
                 return
-            seen.add((record.question_id, record.sample))
+            seen.add(key)
             outcome.num_traces += 1
             num_bytes += size[0] * size[1] * record.num_tokens * 4
             yield record
