@@ -10,6 +10,7 @@ import pytest
 from tests.fuzz.target import TARGETS
 from tests.helpers import ROOT, convert, make_trace, make_traces, tree_bytes, write_pickle
 from tests.malicious_inputs.files.bombs import valid_files
+from tests.malicious_inputs.files.containers import gz
 from tests.malicious_inputs.files.corpus import MARKER, crash_files, malicious_files
 
 MAX_SECONDS = 1.0
@@ -60,6 +61,17 @@ def test_the_valid_files_that_the_corpus_changes_are_accepted(tmp_path):
         paths.append(tmp_path / f"{name}{suffix}")
         paths[-1].write_bytes(data)
     assert {r["path"]: r["ended"] for r in run("read", paths, tmp_path)} == {str(p): "accepted" for p in paths}
+
+
+def test_their_gzip_files_are_accepted_within_the_limits(tmp_path):
+    """A file inside is read as it is: its values are limited by the bytes on disk."""
+    paths = []
+    for name, (suffix, data) in valid_files().items():
+        paths.append(tmp_path / f"{name}{suffix}.gz")
+        paths[-1].write_bytes(gz(data))
+    for result in run("read", paths, tmp_path):
+        assert result["ended"] == "accepted", result
+        assert result["seconds"] < MAX_SECONDS and result["bytes"] < MAX_BYTES, result
 
 
 @pytest.mark.long

@@ -142,6 +142,13 @@ def test_amplified_files_end(tmp_path, name):
     refusal_in_child(path)
 
 
+@pytest.mark.parametrize("count", [1, 4, 40])
+def test_an_archive_in_a_compressed_file_is_limited_by_the_file(tmp_path, count):
+    arrays = {f"x{k}": np.zeros((72 << 20) // count, "u1") for k in range(count)}
+    (tmp_path / "a.npz.gz").write_bytes(gzip.compress(npz(arrays, is_packed=True)))
+    assert "inflates to" in refusal(tmp_path / "a.npz.gz")
+
+
 @pytest.mark.parametrize("name", ["a.npy", "a.npz", "packed.npz", "objects.npz"])
 def test_changed_files_are_read_or_refused(tmp_path, name):
     arrays = {"x": ARRAYS["states"], "t": np.array(["a", "b"]), "f": ARRAYS["fortran"]}

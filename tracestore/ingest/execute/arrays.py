@@ -261,6 +261,8 @@ class ArrayReader:
 
 def check_ids(ids: np.ndarray, num_states: int, *, is_wider: bool, is_exact: bool = False) -> None:
     """Rule 3: as many ids as states, or one more where that is known; exactly one more with `is_exact`."""
+    if not num_states:
+        raise InvalidInputError("found zero tokens, expected at least one", field="hidden_states")
     if ids.ndim == 1 and len(ids) == num_states and not is_exact:
         return
     allowed = [num_states] * (not is_exact) + [num_states + 1] * is_wider

@@ -187,6 +187,8 @@ def read_block(
             _gridded(arrays, tuple(found.values()), (*found, *rest), letters, what)
             for arrays in zip(*parts, strict=True)
         ]
+    if not layers:
+        raise InvalidInputError("found zero layers, expected at least one", field=what)
     return Block(layers, tuple(numbers) if of_layers == "layer" else None)
 
 
@@ -295,7 +297,8 @@ def layer_ids_of(
         If the trace has other layers.
     """
     ids = ids if stated is None else tuple(int(k) for k in stated)
-    _check_num_layers(num_layers, size if ids is None else len(stated or ()), is_without_embeddings)
+    expected = len(stated) if stated is not None else size if ids is None else None
+    _check_num_layers(num_layers, expected, is_without_embeddings)
     if ids is not None and size is not None and max(ids) >= size:
         raise InvalidInputError(f"found the layer {max(ids)}, expected fewer than {size}", field="L.size")
     if ids is None or (size is None and all(k < 0 for k in ids)):
@@ -323,7 +326,7 @@ def _check_num_layers(found: int, stated: int | None, is_without_embeddings: boo
             "ignore the attention to keep it, or state the layers without it",
             field="L",
         )
-    if stated and stated != found:
+    if stated not in (None, found):
         raise InvalidInputError(f"found {found} layers, expected {stated} as stated", field="L")
 
 

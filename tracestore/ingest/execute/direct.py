@@ -215,8 +215,6 @@ class DirectReader:
         states = values.get(self._states)
         if states is None:
             raise InvalidInputError("missing key", field=self._states)
-        if not len(states):
-            raise InvalidInputError("found zero layers, expected at least one", field=self._states)
         settings = self._maker.settings
         if states[0].dtype.kind != "f":
             settle_dtype(Block(states, None), self._states, settings)
@@ -256,7 +254,7 @@ def _layers(value: Any, place: Place) -> list[np.ndarray]:
 
 def _attention(value: Any, place: Place) -> list[np.ndarray] | None:
     """Return the layers of attention; None where the model gave none."""
-    if isinstance(value, Items) and not value.is_stream and all(part is None for part in value):
+    if isinstance(value, Items) and not value.is_stream and value.length and all(part is None for part in value):
         return None
     return _layers(value, place)
 

@@ -89,12 +89,12 @@ class RecordMaker:
         """Return the record of checked values; rules 6a and 24."""
         states, need = values[self._states], self.need_attention
         is_last = self._states == "last_token"
-        if self._has_no_padding:
-            check_zero_tokens([layer.reshape(1, -1) for layer in states] if is_last else states, self._states)
         if is_last or (need is None and "attentions" not in values):
             need = False
         record = record_from_dict(values, source_name=self._source, position=position, need_attention=need)
         record.dropped = []
+        if self._has_no_padding:  # the record has compared the shapes
+            check_zero_tokens([layer.reshape(1, -1) for layer in states] if is_last else states, self._states)
         if record.attention is not None:
             check_attention_values(record.attention[0])
         if not is_last:

@@ -13,12 +13,10 @@ from tracestore._core.mapping import MappedFile
 from tracestore._core.pickle import ChunkReader
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.files.decompress import DAMAGE, open_inflated
+from tracestore.ingest.files.limits import max_inflated
 from tracestore.store.io.scratch import Scratch
 
 TRUNCATED_WHILE_READING = "another program truncated the file while it was read"
-# Inflated size over compressed size; real traces reach 2 to 5.
-MAX_INFLATE_RATIO = 200
-INFLATE_ALLOWANCE_BYTES = 64 << 20
 MAX_INFLATED_BYTES = 1 << 40
 MAX_INFLATED_PAYLOAD_BYTES = 1 << 30
 # Memory for one trace; the rest of it goes through files.
@@ -37,7 +35,7 @@ class InflatedChunks:
     def __init__(self, path: Path, is_ahead: Callable[[], bool] = lambda: True, compression: str = "gzip") -> None:
         self.disk_bytes = os.stat(path).st_size
         self.inflated_bytes = 0
-        self._limit = min(MAX_INFLATED_BYTES, self.disk_bytes * MAX_INFLATE_RATIO + INFLATE_ALLOWANCE_BYTES)
+        self._limit = min(MAX_INFLATED_BYTES, max_inflated(self.disk_bytes))
         self._compression = compression
         self._file = open_inflated(path, compression)
         self._is_ahead = is_ahead

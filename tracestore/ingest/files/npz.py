@@ -14,12 +14,8 @@ import numpy as np
 from tracestore._core.mapping import MappedFile
 from tracestore._core.pickle import BufferReader, ByteReader
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.files.byte_source import (
-    INFLATE_ALLOWANCE_BYTES,
-    MAX_INFLATE_RATIO,
-    MappedStream,
-    value_reader,
-)
+from tracestore.ingest.files.byte_source import MappedStream, value_reader
+from tracestore.ingest.files.limits import max_inflated
 from tracestore.ingest.files.npy import MAX_NPY_HEADER_BYTES, check_array, read_npy_header
 from tracestore.store.io.scratch import Scratch
 
@@ -166,8 +162,8 @@ def is_npz(mapped: MappedFile) -> bool:
     return head[_LOCAL.size : _LOCAL.size + length].endswith(b".npy")
 
 
-def stored_arrays(mapped: MappedFile) -> dict[str, StoredArray]:
-    """Return the arrays of an archive by name.
+def stored_arrays(mapped: MappedFile, file_bytes: int) -> dict[str, StoredArray]:
+    """Return the arrays of an archive by name; the archive may be an inflated file of `file_bytes`.
 
     Raises
     ------
@@ -183,8 +179,8 @@ def stored_arrays(mapped: MappedFile) -> dict[str, StoredArray]:
         if len(set(names)) != len(names):
             raise InvalidInputError("found two arrays of one name")
         inflated = sum(info.file_size for info in infos)
-        if inflated > len(mapped) * MAX_INFLATE_RATIO + INFLATE_ALLOWANCE_BYTES:
-            raise InvalidInputError(f"inflates to {inflated:,} bytes, too many for a file of {len(mapped):,}")
+        if inflated > max_inflated(file_bytes):
+            raise InvalidInputError(f"inflates to {inflated:,} bytes, too many for a file of {file_bytes:,}")
         return {name: _member(mapped, archive, info, name) for name, info in zip(names, infos, strict=True)}
     except InvalidInputError:
         raise

@@ -10,8 +10,7 @@ import numpy as np
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import InvalidInputError
 from tracestore.extras import needs
-from tracestore.ingest.files.byte_source import INFLATE_ALLOWANCE_BYTES, MAX_INFLATE_RATIO
-from tracestore.ingest.files.limits import Limits
+from tracestore.ingest.files.limits import Limits, max_inflated
 from tracestore.ingest.readers.content import FAULTS, Content, bytes_value, group_value, refusal, refusals
 from tracestore.ingest.readers.parquet_pages import row_groups
 from tracestore.ingest.tree import Group, ListItems, MappingGroup, NumpyArray, StreamItems, Value
@@ -128,7 +127,7 @@ def _inflated_bytes(message: Any) -> int:
     for offset, length in batch.pairs(2):
         if length >= 8 and 0 <= offset <= message.body.size - 8:
             sizes += max(0, struct.unpack_from("<q", message.body, offset)[0])
-    if sizes > min(_MAX_BATCH_BYTES, message.body.size * MAX_INFLATE_RATIO + INFLATE_ALLOWANCE_BYTES):
+    if sizes > min(_MAX_BATCH_BYTES, max_inflated(message.body.size)):
         raise InvalidInputError(
             f"a compressed batch inflates to {sizes:,} bytes, expected at most {_MAX_BATCH_BYTES >> 20} MiB; "
             "write it without compression, or in smaller batches"

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.files.byte_source import INFLATE_ALLOWANCE_BYTES, MAX_INFLATE_RATIO
+from tracestore.ingest.files.limits import max_inflated
 from tracestore.ingest.files.npy import DTYPE_KINDS, check_dtype
 from tracestore.ingest.readers.hdf5_process import Answer, serve
 
@@ -116,7 +116,7 @@ def check_dataset(dataset: Any, name: str) -> None:
     else:
         check_dtype(name[:60], dtype)
     stored = dataset.id.get_storage_size()
-    if math.prod(dataset.shape) * dtype.itemsize > stored * MAX_INFLATE_RATIO + INFLATE_ALLOWANCE_BYTES:
+    if math.prod(dataset.shape) * dtype.itemsize > max_inflated(stored):
         raise InvalidInputError(
             f"found shape {dataset.shape} in {stored:,} bytes, too many values for them", field=name[:60]
         )

@@ -39,7 +39,7 @@ def read_npz(content: Content) -> Value:
     def opened(value: Any) -> Value:
         return MappingGroup(value, opened) if isinstance(value, Folder) else _opened(value, content)
 
-    return MappingGroup(nested(stored_arrays(content.mapped)), opened)
+    return MappingGroup(nested(stored_arrays(content.mapped, content.limits.file_bytes)), opened)
 
 
 def _opened(array: StoredArray, content: Content) -> Value:
