@@ -7,7 +7,7 @@ from tests.ingest.execute.folders import dump, save, states
 from tests.ingest.execute.test_direct import LAYOUT, compare, item, records
 
 AXES = {"hs": "LSD", "attn": "LHSQ", "ids": "S", "words": "S", "layers": "L"}
-FIELDS = {"hs": "hidden_states", "attn": "attentions", "ids": "tokens", "words": "tokens_decoded", "layers": "L.ids"}
+FIELDS = {"hs": "hidden_states", "attn": "attentions", "ids": "tokens", "words": "tokens_decoded", "layers": "L: "}
 
 
 def emptied(value, axis):
@@ -32,3 +32,50 @@ def test_a_field_of_an_item(name, axis, kind, tmp_path, monkeypatch):
     dump(tmp_path / "in/a.pkl", [item(id="first"), item(**{name: kind(emptied(item()[name], axis))})])
 
     refused(compare(LAYOUT, tmp_path / "in", monkeypatch), FIELDS[name])
+
+
+N, L, S, D, H = 2, 3, 4, 6, 2
+STACK = {
+    "h": ("hidden_states", "N L S D", states(N, L, S, D)),
+    "a": ("attentions", "N L H S S", np.full((N, L, H, S, S), 1 / S, "f4")),
+    "t": ("tokens", "N S", np.arange(N * S).reshape(N, S)),
+    "m": ("S.mask", "N S", np.ones((N, S), int)),
+    "p": ("token_logprob", "N S", states(N, S)),
+}
+OTHERS = {
+    "last tokens": ("last_token", "N L D", states(N, L, D)),
+    "layers and columns": ("hidden_states", "N S (L D)", states(N, S, L * D)),
+    "one row of tokens": ("hidden_states", "L (N S) D", states(L, N * S, D)),
+    "passes": ("hidden_states", "P L S D", states(S, L, 1, D)),
+    "steps": ("hidden_states", "N P L 1 D", states(N, S, L, 1, D)),
+}
+
+
+def stack_cases():
+    """Yield the names and axes of the arrays of the stack."""
+    for name, (_, _, array) in STACK.items():
+        yield from ((name, axis) for axis in range(array.ndim))
+
+
+@pytest.mark.parametrize("suffix", ["npz", "pkl"])
+@pytest.mark.parametrize(("name", "axis"), stack_cases())
+def test_an_array_of_a_stack(name, axis, suffix, tmp_path):
+    arrays = {key: array for key, (_, _, array) in STACK.items()}
+    arrays[name] = emptied(arrays[name], axis)
+    (tmp_path / "in").mkdir()
+    np.savez(tmp_path / "in/a.npz", **arrays) if suffix == "npz" else dump(tmp_path / "in/a.pkl", arrays)
+    layout = {field: f"a.{suffix} : {key} -> {axes}" for key, (field, axes, _) in STACK.items()}
+
+    refused(records(layout, tmp_path / "in"), STACK[name][0], "hidden_states", "no trace")
+
+
+@pytest.mark.parametrize(("kind", "axis"), [(k, axis) for k, (_, _, a) in OTHERS.items() for axis in range(a.ndim)])
+def test_an_array_of_other_axes(kind, axis, tmp_path):
+    field, axes, array = OTHERS[kind]
+    save(tmp_path / "in/a.npy", emptied(array, axis))
+    layout = {field: f"a.npy : -> {axes}"} | ({"L.size": L} if "(L D)" in axes else {})
+    layout |= {"S.lengths": "n.npy : -> N"} if "(N S)" in axes else {}
+    if "(N S)" in axes:
+        save(tmp_path / "in/n.npy", np.full(N, S))
+
+    refused(records(layout, tmp_path / "in"), field, "S.lengths", "no trace")

@@ -298,7 +298,7 @@ def schema() -> Iterator[Case]:
     }
     for name, (change, word) in changes.items():
         data = traces(trace(), trace(**change))
-        yield Case(f"schema_{name}", ".pkl", data, word, may_be_read=name in _ONE_MEANING)
+        yield Case(f"schema_{name}", ".pkl", data, None if name in _ONE_MEANING else word, is_read=name in _ONE_MEANING)
 
 
 GROUPS = (dtype_texts, dtype_states, object_arrays, shapes, array_states, schema)

@@ -55,9 +55,8 @@ def deep() -> Iterator[Case]:
         for kind, code in kinds.items():
             yield Case(f"deep_{kind}_{depth}", ".pkl", whole(code))
             if depth < 1_000_000:
-                yield Case(
-                    f"deep_{kind}_{depth}_in_a_field", ".pkl", traces(dct(**fields(note=code))), may_be_read=True
-                )
+                data, is_read = traces(dct(**fields(note=code))), kind in ("tuples", "lists")
+                yield Case(f"deep_{kind}_{depth}_in_a_field", ".pkl", data, is_read=is_read)
         yield Case(f"deep_tuple_key_{depth}", ".pkl", whole(b"})" + b"\x85" * depth + b"Ns"))
         yield Case(f"deep_tuple_shape_{depth}", ".pkl", whole(glob("torch", "Size") + b")" + b"\x85" * depth + b"R"))
     yield Case(
@@ -114,7 +113,7 @@ def cycles() -> Iterator[Case]:
     }
     for name, value in values.items():
         yield Case(f"cycle_{name}", ".pkl", whole(value))
-        yield Case(f"cycle_{name}_in_a_field", ".pkl", traces(dct(**fields(note=value))), may_be_read=True)
+        yield Case(f"cycle_{name}_in_a_field", ".pkl", traces(dct(**fields(note=value))), is_read=name != "dict")
         yield Case(f"cycle_{name}_in_hidden", ".pkl", traces(dct(**fields(hidden_states=value))))
         yield Case(f"cycle_{name}_in_tokens", ".pkl", traces(dct(**fields(tokens=value))))
         yield Case(f"cycle_{name}_in_pt", ".pt", pt(dct(sequences=value, labels=b"]", question_ids=b"]"), {}))
@@ -248,7 +247,7 @@ def cuts() -> Iterator[Case]:
                 "zeros": bytes(4096),
             }.items():
                 yield Case(f"{kind}_then_{name}", suffix, data + rest, "trailing")
-            yield Case(f"{kind}_then_pickle", suffix, data + whole(b"]"), "trailing", may_be_read=True)
+            yield Case(f"{kind}_then_pickle", suffix, data + whole(b"]"), is_read=True)
             yield Case(f"{kind}_then_number", suffix, data + whole(b"K\x01"))
             yield Case(f"{kind}_after_none", suffix, b"N." + data)
             yield Case(f"{kind}_after_zeros", suffix, bytes(16) + data)

@@ -4,13 +4,15 @@ import struct
 from typing import NamedTuple
 
 PROTO = b"\x80\x04"
+# Reason of files that are not like those of a tool, so that their fields are not known.
+NO_LAYOUT = "no built-in layout describes it"
 
 
 class Case(NamedTuple):
     """A malicious file.
 
-    `word` occurs in the error message, unless no layout describes the file. If `runs`, pickle.load of the file creates
-    the marker file. If `may_be_read`, what is odd means one thing, or is in no field: the traces may be read.
+    `word` occurs in the error message. If `runs`, pickle.load of the file creates the marker file. If `is_read`, what is
+    odd means one thing, or is in no field, and the traces are read.
     """
 
     name: str
@@ -18,7 +20,7 @@ class Case(NamedTuple):
     data: bytes
     word: str | None = None
     runs: bool = False
-    may_be_read: bool = False
+    is_read: bool = False
 
 
 def uni(text: str) -> bytes:

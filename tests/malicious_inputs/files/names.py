@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from tests.malicious_inputs.files.case import (
     NDARRAY,
+    NO_LAYOUT,
     RECONSTRUCT,
     Case,
     array,
@@ -23,6 +24,9 @@ from tests.malicious_inputs.files.case import (
     uni,
     whole,
 )
+
+# Their classes are read as data, without a call: the fields of an object with the name of the class.
+_OTHER_LIBRARIES = ("pip", "pandas", "joblib", "cloudpickle", "dill", "sklearn", "transformers", "__main__", "cffi")
 
 
 def dangerous_names() -> Iterator[Case]:
@@ -166,7 +170,9 @@ def dangerous_names() -> Iterator[Case]:
     ]
     for name in names:
         module, _, attribute = name.rpartition(".")
-        yield Case(f"name_{name}", ".pkl", whole(call(named(module, attribute), uni("x"))), name)
+        is_data = name.partition(".")[0] in _OTHER_LIBRARIES and not name.endswith("DataFrame")
+        word = NO_LAYOUT if is_data else name
+        yield Case(f"name_{name}", ".pkl", whole(call(named(module, attribute), uni("x"))), word)
 
 
 def near_misses() -> Iterator[Case]:
@@ -211,6 +217,10 @@ def near_misses() -> Iterator[Case]:
         yield Case(f"name_is_{name}", ".pkl", whole(uni("numpy") + code + b"\x93"))
 
 
+# Classes whose name is a text where it is a value.
+_TEXTS = ("ndarray", "storage", "untyped", "data", "attr", "global_storage")
+
+
 def allowed_misused() -> Iterator[Case]:
     """Yield accepted names, called, instantiated or given states as no writer does."""
     targets = {
@@ -238,7 +248,7 @@ def allowed_misused() -> Iterator[Case]:
         yield Case(f"{name}_with_a_state", ".pkl", whole(target + dct(__setstate__=uni("x"), __dict__=b"}") + b"b"))
         yield Case(f"{name}_called_with_a_list", ".pkl", whole(target + b"]R"))
         yield Case(f"{name}_new_with_arguments", ".pkl", whole(target + nums(1) + b"\x81"))
-        yield Case(f"{name}_as_a_value", ".pkl", traces(dct(**fields(note=target))), may_be_read=True)
+        yield Case(f"{name}_as_a_value", ".pkl", traces(dct(**fields(note=target))), is_read=name in _TEXTS)
     states = {"dict": dct(__class__=NDARRAY), "slots": tup(b"}", dct(__reduce__=uni("x"))), "none": b"N", "empty": b")"}
     for name, state in states.items():
         yield Case(f"array_state_{name}", ".pkl", whole(empty_array() + state + b"b"))

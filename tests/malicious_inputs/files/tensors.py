@@ -4,6 +4,7 @@ import struct
 from collections.abc import Iterator
 
 from tests.malicious_inputs.files.case import (
+    NO_LAYOUT,
     Case,
     call,
     dct,
@@ -225,25 +226,25 @@ def sequence_files() -> Iterator[Case]:
     changes = {
         "no_ids": (
             dct(sequences=tensor(storage("0", 4), (2, 1, 2), (2, 2, 1)), labels=lst(num(0), num(1))),
-            "question_ids",
+            NO_LAYOUT,
         ),
         "no_labels": (
             dct(sequences=tensor(storage("0", 4), (2, 1, 2), (2, 2, 1)), question_ids=lst(uni("a"), uni("b"))),
-            "labels",
+            NO_LAYOUT,
         ),
-        "few_ids": (sequences(question_ids=lst(uni("a"))), "question_ids"),
-        "ids_numbers_float": (sequences(question_ids=lst(b"G" + bytes(8), uni("b"))), "question_ids"),
+        "few_ids": (sequences(question_ids=lst(uni("a"))), NO_LAYOUT),
+        "ids_numbers_float": (sequences(question_ids=lst(b"G" + bytes(8), uni("b"))), NO_LAYOUT),
         "ids_empty_text": (sequences(question_ids=lst(uni(""), uni("b"))), "question_ids"),
-        "ids_text": (sequences(question_ids=uni("ab")), "question_ids"),
-        "ids_dict": (sequences(question_ids=dct(a=num(1), b=num(2))), "question_ids"),
-        "few_labels": (sequences(labels=lst(num(1))), "labels"),
-        "labels_text": (sequences(labels=uni("01")), "labels"),
-        "labels_words": (sequences(labels=lst(uni("yes"), uni("no"))), "labels"),
-        "labels_dict": (sequences(labels=b"}"), "labels"),
-        "labels_nested": (sequences(labels=lst(lst(num(1)), lst(num(1), num(2)))), "labels"),
-        "labels_none": (sequences(labels=b"N"), "labels"),
-        "sequences_list": (sequences(lst(halves(1, 2))), "sequences"),
-        "sequences_none": (sequences(b"N"), "sequences"),
+        "ids_text": (sequences(question_ids=uni("ab")), NO_LAYOUT),
+        "ids_dict": (sequences(question_ids=dct(a=num(1), b=num(2))), NO_LAYOUT),
+        "few_labels": (sequences(labels=lst(num(1))), NO_LAYOUT),
+        "labels_text": (sequences(labels=uni("01")), NO_LAYOUT),
+        "labels_words": (sequences(labels=lst(uni("yes"), uni("no"))), NO_LAYOUT),
+        "labels_dict": (sequences(labels=b"}"), NO_LAYOUT),
+        "labels_nested": (sequences(labels=lst(lst(num(1)), lst(num(1), num(2)))), NO_LAYOUT),
+        "labels_none": (sequences(labels=b"N"), NO_LAYOUT),
+        "sequences_list": (sequences(lst(halves(1, 2))), NO_LAYOUT),
+        "sequences_none": (sequences(b"N"), NO_LAYOUT),
         "sequences_text_dtype": (sequences(dtype("f2")), None),
     }
     for name, (value, word) in changes.items():
@@ -317,15 +318,15 @@ def graph_files() -> Iterator[Case]:
             "edge_index",
         )
     tops = {
-        "no_ids": (dct(graphs=lst(lst(graph()))), "question_ids"),
-        "few_ids": (graphs(question_ids=b"]"), "question_ids"),
-        "more_labels": (graphs(labels=lst(num(1), num(0))), "labels"),
-        "no_traces": (graphs(graphs=b"]"), "graphs"),
-        "no_layers": (graphs(graphs=lst(b"]")), "graphs"),
-        "graphs_dict": (graphs(graphs=b"}"), "graphs"),
-        "graphs_text": (graphs(graphs=uni("abc")), "graphs"),
-        "graphs_flat": (graphs(graphs=lst(graph())), "graphs"),
-        "graphs_none": (graphs(graphs=b"N"), "graphs"),
+        "no_ids": (dct(graphs=lst(lst(graph()))), NO_LAYOUT),
+        "few_ids": (graphs(question_ids=b"]"), NO_LAYOUT),
+        "more_labels": (graphs(labels=lst(num(1), num(0))), NO_LAYOUT),
+        "no_traces": (graphs(graphs=b"]"), NO_LAYOUT),
+        "no_layers": (graphs(graphs=lst(b"]")), NO_LAYOUT),
+        "graphs_dict": (graphs(graphs=b"}"), NO_LAYOUT),
+        "graphs_text": (graphs(graphs=uni("abc")), NO_LAYOUT),
+        "graphs_flat": (graphs(graphs=lst(graph())), NO_LAYOUT),
+        "graphs_none": (graphs(graphs=b"N"), NO_LAYOUT),
         "layers_differ": (
             graphs(graphs=lst(lst(graph(), graph(graph_fields(x=tensor(storage("x", 4), (4, 1), (1, 1))))))),
             "graphs[1].x",
