@@ -15,7 +15,7 @@ import tracestore
 from tests.helpers import as_torch, command, convert, make_trace, make_traces, read_traces, tree_bytes, write_pickle
 from tracestore.errors import InvalidInputError
 
-# What is not like the traces of a tool is refused without a look at its fields.
+# Reason of files that are not like the traces of a tool, so that their fields are not known.
 NO_LAYOUT = "no built-in layout describes it"
 
 
@@ -109,11 +109,11 @@ def handmade():
     yield b"\x80\x05\x97.", "0x97"
     yield b"Pabc\n.", "0x50"
     yield b"(I1\nI2\nt.trailing", "trailing"
-    yield pickle.dumps([]) + pickle.dumps([]), "trailing"
-    yield pickle.dumps([]), "no trace"
+    yield pickle.dumps([]) + pickle.dumps([]), NO_LAYOUT
+    yield pickle.dumps([]), NO_LAYOUT
     yield pickle.dumps(make_traces(2))[:-40], "truncated"
     yield b"\x80\x04\x8e" + struct.pack("<Q", 1 << 40) + b"x", "truncated"
-    yield b"\x80\x04]r\xff\xff\xff\x7f.", "no trace"
+    yield b"\x80\x04]r\xff\xff\xff\x7f.", NO_LAYOUT
     yield b"\x80\x02h\x07.", "does not exist"
     yield b"\x80\x02e.", "well-formed"
     yield b"\x80\x02a.", "well-formed"
@@ -254,10 +254,10 @@ def regressions():
     yield pickle.dumps([{**make_trace(0), "sample": 2**40}]), "sample"
     a = np.zeros((8, 4096), "f4")
     many = {**make_trace(0), "attentions": [a] * 20_000}
-    yield pickle.dumps([many]), "many times"
-    # Traces are yielded before the end of the file shows that their list is not the whole object.
+    yield pickle.dumps([many]), NO_LAYOUT
+    # The end of the file shows that the list of traces is not the whole object.
     one = pickle.dumps([make_trace(0)], 4)
-    yield one[:-1] + b"K\x01\x86.", "inside another object"
+    yield one[:-1] + b"K\x01\x86.", NO_LAYOUT
     yield one[:-1] + b"0" + one[2:], ""
 
 

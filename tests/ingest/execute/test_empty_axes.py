@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from tests.ingest.execute.folders import dump, save, states
+from tests.ingest.execute.folders import dump, states
 from tests.ingest.execute.test_direct import LAYOUT, compare, item, records
 
 AXES = {"hs": "LSD", "attn": "LHSQ", "ids": "S", "words": "S", "layers": "L"}
-FIELDS = {"hs": "hidden_states", "attn": "attentions", "ids": "tokens", "words": "tokens_decoded", "layers": "L: "}
+FIELDS = {"hs": "hidden_states", "attn": "attentions", "ids": "tokens", "words": "tokens_decoded", "layers": "L"}
 
 
 def emptied(value, axis):
@@ -51,14 +51,8 @@ OTHERS = {
 }
 
 
-def stack_cases():
-    """Yield the names and axes of the arrays of the stack."""
-    for name, (_, _, array) in STACK.items():
-        yield from ((name, axis) for axis in range(array.ndim))
-
-
 @pytest.mark.parametrize("suffix", ["npz", "pkl"])
-@pytest.mark.parametrize(("name", "axis"), stack_cases())
+@pytest.mark.parametrize(("name", "axis"), [(name, k) for name, (_, _, a) in STACK.items() for k in range(a.ndim)])
 def test_an_array_of_a_stack(name, axis, suffix, tmp_path):
     arrays = {key: array for key, (_, _, array) in STACK.items()}
     arrays[name] = emptied(arrays[name], axis)
@@ -72,10 +66,8 @@ def test_an_array_of_a_stack(name, axis, suffix, tmp_path):
 @pytest.mark.parametrize(("kind", "axis"), [(k, axis) for k, (_, _, a) in OTHERS.items() for axis in range(a.ndim)])
 def test_an_array_of_other_axes(kind, axis, tmp_path):
     field, axes, array = OTHERS[kind]
-    save(tmp_path / "in/a.npy", emptied(array, axis))
-    layout = {field: f"a.npy : -> {axes}"} | ({"L.size": L} if "(L D)" in axes else {})
-    layout |= {"S.lengths": "n.npy : -> N"} if "(N S)" in axes else {}
-    if "(N S)" in axes:
-        save(tmp_path / "in/n.npy", np.full(N, S))
+    dump(tmp_path / "in/a.pkl", {"x": emptied(array, axis), "n": np.full(N, S)})
+    layout = {field: f"a.pkl : x -> {axes}"} | ({"L.size": L} if "(L D)" in axes else {})
+    layout |= {"S.lengths": "a.pkl : n -> N"} if "(N S)" in axes else {"ignore": "a.pkl : n"}
 
     refused(records(layout, tmp_path / "in"), field, "S.lengths", "no trace")
