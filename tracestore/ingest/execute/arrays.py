@@ -117,11 +117,13 @@ class ArrayReader:
                 yield [cell for cell in cells if cell.bound[name] == number], fixed
         elif "P" in cells[0].axes:
             count = extent(cells[0].value, cells[0].axes, "P") or 0
+            if not count:
+                raise InvalidInputError("found zero passes, expected at least one", field=cells[0].place.name)
             if rows is None:
                 yield from ((cells, {**fixed, "P": number}) for number in range(count))
                 return
             kept = next((k for k, row in enumerate(rows) if row < 0), len(rows))
-            if kept > count or any(row >= 0 for row in rows[kept:]):
+            if not 0 < kept <= count or any(row >= 0 for row in rows[kept:]):
                 raise InvalidInputError(f"found {rows!s:.60} for {count} passes", field="P.rows")
             yield from ((cells, {**fixed, "P": number, "N": rows[number]}) for number in range(kept))
         else:
