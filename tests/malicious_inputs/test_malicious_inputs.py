@@ -63,7 +63,7 @@ def test_the_valid_files_that_the_corpus_changes_are_accepted(tmp_path):
 
 
 def test_their_gzip_files_are_accepted_within_the_limits(tmp_path):
-    """A file inside is read as it is: its values are limited by the bytes on disk."""
+    """The container inside is read; its values are limited by the bytes on disk."""
     paths = []
     for name, (_, data) in valid_files().items():
         paths.append(tmp_path / f"{name}.pkl.gz")

@@ -11,7 +11,7 @@ FIELDS = {"hs": "hidden_states", "attn": "attentions", "ids": "tokens", "words":
 
 
 def emptied(value, axis):
-    """Return a value without what lies on one of its axes."""
+    """Return a value with length 0 on one of its axes."""
     array = np.asarray(value)
     return np.empty((*array.shape[:axis], 0, *array.shape[axis + 1 :]), array.dtype)
 

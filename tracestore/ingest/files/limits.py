@@ -36,7 +36,7 @@ class Limits:
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of the file on disk, as far as they have been read."""
+        """Bytes of the file on disk."""
         return self._read_bytes() if self._disk_bytes is None else self._disk_bytes
 
     def charge(self, text_bytes: int = 0, array_bytes: int = 0, count: int = 1) -> None:
