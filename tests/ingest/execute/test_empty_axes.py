@@ -65,7 +65,7 @@ def test_an_array_of_a_stack(name, axis, suffix, tmp_path):
     np.savez(tmp_path / "in/a.npz", **arrays) if suffix == "npz" else dump(tmp_path / "in/a.pkl", arrays)
     layout = {field: f"a.{suffix} : {key} -> {axes}" for key, (field, axes, _) in STACK.items()}
 
-    refused(records(layout, tmp_path / "in"), STACK[name][0], "hidden_states")
+    refused(records(layout, tmp_path / "in"), STACK[name][0], "hidden_states", "belongs to no trace")
 
 
 @pytest.mark.parametrize(("kind", "axis"), [(k, axis) for k, (_, _, a) in OTHERS.items() for axis in range(a.ndim)])
