@@ -116,7 +116,7 @@ class ArrayReader:
             for number in numbers:
                 yield [cell for cell in cells if cell.bound[name] == number], fixed
         elif "P" in cells[0].axes:
-            count = extent(cells[0].value, cells[0].axes, "P") or 0
+            count = extent(cells[0].value, cells[0].axes, "P")
             if not count:
                 raise InvalidInputError("found zero passes, expected at least one", field=cells[0].place.name)
             if rows is None:
