@@ -187,9 +187,14 @@ def read_block(
             _gridded(arrays, tuple(found.values()), (*found, *rest), letters, what)
             for arrays in zip(*parts, strict=True)
         ]
+    _check_layers(layers, what)
+    return Block(layers, tuple(numbers) if of_layers == "layer" else None)
+
+
+def _check_layers(layers: Sequence[np.ndarray], what: str) -> None:
+    """Refuse a trace of zero layers."""
     if not layers:
         raise InvalidInputError("found zero layers, expected at least one", field=what)
-    return Block(layers, tuple(numbers) if of_layers == "layer" else None)
 
 
 def _grid_of(
