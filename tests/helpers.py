@@ -202,6 +202,12 @@ def tree_bytes(store):
     }
 
 
+def segment_of(store, number=0):
+    """Return the path of a segment in a store."""
+    with tracestore.open(store) as opened:
+        return opened.internals.index.segment(number).path
+
+
 def tree_digest(folder):
     """Return a hash of the names, kinds, link targets and bytes of all files below a folder."""
     digest = hashlib.blake2b()

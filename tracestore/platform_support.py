@@ -15,8 +15,9 @@ from typing import NamedTuple
 _PROC = Path("/proc")
 _SHARED_MEMORY = Path("/dev/shm")
 _ZEROS = bytes(1 << 20)
-# Name of the system call that exchanges two paths, its value for the current folder, and its flag.
-_EXCHANGE = {"linux": ("renameat2", -100, 2), "darwin": ("renameatx_np", -2, 2)}
+# Name of the system call that renames with a flag, its value for the current folder, and its flags: exchange the two
+# paths, and fail if the new one exists.
+_RENAME = {"linux": ("renameat2", -100, 2, 1), "darwin": ("renameatx_np", -2, 2, 4)}
 
 
 def num_processors() -> int:
@@ -194,8 +195,33 @@ def exchange(one: Path, other: Path) -> bool:
     OSError
         One of the paths cannot be renamed.
     """
-    name, cwd, flag = _EXCHANGE.get(sys.platform, ("", 0, 0))
-    function = getattr(ctypes.CDLL(None, use_errno=True), name, None) if name else None
+    return _rename(one, other, 2)
+
+
+def rename_exclusive(path: Path, new: Path) -> bool:
+    """Rename a file or folder unless the new path exists.
+
+    Returns
+    -------
+    bool
+        False, with nothing changed, if the system or the file system does not support it.
+
+    Raises
+    ------
+    FileExistsError
+        The new path exists.
+    OSError
+        The path cannot be renamed.
+    """
+    return _rename(path, new, 3)
+
+
+def _rename(one: Path, other: Path, kind: int) -> bool:
+    """Call the system call of _RENAME; `kind` is the position of the flag."""
+    if sys.platform not in _RENAME:
+        return False
+    name, cwd, flag = _RENAME[sys.platform][0], _RENAME[sys.platform][1], _RENAME[sys.platform][kind]
+    function = getattr(ctypes.CDLL(None, use_errno=True), name, None)
     if function is None:
         return False
     function.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)

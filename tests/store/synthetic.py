@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.helpers import make_traces, write_store
+from tests.helpers import make_traces, segment_of, write_store
 from tracestore._core.kernels import crc32c
 from tracestore.store.format import manifest as mf
 from tracestore.store.format import paths
@@ -46,20 +46,22 @@ def make_index_only_store(
         segments = (end // per_segment if k < num_parts - 1 else num_segments) - first_segment
         arrays["segment_traces"] = np.full(segments, per_segment, "<i4")
         arrays["segment_tokens"] = np.full(segments, int(tokens.sum()) // max(1, segments), "<i8")
-        rows = (path / "segments/00000000/rows.zip").read_bytes()
+        rows = (path / segment_of(files.root) / "rows.zip").read_bytes()
         arrays["segment_size"] = np.full(segments, len(rows), "<i8")
         arrays["segment_crc32c"] = np.full(segments, crc32c(rows), "<u4")
         names = [f"{number:08d}" for number in range(first_segment, first_segment + segments)]
         arrays["segment_name"], arrays["segment_name_offsets"] = encode_strings(names)
         data = pack_group(mf.with_key_table(arrays), {})
         generation += 1
-        name = paths.index(generation)
+        name = paths.small_file("index", generation, crc32c(data))
         (path / name).write_bytes(data)
         parts.append(mf.PartRef(name, len(data), crc32c(data), first, n, first_segment, segments, 0, 0))
     scores = np.linspace(0, 1, num_traces)
     values = Columns({"score": scores}, np.full(num_traces, np.nan), *encode_strings([""] * num_traces))
     data = pack_group(values.arrays(), {})
-    columns = mf.ColumnsRef(paths.columns(generation), len(data), crc32c(data), 0, num_traces)
+    columns = mf.ColumnsRef(
+        paths.small_file("columns", generation, crc32c(data)), len(data), crc32c(data), 0, num_traces
+    )
     (path / columns.path).write_bytes(data)
     attributes = replace(old.attributes, scores={"score": ScoreField()}, default_score="score")
     manifest = replace(

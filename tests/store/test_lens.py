@@ -178,8 +178,8 @@ def test_without_a_commit_nothing_is_left(tmp_path):
 def test_leftovers_of_a_killed_writer_are_removed(tmp_path):
     path = write_store(tmp_path / "s.zarr", make_traces(2, layers=2, dim=DIM))
     before = tree_bytes(path)
-    (path / "segments/.tmp-lens/unembedding/c/0").mkdir(parents=True)
-    (path / "segments/.tmp-lens/unembedding/c/0/0").write_bytes(b"x")
+    (path / ".tmp-0123456789abcdef/00000001/unembedding/c/0").mkdir(parents=True)
+    (path / ".tmp-0123456789abcdef/00000001/unembedding/c/0/0").write_bytes(b"x")
     with tracestore.create(path, append=True):
         pass
     assert tree_bytes(path) == before

@@ -251,7 +251,7 @@ class Conversion:
             attention=stored["attention"],
             keep_dtype=stored["dtype"] == "keep",
             max_memory=self._options.memory_budget // (4 * max(4, workers)),
-            scratch=writer.path,
+            scratch=writer.scratch,
             # A single worker needs a small queue only. With several, the queue decides how far the
             # others get while the first file is written.
             max_waiting=self._options.memory_budget // (8 if workers == 1 else 2),
@@ -272,7 +272,7 @@ class Conversion:
             # Writing ahead needs a second worker, and rows that a segment holds without compression.
             if workers > 1 and stored["codec"] == "none":
                 ahead = AheadOptions(
-                    writer.path / paths.SPOOL_FOLDER,
+                    writer.scratch / paths.SPOOL_FOLDER,
                     writer.commit_bytes,
                     writer.split_bytes,
                     lambda: writer.pending_bytes,

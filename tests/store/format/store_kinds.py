@@ -650,9 +650,9 @@ def killed_conversion(path: Path, *, generation: int, follow: bool) -> None:
     """Kill a conversion before the manifest of `generation` gets its name, and continue it if `follow`."""
     for k, trace in enumerate(make_traces(6)):
         write_pickle(inputs(path) / f"{k // 2}-{k}.pkl", [trace])
-    original = os.rename
+    original = os.link
 
-    def rename(source: Any, target: Any) -> None:
+    def link(source: Any, target: Any) -> None:
         if os.path.basename(target) == f"{generation:010d}" and "manifest" in os.fspath(target):
             os._exit(9)
         original(source, target)
@@ -661,7 +661,7 @@ def killed_conversion(path: Path, *, generation: int, follow: bool) -> None:
         child = os.fork()
         if child == 0:
             try:
-                with mock.patch("os.rename", rename):
+                with mock.patch("os.link", link):
                     convert(inputs(path), path)
             finally:
                 os._exit(1)

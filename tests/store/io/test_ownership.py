@@ -5,7 +5,7 @@ import os
 import pytest
 
 import tracestore
-from tests.helpers import command, convert, error_of, tree_digest, write_scores
+from tests.helpers import command, convert, error_of, segment_of, tree_digest, write_scores
 from tracestore.errors import UsageError
 from tracestore.extract.questions import Question
 from tracestore.extract.run import extract_to_store
@@ -93,8 +93,9 @@ def test_a_file_of_the_user_in_a_store_is_kept(store_path, source):
     assert tree_digest(store_path) == before
     os.rename(store_path / "notes.txt", store_path / ".DS_Store")
     convert(source, store_path)
-    _user_files(store_path, "segments/00000000/notes.txt")
+    name = f"{segment_of(store_path)}/notes.txt"
+    _user_files(store_path, name)
     convert(source, store_path, "--overwrite")
     assert len(tracestore.open(store_path)) == 1
     left = list(store_path.parent.rglob("notes.txt"))
-    assert [p.read_text() for p in left] == ["of the user: segments/00000000/notes.txt"]
+    assert [p.read_text() for p in left] == [f"of the user: {name}"]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import tracestore
-from tests.helpers import convert, make_traces, tree_digest, write_pickle
+from tests.helpers import convert, make_traces, segment_of, tree_digest, write_pickle
 from tracestore.store.io import replacement
 from tracestore.store.maintain.verify import verify_store
 
@@ -17,11 +17,12 @@ def test_overwrite_keeps_the_store_until_all_sources_are_accepted(store_path, tm
     convert(tmp_path / "new", store_path, "--overwrite", check=3)
     assert tree_digest(store_path) == before
     unfinished = tmp_path / ".tmp-store.zarr"
-    inode = (unfinished / "segments/00000000").stat().st_ino
+    name = segment_of(unfinished)
+    inode = (unfinished / name).stat().st_ino
     (tmp_path / "new/b.pkl").unlink()
     convert(tmp_path / "new", store_path, "--overwrite")
     assert len(tracestore.open(store_path)) == 2 and not unfinished.exists()
-    assert (store_path / "segments/00000000").stat().st_ino == inode, "converted files are reused"
+    assert (store_path / name).stat().st_ino == inode, "converted files are reused"
     assert not verify_store(store_path).damaged and not verify_store(store_path).leftovers
 
 
@@ -76,6 +77,7 @@ def test_a_creation_that_was_killed_is_continued(tmp_path, source):
     store = tmp_path / "s.zarr"
     store.mkdir()
     (store / "lock").touch()
-    (store / ".tmp-zarr.json").write_bytes(b"{")
+    (store / ".tmp-0123456789abcdef/00000001").mkdir(parents=True)
+    (store / ".tmp-0123456789abcdef/small").write_bytes(b"{")
     convert(source, store)
     assert not verify_store(store).leftovers and len(tracestore.open(store)) == 1

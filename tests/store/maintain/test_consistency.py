@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import tracestore
-from tests.helpers import command, error_of
+from tests.helpers import command, error_of, segment_of
 from tests.malicious_inputs.stores import Store, valid_stores
 from tracestore.errors import CorruptStoreError, TracestoreError
 from tracestore.store.maintain.verify import verify_store
@@ -16,7 +16,7 @@ from tracestore.store.maintain.verify import verify_store
 def test_edges_that_leave_their_graph_are_refused(tmp_path):
     (edges,) = (p for p in valid_stores(tmp_path) if p.stem == "edges")
     store = Store(edges)
-    name = "segments/00000000/edge_index/c/0/0"
+    name = f"{segment_of(edges)}/edge_index/c/0/0"
     data = bytearray((edges / name).read_bytes())
     struct.pack_into("<i", data, 0, 10**6)
     store.write(name, bytes(data))
@@ -77,7 +77,7 @@ def test_invalid_values_of_the_index_are_refused(single_generation):
 
 def test_zarr_json_is_compared_as_a_document(single_generation):
     """The order of keys and white space do not matter; any other difference is an error."""
-    store, name = Store(single_generation), "segments/00000000/hidden_states/zarr.json"
+    store, name = Store(single_generation), f"{segment_of(single_generation)}/hidden_states/zarr.json"
     document = json.loads((single_generation / name).read_text())
     store.write(name, json.dumps(dict(reversed(document.items()))).encode())
     store.reseal()
@@ -92,4 +92,4 @@ def test_zarr_json_is_compared_as_a_document(single_generation):
             pytest.raises(CorruptStoreError, match=r"hidden_states/zarr\.json"),
         ):
             _ = opened[0].hidden_states
-        assert list(verify_store(single_generation).damaged) == ["segments/00000000/hidden_states/zarr.json"]
+        assert list(verify_store(single_generation).damaged) == [name]

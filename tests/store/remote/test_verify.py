@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.helpers import command
+from tests.helpers import command, segment_of
 from tests.malicious_inputs.stores import Store
 from tests.store.remote.stores import upload
 from tracestore.errors import UsageError
@@ -19,8 +19,8 @@ def test_every_damaged_object_is_found(remote_store, local_store, tmp_path):
     assert not verify_store(remote_store, quick=True).damaged
     objects = ObjectStore(remote_store)
     for path in (
-        "segments/00000001/attention/c/0",
-        "segments/00000002/rows.zip",
+        f"{segment_of(local_store, 1)}/attention/c/0",
+        f"{segment_of(local_store, 2)}/rows.zip",
         "zarr.json",
         "index/0000000006.zip",
     ):

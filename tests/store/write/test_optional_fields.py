@@ -9,7 +9,16 @@ import pytest
 import torch
 
 import tracestore
-from tests.helpers import command, convert, make_optional, make_trace, make_traces, write_pickle, write_store
+from tests.helpers import (
+    command,
+    convert,
+    make_optional,
+    make_trace,
+    make_traces,
+    segment_of,
+    write_pickle,
+    write_store,
+)
 from tests.malicious_inputs.stores import Store, change_array
 from tracestore.errors import CorruptStoreError, InvalidInputError
 from tracestore.store.format import schema
@@ -100,7 +109,7 @@ def test_a_token_without_hidden_states_disturbs_no_reader(tmp_path):
 def test_a_segment_without_the_fields_has_no_array_for_them(tmp_path):
     traces = [*make_traces(3), make_all()[1] | {"question_id": "new"}]
     path = write_store(tmp_path / "s.zarr", traces, commit_after=[2])
-    first, second = (Store(path).group(f"segments/0000000{k}/rows.zip", schema.ROW_DTYPES).names for k in (0, 1))
+    first, second = (Store(path).group(f"{segment_of(path, k)}/rows.zip", schema.ROW_DTYPES).names for k in (0, 1))
     assert second - first == {name for arrays in schema.OPTIONAL_ARRAYS.values() for name in arrays}
 
 
@@ -225,8 +234,9 @@ def damaged(path, name, change):
 )
 def test_verify_detects_inconsistent_fields(tmp_path, name, change, reason):
     path = write_store(tmp_path / "s.zarr", make_all())
+    rows = f"{segment_of(path)}/rows.zip"
     found = damaged(path, name, change)
-    assert list(found) == ["segments/00000000/rows.zip"] and reason in found["segments/00000000/rows.zip"], found
+    assert list(found) == [rows] and reason in found[rows], found
     with contextlib.suppress(CorruptStoreError), tracestore.open(path) as store:
         for trace in store:
             _ = trace.optional_fields

@@ -19,21 +19,23 @@ TOP_FOLDERS = ("manifest", "segments", "index", "columns")
 _ARRAYS = "|".join(schema.LARGE_ARRAYS)
 _SEGMENT_NAME = r"[0-9a-z][0-9a-z_-]{0,62}"
 _IN_SEGMENT = rf"(?:zarr\.json|rows\.zip|(?:{_ARRAYS})/(?:zarr\.json|c(?:/0){{1,3}}))"
-_COMMITTED = re.compile(
-    rf"segments/{_SEGMENT_NAME}/{_IN_SEGMENT}|(?:columns|index)/[0-9]{{10}}\.zip|index/[0-9]{{10}}\.manifest"
-)
+# The first versions wrote small files without their checksum in the name.
+_SMALL = r"(?:columns|index)/[0-9]{10}(?:-[0-9a-f]{8})?\.zip"
+_COMMITTED = re.compile(rf"segments/{_SEGMENT_NAME}/{_IN_SEGMENT}|{_SMALL}|index/[0-9]{{10}}\.manifest")
 _GENERATION = re.compile(r"[0-9]{10}")
 _TEMPORARY = re.escape(TEMPORARY_PREFIX)
+_WRITING = rf"{_TEMPORARY}[0-9a-f]{{16}}"  # the temporary folder of a writer
+_WRITING_NAME = re.compile(_WRITING)
+_SPOOL = rf"{_WRITING}/{re.escape(SPOOL_FOLDER)}"
 _OWN_FILE = re.compile(
     rf"zarr\.json|lock|{_TEMPORARY}zarr\.json"
     rf"|manifest/(?:newest|(?:{_TEMPORARY}|{DAMAGED_PREFIX})?[0-9]{{10}})"
-    rf"|segments/(?:{_TEMPORARY})?{_SEGMENT_NAME}/{_IN_SEGMENT}"
-    rf"|(?:columns|index)/(?:{_TEMPORARY})?[0-9]{{10}}\.zip|index/(?:{_TEMPORARY})?[0-9]{{10}}\.manifest"
-    rf"|{re.escape(SPOOL_FOLDER)}/[0-9]{{8}}(?:/[0-9]{{4}}-(?:{_ARRAYS}))?"
+    rf"|segments/{_SEGMENT_NAME}/{_IN_SEGMENT}|{_SMALL}|index/(?:{_TEMPORARY})?[0-9]{{10}}\.manifest"
+    rf"|{_WRITING}/(?:lock|small|[0-9]{{8}}/{_IN_SEGMENT})|{_SPOOL}/[0-9]{{8}}(?:/[0-9]{{4}}-(?:{_ARRAYS}))?"
 )
 _OWN_FOLDER = re.compile(
-    rf"manifest|segments|index|columns|{re.escape(SPOOL_FOLDER)}(?:/[0-9]{{8}})?"
-    rf"|segments/(?:{_TEMPORARY})?{_SEGMENT_NAME}(?:/(?:{_ARRAYS})(?:/c(?:/0){{0,2}})?)?"
+    rf"manifest|segments|index|columns|{_WRITING}|{_SPOOL}(?:/[0-9]{{8}})?"
+    rf"|(?:segments/{_SEGMENT_NAME}|{_WRITING}/[0-9]{{8}})(?:/(?:{_ARRAYS})(?:/c(?:/0){{0,2}})?)?"
 )
 
 
@@ -55,9 +57,14 @@ def is_own(path: str, *, is_folder: bool) -> bool:
     return (_OWN_FOLDER if is_folder else _OWN_FILE).fullmatch(path) is not None
 
 
-def segment(number: int) -> str:
-    """Return the path of the folder in which a writer creates a segment. Readers know no rule for names."""
-    return f"segments/{number:08d}"
+def is_writing_folder(name: str) -> bool:
+    """Return whether `name` is that of the temporary folder of a writer, which lies in the store's folder."""
+    return _WRITING_NAME.fullmatch(name) is not None
+
+
+def segment(name: str) -> str:
+    """Return the path of a segment's folder. Readers know no rule for names."""
+    return f"segments/{name}"
 
 
 def segment_rows(segment: str) -> str:
@@ -65,36 +72,19 @@ def segment_rows(segment: str) -> str:
     return f"{segment}/rows.zip"
 
 
-def temporary(path: str) -> str:
-    """Return the path that a file or folder has until it is complete."""
-    folder, _, name = path.rpartition("/")
-    return f"{folder}/{TEMPORARY_PREFIX}{name}"
-
-
 def manifest(generation: int) -> str:
     """Return the path of a generation's manifest."""
     return f"manifest/{generation:010d}"
 
 
-def index(generation: int) -> str:
-    """Return the path of the index part that a generation's commit writes."""
-    return f"index/{generation:010d}.zip"
-
-
-def columns(generation: int) -> str:
-    """Return the path of the columns that a generation's commit writes."""
-    return f"columns/{generation:010d}.zip"
+def small_file(folder: str, generation: int, crc: int) -> str:
+    """Return the path of a file that a generation's commit adds to the folder index or columns."""
+    return f"{folder}/{generation:010d}-{crc:08x}.zip"
 
 
 def manifest_copy(generation: int) -> str:
     """Return the path of the second copy of a manifest, which repair and verify read."""
     return f"index/{generation:010d}.manifest"
-
-
-def generation_of(path: str) -> int | None:
-    """Return the generation whose commit wrote a file of index/ or columns/, or None for another file."""
-    name = path.rpartition("/")[2].partition(".")[0]
-    return int(name) if is_own(path, is_folder=False) and is_generation(name) else None
 
 
 def is_generation(name: str) -> bool:

@@ -10,12 +10,13 @@ import os
 import secrets
 import shutil
 import stat
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from tracestore.errors import CorruptStoreError, DiskFullError, StorageError, StoreLockedError, UsageError
-from tracestore.platform_support import name_file, open_unnamed
+from tracestore.platform_support import name_file, open_unnamed, rename_exclusive
 from tracestore.store.format.paths import TEMPORARY_PREFIX
 
 # Default size limit of JSON documents: results.json of 1,000,000 traces and 25 runs stays below it.
@@ -26,6 +27,11 @@ _LOCK_HELD_ERRORS = (errno.EWOULDBLOCK, errno.EACCES)
 # Largest field of a CSV file that is read. The longest id and every other value that `write_rows` gets are shorter.
 MAX_FIELD_BYTES = 64 << 20
 _MAX_IOVECS = 512  # per call of pwritev; IOV_MAX is 1,024
+# How long a writer waits for the lock of a store, which others hold during a commit.
+LOCK_WAIT_S = 30.0
+_LOCK_POLL_S = 0.005
+# Errors of link() on file systems without hard links.
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 
 
 def retry_eintr(call: Callable[..., Any], *arguments: Any) -> Any:
@@ -107,6 +113,35 @@ def replace_file(path: Path, data: bytes) -> None:
     fsync_path(path.parent)
 
 
+def give_name(temporary: Path, path: Path) -> bool:
+    """Give a complete file or folder its name, unless the name exists; the caller synchronizes the folder of the name.
+
+    Returns
+    -------
+    bool
+        False, with nothing changed, if the name exists.
+    """
+    try:
+        if not temporary.is_dir():
+            try:
+                retry_eintr(os.link, temporary, path)
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+            else:
+                retry_eintr(os.unlink, temporary)
+                return True
+        if not rename_exclusive(temporary, path):
+            # Only a file system without this call and without links gets here. The lock of the store excludes
+            # other writers.
+            if os.path.lexists(path):
+                return False
+            retry_eintr(os.rename, temporary, path)
+    except FileExistsError:
+        return False
+    return True
+
+
 def open_regular(path: Path) -> BinaryIO:
     """Open a regular file for reading.
 
@@ -162,7 +197,7 @@ def remove_tree(path: Path) -> None:
 
 
 def try_remove_tree(path: Path) -> None:
-    """Remove a temporary folder or file and ignore errors; the next writer removes what is left."""
+    """Remove a temporary folder or file and ignore errors."""
     with contextlib.suppress(OSError):
         remove_tree(path)
 
@@ -272,31 +307,63 @@ def require_free_bytes(path: Path, needed_bytes: int, what: str) -> None:
         )
 
 
-class WriterLock:
-    """An exclusive flock on STORE/lock, which the kernel releases when the process ends."""
+class FolderRemovedError(StoreLockedError):
+    """The folder or its lock was removed while the lock was taken: another process has removed its empty folder."""
 
-    def __init__(self, store: Path) -> None:
+
+class WriterLock:
+    """An exclusive flock on FOLDER/lock, which the kernel releases when the process ends.
+
+    Parameters
+    ----------
+    folder : Path
+    wait_s : float
+        How long to wait while another process holds the lock.
+
+    Raises
+    ------
+    StoreLockedError
+        If another process holds the lock.
+    FolderRemovedError
+        If another process has just removed the folder.
+    """
+
+    def __init__(self, folder: Path, *, wait_s: float = 0.0) -> None:
         try:
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            self._fd = os.open(store / "lock", flags, 0o644)
+            self._fd = os.open(folder / "lock", flags, 0o644)
         except FileNotFoundError:
-            raise StoreLockedError(f"{store}: another writer has just removed its empty store") from None
+            raise FolderRemovedError(f"{folder}: another writer has just removed its empty store") from None
         except OSError as error:
             if error.errno in (errno.EISDIR, errno.ELOOP):
                 raise CorruptStoreError("lock: not a regular file") from None
             raise
         try:
-            with with_filename(store / "lock"):
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with with_filename(folder / "lock"):
+                self._wait(wait_s)
             # A writer that committed nothing removes its store including this file. A lock on the
             # removed file would not exclude a writer that creates the store again.
-            if not is_same_file(self._fd, store / "lock"):
-                raise BlockingIOError(errno.EWOULDBLOCK, "removed")
+            if not is_same_file(self._fd, folder / "lock"):
+                raise FolderRemovedError(f"{folder}: another writer has just removed its empty store")
         except OSError as error:
             os.close(self._fd)
             if error.errno in _LOCK_HELD_ERRORS:
-                raise StoreLockedError(f"{store}: another writer holds the store") from None
+                raise StoreLockedError(f"{folder}: another writer holds the store") from None
             raise
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def _wait(self, wait_s: float) -> None:
+        until = time.monotonic() + wait_s
+        while True:
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except OSError as error:
+                if error.errno not in _LOCK_HELD_ERRORS or time.monotonic() >= until:
+                    raise
+            time.sleep(_LOCK_POLL_S)
 
     def read(self) -> bytes:
         """Return the first 64 bytes of the lock file."""

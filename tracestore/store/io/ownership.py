@@ -2,6 +2,7 @@
 
 import contextlib
 import enum
+import errno
 import os
 import stat
 import time
@@ -139,9 +140,9 @@ def _require_own(store: Path, path: str) -> None:
 
 def _is_unfinished(store: Path, names: list[str]) -> bool:
     """Return whether a writer was stopped before it had written the root zarr.json."""
-    if not set(names) <= _UNFINISHED_FILES:
+    if not {name for name in names if not paths.is_writing_folder(name)} <= _UNFINISHED_FILES:
         return False
-    for name in names:
+    for name in set(names) & _UNFINISHED_FILES:
         status = os.lstat(store / name)
         if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_ROOT_BYTES:
             return False
@@ -181,10 +182,18 @@ def remove_own(store: Path, path: str) -> bool:
     if not is_folder:
         retry_eintr(os.unlink, store / path)
         return True
-    kept = [name for name in os.listdir(store / path) if not remove_own(store, f"{path}/{name}")]
-    if not kept:
+    # The lock of a temporary folder goes last: until then its holder excludes others.
+    names = sorted(os.listdir(store / path), key=lambda name: name == "lock")
+    kept = [name for name in names if not remove_own(store, f"{path}/{name}")]
+    if kept:
+        return False
+    try:
         retry_eintr(os.rmdir, store / path)
-    return not kept
+    except OSError as error:
+        if error.errno != errno.ENOTEMPTY:
+            raise
+        return False  # Another process has created a file in it.
+    return True
 
 
 def require_removed(store: Path, path: str) -> None:
@@ -203,7 +212,9 @@ def remove_contents(store: Path, *, keep_lock: bool = False) -> None:
     without traces.
     """
     remove_own(store, "manifest")
-    for name in ("index", "columns", "segments", paths.SPOOL_FOLDER, f"{TEMPORARY_PREFIX}zarr.json", "zarr.json"):
+    for name in ("index", "columns", "segments", f"{TEMPORARY_PREFIX}zarr.json", "zarr.json"):
+        remove_own(store, name)
+    for name in filter(paths.is_writing_folder, os.listdir(store)):
         remove_own(store, name)
     if not keep_lock:
         remove_own(store, "lock")

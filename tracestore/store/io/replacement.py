@@ -8,6 +8,7 @@ from tracestore.platform_support import exchange
 from tracestore.store.format.paths import TEMPORARY_PREFIX
 from tracestore.store.io import fsio
 from tracestore.store.io.ownership import REPLACEMENT, FolderKind, classify_folder, remove_contents
+from tracestore.store.io.writing_folder import require_no_writer
 
 
 def replacement_dir(store: Path) -> Path:
@@ -18,13 +19,19 @@ def replacement_dir(store: Path) -> Path:
 class Replacement:
     """A folder next to a store in which a writer prepares the store that replaces it.
 
-    The object holds the writer lock of the old store until swap(), so that only readers use the old store. After
-    an interruption at any time the store's path holds either the old or the new store.
+    The object holds the lock of the old store until swap(), so that only readers use the old store. After an
+    interruption at any time the store's path holds either the old or the new store. StoreLockedError if a writer has
+    the old store open.
     """
 
     def __init__(self, target: Path) -> None:
         self.target, self.folder = target, replacement_dir(target)
         self._old_lock = fsio.WriterLock(target)
+        try:
+            require_no_writer(target)
+        except BaseException:
+            self.close()
+            raise
 
     def begin(self, lock: fsio.WriterLock) -> bool:
         """Mark the folder, whose lock the caller holds, as a replacement.

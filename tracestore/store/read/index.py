@@ -268,10 +268,11 @@ class StoreIndex:
             if not np.array_equal(rows, np.arange(1, part.num_items("sample") + 1)):
                 raise ValueError("key_table: a row is missing or repeated")
 
-    def sources(self) -> Iterator[SourceEntry]:
-        """Yield every committed source."""
-        for part in self._parts:
-            yield from self._sources(part, 0, part.num_items("source_size"))
+    def sources(self, first: int = 0) -> Iterator[SourceEntry]:
+        """Yield the committed sources from number `first` on."""
+        for begin, part in zip(self._first_source, self._parts, strict=True):
+            count = part.num_items("source_size")
+            yield from self._sources(part, min(count, max(0, first - begin)), count)
 
 
 class QuestionIds(Sequence[str]):

@@ -22,6 +22,8 @@ _MAX_SMALL_BYTES = 4 << 20
 # More objects than any store has.
 _MAX_NAMES = 4_000_000
 _CHUNK_BYTES = 1 << 20
+# Size of the parts in which a file is uploaded.
+_PART_BYTES = 64 << 20
 _ATTEMPTS_TO_GO_ON = 2
 _AT_ONCE = 16
 _ATTEMPTS_OF_ONE_REQUEST = 2
@@ -75,8 +77,6 @@ class ObjectStore(Server):
         if re.search(r"[?#\s\\]|//|(^|/)\.{1,2}(/|$)", rest.rstrip("/")) or not rest.strip("/"):
             raise UsageError(f"{address}: found an address with an empty part, '..', a blank, '?' or '#'")
         self.can_list = scheme in ("s3", "gs")
-        # Called before each attempt to change an object; may raise.
-        self.before_write: Callable[[], None] = lambda: None
         self._web: WebServer | None = None
         self._errors: Any = None
         if self.can_list:
@@ -249,6 +249,19 @@ class ObjectStore(Server):
             return []
         return sorted({m.rstrip("/") for m in re.findall(r'href="(?:\./)?([^"/?#:]+/?)"', page)})
 
+    def list_names(self) -> list[str]:
+        """Return the names of the objects and folders directly below the address, with one request for 1,000 of them.
+
+        UsageError if there is no such bucket.
+        """
+
+        def listed() -> list[str]:
+            found = self._obstore.list_with_delimiter(self._store)
+            return [*found["common_prefixes"], *(str(o["path"]) for o in found["objects"])]
+
+        with self._naming_bucket():
+            return self.retry("", listed)
+
     def list_recursive(self, folder: str) -> list[str]:
         """Return the paths of all objects below a folder, in order. RemoteError for an endless listing."""
         began = time.monotonic()
@@ -277,13 +290,20 @@ class ObjectStore(Server):
 
     def put(self, path: str, data: bytes | Path, **how: Any) -> Version:
         """Write an object and return its version; `how` are options of obstore. By default an object is replaced."""
+        if isinstance(data, Path):
+            how = {"chunk_size": _PART_BYTES, "max_concurrency": 1} | how
 
         def call() -> Any:
-            self.before_write()
             return self._obstore.put(self._store, path, data, **how)
 
-        try:
+        with self._naming_bucket():
             return _version(self.retry(path, call))
+
+    @contextlib.contextmanager
+    def _naming_bucket(self) -> Iterator[None]:
+        """Raise UsageError if a request that needs no object finds nothing."""
+        try:
+            yield
         except FileNotFoundError:
             raise UsageError(f"{self.address}: no such bucket") from None
 
@@ -310,19 +330,11 @@ class ObjectStore(Server):
         except FileNotFoundError:
             return None
 
-    def put_if_match(self, path: str, version: Version, data: bytes) -> Version | None:
-        """Replace this version of an object and return the new version; None if the version has changed."""
-        try:
-            return self.put(path, data, mode=version, use_multipart=False)
-        except (self._obstore.exceptions.PreconditionError, UsageError):
-            return self._version_if(path, data)
-
     def delete(self, paths: list[str]) -> None:
         """Remove objects. A missing object is no error."""
 
         def remove(path: str) -> None:
             def call() -> None:
-                self.before_write()
                 self._obstore.delete(self._store, path)
 
             with contextlib.suppress(FileNotFoundError):

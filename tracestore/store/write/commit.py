@@ -1,26 +1,24 @@
 """The commit protocol, which leads from one generation to the next (docs/format.md, "Commit")."""
 
-import contextlib
-import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from tracestore._core.kernels import crc32c
-from tracestore.errors import CorruptStoreError
 from tracestore.store.format import manifest as mf
 from tracestore.store.format import paths, schema
 from tracestore.store.format.entries import FileEntry
-from tracestore.store.format.paths import TEMPORARY_PREFIX
 from tracestore.store.format.ragged import encode_strings
 from tracestore.store.format.zarr_json import group_metadata
 from tracestore.store.format.zip_group import pack_group
 from tracestore.store.io import fsio
-from tracestore.store.io.files import LocalFiles
-from tracestore.store.io.ownership import remove_own, require_removed
+from tracestore.store.io.files import ReadableFiles, RemoteURL
 from tracestore.store.read.columns import Columns, join_columns, read_columns
+from tracestore.store.read.generation import PinnedGeneration
 from tracestore.store.read.index import StoreIndex
 from tracestore.store.write.pending import Pending
 
@@ -31,7 +29,7 @@ def root_metadata(attributes: schema.Attributes) -> bytes:
 
 
 def write_root(store: Path, attributes: schema.Attributes) -> None:
-    """Write the root zarr.json unless it has these attributes already."""
+    """Write the root zarr.json of a store that is being made, unless it has these attributes already."""
     root, expected = store / "zarr.json", root_metadata(attributes)
     try:
         if root.read_bytes() == expected:
@@ -41,38 +39,108 @@ def write_root(store: Path, attributes: schema.Attributes) -> None:
     fsio.replace_file(root, expected)
 
 
-def commit(store: Path, index: StoreIndex, attributes: schema.Attributes, pending: Pending) -> mf.Manifest:
-    """Make the pending changes durable as the next generation.
+class CommitTarget(Protocol):
+    """Where a writer's commits go: a folder or an object store. Nothing that was added is changed or named again.
 
-    Until the manifest is renamed to its path, readers and the next writer see the old generation.
-    remove_unreferenced() removes the files that an exception leaves behind.
+    Attributes
+    ----------
+    location : Path or RemoteURL
+        As the caller named it.
+    is_begun : bool
+        Whether there is an unfinished store of an interrupted writer with `overwrite`.
+    replaced_generation : int
+        Number of the generation that the first one of a new store follows.
     """
-    old = index.manifest
-    for name in paths.TOP_FOLDERS:
-        fsio.makedirs(store / name)
-    if old.generation == 0:
-        # An earlier writer may have created the folders and stopped before synchronizing them.
-        fsio.fsync_path(store)
-        with contextlib.suppress(PermissionError):
-            fsio.fsync_path(store.parent)
-    pending.segments = [s for s in pending.segments if len(s)]
+
+    location: Path | RemoteURL
+    is_begun: bool
+    replaced_generation: int
+
+    @property
+    def path(self) -> Path:
+        """The folder that limits the space."""
+
+    @property
+    def scratch(self) -> Path:
+        """The folder for temporary files of this writer."""
+
+    @property
+    def files(self) -> ReadableFiles:
+        """The committed files."""
+
+    def opened(self) -> AbstractContextManager[None]:
+        """Prepare the location; the block loads the newest generation."""
+
+    def new_folder(self) -> Path:
+        """Return the path of a temporary folder for a segment, which does not exist."""
+
+    def lock(self) -> AbstractContextManager[None]:
+        """Exclude other commits where that is possible; if the block fails, remove what was added and not committed.
+
+        StoreLockedError if another process holds the lock for fsio.LOCK_WAIT_S.
+        """
+
+    def has_changed(self, known: mf.Manifest) -> bool:
+        """Return whether the newest generation is another one."""
+
+    def sync_generations(self) -> None:
+        """Make the manifests durable that others have created."""
+
+    def newest(self) -> int:
+        """Return the number of the newest generation; 0 if the writer begins a store."""
+
+    def add_segment(self, folder: Path, name: str, files: Sequence[tuple[str, int, int]]) -> None:
+        """Add a complete segment unless it exists; `files` has path in the segment, size and CRC-32C of each file."""
+
+    def sync_segments(self) -> None:
+        """Make the names of the segments durable."""
+
+    def add_file(self, path: str, data: bytes) -> None:
+        """Add a small file unless it exists."""
+
+    def create_manifest(self, manifest: mf.Manifest) -> bool:
+        """Make a manifest the newest generation. Return False, with nothing changed, if another one has its number."""
+
+    def has_manifest(self, manifest: mf.Manifest) -> bool:
+        """Return whether exactly this manifest is a generation."""
+
+    def write_root(self, data: bytes) -> None:
+        """Write the root zarr.json of a store without commits."""
+
+    def begin(self, manifest: mf.Manifest, root: bytes) -> None:
+        """Complete what the writer of the newest generation may have left undone; `root` is zarr.json."""
+
+    def settle(self, manifest: mf.Manifest, root: bytes) -> None:
+        """Complete the newest generation: zarr.json, the copy of the manifest, and removal of old generations."""
+
+    def clear(self) -> None:
+        """Remove what an interrupted writer has left."""
+
+    def replace_existing(self) -> bool:
+        """Let the new store replace the existing one. Return False if that has happened or is not wanted."""
+
+    def close(self) -> None:
+        """Remove the temporary files."""
+
+
+def add_files(
+    target: CommitTarget, base: PinnedGeneration, attributes: schema.Attributes, pending: Pending
+) -> mf.Manifest:
+    """Add the files of the generation after `base`, and return its manifest, which the caller creates."""
+    old, segments = base.manifest, pending.all_segments
     if pending.lens is not None:
-        attributes = replace(attributes, lens=pending.lens.place(old.num_segments + len(pending.segments)))
-        pending.segments.append(pending.lens.segment)
-    rows, added = [], 0
-    for segment in pending.segments:
-        entry, num_bytes = segment.finish()
-        fsio.retry_eintr(os.rename, segment.folder, store / paths.segment(segment.number))
-        rows.append(entry)
-        added += num_bytes
-    if pending.segments:
-        fsio.fsync_path(store / "segments")
-    parts = _write_index(store, index, pending, rows)
-    columns, num_scored, num_labeled = _write_columns(store, old, attributes, pending)
+        lens = pending.lens.place(old.num_segments + len(segments) - 1, pending.lens_provenance)
+        attributes = replace(attributes, lens=lens)
+    for segment in segments:
+        target.add_segment(segment.folder, segment.name, segment.files)
+    if segments:
+        target.sync_segments()
+    parts = _write_index(target, base.index, pending)
+    columns, num_scored, num_labeled = _write_columns(target, old, attributes, pending)
     tokens = sum(r.values["num_tokens"] for r in pending.rows if r.values["graph_segment"] >= 0)
     for (trace, group), patch in pending.patches.items():
         if group == mf.GROUP_GRAPH:
-            before = index.row(trace)
+            before = base.index.row(trace)
             tokens += patch["patch_num_tokens"] - (before.num_tokens if before.graph_segment >= 0 else 0)
     new = mf.Manifest(
         generation=old.generation + 1,
@@ -83,25 +151,19 @@ def commit(store: Path, index: StoreIndex, attributes: schema.Attributes, pendin
         num_tokens=old.num_tokens + tokens,
         num_scored=num_scored,
         num_labeled=num_labeled,
-        fields=tuple(sorted(set(old.fields).union(*(s.field_names for s in pending.segments)))),
+        fields=tuple(sorted(set(old.fields).union(*(s.field_names for s in segments)))),
     )
+    added = sum(size for s in segments for _, size, _ in s.files)
     added += sum(f.size for f in new.small_files()) - sum(f.size for f in old.small_files())
     new = replace(new, num_bytes=old.num_bytes + added)
     if old.generation == 0:
-        write_root(store, attributes)
-    # The copy allows `verify --repair` to restore a damaged manifest.
-    fsio.replace_file(store / paths.manifest_copy(new.generation), new.to_bytes())
-    fsio.replace_file(store / paths.manifest(new.generation), new.to_bytes())
-    write_root(store, attributes)
+        target.write_root(root_metadata(attributes))
     return new
 
 
-def _write_index(store: Path, index: StoreIndex, pending: Pending, segments: list[FileEntry]) -> tuple[mf.PartRef, ...]:
-    """Write the index part of the next generation and return the references to all parts.
-
-    `segments` has the rows.zip of each pending segment.
-    """
-    old, generation = index.manifest, index.manifest.generation + 1
+def _write_index(target: CommitTarget, index: StoreIndex, pending: Pending) -> tuple[mf.PartRef, ...]:
+    """Add the index part of the next generation and return the references to all parts."""
+    old, segments = index.manifest, pending.all_segments
     arrays: dict[str, np.ndarray] = {}
     for name, dtype in mf.TRACE_COLUMNS.items():
         arrays[name] = np.array([r.values[name] for r in pending.rows], dtype)
@@ -109,10 +171,10 @@ def _write_index(store: Path, index: StoreIndex, pending: Pending, segments: lis
     for name, dtype in mf.PATCH_COLUMNS.items():
         arrays[name] = np.array([q[name] for q in patches], dtype)
     values = {
-        "segment_traces": map(len, pending.segments),
-        "segment_tokens": (s.num_tokens for s in pending.segments),
-        "segment_size": (entry.size for entry in segments),
-        "segment_crc32c": (entry.crc32c for entry in segments),
+        "segment_traces": map(len, segments),
+        "segment_tokens": (s.num_tokens for s in segments),
+        "segment_size": (s.rows.size for s in segments),
+        "segment_crc32c": (s.rows.crc32c for s in segments),
         "source_size": (s.size for s in pending.sources),
         "source_traces": (s.num_traces for s in pending.sources),
         "source_skipped": (s.num_skipped for s in pending.sources),
@@ -122,7 +184,7 @@ def _write_index(store: Path, index: StoreIndex, pending: Pending, segments: lis
         arrays[name] = np.array(list(column), mf.PART_DTYPES[name])
     texts = {
         "id": [r.question_id for r in pending.rows],
-        "segment_name": [entry.path.split("/")[1] for entry in segments],
+        "segment_name": [s.name for s in segments],
         "source_path": [s.path for s in pending.sources],
         "source_fingerprint": [s.fingerprint for s in pending.sources],
     }
@@ -130,7 +192,7 @@ def _write_index(store: Path, index: StoreIndex, pending: Pending, segments: lis
         arrays[name], arrays[f"{name}_offsets"] = encode_strings(strings)
     parts = list(old.parts)
     first = {"trace": old.num_traces, "segment": old.num_segments, "source": old.num_sources}
-    count = {"trace": len(pending.rows), "segment": len(pending.segments), "source": len(pending.sources)}
+    count = {"trace": len(pending.rows), "segment": len(segments), "source": len(pending.sources)}
     # Merge parts of similar size, like the carries of a binary counter: each trace is rewritten O(log N) times.
     while parts and parts[-1].num_traces + parts[-1].num_sources <= count["trace"] + count["source"]:
         last = parts[-1]
@@ -140,23 +202,26 @@ def _write_index(store: Path, index: StoreIndex, pending: Pending, segments: lis
         first = {"trace": last.first_trace, "segment": last.first_segment, "source": last.first_source}
         count = {k: count[k] + getattr(last, f"num_{k}s") for k in count}
         arrays = mf.merge_parts(index.part_arrays(len(parts)), arrays, first["trace"])
-    entry = _write_group(store, paths.index(generation), mf.with_key_table(arrays), {})
+    entry = _add_group(target, "index", old.generation + 1, mf.with_key_table(arrays), {})
     ranges = {f"first_{k}": v for k, v in first.items()} | {f"num_{k}s": v for k, v in count.items()}
     return (*parts, mf.PartRef(entry.path, entry.size, entry.crc32c, **ranges))
 
 
-def _write_group(store: Path, path: str, arrays: dict[str, np.ndarray], attributes: dict[str, Any]) -> FileEntry:
-    """Write a group of small arrays atomically."""
-    require_removed(store, path)
+def _add_group(
+    target: CommitTarget, folder: str, generation: int, arrays: dict[str, np.ndarray], attributes: dict[str, Any]
+) -> FileEntry:
+    """Add a group of small arrays."""
     data = pack_group(arrays, attributes)
-    fsio.replace_file(store / path, data)
-    return FileEntry(path, len(data), crc32c(data))
+    crc = crc32c(data)
+    path = paths.small_file(folder, generation, crc)
+    target.add_file(path, data)
+    return FileEntry(path, len(data), crc)
 
 
 def _write_columns(
-    store: Path, old: mf.Manifest, attributes: schema.Attributes, pending: Pending
+    target: CommitTarget, old: mf.Manifest, attributes: schema.Attributes, pending: Pending
 ) -> tuple[tuple[mf.ColumnsRef, ...], int, int]:
-    """Write the columns of the next generation; return all references and the numbers of scores and labels."""
+    """Add the columns of the next generation; return all references and the numbers of scores and labels."""
     refs = list(old.columns)
     new, name = Columns.from_values([r.given for r in pending.rows]), attributes.default_score
     first, parts = old.num_traces, [new]
@@ -164,7 +229,7 @@ def _write_columns(
     while refs and (is_rewritten or refs[-1].num_traces <= sum(map(len, parts))):
         last = refs.pop()
         first = last.first_trace
-        parts.insert(0, read_columns(LocalFiles(store), old, [last]))
+        parts.insert(0, read_columns(target.files, old, [last]))
     joined = join_columns(parts)
     if is_rewritten:
         joined = joined.with_values(pending.updates)
@@ -174,45 +239,6 @@ def _write_columns(
     if len(joined) == 0:
         return tuple(refs), scored, labeled
     facts = {"tracestore": {"first_trace": first, "num_traces": len(joined)}}
-    entry = _write_group(store, paths.columns(old.generation + 1), joined.arrays(), facts)
+    entry = _add_group(target, "columns", old.generation + 1, joined.arrays(), facts)
     refs.append(mf.ColumnsRef(entry.path, entry.size, entry.crc32c, first, len(joined)))
     return tuple(refs), scored, labeled
-
-
-def remove_unreferenced(store: Path, index: StoreIndex) -> None:
-    """Remove all files that no kept generation references.
-
-    These are the files of unfinished commits, and those of generations before the predecessor of
-    the latest one, which `index` belongs to, unless a reader has pinned them.
-    """
-    manifest = index.manifest
-    files = LocalFiles(store)
-    referenced = {paths.manifest_copy(manifest.generation), *(file.path for file in manifest.small_files())}
-    for generation in files.generations():
-        if generation >= manifest.generation:
-            continue
-        path = paths.manifest(generation)
-        with fsio.try_exclusive(files.open(path)) as free:
-            try:
-                kept = files.load_manifest(generation)
-            except CorruptStoreError:
-                kept = None
-            if free and (kept is None or generation < manifest.generation - 1):
-                remove_own(store, path)
-                continue
-        if kept is None:
-            return  # A reader has pinned this generation, whose files are unknown because its manifest is damaged.
-        referenced |= {file.path for file in kept.small_files()}
-        referenced.add(paths.manifest_copy(generation))
-    for folder in ("index", "columns"):
-        for name in files.list_dir(folder):
-            if f"{folder}/{name}" not in referenced:
-                remove_own(store, f"{folder}/{name}")
-    unknown = {name for name in files.list_dir("segments") if not name.isdigit() or int(name) >= manifest.num_segments}
-    unknown -= {entry.path.split("/")[1] for entry in index.segments()} if unknown else set()
-    for name in unknown:
-        remove_own(store, f"segments/{name}")
-    for name in files.list_dir("manifest"):
-        if name.startswith(TEMPORARY_PREFIX):
-            remove_own(store, f"manifest/{name}")
-    remove_own(store, f"{TEMPORARY_PREFIX}zarr.json")

@@ -201,14 +201,14 @@ class TraceWriter:
             if record.scores:
                 self._define_scores(record.scores)
             if need is None:
-                self._append_first(record, name)
+                self._append_first(record)
             else:
-                self._append(record, name)
+                self._append(record)
         except (InvalidInputError, UsageError) as error:
             _name_arguments(error)
             raise
 
-    def _append_first(self, record: TraceRecord, name: str) -> None:
+    def _append_first(self, record: TraceRecord) -> None:
         """Append a record, the first of which decides whether the store has attention."""
         has_states = record.hidden is not None
         if record.attention is not None or record.edges is not None:
@@ -218,16 +218,16 @@ class TraceWriter:
         elif has_states and not self._is_chosen:
             self._writer.choose_attention("none")
             try:
-                self._append(record, name)
+                self._append(record)
             except BaseException:
                 self._writer.choose_attention("mean")
                 raise
             self._is_chosen = self._is_refused = True
             return
-        self._append(record, name)
+        self._append(record)
         self._is_chosen |= has_states
 
-    def _append(self, record: TraceRecord, name: str) -> None:
+    def _append(self, record: TraceRecord) -> None:
         """Append a record as a source of its own."""
         writer, provenance = self._writer, self._provenance
         if record.layer_ids is not None:
@@ -235,7 +235,7 @@ class TraceWriter:
             ids = None if provenance is None else provenance.layer_ids
             if record.layer_ids != ids:
                 raise field_error("layer_ids", str(list(record.layer_ids)), f"{list(ids or ())} as in the provenance")
-        writer.begin_source(name, 0, "", provenance)
+        writer.begin_source(None, provenance=provenance)
         try:
             is_new = writer.append_packed(writer.pack(record), scores=record.scores, group=record.group)
         except BaseException:
@@ -346,7 +346,7 @@ def create(
     UsageError
         If the path cannot be used, an option is invalid, or the provenance conflicts with that of the store.
     StoreLockedError
-        If another writer holds the store.
+        If another process replaces the store; with `overwrite`, if another writer has it open.
 
     Examples
     --------

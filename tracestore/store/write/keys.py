@@ -14,11 +14,11 @@ from tracestore.store.read.columns import TraceValues
 from tracestore.store.read.index import StoreIndex
 from tracestore.store.read.segment import SegmentReader
 from tracestore.store.write.pack import PackedTrace
-from tracestore.store.write.pending import Pending, PendingRow
+from tracestore.store.write.pending import Key, Pending, PendingRow
 from tracestore.store.write.record import TraceRecord, read_record
 
 OnConflict = Literal["error", "keep-first", "keep-last"]
-Key = TypeVar("Key")
+Place = TypeVar("Place")
 Value = TypeVar("Value")
 
 
@@ -58,8 +58,8 @@ class KeyResolver:
             If the key exists with different content and `on_conflict` is "error".
         """
         record = trace.record
-        provided = {mf.GROUP_GRAPH: trace.graph_crc} if "hidden_states" in trace.arrays else {}
-        if "last_token" in trace.arrays:
+        provided = {mf.GROUP_GRAPH: trace.graph_crc} if trace.has_states or "hidden_states" in trace.arrays else {}
+        if trace.has_last_token or "last_token" in trace.arrays:
             provided[mf.GROUP_SEQUENCE] = trace.sequence_crc
         stored = self._stored_location(record)
         if stored is None:
@@ -86,7 +86,20 @@ class KeyResolver:
         # A trace is replaced as a whole: graph and last tokens of different traces do not belong together.
         return set(provided) if self._on_conflict == "keep-last" else set()
 
-    def _stored_location(self, record: TraceRecord) -> Mapping[str, int] | None:
+    def resolve_known(self, record: TraceRecord | Key) -> set[int]:
+        """Return the empty set for a trace whose arrays were left out, because its key had them.
+
+        InvalidInputError if the key has nothing any more, because another source was refused or removed.
+        """
+        if self._stored_location(record) is None:
+            raise InvalidInputError(
+                f"the other trace of question id {record.question_id!r} (sample {record.sample}) was not committed; "
+                "repeat the command",
+                field="question_id",
+            )
+        return set()
+
+    def _stored_location(self, record: TraceRecord | Key) -> Mapping[str, int] | None:
         """Return the values of the index columns of the record's key, or None if the key is new."""
         key = (record.question_id, record.sample)
         pending = self._pending.keys.get(key)
@@ -170,7 +183,7 @@ class KeyResolver:
                 self._set(pending.patches, (index, added), patch)
         self.set_label(record, given.label)
 
-    def _set(self, changes: dict[Key, Value], key: Key, value: Value) -> None:
+    def _set(self, changes: dict[Place, Value], key: Place, value: Value) -> None:
         """Set an item of the pending changes until the source is aborted."""
         before = changes.get(key)
 
@@ -189,7 +202,7 @@ class KeyResolver:
         self._undo.append(lambda: vars(row).update(vars(before)))
         return row
 
-    def _stored_label(self, record: TraceRecord) -> float:
+    def _stored_label(self, record: TraceRecord | Key) -> float:
         """Return the label of the record's key, NaN if it has none."""
         pending, key = self._pending, (record.question_id, record.sample)
         if key in pending.keys:
@@ -200,7 +213,7 @@ class KeyResolver:
         earlier = pending.updates.get(index)
         return float(self._read_labels()[index]) if earlier is None else earlier.label
 
-    def resolve_label(self, record: TraceRecord) -> float:
+    def resolve_label(self, record: TraceRecord | Key) -> float:
         """Return the label that the record's key gets from it, NaN for none.
 
         InvalidInputError if it differs from the stored one and `on_conflict` is "error".
@@ -216,7 +229,7 @@ class KeyResolver:
             )
         return record.label if self._on_conflict == "keep-last" else stored
 
-    def set_label(self, record: TraceRecord, label: float) -> None:
+    def set_label(self, record: TraceRecord | Key, label: float) -> None:
         """Set the label of an existing key to the result of resolve_label()."""
         if math.isnan(label) or label == self._stored_label(record):
             return

@@ -52,8 +52,8 @@ class PackedTrace:
         Dtype of the source if arrays were rounded to float16 that --dtype keep would keep.
     rounding_error : float or None
         Largest relative error of the rounded values, if it was measured.
-    has_last_token : bool
-        Whether its segment has its last token.
+    has_states, has_last_token : bool
+        Whether its segment has its hidden states, and its last token. False until it is appended.
     source_bytes : int
         Size of its arrays in the source in bytes, if they were read from one.
     """
@@ -77,6 +77,7 @@ class PackedTrace:
     attention_dtype: str | None = None
     rounded_from: str | None = None
     rounding_error: float | None = None
+    has_states: bool = False
     has_last_token: bool = False
     source_bytes: int = 0
 

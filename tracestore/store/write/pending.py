@@ -3,17 +3,18 @@
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from tracestore.store.format import manifest as mf
-from tracestore.store.format import paths, schema
+from tracestore.store.format import schema
 from tracestore.store.format.lens import LensField
-from tracestore.store.io import fsio
-from tracestore.store.io.ownership import require_removed
+from tracestore.store.format.provenance import Provenance
 from tracestore.store.lens import LensArrays
 from tracestore.store.read.columns import TraceValues
 from tracestore.store.write.pack import PackedTrace
+from tracestore.store.write.record import TraceRecord
 from tracestore.store.write.segment_writer import SegmentWriter
 
 
@@ -26,16 +27,65 @@ class PendingRow:
     given: TraceValues
 
 
+class Key(NamedTuple):
+    """The key of a trace, its position in its source, and the label that the source gives, None for none."""
+
+    question_id: str
+    sample: int
+    position: int
+    label: float | None
+
+
+class Entry(NamedTuple):
+    """A trace of a pending source: what resolves its key again on a newer generation.
+
+    Attributes
+    ----------
+    record : TraceRecord or Key
+    given : TraceValues
+        Its scores and group.
+    trace : PackedTrace or None
+        Without its arrays; None if the store had them.
+    segment, row : SegmentWriter or None, int
+        The pending row with its arrays.
+    """
+
+    record: TraceRecord | Key
+    given: TraceValues
+    trace: PackedTrace | None = None
+    segment: SegmentWriter | None = None
+    row: int = -1
+
+
 @dataclass
 class PendingSource:
-    """A source that the next commit records; `provenance` is a position in the attribute of that name."""
+    """A source that the next commit records.
+
+    Attributes
+    ----------
+    path : str
+    size : int
+    fingerprint : str
+    stated : Provenance or None
+    is_numbered : bool
+        A program gave the trace: the path is the number of the trace in the store.
+    provenance : int
+        Position of `stated` in the attribute provenance.
+    num_traces, num_skipped : int
+        Rows that it gave, and traces that the store had.
+    entries : list of Entry
+        What repeats it on a newer generation.
+    """
 
     path: str
     size: int
     fingerprint: str
+    stated: Provenance | None = None
+    is_numbered: bool = False
     provenance: int = -1
     num_traces: int = 0
     num_skipped: int = 0
+    entries: list[Entry] = field(default_factory=list)
 
 
 class PendingLens:
@@ -43,22 +93,17 @@ class PendingLens:
 
     Parameters
     ----------
-    store : Path
+    folder : Path
+        The folder, which does not exist.
     attributes : schema.Attributes
         Those of the store.
     arrays : LensArrays
         In the form in which they are stored.
-    provenance : int
-        Position in the attribute of that name; -1: unknown.
     """
 
-    def __init__(self, store: Path, attributes: schema.Attributes, arrays: LensArrays, provenance: int) -> None:
-        path = paths.temporary("segments/lens")
-        require_removed(store, path)
-        self._field = LensField(
-            -1, arrays.shape[0], arrays.dtype, arrays.norm, arrays.eps, None if provenance < 0 else provenance
-        )
-        self.segment = SegmentWriter(store / path, -1, replace(attributes, lens=self._field))
+    def __init__(self, folder: Path, attributes: schema.Attributes, arrays: LensArrays) -> None:
+        self._field = LensField(-1, arrays.shape[0], arrays.dtype, arrays.norm, arrays.eps, None)
+        self.segment = SegmentWriter(folder, -1, replace(attributes, lens=self._field))
         digest = arrays.new_digest()
 
         def blocks() -> Iterator[np.ndarray]:
@@ -73,15 +118,13 @@ class PendingLens:
             raise
         self.digest: bytes = digest.digest()
 
-    def place(self, number: int) -> LensField:
-        """Give the segment its number; return the attribute of the store."""
-        self.segment.number = number
-        return replace(self._field, segment=number)
+    def place(self, number: int, provenance: int) -> LensField:
+        """Return the attribute of a store in which its segment has a number; `provenance` is -1 if it is unknown."""
+        return replace(self._field, segment=number, provenance=None if provenance < 0 else provenance)
 
     def remove(self) -> None:
         """Remove the files."""
-        self.segment.close_fd()
-        fsio.remove_tree(self.segment.folder)
+        self.segment.remove()
 
 
 @dataclass
@@ -90,8 +133,11 @@ class Pending:
 
     `keys` maps a key (question id, sample) to its position in `rows`. `patches` maps (trace, field group) to
     new locations of committed traces, by the names of manifest.PATCH_COLUMNS. `updates` maps committed
-    traces to new values of their columns; missing ones (NaN, None) keep the old value.
+    traces to new values of their columns; missing ones (NaN, None) keep the old value. `steps` repeats all changes
+    on a newer generation.
     """
+
+    steps: list[Callable[[], None]] = field(default_factory=list)
 
     rows: list[PendingRow] = field(default_factory=list)
     keys: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -100,6 +146,12 @@ class Pending:
     sources: list[PendingSource] = field(default_factory=list)
     segments: list[SegmentWriter] = field(default_factory=list)
     lens: PendingLens | None = None
+    lens_provenance: int = -1
+
+    @property
+    def all_segments(self) -> list[SegmentWriter]:
+        """The segments with traces, and that of the lens."""
+        return [*(s for s in self.segments if len(s)), *([self.lens.segment] if self.lens else [])]
 
     @property
     def is_empty(self) -> bool:
@@ -134,7 +186,7 @@ class Pending:
         for segment in self.segments[first:]:
             segment.close_fd()
         for segment in self.segments[first:]:
-            fsio.remove_tree(segment.folder)
+            segment.remove()
         del self.segments[first:]
 
 

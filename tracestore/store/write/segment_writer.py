@@ -1,5 +1,6 @@
 """Writing one segment: an immutable Zarr group of arrays."""
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,22 @@ from tracestore.store.write.pack import PackedTrace, num_bytes_of
 
 
 class SegmentWriter:
-    """Writer that appends packed traces to a segment in a temporary folder."""
+    """Writer that appends packed traces to a segment in a temporary folder.
+
+    Attributes
+    ----------
+    number : int
+        Number of the segment in the generation that the next commit creates.
+    name : str
+        Name of the segment, a hash of its rows.zip, which lists the checksums of its other files. Empty until
+        finish().
+    files : list of tuple[str, int, int]
+        Path in the segment, size and CRC-32C of its files, rows.zip last. Empty until finish().
+    """
 
     def __init__(self, folder: Path, number: int, attributes: schema.Attributes) -> None:
         self.folder, self.number, self.attributes = folder, number, attributes
+        self.name, self.files = "", list[tuple[str, int, int]]()
         self.num_bytes = 0
         self._traces: list[PackedTrace] = []
         self._streams: dict[str, ShardWriter] = {}
@@ -53,7 +66,7 @@ class SegmentWriter:
                 stream.append_spooled(rows, trace.crcs[name])
             else:
                 stream.append(rows, trace.crcs.get(name))
-        trace.has_last_token = "last_token" in trace.arrays
+        trace.has_states, trace.has_last_token = "hidden_states" in trace.arrays, "last_token" in trace.arrays
         trace.arrays = {}
         self._traces.append(trace)
 
@@ -108,33 +121,37 @@ class SegmentWriter:
         for stream in self._streams.values():
             stream.close_fd()
 
-    def finish(self) -> tuple[FileEntry, int]:
-        """Write the remaining files and synchronize all of them; the caller renames the folder.
+    def remove(self) -> None:
+        """Remove its files."""
+        self.close_fd()
+        remove_tree(self.folder)
 
-        Returns
-        -------
-        FileEntry
-            The file rows.zip, which lists the other files.
-        int
-            The bytes of all files.
-        """
-        self._files: list[tuple[str, int, int]] = []
+    @property
+    def rows(self) -> FileEntry:
+        """The file rows.zip of a finished segment."""
+        _, size, crc = self.files[-1]
+        return FileEntry(paths.segment_rows(paths.segment(self.name)), size, crc)
+
+    def finish(self) -> None:
+        """Write the remaining files and synchronize all of them. No-op in a finished segment."""
+        if self.name:
+            return
+        self.files = []
         for name, stream in sorted(self._streams.items()):
             self._finish_array(name, stream)
         self._write_file("zarr.json", group_metadata({}))
-        attributes = {"tracestore": {"num_traces": len(self), "files": sorted(self._files)}}
+        attributes = {"tracestore": {"num_traces": len(self), "files": sorted(self.files)}}
         lens = {name: self._lens_arrays[name] for name in schema.LENS_ARRAYS if name in self._lens_arrays}
         data = pack_group(_row_arrays(self._traces) | lens, attributes)
-        write_file(self.folder / "rows.zip", data)
+        self._write_file("rows.zip", data)
         fsync_path(self.folder)
-        rows = FileEntry(paths.segment_rows(paths.segment(self.number)), len(data), crc32c(data))
-        return rows, len(data) + sum(size for _, size, _ in self._files)
+        self.name = hashlib.blake2b(data, digest_size=16).hexdigest()
 
     def _finish_array(self, name: str, stream: ShardWriter) -> None:
         makedirs(self.folder / name)
         if stream.num_rows:
             size, crc = stream.finish()
-            self._files.append((stream.path.relative_to(self.folder).as_posix(), size, crc))
+            self.files.append((stream.path.relative_to(self.folder).as_posix(), size, crc))
             for folder in (stream.path.parent, *stream.path.parents):
                 if folder == self.folder / name:
                     break
@@ -148,7 +165,7 @@ class SegmentWriter:
 
     def _write_file(self, name: str, data: bytes) -> None:
         write_file(self.folder / name, data)
-        self._files.append((name, len(data), crc32c(data)))
+        self.files.append((name, len(data), crc32c(data)))
 
 
 def _row_arrays(traces: Sequence[PackedTrace]) -> dict[str, np.ndarray]:

@@ -1,44 +1,57 @@
 """StoreWriter: complete sources and atomic commits (docs/format.md, "Commit")."""
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
-from tracestore.errors import CorruptStoreError, InvalidInputError, UsageError
-from tracestore.store.format import labels, paths, schema
-from tracestore.store.format.provenance import Provenance, require_compatible
+from tracestore.errors import CorruptStoreError, InvalidInputError, RemoteError, UsageError
+from tracestore.store.format import labels, schema
+from tracestore.store.format.manifest import Manifest
+from tracestore.store.format.provenance import Provenance
 from tracestore.store.io import fsio
-from tracestore.store.io.files import LocalFiles
-from tracestore.store.io.ownership import require_removed
+from tracestore.store.io.files import RemoteURL, parse_location
+from tracestore.store.io.folder_target import FolderTarget
 from tracestore.store.lens import LensArrays
-from tracestore.store.read.columns import Columns, TraceValues, read_columns
+from tracestore.store.read.columns import Columns, TraceValues
+from tracestore.store.read.generation import PinnedGeneration, open_generation
 from tracestore.store.read.index import SourceEntry, StoreIndex
-from tracestore.store.read.segment import read_lens
-from tracestore.store.write.commit import commit, remove_unreferenced, write_root
-from tracestore.store.write.keys import KeyResolver, OnConflict
-from tracestore.store.write.pack import PackedTrace, fit_attributes, fit_lens, pack_lens, pack_record
-from tracestore.store.write.pending import Pending, PendingLens, PendingSource, location_of
+from tracestore.store.write.changes import Changes
+from tracestore.store.write.commit import CommitTarget, add_files, root_metadata
+from tracestore.store.write.keys import OnConflict
+from tracestore.store.write.pack import PackedTrace, pack_lens, pack_record
+from tracestore.store.write.pending import Entry, Key, PendingLens, PendingSource
 from tracestore.store.write.record import TraceRecord
 from tracestore.store.write.segment_writer import SegmentWriter
-from tracestore.store.write.working_folder import Options, WorkingFolder
 
 COMMIT_BYTES = 128 << 20  # of pending data trigger a commit; no reader depends on it
+# Options by name. None: the default; a function returns the option of a new store.
+Options = Mapping[str, str | Callable[[], str] | None]
+# Options of a new store.
+_DEFAULTS = {"attention": "mean", "dtype": "float16", "codec": "none"}
+
+
+def _target(location: Path | RemoteURL, **options: bool) -> CommitTarget:
+    if isinstance(location, Path):
+        return FolderTarget(location, **options)
+    # Imported here because remote stores need an extra.
+    from tracestore.store.remote.publish import RemoteTarget
+
+    return RemoteTarget(location, overwrite=options["overwrite"], exist_ok=options["exist_ok"])
 
 
 class StoreWriter:
-    """Writer of a store, which holds the store's writer lock until close().
+    """Writer of a store. Several may add to one store at the same time.
 
     begin_source() begins a source, its traces are appended, and end_source() accepts it; abort_source() reverts all
-    of its changes. The order of calls determines every byte.
+    of its changes. Without other writers the order of calls determines every byte. A commit that follows one of
+    another writer resolves the keys of all pending traces again.
 
     Parameters
     ----------
     path : str or os.PathLike
-        Path or URL of the store. A remote store is written in a local working folder.
+        Path or URL of the store.
     attention, dtype, codec : str, optional
         Options of a new store, or functions that return them; an existing store must have been created with the same.
     overwrite : bool
@@ -63,7 +76,7 @@ class StoreWriter:
     UsageError
         If the path cannot be used or the options differ from the store's.
     StoreLockedError
-        If another writer holds the store.
+        If another process replaces the store, or holds its lock for 30 s; with `overwrite`, if a writer has it open.
     CorruptStoreError
         If the existing store is damaged.
     """
@@ -84,23 +97,48 @@ class StoreWriter:
         commit_bytes: int = COMMIT_BYTES,
         split_bytes: int = schema.SEGMENT_SPLIT_BYTES,
     ) -> None:
-        self._folder = WorkingFolder(path, overwrite=overwrite, exist_ok=exist_ok, can_resume=can_resume)
+        location = parse_location(path)
+        self._target = _target(
+            location, overwrite=overwrite, exist_ok=exist_ok, keeps_replacement=can_resume is not None
+        )
         self.commit_bytes, self.split_bytes = commit_bytes, split_bytes
+        options: Options = {"attention": attention, "dtype": dtype, "codec": codec}
         self._on_conflict: OnConflict = on_conflict
         self._allow_mixed_provenance = allow_mixed_provenance
-        options: Options = {"attention": attention, "dtype": dtype, "codec": codec}
+        self._is_open = True
         with fsio.map_os_errors(self.path, None if expected_bytes is None else lambda: expected_bytes):
             try:
-                if not (self._folder.open() and self._resume(options, can_resume)):
-                    self._load(options)
+                with self._target.opened():
+                    if not (self._target.is_begun and self._resume(options, can_resume)):
+                        self._load(options)
             except BaseException:
-                self.close()
+                self._target.close()
                 raise
 
     @property
     def path(self) -> Path:
-        """The local folder in which the writer works."""
-        return self._folder.path
+        """The local folder whose disk the writer needs."""
+        return self._target.path
+
+    @property
+    def scratch(self) -> Path:
+        """The folder for temporary files, which lies on that disk and goes with the writer."""
+        return self._target.scratch
+
+    @property
+    def manifest(self) -> Manifest:
+        """That of the generation that the pending changes are made to."""
+        return self._changes.manifest
+
+    @property
+    def attributes(self) -> schema.Attributes:
+        """The attributes of the store after the next commit."""
+        return self._changes.attributes
+
+    @property
+    def index(self) -> StoreIndex:
+        """The committed traces and sources."""
+        return self._changes.generation.index
 
     def _resume(self, options: Options, can_resume: Callable[[SourceEntry], bool] | None) -> bool:
         """Load a replacement that was begun; remove it if its sources or options differ from the caller's."""
@@ -108,81 +146,90 @@ class StoreWriter:
             self._load(options)
             if can_resume is not None and all(map(can_resume, self.index.sources())):
                 return True
-        self._folder.remove_contents()
+            self._changes.generation.close()
+        self._target.clear()
         return False
 
     def _load(self, options: Options) -> None:
-        self.manifest = self._folder.load_manifest(options)
-        self.attributes = self.manifest.attributes
-        self._columns: Columns | None = None
-        self.index = StoreIndex(LocalFiles(self.path), self.manifest)
+        if self._target.newest() == 0:
+            given = {name: value() if callable(value) else value for name, value in options.items()}
+            generation = self._empty({name: given[name] or default for name, default in _DEFAULTS.items()})
+        else:
+            generation = self._open(self._target.newest())
+            for name, value in options.items():
+                stored = generation.manifest.attributes.options[name]
+                if isinstance(value, str) and value != stored:
+                    raise UsageError(f"{self._target.location} was created with --{name} {stored}, not {value}")
+        self._changes = self._make_changes(generation)
         self.read_columns()
-        self._sources = {(s.path, s.size, s.fingerprint) for s in self.index.sources()}
-        self._reset_pending()
-        self._undo: list[Callable[[], None]] | None = None
-        write_root(self.path, self.attributes)
-        remove_unreferenced(self.path, self.index)
+        self._target.begin(generation.manifest, root_metadata(generation.manifest.attributes))
 
-    def _reset_pending(self) -> None:
-        self._pending = Pending()
-        self._keys = KeyResolver(
-            self._folder.files, self.index, self._pending, self._on_conflict, lambda: self.read_columns().labels
-        )
+    def _empty(self, options: dict[str, str]) -> PinnedGeneration:
+        """Return the generation of a store without commits."""
+        attributes = schema.Attributes(attention=options["attention"], options=options)
+        manifest = Manifest(self._target.replaced_generation, attributes)
+        return PinnedGeneration(manifest, StoreIndex(self._target.files, manifest), (), None)
+
+    def _make_changes(self, generation: PinnedGeneration) -> Changes:
+        target = self._target
+        return Changes(target.location, target.files, generation, self._on_conflict, self._allow_mixed_provenance)
+
+    def _open(self, number: int) -> PinnedGeneration:
+        """Open the newest generation, which must survive a power failure before anything refers to it."""
+        try:
+            generation = open_generation(self._target.files, number)
+            self._target.sync_generations()
+            return generation
+        except CorruptStoreError as error:
+            location = self._target.location
+            if isinstance(location, RemoteURL):
+                raise CorruptStoreError(f"{location}: {error}") from None
+            raise CorruptStoreError(f"{error}. Run: tracestore verify {self.path} --repair") from None
 
     def has_source(self, path: str, size: int, fingerprint: str) -> bool:
         """Return whether exactly this file is committed already."""
-        return (path, size, fingerprint) in self._sources
+        return self._changes.has_source(path, size, fingerprint)
 
     def has_source_named(self, path: str) -> bool:
         """Return whether a file of this name is committed, whatever its contents."""
-        return any(name == path for name, _, _ in self._sources)
+        return self._changes.has_source_named(path)
 
     def check_provenance(self, provenances: Iterable[Provenance]) -> None:
         """Raise UsageError if sources with these provenances conflict with each other or with the store."""
-        if not self._allow_mixed_provenance:
-            require_compatible(self.attributes.provenance, provenances, str(self._folder.location))
+        self._changes.check_provenance(provenances)
 
-    def begin_source(self, path: str, size: int, fingerprint: str, provenance: Provenance | None = None) -> None:
-        """Begin a source, identified by its path, size in bytes and fingerprint; UsageError as check_provenance()."""
-        assert self._undo is None, "a source is open"
-        self.check_provenance([] if provenance is None else [provenance])
-        pending, attributes = self._pending, self.attributes
-        roll_back = pending.savepoint()
-        self.attributes, number = attributes.with_provenance(provenance)
-        self._undo = []
-        self._keys.begin_source(self._undo)
+    def begin_source(
+        self, path: str | None, size: int = 0, fingerprint: str = "", provenance: Provenance | None = None
+    ) -> None:
+        """Begin a source, identified by its path, size in bytes and fingerprint; UsageError as check_provenance().
 
-        def restore() -> None:
-            self.attributes = attributes
-            roll_back()
-            pending.sources.pop()
-
-        self._undo.append(restore)
-        pending.sources.append(PendingSource(path, size, fingerprint, number))
+        The path None is for a trace of a program: the source is named by the number of the trace in the store.
+        """
+        self._changes.begin_source(
+            PendingSource(path or "", size, fingerprint, stated=provenance, is_numbered=path is None)
+        )
+        self._roll_back = self._changes.pending.savepoint()
 
     def abort_source(self) -> None:
         """Revert all changes of the open source."""
-        undo, self._undo = self._undo, None
         try:
-            for step in reversed(undo or ()):
-                step()
+            self._changes.abort_source()
+            self._roll_back()
         except BaseException:  # The source is reverted only in part, so nothing pending may be committed.
-            self.attributes = self.manifest.attributes
             self._drop_pending()
             raise
 
     def flush_source(self) -> None:
         """Write the buffered arrays of the open source, so that their memory can be released."""
-        for segment in self._pending.segments[-1:]:
+        for segment in self._changes.pending.segments[-1:]:
             segment.flush()
 
     def end_source(self, fingerprint: str | None = None) -> bool:
         """Accept the open source, with another fingerprint if given; return whether that triggered a commit."""
-        assert self._undo is not None
-        source = self._pending.sources[-1]
+        source = self._changes.pending.sources[-1]
         source.fingerprint = fingerprint or source.fingerprint
         self.flush_source()
-        self._undo = None
+        self._changes.end_source()
         is_due = self.pending_bytes >= self.commit_bytes
         if is_due:
             self.commit()
@@ -191,22 +238,22 @@ class StoreWriter:
     @property
     def num_pending(self) -> int:
         """Number of traces that the next commit adds."""
-        return len(self._pending.rows)
+        return len(self._changes.pending.rows)
 
     @property
     def pending_bytes(self) -> int:
         """Size of the segments that the next commit adds, in bytes."""
-        return self._pending.num_bytes
+        return self._changes.pending.num_bytes
 
     @property
     def source_has_changes(self) -> bool:
         """True if the open source has added or completed a trace."""
-        return self._undo is not None and len(self._undo) > 1  # The first step reverts begin_source().
+        return self._changes.source_has_changes
 
     @property
     def num_source_conflicts(self) -> int:
         """Number of traces of the open source whose key existed with different content."""
-        return self._keys.num_conflicts
+        return self._changes.num_source_conflicts
 
     def pack(self, record: TraceRecord) -> PackedTrace:
         """Pack a record for append_packed(), and remove its arrays from it. Any thread may call this method."""
@@ -222,51 +269,37 @@ class StoreWriter:
         `scores` are values of named scores; each name was given to define_score() before. InvalidInputError if the
         trace does not fit the store.
         """
-        assert self._undo is not None
-        record, pending, source = trace.record, self._pending, self._pending.sources[-1]
-        try:
-            attributes = fit_attributes(self.attributes, trace)
-            groups = self._keys.resolve_new(trace)
-            label = self._keys.resolve_label(record)
-            self.attributes = attributes
-        except InvalidInputError as error:
-            raise error.with_location(position=record.position) from None
-        if not groups:
-            self._keys.set_label(record, label)
-            source.num_skipped += 1
-            return False
-        segment = self._segment_for(trace)
-        source_number = self.manifest.num_sources + len(pending.sources) - 1
-        location = location_of(trace, groups, segment.number, len(segment), source_number)
-        segment.append(trace, self.attributes)
-        source.num_traces += 1
-        self._keys.add_location(record, location, groups, TraceValues(scores, label, group))
-        return True
+        assert self._changes.has_open_source
+        changes, record, given = self._changes, trace.record, TraceValues(scores, math.nan, group)
+        groups, label = changes.resolve(record, trace)
+        if groups:
+            segment = self._segment_for(trace)
+            entry = Entry(record, given, trace, segment, len(segment))
+            segment.append(trace, self.attributes)
+        else:
+            entry = Entry(Key(record.question_id, record.sample, record.position, record.label), given)
+        changes.pending.sources[-1].entries.append(entry)
+        changes.accept(entry, groups, label)
+        return bool(groups)
 
     def _segment_for(self, trace: PackedTrace) -> SegmentWriter:
-        segments = self._pending.segments
+        segments = self._changes.pending.segments
         if segments and len(segments[-1]) and segments[-1].num_bytes + trace.num_bytes > self.split_bytes:
             segments[-1].close_fd()
-        elif segments:
+        elif segments and not segments[-1].name:
             return segments[-1]
         number = self.manifest.num_segments + len(segments)
-        path = paths.temporary(paths.segment(number))
-        require_removed(self.path, path)
-        segments.append(SegmentWriter(self.path / path, number, self.attributes))
+        segments.append(SegmentWriter(self._target.new_folder(), number, self.attributes))
         return segments[-1]
 
     def choose_attention(self, attention: str) -> None:
         """Set the option `attention` of a store that has no commit, and no hidden states of all tokens."""
-        options = self.attributes.options | {"attention": attention}
-        self.attributes = replace(self.attributes, attention=attention, options=options)
-        self.manifest = replace(self.manifest, attributes=self.attributes)
-        write_root(self.path, self.attributes)
+        self._changes.choose_attention(attention)
+        self._target.begin(self.manifest, root_metadata(self.attributes))
 
     def read_columns(self) -> Columns:
         """Return the scores, labels and groups of the committed traces."""
-        if self._columns is None:
-            self._columns = read_columns(LocalFiles(self.path), self.manifest)
-        return self._columns
+        return self._changes.generation.columns
 
     def define_score(
         self, name: str, field: labels.ScoreField, *, is_default: bool = False, replaced: Collection[int] = ()
@@ -287,108 +320,102 @@ class StoreWriter:
         UsageError
             If the name is not valid, or other traces have scores of this name with the opposite direction.
         """
-        stored = self.attributes.scores.get(name, field)
-        if stored.direction != field.direction:
-            scored = np.flatnonzero(~np.isnan(self.read_columns().score(name)))
-            if not np.isin(scored, np.fromiter(replaced, np.int64)).all():
-                raise UsageError(
-                    f"{self._folder.location}: a high {name} means {stored.direction!r} in the store, {field.direction!r} in "
-                    "what is added. Use another name, or replace all values of this one (tracestore score)."
-                )
-        self.attributes = self.attributes.with_score(name, field, is_default=is_default)
+        self._changes.define_score(name, field, is_default, replaced)
 
     def keep_layout(self, text: str) -> None:
         """Keep the layout that the next sources are read by, from the next commit on."""
-        self.attributes = self.attributes.with_layout(text)
+        self._changes.keep_layout(text)
 
     def update_values(self, updates: Mapping[int, TraceValues]) -> None:
         """Replace values of committed traces with the next commit. Missing ones (NaN, None) keep what is stored."""
-        self._pending.updates.update(updates)
+        self._changes.update_values(updates)
 
     def lens_digest(self) -> bytes | None:
         """Return the digest of the lens, committed or pending, that the store has; None if it has none."""
-        if self._pending.lens is not None:
-            return self._pending.lens.digest
-        lens = read_lens(self._folder.files, self.index, self.attributes)
-        return None if lens is None else lens.arrays().digest()
+        return self._changes.lens_digest()
 
     def set_lens(self, lens: LensArrays, provenance: Provenance | None = None) -> None:
         """Store a final norm and an unembedding matrix with the next commit. No-op if the store has equal ones.
 
         UsageError if it has others, or as check_provenance(); InvalidInputError if the matrix does not fit the store.
         """
-        self.check_provenance([] if provenance is None else [provenance])
-        lens = pack_lens(lens, keep_dtype=self.attributes.options["dtype"] == "keep")
-        attributes, number = fit_lens(self.attributes, lens, provenance)
-        stored = self.lens_digest()
-        if stored is None:
+        packed = pack_lens(lens, keep_dtype=self.attributes.options["dtype"] == "keep")
+
+        def write(attributes: schema.Attributes) -> PendingLens:
             with fsio.map_os_errors(self.path):
-                self._pending.lens = PendingLens(self.path, attributes, lens, number)
-            self.attributes = attributes
-        elif stored != lens.digest():
-            raise UsageError(f"{self._folder.location}: holds another lens; write this one to another store")
+                return PendingLens(self._target.new_folder(), attributes, packed)
+
+        self._changes.set_lens(packed, provenance, write)
 
     # Commit
 
     def commit(self) -> None:
-        """Make all pending changes durable; after an exception the last generation is unchanged."""
-        assert self._undo is None, "a source is open"
-        pending = self._pending
-        if pending.is_empty:
-            self._folder.publish(self.manifest)
+        """Make all pending changes durable; after an exception the last generation is unchanged.
+
+        After a RemoteError the call can be repeated. InvalidInputError if a source conflicts with what another writer has committed meanwhile. It is left out,
+        and all other sources are committed.
+        """
+        assert not self._changes.has_open_source, "a source is open"
+        if self._changes.pending.is_empty:
             return
+        refused: list[InvalidInputError] = []
         with fsio.map_os_errors(self.path, lambda: self.pending_bytes):
             try:
-                self.manifest = commit(self.path, self.index, self.attributes, pending)
+                for segment in self._changes.pending.all_segments:
+                    segment.finish()
+                with self._target.lock():
+                    self._commit(refused)
+            except RemoteError:
+                raise  # The call can be repeated.
             except BaseException:
-                self._after_failed_commit(pending)
+                self._drop_pending()
                 raise
-            self._start_next_generation(pending)
-            self._folder.publish(self.manifest)
+        if refused:
+            raise refused[0]
 
-    def _start_next_generation(self, committed: Pending) -> None:
-        self._folder.is_published = False
-        self._sources |= {(s.path, s.size, s.fingerprint) for s in committed.sources}
-        self._columns, self.attributes = None, self.manifest.attributes
-        self.index = StoreIndex(LocalFiles(self.path), self.manifest)
-        self._reset_pending()
-        remove_unreferenced(self.path, self.index)
-
-    def _after_failed_commit(self, pending: Pending) -> None:
-        number = self.manifest.generation + 1
-        if (self.path / paths.manifest(number)).exists():
-            # The commit failed after the rename. Readers may have opened the generation, and it may
-            # be on disk, so it cannot be reverted.
-            self.manifest = LocalFiles(self.path).load_manifest(number)
-            self._start_next_generation(pending)
-            return
-        # Some segments are closed already, so nothing pending can be committed later.
-        self.attributes = self.manifest.attributes
-        self._drop_pending()
-        with contextlib.suppress(OSError):  # The next writer removes what is left.
-            remove_unreferenced(self.path, self.index)
+    def _commit(self, refused: list[InvalidInputError]) -> None:
+        changes, target = self._changes, self._target
+        is_done = False
+        while not is_done:
+            if target.has_changed(self.manifest):
+                newest = target.newest()
+                refused += changes.rebase(self._open(newest) if newest else self._empty(self.attributes.options))
+            if changes.pending.is_empty:
+                return
+            new = add_files(target, changes.generation, self.attributes, changes.pending)
+            try:
+                is_done = target.create_manifest(new)
+            except BaseException:
+                if target.has_manifest(new):
+                    # The commit failed after the link. Readers may have opened the generation, and it may
+                    # be on disk, so it cannot be reverted.
+                    changes.advance(self._open(new.generation))
+                raise
+        changes.advance(self._open(new.generation))
+        target.settle(new, root_metadata(new.attributes))
 
     def replace_existing(self) -> None:
         """Move the new store to the path of the existing one, which is removed. No-op without `overwrite`.
 
         Call it once, after the last commit. Without it close() keeps the existing store.
         """
-        if self.manifest.generation and self._folder.replace_existing():
-            self.index = StoreIndex(LocalFiles(self.path), self.manifest)
-            self._reset_pending()
+        if self.manifest.generation and self._target.replace_existing():
+            self._changes.generation.close()
+            self._changes = self._make_changes(self._open(self.manifest.generation))
 
     def _drop_pending(self) -> None:
-        pending = self._pending
-        self._reset_pending()
-        with contextlib.suppress(OSError):  # The next writer removes what is left.
+        pending = self._changes.pending
+        self._changes.drop()
+        with contextlib.suppress(OSError):  # close() removes what is left.
             pending.discard()
 
     def close(self) -> None:
-        """Drop uncommitted changes and release the lock; a store without any commit is removed."""
-        self._undo = None
-        if hasattr(self, "_pending"):
+        """Drop uncommitted changes and release the store; a store without any commit is removed."""
+        if self._is_open:
+            self._is_open = False
             self._drop_pending()
-        self._folder.close()
+            self._changes.generation.close()
+            self._target.close()
 
     def __enter__(self) -> "StoreWriter":
         return self

@@ -1,0 +1,80 @@
+"""The temporary folders of writers in a store: what lies in one is complete before it gets its name outside of it."""
+
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+from tracestore.errors import StoreLockedError
+from tracestore.store.format import paths
+from tracestore.store.io import fsio
+from tracestore.store.io.ownership import remove_own
+
+
+class WritingFolder:
+    """A new temporary folder. Its lock shows other writers that this one is alive.
+
+    fsio.FolderRemovedError if the store's folder does not exist.
+    """
+
+    def __init__(self, store: Path) -> None:
+        self._store, self._count = store, 0
+        while True:
+            self.name = f"{paths.TEMPORARY_PREFIX}{secrets.token_hex(8)}"
+            self.path = store / self.name
+            try:
+                fsio.retry_eintr(os.mkdir, self.path)
+                self._lock = fsio.WriterLock(self.path)
+                return
+            except FileNotFoundError:
+                raise fsio.FolderRemovedError(f"{store}: another writer has just removed its empty store") from None
+            except (FileExistsError, StoreLockedError):
+                continue  # Another writer took it for one that was left behind.
+
+    def new_folder(self) -> Path:
+        """Return the path of a folder for a segment, which does not exist."""
+        self._count += 1
+        return self.path / f"{self._count:08d}"
+
+    def write_small(self, data: bytes) -> Path:
+        """Write a synchronized file, which replaces the last one, and return its path."""
+        path = self.path / "small"
+        fsio.remove_tree(path)
+        fsio.write_file(path, data)
+        return path
+
+    def close(self) -> None:
+        """Remove the folder and release its lock."""
+        try:
+            remove_own(self._store, self.name)
+        finally:
+            self._lock.release()
+
+
+def _locks(store: Path) -> Iterator[tuple[str, fsio.WriterLock | None]]:
+    """Yield the temporary folders of a store, with the lock of those whose writer has ended."""
+    for name in sorted(filter(paths.is_writing_folder, os.listdir(store))):
+        try:
+            yield name, fsio.WriterLock(store / name)
+        except fsio.FolderRemovedError:
+            continue
+        except StoreLockedError:
+            yield name, None
+
+
+def remove_abandoned(store: Path) -> None:
+    """Remove the temporary folders whose writers have ended."""
+    for name, lock in _locks(store):
+        if lock is not None:
+            try:
+                remove_own(store, name)
+            finally:
+                lock.release()
+
+
+def require_no_writer(store: Path) -> None:
+    """Raise StoreLockedError if a writer has the store open."""
+    for _, lock in _locks(store):
+        if lock is None:
+            raise StoreLockedError(f"{store}: another writer has the store open")
+        lock.release()

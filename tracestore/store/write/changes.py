@@ -1,0 +1,341 @@
+"""The changes that a writer has collected on one generation, which another one may follow before they are committed."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from tracestore.errors import InvalidInputError, StoreLockedError, UsageError
+from tracestore.store.format import labels, schema
+from tracestore.store.format.manifest import Manifest
+from tracestore.store.format.provenance import Provenance, require_compatible
+from tracestore.store.io.files import RemoteURL, StoreFiles
+from tracestore.store.lens import LensArrays
+from tracestore.store.read.columns import TraceValues
+from tracestore.store.read.generation import PinnedGeneration
+from tracestore.store.read.segment import read_lens
+from tracestore.store.write.keys import KeyResolver, OnConflict
+from tracestore.store.write.pack import PackedTrace, fit_attributes, fit_lens
+from tracestore.store.write.pending import Entry, Key, Pending, PendingLens, PendingSource, location_of
+from tracestore.store.write.record import TraceRecord
+
+
+class Changes:
+    """Pending changes, and the steps that repeat them on a newer generation.
+
+    Parameters
+    ----------
+    location : Path or RemoteURL
+        The store, for messages.
+    files : StoreFiles
+        Its committed files.
+    generation : PinnedGeneration
+        The generation that the changes are made to.
+    on_conflict, allow_mixed_provenance
+        See StoreWriter.
+    """
+
+    def __init__(
+        self,
+        location: Path | RemoteURL,
+        files: StoreFiles,
+        generation: PinnedGeneration,
+        on_conflict: OnConflict,
+        allow_mixed_provenance: bool,
+    ) -> None:
+        self._location, self._files = location, files
+        self._on_conflict: OnConflict = on_conflict
+        self._allow_mixed_provenance = allow_mixed_provenance
+        self.generation = generation
+        self._sources: set[tuple[str, int, str]] = set()
+        self._start(generation, 0)
+
+    def _start(self, generation: PinnedGeneration, num_known: int) -> None:
+        """Begin without changes on a generation; the keys of its first sources are known."""
+        self.generation = generation
+        self.attributes = generation.manifest.attributes
+        self._sources |= {(s.path, s.size, s.fingerprint) for s in generation.index.sources(num_known)}
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget all pending changes; their files are the caller's."""
+        self.attributes = self.manifest.attributes
+        self._undo: list[Callable[[], None]] | None = None
+        self.pending = Pending()
+        self._keys = KeyResolver(
+            self._files, self.generation.index, self.pending, self._on_conflict, lambda: self.generation.columns.labels
+        )
+
+    @property
+    def manifest(self) -> Manifest:
+        """That of the generation."""
+        return self.generation.manifest
+
+    def advance(self, generation: PinnedGeneration) -> None:
+        """Continue without changes from the generation that they have become."""
+        num_known = self.manifest.num_sources
+        self.generation.close()
+        self._start(generation, num_known)
+
+    def rebase(self, generation: PinnedGeneration) -> list[InvalidInputError]:
+        """Repeat the changes on a generation that another writer has committed.
+
+        Returns
+        -------
+        list of InvalidInputError
+            One for each source that does not fit the newer generation. Its changes are left out.
+
+        Raises
+        ------
+        StoreLockedError
+            If the store was replaced, so that the numbers of its traces mean others.
+        UsageError
+            If the other changes do not fit.
+        """
+        pending, known = self.pending, self.generation
+        is_continued = _continues(known, generation)
+        if pending.updates and not is_continued:
+            raise StoreLockedError(f"{self._location}: another writer has replaced the store; repeat the command")
+        options = self.attributes.options
+        if generation.manifest.attributes.options != options:
+            stored = generation.manifest.attributes.options
+            name = next(name for name in options if options[name] != stored.get(name))
+            raise UsageError(
+                f"{self._location}: another writer has created the store with --{name} {stored[name]}, "
+                f"not {options[name]}"
+            )
+        if not is_continued:
+            self._sources.clear()
+        known.close()
+        refused: list[InvalidInputError] = []
+        num_known, steps = known.manifest.num_sources if is_continued else 0, pending.steps
+        while True:
+            self._start(generation, num_known)
+            num_known = generation.manifest.num_sources
+            self.pending.segments = pending.segments
+            for k, segment in enumerate(pending.segments):
+                segment.number = self.manifest.num_segments + k
+            for step in steps:
+                try:
+                    step()
+                except InvalidInputError as error:
+                    refused.append(error)
+                else:
+                    self.pending.steps.append(step)
+            if pending.lens is not None and self.pending.lens is None:
+                pending.lens.remove()  # Another writer has stored an equal one.
+            if self._has_all_segments(pending):
+                return refused
+            steps = self.pending.steps
+
+    def _has_all_segments(self, pending: Pending) -> bool:
+        """Remove the segments without a referenced row, and return whether there is none."""
+        places = [value for row in self.pending.rows for value in map(row.values.get, _SEGMENTS)]
+        used = {*places, *(patch["patch_segment"] for patch in self.pending.patches.values())}
+        kept = [segment for segment in pending.segments if segment.number in used]
+        if len(kept) == len(pending.segments):
+            return True
+        for segment in pending.segments:
+            if segment not in kept:
+                segment.remove()
+        pending.segments = kept
+        return False
+
+    # Sources
+
+    def has_source(self, path: str, size: int, fingerprint: str) -> bool:
+        """Return whether exactly this file is committed already."""
+        return (path, size, fingerprint) in self._sources
+
+    def has_source_named(self, path: str) -> bool:
+        """Return whether a file of this name is committed, whatever its contents."""
+        return any(name == path for name, _, _ in self._sources)
+
+    def check_provenance(self, provenances: Iterable[Provenance]) -> None:
+        """Raise UsageError if sources with these provenances conflict with each other or with the store."""
+        if not self._allow_mixed_provenance:
+            require_compatible(self.attributes.provenance, provenances, str(self._location))
+
+    @property
+    def has_open_source(self) -> bool:
+        """Whether a source has begun and not ended."""
+        return self._undo is not None
+
+    @property
+    def source_has_changes(self) -> bool:
+        """True if the open source has added or completed a trace."""
+        return self._undo is not None and len(self._undo) > 1  # The first step reverts begin_source().
+
+    @property
+    def num_source_conflicts(self) -> int:
+        """Number of traces of the open source whose key existed with different content."""
+        return self._keys.num_conflicts
+
+    def begin_source(self, source: PendingSource) -> None:
+        """Begin a source."""
+        assert self._undo is None, "a source is open"
+        stated = source.stated
+        self.check_provenance([] if stated is None else [stated])
+        pending, attributes, num_steps = self.pending, self.attributes, len(self.pending.steps)
+        if source.is_numbered:
+            source.path = f"append-{self.manifest.num_traces + len(pending.rows):010d}"
+        self.attributes, source.provenance = attributes.with_provenance(stated)
+        source.num_traces = source.num_skipped = 0
+        self._undo = []
+        self._keys.begin_source(self._undo)
+
+        def restore() -> None:
+            self.attributes = attributes
+            del pending.steps[num_steps:]
+            pending.sources.pop()
+
+        self._undo.append(restore)
+        pending.sources.append(source)
+
+    def abort_source(self) -> None:
+        """Revert all changes of the open source."""
+        undo, self._undo = self._undo, None
+        for step in reversed(undo or ()):
+            step()
+
+    def end_source(self) -> None:
+        """Accept the open source."""
+        assert self._undo is not None
+        source, self._undo = self.pending.sources[-1], None
+        self.pending.steps.append(lambda: self._repeat(source))
+
+    def _repeat(self, source: PendingSource) -> None:
+        """Resolve the keys of a source again, whose rows are in the pending segments."""
+        self.begin_source(source)
+        try:
+            for entry in source.entries:
+                self.accept(entry, *self.resolve(entry.record, entry.trace))
+        except InvalidInputError as error:
+            self.abort_source()
+            raise error.with_location(source=source.path) from None
+        except BaseException:
+            self.abort_source()
+            raise
+        is_listed = bool(source.fingerprint) and self.has_source(source.path, source.size, source.fingerprint)
+        if is_listed and not self.source_has_changes:
+            self.abort_source()  # Another writer has added it.
+        else:
+            self._undo = None
+
+    def resolve(self, record: TraceRecord | Key, trace: PackedTrace | None) -> tuple[set[int], float]:
+        """Return the field groups and the label that the key of a trace gets from it.
+
+        Parameters
+        ----------
+        record : TraceRecord or Key
+        trace : PackedTrace or None
+            None if another trace of the key was pending or committed before.
+
+        Raises
+        ------
+        InvalidInputError
+            If the trace does not fit the store.
+        """
+        try:
+            attributes = self.attributes if trace is None else fit_attributes(self.attributes, trace)
+            groups = self._keys.resolve_known(record) if trace is None else self._keys.resolve_new(trace)
+            label = self._keys.resolve_label(record)
+            self.attributes = attributes
+        except InvalidInputError as error:
+            raise error.with_location(position=record.position) from None
+        return groups, label
+
+    def accept(self, entry: Entry, groups: set[int], label: float) -> None:
+        """Add a trace to the open source; `groups` and `label` are those of resolve()."""
+        source = self.pending.sources[-1]
+        if not groups:
+            self._keys.set_label(entry.record, label)
+            source.num_skipped += 1
+            return
+        assert entry.trace is not None
+        assert entry.segment is not None
+        number = self.manifest.num_sources + len(self.pending.sources) - 1
+        location = location_of(entry.trace, groups, entry.segment.number, entry.row, number)
+        source.num_traces += 1
+        self._keys.add_location(entry.trace.record, location, groups, entry.given._replace(label=label))
+
+    # Everything else
+
+    def _do(self, step: Callable[[], None]) -> None:
+        step()
+        self.pending.steps.append(step)
+
+    def define_score(self, name: str, field: labels.ScoreField, is_default: bool, replaced: Collection[int]) -> None:
+        """See StoreWriter."""
+        self._do(lambda: self._define_score(name, field, is_default, replaced))
+
+    def _define_score(self, name: str, field: labels.ScoreField, is_default: bool, replaced: Collection[int]) -> None:
+        stored = self.attributes.scores.get(name, field)
+        if stored.direction != field.direction:
+            scored = np.flatnonzero(~np.isnan(self.generation.columns.score(name)))
+            if not np.isin(scored, np.fromiter(replaced, np.int64)).all():
+                raise UsageError(
+                    f"{self._location}: a high {name} means {stored.direction!r} in the store, {field.direction!r} in "
+                    "what is added. Use another name, or replace all values of this one (tracestore score)."
+                )
+        self.attributes = self.attributes.with_score(name, field, is_default=is_default)
+
+    def keep_layout(self, text: str) -> None:
+        """See StoreWriter."""
+
+        def keep() -> None:
+            self.attributes = self.attributes.with_layout(text)
+
+        self._do(keep)
+
+    def update_values(self, updates: Mapping[int, TraceValues]) -> None:
+        """See StoreWriter."""
+        self._do(lambda: self.pending.updates.update(updates))
+
+    def choose_attention(self, attention: str) -> None:
+        """See StoreWriter."""
+        options = self.attributes.options | {"attention": attention}
+        self.attributes = replace(self.attributes, attention=attention, options=options)
+        self.generation = replace(self.generation, manifest=replace(self.manifest, attributes=self.attributes))
+
+    def lens_digest(self) -> bytes | None:
+        """See StoreWriter."""
+        if self.pending.lens is not None:
+            return self.pending.lens.digest
+        lens = read_lens(self._files, self.generation.index, self.attributes)
+        return None if lens is None else lens.arrays().digest()
+
+    def set_lens(
+        self, lens: LensArrays, provenance: Provenance | None, write: Callable[[schema.Attributes], PendingLens]
+    ) -> None:
+        """Add a lens unless the store has an equal one; `write` writes its arrays."""
+        written: list[PendingLens] = []
+
+        def place() -> None:
+            self.check_provenance([] if provenance is None else [provenance])
+            attributes, number = fit_lens(self.attributes, lens, provenance)
+            stored = self.lens_digest()
+            if stored is not None:
+                if stored != (written[0].digest if written else lens.digest()):
+                    raise UsageError(f"{self._location}: holds another lens; write this one to another store")
+                return
+            if not written:
+                written.append(write(attributes))
+            self.pending.lens, self.pending.lens_provenance = written[0], number
+            self.attributes = attributes
+
+        self._do(place)
+
+
+_SEGMENTS = ("graph_segment", "sequence_segment")
+
+
+def _continues(old: PinnedGeneration, new: PinnedGeneration) -> bool:
+    """Return whether a generation has all traces of another one, with their numbers."""
+    before, after = old.manifest, new.manifest
+    if before.num_segments == 0 or before.num_traces == 0:
+        return before.num_traces == 0
+    is_larger = after.num_segments >= before.num_segments and after.num_traces >= before.num_traces
+    last = before.num_segments - 1
+    return is_larger and old.index.segment(last) == new.index.segment(last)
