@@ -132,6 +132,7 @@ def test_every_command_prints_one_json_document(store_path, tiny_model, tmp_path
         "inspect": [tmp_path / "a.pkl"],
         "info": [store_path],
         "verify": [store_path],
+        "clean": [store_path],
         "lint": [store_path],
         "score": [store_path, "--scores", scores],
         "view": [store_path, "q3"],

@@ -20,6 +20,8 @@ import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tracestore.store.io import fsio
+
 SECTOR = 512
 MODES = ("all", "synced", "journal", "folders", "any")
 
@@ -127,6 +129,9 @@ class Disk:
                 # A rename between two folders may be durable in one of them only, except in mode "journal".
                 target.change(self.time, "link", new_name, parent.names[name])
                 parent.change(self.time, "unlink", name)
+        elif kind == "link":
+            parent, name = self._parent(rest[0])
+            parent.change(self.time, "link", name, self.node(path))
         elif kind == "write":
             node, (offset, data) = self.node(path), rest
             node.data.extend(bytes(max(0, offset - len(node.data))))
@@ -177,8 +182,10 @@ class Recorder:
             patch.setattr(os, name, self._recorded(getattr(self, f"_{name}"), getattr(os, name)))
         for name in ("ftruncate", "dup"):
             patch.setattr(os, name, self._recorded(getattr(self, f"_{name}"), getattr(os, name)))
-        for name in ("pwrite", "writev", "replace", "link", "symlink", "removedirs"):
+        for name in ("pwrite", "writev", "replace", "symlink", "removedirs"):
             patch.setattr(os, name, self._refused)
+        patch.setattr(os, "link", self._recorded(self._link, os.link))
+        patch.setattr(fsio, "rename_exclusive", self._recorded(self._rename_exclusive, fsio.rename_exclusive))
 
     def _recorded(self, note, call):
         def recorded(*args, **kwargs):
@@ -242,6 +249,17 @@ class Recorder:
         self._fds.pop(fd, None)
         return call(fd)
 
+    def _link(self, call, path, new):
+        call(path, new)
+        if self._inside(new) is not None:
+            self.log.append(("link", self._inside(path), self._inside(new)))
+
+    def _rename_exclusive(self, call, path, new):
+        done = call(path, new)
+        if done and self._inside(new) is not None:
+            self.log.append(("rename", self._inside(path), self._inside(new)))
+        return done
+
     def _path_call(kind):
         def note(self, call, path, *args, **kwargs):
             assert not kwargs, f"{kind} relative to a folder descriptor"
@@ -265,7 +283,7 @@ def sample(log, step, rng):
     """Return positions in a log: every step-th one, and some at or after renames, removals and commits."""
     if step == 1:
         return range(len(log) + 1)
-    rare = [k + rng.randint(0, 1) for k, op in enumerate(log) if op[0] in ("rename", "unlink", "commit")]
+    rare = [k + rng.randint(0, 1) for k, op in enumerate(log) if op[0] in ("link", "rename", "unlink", "commit")]
     return sorted({*range(rng.randrange(step), len(log) + 1, step), *rare[:: max(1, step // 30)], len(log)})
 
 

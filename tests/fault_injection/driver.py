@@ -25,7 +25,6 @@ from tracestore import cli
 from tracestore.cli.commands import convert  # noqa: F401 - imported before the forks
 from tracestore.errors import UsageError
 from tracestore.ingest.forecast import SegmentPredictor
-from tracestore.store.format.paths import SPOOL_FOLDER
 from tracestore.store.maintain.verify import verify_store
 from tracestore.store.write import writer
 
@@ -163,7 +162,7 @@ class Driver:
                 return f"rerun: exit {code}: {(self.work / 'output').read_text()}"
         elif code != 0:
             return None
-        found = {n: data for n, data in tree_bytes(self.store).items() if not n.startswith(SPOOL_FOLDER)}
+        found = tree_bytes(self.store)
         if found != self.expected:
             names = [n for n in {*found, *self.expected} if found.get(n) != self.expected.get(n)]
             return f"files differ from those of an uninterrupted run: {sorted(names)[:5]}"

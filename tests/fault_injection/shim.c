@@ -135,6 +135,8 @@ ON_PATH(rename, (const char *a, const char *b), OTHER, AT_FDCWD, b, REAL(rename)
 ON_PATH(renameat, (int f, const char *a, int g, const char *b), OTHER, g, b, REAL(renameat)(f, a, g, b))
 ON_PATH(renameat2, (int f, const char *a, int g, const char *b, unsigned int flags), OTHER, g, b,
         REAL(renameat2)(f, a, g, b, flags))
+ON_PATH(link, (const char *a, const char *b), OTHER, AT_FDCWD, b, REAL(link)(a, b))
+ON_PATH(linkat, (int f, const char *a, int g, const char *b, int flags), OTHER, g, b, REAL(linkat)(f, a, g, b, flags))
 ON_PATH(mkdir, (const char *a, mode_t mode), ALLOCATE, AT_FDCWD, a, REAL(mkdir)(a, mode))
 ON_PATH(mkdirat, (int f, const char *a, mode_t mode), ALLOCATE, f, a, REAL(mkdirat)(f, a, mode))
 ON_PATH(unlink, (const char *a), OTHER, AT_FDCWD, a, REAL(unlink)(a))

@@ -26,12 +26,13 @@ from tracestore.errors import StoreLockedError, UsageError
 from tracestore.store.format.labels import ScoreField
 from tracestore.store.io import files
 from tracestore.store.maintain import merge
+from tracestore.store.maintain.clean import clean_store
 from tracestore.store.maintain.verify import verify_store
 from tracestore.store.read.columns import TraceValues
 from tracestore.store.write.record import record_from_dict
 from tracestore.store.write.writer import StoreWriter
 
-CALLS = "open write fsync rename mkdir unlink rmdir truncate listdir scandir stat fchmod pread preadv"
+CALLS = "open write fsync link rename mkdir unlink rmdir truncate listdir scandir stat fchmod pread preadv"
 NUM_TRACES = 6
 MAX_KILLS = 3
 
@@ -241,7 +242,8 @@ class Simulation:
     def check_end(self):
         """Assert that the final store is intact, complete and free of leftovers."""
         with StoreWriter(self.store):
-            pass  # removes leftovers
+            pass  # removes temporary folders and old generations
+        clean_store(self.store, older_than_s=0)
         report = verify_store(self.store, num_threads=1)
         assert not report.damaged and not report.leftovers, f"seed {self.seed}: {report}"
         for folder in ("manifest", "index", "columns"):

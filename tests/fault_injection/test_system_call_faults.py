@@ -22,7 +22,7 @@ FAULTS = {
 
 def test_the_shim_intercepts_the_calls(driver):
     calls = [line.split()[0] for line in driver.run(action="pass", log=True)["calls"]]
-    assert {"write", "fsync", "rename", "mkdir", "unlink", "fchmod"} <= set(calls)
+    assert {"write", "fsync", "rename", "renameat2", "link", "mkdir", "unlink", "fchmod"} <= set(calls)
     assert any(name.startswith("open") for name in calls)
 
 
@@ -42,7 +42,7 @@ def test_a_fault_at_every_call(driver, fault, ahead):
         numbers = [n for n in numbers if calls[n - 1].startswith(("write", "pwrite"))]
     # The short version samples all calls evenly, and the rare kinds more densely.
     if not ALL:
-        rare = {n for n in numbers if calls[n - 1].startswith(("rename", "unlink", "rmdir", "ftruncate"))}
+        rare = {n for n in numbers if calls[n - 1].startswith(("link", "rename", "unlink", "rmdir", "ftruncate"))}
         rare |= {n for n in numbers if "/manifest" in calls[n - 1] or calls[n - 1].endswith(".zarr.json")}
         offset, step = list(FAULTS).index(fault), 97
         numbers = sorted({*list(numbers)[offset::step], *sorted(rare)[offset % 4 :: 4]})

@@ -23,6 +23,7 @@ COMMANDS = {
     "inspect": "print what files hold, and the layouts that they may have",
     "info": "print the properties of a store",
     "verify": "check every byte of a store",
+    "clean": "remove files of a store that no generation names",
     "lint": "look for data-quality issues",
     "score": "add or replace scores without rewriting traces",
     "view": "show one trace: texts, attention, norms of hidden states",

@@ -38,5 +38,5 @@ def run(args: argparse.Namespace, output: Output) -> int:
     size = format_size(report.num_bytes)
     output.info(f"intact: generation {report.generation}, {depth} {plural(report.num_files, 'file')}, {size}")
     for name in report.leftovers:
-        output.info(f"uncommitted file (of a running writer, or left for the next writer to remove): {name}")
+        output.info(f"uncommitted file (of a running writer, or left for tracestore clean to remove): {name}")
     return 0

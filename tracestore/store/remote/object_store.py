@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from tracestore._core.kernels import crc32c
 from tracestore.errors import CorruptStoreError, RemoteError, UsageError
@@ -34,6 +34,15 @@ T = TypeVar("T")
 
 # The state of an object as the server reports it: an entity tag, a version, or both.
 Version = dict[str, str]
+
+
+class ListedObject(NamedTuple):
+    """An object of a listing: its path, its size in bytes, and when it was written, in seconds since 1970."""
+
+    path: str
+    size: int
+    written: float
+
 
 # The process that started the client threads. They do not survive a fork.
 _client_pid: int | None = None
@@ -264,17 +273,21 @@ class ObjectStore(Server):
 
     def list_recursive(self, folder: str) -> list[str]:
         """Return the paths of all objects below a folder, in order. RemoteError for an endless listing."""
+        return [found.path for found in self.list_objects(folder)]
+
+    def list_objects(self, folder: str) -> list[ListedObject]:
+        """Return all objects below a folder, in the order of their paths. RemoteError for an endless listing."""
         began = time.monotonic()
 
-        def listed() -> list[str]:
-            paths: list[str] = []
+        def listed() -> list[ListedObject]:
+            objects: list[ListedObject] = []
             for found in self._obstore.list(self._store, folder):
-                paths += (str(o["path"]) for o in found)
+                objects += (ListedObject(str(o["path"]), int(o["size"]), o["last_modified"].timestamp()) for o in found)
                 # 1,000 names a request: a listing that takes longer has no end.
-                is_slow = time.monotonic() - began > self.patience_s * (1 + len(paths) / 10_000)
-                if len(paths) > _MAX_NAMES or is_slow:
-                    raise RemoteError(f"{self.address}/{folder}: a list of more than {len(paths):,} objects")
-            return sorted(paths)
+                is_slow = time.monotonic() - began > self.patience_s * (1 + len(objects) / 10_000)
+                if len(objects) > _MAX_NAMES or is_slow:
+                    raise RemoteError(f"{self.address}/{folder}: a list of more than {len(objects):,} objects")
+            return sorted(objects)
 
         try:
             return self.retry(folder, listed)

@@ -15,7 +15,8 @@ from tracestore.store.remote.files import RemoteFiles, cache_of_environment, lis
 from tracestore.store.remote.object_store import ObjectStore
 
 _UPLOADS = 16
-_OWN_NAMES = {*paths.TOP_FOLDERS, "zarr.json"}
+# Also the lock of a store on a disk that was uploaded.
+_OWN_NAMES = {*paths.TOP_FOLDERS, "zarr.json", "lock"}
 
 
 class RemoteTarget:

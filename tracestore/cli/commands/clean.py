@@ -1,0 +1,51 @@
+"""Remove files of a store that no generation names: those of writers that were stopped before they committed.
+
+Example: tracestore clean store.zarr --dry-run
+"""
+
+import argparse
+import re
+
+from tracestore.cli.flags import add_store
+from tracestore.console import Output, Parser, format_size, plural
+from tracestore.errors import UsageError
+from tracestore.store.maintain.clean import DAY_S, clean_store
+
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": DAY_S}
+
+
+def _age(text: str) -> int:
+    """Return the seconds of an age such as 7d."""
+    match = re.fullmatch(r"(\d{1,9})([smhd])", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected an age like 7d, 36h, 90m or 60s")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the arguments of the command."""
+    add_store(parser)
+    parser.add_argument(
+        "--older-than",
+        type=_age,
+        default="7d",
+        metavar="AGE",
+        help="keep what was written in this time, because a writer may be about to commit it (default: %(default)s)",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print what would be removed, and remove nothing")
+    parser.add_argument(
+        "--force", action="store_true", help="accept an age below 1d: no other process writes the store"
+    )
+
+
+def run(args: argparse.Namespace, output: Output) -> int:
+    """Remove the files, and print their paths."""
+    if args.older_than < DAY_S and not args.force:
+        raise UsageError("--older-than below 1d may remove what a running writer is about to commit; add --force")
+    report = clean_store(args.store, older_than_s=args.older_than, dry_run=args.dry_run)
+    output.print_json(report)
+    for path in report.removed:
+        output.info(path)
+    verb = "would remove" if args.dry_run else "removed"
+    output.info(f"{verb} {plural(len(report.removed), 'unnamed item')}, {format_size(report.num_bytes)}")
+    return 0

@@ -1,0 +1,143 @@
+"""Removal of files that no generation of a store names: those of writers that were stopped."""
+
+import os
+import time
+from collections.abc import Iterable
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tracestore.errors import CorruptStoreError, StoreLockedError, UsageError
+from tracestore.store.format import paths
+from tracestore.store.io import fsio
+from tracestore.store.io.files import LocalFiles, ReadableFiles, parse_location
+from tracestore.store.io.ownership import FolderKind, classify_folder, remove_own
+from tracestore.store.read.generation import open_generation
+
+if TYPE_CHECKING:
+    from tracestore.store.remote.files import RemoteFiles
+
+DAY_S = 24 * 3600
+
+
+@dataclass
+class CleanReport:
+    """The result of `clean`: the paths of removed files and folders, and their size."""
+
+    removed: list[str] = field(default_factory=list)
+    num_bytes: int = 0
+
+
+def clean_store(store: str | os.PathLike[str], *, older_than_s: float, dry_run: bool = False) -> CleanReport:
+    """Remove the files that no generation names.
+
+    Parameters
+    ----------
+    store : str or os.PathLike
+        Path or URL of the store.
+    older_than_s : float
+        Keep what was written in this time: a writer may be about to commit it.
+    dry_run : bool
+        Report what would be removed.
+
+    Raises
+    ------
+    UsageError
+        If there is no store.
+    CorruptStoreError
+        If a generation is damaged, so that its files are unknown.
+    StoreLockedError
+        If another process holds the lock of the store.
+    """
+    location = parse_location(store)
+    before = time.time() - older_than_s
+    if not isinstance(location, Path):
+        # Imported here because remote stores need an optional library.
+        from tracestore.store.remote.files import RemoteFiles
+
+        return _clean_objects(RemoteFiles.open(location), before, dry_run)
+    if classify_folder(location) is not FolderKind.STORE:
+        raise UsageError(f"{location}: no such store")
+    report = CleanReport()
+    with fsio.map_os_errors(location):
+        lock = fsio.WriterLock(location, wait_s=fsio.LOCK_WAIT_S)
+        try:
+            named = _named(LocalFiles(location))
+            for path in _units(location):
+                if path not in named and paths.is_own(path, is_folder=(location / path).is_dir()):
+                    _remove(location, path, before, dry_run, report)
+        finally:
+            lock.release()
+    return report
+
+
+def _units(store: Path) -> Iterable[str]:
+    """Yield what is removed as a whole: segments, files of the other folders, and temporary folders."""
+    for folder in paths.TOP_FOLDERS:
+        yield from (f"{folder}/{name}" for name in sorted(LocalFiles(store).list_dir(folder)))
+    yield from (name for name in sorted(os.listdir(store)) if name.startswith(paths.TEMPORARY_PREFIX))
+
+
+def _named(files: ReadableFiles) -> set[str]:
+    """Return the paths of all files of all generations, and the folders of their segments."""
+    named = {"manifest/newest"}
+    for number in files.generations():
+        try:
+            generation = open_generation(files, number)
+        except FileNotFoundError:
+            raise StoreLockedError(f"{files.location}: another writer commits; repeat the command") from None
+        except CorruptStoreError as error:
+            raise CorruptStoreError(f"{error}. Run: tracestore verify {files.location} --repair") from None
+        with closing(generation):
+            named |= {paths.manifest(number), paths.manifest_copy(number)}
+            named |= {file.path for file in generation.manifest.small_files()}
+            named |= {segment.path for segment in generation.index.segments()}
+    return named
+
+
+def _remove(store: Path, path: str, before: float, dry_run: bool, report: CleanReport) -> None:
+    """Remove a file or folder that was last written before a time, unless a writer works in it."""
+    if path.startswith(f"manifest/{paths.DAMAGED_PREFIX}"):
+        return  # `verify --repair` has set it aside.
+    inner = [store / path, *(store / path).rglob("*")] if (store / path).is_dir() else [store / path]
+    states = [p.lstat() for p in inner]
+    if max(s.st_mtime for s in states) > before:
+        return
+    lock = None
+    try:
+        if paths.is_writing_folder(path) and (not dry_run or (store / path / "lock").exists()):
+            lock = fsio.WriterLock(store / path)
+        if dry_run or remove_own(store, path):
+            report.removed.append(path)
+            report.num_bytes += sum(s.st_size for p, s in zip(inner, states, strict=True) if not p.is_dir())
+    except StoreLockedError:
+        return
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def _clean_objects(files: "RemoteFiles", before: float, dry_run: bool) -> CleanReport:
+    """Remove objects. What is written again after the first look stays."""
+    objects, report = files.object_store, CleanReport()
+    objects.require_writable()
+    first = {found.path: found for found in objects.list_objects("")}
+    named = _named(files)
+    if len(named) == 1:
+        raise UsageError(f"{files.location}: no such store")
+    units: dict[str, list[str]] = {}
+    for path in first:
+        if paths.is_own(path, is_folder=False) and path.count("/"):
+            unit = "/".join(path.split("/")[:2])
+            if unit not in named and not unit.startswith(f"manifest/{paths.DAMAGED_PREFIX}"):
+                units.setdefault(unit, []).append(path)
+    for unit, found in units.items():
+        now = objects.list_objects(unit) if len(found) > 1 else [first[path] for path in found]
+        if max(item.written for item in (*now, *(first[path] for path in found))) > before:
+            continue
+        report.removed.append(unit)
+        report.num_bytes += sum(first[path].size for path in found)
+        if not dry_run:
+            objects.delete(found)
+    return report
