@@ -7,9 +7,11 @@ in its cleanup; the simulation closes its files, as the kernel would.
 
 import fcntl
 import io
+import itertools
 import os
 import pickle
 import random
+import secrets
 import shutil
 import threading
 import time
@@ -67,6 +69,8 @@ class Simulation:
         patch.setattr(os, "close", self._closing(os.close))
         patch.setattr(io, "open", self._stepping("io.open", io.open))
         patch.setattr(fcntl, "flock", self._stepping("flock", fcntl.flock))
+        tokens = itertools.count()
+        patch.setattr(secrets, "token_hex", lambda count: f"{next(tokens):0{2 * count}x}")
         patch.setattr(time, "sleep", lambda _: self.step("sleep"))
         patch.setattr(files, "MappedFile", self._stepping("map", files.MappedFile))
 

@@ -203,7 +203,6 @@ class ObjectServer:
             "TRACESTORE_CACHE_DIR": str(cache),
             "TRACESTORE_REMOTE_TIMEOUT": "2",
             "TRACESTORE_REMOTE_RETRY_TIMEOUT": "4",
-            "TRACESTORE_REMOTE_LOCK_TTL": "3",
         }
 
     def put(self, store: Path) -> str:

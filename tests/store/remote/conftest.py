@@ -31,7 +31,6 @@ def remote(server, tmp_path, monkeypatch):
         "TRACESTORE_CACHE_DIR": str(tmp_path / "cache"),
         "TRACESTORE_REMOTE_TIMEOUT": "2",
         "TRACESTORE_REMOTE_RETRY_TIMEOUT": "30",
-        "TRACESTORE_REMOTE_LOCK_TTL": "3",
     }
     for name, value in settings.items():
         monkeypatch.setenv(name, value)

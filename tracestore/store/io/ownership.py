@@ -165,7 +165,8 @@ def has_manifest(store: Path) -> bool:
 def remove_own(store: Path, path: str) -> bool:
     """Remove a file or folder of a store, but only files with a path of the format.
 
-    Symbolic links, files with other names and the folders that contain them are kept.
+    Symbolic links, files with other names and the folders that contain them are kept. Other processes may remove the
+    same files.
 
     Returns
     -------
@@ -174,21 +175,19 @@ def remove_own(store: Path, path: str) -> bool:
     """
     try:
         mode = os.lstat(store / path).st_mode
-    except FileNotFoundError:
-        return True
-    is_folder = stat.S_ISDIR(mode)
-    if not (is_folder or stat.S_ISREG(mode)) or not paths.is_own(path, is_folder=is_folder):
-        return False
-    if not is_folder:
-        retry_eintr(os.unlink, store / path)
-        return True
-    # The lock of a temporary folder goes last: until then its holder excludes others.
-    names = sorted(os.listdir(store / path), key=lambda name: name == "lock")
-    kept = [name for name in names if not remove_own(store, f"{path}/{name}")]
-    if kept:
-        return False
-    try:
+        is_folder = stat.S_ISDIR(mode)
+        if not (is_folder or stat.S_ISREG(mode)) or not paths.is_own(path, is_folder=is_folder):
+            return False
+        if not is_folder:
+            retry_eintr(os.unlink, store / path)
+            return True
+        # The lock of a temporary folder goes last: until then its holder excludes others.
+        names = sorted(os.listdir(store / path), key=lambda name: name == "lock")
+        if [name for name in names if not remove_own(store, f"{path}/{name}")]:
+            return False
         retry_eintr(os.rmdir, store / path)
+    except FileNotFoundError:
+        pass
     except OSError as error:
         if error.errno != errno.ENOTEMPTY:
             raise

@@ -1,6 +1,7 @@
 """Removal of files that no generation of a store names: those of writers that were stopped."""
 
 import os
+import stat
 import time
 from collections.abc import Iterable
 from contextlib import closing
@@ -100,19 +101,20 @@ def _remove(store: Path, path: str, before: float, dry_run: bool, report: CleanR
     """Remove a file or folder that was last written before a time, unless a writer works in it."""
     if path.startswith(f"manifest/{paths.DAMAGED_PREFIX}"):
         return  # `verify --repair` has set it aside.
-    inner = [store / path, *(store / path).rglob("*")] if (store / path).is_dir() else [store / path]
-    states = [p.lstat() for p in inner]
-    if max(s.st_mtime for s in states) > before:
-        return
     lock = None
-    try:
-        if paths.is_writing_folder(path) and (not dry_run or (store / path / "lock").exists()):
+    if paths.is_writing_folder(path) and (not dry_run or (store / path / "lock").exists()):
+        try:
             lock = fsio.WriterLock(store / path)
-        if dry_run or remove_own(store, path):
+        except StoreLockedError:
+            return
+    try:
+        # The lock is no sign of age: it may be new.
+        inner = [p for p in (store / path, *(store / path).rglob("*")) if p.name != "lock"]
+        states = [p.lstat() for p in inner]
+        files = [s for s in states if not stat.S_ISDIR(s.st_mode)]
+        if max(s.st_mtime for s in files or states) <= before and (dry_run or remove_own(store, path)):
             report.removed.append(path)
-            report.num_bytes += sum(s.st_size for p, s in zip(inner, states, strict=True) if not p.is_dir())
-    except StoreLockedError:
-        return
+            report.num_bytes += sum(s.st_size for s in files)
     finally:
         if lock is not None:
             lock.release()

@@ -1,6 +1,6 @@
 """The commit protocol, which leads from one generation to the next (docs/format.md, "Commit")."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from tracestore._core.kernels import crc32c
+from tracestore.errors import CorruptStoreError
 from tracestore.store.format import manifest as mf
 from tracestore.store.format import paths, schema
 from tracestore.store.format.entries import FileEntry
@@ -17,8 +18,9 @@ from tracestore.store.format.zarr_json import group_metadata
 from tracestore.store.format.zip_group import pack_group
 from tracestore.store.io import fsio
 from tracestore.store.io.files import ReadableFiles, RemoteURL
+from tracestore.store.io.folder_target import FolderTarget
 from tracestore.store.read.columns import Columns, join_columns, read_columns
-from tracestore.store.read.generation import PinnedGeneration
+from tracestore.store.read.generation import PinnedGeneration, open_generation
 from tracestore.store.read.index import StoreIndex
 from tracestore.store.write.pending import Pending
 
@@ -121,6 +123,38 @@ class CommitTarget(Protocol):
 
     def close(self) -> None:
         """Remove the temporary files."""
+
+
+def open_target(
+    location: Path | RemoteURL, *, overwrite: bool, exist_ok: bool, keeps_replacement: bool
+) -> CommitTarget:
+    """Return the target for a location; see FolderTarget for the parameters."""
+    if isinstance(location, Path):
+        return FolderTarget(location, overwrite=overwrite, exist_ok=exist_ok, keeps_replacement=keeps_replacement)
+    # Imported here because remote stores need an extra.
+    from tracestore.store.remote.publish import RemoteTarget
+
+    return RemoteTarget(location, overwrite=overwrite, exist_ok=exist_ok)
+
+
+def empty_generation(target: CommitTarget, options: Mapping[str, str]) -> PinnedGeneration:
+    """Return the generation of a store without commits."""
+    manifest = mf.Manifest(
+        target.replaced_generation, schema.Attributes(attention=options["attention"], options=dict(options))
+    )
+    return PinnedGeneration(manifest, StoreIndex(target.files, manifest), (), None)
+
+
+def load_generation(target: CommitTarget, number: int) -> PinnedGeneration:
+    """Open the newest generation, which must survive a power failure before anything refers to it."""
+    try:
+        generation = open_generation(target.files, number)
+    except CorruptStoreError as error:
+        if isinstance(target.location, RemoteURL):
+            raise CorruptStoreError(f"{target.location}: {error}") from None
+        raise CorruptStoreError(f"{error}. Run: tracestore verify {target.path} --repair") from None
+    target.sync_generations()
+    return generation
 
 
 def add_files(

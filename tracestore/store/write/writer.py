@@ -11,14 +11,13 @@ from tracestore.store.format import labels, schema
 from tracestore.store.format.manifest import Manifest
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.io import fsio
-from tracestore.store.io.files import RemoteURL, parse_location
-from tracestore.store.io.folder_target import FolderTarget
+from tracestore.store.io.files import parse_location
 from tracestore.store.lens import LensArrays
 from tracestore.store.read.columns import Columns, TraceValues
-from tracestore.store.read.generation import PinnedGeneration, open_generation
+from tracestore.store.read.generation import PinnedGeneration
 from tracestore.store.read.index import SourceEntry, StoreIndex
 from tracestore.store.write.changes import Changes
-from tracestore.store.write.commit import CommitTarget, add_files, root_metadata
+from tracestore.store.write.commit import add_files, empty_generation, load_generation, open_target, root_metadata
 from tracestore.store.write.keys import OnConflict
 from tracestore.store.write.pack import PackedTrace, pack_lens, pack_record
 from tracestore.store.write.pending import Entry, Key, PendingLens, PendingSource
@@ -30,15 +29,6 @@ COMMIT_BYTES = 128 << 20  # of pending data trigger a commit; no reader depends 
 Options = Mapping[str, str | Callable[[], str] | None]
 # Options of a new store.
 _DEFAULTS = {"attention": "mean", "dtype": "float16", "codec": "none"}
-
-
-def _target(location: Path | RemoteURL, **options: bool) -> CommitTarget:
-    if isinstance(location, Path):
-        return FolderTarget(location, **options)
-    # Imported here because remote stores need an extra.
-    from tracestore.store.remote.publish import RemoteTarget
-
-    return RemoteTarget(location, overwrite=options["overwrite"], exist_ok=options["exist_ok"])
 
 
 class StoreWriter:
@@ -98,7 +88,7 @@ class StoreWriter:
         split_bytes: int = schema.SEGMENT_SPLIT_BYTES,
     ) -> None:
         location = parse_location(path)
-        self._target = _target(
+        self._target = open_target(
             location, overwrite=overwrite, exist_ok=exist_ok, keeps_replacement=can_resume is not None
         )
         self.commit_bytes, self.split_bytes = commit_bytes, split_bytes
@@ -153,9 +143,11 @@ class StoreWriter:
     def _load(self, options: Options) -> None:
         if self._target.newest() == 0:
             given = {name: value() if callable(value) else value for name, value in options.items()}
-            generation = self._empty({name: given[name] or default for name, default in _DEFAULTS.items()})
+            generation = empty_generation(
+                self._target, {name: given[name] or default for name, default in _DEFAULTS.items()}
+            )
         else:
-            generation = self._open(self._target.newest())
+            generation = load_generation(self._target, self._target.newest())
             for name, value in options.items():
                 stored = generation.manifest.attributes.options[name]
                 if isinstance(value, str) and value != stored:
@@ -164,27 +156,9 @@ class StoreWriter:
         self.read_columns()
         self._target.begin(generation.manifest, root_metadata(generation.manifest.attributes))
 
-    def _empty(self, options: dict[str, str]) -> PinnedGeneration:
-        """Return the generation of a store without commits."""
-        attributes = schema.Attributes(attention=options["attention"], options=options)
-        manifest = Manifest(self._target.replaced_generation, attributes)
-        return PinnedGeneration(manifest, StoreIndex(self._target.files, manifest), (), None)
-
     def _make_changes(self, generation: PinnedGeneration) -> Changes:
         target = self._target
         return Changes(target.location, target.files, generation, self._on_conflict, self._allow_mixed_provenance)
-
-    def _open(self, number: int) -> PinnedGeneration:
-        """Open the newest generation, which must survive a power failure before anything refers to it."""
-        try:
-            generation = open_generation(self._target.files, number)
-            self._target.sync_generations()
-            return generation
-        except CorruptStoreError as error:
-            location = self._target.location
-            if isinstance(location, RemoteURL):
-                raise CorruptStoreError(f"{location}: {error}") from None
-            raise CorruptStoreError(f"{error}. Run: tracestore verify {self.path} --repair") from None
 
     def has_source(self, path: str, size: int, fingerprint: str) -> bool:
         """Return whether exactly this file is committed already."""
@@ -378,8 +352,10 @@ class StoreWriter:
         is_done = False
         while not is_done:
             if target.has_changed(self.manifest):
-                newest = target.newest()
-                refused += changes.rebase(self._open(newest) if newest else self._empty(self.attributes.options))
+                if newest := target.newest():
+                    refused += changes.rebase(load_generation(target, newest))
+                else:
+                    refused += changes.rebase(empty_generation(target, self.attributes.options))
             if changes.pending.is_empty:
                 return
             new = add_files(target, changes.generation, self.attributes, changes.pending)
@@ -389,9 +365,9 @@ class StoreWriter:
                 if target.has_manifest(new):
                     # The commit failed after the link. Readers may have opened the generation, and it may
                     # be on disk, so it cannot be reverted.
-                    changes.advance(self._open(new.generation))
+                    changes.advance(load_generation(target, new.generation))
                 raise
-        changes.advance(self._open(new.generation))
+        changes.advance(load_generation(target, new.generation))
         target.settle(new, root_metadata(new.attributes))
 
     def replace_existing(self) -> None:
@@ -401,7 +377,7 @@ class StoreWriter:
         """
         if self.manifest.generation and self._target.replace_existing():
             self._changes.generation.close()
-            self._changes = self._make_changes(self._open(self.manifest.generation))
+            self._changes = self._make_changes(load_generation(self._target, self.manifest.generation))
 
     def _drop_pending(self) -> None:
         pending = self._changes.pending
