@@ -13,7 +13,7 @@ from tracestore.hub.data_set import DataSet
 from tracestore.store.format import paths
 from tracestore.store.format.entries import FileEntry, size_mismatch
 from tracestore.store.format.manifest import MAX_MANIFEST_BYTES, Manifest, parse_manifest
-from tracestore.store.io import fsio
+from tracestore.store.io import fsio, locks
 from tracestore.store.io.destinations import require_outside_stores
 from tracestore.store.io.files import LocalFiles, RemoteURL, parse_location
 from tracestore.store.io.ownership import remove_own
@@ -113,7 +113,7 @@ def pull_store(
         fsio.makedirs(folder)
         if unknown := sorted(set(os.listdir(folder)) - _EXPECTED):
             raise UsageError(f"{folder}: contains {unknown[0]!r}, which pull did not write. Move it elsewhere.")
-        lock = fsio.WriterLock(folder)
+        lock = locks.WriterLock(folder)
         try:
             _require_absent(path)
             _Download(folder, sizes, data_set.files, progress).run(report)

@@ -8,7 +8,7 @@ import pytest
 import tracestore
 from tests.helpers import command, make_traces, segment_of, tree_bytes, write_store
 from tracestore.errors import CorruptStoreError, StoreLockedError, UsageError
-from tracestore.store.io import fsio
+from tracestore.store.io import locks
 from tracestore.store.maintain.clean import clean_store
 from tracestore.store.maintain.verify import verify_store
 from tracestore.store.write.record import record_from_dict
@@ -86,8 +86,8 @@ def test_files_of_users_and_damaged_manifests_stay(tmp_path):
 def test_a_store_whose_files_are_unknown_is_not_cleaned(tmp_path, monkeypatch):
     store = write_store(tmp_path / "s.zarr", make_traces(2), commit_after=[0])
     leave(store, age_s=100)
-    lock = fsio.WriterLock(store)
-    monkeypatch.setattr(fsio, "LOCK_WAIT_S", 0.02)
+    lock = locks.WriterLock(store)
+    monkeypatch.setattr(locks, "LOCK_WAIT_S", 0.02)
     with pytest.raises(StoreLockedError):
         clean_store(store, older_than_s=0)
     lock.release()

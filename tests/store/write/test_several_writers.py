@@ -12,7 +12,7 @@ import tracestore
 from tests.helpers import make_trace, make_traces, read_all, tree_bytes, write_store
 from tracestore.errors import InvalidInputError, StoreLockedError, UsageError
 from tracestore.store.format.labels import ScoreField
-from tracestore.store.io import fsio
+from tracestore.store.io import locks
 from tracestore.store.maintain.verify import verify_store
 from tracestore.store.read.columns import TraceValues
 from tracestore.store.write.record import record_from_dict
@@ -205,7 +205,7 @@ def test_options_of_two_new_stores_must_agree(tmp_path, options):
 
 
 def test_overwrite_and_a_writer_exclude_each_other(tmp_path, monkeypatch):
-    monkeypatch.setattr(fsio, "LOCK_WAIT_S", 0.05)
+    monkeypatch.setattr(locks, "LOCK_WAIT_S", 0.05)
     path = write_store(tmp_path / "s.zarr", make_traces(2))
     with StoreWriter(path), pytest.raises(StoreLockedError, match="another writer has the store open"):
         StoreWriter(path, overwrite=True)
@@ -221,10 +221,10 @@ def test_overwrite_and_a_writer_exclude_each_other(tmp_path, monkeypatch):
 
 def test_a_lock_that_is_held_too_long_ends_the_commit(tmp_path, monkeypatch):
     path = write_store(tmp_path / "s.zarr", make_traces(1))
-    monkeypatch.setattr(fsio, "LOCK_WAIT_S", 0.05)
+    monkeypatch.setattr(locks, "LOCK_WAIT_S", 0.05)
     writer = StoreWriter(path)
     add_source(writer, "a", make_traces(2)[1:])
-    lock = fsio.WriterLock(path)
+    lock = locks.WriterLock(path)
     with pytest.raises(StoreLockedError):
         writer.commit()
     lock.release()

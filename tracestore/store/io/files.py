@@ -14,7 +14,7 @@ from tracestore.errors import CorruptStoreError, UsageError, escape_unprintable
 from tracestore.store.format import paths, schema
 from tracestore.store.format.entries import FileEntry, size_mismatch
 from tracestore.store.format.manifest import MAX_MANIFEST_BYTES, Manifest, parse_manifest
-from tracestore.store.io.fsio import Pin
+from tracestore.store.io.locks import Pin
 
 MAX_ROOT_BYTES = 2 << 20  # of the root zarr.json, which holds up to 64 provenances
 

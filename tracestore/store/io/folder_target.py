@@ -8,7 +8,7 @@ from pathlib import Path
 from tracestore.errors import CorruptStoreError, StoreLockedError, UsageError
 from tracestore.store.format import paths
 from tracestore.store.format.manifest import Manifest
-from tracestore.store.io import fsio
+from tracestore.store.io import fsio, locks
 from tracestore.store.io.files import LocalFiles, RemoteURL
 from tracestore.store.io.ownership import FolderKind, classify_folder, remove_contents, remove_own, require_removed
 from tracestore.store.io.replacement import Replacement, open_replacement
@@ -44,7 +44,7 @@ class FolderTarget:
         self._exist_ok, self._overwrite, self._keeps_replacement = exist_ok, overwrite, keeps_replacement
         self._replacement: Replacement | None = None
         self._writing: WritingFolder | None = None
-        self._own_lock: fsio.WriterLock | None = None  # of a replacement, held until it replaces the store
+        self._own_lock: locks.WriterLock | None = None  # of a replacement, held until it replaces the store
         self._is_created = self.is_begun = False
         self.replaced_generation = 0
         self._added: list[str] = []  # what the commit has added, until it is the newest generation
@@ -88,7 +88,7 @@ class FolderTarget:
             yield
 
     @contextlib.contextmanager
-    def _enter(self) -> Iterator[fsio.WriterLock]:
+    def _enter(self) -> Iterator[locks.WriterLock]:
         for _ in range(_ATTEMPTS):
             # Another writer may remove the folder at the same time, if it has committed nothing.
             self._is_created |= self._create()
@@ -96,9 +96,9 @@ class FolderTarget:
                 if self._replacement is None:
                     # Before the lock: a writer that replaces the store looks for it while it holds the lock.
                     self._writing = WritingFolder(self.path)
-                lock = fsio.WriterLock(self.path, wait_s=fsio.LOCK_WAIT_S)
+                lock = locks.WriterLock(self.path, wait_s=locks.LOCK_WAIT_S)
                 break
-            except fsio.FolderRemovedError:
+            except locks.FolderRemovedError:
                 self._close_writing()
             except BaseException:
                 self._close_writing()
@@ -126,7 +126,7 @@ class FolderTarget:
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
         """See CommitTarget."""
-        lock = None if self._own_lock is not None else fsio.WriterLock(self.path, wait_s=fsio.LOCK_WAIT_S)
+        lock = None if self._own_lock is not None else locks.WriterLock(self.path, wait_s=locks.LOCK_WAIT_S)
         try:
             yield
         except BaseException:
@@ -250,7 +250,7 @@ class FolderTarget:
             for number in files.generations():
                 if number >= manifest.generation:
                     continue
-                is_free = stack.enter_context(fsio.try_exclusive(files.open(paths.manifest(number))))
+                is_free = stack.enter_context(locks.try_exclusive(files.open(paths.manifest(number))))
                 try:
                     old = files.load_manifest(number)
                 except CorruptStoreError:
@@ -261,12 +261,15 @@ class FolderTarget:
                     return  # A reader has pinned this generation, whose files are unknown because it is damaged.
                 else:
                     kept |= {file.path for file in old.small_files()}
-            for number, old in reversed(removed):
-                # The manifest goes last: an interruption leaves nothing that no manifest names.
-                for path in [file.path for file in old.small_files()] if old is not None else []:
-                    if path not in kept:
-                        remove_own(self.path, path)
-                remove_own(self.path, paths.manifest_copy(number))
+            gone = {
+                path for _, old in removed if old is not None for path in (file.path for file in old.small_files())
+            } - kept
+            for path in sorted({*gone, *(paths.manifest_copy(number) for number, _ in removed)}):
+                remove_own(self.path, path)
+            # The manifests go last: neither an interruption nor a power failure leaves files that no manifest names.
+            for folder in {path.split("/")[0] for path in gone} | ({"index"} if removed else set()):
+                fsio.fsync_path(self.path / folder)
+            for number, _ in reversed(removed):
                 remove_own(self.path, paths.manifest(number))
 
     def _discard(self) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tracestore.platform_support import exchange
 from tracestore.store.format.paths import TEMPORARY_PREFIX
-from tracestore.store.io import fsio
+from tracestore.store.io import fsio, locks
 from tracestore.store.io.ownership import REPLACEMENT, FolderKind, classify_folder, remove_contents
 from tracestore.store.io.writing_folder import require_no_writer
 
@@ -26,14 +26,14 @@ class Replacement:
 
     def __init__(self, target: Path) -> None:
         self.target, self.folder = target, replacement_dir(target)
-        self._old_lock = fsio.WriterLock(target)
+        self._old_lock = locks.WriterLock(target)
         try:
             require_no_writer(target)
         except BaseException:
             self.close()
             raise
 
-    def begin(self, lock: fsio.WriterLock) -> bool:
+    def begin(self, lock: locks.WriterLock) -> bool:
         """Mark the folder, whose lock the caller holds, as a replacement.
 
         Returns
@@ -49,7 +49,7 @@ class Replacement:
         fsio.fsync_path(self.folder)
         return False
 
-    def swap(self, lock: fsio.WriterLock) -> None:
+    def swap(self, lock: locks.WriterLock) -> None:
         """Move the new store to the path of the old store, and remove the old store."""
         old = self.folder
         if not exchange(self.folder, self.target):

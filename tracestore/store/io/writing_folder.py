@@ -7,14 +7,14 @@ from pathlib import Path
 
 from tracestore.errors import StoreLockedError
 from tracestore.store.format import paths
-from tracestore.store.io import fsio
+from tracestore.store.io import fsio, locks
 from tracestore.store.io.ownership import remove_own
 
 
 class WritingFolder:
     """A new temporary folder. Its lock shows other writers that this one is alive.
 
-    fsio.FolderRemovedError if the store's folder does not exist.
+    locks.FolderRemovedError if the store's folder does not exist.
     """
 
     def __init__(self, store: Path) -> None:
@@ -24,10 +24,10 @@ class WritingFolder:
             self.path = store / self.name
             try:
                 fsio.retry_eintr(os.mkdir, self.path)
-                self._lock = fsio.WriterLock(self.path)
+                self._lock = locks.WriterLock(self.path)
                 return
             except FileNotFoundError:
-                raise fsio.FolderRemovedError(f"{store}: another writer has just removed its empty store") from None
+                raise locks.FolderRemovedError(f"{store}: another writer has just removed its empty store") from None
             except (FileExistsError, StoreLockedError):
                 continue  # Another writer took it for one that was left behind.
 
@@ -51,12 +51,12 @@ class WritingFolder:
             self._lock.release()
 
 
-def _locks(store: Path) -> Iterator[tuple[str, fsio.WriterLock | None]]:
+def _locks(store: Path) -> Iterator[tuple[str, locks.WriterLock | None]]:
     """Yield the temporary folders of a store, with the lock of those whose writer has ended."""
     for name in sorted(filter(paths.is_writing_folder, os.listdir(store))):
         try:
-            yield name, fsio.WriterLock(store / name)
-        except fsio.FolderRemovedError:
+            yield name, locks.WriterLock(store / name)
+        except locks.FolderRemovedError:
             continue
         except StoreLockedError:
             yield name, None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from tracestore.errors import CorruptStoreError, StoreLockedError, UsageError
 from tracestore.store.format import paths
-from tracestore.store.io import fsio
+from tracestore.store.io import fsio, locks
 from tracestore.store.io.files import LocalFiles, ReadableFiles, parse_location
 from tracestore.store.io.ownership import FolderKind, classify_folder, remove_own
 from tracestore.store.read.generation import open_generation
@@ -62,7 +62,7 @@ def clean_store(store: str | os.PathLike[str], *, older_than_s: float, dry_run: 
         raise UsageError(f"{location}: no such store")
     report = CleanReport()
     with fsio.map_os_errors(location):
-        lock = fsio.WriterLock(location, wait_s=fsio.LOCK_WAIT_S)
+        lock = locks.WriterLock(location, wait_s=locks.LOCK_WAIT_S)
         try:
             named = _named(LocalFiles(location))
             for path in _units(location):
@@ -104,7 +104,7 @@ def _remove(store: Path, path: str, before: float, dry_run: bool, report: CleanR
     lock = None
     if paths.is_writing_folder(path) and (not dry_run or (store / path / "lock").exists()):
         try:
-            lock = fsio.WriterLock(store / path)
+            lock = locks.WriterLock(store / path)
         except StoreLockedError:
             return
     try:

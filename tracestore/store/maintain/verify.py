@@ -13,7 +13,7 @@ from tracestore.errors import CorruptStoreError, StoreLockedError, UsageError
 from tracestore.store.format import manifest as mf
 from tracestore.store.format import paths
 from tracestore.store.format.entries import FileEntry, size_mismatch
-from tracestore.store.io import fsio
+from tracestore.store.io import fsio, locks
 from tracestore.store.io.files import MAX_ROOT_BYTES, LocalFiles, parse_location
 from tracestore.store.io.ownership import has_manifest
 from tracestore.store.maintain.consistency import ConsistencyChecker, reason_of
@@ -99,7 +99,7 @@ def _pin_newest(files: LocalFiles, stack: ExitStack) -> list[int]:
             raise files.no_store_error()
         try:
             for path in map(paths.manifest, numbers):
-                stack.enter_context(closing(fsio.Pin(files.open(path), files.root / path)))
+                stack.enter_context(closing(locks.Pin(files.open(path), files.root / path)))
             return numbers
         except FileNotFoundError:
             backoff(attempt)
@@ -141,7 +141,7 @@ def _restore(store: Path, number: int) -> bool:
     except (OSError, CorruptStoreError):
         return False
     path = paths.manifest(number)
-    with fsio.try_exclusive(files.open(path)) as free:
+    with locks.try_exclusive(files.open(path)) as free:
         if not free:
             raise StoreLockedError(f"{store}: a reader has the damaged generation {number} open")
         fsio.replace_file(store / path, data)
@@ -174,7 +174,7 @@ def repair_store(store: str | os.PathLike[str]) -> VerifyReport:
     if not path.is_dir() or not (LocalFiles(path).has_root() or has_manifest(path)) or not files.generations():
         raise UsageError(f"{path}: no such store")
     with fsio.map_os_errors(path):
-        lock = fsio.WriterLock(path)
+        lock = locks.WriterLock(path)
     repaired = []
     try:
         numbers = files.generations()
@@ -195,7 +195,7 @@ def repair_store(store: str | os.PathLike[str]) -> VerifyReport:
         for number in numbers:
             if number > whole.generation:
                 name = path / paths.manifest(number)
-                with fsio.try_exclusive(files.open(paths.manifest(number))) as free:
+                with locks.try_exclusive(files.open(paths.manifest(number))) as free:
                     if not free:
                         raise StoreLockedError(f"{path}: a reader has the damaged generation {number} open")
                     fsio.retry_eintr(os.rename, name, name.with_name(f"{paths.DAMAGED_PREFIX}{name.name}"))

@@ -10,7 +10,7 @@ from tracestore.errors import CorruptStoreError, TracestoreWarning
 from tracestore.store.format import manifest as mf
 from tracestore.store.format import paths
 from tracestore.store.io.files import ReadableFiles
-from tracestore.store.io.fsio import Pin
+from tracestore.store.io.locks import Pin
 from tracestore.store.read.columns import Columns, MappedColumns, join_columns
 from tracestore.store.read.index import StoreIndex
 

@@ -24,7 +24,7 @@ from tracestore._core.kernels import crc32c
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import CorruptStoreError, UsageError
 from tracestore.store.format.entries import FileEntry
-from tracestore.store.io import fsio
+from tracestore.store.io import fsio, locks
 from tracestore.store.io.files import cache_dir
 from tracestore.store.remote.object_store import ObjectStore
 
@@ -155,7 +155,7 @@ class DiskCache:
             while not _try_lock(fd):  # another thread or process is fetching it
                 check()
                 time.sleep(_POLL_S)
-            if not fsio.is_same_file(fd, partial):
+            if not locks.is_same_file(fd, partial):
                 return None
             try:
                 if final.exists():
@@ -231,7 +231,7 @@ class DiskCache:
             try:
                 if not _try_lock(fd):
                     total += os.fstat(fd).st_size
-                elif fsio.is_same_file(fd, Path(item.path)):
+                elif locks.is_same_file(fd, Path(item.path)):
                     os.unlink(item.path)
             finally:
                 _unlock(fd)

@@ -79,7 +79,7 @@ class CommitTarget(Protocol):
     def lock(self) -> AbstractContextManager[None]:
         """Exclude other commits where that is possible; if the block fails, remove what was added and not committed.
 
-        StoreLockedError if another process holds the lock for fsio.LOCK_WAIT_S.
+        StoreLockedError if another process holds the lock for locks.LOCK_WAIT_S.
         """
 
     def has_changed(self, known: mf.Manifest) -> bool:
