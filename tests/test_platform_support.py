@@ -113,3 +113,15 @@ def test_no_other_module_uses_these_interfaces():
         text = path.read_text(encoding="utf-8")
         calls = ("pthread_condattr", "RUSAGE_", "MADV_", "sched_getaffinity")
         assert path.name == "platform.h" or not [c for c in calls if c in text], path
+
+
+def test_rename_exclusive_never_replaces(tmp_path):
+    """A rename onto an empty folder would succeed silently."""
+    for name in ("folder", "taken"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "folder/file").write_text("kept")
+    if not platform_support.rename_exclusive(tmp_path / "folder", tmp_path / "new"):
+        pytest.skip("the file system has no such call")
+    with pytest.raises(FileExistsError):
+        platform_support.rename_exclusive(tmp_path / "new", tmp_path / "taken")
+    assert (tmp_path / "new/file").read_text() == "kept" and not any((tmp_path / "taken").iterdir())

@@ -27,8 +27,8 @@ def store(tmp_path):
         tmp_path / "store.zarr", traces, score=lambda k: k / 8, commit_after=[3],
         provenance={"model": "org/model|<b>", "layer_ids": [1, 2, 3]},
     )  # fmt: skip
-    (path / "segments" / ".tmp-00000009").mkdir()
-    (path / "segments" / ".tmp-00000009" / "zarr.json").write_text("{}")
+    (path / ".tmp-0123456789abcdef/00000009").mkdir(parents=True)
+    (path / ".tmp-0123456789abcdef/00000009/zarr.json").write_text("{}")
     return path
 
 

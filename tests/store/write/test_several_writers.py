@@ -1,8 +1,10 @@
 """Several writers of one store: nothing is lost, twice or damaged."""
 
+import errno
 import math
 import os
 import random
+import shutil
 import traceback
 
 import numpy as np
@@ -12,7 +14,8 @@ import tracestore
 from tests.helpers import make_trace, make_traces, read_all, tree_bytes, write_store
 from tracestore.errors import InvalidInputError, StoreLockedError, UsageError
 from tracestore.store.format.labels import ScoreField
-from tracestore.store.io import locks
+from tracestore.store.io import fsio, locks
+from tracestore.store.io.folder_target import FolderTarget
 from tracestore.store.maintain.verify import verify_store
 from tracestore.store.read.columns import TraceValues
 from tracestore.store.write.record import record_from_dict
@@ -244,6 +247,50 @@ def test_an_empty_store_stays_while_another_writer_has_it_open(tmp_path):
     with StoreWriter(tmp_path / "t.zarr"), StoreWriter(tmp_path / "t.zarr"):
         pass
     assert not (tmp_path / "t.zarr").exists() or not any((tmp_path / "t.zarr/manifest").glob("*"))
+
+
+@pytest.mark.parametrize("calls", ["rename", "none"])
+def test_a_file_system_without_links(tmp_path, monkeypatch, calls):
+    """Names are given by renameat2 or, where that is missing too, under the lock of the store."""
+
+    def refuse(*_):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    if calls == "none":
+        monkeypatch.setattr(fsio, "rename_exclusive", lambda *_: False)
+    path = tmp_path / "s.zarr"
+    with tracestore.create(path, append=True) as one, tracestore.create(path, append=True) as other:
+        for k, trace in enumerate(make_traces(6)):
+            writer = (one, other)[k % 2]
+            writer.append(trace)
+            writer.flush()
+    check(path, make_traces(6))
+
+
+def test_what_an_interrupted_commit_left_is_used_again(tmp_path, monkeypatch):
+    """Also a segment that was removed in part."""
+    path, kept = write_store(tmp_path / "s.zarr", make_traces(1)), tmp_path / "kept.zarr"
+    with monkeypatch.context() as patch:
+        patch.setattr(FolderTarget, "create_manifest", lambda *_: os._exit(9))
+        child = os.fork()
+        if child == 0:
+            with StoreWriter(path) as writer:
+                add_source(writer, "a", make_traces(3)[1:])
+                writer.commit()
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    shutil.copytree(path, kept)
+    for number, store in enumerate((path, kept)):
+        left = verify_store(store).leftovers
+        assert {name.split("/")[0] for name in left} >= {"segments", "index", "columns"}
+        for name in left[number::3]:
+            (store / name).chmod(0o644)
+            (store / name).write_bytes(b"cut") if number else None
+        with StoreWriter(store) as writer:
+            add_source(writer, "a", make_traces(3)[1:])
+            writer.commit()
+        check(store, make_traces(3))
+    assert tree_bytes(path) == tree_bytes(kept)
 
 
 def append_in_a_process(path, first, seed):
