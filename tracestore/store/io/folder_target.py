@@ -104,7 +104,7 @@ class FolderTarget:
                 self._close_writing()
                 raise
         else:
-            raise UsageError(f"{self.path}: the folder is removed as fast as it is created")
+            raise UsageError(f"{self.path}: other writers keep removing the folder; repeat the command")
         try:
             yield lock
         finally:

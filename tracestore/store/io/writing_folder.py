@@ -1,4 +1,4 @@
-"""The temporary folders of writers in a store: what lies in one is complete before it gets its name outside of it."""
+"""The temporary folders of writers in a store: a file or segment in one is complete before it gets its final name."""
 
 import os
 import secrets

@@ -69,7 +69,7 @@ class Changes:
 
     @property
     def manifest(self) -> Manifest:
-        """That of the generation."""
+        """The manifest of the generation."""
         return self.generation.manifest
 
     def advance(self, generation: PinnedGeneration) -> None:
@@ -159,7 +159,7 @@ class Changes:
 
     @property
     def has_open_source(self) -> bool:
-        """Whether a source has begun and not ended."""
+        """True if a source has begun and not ended."""
         return self._undo is not None
 
     @property

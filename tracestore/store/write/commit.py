@@ -42,7 +42,7 @@ def write_root(store: Path, attributes: schema.Attributes) -> None:
 
 
 class CommitTarget(Protocol):
-    """Where a writer's commits go: a folder or an object store. Nothing that was added is changed or named again.
+    """The destination of a writer's commits: a folder or an object store. No file that was added is changed or renamed.
 
     Attributes
     ----------
@@ -113,7 +113,7 @@ class CommitTarget(Protocol):
         """Complete what the writer of the newest generation may have left undone; `root` is zarr.json."""
 
     def settle(self, manifest: mf.Manifest, root: bytes) -> None:
-        """Complete the newest generation: zarr.json, the copy of the manifest, and removal of old generations."""
+        """Complete the newest generation: zarr.json, the copy of the manifest, and removal of earlier generations."""
 
     def clear(self) -> None:
         """Remove what an interrupted writer has left."""

@@ -117,7 +117,7 @@ class StoreWriter:
 
     @property
     def manifest(self) -> Manifest:
-        """That of the generation that the pending changes are made to."""
+        """The manifest of the generation that the pending changes are made to."""
         return self._changes.manifest
 
     @property
