@@ -15,6 +15,7 @@ import tracestore
 from tests.helpers import ROOT, command, convert, make_traces, read_all, tree_bytes, write_pickle, write_store
 from tests.store.remote.stores import committed_files
 from tracestore.errors import RemoteError, UsageError
+from tracestore.store.maintain.clean import clean_store
 from tracestore.store.maintain.verify import verify_store
 from tracestore.store.remote.object_store import ObjectStore
 
@@ -295,6 +296,19 @@ def test_a_manifest_that_old_ones_made_room_for_is_not_a_commit(remote):
     with tracestore.open(remote) as store:
         assert sorted(store.question_ids) == [t["question_id"] for t in traces] and store.generation == 6
     assert verify_store(remote).damaged == {}
+
+
+def test_clean_removes_what_no_generation_names(remote):
+    write_store(remote, make_traces(3), commit_after=[0])
+    before, objects = objects_of(remote), ObjectStore(remote)
+    for path in ("segments/0123abcd/rows.zip", "segments/0123abcd/zarr.json", "index/0000000002-0badcafe.zip"):
+        objects.put(path, b"left")
+    assert clean_store(remote, older_than_s=3600).removed == []
+    report = clean_store(remote, older_than_s=-5)
+    assert sorted(report.removed) == ["index/0000000002-0badcafe.zip", "segments/0123abcd"] and report.num_bytes == 12
+    assert objects_of(remote) == before
+    with pytest.raises(UsageError, match="no such store"):
+        clean_store(f"{remote}-not", older_than_s=0)
 
 
 def test_extraction_writes_to_a_remote_store(remote, tmp_path):
