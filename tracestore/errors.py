@@ -106,6 +106,10 @@ class NoTracesError(InvalidInputError):
     """A source file holds settings or texts, and no arrays. Other files of a conversion may hold traces."""
 
 
+class LateConflictError(InvalidInputError):
+    """A complete source conflicts with what another writer has committed before it. It was left out of the commit."""
+
+
 @contextmanager
 def error_location(source: str | None = None, position: int | None = None) -> Iterator[None]:
     """Fill in a missing source and position of each InvalidInputError of a block."""

@@ -444,7 +444,7 @@ def change_chunk(rng: random.Random, store: Store) -> None:
 def change_file(rng: random.Random, store: Store) -> None:
     """Replace a file or folder by a link, FIFO, device, folder or nothing, or change the length of a file."""
     name = rng.choice(["zarr.json", "lock", f"manifest/{store.generation:010d}", *store.files(),
-                       "segments", "columns", "index", "manifest", "segments/00000000"])  # fmt: skip
+                       "segments", "columns", "index", "manifest", f"segments/{os.listdir(store.path / 'segments')[0]}"])  # fmt: skip
     path = store.path / name
     store.seal()
     if rng.random() < 0.25 and path.is_file():

@@ -20,7 +20,14 @@ from tracestore.convert.options import ON_CONFLICT, ConvertOptions
 from tracestore.convert.refused import RefusedTraces, partial_fingerprint
 from tracestore.convert.report import MAX_REFUSED_LINES, ConvertReport, SourceCounts
 from tracestore.convert.scoring import Scoring
-from tracestore.errors import ClusterError, InvalidInputError, NoTracesError, TruncatedFileError, escape_unprintable
+from tracestore.errors import (
+    ClusterError,
+    InvalidInputError,
+    LateConflictError,
+    NoTracesError,
+    TruncatedFileError,
+    escape_unprintable,
+)
 from tracestore.ingest.cluster import ClusterStream, read_sources_on_cluster
 from tracestore.ingest.exports.manifest import EXPORT_FILE
 from tracestore.ingest.files.byte_source import TRUNCATED_WHILE_READING
@@ -190,8 +197,8 @@ class Conversion:
                 expected_bytes=self.total_bytes,
             ) as writer:
                 writer.check_provenance(self._known_provenances())
-                before = writer.manifest.num_traces
-                self._refused = RefusedTraces(self.store, is_new=options.overwrite or before == 0)
+                is_new = options.overwrite or writer.manifest.num_traces == 0
+                self._refused = RefusedTraces(self.store, is_new=is_new)
                 self.scoring.begin(writer)
                 progress = Progress(self._output, "B")
                 try:
@@ -200,7 +207,7 @@ class Conversion:
                 finally:
                     committed = writer.manifest.num_traces
                     progress.clear()
-                self.report.num_traces_new = committed - before
+                self.report.num_traces_new = writer.num_added
                 self._finish(writer, progress.elapsed_s)
                 writer.replace_existing()
         except KeyboardInterrupt:
@@ -288,7 +295,7 @@ class Conversion:
                     if isinstance(error, NoTracesError) and self._named.isdisjoint(stream.source.files):
                         self._without_traces.append(error)
                         continue
-                    if isinstance(error, ClusterError) or not self._options.skip_bad:
+                    if isinstance(error, ClusterError | LateConflictError) or not self._options.skip_bad:
                         # The complete sources before it are valid: keep them.
                         writer.commit()
                         raise error from None

@@ -12,10 +12,11 @@ import pytest
 
 import tracestore
 from tests.helpers import make_trace, make_traces, read_all, tree_bytes, write_store
-from tracestore.errors import InvalidInputError, StoreLockedError, UsageError
+from tracestore.errors import LateConflictError, StoreLockedError, UsageError
 from tracestore.store.format.labels import ScoreField
 from tracestore.store.io import fsio, locks
 from tracestore.store.io.folder_target import FolderTarget
+from tracestore.store.maintain.clean import clean_store
 from tracestore.store.maintain.verify import verify_store
 from tracestore.store.read.columns import TraceValues
 from tracestore.store.write.record import record_from_dict
@@ -100,7 +101,7 @@ def test_conflicts_are_decided_when_the_second_one_commits(tmp_path, on_conflict
         add_source(other, "c", [traces[2]])
         one.commit()
         if on_conflict == "error":
-            with pytest.raises(InvalidInputError, match="second trace of question id 'q1'"):
+            with pytest.raises(LateConflictError, match="second trace of question id 'q1'"):
                 other.commit()
         else:
             other.commit()
@@ -117,7 +118,7 @@ def test_a_source_whose_duplicate_was_refused_is_refused(tmp_path):
         add_source(other, "b", [traces[0], changed])
         add_source(other, "c", [traces[0]])
         one.commit()
-        with pytest.raises(InvalidInputError, match="second trace of question id 'q1'"):
+        with pytest.raises(LateConflictError, match=r"b, trace 1, .*second trace of question id 'q1' .*1 more refused"):
             other.commit()
         assert other.manifest.num_traces == 1
         add_source(other, "c", [traces[0]])
@@ -175,6 +176,65 @@ def test_two_writers_set_a_lens(tmp_path):
         with pytest.raises(UsageError, match="another lens"):
             different.flush()
     check(path, make_traces(3))
+
+
+def test_a_writer_that_takes_the_lock_in_vain_starts_again(tmp_path, monkeypatch):
+    """Where locks exclude nobody, the manifest decides. The segments have their names already."""
+    path, has_changed, calls = tmp_path / "s.zarr", FolderTarget.has_changed, []
+
+    def late(target, known):
+        calls.append(known)
+        return len(calls) > 1 and has_changed(target, known)
+
+    with StoreWriter(path) as one, StoreWriter(path) as other:
+        add_source(one, "a", make_traces(2))
+        one.commit()
+        add_source(other, "b", make_traces(3)[2:])
+        monkeypatch.setattr(FolderTarget, "has_changed", late)
+        other.commit()
+    assert clean_store(path, older_than_s=0).removed, "its first index and columns"
+    check(path, make_traces(3))
+
+
+def test_a_writer_of_a_replaced_store_commits_nothing(tmp_path):
+    """The sources that it has left out are not in the new store."""
+    path, new = (
+        write_store(tmp_path / name, traces) for name, traces in (("s", make_traces(2)), ("n", make_traces(4)))
+    )
+    with StoreWriter(path) as writer:
+        add_source(writer, "b", [make_trace(5)])
+        for name in os.listdir(new):
+            if name != "lock":
+                shutil.rmtree(path / name) if (path / name).is_dir() else (path / name).unlink()
+                shutil.move(new / name, path / name)
+        with pytest.raises(StoreLockedError, match="another writer has replaced the store"):
+            writer.commit()
+    check(path, make_traces(4))
+
+
+def test_a_trace_that_comes_back_has_the_segment_of_before(tmp_path):
+    path, trace = tmp_path / "s.zarr", make_trace(1)
+    changed = make_trace(1, tokens=9, seed=5) | {"question_id": trace["question_id"]}
+    for split_bytes in (1, 1 << 30):
+        with StoreWriter(path, overwrite=True, on_conflict="keep-last", split_bytes=split_bytes) as writer:
+            for number, given in enumerate((trace, changed, trace)):
+                add_source(writer, f"{number}", [given])
+                writer.commit() if split_bytes > 1 else None
+            writer.commit()
+            assert len(os.listdir(writer.path / "segments")) == 2
+            writer.replace_existing()
+        check(path, [trace])
+
+
+def test_a_new_store_without_attention_that_another_writer_made_with_it(tmp_path):
+    path = tmp_path / "s.zarr"
+    with tracestore.create(path, append=True) as one, StoreWriter(path) as other:
+        add_source(other, "a", make_traces(2))
+        other.commit()
+        one.append({"question_id": "x", "hidden_states": make_trace(3)["hidden_states"]})
+        with pytest.raises(UsageError, match="created the store with --attention mean, not none"):
+            one.flush()
+    check(path, make_traces(2))
 
 
 def test_provenances_of_two_writers_get_their_places(tmp_path):

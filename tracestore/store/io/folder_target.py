@@ -163,10 +163,10 @@ class FolderTarget:
         """See CommitTarget."""
         path = paths.segment(name)
         fsio.makedirs(self.path / "segments")
+        if all(self._size(f"{path}/{inner}") == size for inner, size, _ in files):
+            os.utime(self.path / path)  # `tracestore clean` goes by the time of the last use.
+            return
         if not fsio.give_name(folder, self.path / path):
-            if all(self._size(f"{path}/{inner}") == size for inner, size, _ in files):
-                os.utime(self.path / path)  # `tracestore clean` goes by the time of the last use.
-                return
             require_removed(self.path, path)  # It was removed in part: no generation names it.
             fsio.retry_eintr(os.rename, folder, self.path / path)
         self._added.append(path)

@@ -149,7 +149,7 @@ class RemoteTarget:
 
     def write_root(self, data: bytes) -> None:
         """See CommitTarget."""
-        self._object_store.put("zarr.json", data)
+        self._object_store.put_if_absent("zarr.json", data)
 
     def begin(self, manifest: mf.Manifest, root: bytes) -> None:
         """See CommitTarget. The next commit completes the newest generation."""
@@ -160,10 +160,10 @@ class RemoteTarget:
         objects, number = self._object_store, manifest.generation
         self._known[number] = manifest
         objects.put(paths.manifest_copy(number), manifest.to_bytes())
+        if self._numbers[:1] != [number]:
+            return  # The writer of the newer one does the rest.
         objects.put("manifest/newest", f"{number:010d}\n".encode())
         objects.put("zarr.json", root)
-        if self._numbers[:1] != [number]:
-            return  # The writer of the newer one removes the older ones.
         try:
             kept = {file.path for k in self._numbers[:2] for file in self._manifest(k).small_files()}
         except (CorruptStoreError, FileNotFoundError):

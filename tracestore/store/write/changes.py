@@ -48,6 +48,7 @@ class Changes:
         self._on_conflict: OnConflict = on_conflict
         self._allow_mixed_provenance = allow_mixed_provenance
         self.generation = generation
+        self.num_added = 0  # traces, by all commits
         self._sources: set[tuple[str, int, str]] = set()
         self._start(generation, 0)
 
@@ -75,6 +76,7 @@ class Changes:
     def advance(self, generation: PinnedGeneration) -> None:
         """Continue without changes from the generation that they have become."""
         num_known = self.manifest.num_sources
+        self.num_added += len(self.pending.rows)
         self.generation.close()
         self._start(generation, num_known)
 
@@ -89,13 +91,13 @@ class Changes:
         Raises
         ------
         StoreLockedError
-            If the store was replaced, so that the numbers of its traces mean others.
+            If the store was replaced.
         UsageError
             If the other changes do not fit.
         """
         pending, known = self.pending, self.generation
-        is_continued = _continues(known, generation)
-        if pending.updates and not is_continued:
+        if not _continues(known, generation):
+            # Sources were left out because the replaced store had them.
             raise StoreLockedError(f"{self._location}: another writer has replaced the store; repeat the command")
         options = self.attributes.options
         if generation.manifest.attributes.options != options:
@@ -105,11 +107,9 @@ class Changes:
                 f"{self._location}: another writer has created the store with --{name} {stored[name]}, "
                 f"not {options[name]}"
             )
-        if not is_continued:
-            self._sources.clear()
         known.close()
         refused: list[InvalidInputError] = []
-        num_known, steps = known.manifest.num_sources if is_continued else 0, pending.steps
+        num_known, steps = known.manifest.num_sources, pending.steps
         while True:
             self._start(generation, num_known)
             num_known = generation.manifest.num_sources

@@ -157,6 +157,12 @@ def load_generation(target: CommitTarget, number: int) -> PinnedGeneration:
     return generation
 
 
+def load_newest(target: CommitTarget, options: Mapping[str, str]) -> PinnedGeneration:
+    """Open the newest generation, or that of a store with these options if there is none."""
+    number = target.newest()
+    return load_generation(target, number) if number else empty_generation(target, options)
+
+
 def add_files(
     target: CommitTarget, base: PinnedGeneration, attributes: schema.Attributes, pending: Pending
 ) -> mf.Manifest:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
-from tracestore.errors import CorruptStoreError, InvalidInputError, RemoteError, UsageError
+from tracestore.errors import CorruptStoreError, InvalidInputError, LateConflictError, RemoteError, UsageError
 from tracestore.store.format import labels, schema
 from tracestore.store.format.manifest import Manifest
 from tracestore.store.format.provenance import Provenance
@@ -17,7 +17,7 @@ from tracestore.store.read.columns import Columns, TraceValues
 from tracestore.store.read.generation import PinnedGeneration
 from tracestore.store.read.index import SourceEntry, StoreIndex
 from tracestore.store.write.changes import Changes
-from tracestore.store.write.commit import add_files, empty_generation, load_generation, open_target, root_metadata
+from tracestore.store.write.commit import add_files, load_generation, load_newest, open_target, root_metadata
 from tracestore.store.write.keys import OnConflict
 from tracestore.store.write.pack import PackedTrace, pack_lens, pack_record
 from tracestore.store.write.pending import Entry, Key, PendingLens, PendingSource
@@ -27,8 +27,7 @@ from tracestore.store.write.segment_writer import SegmentWriter
 COMMIT_BYTES = 128 << 20  # of pending data trigger a commit; no reader depends on it
 # Options by name. None: the default; a function returns the option of a new store.
 Options = Mapping[str, str | Callable[[], str] | None]
-# Options of a new store.
-_DEFAULTS = {"attention": "mean", "dtype": "float16", "codec": "none"}
+_DEFAULTS = {"attention": "mean", "dtype": "float16", "codec": "none"}  # options of a new store
 
 
 class StoreWriter:
@@ -93,8 +92,7 @@ class StoreWriter:
         )
         self.commit_bytes, self.split_bytes = commit_bytes, split_bytes
         options: Options = {"attention": attention, "dtype": dtype, "codec": codec}
-        self._on_conflict: OnConflict = on_conflict
-        self._allow_mixed_provenance = allow_mixed_provenance
+        self._rules: tuple[OnConflict, bool] = on_conflict, allow_mixed_provenance
         self._is_open = True
         with fsio.map_os_errors(self.path, None if expected_bytes is None else lambda: expected_bytes):
             try:
@@ -141,24 +139,22 @@ class StoreWriter:
         return False
 
     def _load(self, options: Options) -> None:
-        if self._target.newest() == 0:
-            given = {name: value() if callable(value) else value for name, value in options.items()}
-            generation = empty_generation(
-                self._target, {name: given[name] or default for name, default in _DEFAULTS.items()}
-            )
-        else:
-            generation = load_generation(self._target, self._target.newest())
-            for name, value in options.items():
-                stored = generation.manifest.attributes.options[name]
-                if isinstance(value, str) and value != stored:
-                    raise UsageError(f"{self._target.location} was created with --{name} {stored}, not {value}")
+        is_new = self._target.newest() == 0
+        given = {name: value() if is_new and callable(value) else value for name, value in options.items()}
+        generation = load_newest(
+            self._target, {name: str(given[name] or default) for name, default in _DEFAULTS.items()}
+        )
+        for name, value in given.items():
+            stored = generation.manifest.attributes.options[name]
+            if isinstance(value, str) and value != stored:
+                raise UsageError(f"{self._target.location} was created with --{name} {stored}, not {value}")
         self._changes = self._make_changes(generation)
         self.read_columns()
         self._target.begin(generation.manifest, root_metadata(generation.manifest.attributes))
 
     def _make_changes(self, generation: PinnedGeneration) -> Changes:
         target = self._target
-        return Changes(target.location, target.files, generation, self._on_conflict, self._allow_mixed_provenance)
+        return Changes(target.location, target.files, generation, *self._rules)
 
     def has_source(self, path: str, size: int, fingerprint: str) -> bool:
         """Return whether exactly this file is committed already."""
@@ -177,7 +173,7 @@ class StoreWriter:
     ) -> None:
         """Begin a source, identified by its path, size in bytes and fingerprint; UsageError as check_provenance().
 
-        The path None is for a trace of a program: the source is named by the number of the trace in the store.
+        The path None is for a trace of a program: the source is named by the number of the trace.
         """
         self._changes.begin_source(
             PendingSource(path or "", size, fingerprint, stated=provenance, is_numbered=path is None)
@@ -213,6 +209,11 @@ class StoreWriter:
     def num_pending(self) -> int:
         """Number of traces that the next commit adds."""
         return len(self._changes.pending.rows)
+
+    @property
+    def num_added(self) -> int:
+        """Number of traces that the commits of this writer have added."""
+        return self._changes.num_added
 
     @property
     def pending_bytes(self) -> int:
@@ -269,7 +270,6 @@ class StoreWriter:
     def choose_attention(self, attention: str) -> None:
         """Set the option `attention` of a store that has no commit, and no hidden states of all tokens."""
         self._changes.choose_attention(attention)
-        self._target.begin(self.manifest, root_metadata(self.attributes))
 
     def read_columns(self) -> Columns:
         """Return the scores, labels and groups of the committed traces."""
@@ -326,8 +326,9 @@ class StoreWriter:
     def commit(self) -> None:
         """Make all pending changes durable; after an exception the last generation is unchanged.
 
-        After a RemoteError the call can be repeated. InvalidInputError if a source conflicts with what another writer has committed meanwhile. It is left out,
-        and all other sources are committed.
+        After a RemoteError the call can be repeated. StoreLockedError if another writer has replaced the store.
+        LateConflictError if sources conflict with what another writer has committed since they were appended: they are
+        left out, and all other sources are committed.
         """
         assert not self._changes.has_open_source, "a source is open"
         if self._changes.pending.is_empty:
@@ -339,23 +340,22 @@ class StoreWriter:
                     segment.finish()
                 with self._target.lock():
                     self._commit(refused)
-            except RemoteError:
-                raise  # The call can be repeated.
-            except BaseException:
-                self._drop_pending()
+            except BaseException as error:
+                if not isinstance(error, RemoteError):
+                    self._drop_pending()
                 raise
         if refused:
-            raise refused[0]
+            error, more = refused[0], f" ({len(refused) - 1:,} more refused)" if refused[1:] else ""
+            raise LateConflictError(
+                error.reason + more, source=error.source, position=error.position, field=error.field
+            )
 
     def _commit(self, refused: list[InvalidInputError]) -> None:
         changes, target = self._changes, self._target
         is_done = False
         while not is_done:
             if target.has_changed(self.manifest):
-                if newest := target.newest():
-                    refused += changes.rebase(load_generation(target, newest))
-                else:
-                    refused += changes.rebase(empty_generation(target, self.attributes.options))
+                refused += changes.rebase(load_newest(target, self.attributes.options))
             if changes.pending.is_empty:
                 return
             new = add_files(target, changes.generation, self.attributes, changes.pending)
