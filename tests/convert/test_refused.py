@@ -9,6 +9,8 @@ import pytest
 
 import tracestore
 from tests.helpers import command, convert, error_of, make_trace, make_traces, tree_bytes, write_pickle
+from tracestore.cli import main
+from tracestore.store.write.writer import StoreWriter
 
 
 def without(trace, key):
@@ -126,6 +128,30 @@ def test_conflicts_are_refused_one_by_one(tmp_path):
     store = tmp_path / "s.zarr"
     convert(write_pickle(tmp_path / "a.pkl", traces), store, "--skip-bad")
     assert tracestore.open(store).question_ids == ["q0", "q1", "q2"] and read_list(store)[0]["position"] == 2
+
+
+def test_a_conflict_with_another_writer_ends_a_conversion(tmp_path, monkeypatch, capsys):
+    """Also with --skip-bad: a commit leaves complete sources out. The next run reads them again."""
+    data, store, commit = tmp_path / "data", tmp_path / "s.zarr", StoreWriter.commit
+    data.mkdir()
+    write_pickle(data / "a.pkl", make_traces(3))
+    write_pickle(data / "b.pkl", [make_trace(5)])
+
+    def late(writer):
+        monkeypatch.setattr(StoreWriter, "commit", commit)
+        with tracestore.create(store, append=True) as other:
+            other.append(make_trace(1) | {"generated_answer_clean": "other"})
+        writer.commit()
+
+    monkeypatch.setattr(StoreWriter, "commit", late)
+    monkeypatch.setitem(StoreWriter.__init__.__kwdefaults__, "commit_bytes", 1)
+    arguments = ["convert", str(data), str(store), "--skip-bad"]
+    assert main(arguments) == 3
+    assert "a.pkl, trace 1, question_id: found a second trace of question id 'q1'" in capsys.readouterr().err
+    assert tracestore.open(store).question_ids == ["q1"] and read_list(store) is None
+    assert main(arguments) == 0
+    assert "3 traces added from 2 files" in capsys.readouterr().out
+    assert [entry["position"] for entry in read_list(store)] == [1]
 
 
 def test_graphs_are_refused_one_by_one(tmp_path):

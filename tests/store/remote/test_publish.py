@@ -14,7 +14,7 @@ import pytest
 import tracestore
 from tests.helpers import ROOT, command, convert, make_traces, read_all, tree_bytes, write_pickle, write_store
 from tests.store.remote.stores import committed_files
-from tracestore.errors import RemoteError, UsageError
+from tracestore.errors import RemoteError, StoreLockedError, UsageError
 from tracestore.store.maintain.clean import clean_store
 from tracestore.store.maintain.verify import verify_store
 from tracestore.store.remote.object_store import ObjectStore
@@ -296,6 +296,22 @@ def test_a_manifest_that_old_ones_made_room_for_is_not_a_commit(remote):
     with tracestore.open(remote) as store:
         assert sorted(store.question_ids) == [t["question_id"] for t in traces] and store.generation == 6
     assert verify_store(remote).damaged == {}
+
+
+def test_a_writer_of_a_replaced_store_commits_nothing(remote):
+    """What it has left out, because the old store had it, is not in the new one."""
+    traces = make_traces(3)
+    with tracestore.create(remote) as writer:
+        writer.append(traces[0])
+    with tracestore.create(remote, append=True) as late:
+        late.append(traces[0])
+        late.append(traces[1])
+        with tracestore.create(remote, overwrite=True) as writer:
+            writer.append(traces[2])
+        with pytest.raises(StoreLockedError, match="another writer has replaced the store"):
+            late.flush()
+    with tracestore.open(remote) as store:
+        assert list(store.question_ids) == ["q2"]
 
 
 def test_clean_removes_what_no_generation_names(remote):
