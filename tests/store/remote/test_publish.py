@@ -299,7 +299,7 @@ def test_a_manifest_that_old_ones_made_room_for_is_not_a_commit(remote):
 
 
 def test_a_writer_of_a_replaced_store_commits_nothing(remote):
-    """What it has left out, because the old store had it, is not in the new one."""
+    """The new store lacks the traces that the writer has left out because the old one had them."""
     traces = make_traces(3)
     with tracestore.create(remote) as writer:
         writer.append(traces[0])

@@ -179,7 +179,7 @@ def test_two_writers_set_a_lens(tmp_path):
 
 
 def test_a_writer_that_takes_the_lock_in_vain_starts_again(tmp_path, monkeypatch):
-    """Where locks exclude nobody, the manifest decides. The segments have their names already."""
+    """The manifest decides where locks exclude no process. The segments have their names already."""
     path, has_changed, calls = tmp_path / "s.zarr", FolderTarget.has_changed, []
 
     def late(target, known):

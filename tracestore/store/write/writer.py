@@ -345,9 +345,9 @@ class StoreWriter:
                     self._drop_pending()
                 raise
         if refused:
-            error, more = refused[0], f" ({len(refused) - 1:,} more refused)" if refused[1:] else ""
+            first, more = refused[0], f" ({len(refused) - 1:,} more refused)" if refused[1:] else ""
             raise LateConflictError(
-                error.reason + more, source=error.source, position=error.position, field=error.field
+                first.reason + more, source=first.source, position=first.position, field=first.field
             )
 
     def _commit(self, refused: list[InvalidInputError]) -> None:
