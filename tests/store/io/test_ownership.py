@@ -45,6 +45,7 @@ NOT_STORES = {
     "link to nothing": lambda f: (f / "columns").symlink_to("nowhere"),
     "link to folder": lambda f: (f / "segments").symlink_to(f.parent),
     "link loop": lambda f: (f / "index").symlink_to("index"),
+    "link named as a temporary folder": lambda f: (f / ".tmp-0123456789abcdef").symlink_to(f.parent),
     "link named lock": lambda f: (f / "lock").symlink_to("/etc/hostname"),
     "fifo": lambda f: os.mkfifo(f / "manifest"),
     "fifo zarr.json": lambda f: os.mkfifo(f / "zarr.json"),

@@ -140,11 +140,11 @@ def _require_own(store: Path, path: str) -> None:
 
 def _is_unfinished(store: Path, names: list[str]) -> bool:
     """Return whether a writer was stopped before it had written the root zarr.json."""
-    if not {name for name in names if not paths.is_writing_folder(name)} <= _UNFINISHED_FILES:
-        return False
-    for name in set(names) & _UNFINISHED_FILES:
+    for name in names:
         status = os.lstat(store / name)
-        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_ROOT_BYTES:
+        if paths.is_writing_folder(name) and stat.S_ISDIR(status.st_mode):
+            continue
+        if name not in _UNFINISHED_FILES or not stat.S_ISREG(status.st_mode) or status.st_size > MAX_ROOT_BYTES:
             return False
         if name == "lock" and status.st_size not in (0, len(REPLACEMENT)):
             return False
