@@ -539,3 +539,27 @@ def test_an_id_beside_that_is_not_the_name_of_the_folder_rule_10(tmp_path):
         dump(tmp_path / f"in/{name}/trace.pkl", row)
         (tmp_path / f"in/{name}/meta.json").write_text(json.dumps({"question_id": f"q{k // 2}", "question": "a b c d"}))
     refuse(tmp_path, "question_id")
+
+
+@pytest.mark.parametrize("name", ["semantic_entropy", "perplexity", "p_true", "uncertainty_estimate", "my_metric"])
+@pytest.mark.parametrize("suffix", ["csv", "tsv"])
+def test_a_column_of_numbers_may_be_a_score_rule_8a(tmp_path, name, suffix):
+    for row in rows(lengths=(6, 7, 8)):
+        save(tmp_path / f"in/{row.pop('id')}.npz", row)
+    lines = [{"qid": f"q{k}", "question": f"why {k}?", name: 0.25 + k / 8} for k in range(3)]
+    table(tmp_path / f"in/rows.{suffix}", lines)
+    refuse(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["prompt_lens", "prompt_lengths", "input_lens", "question_lens"])
+def test_lengths_of_prompts_are_no_lengths_of_traces_rule_9(tmp_path, name):
+    sizes = [6, 7, 8]
+    arrays = {
+        "hidden": np.concatenate([states(2, size, 8, seed=size) for size in sizes], axis=1),
+        "tokens": np.arange(5, 5 + sum(sizes)),
+        "cu_seqlens": np.array([0, 6, 13, 21]),
+        name: np.array([2, 3, 4]),
+    }
+    np.savez(_in(tmp_path) / "dump.npz", **arrays)
+    (tmp_path / "in/meta.json").write_text(json.dumps({"ids": ["a", "b", "c"], "layers": [0, 1]}))
+    assert [trace.prompt_length for trace in accept(tmp_path).values()] == [2, 3, 4]

@@ -26,6 +26,8 @@ def check_effects(plan: Plan) -> None:
     for place in plan.others:
         if place.name.startswith("shape.") and place.name != f"shape.{plan.layout.states}":
             raise UsageError(f"{place.name}: has no effect without a line for the field; remove it")
+        if place.name == "S.lengths" and _is_flat(plan) and _has(plan, *_BORDERS):
+            raise UsageError("S.lengths: has no effect where other lines give where each trace begins; remove it")
         if place.name == "L.offset":
             _check_offset(plan, place)
     if plan.names:
@@ -89,6 +91,9 @@ _NEEDS_OF: dict[str, tuple[str, Callable[[Plan, str], bool]]] = {
     "scale": ("a line for the field", lambda plan, name: name == plan.layout.states),
     "dtype": ("a line for the field", lambda plan, name: name == plan.layout.states),
 }
+
+# What tells traces apart that lie behind each other.
+_BORDERS = ("S.offsets", "S.starts", "S.ends", "S.owner")
 
 
 def _is_flat(plan: Plan) -> bool:

@@ -118,6 +118,15 @@ def may_be_label(leaf: Leaf) -> bool:
     return leaf.rank <= 1 and leaf.kind != "v" and 2 * sum(map(_is_verdict, values)) >= max(len(values), 1)
 
 
+def may_be_score(leaf: Leaf) -> bool:
+    """Return whether the values are numbers that differ and are no counts, so that they may be a score of any name."""
+    try:
+        values = {float(value) for value in leaf.scalars if isinstance(value, float | str)}
+    except ValueError:
+        return False
+    return leaf.rank <= 1 and len(values) > 1 and not all(value.is_integer() for value in values)
+
+
 def _is_verdict(value: Any) -> bool:
     try:
         return not math.isnan(label_value(value, "", CORRECT, {}))
