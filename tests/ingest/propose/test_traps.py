@@ -545,7 +545,7 @@ def test_an_id_beside_that_is_not_the_name_of_the_folder_rule_10(tmp_path):
 @pytest.mark.parametrize("suffix", ["csv", "tsv"])
 def test_a_column_of_numbers_may_be_a_score_rule_8a(tmp_path, name, suffix):
     for row in rows(lengths=(6, 7, 8)):
-        save(tmp_path / f"in/{row.pop('id')}.npz", row)
+        np.savez(_in(tmp_path) / f"{row.pop('id')}.npz", **row)
     lines = [{"qid": f"q{k}", "question": f"why {k}?", name: 0.25 + k / 8} for k in range(3)]
     table(tmp_path / f"in/rows.{suffix}", lines)
     refuse(tmp_path)
@@ -563,3 +563,10 @@ def test_lengths_of_prompts_are_no_lengths_of_traces_rule_9(tmp_path, name):
     np.savez(_in(tmp_path) / "dump.npz", **arrays)
     (tmp_path / "in/meta.json").write_text(json.dumps({"ids": ["a", "b", "c"], "layers": [0, 1]}))
     assert [trace.prompt_length for trace in accept(tmp_path).values()] == [2, 3, 4]
+
+
+def test_a_column_without_a_name_is_read(tmp_path):
+    for row in rows(lengths=(6, 7, 8)):
+        np.savez(_in(tmp_path) / f"{row.pop('id')}.npz", **row)
+    table(tmp_path / "in/rows.csv", [{"": 10 + k, "qid": f"q{k}", "question": f"why {k}?"} for k in range(3)])
+    assert [trace.question for trace in accept(tmp_path).values()] == ["why 0?", "why 1?", "why 2?"]

@@ -260,7 +260,9 @@ class Places:
     # Addresses
 
     def address(self, leaf: Leaf, identity: Identity, states: Leaf) -> str | None:
-        """Return the address of a leaf without axes; None if nothing joins it to the states."""
+        """Return the address of a leaf without axes; None if nothing joins it to the states, or a key has no name."""
+        if "" in leaf.path:
+            return None
         steps = []
         for k, step in enumerate(leaf.path):
             place = (leaf.files, leaf.path[: k + 1])

@@ -30,7 +30,6 @@ class Leftovers:
     ) -> tuple[list[str], list[str], list[str]]:
         """Return what is left out, what is ignored for a reason, and the addresses to ignore."""
         taken = {meaning.leaf.place for meaning in used}
-        files_of_states = {meaning.leaf.files for meaning in states}
         left_out = [f"{name}: {why}" for name, why in self._observation.unread.items()]
         ignored: dict[str, list[Meaning]] = {
             files: [] for files in self._observation.files if files not in {files for files, _ in taken}
@@ -47,7 +46,7 @@ class Leftovers:
             address = self._places.address(Leaf(leaf.files, prefix, "", 0), identity, states[0].leaf)
             if needs_line and address is not None:
                 ignored.setdefault(address, []).append(meaning)
-            elif needs_line or _is_asked(meaning, identity, is_table=leaf.files not in files_of_states):
+            elif needs_line or _is_asked(meaning, identity, states):
                 left_out.append(str(leaf))
         reasons = {address: _reason(address, meanings) for address, meanings in ignored.items()}
         left_out += [address for address, reason in reasons.items() if not reason]
@@ -68,7 +67,7 @@ def _is_refused(leaf: Leaf, prefix: Path_) -> bool:
     return bool(leaf.rank and leaf.kind != "s") or (prefix == leaf.path and looks_like_label(prefix[-1]))
 
 
-def _is_asked(meaning: Meaning, identity: Identity, *, is_table: bool) -> bool:
+def _is_asked(meaning: Meaning, identity: Identity, states: Sequence[Meaning]) -> bool:
     """Return whether a leaf that needs no line may say something of a trace, such as another id or a score."""
     if meaning.field == "question_id":
         spots = meaning.leaf.spots if meaning.leaf.rank == 0 else ()
@@ -76,6 +75,7 @@ def _is_asked(meaning: Meaning, identity: Identity, *, is_table: bool) -> bool:
         is_other = any(name is not None and found not in ([], [name]) for name, found in texts)
         if is_other or not identity.ids.issuperset(texts_of(meaning.leaf.scalars)):
             return True
+    is_table = all(meaning.leaf.files != state.leaf.files for state in states)
     is_verdict = not meaning.field and (may_be_label(meaning.leaf) or (is_table and may_be_score(meaning.leaf)))
     return not meaning.reason and (meaning.leaf.rank > 0 or is_verdict)
 

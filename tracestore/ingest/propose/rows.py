@@ -26,7 +26,13 @@ class Rows:
             leaf = meaning.leaf
             rest = leaf.path[len(prefix) :]
             is_inner = leaf.files == files and leaf.path[: len(prefix)] == prefix and 0 < len(rest) <= 2
-            if not is_inner or leaf.rank or ITEMS in rest or any("{" in step for step in rest) or rest[0][0] == "@":
+            if (
+                not is_inner
+                or leaf.rank
+                or ITEMS in rest
+                or any("{" in step for step in rest)
+                or rest[0].startswith("@")
+            ):
                 continue
             if meaning.field in found and order_of(meaning) >= order_of(found[meaning.field]):
                 meaning = Meaning(leaf, _second(meaning))
