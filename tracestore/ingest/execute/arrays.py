@@ -133,7 +133,7 @@ class ArrayReader:
         self, trace: FoundTrace, sizes: list[int], ids: tuple[int, ...] | None, *, is_needed: bool
     ) -> list[np.ndarray] | None:
         """Return the layers (H, S, S) of the attention of a trace, None without; `ids` are the layers of the states."""
-        found = self._cells("attentions", trace)
+        found = {k: cells for k, cells in self._cells("attentions", trace).items() if not all(map(_is_empty, cells))}
         if not found or not is_needed:
             return None
         fixed = self.fixed_of(trace, found[min(found)][0])
@@ -354,3 +354,8 @@ def check_attention_values(layer: np.ndarray) -> None:
 
 def _are_one(sums: np.ndarray) -> bool:
     return bool((abs(sums - 1) <= 2 * _TOLERANCE).all())
+
+
+def _is_empty(cell: Cell) -> bool:
+    """Return whether a value is a list of nothing, as a model that gives no attention leaves it."""
+    return isinstance(cell.value, Items) and not cell.value.is_stream and not cell.value.length

@@ -253,8 +253,8 @@ def _layers(value: Any, place: Place) -> list[np.ndarray]:
 
 
 def _attention(value: Any, place: Place) -> list[np.ndarray] | None:
-    """Return the layers of attention; None where the model gave none."""
-    if isinstance(value, Items) and not value.is_stream and value.length and all(part is None for part in value):
+    """Return the layers of attention; None where the model gave none: ``()``, or None for each layer."""
+    if isinstance(value, Items) and not value.is_stream and all(part is None for part in value):
         return None
     return _layers(value, place)
 
