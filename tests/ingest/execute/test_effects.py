@@ -678,3 +678,17 @@ def test_rule_04_answers_of_every_trace_begin_alike(tmp_path, firsts, is_right):
         assert {qid: trace.prompt_length for (qid, _), trace in convert(tmp_path, layout).items()} == {"q0": 3, "q1": 6}
     else:
         refuse(tmp_path, layout, "as in an earlier trace")
+
+
+def test_files_of_ranks_are_no_prompt_and_answer(tmp_path):
+    for rank in range(2):
+        dump(tmp_path / f"in/rank{rank}.pkl", {"a": states(2, 3, 8, seed=rank)})
+    layout = {"hidden_states": [f"rank{rank}.pkl : {{id}} -> L S D" for rank in range(2)]}
+    with pytest.raises(UsageError, match="files of ranks are no prompt and answer"):
+        convert(tmp_path, layout)
+
+
+def test_a_file_without_a_line_is_named_in_the_line_that_leaves_it_out(tmp_path):
+    dump(tmp_path / "in/a.pkl", rows())
+    (tmp_path / "in/README.txt").write_text("states of a model")
+    refuse(tmp_path, ROWS, r'or ignore = \["README.txt"\]')

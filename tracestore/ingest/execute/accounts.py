@@ -313,7 +313,7 @@ class RunAccount:
         unused = [key for key in rows if key not in column.used and not (is_of_id and has_id(str(key[0])))]
         missing = sorted(self._missing.get(column.place, ()))
         by = column.joined_by
-        if by == "in order" and (unused or missing) and self.is_whole:
+        if by in ("in order", "by position") and (unused or missing) and self.is_whole:
             found = f"{len(rows):,} rows in order belong to {num_used + len(missing):,} traces"
             raise InvalidInputError(found, field=name)
         first_keys, left_over = ([key[0] for key in keys if key] for keys in (rows, unused))

@@ -1,5 +1,6 @@
 """Assign files to the lines of a layout, and group the files that are read together as one source."""
 
+import json
 import os
 import re
 from collections import defaultdict
@@ -135,7 +136,8 @@ def claim_files(
     if unowned:
         more = f" and {len(unowned) - _MAX_NAMES:,} more" if len(unowned) > _MAX_NAMES else ""
         found = f"{_shown(unowned)}{more}"
-        raise InvalidInputError(f'no line of the layout names {found}; add a line, or ignore = ["FILES"]')
+        lines = json.dumps(unowned[:_MAX_NAMES], ensure_ascii=False)
+        raise InvalidInputError(f"no line of the layout names {found}; add a line, or ignore = {lines}")
     for text in ignored if is_stated else ():
         if not claimed[text]:
             raise InvalidInputError(f"{text}: no file is left out by it; remove the entry", field="ignore")

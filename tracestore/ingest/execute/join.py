@@ -125,9 +125,9 @@ class Column:
 
     @property
     def joined_by(self) -> str:
-        """The way its rows are joined: "in order", or "by" names."""
+        """The way its rows are joined: "in order", "by position", or "by" names."""
         names = ", ".join(name for name in self._names if not name.startswith("*")) or "source"
-        return "in order" if names in ("N", "N*") or self.place.is_counted else f"by {names}"
+        return "by position" if self.place.is_counted else "in order" if names in ("N", "N*") else f"by {names}"
 
     def scalar(self, environment: Mapping[str, Any], fixed: Mapping[str, Any]) -> Any:
         """Return the text, number or None of a trace; MISSING without a row.

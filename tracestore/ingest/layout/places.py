@@ -14,6 +14,7 @@ from tracestore.ingest.layout.patterns import AXIS_NAMES
 # Axes along which others lie behind each other.
 _FLAT = ("NS", "NK", "LD")
 # Names of what may bind the order of rows but says that the order is another one (rule 13a).
+_RANK = re.compile(r"(rank|gpu|proc|process|worker)[-_]?\d", re.IGNORECASE)
 _NO_ORDER = re.compile(r"(rank|gpu|proc|process|worker|shard_of)[-_]?(\\\{|\{)?chunk", re.IGNORECASE)
 _WILD = re.compile(r"(?<!\\)\*+/?")
 # Fields that bind a name by their value, so that later fields are joined over it.
@@ -166,6 +167,8 @@ def plan_of(layout: Layout) -> Plan:
             raise UsageError(
                 f"{place.name}: {place.address.files.text}: files of ranks are no chunks in order; write * or {{rank}}"
             )
+    if len(plan.states) > 1 and any(_RANK.search(place.address.files.text) for place in plan.states):
+        raise UsageError(f"{layout.states}: files of ranks are no prompt and answer, whose tokens two addresses join")
     plan.names = frozenset.intersection(*(place.trace_names for place in plan.states))
     plan.wild = frozenset.intersection(*(place.wild for place in plan.states)) - plan.states[0].crossed
     for place in plan.states:
