@@ -78,7 +78,7 @@ def test_expected_traces_fit_into_a_store(name, tmp_path):
     assert all(t["last_token"].ndim == 2 for t in expected if t["hidden_states"] is None)
     if states:
         rows = [as_schema(t, k) for k, t in enumerate(states)]
-        write_store(tmp_path / "s.zarr", rows, attention="heads" if "attentions" in rows[0] else "none")
+        write_store(tmp_path / "s.zarr", rows, attention="mean" if "attentions" in rows[0] else "none")
         wanted = [{n: v for n, v in t.items() if n not in ("score", "label", "prompt_length")} for t in states]
         measure.check_store(tmp_path / "s.zarr", wanted)
 
