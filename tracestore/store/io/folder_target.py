@@ -12,12 +12,12 @@ from tracestore.store.io import fsio, locks
 from tracestore.store.io.files import LocalFiles, RemoteURL
 from tracestore.store.io.ownership import FolderKind, classify_folder, remove_contents, remove_own, require_removed
 from tracestore.store.io.replacement import Replacement, open_replacement
-from tracestore.store.io.writing_folder import WritingFolder, remove_abandoned, require_no_writer
+from tracestore.store.io.writing_folder import HasWritingFolder, WritingFolder, remove_abandoned, require_no_writer
 
 _ATTEMPTS = 100
 
 
-class FolderTarget:
+class FolderTarget(HasWritingFolder):
     """A store on this machine, as a writer adds to it; see CommitTarget.
 
     Parameters
@@ -43,7 +43,6 @@ class FolderTarget:
         self.path = path
         self._exist_ok, self._overwrite, self._keeps_replacement = exist_ok, overwrite, keeps_replacement
         self._replacement: Replacement | None = None
-        self._writing: WritingFolder | None = None
         self._own_lock: locks.WriterLock | None = None  # of a replacement, held until it replaces the store
         self._is_created = self.is_begun = False
         self.replaced_generation = 0
@@ -53,20 +52,6 @@ class FolderTarget:
     def files(self) -> LocalFiles:
         """The committed files."""
         return LocalFiles(self.path)
-
-    @property
-    def scratch(self) -> Path:
-        """The temporary folder of this writer."""
-        return self._folder.path
-
-    @property
-    def _folder(self) -> WritingFolder:
-        assert self._writing is not None
-        return self._writing
-
-    def new_folder(self) -> Path:
-        """See CommitTarget."""
-        return self._folder.new_folder()
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:

@@ -51,6 +51,26 @@ class WritingFolder:
             self._lock.release()
 
 
+class HasWritingFolder:
+    """Base of a commit target that gives its writer a temporary folder while it is opened."""
+
+    _writing: WritingFolder | None = None
+
+    @property
+    def scratch(self) -> Path:
+        """The temporary folder of this writer."""
+        return self._folder.path
+
+    @property
+    def _folder(self) -> WritingFolder:
+        assert self._writing is not None
+        return self._writing
+
+    def new_folder(self) -> Path:
+        """See CommitTarget."""
+        return self._folder.new_folder()
+
+
 def _locks(store: Path) -> Iterator[tuple[str, locks.WriterLock | None]]:
     """Yield the temporary folders of a store, with the lock of those whose writer has ended."""
     for name in sorted(filter(paths.is_writing_folder, os.listdir(store))):

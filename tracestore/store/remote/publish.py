@@ -10,7 +10,7 @@ from tracestore.store.format import manifest as mf
 from tracestore.store.format import paths
 from tracestore.store.io import fsio
 from tracestore.store.io.files import RemoteURL, cache_dir
-from tracestore.store.io.writing_folder import WritingFolder, remove_abandoned
+from tracestore.store.io.writing_folder import HasWritingFolder, WritingFolder, remove_abandoned
 from tracestore.store.remote.files import RemoteFiles, cache_of_environment, list_generations
 from tracestore.store.remote.object_store import ObjectStore
 
@@ -19,7 +19,7 @@ _UPLOADS = 16
 _OWN_NAMES = {*paths.TOP_FOLDERS, "zarr.json", "lock"}
 
 
-class RemoteTarget:
+class RemoteTarget(HasWritingFolder):
     """A store on an object store, as a writer adds to it; see CommitTarget.
 
     There is no lock: `manifest/<generation>` is put under the condition that there is no such object. With
@@ -40,27 +40,12 @@ class RemoteTarget:
         self.files = RemoteFiles(self._object_store, cache_of_environment())
         self.path = cache_dir() / ".writing"
         self._overwrite, self._exist_ok = overwrite, exist_ok
-        self._writing: WritingFolder | None = None
         self.replaced_generation = 0
         self._newest = 0
         self._is_behind = False  # another writer has committed since the last look
         self._added: set[str] = set()  # what this writer has put
         self._numbers: list[int] = []  # generations, newest first, after the last commit
         self._known: dict[int, mf.Manifest] = {}
-
-    @property
-    def scratch(self) -> Path:
-        """The temporary folder of this writer."""
-        return self._folder.path
-
-    @property
-    def _folder(self) -> WritingFolder:
-        assert self._writing is not None
-        return self._writing
-
-    def new_folder(self) -> Path:
-        """See CommitTarget."""
-        return self._folder.new_folder()
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
