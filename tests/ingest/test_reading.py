@@ -45,8 +45,9 @@ def test_a_packed_trace_holds_no_buffer_of_its_source(sources):
     write_pickle(path, make_traces(3, tokens=300, dim=1024))
     [source] = find_sources([path], path.parent / "s.zarr")
     for trace in packed_traces(source, PackOptions(attention="mean", keep_dtype=False)):
-        [stored] = trace.arrays["hidden_states"]
-        assert stored.base is None
+        for stored in trace.arrays["hidden_states"]:
+            # Bytes of one layer alone, which depend on how the file was inflated, are as good as a copy.
+            assert stored.base is None or len(stored.base) == stored.nbytes
         assert trace.record.hidden is trace.record.attention is trace.record.edges is None
 
 
