@@ -9,6 +9,7 @@ import pytest
 
 from tracestore import console
 from tracestore.console import Output, Progress
+from tracestore.text import format_size, parse_size
 
 
 @pytest.mark.parametrize(
@@ -16,19 +17,19 @@ from tracestore.console import Output, Progress
     [("17", 17), ("3B", 3), ("2GB", 2_000_000_000), ("2GiB", 2 << 30), ("1.5 mib", 3 << 19), ("4k", 4096)],
 )
 def test_parse_size(text, expected):
-    assert console.parse_size(text) == expected
+    assert parse_size(text) == expected
 
 
 @pytest.mark.parametrize(("count", "expected"), [(0, "0 bytes"), (1023, "1,023 bytes"), (1536, "1.5 KiB"),
                                                  (3 << 30, "3.0 GiB"), (5 << 40, "5,120.0 GiB")])  # fmt: skip
 def test_format_size(count, expected):
-    assert console.format_size(count) == expected
+    assert format_size(count) == expected
 
 
 @pytest.mark.parametrize(
     ("parse", "text"),
     [
-        (console.parse_size, "much"),
+        (parse_size, "much"),
         (console.positive_int, "0"),
         (console.positive_int, "1.5"),
         (console.non_negative_int, "-1"),

@@ -17,33 +17,8 @@ from typing import Any, NoReturn
 from tracestore.errors import TracestoreError, TracestoreWarning, UsageError, escape_unprintable
 from tracestore.extras import needs
 
-_UNITS = {"": 1, "B": 1}
-for _k, _letter in enumerate("KMGT", 1):
-    _UNITS |= {f"{_letter}B": 1000**_k, f"{_letter}IB": 1024**_k, _letter: 1024**_k}
 # Seconds between two progress updates on a terminal, and between two lines in a log.
 _TERMINAL_INTERVAL_S, _LOG_INTERVAL_S = 0.2, 30.0
-
-
-def parse_size(text: str) -> int:
-    """Return the bytes of a size such as 512MiB, 2GiB, 2GB or a plain number, for argparse."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text, re.IGNORECASE)
-    if match is None or match[2].upper() not in _UNITS:
-        raise argparse.ArgumentTypeError(f"found size {text!r}, expected one like 512MiB, 2GiB or 2GB")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
-
-
-def format_size(count: float) -> str:
-    """Return a number of bytes in the largest fitting unit, such as 1.5 GiB."""
-    for unit in ("bytes", "KiB", "MiB"):
-        if abs(count) < 1024:
-            return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:,.1f} {unit}"
-        count /= 1024
-    return f"{count:,.1f} GiB"
-
-
-def plural(count: int, noun: str) -> str:
-    """Return a count with its noun, such as "1 trace" or "2,000 traces"."""
-    return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith('ch') else 's'}"
 
 
 def int_between(low: int, high: int, expected: str) -> Callable[[str], int]:

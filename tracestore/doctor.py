@@ -15,7 +15,6 @@ from pathlib import Path
 
 from tracestore._core.kernels import simd_level, simd_name
 from tracestore.cgroup import cgroup_limit
-from tracestore.console import format_size
 from tracestore.errors import UsageError
 from tracestore.platform_support import (
     evict_from_page_cache,
@@ -27,6 +26,7 @@ from tracestore.platform_support import (
 )
 from tracestore.store.io.files import cache_dir
 from tracestore.store.io.fsio import map_os_errors
+from tracestore.text import format_size
 
 _MIB, _GIB = 1 << 20, 1 << 30
 _LIBRARIES = (

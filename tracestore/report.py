@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 import tracestore
-from tracestore.console import format_size, plural
 from tracestore.errors import escape_unprintable
 from tracestore.pages.document import Section, document
 from tracestore.pages.elements import Cell, Html, card, cards, command, details, element, join, paragraph, table
@@ -22,6 +21,7 @@ from tracestore.store.html import trace_facts, trace_texts
 from tracestore.store.io.fsio import atomic_write, check_destination, map_os_errors
 from tracestore.store.maintain.lint import KINDS, LintReport, lint_store
 from tracestore.store.read.store import TraceStore
+from tracestore.text import format_size, plural
 from tracestore.view import View, downsample
 
 SEED = 0

@@ -13,7 +13,7 @@ from tests.helpers import ROOT
 
 PACKAGE, TESTS = ROOT / "tracestore", ROOT / "tests"
 # Every package may import these modules.
-BASE = {"errors", "extras", "console", "pages", "process", "cgroup", "platform_support", "split"}
+BASE = {"errors", "extras", "console", "pages", "process", "cgroup", "platform_support", "split", "text"}
 STORE = {
     "_core",
     "store.fields",
@@ -101,15 +101,16 @@ ALLOWED: dict[str, set[str]] = {
     "inference": {*STORE, *TRAIN, "detectors.graph"},
     "planning": {*STORE, *TRAIN},
     "features": {*STORE, "data.tokens"},
-    "published": {*STORE, "features", "detectors", "evaluation", "extract", "oom"},
+    "published": {*STORE, "features", "detectors", "evaluation", "oom"},
     "benchmark": {*STORE, *TRAIN, "features", "published", "inference", "ingest", "reports"},
-    "experiment": {*STORE, *TRAIN, "planning", "reports"},
+    "run_results": {"store.format", "store.io"},
+    "experiment": {*STORE, *TRAIN, "planning", "reports", "run_results"},
     "bridges": {*STORE, "data"},
     "reports": {*STORE, *TRAIN, "__init__"},
     "view": STORE,
     "doctor": STORE,
     "report": {*STORE, "view", "__init__"},
-    "serve": {*STORE, "view"},
+    "serve": {*STORE, "view", "run_results"},
     "cli": {"cli.commands", "store.format", "__init__"},
     "cli.commands": {
         *STORE,

@@ -14,7 +14,7 @@ from tracestore.benchmark.label_sources import compare_sources, scores_without_t
 from tracestore.benchmark.measure import LabeledStore, Measured, external_scores, measure_all
 from tracestore.benchmark.results import compare_schemes, evaluate, transfer_entry
 from tracestore.benchmark.table import format_results
-from tracestore.console import nan_to_none, plural
+from tracestore.console import nan_to_none
 from tracestore.detectors.apart import named, properties
 from tracestore.detectors.catalog import catalog, make_detector
 from tracestore.detectors.interface import missing_fields
@@ -30,6 +30,7 @@ from tracestore.store.format.provenance import require_compatible
 from tracestore.store.io.destinations import BENCHMARK, check_output_dir, check_output_files
 from tracestore.store.io.fsio import atomic_write, write_rows
 from tracestore.store.read.store import TraceStore, open_store
+from tracestore.text import plural
 from tracestore.train.monitor import Log
 from tracestore.train.output_dir import lock_output_dir, write_json
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from tracestore.console import plural
 from tracestore.reports.benchmark import LEGEND, label_source_tables, scheme_table, too_few, transfer_table
+from tracestore.text import plural
 
 
 def format_results(results: dict[str, Any]) -> str:

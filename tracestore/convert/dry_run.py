@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tracestore.console import Output, plural
+from tracestore.console import Output
 from tracestore.convert.choosing import described_run
 from tracestore.convert.defaults import MAX_TRACES, DefaultAttention, has_attention
 from tracestore.convert.options import ConvertOptions
@@ -21,6 +21,7 @@ from tracestore.store.format import schema
 from tracestore.store.io.files import local_dir
 from tracestore.store.read.store import open_store
 from tracestore.store.write.pack import PackedTrace
+from tracestore.text import plural
 
 _MAX_NAMES = 3
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tracestore.console import format_size
 from tracestore.errors import UsageError
+from tracestore.text import format_size
 
 OnConflict = Literal["error", "keep-first", "keep-last"]
 # What happens to a trace whose key exists with different content.

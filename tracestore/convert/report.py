@@ -6,13 +6,13 @@ from dataclasses import dataclass, field, fields
 
 import numpy as np
 
-from tracestore.console import format_size, plural
 from tracestore.convert.options import ON_CONFLICT, OnConflict
 from tracestore.errors import InvalidInputError, escape_unprintable
 from tracestore.store.format.labels import describe, disagreements, unlabeled_note
 from tracestore.store.format.schema import Attributes
 from tracestore.store.read.columns import Columns
 from tracestore.store.write.pack import PackedTrace
+from tracestore.text import format_size, plural
 
 # Refused traces of one source that are printed; all of them are in STORE.refused.jsonl.
 MAX_REFUSED_LINES = 10

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tracestore import process
-from tracestore.console import Output, Progress, format_size, plural
+from tracestore.console import Output, Progress
 from tracestore.convert.choosing import described_run
 from tracestore.convert.defaults import DefaultAttention, has_attention
 from tracestore.convert.options import ON_CONFLICT, ConvertOptions
@@ -33,15 +33,17 @@ from tracestore.ingest.exports.manifest import EXPORT_FILE
 from tracestore.ingest.files.byte_source import TRUNCATED_WHILE_READING
 from tracestore.ingest.packing import PackOptions
 from tracestore.ingest.reading import AheadOptions, SourceStream, read_sources
-from tracestore.ingest.sources import SourceFile, find_provenance_files, read_provenance, source_fingerprint
+from tracestore.ingest.sources import SourceFile, source_fingerprint
 from tracestore.store.format import paths
 from tracestore.store.format.provenance import Provenance, equals_but_layers, with_layers
 from tracestore.store.io import fsio
 from tracestore.store.io.files import local_dir, parse_location
 from tracestore.store.io.ownership import has_manifest
+from tracestore.store.io.provenance_file import find_provenance_files, read_provenance
 from tracestore.store.read.index import SourceEntry
 from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.writer import StoreWriter
+from tracestore.text import format_size, plural
 
 # The interpreter switches threads after this time. The thread that inflates needs the interpreter
 # for an instant every 4 ms, and must not wait longer than that.

@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 
 import numpy as np
 
-from tracestore.console import Output, plural
+from tracestore.console import Output
 from tracestore.convert.described import DescribedRun
 from tracestore.convert.options import ConvertOptions
 from tracestore.errors import InvalidInputError, UsageError, error_location, escape_unprintable
@@ -23,6 +23,7 @@ from tracestore.store.format.labels import HALLUCINATION
 from tracestore.store.read.columns import TraceValues
 from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.writer import StoreWriter
+from tracestore.text import plural
 
 _MAX_ROWS = 100  # in which the message names a column with the ids of the traces
 

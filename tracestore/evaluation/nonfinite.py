@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from tracestore.console import plural
 from tracestore.errors import escape_unprintable
 from tracestore.store.read.store import TraceStore
+from tracestore.text import plural
 
 _MAX_IDS = 5
 

@@ -7,8 +7,8 @@ from typing import Any
 from tracestore.errors import UsageError
 from tracestore.evaluation.evaluate import evaluate_runs, run_scores
 from tracestore.evaluation.significance import compare
+from tracestore.run_results import read_results
 from tracestore.store.format.provenance import Provenance, require_compatible
-from tracestore.store.io.run_results import read_results
 
 _SAME = "train on the same store with the same --seed and --folds"
 

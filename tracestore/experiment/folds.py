@@ -13,9 +13,9 @@ from tracestore.evaluation.evaluate import RunScores, evaluate_runs
 from tracestore.evaluation.metrics import auroc
 from tracestore.evaluation.split import Split, split_from_ids
 from tracestore.experiment.options import TrainOptions
+from tracestore.run_results import RESULTS_FILE
 from tracestore.split import SPLITS
 from tracestore.store.io.fsio import read_json
-from tracestore.store.io.run_results import RESULTS_FILE
 from tracestore.store.read.store import TraceStore
 from tracestore.train.checkpoint import CHECKPOINTS
 

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from tracestore import console
-from tracestore.console import plural
 from tracestore.data.batch_format import BatchFormat
 from tracestore.detectors.config import ModelConfig
 from tracestore.detectors.registry import DEFAULT_DETECTORS, DETECTORS
@@ -33,10 +32,11 @@ from tracestore.platform_support import MemoryUse, memory_use, peak_memory
 from tracestore.reports.controls import control_entries
 from tracestore.reports.plot_files import PLOTS, write_plots
 from tracestore.reports.run import RunFacts, write_report
+from tracestore.run_results import RESULTS_FILE
 from tracestore.store.format.provenance import require_compatible
 from tracestore.store.io.destinations import TRAIN, check_output_dir, check_output_files
-from tracestore.store.io.run_results import RESULTS_FILE
 from tracestore.store.read.store import TraceStore, open_store
+from tracestore.text import plural
 from tracestore.train.distributed import DistributedContext
 from tracestore.train.monitor import Log
 from tracestore.train.output_dir import lock_output_dir, write_json

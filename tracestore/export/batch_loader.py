@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from tracestore.console import plural
 from tracestore.export.exporter import TRACES_PER_FILE
 from tracestore.export.file_formats import PickleListWriter, record_dict, trace_dict
 from tracestore.ingest.builtin.parts import find_sources
@@ -22,6 +21,7 @@ from tracestore.store.maintain.selection import by_source
 from tracestore.store.read.store import TraceStore, open_store
 from tracestore.store.read.subset import TraceSubset
 from tracestore.store.read.trace import Trace
+from tracestore.text import plural
 
 _MIB = 1 << 20
 

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tracestore.console import plural
 from tracestore.errors import DiskFullError, UsageError
-from tracestore.export.file_formats import FORMATS, WRITERS, ExportFormat, write_provenance
+from tracestore.export.file_formats import FORMATS, WRITERS, ExportFormat
 from tracestore.export.output_folder import check_folder, lock_folder
 from tracestore.export.trace_values import json_line, row_of, score_columns, small_arrays
 from tracestore.extras import needs
@@ -27,15 +26,16 @@ from tracestore.ingest.exports.manifest import (
     ExportManifest,
     side_file,
 )
-from tracestore.ingest.sources import PROVENANCE_FILE
 from tracestore.store.format import schema
 from tracestore.store.format.labels import SCORE_COLUMNS, is_in_unit_range, used_scores
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.io.destinations import check_output_dir
 from tracestore.store.io.fsio import atomic_write, map_os_errors, require_free_bytes, write_rows
+from tracestore.store.io.provenance_file import PROVENANCE_FILE, write_provenance
 from tracestore.store.maintain.selection import check_token_counts, large_array_bytes
 from tracestore.store.read.store import TraceStore
 from tracestore.store.read.trace import Trace
+from tracestore.text import plural
 
 TRACES_PER_FILE = 500
 # Bound of the bytes of the arrays in a file of graphs, which is made in memory, or of a data set.

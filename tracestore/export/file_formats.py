@@ -1,10 +1,8 @@
 """Traces in the layouts of the input files: dicts in pickles, and .pt files of tensors or graphs."""
 
 import io
-import json
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, BinaryIO, Literal, get_args
 
 import numpy as np
@@ -16,8 +14,6 @@ from tracestore.store.fields import PackedEdges
 from tracestore.store.format import schema
 from tracestore.store.format.extras import decode_list
 from tracestore.store.format.labels import is_in_unit_range, used_scores
-from tracestore.store.format.provenance import Provenance
-from tracestore.store.io.fsio import atomic_write
 from tracestore.store.read.store import TraceStore
 from tracestore.store.read.trace import Trace
 from tracestore.store.write.record import TraceRecord
@@ -44,12 +40,6 @@ class PickleListWriter:
     def finish(self) -> None:
         """Write the end of the list. The file stays open."""
         self._file.write(pickle.APPENDS + pickle.STOP)
-
-
-def write_provenance(path: Path, provenance: Provenance) -> None:
-    """Write the file that tells `tracestore convert` where the traces of its folder come from."""
-    with atomic_write(path) as file:
-        file.write(json.dumps(provenance.to_json(), indent=1).encode())
 
 
 def file_layers(layers: Iterable[np.ndarray], dtype: str | None) -> list[Any]:

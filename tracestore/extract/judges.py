@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import tracestore
 from tracestore.store.format.labels import ScoreField
+from tracestore.text import squad_words
 
 _ARTICLES = ("a", "an", "the")
 # Punctuation besides ASCII that the evaluation of TriviaQA removes.
@@ -20,15 +21,6 @@ def loose_words(text: str) -> list[str]:
     text = "".join(c for c in text if not unicodedata.combining(c))
     text = re.sub(f"[{re.escape(string.punctuation)}’‘“”–—]", " ", text)
     return [word for word in text.split() if word not in _ARTICLES]
-
-
-def squad_words(text: str) -> list[str]:
-    """Return the words in lower case without ASCII punctuation and articles.
-
-    `normalize_answer` in the evaluation script of SQuAD (Rajpurkar et al., 2016) joins them with spaces.
-    """
-    text = "".join(c for c in text.lower() if c not in string.punctuation)
-    return re.sub(r"\b(a|an|the)\b", " ", text).split()
 
 
 def triviaqa_words(text: str) -> list[str]:

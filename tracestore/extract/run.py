@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from tracestore.errors import UsageError
-from tracestore.export.file_formats import PickleListWriter, write_provenance
+from tracestore.export.file_formats import PickleListWriter
 from tracestore.extract.judges import DEFAULT_JUDGES, judge_answer, score_field
 from tracestore.extract.questions import Question
-from tracestore.ingest.sources import PROVENANCE_FILE, read_provenance
 from tracestore.store.format.provenance import Provenance, require_compatible
 from tracestore.store.io import fsio
 from tracestore.store.io.files import RemoteURL
+from tracestore.store.io.provenance_file import PROVENANCE_FILE, read_provenance, write_provenance
 from tracestore.store.read.store import open_store
 from tracestore.store.write.create import open_writer
 

@@ -4,10 +4,10 @@ import html
 from collections.abc import Sequence
 from typing import Any
 
-from tracestore.console import format_size, plural
 from tracestore.errors import UsageError, escape_unprintable
 from tracestore.extras import needs
 from tracestore.store.read.store import TraceStore
+from tracestore.text import format_size, plural
 
 with needs("hub"):
     from huggingface_hub import DatasetCard

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tracestore.console import plural
 from tracestore.errors import CorruptStoreError, UsageError
 from tracestore.extras import needs
 from tracestore.hub.card import make_card
@@ -19,6 +18,7 @@ from tracestore.store.io.fsio import map_os_errors
 from tracestore.store.maintain.verify import verify_store
 from tracestore.store.read.store import TraceStore, open_store
 from tracestore.store.write.commit import root_metadata
+from tracestore.text import plural
 
 with needs("hub"):
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi

@@ -9,7 +9,6 @@ from typing import Any, get_args
 import numpy as np
 import torch
 
-from tracestore.console import format_size, plural
 from tracestore.data.batch_format import BatchFormat
 from tracestore.data.epoch import mean_trace_bytes
 from tracestore.detectors.checkpoint import DETECTOR_VERSION
@@ -28,6 +27,7 @@ from tracestore.store.format.labels import DEFAULT_THRESHOLD, PREDICTED_COLUMNS
 from tracestore.store.format.provenance import Provenance, require_compatible
 from tracestore.store.io.fsio import map_os_errors, write_rows
 from tracestore.store.read.store import TraceStore, open_store
+from tracestore.text import format_size, plural
 from tracestore.train.batches import BatchFeed
 from tracestore.train.checkpoint import load_checkpoint
 from tracestore.train.config import TrainConfig

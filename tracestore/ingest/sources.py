@@ -8,15 +8,11 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from tracestore._core.mapping import MappedFile
-from tracestore.errors import InvalidInputError, UsageError, escape_unprintable
+from tracestore.errors import InvalidInputError
 from tracestore.ingest.exports.manifest import ExportedFile
-from tracestore.store.format.provenance import Provenance
-from tracestore.store.io import fsio
 from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.record import TraceRecord
 
-PROVENANCE_FILE = "provenance.json"
-_MAX_PROVENANCE_BYTES = 1 << 20
 _SAMPLES = 16
 _SAMPLE_BYTES = 64 << 10
 
@@ -87,22 +83,6 @@ class SourceFile:
     def file_bytes(self) -> int:
         """Return the size of its files; 0 for one that is missing or not regular."""
         return sum(path.stat().st_size for path in self.files if path.is_file())
-
-
-def find_provenance_files(arguments: list[Path]) -> dict[Path, Path]:
-    """Return provenance.json of each folder among the arguments that has such a file directly in it."""
-    files = {argument: argument / PROVENANCE_FILE for argument in arguments}
-    return {folder: path for folder, path in files.items() if path.is_file()}
-
-
-def read_provenance(path: Path) -> Provenance:
-    """Read a file like provenance.json; raise UsageError with the path if it is invalid."""
-    try:
-        return Provenance.from_json(fsio.read_json(path, _MAX_PROVENANCE_BYTES))
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}") from None
-    except ValueError as error:
-        raise UsageError(f"{path}: {escape_unprintable(str(error), 300)}") from None
 
 
 class Identity(NamedTuple):

@@ -6,8 +6,8 @@ Values are escaped as everywhere in `pages`. The styles hold for the fragment on
 from collections.abc import Mapping
 from typing import Any
 
-from tracestore.console import format_size
 from tracestore.pages.elements import Cell, Html, element, facts, number, paragraph, table
+from tracestore.text import format_size
 
 _TINTS = "".join(
     f".tracestore .v{k}{{background:color-mix(in srgb,#d55e00 {6 * k}%,transparent)}}" for k in range(1, 10)

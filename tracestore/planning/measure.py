@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from tracestore.console import format_size
 from tracestore.data.epoch import BatchBy, trace_costs
 from tracestore.detectors.config import ModelConfig
 from tracestore.detectors.registry import DETECTORS, make_model
@@ -33,6 +32,7 @@ from tracestore.planning.plan import (
 )
 from tracestore.platform_support import MemoryUse, memory_use
 from tracestore.store.read.store import TraceStore
+from tracestore.text import format_size
 from tracestore.train.batches import AccumulatedBatch, BatchFeed
 from tracestore.train.config import WEIGHT_DECAY, TrainConfig
 from tracestore.train.devices import torch_threads

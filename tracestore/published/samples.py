@@ -10,12 +10,12 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from tracestore.extract.judges import squad_words
 from tracestore.features.hidden import log_determinant
 from tracestore.features.table import features
 from tracestore.published.linear import Unfitted
 from tracestore.published.probes import mean_logprob
 from tracestore.store.read.store import TraceStore
+from tracestore.text import squad_words
 
 
 def _by_question(store: TraceStore, indices: np.ndarray, value: Callable[[np.ndarray], float]) -> np.ndarray:

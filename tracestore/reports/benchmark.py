@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 import tracestore
-from tracestore.console import format_size
 from tracestore.evaluation.clusters import UNITS, adjusted_p_to
 from tracestore.evaluation.table import format_interval
 from tracestore.pages import elements
@@ -20,6 +19,7 @@ from tracestore.pages.plots import Series, heat_map, plot
 from tracestore.pages.tables import Table
 from tracestore.reports.tables import p_value
 from tracestore.store.io.fsio import atomic_write
+from tracestore.text import format_size
 
 _MAX_TRANSFER = 6
 LEGEND = (

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 import tracestore
-from tracestore.console import plural
 from tracestore.evaluation.table import PROBE_NAME
 from tracestore.pages import elements
 from tracestore.pages.document import Section, document
@@ -18,6 +17,7 @@ from tracestore.reports import curves
 from tracestore.reports.run import test_scores
 from tracestore.reports.tables import best_of, model_table, pair_table, verdict
 from tracestore.store.io.fsio import atomic_write
+from tracestore.text import plural
 
 
 def write_comparison(

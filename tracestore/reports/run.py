@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 import tracestore
-from tracestore.console import format_size
 from tracestore.evaluation.evaluate import RunScores, run_scores
 from tracestore.evaluation.table import PROBE_NAME, entries_of
 from tracestore.pages.document import Section, document
@@ -24,6 +23,7 @@ from tracestore.reports.tables import best_of, model_table, pair_table, verdict
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.io.fsio import atomic_write
 from tracestore.store.read.store import TraceStore
+from tracestore.text import format_size
 
 _MAX_GROUPS = 25
 

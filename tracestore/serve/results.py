@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import UsageError, escape_unprintable
+from tracestore.run_results import read_results
 from tracestore.store.format.labels import FOLD_PREFIX, PREDICTION_COLUMNS
 from tracestore.store.io.fsio import open_csv, open_regular
-from tracestore.store.io.run_results import read_results
 from tracestore.store.read.store import TraceStore
 
 # Column of the logistic probe in predictions.csv. In results.json the probe is not among the models.

@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from tracestore.console import plural
 from tracestore.errors import UsageError, escape_unprintable
 from tracestore.pages.elements import Html, element, join, number, paragraph, table, tokens
 from tracestore.pages.notebook import fragment
+from tracestore.text import plural
 
 _MAX_TEXT, _MAX_CELL, _MAX_TOKENS, _MAX_ROWS = 1_000, 120, 400, 5
 

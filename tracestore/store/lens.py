@@ -8,11 +8,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from tracestore import extras
-from tracestore.console import plural
 from tracestore.errors import UsageError
 from tracestore.store.format import schema
 from tracestore.store.format.lens import LensField
 from tracestore.store.format.provenance import Provenance
+from tracestore.text import plural
 
 # Values of the matrix that are converted to float32 at once: 16 MiB.
 _BLOCK_VALUES = 4 << 20

@@ -12,10 +12,11 @@ import shlex
 from pathlib import Path
 
 from tracestore.cli.flags import add_allow_mixed_provenance, add_overwrite
-from tracestore.console import Output, Parser, plural
+from tracestore.console import Output, Parser
 from tracestore.errors import UsageError
 from tracestore.store.io.destinations import check_output_file
 from tracestore.store.io.fsio import map_os_errors
+from tracestore.text import plural
 
 
 def add_arguments(parser: Parser) -> None:

@@ -7,7 +7,7 @@ import argparse
 from pathlib import Path
 
 from tracestore.cli.flags import PROVENANCE_FLAGS, SCORE_FLAGS, Flags, add_flags, values
-from tracestore.console import Output, Parser, float_where, format_size, parse_size
+from tracestore.console import Output, Parser, float_where
 from tracestore.convert.dry_run import dry_run
 from tracestore.convert.options import ConvertOptions
 from tracestore.convert.runner import Conversion
@@ -18,6 +18,7 @@ from tracestore.store.format.schema import CODECS
 from tracestore.store.io.files import local_dir
 from tracestore.store.io.fsio import map_os_errors
 from tracestore.store.io.ownership import check_store_destination
+from tracestore.text import format_size, parse_size
 
 _FLAGS: Flags = {
     "layout": {

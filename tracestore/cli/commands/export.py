@@ -9,10 +9,11 @@ import argparse
 
 import tracestore
 from tracestore.cli.flags import add_store
-from tracestore.console import Output, Parser, Progress, format_size, plural, positive_int
+from tracestore.console import Output, Parser, Progress, positive_int
 from tracestore.export.exporter import TRACES_PER_FILE, export_store
 from tracestore.export.file_formats import FORMATS
 from tracestore.ingest.exports.manifest import SCORES_FILE
+from tracestore.text import format_size, plural
 
 
 def add_arguments(parser: Parser) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tracestore.cli.flags import add_allow_mixed_provenance
-from tracestore.console import Output, Parser, Progress, float_where, int_between, int_list, plural, positive_int
+from tracestore.console import Output, Parser, Progress, float_where, int_between, int_list, positive_int
 from tracestore.errors import UsageError
 from tracestore.extract import run as extraction
 from tracestore.extract.judges import DEFAULT_JUDGES, JUDGES
@@ -22,6 +22,7 @@ from tracestore.store.io.destinations import check_output_dir
 from tracestore.store.io.files import local_dir, parse_location
 from tracestore.store.io.fsio import map_os_errors
 from tracestore.store.io.ownership import check_store_destination
+from tracestore.text import plural
 
 
 def add_arguments(parser: Parser) -> None:

@@ -7,7 +7,8 @@ import argparse
 
 import tracestore
 from tracestore.cli.flags import add_store
-from tracestore.console import Output, Parser, format_size, plural
+from tracestore.console import Output, Parser
+from tracestore.text import format_size, plural
 
 
 def add_arguments(parser: Parser) -> None:

@@ -6,8 +6,9 @@ Example: tracestore lint store.zarr --json
 import argparse
 
 from tracestore.cli.flags import add_score, add_store
-from tracestore.console import Output, Parser, Progress, plural
+from tracestore.console import Output, Parser, Progress
 from tracestore.store.maintain.lint import lint_store
+from tracestore.text import plural
 
 
 def add_arguments(parser: Parser) -> None:

@@ -7,12 +7,13 @@ import argparse
 from typing import Any
 
 from tracestore.cli.flags import MODEL_FLAGS, STEP_FLAGS, add_flags, add_num_threads, add_store, values
-from tracestore.console import Output, Parser, format_size, parse_size
+from tracestore.console import Output, Parser
 from tracestore.detectors.config import ModelConfig
 from tracestore.detectors.registry import DETECTORS
 from tracestore.errors import UsageError
 from tracestore.platform_support import memory_use
 from tracestore.store.format.labels import DEFAULT_THRESHOLD
+from tracestore.text import format_size, parse_size
 from tracestore.train.config import TrainConfig
 
 

@@ -11,10 +11,11 @@ import argparse
 from pathlib import Path
 
 from tracestore.cli.flags import add_allow_mixed_provenance, add_num_threads, add_overwrite
-from tracestore.console import Output, Parser, Progress, parse_size, plural, positive_int
+from tracestore.console import Output, Parser, Progress, positive_int
 from tracestore.errors import UsageError
 from tracestore.store.io.destinations import check_output_file
 from tracestore.store.io.files import parse_location
+from tracestore.text import parse_size, plural
 
 
 def add_arguments(parser: Parser) -> None:

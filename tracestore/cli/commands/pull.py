@@ -5,8 +5,9 @@ Example: tracestore pull USER/NAME store.zarr
 
 import argparse
 
-from tracestore.console import Output, Parser, Progress, format_size, plural
+from tracestore.console import Output, Parser, Progress
 from tracestore.errors import escape_unprintable
+from tracestore.text import format_size, plural
 
 
 def add_arguments(parser: Parser) -> None:

@@ -5,7 +5,8 @@ Example: tracestore push store.zarr USER/NAME --license cc-by-4.0
 
 import argparse
 
-from tracestore.console import Output, Parser, Progress, format_size, plural
+from tracestore.console import Output, Parser, Progress
+from tracestore.text import format_size, plural
 
 
 def add_arguments(parser: Parser) -> None:

@@ -7,9 +7,10 @@ import argparse
 from pathlib import Path
 
 from tracestore.cli.flags import SCORE_FLAGS, add_flags, add_store, values
-from tracestore.console import Output, Parser, plural
+from tracestore.console import Output, Parser
 from tracestore.convert.options import ConvertOptions
 from tracestore.ingest.scores import read_scores, update_scores
+from tracestore.text import plural
 
 
 def add_arguments(parser: Parser) -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import tracestore
 from tracestore.cli.flags import add_score, add_store
-from tracestore.console import Output, Parser, plural, port
+from tracestore.console import Output, Parser, port
 from tracestore.serve import make_server
+from tracestore.text import plural
 
 
 def add_arguments(parser: Parser) -> None:

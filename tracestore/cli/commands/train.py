@@ -22,7 +22,7 @@ from tracestore.cli.flags import (
     add_num_threads,
     values,
 )
-from tracestore.console import Output, Parser, Progress, float_where, int_between, parse_size
+from tracestore.console import Output, Parser, Progress, float_where, int_between
 from tracestore.detectors.config import ModelConfig
 from tracestore.detectors.registry import DETECTORS
 from tracestore.errors import RankFailedError, UsageError
@@ -30,6 +30,7 @@ from tracestore.experiment.options import TrainOptions
 from tracestore.extras import require
 from tracestore.store.io.files import parse_location
 from tracestore.store.io.fsio import map_os_errors
+from tracestore.text import parse_size
 from tracestore.train.config import TrainConfig
 
 # Further fields of TrainConfig.

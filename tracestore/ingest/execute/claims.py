@@ -13,11 +13,12 @@ from tracestore.errors import InvalidInputError, UsageError, escape_unprintable
 from tracestore.ingest.execute.values import key_text
 from tracestore.ingest.layout.patterns import AXIS_NAMES, Pattern
 from tracestore.ingest.layout.places import Place, Plan, wild_prefixes
+from tracestore.store.io.provenance_file import PROVENANCE_FILE
 
 _DIGITS = re.compile(r"(\d+)")
 _SKIPPED = ("__MACOSX",)
 # Files that hold no data of traces, whatever a layout says.
-_OTHER_FILES = ("provenance.json",)
+_OTHER_FILES = (PROVENANCE_FILE,)
 _OTHER_SUFFIXES = (
     *(".md", ".py", ".ipynb", ".sh", ".log", ".yaml", ".yml", ".toml", ".cfg", ".ini", ".png", ".pdf", ".svg", ".html"),
     *(".jpg", ".lock", ".rst", ".license", ".gitignore"),

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tracestore.console import plural
 from tracestore.errors import InvalidInputError, TracestoreError, UsageError, error_location, escape_unprintable
 from tracestore.ingest.execute.claims import is_other, list_files
 from tracestore.ingest.execute.execution import Execution
@@ -22,6 +21,7 @@ from tracestore.ingest.propose.leaves import Observation, observe
 from tracestore.store.format.labels import CORRECT
 from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.record import TraceRecord
+from tracestore.text import plural
 
 MAX_CANDIDATES = 6
 _MAX_TRIES, _MAX_DRAFTS = 24, 400

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tracestore._core import kernels
-from tracestore.console import plural
 from tracestore.errors import CorruptStoreError, UsageError
 from tracestore.store.fields import PackedEdges
 from tracestore.store.format import schema
@@ -19,6 +18,7 @@ from tracestore.store.format.labels import disagreements
 from tracestore.store.maintain.consistency import impossible_values
 from tracestore.store.read.store import TraceStore, open_store
 from tracestore.store.read.trace import Trace
+from tracestore.text import plural
 
 # Maximum number of issues of one kind that are listed. All issues are counted.
 MAX_EXAMPLES = 100

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 
-from tracestore.console import plural
 from tracestore.errors import InvalidInputError, UsageError
 from tracestore.store.fields import PackedEdges
 from tracestore.store.format import schema
@@ -22,6 +21,7 @@ from tracestore.store.read.store import TraceStore, open_store
 from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.record import read_record
 from tracestore.store.write.writer import StoreWriter
+from tracestore.text import plural
 
 _PLACE_COLUMNS = ("graph_segment", "graph_row", "sequence_segment", "sequence_row")
 

@@ -8,7 +8,6 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 from tracestore._core.kernels import crc32c, crc32c_combine
-from tracestore.console import plural
 from tracestore.errors import CorruptStoreError, StoreLockedError, UsageError
 from tracestore.store.format import manifest as mf
 from tracestore.store.format import paths
@@ -22,6 +21,7 @@ from tracestore.store.read.columns import read_columns
 from tracestore.store.read.generation import ATTEMPTS, backoff, open_generation
 from tracestore.store.read.index import StoreIndex
 from tracestore.store.write.commit import root_metadata
+from tracestore.text import plural
 
 # Size of a read, and of the chunks that threads share.
 _READ_BYTES = 1 << 20

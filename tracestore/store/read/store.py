@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tracestore.console import plural
 from tracestore.errors import CorruptStoreError, MissingFieldError, UsageError
 from tracestore.store.format import schema
 from tracestore.store.format.labels import ScoreField, describe, unlabeled_note
@@ -18,6 +17,7 @@ from tracestore.store.read.index import QuestionIds
 from tracestore.store.read.internals import StoreInternals, open_files
 from tracestore.store.read.subset import TraceCollection, TraceSubset
 from tracestore.store.read.trace import Trace
+from tracestore.text import plural
 
 DEFAULT_CACHE_BYTES = 256 << 20
 

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, overload
 
 import numpy as np
 
-from tracestore.console import plural
 from tracestore.errors import MissingFieldError, UsageError
 from tracestore.split import FRACTIONS, SPLITS, assign_splits, checked_fractions, labeled_positions
 from tracestore.store.format.labels import derive
@@ -19,6 +18,7 @@ from tracestore.store.io.files import RemoteURL
 from tracestore.store.read import table
 from tracestore.store.read.internals import StoreInternals
 from tracestore.store.read.trace import Trace
+from tracestore.text import plural
 
 
 class TraceCollection(ABC):

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from tracestore._core.mapping import MappedFile
-from tracestore.console import parse_size
 from tracestore.errors import StorageError, UsageError
 from tracestore.store.format import paths
 from tracestore.store.format.entries import FileEntry, size_mismatch
@@ -20,6 +19,7 @@ from tracestore.store.remote.helper import Helper
 from tracestore.store.remote.object_store import ObjectStore
 from tracestore.store.remote.prefetch import RemoteFilePrefetcher
 from tracestore.store.remote.threads import in_threads
+from tracestore.text import parse_size
 
 _SMALL_AT_ONCE = 16  # requests for the small files that opening needs
 _TRIES = 20
