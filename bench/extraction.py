@@ -24,8 +24,7 @@ import torch
 from benchmarks.common import timed
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tracestore.extract import generation
-from tracestore.extract import run as extraction
+from tracestore.extract import decoding, extraction
 from tracestore.extract.answer_end import AnswerEnd
 from tracestore.extract.answering import AnswerOptions, answer_questions
 from tracestore.extract.model import LanguageModel, attention_weights, load_model
@@ -129,7 +128,7 @@ def overhead(args, lm) -> None:
     print(
         f"median ratio to generate() and one forward pass: {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
     )
-    generation.AnswerEnd = Endless
+    decoding.AnswerEnd = Endless
     small = small_model(lm)
     for attention in ("none", "mean"):
         heads = "none" if attention == "none" else "all"

@@ -220,8 +220,8 @@ def make_trainer(model: str, device: str, work: Path, batch_size: int) -> Any:
     from benchmarks.common import SMALL, make_store
 
     import tracestore
-    from tracestore.detectors.config import ModelConfig
-    from tracestore.evaluation.split import Split
+    from tracestore.detectors.model_config import ModelConfig
+    from tracestore.evaluation.store_split import Split
     from tracestore.train.config import TrainConfig
     from tracestore.train.trainer import Trainer
 

@@ -32,10 +32,10 @@ PHASES = (
     ("tracestore.train.trainer", "Trainer._setup", "setup"),
     ("tracestore.train.trainer", "Trainer._finish", "test part"),
     ("tracestore.train.trainer", "Trainer._save_last", "checkpoints"),
-    ("tracestore.experiment.run", "run_probe", "probe"),
-    ("tracestore.experiment.run", "_Experiment._add_comparisons", "comparisons"),
-    ("tracestore.experiment.run", "control_entries", "controls"),
-    ("tracestore.experiment.run", "write_report", "report"),
+    ("tracestore.experiment.training_run", "run_probe", "probe"),
+    ("tracestore.experiment.training_run", "_Experiment._add_comparisons", "comparisons"),
+    ("tracestore.experiment.training_run", "control_entries", "controls"),
+    ("tracestore.experiment.training_run", "write_report", "report"),
 )
 
 

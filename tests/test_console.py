@@ -9,7 +9,7 @@ import pytest
 
 from tracestore import console
 from tracestore.console import Output, Progress
-from tracestore.text import format_size, parse_size
+from tracestore.words import format_size, parse_size
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from tests.helpers import ROOT
-from tracestore import doctor, platform_support
+from tracestore import platform_support
+from tracestore.cli import machine
 from tracestore.data import shared_memory
 from tracestore.store.io import fsio
 from tracestore.store.io.fsio import atomic_write
@@ -98,7 +99,7 @@ def test_full_disk_raises_without_linux(no_linux, monkeypatch, tmp_path):
 
 
 def test_doctor_without_linux(no_linux, tmp_path):
-    names = {result.name for result in doctor.run_checks(tmp_path)}
+    names = {result.name for result in machine.run_checks(tmp_path)}
     assert {"processors", "open files", "free"} <= names
     assert not names & {"instructions", "memory", "shared memory", "maps of a process"}
 

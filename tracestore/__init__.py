@@ -25,7 +25,7 @@ from tracestore.store.read.trace import Trace
 from tracestore.store.write.create import TraceWriter, create
 
 if TYPE_CHECKING:
-    from tracestore.convert.files import convert_files
+    from tracestore.convert.convert_files import convert_files
     from tracestore.data.collate import ShuffleBufferSampler, collate_graphs, collate_sequences
     from tracestore.data.datasets import TraceDataset, TraceIterableDataset
     from tracestore.data.loader import TraceLoader
@@ -66,7 +66,7 @@ __all__ = [
 __getattr__ = import_on_use(
     __name__,
     {
-        "tracestore.convert.files": ("convert_files",),
+        "tracestore.convert.convert_files": ("convert_files",),
         "tracestore.export.batch_loader": ("TraceBatchLoader", "extract_batch_subset", "merge_batches"),
         "tracestore.data.datasets": ("TraceDataset", "TraceIterableDataset"),
         "tracestore.data.loader": ("TraceLoader",),

@@ -12,10 +12,10 @@ from sklearn.metrics import cohen_kappa_score
 
 import tracestore
 from tests.detectors.plugins import install
+from tests.detectors.published.conftest import COUNT, make_labeled, write_published
 from tests.helpers import ROOT, command, error_of, make_traces, write_scores, write_store
-from tests.published.conftest import COUNT, make_labeled, write_published
+from tracestore.benchmark.fold_runs import platt
 from tracestore.benchmark.label_sources import agreement
-from tracestore.benchmark.measure import platt
 from tracestore.benchmark.run import BenchmarkOptions, run_benchmark
 from tracestore.detectors import catalog
 from tracestore.evaluation.clusters import adjusted_p_to

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import tracestore
+from tests.detectors.published.conftest import write_published
 from tests.helpers import command, write_scores
-from tests.published.conftest import write_published
 from tracestore.benchmark.frozen_folds import frozen_folds, make_frozen_folds, read_folds
 from tracestore.errors import InvalidInputError, TrainingError, UsageError
 

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
+from tests.detectors.published.conftest import write_published
 from tests.helpers import ROOT
-from tests.published.conftest import write_published
 from tracestore.inference.predict import load_detector
 
 KILLS = int(os.environ.get("TRACESTORE_BENCHMARK_KILLS", "3"))

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from tests.detectors.plugins import install
+from tests.detectors.published.conftest import write_published
 from tests.helpers import ROOT, command
-from tests.published.conftest import write_published
 from tests.tiers import long
 from tracestore.benchmark.run import BenchmarkOptions, run_benchmark
 from tracestore.detectors import catalog

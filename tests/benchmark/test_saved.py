@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import tracestore
+from tests.detectors.published.conftest import COUNT, make_labeled, write_published
+from tests.detectors.published.test_published import FAST
 from tests.helpers import command, error_of, make_traces, write_store
-from tests.published.conftest import COUNT, make_labeled, write_published
-from tests.published.test_published import FAST
 from tracestore.detectors.catalog import make_detector, select
 from tracestore.detectors.saved import content, from_content
 from tracestore.errors import UsageError

@@ -8,7 +8,7 @@ from tests.helpers import make_traces, write_store
 from tests.train.runs import write_labeled
 from tracestore.detectors.catalog import make_detector
 from tracestore.evaluation.metrics import auroc
-from tracestore.evaluation.split import inner_bins, trace_keys
+from tracestore.evaluation.store_split import inner_bins, trace_keys
 
 
 @pytest.mark.parametrize("name", ["lstm_solo", "gnn_det_lstm"])

@@ -11,9 +11,9 @@ from torch_geometric.nn import GINEConv, global_mean_pool
 import tracestore
 from tests.helpers import make_graphs, make_trace, make_traces, write_store
 from tracestore.data.loader import TraceLoader
-from tracestore.detectors.config import ModelConfig
 from tracestore.detectors.dropout import TraceMasks
 from tracestore.detectors.graph.inputs import GraphInputs
+from tracestore.detectors.model_config import ModelConfig
 from tracestore.detectors.models import detector_loss
 from tracestore.detectors.registry import make_model
 from tracestore.errors import MissingFieldError, UsageError

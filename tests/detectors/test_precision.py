@@ -6,7 +6,7 @@ import torch
 from tests.helpers import run_cli
 from tests.train.runs import FAST, ONLY
 from tracestore.detectors import precision
-from tracestore.detectors.config import ModelConfig
+from tracestore.detectors.model_config import ModelConfig
 from tracestore.detectors.registry import make_model
 from tracestore.errors import UsageError
 

@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
-from tracestore.detectors.config import ModelConfig
 from tracestore.detectors.dropout import TraceMasks
+from tracestore.detectors.model_config import ModelConfig
 from tracestore.detectors.readers import Readers
 
 LAYERS, WIDTH, TRACES = 5, 7, 3

@@ -6,7 +6,7 @@ import pytest
 import tracestore
 from tests.helpers import make_trace, make_traces, write_store
 from tracestore.errors import TrainingError
-from tracestore.evaluation import split as splits
+from tracestore.evaluation import store_split as splits
 from tracestore.split import SPLITS, question_keys, split_keys
 
 

@@ -1,7 +1,7 @@
 """Small training runs inside the test process."""
 
-from tracestore.experiment.options import TrainOptions
-from tracestore.experiment.run import run_experiment
+from tracestore.experiment.train_options import TrainOptions
+from tracestore.experiment.training_run import run_experiment
 
 SMALL = {"gnn_hidden": 8, "latent_dim": 8, "lstm_hidden": 8}
 

@@ -10,10 +10,10 @@ import pytest
 import tracestore
 from tests.experiment.quiet import SMALL, train_quietly
 from tests.helpers import make_traces, run_cli, write_store
-from tracestore.detectors.config import ModelConfig
+from tracestore.detectors.model_config import ModelConfig
 from tracestore.detectors.registry import DEFAULT_DETECTORS
 from tracestore.errors import UsageError
-from tracestore.evaluation import split as splits
+from tracestore.evaluation import store_split as splits
 from tracestore.evaluation.evaluate import BootstrapResampler, RunScores
 from tracestore.evaluation.metrics import percentile_interval
 from tracestore.train.config import TrainConfig

@@ -20,7 +20,7 @@ from tracestore.detectors.registry import DEFAULT_DETECTORS
 from tracestore.errors import UsageError
 from tracestore.evaluation import metrics
 from tracestore.experiment import run
-from tracestore.experiment.options import TrainOptions
+from tracestore.experiment.train_options import TrainOptions
 from tracestore.train.config import TrainConfig
 from tracestore.train.distributed import DistributedContext
 

@@ -15,7 +15,7 @@ from tests.helpers import make_traces, write_store
 from tests.train.runs import outcome
 from tracestore.errors import InsufficientMemoryError, OutputDirLockedError, TrainingError, UsageError
 from tracestore.evaluation import metrics, probe
-from tracestore.evaluation.split import make_split
+from tracestore.evaluation.store_split import make_split
 from tracestore.train import trainer
 from tracestore.train.batches import BatchFeed
 from tracestore.train.config import TrainConfig

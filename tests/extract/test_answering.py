@@ -9,7 +9,7 @@ import torch
 import tracestore
 from tracestore.errors import UsageError
 from tracestore.extract.answering import AnswerOptions, answer_questions, provenance_of
-from tracestore.extract.generation import generate, seed_of_answer
+from tracestore.extract.decoding import generate, seed_of_answer
 from tracestore.extract.model import load_model
 from tracestore.extract.prompts import PLAIN_PROMPT, PromptTemplate, read_template, template_of
 from tracestore.extract.questions import Question, with_samples

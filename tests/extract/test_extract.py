@@ -22,7 +22,7 @@ import torch
 import tracestore
 from tests.helpers import ROOT, command, convert, read_all, read_traces
 from tracestore.errors import InvalidInputError, UsageError
-from tracestore.extract import run as extraction
+from tracestore.extract import extraction
 from tracestore.extract.judges import containment
 from tracestore.extract.questions import FACTS, GENERATED, Question, read_questions
 from tracestore.store.io.files import LocalFiles

@@ -7,10 +7,10 @@ import tracestore
 from tests.helpers import command, make_optional, make_trace, write_scores, write_store
 from tracestore.data.tokens.answers import answer_span
 from tracestore.errors import DiskFullError
-from tracestore.features import table
-from tracestore.features.attention import SMALLEST
-from tracestore.features.table import features, token_state_bits
-from tracestore.features.tokens import STATISTICS
+from tracestore.features import feature_table
+from tracestore.features.attention_features import SMALLEST
+from tracestore.features.feature_table import features, token_state_bits
+from tracestore.features.token_features import STATISTICS
 
 BEGIN = 3
 
@@ -82,7 +82,7 @@ def test_attention_in_blocks_equals_all_at_once(tmp_path, monkeypatch):
     store = write(tmp_path / "s.zarr")
     found = features(store, "attention", top_k=4)
     monkeypatch.setenv("TRACESTORE_CACHE_DIR", str(tmp_path / "other"))
-    monkeypatch.setattr("tracestore.features.attention._BLOCK_VALUES", 60)
+    monkeypatch.setattr("tracestore.features.attention_features._BLOCK_VALUES", 60)
     for name, values in features(store, "attention", top_k=4).items():
         np.testing.assert_allclose(values, found[name], rtol=1e-12)
 
@@ -133,8 +133,8 @@ def test_what_a_trace_lacks_is_nan(tmp_path):
 def test_features_are_computed_once_for_a_generation_and_options(tmp_path, monkeypatch):
     path = tmp_path / "s.zarr"
     store, calls = write(path), []
-    compute = table.attention_features
-    monkeypatch.setattr(table, "attention_features", lambda *args: calls.append(args) or compute(*args))
+    compute = feature_table.attention_features
+    monkeypatch.setattr(feature_table, "attention_features", lambda *args: calls.append(args) or compute(*args))
     first = features(store, "attention")
     np.testing.assert_array_equal(features(tracestore.open(path), "attention")["laplacian"], first["laplacian"])
     assert len(calls) == 5 and not first["lookback"].flags.writeable
@@ -152,7 +152,7 @@ def test_full_disk_leaves_no_entry(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     store = write(tmp_path / "s.zarr")
-    monkeypatch.setattr(table, "preallocate", full)
+    monkeypatch.setattr(feature_table, "preallocate", full)
     with pytest.raises(DiskFullError):
         features(store, "hidden")
     assert list((tmp_path / "cache" / "features").iterdir()) == []

@@ -15,7 +15,7 @@ from tests.helpers import command, make_traces, write_store
 from tracestore.cli import command_parser
 from tracestore.cli.commands import predict
 from tracestore.console import Output
-from tracestore.detectors.checkpoint import DETECTOR_VERSION
+from tracestore.detectors.checkpoint_file import DETECTOR_VERSION
 from tracestore.detectors.registry import DETECTORS
 from tracestore.errors import MissingFieldError, TracestoreError, UsageError
 from tracestore.inference import predict as scoring

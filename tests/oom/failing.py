@@ -5,9 +5,9 @@ import weakref
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tracestore.detectors.config import ModelConfig
 from tracestore.detectors.dropout import TraceMasks
 from tracestore.detectors.graph.gine import GraphInputs
+from tracestore.detectors.model_config import ModelConfig
 from tracestore.detectors.models import detector_loss
 from tracestore.detectors.registry import make_model
 from tracestore.oom.guard import OOMGuard

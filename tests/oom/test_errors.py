@@ -8,8 +8,8 @@ from tests.oom.failing import NO_KERNEL
 from tracestore.errors import UsageError, explain_dtype
 from tracestore.oom import errors
 from tracestore.oom.error_texts import AMBIGUOUS_TEXTS, DEVICE_TEXTS, HOST_TEXTS
-from tracestore.oom.errors import StepOutcome, classify, is_out_of_memory
 from tracestore.oom.guard import OOMGuard
+from tracestore.oom.oom_errors import StepOutcome, classify, is_out_of_memory
 
 _, DEVICE_OOM, HOST_OOM, OTHER_ERROR, AMBIGUOUS = StepOutcome
 
@@ -141,9 +141,9 @@ def test_memory_is_short_under_a_limit_of_the_data_segment():
     """The limit leaves 100 MiB."""
     code = """
 import resource
-from tracestore.oom.limits import allocatable_bytes
+from tracestore.oom.memory_limits import allocatable_bytes
 from tracestore.platform_support import memory_use
-from tracestore.oom.errors import memory_is_short
+from tracestore.oom.oom_errors import memory_is_short
 assert allocatable_bytes() > 200 << 20
 resource.setrlimit(resource.RLIMIT_DATA, (memory_use().data + (100 << 20), resource.RLIM_INFINITY))
 assert 50 << 20 < allocatable_bytes() <= 100 << 20

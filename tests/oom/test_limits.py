@@ -4,7 +4,7 @@ import numpy as np
 import psutil
 
 from tracestore.cgroup import cgroup_limit
-from tracestore.oom.limits import PeakMemoryMonitor, memory_limit
+from tracestore.oom.memory_limits import PeakMemoryMonitor, memory_limit
 from tracestore.platform_support import memory_use
 
 
@@ -27,9 +27,9 @@ def test_cgroup_limits_of_version_1_and_2(tmp_path):
 
 def test_the_smaller_of_budget_and_cgroup_limit_applies(monkeypatch):
     start, total = memory_use(), psutil.virtual_memory().total
-    monkeypatch.setattr("tracestore.oom.limits.cgroup_limit", lambda: None)
+    monkeypatch.setattr("tracestore.oom.memory_limits.cgroup_limit", lambda: None)
     assert memory_limit(None, start) is None and memory_limit(5, start) == 5
-    monkeypatch.setattr("tracestore.oom.limits.cgroup_limit", lambda: total // 2)
+    monkeypatch.setattr("tracestore.oom.memory_limits.cgroup_limit", lambda: total // 2)
     left = memory_limit(None, start)
     assert (
         0 < left < total // 2 - start.anonymous and memory_limit(5, start) == 5 and memory_limit(total, start) == left

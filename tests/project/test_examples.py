@@ -12,7 +12,7 @@ from tests.helpers import ROOT, make_traces, write_store
 
 API = (ROOT / "docs/api.md").read_text(encoding="utf-8")
 MODULES = {
-    "tracestore.store.fields": None,
+    "tracestore.store.trace_fields": None,
     "tracestore.store.format.provenance": None,
     "tracestore.store.read.store": None,
     "tracestore.store.read.subset": "pandas",

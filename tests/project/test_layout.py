@@ -6,6 +6,7 @@ import graphlib
 import re
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 
@@ -13,10 +14,10 @@ from tests.helpers import ROOT
 
 PACKAGE, TESTS = ROOT / "tracestore", ROOT / "tests"
 # Every package may import these modules.
-BASE = {"errors", "extras", "console", "pages", "process", "cgroup", "platform_support", "split", "text"}
+BASE = {"errors", "extras", "console", "pages", "process", "cgroup", "platform_support", "split", "words"}
 STORE = {
     "_core",
-    "store.fields",
+    "store.trace_fields",
     "store.format",
     "store.html",
     "store.lens",
@@ -28,19 +29,43 @@ STORE = {
     "store.maintain",
 }
 TRAIN = {"data", "oom", "detectors", "evaluation", "train"}
+# The detectors' wing and what else only commands may import.
+WING = {
+    "detectors",
+    "detectors.graph",
+    "detectors.kernels",
+    "detectors.published",
+    "evaluation",
+    "train",
+    "inference",
+    "planning",
+    "features",
+    "benchmark",
+    "experiment",
+    "reports",
+}
+FOR_COMMANDS = {*WING, "serve", "hub"}
 # A package may import itself, BASE and the packages listed here.
 ALLOWED: dict[str, set[str]] = {
     **dict.fromkeys(BASE, BASE),
     "_core": set(),
     "store": set(),
-    "store.fields": {"_core", "store.format"},
+    "store.trace_fields": {"_core", "store.format"},
     "store.format": {"_core"},
     "store.io": {"_core", "store.format"},
     "store.html": {"store.format"},
     "store.lens": {"store.format"},
     "store.vocabulary": {"store.format"},
     "store.remote": {"_core", "store.format", "store.io"},
-    "store.read": {"_core", "store.fields", "store.format", "store.html", "store.lens", "store.io", "store.remote"},
+    "store.read": {
+        "_core",
+        "store.trace_fields",
+        "store.format",
+        "store.html",
+        "store.lens",
+        "store.io",
+        "store.remote",
+    },
     "store.write": STORE - {"store.maintain"},
     "store.maintain": STORE,
     "ingest.tree": {"store.format"},
@@ -101,24 +126,22 @@ ALLOWED: dict[str, set[str]] = {
     "inference": {*STORE, *TRAIN, "detectors.graph"},
     "planning": {*STORE, *TRAIN},
     "features": {*STORE, "data.tokens"},
-    "published": {*STORE, "features", "detectors", "evaluation", "oom"},
-    "benchmark": {*STORE, *TRAIN, "features", "published", "inference", "ingest", "reports"},
+    "detectors.published": {*STORE, "features", "detectors", "evaluation", "oom"},
+    "benchmark": {*STORE, *TRAIN, "features", "detectors.published", "inference", "ingest", "reports"},
     "run_results": {"store.format", "store.io"},
     "experiment": {*STORE, *TRAIN, "planning", "reports", "run_results"},
     "bridges": {*STORE, "data"},
     "reports": {*STORE, *TRAIN, "__init__"},
-    "view": STORE,
-    "doctor": STORE,
-    "report": {*STORE, "view", "__init__"},
-    "serve": {*STORE, "view", "run_results"},
-    "cli": {"cli.commands", "store.format", "__init__"},
+    "trace_view": STORE,
+    "store_page": {*STORE, "trace_view", "__init__"},
+    "serve": {*STORE, "trace_view", "run_results"},
+    "cli": {"_core", "cli.commands", "store.format", "store.io", "__init__"},
     "cli.commands": {
         *STORE,
         *TRAIN,
         "cli",
         "benchmark",
         "convert",
-        "doctor",
         "experiment",
         "export",
         "extract",
@@ -129,10 +152,10 @@ ALLOWED: dict[str, set[str]] = {
         "ingest.execute",
         "ingest.propose",
         "planning",
-        "report",
         "reports",
         "serve",
-        "view",
+        "store_page",
+        "trace_view",
         "__init__",
     },
     "__main__": {"cli"},
@@ -148,13 +171,13 @@ TORCH = {
     "experiment",
     "reports",
     "benchmark",
-    "published",
+    "detectors.published",
     "extract",
     "export",
     "bridges",
 }
 # Modules whose functions import torch when they are called.
-TORCH_ON_CALL = {"store.fields"}
+TORCH_ON_CALL = {"store.trace_fields"}
 MAX_MODULES = 12
 MAX_BRANCHES = 20  # of a function below ingest
 MAX_LINES = 400
@@ -195,6 +218,19 @@ def resolve(name):
     while parts and ".".join(parts) not in MODULES:
         parts.pop()
     return ".".join(parts) or "__init__"
+
+
+def test_only_commands_import_the_wing_of_the_detectors_the_server_and_the_hub():
+    for package in ALLOWED.keys() - FOR_COMMANDS - {"cli.commands"}:
+        assert not ALLOWED[package] & FOR_COMMANDS, package
+    for package in WING:
+        assert not ALLOWED[package] & {"serve", "hub"}, package
+
+
+def test_a_file_name_stands_once():
+    """The modules of the commands are named like the commands, and may share a name with what does their work."""
+    names = Counter(path.name for path in FILES if path.parent.name != "commands" and not path.stem.startswith("__"))
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 @functools.cache

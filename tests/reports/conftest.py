@@ -10,9 +10,9 @@ import tracestore
 from tests.browser import chromium
 from tests.reports.synthetic import make_benchmark, make_results, write_traces
 from tracestore.experiment.compare_runs import compare_runs, load_runs
-from tracestore.reports.benchmark import write_benchmark
-from tracestore.reports.comparison import write_comparison
-from tracestore.reports.run import RunFacts, write_report
+from tracestore.reports.benchmark_page import write_benchmark
+from tracestore.reports.comparison_page import write_comparison
+from tracestore.reports.run_page import RunFacts, write_report
 
 __all__ = ["chromium"]
 

@@ -9,7 +9,7 @@ from tests.pages.example import MALICIOUS
 from tracestore.console import nan_to_none
 from tracestore.evaluation.evaluate import RunScores, evaluate_split
 from tracestore.evaluation.significance import compare
-from tracestore.evaluation.split import class_counts, make_folds
+from tracestore.evaluation.store_split import class_counts, make_folds
 from tracestore.experiment.folds import aggregate_runs
 from tracestore.reports.controls import control_entries
 

@@ -13,7 +13,7 @@ from tests.helpers import as_torch, command, make_traces, tree_bytes, write_stor
 from tests.store.second_reader import read_lens, read_store
 from tracestore.errors import CorruptStoreError, InvalidInputError, UsageError
 from tracestore.store import lens as lens_module
-from tracestore.store.format.lens import MAX_VOCABULARY
+from tracestore.store.format.lens_attribute import MAX_VOCABULARY
 from tracestore.store.format.manifest import Manifest
 from tracestore.store.maintain.merge import merge_stores
 from tracestore.store.maintain.verify import verify_store
@@ -164,7 +164,7 @@ def test_wrong_values_change_nothing(tmp_path):
 
 
 def test_without_a_commit_nothing_is_left(tmp_path):
-    from tracestore.store.write.values import lens_arrays
+    from tracestore.store.write.field_values import lens_arrays
     from tracestore.store.write.writer import StoreWriter
 
     path = write_store(tmp_path / "s.zarr", make_traces(2, layers=2, dim=DIM))

@@ -9,7 +9,7 @@ import torch
 
 from tests.helpers import make_traces, write_store
 from tracestore.data.loader import TraceLoader
-from tracestore.detectors.config import ModelConfig
+from tracestore.detectors.model_config import ModelConfig
 from tracestore.detectors.registry import DETECTORS, make_model
 from tracestore.oom.guard import OOMGuard
 from tracestore.store.read.batch_sources import chunk_keys

@@ -80,7 +80,7 @@ def test_recovers_from_a_real_lack_of_memory(device):
     code = (
         "import gc, resource, sys, torch\n"
         "from tracestore.train import OOMGuard\n"
-        "from tracestore.oom.limits import start_thread_pools\n"
+        "from tracestore.oom.memory_limits import start_thread_pools\n"
         "from tracestore.platform_support import memory_use\n"
         "device = torch.device(sys.argv[1])\n"
         "torch.manual_seed(0)\n"

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 import tracestore
-from tracestore.detectors.config import ModelConfig
+from tracestore.detectors.model_config import ModelConfig
 from tracestore.errors import TrainingError
-from tracestore.evaluation.split import Split
+from tracestore.evaluation.store_split import Split
 from tracestore.train import trainer as module
 from tracestore.train.checkpoint import load_checkpoint
 from tracestore.train.config import TrainConfig, TrainState

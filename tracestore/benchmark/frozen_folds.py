@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import InvalidInputError, TrainingError, UsageError
-from tracestore.evaluation.split import assign_balanced, class_counts_of, trace_keys
+from tracestore.evaluation.store_split import assign_balanced, class_counts_of, trace_keys
 from tracestore.split import labeled_positions
 from tracestore.store.io.fsio import atomic_write, read_json
 from tracestore.store.read.store import TraceStore

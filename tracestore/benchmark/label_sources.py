@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from tracestore.benchmark.measure import LabeledStore, Measured
-from tracestore.benchmark.results import fold_runs
+from tracestore.benchmark.fold_metrics import fold_runs
+from tracestore.benchmark.fold_runs import LabeledStore, Measured
 from tracestore.evaluation.clusters import Resampling
 from tracestore.store.format.labels import DEFAULT_THRESHOLD, derive, is_in_unit_range
 from tracestore.store.read.store import TraceStore

@@ -9,30 +9,30 @@ from typing import Any
 import numpy as np
 
 from tracestore.benchmark.activity import Activity, Show
+from tracestore.benchmark.fold_metrics import compare_schemes, evaluate, transfer_entry
+from tracestore.benchmark.fold_runs import LabeledStore, Measured, external_scores, measure_all
 from tracestore.benchmark.frozen_folds import FrozenFolds, frozen_folds
 from tracestore.benchmark.label_sources import compare_sources, scores_without_threshold
-from tracestore.benchmark.measure import LabeledStore, Measured, external_scores, measure_all
-from tracestore.benchmark.results import compare_schemes, evaluate, transfer_entry
-from tracestore.benchmark.table import format_results
+from tracestore.benchmark.result_table import format_results
 from tracestore.console import nan_to_none
 from tracestore.detectors.apart import named, properties
 from tracestore.detectors.catalog import catalog, make_detector
 from tracestore.detectors.interface import missing_fields
 from tracestore.errors import TrainingError, UsageError
 from tracestore.evaluation.nonfinite import describe_dropped, drop_nonfinite
-from tracestore.features.table import features
+from tracestore.features.feature_table import features
 from tracestore.ingest.scores import read_scores
 from tracestore.pages.notebook import BenchmarkResults
-from tracestore.reports.benchmark import write_benchmark
+from tracestore.reports.benchmark_page import write_benchmark
 from tracestore.split import labeled_positions
 from tracestore.store.format.labels import CORRECT, FOLD_PREFIX
 from tracestore.store.format.provenance import require_compatible
 from tracestore.store.io.destinations import BENCHMARK, check_output_dir, check_output_files
 from tracestore.store.io.fsio import atomic_write, write_rows
 from tracestore.store.read.store import TraceStore, open_store
-from tracestore.text import plural
 from tracestore.train.monitor import Log
 from tracestore.train.output_dir import lock_output_dir, write_json
+from tracestore.words import plural
 
 RESULTS, SCORES, TABLE, REPORT = "benchmark.json", "scores.csv", "table.txt", "report.html"
 # The features of the fields that the detectors of this package read.

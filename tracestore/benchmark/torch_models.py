@@ -7,10 +7,10 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from tracestore.detectors.config import ModelConfig
 from tracestore.detectors.interface import Detector
+from tracestore.detectors.model_config import ModelConfig
 from tracestore.detectors.registry import DETECTORS
-from tracestore.evaluation.split import Split, inner_bins
+from tracestore.evaluation.store_split import Split, inner_bins
 from tracestore.inference.predict import TrainedDetector, load_detector, score_traces
 from tracestore.store.read.store import TraceStore
 from tracestore.train.config import TrainConfig

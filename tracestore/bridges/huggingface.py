@@ -11,7 +11,7 @@ import numpy as np
 from tracestore.errors import MissingFieldError, UsageError
 from tracestore.extras import needs
 from tracestore.store.format import schema
-from tracestore.store.format.extras import decode_extras, decode_list
+from tracestore.store.format.extra_fields import decode_extras, decode_list
 from tracestore.store.format.labels import CORRECT, DEFAULT_SCORE_NAME, SCORE_COLUMNS
 from tracestore.store.format.ragged import without_surrogates
 from tracestore.store.read.store import TraceStore

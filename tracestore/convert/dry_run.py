@@ -21,7 +21,7 @@ from tracestore.store.format import schema
 from tracestore.store.io.files import local_dir
 from tracestore.store.read.store import open_store
 from tracestore.store.write.pack import PackedTrace
-from tracestore.text import plural
+from tracestore.words import plural
 
 _MAX_NAMES = 3
 

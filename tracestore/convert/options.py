@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tracestore.errors import UsageError
-from tracestore.text import format_size
+from tracestore.words import format_size
 
 OnConflict = Literal["error", "keep-first", "keep-last"]
 # What happens to a trace whose key exists with different content.

@@ -18,8 +18,8 @@ from tracestore.convert.choosing import described_run
 from tracestore.convert.defaults import DefaultAttention, has_attention
 from tracestore.convert.options import ON_CONFLICT, ConvertOptions
 from tracestore.convert.refused import RefusedTraces, partial_fingerprint
-from tracestore.convert.report import MAX_REFUSED_LINES, ConvertReport, SourceCounts
 from tracestore.convert.scoring import Scoring
+from tracestore.convert.summary import MAX_REFUSED_LINES, ConvertReport, SourceCounts
 from tracestore.errors import (
     ClusterError,
     InvalidInputError,
@@ -29,7 +29,7 @@ from tracestore.errors import (
     escape_unprintable,
 )
 from tracestore.ingest.cluster import ClusterStream, read_sources_on_cluster
-from tracestore.ingest.exports.manifest import EXPORT_FILE
+from tracestore.ingest.exports.export_manifest import EXPORT_FILE
 from tracestore.ingest.files.byte_source import TRUNCATED_WHILE_READING
 from tracestore.ingest.packing import PackOptions
 from tracestore.ingest.reading import AheadOptions, SourceStream, read_sources
@@ -43,7 +43,7 @@ from tracestore.store.io.provenance_file import find_provenance_files, read_prov
 from tracestore.store.read.index import SourceEntry
 from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.writer import StoreWriter
-from tracestore.text import format_size, plural
+from tracestore.words import format_size, plural
 
 # The interpreter switches threads after this time. The thread that inflates needs the interpreter
 # for an instant every 4 ms, and must not wait longer than that.

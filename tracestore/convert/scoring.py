@@ -14,7 +14,7 @@ from tracestore.convert.described import DescribedRun
 from tracestore.convert.options import ConvertOptions
 from tracestore.errors import InvalidInputError, UsageError, error_location, escape_unprintable
 from tracestore.ingest.execute.join import check_remainders
-from tracestore.ingest.exports.manifest import ExportFacts
+from tracestore.ingest.exports.export_manifest import ExportFacts
 from tracestore.ingest.score_files import ID_COLUMN, direction_of, read_table
 from tracestore.ingest.scores import Scores, read_scores
 from tracestore.ingest.sources import SourceFile
@@ -23,7 +23,7 @@ from tracestore.store.format.labels import HALLUCINATION
 from tracestore.store.read.columns import TraceValues
 from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.writer import StoreWriter
-from tracestore.text import plural
+from tracestore.words import plural
 
 _MAX_ROWS = 100  # in which the message names a column with the ids of the traces
 

@@ -7,14 +7,14 @@ from pathlib import Path
 from tracestore.console import Output
 from tracestore.convert.choosing import NoSourceError
 from tracestore.convert.options import ConvertOptions
-from tracestore.convert.report import ConvertReport
 from tracestore.convert.runner import Conversion
+from tracestore.convert.summary import ConvertReport
 from tracestore.errors import InvalidInputError, UsageError
 from tracestore.ingest.execute.claims import is_other, list_files
 from tracestore.ingest.files.byte_source import map_file
 from tracestore.ingest.files.safetensors import is_locked, stored_tensors
 from tracestore.store.io.files import local_dir
-from tracestore.text import plural
+from tracestore.words import plural
 
 POLL_INTERVAL_S = 1.0
 # A file that looks unfinished is converted, and refused, when it has not changed for this time.

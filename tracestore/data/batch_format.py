@@ -11,7 +11,7 @@ from tracestore.errors import UsageError
 from tracestore.pages.notebook import fragment
 from tracestore.store.format import schema
 from tracestore.store.read.store import TraceStore
-from tracestore.text import format_size, plural
+from tracestore.words import format_size, plural
 
 View = Literal["sequence", "graph", "tokens"]
 EdgeFormat = Literal["coo", "packed", "heads"]

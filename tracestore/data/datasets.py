@@ -19,7 +19,7 @@ from tracestore.data.epoch import EpochPlanner, rank_and_world_size
 from tracestore.data.memory_plan import cache_limit
 from tracestore.data.order import Shuffle, shuffle_name
 from tracestore.data.tokens.job import OpenArrays, TokenGatherer
-from tracestore.data.tokens.table import TokenTable
+from tracestore.data.tokens.token_table import TokenTable
 from tracestore.errors import UsageError
 from tracestore.store.read.store import TraceStore, open_store
 from tracestore.store.read.subset import TraceSubset

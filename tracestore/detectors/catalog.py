@@ -23,8 +23,8 @@ _VALID_NAME = re.compile(r"[\w.+-]{1,100}", re.ASCII)
 SETS = ("all", "features")
 _TORCH_MODEL = "tracestore.benchmark.torch_models:TorchModel"
 # The import path and the options of each built-in detector that is not in the registry of torch models.
-_PROBES, _UNTRAINED = "tracestore.published.probes", "tracestore.published.untrained"
-_ATTENTION, _SAMPLES = "tracestore.published.attention", "tracestore.published.samples"
+_PROBES, _UNTRAINED = "tracestore.detectors.published.probes", "tracestore.detectors.published.untrained"
+_ATTENTION, _SAMPLES = "tracestore.detectors.published.attention", "tracestore.detectors.published.samples"
 _BUILT_IN: dict[str, tuple[str, dict[str, Any]]] = {
     "length": (f"{_UNTRAINED}:TokenStatistic", {"statistic": "length"}),
     "group_rate": (f"{_UNTRAINED}:GroupRate", {}),
@@ -47,9 +47,9 @@ _BUILT_IN: dict[str, tuple[str, dict[str, Any]]] = {
     "probe_ensemble": (f"{_PROBES}:LayerProbe", {"num_layers": None}),
     "probe_logprob": (f"{_PROBES}:ProbeAndLogprob", {}),
     "probes_logprob": (f"{_PROBES}:ProbeAndLogprob", {"num_layers": 5}),
-    "halo_scope": ("tracestore.published.haloscope:HaloScope", {}),
-    "saplma": ("tracestore.published.saplma:Saplma", {}),
-    "pooled_mlp": ("tracestore.published.pooled_mlp:PooledMLP", {}),
+    "halo_scope": ("tracestore.detectors.published.haloscope:HaloScope", {}),
+    "saplma": ("tracestore.detectors.published.saplma:Saplma", {}),
+    "pooled_mlp": ("tracestore.detectors.published.pooled_mlp:PooledMLP", {}),
 }
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tracestore.data.order import splitmix64
-from tracestore.detectors.config import FUSED_DEVICES
+from tracestore.detectors.model_config import FUSED_DEVICES
 
 # Masks on a CPU compare 16 random bits, on a GPU 32: a probability is a multiple of 2**-16 or 2**-32.
 _STEPS, _KERNEL_STEPS = 1 << 16, 1 << 32
@@ -116,7 +116,7 @@ def _kernel_works(device: torch.device) -> bool:
 def _run_kernel(
     x: torch.Tensor, masks: TraceMasks, bound: int, stream: int, stream_step: int, row_ptr: torch.Tensor | None
 ) -> torch.Tensor:
-    from tracestore.detectors.kernels import dropout as kernels
+    from tracestore.detectors.kernels import dropout_triton as kernels
 
     # Triton takes signed integers.
     key = masks.key - (masks.key >> 63 << 64)

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tracestore.detectors.config import ModelConfig
 from tracestore.detectors.dropout import TraceDropout, TraceMasks
 from tracestore.detectors.graph.gine import GINE, mean_pool
-from tracestore.detectors.graph.index import GraphIndex
+from tracestore.detectors.graph.graph_index import GraphIndex
 from tracestore.detectors.graph.inputs import GraphInputs
 from tracestore.detectors.graph.normalization import NORMALIZATIONS
+from tracestore.detectors.model_config import ModelConfig
 from tracestore.detectors.readers import ENCODER_STREAM, Readers
 
 AUXILIARY_WEIGHT = 0.1

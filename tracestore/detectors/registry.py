@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from tracestore.data.batch_format import EdgeFormat, View
-from tracestore.detectors.config import ModelConfig
+from tracestore.detectors.model_config import ModelConfig
 from tracestore.store.read.store import TraceStore
 
 if TYPE_CHECKING:

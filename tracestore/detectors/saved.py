@@ -13,7 +13,7 @@ from tracestore.detectors.apart import DetectorApart
 from tracestore.detectors.catalog import catalog, make_detector
 from tracestore.detectors.interface import Detector
 from tracestore.errors import TracestoreError, UsageError
-from tracestore.oom.errors import is_out_of_memory
+from tracestore.oom.oom_errors import is_out_of_memory
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.read.store import TraceStore
 

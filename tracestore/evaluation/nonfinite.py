@@ -6,7 +6,7 @@ import numpy as np
 
 from tracestore.errors import escape_unprintable
 from tracestore.store.read.store import TraceStore
-from tracestore.text import plural
+from tracestore.words import plural
 
 _MAX_IDS = 5
 

@@ -12,7 +12,7 @@ from tracestore.detectors.logistic import fit_logistic
 from tracestore.errors import TrainingError
 from tracestore.evaluation.evaluate import evaluate_split
 from tracestore.evaluation.metrics import auroc, fit_temperature, youden_threshold
-from tracestore.evaluation.split import Split
+from tracestore.evaluation.store_split import Split
 from tracestore.store.format.labels import DEFAULT_THRESHOLD
 from tracestore.store.read.store import TraceStore
 

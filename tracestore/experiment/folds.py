@@ -11,8 +11,8 @@ from tracestore.detectors.registry import DETECTORS
 from tracestore.errors import UsageError
 from tracestore.evaluation.evaluate import RunScores, evaluate_runs
 from tracestore.evaluation.metrics import auroc
-from tracestore.evaluation.split import Split, split_from_ids
-from tracestore.experiment.options import TrainOptions
+from tracestore.evaluation.store_split import Split, split_from_ids
+from tracestore.experiment.train_options import TrainOptions
 from tracestore.run_results import RESULTS_FILE
 from tracestore.split import SPLITS
 from tracestore.store.io.fsio import read_json

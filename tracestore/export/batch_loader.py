@@ -21,7 +21,7 @@ from tracestore.store.maintain.selection import by_source
 from tracestore.store.read.store import TraceStore, open_store
 from tracestore.store.read.subset import TraceSubset
 from tracestore.store.read.trace import Trace
-from tracestore.text import plural
+from tracestore.words import plural
 
 _MIB = 1 << 20
 

@@ -17,7 +17,7 @@ from tracestore.export.file_formats import FORMATS, WRITERS, ExportFormat
 from tracestore.export.output_folder import check_folder, lock_folder
 from tracestore.export.trace_values import json_line, row_of, score_columns, small_arrays
 from tracestore.extras import needs
-from tracestore.ingest.exports.manifest import (
+from tracestore.ingest.exports.export_manifest import (
     COMPLETE,
     SCORES_FILE,
     STORE_FILE,
@@ -35,7 +35,7 @@ from tracestore.store.io.provenance_file import PROVENANCE_FILE, write_provenanc
 from tracestore.store.maintain.selection import check_token_counts, large_array_bytes
 from tracestore.store.read.store import TraceStore
 from tracestore.store.read.trace import Trace
-from tracestore.text import plural
+from tracestore.words import plural
 
 TRACES_PER_FILE = 500
 # Bound of the bytes of the arrays in a file of graphs, which is made in memory, or of a data set.

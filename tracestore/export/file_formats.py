@@ -9,13 +9,13 @@ import numpy as np
 
 from tracestore.errors import InvalidInputError, UsageError
 from tracestore.export import safetensors_file
-from tracestore.ingest.exports.manifest import DATA_FOLDER
-from tracestore.store.fields import PackedEdges
+from tracestore.ingest.exports.export_manifest import DATA_FOLDER
 from tracestore.store.format import schema
-from tracestore.store.format.extras import decode_list
+from tracestore.store.format.extra_fields import decode_list
 from tracestore.store.format.labels import is_in_unit_range, used_scores
 from tracestore.store.read.store import TraceStore
 from tracestore.store.read.trace import Trace
+from tracestore.store.trace_fields import PackedEdges
 from tracestore.store.write.record import TraceRecord
 
 ExportFormat = Literal["pkl", "pt-lstm", "pt-gnn", "safetensors", "datasets"]

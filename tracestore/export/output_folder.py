@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tracestore.errors import StoreLockedError, UsageError
-from tracestore.ingest.exports.manifest import COMPLETE, DATA_FOLDER, ExportManifest
+from tracestore.ingest.exports.export_manifest import COMPLETE, DATA_FOLDER, ExportManifest
 from tracestore.store.format.paths import TEMPORARY_PREFIX
 from tracestore.store.io.fsio import remove_tree
 

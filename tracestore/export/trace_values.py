@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from tracestore.store.fields import PackedEdges
 from tracestore.store.format import schema
 from tracestore.store.format.labels import SCORE_COLUMNS
 from tracestore.store.read.store import TraceStore
 from tracestore.store.read.trace import Trace
-from tracestore.store.write.values import encode_value, extras_json
+from tracestore.store.trace_fields import PackedEdges
+from tracestore.store.write.field_values import encode_value, extras_json
 
 # Fields of a row that hold JSON: values that a table of plain numbers and texts lacks.
 JSON_FIELDS = ("spans", "extras")

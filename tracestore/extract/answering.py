@@ -12,7 +12,7 @@ import torch
 
 import tracestore
 from tracestore.extract.answer_end import AnswerEnd
-from tracestore.extract.generation import generate, padded, seed_of_answer
+from tracestore.extract.decoding import generate, padded, seed_of_answer
 from tracestore.extract.hooks import capture
 from tracestore.extract.model import LanguageModel, attention_weights
 from tracestore.extract.prompts import PromptTemplate, first_prompt, next_prompt, special_tokens, template_of

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import tracestore
 from tracestore.store.format.labels import ScoreField
-from tracestore.text import squad_words
+from tracestore.words import squad_words
 
 _ARTICLES = ("a", "an", "the")
 # Punctuation besides ASCII that the evaluation of TriviaQA removes.

@@ -7,7 +7,7 @@ from typing import Any
 from tracestore.errors import UsageError, escape_unprintable
 from tracestore.extras import needs
 from tracestore.store.read.store import TraceStore
-from tracestore.text import format_size, plural
+from tracestore.words import format_size, plural
 
 with needs("hub"):
     from huggingface_hub import DatasetCard

@@ -18,7 +18,7 @@ from tracestore.store.io.fsio import map_os_errors
 from tracestore.store.maintain.verify import verify_store
 from tracestore.store.read.store import TraceStore, open_store
 from tracestore.store.write.commit import root_metadata
-from tracestore.text import plural
+from tracestore.words import plural
 
 with needs("hub"):
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi

@@ -11,23 +11,22 @@ import torch
 
 from tracestore.data.batch_format import BatchFormat
 from tracestore.data.epoch import mean_trace_bytes
-from tracestore.detectors.checkpoint import DETECTOR_VERSION
-from tracestore.detectors.config import ModelConfig, Precision
+from tracestore.detectors.checkpoint_file import DETECTOR_VERSION
+from tracestore.detectors.model_config import ModelConfig, Precision
 from tracestore.detectors.models import Detector
 from tracestore.detectors.registry import DETECTORS, make_model
 from tracestore.detectors.saved import FittedDetector, check_shape, from_content, is_fitted_detector
 from tracestore.errors import InsufficientMemoryError, UsageError
 from tracestore.evaluation.metrics import probability
-from tracestore.oom.errors import is_out_of_memory
 from tracestore.oom.guard import OOMGuard
-from tracestore.oom.limits import RESERVE_BYTES, limited_memory
+from tracestore.oom.memory_limits import RESERVE_BYTES, limited_memory
+from tracestore.oom.oom_errors import is_out_of_memory
 from tracestore.oom.optimizers import SGD
 from tracestore.platform_support import memory_use
 from tracestore.store.format.labels import DEFAULT_THRESHOLD, PREDICTED_COLUMNS
 from tracestore.store.format.provenance import Provenance, require_compatible
 from tracestore.store.io.fsio import map_os_errors, write_rows
 from tracestore.store.read.store import TraceStore, open_store
-from tracestore.text import format_size, plural
 from tracestore.train.batches import BatchFeed
 from tracestore.train.checkpoint import load_checkpoint
 from tracestore.train.config import TrainConfig
@@ -35,6 +34,7 @@ from tracestore.train.devices import pick_device, torch_threads
 from tracestore.train.distributed import DistributedContext
 from tracestore.train.model_runner import ModelRunner
 from tracestore.train.monitor import Log
+from tracestore.words import format_size, plural
 
 
 @dataclass

@@ -11,8 +11,8 @@ from tracestore.ingest.readers.opening import open_tree
 from tracestore.ingest.tree import Array, Group, Items, Value
 from tracestore.store.format import schema
 from tracestore.store.io.scratch import Scratch
+from tracestore.store.write.field_values import field_error, label_value
 from tracestore.store.write.record import TraceRecord, question_id_text
-from tracestore.store.write.values import field_error, label_value
 
 _GRAPH_ARRAYS = ("x", "edge_index", "edge_attr")
 OnRefused = Callable[[InvalidInputError], None]

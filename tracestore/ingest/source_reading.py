@@ -4,7 +4,7 @@ import struct
 from collections.abc import Callable, Iterator
 
 from tracestore.errors import InvalidInputError, TruncatedFileError
-from tracestore.ingest.exports.records import read_exported
+from tracestore.ingest.exports.exported_records import read_exported
 from tracestore.ingest.files.byte_source import TRUNCATED_WHILE_READING
 from tracestore.ingest.sources import SourceFile
 from tracestore.store.io.scratch import Scratch

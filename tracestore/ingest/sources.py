@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.exports.manifest import ExportedFile
+from tracestore.ingest.exports.export_manifest import ExportedFile
 from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.record import TraceRecord
 

@@ -14,8 +14,8 @@ from torch import nn
 
 from tracestore.errors import InsufficientMemoryError, TracestoreError, explain_dtype
 from tracestore.oom.cuda_cache import CudaCacheManager
-from tracestore.oom.errors import SHORT_BYTES, StepOutcome, classify, memory_is_short
 from tracestore.oom.micro_batch import MicroBatchPolicy
+from tracestore.oom.oom_errors import SHORT_BYTES, StepOutcome, classify, memory_is_short
 from tracestore.oom.ranks import RankGroup
 from tracestore.oom.snapshot import (
     OptimizerSnapshot,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tracestore.pages.elements import Cell, Html, element, facts, number, paragraph, table
-from tracestore.text import format_size
+from tracestore.words import format_size
 
 _TINTS = "".join(
     f".tracestore .v{k}{{background:color-mix(in srgb,#d55e00 {6 * k}%,transparent)}}" for k in range(1, 10)

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 
 from tracestore.data.epoch import BatchBy, trace_costs
-from tracestore.detectors.config import ModelConfig
+from tracestore.detectors.model_config import ModelConfig
 from tracestore.detectors.registry import DETECTORS, make_model
 from tracestore.errors import UsageError
 from tracestore.oom.guard import OOMGuard
-from tracestore.oom.limits import RESERVE_BYTES, PeakMemoryMonitor
+from tracestore.oom.memory_limits import RESERVE_BYTES, PeakMemoryMonitor
 from tracestore.oom.optimizers import Adam
 from tracestore.planning.plan import (
     LATER_BATCHES,
@@ -32,12 +32,12 @@ from tracestore.planning.plan import (
 )
 from tracestore.platform_support import MemoryUse, memory_use
 from tracestore.store.read.store import TraceStore
-from tracestore.text import format_size
 from tracestore.train.batches import AccumulatedBatch, BatchFeed
 from tracestore.train.config import WEIGHT_DECAY, TrainConfig
 from tracestore.train.devices import torch_threads
 from tracestore.train.distributed import DistributedContext
 from tracestore.train.model_runner import ModelRunner
+from tracestore.words import format_size
 
 # Limits for the steps of one measurement.
 _MAX_SECONDS = 1.5

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tracestore.evaluation.evaluate import RunScores, evaluate_runs
-from tracestore.evaluation.split import Split
+from tracestore.evaluation.store_split import Split
 from tracestore.store.read.store import TraceStore
 
 DESCRIPTIONS = {

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from tracestore.evaluation.table import PROBE_NAME
+from tracestore.evaluation.metric_table import PROBE_NAME
 from tracestore.pages.plots import Series
 from tracestore.pages.svg import drawing
 from tracestore.reports import curves
-from tracestore.reports.run import test_scores
+from tracestore.reports.run_page import test_scores
 from tracestore.store.io.fsio import atomic_write
 
 PLOTS = ("loss.svg", "auroc.svg", "roc.svg", "precision_recall.svg")

@@ -35,8 +35,7 @@ from tracestore.serve.forms import (
     select,
     short_text,
 )
-from tracestore.serve.search import Query, TraceSearch, label_name
-from tracestore.serve.trace_values import (
+from tracestore.serve.page_values import (
     FIELD_NAMES,
     MEAN,
     Choice,
@@ -47,9 +46,10 @@ from tracestore.serve.trace_values import (
     token_texts,
     token_values,
 )
+from tracestore.serve.search import Query, TraceSearch, label_name
 from tracestore.store.read.store import TraceStore
 from tracestore.store.read.trace import Trace
-from tracestore.view import View, downsample, read_attention
+from tracestore.trace_view import View, downsample, read_attention
 
 # Maximum number of tokens that are shown, and of pairs of tokens in the table.
 _MAX_TOKENS = 4_000

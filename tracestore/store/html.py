@@ -8,7 +8,7 @@ import numpy as np
 from tracestore.errors import UsageError, escape_unprintable
 from tracestore.pages.elements import Html, element, join, number, paragraph, table, tokens
 from tracestore.pages.notebook import fragment
-from tracestore.text import plural
+from tracestore.words import plural
 
 _MAX_TEXT, _MAX_CELL, _MAX_TOKENS, _MAX_ROWS = 1_000, 120, 400, 5
 

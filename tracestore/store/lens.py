@@ -10,9 +10,9 @@ import numpy as np
 from tracestore import extras
 from tracestore.errors import UsageError
 from tracestore.store.format import schema
-from tracestore.store.format.lens import LensField
+from tracestore.store.format.lens_attribute import LensField
 from tracestore.store.format.provenance import Provenance
-from tracestore.text import plural
+from tracestore.words import plural
 
 # Values of the matrix that are converted to float32 at once: 16 MiB.
 _BLOCK_VALUES = 4 << 20

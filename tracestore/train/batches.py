@@ -14,11 +14,11 @@ from tracestore.data.buffers import copy_together
 from tracestore.data.loader import TraceLoader
 from tracestore.data.order import Shuffle, epoch_key
 from tracestore.data.tokens.answers import answer_bounds
-from tracestore.detectors.config import ModelConfig
 from tracestore.detectors.dropout import TraceMasks
 from tracestore.detectors.graph.inputs import GraphInputs, edge_threshold
+from tracestore.detectors.model_config import ModelConfig
 from tracestore.detectors.registry import DETECTORS
-from tracestore.oom.errors import is_out_of_memory
+from tracestore.oom.oom_errors import is_out_of_memory
 from tracestore.store.read.store import TraceStore
 from tracestore.train.config import TrainConfig
 from tracestore.train.distributed import DistributedContext

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from tracestore.errors import UsageError
-from tracestore.oom.errors import is_out_of_memory
 from tracestore.oom.guard import OOMGuard
 from tracestore.oom.micro_batch import MicroBatchPolicy
+from tracestore.oom.oom_errors import is_out_of_memory
 from tracestore.oom.snapshot import get_random_state, restore_random_state
 from tracestore.store.format.provenance import Provenance, require_compatible
 from tracestore.store.io import fsio

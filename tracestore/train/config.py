@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from tracestore.data.order import Shuffle
-from tracestore.detectors.config import Precision
+from tracestore.detectors.model_config import Precision
 
 T = TypeVar("T")
 WEIGHT_DECAY = 1e-5

@@ -20,7 +20,7 @@ from typing import NamedTuple, Self
 import torch
 
 from tracestore.errors import UsageError
-from tracestore.oom.limits import RESERVE_BYTES, allocatable_bytes
+from tracestore.oom.memory_limits import RESERVE_BYTES, allocatable_bytes
 from tracestore.platform_support import idle_processor_s, num_processors, run_queue_waits
 
 _INTERVAL_S = 0.1

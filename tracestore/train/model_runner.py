@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from tracestore.detectors.config import ModelConfig
+from tracestore.detectors.model_config import ModelConfig
 from tracestore.detectors.models import Detector, GvaeLstm, LstmSolo, Output, detector_loss
 from tracestore.detectors.precision import autocast_for
 from tracestore.errors import InsufficientMemoryError
-from tracestore.oom.errors import is_out_of_memory
 from tracestore.oom.guard import OOMGuard
+from tracestore.oom.oom_errors import is_out_of_memory
 from tracestore.train.batches import AccumulatedBatch, BatchFeed, DeviceBatch
 from tracestore.train.config import TrainConfig
 from tracestore.train.distributed import DistributedContext

@@ -14,8 +14,8 @@ import torch
 
 from tracestore import console
 from tracestore.data.order import Shuffle
-from tracestore.detectors.checkpoint import detector_checkpoint
-from tracestore.detectors.config import ModelConfig
+from tracestore.detectors.checkpoint_file import detector_checkpoint
+from tracestore.detectors.model_config import ModelConfig
 from tracestore.detectors.precision import float32_layers
 from tracestore.detectors.registry import DETECTORS, make_model
 from tracestore.errors import (
@@ -28,9 +28,9 @@ from tracestore.errors import (
 )
 from tracestore.evaluation.evaluate import evaluate_split
 from tracestore.evaluation.metrics import auroc, fit_temperature, youden_threshold
-from tracestore.evaluation.split import Split
-from tracestore.oom.errors import is_out_of_memory
+from tracestore.evaluation.store_split import Split
 from tracestore.oom.guard import OOMGuard
+from tracestore.oom.oom_errors import is_out_of_memory
 from tracestore.oom.optimizers import Adam
 from tracestore.oom.snapshot import seed_step
 from tracestore.split import SPLITS

@@ -18,14 +18,14 @@ KEYS = [0, 1, 16, 2**31, 2**63 - 1, 2**63, 2**64 - 1, 0x123456789ABCDEF0]
 @pytest.fixture(scope="module")
 def kernels():
     return interpreted(
-        "tracestore.detectors.kernels.dropout", lambda m: m.apply(torch.ones(3, 1), None, 3, 1, 0, 0, 0, 1 << 31)
+        "tracestore.detectors.kernels.dropout_triton", lambda m: m.apply(torch.ones(3, 1), None, 3, 1, 0, 0, 0, 1 << 31)
     )
 
 
 @pytest.fixture
 def on_kernel(kernels, monkeypatch):
     """Let tensors of the CPU use the kernel."""
-    monkeypatch.setattr("tracestore.detectors.kernels.dropout.apply", kernels.apply)
+    monkeypatch.setattr("tracestore.detectors.kernels.dropout_triton.apply", kernels.apply)
     return lambda x, masks, bound, *arguments: dropout._KernelDropout.apply(x, masks, bound, *arguments)
 
 
@@ -94,7 +94,7 @@ def test_compiles_for_a_gpu(tmp_path, monkeypatch):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from tracestore.detectors.kernels.dropout import _apply
+    from tracestore.detectors.kernels.dropout_triton import _apply
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     for dtype, search in (("fp32", 5), ("bf16", -1), ("fp64", 0)):

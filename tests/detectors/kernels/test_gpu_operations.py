@@ -6,8 +6,8 @@ import torch
 
 import tracestore
 from tests.helpers import make_traces, write_store
-from tracestore.detectors.config import ModelConfig
-from tracestore.evaluation.split import Split
+from tracestore.detectors.model_config import ModelConfig
+from tracestore.evaluation.store_split import Split
 from tracestore.train.config import TrainConfig
 from tracestore.train.trainer import Trainer, TrainState
 

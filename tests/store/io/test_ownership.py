@@ -7,8 +7,8 @@ import pytest
 import tracestore
 from tests.helpers import command, convert, error_of, segment_of, tree_digest, write_scores
 from tracestore.errors import UsageError
+from tracestore.extract.extraction import extract_to_store
 from tracestore.extract.questions import Question
-from tracestore.extract.run import extract_to_store
 
 
 def _user_files(folder, *names):

@@ -10,9 +10,9 @@ from tests.helpers import as_torch, make_graphs, make_trace, write_store
 from tests.store.read.test_truncation import files_of, truncate
 from tracestore import extras
 from tracestore.errors import CorruptStoreError
-from tracestore.store.fields import PackedEdges
 from tracestore.store.format import schema
 from tracestore.store.maintain.verify import verify_store
+from tracestore.store.trace_fields import PackedEdges
 
 torch = pytest.importorskip("torch")
 ARRAYS = ("hidden_states", "last_token", "attention", "attention_packed")

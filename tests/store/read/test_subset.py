@@ -8,7 +8,7 @@ import pytest
 import tracestore
 from tests.helpers import convert, make_trace, make_traces, write_pickle, write_store
 from tracestore.errors import MissingFieldError, TrainingError, UsageError
-from tracestore.evaluation.split import make_split
+from tracestore.evaluation.store_split import make_split
 from tracestore.store.read.segment import SegmentReader
 
 

@@ -6,8 +6,8 @@ import tracestore
 from tests.helpers import make_traces, write_store
 from tracestore.store.read.internals import StoreInternals
 from tracestore.store.read.store import TraceStore
-from tracestore.store.remote.files import RemoteFiles
 from tracestore.store.remote.object_store import ObjectStore
+from tracestore.store.remote.remote_files import RemoteFiles
 
 SEGMENTS = 6
 

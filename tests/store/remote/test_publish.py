@@ -328,7 +328,7 @@ def test_clean_removes_what_no_generation_names(remote):
 
 
 def test_extraction_writes_to_a_remote_store(remote, tmp_path):
-    from tracestore.extract import run as extraction
+    from tracestore.extract import extraction
     from tracestore.extract.questions import Question
     from tracestore.store.io.files import RemoteURL
 

@@ -83,8 +83,8 @@ def run(args: argparse.Namespace, output: Output) -> None:
         raise UsageError(f"--folds-dir {args.folds_dir}: no such folder")
     require("train")  # The report is written at the end; a missing library is reported at the start.
     # Imported here, so that wrong usage is reported at once.
+    from tracestore.benchmark.result_table import format_results
     from tracestore.benchmark.run import REPORT, RESULTS, BenchmarkOptions, run_benchmark
-    from tracestore.benchmark.table import format_results
     from tracestore.detectors.catalog import select
 
     options = BenchmarkOptions(

@@ -10,7 +10,7 @@ from tracestore.cli.flags import add_store
 from tracestore.console import Output, Parser
 from tracestore.errors import UsageError
 from tracestore.store.maintain.clean import DAY_S, clean_store
-from tracestore.text import format_size, plural
+from tracestore.words import format_size, plural
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": DAY_S}
 

@@ -16,7 +16,7 @@ from tracestore.console import Output, Parser
 from tracestore.errors import UsageError
 from tracestore.store.io.destinations import check_output_file
 from tracestore.store.io.fsio import map_os_errors
-from tracestore.text import plural
+from tracestore.words import plural
 
 
 def add_arguments(parser: Parser) -> None:
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace, output: Output) -> None:
     if args.output is not None:
         check_output_file(args.output, (".html",), overwrite=args.overwrite, inputs=folders)
     # Imported here, so that wrong usage is reported at once.
-    from tracestore.evaluation.table import format_table
+    from tracestore.evaluation.metric_table import format_table
     from tracestore.experiment.compare_runs import compare_runs, differences_of_traces, load_runs
 
     results = load_runs(folders)
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace, output: Output) -> None:
     for note in notes:
         output.info(f"note: {note}")
     if args.output is not None:
-        from tracestore.reports.comparison import write_comparison
+        from tracestore.reports.comparison_page import write_comparison
 
         with map_os_errors(args.output):
             write_comparison(document, results, args.output, shlex.join([*args.prog.split(), *args.words]), notes)

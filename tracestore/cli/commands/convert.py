@@ -18,7 +18,7 @@ from tracestore.store.format.schema import CODECS
 from tracestore.store.io.files import local_dir
 from tracestore.store.io.fsio import map_os_errors
 from tracestore.store.io.ownership import check_store_destination
-from tracestore.text import format_size, parse_size
+from tracestore.words import format_size, parse_size
 
 _FLAGS: Flags = {
     "layout": {

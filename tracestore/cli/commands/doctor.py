@@ -7,8 +7,8 @@ import argparse
 from itertools import groupby
 from pathlib import Path
 
+from tracestore.cli.machine import run_checks
 from tracestore.console import Output, Parser
-from tracestore.doctor import run_checks
 
 
 def add_arguments(parser: Parser) -> None:

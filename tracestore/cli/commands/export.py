@@ -12,8 +12,8 @@ from tracestore.cli.flags import add_store
 from tracestore.console import Output, Parser, Progress, positive_int
 from tracestore.export.exporter import TRACES_PER_FILE, export_store
 from tracestore.export.file_formats import FORMATS
-from tracestore.ingest.exports.manifest import SCORES_FILE
-from tracestore.text import format_size, plural
+from tracestore.ingest.exports.export_manifest import SCORES_FILE
+from tracestore.words import format_size, plural
 
 
 def add_arguments(parser: Parser) -> None:

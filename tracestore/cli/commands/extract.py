@@ -12,7 +12,7 @@ from typing import Any
 from tracestore.cli.flags import add_allow_mixed_provenance
 from tracestore.console import Output, Parser, Progress, float_where, int_between, int_list, positive_int
 from tracestore.errors import UsageError
-from tracestore.extract import run as extraction
+from tracestore.extract import extraction
 from tracestore.extract.judges import DEFAULT_JUDGES, JUDGES
 from tracestore.extract.questions import FACTS, GENERATED, Question, read_questions, with_samples
 from tracestore.extract.select import Select
@@ -22,7 +22,7 @@ from tracestore.store.io.destinations import check_output_dir
 from tracestore.store.io.files import local_dir, parse_location
 from tracestore.store.io.fsio import map_os_errors
 from tracestore.store.io.ownership import check_store_destination
-from tracestore.text import plural
+from tracestore.words import plural
 
 
 def add_arguments(parser: Parser) -> None:
@@ -105,8 +105,8 @@ def run(args: argparse.Namespace, output: Output) -> None:
     # Imported here, because loading the libraries takes seconds: wrong usage is reported at once.
     with needs("extract"):
         from tracestore.extract.answering import AnswerOptions, answer_questions, provenance_of
-        from tracestore.extract.lens import lens_of
         from tracestore.extract.model import load_model
+        from tracestore.extract.model_lens import lens_of
         from tracestore.extract.prompts import read_template
 
     options = AnswerOptions(

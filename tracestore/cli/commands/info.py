@@ -8,7 +8,7 @@ import argparse
 import tracestore
 from tracestore.cli.flags import add_store
 from tracestore.console import Output, Parser
-from tracestore.text import format_size, plural
+from tracestore.words import format_size, plural
 
 
 def add_arguments(parser: Parser) -> None:

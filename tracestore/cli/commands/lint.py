@@ -8,7 +8,7 @@ import argparse
 from tracestore.cli.flags import add_score, add_store
 from tracestore.console import Output, Parser, Progress
 from tracestore.store.maintain.lint import lint_store
-from tracestore.text import plural
+from tracestore.words import plural
 
 
 def add_arguments(parser: Parser) -> None:

@@ -15,7 +15,7 @@ from tracestore.store.io.files import local_dir
 from tracestore.store.io.fsio import map_os_errors
 from tracestore.store.io.ownership import check_store_destination
 from tracestore.store.maintain.merge import MergeReport, merge_stores
-from tracestore.text import plural
+from tracestore.words import plural
 
 
 def add_arguments(parser: Parser) -> None:

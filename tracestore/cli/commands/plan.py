@@ -8,13 +8,13 @@ from typing import Any
 
 from tracestore.cli.flags import MODEL_FLAGS, STEP_FLAGS, add_flags, add_num_threads, add_store, values
 from tracestore.console import Output, Parser
-from tracestore.detectors.config import ModelConfig
+from tracestore.detectors.model_config import ModelConfig
 from tracestore.detectors.registry import DETECTORS
 from tracestore.errors import UsageError
 from tracestore.platform_support import memory_use
 from tracestore.store.format.labels import DEFAULT_THRESHOLD
-from tracestore.text import format_size, parse_size
 from tracestore.train.config import TrainConfig
+from tracestore.words import format_size, parse_size
 
 
 def add_arguments(parser: Parser) -> None:
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace, output: Output) -> None:
     """Measure each detector, and print its memory and time."""
     # Imported here, because --help needs none of it. The run module is imported for its memory, which is
     # part of a plan.
-    import tracestore.experiment.run
+    import tracestore.experiment.training_run
     from tracestore.planning.measure import plan_training
     from tracestore.planning.plan import detectors_for, training_traces
 

@@ -15,7 +15,7 @@ from tracestore.console import Output, Parser, Progress, positive_int
 from tracestore.errors import UsageError
 from tracestore.store.io.destinations import check_output_file
 from tracestore.store.io.files import parse_location
-from tracestore.text import parse_size, plural
+from tracestore.words import parse_size, plural
 
 
 def add_arguments(parser: Parser) -> None:

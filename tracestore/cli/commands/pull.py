@@ -7,7 +7,7 @@ import argparse
 
 from tracestore.console import Output, Parser, Progress
 from tracestore.errors import escape_unprintable
-from tracestore.text import format_size, plural
+from tracestore.words import format_size, plural
 
 
 def add_arguments(parser: Parser) -> None:

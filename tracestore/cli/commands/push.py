@@ -6,7 +6,7 @@ Example: tracestore push store.zarr USER/NAME --license cc-by-4.0
 import argparse
 
 from tracestore.console import Output, Parser, Progress
-from tracestore.text import format_size, plural
+from tracestore.words import format_size, plural
 
 
 def add_arguments(parser: Parser) -> None:

@@ -12,9 +12,9 @@ from pathlib import Path
 import tracestore
 from tracestore.cli.flags import add_overwrite, add_score, add_store
 from tracestore.console import Output, Parser, Progress
-from tracestore.report import write_report
 from tracestore.store.io.destinations import check_output_file
 from tracestore.store.io.files import parse_location
+from tracestore.store_page import write_report
 
 
 def add_arguments(parser: Parser) -> None:

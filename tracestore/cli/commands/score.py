@@ -10,7 +10,7 @@ from tracestore.cli.flags import SCORE_FLAGS, add_flags, add_store, values
 from tracestore.console import Output, Parser
 from tracestore.convert.options import ConvertOptions
 from tracestore.ingest.scores import read_scores, update_scores
-from tracestore.text import plural
+from tracestore.words import plural
 
 
 def add_arguments(parser: Parser) -> None:

@@ -12,7 +12,7 @@ import tracestore
 from tracestore.cli.flags import add_score, add_store
 from tracestore.console import Output, Parser, port
 from tracestore.serve import make_server
-from tracestore.text import plural
+from tracestore.words import plural
 
 
 def add_arguments(parser: Parser) -> None:

@@ -46,6 +46,6 @@ def _chosen_indices(store: tracestore.TraceStore, args: argparse.Namespace) -> n
         return np.sort(store[read_ids(args.ids)].indices)
     if args.segments is not None:
         return indices_of_segments(store, args.segments)
-    from tracestore.evaluation.split import make_split
+    from tracestore.evaluation.store_split import make_split
 
     return make_split(store, store.targets(args.score_threshold), args.seed).indices[args.split]

@@ -23,15 +23,15 @@ from tracestore.cli.flags import (
     values,
 )
 from tracestore.console import Output, Parser, Progress, float_where, int_between
-from tracestore.detectors.config import ModelConfig
+from tracestore.detectors.model_config import ModelConfig
 from tracestore.detectors.registry import DETECTORS
 from tracestore.errors import RankFailedError, UsageError
-from tracestore.experiment.options import TrainOptions
+from tracestore.experiment.train_options import TrainOptions
 from tracestore.extras import require
 from tracestore.store.io.files import parse_location
 from tracestore.store.io.fsio import map_os_errors
-from tracestore.text import parse_size
 from tracestore.train.config import TrainConfig
+from tracestore.words import parse_size
 
 # Further fields of TrainConfig.
 _TRAIN_FLAGS: Flags = {
@@ -100,8 +100,8 @@ def run(args: argparse.Namespace, output: Output) -> None:
     models, resume_command = _selected_models(args), _resume_command(args.prog, args.words)
     require("train")  # Plots are drawn at the end; a missing library is reported at the start.
     # Imported here, because torch takes seconds to import and wrong usage is reported before.
-    from tracestore.evaluation.table import format_table
-    from tracestore.experiment.run import run_experiment
+    from tracestore.evaluation.metric_table import format_table
+    from tracestore.experiment.training_run import run_experiment
     from tracestore.train.devices import pick_device, torch_threads
     from tracestore.train.distributed import DistributedContext
 

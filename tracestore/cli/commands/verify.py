@@ -9,7 +9,7 @@ import sys
 from tracestore.cli.flags import add_store
 from tracestore.console import Output, Parser, Progress
 from tracestore.store.maintain.verify import repair_store, verify_store
-from tracestore.text import format_size, plural
+from tracestore.words import format_size, plural
 
 
 def add_arguments(parser: Parser) -> None:

@@ -11,7 +11,7 @@ from tracestore.cli.flags import add_overwrite
 from tracestore.console import Output, Parser, non_negative_int
 from tracestore.store.io.destinations import check_output_file
 from tracestore.store.io.files import parse_location
-from tracestore.view import PICTURES, View, as_json, find_trace, render_terminal, save_picture
+from tracestore.trace_view import PICTURES, View, as_json, find_trace, render_terminal, save_picture
 
 
 def add_arguments(parser: Parser) -> None:

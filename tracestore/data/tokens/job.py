@@ -11,7 +11,7 @@ from tracestore._core import gather
 from tracestore.data.batch import Layout, TokenBatch
 from tracestore.data.batch_format import BatchFormat
 from tracestore.data.batch_jobs import BatchGatherer, BatchJob
-from tracestore.data.tokens.table import Tokens, TokenTable
+from tracestore.data.tokens.token_table import Tokens, TokenTable
 from tracestore.store.format.schema import dtype_code, storage_dtype
 from tracestore.store.read.array_reader import ArrayReader
 from tracestore.store.read.chunk_cache import ChunkKey

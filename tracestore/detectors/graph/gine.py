@@ -6,10 +6,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tracestore.detectors.config import FUSED_DEVICES, Aggregation, MessagePassing
 from tracestore.detectors.graph.gine_op import gine_linear
 from tracestore.detectors.graph.inputs import GraphInputs
 from tracestore.detectors.graph.self_check import fused_kernels_work
+from tracestore.detectors.model_config import FUSED_DEVICES, Aggregation, MessagePassing
 from tracestore.extras import needs
 
 

@@ -11,9 +11,9 @@ import torch
 
 from tracestore.data.batch import GraphBatch, TensorBatch
 from tracestore.data.buffers import copy_together
-from tracestore.detectors.config import ModelConfig
 from tracestore.detectors.graph.edges import Edges
-from tracestore.detectors.graph.index import GraphIndex
+from tracestore.detectors.graph.graph_index import GraphIndex
+from tracestore.detectors.model_config import ModelConfig
 
 
 def expand_ranges(begin: torch.Tensor, count: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from tracestore.ingest.layout.patterns import Pattern
 from tracestore.ingest.tree import Array, Group, Items, ListItems, MappingGroup, Value, array_value, as_array
 from tracestore.store.format.labels import HALLUCINATION
 from tracestore.store.vocabulary import FIELDS, WORDS
-from tracestore.store.write import values as schema_values
+from tracestore.store.write import field_values
 
 _MAX_INTEGER_FLOAT = 2.0**53
 # Words that follow the field.
@@ -158,7 +158,7 @@ def typed_value(name: str, value: Any) -> Any:
     rule = rule_of(name)
     kind = None if rule is None else rule.kind
     if name == "spans":
-        return schema_values.spans_of_labels(value) or value
+        return field_values.spans_of_labels(value) or value
     if kind == "text" and not isinstance(value, str):
         return key_text(value)
     if kind == "number" and isinstance(value, str):
@@ -179,7 +179,7 @@ def verdict_value(value: Any, name: str, direction: str, words: Mapping[str, boo
     """Return a label or score, NaN where it is missing; without `words`, keys of the schema are those of `create`."""
     score = score_of(name)
     if words is None and score in FIELDS:
-        of_schema = schema_values.label_value if name == "label" else schema_values.score_value
+        of_schema = field_values.label_value if name == "label" else field_values.score_value
         known = None if value is None else of_schema(value, score)
         return math.nan if known is None else known
     return label_value(value, name, direction, words or {}) if name in LABELS else score_value(value, name)

@@ -21,7 +21,7 @@ from tracestore.ingest.propose.leaves import Observation, observe
 from tracestore.store.format.labels import CORRECT
 from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.record import TraceRecord
-from tracestore.text import plural
+from tracestore.words import plural
 
 MAX_CANDIDATES = 6
 _MAX_TRIES, _MAX_DRAFTS = 24, 400

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import UsageError
-from tracestore.text import plural
+from tracestore.words import plural
 
 # Score directions: what a high score means.
 CORRECT, HALLUCINATION = "correct", "hallucination"

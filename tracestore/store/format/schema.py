@@ -16,7 +16,7 @@ from tracestore._core import kernels
 from tracestore.errors import UsageError
 from tracestore.store.format import labels
 from tracestore.store.format.labels import ScoreField
-from tracestore.store.format.lens import LensField
+from tracestore.store.format.lens_attribute import LensField
 from tracestore.store.format.provenance import MAX_PROVENANCES, Provenance
 
 FORMAT_VERSION = 1

@@ -17,7 +17,7 @@ from tracestore.store.io.ownership import FolderKind, classify_folder, remove_ow
 from tracestore.store.read.generation import open_generation
 
 if TYPE_CHECKING:
-    from tracestore.store.remote.files import RemoteFiles
+    from tracestore.store.remote.remote_files import RemoteFiles
 
 DAY_S = 24 * 3600
 
@@ -55,7 +55,7 @@ def clean_store(store: str | os.PathLike[str], *, older_than_s: float, dry_run: 
     before = time.time() - older_than_s
     if not isinstance(location, Path):
         # Imported here because remote stores need an optional library.
-        from tracestore.store.remote.files import RemoteFiles
+        from tracestore.store.remote.remote_files import RemoteFiles
 
         return _clean_objects(RemoteFiles.open(location), before, dry_run)
     if classify_folder(location) is not FolderKind.STORE:

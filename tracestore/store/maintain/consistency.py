@@ -16,8 +16,8 @@ from tracestore.store.io.files import StoreFiles
 from tracestore.store.read.columns import Columns, read_columns
 from tracestore.store.read.index import SegmentEntry, StoreIndex
 from tracestore.store.read.segment import SegmentReader, row_sizes
+from tracestore.store.write.field_values import optional_fields
 from tracestore.store.write.record import read_record
-from tracestore.store.write.values import optional_fields
 
 _LOCATIONS = (("graph_segment", "graph_row"), ("sequence_segment", "sequence_row"))
 

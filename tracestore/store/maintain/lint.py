@@ -12,13 +12,13 @@ import numpy as np
 
 from tracestore._core import kernels
 from tracestore.errors import CorruptStoreError, UsageError
-from tracestore.store.fields import PackedEdges
 from tracestore.store.format import schema
 from tracestore.store.format.labels import disagreements
 from tracestore.store.maintain.consistency import impossible_values
 from tracestore.store.read.store import TraceStore, open_store
 from tracestore.store.read.trace import Trace
-from tracestore.text import plural
+from tracestore.store.trace_fields import PackedEdges
+from tracestore.words import plural
 
 # Maximum number of issues of one kind that are listed. All issues are counted.
 MAX_EXAMPLES = 100

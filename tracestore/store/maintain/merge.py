@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 
 from tracestore.errors import InvalidInputError, UsageError
-from tracestore.store.fields import PackedEdges
 from tracestore.store.format import schema
 from tracestore.store.format.labels import CORRECT, DEFAULT_THRESHOLD, ScoreField, derive, unlabeled_note
 from tracestore.store.format.provenance import Provenance, require_compatible
@@ -18,10 +17,11 @@ from tracestore.store.io.fsio import require_free_bytes
 from tracestore.store.maintain.selection import by_source, large_array_bytes
 from tracestore.store.read.columns import TraceValues
 from tracestore.store.read.store import TraceStore, open_store
+from tracestore.store.trace_fields import PackedEdges
 from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.record import read_record
 from tracestore.store.write.writer import StoreWriter
-from tracestore.text import plural
+from tracestore.words import plural
 
 _PLACE_COLUMNS = ("graph_segment", "graph_row", "sequence_segment", "sequence_row")
 

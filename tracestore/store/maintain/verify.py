@@ -21,7 +21,7 @@ from tracestore.store.read.columns import read_columns
 from tracestore.store.read.generation import ATTEMPTS, backoff, open_generation
 from tracestore.store.read.index import StoreIndex
 from tracestore.store.write.commit import root_metadata
-from tracestore.text import plural
+from tracestore.words import plural
 
 # Size of a read, and of the chunks that threads share.
 _READ_BYTES = 1 << 20

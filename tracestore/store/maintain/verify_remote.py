@@ -15,7 +15,7 @@ from tracestore.store.io import fsio
 from tracestore.store.io.files import RemoteURL
 from tracestore.store.maintain.consistency import ConsistencyChecker
 from tracestore.store.maintain.verifier import SegmentFiles, StoreVerifier, VerifyReport
-from tracestore.store.remote.files import RemoteFiles
+from tracestore.store.remote.remote_files import RemoteFiles
 
 _REQUESTS = 8
 # How often the store is read again while a writer changes it.

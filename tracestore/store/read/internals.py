@@ -20,7 +20,7 @@ def open_files(path: str | os.PathLike[str]) -> ReadableFiles:
     place = parse_location(path)
     if not isinstance(place, Path):
         # Imported here: most stores are local, and access to others is an extra.
-        from tracestore.store.remote.files import RemoteFiles
+        from tracestore.store.remote.remote_files import RemoteFiles
 
         return RemoteFiles.open(place)
     if not place.is_dir():

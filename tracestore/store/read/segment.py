@@ -11,7 +11,7 @@ import numpy as np
 from tracestore.errors import CorruptStoreError
 from tracestore.store.format import schema
 from tracestore.store.format.entries import FileEntry
-from tracestore.store.format.extras import decode_extras, decode_list
+from tracestore.store.format.extra_fields import decode_extras, decode_list
 from tracestore.store.format.zip_group import ZipGroup
 from tracestore.store.io.files import StoreFiles, reading_committed
 from tracestore.store.lens import Lens

@@ -17,7 +17,7 @@ from tracestore.store.read.index import QuestionIds
 from tracestore.store.read.internals import StoreInternals, open_files
 from tracestore.store.read.subset import TraceCollection, TraceSubset
 from tracestore.store.read.trace import Trace
-from tracestore.text import plural
+from tracestore.words import plural
 
 DEFAULT_CACHE_BYTES = 256 << 20
 

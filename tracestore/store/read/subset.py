@@ -18,7 +18,7 @@ from tracestore.store.io.files import RemoteURL
 from tracestore.store.read import table
 from tracestore.store.read.internals import StoreInternals
 from tracestore.store.read.trace import Trace
-from tracestore.text import plural
+from tracestore.words import plural
 
 
 class TraceCollection(ABC):

@@ -9,12 +9,12 @@ import numpy as np
 
 from tracestore._core import kernels
 from tracestore.errors import MissingFieldError
-from tracestore.store.fields import PackedEdges, TraceFields, dense_attention
 from tracestore.store.format import schema
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.read.index import TraceRow
 from tracestore.store.read.internals import StoreInternals
 from tracestore.store.read.segment import SegmentReader
+from tracestore.store.trace_fields import PackedEdges, TraceFields, dense_attention
 
 
 class OptionalFields(TraceFields):

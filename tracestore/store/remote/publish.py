@@ -11,8 +11,8 @@ from tracestore.store.format import paths
 from tracestore.store.io import fsio
 from tracestore.store.io.files import RemoteURL, cache_dir
 from tracestore.store.io.writing_folder import HasWritingFolder, WritingFolder, remove_abandoned
-from tracestore.store.remote.files import RemoteFiles, cache_of_environment, list_generations
 from tracestore.store.remote.object_store import ObjectStore
+from tracestore.store.remote.remote_files import RemoteFiles, cache_of_environment, list_generations
 
 _UPLOADS = 16
 # Also the lock of a store on a disk that was uploaded.

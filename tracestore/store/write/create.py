@@ -11,8 +11,8 @@ from tracestore.errors import InvalidInputError, UsageError
 from tracestore.store.format import labels, schema
 from tracestore.store.format.provenance import Provenance, with_layers
 from tracestore.store.vocabulary import SCORES
+from tracestore.store.write.field_values import field_error, label_value, lens_arrays, score_value
 from tracestore.store.write.record import TraceRecord, record_from_dict
-from tracestore.store.write.values import field_error, label_value, lens_arrays, score_value
 from tracestore.store.write.writer import StoreWriter
 
 _CHOICES: dict[str, tuple[str, ...]] = {

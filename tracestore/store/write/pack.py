@@ -13,8 +13,8 @@ from tracestore.store.format.provenance import Provenance
 from tracestore.store.io.scratch import Scratch
 from tracestore.store.io.spool_files import SpooledRows
 from tracestore.store.lens import LensArrays
+from tracestore.store.write.field_values import extras_json, field_error
 from tracestore.store.write.record import TraceRecord
-from tracestore.store.write.values import extras_json, field_error
 
 # Memory of Python's objects of a trace without arrays, and of each of its texts.
 _TRACE_OBJECTS, _TEXT_OBJECT = 2048, 64

@@ -9,7 +9,7 @@ import numpy as np
 
 from tracestore.store.format import manifest as mf
 from tracestore.store.format import schema
-from tracestore.store.format.lens import LensField
+from tracestore.store.format.lens_attribute import LensField
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.lens import LensArrays
 from tracestore.store.read.columns import TraceValues

@@ -10,8 +10,7 @@ from tracestore.errors import InvalidInputError
 from tracestore.store import vocabulary
 from tracestore.store.format import schema
 from tracestore.store.read.segment import SegmentReader
-from tracestore.store.write.states import edges_of, last_token_of, layers_of, token_ids, valid_span, with_head_axis
-from tracestore.store.write.values import (
+from tracestore.store.write.field_values import (
     as_array,
     describe,
     field_error,
@@ -21,6 +20,7 @@ from tracestore.store.write.values import (
     score_value,
     spans_of_labels,
 )
+from tracestore.store.write.states import edges_of, last_token_of, layers_of, token_ids, valid_span, with_head_axis
 
 # Ids are short. A field of a CSV file, which has an end, holds them.
 MAX_ID_CHARACTERS = 1 << 20

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from tracestore.store.format import schema
-from tracestore.store.write.values import as_array, describe, field_error
+from tracestore.store.write.field_values import as_array, describe, field_error
 
 _IDS = np.dtype("<i4")
 _DTYPES = (np.dtype("f2"), np.dtype("f4"))

@@ -1,0 +1,206 @@
+"""The result of a conversion."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+
+from tracestore.convert.options import ON_CONFLICT, OnConflict
+from tracestore.errors import InvalidInputError, escape_unprintable
+from tracestore.store.format.labels import describe, disagreements, unlabeled_note
+from tracestore.store.format.schema import Attributes
+from tracestore.store.read.columns import Columns
+from tracestore.store.write.pack import PackedTrace
+from tracestore.words import format_size, plural
+
+# Refused traces of one source that are printed; all of them are in STORE.refused.jsonl.
+MAX_REFUSED_LINES = 10
+_MAX_NAMES = 8
+_MAX_KEYS = 1000
+# Counts of a source that a conversion adds up under the same name.
+_ADDED = (
+    "num_duplicates", "num_nonfinite", "num_without_embeddings", "num_without_tokens", "num_without_last_state",
+    "num_made_up_ids",
+)  # fmt: skip
+# Lines of the report about traces, by the name of their count.
+_NOTES = {
+    "num_label_conflicts": "the label of {} differs from that of its score at 0.5: the label counts; `tracestore lint` "
+    "lists them",
+    "num_conflicts": "different content under a question id and sample of the store: {}, {}",
+    "num_nonfinite": "NaN or infinite values in {}; train --drop-nonfinite leaves them out",
+    "num_without_embeddings": "the embeddings of {} are not stored: they had L + 1 hidden states and attention of L "
+    "layers",
+    "num_without_last_state": "one token more than hidden states in {}: a model computes no state for the last token "
+    "that it generates",
+    "num_without_tokens": "no token ids in {}; a line for tokens names them",
+    "num_made_up_ids": "no question_id in {}: file name and position were used; a line for question_id names it",
+}
+# Counts of a conversion that are those of the store.
+_TOTALS = (
+    "num_traces", "num_segments", "num_unscored", "num_unlabeled", "num_label_conflicts", "num_scores_without_trace",
+    "generation", "bytes_out",
+)  # fmt: skip
+
+
+def _counts(keys: Mapping[str, int]) -> str:
+    """Return the first keys with their numbers of traces."""
+    counts = [f"{escape_unprintable(key, 60)} ({count:,})" for key, count in keys.items()]
+    more = f" and {len(counts) - _MAX_NAMES:,} more" if len(counts) > _MAX_NAMES else ""
+    return ", ".join(counts[:_MAX_NAMES]) + more
+
+
+@dataclass
+class SourceCounts:
+    """Count what a conversion found in one source."""
+
+    num_bytes: int = 0  # of arrays as in the source
+    num_new: int = 0
+    num_duplicates: int = 0
+    num_nonfinite: int = 0
+    num_without_embeddings: int = 0
+    num_without_tokens: int = 0
+    num_without_last_state: int = 0
+    num_made_up_ids: int = 0
+    rounded_from: str | None = None
+    rounding_error: float | None = None
+    dropped: Counter[str] = field(default_factory=Counter)
+    extras: Counter[str] = field(default_factory=Counter)
+    refused: list[InvalidInputError] = field(default_factory=list)
+
+    def count(self, packed: PackedTrace, *, is_new: bool) -> None:
+        """Count a trace that is in the store now."""
+        record = packed.record
+        self.num_bytes += packed.source_bytes
+        self.num_nonfinite += packed.num_nonfinite > 0
+        if not is_new:
+            self.num_duplicates += 1
+            return
+        self.num_new += 1
+        self.rounded_from = self.rounded_from or packed.rounded_from
+        if self.rounding_error is None:
+            self.rounding_error = packed.rounding_error
+        self.num_without_embeddings += record.is_without_embeddings
+        has_states = packed.num_tokens > 0
+        self.num_without_tokens += has_states and record.tokens is None and packed.edge_counts is None
+        self.num_without_last_state += (
+            has_states and record.tokens is not None and len(record.tokens) == packed.num_tokens + 1
+        )
+        self.num_made_up_ids += not record.has_own_id and record.question_id.endswith(f":{record.position}")
+        self.dropped.update(set(record.dropped or ()))
+        self.extras.update(record.extra_names)
+
+
+@dataclass
+class ConvertReport:
+    """Counts of a conversion; the JSON document of `tracestore convert --json`."""
+
+    store: str
+    num_sources: int = 0
+    num_sources_skipped_existing: int = 0
+    num_sources_skipped: int = 0
+    num_sources_modified: int = 0
+    num_traces_read: int = 0
+    num_traces_new: int = 0
+    num_duplicates: int = 0
+    num_conflicts: int = 0
+    num_nonfinite: int = 0
+    num_without_embeddings: int = 0
+    num_without_tokens: int = 0
+    num_without_last_state: int = 0
+    num_made_up_ids: int = 0
+    num_traces_refused: int = 0
+    refused_file: str | None = None
+    dropped: dict[str, int] = field(default_factory=dict)  # number of traces by key
+    extras: dict[str, int] = field(default_factory=dict)  # number of traces by key that is no field
+    num_sources_rounded: dict[str, int] = field(default_factory=dict)  # by dtype, to float16
+    rounding_error: float | None = None  # the largest relative one, in the first trace of each source
+    bytes_in: int = 0
+    bytes_out: int = 0
+    seconds: float = 0.0
+    scores_file: str | None = None
+    attention: str | None = None  # of the store: mean, heads or none
+    num_unscored: int = 0
+    num_unlabeled: int = 0  # traces without a label or the default score
+    labels: str | None = None
+    num_label_conflicts: int = 0  # traces of the store whose label differs from that of their score
+    unlabeled: str | None = None
+    num_scores_without_trace: int = 0
+    num_traces: int = 0
+    num_segments: int = 0
+    generation: int = 0
+    skipped: list[dict[str, str]] = field(default_factory=list)
+
+    def add(self, name: str, size: int, found: SourceCounts) -> None:
+        """Add the counts of a source of that many bytes."""
+        self.num_sources += 1
+        self.bytes_in += size
+        self.num_traces_read += found.num_new
+        for field_name in _ADDED:
+            setattr(self, field_name, getattr(self, field_name) + getattr(found, field_name))
+        rounded = {found.rounded_from: 1} if found.rounded_from else {}
+        self._add_details(found.dropped, found.extras, rounded, found.rounding_error)
+
+    def add_labels(self, columns: Columns, attributes: Attributes) -> None:
+        """Describe the labels that the columns of the store give with its default score."""
+        name = attributes.default_score
+        scores, labels = columns.score(name), columns.labels
+        self.num_unlabeled = int((np.isnan(labels) & np.isnan(scores)).sum())
+        self.unlabeled = unlabeled_note(columns.scores, labels, name)
+        if name is not None and not np.isnan(scores).all():
+            direction = attributes.scores[name].direction
+            self.labels = f"{name}: {describe(scores, labels, None, direction)}"
+            self.num_label_conflicts = int(disagreements(scores, labels, None, direction).sum())
+
+    def add_earlier(self, before: "ConvertReport") -> None:
+        """Add the counts of an earlier conversion of the same store."""
+        for item in fields(self):
+            value = getattr(before, item.name)
+            if item.name not in (*_TOTALS, "rounding_error") and isinstance(value, int | float | list):
+                setattr(self, item.name, value + getattr(self, item.name))
+        self._add_details(before.dropped, before.extras, before.num_sources_rounded, before.rounding_error)
+
+    def _add_details(
+        self, dropped: Mapping[str, int], extras: Mapping[str, int], rounded: Mapping[str, int], error: float | None
+    ) -> None:
+        for total, added in ((self.dropped, dropped), (self.extras, extras)):
+            for key, count in added.items():
+                if key in total or len(total) < _MAX_KEYS:
+                    total[key] = total.get(key, 0) + count
+        for dtype, count in rounded.items():
+            self.num_sources_rounded[dtype] = self.num_sources_rounded.get(dtype, 0) + count
+        if error is not None:
+            self.rounding_error = max(self.rounding_error or 0.0, error)
+
+    def lines(self, on_conflict: OnConflict) -> Iterator[str]:
+        """Yield the report as lines of text."""
+        yield (
+            f"{plural(self.num_traces_new, 'trace')} added from {plural(self.num_sources, 'file')} in {self.seconds:.1f} s "
+            f"({plural(self.num_sources_skipped_existing, 'file')} already in the store, "
+            f"{plural(self.num_duplicates, 'duplicate')} and {plural(self.num_sources_skipped, 'file')} skipped)"
+        )
+        yield (
+            f"{self.store}: {plural(self.num_traces, 'trace')} in {plural(self.num_segments, 'segment')}, "
+            f"{format_size(self.bytes_in)} in, {format_size(self.bytes_out)} out, "
+            f"{self.num_unlabeled:,} without a label or score"
+        )
+        yield from filter(None, (self.labels, self.unlabeled))
+        for name, text in _NOTES.items():
+            if count := getattr(self, name):
+                yield text.format(plural(count, "trace"), ON_CONFLICT[on_conflict])
+        if self.dropped:
+            yield f"not stored, because no field holds such values: {_counts(self.dropped)}"
+        if self.extras:
+            yield f"stored as extras, because no field holds them: {_counts(self.extras)}"
+        if self.num_traces_refused:
+            yield f"{plural(self.num_traces_refused, 'trace')} refused, listed in {self.refused_file}"
+        for dtype, count in self.num_sources_rounded.items():
+            advice = "" if dtype == "float64" else "; --dtype keep keeps them"  # no store holds float64
+            yield f"{dtype} values of {plural(count, 'file')} were rounded to float16{advice}"
+        if self.rounding_error is not None:
+            yield (
+                f"largest relative error of rounding: {100 * self.rounding_error:.2g} % "
+                "(first trace of each file, values of at least 6.1e-05)"
+            )
+        if self.num_scores_without_trace:
+            yield f"{plural(self.num_scores_without_trace, 'score')} without a trace"

@@ -1,0 +1,149 @@
+"""Scores without trained weights: uncertainty of the answer's tokens, LLM-Check, and controls."""
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Self
+
+import numpy as np
+
+from tracestore.detectors.published.linear import Fitted, Unfitted
+from tracestore.detectors.published.probes import usable
+from tracestore.evaluation.metrics import auroc
+from tracestore.features.feature_table import features
+from tracestore.features.token_features import STATISTICS
+from tracestore.store.read.store import TraceStore
+
+# A low log-probability, a high perplexity or entropy and a long answer mark a hallucination.
+_SIGNS = {"mean_logprob": -1, "min_logprob": -1, "perplexity": 1, "mean_entropy": 1, "length": 1}
+_REFERENCES = {
+    "mean_logprob": "Guerreiro et al. 2023, arXiv:2208.05309 (length-normalized log-probability)",
+    "min_logprob": "Manakul et al. 2023, arXiv:2303.08896 (maximum of -log p)",
+    "perplexity": "Ren et al. 2023, arXiv:2209.15558 (exp(-mean log p))",
+    "mean_entropy": "Manakul et al. 2023, arXiv:2303.08896 (average of the entropy)",
+    "length": "number of tokens of the answer",
+}
+
+
+@dataclass
+class TokenStatistic(Unfitted):
+    """A statistic of the answer's tokens.
+
+    Parameters
+    ----------
+    statistic : {"mean_logprob", "min_logprob", "perplexity", "mean_entropy", "length"}
+    """
+
+    statistic: str = "mean_logprob"
+
+    cost: ClassVar[str] = "none beyond generation"
+
+    @property
+    def kind(self) -> Any:  # type: ignore[override]
+        """Controls are length and mean log-probability."""
+        return "control" if self.statistic in ("length", "mean_logprob") else "untrained"
+
+    @property
+    def fields(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The field of the statistic."""
+        read = {"length": (), "mean_entropy": ("token_entropy",)}
+        return ("answer", *read.get(self.statistic, ("token_logprob",)))
+
+    @property
+    def reference(self) -> str:  # type: ignore[override]
+        """The paper of the statistic."""
+        return _REFERENCES[self.statistic]
+
+    def score(self, store: TraceStore, indices: np.ndarray) -> np.ndarray:
+        """Return the statistic, negative where a low one marks a hallucination."""
+        found: np.ndarray = features(store, "tokens")["tokens"][indices, STATISTICS.index(self.statistic)]
+        return _SIGNS[self.statistic] * found
+
+
+@dataclass
+class LLMCheck(Fitted):
+    """LLM-Check: a log-determinant of the hidden states or the attention of one layer.
+
+    The layer and the sign are those with the largest |AUROC - 0.5| on the training traces.
+
+    Parameters
+    ----------
+    score_of : {"hidden", "attention"}
+        "hidden": mean log-eigenvalue of the centered Gram matrix of the answer's states, with a ridge of 0.001.
+        "attention": mean log-diagonal of the answer's attention, summed over the heads; of the head mean where no
+        other attention is stored.
+    """
+
+    score_of: Literal["hidden", "attention"] = "hidden"
+    _layer: int = field(default=-1, init=False, repr=False)
+    _sign: int = field(default=1, init=False, repr=False)
+
+    kind = "untrained"
+    layers: ClassVar[str] = "one, chosen on the training traces"
+    gives_logits: ClassVar[bool] = False
+    reference: ClassVar[str] = "Sriramanan et al. 2024, LLM-Check, NeurIPS (hidden score, attention score)"
+
+    @property
+    def cost(self) -> str:  # type: ignore[override]
+        """Cost of one layer."""
+        return "a Gram matrix and its determinant" if self.score_of == "hidden" else "a sum over the diagonal"
+
+    @property
+    def fields(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Hidden states or attention, and the answer."""
+        return ("hidden_states" if self.score_of == "hidden" else "attention", "answer")
+
+    def _values(self, store: TraceStore, indices: np.ndarray) -> np.ndarray:
+        if self.score_of == "hidden":
+            values = features(store, "hidden")["hidden_logdet"]
+        else:
+            values = features(store, "attention")["attention_logdet"].sum(2)
+        chosen: np.ndarray = values[indices].astype(np.float64)
+        return chosen
+
+    def fit(self, store: TraceStore, indices: np.ndarray, labels: np.ndarray) -> Self:
+        """Choose the layer and the sign."""
+        values = self._values(store, indices)
+        kept = usable(labels, ~np.isnan(values).all(1), f"a score of {self.score_of}")
+        values, y = values[kept], labels[kept]
+        columns = [auroc(y, column) if np.isfinite(column).all() else 0.5 for column in values.T]
+        self._layer = int(np.argmax(np.abs(np.array(columns) - 0.5)))
+        self._sign = 1 if columns[self._layer] >= 0.5 else -1
+        return self
+
+    def score(self, store: TraceStore, indices: np.ndarray) -> np.ndarray:
+        """Return the score of the layer, with the sign."""
+        return self._sign * self._values(store, indices)[:, self._layer]
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """The layer and the sign."""
+        return {} if self._layer < 0 else {"layers": [self._layer], "sign": self._sign}
+
+
+@dataclass
+class GroupRate(Fitted):
+    """Share of hallucinations among the training traces of the same group.
+
+    A group that training has not seen gets the share of all training traces.
+    """
+
+    _rates: dict[str, float] = field(default_factory=dict, init=False, repr=False)
+    _rate: float = field(default=0.5, init=False, repr=False)
+
+    kind = "control"
+    fields: ClassVar[tuple[str, ...]] = ("group",)
+    layers: ClassVar[str] = "none"
+    gives_logits: ClassVar[bool] = False
+    cost: ClassVar[str] = "none"
+    reference: ClassVar[str] = "a detector at this level has learned the groups only"
+
+    def fit(self, store: TraceStore, indices: np.ndarray, labels: np.ndarray) -> Self:
+        """Count hallucinations by group."""
+        by_group: dict[str, list[int]] = {}
+        for k, label in zip(indices.tolist(), labels.tolist(), strict=True):
+            by_group.setdefault(store.group(k), []).append(label)
+        self._rates, self._rate = {name: float(np.mean(of)) for name, of in by_group.items()}, float(np.mean(labels))
+        return self
+
+    def score(self, store: TraceStore, indices: np.ndarray) -> np.ndarray:
+        """Return the shares."""
+        return np.array([self._rates.get(store.group(int(k)), self._rate) for k in indices])

@@ -1,0 +1,118 @@
+"""Tables and sentences about detectors that the pages of a run and of several runs share."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tracestore.evaluation.metric_table import (
+    COLUMNS,
+    METHODS,
+    PROBE_NAME,
+    TITLES,
+    format_interval,
+    format_p,
+    pair_name,
+    too_few,
+)  # fmt: skip
+from tracestore.pages.elements import Cell, Html, join, number, paragraph, table
+
+
+def model_table(entries: Mapping[str, dict[str, Any]], controls: Mapping[str, dict[str, Any]], best: str) -> Html:
+    """Return the table of detectors and controls with their intervals.
+
+    Parameters
+    ----------
+    entries : mapping
+        Entries of results.json by the name of the detector.
+    controls : mapping
+        Entries of `control_entries`.
+    best : str
+        The detector that is marked.
+    """
+    rows: list[list[object]] = []
+    has_std = any(entry["test"].get("auroc_std_over_seeds") is not None for entry in entries.values())
+    last = [c for c in (*COLUMNS[2:], "auroc_std_over_seeds") if has_std or c in COLUMNS]
+    for name, entry in {**entries, **controls}.items():
+        test = entry["test"]
+        kind = "control" if name in controls else "baseline" if name == PROBE_NAME else "detector"
+        intervals = [_interval(test, c) for c in ("auroc", "auprc")]
+        rows.append([f"{name} (best)" if name == best else name, kind, test["num_traces"], test["num_questions"],
+                     *intervals, *(number(test.get(c)) for c in last)])  # fmt: skip
+    header = ["model", "kind", "n", "questions", "AUROC (95 %)", "AUPRC (95 %)",
+              *(TITLES.get(c, c) for c in last)]  # fmt: skip
+    return table(header, rows, caption="Test split")
+
+
+def _interval(test: Mapping[str, Any], name: str) -> Cell:
+    return Cell(format_interval(test[name], test[f"{name}_interval"]), test[name])
+
+
+def p_value(value: float | None) -> Cell:
+    """Return the cell of a p-value, a dash for None."""
+    return number(None) if value is None else Cell(format_p(value), value)
+
+
+def pair_table(pairs: Sequence[Mapping[str, Any]]) -> Html:
+    """Return the table of the tests between all pairs of detectors, empty without pairs."""
+    rows = [
+        [
+            pair_name(p),
+            Cell(format_interval(p["difference"], p["interval"], "+"), p["difference"]),
+            p_value(p["p"]),
+            p_value(p["p_holm"]),
+            METHODS.get(p["method"], "–"),
+        ]
+        for p in pairs
+    ]
+    if not rows:
+        return Html("")
+    return table(["pair", "difference in AUROC (95 %)", "p", "p, Holm", "test"], rows, caption="Differences")
+
+
+def best_of(entries: Mapping[str, dict[str, Any]]) -> str:
+    """Return the name of the detector with the highest AUROC."""
+    return max(entries, key=lambda name: entries[name]["test"]["auroc"])
+
+
+def verdict(
+    entries: Mapping[str, dict[str, Any]],
+    pairs: Sequence[Mapping[str, Any]],
+    controls: Mapping[str, dict[str, Any]],
+) -> Html:
+    """Return what the numbers say: the best detector, which others are as good, and warnings."""
+    best = best_of(entries)
+    test = entries[best]["test"]
+    said = [
+        paragraph(
+            f"{best} has the highest AUROC: {format_interval(test['auroc'], test['auroc_interval'])} on "
+            f"{test['num_traces']:,} test traces of {test['num_questions']:,} questions.",
+            kind="verdict",
+        )
+    ]
+    known = {pair_name(p): p for p in pairs}
+    worse: list[str] = []
+    equal: list[str] = []
+    for other in entries:
+        if other == best:
+            continue
+        pair = known.get(f"{best} - {other}") or known.get(f"{other} - {best}")
+        if pair is not None and pair["p_holm"] is not None:
+            (worse if pair["p_holm"] < 0.05 else equal).append(other)
+    if worse:
+        said.append(paragraph(f"Its AUROC is higher than that of {_enumerate(worse)} (p < 0.05, adjusted by Holm)."))
+    if equal:
+        said.append(paragraph(f"The test shows no difference to {_enumerate(equal)} (p ≥ 0.05, adjusted by Holm)."))
+    low = test["auroc_interval"][0] if test["auroc_interval"] else test["auroc"]
+    for name, entry in controls.items():
+        if entry["test"]["auroc"] >= low:
+            said.append(
+                paragraph(
+                    f"The control “{name}” reaches {entry['test']['auroc']:.3f}: the detector may have learned no more.",
+                    kind="warning",
+                )
+            )
+    said += [paragraph(reason, kind="warning") for reason in too_few(entries.values())]
+    return join(said)
+
+
+def _enumerate(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
