@@ -19,7 +19,7 @@ from tracestore.detectors import models
 from tracestore.detectors.registry import DEFAULT_DETECTORS
 from tracestore.errors import UsageError
 from tracestore.evaluation import metrics
-from tracestore.experiment import run
+from tracestore.experiment import training_run
 from tracestore.experiment.train_options import TrainOptions
 from tracestore.train.config import TrainConfig
 from tracestore.train.distributed import DistributedContext
@@ -28,7 +28,7 @@ from tracestore.train.distributed import DistributedContext
 @pytest.fixture
 def train(labeled, tmp_path, monkeypatch):
     """Return a function that trains for two epochs and returns the outcome and the results."""
-    monkeypatch.setattr(run, "write_report", lambda *_: None)
+    monkeypatch.setattr(training_run, "write_report", lambda *_: None)
     monkeypatch.setattr(metrics, "BOOTSTRAP_SAMPLES", 20)
 
     def go(name, out, dropout=0.3, **options):
@@ -196,7 +196,7 @@ def test_batch_normalization_with_several_ranks_is_refused(labeled, tmp_path):
     ranks.world_size = 2
     options = TrainOptions(("gnn_det_lstm",), TrainConfig(epochs=1), SMALL | {"normalization": "batch"})
     with pytest.raises(UsageError, match="one process"):
-        run.run_experiment(labeled, tmp_path / "r", options, ranks=ranks)
+        training_run.run_experiment(labeled, tmp_path / "r", options, ranks=ranks)
 
 
 def test_a_twin_is_trained_with_its_graph_detector_unless_it_has_a_flag_of_its_own():

@@ -6,7 +6,7 @@ import torch
 from tests.helpers import run_cli
 from tests.oom.failing import NO_KERNEL
 from tracestore.errors import UsageError, explain_dtype
-from tracestore.oom import errors
+from tracestore.oom import oom_errors
 from tracestore.oom.error_texts import AMBIGUOUS_TEXTS, DEVICE_TEXTS, HOST_TEXTS
 from tracestore.oom.guard import OOMGuard
 from tracestore.oom.oom_errors import StepOutcome, classify, is_out_of_memory
@@ -75,7 +75,7 @@ _, DEVICE_OOM, HOST_OOM, OTHER_ERROR, AMBIGUOUS = StepOutcome
 def test_classification(error, outcome, monkeypatch):
     assert classify(error) == outcome
     for is_short in (False, True):
-        monkeypatch.setattr(errors, "memory_is_short", lambda is_short=is_short: is_short)
+        monkeypatch.setattr(oom_errors, "memory_is_short", lambda is_short=is_short: is_short)
         assert is_out_of_memory(error) == (is_short if outcome == AMBIGUOUS else outcome != OTHER_ERROR)
 
 

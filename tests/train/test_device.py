@@ -11,7 +11,7 @@ from tests.helpers import run_cli
 from tests.train.runs import FAST, ONLY
 from tracestore.detectors.registry import DETECTORS
 from tracestore.evaluation import metrics
-from tracestore.experiment import run
+from tracestore.experiment import training_run
 from tracestore.train.config import TrainConfig
 
 pytestmark = pytest.mark.gpu
@@ -21,7 +21,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=gpu)]
 
 @pytest.fixture
 def train(labeled, tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "write_report", lambda *_: None)
+    monkeypatch.setattr(training_run, "write_report", lambda *_: None)
     monkeypatch.setattr(metrics, "BOOTSTRAP_SAMPLES", 20)
 
     def go(out, device, names=DETECTORS, sizes=SMALL, **options):
