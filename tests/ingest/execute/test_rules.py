@@ -134,13 +134,122 @@ def test_rule_03a_fill_and_end_of_rows_differ(tmp_path):
     assert [traces[name, 0].tokens.tolist() for name in "ab"] == [[5, 6, 7, 8, 2], [5, 6, 2]]
 
 
-def test_rule_03a_the_id_that_a_mask_removes(tmp_path):
-    sequences = np.array([[0, 5, 6, 7, 8], [5, 6, 7, 2, 0]])
-    mask = np.array([[0, 1], [1, 1]])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_rule_03a_the_id_that_a_mask_removes(tmp_path, is_first):
+    """The row that ends with it may come before the row that shows it."""
+    order = slice(None) if is_first else slice(None, None, -1)
+    sequences = np.array([[0, 5, 6, 7, 8], [5, 6, 7, 2, 0]])[order]
+    mask = np.array([[0, 1], [1, 1]])[order]
     dump(tmp_path / "in/a.pkl", {"hs": passes(2, 1, 1), "sequences": sequences, "mask": mask, "ids": ["a", "b"]})
     layout = PASSES | {"tokens": "a.pkl : sequences -> N T", "question_id": "a.pkl : ids -> N"}
 
     refuse(tmp_path, layout | {"S.mask": "a.pkl : mask -> N S"}, "fills rows: S.pad = 0")
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [[5, 6, 7, 8, 2], [5, 6, 2, 0, 0]],
+        [[5, 6, 7, 8, 9], [5, 6, 2, 0, 0]],
+        [[5, 6, 7, 8, 2], [5, 6, 7, 2, 0]],
+        [[5, 6, 7, 8, 9], [5, 6, 7, 2, 0]],
+        [[5, 6, 2, 0, 0], [5, 6, 2, 0, 0]],
+        [[5, 6, 7, 2, 0], [5, 6, 2, 0, 0]],
+        [[5, 6, 2, 0, 0], [5, 6, 7, 8, 2]],
+        [[2, 6, 7, 8, 9], [2, 6, 2, 0, 0]],
+        [[5, 2, 7, 8, 2], [5, 2, 7, 2, 0]],
+        [[0, 5, 7, 8, 2], [0, 5, 2, 0, 0]],
+    ],
+)
+@pytest.mark.parametrize("kind", ["passes", "stack", "stack with T"])
+def test_rule_03a_an_id_that_fills_rows_ends_them_only_if_rows_prove_it(tmp_path, rows, kind):
+    """S.pad = 0 where 2 ends sequences [one id of padding as last token]."""
+    sequences = np.array(rows)
+    hs = passes(2, 1, 1) if kind == "passes" else states(2, 2, 5 - ("T" in kind), 8)
+    dump(tmp_path / "in/a.pkl", {"hs": hs, "sequences": sequences, "ids": ["a", "b"]})
+    layout = PASSES if kind == "passes" else {"hidden_states": "a.pkl : hs -> N L S D"}
+    axes = "S" if kind == "stack" else "T"
+    layout = layout | {"tokens": f"a.pkl : sequences -> N {axes}", "question_id": "a.pkl : ids -> N"}
+    refuse(tmp_path, layout | {"S.pad": 0}, r"S.pad: rows end with the id 2 before the id 0 .*S.pad = \[0, 2\] if 2")
+
+    traces = convert(tmp_path, layout | {"S.pad": [0, 2]})
+
+    for name, row in zip("ab", rows, strict=True):
+        ids = [*row[:2], *row[2:][: row[2:].index(2) + 1]] if 2 in row[2:] else row
+        assert traces[name, 0].tokens.tolist() == ids
+        assert traces[name, 0].num_tokens == len(ids) - (kind != "stack")
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [[5, 6, 7, 8, 9], [5, 6, 7, 2, 2]],  # 7 does not end the first row
+        [[5, 6, 7, 8, 9], [5, 6, 2, 2, 2]],  # the first id that is generated
+        [[5, 6, 8, 2, 2], [5, 6, 7, 2, 2]],  # two ids before it
+        [[2, 5, 7, 8, 2], [2, 6, 7, 2, 2]],  # every row begins with it
+    ],
+)
+def test_rule_03a_rows_prove_that_an_id_fills_and_ends_them(tmp_path, rows):
+    dump(tmp_path / "in/a.pkl", {"hs": passes(2, 1, 1), "sequences": np.array(rows), "ids": ["a", "b"]})
+    layout = PASSES | {"tokens": "a.pkl : sequences -> N T", "question_id": "a.pkl : ids -> N", "S.pad": 2}
+
+    traces = convert(tmp_path, layout)
+
+    for name, row in zip("ab", rows, strict=True):
+        ids = row[: row.index(2, 1) + 1] if 2 in row[1:] else row
+        assert (traces[name, 0].tokens.tolist(), traces[name, 0].num_tokens) == (ids, len(ids) - 1)
+
+
+@pytest.mark.parametrize("end", [-1, 0, 3])
+def test_rule_03a_the_id_before_the_padding_is_the_stated_one(tmp_path, end):
+    sequences = np.array([[5, 6, 7, 8, 9], [5, 6, 2, 0, 0]])
+    dump(tmp_path / "in/a.pkl", {"hs": passes(2, 1, 1), "sequences": sequences, "ids": ["a", "b"]})
+    layout = PASSES | {"tokens": "a.pkl : sequences -> N T", "question_id": "a.pkl : ids -> N", "S.pad": [0, end]}
+    if end == 3:
+        refuse(tmp_path, layout, "S.pad: found the id 2 before the padding of a row, expected 3")
+        return
+
+    assert convert(tmp_path, layout)["b", 0].tokens.tolist() == ([5, 6, 2] if end else [5, 6, 2, 0])
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [([[0, 0, 7, 8, 2], [5, 6, 7, 8, 2]], "the id 0 twice"), ([[0, 6, 7, 8, 2], [5, 6, 7, 8, 2]], "some rows begin")],
+)
+@pytest.mark.parametrize("is_stack", [True, False])
+def test_rule_03a_padding_before_a_prompt_needs_a_mask(tmp_path, rows, message, is_stack):
+    """An id that fills rows says nothing of their beginning [padding as first token]."""
+    hs = states(2, 2, 5, 8) if is_stack else passes(2, 1, 1)
+    dump(tmp_path / "in/a.pkl", {"hs": hs, "sequences": np.array(rows)})
+    layout = {"hidden_states": "a.pkl : hs -> N L S D"} if is_stack else PASSES
+    axes = "S" if is_stack else "T"
+
+    refuse(tmp_path, layout | {"tokens": f"a.pkl : sequences -> N {axes}", "S.pad": [0, 2]}, message)
+
+
+@pytest.mark.parametrize(
+    "known",
+    [
+        {},
+        {"S.padding": 0},
+        {"S.lengths": "a.pkl : lengths -> N", "S.side": "right"},
+        {"S.mask": "a.pkl : mask -> N T"},
+    ],
+)
+@pytest.mark.parametrize("row", [[5, 6, 7, 2, 0], [5, 6, 2, 0, 0]])
+def test_rule_03a_the_id_without_a_state_is_no_padding(tmp_path, known, row):
+    """Lengths and masks that count ids, where states are one less [padding as last token]."""
+    length = row.index(2) + 1
+    sequences = np.array([[5, 6, 7, 8, 2], row])
+    mask = [[1] * 5, [1] * length + [0] * (5 - length)]
+    arrays = {"mask": np.array(mask), "lengths": np.array([4, min(length, 4)])}
+    dump(tmp_path / "in/a.pkl", {"hs": states(2, 2, 4, 8), "sequences": sequences, **arrays})
+    layout = {"hidden_states": "a.pkl : hs -> N L S D", "tokens": "a.pkl : sequences -> N T"} | known
+    layout["ignore"] = [f"a.pkl : {name}" for name in arrays if not any(name in str(v) for v in known.values())]
+    if row[-2] == 2 and "S.mask" not in known and "S.padding" not in known:
+        return  # nothing shows that 0 is padding
+
+    refuse(tmp_path, layout, "fills rows: S.pad = 0")
 
 
 def test_rule_04_a_lost_file_of_a_layer(tmp_path):

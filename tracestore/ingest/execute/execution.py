@@ -192,6 +192,7 @@ class Execution:
             with _of_whole_source():
                 account.close(columns)
                 builder.prompts.close()
+                builder.pads.close()
         self.account.add_source(builder.arrays.missing)
 
     def _direct(

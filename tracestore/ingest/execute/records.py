@@ -12,6 +12,7 @@ from tracestore.ingest.execute.axes import MISSING, layer_ids_of, read
 from tracestore.ingest.execute.found import Columns, FoundTrace, identity_of
 from tracestore.ingest.execute.join import Column
 from tracestore.ingest.execute.tokens import (
+    PadAccount,
     PromptAccount,
     Span,
     check_left_out,
@@ -21,7 +22,6 @@ from tracestore.ingest.execute.tokens import (
     span_of_fill,
     span_of_length,
     span_of_mask,
-    strip_pad,
     tokens_of_columns,
 )
 from tracestore.ingest.execute.values import (
@@ -143,13 +143,12 @@ class TraceBuilder:
     def __init__(self, columns: Columns, maker: RecordMaker) -> None:
         self.columns, self._maker, self._need_attention = columns, maker, maker.need_attention
         self.plan, self.settings, self.arrays = columns.plan, maker.settings, ArrayReader(columns)
-        self._pads: set[int] = set()
         layout = self.plan.layout
         names = [n for n in dict.fromkeys(p.name for p in self.plan.others) if n not in (RECORDS, *_OF_KEY)]
         self._scalars = [n for n in names if layout.rule(n).kind in ("text", "id", "number", "json")]
         self._scores = [n for n in names if layout.rule(n).kind == "score"]
         self._made_scores = [n for n in layout.templates if n != "id" and layout.rule(n).kind == "score"]
-        self.prompts = PromptAccount(self.plan)
+        self.prompts, self.pads = PromptAccount(self.plan), PadAccount(self.settings)
 
     # One trace
 
@@ -299,22 +298,29 @@ class TraceBuilder:
         filled = None if fill in (None, "none") else span_of_fill(fill, layers, ids)
         if (mask := self._known("S.mask", self.arrays.array("S.mask", trace, "S"))) is not None:
             begin, end = self._span_of_mask(mask[0], num_states, sizes, 0 if tokens is None else len(tokens))
-            check_left_out(ids, (begin, end), self._pads, layers, "S.mask", lambda: self.arrays.has_full_mask(trace))
+            masked = ids if tokens is None or len(mask[0]) != len(tokens) else tokens
+            left_out, has_full = self.pads.left_out, lambda: self.arrays.has_full_mask(trace)
+            check_left_out(masked, (begin, end), left_out, layers, "S.mask", has_full)
+            end = min(end, num_states)
         elif "NS" not in trace.fixed and (length := self._known("S.lengths", self._length(trace))) is not None:
             begin, end = span_of_length(length, num_states, settings.get("S.side"), ids, layers)
             if ids is not None:
-                check_left_out(ids, (begin, end), self._pads, layers, "S.lengths", lambda: True)
+                check_left_out(ids, (begin, end), self.pads.left_out, layers, "S.lengths", lambda: True)
         elif filled is not None:
             begin, end = filled
         else:
             begin, end = 0, num_states
-            if is_stack and fill is None and ids is not None and len(sizes) == 1 and "S.pad" not in settings:
-                check_no_padding(ids)
+            if is_stack and ids is not None and fill is None:
+                check_no_padding(ids, is_end_known=len(sizes) > 1 or "S.pad" in settings)
+                self.pads.begin(int(ids[0]))
         if filled not in (None, (begin, end)):
             raise InvalidInputError(f"found the tokens {filled}, expected {(begin, end)} as masked", field="S.padding")
         if tokens is None:
             return begin, end
-        return begin, min(end, self._end_of_row(tokens, num_states, is_generated=is_stack and len(sizes) > 1))
+        has_passes = len(sizes) > 1 and len(trace.cells) == 1
+        is_padded = is_stack and (has_passes or ("N" in trace.fixed and len(tokens) > num_states))
+        num_prompt = sizes[0] if has_passes else None
+        return begin, min(end, self.pads.end_of_row(tokens, num_states, num_prompt, is_padded=is_padded))
 
     def _known(self, name: str, value: Any) -> Any:
         """Return what is known of an axis; InvalidInputError if the layout states it and the trace has none."""
@@ -331,7 +337,7 @@ class TraceBuilder:
             if end < len(flags):
                 raise InvalidInputError("the first pass is padded behind its tokens", field="S.mask")
             return begin, num_states
-        return begin, min(end, num_states)
+        return begin, end
 
     def _length(self, trace: FoundTrace) -> int | None:
         """Return the length that a line for S.lengths gives, None without one."""
@@ -342,21 +348,6 @@ class TraceBuilder:
                 raise InvalidInputError(f"found {text[:40]!r}, expected the number of tokens", field="S.lengths")
             return int(text)
         return None
-
-    def _end_of_row(self, tokens: np.ndarray, num_states: int, *, is_generated: bool) -> int:
-        """Return the number of states before the padding of a row that ended early (rule 3a)."""
-        pad, num_ids = self.settings.get("S.pad"), len(tokens)
-        if pad is not None:
-            kept = strip_pad(tokens, pad)
-            return kept if kept == num_ids == num_states else kept - 1
-        last, is_stated = int(tokens[-1]), self.settings.get("S.padding") == "none"
-        if is_generated and (last in self._pads or (strip_pad(tokens, last) < num_ids and not is_stated)):
-            raise InvalidInputError(
-                f"the row ends with the id {last} that fills rows: S.pad = {last} if it is padding"
-                + ", S.lengths if not" * ("S.lengths" not in self.plan.layout.addresses),
-                field="tokens",
-            )
-        return num_states
 
     def _crop(
         self, values: dict[str, Any], tokens: np.ndarray | None, texts: list[str] | None, span: Span, num_states: int

@@ -1,7 +1,7 @@
 """Select the tokens of an array that belong to a trace: masks, lengths, offsets and padding."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -182,9 +182,9 @@ def span_of_fill(fill: Any, layers: Sequence[np.ndarray], ids: np.ndarray | None
     return _one_run(~is_fill, "S.padding")
 
 
-def check_no_padding(ids: np.ndarray) -> None:
+def check_no_padding(ids: np.ndarray, *, is_end_known: bool = False) -> None:
     """Refuse a row of a stack that ends or begins with one id repeated: padding without a mask."""
-    for edge, inner in ((ids[-1:], ids[-2:-1]), (ids[:1], ids[1:2])):
+    for edge, inner in ((ids[:1], ids[1:2]), (ids[-1:], ids[-2:-1]))[: 1 if is_end_known else 2]:
         if len(inner) and inner[0] == edge[0]:
             raise InvalidInputError(
                 f'the row has the id {int(edge[0])} twice at one end: S.mask, S.lengths or S.padding = "none" states '
@@ -247,13 +247,95 @@ def numbers_of(array: np.ndarray) -> np.ndarray:
     return (array["bfloat16"].astype("<u4") << 16).view("<f4") if array.dtype == schema.BFLOAT16 else array
 
 
-def strip_pad(ids: np.ndarray, pad: int | Sequence[int]) -> int:
-    """Return the end of a row of ids without the padding behind an early end (rule 3a).
+class PadAccount:
+    """Rule 3a: rows of a source that end with the id that fills rows. Whether it also ends sequences is stated or proved.
 
-    Where one id fills rows and ends sequences, the first of them stays. With [fill, end], every fill goes.
+    Attributes
+    ----------
+    left_out : set of int
+        The ids that masks and lengths leave out.
     """
-    fill, num_kept = (pad, 1) if isinstance(pad, int) else (pad[0], 0)
-    end = len(ids)
-    while end > 1 and ids[end - 1] == fill and (num_kept == 0 or ids[end - 2] == fill):
-        end -= 1
-    return end
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        pad = settings.get("S.pad")
+        # The id that fills rows, and the one that ends them: None if the layout does not say.
+        self._fill, self._end = pad if isinstance(pad, list) else (pad, None)
+        self._has_none = settings.get("S.padding") == "none"
+        self.left_out: set[int] = {fill} if type(fill := settings.get("S.padding")) is int else set()
+        self._before: set[int] = set()  # ids before the padding
+        self._last: set[int] = set()  # ids that end rows without padding
+        self._inner: set[int] = set()  # generated ids before other generated ids, which end no sequence
+        self._is_end = False
+        self._begins: set[bool] = set()  # whether rows begin with the id that fills
+
+    def begin(self, first: int) -> None:
+        """Add the first id of a row without a mask or length."""
+        self._begins.add(first == self._fill)
+
+    def end_of_row(self, ids: np.ndarray, num_states: int, num_prompt: int | None, *, is_padded: bool) -> int:
+        """Return the number of states before the padding behind an early end.
+
+        Parameters
+        ----------
+        ids : np.ndarray
+            The ids of the row.
+        num_prompt : int or None
+            The columns of the first pass of generation.
+        is_padded : bool
+            Whether the row may end with padding that no line states.
+        """
+        last = int(ids[-1])
+        fill = last if self._fill is None else self._fill
+        end = len(ids) - (last == fill)  # of what is before the padding
+        while end > 1 and last == fill and ids[end - 1] == fill:
+            end -= 1
+        if self._fill is None:
+            if is_padded and (last in self.left_out or (end < len(ids) - 1 and not self._has_none)):
+                raise InvalidInputError(f"the row ends with {_fill_advice(last)}", field="tokens")
+            self._last |= {last} if is_padded else set()
+            return num_states
+        if self._end is None and num_prompt is not None:
+            self._inner.update(ids[num_prompt : end - 1].tolist())
+        if end == len(ids):
+            self._last.add(last)
+            return num_states
+        before = int(ids[end - 1])
+        if self._end is None:
+            self._before.add(before)
+            self._is_end |= num_prompt is not None and end <= num_prompt  # it is the first id that was generated
+        elif self._end not in (fill, before) and self._end >= 0:
+            raise InvalidInputError(
+                f"found the id {before} before the padding of a row, expected {self._end} as the layout says: "
+                f"S.pad = [{fill}, -1] if several ids end rows",
+                field="S.pad",
+            )
+        end += self._end in (None, fill)  # the first of the padding ends the sequence
+        return num_states if end == len(ids) else end - (len(ids) > num_states or num_prompt is not None)
+
+    def close(self) -> None:
+        """Refuse rows of which only some begin with padding, and ids at their ends that are padding or may be."""
+        if self._fill is None:
+            if found := self._last & self.left_out:
+                raise InvalidInputError(f"a row ends with {_fill_advice(min(found))}", field="tokens")
+            return
+        if len(self._begins) > 1:
+            raise InvalidInputError(
+                f"some rows begin with the id {self._fill} that fills rows: S.mask or S.lengths says what is padding",
+                field="S.pad",
+            )
+        also = self._before & self._last
+        if not self._before or self._is_end or self._before & self._inner or (len(self._before) > 1 and not also):
+            return
+        before = min(also or self._before)
+        raise InvalidInputError(
+            f"rows end with the id {before} before the id {self._fill} that fills them: S.pad = [{self._fill}, {before}] "
+            f"if {before} ends rows, S.pad = [{self._fill}, {self._fill}] if {self._fill} also does",
+            field="S.pad",
+        )
+
+
+def _fill_advice(fill: int) -> str:
+    return (
+        f"the id {fill} that fills rows: S.pad = {fill} if it is padding and also ends rows, S.pad = [{fill}, END] if "
+        "the id END does, S.lengths if not"
+    )

@@ -151,7 +151,7 @@ def parse_layout(entries: Mapping[str, Any], where: str = "layout") -> Layout:
     Parameters
     ----------
     entries : Mapping
-        ``{"hidden_states": "*.pkl : []/hs -> L S D", "S.pad": 2}``; nested mappings are names with dots.
+        ``{"hidden_states": "*.pkl : []/hs -> L S D", "S.pad": [0, 2]}``; nested mappings are names with dots.
     where : str
         What holds the entries, for messages.
     """

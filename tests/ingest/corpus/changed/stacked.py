@@ -107,7 +107,7 @@ def passes(w):
         steps.append(list(np.stack(rows, 1)))
     fill = int(w.rng.choice([0, 2]))
     if w.rng.integers(2):
-        w.layout["S.pad"] = [fill, 2] if fill != 2 else 2
+        w.layout["S.pad"] = [fill, 2]
         ended, n = w.samples[-1], lengths[-1]
         ended.tokens[n + 1 :] = [2, *[fill] * (new - 1)]
     sequences = pad([s.tokens for s in w.samples], 0, side, fill)[0]
