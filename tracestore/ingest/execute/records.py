@@ -1,7 +1,7 @@
 """Traces of one source as records: the values of all places that belong together."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -297,11 +297,7 @@ class TraceBuilder:
         fill = settings.get("S.padding")
         filled = None if fill in (None, "none") else span_of_fill(fill, layers, ids)
         if (mask := self._known("S.mask", self.arrays.array("S.mask", trace, "S"))) is not None:
-            begin, end = self._span_of_mask(mask[0], num_states, sizes, 0 if tokens is None else len(tokens))
-            masked = ids if tokens is None or len(mask[0]) != len(tokens) else tokens
-            left_out, has_full = self.pads.left_out, lambda: self.arrays.has_full_mask(trace)
-            check_left_out(masked, (begin, end), left_out, layers, "S.mask", has_full)
-            end = min(end, num_states)
+            begin, end = self._span_of_mask(mask[0], tokens, layers, sizes, lambda: self.arrays.has_full_mask(trace))
         elif "NS" not in trace.fixed and (length := self._known("S.lengths", self._length(trace))) is not None:
             begin, end = span_of_length(length, num_states, settings.get("S.side"), ids, layers)
             if ids is not None:
@@ -317,10 +313,9 @@ class TraceBuilder:
             raise InvalidInputError(f"found the tokens {filled}, expected {(begin, end)} as masked", field="S.padding")
         if tokens is None:
             return begin, end
-        has_passes = len(sizes) > 1 and len(trace.cells) == 1
-        is_padded = is_stack and (has_passes or ("N" in trace.fixed and len(tokens) > num_states))
-        num_prompt = sizes[0] if has_passes else None
-        return begin, min(end, self.pads.end_of_row(tokens, num_states, num_prompt, is_padded=is_padded))
+        num_prompt = sizes[0] if len(sizes) > 1 and len(trace.cells) == 1 else None
+        may_be_padded = is_stack and (num_prompt is not None or ("N" in trace.fixed and len(tokens) > num_states))
+        return begin, min(end, self.pads.end_of_row(tokens, num_states, num_prompt, may_be_padded=may_be_padded))
 
     def _known(self, name: str, value: Any) -> Any:
         """Return what is known of an axis; InvalidInputError if the layout states it and the trace has none."""
@@ -328,16 +323,26 @@ class TraceBuilder:
             raise InvalidInputError("the trace has no value where the layout says", field=name)
         return value
 
-    def _span_of_mask(self, flags: np.ndarray, num_states: int, sizes: list[int], num_ids: int) -> Span:
+    def _span_of_mask(
+        self,
+        flags: np.ndarray,
+        tokens: np.ndarray | None,
+        layers: Sequence[np.ndarray],
+        sizes: list[int],
+        has_full_row: Callable[[], bool],
+    ) -> Span:
         """Return the tokens of a mask, which is as long as the states, the ids or the first pass (rule 2)."""
-        if len(flags) not in (num_states, sizes[0], num_ids):
+        num_states = len(layers[0])
+        if len(flags) not in (num_states, sizes[0], 0 if tokens is None else len(tokens)):
             raise InvalidInputError(f"found {len(flags)} values, expected {num_states} as tokens", field="S.mask")
         begin, end = span_of_mask(flags)
         if len(flags) < num_states:
             if end < len(flags):
                 raise InvalidInputError("the first pass is padded behind its tokens", field="S.mask")
-            return begin, num_states
-        return begin, end
+            end = num_states
+        ids = None if tokens is None else tokens[: max(len(flags), num_states)]
+        check_left_out(ids, (begin, end), self.pads.left_out, layers, "S.mask", has_full_row)
+        return begin, min(end, num_states)
 
     def _length(self, trace: FoundTrace) -> int | None:
         """Return the length that a line for S.lengths gives, None without one."""

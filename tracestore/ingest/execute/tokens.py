@@ -272,7 +272,7 @@ class PadAccount:
         """Add the first id of a row without a mask or length."""
         self._begins.add(first == self._fill)
 
-    def end_of_row(self, ids: np.ndarray, num_states: int, num_prompt: int | None, *, is_padded: bool) -> int:
+    def end_of_row(self, ids: np.ndarray, num_states: int, num_prompt: int | None, *, may_be_padded: bool) -> int:
         """Return the number of states before the padding behind an early end.
 
         Parameters
@@ -281,7 +281,7 @@ class PadAccount:
             The ids of the row.
         num_prompt : int or None
             The columns of the first pass of generation.
-        is_padded : bool
+        may_be_padded : bool
             Whether the row may end with padding that no line states.
         """
         last = int(ids[-1])
@@ -290,9 +290,9 @@ class PadAccount:
         while end > 1 and last == fill and ids[end - 1] == fill:
             end -= 1
         if self._fill is None:
-            if is_padded and (last in self.left_out or (end < len(ids) - 1 and not self._has_none)):
+            if may_be_padded and (last in self.left_out or (end < len(ids) - 1 and not self._has_none)):
                 raise InvalidInputError(f"the row ends with {_fill_advice(last)}", field="tokens")
-            self._last |= {last} if is_padded else set()
+            self._last |= {last} if may_be_padded else set()
             return num_states
         if self._end is None and num_prompt is not None:
             self._inner.update(ids[num_prompt : end - 1].tolist())
