@@ -34,7 +34,14 @@ static uint32_t power_of_x(uint64_t n)
 
 uint32_t ts_crc32c_combine(uint32_t crc_a, uint32_t crc_b, uint64_t len_b)
 {
-    return multiply(power_of_x(8 * len_b), crc_a) ^ crc_b;
+    /* The layers of a trace have one length. */
+    static _Thread_local uint64_t last_len;
+    static _Thread_local uint32_t last_power = 0x80000000u;
+    if (len_b != last_len) {
+        last_power = power_of_x(8 * len_b);
+        last_len = len_b;
+    }
+    return multiply(last_power, crc_a) ^ crc_b;
 }
 
 /* Independent streams of the CRC instruction hide its latency of two or three cycles. */

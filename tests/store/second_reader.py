@@ -91,6 +91,18 @@ class Segment:
         sizes = np.stack([tokens, area * (self.heads or 1), layout == 3])
         starts = np.concatenate([np.zeros((3, 1), np.int64), np.cumsum(sizes, 1)], 1)
         self.hidden_start, self.attention_start, self.edge_start = self.num_layers * starts
+        self.check_layers(dict(zip(("hidden_states", "attention"), sizes, strict=False)))
+
+    def check_layers(self, sizes):
+        """Compare each layer of each row with its checksum, if the segment has checksums of layers."""
+        for name in ("hidden_states", "attention", "edge_index", "edge_weight"):
+            if f"{name}_crc32c" in self.rows:
+                uniform = np.repeat(sizes[name][sizes[name] > 0], self.num_layers) if name in sizes else ()
+                counts = np.diff(self.rows["edge_ptr"]) if name.startswith("edge") else uniform
+                layers = np.split(self.large[name][:], np.cumsum(counts)[:-1])
+                for layer, expected in zip(layers, self.rows[f"{name}_crc32c"].tolist(), strict=True):
+                    if crc32c(layer.tobytes()) != expected:
+                        raise ValueError(f"{name}: a layer differs from its checksum")
 
     def read(self, name, selection):
         """Return a part of a large array, bfloat16 as float32."""

@@ -222,7 +222,20 @@ def several_inner_chunks(path: Path, *, codec: str) -> None:
     write_store(path, traces, attention="heads", codec=codec)
 
 
+@variants({f"large_and_small_layers_{mode}": {"attention": mode} for mode in ("mean", "heads")})
+def large_and_small_layers(path: Path, *, attention: str) -> None:
+    """Mix traces whose layers are small with others: the segment has the checksums of all."""
+    traces = make_traces(4, tokens=lambda k: (150, 2, 160, 140)[k], layers=2, dim=200, heads=4, causal=lambda k: k < 3)
+    write_store(path, traces, attention=attention)
+
+
 # Edges and last tokens
+
+
+@kind
+def large_and_small_layers_of_edges(path: Path) -> None:
+    value = graphs_of(make_traces(3, tokens=lambda k: (90, 3, 110)[k], layers=2))
+    convert(save_torch(inputs(path, "gnn") / "preprocessed_0.pt", value), path)
 
 
 @variants({"edges": {}, "edges_reversed": {"reverse": True}, "edges_legacy_file": {"zip_format": False}})

@@ -142,6 +142,10 @@ OPTIONAL_FIELDS: dict[str, OptionalField] = {
 OPTIONAL_ARRAYS = {name: field.arrays(name) for name, field in OPTIONAL_FIELDS.items()}
 # The small arrays of the segment that the attribute `lens` names.
 LENS_ARRAYS = dict.fromkeys(("final_norm_weight", "final_norm_bias", "unembedding_bias"), (VALUES, "<f4"))
+# Large array -> the small array with the CRC-32C of each of its layers, row after row. A segment has it if the large
+# array is not compressed and its layers have this many bytes on average.
+LAYER_CRCS = {name: f"{name}_crc32c" for name in ("hidden_states", "attention", "edge_index", "edge_weight")}
+MIN_LAYER_BYTES = 16 << 10
 # The arrays in the file rows.zip of a segment by name: (length, dtype). The length is one per trace
 # (ROWS), one more than that (OFFSETS), or any (VALUES). They are written in the order of this table.
 ROW_ARRAYS: dict[str, tuple[str, str]] = {
@@ -166,9 +170,10 @@ ROW_ARRAYS: dict[str, tuple[str, str]] = {
     **{f"{name}_offsets": (OFFSETS, "<i8") for name in STRING_FIELDS},
     **{name: array for arrays in OPTIONAL_ARRAYS.values() for name, array in arrays.items()},
     **LENS_ARRAYS,
+    **dict.fromkeys(LAYER_CRCS.values(), (VALUES, "<u4")),
 }
 OPTIONAL_ROW_ARRAYS = frozenset(
-    {"edge_ptr", *LENS_ARRAYS, *(name for arrays in OPTIONAL_ARRAYS.values() for name in arrays)}
+    {"edge_ptr", *LENS_ARRAYS, *LAYER_CRCS.values(), *(name for arrays in OPTIONAL_ARRAYS.values() for name in arrays)}
 )
 ROW_DTYPES = {name: dtype for name, (_, dtype) in ROW_ARRAYS.items()}
 COLUMN_DTYPES = {"labels": "<f8", "groups": "|u1", "groups_offsets": "<i8"}

@@ -5,9 +5,11 @@ Readers check the values that they use; `tracestore verify` checks all values.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 
 import numpy as np
 
+from tracestore._core.kernels import crc32c
 from tracestore.errors import CorruptStoreError, InvalidInputError, escape_unprintable
 from tracestore.store.format import paths, schema
 from tracestore.store.format.manifest import Manifest
@@ -162,6 +164,7 @@ def _check_segment(segment: SegmentReader, attributes: schema.Attributes) -> Non
     _check_optional(segment, rows)
     if "edge_ptr" in rows:
         _check_edges(segment, attributes, rows)
+    _check_layers(segment)
 
 
 def _check_lens(segment: SegmentReader, attributes: schema.Attributes, number: int) -> None:
@@ -236,6 +239,16 @@ def _check_edges(segment: SegmentReader, attributes: schema.Attributes, rows: di
             nodes = segment.array("edge_index").copy(begin, end)
             is_inside = bool(0 <= nodes.min() <= nodes.max() < rows["num_tokens"][row])
             _require(is_inside, f"{segment.name}/edge_index", f"row {row}", "an edge leaves its graph")
+
+
+def _check_layers(segment: SegmentReader) -> None:
+    for name, small in schema.LAYER_CRCS.items():
+        layers = segment.layers(name)
+        if layers is not None:
+            array, where = segment.array(name), segment.rows_path
+            _require(int(layers.ends[-1]) == array.shape[0], where, small, f"not of the layers of {name}")
+            for k, (begin, end) in enumerate(pairwise(layers.ends.tolist())):
+                _require(crc32c(array.copy(begin, end)) == layers.crcs[k], where, small, f"layer {k}: not its checksum")
 
 
 def check_rows(index: StoreIndex, segment: SegmentReader, traces: np.ndarray, row_column: str) -> np.ndarray:

@@ -1,10 +1,10 @@
 """Reading one segment: an immutable Zarr group of arrays."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,6 +33,30 @@ def row_sizes(attributes: schema.Attributes, tokens: np.ndarray, layouts: np.nda
         "attention": np.where(is_dense, layers * attributes.num_stored_heads * pairs, 0),
         "edges": np.where(layouts == schema.LAYOUT_EDGES, layers, 0),
     }
+
+
+def layer_rows(
+    attributes: schema.Attributes, rows: Mapping[str, np.ndarray]
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return which rows of a segment each array of schema.LAYER_CRCS has, and the array rows (n, L) of their layers.
+
+    `rows` holds num_tokens, attention_layout and, with edges, edge_ptr.
+    """
+    layers, found = attributes.num_layers or 1, {}
+    for name, sizes in row_sizes(attributes, rows["num_tokens"], rows["attention_layout"]).items():
+        has = sizes > 0
+        if name != "edges":
+            found[name] = has, np.repeat(sizes[has, None] // layers, layers, axis=1)
+        elif "edge_ptr" in rows:
+            found |= dict.fromkeys(("edge_index", "edge_weight"), (has, np.diff(rows["edge_ptr"]).reshape(-1, layers)))
+    return found
+
+
+class Layers(NamedTuple):
+    """The n layers of all rows of a large array: where each ends in the array, (n + 1,) from 0, and its CRC-32C (n,)."""
+
+    ends: np.ndarray
+    crcs: np.ndarray
 
 
 class SegmentReader:
@@ -153,6 +177,19 @@ class SegmentReader:
             if lens.norm == "none" and found.keys() - {"unembedding_bias"}:
                 raise ValueError("found a norm, expected none")
         return found
+
+    def layers(self, name: str) -> Layers | None:
+        """Return the layers of a large array; None if the segment has no checksums of them."""
+        small = schema.LAYER_CRCS.get(name, "")
+        if small not in self.small:
+            return None
+        with self._checked(f"{small}: "):
+            rows = {n: self.values(n) for n in ("num_tokens", "attention_layout", "edge_ptr") if n in self.small}
+            _ = self._begins  # checks the numbers of tokens
+            sizes, crcs = layer_rows(self._attributes, rows)[name][1].reshape(-1), self.values(small)
+            if len(crcs) != len(sizes) or (sizes < 0).any():
+                raise ValueError(f"found {len(crcs)} values, expected {len(sizes)}, one per layer")
+            return Layers(np.concatenate([[0], np.cumsum(sizes)]), crcs)
 
     def close_array(self, name: str) -> None:
         """Release the maps of an array. The next access opens it again."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any
 
 import numpy as np
@@ -46,12 +46,14 @@ class PackedTrace:
         Whether the source had the edges in reverse direction.
     crcs : dict[str, int]
         CRC-32C of arrays. The writer computes missing ones.
+    layer_crcs : dict[str, np.ndarray]
+        CRC-32C of each layer of arrays of schema.LAYER_CRCS, uint32 of shape ``(L,)``. Those of small layers are absent.
     graph_crc, sequence_crc : int
         CRC-32C of the arrays of each field group, 0 without them.
     rounded_from : str or None
         Dtype of the source if arrays were rounded to float16 that --dtype keep would keep.
     rounding_error : float or None
-        Largest relative error of the rounded values, if it was measured.
+        Largest relative error of the rounded values, if measured.
     has_states, has_last_token : bool
         Whether its segment has its hidden states, and its last token. False until it is appended.
     source_bytes : int
@@ -71,6 +73,7 @@ class PackedTrace:
     extras: str = ""
     field_bits: int = 0
     crcs: dict[str, int] = field(default_factory=dict)
+    layer_crcs: dict[str, np.ndarray] = field(default_factory=dict)
     graph_crc: int = 0
     sequence_crc: int = 0
     num_heads: int | None = None
@@ -90,6 +93,13 @@ class PackedTrace:
     def num_bytes(self) -> int:
         """Size of its arrays in bytes, in memory or in files."""
         return sum(map(num_bytes_of, self.arrays.values()))
+
+    def set_crcs(self, name: str, crcs: Sequence[int], num_bytes: Sequence[int]) -> None:
+        """Set the CRC-32C of an array from those of its parts: its layers, or one."""
+        sizes = zip(crcs, num_bytes, strict=True)
+        self.crcs[name] = reduce(lambda whole, part: kernels.crc32c_combine(whole, *part), sizes, 0)
+        if len(crcs) == self.num_layers:
+            self.layer_crcs[name] = np.array(crcs, "<u4")
 
     @property
     def in_memory_arrays(self) -> dict[str, Sequence[np.ndarray]]:
@@ -153,9 +163,18 @@ def _bytes(array: np.ndarray) -> np.ndarray:
     return array.reshape(-1).view("u1")
 
 
-def _scan(arrays: Sequence[np.ndarray], dtype: str, out: np.ndarray | None = None) -> tuple[int, int]:
-    """Return the number of NaN or infinite values and the CRC-32C of arrays of one shape, stored as `dtype`."""
-    return kernels.checksum_scan(arrays, schema.dtype_code(dtype), arrays[0].size, out)
+def _parts(num_layers: int, layer_bytes: int) -> list[slice]:
+    """Return the parts of an array that get a checksum of their own: layers of `layer_bytes`, or all that are small."""
+    if layer_bytes < schema.MIN_LAYER_BYTES:
+        return [slice(0, num_layers)]
+    return [slice(k, k + 1) for k in range(num_layers)]
+
+
+def _scan(arrays: Sequence[np.ndarray], dtype: str, out: np.ndarray | None = None) -> tuple[int, list[int]]:
+    """Return the number of NaN or infinite values and the CRC-32C of the parts of arrays of one shape."""
+    code, parts = schema.dtype_code(dtype), _parts(len(arrays), arrays[0].nbytes)
+    found = [kernels.checksum_scan(arrays[p], code, arrays[0].size, None if out is None else out[p]) for p in parts]
+    return sum(bad for bad, _ in found), [crc for _, crc in found]
 
 
 def _crc(arrays: Sequence[np.ndarray]) -> int:
@@ -167,8 +186,8 @@ def _crc(arrays: Sequence[np.ndarray]) -> int:
 
 def _pack_attention(
     layers: Sequence[np.ndarray], mode: str, keep: bool, num_tokens: int, scratch: Scratch
-) -> tuple[int, list[np.ndarray], str, int, int]:
-    """Return (layout, arrays of all layers, dtype name, number of NaN or infinite values, CRC-32C)."""
+) -> tuple[int, list[np.ndarray], str, int, list[int]]:
+    """Return (layout, arrays of all layers, dtype name, number of NaN or infinite values, CRC-32C of each part)."""
     layers = [np.ascontiguousarray(a) for a in layers]
     dtype = schema.dtype_name(layers[0].dtype)
     num_heads = layers[0].shape[0]
@@ -177,28 +196,27 @@ def _pack_attention(
         stored = [_stored(a, keep, f"attentions[{k}]", scratch) for k, a in enumerate(layers)]
         name = dtype if keep else name
     for layout in (schema.LAYOUT_CAUSAL, schema.LAYOUT_SQUARE):
-        packed = None
+        packed, nonfinite, crcs = None, 0, list[int]()
+        size = (1 if stored is None else num_heads) * schema.num_pairs(num_tokens, layout)
+        storage, code, as_code = schema.storage_dtype(name), schema.dtype_code(dtype), schema.dtype_code(name)
         if stored is None or layout == schema.LAYOUT_CAUSAL:
-            rows = len(layers) * (1 if stored is None else num_heads)
-            packed = scratch.empty(rows * schema.num_pairs(num_tokens, layout), schema.storage_dtype(name))
-        try:
-            is_packed, nonfinite, crc = kernels.pack_attention(
-                layers,
-                schema.dtype_code(dtype),
-                stored,
-                schema.dtype_code(name),
-                num_heads,
-                num_tokens,
-                layout == schema.LAYOUT_CAUSAL,
-                packed,
-            )
-        except OverflowError as error:
-            layer = f"attentions[{error.args[0]}]"
-            raise field_error(layer, "a head mean that float16 cannot hold", "at most 65504") from None
+            packed = scratch.empty(len(layers) * size, storage)
+        for part in _parts(len(layers), size * storage.itemsize):
+            chosen = stored and stored[part]
+            out = None if packed is None else packed[part.start * size : part.stop * size]
+            sizes = num_heads, num_tokens, layout == schema.LAYOUT_CAUSAL
+            try:
+                is_packed, bad, crc = kernels.pack_attention(layers[part], code, chosen, as_code, *sizes, out)
+            except OverflowError as error:
+                layer = f"attentions[{part.start + error.args[0]}]"
+                raise field_error(layer, "a head mean that float16 cannot hold", "at most 65504") from None
+            if not is_packed:
+                break
+            nonfinite, crcs = nonfinite + bad, [*crcs, crc]
         if is_packed:
             break
     arrays = [packed] if packed is not None else [a.reshape(-1) for a in stored or ()]
-    return layout, arrays, name, nonfinite, crc
+    return layout, arrays, name, nonfinite, crcs
 
 
 def _pack_edges(
@@ -283,11 +301,12 @@ def pack_record(
         # A large trace is not copied: its size is accounted for, and it may be in files.
         if record.is_borrowed and not can_alias and len(layers) * layers[0].nbytes <= scratch.max_memory // 2:
             copy = scratch.empty((len(layers), *layers[0].shape), layers[0].dtype)
-        trace.num_nonfinite, crcs["hidden_states"] = _scan(layers, trace.hidden_dtype, copy)
+        trace.num_nonfinite, found = _scan(layers, trace.hidden_dtype, copy)
+        trace.set_crcs("hidden_states", found, [layers[0].nbytes] * len(found))
         record.hidden, arrays["hidden_states"] = (layers, layers) if copy is None else (list(copy), [copy])
     if record.last_token is not None:
         arrays["last_token"] = [_stored(record.last_token, keep_dtype, "sequences", scratch)]
-        bad, crcs["last_token"] = _scan(arrays["last_token"], trace.hidden_dtype)
+        bad, (crcs["last_token"],) = _scan(arrays["last_token"], trace.hidden_dtype)
         trace.num_nonfinite += bad
     elif record.edges is None:
         assert record.hidden is not None
@@ -299,9 +318,10 @@ def pack_record(
                 "attentions", "attention averaged over heads", "(H, S, S) per layer; use --attention mean"
             )
         trace.num_heads = None if record.is_head_mean else int(record.attention[0].shape[0])
-        trace.layout, arrays["attention"], trace.attention_dtype, bad, crcs["attention"] = _pack_attention(
+        trace.layout, arrays["attention"], trace.attention_dtype, bad, found = _pack_attention(
             record.attention, attention, keep_dtype, trace.num_tokens, scratch
         )
+        trace.set_crcs("attention", found, [num_bytes_of(arrays["attention"]) // trace.num_layers] * len(found))
         trace.num_nonfinite += bad
     if record.edges is not None:
         trace.layout = schema.LAYOUT_EDGES
@@ -310,7 +330,9 @@ def pack_record(
         )
         code = schema.dtype_code(trace.attention_dtype)
         trace.num_nonfinite += sum(kernels.count_nonfinite(_bytes(a), code) for a in arrays["edge_weight"])
-        crcs |= {name: _crc(arrays[name]) for name in ("edge_index", "edge_weight")}
+        for name in ("edge_index", "edge_weight"):
+            parts = [arrays[name][p] for p in _parts(trace.num_layers, num_bytes_of(arrays[name]) // trace.num_layers)]
+            trace.set_crcs(name, [_crc(part) for part in parts], [num_bytes_of(part) for part in parts])
     for name in ("hidden_states", "attention", "edge_index", "edge_weight"):
         if name in arrays:
             trace.graph_crc = kernels.crc32c_combine(trace.graph_crc, crcs[name], num_bytes_of(arrays[name]))

@@ -2,12 +2,14 @@
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tracestore._core.kernels import crc32c
+from tracestore._core.mapping import MappedFile
 from tracestore.store.format import paths, schema
 from tracestore.store.format.entries import FileEntry
 from tracestore.store.format.ragged import encode_strings
@@ -16,6 +18,7 @@ from tracestore.store.format.zip_group import pack_group
 from tracestore.store.io.fsio import fsync_path, makedirs, remove_tree, write_file
 from tracestore.store.io.shard_writer import ShardWriter
 from tracestore.store.io.spool_files import SpooledRows
+from tracestore.store.read.segment import layer_rows
 from tracestore.store.write.pack import PackedTrace, num_bytes_of
 
 
@@ -142,10 +145,29 @@ class SegmentWriter:
         self._write_file("zarr.json", group_metadata({}))
         attributes = {"tracestore": {"num_traces": len(self), "files": sorted(self.files)}}
         lens = {name: self._lens_arrays[name] for name in schema.LENS_ARRAYS if name in self._lens_arrays}
-        data = pack_group(_row_arrays(self._traces) | lens, attributes)
+        rows = _row_arrays(self._traces)
+        data = pack_group(rows | lens | self._layer_crcs(rows), attributes)
         self._write_file("rows.zip", data)
         fsync_path(self.folder)
         self.name = hashlib.blake2b(data, digest_size=16).hexdigest()
+
+    def _layer_crcs(self, rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return the arrays of schema.LAYER_CRCS. Checksums that a trace lacks are computed from the written file."""
+        layers = self.attributes.num_layers or 1
+        found: dict[str, np.ndarray] = {}
+        for name, (has, counts) in layer_rows(self.attributes, rows).items():
+            stream = self._streams.get(name)
+            least = max(1, counts.size * schema.MIN_LAYER_BYTES)
+            if stream is None or stream.codec != "none" or stream.num_bytes < least:
+                continue
+            mapped, ends = MappedFile(stream.path), np.cumsum([0, *counts.reshape(-1) * stream.row_bytes])
+            crcs = np.zeros(counts.shape, "<u4")
+            for k, row in enumerate(np.flatnonzero(has).tolist()):
+                places = pairwise(ends[k * layers : (k + 1) * layers + 1].tolist())
+                known = self._traces[row].layer_crcs.get(name)
+                crcs[k] = [crc32c(mapped.read(*place)) for place in places] if known is None else known
+            found[schema.LAYER_CRCS[name]] = crcs.reshape(-1)
+        return found
 
     def _finish_array(self, name: str, stream: ShardWriter) -> None:
         makedirs(self.folder / name)
