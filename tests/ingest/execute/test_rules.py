@@ -252,6 +252,74 @@ def test_rule_03a_the_id_without_a_state_is_no_padding(tmp_path, known, row):
     refuse(tmp_path, layout, "fills rows: S.pad = 0")
 
 
+@pytest.mark.parametrize(
+    "known",
+    [
+        {"S.mask": "a.pkl : ones -> N S"},
+        {"S.lengths": "a.pkl : widths -> N"},
+        {"S.padding": "zeros"},
+        {"S.padding": "nan"},
+        {"S.padding": 9},
+    ],
+)
+@pytest.mark.parametrize("row", [[5, 6, 0, 0], [0, 0, 5, 6]])
+def test_rule_17b_padding_that_leaves_out_nothing(tmp_path, known, row):
+    """A mask of ones, lengths of the padded rows, a fill that is not there [padding stored as tokens]."""
+    arrays = {"ones": np.ones((2, 4), int), "widths": np.array([4, 4])}
+    dump(tmp_path / "in/a.pkl", {"hs": states(2, 2, 4, 8), "ids": np.array([[5, 6, 7, 8], row]), **arrays})
+    layout = {"hidden_states": "a.pkl : hs -> N L S D", "tokens": "a.pkl : ids -> N S"} | known
+    layout["ignore"] = [f"a.pkl : {name}" for name in arrays if not any(name in str(v) for v in known.values())]
+    refuse(tmp_path, layout, 'tokens: no row has padding .* the id 0 twice at one end: S.padding = "none"')
+
+    traces = convert(tmp_path, layout | {"S.padding": "none"})
+
+    assert traces["a.pkl:1", 0].tokens.tolist() == row
+
+
+@pytest.mark.parametrize(
+    "rows", [[[0, 6, 7, 8], [0, 6, 0, 0]], [[0, 6, 7, 8], [0, 6, 5, 8]], [[0, 0, 7, 8], [5, 6, 7, 0]]]
+)
+def test_rule_17b_an_id_that_begins_rows_and_fills_them(tmp_path, rows):
+    """S.padding = 0 where 0 is also the first token [a first token left out]."""
+    dump(tmp_path / "in/a.pkl", {"hs": states(2, 2, 4, 8), "ids": np.array(rows)})
+    layout = {"hidden_states": "a.pkl : hs -> N L S D", "tokens": "a.pkl : ids -> N S", "S.padding": 0}
+
+    refuse(tmp_path, layout, "S.padding: the id 0 begins rows and ends rows, or begins every row")
+
+
+@pytest.mark.parametrize(
+    "mask", [[[0, 1, 1, 1], [0, 1, 1, 1]], [[1, 1, 1, 0], [1, 1, 1, 0]], [[0, 1, 1, 1], [1, 1, 1, 0]]]
+)
+def test_rule_17b_the_state_of_one_token_is_always_constant(tmp_path, mask):
+    """A mask without tokens that leaves out one token of every row [a mask of the answer]."""
+    layout = {"hidden_states": "a.pkl : hs -> N L S D", "S.mask": "a.pkl : mask -> N S"}
+    hs = states(2, 2, 4, 8)
+    dump(tmp_path / "in/a.pkl", {"hs": hs, "mask": np.array(mask)})
+    refuse(tmp_path, layout, "S.mask: the states that it leaves out are not constant and no row is full")
+    for row, flags in zip(hs, mask, strict=True):
+        row[:, np.array(flags) == 0] = 0
+    dump(tmp_path / "in/a.pkl", {"hs": hs, "mask": np.array(mask)})
+
+    assert [trace.num_tokens for trace in convert(tmp_path, layout).values()] == [3, 3]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_lengths_of_ids_without_padding_next_to_padded_states(tmp_path, side):
+    hs, kept = states(3, 2, 9, 8), {"left": slice(-5, None), "right": slice(5)}[side]
+    ids = [np.arange(9), np.arange(5) + 20, np.arange(5) + 40]
+    dump(tmp_path / "in/a.pkl", {"hs": hs, "ids": ids, "n": [9, 5, 5]})
+    layout = {"hidden_states": "a.pkl : hs -> N L S D", "tokens": "a.pkl : ids -> N S"}
+    layout |= {"S.lengths": "a.pkl : n -> N", "S.side": side}
+
+    traces = convert(tmp_path, layout)
+
+    for k, trace in enumerate(traces.values()):
+        assert trace.tokens.tolist() == ids[k].tolist()
+        np.testing.assert_allclose(trace.hidden_states[1], hs[k, 1][kept] if k else hs[k, 1], atol=2e-3)
+    dump(tmp_path / "in/a.pkl", {"hs": hs, "ids": [*ids[:2], np.arange(4)], "n": [9, 5, 5]})
+    refuse(tmp_path, layout, "found 4 ids, expected 9", overwrite=True)
+
+
 def test_rule_04_a_lost_file_of_a_layer(tmp_path):
     for token in (0, 1, 2):
         for layer in (0, 1):

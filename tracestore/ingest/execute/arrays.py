@@ -218,8 +218,11 @@ class ArrayReader:
             return None
         return (arrays[0] if len(arrays) == 1 else np.concatenate(arrays)), letter
 
-    def tokens(self, trace: FoundTrace, num_states: int, *, has_passes: bool) -> np.ndarray | None:
-        """Return the ids of the tokens: as many as states, or one more where that is known (rule 3)."""
+    def tokens(self, trace: FoundTrace, num_states: int, length: int | None, *, has_passes: bool) -> np.ndarray | None:
+        """Return the ids of the tokens: as many as states, or one more where that is known (rule 3).
+
+        Ids without padding next to padded states are as many as `length` says.
+        """
         found = self.array("tokens", trace, "STG")
         if found is None:
             return None
@@ -236,7 +239,9 @@ class ArrayReader:
         is_exact = letter == "G" or (letter == "T" and has_passes)
         if self.rows_of_passes(trace) is not None and letter == "T" and len(set(ids[num_states + 1 :].tolist())) < 2:
             ids = ids[: num_states + 1]  # a beam that ended early
-        check_ids(ids, num_states, is_wider=letter in "TG", is_exact=is_exact)
+        is_unpadded = letter == "S" and ids.shape == (length,) and len(ids) < num_states
+        if not is_unpadded:
+            check_ids(ids, num_states, is_wider=letter in "TG", is_exact=is_exact)
         return ids
 
     def texts(self, trace: FoundTrace) -> list[str] | None:

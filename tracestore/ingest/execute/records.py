@@ -16,6 +16,7 @@ from tracestore.ingest.execute.tokens import (
     PromptAccount,
     Span,
     check_left_out,
+    check_new_tokens,
     check_no_padding,
     check_prompt,
     check_zero_tokens,
@@ -246,16 +247,18 @@ class TraceBuilder:
         """Set attention, ids, texts and values of the tokens of all parts and passes, without padding."""
         num_states = len(values["hidden_states"][0])
         has_passes = len(sizes) > 1 and len(trace.cells) == 1
-        tokens = self.arrays.tokens(trace, num_states, has_passes=has_passes)
+        length = None if "NS" in trace.fixed else self._known("S.lengths", self._length(trace))
+        tokens = self.arrays.tokens(trace, num_states, length, has_passes=has_passes)
         texts = self.arrays.texts(trace)
         is_needed = self._need_attention is not False
         attention = self.arrays.attention(trace, sizes, ids, is_needed=is_needed)
         if is_needed:
             values["attentions"] = attention
         self._set_prompt_length(trace, values, sizes)
-        span = self._span(trace, values, tokens, num_states, sizes)
-        if has_passes and tokens is None:
-            self._check_new_tokens(sizes)
+        padded = None if tokens is None or len(tokens) < num_states else tokens
+        span = self._span(trace, values["hidden_states"], padded, length, sizes)
+        if has_passes and tokens is None and not self.settings.get("P.new"):
+            check_new_tokens(sizes, self.plan.layout.states)
         self._crop(values, tokens, texts, span, num_states)
         self._set_per_token(trace, values, span, num_states)
 
@@ -279,36 +282,34 @@ class TraceBuilder:
         elif sizes[0] > 1 and all(size == 1 for size in sizes[1:]):
             values["prompt_length"] = sizes[0]
 
-    def _check_new_tokens(self, sizes: list[int]) -> None:
-        """Rule 5: passes grow by new tokens only. 5a: without ids, passes after the first have one token each."""
-        if not self.settings.get("P.new") and any(size != 1 for size in sizes[1:]):
-            raise InvalidInputError(
-                f"passes of {sizes!s:.60} tokens: do later ones repeat earlier tokens? P.repeats = true, or P.new = true",
-                field=self.plan.layout.states,
-            )
-
     def _span(
-        self, trace: FoundTrace, values: dict[str, Any], tokens: np.ndarray | None, num_states: int, sizes: list[int]
+        self,
+        trace: FoundTrace,
+        layers: Sequence[np.ndarray],
+        tokens: np.ndarray | None,
+        length: int | None,
+        sizes: list[int],
     ) -> Span:
-        """Return the tokens that are no padding."""
-        layers, settings = values["hidden_states"], self.settings
+        """Return the tokens that are no padding; `length` is that of S.lengths."""
+        num_states, settings = len(layers[0]), self.settings
         ids = None if tokens is None else tokens[:num_states]
         is_stack = "N" in trace.environment and "NS" not in trace.fixed
+        is_end_known = len(sizes) > 1 or "S.pad" in settings
         fill = settings.get("S.padding")
         filled = None if fill in (None, "none") else span_of_fill(fill, layers, ids)
         if (mask := self._known("S.mask", self.arrays.array("S.mask", trace, "S"))) is not None:
             begin, end = self._span_of_mask(mask[0], tokens, layers, sizes, lambda: self.arrays.has_full_mask(trace))
-        elif "NS" not in trace.fixed and (length := self._known("S.lengths", self._length(trace))) is not None:
+        elif length is not None:
             begin, end = span_of_length(length, num_states, settings.get("S.side"), ids, layers)
             if ids is not None:
                 check_left_out(ids, (begin, end), self.pads.left_out, layers, "S.lengths", lambda: True)
-        elif filled is not None:
-            begin, end = filled
         else:
-            begin, end = 0, num_states
+            begin, end = filled or (0, num_states)
             if is_stack and ids is not None and fill is None:
-                check_no_padding(ids, is_end_known=len(sizes) > 1 or "S.pad" in settings)
+                check_no_padding(ids, is_end_known=is_end_known)
                 self.pads.begin(int(ids[0]))
+        if is_stack and ids is not None:
+            self.pads.add_span((begin, end), ids, is_end_known=is_end_known)
         if filled not in (None, (begin, end)):
             raise InvalidInputError(f"found the tokens {filled}, expected {(begin, end)} as masked", field="S.padding")
         if tokens is None:
@@ -369,7 +370,8 @@ class TraceBuilder:
                 values["prompt_length"] = tokens_of_columns(values["prompt_length"], span)
         self.prompts.add(values.get("prompt_length"), begin)
         if tokens is not None:
-            values["tokens"] = tokens[begin : end + (len(tokens) == num_states + 1)]
+            is_unpadded = len(tokens) == end - begin
+            values["tokens"] = tokens if is_unpadded else tokens[begin : end + (len(tokens) == num_states + 1)]
         if texts is not None:
             wanted = end - begin
             values["tokens_decoded"] = (

@@ -114,7 +114,7 @@ def check_left_out(
         return
     for layer in layers:
         outside = np.concatenate([numbers_of(layer[:begin]), numbers_of(layer[end:])])
-        if len(outside) and not np.array_equal(outside, np.tile(outside[:1], (len(outside), 1)), equal_nan=True):
+        if not _is_constant(outside):
             if has_full_row():
                 return
             raise InvalidInputError(
@@ -122,6 +122,13 @@ def check_left_out(
                 "A line for tokens shows what is padding",
                 field=name,
             )
+
+
+def _is_constant(states: np.ndarray) -> bool:
+    """Return whether states of tokens are equal; one token alone shows it if it is zero or NaN."""
+    if len(states) == 1:
+        return not states.any() or bool(np.isnan(states).all())
+    return np.array_equal(states, np.tile(states[:1], (len(states), 1)), equal_nan=True)
 
 
 def span_of_length(
@@ -199,6 +206,15 @@ def check_prompt(length: int | None, num_tokens: int) -> None:
         raise InvalidInputError(f"found {length}, more than {num_tokens} tokens", field="prompt_length")
 
 
+def check_new_tokens(sizes: list[int], what: str) -> None:
+    """Rule 5: passes grow by new tokens only. 5a: without ids, passes after the first have one token each."""
+    if any(size != 1 for size in sizes[1:]):
+        raise InvalidInputError(
+            f"passes of {sizes!s:.60} tokens: do later ones repeat earlier tokens? P.repeats = true, or P.new = true",
+            field=what,
+        )
+
+
 class PromptAccount:
     """The stated lengths of prompts of a source: one that is equal in all padded rows may count the padding."""
 
@@ -267,10 +283,21 @@ class PadAccount:
         self._inner: set[int] = set()  # generated ids before other generated ids, which end no sequence
         self._is_end = False
         self._begins: set[bool] = set()  # whether rows begin with the id that fills
+        self._is_of_ids = type(settings.get("S.padding")) is int
+        self._spans: set[tuple[int, int]] = set()  # how many tokens were left out before and behind those of rows
+        self._doubled: dict[bool, int] = {}  # whether rows begin with one id twice, and that id or the first one
+        self._doubled_end: int | None = None
 
     def begin(self, first: int) -> None:
         """Add the first id of a row without a mask or length."""
         self._begins.add(first == self._fill)
+
+    def add_span(self, span: Span, ids: np.ndarray, *, is_end_known: bool) -> None:
+        """Add the tokens of a row that are no padding."""
+        self._spans.add((span[0], len(ids) - span[1]))
+        self._doubled[bool(len(ids) > 1 and ids[0] == ids[1])] = int(ids[0])
+        if not is_end_known and len(ids) > 1 and ids[-1] == ids[-2]:
+            self._doubled_end = int(ids[-1])
 
     def end_of_row(self, ids: np.ndarray, num_states: int, num_prompt: int | None, *, may_be_padded: bool) -> int:
         """Return the number of states before the padding behind an early end.
@@ -314,6 +341,7 @@ class PadAccount:
 
     def close(self) -> None:
         """Refuse rows of which only some begin with padding, and ids at their ends that are padding or may be."""
+        self._check_spans()
         if self._fill is None:
             if found := self._last & self.left_out:
                 raise InvalidInputError(f"a row ends with {_fill_advice(min(found))}", field="tokens")
@@ -332,6 +360,23 @@ class PadAccount:
             f"if {before} ends rows, S.pad = [{self._fill}, {self._fill}] if {self._fill} also does",
             field="S.pad",
         )
+
+    def _check_spans(self) -> None:
+        """Refuse padding that is stated and leaves out nothing, and an id that may begin rows as well as fill them."""
+        befores, behind = ({span[k] for span in self._spans} for k in (0, 1))
+        if self._is_of_ids and (befores == {1} or (max(befores, default=0) and max(behind))):
+            raise InvalidInputError(
+                f"the id {min(self.left_out)} begins rows and ends rows, or begins every row: S.mask or S.lengths says "
+                "which tokens are padding",
+                field="S.padding",
+            )
+        twice = self._doubled_end if len(self._doubled) < 2 else self._doubled[True]
+        if befores | behind == {0} and twice is not None and not self._has_none:
+            raise InvalidInputError(
+                f"no row has padding by the layout, and a row has the id {twice} twice at one end: "
+                'S.padding = "none" states that it is no padding',
+                field="tokens",
+            )
 
 
 def _fill_advice(fill: int) -> str:
