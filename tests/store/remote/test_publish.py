@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 import tracestore
-from tests.helpers import ROOT, command, convert, make_traces, read_all, tree_bytes, write_pickle, write_store
+from tests.helpers import ROOT, command, convert, error_of, make_traces, read_all, tree_bytes, write_pickle, write_store
 from tests.store.remote.stores import committed_files
+from tests.tiers import long
 from tracestore.errors import RemoteError, StoreLockedError, UsageError
 from tracestore.store.maintain.clean import clean_store
 from tracestore.store.maintain.verify import verify_store
@@ -118,6 +119,35 @@ def test_score_merge_and_subset_accept_urls(remote, store_path, tmp_path):
     assert done.returncode == 2 and "is a source and the destination" in done.stderr
     done = command("score", f"{remote}-not", "--scores", tmp_path / "scores.csv")
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "no such store" in done.stderr
+
+
+@pytest.mark.parametrize("fault", [None, *long("lost", "503", "cut")])
+def test_a_merge_in_a_bucket_lets_the_server_copy(remote_store, local_store, proxy, tmp_path, fault):
+    merged, puts = remote_store.replace("/store.zarr", "/merged.zarr"), []
+
+    def at(count, method, path):
+        puts.append(path) if method == "PUT" else None
+        return fault if method == "PUT" and puts.count(path) == 1 else None
+
+    proxy.fault = at
+    command("merge", remote_store, merged, check=0)
+    proxy.fault = lambda *_: None
+    read = {path.split("/store.zarr/")[-1] for method, path in proxy.requests if method == "GET"}
+    assert read and not [path for path in read if "/c/" in path]
+    command("merge", local_store, tmp_path / "merged.zarr", check=0)
+    assert_same_store(merged, tmp_path / "merged.zarr")
+    command("merge", merged, tmp_path / "again.zarr", check=0)
+    assert tree_bytes(tmp_path / "again.zarr") == tree_bytes(tmp_path / "merged.zarr")
+
+
+def test_a_merge_in_a_bucket_finds_missing_objects_and_other_sizes(remote_store, local_store):
+    merged, objects = remote_store.replace("/store.zarr", "/merged.zarr"), ObjectStore(remote_store)
+    path = next(p for p in objects.list_recursive("segments") if "/attention/c/" in p)
+    objects.put(path, b"short")
+    assert "found 5 bytes" in error_of("merge", remote_store, merged, code=3)
+    objects.delete([path])
+    assert f"{path}: missing" in error_of("merge", remote_store, merged, code=3)
+    assert not [p for p in objects_of(merged) if p.startswith("manifest/")]
 
 
 @pytest.mark.long

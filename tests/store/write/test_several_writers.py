@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import tracestore
-from tests.helpers import make_trace, make_traces, read_all, tree_bytes, write_store
+from tests.helpers import convert, make_trace, make_traces, read_all, tree_bytes, write_pickle, write_store
 from tracestore.errors import LateConflictError, StoreLockedError, UsageError
 from tracestore.store.format.labels import ScoreField
 from tracestore.store.io import fsio, locks
@@ -22,7 +22,7 @@ from tracestore.store.read.columns import TraceValues
 from tracestore.store.write.record import record_from_dict
 from tracestore.store.write.writer import StoreWriter
 
-ROUNDS = int(os.environ.get("TRACESTORE_ROUNDS", "10"))
+ROUNDS = int(os.environ.get("TRACESTORE_ROUNDS", "4"))
 
 
 def add_source(writer, name, traces, **given):
@@ -353,19 +353,14 @@ def test_what_an_interrupted_commit_left_is_used_again(tmp_path, monkeypatch):
     assert tree_bytes(path) == tree_bytes(kept)
 
 
-def append_in_a_process(path, first, seed):
-    """Fork a process that appends traces and commits at random positions. Return its id."""
+def in_a_process(work, *args):
+    """Fork a process that calls work(*args). Return its id."""
     child = os.fork()
     if child:
         return child
     code = 1
     try:
-        rng = random.Random(f"{seed} {first}")
-        with tracestore.create(path, append=True) as writer:
-            for k in [*range(first, first + 6), *range(100, 103)]:
-                writer.append(make_trace(k, tokens=2 + k % 5), score=k / 1000)
-                if rng.random() < 0.5:
-                    writer.flush()
+        work(*args)
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -373,11 +368,36 @@ def append_in_a_process(path, first, seed):
         os._exit(code)
 
 
+def numbers_of(first):
+    return [*range(first, first + 6), *range(100, 103)]
+
+
+def append(path, first, seed):
+    """Append traces and commit at random positions."""
+    rng = random.Random(f"{seed} {first}")
+    with tracestore.create(path, append=True) as writer:
+        for k in numbers_of(first):
+            writer.append(make_trace(k, tokens=2 + k % 5), score=k / 1000)
+            if rng.random() < 0.5:
+                writer.flush()
+
+
+def convert_files(path, first, seed):
+    """Convert a file for each trace, with a commit after each."""
+    folder = path.with_name(f"{path.name}-{first}-{seed}")
+    folder.mkdir()
+    for k in numbers_of(first):
+        write_pickle(folder / f"{k}.pkl", [make_trace(k, tokens=2 + k % 5)])
+    StoreWriter.__init__.__kwdefaults__["commit_bytes"] = 1
+    convert(folder, path)
+
+
 @pytest.mark.timeout(1800)
-def test_two_processes_append_at_once(tmp_path):
+@pytest.mark.parametrize("works", [(append, append), (append, convert_files), (convert_files, convert_files)])
+def test_two_processes_write_at_once(tmp_path, works):
     """Both have traces of their own and the same others. TRACESTORE_ROUNDS=200 is the long form."""
     for number in range(ROUNDS):
         path = tmp_path / f"{number}.zarr"
-        children = [append_in_a_process(path, first, number) for first in (0, 50)]
+        children = [in_a_process(work, path, first, number) for work, first in zip(works, (0, 50), strict=True)]
         assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0], number
         check(path, [make_trace(k, tokens=2 + k % 5) for k in (*range(6), *range(50, 56), *range(100, 103))])

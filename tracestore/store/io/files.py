@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, Self
 
+from tracestore._core.kernels import crc32c
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import CorruptStoreError, UsageError, escape_unprintable
 from tracestore.store.format import paths, schema
 from tracestore.store.format.entries import FileEntry, size_mismatch
 from tracestore.store.format.manifest import MAX_MANIFEST_BYTES, Manifest, parse_manifest
+from tracestore.store.io import fsio
 from tracestore.store.io.locks import Pin
 
 MAX_ROOT_BYTES = 2 << 20  # of the root zarr.json, which holds up to 64 provenances
@@ -140,6 +142,12 @@ class ReadableFiles(StoreFiles, Protocol):
     def require_root(self) -> None:
         """Raise UsageError unless the location has the metadata of a store's root."""
 
+    def link(self, entry: FileEntry, path: Path) -> None:
+        """Give a file the new name `path` too: a hard link, or a copy where links are refused. It is durable then.
+
+        CorruptStoreError if it is missing or has another size, or a copy another checksum.
+        """
+
     def fetch(self, entries: Iterable[FileEntry]) -> None:
         """Make several small files available at once."""
 
@@ -258,6 +266,15 @@ class LocalFiles(ReadableFiles):
         finally:
             os.close(fd)
 
+    def link(self, entry: FileEntry, path: Path) -> None:
+        """See ReadableFiles."""
+        with reading_committed(entry.path):
+            fd = self.open(entry.path)
+        try:
+            link_file(fd, self.root / entry.path, path, entry)
+        finally:
+            os.close(fd)
+
     def open(self, path: str) -> int:
         """Open a file for reading and return its descriptor; `path` is relative to the store.
 
@@ -320,6 +337,21 @@ class LocalFiles(ReadableFiles):
                 os.close(fd)
             fd = inner
         return fd
+
+
+def link_file(fd: int, source: Path, path: Path, entry: FileEntry) -> None:
+    """Give the file open as `fd`, which lies at `source`, the new name `path` too; see ReadableFiles.link."""
+    size, crc = os.fstat(fd).st_size, entry.crc32c
+    if size == entry.size and not fsio.try_link(fd, source, path):
+        with fsio.created(path) as out:
+            size = crc = 0
+            while chunk := os.read(fd, 1 << 20):
+                fsio.write_all(out, memoryview(chunk))
+                size, crc = size + len(chunk), crc32c(chunk, crc)
+    if size != entry.size:
+        raise size_mismatch(entry, size)
+    if crc != entry.crc32c:
+        raise CorruptStoreError(f"{entry.path}: checksum mismatch")
 
 
 def not_regular_error(store: Path, path: str) -> CorruptStoreError:

@@ -85,16 +85,39 @@ def pwritev_all(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
             remaining[0] = remaining[0][written:]
 
 
-def write_file(path: Path, data: bytes | memoryview, *, mode: int = 0o444) -> None:
-    """Create a file with these bytes and synchronize it with the disk, but not its folder."""
+@contextlib.contextmanager
+def created(path: Path, *, mode: int = 0o444) -> Iterator[int]:
+    """Create a file and yield its descriptor. After the block the file is synchronized with the disk, not its folder."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
         with with_filename(path):
-            write_all(fd, memoryview(data))
+            yield fd
             os.fchmod(fd, mode)
             os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def write_file(path: Path, data: bytes | memoryview, *, mode: int = 0o444) -> None:
+    """Create a file with these bytes and synchronize it with the disk, but not its folder."""
+    with created(path, mode=mode) as fd:
+        write_all(fd, memoryview(data))
+
+
+def try_link(fd: int, source: Path, path: Path) -> bool:
+    """Give the file open as `fd`, which lies at `source`, the new name `path` too; False where links are refused."""
+    try:
+        retry_eintr(os.link, source, path)
+    except OSError as error:
+        if error.errno in _NO_LINKS:
+            return False
+        raise
+    if os.path.samestat(os.fstat(fd), os.lstat(path)):
+        with with_filename(path):
+            os.fsync(fd)  # The program that wrote the file may not have done that.
+        return True
+    retry_eintr(os.unlink, path)
+    return False
 
 
 def replace_file(path: Path, data: bytes) -> None:

@@ -2,12 +2,14 @@
 
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tracestore.errors import StoreLockedError
 from tracestore.store.format import paths
+from tracestore.store.format.entries import FileEntry
 from tracestore.store.io import fsio, locks
+from tracestore.store.io.files import ReadableFiles
 from tracestore.store.io.ownership import remove_own
 
 
@@ -69,6 +71,14 @@ class HasWritingFolder:
     def new_folder(self) -> Path:
         """See CommitTarget."""
         return self._folder.new_folder()
+
+    def take_segment(self, files: ReadableFiles, entries: Mapping[str, FileEntry], folder: Path, name: str) -> None:
+        """See CommitTarget."""
+        for inner, entry in entries.items():
+            fsio.makedirs((folder / inner).parent)
+            files.link(entry, folder / inner)
+        for path, _, _ in os.walk(folder):
+            fsio.fsync_path(Path(path))
 
 
 def _locks(store: Path) -> Iterator[tuple[str, locks.WriterLock | None]]:

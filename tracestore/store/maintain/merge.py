@@ -1,26 +1,23 @@
 """Copying traces of one or more stores to another store."""
 
-import math
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from tracestore.errors import InvalidInputError, UsageError
-from tracestore.store.format import schema
 from tracestore.store.format.labels import CORRECT, DEFAULT_THRESHOLD, ScoreField, derive, unlabeled_note
 from tracestore.store.format.provenance import Provenance, require_compatible
 from tracestore.store.io.files import RemoteURL, parse_location
 from tracestore.store.io.fsio import require_free_bytes
-from tracestore.store.maintain.selection import by_source, large_array_bytes
+from tracestore.store.maintain.selection import by_source
+from tracestore.store.maintain.transfer import Transfer
 from tracestore.store.read.columns import TraceValues
 from tracestore.store.read.store import TraceStore, open_store
-from tracestore.store.trace_fields import PackedEdges
-from tracestore.store.write.pack import PackedTrace
-from tracestore.store.write.record import read_record
-from tracestore.store.write.writer import StoreWriter
+from tracestore.store.write.writer import COMMIT_BYTES, StoreWriter
 from tracestore.words import plural
 
 _PLACE_COLUMNS = ("graph_segment", "graph_row", "sequence_segment", "sequence_row")
@@ -46,49 +43,6 @@ class MergeReport:
     labels_lost: dict[str, int] = field(default_factory=dict)
     labels_changed: dict[str, int] = field(default_factory=dict)
     unlabeled: str | None = None
-
-
-def stored_traces(store: TraceStore, index: int) -> Iterator[PackedTrace]:
-    """Return trace `index` packed, with its bytes as stored.
-
-    There are two packed traces if two sources added its graph and its last tokens.
-    """
-    trace, attributes = store[index], store.internals.attributes
-    places = trace._row
-    graph = (places.graph_segment, places.graph_row)
-    sequence = (places.sequence_segment, places.sequence_row)
-    for number, row in dict.fromkeys(place for place in (graph, sequence) if place[0] >= 0):
-        segment = store.internals.segment(number)
-        label = None if math.isnan(trace.label) else trace.label
-        record = replace(read_record(segment, row), question_id=trace.question_id, label=label)
-        arrays: dict[str, list[np.ndarray]] = {}
-        packed = PackedTrace(
-            record=record,
-            num_layers=store.num_layers,
-            num_tokens=trace.num_tokens if (number, row) == graph else 0,
-            hidden_dim=store.hidden_dim,
-            arrays=arrays,
-            reversed_edges=bool(segment.scalar("edges_reversed", row)),
-            num_nonfinite=segment.scalar("num_nonfinite", row),
-            extras=segment.string("extras", row),
-            field_bits=segment.scalar("fields", row),
-            hidden_dtype=store.hidden_dtype,
-        )
-        if (number, row) == graph:
-            arrays["hidden_states"] = [trace.hidden_states_bits]
-            packed.layout, packed.graph_crc = places.layout, segment.scalar("graph_crc32c", row)
-        if packed.layout != schema.LAYOUT_NONE:
-            attention = trace.attention_packed_bits
-            packed.num_heads, packed.attention_dtype = attributes.num_heads, attributes.attention_dtype
-            if isinstance(attention, PackedEdges):
-                packed.edge_counts = np.diff(attention.ptr)
-                arrays |= {"edge_index": [attention.edge_index], "edge_weight": [attention.weight]}
-            else:
-                arrays["attention"] = [attention.reshape(-1)]
-        if (number, row) == sequence:
-            arrays["last_token"] = [trace.last_token_bits]
-            packed.sequence_crc = segment.scalar("sequence_crc32c", row)
-        yield packed
 
 
 def merge_stores(
@@ -155,21 +109,29 @@ def merge_stores(
         overwrite=overwrite,
         allow_mixed_provenance=True,  # checked here store by store
     ) as writer:
-        _require_space(writer, copies)
+        # Commits are decided here: none of them separates the rows of a segment that is taken over.
+        writer.commit_bytes = sys.maxsize
+        new = _new_traces(writer, copies)
+        transfers = [Transfer(store, indices, writer) for store, indices in zip(opened, new, strict=True)]
+        if writer.attributes.options["codec"] == "none" and isinstance(parse_location(destination), Path):
+            needed = sum(transfer.needed_bytes() for transfer in transfers)
+            require_free_bytes(writer.path, needed, f"a copy of {plural(total, 'trace')}")
         for name, field in score_fields.items():
             if name not in writer.attributes.scores or writer.attributes.scores[name].direction != field.direction:
                 writer.define_score(name, field)
         known = list(writer.attributes.provenance)
         for store, indices in copies:
-            new = _provenances(store, indices)
-            for provenance in () if allow_mixed_provenance else new:
+            stated = _provenances(store, indices)
+            for provenance in () if allow_mixed_provenance else stated:
                 require_compatible(known, [provenance], str(store.path))
-            known += new
+            known += stated
         _copy_lens(writer, opened, report)
-        for store, indices in copies:
+        for (store, indices), transfer in zip(copies, transfers, strict=True):
             try:
                 for number, added, is_whole in by_source(store, indices):
-                    _merge_source(writer, store, number, added, is_whole, report)
+                    _merge_source(writer, store, number, added, is_whole, transfer, report)
+                    if writer.pending_bytes >= COMMIT_BYTES and transfer.is_between_segments:
+                        writer.commit()
                     done += len(added)
                     if progress is not None:
                         progress(done, total)
@@ -184,20 +146,16 @@ def merge_stores(
     return report
 
 
-def _require_space(writer: StoreWriter, copies: Sequence[tuple[TraceStore, np.ndarray]]) -> None:
-    """Raise DiskFullError if the traces that the destination lacks do not fit on its disk without compression."""
-    if writer.attributes.options["codec"] != "none":
-        return
+def _new_traces(writer: StoreWriter, copies: Sequence[tuple[TraceStore, np.ndarray]]) -> list[np.ndarray]:
+    """Return those of the chosen traces of each store whose key neither the destination nor an earlier store has."""
     seen: set[tuple[str, int]] = set()
-    needed = 0
+    found = []
     for store, indices in copies:
         samples = store.internals.index.read_column("sample")[indices].tolist()
         keys = list(zip(store.question_ids.take(indices), samples, strict=True))
-        is_new = np.array([key not in seen and writer.index.find(*key) < 0 for key in keys], bool)
-        needed += int(large_array_bytes(store, indices[is_new]).sum())
+        found.append(indices[np.array([key not in seen and writer.index.find(*key) < 0 for key in keys], bool)])
         seen.update(keys)
-    num_traces = sum(len(indices) for _, indices in copies)
-    require_free_bytes(writer.path, needed, f"a copy of {plural(num_traces, 'trace')}")
+    return found
 
 
 def _joined_score_fields(opened: Sequence[TraceStore]) -> dict[str, ScoreField]:
@@ -250,7 +208,13 @@ def _is_same(one: Path | RemoteURL, other: Path | RemoteURL) -> bool:
 
 
 def _merge_source(
-    writer: StoreWriter, store: TraceStore, number: int, indices: np.ndarray, is_whole: bool, report: MergeReport
+    writer: StoreWriter,
+    store: TraceStore,
+    number: int,
+    indices: np.ndarray,
+    is_whole: bool,
+    transfer: Transfer,
+    report: MergeReport,
 ) -> None:
     source = store.internals.index.source(number)
     # The source of traces that a program appended has no fingerprint: its name does not identify it. A source
@@ -264,10 +228,9 @@ def _merge_source(
     writer.begin_source(source.path, source.size, fingerprint, source.provenance)
     try:
         for index in indices.tolist():
-            scores, group = store[index].scores, store.group(index)
-            took = [writer.append_packed(p, scores=scores, group=group) for p in stored_traces(store, index)]
-            added += any(took)
-            duplicates += not any(took)
+            is_new = transfer.append(index)
+            added += is_new
+            duplicates += not is_new
     except BaseException:
         writer.abort_source()
         raise

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 from tracestore._core.kernels import crc32c
 from tracestore.errors import CorruptStoreError, RemoteError, UsageError
 from tracestore.extras import needs
+from tracestore.store.format.entries import FileEntry, size_mismatch
+from tracestore.store.io.files import RemoteURL
 from tracestore.store.remote.retries import Server, summarize_error
 from tracestore.store.remote.web_server import TransferError, WebServer
 
@@ -311,6 +313,27 @@ class ObjectStore(Server):
 
         with self._naming_bucket():
             return _version(self.retry(path, call))
+
+    def shares_bucket(self, other: "ObjectStore") -> bool:
+        """Return whether the objects of another store are in the same bucket."""
+        return self._place[0] == other._place[0]
+
+    @property
+    def _place(self) -> tuple[str, str]:
+        """The URL of the bucket, and the folder in it."""
+        *bucket, folder = f"{self.address}/".split("/", 3)
+        return "/".join(bucket), folder.strip("/")
+
+    def copy_from(self, other: "ObjectStore", entry: FileEntry, path: str) -> None:
+        """Let the server copy an object of a store in the same bucket. CorruptStoreError if it has another size."""
+        size = other.size(entry.path)
+        if size != entry.size:
+            raise CorruptStoreError(f"{entry.path}: missing") if size is None else size_mismatch(entry, size)
+        bucket = ObjectStore(RemoteURL(self._place[0]))
+        old, new = (
+            f"{folder}/{name}".strip("/") for folder, name in ((other._place[1], entry.path), (self._place[1], path))
+        )
+        self.retry(path, lambda: self._obstore.copy(bucket._store, old, new))
 
     @contextlib.contextmanager
     def _naming_bucket(self) -> Iterator[None]:

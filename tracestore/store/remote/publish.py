@@ -1,15 +1,17 @@
 """The object store that a writer commits to: its objects are put first, then the manifest unless it exists."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from tracestore.errors import CorruptStoreError, UsageError
 from tracestore.store.format import manifest as mf
 from tracestore.store.format import paths
+from tracestore.store.format.entries import FileEntry
 from tracestore.store.io import fsio
-from tracestore.store.io.files import RemoteURL, cache_dir
+from tracestore.store.io.files import ReadableFiles, RemoteURL, cache_dir
 from tracestore.store.io.writing_folder import HasWritingFolder, WritingFolder, remove_abandoned
 from tracestore.store.remote.object_store import ObjectStore
 from tracestore.store.remote.remote_files import RemoteFiles, cache_of_environment, list_generations
@@ -104,6 +106,17 @@ class RemoteTarget(HasWritingFolder):
         self._object_store.put(f"{path}/{files[-1][0]}", folder / files[-1][0])
         self._added.add(path)
         fsio.remove_tree(folder)
+
+    def take_segment(self, files: ReadableFiles, entries: Mapping[str, FileEntry], folder: Path, name: str) -> None:
+        """See CommitTarget. The server copies the objects if both stores are in one bucket."""
+        path = paths.segment(name)
+        if not isinstance(files, RemoteFiles) or not files.object_store.shares_bucket(self._object_store):
+            super().take_segment(files, entries, folder, name)
+        elif path not in self._added:
+            with ThreadPoolExecutor(_UPLOADS) as pool:
+                new = (f"{path}/{inner}" for inner in entries)
+                list(pool.map(partial(self._object_store.copy_from, files.object_store), entries.values(), new))
+            self._added.add(path)
 
     def add_file(self, path: str, data: bytes) -> None:
         """See CommitTarget."""

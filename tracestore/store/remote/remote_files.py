@@ -13,7 +13,7 @@ from tracestore.errors import StorageError, UsageError
 from tracestore.store.format import paths
 from tracestore.store.format.entries import FileEntry, size_mismatch
 from tracestore.store.io import fsio
-from tracestore.store.io.files import FilePrefetcher, ReadableFiles, RemoteURL
+from tracestore.store.io.files import FilePrefetcher, ReadableFiles, RemoteURL, link_file
 from tracestore.store.remote.disk_cache import DiskCache, NextUse
 from tracestore.store.remote.helper import Helper
 from tracestore.store.remote.object_store import ObjectStore
@@ -143,6 +143,15 @@ class RemoteFiles(ReadableFiles):
         if len(data) != entry.size:
             raise size_mismatch(entry, len(data))
         return data
+
+    def link(self, entry: FileEntry, path: Path) -> None:
+        """See ReadableFiles. It is the cached file that gets the name."""
+
+        def link(cached: str | os.PathLike[str]) -> None:
+            with open(cached, "rb") as file:
+                link_file(file.fileno(), Path(cached), path, entry)
+
+        self._use(entry, link)
 
     def map(self, entry: FileEntry) -> MappedFile:
         """See StoreFiles."""

@@ -19,6 +19,7 @@ from tracestore.store.write.keys import KeyResolver, OnConflict
 from tracestore.store.write.pack import PackedTrace, fit_attributes, fit_lens
 from tracestore.store.write.pending import Entry, Key, Pending, PendingLens, PendingSource, location_of
 from tracestore.store.write.record import TraceRecord
+from tracestore.store.write.segment_writer import Place, SegmentWriter
 
 
 class Changes:
@@ -245,6 +246,23 @@ class Changes:
         except InvalidInputError as error:
             raise error.with_location(position=record.position) from None
         return groups, label
+
+    def append(self, trace: PackedTrace, new_folder: Callable[[], Path], split_bytes: int) -> Place:
+        """Append a trace to the last segment, or to a new one if that has `split_bytes` with it, and return its place."""
+        segment = next(iter(self.pending.segments[-1:]), None)
+        if segment is not None and len(segment) and segment.num_bytes + trace.num_bytes > split_bytes:
+            segment.close_fd()
+            segment = None
+        if segment is None or segment.name:
+            segment = self.new_segment(new_folder())
+        segment.append(trace, self.attributes)
+        return segment, len(segment) - 1
+
+    def new_segment(self, folder: Path) -> SegmentWriter:
+        """Add a segment in a folder, which does not exist."""
+        segments = self.pending.segments
+        segments.append(SegmentWriter(folder, self.manifest.num_segments + len(segments), self.attributes))
+        return segments[-1]
 
     def accept(self, entry: Entry, groups: set[int], label: float) -> None:
         """Add a trace to the open source; `groups` and `label` are those of resolve()."""

@@ -91,6 +91,9 @@ class CommitTarget(Protocol):
     def newest(self) -> int:
         """Return the number of the newest generation; 0 if the writer begins a store."""
 
+    def take_segment(self, files: ReadableFiles, entries: Mapping[str, FileEntry], folder: Path, name: str) -> None:
+        """Prepare a segment of another store for add_segment(); `entries` has its files by their paths in it."""
+
     def add_segment(self, folder: Path, name: str, files: Sequence[tuple[str, int, int]]) -> None:
         """Add a complete segment unless it exists; `files` has path in the segment, size and CRC-32C of each file."""
 

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from tracestore.errors import CorruptStoreError, InvalidInputError, LateConflictError, RemoteError, UsageError
@@ -11,18 +11,19 @@ from tracestore.store.format import labels, schema
 from tracestore.store.format.manifest import Manifest
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.io import fsio
-from tracestore.store.io.files import parse_location
+from tracestore.store.io.files import ReadableFiles, parse_location
 from tracestore.store.lens import LensArrays
 from tracestore.store.read.columns import Columns, TraceValues
 from tracestore.store.read.generation import PinnedGeneration
 from tracestore.store.read.index import SourceEntry, StoreIndex
+from tracestore.store.read.segment import SegmentReader
 from tracestore.store.write.changes import Changes
 from tracestore.store.write.commit import add_files, load_generation, load_newest, open_target, root_metadata
 from tracestore.store.write.keys import OnConflict
 from tracestore.store.write.pack import PackedTrace, pack_lens, pack_record
 from tracestore.store.write.pending import Entry, Key, PendingLens, PendingSource
 from tracestore.store.write.record import TraceRecord
-from tracestore.store.write.segment_writer import SegmentWriter
+from tracestore.store.write.segment_writer import Place, SegmentWriter
 
 COMMIT_BYTES = 128 << 20  # of pending data trigger a commit; no reader depends on it
 # Options by name. None: the default; a function returns the option of a new store.
@@ -238,34 +239,32 @@ class StoreWriter:
         except InvalidInputError as error:
             raise error.with_location(position=record.position) from None
 
-    def append_packed(self, trace: PackedTrace, *, scores: Mapping[str, float] = {}, group: str = "") -> bool:
+    def append_packed(
+        self, trace: PackedTrace, *, scores: Mapping[str, float] = {}, group: str = "", place: Place | None = None
+    ) -> bool:
         """Add a trace to the open source, and return False if the store has it already.
 
-        `scores` are values of named scores; each name was given to define_score() before. InvalidInputError if the
-        trace does not fit the store.
+        `scores` are values of named scores; each name was given to define_score() before. `place` is the row of a
+        segment of take_segment() that holds the trace. InvalidInputError if the trace does not fit the store.
         """
         assert self._changes.has_open_source
         changes, record, given = self._changes, trace.record, TraceValues(scores, math.nan, group)
         groups, label = changes.resolve(record, trace)
         if groups:
-            segment = self._segment_for(trace)
-            entry = Entry(record, given, trace, segment, len(segment))
-            segment.append(trace, self.attributes)
+            segment, row = place or changes.append(trace, self._target.new_folder, self.split_bytes)
+            entry = Entry(record, given, trace, segment, row)
         else:
             entry = Entry(Key(record.question_id, record.sample, record.position, record.label), given)
         changes.pending.sources[-1].entries.append(entry)
         changes.accept(entry, groups, label)
         return bool(groups)
 
-    def _segment_for(self, trace: PackedTrace) -> SegmentWriter:
-        segments = self._changes.pending.segments
-        if segments and len(segments[-1]) and segments[-1].num_bytes + trace.num_bytes > self.split_bytes:
-            segments[-1].close_fd()
-        elif segments and not segments[-1].name:
-            return segments[-1]
-        number = self.manifest.num_segments + len(segments)
-        segments.append(SegmentWriter(self._target.new_folder(), number, self.attributes))
-        return segments[-1]
+    def take_segment(self, files: ReadableFiles, stored: SegmentReader, traces: Sequence[PackedTrace]) -> SegmentWriter:
+        """Take over the files of a segment of another store with equal codec and dtypes; `traces` are its rows."""
+        segment = self._changes.new_segment(self._target.new_folder())
+        with fsio.map_os_errors(self.path, lambda: segment.num_bytes):
+            segment.take_over(files, stored, traces, self._target.take_segment)
+        return segment
 
     def choose_attention(self, attention: str) -> None:
         """Set the option `attention` of a store that has no commit, and no hidden states of all tokens."""
