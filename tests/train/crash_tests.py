@@ -21,12 +21,12 @@ import torch
 from tests.train.runs import outcome
 from tracestore.cli import main
 from tracestore.evaluation import metrics
-from tracestore.experiment import run
+from tracestore.experiment import training_run
 from tracestore.store.io import fsio
 from tracestore.train.model_runner import ModelRunner
 
 # These take most of the time of a short run.
-run.write_report = lambda *_: None
+training_run.write_report = lambda *_: None
 metrics.BOOTSTRAP_SAMPLES = 20
 
 

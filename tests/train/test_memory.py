@@ -24,8 +24,8 @@ def limited(bytes_, store, out, *args, before="", check=None):
     """Train without the check of the floor, so that the run reaches the limit."""
     code = (
         f"import sys; {before}from tracestore.cli import main\n"
-        "from tracestore.experiment import run\n"
-        "run.plan_micro_batches = lambda names, *a: dict.fromkeys(names)\n"
+        "from tracestore.experiment import training_run\n"
+        "training_run.plan_micro_batches = lambda names, *a: dict.fromkeys(names)\n"
         "sys.exit(main(['train', *sys.argv[1:]]))"
     )
     words = ["--store", store, "--output-dir", out, "--memory-budget", bytes_, *FLAGS, *args]
