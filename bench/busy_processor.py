@@ -25,13 +25,7 @@ from typing import Self
 
 from benchmarks.common import ROOT, timed
 
-MODELS = {
-    "lstm_solo": "lstm",
-    "gnn_det_lstm": "gnn-det",
-    "gnn_det_lstm_no_edges": "gnn-det-no-edges",
-    "gvae_lstm": "gvae",
-    "gvae_lstm_no_edges": "gvae-no-edges",
-}
+MODELS = ("lstm_solo", "gnn_det_lstm", "gnn_det_lstm_no_edges", "gvae_lstm", "gvae_lstm_no_edges")
 MANY = 1_000_000
 PREDICT = f"""
 import contextlib, io, sys
@@ -95,10 +89,9 @@ class Program:
 
 def train_words(store: Path, folder: Path, model: str, epochs: int) -> list[object]:
     """Return the command that trains one model."""
-    flags = [f"--{'' if name == model else 'no-'}run-{flag}" for name, flag in MODELS.items()]
     return [
         *("-m", "tracestore", "train", "--store", store, "--output-dir", folder),
-        *("--epochs", epochs, "--no-probe", "--overwrite", *flags),
+        *("--epochs", epochs, "--no-probe", "--overwrite", "--models", model),
     ]
 
 

@@ -21,11 +21,7 @@ from pathlib import Path
 from benchmarks.common import ROOT
 
 FACTORS = (4.0, 2.0, 1.5, 1.25, 1.1, 1.0, 0.9, 0.8, 0.6, 0.3)
-FLAGS = {
-    "lstm_solo": ["--no-run-gnn-det", "--no-run-gvae"],
-    "gnn_det_lstm": ["--no-run-lstm", "--no-run-gvae"],
-    "gvae_lstm": ["--no-run-lstm", "--no-run-gnn-det"],
-}
+MODELS = ("lstm_solo", "gnn_det_lstm", "gvae_lstm")
 CGROUPS = Path("/sys/fs/cgroup/memory")
 # Memory of a process that its budget does not count: libraries, reserve, page tables, pages of files.
 UNCOUNTED_BYTES = 700 << 20
@@ -56,7 +52,7 @@ def outcome(name: str, args: argparse.Namespace, budget: int, cgroup: bool) -> s
     shutil.rmtree(folder, ignore_errors=True)
     train = ["tools/train.py", "--store", args.store, "--output-dir", folder, "--batch-size", args.batch_size]
     train += ["--epochs", 1, "--no-probe", "--num-threads", args.num_threads, "--num-workers", args.num_workers]
-    train += FLAGS[name]
+    train += ["--models", name]
     setup = in_cgroup(budget + UNCOUNTED_BYTES) if cgroup else None
     done = process(*train, "--memory-budget", budget, setup=setup)
     if done.returncode == 0:
@@ -98,7 +94,7 @@ def main() -> int:
     parser.add_argument("--num-threads", type=int, default=1)
     parser.add_argument("--num-workers", type=int, default=0)
     parser.add_argument("--cgroup", action="store_true")
-    parser.add_argument("--models", nargs="*", default=list(FLAGS))
+    parser.add_argument("--models", nargs="*", default=MODELS)
     parser.add_argument("--factors", type=float, nargs="*", default=FACTORS, help="budgets as multiples of the floor")
     args = parser.parse_args()
     args.store, args.work = args.store.absolute(), args.work.absolute()

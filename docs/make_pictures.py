@@ -38,7 +38,7 @@ def main() -> None:
         folder = Path(name)
         # The pages name the store as the command does.
         (folder / "store.zarr").symlink_to(args.store.resolve())
-        subprocess.run([*tracestore, "view", args.store, "0", "--save", folder / "view.png"], check=True)
+        subprocess.run([*tracestore, "view", args.store, "0", "--output", folder / "view.png"], check=True)
         save("view", (folder / "view.png").read_bytes())
         subprocess.run([*tracestore, "report", "store.zarr", "--output", "store.html"], cwd=folder, check=True)
         subprocess.run([*tracestore, "benchmark", "store.zarr"], cwd=folder, check=True)

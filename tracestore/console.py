@@ -1,6 +1,7 @@
 """Argument types, output, progress and error handling that all commands share."""
 
 import argparse
+import copy
 import difflib
 import json
 import math
@@ -10,7 +11,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, is_dataclass
 from typing import Any, NoReturn
 
@@ -84,8 +85,23 @@ def nan_to_none(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+# Other spellings of --output, which the help leaves out.
+_NOT_SHOWN = {"--output-dir", "--out", "--save", "--write"}
+
+
 class _HelpFormatter(argparse.HelpFormatter):
-    """Add the default to the help of each option that has one and does not explain it."""
+    """Show what is required in the usage, and add the default of each option that does not explain it."""
+
+    def _format_usage(self, usage: str | None, actions: Iterable[argparse.Action], groups: Any, prefix: Any) -> str:
+        """Return the usage without the options that may be missing."""
+        needed = {action for group in groups if group.required for action in group._group_actions}
+        shown = [a for a in actions if not a.option_strings or a.required or a in needed]
+        return super()._format_usage(usage, shown, groups, prefix).rstrip("\n") + " [OPTION ...]\n\n"
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        action = copy.copy(action)
+        action.option_strings = [flag for flag in action.option_strings if flag not in _NOT_SHOWN]
+        return super()._format_action_invocation(action)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         text, default = action.help, action.default

@@ -17,7 +17,7 @@ from tests.helpers import ROOT, command, error_of, make_traces, write_scores, wr
 from tracestore.benchmark.fold_runs import platt
 from tracestore.benchmark.label_sources import agreement
 from tracestore.benchmark.run import BenchmarkOptions, run_benchmark
-from tracestore.detectors import catalog
+from tracestore.detectors import registry
 from tracestore.evaluation.clusters import adjusted_p_to
 from tracestore.evaluation.metrics import auroc
 from tracestore.evaluation.significance import holm
@@ -36,9 +36,9 @@ def path(tmp_path):
 def with_plugin(tmp_path, monkeypatch):
     """Install the package of a detector."""
     monkeypatch.syspath_prepend(str(install(tmp_path / "site")))
-    catalog.catalog.cache_clear()
+    registry.registry.cache_clear()
     yield
-    catalog.catalog.cache_clear()
+    registry.registry.cache_clear()
 
 
 def run(path, out, *names, **options):
@@ -111,7 +111,7 @@ def test_scores_are_out_of_fold_and_reproduce_the_metrics(path, tmp_path):
         by_fold = [auroc(y[fold == k], score[fold == k]) for k in range(5)]
         test = entry["detectors"]["probe_mean"]["schemes"][scheme]
         assert test["auroc_by_fold"] == pytest.approx(by_fold) and test["auroc"] == pytest.approx(np.mean(by_fold))
-        detector = catalog.make_detector("probe_mean")
+        detector = registry.make_detector("probe_mean")
         detector.seed, detector.keep_together = 42, scheme
         detector.fit(store, np.flatnonzero(fold != 0), y[fold != 0])
         np.testing.assert_allclose(detector.score(store, np.flatnonzero(fold == 0)), score[fold == 0], rtol=1e-6)
@@ -230,7 +230,7 @@ def test_several_stores_give_a_transfer_matrix(path, tmp_path):
     assert {key[1:] for key in cells} == {("s", "other"), ("other", "s")} and len(cells) == 10
     trained, tested = tracestore.open(path), tracestore.open(other)
     y = np.arange(COUNT) % 2
-    detector = catalog.make_detector("probe_mean")
+    detector = registry.make_detector("probe_mean")
     detector.seed, detector.keep_together = 42, "group"
     expected = auroc(y, detector.fit(trained, np.arange(COUNT), y).score(tested, np.arange(COUNT)))
     cell = cells["probe_mean", "s", "other"]

@@ -6,7 +6,7 @@ import pytest
 import tracestore
 from tests.helpers import make_trace, write_store
 from tracestore.benchmark.run import BenchmarkOptions, run_benchmark
-from tracestore.detectors.catalog import select
+from tracestore.detectors.registry import select
 
 COUNT, QUESTIONS, GROUPS = 240, 120, 12
 

@@ -16,7 +16,7 @@ from tests.detectors.published.conftest import write_published
 from tests.helpers import ROOT, command
 from tests.tiers import long
 from tracestore.benchmark.run import BenchmarkOptions, run_benchmark
-from tracestore.detectors import catalog
+from tracestore.detectors import registry
 from tracestore.detectors.apart import run_apart
 
 CONTROLS = {"length", "group_rate", "probe_prompt", "mean_logprob"}
@@ -110,11 +110,11 @@ def plugin(tmp_path, monkeypatch):
         text = f"{HEAD}\n{body}\n" if at_import else f"{HEAD}    {body}\n"
         (site / f"{module}.py").write_text(text)
         monkeypatch.syspath_prepend(str(site))
-        catalog.catalog.cache_clear()
+        registry.registry.cache_clear()
         return site
 
     yield make
-    catalog.catalog.cache_clear()
+    registry.registry.cache_clear()
 
 
 def run(path, out, *names, **options):
@@ -161,7 +161,7 @@ def test_two_workers_give_the_same_table(path, tmp_path, plugin):
 @pytest.mark.parametrize("name", ["a\x1b[31mb", *long("../up", "a b", "a/b", "é", "x" * 200, "\u202ename")])
 def test_names_are_checked_and_escaped(path, tmp_path, plugin, name):
     plugin("pass", name)
-    (found,) = set(catalog.catalog()) - {n for n, e in catalog.catalog().items() if not e.is_foreign}
+    (found,) = set(registry.registry()) - {n for n, e in registry.registry().items() if not e.is_foreign}
     listed = command("detectors", check=0).stdout
     assert "expected letters, digits and the characters" in listed and "\x1b" not in listed and "\u202e" not in listed
     (entry,) = run(path, tmp_path / "out", found, save_detectors=True)["stores"].values()

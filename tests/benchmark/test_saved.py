@@ -10,7 +10,7 @@ import tracestore
 from tests.detectors.published.conftest import COUNT, make_labeled, write_published
 from tests.detectors.published.test_published import FAST
 from tests.helpers import command, error_of, make_traces, write_store
-from tracestore.detectors.catalog import make_detector, select
+from tracestore.detectors.registry import make_detector, select
 from tracestore.detectors.saved import content, from_content
 from tracestore.errors import UsageError
 from tracestore.evaluation.metrics import auroc

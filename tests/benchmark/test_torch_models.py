@@ -6,7 +6,8 @@ import pytest
 import tracestore
 from tests.helpers import make_traces, write_store
 from tests.train.runs import write_labeled
-from tracestore.detectors.catalog import make_detector
+from tracestore.benchmark.run import _with_references
+from tracestore.detectors.registry import make_detector
 from tracestore.evaluation.metrics import auroc
 from tracestore.evaluation.store_split import inner_bins, trace_keys
 
@@ -45,3 +46,11 @@ def test_inner_bins_keep_questions_and_groups_together(sampled):
         assert len(set(zip(keys, bins.tolist(), strict=True))) == len(set(keys))
     other = inner_bins(store, indices, labels, 3, 1, "question")
     assert (other != inner_bins(store, indices, labels, 3, 0, "question")).any()
+
+
+@pytest.mark.parametrize(("wanted", "twins"), [("gnn_det_lstm", 1), ("gvae_lstm", 1), ("lstm_solo", 0), ("length", 0)])
+def test_the_twin_of_a_graph_detector_is_in_every_comparison(wanted, twins):
+    found = _with_references([wanted])
+    assert (
+        wanted in found and [name.removesuffix("_no_edges") for name in found if "no_edges" in name] == [wanted] * twins
+    )

@@ -14,7 +14,7 @@ from tracestore.detectors.dropout import TraceMasks
 from tracestore.detectors.graph.inputs import GraphInputs
 from tracestore.detectors.model_config import ModelConfig
 from tracestore.detectors.models import detector_loss
-from tracestore.detectors.registry import DETECTORS, make_model
+from tracestore.detectors.registry import MODELS, make_model
 from tracestore.errors import UsageError
 from tracestore.store.read.store import open_store
 
@@ -149,7 +149,7 @@ def test_the_graph_vae_reads_mu_and_the_skipped_states_and_detaches_its_target(i
 
 
 @pytest.mark.parametrize("kind", ["layer", "graph", "none"])
-@pytest.mark.parametrize("name", [n for n, spec in DETECTORS.items() if spec.view == "graph"])
+@pytest.mark.parametrize("name", [n for n, spec in MODELS.items() if spec.view == "graph"])
 def test_a_divided_batch_has_the_logits_of_the_whole_one(inputs_of, name, kind):
     inputs, _ = inputs_of()
     model = make_model(name, config(normalization=kind, neighbors=2)).double()
@@ -233,7 +233,7 @@ def test_masks_and_neighbors_remove_edges(inputs_of, form):
 
 def test_graph_detectors_read_the_middle_layers_unless_the_options_name_others():
     for num_layers, expected in ((30, range(8, 26)), (32, range(8, 28)), (3, (1, 2)), (1, (0,))):
-        for name, spec in DETECTORS.items():
+        for name, spec in MODELS.items():
             first_version = name.endswith("_v0") or spec.view == "sequence"
             read = make_model(name, ModelConfig(num_layers, 2)).layers_read
             assert list(read) == list(range(num_layers) if first_version else expected)

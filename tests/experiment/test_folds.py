@@ -11,7 +11,7 @@ import tracestore
 from tests.experiment.quiet import SMALL, train_quietly
 from tests.helpers import make_traces, run_cli, write_store
 from tracestore.detectors.model_config import ModelConfig
-from tracestore.detectors.registry import DEFAULT_DETECTORS
+from tracestore.detectors.registry import DEFAULT_MODELS
 from tracestore.errors import UsageError
 from tracestore.evaluation import store_split as splits
 from tracestore.evaluation.evaluate import BootstrapResampler, RunScores
@@ -113,10 +113,10 @@ def interval_999(results, name):
 def test_random_labels_give_an_auroc_of_one_half(meaningless, tmp_path, num_folds):
     config = replace(CONFIG, epochs=4)
     results = train_quietly(
-        meaningless, tmp_path / "r", list(DEFAULT_DETECTORS), config, SMALL, folds=num_folds, probe=True
+        meaningless, tmp_path / "r", list(DEFAULT_MODELS), config, SMALL, folds=num_folds, probe=True
     )
     entries = {**results["models"], "probe": results["probe"]}
-    assert set(entries) == {*DEFAULT_DETECTORS, "probe"}
+    assert set(entries) == {*DEFAULT_MODELS, "probe"}
     for name, entry in entries.items():
         low, high = interval_999(results, name)
         assert low <= 0.5 <= high, f"{name}: {entry['test']['auroc']:.3f}, {low:.3f} to {high:.3f}"

@@ -16,7 +16,6 @@ from tests.train.runs import FAST, ONLY, outcome, write_labeled
 from tracestore.cli.commands.train import _selected_models, add_arguments
 from tracestore.console import Parser
 from tracestore.detectors import models
-from tracestore.detectors.registry import DEFAULT_DETECTORS
 from tracestore.errors import UsageError
 from tracestore.evaluation import metrics
 from tracestore.experiment import training_run
@@ -199,14 +198,41 @@ def test_batch_normalization_with_several_ranks_is_refused(labeled, tmp_path):
         training_run.run_experiment(labeled, tmp_path / "r", options, ranks=ranks)
 
 
-def test_a_twin_is_trained_with_its_graph_detector_unless_it_has_a_flag_of_its_own():
+def selected(*flags):
     parser = Parser()
     add_arguments(parser)
+    return _selected_models(parser.parse_args(["https://example.org/s.zarr", *flags]))
 
-    def selected(*flags):
-        return _selected_models(parser.parse_args(["--store", "https://example.org/s.zarr", *flags]))
 
-    assert selected() == DEFAULT_DETECTORS
-    assert selected("--no-run-gnn-det") == ("lstm_solo", "gvae_lstm", "gvae_lstm_no_edges")
-    assert selected("--no-run-lstm", "--no-run-gvae", "--no-run-gnn-det-no-edges") == ("gnn_det_lstm",)
-    assert "gvae_lstm_v0" in selected("--run-gvae-v0")
+@pytest.mark.parametrize(
+    ("flags", "models"),
+    [
+        ("", "lstm_solo gnn_det_lstm gvae_lstm"),
+        ("--run-lstm --run-gvae", "lstm_solo gnn_det_lstm gvae_lstm"),
+        ("--no-run-gnn-det", "lstm_solo gvae_lstm"),
+        ("--no-run-lstm --no-run-gvae", "gnn_det_lstm"),
+        ("--twins", "lstm_solo gnn_det_lstm gnn_det_lstm_no_edges gvae_lstm gvae_lstm_no_edges"),
+        ("--twins --no-run-gnn-det", "lstm_solo gvae_lstm gvae_lstm_no_edges"),
+        ("--models gvae_lstm,lstm_solo", "lstm_solo gvae_lstm"),
+        ("--models gvae_lstm_v0", "gvae_lstm_v0"),
+        ("--models gnn_det_lstm_v0,gnn_det_lstm --twins", "gnn_det_lstm gnn_det_lstm_no_edges gnn_det_lstm_v0"),
+        ("--models gvae_lstm_no_edges", "gvae_lstm_no_edges"),
+    ],
+)
+def test_models_are_those_of_the_flags(flags, models):
+    assert selected(*flags.split()) == tuple(models.split())
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--models lstm_solo,gnn", "found 'gnn', expected names of lstm_solo, "),
+        ("--models lstm_solo --run-gvae", "found --models and a switch of a model"),
+        ("--models lstm_solo --twins", "--twins needs a model that has a twin, found lstm_solo"),
+        ("--no-run-gnn-det --no-run-gvae --twins", "--twins needs a model that has a twin, found lstm_solo"),
+        ("--no-run-gnn-det --no-run-gvae --no-run-lstm", "every model is switched off"),
+    ],
+)
+def test_contradictory_models_are_refused(flags, message):
+    with pytest.raises(UsageError, match=message):
+        selected(*flags.split())

@@ -24,7 +24,7 @@ def final_weights(out, model):
 
 
 def test_results_follow_the_public_contract(labeled, tmp_path):
-    done = train(labeled, tmp_path / "r", "--epochs", 6, "--lr", 0.01)
+    done = train(labeled, tmp_path / "r", "--epochs", 6, "--lr", 0.01, "--twins")
     results = json.loads((tmp_path / "r/results.json").read_text())
     assert set(results) >= {"models", "config", "split", "store"}
     twins = {"gnn_det_lstm_no_edges", "gvae_lstm_no_edges"}
@@ -59,7 +59,7 @@ def test_same_seed_same_results_and_flags(labeled, tmp_path):
 def test_a_store_without_attention_trains_what_needs_none(tmp_path):
     write_store(tmp_path / "s.zarr", make_traces(30), score=lambda k: k % 2, attention="none")
     done = train(tmp_path / "s.zarr", tmp_path / "r", "--epochs", 1, "--no-probe")
-    assert "has no attention: gnn_det_lstm, gnn_det_lstm_no_edges" in done.stdout
+    assert "has no attention: gnn_det_lstm, gvae_lstm need graphs" in done.stdout
     assert list(json.loads((tmp_path / "r/results.json").read_text())["models"]) == ["lstm_solo"]
 
 

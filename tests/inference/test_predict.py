@@ -16,7 +16,7 @@ from tracestore.cli import command_parser
 from tracestore.cli.commands import predict
 from tracestore.console import Output
 from tracestore.detectors.checkpoint_file import DETECTOR_VERSION
-from tracestore.detectors.registry import DETECTORS
+from tracestore.detectors.registry import MODELS
 from tracestore.errors import MissingFieldError, TracestoreError, UsageError
 from tracestore.inference import predict as scoring
 from tracestore.train.config import TrainConfig
@@ -36,7 +36,7 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     store = make_store(folder / "store.zarr", 60)
     config = TrainConfig(epochs=1, batch_size=8, attention_threshold=0.3, loader_threads=1)
-    results = train_quietly(store, folder / "r", DETECTORS, config, SMALL | {"standardize": True})
+    results = train_quietly(store, folder / "r", MODELS, config, SMALL | {"standardize": True})
     return store, folder / "r", results
 
 
@@ -50,7 +50,7 @@ def rows_of(path):
         return list(csv.DictReader(file))
 
 
-@pytest.mark.parametrize("name", DETECTORS)
+@pytest.mark.parametrize("name", MODELS)
 def test_scores_of_the_test_split_equal_those_of_the_training(trained, tmp_path, name):
     path, run, results = trained
     entry = results["models"][name]
@@ -92,7 +92,7 @@ def test_malicious_ids_and_traces_without_a_score(trained, tmp_path):
     traces[1]["question_id"] = MALICIOUS_ID
     traces[2]["attentions"][1][0, 1, 0] = np.nan
     write_store(tmp_path / "s.zarr", traces)
-    for name in DETECTORS:
+    for name in MODELS:
         score(run / name / "best.pt", tmp_path / "s.zarr", tmp_path / "s.csv")
         rows = rows_of(tmp_path / "s.csv")
         assert [r["question_id"] for r in rows] == ["q0", MALICIOUS_ID, "q2", "q3"]

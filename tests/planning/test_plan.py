@@ -10,7 +10,7 @@ import tracestore
 from tests.helpers import command, make_traces, run_cli, write_store
 from tracestore.data.batch_format import BatchFormat
 from tracestore.data.epoch import EpochPlanner
-from tracestore.detectors.registry import DEFAULT_DETECTORS
+from tracestore.detectors.registry import DEFAULT_MODELS
 from tracestore.errors import UsageError
 from tracestore.planning.measure import plan_micro_batches, plan_training
 from tracestore.planning.plan import TrainingPlan, largest_batch_factor
@@ -41,7 +41,7 @@ def plans_of(path, *flags):
 
 
 def test_all_detectors_are_planned(path):
-    assert tuple(plans_of(path)) == DEFAULT_DETECTORS
+    assert tuple(plans_of(path)) == DEFAULT_MODELS
     done = command("plan", path, "--model", "nothing", check=2)
     assert "lstm_solo" in done.stderr and done.stderr.count("\n") == 1
 

@@ -10,7 +10,7 @@ import torch
 from tests.helpers import make_traces, write_store
 from tracestore.data.loader import TraceLoader
 from tracestore.detectors.model_config import ModelConfig
-from tracestore.detectors.registry import DETECTORS, make_model
+from tracestore.detectors.registry import MODELS, make_model
 from tracestore.oom.guard import OOMGuard
 from tracestore.store.read.batch_sources import chunk_keys
 from tracestore.store.read.store import open_store
@@ -53,7 +53,7 @@ def num_bytes(loader):
 
 
 @pytest.mark.parametrize("message_passing", ["fused", "pyg"])
-@pytest.mark.parametrize("name", [n for n, spec in DETECTORS.items() if spec.reads_middle])
+@pytest.mark.parametrize("name", [n for n, spec in MODELS.items() if spec.reads_middle])
 def test_graph_detectors_read_at_most_0_65_of_the_bytes(store, name, message_passing):
     feed = feed_of(store, name, {"message_passing": message_passing})
     for mine, every in zip(num_bytes(feed.loader), num_bytes(all_layers(feed)), strict=True):
@@ -85,13 +85,13 @@ def test_a_compressed_store_decodes_no_chunks_of_other_layers(tmp_path):
         assert some < every and len(set(keys)) == some
 
 
-@pytest.mark.parametrize("name", DETECTORS)
+@pytest.mark.parametrize("name", MODELS)
 def test_batches_of_fewer_layers_give_the_results_of_batches_of_all(store, name):
-    options = {"layers": (3, 4, 9, 20)} if DETECTORS[name].view == "sequence" else {}
+    options = {"layers": (3, 4, 9, 20)} if MODELS[name].view == "sequence" else {}
     feed = feed_of(store, name, options)
     torch.manual_seed(0)
     model = make_model(name, ModelConfig.from_store(store, **SIZES, **options)).eval()
-    view = DETECTORS[name].view
+    view = MODELS[name].view
     fit_standardizer(model, store, np.arange(len(store)), view, DistributedContext())
     (batch,) = feed.next_batches(1)
     whole = next(iter(all_layers(feed)))
@@ -300,7 +300,7 @@ def test_a_step_without_room_for_the_batch_ahead_recovers_at_the_same_size(feed_
 @pytest.mark.parametrize("name", ["gnn_det_lstm", "lstm_solo"])
 def test_statistics_are_those_of_the_layers_that_are_read(store, name):
     model = make_model(name, ModelConfig.from_store(store, **SIZES))
-    view = DETECTORS[name].view
+    view = MODELS[name].view
     fit_standardizer(model, store, np.arange(5), view, DistributedContext())
     standardizer = (model if view == "sequence" else model.encoder).standardiser
     for layer in range(LAYERS):

@@ -9,7 +9,7 @@ import torch
 from tests.experiment.quiet import SMALL, train_quietly
 from tests.helpers import run_cli
 from tests.train.runs import FAST, ONLY
-from tracestore.detectors.registry import DETECTORS
+from tracestore.detectors.registry import MODELS
 from tracestore.evaluation import metrics
 from tracestore.experiment import training_run
 from tracestore.train.config import TrainConfig
@@ -24,7 +24,7 @@ def train(labeled, tmp_path, monkeypatch):
     monkeypatch.setattr(training_run, "write_report", lambda *_: None)
     monkeypatch.setattr(metrics, "BOOTSTRAP_SAMPLES", 20)
 
-    def go(out, device, names=DETECTORS, sizes=SMALL, **options):
+    def go(out, device, names=MODELS, sizes=SMALL, **options):
         config = TrainConfig(**({"epochs": 2, "loader_threads": 1, "device": device} | options))
         return train_quietly(labeled, tmp_path / out, names, config, sizes)
 
@@ -42,13 +42,13 @@ def test_training_and_resuming_equal_the_cpu(train, device):
         cpu = train("cpu", "cpu", sizes=sizes)
         train("cut", device, sizes=sizes, epochs=1)
         cut = train("cut", device, sizes=sizes, resume=True)
-    for name in DETECTORS:
+    for name in MODELS:
         losses = [r["models"][name]["history"]["train_loss"] for r in (here, cpu, cut)]
         assert np.allclose(losses[0], losses[1], rtol=1e-3) and np.allclose(losses[0], losses[2], rtol=1e-3)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", DETECTORS)
+@pytest.mark.parametrize("name", MODELS)
 def test_fused_and_pyg_message_passing_have_equal_losses(train, device, name):
     sizes = SMALL | {"dropout": 0.0, "layers": (0, 2)}
     with pytest.MonkeyPatch.context() as patch:
@@ -65,7 +65,7 @@ def test_fused_and_pyg_message_passing_have_equal_losses(train, device, name):
 def test_half_precision_losses_are_close_to_float32(train, precision):
     full = train("full", "cuda")
     half = train(precision, "cuda", precision=precision)
-    for name in DETECTORS:
+    for name in MODELS:
         losses = [r["models"][name]["history"]["train_loss"] for r in (full, half)]
         assert np.allclose(*losses, rtol=0.1)
 

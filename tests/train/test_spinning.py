@@ -16,7 +16,7 @@ import torch
 import tracestore
 from tests.helpers import command, make_traces, run_cli, write_store
 from tests.train.runs import FAST, ONLY, outcome
-from tracestore.detectors.catalog import make_detector
+from tracestore.detectors.registry import make_detector
 from tracestore.platform_support import idle_processor_s, num_processors
 from tracestore.train import devices
 

@@ -16,9 +16,9 @@ from threadpoolctl import threadpool_limits
 
 from tracestore.benchmark.activity import Activity
 from tracestore.detectors.apart import as_scores, one_line, plain, run_apart
-from tracestore.detectors.catalog import catalog, make_detector
 from tracestore.detectors.interface import Detector
 from tracestore.detectors.published.linear import fit_linear
+from tracestore.detectors.registry import make_detector, registry
 from tracestore.detectors.saved import content
 from tracestore.errors import RunInterruptedError, UsageError, escape_unprintable
 from tracestore.evaluation.metrics import probability, youden_threshold
@@ -106,7 +106,7 @@ def measure_detector(
     result = Measured(name)
     start, cpu = _memory_at_start(), time.process_time()
     # One thread, so that results do not depend on the processors; the models of `train` keep all threads.
-    threads = None if catalog()[name].is_torch_model else 1
+    threads = 1 if registry()[name].model is None else None
     with threadpool_limits(threads), PeakMemoryMonitor() as monitor:
         try:
             for scheme, folds in data.folds.items():
@@ -242,7 +242,7 @@ def measure_all(
 
     def measure(job: _Job, pool: ProcessPoolExecutor | None) -> Measured:
         with activity.step(job[0]):
-            if catalog()[job[0]].is_foreign:
+            if registry()[job[0]].is_foreign:
                 result = _measure_apart(job, cancelled)
             elif pool is None:
                 result = measure_detector(*job)
@@ -260,7 +260,7 @@ def measure_all(
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
     threads = ThreadPoolExecutor(workers)
     try:
-        # The last ones of the catalog take the longest, and begin first.
+        # The last ones of the registry take the longest, and begin first.
         futures = [threads.submit(measure, job, pool) for job in reversed(jobs)]
         yield from (future.result() for future in reversed(futures))
     finally:

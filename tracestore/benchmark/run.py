@@ -16,8 +16,8 @@ from tracestore.benchmark.label_sources import compare_sources, scores_without_t
 from tracestore.benchmark.result_table import format_results
 from tracestore.console import nan_to_none
 from tracestore.detectors.apart import named, properties
-from tracestore.detectors.catalog import catalog, make_detector
 from tracestore.detectors.interface import missing_fields
+from tracestore.detectors.registry import make_detector, registry
 from tracestore.errors import TrainingError, UsageError
 from tracestore.evaluation.nonfinite import describe_dropped, drop_nonfinite
 from tracestore.features.feature_table import features
@@ -46,7 +46,7 @@ class BenchmarkOptions:
     Parameters
     ----------
     detectors : tuple of str
-        Names in the catalog. Controls are added.
+        Names in the registry. Controls and the edge-free twins of graph detectors are added.
     folds : int
     seed : int
         Seed of the folds, of the detectors and of the bootstrap.
@@ -126,7 +126,7 @@ def run_benchmark(
     output_dir.mkdir(parents=True, exist_ok=True)
     with lock_output_dir(output_dir):
         if (output_dir / RESULTS).exists() and not options.overwrite:
-            raise UsageError(f"{output_dir} holds earlier results; pass --overwrite or another --output-dir")
+            raise UsageError(f"{output_dir} holds earlier results; pass --overwrite or another --output")
         check_output_files(
             output_dir,
             (REPORT, TABLE, *(_scores_file(name, opened) for name in opened)),
@@ -156,7 +156,7 @@ def _check_stores(stores: list[TraceStore], options: BenchmarkOptions) -> None:
             raise UsageError(f"{store.path}: its layers or hidden size differ from those of {first.path}")
     if options.scores and len(stores) > 1:
         raise UsageError("--scores needs one store, because a file has the scores of one")
-    known = set(options.scores) & set(catalog())
+    known = set(options.scores) & set(registry())
     if known:
         raise UsageError(f"--scores {min(known)}=...: the name of a detector; choose another name")
 
@@ -225,13 +225,14 @@ def _labeled(name: str, store: TraceStore, targets: np.ndarray, folds: FrozenFol
     return LabeledStore(name, store, indices, (targets[indices] >= 0.5).astype(np.int64), by_scheme)
 
 
-def _with_controls(names: Sequence[str]) -> list[str]:
-    """Return the names of the detectors that are wanted or controls, in the order of the catalog."""
+def _with_references(names: Sequence[str]) -> list[str]:
+    """Return the names of the detectors that are wanted, twins of these, or controls, in the order of the registry."""
     found = []
-    for name, entry in catalog().items():
+    for name, entry in registry().items():
         # A detector of another package is imported only if it is wanted.
         is_control = entry.package == "tracestore" and make_detector(name).kind == "control"
-        if name in names or is_control:
+        is_twin = entry.model is not None and entry.model.twin_of in names
+        if name in names or is_twin or is_control:
             found.append(name)
     return found
 
@@ -247,8 +248,8 @@ def _run_store(
     """Return the entry of a store in the results, and the scores of the detectors that could run."""
     external = {name: _read_external(path, data) for name, path in options.scores.items()}
     skipped, runnable, info = {}, [], {}
-    for name in _with_controls(options.detectors):
-        entry = catalog()[name]
+    for name in _with_references(options.detectors):
+        entry = registry()[name]
         try:
             info[name] = properties(name) | {"package": entry.package}
             fields = tuple(info[name]["fields"])

@@ -9,7 +9,7 @@ import numpy as np
 
 from tracestore.detectors.interface import Detector
 from tracestore.detectors.model_config import ModelConfig
-from tracestore.detectors.registry import DETECTORS
+from tracestore.detectors.registry import MODELS
 from tracestore.evaluation.store_split import Split, inner_bins
 from tracestore.inference.predict import TrainedDetector, load_detector, score_traces
 from tracestore.store.read.store import TraceStore
@@ -28,7 +28,7 @@ class TorchModel(Detector):
     Parameters
     ----------
     name : str
-        A key of `DETECTORS`.
+        A key of `MODELS`.
     epochs : int
     standardize : bool
         Standardize the inputs with statistics of the training traces.
@@ -46,7 +46,7 @@ class TorchModel(Detector):
     @property
     def fields(self) -> tuple[str, ...]:  # type: ignore[override]
         """The fields of the model's view."""
-        return ("last_token",) if DETECTORS[self.name].view == "sequence" else ("hidden_states", "attention")
+        return ("last_token",) if MODELS[self.name].view == "sequence" else ("hidden_states", "attention")
 
     def fit(self, store: TraceStore, indices: np.ndarray, labels: np.ndarray) -> Self:
         """Train the model with the guarded trainer."""

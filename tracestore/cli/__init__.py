@@ -14,36 +14,9 @@ from typing import NoReturn
 
 import tracestore
 from tracestore import console, process
+from tracestore.cli.help import COMMANDS, CommandParser, ProgramParser
 from tracestore.console import Output, Parser
 from tracestore.errors import UsageError
-
-# Help texts, in the order of the help. Each name is a module of tracestore.cli.commands.
-COMMANDS = {
-    "convert": "convert files of traces into a store",
-    "inspect": "print what files hold, and the layouts that they may have",
-    "info": "print the properties of a store",
-    "verify": "check every byte of a store",
-    "clean": "remove files of a store that no generation names",
-    "lint": "look for data-quality issues",
-    "score": "add or replace scores without rewriting traces",
-    "view": "show one trace: texts, attention, norms of hidden states",
-    "report": "write an HTML page about a store",
-    "serve": "browse a store on this machine",
-    "merge": "copy the traces of several stores into one",
-    "subset": "copy some traces of a store into another store",
-    "export": "write a store to pickles, .pt, safetensors or Parquet files",
-    "push": "upload a store to the Hugging Face Hub",
-    "pull": "download a store from the Hugging Face Hub",
-    "plan": "measure training: memory, time per epoch, the largest batch that fits",
-    "train": "train hallucination detectors on a store",
-    "predict": "score every trace with a trained detector",
-    "detectors": "list the detectors that benchmark compares",
-    "benchmark": "compare detectors on frozen folds, with controls and tests",
-    "compare": "test the differences between training runs",
-    "extract": "record traces of a language model that answers questions",
-    "doctor": "check versions, processor, memory, limits and disk, with advice",
-    "completion": "print a completion script for a shell",
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,7 +53,7 @@ def _run(name: str, prog: str, words: list[str], *, is_program: bool) -> int:
     prints_errors = os.environ.get("LOCAL_RANK", "0") == "0"
 
     def command() -> int:
-        module, parser = _command(name, Parser(prog=prog))
+        module, parser = _command(name, CommandParser(prog=prog))
         try:
             args = parser.parse_args(words)
             args.prog, args.words, args.is_program = prog, words, is_program
@@ -93,9 +66,10 @@ def _run(name: str, prog: str, words: list[str], *, is_program: bool) -> int:
     return console.run_command(prog, command, as_json=prints_errors and "--json" in words)
 
 
-def _command(name: str, parser: Parser) -> tuple[ModuleType, Parser]:
+def _command(name: str, parser: CommandParser) -> tuple[ModuleType, Parser]:
     """Return the module of a command, and `parser` with the arguments of the command."""
     module = importlib.import_module(f"tracestore.cli.commands.{name}")
+    parser.command = name
     parser.description, _, parser.epilog = (module.__doc__ or "").strip().rpartition("\n\n")
     module.add_arguments(parser)
     if name == "completion":
@@ -109,15 +83,15 @@ def _command(name: str, parser: Parser) -> tuple[ModuleType, Parser]:
 
 def command_parser(name: str) -> Parser:
     """Return the parser of one command."""
-    return _command(name, Parser(prog=f"tracestore {name}"))[1]
+    return _command(name, CommandParser(prog=f"tracestore {name}"))[1]
 
 
 def make_parser(*, with_arguments: bool = False) -> Parser:
     """Return the parser of `tracestore`, with or without the arguments of its commands."""
-    parser = Parser(prog="tracestore", description="Stores of language-model traces.")
+    parser = ProgramParser(prog="tracestore", description="Stores of language-model traces.")
     parser.add_argument("--version", action="version", version=f"tracestore {tracestore.__version__}")
-    commands: argparse._SubParsersAction[Parser] = parser.add_subparsers(
-        dest="command", metavar="COMMAND", required=True, parser_class=Parser
+    commands: argparse._SubParsersAction[CommandParser] = parser.add_subparsers(
+        dest="command", metavar="COMMAND", required=True, parser_class=CommandParser
     )
     for name, text in COMMANDS.items():
         command = commands.add_parser(name, help=text)

@@ -5,7 +5,7 @@ argparse needs.
 """
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -111,9 +111,9 @@ def values(args: argparse.Namespace, *tables: Flags) -> dict[str, Any]:
     return {name: getattr(args, name) for flags in tables for name in flags}
 
 
-def add_store(parser: argparse.ArgumentParser) -> None:
+def add_store(parser: argparse.ArgumentParser, type: Callable[[str], Any] | None = None) -> None:
     """Add the argument STORE."""
-    parser.add_argument("store", metavar="STORE", help="folder or URL of a store")
+    parser.add_argument("store", metavar="STORE", type=type, help="folder or URL of a store")
 
 
 def add_overwrite(parser: argparse.ArgumentParser) -> None:

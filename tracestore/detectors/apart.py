@@ -18,8 +18,8 @@ from typing import Any, NoReturn, Self, get_args
 
 import numpy as np
 
-from tracestore.detectors.catalog import CatalogEntry, catalog, make_detector
 from tracestore.detectors.interface import Detector, Kind, describe, missing_fields
+from tracestore.detectors.registry import DetectorEntry, make_detector, registry
 from tracestore.errors import TracestoreError, UsageError, escape_unprintable
 from tracestore.store.read.store import TraceStore
 
@@ -163,13 +163,13 @@ def properties(name: str, options: Mapping[str, Any] | None = None) -> dict[str,
     UsageError
         The detector cannot be made, or its attributes are not those of a detector.
     """
-    if catalog()[name].is_foreign:
+    if registry()[name].is_foreign:
         found: dict[str, Any] = run_apart(f"{__name__}:_properties", name, dict(options or {}))
         return found
     return _properties(name, dict(options or {}))
 
 
-def named(entry: CatalogEntry, error: UsageError) -> str:
+def named(entry: DetectorEntry, error: UsageError) -> str:
     """Return the message of an error, which begins with the package if the detector is of another one."""
     text = str(error)
     return f"{entry.package}: {entry.name}: {text}" if entry.is_foreign and not text.startswith(entry.package) else text
@@ -192,7 +192,7 @@ def list_detectors(store: TraceStore | None = None) -> list[dict[str, Any]]:
     store lacks for the detector. A detector that cannot be loaded has "error" instead.
     """
     rows = []
-    for name, entry in catalog().items():
+    for name, entry in registry().items():
         row: dict[str, Any] = {"name": name, "package": entry.package}
         try:
             found = properties(name)

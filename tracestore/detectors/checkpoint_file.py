@@ -7,14 +7,14 @@ import torch
 
 import tracestore
 from tracestore.detectors.model_config import ModelConfig
-from tracestore.detectors.models import Detector
+from tracestore.detectors.models import DetectorModel
 from tracestore.store.read.store import TraceStore
 
 DETECTOR_VERSION = 5
 
 
 def detector_checkpoint(
-    name: str, model: Detector, config: ModelConfig, store: TraceStore, training: dict[str, Any]
+    name: str, model: DetectorModel, config: ModelConfig, store: TraceStore, training: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the content of best.pt.
 
@@ -22,7 +22,7 @@ def detector_checkpoint(
     ----------
     name : str
         Name of the detector.
-    model : Detector
+    model : DetectorModel
         Its weights are stored, with the statistics of its Standardizer.
     config : ModelConfig
     store : TraceStore

@@ -243,7 +243,7 @@ class GvaeLstm(nn.Module):
         return Output(self.readers(read, masks), {"reconstruction": reconstruction, "kl": kl})
 
 
-Detector = LstmSolo | GnnDetLstm | GvaeLstm
+DetectorModel = LstmSolo | GnnDetLstm | GvaeLstm
 
 
 def detector_loss(output: Output, y: torch.Tensor, kl_weight: float) -> torch.Tensor:

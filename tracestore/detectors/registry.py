@@ -1,21 +1,37 @@
-"""The detectors: one entry each. Imports no torch, so that commands can check names at once."""
+"""The detectors by name: those of this package and those of entry points. Imports no torch.
 
+A built-in detector is not an entry point itself, so that a checkout that is not installed has all of them.
+"""
+
+import functools
 import pkgutil
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, cast
 
 from tracestore.data.batch_format import EdgeFormat, View
+from tracestore.detectors.interface import Detector
 from tracestore.detectors.model_config import ModelConfig
+from tracestore.errors import UsageError, escape_unprintable
 from tracestore.store.read.store import TraceStore
 
 if TYPE_CHECKING:
-    from tracestore.detectors.models import Detector
+    from tracestore.detectors.models import DetectorModel
+
+GROUP = "tracestore.detectors"
+_OWN = "tracestore"
+# Names are also names of files, and columns of tables.
+_VALID_NAME = re.compile(r"[\w.+-]{1,100}", re.ASCII)
+# Sets of detectors that --detectors takes instead of names.
+SETS = ("all", "features")
+_TORCH_MODEL = "tracestore.benchmark.torch_models:TorchModel"
 
 
 @dataclass(frozen=True)
-class DetectorSpec:
-    """A detector that can be trained.
+class ModelSpec:
+    """A model that `tracestore train` trains.
 
     Parameters
     ----------
@@ -23,27 +39,24 @@ class DetectorSpec:
         Name in results.json and in checkpoints; also the folder of its checkpoints.
     view : {"sequence", "graph"}
         The view of the store that the model reads.
-    flag : str
-        Suffix of the options ``--run-FLAG`` and ``--no-run-FLAG`` of ``tracestore train``.
     constructor : str
         Import path of the model class, ``module:name``.
     options : mapping
         Fields of `ModelConfig` that this detector sets, whatever the options of the run.
+    flag : str, optional
+        Suffix of the options ``--run-FLAG`` and ``--no-run-FLAG`` of ``tracestore train``, which trains it by default.
     twin_of : str, optional
-        The graph detector of which this one is the edge-free twin, trained and reported together with it.
-    is_default : bool
-        Trained by default.
+        The graph detector of which this one is the edge-free twin.
     reads_middle : bool
         Reads the layers from a quarter to seven eighths of the depth, unless the options name layers.
     """
 
     name: str
     view: View
-    flag: str
     constructor: str
     options: Mapping[str, Any] = field(default_factory=dict)
+    flag: str | None = None
     twin_of: str | None = None
-    is_default: bool = True
     reads_middle: bool = False
 
     def model_config(self, config: ModelConfig) -> ModelConfig:
@@ -81,26 +94,162 @@ _V0 = {
     "detach_target": False,
     "column_mean": False,
 }
-DETECTORS = {
+MODELS = {
     spec.name: spec
     for spec in (
-        DetectorSpec("lstm_solo", "sequence", "lstm", _LSTM),
-        DetectorSpec("gnn_det_lstm", "graph", "gnn-det", _GNN, reads_middle=True),
-        DetectorSpec(
-            "gnn_det_lstm_no_edges", "graph", "gnn-det-no-edges", _GNN, _NO_EDGES, "gnn_det_lstm", reads_middle=True
-        ),
-        DetectorSpec("gvae_lstm", "graph", "gvae", _GVAE, reads_middle=True),
-        DetectorSpec("gvae_lstm_no_edges", "graph", "gvae-no-edges", _GVAE, _NO_EDGES, "gvae_lstm", reads_middle=True),
-        DetectorSpec("lstm_solo_v0", "sequence", "lstm-v0", _LSTM, _V0, is_default=False),
-        DetectorSpec("gnn_det_lstm_v0", "graph", "gnn-det-v0", _GNN, _V0, is_default=False),
-        DetectorSpec("gvae_lstm_v0", "graph", "gvae-v0", _GVAE, _V0, is_default=False),
+        ModelSpec("lstm_solo", "sequence", _LSTM, flag="lstm"),
+        ModelSpec("gnn_det_lstm", "graph", _GNN, flag="gnn-det", reads_middle=True),
+        ModelSpec("gnn_det_lstm_no_edges", "graph", _GNN, _NO_EDGES, twin_of="gnn_det_lstm", reads_middle=True),
+        ModelSpec("gvae_lstm", "graph", _GVAE, flag="gvae", reads_middle=True),
+        ModelSpec("gvae_lstm_no_edges", "graph", _GVAE, _NO_EDGES, twin_of="gvae_lstm", reads_middle=True),
+        ModelSpec("lstm_solo_v0", "sequence", _LSTM, _V0),
+        ModelSpec("gnn_det_lstm_v0", "graph", _GNN, _V0),
+        ModelSpec("gvae_lstm_v0", "graph", _GVAE, _V0),
     )
 }
-DEFAULT_DETECTORS = tuple(name for name, spec in DETECTORS.items() if spec.is_default)
+DEFAULT_MODELS = tuple(name for name, spec in MODELS.items() if spec.flag is not None)
+# The import path and the options of each built-in detector that is no model of `tracestore train`.
+_PROBES, _UNTRAINED = "tracestore.detectors.published.probes", "tracestore.detectors.published.untrained"
+_ATTENTION, _SAMPLES = "tracestore.detectors.published.attention", "tracestore.detectors.published.samples"
+_BUILT_IN: dict[str, tuple[str, dict[str, Any]]] = {
+    "length": (f"{_UNTRAINED}:TokenStatistic", {"statistic": "length"}),
+    "group_rate": (f"{_UNTRAINED}:GroupRate", {}),
+    "probe_prompt": (f"{_PROBES}:LayerProbe", {"pooling": "prompt_last"}),
+    "mean_logprob": (f"{_UNTRAINED}:TokenStatistic", {"statistic": "mean_logprob"}),
+    "min_logprob": (f"{_UNTRAINED}:TokenStatistic", {"statistic": "min_logprob"}),
+    "perplexity": (f"{_UNTRAINED}:TokenStatistic", {"statistic": "perplexity"}),
+    "mean_entropy": (f"{_UNTRAINED}:TokenStatistic", {"statistic": "mean_entropy"}),
+    "semantic_entropy": (f"{_SAMPLES}:SemanticEntropy", {"weights": "likelihood"}),
+    "discrete_semantic_entropy": (f"{_SAMPLES}:SemanticEntropy", {"weights": "count"}),
+    "eigen_score": (f"{_SAMPLES}:EigenScore", {}),
+    "llm_check_hidden": (f"{_UNTRAINED}:LLMCheck", {"score_of": "hidden"}),
+    "llm_check_attention": (f"{_UNTRAINED}:LLMCheck", {"score_of": "attention"}),
+    "llm_check_regression": (f"{_ATTENTION}:LogdetRegression", {}),
+    "lookback_lens": (f"{_ATTENTION}:LookbackLens", {}),
+    "lap_eigvals": (f"{_ATTENTION}:LapEigvals", {}),
+    "probe_last": (f"{_PROBES}:LayerProbe", {"pooling": "last"}),
+    "probe_mean": (f"{_PROBES}:LayerProbe", {"pooling": "answer_mean"}),
+    "probe_max": (f"{_PROBES}:LayerProbe", {"pooling": "answer_max"}),
+    "probe_ensemble": (f"{_PROBES}:LayerProbe", {"num_layers": None}),
+    "probe_logprob": (f"{_PROBES}:ProbeAndLogprob", {}),
+    "probes_logprob": (f"{_PROBES}:ProbeAndLogprob", {"num_layers": 5}),
+    "halo_scope": ("tracestore.detectors.published.haloscope:HaloScope", {}),
+    "saplma": ("tracestore.detectors.published.saplma:Saplma", {}),
+    "pooled_mlp": ("tracestore.detectors.published.pooled_mlp:PooledMLP", {}),
+}
 
 
-def make_model(name: str, config: ModelConfig) -> "Detector":
-    """Return an untrained detector; `name` is a key of `DETECTORS`."""
-    spec = DETECTORS[name]
-    constructor = cast("Callable[[ModelConfig], Detector]", pkgutil.resolve_name(spec.constructor))
+@dataclass(frozen=True)
+class DetectorEntry:
+    """A detector that can be made.
+
+    Attributes
+    ----------
+    name : str
+    package : str
+        The distribution that the detector comes from.
+    make : callable
+        Returns a new detector; its keyword arguments are options.
+    model : ModelSpec, optional
+        The model of `tracestore train`, which takes minutes to train, if it is one.
+    """
+
+    name: str
+    package: str
+    make: Callable[..., Detector]
+    model: ModelSpec | None = None
+
+    @property
+    def is_foreign(self) -> bool:
+        """True for a detector of another package, whose code runs in a process of its own: see `apart`."""
+        return self.package != _OWN
+
+
+@functools.cache
+def registry() -> dict[str, DetectorEntry]:
+    """Return every detector by name, without importing those of other packages.
+
+    Raises
+    ------
+    UsageError
+        Two packages have a detector of the same name.
+    """
+    found = {name: DetectorEntry(name, _OWN, _lazy(path, options)) for name, (path, options) in _BUILT_IN.items()}
+    for name, model in MODELS.items():
+        found[name] = DetectorEntry(name, _OWN, _lazy(_TORCH_MODEL, {"name": name}), model)
+    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
+        package = escape_unprintable(point.dist.name if point.dist else point.value, 100)
+        name = escape_unprintable(point.name, 200)
+        if name in found:
+            other = found[name].package
+            raise UsageError(f"{package}: its detector {name} has the name of one of {other}; uninstall {package}")
+        found[name] = DetectorEntry(name, package, functools.partial(_load, name, point.load, package))
+    return found
+
+
+def _lazy(path: str, options: dict[str, Any]) -> Callable[..., Detector]:
+    def make(**others: Any) -> Detector:
+        detector: Detector = pkgutil.resolve_name(path)(**options | others)
+        return detector
+
+    return make
+
+
+def _load(name: str, load: Callable[[], Any], package: str, **options: Any) -> Detector:
+    """Return a detector of another package; UsageError, with the name of the package, if it cannot be made."""
+    if _VALID_NAME.fullmatch(name) is None:
+        raise UsageError(f"{package}: found the name {name!r}, expected letters, digits and the characters _.+-")
+    try:
+        detector = load()(**options)
+    except Exception as error:
+        reason = escape_unprintable(f"{type(error).__name__}: {error}", 200)
+        raise UsageError(f"{package}: detector {name} cannot be loaded: {reason}") from error
+    if not isinstance(detector, Detector):
+        raise UsageError(f"{package}: {name} is a {type(detector).__name__}, expected a tracestore.detectors.Detector")
+    return detector
+
+
+def make_detector(name: str, **options: Any) -> Detector:
+    """Return a new detector.
+
+    Parameters
+    ----------
+    name : str
+        A key of `registry`.
+    **options
+        Options of the detector.
+
+    Raises
+    ------
+    UsageError
+        There is no such detector, it lacks an option, or its package cannot be imported.
+    """
+    entries = registry()
+    if name not in entries:
+        raise UsageError(f"no detector {name}, expected one of {', '.join(entries)}")
+    try:
+        return entries[name].make(**options)
+    except TypeError as error:
+        raise UsageError(f"detector {name}: {error}") from None
+
+
+def select(text: str) -> list[str]:
+    """Return the names in a comma-separated list of names and of `SETS`, in the order of the registry."""
+    entries, wanted = registry(), {word.strip() for word in text.split(",")} - {""}
+    known = f"expected {', '.join((*SETS, *entries))}"
+    for word in sorted(wanted - set(entries) - set(SETS)):
+        raise UsageError(f"no detector {word}, {known}")
+    if not wanted:
+        raise UsageError(f"no detector in {text!r}, {known}")
+
+    def is_wanted(entry: DetectorEntry) -> bool:
+        return entry.name in wanted or "all" in wanted or ("features" in wanted and entry.model is None)
+
+    return [name for name, entry in entries.items() if is_wanted(entry)]
+
+
+def make_model(name: str, config: ModelConfig) -> "DetectorModel":
+    """Return an untrained detector; `name` is a key of `MODELS`."""
+    spec = MODELS[name]
+    constructor = cast("Callable[[ModelConfig], DetectorModel]", pkgutil.resolve_name(spec.constructor))
     return constructor(spec.model_config(config))

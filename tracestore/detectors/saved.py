@@ -1,4 +1,4 @@
-"""Fitted detectors of the catalog as plain values and tensors, for checkpoints that `tracestore predict` reads."""
+"""Fitted detectors of the registry as plain values and tensors, for checkpoints that `tracestore predict` reads."""
 
 import json
 from collections.abc import Mapping
@@ -10,8 +10,8 @@ import torch
 
 import tracestore
 from tracestore.detectors.apart import DetectorApart
-from tracestore.detectors.catalog import catalog, make_detector
 from tracestore.detectors.interface import Detector
+from tracestore.detectors.registry import make_detector, registry
 from tracestore.errors import TracestoreError, UsageError
 from tracestore.oom.oom_errors import is_out_of_memory
 from tracestore.store.format.provenance import Provenance
@@ -126,7 +126,7 @@ def from_content(saved: Mapping[str, Any], path: object) -> FittedDetector:
         if not np.isfinite(numbers).all():
             raise ValueError
         origin = tuple(map(Provenance.from_json, saved["store"]["provenance"]))
-        is_foreign = name in catalog() and catalog()[name].is_foreign
+        is_foreign = name in registry() and registry()[name].is_foreign
         detector = DetectorApart(name, options) if is_foreign else make_detector(name, **options)
         detector.load_state(_to_arrays(saved["model"]))
     except Exception as error:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tracestore.detectors.registry import DETECTORS
+from tracestore.detectors.registry import MODELS
 from tracestore.errors import UsageError
 from tracestore.evaluation.evaluate import RunScores, evaluate_runs
 from tracestore.evaluation.metrics import auroc
@@ -58,7 +58,7 @@ def _training_files(folder: Path) -> Iterator[Path]:
     names (lstm_solo/preprocessed_0.pt).
     """
     for run_folder in (folder, *folder.glob("seed-*"), *folder.glob("fold-*/seed-*")):
-        for name in DETECTORS:
+        for name in MODELS:
             yield from (path for c in CHECKPOINTS if (path := run_folder / name / c).exists())
             yield from run_folder.glob(f"{name}/events/events.out.tfevents.*")
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tracestore.detectors.registry import DEFAULT_DETECTORS, DETECTORS
+from tracestore.detectors.registry import DEFAULT_MODELS, MODELS
 from tracestore.train.config import TrainConfig
 
 
@@ -15,7 +15,7 @@ class TrainOptions:
     Parameters
     ----------
     models : tuple of str
-        Names in `DETECTORS`.
+        Names in `MODELS`.
     config : TrainConfig
         How each detector is trained.
     model_options : mapping
@@ -38,7 +38,7 @@ class TrainOptions:
         output directory.
     """
 
-    models: tuple[str, ...] = DEFAULT_DETECTORS
+    models: tuple[str, ...] = DEFAULT_MODELS
     config: TrainConfig = field(default_factory=TrainConfig)
     model_options: Mapping[str, Any] = field(default_factory=dict)
     probe: bool = True
@@ -62,4 +62,4 @@ class TrainOptions:
     @property
     def has_graph_models(self) -> bool:
         """True if any of the models reads graphs."""
-        return any(DETECTORS[name].view == "graph" for name in self.models)
+        return any(MODELS[name].view == "graph" for name in self.models)

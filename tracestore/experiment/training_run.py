@@ -14,7 +14,7 @@ import torch
 from tracestore import console
 from tracestore.data.batch_format import BatchFormat
 from tracestore.detectors.model_config import ModelConfig
-from tracestore.detectors.registry import DEFAULT_DETECTORS, DETECTORS
+from tracestore.detectors.registry import DEFAULT_MODELS, MODELS
 from tracestore.errors import MissingFieldError, TrainingError, UsageError
 from tracestore.evaluation.evaluate import RunScores
 from tracestore.evaluation.nonfinite import describe_dropped, drop_nonfinite
@@ -106,9 +106,9 @@ def run_experiment(
 
 def _trainable(store: TraceStore, options: TrainOptions, log: Log) -> TrainOptions:
     """Return the options without the graph detectors of the default selection if the store has no attention at all."""
-    if options.models != DEFAULT_DETECTORS or store.attention_mode != "none":
+    if not set(DEFAULT_MODELS) <= set(options.models) or store.attention_mode != "none":
         return options
-    models = tuple(name for name in options.models if DETECTORS[name].view != "graph")
+    models = tuple(name for name in options.models if MODELS[name].view != "graph")
     others = ", ".join(name for name in options.models if name not in models)
     log(f"{store.path} has no attention: {others} need graphs and are not trained")
     return replace(options, models=models)
@@ -119,11 +119,10 @@ def _check_store(store: TraceStore, options: TrainOptions) -> ModelConfig:
     if not options.config.allow_mixed_provenance:
         require_compatible((), store.provenance, str(store.path))
     try:
-        for view in sorted({DETECTORS[name].view for name in options.models}):
+        for view in sorted({MODELS[name].view for name in options.models}):
             store.require_view(view)
     except MissingFieldError as error:
-        flags = " ".join(f"--no-run-{spec.flag}" for spec in DETECTORS.values() if spec.view == "graph")
-        raise MissingFieldError(f"{error}; or train without graphs: {flags}") from None
+        raise MissingFieldError(f"{error}; or train without graphs: --models lstm_solo") from None
     model_config = ModelConfig.from_store(store, **options.model_options)
     if options.has_graph_models:
         config = options.config

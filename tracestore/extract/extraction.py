@@ -275,7 +275,7 @@ def _require_own_files(folder: Path, batches: Sequence[QuestionBatch]) -> None:
         foreign.append(folder / "scores.csv")
     for path in foreign:
         if path.exists():
-            raise UsageError(f"{path}: exists and was not written by tracestore extract; choose another --out")
+            raise UsageError(f"{path}: exists and was not written by tracestore extract; choose another --output")
 
 
 def _merge_scores(folder: Path) -> None:

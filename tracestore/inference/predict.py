@@ -13,8 +13,8 @@ from tracestore.data.batch_format import BatchFormat
 from tracestore.data.epoch import mean_trace_bytes
 from tracestore.detectors.checkpoint_file import DETECTOR_VERSION
 from tracestore.detectors.model_config import ModelConfig, Precision
-from tracestore.detectors.models import Detector
-from tracestore.detectors.registry import DETECTORS, make_model
+from tracestore.detectors.models import DetectorModel
+from tracestore.detectors.registry import MODELS, make_model
 from tracestore.detectors.saved import FittedDetector, check_shape, from_content, is_fitted_detector
 from tracestore.errors import InsufficientMemoryError, UsageError
 from tracestore.evaluation.metrics import probability
@@ -44,8 +44,8 @@ class TrainedDetector:
     Parameters
     ----------
     name : str
-        A key of `DETECTORS`.
-    model : Detector
+        A key of `MODELS`.
+    model : DetectorModel
         In evaluation mode.
     config : ModelConfig
     threshold, temperature : float
@@ -59,7 +59,7 @@ class TrainedDetector:
     """
 
     name: str
-    model: Detector
+    model: DetectorModel
     config: ModelConfig
     threshold: float
     temperature: float
@@ -78,13 +78,13 @@ class TrainedDetector:
             The store lacks the view or the attention weights.
         """
         check_shape(self.name, (self.config.num_layers, self.config.hidden_dim), store)
-        spec = DETECTORS[self.name]
+        spec = MODELS[self.name]
         store.require_view(spec.view)
         spec.edge_format(self.config, store, "cpu")
 
     def differences(self, store: TraceStore) -> list[str]:
         """Return differences to the training store that do not prevent scoring, one sentence each."""
-        if DETECTORS[self.name].view == "sequence":
+        if MODELS[self.name].view == "sequence":
             return []
         found = {"attention": store.attention_mode, "attention_layout": store.attention_layout}
         return [
@@ -326,7 +326,7 @@ def _rows(
 def _check_budget(detector: TrainedDetector, store: TraceStore, memory_budget: int) -> None:
     """Raise UsageError where a single trace needs more memory."""
     # Room for a few traces in flight, one in the forward pass, and the memory of the threads.
-    spec = DETECTORS[detector.name]
+    spec = MODELS[detector.name]
     form = BatchFormat(spec.view, edge_format=spec.edge_format(detector.config, store, "cpu"))
     floor = 2 * RESERVE_BYTES + 8 * mean_trace_bytes(store, form)
     if memory_budget < floor:

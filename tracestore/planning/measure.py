@@ -16,7 +16,7 @@ import torch
 
 from tracestore.data.epoch import BatchBy, trace_costs
 from tracestore.detectors.model_config import ModelConfig
-from tracestore.detectors.registry import DETECTORS, make_model
+from tracestore.detectors.registry import MODELS, make_model
 from tracestore.errors import UsageError
 from tracestore.oom.guard import OOMGuard
 from tracestore.oom.memory_limits import RESERVE_BYTES, PeakMemoryMonitor
@@ -74,7 +74,7 @@ class TrialTrainer:
         alone = DistributedContext(alone=True)
         self._feed = BatchFeed(name, store, indices, config, model_config, alone, shuffle="global")
         self.loader = self._feed.loader
-        is_pyg_graph = model_config.message_passing == "pyg" and DETECTORS[name].view == "graph"
+        is_pyg_graph = model_config.message_passing == "pyg" and MODELS[name].view == "graph"
         self._cost_unit: BatchBy = "edges" if is_pyg_graph else "bytes"
 
     def costs(self, indices: np.ndarray) -> np.ndarray:
@@ -121,7 +121,7 @@ def plan_training(
     Parameters
     ----------
     name : str
-        A key of `DETECTORS`.
+        A key of `MODELS`.
     store : TraceStore
     config : TrainConfig
     model_options : mapping
@@ -198,7 +198,7 @@ def plan_micro_batches(
     Parameters
     ----------
     names : sequence of str
-        Keys of `DETECTORS`.
+        Keys of `MODELS`.
     store, config, model_options, start, num_train
         See `plan_training`.
     budget : int

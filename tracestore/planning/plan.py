@@ -12,7 +12,7 @@ import numpy as np
 
 from tracestore.data.batch_format import BatchFormat, EdgeFormat, View
 from tracestore.data.epoch import EpochPlanner
-from tracestore.detectors.registry import DEFAULT_DETECTORS, DETECTORS
+from tracestore.detectors.registry import DEFAULT_MODELS, MODELS
 from tracestore.errors import MissingFieldError, UsageError
 from tracestore.split import FRACTIONS
 from tracestore.store.format.labels import DEFAULT_THRESHOLD
@@ -35,7 +35,7 @@ class TrainingPlan:
     Parameters
     ----------
     name : str
-        A key of `DETECTORS`.
+        A key of `MODELS`.
     batch_size : int
         The requested batch size.
     num_train : int
@@ -117,9 +117,9 @@ def detectors_for(store: TraceStore) -> list[str]:
     """
     names: list[str] = []
     missing: MissingFieldError | None = None
-    for name in DEFAULT_DETECTORS:
+    for name in DEFAULT_MODELS:
         try:
-            store.require_view(DETECTORS[name].view)
+            store.require_view(MODELS[name].view)
             names.append(name)
         except MissingFieldError as error:
             missing = error

@@ -17,7 +17,7 @@ from tracestore.data.tokens.answers import answer_bounds
 from tracestore.detectors.dropout import TraceMasks
 from tracestore.detectors.graph.inputs import GraphInputs, edge_threshold
 from tracestore.detectors.model_config import ModelConfig
-from tracestore.detectors.registry import DETECTORS
+from tracestore.detectors.registry import MODELS
 from tracestore.oom.oom_errors import is_out_of_memory
 from tracestore.store.read.store import TraceStore
 from tracestore.train.config import TrainConfig
@@ -76,7 +76,7 @@ class BatchFeed:
         self.config, self.ranks, self.num_workers = config, ranks, num_workers
         self.on_reduce: Callable[[], None] | None = None
         self.is_reduced = False
-        spec = DETECTORS[name]
+        spec = MODELS[name]
         self.model_config = spec.model_config(model_config)
         # The layers that the detector reads; those of the whole store need no list.
         self.layers = tuple(self.model_config.layers_read)

@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from tracestore.detectors.model_config import ModelConfig
-from tracestore.detectors.models import Detector, GvaeLstm, LstmSolo, Output, detector_loss
+from tracestore.detectors.models import DetectorModel, GvaeLstm, LstmSolo, Output, detector_loss
 from tracestore.detectors.precision import autocast_for
 from tracestore.errors import InsufficientMemoryError
 from tracestore.oom.guard import OOMGuard
@@ -25,15 +25,15 @@ class ModelRunner:
 
     Parameters
     ----------
-    model : Detector
+    model : DetectorModel
     model_config : ModelConfig
     config : TrainConfig
     """
 
-    def __init__(self, model: Detector, model_config: ModelConfig, config: TrainConfig) -> None:
+    def __init__(self, model: DetectorModel, model_config: ModelConfig, config: TrainConfig) -> None:
         self.model_config = model_config
         self.device = torch.device(config.device)
-        self.model: Detector = model.to(self.device)
+        self.model: DetectorModel = model.to(self.device)
         if config.activation_checkpointing:
             _checkpoint_activations(self.model)
         self._autocast = autocast_for(self.model, config.precision, self.device)
@@ -67,7 +67,7 @@ class ModelRunner:
         return logits.tolist(), float(loss) * (end - begin)
 
 
-def _checkpoint_activations(model: Detector) -> None:
+def _checkpoint_activations(model: DetectorModel) -> None:
     """Recompute activations in backward: those of the graph encoder, or of the readers of lstm_solo.
 
     Dropout draws the same masks again.

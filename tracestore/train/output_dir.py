@@ -32,7 +32,7 @@ def lock_output_dir(folder: Path) -> Iterator[None]:
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
-                raise OutputDirLockedError(f"{folder}: another run writes there; pass another --output-dir") from None
+                raise OutputDirLockedError(f"{folder}: another run writes there; pass another --output") from None
         yield
     finally:
         os.close(fd)

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from tracestore.data.batch_format import View
-from tracestore.detectors.models import Detector, Standardizer
+from tracestore.detectors.models import DetectorModel, Standardizer
 from tracestore.errors import TrainingError
 from tracestore.store.format import schema
 from tracestore.store.read.store import TraceStore
@@ -12,13 +12,13 @@ from tracestore.train.distributed import DistributedContext
 
 
 def fit_standardizer(
-    model: Detector, store: TraceStore, indices: np.ndarray, view: View, ranks: DistributedContext
+    model: DetectorModel, store: TraceStore, indices: np.ndarray, view: View, ranks: DistributedContext
 ) -> None:
     """Set mean and standard deviation of the model's standardizer, per column of each layer that the model reads.
 
     Parameters
     ----------
-    model : Detector
+    model : DetectorModel
         Left unchanged if its standardizer is not active.
     store : TraceStore
     indices : numpy.ndarray

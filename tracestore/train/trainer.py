@@ -17,7 +17,7 @@ from tracestore.data.order import Shuffle
 from tracestore.detectors.checkpoint_file import detector_checkpoint
 from tracestore.detectors.model_config import ModelConfig
 from tracestore.detectors.precision import float32_layers
-from tracestore.detectors.registry import DETECTORS, make_model
+from tracestore.detectors.registry import MODELS, make_model
 from tracestore.errors import (
     InsufficientMemoryError,
     RunInterruptedError,
@@ -96,7 +96,7 @@ class Trainer:
         self.ranks, self.stop = ranks or DistributedContext(), stop or StopSignals()
         self.monitor = Monitor(name, config.epochs, log, line)
         self.planned_micro_batch, self.on_fatal_oom = micro_batch, on_fatal_oom
-        default_command = f"tracestore train --store {store.path} --output-dir {folder.parent} --resume"
+        default_command = f"tracestore train {store.path} --output {folder.parent} --resume"
         self.resume_command = resume_command or default_command
         self._saved_at = time.monotonic()
         self._unread: UnreadLoss | None = None
@@ -151,7 +151,7 @@ class Trainer:
             self.monitor.open_events(self.folder / "events", state, len(self.feed))
         try:
             if state.epoch == 0 and state.batch == 0:
-                indices, view = self.split.indices["train"], DETECTORS[self.name].view
+                indices, view = self.split.indices["train"], MODELS[self.name].view
                 fit_standardizer(self.model, self.store, indices, view, self.ranks)
             while state.epoch < self.config.epochs:
                 self._train_epoch(state)

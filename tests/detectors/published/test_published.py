@@ -7,10 +7,10 @@ import torch
 import tracestore
 from tests.detectors.published.conftest import BEGIN, COUNT, make_labeled, write_published
 from tests.helpers import make_trace, write_store
-from tracestore.detectors.catalog import catalog, make_detector, select
 from tracestore.detectors.published.linear import candidate, choose, cross_fitted
 from tracestore.detectors.published.pooled_mlp import PooledNetwork
 from tracestore.detectors.published.pooled_mlp import _components as components_of
+from tracestore.detectors.registry import make_detector, registry, select
 from tracestore.errors import TrainingError
 from tracestore.evaluation.metrics import auroc
 from tracestore.evaluation.store_split import inner_bins
@@ -246,7 +246,7 @@ def test_scores_are_finite_and_independent_of_other_traces(name, store):
     assert scores.shape == (len(TEST),) and np.isfinite(scores).all()
     np.testing.assert_allclose(detector.score(store, TEST[::-3]), scores[::-3], rtol=1e-5, atol=1e-6)
     assert detector.reference and detector.cost and detector.layers and detector.kind
-    assert catalog()[name].package == "tracestore"
+    assert registry()[name].package == "tracestore"
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n not in ("group_rate", "length")])

@@ -7,8 +7,8 @@ import tracestore
 from tests.detectors.published.conftest import BEGIN, make_labeled, write_published
 from tests.helpers import make_trace, write_store
 from tracestore.detectors.apart import list_detectors
-from tracestore.detectors.catalog import make_detector, select
 from tracestore.detectors.interface import missing_fields
+from tracestore.detectors.registry import make_detector, select
 
 QUESTIONS, SAMPLES = 8, 3
 NAMES = [name for name in select("features") if "samples" in make_detector(name).fields]

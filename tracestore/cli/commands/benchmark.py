@@ -40,12 +40,12 @@ def add_arguments(parser: Parser) -> None:
         metavar="NAME=CSV",
         help="scores that were computed elsewhere; may be given several times (default: none)",
     )
-    add("--output-dir", type=Path, default=Path("benchmark"), metavar="DIR", help="folder for results")
+    add("--output", "--output-dir", type=Path, default=Path("benchmark"), metavar="DIR", help="folder for results")
     add(
         "--folds-dir",
         type=Path,
         metavar="DIR",
-        help="folder of the files of folds, to share them (default: --output-dir)",
+        help="folder of the files of folds, to share them (default: --output)",
     )
     add(
         "--folds",
@@ -64,9 +64,7 @@ def add_arguments(parser: Parser) -> None:
     add_score_threshold(parser)
     add("--drop-nonfinite", action="store_true", help=DROP_NONFINITE_HELP)
     add("--workers", type=positive_int, metavar="N", help="processes side by side (default: processors, at most 4)")
-    add(
-        "--save-detectors", action="store_true", help="write detectors for tracestore predict to OUTPUT_DIR/checkpoints"
-    )
+    add("--save-detectors", action="store_true", help="write detectors for tracestore predict to OUTPUT/checkpoints")
     add("--overwrite", action="store_true", help="replace earlier results; folds are never replaced")
     add_allow_mixed_provenance(parser)
 
@@ -85,7 +83,7 @@ def run(args: argparse.Namespace, output: Output) -> None:
     # Imported here, so that wrong usage is reported at once.
     from tracestore.benchmark.result_table import format_results
     from tracestore.benchmark.run import REPORT, RESULTS, BenchmarkOptions, run_benchmark
-    from tracestore.detectors.catalog import select
+    from tracestore.detectors.registry import select
 
     options = BenchmarkOptions(
         tuple(select(args.detectors)),
@@ -102,14 +100,14 @@ def run(args: argparse.Namespace, output: Output) -> None:
         overwrite=args.overwrite,
         allow_mixed_provenance=args.allow_mixed_provenance,
     )
-    with map_os_errors(args.output_dir), Progress(output, "steps", _LOG_INTERVAL_S) as progress:
+    with map_os_errors(args.output), Progress(output, "steps", _LOG_INTERVAL_S) as progress:
 
         def log(line: str) -> None:
             progress.clear()
             output.info(line)
 
-        results = run_benchmark(args.stores, args.output_dir, options, log, progress.update)
-    output.info(f"\n{format_results(results)}\n\n{args.output_dir / RESULTS}\n{args.output_dir / REPORT}")
+        results = run_benchmark(args.stores, args.output, options, log, progress.update)
+    output.info(f"\n{format_results(results)}\n\n{args.output / RESULTS}\n{args.output / REPORT}")
     output.print_json(results)
 
 

@@ -1,6 +1,6 @@
 """Let a language model answer questions, and record its hidden states and attention.
 
-Example: tracestore extract --model HuggingFaceTB/SmolLM2-135M-Instruct --questions package:facts --out traces_data
+Example: tracestore extract --model HuggingFaceTB/SmolLM2-135M-Instruct --questions package:facts --output traces_data
 """
 
 import argparse
@@ -34,7 +34,8 @@ def add_arguments(parser: Parser) -> None:
         f"{', '.join(GENERATED)}"
     )
     add("--questions", required=True, metavar="FILE", help=text)
-    add("--out", required=True, type=parse_location, help="folder for .pkl files, or a store (ends with .zarr)")
+    text = "folder for .pkl files, or a store (ends with .zarr)"
+    add("--output", "--out", required=True, type=parse_location, metavar="DIR|STORE", help=text)
     add("--limit", type=positive_int, metavar="N", help="use only the first N questions (default: all)")
     add("--traces-per-file", type=positive_int, default=500, metavar="N", help="answers in a .pkl file")
     add(
@@ -89,19 +90,19 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace, output: Output) -> None:
     """Extract traces, print progress and a summary."""
     questions = read_questions(args.questions)[: args.limit]
-    to_store = args.out.name.endswith(".zarr")
-    if not to_store and not isinstance(args.out, Path):
-        raise UsageError(f"--out {args.out}: .pkl files need a local folder; the name of a store ends with .zarr")
+    to_store = args.output.name.endswith(".zarr")
+    if not to_store and not isinstance(args.output, Path):
+        raise UsageError(f"--output {args.output}: .pkl files need a local folder; the name of a store ends with .zarr")
     if args.lens and not to_store:
-        raise UsageError(f"--out {args.out}: --lens needs a store; the name of a store ends with .zarr")
+        raise UsageError(f"--output {args.output}: --lens needs a store; the name of a store ends with .zarr")
     if args.samples > 1 and not args.temperature:
         raise UsageError("--samples needs a --temperature above 0, because the most likely tokens are always the same")
     select = Select(args.layers, args.positions, "none" if to_store and args.attention == "none" else "all")
-    with map_os_errors(local_dir(args.out)):
+    with map_os_errors(local_dir(args.output)):
         if to_store:
-            check_store_destination(args.out)
+            check_store_destination(args.output)
         else:
-            check_output_dir(args.out)
+            check_output_dir(args.output)
     # Imported here, because loading the libraries takes seconds: wrong usage is reported at once.
     with needs("extract"):
         from tracestore.extract.answering import AnswerOptions, answer_questions, provenance_of
@@ -134,7 +135,7 @@ def run(args: argparse.Namespace, output: Output) -> None:
         questions = with_samples(questions[shard::count], args.samples)
         total = len(questions)
         steps = extraction.extract_to_store(
-            args.out,
+            args.output,
             questions,
             answer,
             attention=args.attention,
@@ -146,9 +147,9 @@ def run(args: argparse.Namespace, output: Output) -> None:
     else:
         batches = extraction.plan_batches(with_samples(questions, args.samples), args.traces_per_file, args.shard)
         total = sum(len(b.questions) for b in batches)
-        steps = extraction.extract_to_folder(args.out, batches, answer, **common)
-    output.info(f"{plural(total, 'answer')} of {args.model} -> {args.out}")
-    report = extraction.ExtractReport(str(args.out))
+        steps = extraction.extract_to_folder(args.output, batches, answer, **common)
+    output.info(f"{plural(total, 'answer')} of {args.model} -> {args.output}")
+    report = extraction.ExtractReport(str(args.output))
     with Progress(output) as progress:
         for is_correct in steps:
             report.add(is_correct)
@@ -156,7 +157,7 @@ def run(args: argparse.Namespace, output: Output) -> None:
                 done = report.made + report.already_there
                 progress.update(done, total, lambda: f"{report.right / report.made:.0%} correct")
     output.info(
-        f"{args.out}: {plural(report.made, 'new trace')}, {plural(report.already_there, 'existing trace')}, "
+        f"{args.output}: {plural(report.made, 'new trace')}, {plural(report.already_there, 'existing trace')}, "
         f"{report.right / max(1, report.made):.0%} of the new answers correct"
     )
     output.print_json(report)

@@ -1,6 +1,6 @@
 """Print what files hold, and the layouts that they may have. Nothing is stored.
 
-Example: tracestore inspect dumps/ --write layout.toml
+Example: tracestore inspect dumps/ --output layout.toml
 """
 
 import argparse
@@ -21,7 +21,7 @@ def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("src", nargs="+", type=Path, metavar="SRC", help="files, or folders of them")
     text = "write the layout; several are written as comments, of which one is to be chosen (default: print only)"
-    parser.add_argument("--write", type=Path, metavar="FILE.toml", help=text)
+    parser.add_argument("--output", "--write", type=Path, metavar="FILE.toml", help=text)
 
 
 def run(args: argparse.Namespace, output: Output) -> None:
@@ -53,6 +53,6 @@ def run(args: argparse.Namespace, output: Output) -> None:
     if not args.json:
         for line in (*found["tree"], *text):
             output.info(line)
-    if args.write is not None:
-        with map_os_errors(args.write.parent):
-            args.write.write_text(toml, encoding="utf-8")
+    if args.output is not None:
+        with map_os_errors(args.output.parent):
+            args.output.write_text(toml, encoding="utf-8")

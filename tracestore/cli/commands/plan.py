@@ -9,7 +9,7 @@ from typing import Any
 from tracestore.cli.flags import MODEL_FLAGS, STEP_FLAGS, add_flags, add_num_threads, add_store, values
 from tracestore.console import Output, Parser
 from tracestore.detectors.model_config import ModelConfig
-from tracestore.detectors.registry import DETECTORS
+from tracestore.detectors.registry import MODELS
 from tracestore.errors import UsageError
 from tracestore.platform_support import memory_use
 from tracestore.store.format.labels import DEFAULT_THRESHOLD
@@ -19,7 +19,7 @@ from tracestore.words import format_size, parse_size
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
-    text = f"one of {', '.join(DETECTORS)} (default: all that the store has the data for)"
+    text = f"one of {', '.join(MODELS)} (default: all that the store has the data for)"
     parser.add_argument("--model", metavar="NAME", help=text)
     parser.add_argument(
         "--memory",
@@ -41,8 +41,8 @@ def run(args: argparse.Namespace, output: Output) -> None:
     from tracestore.planning.measure import plan_training
     from tracestore.planning.plan import detectors_for, training_traces
 
-    if args.model is not None and args.model not in DETECTORS:
-        raise UsageError(f"found --model {args.model}, expected one of {', '.join(DETECTORS)}")
+    if args.model is not None and args.model not in MODELS:
+        raise UsageError(f"found --model {args.model}, expected one of {', '.join(MODELS)}")
     if args.precision == "fp16":
         raise UsageError("found --precision fp16, which needs a GPU; plan is for the CPU")
     config = TrainConfig(
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace, output: Output) -> None:
     with tracestore.open(args.store) as store:
         names = [args.model] if args.model else detectors_for(store)
         for name in names:
-            store.require_view(DETECTORS[name].view)
+            store.require_view(MODELS[name].view)
         training_traces(store)
         start = memory_use()
         for name in names:

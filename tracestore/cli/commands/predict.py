@@ -4,13 +4,13 @@ hallucination_score: the detector's probability that the answer is a hallucinati
 logit is at or above the threshold that was chosen on validation. Both are empty where a trace holds NaN or
 infinite values.
 
-Example: tracestore predict --checkpoint results/gnn_det_lstm/best.pt --store other.zarr
+Example: tracestore predict other.zarr --checkpoint results/gnn_det_lstm/best.pt
 """
 
 import argparse
 from pathlib import Path
 
-from tracestore.cli.flags import add_allow_mixed_provenance, add_num_threads, add_overwrite
+from tracestore.cli.flags import add_allow_mixed_provenance, add_num_threads, add_overwrite, add_store
 from tracestore.console import Output, Parser, Progress, positive_int
 from tracestore.errors import UsageError
 from tracestore.store.io.destinations import check_output_file
@@ -22,7 +22,7 @@ def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
     add = parser.add_argument
     add("--checkpoint", required=True, type=Path, metavar="BEST.PT", help="checkpoint of tracestore train or benchmark")
-    add("--store", required=True, type=parse_location, help="folder or URL of a store")
+    add_store(parser, type=parse_location)
     text = "the file (.csv), which appears when all traces are scored"
     add("--output", type=Path, default=Path("predictions.csv"), metavar="FILE", help=text)
     add_overwrite(parser)

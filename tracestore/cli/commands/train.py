@@ -1,6 +1,6 @@
 """Train hallucination detectors on a store.
 
-Example: tracestore train --store store.zarr --epochs 10
+Example: tracestore train store.zarr --epochs 10
 """
 
 import argparse
@@ -20,11 +20,12 @@ from tracestore.cli.flags import (
     Flags,
     add_flags,
     add_num_threads,
+    add_store,
     values,
 )
 from tracestore.console import Output, Parser, Progress, float_where, int_between
 from tracestore.detectors.model_config import ModelConfig
-from tracestore.detectors.registry import DETECTORS
+from tracestore.detectors.registry import DEFAULT_MODELS, MODELS
 from tracestore.errors import RankFailedError, UsageError
 from tracestore.experiment.train_options import TrainOptions
 from tracestore.extras import require
@@ -52,7 +53,7 @@ _TRAIN_FLAGS: Flags = {
         "metavar": "SECONDS",
         "help": "write last.pt this often within an epoch, and after each (default: 300; 0: after every step)",
     },
-    "tensorboard": "write events for TensorBoard to OUTPUT_DIR/<model>/events",
+    "tensorboard": "write events for TensorBoard to OUTPUT/<model>/events",
     **PROVENANCE_FLAGS,
 }
 # Fields of TrainOptions.
@@ -75,13 +76,15 @@ _RUN_FLAGS: Flags = {
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
     add = parser.add_argument
-    add("--store", required=True, type=parse_location, help="folder or URL of a store")
-    add("--output-dir", type=Path, default=Path("results"), help="folder for checkpoints, results.json and report.html")
-    for name, spec in DETECTORS.items():
-        default: bool | None = None if spec.twin_of else spec.is_default
-        followed = f"; default: as {spec.twin_of}" if spec.twin_of else "" if default else "; default: no"
-        switch, text = argparse.BooleanOptionalAction, f"train {name}{followed}"
-        add(f"--run-{spec.flag}", dest=name, action=switch, default=default, help=text)
+    add_store(parser, type=parse_location)
+    text = "folder for checkpoints, results.json and report.html"
+    add("--output", "--output-dir", type=Path, default=Path("results"), metavar="DIR", help=text)
+    for name in DEFAULT_MODELS:
+        text = f"train {name} (default: yes)"
+        add(f"--run-{MODELS[name].flag}", dest=name, action=argparse.BooleanOptionalAction, help=text)
+    text = f"train these instead: {', '.join(MODELS)} (default: {', '.join(DEFAULT_MODELS)})"
+    add("--models", type=_models, metavar="NAME,...", help=text)
+    add("--twins", action="store_true", help="also train the edge-free twins of the graph detectors")
     add_flags(parser, ModelConfig, MODEL_FLAGS)
     add_flags(parser, TrainConfig, {**STEP_FLAGS, **_TRAIN_FLAGS})
     add_flags(parser, TrainOptions, _RUN_FLAGS)
@@ -89,8 +92,8 @@ def add_arguments(parser: Parser) -> None:
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
     add("--num-workers", type=_workers, default=0, metavar="auto|N", help="0: threads (default); N: DataLoader workers")
     earlier_run = parser.add_mutually_exclusive_group()
-    add_flags(earlier_run, TrainConfig, {"resume": "continue the run in --output-dir"})
-    add_flags(earlier_run, TrainOptions, {"overwrite": "replace the run in --output-dir"})
+    add_flags(earlier_run, TrainConfig, {"resume": "continue the run in --output"})
+    add_flags(earlier_run, TrainOptions, {"overwrite": "replace the run in --output"})
     add("--preprocessed-dir", type=_removed(parser.prog, "{}"), help=argparse.SUPPRESS)
     add("--data-pattern", type=_removed(parser.prog, "traces_data/"), help=argparse.SUPPRESS)
 
@@ -127,11 +130,11 @@ def run(args: argparse.Namespace, output: Output) -> None:
     try:
         with (
             torch_threads(args.num_threads),
-            map_os_errors(args.output_dir),
+            map_os_errors(args.output),
             DistributedContext.connect(device) as ranks,
         ):
             results = run_experiment(
-                args.store, args.output_dir, options, log=output.info, line=Progress(output, "batches"), ranks=ranks
+                args.store, args.output, options, log=output.info, line=Progress(output, "batches"), ranks=ranks
             )
     except RankFailedError as error:
         raise RankFailedError(f"{error}; continue with: {resume_command}") from None
@@ -139,8 +142,17 @@ def run(args: argparse.Namespace, output: Output) -> None:
         return
     output.info("\n" + format_table(results) + "\n")
     for name in ("results.json", "predictions.csv", "report.html", "*.svg"):
-        output.info(str(args.output_dir / name))
+        output.info(str(args.output / name))
     output.print_json(results)
+
+
+def _models(text: str) -> tuple[str, ...]:
+    """Parse a comma-separated list of models."""
+    names = tuple(name.strip() for name in text.split(","))
+    for name in names:
+        if name not in MODELS:
+            raise argparse.ArgumentTypeError(f"found {name!r}, expected names of {', '.join(MODELS)}")
+    return names
 
 
 def _workers(text: str) -> int:
@@ -154,11 +166,16 @@ def _workers(text: str) -> int:
 
 def _selected_models(args: argparse.Namespace) -> tuple[str, ...]:
     """Return the models to train. Raise UsageError where the options contradict each other."""
-    chosen = {name: getattr(args, name) for name in DETECTORS}
-    # A twin without a flag of its own is trained with its graph detector.
-    models = tuple(n for n, s in DETECTORS.items() if (chosen[s.twin_of or n] if chosen[n] is None else chosen[n]))
+    switches = {name: getattr(args, name) for name in DEFAULT_MODELS}
+    if args.models is not None and set(switches.values()) != {None}:
+        raise UsageError("found --models and a switch of a model, expected one or the other")
+    chosen = args.models or [name for name, is_on in switches.items() if is_on is not False]
+    twins = [name for name, spec in MODELS.items() if args.twins and spec.twin_of in chosen]
+    models = tuple(name for name in MODELS if name in chosen or name in twins)
     if not models:
         raise UsageError("every model is switched off")
+    if args.twins and not twins:
+        raise UsageError(f"--twins needs a model that has a twin, found {', '.join(models)}")
     if args.seed + (args.seeds or 1) > 2**32:
         raise UsageError(f"found --seed {args.seed}, --seeds {args.seeds}; the last seed must be below 2^32")
     if isinstance(args.store, Path) and not args.store.exists():
@@ -186,8 +203,7 @@ def _removed(prog: str, source: str) -> Callable[[str], NoReturn]:
 
     def parse(text: str) -> NoReturn:
         raise argparse.ArgumentTypeError(
-            f"removed; run: python -m tracestore.convert {source.format(text)} store.zarr; "
-            f"then: {prog} --store store.zarr"
+            f"removed; run: python -m tracestore.convert {source.format(text)} store.zarr; then: {prog} store.zarr"
         )
 
     return parse

@@ -1,6 +1,6 @@
 """Show one trace: texts, attention and norms of hidden states.
 
-Example: tracestore view store.zarr tc_1234 --layer 12 --save trace.png
+Example: tracestore view store.zarr tc_1234 --layer 12 --output trace.png
 """
 
 import argparse
@@ -22,20 +22,26 @@ def add_arguments(parser: Parser) -> None:
     add("--sample", type=non_negative_int, default=0, metavar="N", help="which of several answers")
     add("--layer", type=int, metavar="N", help="layer of the attention (default: the middle layer)")
     add("--head", type=int, metavar="N", help="head of the attention (default: the mean of the heads)")
-    add("--save", type=Path, metavar="FILE", help="save a picture: .png, .pdf or .svg (default: print)")
+    add(
+        "--output",
+        "--save",
+        type=Path,
+        metavar="FILE",
+        help="save a picture (.png, .pdf or .svg) instead of printing (default: print)",
+    )
     add_overwrite(parser)
 
 
 def run(args: argparse.Namespace, output: Output) -> None:
     """Print a trace, or save a picture of it."""
-    if args.save is not None:
-        check_output_file(args.save, PICTURES, overwrite=args.overwrite, inputs=[parse_location(args.store)])
+    if args.output is not None:
+        check_output_file(args.output, PICTURES, overwrite=args.overwrite, inputs=[parse_location(args.store)])
     with tracestore.open(args.store) as store:
         view = View.read(store, find_trace(store, args.trace, args.sample), args.layer, args.head)
-        if args.save is not None:
-            save_picture(view, args.save)
-            output.info(f"{args.save}: attention and hidden states of trace {view.trace.index}")
+        if args.output is not None:
+            save_picture(view, args.output)
+            output.info(f"{args.output}: attention and hidden states of trace {view.trace.index}")
         if args.json:
             output.print_json(as_json(view))
-        elif args.save is None:
+        elif args.output is None:
             output.info("\n".join(render_terminal(view)))

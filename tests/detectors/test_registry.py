@@ -9,24 +9,24 @@ import tracestore
 from tests.detectors.plugins import PLUGIN, install
 from tests.helpers import command, make_optional, make_traces, write_store
 from tests.train.runs import write_labeled
-from tracestore.detectors import catalog
+from tracestore.detectors import registry
 from tracestore.detectors.interface import missing_fields
-from tracestore.detectors.registry import DETECTORS
+from tracestore.detectors.registry import MODELS
 from tracestore.errors import MissingFieldError, UsageError
 
 
 @pytest.fixture(autouse=True)
-def fresh_catalog():
+def fresh_registry():
     """Read the entry points again in each test."""
-    catalog.catalog.cache_clear()
+    registry.registry.cache_clear()
     yield
-    catalog.catalog.cache_clear()
+    registry.registry.cache_clear()
 
 
 def test_detector_of_another_package_is_listed_and_made(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(install(tmp_path / "site")))
     store = tracestore.open(write_labeled(tmp_path / "s.zarr"))
-    detector = catalog.make_detector("norm", order=1)
+    detector = registry.make_detector("norm", order=1)
     indices, labels = np.arange(60), np.arange(60) % 2
     scores = detector.fit(store, indices, labels).score(store, indices)
     assert scores.shape == (60,) and detector.parameters == {"order": 1}
@@ -37,7 +37,7 @@ def test_detector_of_another_package_is_listed_and_made(tmp_path, monkeypatch):
     rows = {row["name"]: row for row in json.loads(command("detectors", "--json", check=0).stdout)}
     assert rows["norm"]["package"] == "norm-detector" and rows["norm"]["kind"] == "untrained"
     assert rows["norm"]["summary"] == "Norm of the last token in one layer."
-    assert set(DETECTORS) <= set(rows)
+    assert set(MODELS) <= set(rows)
 
 
 @pytest.mark.parametrize(
@@ -50,32 +50,32 @@ def test_detector_of_another_package_is_listed_and_made(tmp_path, monkeypatch):
 def test_detector_that_cannot_be_loaded_names_its_package(entry_point, message, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(install(tmp_path, entry_point)))
     with pytest.raises(UsageError, match=message):
-        catalog.make_detector("norm")
+        registry.make_detector("norm")
     assert message in command("detectors", check=0).stdout
 
 
 def test_detector_with_a_known_name_is_refused(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(install(tmp_path, "lstm_solo = norm_detector:NormDetector")))
     with pytest.raises(UsageError, match="norm-detector: its detector lstm_solo has the name of one of tracestore"):
-        catalog.catalog()
+        registry.registry()
 
 
 def test_unknown_names_and_options_are_refused():
     with pytest.raises(UsageError, match="no detector nowhere, expected one of"):
-        catalog.make_detector("nowhere")
+        registry.make_detector("nowhere")
     with pytest.raises(UsageError, match=r"lstm_solo: .*unexpected keyword argument 'depth'"):
-        catalog.make_detector("lstm_solo", depth=3)
+        registry.make_detector("lstm_solo", depth=3)
     with pytest.raises(UsageError, match="no detector nowhere, expected all, features"):
-        catalog.select("lstm_solo,nowhere")
+        registry.select("lstm_solo,nowhere")
     with pytest.raises(UsageError, match="no detector in ','"):
-        catalog.select(",")
+        registry.select(",")
 
 
-def test_selection_is_in_the_order_of_the_catalog():
-    names = list(catalog.catalog())
-    assert catalog.select("all") == names
-    assert catalog.select("gvae_lstm, lstm_solo") == ["lstm_solo", "gvae_lstm"]
-    assert set(catalog.select("features")).isdisjoint(DETECTORS)
+def test_selection_is_in_the_order_of_the_registry():
+    names = list(registry.registry())
+    assert registry.select("all") == names
+    assert registry.select("gvae_lstm, lstm_solo") == ["lstm_solo", "gvae_lstm"]
+    assert set(registry.select("features")).isdisjoint(MODELS)
 
 
 def test_missing_fields_are_named(tmp_path):
@@ -85,7 +85,7 @@ def test_missing_fields_are_named(tmp_path):
     for text, part in zip(found, ("no graphs", "answer_span", "token_logprob", "has a group"), strict=True):
         assert part in text and str(bare.path) in text
     with pytest.raises(MissingFieldError, match="no graphs"):
-        catalog.make_detector("gnn_det_lstm").check(bare)
+        registry.make_detector("gnn_det_lstm").check(bare)
     with pytest.raises(UsageError, match="found field 'nowhere'"):
         list(missing_fields(bare, ("nowhere",)))
     traces = [trace | make_optional(len(trace["tokens"])) for trace in make_traces(4)]
