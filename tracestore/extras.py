@@ -25,11 +25,18 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "pictures": ("matplotlib",),
     "dask": ("distributed",),
     "tensorboard": ("tensorboard",),
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow",),
     "completion": ("shtab",),
     "bridges": (*_TRAIN, "pandas", "lightning", "datasets", "torchdata"),
 }
 # Modules whose package has another name.
-PACKAGES = {"huggingface_hub": "huggingface-hub", "sklearn": "scikit-learn", "torch_geometric": "torch-geometric"}
+PACKAGES = {
+    "huggingface_hub": "huggingface-hub",
+    "mlflow": "mlflow-skinny",
+    "sklearn": "scikit-learn",
+    "torch_geometric": "torch-geometric",
+}
 
 
 @contextmanager

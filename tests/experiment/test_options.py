@@ -13,6 +13,7 @@ import torch
 from tests.experiment.quiet import SMALL, train_quietly
 from tests.helpers import command
 from tests.train.runs import FAST, ONLY, outcome, write_labeled
+from tests.train.tracked import STEPS_OF
 from tracestore.cli.commands.train import _selected_models, add_arguments
 from tracestore.console import Parser
 from tracestore.detectors import models
@@ -130,22 +131,23 @@ def test_heads_and_layers_in_training_planning_and_prediction(labeled, tmp_path,
 
 
 @pytest.mark.long
-def test_tensorboard_shows_each_step_once_after_kills(driver, labeled, tmp_path):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
+@pytest.mark.parametrize("logger", STEPS_OF)
+def test_a_logger_shows_each_step_once_after_kills(logger, driver, labeled, tmp_path, monkeypatch):
+    pytest.importorskip(logger)
+    monkeypatch.setenv("WANDB_MODE", "offline")
     flags = ["--store", labeled, *FAST, *ONLY["lstm_solo"], "--no-probe", "--epochs", 6, "--batch-size", 4]
-    found = driver("killed_at_random", [*flags, "--tensorboard"], tmp_path, 2, 3)
+    found = driver("killed_at_random", [*flags, "--logger", logger], tmp_path, 2, 3)
     for attempt in range(found["compared"]):
-        events = EventAccumulator(str(tmp_path / f"cut{attempt}/lstm_solo/events")).Reload()
-        assert [point.step for point in events.Scalars("loss/step")] == list(range(66))
-        assert [point.step for point in events.Scalars("epoch/val_auroc")] == [11, 22, 33, 44, 55, 66]
+        steps = STEPS_OF[logger](tmp_path / f"cut{attempt}/lstm_solo/events")
+        assert steps["loss/step"] == list(range(66))
+        assert steps["epoch/val_auroc"] == [11, 22, 33, 44, 55, 66]
 
 
-def test_missing_tensorboard_package_is_reported(train, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(UsageError, match=r"tracestore\[tensorboard\]"):
-        train("lstm_solo", "r", tensorboard=True)
+@pytest.mark.parametrize("logger", STEPS_OF)
+def test_a_logger_that_is_not_installed_is_reported(logger, train, monkeypatch):
+    monkeypatch.setitem(sys.modules, logger, None)
+    with pytest.raises(UsageError, match=rf"tracestore\[{logger}\]"):
+        train("lstm_solo", "r", logger=logger)
 
 
 @pytest.mark.long

@@ -93,7 +93,7 @@ def test_one_training_at_a_time(labeled, tmp_path):
         os.waitpid(child, 0)
     os.close(say)
     with os.fdopen(said) as pipe:
-        assert pipe.read() == f"5 {tmp_path}: another run writes there; pass another --output-dir"
+        assert pipe.read() == f"5 {tmp_path}: another run writes there; pass another --output"
     train(labeled, tmp_path)
 
 

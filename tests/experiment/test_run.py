@@ -131,7 +131,7 @@ def test_errors_before_training(labeled, tmp_path, store_path):
         (labeled, ["--top-k", 3], "fraction"),
         (labeled, ["--memory-budget", "1MiB"], "below"),
         (labeled, ["--preprocessed-dir", "old/"], "tracestore.convert old/"),
-        (labeled, ["--data-pattern", "*.pkl"], "--store store.zarr"),
+        (labeled, ["--data-pattern", "*.pkl"], "train store.zarr"),
     ):
         done = train(store, tmp_path / "r", *args, check=2)
         assert words in done.stderr and done.stderr.count("\n") == 1, done.stderr

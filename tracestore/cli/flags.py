@@ -111,7 +111,7 @@ def values(args: argparse.Namespace, *tables: Flags) -> dict[str, Any]:
     return {name: getattr(args, name) for flags in tables for name in flags}
 
 
-def add_store(parser: argparse.ArgumentParser, type: Callable[[str], Any] | None = None) -> None:
+def add_store(parser: argparse.ArgumentParser, type: Callable[[str], Any] = str) -> None:
     """Add the argument STORE."""
     parser.add_argument("store", metavar="STORE", type=type, help="folder or URL of a store")
 

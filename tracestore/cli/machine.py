@@ -31,7 +31,7 @@ from tracestore.words import format_size
 _MIB, _GIB = 1 << 20, 1 << 30
 _LIBRARIES = (
     "numpy", "zarr", "numcodecs", "isal", "torch", "torch-geometric", "scikit-learn", "matplotlib",
-    "transformers", "distributed", "tensorboard", "triton", "bokeh", "obstore",
+    "transformers", "distributed", "tensorboard", "wandb", "mlflow-skinny", "triton", "bokeh", "obstore",
 )  # fmt: skip
 # The instruction sets that the kernels select from at run time.
 _INSTRUCTIONS = ("avx512f", "avx512vl", "avx512dq", "avx512bw", "vpclmulqdq", "avx2", "fma", "f16c", "sse4_2")

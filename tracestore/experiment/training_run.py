@@ -86,8 +86,8 @@ def run_experiment(
     ranks = ranks or DistributedContext()
     if not ranks.is_rank_zero:
         log, line = (lambda _: None), None
-    if options.config.tensorboard:
-        require("tensorboard")
+    if options.config.logger is not None:
+        require(options.config.logger)
     check_output_dir(output_dir)
     start = memory_use()
     store = open_store(store_path, score=options.config.score)

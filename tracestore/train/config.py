@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from tracestore.data.order import Shuffle
 from tracestore.detectors.model_config import Precision
@@ -42,7 +42,7 @@ class TrainConfig:
     num_workers: int = _resumable(0)
     loader_threads: int = _resumable(2)
     checkpoint_interval_s: float = _resumable(300.0)
-    tensorboard: bool = _resumable(False)
+    logger: Literal["tensorboard", "wandb", "mlflow"] | None = _resumable(None)
     resume: bool = _resumable(False)
     allow_mixed_provenance: bool = _resumable(False)
 

@@ -1,6 +1,6 @@
-"""Report the progress of a run: log lines, a progress line, TensorBoard."""
+"""Report the progress of a run: log lines, a progress line, and numbers for TensorBoard, Weights & Biases or MLflow."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,26 +9,33 @@ import torch
 from tracestore import console
 from tracestore.platform_support import memory_use
 from tracestore.train.config import TrainState
+from tracestore.train.trackers import MlflowRun, WandbRun
 
 Log = Callable[[str], None]
 
 
 class Monitor:
-    """Reports one detector's run to the log, the progress line and TensorBoard.
+    """Reports one detector's run to the log, the progress line and a logger, which counts in batches.
 
-    TensorBoard counts in batches. A resumed run begins at the position of its checkpoint, and
-    TensorBoard drops the events that the killed run wrote after it.
+    A resumed run begins at the position of its checkpoint. TensorBoard drops the events that the killed run
+    wrote after it; the other loggers are sent nothing twice.
     """
 
     def __init__(self, name: str, epochs: int, log: Log, line: console.Progress | None) -> None:
         self.name, self.epochs, self._log, self._line = name, epochs, log, line
         self._events: Any = None
 
-    def open_events(self, folder: Path, state: TrainState, num_batches: int) -> None:
-        """Write events for TensorBoard from now on."""
-        from torch.utils.tensorboard import SummaryWriter
+    def open_logger(
+        self, logger: str, folder: Path, options: Mapping[str, Any], state: TrainState, num_batches: int
+    ) -> None:
+        """Write numbers below the folder of the run from now on. UsageError if the logger cannot start."""
+        step = state.epoch * num_batches + state.batch
+        if logger == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter
 
-        self._events = SummaryWriter(str(folder), purge_step=state.epoch * num_batches + state.batch)
+            self._events = SummaryWriter(str(folder / "events"), purge_step=step)
+        else:
+            self._events = {"wandb": WandbRun, "mlflow": MlflowRun}[logger](folder, options, is_new=step == 0)
         if state.batch == 0:
             self._add_epoch(state, num_batches)
 

@@ -147,8 +147,9 @@ class Trainer:
         if result is not None:
             self.monitor.log("already finished")
             return result
-        if self.config.tensorboard and self.ranks.is_rank_zero:
-            self.monitor.open_events(self.folder / "events", state, len(self.feed))
+        if self.config.logger is not None and self.ranks.is_rank_zero:
+            options = asdict(self.config) | asdict(self.model_config)
+            self.monitor.open_logger(self.config.logger, self.folder, options, state, len(self.feed))
         try:
             if state.epoch == 0 and state.batch == 0:
                 indices, view = self.split.indices["train"], MODELS[self.name].view

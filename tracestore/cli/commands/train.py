@@ -53,7 +53,7 @@ _TRAIN_FLAGS: Flags = {
         "metavar": "SECONDS",
         "help": "write last.pt this often within an epoch, and after each (default: 300; 0: after every step)",
     },
-    "tensorboard": "write events for TensorBoard to OUTPUT/<model>/events",
+    "logger": "write the metrics of steps and epochs for this library, too, below OUTPUT/<model>/events (default: none)",
     **PROVENANCE_FLAGS,
 }
 # Fields of TrainOptions.
