@@ -84,7 +84,7 @@ def usages(tmp_path):
             "import tracestore.serve as s; s.make_server(None)",
         ],
         "dask": [["convert", tmp_path / "a.pkl", tmp_path / "new.zarr", "--dask", "local"]],
-        "tensorboard": [[*run, "--tensorboard"]],
+        **{logger: [[*run, "--logger", logger]] for logger in ("tensorboard", "wandb", "mlflow")},
         "completion": [["completion", "bash"]],
         "bridges": [
             f"import tracestore; tracestore.open({str(store)!r}).to_pandas()",

@@ -1,6 +1,7 @@
 """Numbers of a training for Weights & Biases and MLflow: each is sent once, whatever the service does."""
 
 import json
+import time
 
 import pytest
 from hypothesis import given
@@ -80,7 +81,12 @@ def test_a_run_continues_after_a_kill(logger, tmp_path, monkeypatch):
         run.flush()
         if logger == "wandb":
             run.close()  # in one process, the service would continue the same run
-    assert STEPS_OF[logger](tmp_path / "events") == {key: list(range(6)) for key in ("loss/step", "memory/file_mib")}
+    expected = {key: list(range(6)) for key in ("loss/step", "memory/file_mib")}
+    deadline = time.monotonic() + 20
+    # The process of wandb writes the end of its file after finish() has returned.
+    while (found := STEPS_OF[logger](tmp_path / "events")) != expected and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert found == expected
 
 
 @pytest.mark.parametrize("logger", RUNS)

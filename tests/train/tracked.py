@@ -1,7 +1,10 @@
 """Read back what a training has written for a logger."""
 
 import json
+import struct
 from collections import defaultdict
+
+_BLOCK = 32 << 10
 
 
 def tensorboard_steps(folder):
@@ -12,17 +15,30 @@ def tensorboard_steps(folder):
     return {key: [point.step for point in events.Scalars(key)] for key in events.Tags()["scalars"]}
 
 
+def wandb_records(data):
+    """Yield the records of a .wandb file: seven bytes, and blocks of 32 KiB of pieces (crc, length, kind)."""
+    position, parts = 7, b""
+    while position + 7 <= len(data):
+        left = _BLOCK - position % _BLOCK
+        if left < 7:
+            position += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, position)
+        parts += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # whole, or the last piece
+            yield parts
+            parts = b""
+
+
 def wandb_steps(folder):
     """Return the steps of each key in the files of the offline runs of Weights & Biases, which have one id."""
     from wandb.proto.wandb_internal_pb2 import Record
-    from wandb.sdk.internal.datastore import DataStore
 
     found, ids = defaultdict(list), set()
     for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
         ids.add(path.stem)
-        store = DataStore()
-        store.open_for_scan(str(path))
-        while (data := store.scan_data()) is not None:
+        for data in wandb_records(path.read_bytes()):
             record = Record()
             record.ParseFromString(data)
             values = {
