@@ -12,8 +12,7 @@ import torch
 
 from tests.experiment.quiet import SMALL, train_quietly
 from tests.helpers import command
-from tests.train.runs import FAST, ONLY, outcome, write_labeled
-from tests.train.tracked import STEPS_OF
+from tests.train.runs import FAST, ONLY, STEPS_OF, outcome, write_labeled
 from tracestore.cli.commands.train import _selected_models, add_arguments
 from tracestore.console import Parser
 from tracestore.detectors import models

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers import command
-from tests.train.runs import FAST
-from tests.train.tracked import STEPS_OF
+from tests.train.runs import FAST, STEPS_OF
 from tracestore.errors import TracestoreWarning, UsageError
 from tracestore.train.trackers import MlflowRun, WandbRun, _TrackedRun
 
@@ -17,7 +16,7 @@ RUNS = {"wandb": WandbRun, "mlflow": MlflowRun}
 
 
 class Service(_TrackedRun):
-    """A service that keeps what it is sent, and fails when it is told to."""
+    """A service that keeps the numbers, and fails on demand."""
 
     received = None
     fails = False
