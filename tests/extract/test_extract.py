@@ -1,5 +1,6 @@
 """Test `tracestore extract` with a language model of two layers and random weights."""
 
+import contextlib
 import csv
 import hashlib
 import json
@@ -20,7 +21,7 @@ import pytest
 import torch
 
 import tracestore
-from tests.helpers import ROOT, command, convert, read_all, read_traces
+from tests.helpers import ROOT, command, convert, make_trace, read_all, read_traces
 from tracestore.errors import InvalidInputError, UsageError
 from tracestore.extract import extraction
 from tracestore.extract.judges import containment
@@ -252,6 +253,69 @@ def test_shards_of_stores_merge(tiny_model, questions, tmp_path):
     command("merge", *parts, tmp_path / "all.zarr", check=0)
     with tracestore.open(tmp_path / "all.zarr") as store:
         assert sorted(store.question_ids) == [f"q{k}" for k in range(7)] and not np.isnan(store.scores).any()
+
+
+@pytest.mark.long
+def test_two_extractions_into_one_store_of_which_one_is_killed_and_repeated(tiny_model, tmp_path):
+    """Every question is in the store once. A third process answers a shard at the same time."""
+    questions, store = tmp_path / "questions.jsonl", tmp_path / "run.zarr"
+    ids = [f"q{k}" for k in range(60)]
+    questions.write_text("".join(json.dumps({"question_id": i, "question": i, "answers": [i]}) + "\n" for i in ids))
+    words = [sys.executable, "tools/extract.py", "--model", tiny_model, "--questions", questions, "--out", store]
+    words += ["--max-new-tokens", "6", "--commit-interval", "0"]
+
+    def start(rank):
+        ranks = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+        return subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, env=os.environ | ranks)
+
+    def found():
+        with contextlib.suppress(UsageError), tracestore.open(store) as opened:
+            return {int(i[1:]) % 2 for i in opened.question_ids}
+        return set()
+
+    killed, other = start(0), start(1)
+    while 0 not in found() and killed.poll() is None:
+        time.sleep(0.01)
+    killed.kill()
+    assert killed.wait() == -signal.SIGKILL
+    repeated, twice = start(0), start(0)
+    assert [process.wait() for process in (other, repeated, twice)] == [0, 0, 0]
+    with tracestore.open(store) as opened:
+        assert sorted(opened.question_ids) == sorted(ids) and not np.isnan(opened.scores).any()
+    command("verify", store, check=0)
+
+
+def test_shards_write_to_one_store(tiny_model, questions, tmp_path, monkeypatch):
+    """A shard is stated, or that of a rank; an answer that another process has given differently is left out."""
+    extract(tiny_model, questions, tmp_path / "run.zarr", "--shard", "0/3")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    for rank in ("1", "2"):
+        monkeypatch.setenv("RANK", rank)
+        extract(tiny_model, questions, tmp_path / "run.zarr")
+    with tracestore.open(tmp_path / "run.zarr") as store:
+        assert list(store.question_ids) == ["q0", "q3", "q6", "q1", "q4", "q2", "q5"]
+    monkeypatch.setenv("RANK", "3")
+    assert "found '3/3', expected I/N" in extract(tiny_model, questions, tmp_path / "run.zarr", check=2).stderr
+
+
+def test_an_answer_that_another_process_has_committed_first_stays(tmp_path):
+    asked = [Question(f"q{k}", "?", ("a",)) for k in range(3)]
+
+    def answer(number):
+        def answer(chosen):
+            if number == 1:
+                list(extraction.extract_to_store(tmp_path / "run.zarr", asked[1:], answer_of(2), attention="mean"))
+            return answer_of(number)(chosen)
+
+        return answer
+
+    def answer_of(number):
+        return lambda chosen: [make_trace(number) | {"generated_answer_clean": f"a {number}"} for _ in chosen]
+
+    done = list(extraction.extract_to_store(tmp_path / "run.zarr", asked, answer(1), attention="mean", batch_size=3))
+    assert len(done) == 3
+    with tracestore.open(tmp_path / "run.zarr") as store:
+        assert {t.question_id: t.answer for t in store} == {"q0": "a 1", "q1": "a 2", "q2": "a 2"}
 
 
 def test_provenance_is_complete_and_conflicts_are_refused(tiny_model, questions, tmp_path):

@@ -162,7 +162,7 @@ def extract_to_store(
     allow_mixed_provenance: bool = False,
     lens: Mapping[str, Any] | None = None,
 ) -> Iterator[bool | None]:
-    """Append the missing traces of a store, with their scores.
+    """Append the missing traces of a store, with their scores. Other processes may do the same.
 
     Parameters
     ----------
@@ -203,6 +203,7 @@ def extract_to_store(
         attention=attention,
         codec=codec,
         append=True,
+        on_conflict="keep-first",  # another process has answered the question meanwhile
         allow_mixed_provenance=allow_mixed_provenance,
     ) as writer:
         if lens is not None:

@@ -3,6 +3,7 @@
 import hashlib
 import importlib.util
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -56,7 +57,7 @@ def load_model(model: str, *, device: str = "auto", dtype: str = "float32") -> L
         Hugging Face id, local folder, .gguf file, or package:NAME for the .gguf file of an installed
         Python package.
     device : str
-        "auto", "cpu" or "cuda".
+        "auto", "cpu" or "cuda". Processes of torchrun take turns at the GPUs of their machine.
     dtype : str
         Name of a torch dtype.
 
@@ -77,6 +78,8 @@ def load_model(model: str, *, device: str = "auto", dtype: str = "float32") -> L
     extra = {"gguf_file": gguf} if gguf else {}
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        device = f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % max(1, torch.cuda.device_count())}"
     try:
         tokenizer = AutoTokenizer.from_pretrained(location, **extra)
         load = partial(AutoModelForCausalLM.from_pretrained, location, dtype=getattr(torch, dtype), **extra)

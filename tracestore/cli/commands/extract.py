@@ -5,6 +5,7 @@ Example: tracestore extract --model HuggingFaceTB/SmolLM2-135M-Instruct --questi
 
 import argparse
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -41,9 +42,10 @@ def add_arguments(parser: Parser) -> None:
     add(
         "--shard",
         type=_shard,
-        default=(0, 1),
+        default=f"{os.environ.get('RANK', 0)}/{os.environ.get('WORLD_SIZE', 1)}",
         metavar="I/N",
-        help="only every Nth file from file I on, or question (store); default: all",
+        help="only every Nth question from question I on (with pickles: file); all shards may write to one store "
+        "(default: RANK/WORLD_SIZE as torchrun sets them, else all)",
     )
     add("--max-new-tokens", type=positive_int, default=32, metavar="N", help="tokens of an answer")
     add("--instruction", default=extraction.INSTRUCTION, help="system prompt; '' for none")
