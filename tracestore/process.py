@@ -1,7 +1,7 @@
 """Settings of the process: allocator, garbage collector, thread switching, signals and environment.
 
-Only a program that owns its process may call `configure_program`, `reuse_freed_memory` and
-`exit_ignoring_sigint`. The context managers restore the previous settings and are safe in a library.
+Only a program that owns its process may call `configure_program`, `reuse_freed_memory`, `paused_collection` and
+`exit_ignoring_sigint`. The other context managers restore the previous settings and are safe in a library.
 """
 
 import ctypes
@@ -73,6 +73,20 @@ def frozen_garbage() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+@contextmanager
+def paused_collection() -> Iterator[None]:
+    """Collect no garbage, and exclude what has been made from the collections that follow.
+
+    Imported modules stay: looking for garbage among them took 3 ms of the start of a command.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @contextmanager

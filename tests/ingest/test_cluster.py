@@ -15,7 +15,6 @@ import torch
 import tracestore
 from tests.helpers import ROOT, convert, make_graphs, make_optional, make_trace, make_traces, tree_bytes, write_pickle
 from tracestore import cli
-from tracestore.convert import runner
 from tracestore.ingest import cluster as cluster_module
 from tracestore.ingest.builtin.parts import find_sources
 from tracestore.ingest.packing import PackOptions
@@ -119,7 +118,7 @@ def test_sources_before_a_failed_worker_are_committed(data, tmp_path, monkeypatc
 
     store = tmp_path / "s.zarr"
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "read_sources_on_cluster", in_this_process)
+        patch.setattr(cluster_module, "read_sources_on_cluster", in_this_process)
         assert cli.main(["convert", str(data), str(store), "--dask", "local", "--skip-bad"]) == 1
     errors = capsys.readouterr().err
     assert "batch_2.pkl: a worker failed" in errors and errors.count("\n") == 1

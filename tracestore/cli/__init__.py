@@ -9,6 +9,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from types import ModuleType
 from typing import NoReturn
 
@@ -53,7 +54,8 @@ def _run(name: str, prog: str, words: list[str], *, is_program: bool) -> int:
     prints_errors = os.environ.get("LOCAL_RANK", "0") == "0"
 
     def command() -> int:
-        module, parser = _command(name, CommandParser(prog=prog))
+        with process.paused_collection() if is_program else nullcontext():
+            module, parser = _command(name, CommandParser(prog=prog))
         try:
             args = parser.parse_args(words)
             args.prog, args.words, args.is_program = prog, words, is_program

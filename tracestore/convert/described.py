@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any
 
 from tracestore.errors import InvalidInputError, escape_unprintable
 from tracestore.ingest.builtin.parts import Part, sources_in_order
-from tracestore.ingest.exports.export_manifest import read_export
+from tracestore.ingest.exports.finding import find_export
 from tracestore.ingest.layout.fields import score_of
 from tracestore.ingest.score_files import FoundFiles
 from tracestore.ingest.sources import SourceFile
@@ -54,20 +54,21 @@ class DescribedRun:
         self.parts, self._order, self.score_files, self.is_builtin = parts, order, score_files, is_builtin
         self.sources = sources_in_order(parts, order)
         for folder in {place for source in self.sources for path in source.files for place in path.parents[:2]}:
-            read_export(folder)  # refuses an unfinished or damaged export
+            find_export(folder)  # refuses an unfinished or damaged export
         self._directions = {n: d for part in parts for n, d in part.directions.items()}
-        self._late = frozenset(name for part in parts for name in part.late_scores)
+        self._deferred_scores = frozenset(name for part in parts for name in part.deferred_scores)
         self._keeps_copies = any(part.keeps_copies for part in parts)
         self._labels: dict[tuple[str, int], dict[str, float]] = {}  # of the traces so far
-        self._found: dict[tuple[str, int], dict[str, float]] = {}  # those that are stored at the end
-        self._counts: dict[str, Counter[str]] = {}
+        self._deferred: dict[tuple[str, int], dict[str, float]] = {}  # those that are stored at the end
+        self._counts: dict[str, Counter[str]] = defaultdict(Counter)
+        self._num_traces = 0
         self._layers: dict[str, tuple[int, ...] | None] = {}  # those of the first source, by the field of its states
         self._ids_of_states: dict[tuple[int, int], str] = {}
         self.num_replaced = self.num_equal = 0
 
     def probes(self) -> list[SourceFile]:
         """Return the sources for a look at their first traces, which leaves the accounts of the run alone."""
-        return sources_in_order([part.again() for part in self.parts], self._order)
+        return sources_in_order([part.probe() for part in self.parts], self._order)
 
     def states_attention(self) -> bool | None:
         """Return whether the layouts state attention; None if the traces may have it."""
@@ -115,22 +116,22 @@ class DescribedRun:
             Rule 14: copies of a trace have different labels.
         """
         record = packed.record
+        self._num_traces += 1
         own = {} if record.label is None else {_LABEL: record.label}
-        late = {score_of(n): v for n, v in record.deferred_scores.items()}
-        found = {**record.scores, **own, **late}
+        deferred = {score_of(n): v for n, v in record.deferred_scores.items()}
+        found = {**record.scores, **own, **deferred}
         for name, value in found.items():
             kind = str(int(value)) if value in (0, 1) else "missing" if math.isnan(value) else "other"
-            self._counts.setdefault(name, Counter())[kind] += 1
-        self._counts.setdefault("", Counter())["all"] += 1
-        key = record.question_id, record.sample
+            self._counts[name][kind] += 1
         # The writer decides between labels inside of traces of built-in layouts (--on-conflict).
-        if not found or (self.is_builtin and not late):
+        if not found or (self.is_builtin and not deferred):
             return
+        key = record.question_id, record.sample
         if key in self._labels and not is_new:
             found = _merged(self._labels[key], found, record)
         self._labels[key] = found
-        if late or not is_new:
-            self._found[key] = found
+        if deferred or not is_new:
+            self._deferred[key] = found
 
     def _add_states(self, packed: PackedTrace) -> None:
         if "hidden_states" not in packed.crcs:
@@ -152,7 +153,7 @@ class DescribedRun:
         for text in dict.fromkeys(part.kept_text for part in self.parts if part.kept_text is not None):
             writer.keep_layout(text)
         for name in self._directions:  # in the order of the layout: the first score of a store is its default
-            if name in self._late:
+            if name in self._deferred_scores:
                 self._define(writer, name)
 
     def _define(self, writer: StoreWriter, name: str) -> None:
@@ -163,7 +164,7 @@ class DescribedRun:
     def is_settled(self, writer: StoreWriter) -> bool:
         """Return whether no trace of the store lacks a label of a table: sources of an interrupted run may."""
         columns = writer.read_columns()
-        names = [score_of(name) for name in self._late if name != _LABEL]
+        names = [score_of(name) for name in self._deferred_scores if name != _LABEL]
         has_all = all(name in writer.attributes.scores for name in names)
         return has_all and not any(any(map(math.isnan, columns.score(name).tolist())) for name in names)
 
@@ -183,7 +184,7 @@ class DescribedRun:
         self.define(writer)
         columns = writer.read_columns()
         updates: dict[int, TraceValues] = {}
-        for (question_id, sample), found in self._found.items():
+        for (question_id, sample), found in self._deferred.items():
             index = writer.index.find(question_id, sample)
             if index < 0:
                 continue  # dropped by skip_bad
@@ -201,16 +202,15 @@ class DescribedRun:
 
     def lines(self) -> Iterator[str]:
         """Yield what was stored as labels."""
-        total = self._counts.get("", Counter())["all"]
         for name, direction in self._directions.items():
-            counts = self._counts.get(score_of(name), Counter())
-            if not counts and name not in self._late:
+            counts = self._counts[score_of(name)]
+            if not counts and name not in self._deferred_scores:
                 continue
             meaning = {CORRECT: "correct", HALLUCINATION: HALLUCINATION}.get(direction, direction)
             known = counts["0"] + counts["1"] + counts["other"]
             text = f"{counts['1']:,} times 1, {counts['0']:,} times 0"
             text = plural(known, "value") if counts["other"] else text
-            yield f"{name} (high: {meaning}): {text}, {total - known:,} missing"
+            yield f"{name} (high: {meaning}): {text}, {self._num_traces - known:,} missing"
         if self.num_equal:
             yield f"{plural(self.num_equal, 'trace')} with the hidden states of another id"
         if self.num_replaced:

@@ -27,7 +27,7 @@ _MAX_NAMES = 3
 
 
 @dataclass
-class DescribedFiles:
+class DescribedPart:
     """Files that one layout reads.
 
     Attributes
@@ -75,7 +75,7 @@ class DryRunReport:
     attention: str  # mean, heads or none
     num_sources: int = 0
     num_sources_refused: int = 0
-    parts: list[DescribedFiles] = field(default_factory=list)
+    parts: list[DescribedPart] = field(default_factory=list)
 
 
 def dry_run(sources: list[Path], store: str, options: ConvertOptions, output: Output) -> DryRunReport:
@@ -133,9 +133,9 @@ def dry_run(sources: list[Path], store: str, options: ConvertOptions, output: Ou
     return report
 
 
-def _described(part: Part, options: PackOptions, refused: list[InvalidInputError]) -> DescribedFiles:
+def _described(part: Part, options: PackOptions, refused: list[InvalidInputError]) -> DescribedPart:
     """Return the description of a part; append the errors of its sources."""
-    found = DescribedFiles(part.origin, {} if part.layout is None else part.layout.to_entries())
+    found = DescribedPart(part.origin, {} if part.layout is None else part.layout.to_entries())
     for _, source in part.sources():
         found.files.append(source.name)
         texts: list[str] = []

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Set
 from contextlib import closing
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tracestore import process
 from tracestore.console import Output, Progress
@@ -28,8 +28,7 @@ from tracestore.errors import (
     TruncatedFileError,
     escape_unprintable,
 )
-from tracestore.ingest.cluster import ClusterStream, read_sources_on_cluster
-from tracestore.ingest.exports.export_manifest import EXPORT_FILE
+from tracestore.ingest.exports import EXPORT_FILE
 from tracestore.ingest.files.byte_source import TRUNCATED_WHILE_READING
 from tracestore.ingest.packing import PackOptions
 from tracestore.ingest.reading import AheadOptions, SourceStream, read_sources
@@ -44,6 +43,9 @@ from tracestore.store.read.index import SourceEntry
 from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.writer import StoreWriter
 from tracestore.words import format_size, plural
+
+if TYPE_CHECKING:
+    from tracestore.ingest.cluster import ClusterStream
 
 # The interpreter switches threads after this time. The thread that inflates needs the interpreter
 # for an instant every 4 ms, and must not wait longer than that.
@@ -273,6 +275,8 @@ class Conversion:
         callbacks: dict[str, Any] = {"is_known": self._is_known, "on_wait": self._check_interrupt}
         streams: Iterator[SourceStream | ClusterStream]
         if self._options.dask is not None:
+            from tracestore.ingest.cluster import read_sources_on_cluster
+
             streams = read_sources_on_cluster(
                 self.sources, pack_options, address=self._options.dask, workers=workers, **callbacks
             )
@@ -316,7 +320,7 @@ class Conversion:
         self.scoring.check_ids(writer, can_refuse=self._need_ids)
         writer.commit()
 
-    def _convert_one(self, writer: StoreWriter, stream: SourceStream | ClusterStream, progress: Progress) -> None:
+    def _convert_one(self, writer: StoreWriter, stream: "SourceStream | ClusterStream", progress: Progress) -> None:
         report, name = self.report, stream.source.name
         identity = stream.identity()
         size, digest = identity.size, identity.fingerprint

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,9 +15,7 @@ from tracestore.convert.described import DescribedRun
 from tracestore.convert.options import ConvertOptions
 from tracestore.errors import InvalidInputError, UsageError, error_location, escape_unprintable
 from tracestore.ingest.execute.join import check_remainders
-from tracestore.ingest.exports.export_manifest import ExportFacts
 from tracestore.ingest.score_files import ID_COLUMN, direction_of, read_table
-from tracestore.ingest.scores import Scores, read_scores
 from tracestore.ingest.sources import SourceFile
 from tracestore.store.format import schema
 from tracestore.store.format.labels import HALLUCINATION
@@ -24,6 +23,10 @@ from tracestore.store.read.columns import TraceValues
 from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.writer import StoreWriter
 from tracestore.words import plural
+
+if TYPE_CHECKING:
+    from tracestore.ingest.exports.export_manifest import ExportFacts
+    from tracestore.ingest.scores import Scores
 
 _MAX_ROWS = 100  # in which the message names a column with the ids of the traces
 
@@ -123,7 +126,7 @@ class Scoring:
             self._unscored.update(k for k, v in extras.items() if isinstance(v, bool | int | float) and _may_label(k))
         return {**found, self._name: score}, group
 
-    def _set_label(self, packed: PackedTrace, file: Scores) -> None:
+    def _set_label(self, packed: PackedTrace, file: "Scores") -> None:
         """Give a trace the label of the scores file, which replaces that of a built-in layout."""
         record = packed.record
         label = file.label_of(record.question_id, record.sample, record.position)
@@ -141,7 +144,7 @@ class Scoring:
             packed.field_bits |= schema.FIELD_BITS["label"]
             self._num_labels += 1
 
-    def _define_scores(self, writer: StoreWriter, export: ExportFacts) -> None:
+    def _define_scores(self, writer: StoreWriter, export: "ExportFacts") -> None:
         """Define the named scores of an export in the store, its default score first."""
         for name in sorted(export.scores, key=lambda name: name != export.default_score):
             stored = writer.attributes.scores.get(name)
@@ -183,7 +186,7 @@ class Scoring:
             raise InvalidInputError(self._no_match(self.file, ids), source=self.file.path.name)
         self._output.info(f"{self.file.path.name}: {self._no_match(self.file, ids)}")
 
-    def _no_match(self, file: Scores, ids: list[str]) -> str:
+    def _no_match(self, file: "Scores", ids: list[str]) -> str:
         """Return an example of both sides, and the flag to use."""
         with read_table(file.path) as table:
             rows = [row for _, row in itertools.islice(table.rows, _MAX_ROWS)]
@@ -220,7 +223,9 @@ class Scoring:
         writer.update_values(updates)
         writer.commit()
 
-    def _traces_of_file(self, writer: StoreWriter, file: Scores, stored: np.ndarray) -> Iterator[tuple[int, str, int]]:
+    def _traces_of_file(
+        self, writer: StoreWriter, file: "Scores", stored: np.ndarray
+    ) -> Iterator[tuple[int, str, int]]:
         """Yield index, question id and sample of traces that have no score, or have a row in the scores file.
 
         The scores of exports count, unless the user names the file.
@@ -281,10 +286,12 @@ def _check_flags(options: ConvertOptions) -> None:
         )
 
 
-def _read_files(described: DescribedRun, options: ConvertOptions, output: Output) -> Scores | None:
+def _read_files(described: DescribedRun, options: ConvertOptions, output: Output) -> "Scores | None":
     """Return the scores of the files, and name the tables that are not read."""
     scores: Scores | None = None
     for path in described.score_files.scores:
+        from tracestore.ingest.scores import read_scores  # few conversions have a scores file
+
         found = read_scores(
             path, options.score_column, options.group_column, options.score_direction, options.id_column
         )

@@ -26,6 +26,8 @@ _POLL_INTERVAL_S = 0.2
 # Free disk space that writing a source ahead needs, as a multiple of its file size: rows that
 # must be copied in the end take the space twice.
 _DISK_SPACE_RATIO = 2
+# The consumer takes so many bytes at once. Switching between threads for each small trace took longer than its work.
+_SMALL_BYTES, _SMALL_TRACES = 64 << 10, 32
 
 AnyStream = TypeVar("AnyStream", bound="Stream")
 
@@ -204,8 +206,9 @@ class SourceStream:
                 if self._has_room(size):
                     self._size.packed_bytes += trace.segment_bytes
                     self._waiting.append(trace)
-                    # Do not wake the consumer for a written trace: it can take several at once.
-                    self._gate.add(size, notify=not self._is_writing)
+                    # Do not wake the consumer for a written or a small trace: it can take several at once.
+                    is_worth = size >= _SMALL_BYTES or len(self._waiting) >= _SMALL_TRACES
+                    self._gate.add(size, notify=is_worth and not self._is_writing)
                     return
             if self._begin_to_write():
                 self._write(trace)
@@ -250,13 +253,21 @@ class SourceStream:
                     if self._is_ended:
                         break
                     continue
-                trace = self._waiting.popleft()
+                taken = self._take()
                 self._is_begun = True
-                self._gate.add(-trace.memory_bytes)
-            yield trace
-            del trace
+            while taken:
+                yield taken.popleft()
         if self._error is not None:
             raise self._error
+
+    def _take(self) -> deque[PackedTrace]:
+        """Take the next trace, or several small ones."""
+        taken, num_bytes = deque[PackedTrace](), 0
+        while self._waiting and (not taken or num_bytes + self._waiting[0].memory_bytes <= _SMALL_BYTES):
+            taken.append(self._waiting.popleft())
+            num_bytes += taken[-1].memory_bytes
+        self._gate.add(-num_bytes)
+        return taken
 
     def cancel(self) -> None:
         """End the thread and drop the traces it has read."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tracestore.errors import InvalidInputError, UsageError
-from tracestore.ingest.exports.export_manifest import EXPORT_FILE
+from tracestore.ingest.exports import EXPORT_FILE
 from tracestore.ingest.readers.opening import open_tree
 from tracestore.ingest.tree import Array, Group, Items, Value
 from tracestore.store.format.labels import is_prediction

@@ -4,7 +4,6 @@ import struct
 from collections.abc import Callable, Iterator
 
 from tracestore.errors import InvalidInputError, TruncatedFileError
-from tracestore.ingest.exports.exported_records import read_exported
 from tracestore.ingest.files.byte_source import TRUNCATED_WHILE_READING
 from tracestore.ingest.sources import SourceFile
 from tracestore.store.io.scratch import Scratch
@@ -56,6 +55,8 @@ def read_traces(
     scratch = scratch or Scratch()
     try:
         if source.export is not None:
+            from tracestore.ingest.exports.exported_records import read_exported  # most sources are no files of exports
+
             records = read_exported(source.export, source.name, scratch, need_attention=need_attention)
         else:
             assert source.described is not None

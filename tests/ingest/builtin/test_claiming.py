@@ -227,7 +227,7 @@ def test_a_special_case_of_a_tool(tmp_path):
 
 def test_of_many_alike_files_some_are_looked_at(tmp_path, monkeypatch):
     opened = []
-    monkeypatch.setattr("tracestore.ingest.builtin.claiming.open_tree", lambda path: opened.append(path) or real(path))
+    monkeypatch.setattr("tracestore.ingest.readers.looks.open_tree", lambda path: opened.append(path) or real(path))
     from tracestore.ingest.readers.opening import open_tree as real
 
     for k in range(300):

@@ -8,10 +8,8 @@ from pathlib import Path
 
 from tracestore.cli.flags import PROVENANCE_FLAGS, SCORE_FLAGS, Flags, add_flags, values
 from tracestore.console import Output, Parser, float_where
-from tracestore.convert.dry_run import dry_run
 from tracestore.convert.options import ConvertOptions
 from tracestore.convert.runner import Conversion
-from tracestore.convert.watch import Watch
 from tracestore.errors import UsageError
 from tracestore.process import reuse_freed_memory
 from tracestore.store.format.schema import CODECS
@@ -90,20 +88,24 @@ def run(args: argparse.Namespace, output: Output) -> None:
     options = ConvertOptions(**values(args, _FLAGS))
     if args.is_program:
         reuse_freed_memory(options.memory_budget)
+    # Imported here, because most conversions are neither dry nor watch their folders.
     if options.dry_run:
+        from tracestore.convert.dry_run import dry_run
+
         output.print_json(dry_run(args.src, args.dst, options, output))
         return
     if args.watch_timeout is not None and not args.watch:
         raise UsageError("--watch-timeout needs --watch")
     with map_os_errors(local_dir(args.dst)):
         check_store_destination(args.dst, overwrite=options.overwrite)
-    conversion: Conversion | Watch
     if args.watch:
-        conversion = Watch(args.src, args.dst, options, output, args.watch_timeout)
+        from tracestore.convert.watch import Watch
+
+        run = Watch(args.src, args.dst, options, output, args.watch_timeout).run
     else:
-        conversion = Conversion(args.src, args.dst, options, output)
+        run = Conversion(args.src, args.dst, options, output).run
     with map_os_errors(local_dir(args.dst)):
-        output.print_json(conversion.run())
+        output.print_json(run())
 
 
 def _field_lines(sources: list[Path], names: str, axes: str | None) -> str:

@@ -5,7 +5,7 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from tracestore.errors import UsageError
@@ -53,10 +53,14 @@ class Builtin:
         return names
 
     @cached_property
+    def files(self) -> Sequence[str]:
+        """The FILES of its signatures."""
+        return [_filled(text, self.values) for text in self.source["signature"]]
+
+    @cached_property
     def patterns(self) -> dict[str, Pattern]:
         """The FILES, as patterns of paths."""
-        texts = [_filled(text, self.values) for text in self.source["signature"]]
-        return {text: Pattern(text, is_path=True) for text in texts}
+        return {text: Pattern(text, is_path=True) for text in self.files}
 
     @cached_property
     def signatures(self) -> dict[str, Signature]:
@@ -101,7 +105,9 @@ class Builtin:
         return replace(self, lines=lines, settings=settings) if lines or settings else self
 
     def check(self) -> None:
-        """Raise UsageError unless every FILES of the layout has a signature; tests call it for every file of a tool."""
+        """Raise UsageError unless its FILES are patterns, and those of the layout have a signature; tests call it."""
+        for pattern in self.patterns.values():
+            pattern.parts  # noqa: B018
         if self.reader is None and (rest := set(self.plan.files) ^ self.signatures.keys()):
             raise UsageError(f"built-in layout {self.name}: lines and signatures differ in {', '.join(sorted(rest))}")
 
@@ -122,15 +128,12 @@ def parse_builtin(name: str, text: str) -> list[Builtin]:
         if not entries.get("what") or not entries.get("defined") or not entries.get("signature"):
             raise UsageError("needs what its states are, where its tool defines them, and a signature")
         chosen = itertools.product(*entries.get("vary", ()))
-        found = [
+        return [
             Builtin(name, entries, {f"<{k}>": value for choice in choices for k, value in choice.items()})
             for choices in chosen
         ]
-        for builtin in found:
-            builtin.patterns  # noqa: B018  (refuses what is no pattern)
     except (ValueError, UsageError) as error:
         raise UsageError(f"built-in layout {name}: {error}") from None
-    return found
 
 
 def _filled(value: Any, values: Mapping[str, str]) -> Any:
@@ -148,14 +151,16 @@ def _filled(value: Any, values: Mapping[str, str]) -> Any:
 @cache
 def _tools() -> Mapping[str, str]:
     """Return the TOML texts of the tools, in the order of their names."""
-    folder = files("tracestore.ingest.builtin").joinpath("tools")
-    texts = {entry.name.removesuffix(".toml"): entry for entry in folder.iterdir() if entry.name.endswith(".toml")}
-    return {name: texts[name].read_text("utf-8") for name in sorted(texts)}
+    paths = sorted(Path(__file__).with_name("tools").glob("*.toml"))
+    return {path.stem: path.read_text("utf-8") for path in paths}
 
 
 def builtins(names: Iterable[str] | None = None) -> Sequence[Builtin]:
     """Return the built-in layouts, in the order of their names; those that may match files of these names."""
-    suffixes = None if names is None else {name[name.rfind(".") :] for name in names}
-    texts = _tools().items()
-    chosen = [tool for tool in texts if suffixes is None or any(suffix in tool[1] for suffix in suffixes)]
-    return [builtin for name, text in chosen for builtin in parse_builtin(name, text)]
+    tools = _tools().items()
+    if names is None:
+        return [builtin for tool in tools for builtin in parse_builtin(*tool)]
+    suffixes = {name[name.rfind(".") :] for name in names}
+    near = [tool for tool in tools if any(suffix in tool[1] for suffix in suffixes)]
+    ends = (*suffixes, "}", "*")  # of FILES that may match
+    return [b for tool in near for b in parse_builtin(*tool) if any(text.endswith(ends) for text in b.files)]

@@ -1,10 +1,11 @@
 """Parts of a conversion: layouts with their files, structures of built-in layouts, exports, and files of none."""
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from tracestore.errors import InvalidInputError, NoTracesError, UsageError
 from tracestore.ingest.builtin.claiming import Claims, claim
@@ -12,11 +13,12 @@ from tracestore.ingest.builtin.library import Builtin, builtins
 from tracestore.ingest.execute.accounts import holds_array, looks_like_label
 from tracestore.ingest.execute.claims import FileGroup, is_other, list_files
 from tracestore.ingest.execute.execution import Execution
-from tracestore.ingest.exports.export_manifest import read_export
+from tracestore.ingest.exports.finding import find_export
 from tracestore.ingest.layout.language import Layout
 from tracestore.ingest.layout.patterns import Pattern
 from tracestore.ingest.layout.places import plan_of
 from tracestore.ingest.preprocessed import read_preprocessed
+from tracestore.ingest.readers.looks import FirstLooks
 from tracestore.ingest.readers.opening import open_tree
 from tracestore.ingest.readers.text import SUFFIXES as TEXT_SUFFIXES
 from tracestore.ingest.sources import SourceFile
@@ -32,8 +34,7 @@ OnRefused = Callable[[InvalidInputError], None]
 Proposer = Callable[[Mapping[str, Path]], Layout | InvalidInputError]
 
 
-@dataclass(frozen=True, eq=False)
-class DescribedFiles:
+class DescribedFiles(NamedTuple):
     """The files of one source, and how a layout reads them; `portable` reads them in another process."""
 
     execution: Execution
@@ -53,8 +54,7 @@ class DescribedFiles:
         return self.execution.read(self.group, need_attention, scratch, on_refused)
 
 
-@dataclass(frozen=True, eq=False)
-class BuiltinFiles:
+class BuiltinFiles(NamedTuple):
     """The files of one source that a built-in layout reads without accounts of the run, to be sent to a process."""
 
     builtin: Builtin
@@ -74,8 +74,7 @@ class BuiltinFiles:
             yield from source.described.read(need_attention, scratch, on_refused)
 
 
-@dataclass(frozen=True, eq=False)
-class PreprocessedFile:
+class PreprocessedFile(NamedTuple):
     """A file of sequences or graphs."""
 
     path: Path
@@ -85,7 +84,7 @@ class PreprocessedFile:
     @property
     def portable(self) -> "PreprocessedFile":
         """Return the file with an absolute path."""
-        return replace(self, path=self.path.absolute())
+        return self._replace(path=self.path.absolute())
 
     def read(
         self, need_attention: bool | None, scratch: Scratch, on_refused: OnRefused | None
@@ -94,8 +93,7 @@ class PreprocessedFile:
         return read_preprocessed(self.path, scratch, on_refused)
 
 
-@dataclass(frozen=True, eq=False)
-class UnknownFile:
+class UnknownFile(NamedTuple):
     """A file that no layout describes: reading it is refused."""
 
     error: InvalidInputError
@@ -127,6 +125,7 @@ class Part:
     sources : Mapping, optional
         Sources without a layout, by the names of their files.
     has_scores_file : bool
+    looks : FirstLooks, optional
         As for `Execution`.
     origin : str
         Where the layout comes from, in words.
@@ -141,27 +140,23 @@ class Part:
         sources: Mapping[str, SourceFile] | None = None,
         *,
         has_scores_file: bool = False,
+        looks: FirstLooks | None = None,
         origin: str = "",
     ) -> None:
         self.origin = origin if builtin is None else f"built-in layout {builtin.name}"
-        self._layout, self._files, self._owned, self._builtin = layout, files, owned, builtin
+        self._layout, self._builtin = layout, builtin
         self._others, self._has_scores_file = sources or {}, has_scores_file
         check = None if builtin is None else self._checked
         self.execution: Execution | None = None
         if layout is not None:
             plan = plan_of(layout) if builtin is None else builtin.plan
-            self.execution = Execution(plan, files, owned, check, has_scores_file=has_scores_file)
+            self.execution = Execution(plan, files, owned, check, has_scores_file=has_scores_file, looks=looks)
 
-    def again(self) -> "Part":
-        """Return the part with accounts of its own."""
-        return Part(
-            self._layout,
-            self._files,
-            self._owned,
-            self._builtin,
-            self._others,
-            has_scores_file=self._has_scores_file,
-        )
+    def probe(self) -> "Part":
+        """Return the part for a look at its first traces; see `Execution.probe`."""
+        probe = copy(self)
+        probe.execution = None if self.execution is None else self.execution.probe()
+        return probe
 
     @property
     def layout(self) -> Layout | None:
@@ -181,7 +176,7 @@ class Part:
         return None if self._layout is None or self._builtin is not None else self._layout.to_toml()
 
     @cached_property
-    def late_scores(self) -> set[str]:
+    def deferred_scores(self) -> set[str]:
         """The scores of tables, which are stored when the accounts close."""
         return set() if self.execution is None else self.execution.scores_of_tables()
 
@@ -287,7 +282,8 @@ def builtin_parts(
     sources, taken = _exported(files)
     taken |= {path.absolute() for path in owned}
     left = {n: p for n, p in files.items() if n not in sources and p.absolute() not in taken and not is_other(n)}
-    claims = claim(left, [builtin.extended(lines, settings or {}) for builtin in builtins(left)])
+    looks = FirstLooks()
+    claims = claim(left, [builtin.extended(lines, settings or {}) for builtin in builtins(left)], looks)
     errors, found = _of_rest(claims, left, {path.absolute() for path in arguments}, rest)
     parts = []
     if found is not None:
@@ -298,7 +294,7 @@ def builtin_parts(
     for builtin, own in claims.owned.items():
         own = {name: path for name, path in own.items() if name in left}
         if own and builtin.reader is None:
-            parts.append(Part(builtin.layout, own, builtin=builtin, has_scores_file=has_scores_file))
+            parts.append(Part(builtin.layout, own, builtin=builtin, has_scores_file=has_scores_file, looks=looks))
         else:
             sources |= {n: SourceFile(path, n, described=PreprocessedFile(path)) for n, path in own.items()}
     sources |= {n: SourceFile(left[n], n, described=UnknownFile(error)) for n, error in errors.items()}
@@ -307,7 +303,8 @@ def builtin_parts(
 
 def _exported(files: Mapping[str, Path]) -> tuple[dict[str, SourceFile], set[Path]]:
     """Return the sources that are files of exports, and all files that exports describe."""
-    exports = [read_export(folder) for folder in {f for path in files.values() for f in list(path.parents)[:2]}]
+    folders = {folder for path in files.values() for folder in list(path.parents)[:2]}
+    exports = [export for folder in folders if (export := find_export(folder)) is not None]
     exported = {file.path: file for export in exports for file in export.files}
     sources = {n: SourceFile(path, n, export=exported[path]) for n, path in files.items() if path in exported}
     return sources, {path.absolute() for export in exports for path in export.paths}

@@ -57,6 +57,36 @@ class FileGroup:
         return tuple(dict.fromkeys(file.path for found in self.files.values() for file in found))
 
 
+class FileKeys:
+    """Tell the files of the states apart: by base name, by path below SRC where base names repeat."""
+
+    def __init__(self, plan: Plan, groups: Iterable[FileGroup]) -> None:
+        names = [file.name for group in groups for p in plan.states for file in group.files[p.address.files.text]]
+        bases = [name.rpartition("/")[2] for name in names]
+        is_unique = len(set(bases)) == len(set(names))
+        self._keys = dict(zip(names, bases if is_unique else names, strict=True))
+        # A row may name a file without its folders, or without its suffix.
+        self._by_stem: dict[str, list[str]] = defaultdict(list)
+        for name, key in self._keys.items():
+            base = name.rpartition("/")[2]
+            for text in {base, base.partition(".")[0]}:
+                self._by_stem[text].append(key)
+
+    def of_file(self, name: str) -> str:
+        """Return the key of a file."""
+        return self._keys.get(name, name)
+
+    def of_row(self, text: str, table: FoundFile) -> str:
+        """Return the key of the file that a row of a table names: by its path below SRC or the table, else by its base name."""
+        folder = table.name.rpartition("/")[0]
+        path = text.replace("\\", "/").removeprefix("./")
+        for name in (path, f"{folder}/{path}"):
+            if name in self._keys:
+                return self._keys[name]
+        found = self._by_stem.get(path.rpartition("/")[2], ())
+        return found[0] if len(found) == 1 else path
+
+
 def natural_key(name: str) -> list[Any]:
     """Return a key that sorts numbers in names by their value."""
     return [int(part) if k % 2 else part for k, part in enumerate(_DIGITS.split(name))]

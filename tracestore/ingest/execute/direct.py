@@ -4,7 +4,6 @@ The result is that of `TraceBuilder`, without columns and joins.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,8 +46,7 @@ class _Key(NamedTuple):
     node: Node
 
 
-@dataclass(frozen=True)
-class _Keys:
+class _Keys(NamedTuple):
     """The keys of items that are fields, those that are scores, and those that no line names."""
 
     fields: list[_Key]

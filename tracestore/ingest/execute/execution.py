@@ -3,8 +3,8 @@
 import contextlib
 import hashlib
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from tracestore.ingest.execute import accounts
 from tracestore.ingest.execute.accounts import RowTexts, RunAccount, SourceAccount, check_totals
 from tracestore.ingest.execute.arena import Arena
 from tracestore.ingest.execute.axes import extent
-from tracestore.ingest.execute.claims import FileGroup, FoundFile, claim_files, group_files
+from tracestore.ingest.execute.claims import FileGroup, FileKeys, FoundFile, claim_files, group_files
 from tracestore.ingest.execute.direct import DirectReader, direct_step
 from tracestore.ingest.execute.found import Columns, FoundTrace, TraceFinder, with_offset
 from tracestore.ingest.execute.join import Column
@@ -23,6 +23,7 @@ from tracestore.ingest.execute.records import RecordMaker, TraceBuilder
 from tracestore.ingest.execute.walk import Cell, Walk, cells_of
 from tracestore.ingest.layout.effects import check_effects
 from tracestore.ingest.layout.places import Place, Plan
+from tracestore.ingest.readers.looks import FirstLooks
 from tracestore.ingest.readers.opening import open_tree
 from tracestore.ingest.tree import Array, Items, Value
 from tracestore.store.io.scratch import Scratch
@@ -45,6 +46,8 @@ class Execution:
         a built-in layout have one.
     has_scores_file : bool
         Whether a scores file replaces the labels and scores in the items of traces, which then become extras.
+    looks : FirstLooks, optional
+        Files that are still open because they were looked at.
 
     Attributes
     ----------
@@ -60,6 +63,7 @@ class Execution:
         check: Callable[[str, str, Value], Value] | None = None,
         *,
         has_scores_file: bool = False,
+        looks: FirstLooks | None = None,
     ) -> None:
         self.layout, self.plan, self._has_scores_file = plan.layout, plan, has_scores_file
         self._check = check or _unchanged
@@ -70,38 +74,36 @@ class Execution:
             check_effects(self.plan)
         self._claimed = claim_files(self.plan, files, owned, is_stated=self._is_stated)
         self.groups, self._table_files = group_files(self.plan, self._claimed)
-        self._trees = {
-            text: tree_of(text, self.plan.places, self.plan.ignored, self.plan.states) for text in self.plan.files
-        }
         self._counts_keys = self.plan.is_keyed and ("N",) in self.plan.keys.values()
         self._step = direct_step(self.plan)
         self._numbers = {group.name: k for k, group in enumerate(self.groups)}
+        self._file_keys = FileKeys(self.plan, self.groups)
+        self._looks = looks or FirstLooks()
+        self._open: Callable[[Path, Scratch], contextlib.AbstractContextManager[Value]] = self._looks.take
+        self._begin()
+
+    def _begin(self) -> None:
+        """Set what changes while files are read."""
         self._lock = threading.RLock()
         self._resources = contextlib.ExitStack()
         self._tables: dict[Place, Column] | None = None
         # Held while a trace is read, if tables hold arrays: their readers serve one thread at a time.
         self._guard: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        self._base_names = self._file_keys()
-        # A row may name a file without its folders, or without its suffix.
-        self._by_stem: dict[str, list[str]] = defaultdict(list)
-        for name, key in self._base_names.items():
-            base = name.rpartition("/")[2]
-            for text in {base, base.partition(".")[0]}:
-                self._by_stem[text].append(key)
         self._offsets: dict[str, int] | None = None
+        self._trees = {
+            text: tree_of(text, self.plan.places, self.plan.ignored, self.plan.states) for text in self.plan.files
+        }
         self.account = RunAccount(self.plan, self._trees, len(self.groups), is_stated=self._is_stated)
         self._row_texts = RowTexts(self.plan)  # of the tables
 
-    # Files
+    def probe(self) -> "Execution":
+        """Return an execution with accounts of its own, for a look at the first traces of files that are read later."""
+        probe = copy(self)
+        probe._open = lambda path, _: self._looks.look(path)
+        probe._begin()
+        return probe
 
-    def _file_keys(self) -> dict[str, str]:
-        """Return the files of the states by base name, by path below SRC where base names repeat."""
-        names = [
-            file.name for group in self.groups for p in self.plan.states for file in group.files[p.address.files.text]
-        ]
-        bases = [name.rpartition("/")[2] for name in names]
-        is_unique = len(set(bases)) == len(set(names))
-        return dict(zip(names, bases if is_unique else names, strict=True))
+    # Files
 
     def fingerprint(self) -> bytes:
         """Return a digest of the layout and of the tables, on which every source depends."""
@@ -204,7 +206,7 @@ class Execution:
         root, step = self._trees[text], self._step
         on_unclaimed = partial(self.account.refuse_unclaimed, RowTexts(self.plan))
         for file in group.files[text]:
-            with open_tree(file.path, scratch=scratch) as opened, error_location(file.name):
+            with self._open(file.path, scratch) as opened, error_location(file.name):
                 value = self._check(text, file.name, opened)
                 walk = Walk(file.name, on_unclaimed)
                 node = root if step is None else root.child(step)
@@ -250,7 +252,7 @@ class Execution:
             elif "N" in trace.environment:
                 trace.environment["N*"] = self._offset(group) + account.count_row(trace.environment)
             if "file" in trace.environment:
-                trace.environment["file"] = self._base_names.get(trace.environment["file"], trace.environment["file"])
+                trace.environment["file"] = self._file_keys.of_file(trace.environment["file"])
             account.num_traces += 1
             yield trace
 
@@ -263,7 +265,7 @@ class Execution:
         pending, arena = list[Cell](), Arena(scratch)
         for text in (*others, *dict.fromkeys(states)):
             for file in group.files[text]:
-                opened = resources.enter_context(open_tree(file.path, scratch=scratch))
+                opened = resources.enter_context(self._open(file.path, scratch))
                 if self._counts_keys:
                     accounts.check_ordered(opened, file.name)
                 root = self._check(text, file.name, opened)
@@ -306,20 +308,10 @@ class Execution:
 
     def _add_to_table(self, tables: dict[Place, Column], cell: Cell, file: FoundFile) -> None:
         if "file" in cell.bound and "file" in self.plan.keys[cell.place]:
-            cell.bound["file"] = self._file_of(cell.bound["file"], file)
+            cell.bound["file"] = self._file_keys.of_row(cell.bound["file"], file)
         if (column := tables.get(cell.place)) is None:
             column = tables[cell.place] = Column(cell.place, self.plan.keys[cell.place])
         column.add(cell, file.name)
-
-    def _file_of(self, text: str, table: FoundFile) -> str:
-        """Return the file that a row of a table names: by its path below SRC or the table, else by its base name."""
-        folder = table.name.rpartition("/")[0]
-        path = text.replace("\\", "/").removeprefix("./")
-        for name in (path, f"{folder}/{path}"):
-            if name in self._base_names:
-                return self._base_names[name]
-        found = self._by_stem.get(path.rpartition("/")[2], ())
-        return found[0] if len(found) == 1 else path
 
     def _check_in_order(self, place: Place) -> None:
         """Rule 13: rows are joined in order to one stack, or to chunks."""
@@ -377,8 +369,9 @@ class Execution:
         self.release()
 
     def release(self) -> None:
-        """Close the tables; `close` does so, too."""
+        """Close the tables, and the files that were looked at alone; `close` does so, too."""
         self._resources.close()
+        self._looks.close()
 
 
 @contextlib.contextmanager

@@ -1,1 +1,3 @@
 """Folders that `tracestore export` has written, read back exactly."""
+
+EXPORT_FILE = "tracestore_export.json"

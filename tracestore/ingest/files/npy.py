@@ -8,6 +8,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from tracestore._core.mapping import MappedFile
 from tracestore.errors import InvalidInputError
 from tracestore.store.format import schema
 
@@ -15,7 +16,17 @@ from tracestore.store.format import schema
 DTYPE_KINDS = "biufcSU"
 NPY_MAGIC = b"\x93NUMPY"
 MAX_NPY_HEADER_BYTES = 10_000
+ZIP_ENTRY = struct.Struct("<4s5H3I2H")  # what is before the name of an entry of an archive
 _TWO_BYTES = np.dtype("V2")
+
+
+def is_npz(mapped: MappedFile) -> bool:
+    """Return whether the first entry of a zip archive is an array of NumPy."""
+    head = mapped.read(0, min(len(mapped), ZIP_ENTRY.size + 1024))
+    if len(head) < ZIP_ENTRY.size:
+        return False
+    length = ZIP_ENTRY.unpack_from(head)[-2]
+    return head[ZIP_ENTRY.size : ZIP_ENTRY.size + length].endswith(b".npy")
 
 
 def check_dtype(name: str, dtype: np.dtype) -> None:

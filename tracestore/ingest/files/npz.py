@@ -16,13 +16,12 @@ from tracestore._core.pickle import BufferReader, ByteReader
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.files.byte_source import MappedStream, value_reader
 from tracestore.ingest.files.limits import max_inflated
-from tracestore.ingest.files.npy import MAX_NPY_HEADER_BYTES, check_array, read_npy_header
+from tracestore.ingest.files.npy import MAX_NPY_HEADER_BYTES, ZIP_ENTRY, check_array, read_npy_header
 from tracestore.store.io.scratch import Scratch
 
 _CHUNK_BYTES = 2 << 20
 _ROW_CHUNK_BYTES = 4 << 20
 _MAX_MEMBERS = 1_000_000
-_LOCAL = struct.Struct("<4s5H3I2H")
 _ERRORS = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, NotImplementedError, RuntimeError)
 
 
@@ -153,15 +152,6 @@ def stored_npy(mapped: MappedFile, begin: int, end: int, name: str) -> StoredArr
     return StoredArray(name, shape, is_fortran, dtype, end - begin, memoryview(mapped)[begin:end])
 
 
-def is_npz(mapped: MappedFile) -> bool:
-    """Return whether the first entry of a zip archive is an array of NumPy."""
-    head = mapped.read(0, min(len(mapped), _LOCAL.size + 1024))
-    if len(head) < _LOCAL.size:
-        return False
-    length = _LOCAL.unpack_from(head)[-2]
-    return head[_LOCAL.size : _LOCAL.size + length].endswith(b".npy")
-
-
 def stored_arrays(mapped: MappedFile, file_bytes: int) -> dict[str, StoredArray]:
     """Return the arrays of an archive by name; the archive may be an inflated file of `file_bytes`.
 
@@ -200,8 +190,8 @@ def _member(mapped: MappedFile, archive: zipfile.ZipFile, info: zipfile.ZipInfo,
         shape, is_fortran, dtype = read_npy_header(head, name)
         header_bytes = head.tell()
     if info.compress_type == zipfile.ZIP_STORED:
-        begin = info.header_offset + _LOCAL.size
-        begin += sum(_LOCAL.unpack(mapped.read(info.header_offset, begin))[-2:])
+        begin = info.header_offset + ZIP_ENTRY.size
+        begin += sum(ZIP_ENTRY.unpack(mapped.read(info.header_offset, begin))[-2:])
         if begin + info.file_size > len(mapped) or info.compress_size != info.file_size:
             raise InvalidInputError("truncated or damaged .npz archive: an entry ends beyond the file")
         return stored_npy(mapped, begin, begin + info.file_size, name)

@@ -6,9 +6,8 @@ The library's reader for NumPy has neither bfloat16, which vLLM writes, nor view
 import fcntl
 import math
 import os
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,8 +25,7 @@ _DTYPES: dict[str, Any] = {
 }  # fmt: skip
 
 
-@dataclass(slots=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     """A tensor of a file.
 
     Attributes

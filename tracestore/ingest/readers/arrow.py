@@ -11,11 +11,10 @@ from tracestore._core.mapping import MappedFile
 from tracestore.errors import InvalidInputError
 from tracestore.extras import needs
 from tracestore.ingest.files.limits import Limits, max_inflated
-from tracestore.ingest.readers.content import FAULTS, Content, bytes_value, group_value, refusal, refusals
+from tracestore.ingest.readers.content import ARROW_MAGIC, FAULTS, Content, bytes_value, group_value, refusal, refusals
 from tracestore.ingest.readers.parquet_pages import row_groups
 from tracestore.ingest.tree import Group, ListItems, MappingGroup, NumpyArray, StreamItems, Value
 
-FILE_MAGIC, STREAM_MAGIC, PARQUET_MAGIC = b"ARROW1\0\0", b"\xff\xff\xff\xff", b"PAR1"
 # Rows of Parquet that are decoded together.
 _BATCH_BYTES = 16 << 20
 _MAX_BATCH_ROWS = 1 << 16
@@ -66,8 +65,8 @@ def _text(data: bytes) -> str:
 
 def stream_of(mapped: MappedFile) -> memoryview:
     """Return the stream of a file, which may be between two marks."""
-    is_file = mapped.read(0, min(len(FILE_MAGIC), len(mapped))) == FILE_MAGIC
-    return memoryview(mapped)[len(FILE_MAGIC) if is_file else 0 :]
+    is_file = mapped.read(0, min(len(ARROW_MAGIC), len(mapped))) == ARROW_MAGIC
+    return memoryview(mapped)[len(ARROW_MAGIC) if is_file else 0 :]
 
 
 def arrow_batches(mapped: MappedFile, limits: Limits) -> Iterator[Any]:

@@ -38,6 +38,7 @@ _DTYPE = re.compile(
     r"(?:torch\.|numpy\.|np\.)?(bfloat16|u?int(?:8|16|32|64)|float(?:16|32|64)|bool|[<>|=]?[biuf][1248])"
 )
 _MAX_AXES = 8
+ARROW_MAGIC = b"ARROW1\0\0"  # of a file of Arrow, before its stream
 # What damaged bytes raise where the checks of a reader missed them: a refusal too, never a traceback.
 FAULTS: tuple[type[Exception], ...] = (ValueError, TypeError, OverflowError, IndexError, KeyError, AttributeError)
 FAULTS += (MemoryError, EOFError, NotImplementedError, struct.error, zipfile.BadZipFile, zlib.error)

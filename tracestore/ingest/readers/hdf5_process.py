@@ -24,7 +24,6 @@ import numpy as np
 from tracestore.errors import InvalidInputError
 from tracestore.platform_support import memory_use
 
-HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 # Time for one answer, or for one part of an array. The library loops forever on some damaged files.
 TIMEOUT_S = 60.0
 # Memory of the process beyond that of its libraries. Texts of variable length may share their bytes in the file.

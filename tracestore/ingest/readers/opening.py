@@ -3,31 +3,32 @@
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from importlib import import_module
 from pathlib import Path
+from typing import cast
 
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.files.byte_source import InflatedChunks, check_regular, inflate, map_file, value_reader
 from tracestore.ingest.files.decompress import compression_of
 from tracestore.ingest.files.limits import Limits
-from tracestore.ingest.files.npy import NPY_MAGIC
-from tracestore.ingest.files.npz import is_npz
+from tracestore.ingest.files.npy import NPY_MAGIC, is_npz
 from tracestore.ingest.files.safetensors import is_safetensors
 from tracestore.ingest.pickles.torch_file import is_legacy
-from tracestore.ingest.readers import arrow, hdf5, numpy_arrays, objects, tensors, text
-from tracestore.ingest.readers.content import Content, reading, refusals
-from tracestore.ingest.readers.hdf5_process import HDF5_MAGIC
+from tracestore.ingest.readers import objects, tensors, text
+from tracestore.ingest.readers.content import ARROW_MAGIC, Content, reading, refusals
 from tracestore.ingest.tree import Items, Value
 from tracestore.store.io.scratch import Scratch
 
 _COMPRESSED = re.compile(r"\.(?:gz|bz2|xz|zst|z|zlib)$")
 _GZIP_RESERVED = 0xE0
-_READERS: dict[bytes, Callable[[Content], Value]] = {
-    NPY_MAGIC: numpy_arrays.read_npy,
-    HDF5_MAGIC: hdf5.read_hdf5,
-    arrow.PARQUET_MAGIC: arrow.read_parquet,
-    arrow.FILE_MAGIC: arrow.read_arrow,
-    arrow.STREAM_MAGIC: arrow.read_arrow,
+# The module and the function of each reader; a module is imported when a file needs it.
+_READERS = {
+    NPY_MAGIC: ("numpy_arrays", "read_npy"),
+    b"\x89HDF\r\n\x1a\n": ("hdf5", "read_hdf5"),
+    b"PAR1": ("arrow", "read_parquet"),
+    ARROW_MAGIC: ("arrow", "read_arrow"),
+    b"\xff\xff\xff\xff": ("arrow", "read_arrow"),  # a stream
 }
 _HEAD_BYTES = 64
 
@@ -109,10 +110,14 @@ def _streamed_pickle(path: Path, compression: str, scratch: Scratch, resources: 
 def _reader_of(mapped: MappedFile, name: str) -> Callable[[Content], Value]:
     head = mapped.read(0, min(len(mapped), _HEAD_BYTES))
     if head.startswith(b"PK\x03\x04"):
-        return numpy_arrays.read_npz if is_npz(mapped) else objects.read_torch_zip
+        return _reader("numpy_arrays", "read_npz") if is_npz(mapped) else objects.read_torch_zip
     if name.endswith(tensors.INDEX_SUFFIX):
         return tensors.read_index
     if is_safetensors(head, len(mapped)):
         return tensors.read_safetensors
-    found = next((reader for magic, reader in _READERS.items() if head.startswith(magic)), None)
-    return found or objects.read_mapped_pickle
+    found = next((names for magic, names in _READERS.items() if head.startswith(magic)), None)
+    return objects.read_mapped_pickle if found is None else _reader(*found)
+
+
+def _reader(module: str, name: str) -> Callable[[Content], Value]:
+    return cast(Callable[[Content], Value], getattr(import_module(f"tracestore.ingest.readers.{module}"), name))
