@@ -179,7 +179,8 @@ TORCH = {
 # Modules whose functions import torch when they are called.
 TORCH_ON_CALL = {"store.trace_fields"}
 MAX_MODULES = 12
-MAX_BRANCHES = 20  # of a function below ingest
+# Of a function, conditions and comprehensions included; ruff counts those of statements (C901).
+MAX_BRANCHES, MAX_BRANCHES_OF_READERS = 25, 20
 MAX_LINES = 400
 # Folders that may hold more modules, and the reason.
 LARGE_FOLDERS = {
@@ -328,11 +329,12 @@ def num_branches(function):
     return count
 
 
-def test_functions_that_read_dumps_have_few_branches():
-    for path in (PACKAGE / "ingest").rglob("*.py"):
+def test_functions_have_few_branches():
+    for path in FILES:
+        limit = MAX_BRANCHES_OF_READERS if path.is_relative_to(PACKAGE / "ingest") else MAX_BRANCHES
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef):
-                assert num_branches(node) <= MAX_BRANCHES, f"{path}: {node.name} has {num_branches(node)} branches"
+                assert num_branches(node) <= limit, f"{path}: {node.name} has {num_branches(node)} branches"
 
 
 def test_folders_and_modules_are_small():

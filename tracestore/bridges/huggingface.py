@@ -181,18 +181,8 @@ def from_datasets(
             missing = [name for name in required if row.get(name) is None]
             if missing:
                 raise UsageError(f"row {count}: no {', '.join(missing)}; columns are {', '.join(map(str, row))}")
-            trace = {k: v for k, v in row.items() if v is not None and k not in not_in_trace}
-            for name in ("hidden_states", "attentions"):
-                if name in trace:
-                    trace[name] = [np.asarray(layer, "f4") for layer in trace[name]]
-            trace["tokens"] = np.asarray(trace["tokens"])
-            # `tracestore export --format datasets` writes these as JSON.
-            if isinstance(trace.get("spans"), str):
-                trace["spans"] = decode_list(trace["spans"])
-            if isinstance(trace.get("extras"), str):
-                trace = decode_extras(json.loads(trace.pop("extras"))) | trace
             writer.append(
-                trace,
+                _trace_of_row({k: v for k, v in row.items() if v is not None and k not in not_in_trace}),
                 score=row.get(SCORE_COLUMNS[direction]),
                 scores={name: row[column] for column, name in named.items()},
                 label=row.get("label"),
@@ -200,3 +190,17 @@ def from_datasets(
             )
             count += 1
     return count
+
+
+def _trace_of_row(trace: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a row as a dict of the pickle schema."""
+    for name in ("hidden_states", "attentions"):
+        if name in trace:
+            trace[name] = [np.asarray(layer, "f4") for layer in trace[name]]
+    trace["tokens"] = np.asarray(trace["tokens"])
+    # `tracestore export --format datasets` writes these as JSON.
+    if isinstance(trace.get("spans"), str):
+        trace["spans"] = decode_list(trace["spans"])
+    if isinstance(trace.get("extras"), str):
+        trace = decode_extras(json.loads(trace.pop("extras"))) | trace
+    return trace

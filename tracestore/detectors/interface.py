@@ -1,7 +1,7 @@
 """The interface of detectors that the benchmark compares. Imports no torch."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any, ClassVar, Literal, Self
 
@@ -10,19 +10,43 @@ import numpy as np
 from tracestore.errors import MissingFieldError, UsageError
 from tracestore.store.format import schema
 from tracestore.store.read.store import TraceStore
+from tracestore.store.read.trace import Trace
 
-# The fields that `Detector.fields` may name. "answer", "answer_text" and "attention" stand for the fields that give them;
-# "samples" for several answers to a question.
-FIELDS = (
-    "last_token",
-    "hidden_states",
-    "attention",
-    "answer",
-    "answer_text",
-    "samples",
-    "group",
-    *schema.OPTIONAL_FIELDS,
-)
+
+def _has_answer(trace: Trace) -> bool:
+    return bool(trace.answer_span or trace.generated_mask is not None or trace.prompt_length is not None)
+
+
+def _lacks_optional(name: str) -> Callable[[TraceStore, list[Trace]], bool]:
+    return lambda _, first: all(trace.optional(name) is None for trace in first)
+
+
+# Whether a store lacks a field, by the store and its first traces, and what it lacks then.
+_LACKS: dict[str, tuple[Callable[[TraceStore, list[Trace]], bool], str]] = {
+    "answer": (
+        lambda _, first: not any(map(_has_answer, first)),
+        "its first traces lack answer_span, generated_mask and prompt_length",
+    ),
+    "answer_text": (
+        lambda _, first: all(trace.answer is None for trace in first),
+        "its first traces lack the text of the answer",
+    ),
+    "samples": (
+        lambda store, _: len(set(store.question_ids.take(np.arange(len(store))))) == len(store),
+        "one answer per question, several are needed: tracestore extract --samples K",
+    ),
+    "group": (
+        lambda store, _: not any(store.group(k) for k in range(len(store))),
+        "no trace has a group; add them: tracestore score STORE --scores CSV",
+    ),
+    **{
+        name: (_lacks_optional(name), f"its first traces lack {name}, which tracestore extract records")
+        for name in schema.OPTIONAL_FIELDS
+    },
+}
+# The fields that `Detector.fields` may name. "answer", "answer_text" and "attention" stand for the fields that give
+# them; "samples" for several answers to a question.
+FIELDS = ("last_token", "hidden_states", "attention", *_LACKS)
 Kind = Literal["trained", "untrained", "control"]
 Key = Literal["question", "group"]
 _TRACES_CHECKED = 16
@@ -152,20 +176,8 @@ def missing_fields(store: TraceStore, names: tuple[str, ...]) -> Iterator[str]:
             else:
                 if name == "attention" and len(store) and store.attention_layout != "causal":
                     yield f"{store.path}: holds {store.attention_layout} attention, causal attention is needed"
-        elif name == "answer":
-            if not any(t.answer_span or t.generated_mask is not None or t.prompt_length is not None for t in first):
-                yield f"{store.path}: its first traces lack answer_span, generated_mask and prompt_length"
-        elif name == "answer_text":
-            if all(trace.answer is None for trace in first):
-                yield f"{store.path}: its first traces lack the text of the answer"
-        elif name == "samples":
-            if len(set(store.question_ids.take(np.arange(len(store))))) == len(store):
-                yield f"{store.path}: one answer per question, several are needed: tracestore extract --samples K"
-        elif name == "group":
-            if not any(store.group(k) for k in range(len(store))):
-                yield f"{store.path}: no trace has a group; add them: tracestore score {store.path} --scores CSV"
-        elif name in schema.OPTIONAL_FIELDS and all(trace.optional(name) is None for trace in first):
-            yield f"{store.path}: its first traces lack {name}, which tracestore extract records"
+        elif name in _LACKS and _LACKS[name][0](store, first):
+            yield f"{store.path}: {_LACKS[name][1]}"
 
 
 def describe(detector: Detector) -> dict[str, Any]:

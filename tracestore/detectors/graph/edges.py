@@ -25,18 +25,8 @@ class Edges(NamedTuple):
 
         A GPU finishes its work first, and the host waits for it. Edges with `ptr` have been checked.
         """
-        node_ptr, weight, weight_ptr, source, target, *_ = self
-        if (source is None) != (target is None):
-            raise ValueError("source and target must be given together")
-        if source is not None and channels > 1:
-            raise ValueError("edge lists have one weight per edge")
-        pairs = [t for t in (source, target) if t is not None]
-        if any(t.dtype != torch.int64 for t in (node_ptr, weight_ptr, *pairs)) or not weight.is_floating_point():
-            raise ValueError("pointers and edges must be int64, weights floating point")
-        if node_ptr.ndim != 1 or len(node_ptr) < 1 or node_ptr.shape != weight_ptr.shape or weight.ndim != 1:
-            raise ValueError("node_ptr and weight_ptr must be (G + 1,)")
-        if any(t.shape != weight.shape for t in pairs):
-            raise ValueError("source, target and weights must have one entry per edge")
+        pairs = self._check_tensors(channels)
+        node_ptr, weight, weight_ptr, source, *_ = self
         if self.ptr is not None:
             return
         nodes, weights = (np.array(pointers.tolist()) for pointers in (node_ptr, weight_ptr))
@@ -52,3 +42,19 @@ class Edges(NamedTuple):
             inside = [((t[begin:end] >= low) & (t[begin:end] < high)).all() for t in pairs]
             if not bool(inside[0] & inside[1]):
                 raise ValueError("an edge leaves its graph")
+
+    def _check_tensors(self, channels: int) -> list[torch.Tensor]:
+        """Check dtypes and shapes, and return source and target if there are edge lists."""
+        node_ptr, weight, weight_ptr, source, target, *_ = self
+        if (source is None) != (target is None):
+            raise ValueError("source and target must be given together")
+        if source is not None and channels > 1:
+            raise ValueError("edge lists have one weight per edge")
+        pairs = [t for t in (source, target) if t is not None]
+        if any(t.dtype != torch.int64 for t in (node_ptr, weight_ptr, *pairs)) or not weight.is_floating_point():
+            raise ValueError("pointers and edges must be int64, weights floating point")
+        if node_ptr.ndim != 1 or len(node_ptr) < 1 or node_ptr.shape != weight_ptr.shape or weight.ndim != 1:
+            raise ValueError("node_ptr and weight_ptr must be (G + 1,)")
+        if any(t.shape != weight.shape for t in pairs):
+            raise ValueError("source, target and weights must have one entry per edge")
+        return pairs

@@ -90,14 +90,7 @@ def merge_stores(
     for store, indices in copies:
         if chosen is not None and len(indices) == 0:
             raise UsageError(f"{store.path}: no trace is chosen")
-        if len(indices) and not 0 <= indices[0] <= indices[-1] < len(store):
-            raise IndexError(f"traces {indices[0]} to {indices[-1]} of {len(store)}")
-        if _is_same(store.path, parse_location(destination)):
-            raise UsageError(f"{store.path}: is a source and the destination")
-        for name in ("attention", "dtype"):
-            found = store.internals.attributes.options[name]
-            if found != options[name]:
-                raise UsageError(f"{store.path} was made with --{name} {found}, {opened[0].path} with {options[name]}")
+        _check_source(store, indices, opened[0], destination)
     report = MergeReport()
     score_fields = _joined_score_fields(opened)
     total, done = sum(map(len, wanted)), 0
@@ -144,6 +137,20 @@ def merge_stores(
         _compare_labels(writer, copies, report)
         writer.replace_existing()
     return report
+
+
+def _check_source(
+    store: TraceStore, indices: np.ndarray, first: TraceStore, destination: str | os.PathLike[str]
+) -> None:
+    """Raise an error unless the traces exist, and the store is not the destination and has the options of the first."""
+    if len(indices) and not 0 <= indices[0] <= indices[-1] < len(store):
+        raise IndexError(f"traces {indices[0]} to {indices[-1]} of {len(store)}")
+    if _is_same(store.path, parse_location(destination)):
+        raise UsageError(f"{store.path}: is a source and the destination")
+    for name in ("attention", "dtype"):
+        found, expected = (s.internals.attributes.options[name] for s in (store, first))
+        if found != expected:
+            raise UsageError(f"{store.path} was made with --{name} {found}, {first.path} with {expected}")
 
 
 def _new_traces(writer: StoreWriter, copies: Sequence[tuple[TraceStore, np.ndarray]]) -> list[np.ndarray]:

@@ -175,29 +175,31 @@ def encode_value(value: Any, name: str, budget: list[int], depth: int = 0) -> An
         return encode_value(value.item(), name, budget, depth + 1)
     array = as_array(value)
     if array is not None and (array.dtype.kind in "biufcSU" or array.dtype == schema.BFLOAT16):
-        budget[0] -= array.nbytes // 16
-        if budget[0] < 0:
-            raise field_error(
-                name, f"an array of {array.nbytes:,} bytes", "less than 3.2 MB without a field of its own"
-            )
-        dtype = "bfloat16" if array.dtype == schema.BFLOAT16 else array.dtype.str
-        data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
-        return {"$array": [dtype, list(array.shape), data]}
+        return _encode_array(array, name, budget)
     if isinstance(value, list | tuple):
         return [encode_value(v, name, budget, depth + 1) for v in value]
     if isinstance(value, Mapping):
-        # A dict with keys that look like these encodings is stored as a list of pairs.
-        if not all(isinstance(k, str) and not k.startswith("$") for k in value):
-            for k in value:
-                if not isinstance(k, str | bytes | int | float | np.generic | None):
-                    raise field_error(name, f"a key of type {type(k).__name__}", "strings, numbers or bytes as keys")
-            pairs = [
-                [encode_value(k, name, budget, depth + 1), encode_value(v, name, budget, depth + 1)]
-                for k, v in value.items()
-            ]
-            return {"$dict": pairs}
-        return {k: encode_value(v, name, budget, depth + 1) for k, v in value.items()}
+        return _encode_mapping(value, name, budget, depth + 1)
     raise field_error(name, describe(value), "strings, numbers, lists, dicts or arrays")
+
+
+def _encode_array(array: np.ndarray, name: str, budget: list[int]) -> dict[str, Any]:
+    budget[0] -= array.nbytes // 16
+    if budget[0] < 0:
+        raise field_error(name, f"an array of {array.nbytes:,} bytes", "less than 3.2 MB without a field of its own")
+    dtype = "bfloat16" if array.dtype == schema.BFLOAT16 else array.dtype.str
+    data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
+    return {"$array": [dtype, list(array.shape), data]}
+
+
+def _encode_mapping(value: Mapping[Any, Any], name: str, budget: list[int], depth: int) -> dict[str, Any]:
+    """Return a mapping as JSON: a list of pairs if it has keys that are no texts or look like these encodings."""
+    if all(isinstance(k, str) and not k.startswith("$") for k in value):
+        return {k: encode_value(v, name, budget, depth) for k, v in value.items()}
+    for k in value:
+        if not isinstance(k, str | bytes | int | float | np.generic | None):
+            raise field_error(name, f"a key of type {type(k).__name__}", "strings, numbers or bytes as keys")
+    return {"$dict": [[encode_value(part, name, budget, depth) for part in pair] for pair in value.items()]}
 
 
 def _to_json(value: Any) -> str:

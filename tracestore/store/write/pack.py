@@ -16,6 +16,9 @@ from tracestore.store.lens import LensArrays
 from tracestore.store.write.field_values import extras_json, field_error
 from tracestore.store.write.record import TraceRecord
 
+_Arrays = dict[str, list[np.ndarray]]
+# Fields of a record whose names are those of their bits.
+_FIELDS_OF_RECORD = ("edges", "last_token", "tokens", "tokens_decoded", "prompt_length", "label")
 # Memory of Python's objects of a trace without arrays, and of each of its texts.
 _TRACE_OBJECTS, _TEXT_OBJECT = 2048, 64
 
@@ -178,10 +181,7 @@ def _scan(arrays: Sequence[np.ndarray], dtype: str, out: np.ndarray | None = Non
 
 
 def _crc(arrays: Sequence[np.ndarray]) -> int:
-    crc = 0
-    for array in arrays:
-        crc = kernels.crc32c(_bytes(array), crc)
-    return crc
+    return reduce(lambda crc, array: kernels.crc32c(_bytes(array), crc), arrays, 0)
 
 
 def _pack_attention(
@@ -246,6 +246,57 @@ def _pack_edges(
     return rows, weights, counts, "float16" if not keep else dtype, is_reversed
 
 
+def _pack_states(trace: PackedTrace, arrays: _Arrays, keep_dtype: bool, scratch: Scratch, can_alias: bool) -> None:
+    """Pack the hidden states and the last token of each layer."""
+    record = trace.record
+    if record.hidden is not None:
+        layers = [_stored(h, keep_dtype, f"hidden_states[{k}]", scratch) for k, h in enumerate(record.hidden)]
+        copy = None
+        # A large trace is not copied: its size is accounted for, and it may be in files.
+        if record.is_borrowed and not can_alias and len(layers) * layers[0].nbytes <= scratch.max_memory // 2:
+            copy = scratch.empty((len(layers), *layers[0].shape), layers[0].dtype)
+        trace.num_nonfinite, found = _scan(layers, trace.hidden_dtype, copy)
+        trace.set_crcs("hidden_states", found, [layers[0].nbytes] * len(found))
+        record.hidden, arrays["hidden_states"] = (layers, layers) if copy is None else (list(copy), [copy])
+    if record.last_token is not None:
+        arrays["last_token"] = [_stored(record.last_token, keep_dtype, "sequences", scratch)]
+        bad, (trace.crcs["last_token"],) = _scan(arrays["last_token"], trace.hidden_dtype)
+        trace.num_nonfinite += bad
+    elif record.edges is None:
+        assert record.hidden is not None
+        arrays["last_token"] = [np.array([h[-1] for h in record.hidden])]
+        trace.crcs["last_token"] = _crc(arrays["last_token"])
+    trace.sequence_crc = trace.crcs.get("last_token", 0)
+
+
+def _pack_graph(trace: PackedTrace, arrays: _Arrays, attention: str, keep_dtype: bool, scratch: Scratch) -> None:
+    """Pack the attention or the edges, and set the checksum of the graph."""
+    record = trace.record
+    if record.attention is not None:
+        if record.is_head_mean and attention == "heads":
+            expected = "(H, S, S) per layer; use --attention mean"
+            raise field_error("attentions", "attention averaged over heads", expected)
+        trace.num_heads = None if record.is_head_mean else int(record.attention[0].shape[0])
+        trace.layout, arrays["attention"], trace.attention_dtype, bad, found = _pack_attention(
+            record.attention, attention, keep_dtype, trace.num_tokens, scratch
+        )
+        trace.set_crcs("attention", found, [num_bytes_of(arrays["attention"]) // trace.num_layers] * len(found))
+        trace.num_nonfinite += bad
+    if record.edges is not None:
+        trace.layout = schema.LAYOUT_EDGES
+        arrays["edge_index"], arrays["edge_weight"], trace.edge_counts, trace.attention_dtype, trace.reversed_edges = (
+            _pack_edges(record, keep_dtype, scratch)
+        )
+        code = schema.dtype_code(trace.attention_dtype)
+        trace.num_nonfinite += sum(kernels.count_nonfinite(_bytes(a), code) for a in arrays["edge_weight"])
+        for name in ("edge_index", "edge_weight"):
+            parts = [arrays[name][p] for p in _parts(trace.num_layers, num_bytes_of(arrays[name]) // trace.num_layers)]
+            trace.set_crcs(name, [_crc(part) for part in parts], [num_bytes_of(part) for part in parts])
+    for name in ("hidden_states", "attention", "edge_index", "edge_weight"):
+        if name in arrays:
+            trace.graph_crc = kernels.crc32c_combine(trace.graph_crc, trace.crcs[name], num_bytes_of(arrays[name]))
+
+
 def pack_record(
     record: TraceRecord, *, attention: str, keep_dtype: bool, scratch: Scratch | None = None, can_alias: bool = False
 ) -> PackedTrace:
@@ -282,7 +333,7 @@ def pack_record(
         source_dtypes.append(schema.dtype_name(record.attention[0].dtype))
     if record.edges is not None:
         source_dtypes.append(schema.dtype_name(record.edges[0][1].dtype))
-    arrays: dict[str, list[np.ndarray]] = {}
+    arrays: _Arrays = {}
     trace = PackedTrace(
         record,
         record.num_layers,
@@ -292,63 +343,11 @@ def pack_record(
         arrays=arrays,
         rounded_from=None if keep_dtype else next((d for d in source_dtypes if d != "float16"), None),
     )
-    crcs = trace.crcs
-    if record.hidden is not None:
-        layers, copy = (
-            [_stored(h, keep_dtype, f"hidden_states[{k}]", scratch) for k, h in enumerate(record.hidden)],
-            None,
-        )
-        # A large trace is not copied: its size is accounted for, and it may be in files.
-        if record.is_borrowed and not can_alias and len(layers) * layers[0].nbytes <= scratch.max_memory // 2:
-            copy = scratch.empty((len(layers), *layers[0].shape), layers[0].dtype)
-        trace.num_nonfinite, found = _scan(layers, trace.hidden_dtype, copy)
-        trace.set_crcs("hidden_states", found, [layers[0].nbytes] * len(found))
-        record.hidden, arrays["hidden_states"] = (layers, layers) if copy is None else (list(copy), [copy])
-    if record.last_token is not None:
-        arrays["last_token"] = [_stored(record.last_token, keep_dtype, "sequences", scratch)]
-        bad, (crcs["last_token"],) = _scan(arrays["last_token"], trace.hidden_dtype)
-        trace.num_nonfinite += bad
-    elif record.edges is None:
-        assert record.hidden is not None
-        arrays["last_token"] = [np.array([h[-1] for h in record.hidden])]
-        crcs["last_token"] = _crc(arrays["last_token"])
-    if record.attention is not None:
-        if record.is_head_mean and attention == "heads":
-            raise field_error(
-                "attentions", "attention averaged over heads", "(H, S, S) per layer; use --attention mean"
-            )
-        trace.num_heads = None if record.is_head_mean else int(record.attention[0].shape[0])
-        trace.layout, arrays["attention"], trace.attention_dtype, bad, found = _pack_attention(
-            record.attention, attention, keep_dtype, trace.num_tokens, scratch
-        )
-        trace.set_crcs("attention", found, [num_bytes_of(arrays["attention"]) // trace.num_layers] * len(found))
-        trace.num_nonfinite += bad
-    if record.edges is not None:
-        trace.layout = schema.LAYOUT_EDGES
-        arrays["edge_index"], arrays["edge_weight"], trace.edge_counts, trace.attention_dtype, trace.reversed_edges = (
-            _pack_edges(record, keep_dtype, scratch)
-        )
-        code = schema.dtype_code(trace.attention_dtype)
-        trace.num_nonfinite += sum(kernels.count_nonfinite(_bytes(a), code) for a in arrays["edge_weight"])
-        for name in ("edge_index", "edge_weight"):
-            parts = [arrays[name][p] for p in _parts(trace.num_layers, num_bytes_of(arrays[name]) // trace.num_layers)]
-            trace.set_crcs(name, [_crc(part) for part in parts], [num_bytes_of(part) for part in parts])
-    for name in ("hidden_states", "attention", "edge_index", "edge_weight"):
-        if name in arrays:
-            trace.graph_crc = kernels.crc32c_combine(trace.graph_crc, crcs[name], num_bytes_of(arrays[name]))
-    trace.sequence_crc = crcs.get("last_token", 0)
-    present = {
-        "hidden_states": record.hidden,
-        "attentions": record.attention,
-        "edges": record.edges,
-        "last_token": record.last_token,
-        "tokens": record.tokens,
-        "tokens_decoded": record.tokens_decoded,
-        "question_id": record.question_id if record.has_own_id else None,
-        **record.strings,
-        "prompt_length": record.prompt_length,
-        "label": record.label,
-    }
+    _pack_states(trace, arrays, keep_dtype, scratch, can_alias)
+    _pack_graph(trace, arrays, attention, keep_dtype, scratch)
+    present = {name: getattr(record, name) for name in _FIELDS_OF_RECORD} | record.strings
+    present |= {"hidden_states": record.hidden, "attentions": record.attention}
+    present["question_id"] = record.question_id if record.has_own_id else None
     trace.field_bits = sum(schema.FIELD_BITS[name] for name, value in present.items() if value is not None)
     # A trace that waits for its turn must not keep the source's arrays alive.
     record.hidden = record.attention = record.edges = record.last_token = None

@@ -217,33 +217,34 @@ def _name_of(rows: bytes) -> str:
     return hashlib.blake2b(rows, digest_size=16).hexdigest()
 
 
+# Arrays with a number of each trace, and the attributes of a packed trace that hold it.
+_OF_TRACES = {
+    "num_tokens": "num_tokens",
+    "attention_layout": "layout",
+    "num_nonfinite": "num_nonfinite",
+    "fields": "field_bits",
+    "edges_reversed": "reversed_edges",
+    "graph_crc32c": "graph_crc",
+    "sequence_crc32c": "sequence_crc",
+}
+
+
 def _row_arrays(traces: Sequence[PackedTrace]) -> dict[str, np.ndarray]:
     """Return the arrays of schema.ROW_ARRAYS for the traces of a segment."""
     records = [t.record for t in traces]
     has_last = np.array([t.has_last_token for t in traces], bool)
     rows: dict[str, Any] = {
-        "num_tokens": [t.num_tokens for t in traces],
+        **{name: [getattr(t, attribute) for t in traces] for name, attribute in _OF_TRACES.items()},
         "sample": [r.sample for r in records],
         "source_position": [r.position for r in records],
         "prompt_length": [-1 if r.prompt_length is None else r.prompt_length for r in records],
-        "attention_layout": [t.layout for t in traces],
         "last_token_row": np.where(has_last, np.cumsum(has_last) - 1, -1),
-        "num_nonfinite": [t.num_nonfinite for t in traces],
-        "fields": [t.field_bits for t in traces],
-        "edges_reversed": [t.reversed_edges for t in traces],
-        "graph_crc32c": [t.graph_crc for t in traces],
-        "sequence_crc32c": [t.sequence_crc for t in traces],
     }
     tokens = [r.tokens if r.tokens is not None else np.zeros(0, "<i4") for r in records]
     rows["tokens"] = np.concatenate(tokens) if tokens else ()
     rows["tokens_offsets"] = np.cumsum([0, *map(len, tokens)])
-    decoded = [r.tokens_decoded or () for r in records]
-    rows["tokens_decoded_ptr"] = np.cumsum([0, *map(len, decoded)])
-    texts = {name: [r.strings.get(name, "") for r in records] for name in schema.TEXT_FIELDS}
-    texts["question_id"] = [r.question_id for r in records]
-    texts["extras"] = [t.extras for t in traces]
-    texts["tokens_decoded"] = [text for texts_of_row in decoded for text in texts_of_row]
-    for name, strings in texts.items():
+    rows["tokens_decoded_ptr"] = np.cumsum([0, *(len(r.tokens_decoded or ()) for r in records)])
+    for name, strings in _texts(traces).items():
         rows[name], rows[f"{name}_offsets"] = encode_strings(strings)
     for name in set[str]().union(*(r.optional for r in records)):
         rows |= _optional_arrays(name, [r.optional.get(name) for r in records])
@@ -251,6 +252,16 @@ def _row_arrays(traces: Sequence[PackedTrace]) -> dict[str, np.ndarray]:
     if counts:
         rows["edge_ptr"] = np.concatenate([[0], np.cumsum(np.concatenate(counts))])
     return {name: np.asarray(rows[name], dtype) for name, dtype in schema.ROW_DTYPES.items() if name in rows}
+
+
+def _texts(traces: Sequence[PackedTrace]) -> dict[str, list[str]]:
+    """Return the texts of the traces of a segment, by the names of their arrays."""
+    records = [t.record for t in traces]
+    texts = {name: [r.strings.get(name, "") for r in records] for name in schema.TEXT_FIELDS}
+    texts["question_id"] = [r.question_id for r in records]
+    texts["extras"] = [t.extras for t in traces]
+    texts["tokens_decoded"] = [text for r in records for text in r.tokens_decoded or ()]
+    return texts
 
 
 def _optional_arrays(name: str, values: Sequence[Any]) -> dict[str, np.ndarray]:
