@@ -52,6 +52,15 @@ class Kind:
 MAIN: dict[str, Kind] = {}
 UNSEEN: dict[str, Kind] = {}
 # Containers that no layout of the issue names: a refusal with a proposal is enough.
+UNSEEN_MODULES = (
+    "unusual_containers",
+    "notebooks_and_repositories",
+    "trainers_and_servers",
+    "probing_papers",
+    "published_code",
+    "research_scripts",
+    "hooks_and_sampled_answers",
+)
 OUTSIDE: dict[str, Kind] = {}
 PARTS = {"main": MAIN, "unseen": UNSEEN, "outside": OUTSIDE}
 
@@ -73,6 +82,6 @@ def load(part="all"):
     for name in MODULES:
         importlib.import_module(f"tests.ingest.corpus.kinds.{name}")
     importlib.import_module("tests.ingest.corpus.outside")
-    for name in ("first", "second", "third", "fourth", "fifth", "sixth", "seventh"):
+    for name in UNSEEN_MODULES:
         importlib.import_module(f"tests.ingest.corpus.unseen_sets.{name}")
     return MAIN | UNSEEN | OUTSIDE if part == "all" else PARTS[part]

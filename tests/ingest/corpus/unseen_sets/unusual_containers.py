@@ -1,4 +1,4 @@
-"""Kinds that differ strongly from those of the main corpus, for a measurement without knowledge of the readers."""
+"""Kinds whose structure differs strongly from that of the main corpus."""
 
 import functools
 import hashlib

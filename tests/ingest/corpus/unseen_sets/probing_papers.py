@@ -1,4 +1,4 @@
-"""Kinds for a fourth measurement without knowledge of the readers: dumps of probing and hallucination papers."""
+"""Kinds that papers on probing and hallucination publish."""
 
 import functools
 import json
@@ -24,7 +24,7 @@ from tests.ingest.corpus.samples import (
     write_lines,
     write_table,
 )
-from tests.ingest.corpus.unseen_sets.second import correctness, record, wrong
+from tests.ingest.corpus.unseen_sets.notebooks_and_repositories import correctness, record, wrong
 
 kind = functools.partial(registry.kind, register=registry.UNSEEN)
 

@@ -1,4 +1,4 @@
-"""Kinds for a measurement without knowledge of the readers: dumps of published code bases, as students adapt them."""
+"""Kinds of published code bases, as students adapt them."""
 
 import functools
 
@@ -19,7 +19,7 @@ from tests.ingest.corpus.samples import (
     write_lines,
     write_table,
 )
-from tests.ingest.corpus.unseen_sets.second import correctness, record, wrong
+from tests.ingest.corpus.unseen_sets.notebooks_and_repositories import correctness, record, wrong
 
 kind = functools.partial(registry.kind, register=registry.UNSEEN)
 LAYERS = (8, 16, 24)

@@ -1,4 +1,4 @@
-"""Kinds as notebooks and scripts of researchers write them, a sixth set without knowledge of the readers."""
+"""Kinds as scripts of researchers write them."""
 
 import datetime
 import functools

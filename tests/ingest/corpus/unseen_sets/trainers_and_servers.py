@@ -1,4 +1,4 @@
-"""Kinds for a third measurement without knowledge of the readers: outputs of trainers, servers and graph libraries."""
+"""Kinds that trainers, servers and graph libraries write."""
 
 import functools
 import json
@@ -20,7 +20,7 @@ from tests.ingest.corpus.samples import (
     write_lines,
     write_table,
 )
-from tests.ingest.corpus.unseen_sets.second import correctness, record, wrong
+from tests.ingest.corpus.unseen_sets.notebooks_and_repositories import correctness, record, wrong
 
 kind = functools.partial(registry.kind, register=registry.UNSEEN)
 

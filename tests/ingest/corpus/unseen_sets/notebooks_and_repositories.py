@@ -1,4 +1,4 @@
-"""More kinds for a measurement without knowledge of the readers: dumps as notebooks and papers' repositories write."""
+"""Kinds as notebooks and the repositories of papers write them."""
 
 import functools
 import io
