@@ -19,7 +19,7 @@ from tracestore.store.format import schema
 from tracestore.store.format.labels import CORRECT
 from tracestore.store.html import trace_facts, trace_texts
 from tracestore.store.io.fsio import atomic_write, check_destination, map_os_errors
-from tracestore.store.maintain.lint import KINDS, LintReport, lint_store
+from tracestore.store.maintain.lint import KINDS, LintReport, lint_traces
 from tracestore.store.read.store import TraceStore
 from tracestore.trace_view import View, downsample
 from tracestore.words import format_size, plural
@@ -68,11 +68,7 @@ def write_report(
     score_threshold = store.internals.score_threshold(score_threshold)
     targets = store.targets(score_threshold)
     classes = np.select([targets >= 0.5, targets < 0.5], [0, 1], 2)
-    issues = (
-        lint_store(store.path, score=store.score_name, score_threshold=score_threshold, progress=progress)
-        if lint
-        else None
-    )
+    issues = lint_traces(store, score_threshold, progress) if lint else None
     examples = _examples(classes)
     sections = [
         Section("Contents", _contents(store, classes, score_threshold)),

@@ -186,6 +186,7 @@ MAX_LINES = 400
 LARGE_FOLDERS = {
     "cli/commands": "one module a command",
     "_core": "one Cython module a concern, with its stub",
+    "store/read": "one module a concern of a reader; a folder for several stores as one would import this one",
     "ingest/execute": "one module a step of reading, and one for layouts of which one item is a trace",
     "train": "one module a part of the loop, and one for services that track its numbers",
 }

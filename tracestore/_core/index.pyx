@@ -134,6 +134,9 @@ def find_key(list tables, bytes question_id, int32_t sample) -> tuple[int, int]:
 cdef struct _Part:
     const ts_map *map
     int64_t first, count, patches
+    # Of the store of the part: the number of its first trace and segment, its segments, and the layouts it may have.
+    int64_t first_trace, first_segment, num_segments
+    uint32_t layouts
     const int32_t *graph_segment
     const int32_t *graph_row
     const int32_t *num_tokens
@@ -174,8 +177,6 @@ cdef enum:
 # The arguments and the result of a LocationTable call that runs under the guard. truncated: an address
 # in a mapping whose file was truncated, or NULL; failed: the trace of an error.
 cdef struct _Lookup:
-    int64_t num_segments
-    uint32_t layouts
     _Part *parts
     Py_ssize_t num_parts, n
     const int64_t *indices
@@ -192,7 +193,9 @@ cdef class LocationTable:
     Parameters
     ----------
     parts : list of tuple
-        For each part in order: its first trace, its arrays by column name, and its MappedFile or None.
+        For each part in order: its first trace, its arrays by column name, and its MappedFile or None. If several
+        stores are numbered as one, four more values of its store: the numbers that its traces and its segments begin
+        with, and its num_segments and layouts.
     num_segments : int
         Number of segments of the store.
     layouts : int
@@ -205,19 +208,18 @@ cdef class LocationTable:
     """
     cdef _Part *parts
     cdef Py_ssize_t num_parts
-    cdef int64_t num_segments
-    cdef uint32_t layouts
     cdef list owners
 
     def __cinit__(self, list parts, int64_t num_segments, uint32_t layouts):
         cdef _Part *p
         cdef Py_ssize_t k
-        self.owners, self.num_segments, self.layouts = [], num_segments, layouts
+        self.owners = []
         self.num_parts = len(parts)
         self.parts = <_Part *>allocate(self.num_parts, sizeof(_Part))
         for k in range(self.num_parts):
             p = &self.parts[k]
-            first, arrays, mapped = parts[k]
+            first, arrays, mapped, *of_store = parts[k]
+            p.first_trace, p.first_segment, p.num_segments, p.layouts = of_store or (0, 0, num_segments, layouts)
             if mapped is not None:
                 self.owners.append(mapped)
                 p.map = &(<MappedFile?>mapped).map
@@ -293,7 +295,6 @@ cdef class LocationTable:
         """Run one of the functions below on `indices`, which must not be empty."""
         cdef int ret
         call.parts, call.num_parts, call.truncated = self.parts, self.num_parts, NULL
-        call.num_segments, call.layouts = self.num_segments, self.layouts
         call.indices, call.n = &indices[0], indices.shape[0]
         ret = ts_sigbus_guard_again(work, call) if is_again else ts_sigbus_guard(work, call)
         if call.truncated == NULL:
@@ -337,24 +338,28 @@ cdef int _look_up(void *context) noexcept nogil:
         out[2], out[3] = p.num_tokens[row], p.layout[row]
         out[4], out[5] = p.sequence_segment[row], p.sequence_row[row]
         for i in range(part + 1, call.num_parts):
+            if call.parts[i].first_trace != p.first_trace:
+                break  # a part of the next store
             if call.parts[i].patches:
-                _apply_patches(&call.parts[i], call.indices[k], out)
-        if not _is_valid(call, out):
+                _apply_patches(&call.parts[i], call.indices[k] - p.first_trace, out)
+        if not _is_valid(p, out):
             call.failed = call.indices[k]
             return _check_maps(call, _CORRUPT)
+        out[0] += p.first_segment if out[0] >= 0 else 0
+        out[4] += p.first_segment if out[4] >= 0 else 0
         out += 6
     return _check_maps(call, 0)
 
 
-cdef bint _is_valid(_Lookup *call, const int64_t *location) noexcept nogil:
+cdef bint _is_valid(const _Part *p, const int64_t *location) noexcept nogil:
     """Return whether the values of a location are in range. Row numbers are checked when rows are read."""
-    if not (-1 <= location[0] < call.num_segments and -1 <= location[4] < call.num_segments):
+    if not (-1 <= location[0] < p.num_segments and -1 <= location[4] < p.num_segments):
         return False
     if location[1] < 0 or location[5] < 0 or not 0 <= location[2] <= _MAX_TOKENS:
         return False
     if location[0] < 0 and location[4] < 0 or location[0] >= 0 and location[2] == 0:
         return False
-    return location[3] < 32 and call.layouts >> location[3] & 1
+    return location[3] < 32 and p.layouts >> location[3] & 1
 
 
 cdef int _measure_ids(void *context) noexcept nogil:

@@ -222,9 +222,12 @@ class BatchGatherer:
 
         `batches` maps the number of a batch to its indices.
         """
-        internals, view = self.store.internals, self.batch_format.source_view
-        return internals.files.prefetch(
-            lambda batch: batch_files(internals, self._traces(batches(batch)), view), start, total
+        view = self.batch_format.source_view
+        return self.store.internals.prefetch(
+            lambda store, traces: batch_files(store, traces, view),
+            lambda batch: self._traces(batches(batch)),
+            start,
+            total,
         )
 
     def _traces(self, indices: np.ndarray) -> np.ndarray:

@@ -1,6 +1,5 @@
 """Datasets and a sampler for torch.utils.data.DataLoader."""
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,10 +20,10 @@ from tracestore.data.order import Shuffle, shuffle_name
 from tracestore.data.tokens.job import OpenArrays, TokenGatherer
 from tracestore.data.tokens.token_table import TokenTable
 from tracestore.errors import UsageError
-from tracestore.store.read.store import TraceStore, open_store
+from tracestore.store.read.store import StorePath, TraceStore, open_store
 from tracestore.store.read.subset import TraceSubset
 
-StoreLike = TraceStore | TraceSubset | str | os.PathLike[str]
+StoreLike = TraceStore | TraceSubset | StorePath
 # Items whose order is computed at once.
 _ORDER_CHUNK = 1024
 
@@ -84,8 +83,8 @@ class TraceDataset(Dataset[Any]):
 
     Parameters
     ----------
-    store : TraceStore, TraceSubset, str or PathLike
-        A store, a subset of one, or the path of a store.
+    store : TraceStore, TraceSubset, str, PathLike or sequence of paths
+        A store, a subset of one, the path of a store, or those of several stores that are opened as one.
     view : {"sequence", "graph", "tokens"}
         The form of the items.
     layers, positions
@@ -217,8 +216,8 @@ class TraceIterableDataset(IterableDataset[BatchT]):
 
     Parameters
     ----------
-    store : TraceStore, TraceSubset, str or PathLike
-        A store, a subset of one, or the path of a store.
+    store : TraceStore, TraceSubset, str, PathLike or sequence of paths
+        A store, a subset of one, the path of a store, or those of several stores that are opened as one.
     view : {"sequence", "graph", "tokens"}
         The form of the items or batches.
     shuffle : {"buffer", "global", "block", "none"} or bool

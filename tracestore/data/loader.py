@@ -34,9 +34,9 @@ class TraceLoader(LoaderHtml, Generic[BatchT]):
 
     Parameters
     ----------
-    store : TraceStore, TraceSubset, str or PathLike
-        A store, a subset of one, or the path of a store. The `trace_index` of a batch holds store
-        indices, also for a subset.
+    store : TraceStore, TraceSubset, str, PathLike or sequence of paths
+        A store, a subset of one, the path of a store, or those of several stores that are opened as
+        one. The `trace_index` of a batch holds store indices, also for a subset.
     view : {"sequence", "graph", "tokens"}
         "sequence" yields `SequenceBatch`, "graph" a PyG Batch of B * L graphs with the fields of
         `GraphBatch`, "tokens" a `TokenBatch` of tokens from any traces.

@@ -183,7 +183,7 @@ class TokenGatherer(BatchGatherer):
         return TokenJob(self.store, indices, self.targets, self.batch_format, self.table, self.arrays)
 
     def _chunk_keys(self, indices: np.ndarray) -> list[ChunkKey]:
-        return [(chunk.reader.name, chunk.number) for chunk in _chunks(self.store, self.table.locate(indices))]
+        return [(*chunk.reader.key, chunk.number) for chunk in _chunks(self.store, self.table.locate(indices))]
 
     def _traces(self, indices: np.ndarray) -> np.ndarray:
         return np.unique(self.table.locate(indices).trace)

@@ -5,6 +5,7 @@ it with preceding parts of similar size. Each trace is therefore rewritten O(log
 reader maps only a handful of files.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -125,6 +126,12 @@ class Manifest:
     def num_sources(self) -> int:
         """Number of sources of all index parts."""
         return sum(p.num_sources for p in self.parts)
+
+    @property
+    def content(self) -> str:
+        """A name of the traces without their scores, equal in every copy: index parts hold the checksums of segments."""
+        sums = [(part.num_traces, part.size, part.crc32c) for part in self.parts]
+        return hashlib.blake2b(repr(sums).encode(), digest_size=16).hexdigest()
 
     def small_files(self) -> list[FileEntry]:
         """Return the files of the index and the columns."""

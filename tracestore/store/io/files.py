@@ -30,6 +30,25 @@ class RemoteURL(str):
         return self.rstrip("/").rsplit("/", 1)[-1]
 
 
+class Locations(tuple[Path | RemoteURL, ...]):
+    """Locations of several stores that are opened as one."""
+
+    def __str__(self) -> str:
+        return " + ".join(map(str, self))
+
+    @property
+    def name(self) -> str:
+        """Last component of each path."""
+        return " + ".join(location.name for location in self)
+
+
+def is_same_location(one: Path | RemoteURL | Locations, other: Path | RemoteURL) -> bool:
+    """Return whether two locations are those of one store."""
+    if isinstance(one, Path) and isinstance(other, Path):
+        return other.exists() and os.path.samefile(one, other)
+    return str(one).rstrip("/") == str(other).rstrip("/")
+
+
 def parse_location(store: str | os.PathLike[str]) -> Path | RemoteURL:
     """Return the path or the URL of a store that a user named."""
     text = os.fspath(store)
@@ -116,11 +135,11 @@ class ReadableFiles(StoreFiles, Protocol):
     ----------
     keeps_generations : bool
         A generation stays readable without a pin.
-    location : Path or RemoteURL
+    location : Path, RemoteURL or Locations
     """
 
     keeps_generations: bool = False
-    location: Path | RemoteURL
+    location: Path | RemoteURL | Locations
 
     def generations(self) -> list[int]:
         """Return the numbers of the generations that have a manifest, newest first."""

@@ -265,16 +265,23 @@ def lint_store(
         If a file of the store is damaged.
     """
     with open_store(path, score=score) as store:
-        linter = _Linter(store)
-        for index in range(len(store)):
-            try:
-                linter.trace(store[index])
-            except (ValueError, IndexError) as error:
-                raise CorruptStoreError(f"{store.path}: trace {index}: {error}") from error
-            if progress is not None:
-                progress(index + 1, len(store))
-        linter.impossible()
-        linter.scores(score_threshold)
-        linter.classes(score_threshold)
-        linter.lengths()
-        return linter.report
+        return lint_traces(store, score_threshold, progress)
+
+
+def lint_traces(
+    store: TraceStore, score_threshold: float | None = None, progress: Callable[[int, int], None] | None = None
+) -> LintReport:
+    """Check an open store; see lint_store()."""
+    linter = _Linter(store)
+    for index in range(len(store)):
+        try:
+            linter.trace(store[index])
+        except (ValueError, IndexError) as error:
+            raise CorruptStoreError(f"{store.path}: trace {index}: {error}") from error
+        if progress is not None:
+            progress(index + 1, len(store))
+    linter.impossible()
+    linter.scores(score_threshold)
+    linter.classes(score_threshold)
+    linter.lengths()
+    return linter.report

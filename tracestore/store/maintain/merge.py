@@ -11,11 +11,12 @@ import numpy as np
 from tracestore.errors import InvalidInputError, UsageError
 from tracestore.store.format.labels import CORRECT, DEFAULT_THRESHOLD, ScoreField, derive, unlabeled_note
 from tracestore.store.format.provenance import Provenance, require_compatible
-from tracestore.store.io.files import RemoteURL, parse_location
+from tracestore.store.io.files import is_same_location, parse_location
 from tracestore.store.io.fsio import require_free_bytes
 from tracestore.store.maintain.selection import by_source
 from tracestore.store.maintain.transfer import Transfer
 from tracestore.store.read.columns import TraceValues
+from tracestore.store.read.joined import joined_score_fields, require_same_options
 from tracestore.store.read.store import TraceStore, open_store
 from tracestore.store.write.writer import COMMIT_BYTES, StoreWriter
 from tracestore.words import plural
@@ -90,9 +91,9 @@ def merge_stores(
     for store, indices in copies:
         if chosen is not None and len(indices) == 0:
             raise UsageError(f"{store.path}: no trace is chosen")
-        _check_source(store, indices, opened[0], destination)
+        _check_source(store, indices, destination)
     report = MergeReport()
-    score_fields = _joined_score_fields(opened)
+    score_fields = _score_fields(opened)
     total, done = sum(map(len, wanted)), 0
     with StoreWriter(
         destination,
@@ -139,18 +140,19 @@ def merge_stores(
     return report
 
 
-def _check_source(
-    store: TraceStore, indices: np.ndarray, first: TraceStore, destination: str | os.PathLike[str]
-) -> None:
-    """Raise an error unless the traces exist, and the store is not the destination and has the options of the first."""
+def _score_fields(opened: Sequence[TraceStore]) -> dict[str, ScoreField]:
+    """Return the named scores of the stores; UsageError if their options or the directions of a score differ."""
+    internals = [store.internals for store in opened]
+    require_same_options(internals)
+    return joined_score_fields(internals)
+
+
+def _check_source(store: TraceStore, indices: np.ndarray, destination: str | os.PathLike[str]) -> None:
+    """Raise an error unless the traces exist, and the store is not the destination."""
     if len(indices) and not 0 <= indices[0] <= indices[-1] < len(store):
         raise IndexError(f"traces {indices[0]} to {indices[-1]} of {len(store)}")
-    if _is_same(store.path, parse_location(destination)):
+    if is_same_location(store.internals.files.location, parse_location(destination)):
         raise UsageError(f"{store.path}: is a source and the destination")
-    for name in ("attention", "dtype"):
-        found, expected = (s.internals.attributes.options[name] for s in (store, first))
-        if found != expected:
-            raise UsageError(f"{store.path} was made with --{name} {found}, {first.path} with {expected}")
 
 
 def _new_traces(writer: StoreWriter, copies: Sequence[tuple[TraceStore, np.ndarray]]) -> list[np.ndarray]:
@@ -163,20 +165,6 @@ def _new_traces(writer: StoreWriter, copies: Sequence[tuple[TraceStore, np.ndarr
         found.append(indices[np.array([key not in seen and writer.index.find(*key) < 0 for key in keys], bool)])
         seen.update(keys)
     return found
-
-
-def _joined_score_fields(opened: Sequence[TraceStore]) -> dict[str, ScoreField]:
-    """Return the named scores of all stores, the default score of the first one first."""
-    fields: dict[str, ScoreField] = {}
-    for store in opened:
-        for name in sorted(store.score_fields, key=lambda name: (name != store.score_name, name)):
-            field = store.score_fields[name]
-            if fields.setdefault(name, field).direction != field.direction:
-                raise UsageError(
-                    f"{store.path}: a high score {name} marks {field.direction} answers, in the stores before "
-                    f"{fields[name].direction} ones; store one of them under another name (tracestore score --name)"
-                )
-    return fields
 
 
 def _copy_lens(writer: StoreWriter, opened: Sequence[TraceStore], report: MergeReport) -> None:
@@ -206,12 +194,6 @@ def _provenances(store: TraceStore, wanted: np.ndarray) -> list[Provenance]:
     if (lens := store.lens) is not None:
         used.append(lens.provenance)
     return [provenance for provenance in store.provenance if provenance in used]
-
-
-def _is_same(one: Path | RemoteURL, other: Path | RemoteURL) -> bool:
-    if isinstance(one, Path) and isinstance(other, Path):
-        return other.exists() and os.path.samefile(one, other)
-    return str(one).rstrip("/") == str(other).rstrip("/")
 
 
 def _merge_source(

@@ -96,6 +96,8 @@ class ArrayReader:
 
     Attributes
     ----------
+    key : tuple of int and str
+        What a key of a chunk in the cache begins with.
     view : ArrayView
         The rows of an uncompressed array, for gathers.
     """
@@ -104,6 +106,7 @@ class ArrayReader:
         self, files: StoreFiles, entries: Mapping[str, FileEntry], name: str, cache: ChunkCache, spec: ArraySpec
     ) -> None:
         self.name, self.dtype, self.row_items = name, spec.dtype, spec.row_items
+        self.key = id(files), name  # in the cache, which stores that are opened as one share
         self._cache, self._codec = cache, None if spec.codec == "none" else ChunkCodec(spec.codec, spec.dtype.itemsize)
         with reading_committed(f"{name}/zarr.json"):
             entry = _entry(entries, f"{name}/zarr.json")
@@ -175,7 +178,7 @@ class ArrayReader:
             return [self._flat[begin * items : end * items]]
         found = []
         for chunk in range(begin // self.chunk_rows, -(-end // self.chunk_rows)):
-            data = self._cache.get((self.name, chunk), lambda c=chunk: self._decode(c))  # type: ignore[misc]
+            data = self._cache.get((*self.key, chunk), lambda c=chunk: self._decode(c))  # type: ignore[misc]
             first = chunk * self.chunk_rows
             lo, hi = max(begin, first), min(end, first + self.chunk_rows)
             found.append(data[(lo - first) * items : (hi - first) * items])
@@ -186,7 +189,7 @@ class ArrayReader:
         if self._offsets is None or end <= begin:
             return []
         self.require_rows(begin, end)
-        return [(self.name, k) for k in range(begin // self.chunk_rows, -(-end // self.chunk_rows))]
+        return [(*self.key, k) for k in range(begin // self.chunk_rows, -(-end // self.chunk_rows))]
 
     def copy_sources(self, begin: int, end: int) -> list[Any]:
         """Return rows begin .. end - 1 as sources of a gather: a RowRange, or flat uint8 arrays."""

@@ -8,7 +8,8 @@ from functools import partial
 
 import numpy as np
 
-ChunkKey = tuple[str, int]  # path of the array in the store, number of the inner chunk
+# Identity of the files of the store, path of the array in the store, number of the inner chunk.
+ChunkKey = tuple[int, str, int]
 
 
 class ChunkCache:

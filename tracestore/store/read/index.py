@@ -129,13 +129,18 @@ class StoreIndex:
             self._parts.append(part)
             self._keys.append(keys)
         try:
-            parts = [(first, p.views(), p.mapped) for first, p in zip(self._first_trace, self._parts, strict=True)]
-            self._places = LocationTable(parts, manifest.num_segments, manifest.attributes.allowed_layouts)
+            self._places = LocationTable(
+                self.location_parts(), manifest.num_segments, manifest.attributes.allowed_layouts
+            )
         except (ValueError, KeyError) as error:
             raise CorruptStoreError(f"{paths.manifest(manifest.generation)}: the index: {error}") from None
 
     def __len__(self) -> int:
         return self.manifest.num_traces
+
+    def location_parts(self) -> list[tuple[Any, ...]]:
+        """Return the parts as LocationTable takes them."""
+        return [(first, part.views(), part.mapped) for first, part in zip(self._first_trace, self._parts, strict=True)]
 
     def part_arrays(self, number: int) -> dict[str, np.ndarray]:
         """Read all arrays of a part."""

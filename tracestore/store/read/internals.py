@@ -1,16 +1,19 @@
 """The open parts of a store that its traces and batches are read from."""
 
 import os
+from collections.abc import Callable, Iterable
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 
 from tracestore.errors import CorruptStoreError, UsageError
+from tracestore.store.format.entries import FileEntry
 from tracestore.store.format.labels import CORRECT, threshold_or_default
-from tracestore.store.io.files import LocalFiles, ReadableFiles, parse_location
+from tracestore.store.io.files import FilePrefetcher, LocalFiles, ReadableFiles, parse_location
 from tracestore.store.lens import Lens
 from tracestore.store.read.chunk_cache import ChunkCache
-from tracestore.store.read.columns import Columns
+from tracestore.store.read.columns import Columns, MappedColumns
 from tracestore.store.read.generation import PinnedGeneration, open_latest
 from tracestore.store.read.segment import SegmentReader
 
@@ -100,6 +103,21 @@ class StoreInternals:
         self._is_closed = True
 
     @property
+    def members(self) -> "tuple[StoreInternals, ...]":
+        """The stores that are opened as one, in the order of their traces; here this one."""
+        return (self,)
+
+    @property
+    def first_traces(self) -> list[int]:
+        """The number of the first trace of each of `members`, and that of all traces."""
+        return list(accumulate((member.manifest.num_traces for member in self.members), initial=0))
+
+    @property
+    def mapped_columns(self) -> tuple[MappedColumns, ...]:
+        """The columns groups of the generation."""
+        return self._generation.mapped_columns
+
+    @property
     def columns(self) -> Columns:
         """Scores, labels and groups, which are read on first use."""
         return self._generation.columns
@@ -132,10 +150,24 @@ class StoreInternals:
                 raise CorruptStoreError(
                     f"{self.files.location}: the index names segment {number} of {self.manifest.num_segments}"
                 )
-            segment = self._segments[number] = SegmentReader(
-                self.files, self.index.segment(number), self.attributes, self.chunk_cache
-            )
+            segment = self._segments[number] = self._open_segment(number)
         return segment
+
+    def _open_segment(self, number: int) -> SegmentReader:
+        return SegmentReader(self.files, self.index.segment(number), self.attributes, self.chunk_cache)
+
+    def prefetch(
+        self,
+        files_of: "Callable[[StoreInternals, np.ndarray], Iterable[FileEntry]]",
+        traces: Callable[[int], np.ndarray],
+        start: int,
+        total: int,
+    ) -> FilePrefetcher:
+        """Return a prefetcher for the batches start .. total - 1, which does nothing for a local store.
+
+        `traces` returns the traces of a batch, and `files_of` the files that some traces of a store are read from.
+        """
+        return self.files.prefetch(lambda batch: files_of(self, traces(batch)), start, total)
 
     @property
     def lens(self) -> Lens | None:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any, Literal
 
 import numpy as np
@@ -15,11 +16,14 @@ from tracestore.store.read import table
 from tracestore.store.read.batch_sources import GRAPH_ROW, GRAPH_SEGMENT, LAYOUT, NUM_TOKENS
 from tracestore.store.read.index import QuestionIds
 from tracestore.store.read.internals import StoreInternals, open_files
+from tracestore.store.read.joined import JoinedInternals
 from tracestore.store.read.subset import TraceCollection, TraceSubset
 from tracestore.store.read.trace import Trace
 from tracestore.words import plural
 
 DEFAULT_CACHE_BYTES = 256 << 20
+# One store, or several that are read as one.
+StorePath = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 class TraceStore(TraceCollection):
@@ -34,8 +38,8 @@ class TraceStore(TraceCollection):
 
     Attributes
     ----------
-    path : Path or str
-        The folder of the store, or its URL.
+    path : Path, str or tuple
+        The folder of the store, or its URL; a tuple of them if several stores are opened as one.
     internals : StoreInternals
         Files, index and segments, for the other modules of this package.
 
@@ -50,16 +54,20 @@ class TraceStore(TraceCollection):
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
-        internals = self.internals
-        chosen = (internals.chunk_cache.max_bytes, self.generation, len(self), internals.score_name)
-        return _reopen, (str(self.path), *chosen)
+        return _reopen, (self._pins(), self.internals.chunk_cache.max_bytes, self.internals.score_name)
+
+    def _pins(self) -> "list[_Pin]":
+        return [
+            (str(member.files.location), member.manifest.generation, member.manifest.num_traces)
+            for member in self.internals.members
+        ]
 
     def reopen(self, cache_bytes: int = DEFAULT_CACHE_BYTES) -> "TraceStore":
         """Open the same generation again, with maps and a chunk cache of its own.
 
         CorruptStoreError if a writer has removed the generation.
         """
-        return _checked(TraceStore(self.internals.reopen(cache_bytes)), self.generation, len(self))
+        return _checked(TraceStore(self.internals.reopen(cache_bytes)), self._pins())
 
     def __enter__(self) -> "TraceStore":
         return self
@@ -277,33 +285,66 @@ class TraceStore(TraceCollection):
         return table.facts(self.internals)
 
 
-def _reopen(path: str, cache_bytes: int, generation: int, num_traces: int, score: str | None) -> TraceStore:
+# Location, generation and number of traces of each store of a TraceStore.
+_Pin = tuple[str, int, int]
+
+
+def _reopen(pins: list[_Pin], cache_bytes: int, score: str | None) -> TraceStore:
     """Open the store of a pickled TraceStore."""
-    internals = StoreInternals.open(open_files(path), cache_bytes, generation, score)
-    return _checked(TraceStore(internals), generation, num_traces)
+    locations, generations = [pin[0] for pin in pins], [pin[1] for pin in pins]
+    return _checked(TraceStore(_open(locations, cache_bytes, score, generations, True)), pins)
 
 
-def _checked(store: TraceStore, generation: int, num_traces: int) -> TraceStore:
-    """Raise CorruptStoreError if the store is an older one than `generation`."""
-    if store.generation != generation and len(store) < num_traces:
-        raise CorruptStoreError(f"{store.path}: generation {generation} is gone")
+def _checked(store: TraceStore, pins: list[_Pin]) -> TraceStore:
+    """Raise CorruptStoreError if a store is an older one than its pin, or moves the traces of those after it."""
+    for (_, opened, found), (path, generation, expected) in zip(store._pins(), pins, strict=True):
+        if opened != generation and (found < expected or (len(pins) > 1 and found != expected)):
+            raise CorruptStoreError(f"{path}: generation {generation} is gone")
     return store
 
 
+def _open(
+    locations: Sequence[str | os.PathLike[str]],
+    cache_bytes: int,
+    score: str | None,
+    generations: Sequence[int | None],
+    allow_mixed_provenance: bool,
+) -> StoreInternals:
+    """Open one store, or several as one."""
+    if len(locations) == 1:
+        return StoreInternals.open(open_files(locations[0]), cache_bytes, generations[0], score)
+    with ExitStack() as stack:
+        members = []
+        for location, generation in zip(locations, generations, strict=True):
+            members.append(StoreInternals.open(open_files(location), 0, generation))
+            stack.callback(members[-1].close)
+        internals = JoinedInternals(members, cache_bytes, score, allow_mixed_provenance=allow_mixed_provenance)
+        stack.pop_all()
+    return internals
+
+
 def open_store(
-    path: str | os.PathLike[str], *, score: str | None = None, cache_bytes: int = DEFAULT_CACHE_BYTES
+    path: StorePath,
+    *,
+    score: str | None = None,
+    cache_bytes: int = DEFAULT_CACHE_BYTES,
+    allow_mixed_provenance: bool = False,
 ) -> TraceStore:
-    """Open a store for reading (tracestore.open).
+    """Open a store, or several stores as one, for reading (tracestore.open).
 
     Parameters
     ----------
-    path : str or PathLike
+    path : str, PathLike or sequence of them
         A folder, or a URL that begins with s3://, gs://, http:// or https://. Files of a URL are cached on the
-        local disk when they are first used (docs/remote.md; extra [remote]).
+        local disk when they are first used (docs/remote.md; extra [remote]). Of several stores, which must fit each
+        other as those of ``tracestore merge``, the traces follow each other in this order; of a question id and
+        sample that two stores have, ``store[question_id]`` is the trace of the first one.
     score : str, optional
         Name of the score that `scores`, `score` of a trace, and labels use. Default: the store's default score.
     cache_bytes : int
         Bound in bytes of the decoded chunks of a compressed store.
+    allow_mixed_provenance : bool
+        Accept several stores whose models, layers or prompts differ.
 
     Returns
     -------
@@ -312,7 +353,7 @@ def open_store(
     Raises
     ------
     UsageError
-        If there is no store, or it lacks the score.
+        If there is no store, it lacks the score, or several stores do not fit each other.
     CorruptStoreError
         If no generation is intact.
     RemoteError
@@ -325,4 +366,7 @@ def open_store(
     ...     print(len(store), store[0].hidden_states.shape)
     12 (3, 1, 8)
     """
-    return TraceStore(StoreInternals.open(open_files(path), cache_bytes, score=score))
+    locations = [path] if isinstance(path, str | os.PathLike) else list(path)
+    if not locations:
+        raise UsageError("found no store to open")
+    return TraceStore(_open(locations, cache_bytes, score, [None] * len(locations), allow_mixed_provenance))

@@ -14,7 +14,7 @@ import numpy as np
 from tracestore.errors import MissingFieldError, UsageError
 from tracestore.split import FRACTIONS, SPLITS, assign_splits, checked_fractions, labeled_positions
 from tracestore.store.format.labels import derive
-from tracestore.store.io.files import RemoteURL
+from tracestore.store.io.files import Locations, RemoteURL
 from tracestore.store.read import table
 from tracestore.store.read.internals import StoreInternals
 from tracestore.store.read.trace import Trace
@@ -29,7 +29,7 @@ class TraceCollection(ABC):
     """
 
     def __init__(self, internals: StoreInternals, chosen: "slice | np.ndarray" = slice(None)) -> None:
-        self.path: Path | RemoteURL = internals.files.location
+        self.path: Path | RemoteURL | Locations = internals.files.location
         self.internals = internals
         # Selects the values of the traces in an array with one value for each trace of the store.
         self._chosen = chosen

@@ -194,7 +194,14 @@ def facts(store: StoreInternals) -> dict[str, Any]:
         "scores": {name: field.to_json() for name, field in sorted(attributes.scores.items())},
         "lens": lens,
         "provenance": [p.to_json() for p in attributes.provenance],
-    }
+    } | ({} if len(store.members) == 1 else {"stores": [_identity(member) for member in store.members]})
+
+
+def _identity(store: StoreInternals) -> dict[str, Any]:
+    """Return what identifies a store that is opened as one with others."""
+    manifest = store.manifest
+    names = {name: getattr(manifest, name) for name in ("generation", "num_traces", "content")}
+    return {"path": str(store.files.location), **names}
 
 
 def features(store: StoreInternals, layer: int, indices: np.ndarray) -> np.ndarray:
