@@ -119,13 +119,7 @@ class Drafter:
         is_generated = any({"sequences", "generated"} & m.words for m in self.meanings)
         is_ragged = any(None in spot.dims for spot in leaf.spots)
         has_passes = (is_ragged or is_generated) and leaf.rank >= 3
-        return states_axes(leaf, letters, has_passes=has_passes, bound=self._letters(leaf, identity))
-
-    def _letters(self, leaf: Leaf, identity: Identity) -> frozenset[str]:
-        """Return the letters that names and items of a leaf bind."""
-        address = self.places.address(leaf, identity, leaf) or ""
-        found = {letter for name, letter in AXIS_NAMES.items() if f"{{{name}}}" in address or f"{name}=" in address}
-        return frozenset(found | {letter for letter in "SKP" if f"[{letter}]" in address})
+        return states_axes(leaf, letters, has_passes=has_passes, bound=self.places.letters(leaf, identity))
 
     # Lines
 
@@ -135,7 +129,7 @@ class Drafter:
         own = [self.places.address(m.leaf, identity, frame.leaf) for m in states]
         if None in own:
             return
-        bound = self._letters(frame.leaf, identity)
+        bound = self.places.letters(frame.leaf, identity)
         has_tokens = bool({"S", "(N S)"} & {*axes, *bound})
         name = "hidden_states" if has_tokens else "last_token"
         used = list(states)
@@ -171,7 +165,8 @@ class Drafter:
                 continue
             if lines := self._lines(meaning, name.rstrip("+"), identity, frame):
                 found[name] = meaning, lines
-        for name in _superfluous({name: meaning for name, (meaning, _) in found.items()}, states, frame):
+        has_tokens = bool({"S", "(N S)"} & {*frame.axes, *self.places.letters(frame.leaf, identity)})
+        for name in _superfluous({n: m for n, (m, _) in found.items()}, states, frame, has_tokens=has_tokens):
             found.pop(name, None)
         used += [meaning for meaning, _ in found.values()]
         return [[(name, line) for line in lines] for name, (_, lines) in found.items()]
@@ -211,7 +206,7 @@ class Drafter:
         is_stacked = self._is_stacked(leaf, identity) and name != "L.ids"
         if is_column and is_stacked and "(N S)" in frame.axes:
             return [Line(text, ("N",))]
-        bound = self._letters(leaf, identity)
+        bound = self.places.letters(leaf, identity)
         found: list[Axes] = []
         for kind in ("tokens", "sequences") if name == "tokens" else (name if name in ARRAYS else "scalar",):
             if not found and not (kind == "tokens" and "P" in frame.axes):
@@ -258,7 +253,7 @@ def _nearness(meaning: Meaning, states: Sequence[Meaning]) -> tuple[int, int, in
     return (meaning.part or 0 if len(states) > 1 else 0, int(is_far), -meaning.rank_of_word)
 
 
-def _superfluous(found: dict[str, Meaning], states: Sequence[Meaning], frame: Frame) -> set[str]:
+def _superfluous(found: dict[str, Meaning], states: Sequence[Meaning], frame: Frame, *, has_tokens: bool) -> set[str]:
     """Return the fields that say nothing in addition to the others."""
     drop: set[str] = set()
     is_pair = "tokens+" in found and (found["tokens"].part, found["tokens+"].part) == (0, 1)
@@ -266,6 +261,8 @@ def _superfluous(found: dict[str, Meaning], states: Sequence[Meaning], frame: Fr
         drop |= {"tokens", "tokens+"}
     if "tokens" not in found:  # rule 16
         drop.add("prompt_length")
+    if not has_tokens:
+        drop |= {*RANGES, "S.mask"}
     if "(N S)" not in frame.axes:
         drop |= {"S.offsets", "S.starts", "S.ends"}
         if "N" not in frame.axes:

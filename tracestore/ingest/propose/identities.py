@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.propose.leaves import ITEMS, Leaf, Observation, Path_
 from tracestore.ingest.propose.looking import texts_of
-from tracestore.ingest.propose.meanings import Meaning
+from tracestore.ingest.propose.meanings import Meaning, Rows, order_of
 from tracestore.ingest.propose.names import unknown_words, words_of
-from tracestore.ingest.propose.rows import Rows, order_of
 from tracestore.store.vocabulary import SAYING
 
 Prefix = tuple[str, Path_]
@@ -276,6 +275,12 @@ class Places:
                 steps.append(self._named(step, place, identity))
         files = self._named(leaf.files, (leaf.files, ()), identity, states.files)
         return files + (f" : {'/'.join(steps)}" if steps else "")
+
+    def letters(self, leaf: Leaf, identity: Identity) -> frozenset[str]:
+        """Return the letters that names and items of a leaf bind."""
+        address = self.address(leaf, identity, leaf) or ""
+        found = {letter for name, letter in AXIS_NAMES.items() if f"{{{name}}}" in address or f"{name}=" in address}
+        return frozenset(found | {letter for letter in "SKP" if f"[{letter}]" in address})
 
     def _named(self, text: str, place: Prefix, identity: Identity, like: str = "") -> str:
         names = identity.names.get(place)

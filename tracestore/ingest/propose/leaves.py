@@ -16,6 +16,8 @@ from tracestore.ingest.readers.opening import open_tree
 from tracestore.store.vocabulary import COUNTED
 
 ITEMS = "[]"
+# The doubt of keys that are numbers, below a name that says no layers.
+NUMBERS = "no word says that the numbers of keys are layers"
 _MAX_FILES = 6  # files of one pattern that are opened
 _MAX_MEMBERS = 8  # short lists of different values are members by number
 _MAX_FAMILY = 16  # keys of one pattern whose values are looked at
@@ -275,7 +277,7 @@ def _numbers_of_layers(family: Family, path: Path_, maps: Contexts) -> Family:
         return family
     members = {name: {"layer": bound["id"]} for name, bound in family.members.items()}
     is_said = bool(path) and COUNTED.get((words_of(path[-1]) or ("",))[-1]) == "layer"
-    doubt = "" if is_said else "no word says that the numbers of keys are layers"
+    doubt = "" if is_said else NUMBERS
     return Family(family.pattern.replace("{id}", "{layer}"), members, doubt)
 
 

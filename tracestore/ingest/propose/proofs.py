@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from tracestore.ingest.propose.identities import Identity, Places
-from tracestore.ingest.propose.leaves import Observation, without_names
+from tracestore.ingest.propose.leaves import NUMBERS, Observation, without_names
 from tracestore.ingest.propose.meanings import Meaning
 from tracestore.ingest.propose.names import words_of
 from tracestore.ingest.propose.orders import Axes, Frame
@@ -15,7 +15,12 @@ ARRAYS = ("attentions", "tokens", "tokens_decoded", "S.mask", "L.ids")
 RANGES = ("S.offsets", "S.lengths", "S.starts", "S.ends")
 _PROOFS_OF_N = frozenset(("question_id", *TEXTS, "S.lengths", "S.offsets"))
 _PROOFS_OF_S = frozenset(("tokens", "tokens_decoded", "S.mask", "attentions"))
+_LENGTHS = frozenset((*RANGES, "S.mask"))
 _ALL_LAYERS = frozenset(("hidden_states", "all_hidden_states"))
+# What a mask proves whose rows differ and leave whole rows of attention.
+NUMBER_OF_TRACES = "N: no ids, questions, answers or lengths give the number of traces"
+# What passes of generation prove: one of several tokens, then of one token each, as many as the answer has.
+PASSES = "S: nothing tells passes of generation from parts of a text"
 
 
 class Line(NamedTuple):
@@ -58,17 +63,20 @@ class Proofs:
         name : str
             The field of the states.
         """
-        found = [*identity.doubts]
+        are_all_layers = self._are_all_layers(states, identity, frame, lines)
+        found = [doubt for doubt in identity.doubts if doubt != NUMBERS or not are_all_layers]
         others = sorted(name for name, line in lines.items() if not line.address.startswith(frame.leaf.files))
         found += self._of_files(identity, frame, lines, others)
         if not states[0].field:
             found.append("no word says that these are hidden states")
         if len(states) > 1:
             found.append("the states of prompt and answer may be no parts of one text")
-        found += self._of_layers(states, identity, frame, lines)
+        if not are_all_layers:
+            found += self._of_layers(states, frame, lines)
         found += self._of_traces(frame, lines)
         if name == "hidden_states" and not self._proves_tokens(states, identity, frame, lines):
-            found.append("S: no tokens, mask or lengths give the axis of the tokens")
+            are_passes = are_all_layers and "P" in {*frame.axes, *self._places.letters(frame.leaf, identity)}
+            found.append(PASSES if are_passes else "S: no tokens, mask or lengths give the axis of the tokens")
         if name == "last_token" and states[0].field != "last_token":
             found.append("no word says that the vectors are those of the last token")
         found += self._of_texts(lines)
@@ -97,10 +105,8 @@ class Proofs:
             found.append("a name may say the class of the answers")
         return found
 
-    def _of_layers(
-        self, states: Sequence[Meaning], identity: Identity, frame: Frame, lines: Mapping[str, Line]
-    ) -> list[str]:
-        """Rule 18: L is proved by numbers of layers, attention of as many, or what is left next to one row of tokens."""
+    def _of_layers(self, states: Sequence[Meaning], frame: Frame, lines: Mapping[str, Line]) -> list[str]:
+        """Rule 18: L is proved by numbers of layers, or attention of as many."""
         if "L" not in frame.axes:
             return []
         if "attentions" in lines and "L" not in lines["attentions"].axes:
@@ -108,25 +114,38 @@ class Proofs:
         words = {word for meaning in states for word in meaning.words}
         if {"attentions", "L.ids"} & lines.keys() or {"layer", "wise"} <= words or {"all", "layers"} <= words:
             return []
-        if self._are_all_layers(states, identity, lines, words):
+        if self._is_output(frame):
             return []
         return ["L: the extent alone gives the axis of the layers"]
 
-    def _are_all_layers(
-        self, states: Sequence[Meaning], identity: Identity, lines: Mapping[str, Line], words: set[str]
-    ) -> bool:
-        """Return whether the axis next to the tokens of states can be no other one than that of the layers.
+    def _is_output(self, frame: Frame) -> bool:
+        """Return whether an object of an output class of transformers has the states: its layers are in front, or behind the passes."""
+        beside = [
+            m.leaf for m in self._meanings if m.leaf.place == (frame.leaf.files, (*frame.leaf.path[:-1], "@class"))
+        ]
+        names = [str(name) for leaf in beside for name in leaf.scalars]
+        is_output = bool(names) and all(name.startswith("transformers.") and "Output" in name for name in names)
+        layers, batch, *_ = [*(letter for letter in frame.axes if letter != "P"), "", ""]
+        return is_output and layers == "L" and batch in ("1", "N") and frame.leaf.key == "hidden_states"
 
-        The states have the name that transformers gives to those of all layers, each trace has an id and one row of
-        tokens, or one answer: several answers to a question would have several. A batch of last layers has no such
-        row, and `last_hidden_state` is another name.
+    def _are_all_layers(
+        self, states: Sequence[Meaning], identity: Identity, frame: Frame, lines: Mapping[str, Line]
+    ) -> bool:
+        """Return whether an axis next to the tokens of states, or numbers of keys, can be none but those of the layers.
+
+        The states have the name that transformers gives to those of all layers, and each trace has an id or a text of
+        its own, and one row of tokens, one length or one answer: several answers to a question would have several. A
+        batch of last layers has no such row, and `last_hidden_state` is another name.
         """
         is_named = all("_".join(words_of(m.leaf.key)) in _ALL_LAYERS for m in states)
-        has_ids = identity.mode == "ids" or "question_id" in lines
-        is_one = bool({"tokens", "tokens_decoded", "S.mask"} & lines.keys()) or (
+        has_ids = identity.mode == "ids" or bool({"question_id", *TEXTS} & lines.keys()) or "(N S)" in frame.axes
+        is_one = bool({"tokens", "tokens_decoded", *_LENGTHS} & lines.keys()) or (
             identity.mode == "ids" and bool({"generated_answer", "generated_answer_clean"} & lines.keys())
         )
         has_lists = any(m.field in TEXTS and m.leaf.rank and identity.mode == "ids" for m in self._meanings)
+        address = self._places.address(frame.leaf, identity, frame.leaf) or ""
+        has_samples = "{sample}" in address or "sample=" in address or "[K]" in address
+        words = {word for meaning in states for word in meaning.words} - (SAYING["answers"] if has_samples else set())
         return is_named and has_ids and is_one and not has_lists and not words & SAYING["several"]
 
     def _of_traces(self, frame: Frame, lines: Mapping[str, Line]) -> list[str]:
@@ -134,7 +153,7 @@ class Proofs:
         found = []
         if {"N", "(N S)"} & set(frame.axes):
             if not _PROOFS_OF_N & lines.keys():
-                found.append("N: no ids, questions, answers or lengths give the number of traces")
+                found.append(NUMBER_OF_TRACES)
             if "S" in frame.axes and not {"S.mask", "S.lengths"} & lines.keys() and None not in frame.num_tokens:
                 found.append("S: nothing tells tokens from padding")
         is_said = "P" in frame.axes or any(m.field == "tokens" and "sequences" in m.words for m in self._meanings)

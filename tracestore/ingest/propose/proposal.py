@@ -1,72 +1,45 @@
 """Proposals: drafts that were tried, with what each of them gives."""
 
 import json
-import math
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tracestore.errors import InvalidInputError, TracestoreError, UsageError, error_location, escape_unprintable
+from tracestore.errors import TracestoreError, UsageError, escape_unprintable
 from tracestore.ingest.execute.claims import is_other, list_files
-from tracestore.ingest.execute.execution import Execution
-from tracestore.ingest.layout.fields import score_of
 from tracestore.ingest.layout.language import Layout, parse_layout
 from tracestore.ingest.layout.patterns import AXIS_NAMES
-from tracestore.ingest.layout.places import plan_of
 from tracestore.ingest.propose.drafts import Draft, Drafter
 from tracestore.ingest.propose.leaves import Observation, observe
+from tracestore.ingest.propose.proofs import NUMBER_OF_TRACES, PASSES
+from tracestore.ingest.propose.trials import Outcome, is_padded_by, try_layout
 from tracestore.store.format.labels import CORRECT
-from tracestore.store.io.scratch import Scratch
-from tracestore.store.write.record import TraceRecord
 from tracestore.words import plural
 
 MAX_CANDIDATES = 6
 _MAX_TRIES, _MAX_DRAFTS = 24, 400
-_MAX_TRACES = 2000
 _MAX_FILES = 400  # traces of files in one pattern that are tried
-_MAX_BYTES = 64 << 20
 _MAX_SHOWN, _MAX_LINES = 8, 32
 _AXES = re.compile(r" -> [^'\"]*")
 # The executor's messages about extents: they show that the axes have another order, which values do not.
-_EXTENTS = re.compile(r"found (the shape |\d+ (ids|layers|tokens))")
+_EXTENTS = re.compile(
+    r"found (the shape |\d+ (ids|layers|tokens))|attentions: found .* (at [A-Z] \d+|columns), expected"
+)
+# Those that a file with a row too few causes, too: they show it only of an order that is less usual than one that fits.
+_SIZES = re.compile(
+    r"\) in one layer, expected|\) at [A-Z] \d+, expected|S\.lengths: found \d+, expected 1 to \d"
+    r"|ranges end at (?P<rows>[\d,]+), expected (?P<extent>[\d,]+) rows"
+)
 # What the executor asks of padding, and the answers of which each makes a candidate.
+_ASKS_SIDE = "S.side ="
 _PADDINGS: dict[str, list[tuple[Mapping[str, Any], str]]] = {
     "is zero in all layers": [({"S.padding": "zeros"}, "S: tokens that are zero in all layers may be padding")],
-    "S.side =": [({"S.side": side}, f"S: the padding may be on the {side}") for side in ("right", "left")],
+    _ASKS_SIDE: [({"S.side": side}, f"S: the padding may be on the {side}") for side in ("right", "left")],
 }
-
-
-@dataclass
-class Outcome:
-    """The result of a layout.
-
-    Attributes
-    ----------
-    num_tokens : tuple of int
-        The smallest and the largest number of tokens.
-    counts : dict
-        By field: how often 1, how often 0, and how many values.
-    joins : list of str
-        How rows were joined.
-    has_last_ids : bool
-        Whether each trace has one id more than states, which is another one than that before it, if it has ids.
-    is_partial : bool
-        Whether there are more traces than those that were read.
-    """
-
-    num_traces: int = 0
-    num_layers: int = 0
-    width: int = 0
-    num_tokens: tuple[int, int] = (0, 0)
-    first_id: str = ""
-    is_last_token: bool = False
-    counts: dict[str, tuple[int, int, int]] = field(default_factory=dict)
-    joins: list[str] = field(default_factory=list)
-    is_partial: bool = False
-    has_last_ids: bool = True
 
 
 @dataclass
@@ -276,7 +249,7 @@ def _try(
     A layout that leaves out more than one that fits is none.
     """
     asked, found = list[tuple[Layout, Draft]](), list[tuple[Candidate, Draft]]()
-    refused: dict[str, str] = {}  # by the lines without the order of their axes
+    refused: dict[str, list[tuple[int, str]]] = defaultdict(list)  # by the lines without the order of their axes
     tries = 0
     for layout, draft in pairs:
         if any(set(other.left_out) < set(draft.left_out) for other, _ in found):
@@ -291,20 +264,107 @@ def _try(
             proposal.refusals.append(str(error))
             asked += _with_padding(layout, draft, str(error))
             if not _EXTENTS.search(str(error)):
-                refused.setdefault(_in_any_order(draft), str(error))
+                refused[_in_any_order(draft)].append((draft.cost, str(error)))
             continue
-        unproved = list(draft.unproved)
-        if outcome.first_id.isdecimal() and any(" without a " in line for line in outcome.joins):
-            unproved.append("integers are the ids of tables with other rows")
-        has_passes = any("P" in (address.axes or ()) for address in layout.addresses[layout.states])
-        if has_passes and not outcome.has_last_ids:
-            unproved.append("tokens: the last id of generate() has no states and does not repeat: ids may be padding")
-        found.append((Candidate(layout, outcome, unproved, draft.left_out, draft.reasons), draft))
-    for candidate, draft in found:
-        if refusal := refused.get(_in_any_order(draft)):
-            candidate.unproved.append(f"the axes may have another order, which is refused: {refusal}")
+        found.append(
+            (Candidate(layout, outcome, _not_shown(layout, draft, outcome), draft.left_out, draft.reasons), draft)
+        )
+    for candidate, draft in _without_refuted(_without_copies(found), files):
+        refusals = [text for cost, text in refused[_in_any_order(draft)] if _may_be_meant(text, cost, draft, candidate)]
+        if refusals:
+            candidate.unproved.append(f"the axes may have another order, which is refused: {refusals[0]}")
         proposal.candidates.append(candidate)
     return asked
+
+
+def _not_shown(layout: Layout, draft: Draft, outcome: Outcome) -> list[str]:
+    """Return what neither the structure of the files nor the values of the traces prove."""
+    low, high = outcome.num_tokens
+    has_lengths = low != high and outcome.has_whole_rows and "S.mask" in layout.addresses
+    shown = {PASSES} if outcome.has_passes else set[str]()
+    shown |= {NUMBER_OF_TRACES} if has_lengths else set()
+    unproved = [text for text in draft.unproved if text not in shown]
+    if outcome.has_gaps:
+        unproved.append("L: tokens are zero in some layers alone: texts of several lengths, or files that lack an end")
+    if outcome.first_id.isdecimal() and any(" without a " in line for line in outcome.joins):
+        unproved.append("integers are the ids of tables with other rows")
+    has_passes = any("P" in (address.axes or ()) for address in layout.addresses[layout.states])
+    if has_passes and not outcome.has_last_ids:
+        unproved.append("tokens: the last id of generate() has no states and does not repeat: ids may be padding")
+    return unproved
+
+
+def _may_be_meant(refusal: str, cost: int, draft: Draft, candidate: Candidate) -> bool:
+    """Return whether a refused order of the axes may be meant, in files that are damaged."""
+    if _ASKS_SIDE in refusal and _shows_side(candidate):
+        return False
+    sizes = _SIZES.search(refusal)
+    if sizes is None or cost < draft.cost:
+        return True
+    if cost > draft.cost:
+        return False
+    rows, extent = (int((sizes[name] or "0").replace(",", "")) for name in ("rows", "extent"))
+    return not rows or rows <= 2 * extent <= 4 * rows
+
+
+def _without_copies(found: list[tuple[Candidate, Draft]]) -> list[tuple[Candidate, Draft]]:
+    """Return one of candidates that give equal values and differ in N or 1 for an axis of one, that of which most is proved."""
+    best: dict[tuple[str, bytes], tuple[Candidate, Draft]] = {}
+    for number, (candidate, draft) in enumerate(found):
+        text = str({k: _AXES.sub(lambda axes: axes[0].replace("N", "1"), str(v)) for k, v in draft.entries.items()})
+        digest = str(number).encode() if candidate.outcome.is_partial else candidate.outcome.digest
+        pair = best.get((text, digest), (candidate, draft))
+        best[text, digest] = min(pair, (candidate, draft), key=lambda pair: _doubts(pair[0]))
+    return list(best.values())
+
+
+def _doubts(candidate: Candidate) -> int:
+    return len(candidate.unproved) + len(candidate.left_out)
+
+
+def _without_refuted(found: list[tuple[Candidate, Draft]], files: Mapping[str, Path]) -> list[tuple[Candidate, Draft]]:
+    """Return candidates without those whose padding contradicts the order of their axes, where it proves another one.
+
+    Under a mask with rows of different lengths, only one order of the axes leaves whole rows of attention, and zeros
+    where the mask leaves tokens out.
+    """
+    orders: dict[str, list[Candidate]] = defaultdict(list)
+    for candidate, draft in found:
+        orders[_in_any_order(draft)].append(candidate)
+    shown = {
+        id(candidate): _shown_orders(candidate, files)
+        for candidates in orders.values()
+        for candidate in candidates
+        if len(candidates) > 1
+    }
+    return [
+        (candidate, draft)
+        for candidate, draft in found
+        if not any(
+            _refutes(other, candidate, shown) for other in orders[_in_any_order(draft)] if other is not candidate
+        )
+    ]
+
+
+def _shown_orders(candidate: Candidate, files: Mapping[str, Path]) -> set[str]:
+    """Return the fields whose order of axes the padding shows."""
+    layout, outcome = candidate.layout, candidate.outcome
+    is_padded = {"S.mask", "S.lengths"} & layout.addresses.keys() and outcome.num_tokens[0] != outcome.num_tokens[1]
+    found = {"attentions"} if is_padded and outcome.has_whole_rows else set[str]()
+    return found | ({layout.states} if is_padded_by(layout, outcome, files) else set())
+
+
+def _refutes(one: Candidate, other: Candidate, shown: Mapping[int, set[str]]) -> bool:
+    """Return whether the values show each order of axes in which a candidate differs from another one, and none of its."""
+    lines, others = one.layout.to_entries(), other.layout.to_entries()
+    differing = {name for name in lines if lines[name] != others.get(name)}
+    return bool(differing) and differing <= shown[id(one)] and not differing & shown[id(other)]
+
+
+def _shows_side(candidate: Candidate) -> bool:
+    """Return whether lengths that differ leave out zeros, NaN or one token id, at the end that no entry states."""
+    low, high = candidate.outcome.num_tokens
+    return low != high and "S.lengths" in candidate.layout.addresses and "S.side" not in candidate.layout.settings
 
 
 def _in_any_order(draft: Draft) -> str:
@@ -330,70 +390,3 @@ def _choose(proposal: Proposal) -> None:
     found.sort(key=lambda c: len(c.unproved))
     proposal.num_more += max(len(found) - MAX_CANDIDATES, 0)
     del found[MAX_CANDIDATES:]
-
-
-def try_layout(layout: Layout, files: Mapping[str, Path], *, is_partial: bool = False) -> Outcome:
-    """Return what a layout gives, by reading the traces without storing them.
-
-    Parameters
-    ----------
-    layout : Layout
-    files : Mapping
-        Paths by their names below SRC.
-    is_partial : bool
-        Whether there are more files, so that the accounts of the run stay open.
-
-    Raises
-    ------
-    InvalidInputError
-        If an account does not close. Beyond some traces or bytes the accounts stay open.
-    """
-    execution = Execution(plan_of(layout), files)
-    outcome = Outcome(is_last_token=layout.states == "last_token", is_partial=is_partial)
-    labels: dict[str, list[float]] = {name: [] for name in layout.directions()}
-    sizes: list[int] = []
-    try:
-        for record in _records(execution, outcome):
-            sizes.append(record.num_tokens)
-            ids = record.tokens
-            outcome.has_last_ids &= ids is None or (len(ids) > record.num_tokens and ids[-1] not in ids[-2:-1])
-            own = {} if record.label is None else {"label": record.label}
-            found = {**record.scores, **record.deferred_scores, **own}
-            for name, values in labels.items():
-                values.append(found.get(name, found.get(score_of(name), math.nan)))
-        if not sizes:
-            raise InvalidInputError("no trace was found")
-        if not outcome.is_partial:
-            outcome.joins = [line for line in execution.close() if " rows of " in line and " joined " in line]
-    finally:
-        execution.release()
-    outcome.num_tokens = (min(sizes), max(sizes))
-    for name, values in labels.items():
-        known = [value for value in values if not math.isnan(value)]
-        outcome.counts[name] = (known.count(1), known.count(0), len(known))
-    return outcome
-
-
-def _records(execution: Execution, outcome: Outcome) -> Iterator[TraceRecord]:
-    """Yield the records of a run up to a bound, and count them; the run has one L, one D, and each id once."""
-    seen: set[tuple[str, int]] = set()
-    num_bytes = 0
-    for group in execution.groups:
-        for record in execution.read(group, None, Scratch()):
-            size, key = (record.num_layers, record.hidden_dim), (record.question_id, record.sample)
-            if not seen:
-                outcome.num_layers, outcome.width = size
-                outcome.first_id = record.question_id
-            with error_location(group.name):
-                if size != (outcome.num_layers, outcome.width):
-                    expected = f"L {outcome.num_layers}, D {outcome.width}"
-                    raise InvalidInputError(f"found L {size[0]}, D {size[1]}, expected {expected}")
-                if key in seen:
-                    raise InvalidInputError(f"the id {escape_unprintable(key[0], 40)!r} occurs in two files")
-            if outcome.num_traces >= _MAX_TRACES or num_bytes > _MAX_BYTES:
-                outcome.is_partial = True
-                return
-            seen.add(key)
-            outcome.num_traces += 1
-            num_bytes += size[0] * size[1] * record.num_tokens * 4
-            yield record

@@ -1,0 +1,322 @@
+"""Test folders in which values and extents seem to prove an order of axes, layers or tokens, and do not.
+
+Each test has the number of the rule that catches the trap in its name.
+"""
+
+import numpy as np
+import pytest
+
+from tests.ingest.execute.folders import dump, states, table
+from tests.ingest.propose.folders import accept, refuse
+from tests.ingest.propose.test_traps import attention
+
+SIZES = (6, 4, 5)
+
+
+def padded(arrays, axis=-2, *, width=6, side="right"):
+    """Return a stack of arrays, with zeros behind or before their tokens."""
+    found = []
+    for array in arrays:
+        missing = width - array.shape[axis]
+        pads = [(0, 0)] * array.ndim
+        pads[axis] = (0, missing) if side == "right" else (missing, 0)
+        found.append(np.pad(array, pads))
+    return np.stack(found)
+
+
+def batch(*, layers=3, heads=2, sizes=SIZES, dim=8, **more):
+    """Return a padded batch of as many traces as layers: states (N, L, S, D), attention, mask and ids."""
+    weights = [padded(list(attention(layers, heads, n, n).reshape(-1, n, n)), width=6) for n in sizes]
+    weights = [np.pad(w, [(0, 0), (0, 0), (0, 6 - w.shape[-1])]).reshape(layers, heads, 6, 6) for w in weights]
+    found = {
+        "hidden_states": padded([states(layers, n, dim, seed=n) for n in sizes]),
+        "attentions": np.stack(weights),
+        "attention_mask": (np.arange(6) < np.array(sizes)[:, None]).astype("i8"),
+        "ids": [f"q{k}" for k in range(len(sizes))],
+    }
+    return {**found, **more}
+
+
+def listed(count=3, key="hidden_states", **more):
+    """Return records with states (L, S, D) whose S differs, and further values."""
+    return [
+        {"id": f"q{k}", key: states(3, 4 + k, 8, seed=k), **{name: values[k] for name, values in more.items()}}
+        for k in range(count)
+    ]
+
+
+ANSWERS = ["It is one.", "It is two.", "It is three."]
+
+
+# Padding shows the order of N and L
+
+
+def test_zeros_and_whole_rows_of_attention_prove_n(tmp_path):
+    found = batch()
+    dump(tmp_path / "in/a.pkl", found)
+    traces = accept(tmp_path)
+    assert [traces[f"q{k}", 0].num_tokens for k in range(3)] == [6, 4, 5]
+    np.testing.assert_allclose(traces["q1", 0].hidden_states, found["hidden_states"][1][:, :4], rtol=2e-3, atol=1e-3)
+
+
+def test_a_mask_and_whole_rows_of_attention_prove_n_without_ids(tmp_path):
+    found = batch()
+    del found["ids"]
+    dump(tmp_path / "in/a.pkl", found)
+    assert sorted(trace.num_tokens for trace in accept(tmp_path).values()) == [4, 5, 6]
+
+
+def test_a_mask_without_padding_rule_15(tmp_path):
+    dump(tmp_path / "in/a.pkl", batch(sizes=(6, 6, 6)))
+    refuse(tmp_path)
+
+
+def test_a_mask_in_another_order_than_the_states_rule_15(tmp_path):
+    found = batch()
+    dump(tmp_path / "in/a.pkl", {**found, "attention_mask": found["attention_mask"][[1, 2, 0]]})
+    refuse(tmp_path)
+
+
+def test_padding_that_is_not_zero_rule_15(tmp_path):
+    """A token that a crash left zero must not choose the other order."""
+    found = batch()
+    del found["attentions"]
+    hidden = np.where(found["hidden_states"] == 0, 0.5, found["hidden_states"])
+    hidden[0, 1, 4:] = 0
+    dump(tmp_path / "in/a.pkl", {**found, "hidden_states": hidden})
+    refuse(tmp_path)
+
+
+def test_transposed_attention_of_a_padded_batch_rule_6a(tmp_path):
+    found = batch()
+    dump(tmp_path / "in/a.pkl", {**found, "attentions": found["attentions"].swapaxes(-1, -2)})
+    refuse(tmp_path)
+
+
+def test_a_mask_without_ids_and_attention_rule_15(tmp_path):
+    """Zeros and mask agree in both orders of N and S."""
+    found = batch()
+    dump(tmp_path / "in/a.pkl", {name: found[name] for name in ("hidden_states", "attention_mask")})
+    refuse(tmp_path)
+
+
+def test_a_table_in_another_order_beside_a_padded_batch_rule_13(tmp_path):
+    found = batch()
+    del found["ids"]
+    dump(tmp_path / "in/a.pkl", found)
+    table(tmp_path / "in/labels.csv", [{"qid": f"q{k}", "is_correct": k % 2} for k in range(4)])
+    refuse(tmp_path)
+
+
+def test_heads_in_place_of_layers_rule_6a(tmp_path):
+    """Attention (N, H, L, S, S) with as many heads as layers."""
+    found = batch(heads=3)
+    dump(tmp_path / "in/a.pkl", {**found, "attentions": found["attentions"].swapaxes(1, 2)})
+    refuse(tmp_path)
+
+
+# One length a trace
+
+
+def test_one_length_of_a_trace_proves_layers_rule_18(tmp_path):
+    found = batch(layers=2)
+    lengths = {"hidden_states": found["hidden_states"], "lengths": list(SIZES), "ids": found["ids"]}
+    dump(tmp_path / "in/a.pkl", lengths)
+    assert accept(tmp_path)["q1", 0].hidden_states.shape == (2, 4, 8)
+
+
+@pytest.mark.parametrize("name", ["lengths", "attention_mask"])
+def test_lengths_of_the_longest_answer_rule_18(tmp_path, name):
+    """Answers (N, K, S, D), and the length of the longest of each question."""
+    hidden = padded([padded([states(n - k, 8, seed=n + k) for k in range(2)], width=n) for n in SIZES])
+    known = {"lengths": list(SIZES), "attention_mask": batch()["attention_mask"]}
+    dump(tmp_path / "in/a.pkl", {"hidden_states": hidden, "ids": ["a", "b", "c"], name: known[name]})
+    refuse(tmp_path, "zero in some layers alone")
+
+
+def test_lengths_beside_states_of_samples_rule_18(tmp_path):
+    found = batch(layers=2)
+    dump(
+        tmp_path / "in/samples.pkl",
+        {n: v for n, v in found.items() if n in ("hidden_states", "ids")} | {"lengths": list(SIZES)},
+    )
+    refuse(tmp_path)
+
+
+def test_lengths_beside_other_states_rule_18(tmp_path):
+    found = batch(layers=2)
+    dump(tmp_path / "in/a.pkl", {"acts": found["hidden_states"], "ids": found["ids"], "lengths": list(SIZES)})
+    refuse(tmp_path)
+
+
+def test_lengths_and_padding_that_is_not_zero_rule_17a(tmp_path):
+    found = batch(layers=2)
+    hidden = found["hidden_states"] + 1
+    dump(tmp_path / "in/a.pkl", {"hidden_states": hidden, "ids": found["ids"], "lengths": list(SIZES)})
+    refuse(tmp_path)
+
+
+@pytest.mark.parametrize("shape", [(14, 15, 20), (3, 14, 15)])
+def test_a_row_too_few_where_another_axis_has_as_many_rule_9(tmp_path, shape):
+    """Lengths of 15 rows in all: one row of the states is lost."""
+    dump(tmp_path / "in/a.pkl", {"hidden_states": states(*shape), "ids": ["a", "b", "c"], "lengths": list(SIZES)})
+    refuse(tmp_path)
+
+
+def test_a_layer_cut_where_traces_have_one_length_rule_11(tmp_path):
+    """Lists (L, N) of tensors, of which all of one layer lost a token: in the order (N, L) each trace has one length."""
+    hidden = [[states(5 if layer == 1 else 6, 8, seed=9 * layer + n) for n in range(3)] for layer in range(3)]
+    dump(tmp_path / "in/a.pkl", {"hidden_states": hidden, "ids": ["a", "b", "c"], "answers": ANSWERS})
+    refuse(tmp_path)
+
+
+# Numbers of keys
+
+
+@pytest.mark.parametrize("numbers", [(0, 1, 2), (8, 16, 24)])
+def test_numbers_below_hidden_states_of_one_answer_rule_18(tmp_path, numbers):
+    found = listed(answer=ANSWERS)
+    for row in found:
+        row["hidden_states"] = dict(zip(numbers, row["hidden_states"], strict=True))
+    dump(tmp_path / "in/a.pkl", found)
+    assert accept(tmp_path)["q2", 0].hidden_states.shape == (3, 6, 8)
+
+
+@pytest.mark.parametrize(
+    ("key", "more"),
+    [
+        ("hidden_states", {}),
+        ("hidden_states", {"answers": [ANSWERS] * 3}),
+        ("hs", {"answer": ANSWERS}),
+        ("sampled_hidden_states", {"answer": ANSWERS}),
+        ("hidden_states_of_heads", {"answer": ANSWERS}),
+    ],
+)
+def test_numbers_of_keys_that_may_be_answers_or_heads_rule_18(tmp_path, key, more):
+    found = listed(key=key, **more)
+    for row in found:
+        row[key] = dict(enumerate(row[key]))
+    dump(tmp_path / "in/a.pkl", found)
+    refuse(tmp_path)
+
+
+# Numbers of answers
+
+
+def test_the_number_of_an_answer_leaves_layers_rule_18(tmp_path):
+    found = [{**row, "sample_id": k % 2} for k, row in enumerate(listed(4, answer=[*ANSWERS, "It is four."]))]
+    for k, row in enumerate(found):
+        row["id"] = f"q{k // 2}"
+    dump(tmp_path / "in/sampled.pkl", found)
+    assert accept(tmp_path)["q1", 1].hidden_states.shape == (3, 7, 8)
+
+
+@pytest.mark.parametrize("more", [{}, {"answers": [ANSWERS] * 4}, {"beams": {"answer": "It is one."}}])
+def test_the_number_of_an_answer_and_several_texts_rule_18(tmp_path, more):
+    found = [{**row, "sample_id": k % 2} for k, row in enumerate(listed(4))]
+    for k, row in enumerate(found):
+        row |= {"id": f"q{k // 2}"} | {n: v[k] if isinstance(v, list) else v for n, v in more.items()}
+        if "beams" in more:
+            row["beams"] = {**row["beams"], "hidden_states": row.pop("hidden_states")}
+    dump(tmp_path / "in/sampled.pkl", found)
+    refuse(tmp_path)
+
+
+# Objects of transformers
+
+
+def outputs(**fields):
+    """Return an output object of transformers with torch tensors."""
+    torch = pytest.importorskip("torch")
+    modeling = pytest.importorskip("transformers.modeling_outputs")
+
+    def tensors(value):
+        return tuple(map(tensors, value)) if isinstance(value, list) else torch.from_numpy(value)
+
+    return modeling.BaseModelOutput(**{name: tensors(value) for name, value in fields.items()})
+
+
+def test_an_output_object_has_layers_in_front_rule_18(tmp_path):
+    found = [
+        {"id": f"q{k}", "out": outputs(hidden_states=[states(1, 4 + k, 8, seed=9 * k + n) for n in range(3)])}
+        for k in range(3)
+    ]
+    dump(tmp_path / "in/a.pkl", found)
+    assert accept(tmp_path)["q2", 0].hidden_states.shape == (3, 6, 8)
+
+
+@pytest.mark.parametrize("name", ["hidden_states", "last_hidden_state"])
+def test_one_tensor_in_an_output_object_rule_18(tmp_path, name):
+    """The states of a batch, without an axis for the layers."""
+    found = [{"id": f"q{k}", "out": outputs(**{name: states(3, 4 + k, 8, seed=k)})} for k in range(3)]
+    dump(tmp_path / "in/a.pkl", found)
+    refuse(tmp_path)
+
+
+def test_a_stack_with_the_batch_in_front_in_an_output_object_rule_18(tmp_path):
+    found = [{"id": f"q{k}", "out": outputs(hidden_states=states(1, 3, 4 + k, 8, seed=k))} for k in range(3)]
+    dump(tmp_path / "in/a.pkl", found)
+    refuse(tmp_path)
+
+
+# Passes
+
+
+def passes(count, *, first, layers=3):
+    """Return passes of generation: of several tokens, then of one."""
+    return [[states(size, 8, seed=9 * size + n) for n in range(layers)] for size in (first, *[1] * count)]
+
+
+def test_passes_of_an_answer_give_its_tokens_rule_16(tmp_path):
+    found = [{"id": f"q{k}", "hidden_states": passes(2 + k, first=4 + k), "answer": ANSWERS[k]} for k in range(3)]
+    dump(tmp_path / "in/a.pkl", found)
+    assert [trace.num_tokens for trace in accept(tmp_path).values()] == [6, 8, 10]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "more", "key"),
+    [
+        ([(2, 4), (2, 5), (2, 6)], {"answer": ANSWERS}, "hidden_states"),  # states of the prompt, and of two answers
+        ([(2, 4), (3, 5), (4, 6)], {}, "hidden_states"),
+        ([(2, 4), (3, 5), (4, 6)], {"answers": [ANSWERS] * 3}, "hidden_states"),
+        ([(2, 4), (3, 5), (4, 6)], {"answer": ANSWERS}, "acts"),
+        ([(2, 4), (3, 5), (4, 6)], {"answer": ANSWERS}, "sampled_hidden_states"),
+    ],
+)
+def test_lists_of_states_that_may_be_no_passes_rule_16(tmp_path, sizes, more, key):
+    found = [
+        {"id": f"q{k}", key: passes(count, first=first), **{n: v[k] for n, v in more.items()}}
+        for k, (count, first) in enumerate(sizes)
+    ]
+    dump(tmp_path / "in/a.pkl", found)
+    refuse(tmp_path)
+
+
+# An axis of one
+
+
+def test_an_axis_of_one_is_n_or_none(tmp_path):
+    """Each file of one sequence: as an axis N of one trace, it gives the same."""
+    found = [
+        {"input_ids": np.arange(4 + k)[None] + 5, "hidden_states": states(2, 1, 4 + k, 8, seed=k),
+         "attentions": attention(2, 1, 3, 4 + k, 4 + k)}
+        for k in range(3)
+    ]  # fmt: skip
+    dump(tmp_path / "in/a.pkl", found)
+    assert len(accept(tmp_path)) == 3
+
+
+def test_a_batch_of_two_beside_batches_of_one_rule_17(tmp_path):
+    found = [
+        {"input_ids": np.arange(n * (4 + k)).reshape(n, -1) + 5, "hidden_states": states(2, n, 4 + k, 8, seed=k),
+         "attentions": attention(2, n, 3, 4 + k, 4 + k)}
+        for k, n in enumerate((1, 1, 2))
+    ]  # fmt: skip
+    dump(tmp_path / "in/a.pkl", found)
+    refuse(tmp_path)
+
+
+def test_one_layer_and_one_trace_rule_18(tmp_path):
+    """States (1, 1, S, D): both axes of one are equal, and a file of two layers may come."""
+    dump(tmp_path / "in/a.pkl", {"hidden_states": states(1, 1, 5, 8), "input_ids": np.arange(5)[None]})
+    refuse(tmp_path)

@@ -1,0 +1,190 @@
+"""Trials: what a layout gives, by reading traces without storing them."""
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from tracestore.errors import InvalidInputError, TracestoreError, error_location, escape_unprintable
+from tracestore.ingest.execute.execution import Execution
+from tracestore.ingest.execute.tokens import numbers_of
+from tracestore.ingest.layout.fields import score_of
+from tracestore.ingest.layout.language import Layout, parse_layout
+from tracestore.ingest.layout.places import plan_of
+from tracestore.store.io.scratch import Scratch
+from tracestore.store.write.record import TraceRecord
+
+_MAX_TRACES = 2000
+_MAX_BYTES = 64 << 20
+
+
+@dataclass
+class Outcome:
+    """The result of a layout.
+
+    Attributes
+    ----------
+    num_tokens : tuple of int
+        The smallest and the largest number of tokens.
+    counts : dict
+        By field: how often 1, how often 0, and how many values.
+    joins : list of str
+        How rows were joined.
+    has_last_ids : bool
+        Whether each trace has one id more than states, which is another one than that before it, if it has ids.
+    is_partial : bool
+        Whether there are more traces than those that were read.
+    has_whole_rows : bool
+        Whether there is attention, and each row of it sums to 1.
+    has_gaps : bool
+        Whether tokens are zero in some layers and not in all.
+    has_passes : bool
+        Whether each trace has passes of generation: one of several tokens, then of one; their number differs.
+    digest : bytes
+        Digest of the values of all traces and of the meaning of scores: equal for layouts that give the same.
+    """
+
+    num_traces: int = 0
+    num_layers: int = 0
+    width: int = 0
+    num_tokens: tuple[int, int] = (0, 0)
+    first_id: str = ""
+    is_last_token: bool = False
+    counts: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    joins: list[str] = field(default_factory=list)
+    is_partial: bool = False
+    has_last_ids: bool = True
+    has_whole_rows: bool = False
+    has_gaps: bool = False
+    has_passes: bool = False
+    digest: bytes = b""
+
+
+def try_layout(layout: Layout, files: Mapping[str, Path], *, is_partial: bool = False) -> Outcome:
+    """Return what a layout gives, by reading the traces without storing them.
+
+    Parameters
+    ----------
+    layout : Layout
+    files : Mapping
+        Paths by their names below SRC.
+    is_partial : bool
+        Whether there are more files, so that the accounts of the run stay open.
+
+    Raises
+    ------
+    InvalidInputError
+        If an account does not close. Beyond some traces or bytes the accounts stay open.
+    """
+    execution = Execution(plan_of(layout), files)
+    outcome = Outcome(is_last_token=layout.states == "last_token", is_partial=is_partial)
+    labels: dict[str, list[float]] = {name: [] for name in layout.directions()}
+    sizes: list[int] = []
+    rows: list[bool] = []
+    prompts: list[tuple[int, int]] = []  # tokens of the first pass and of the others
+    digest = hashlib.blake2b(str(sorted(layout.directions().items())).encode())
+    try:
+        for record in _records(execution, outcome):
+            sizes.append(record.num_tokens)
+            rows.append(_has_whole_rows(record))
+            outcome.has_gaps |= _has_gaps(record)
+            prompts.append((record.prompt_length or 0, record.num_tokens - (record.prompt_length or 0)))
+            _add_to(digest, record)
+            ids = record.tokens
+            outcome.has_last_ids &= ids is None or (len(ids) > record.num_tokens and ids[-1] not in ids[-2:-1])
+            own = {} if record.label is None else {"label": record.label}
+            found = {**record.scores, **record.deferred_scores, **own}
+            for name, values in labels.items():
+                values.append(found.get(name, found.get(score_of(name), math.nan)))
+        if not sizes:
+            raise InvalidInputError("no trace was found")
+        if not outcome.is_partial:
+            outcome.joins = [line for line in execution.close() if " rows of " in line and " joined " in line]
+    finally:
+        execution.release()
+    outcome.num_tokens = (min(sizes), max(sizes))
+    outcome.has_whole_rows = all(rows)
+    outcome.has_passes = all(first > 1 for first, _ in prompts) and len({rest for _, rest in prompts}) > 1
+    outcome.digest = digest.digest()
+    for name, values in labels.items():
+        known = [value for value in values if not math.isnan(value)]
+        outcome.counts[name] = (known.count(1), known.count(0), len(known))
+    return outcome
+
+
+def is_padded_by(layout: Layout, outcome: Outcome, files: Mapping[str, Path]) -> bool:
+    """Return whether the mask or lengths of a layout leave out exactly the tokens that are zero in all layers.
+
+    Traces have different numbers of tokens: in another order of the axes, zeros and lengths would not agree.
+    """
+    entries = layout.to_entries()
+    padding = [entries.pop(name) for name in ("S.mask", "S.lengths") if name in entries]
+    if not padding or outcome.num_tokens[0] == outcome.num_tokens[1] or "S.side" in entries:
+        return False
+    entries["ignore"] = [*entries.get("ignore", ()), *(str(line).rpartition(" -> ")[0] or line for line in padding)]
+    try:
+        other = parse_layout({**entries, "S.padding": "zeros"}, "proposal")
+        return try_layout(other, files, is_partial=outcome.is_partial).digest == outcome.digest
+    except TracestoreError:
+        return False
+
+
+def _records(execution: Execution, outcome: Outcome) -> Iterator[TraceRecord]:
+    """Yield the records of a run up to a bound, and count them; the run has one L, one D, and each id once."""
+    seen: set[tuple[str, int]] = set()
+    num_bytes = 0
+    for group in execution.groups:
+        for record in execution.read(group, None, Scratch()):
+            size, key = (record.num_layers, record.hidden_dim), (record.question_id, record.sample)
+            if not seen:
+                outcome.num_layers, outcome.width = size
+                outcome.first_id = record.question_id
+            with error_location(group.name):
+                if size != (outcome.num_layers, outcome.width):
+                    expected = f"L {outcome.num_layers}, D {outcome.width}"
+                    raise InvalidInputError(f"found L {size[0]}, D {size[1]}, expected {expected}")
+                if key in seen:
+                    raise InvalidInputError(f"the id {escape_unprintable(key[0], 40)!r} occurs in two files")
+            if outcome.num_traces >= _MAX_TRACES or num_bytes > _MAX_BYTES:
+                outcome.is_partial = True
+                return
+            seen.add(key)
+            outcome.num_traces += 1
+            num_bytes += size[0] * size[1] * record.num_tokens * 4
+            yield record
+
+
+def _has_whole_rows(record: TraceRecord) -> bool:
+    """Return whether there is attention whose rows sum to 1: none of their columns was left out."""
+    sums = [numbers_of(layer).astype("f4").sum(-1) for layer in record.attention or ()]
+    return bool(sums) and all(np.allclose(one, 1, atol=0.02) for one in sums)
+
+
+def _has_gaps(record: TraceRecord) -> bool:
+    """Return whether a token is zero in some layers and not in all: of these, rule 24 is the account."""
+    return any(not numbers_of(layer).any(-1).all() for layer in record.hidden or ())
+
+
+def _add_to(digest: "hashlib.blake2b", record: TraceRecord) -> None:
+    """Add the values of a record to a digest."""
+    names = (
+        "question_id",
+        "sample",
+        "prompt_length",
+        "strings",
+        "extras",
+        "label",
+        "scores",
+        "deferred_scores",
+        "group",
+    )
+    digest.update(repr([(name, getattr(record, name)) for name in (*names, "tokens_decoded", "layer_ids")]).encode())
+    for name in ("hidden", "attention", "last_token", "tokens"):
+        arrays = getattr(record, name)
+        for array in [arrays] if isinstance(arrays, np.ndarray) else arrays or ():
+            digest.update(f"{name} {array.dtype} {array.shape}".encode())
+            digest.update(np.ascontiguousarray(array).tobytes())
+    digest.update(repr([(k, np.asarray(v).tolist()) for k, v in sorted(record.optional.items())]).encode())
