@@ -211,3 +211,183 @@ def test_every_url_names_a_commit():
         assert defined == "docs/inputs.md" or (
             "/blob/" in defined and len(defined.split("/blob/")[1].split("/")[0]) >= 12
         )
+
+
+def test_activations_of_geometry_of_truth(tmp_path):
+    files = {f"acts/LLaMA/cities/layer_12_{k}.pt": torch.from_numpy(states(25, 8)) for k in (0, 25)}
+    files["datasets/cities.csv"] = "statement,label\n" + "".join(f"s {k},{k % 2}\n" for k in range(50))
+    assert owners(tmp_path, files) == {"geometry_of_truth"}
+
+    found = {trace.question: trace for trace in converted(tmp_path, attention="none").values()}
+
+    assert found["s 26"].score == 0 and found["s 27"].score == 1  # label 1 is a true statement
+    np.testing.assert_allclose(found["s 26"].last_token[0], files["acts/LLaMA/cities/layer_12_25.pt"][1], atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"acts/LLaMA/cities/layer_12_0.pt": torch.ones(25, 3, 8)},  # all tokens, or several layers
+        {"acts/LLaMA/cities/layer_12_0.pt": torch.ones(25, 8, dtype=torch.long)},
+        {"datasets/cities.csv": "statement,truth\n" + "s,1\n" * 25},
+    ],
+)
+def test_traps_of_geometry_of_truth(tmp_path, changes):
+    files = {"acts/LLaMA/cities/layer_12_0.pt": torch.from_numpy(states(25, 8))}
+    files["datasets/cities.csv"] = "statement,label\n" + "s,1\n" * 25
+    assert None in owners(tmp_path, files | changes)
+
+    with pytest.raises(InvalidInputError):
+        converted(tmp_path, attention="none")
+
+
+def test_a_lost_file_of_geometry_of_truth_is_refused(tmp_path):
+    files = {f"acts/LLaMA/cities/layer_12_{k}.pt": torch.from_numpy(states(25, 8)) for k in (0, 50)}
+    files["datasets/cities.csv"] = "statement,label\n" + "s,1\n" * 75
+    write(tmp_path / "in", files)
+
+    with pytest.raises(InvalidInputError):
+        converted(tmp_path, attention="none")
+
+
+def features(index, words=("[CLS]", "a", "[SEP]"), **changes):
+    """Return a line of extract_features.py: two layers of each token, counted from the end."""
+    layers = [[{"index": -k, "values": states(8).tolist()} for k in (1, 2)] for _ in words]
+    tokens = [{"token": word, "layers": found} for word, found in zip(words, layers, strict=True)]
+    return {"linex_index": index, "features": tokens} | changes
+
+
+def test_lines_of_bert_features(tmp_path):
+    rows = [features(0), features(1, ("[CLS]", "[SEP]"))]
+    assert owners(tmp_path, {"output.jsonl": rows}) == {"bert_features"}
+
+    traces = converted(tmp_path, attention="none")
+
+    assert list(traces["1", 0].tokens_decoded) == ["[CLS]", "[SEP]"]
+    np.testing.assert_allclose(
+        traces["0", 0].hidden_states[1, 1], rows[0]["features"][1]["layers"][0]["values"], atol=2e-3
+    )
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        features(0, label=1),
+        features("0"),
+        {"linex_index": 0, "features": [{"token": "a", "layers": [{"index": -1, "values": [[1.0, 2.0]]}]}]},
+        {"linex_index": 0, "features": [{"token": 7, "layers": [{"index": -1, "values": [1.0, 2.0]}]}]},
+    ],
+)
+def test_traps_of_bert_features(tmp_path, row):
+    assert owners(tmp_path, {"output.jsonl": [row]}) == {None}
+
+
+def test_a_layer_that_a_token_lacks_in_bert_features_is_refused(tmp_path):
+    row = features(0)
+    del row["features"][1]["layers"][1]
+    write(tmp_path / "in", {"output.jsonl": [row]})
+
+    with pytest.raises(InvalidInputError):
+        converted(tmp_path, attention="none")
+
+
+def pooled(request_id="r", size=4, data=None, **changes):
+    """Return what LLM.encode() of vLLM returns for a request."""
+    data = torch.from_numpy(states(size, 8)) if data is None else data
+    row = {"request_id": request_id, "prompt_token_ids": list(range(size)), "outputs": {"data": data}, "finished": True}
+    return row | changes
+
+
+def test_requests_of_vllm_pooling(tmp_path):
+    rows = [pooled("a"), pooled("b", 6)]
+    assert owners(tmp_path, {"pooled.pt": rows}) == {"vllm_pooling"}
+
+    traces = converted(tmp_path, attention="none")
+
+    assert traces["b", 0].tokens.tolist() == list(range(6))
+    np.testing.assert_allclose(traces["a", 0].hidden_states[0], rows[0]["outputs"]["data"], atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pooled(data=torch.ones(8)),  # one vector: pooled over the tokens
+        pooled(data=torch.ones(3, 8)),  # fewer states than ids
+        pooled(num_cached_tokens=16),
+        pooled(label=1),
+    ],
+)
+def test_traps_of_vllm_pooling(tmp_path, row):
+    assert owners(tmp_path, {"pooled.pt": [row]}) == {None}
+
+
+def save_contexts(folder, **changes):
+    """Save contexts as CacheActivationsRunner of SAELens does."""
+    datasets = pytest.importorskip("datasets")
+    rows = {"blocks.3.hook_resid_post": [states(5, 8).tolist() for _ in range(3)], "token_ids": [list(range(5))] * 3}
+    rows = {name: values for name, values in (rows | changes).items() if values is not None}
+    datasets.Dataset.from_dict(rows).save_to_disk(folder)
+    return {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+
+
+def test_contexts_of_saelens(tmp_path):
+    files = save_contexts(tmp_path / "in")
+    assert {builtin.name for builtin in claim(files, builtins()).owned} == {"saelens"}
+
+    traces = converted(tmp_path, attention="none").values()
+
+    assert {trace.hidden_states.shape for trace in traces} == {(1, 5, 8)}
+    with tracestore.open(tmp_path / "s.zarr") as store:
+        assert store.provenance[0].layer_ids == (3,)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"token_ids": [list(range(4))] * 3},  # fewer ids than activations
+        {"token_ids": None},
+        {"label": [0, 1, 0]},
+        {"blocks.3.hook_resid_post": [[float(k) for k in range(5)]] * 3},  # a number for each token
+    ],
+)
+def test_traps_of_saelens(tmp_path, changes):
+    files = save_contexts(tmp_path / "in", **changes)
+    assert not claim(files, builtins()).owned
+
+
+def save_requests(folder, layers=(2, 16, 29), **changes):
+    """Save files of speculators: S 6, D 8, and config.json with the numbers of the layers."""
+    from safetensors.numpy import save_file
+
+    (folder / "hidden_states").mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"target_layer_ids": list(layers), "verifier": "m"}))
+    for k in range(2):
+        found = {"hidden_states": states(6 + k, 3, 8), "token_ids": np.arange(6 + k)} | changes
+        save_file(found, folder / f"hidden_states/hs_{k}.safetensors")
+    return {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+
+
+def test_requests_of_speculators(tmp_path):
+    files = save_requests(tmp_path / "in")
+    assert {builtin.name for builtin in claim(files, builtins()).owned} == {"speculators"}
+
+    assert sorted(trace.num_tokens for trace in converted(tmp_path, attention="none").values()) == [6, 7]
+
+    with tracestore.open(tmp_path / "s.zarr") as store:
+        assert store.provenance[0].layer_ids == (2, 16, 29)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layers": (2, 16)},  # of another run: the states have three layers
+        {"token_ids": np.arange(5)},
+        {"values": states(6, 3, 8)},  # states without a name of their own
+        {"hidden_states": states(6, 12, 8)},  # layers behind the hidden size
+    ],
+)
+def test_traps_of_speculators(tmp_path, changes):
+    save_requests(tmp_path / "in", **changes)
+
+    with pytest.raises(InvalidInputError):
+        converted(tmp_path, attention="none")
