@@ -75,8 +75,7 @@ class Proofs:
             found += self._of_layers(states, frame, lines)
         found += self._of_traces(frame, lines)
         if name == "hidden_states" and not self._proves_tokens(states, identity, frame, lines):
-            are_passes = are_all_layers and "P" in {*frame.axes, *self._places.letters(frame.leaf, identity)}
-            found.append(PASSES if are_passes else "S: no tokens, mask or lengths give the axis of the tokens")
+            found.append(self._of_tokens(identity, frame, are_all_layers=are_all_layers))
         if name == "last_token" and states[0].field != "last_token":
             found.append("no word says that the vectors are those of the last token")
         found += self._of_texts(lines)
@@ -89,6 +88,11 @@ class Proofs:
             if meaning.verdict is not None and meaning.verdict.is_doubtful:
                 found.append(f"{meaning.leaf.key}: may be what a detector says, or words without a meaning")
         return found
+
+    def _of_tokens(self, identity: Identity, frame: Frame, *, are_all_layers: bool) -> str:
+        """Return what is not proved of S: passes, or any axis."""
+        has_passes = "P" in {*frame.axes, *self._places.letters(frame.leaf, identity)}
+        return PASSES if are_all_layers and has_passes else "S: no tokens, mask or lengths give the axis of the tokens"
 
     def _of_files(
         self, identity: Identity, frame: Frame, lines: Mapping[str, Line], others: Sequence[str]
