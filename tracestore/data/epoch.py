@@ -1,6 +1,7 @@
 """The plan of an epoch: which traces form which batch, for which rank."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, get_args
 
@@ -12,9 +13,12 @@ from tracestore.data.batch_format import BatchFormat
 from tracestore.data.tokens.token_table import TokenTable
 from tracestore.errors import UsageError
 from tracestore.store.read.store import TraceStore
+from tracestore.words import plural
 
 BatchBy = Literal["tokens", "nodes", "edges", "bytes"]
 _MEAN_SAMPLE = 4096
+# Largest sum of weights: a period of the order, which is kept in memory.
+MAX_WEIGHTS = 10_000
 
 
 def rank_and_world_size(rank: int | None = None, world_size: int | None = None) -> tuple[int, int]:
@@ -66,7 +70,7 @@ class EpochPlan:
 
     Attributes
     ----------
-    ids : EpochOrder
+    ids : EpochOrder or MixedOrder
         The id at each position.
     batches : Batches
         The positions of each batch.
@@ -74,7 +78,7 @@ class EpochPlan:
         The store index of each id. None: an id is a store index.
     """
 
-    ids: order.EpochOrder
+    ids: order.EpochOrder | order.MixedOrder
     batches: order.Batches
     indices: np.ndarray | None
 
@@ -125,6 +129,10 @@ class EpochPlanner:
     pad_last : bool
         Fill a short last batch with the first traces of the epoch. Excludes `drop_last` and
         `batch_by`.
+    weights : sequence of int, optional
+        The share of each of several stores in the epoch; see `order.MixedOrder`.
+    epoch_size : int, optional
+        Traces or tokens of an epoch, over all ranks. Default: all.
 
     Raises
     ------
@@ -146,6 +154,8 @@ class EpochPlanner:
     block_bytes: int = 256 << 20
     drop_last: bool = False
     pad_last: bool = False
+    weights: Sequence[int] | None = None
+    epoch_size: int | None = None
 
     def __post_init__(self) -> None:
         sizes = {name: getattr(self, name) for name in ("batch_size", "buffer_size", "block_bytes")}
@@ -171,13 +181,47 @@ class EpochPlanner:
         if self.shuffle == "block":
             self.block_size = max(1, self.block_bytes // mean_trace_bytes(self.store, self.batch_format))
         self._last: tuple[int, EpochPlan] | None = None
+        self._is_mixed = self.weights is not None or self.epoch_size is not None
+        if self._is_mixed:
+            self._sizes = self._checked_sizes()
+
+    def _checked_sizes(self) -> list[int]:
+        """Return the samples of each set that the epoch mixes, and sort the traces by their store."""
+        size, weights = self.epoch_size, self.weights
+        if size is not None and (not hasattr(size, "__index__") or size < 1):
+            raise UsageError(f"found epoch_size {size!r}, expected at least 1")
+        if weights is None:
+            sizes = [self._num_known]
+        else:
+            paths, bounds = self.store.internals.members, self.store.internals.first_traces
+            is_valid = all(hasattr(weight, "__index__") and weight > 0 for weight in weights)
+            if len(weights) != len(paths) or not is_valid or sum(weights) > MAX_WEIGHTS:
+                raise UsageError(
+                    f"found weights {weights!r:.80}, expected a positive integer for each of {plural(len(paths), 'store')}, "
+                    f"together at most {MAX_WEIGHTS:,}"
+                )
+            if self.tokens is not None:
+                raise UsageError("weights mix traces; view 'tokens' takes none")
+            if self.indices is not None:
+                owner = np.searchsorted(bounds, self.indices, side="right")
+                self.indices = self.indices[np.argsort(owner, kind="stable")]
+                bounds = np.searchsorted(np.sort(owner), range(1, len(paths) + 2)).tolist()
+            sizes = np.diff(bounds).tolist()
+        if 0 in sizes:
+            raise UsageError(f"{self.store.path}: a store has no trace in the epoch: {sizes}; leave it out")
+        return sizes
+
+    @property
+    def _num_known(self) -> int:
+        """Traces, or tokens in view "tokens", that an epoch takes its samples from."""
+        if self.tokens is not None:
+            return len(self.tokens)
+        return len(self.store) if self.indices is None else len(self.indices)
 
     @property
     def num_samples(self) -> int:
         """Traces, or tokens in view "tokens", of an epoch, over all ranks."""
-        if self.tokens is not None:
-            return len(self.tokens)
-        return len(self.store) if self.indices is None else len(self.indices)
+        return self._num_known if self.epoch_size is None else self.epoch_size
 
     def plan(self, epoch: int) -> EpochPlan:
         """Return the plan of an epoch. The last plan is kept."""
@@ -187,7 +231,12 @@ class EpochPlanner:
 
     def _make_plan(self, epoch: int) -> EpochPlan:
         n = self.num_samples
-        ids = order.EpochOrder(n, self.seed, epoch, self.shuffle, self.buffer_size, self.block_size)
+        ids: order.EpochOrder | order.MixedOrder
+        kind = self.shuffle, self.buffer_size, self.block_size
+        if self._is_mixed:
+            ids = order.MixedOrder(self._sizes, tuple(self.weights or [1]), n, self.seed, epoch, *kind)
+        else:
+            ids = order.EpochOrder(n, self.seed, epoch, *kind)
         batches = order.Batches(n, self.batch_size, self.drop_last, self.pad_last)
         plan = EpochPlan(ids, batches, self.indices)
         if self.batch_by is None or self.max_batch_cost is None:
@@ -204,6 +253,7 @@ class EpochPlanner:
 
         The keys are part of the loader's state and therefore of checkpoints.
         """
+        members = self.store.internals.members
         return {
             "seed": self.seed,
             "batch_size": self.batch_size if self.batch_by is None else 0,
@@ -213,6 +263,9 @@ class EpochPlanner:
             "shuffle": self.shuffle,
             "window": {"buffer": self.buffer_size, "block": self.block_size}.get(self.shuffle, 0),
             "indices_crc32c": self._indices_crc32c(),
+            "num_known": self._num_known,
+            "weights": [int(weight) for weight in self.weights or ()],
+            "stores": [] if len(members) == 1 else [member.manifest.content for member in members],
         }
 
     def _indices_crc32c(self) -> int:

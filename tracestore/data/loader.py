@@ -1,4 +1,7 @@
-"""TraceLoader: collated batches from threads of this process, in an exact order."""
+"""TraceLoader: collated batches from threads of this process, in an exact order.
+
+One module of over 400 lines: the documented parameters of one class.
+"""
 
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack
@@ -18,7 +21,7 @@ from tracestore.data.order import Shuffle, shuffle_name
 from tracestore.data.prefetch import BatchPrefetcher, NativePrefetcher, ThreadPrefetcher, closed_at_exit
 from tracestore.errors import MemoryBudgetError, UsageError
 
-STATE_VERSION = 2
+STATE_VERSION = 3
 # Samples of a batch by default: traces, or tokens in view "tokens".
 DEFAULT_BATCH_SIZE, DEFAULT_TOKENS = 16, 4096
 
@@ -72,6 +75,13 @@ class TraceLoader(LoaderHtml, Generic[BatchT]):
         Leave out a last batch that is short.
     pad_last : bool
         Fill a short last batch with the first traces of the epoch; excludes `drop_last` and `batch_by`.
+    weights : sequence of int, optional
+        The share of each of several stores that are opened as one: with [3, 1], three of four traces are
+        from the first store, in every part of an epoch. Each store is read in an order of its own, which
+        goes on in the next epoch, and again in another order when it ends.
+    epoch_size : int, optional
+        Traces, or tokens in view "tokens", of an epoch, over all ranks; by default as many as there are.
+        The next epoch goes on where this one ends.
     score_threshold : float, optional
         Score below which a trace counts as a hallucination, or above which in a store of
         hallucination scores. A stored label takes precedence. Default: 0.5, for scores in [0, 1];
@@ -175,6 +185,8 @@ class TraceLoader(LoaderHtml, Generic[BatchT]):
         block_bytes: int = 256 << 20,
         drop_last: bool = False,
         pad_last: bool = False,
+        weights: Sequence[int] | None = None,
+        epoch_size: int | None = None,
         score_threshold: float | None = None,
         targets: np.ndarray | None = None,
         attention_threshold: float = 0.0,
@@ -221,6 +233,8 @@ class TraceLoader(LoaderHtml, Generic[BatchT]):
             block_bytes=block_bytes,
             drop_last=drop_last,
             pad_last=pad_last,
+            weights=weights,
+            epoch_size=epoch_size,
         )
         self.rank, self.world_size = rank_and_world_size(rank, world_size)
         self.num_threads, self.pin_memory = num_threads, pin_memory
@@ -266,6 +280,8 @@ class TraceLoader(LoaderHtml, Generic[BatchT]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the next batch, as a few integers and strings.
+
+        Of several stores that are opened as one it names each by its content.
 
         Returns
         -------

@@ -6,7 +6,8 @@ batch, a worker takes whole batches.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Literal, get_args
 
 import numpy as np
@@ -119,6 +120,89 @@ class EpochOrder:
             )
             out[chosen] = block * self._block_size + inside
         return out
+
+
+@lru_cache(maxsize=8)
+def mixing_slots(weights: tuple[int, ...]) -> np.ndarray:
+    """Return which of several sets gives each sample of a period, read-only (sum of the weights,) int64.
+
+    Of the first n samples a set has less than one more or less than its share n * weight / sum, for every n: sample k
+    of a set is due between floor(k / share) and ceil((k + 1) / share), and the one that is due first goes first [1]_.
+
+    References
+    ----------
+    .. [1] Baruah, Cohen, Plaxton and Varvel (1996), "Proportionate progress: a notion of fairness in resource
+       allocation", Algorithmica 15.
+    """
+    total, counts, slots = sum(weights), [0] * len(weights), []
+    for slot in range(total):
+        ready = (k for k, weight in enumerate(weights) if counts[k] * total < (slot + 1) * weight)
+        slots.append(min(ready, key=lambda k: -(-(counts[k] + 1) * total // weights[k])))
+        counts[slots[-1]] += 1
+    found = np.array(slots, np.int64)
+    found.flags.writeable = False
+    return found
+
+
+class MixedOrder:
+    """An epoch of any length over several sets of ids, mixed by weights.
+
+    The ids of set s follow those of set s - 1. Sample k of a set, counted over all epochs, is the id at position
+    k % n of its own order number k // n, an EpochOrder with seed + s: each set goes on where the epoch before ended,
+    and begins again, in another order, when it ends. Memory does not grow with the epoch.
+
+    Parameters
+    ----------
+    sizes, weights : sequence and tuple of int
+        Ids and weight of each set, all positive.
+    length : int
+        Positions of the epoch.
+    seed, epoch : int
+    shuffle, buffer_size, block_size
+        As of EpochOrder.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        weights: tuple[int, ...],
+        length: int,
+        seed: int,
+        epoch: int,
+        shuffle: Shuffle = "global",
+        buffer_size: int = 1000,
+        block_size: int = 1,
+    ) -> None:
+        self._sizes, self._first = sizes, np.cumsum([0, *sizes])
+        self._slots = mixing_slots(weights)
+        # Samples of its set before each slot of a period, and samples of each set in an epoch.
+        self._before = np.zeros(len(self._slots), np.int64)
+        self._weights, self._done = np.array(weights, np.int64), np.zeros(len(sizes), np.int64)
+        periods, rest = divmod(length, len(self._slots))
+        for k, weight in enumerate(weights):
+            self._before[self._slots == k] = np.arange(weight)
+            self._done[k] = epoch * (periods * weight + int((self._slots[:rest] == k).sum()))
+        self._seed, self._options = seed, (shuffle, buffer_size, block_size)
+        self._orders: dict[int, tuple[int, EpochOrder]] = {}
+
+    def ids_at(self, positions: np.ndarray) -> np.ndarray:
+        """Return the ids, int64, at the given positions; see EpochOrder.ids_at()."""
+        period, slot = np.divmod(np.asarray(positions, np.int64), len(self._slots))
+        which = self._slots[slot]
+        numbers = self._done[which] + period * self._weights[which] + self._before[slot]
+        out = np.empty(len(which), np.int64)
+        for k in np.unique(which).tolist():
+            passes, inside = np.divmod(numbers, self._sizes[k])
+            for number in np.unique(passes[which == k]).tolist():
+                chosen = (which == k) & (passes == number)
+                out[chosen] = self._first[k] + self._order(k, number).ids_at(inside[chosen])
+        return out
+
+    def _order(self, k: int, number: int) -> EpochOrder:
+        """Return an order of a set. The last one is kept, because some have a state."""
+        if k not in self._orders or self._orders[k][0] != number:
+            self._orders[k] = number, EpochOrder(self._sizes[k], self._seed + k, number, *self._options)
+        return self._orders[k][1]
 
 
 class Batches:

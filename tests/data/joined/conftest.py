@@ -24,3 +24,10 @@ def joined(pair):
     """The two stores as one, and the merged one, both open."""
     with tracestore.open(pair[:2]) as one, tracestore.open(pair[2]) as merged:
         yield one, merged
+
+
+@pytest.fixture(scope="module")
+def joined_paths(tmp_path_factory):
+    """Paths of two stores, for property tests."""
+    folder, traces = tmp_path_factory.mktemp("joined"), [make_trace(k) for k in range(31)]
+    return [write_store(folder / "a", traces[:12]), write_store(folder / "b", traces[12:], commit_after=(3,))]

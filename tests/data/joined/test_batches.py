@@ -13,6 +13,8 @@ from tracestore.data.batch_format import EdgeMasks
 from tracestore.errors import CorruptStoreError, UsageError
 from tracestore.store.maintain.merge import merge_stores
 
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
 VIEWS = {
     "sequence": {},
     "layers": {"layers": [2, 0]},
