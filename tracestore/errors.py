@@ -6,8 +6,9 @@ standard error and exits with the exception's `exit_code`.
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 # torch names the dtypes of operands that it cannot combine, each operation in its own words: "mat1 and mat2 must have
 # the same dtype, but got Half and Float", "input dtype (torch.float16) does not match weight dtype (torch.float32)".
@@ -104,6 +105,20 @@ class InvalidInputError(TracestoreError):
 
 class NoTracesError(InvalidInputError):
     """A source file holds settings or texts, and no arrays. Other files of a conversion may hold traces."""
+
+
+def error_to_json(error: InvalidInputError) -> dict[str, Any]:
+    """Return an error for another process."""
+    return {**vars(error), "has_traces": not isinstance(error, NoTracesError)}
+
+
+def error_from_json(found: Mapping[str, Any]) -> InvalidInputError:
+    """Return the error that error_to_json() has described. KeyError, TypeError or ValueError if it is invalid."""
+    texts = {name: None if found[name] is None else str(found[name]) for name in ("source", "field")}
+    position = None if found["position"] is None else int(found["position"])
+    kind = InvalidInputError if found["has_traces"] else NoTracesError
+    is_whole = bool(found["is_whole_source"])
+    return kind(str(found["reason"]), position=position, is_whole_source=is_whole, **texts)
 
 
 class LateConflictError(InvalidInputError):

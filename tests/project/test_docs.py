@@ -14,7 +14,8 @@ from tracestore.store.format import manifest, schema
 
 pytestmark = pytest.mark.long
 
-PAGES = ("docs/tutorial.md", "docs/loading.md", "docs/migration.md", "docs/bridges.md", "docs/reading.md", "README.md")
+PAGES = ("tutorial", "loading", "migration", "bridges", "reading", "scale")
+PAGES = (*(f"docs/{name}.md" for name in PAGES), "README.md")
 
 
 def blocks(page):

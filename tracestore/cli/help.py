@@ -11,6 +11,9 @@ from tracestore.errors import UsageError
 COMMAND_GROUPS = {
     "make": {
         "convert": "convert files of traces into a store",
+        "work": "write tasks of a planned conversion, on any machine",
+        "commit": "add what the tasks of a planned conversion have written to its store",
+        "status": "print how many tasks of a planned conversion are written",
         "inspect": "print what files hold, and the layouts that they may have",
         "extract": "record traces of a language model that answers questions",
         "score": "add or replace scores without rewriting traces",

@@ -42,7 +42,7 @@ class DescribedRun:
 
     Attributes
     ----------
-    parts, score_files
+    parts, order, score_files
         Those that were given.
     sources : list of SourceFile
         In the order of their files.
@@ -51,7 +51,7 @@ class DescribedRun:
     def __init__(
         self, parts: Sequence[Part], order: Mapping[Path, int], score_files: FoundFiles, *, is_builtin: bool = False
     ) -> None:
-        self.parts, self._order, self.score_files, self.is_builtin = parts, order, score_files, is_builtin
+        self.parts, self.order, self.score_files, self.is_builtin = parts, order, score_files, is_builtin
         self.sources = sources_in_order(parts, order)
         for folder in {place for source in self.sources for path in source.files for place in path.parents[:2]}:
             find_export(folder)  # refuses an unfinished or damaged export
@@ -68,7 +68,7 @@ class DescribedRun:
 
     def probes(self) -> list[SourceFile]:
         """Return the sources for a look at their first traces, which leaves the accounts of the run alone."""
-        return sources_in_order([part.probe() for part in self.parts], self._order)
+        return sources_in_order([part.probe() for part in self.parts], self.order)
 
     def states_attention(self) -> bool | None:
         """Return whether the layouts state attention; None if the traces may have it."""

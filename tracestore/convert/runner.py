@@ -16,6 +16,7 @@ from tracestore import process
 from tracestore.console import Output, Progress
 from tracestore.convert.choosing import described_run
 from tracestore.convert.defaults import DefaultAttention, has_attention
+from tracestore.convert.described import DescribedRun
 from tracestore.convert.options import ON_CONFLICT, ConvertOptions
 from tracestore.convert.refused import RefusedTraces, partial_fingerprint
 from tracestore.convert.scoring import Scoring
@@ -31,7 +32,7 @@ from tracestore.errors import (
 from tracestore.ingest.exports import EXPORT_FILE
 from tracestore.ingest.files.byte_source import TRUNCATED_WHILE_READING
 from tracestore.ingest.packing import PackOptions
-from tracestore.ingest.reading import AheadOptions, SourceStream, read_sources
+from tracestore.ingest.reading import AheadOptions, TraceStream, read_sources
 from tracestore.ingest.sources import SourceFile, source_fingerprint
 from tracestore.store.format import paths
 from tracestore.store.format.provenance import Provenance, equals_but_layers, with_layers
@@ -45,7 +46,7 @@ from tracestore.store.write.writer import StoreWriter
 from tracestore.words import format_size, plural
 
 if TYPE_CHECKING:
-    from tracestore.ingest.cluster import ClusterStream
+    pass
 
 # The interpreter switches threads after this time. The thread that inflates needs the interpreter
 # for an instant every 4 ms, and must not wait longer than that.
@@ -87,6 +88,8 @@ class Conversion:
         The files that are read; another program may still write others, or add some. By default all are.
     new : set of Path, optional
         Those of them that no earlier conversion has read: only sources that depend on one of them are converted.
+    described : DescribedRun, optional
+        The sources with their layouts, if they are known.
 
     Raises
     ------
@@ -104,6 +107,7 @@ class Conversion:
         output: Output,
         whole: Set[Path] | None = None,
         new: Set[Path] | None = None,
+        described: DescribedRun | None = None,
     ) -> None:
         self._options, self._output = options, output
         # While files are still being written, those with the ids of a table may follow.
@@ -111,16 +115,16 @@ class Conversion:
         self.is_interrupted = False
         self.store = parse_location(store)
         self.folder = local_dir(store)
-        self._described = described_run(sources, self.folder, options, output, whole)
-        self.scoring = Scoring(self._described, options, output)
+        self.described = described or described_run(sources, self.folder, options, output, whole)
+        self.scoring = Scoring(self.described, options, output)
         self.sources = self.scoring.sources
         if new is not None:
             of_sources = {path for source in self.sources for path in source.files}
             # A table may belong to every source.
-            if new <= of_sources.union(self._described.score_files.scores):
+            if new <= of_sources.union(self.described.score_files.scores):
                 self.sources = [source for source in self.sources if not new.isdisjoint(source.files)]
         self._named = {path for path in sources if path.is_file()}
-        self._default_attention = DefaultAttention(self._has_attention)
+        self.default_attention = DefaultAttention(self.has_attention)
         self._refused: RefusedTraces | None = None
         self._without_traces: list[NoTracesError] = []
         self._provenances = self._read_provenances(sources)
@@ -144,9 +148,9 @@ class Conversion:
         if source.export is not None and self._options.provenance is None:
             return source.export.provenance
         known = next((p for path, p in self._provenances.items() if source.path.is_relative_to(path)), None)
-        return self._described.provenance(source, known)
+        return self.described.provenance(source, known)
 
-    def _known_provenances(self) -> list[Provenance]:
+    def known_provenances(self) -> list[Provenance]:
         """Return the different provenances of the sources."""
         known: list[Provenance] = []
         for provenance in map(self._provenance, self.sources):
@@ -154,10 +158,11 @@ class Conversion:
                 known.append(provenance)
         return known
 
-    def _has_attention(self) -> bool | None:
-        if (stated := self._described.states_attention()) is not None:
+    def has_attention(self) -> bool | None:
+        """Return whether the traces have attention; None if none has hidden states of all tokens."""
+        if (stated := self.described.states_attention()) is not None:
             return stated
-        return has_attention(self._described.probes(), self._check_interrupt)
+        return has_attention(self.described.probes(), self._check_interrupt)
 
     def run(self) -> ConvertReport:
         """Convert the sources.
@@ -191,7 +196,7 @@ class Conversion:
             self.report_plan()
             with StoreWriter(
                 self.store,
-                attention=options.attention or self._default_attention.of_new_store,
+                attention=options.attention or self.default_attention.of_new_store,
                 dtype=options.dtype,
                 codec=options.codec,
                 overwrite=options.overwrite,
@@ -200,7 +205,7 @@ class Conversion:
                 allow_mixed_provenance=options.allow_mixed_provenance,
                 expected_bytes=self.total_bytes,
             ) as writer:
-                writer.check_provenance(self._known_provenances())
+                writer.check_provenance(self.known_provenances())
                 is_new = options.overwrite or writer.manifest.num_traces == 0
                 self._refused = RefusedTraces(self.store, is_new=is_new)
                 self.scoring.begin(writer)
@@ -267,31 +272,11 @@ class Conversion:
             # others get while the first file is written.
             max_waiting=self._options.memory_budget // (8 if workers == 1 else 2),
             skip_bad=self._options.skip_bad,
-            refuse_attention=self._options.attention is None
-            and self._default_attention.is_refused(stored["attention"]),
+            refuse_attention=self._options.attention is None and self.default_attention.is_refused(stored["attention"]),
         )
-        is_settled = self._described.is_settled(writer)
+        is_settled = self.described.is_settled(writer)
         self._is_known: Callable[[str, int, str], bool] = writer.has_source if is_settled else _never
-        callbacks: dict[str, Any] = {"is_known": self._is_known, "on_wait": self._check_interrupt}
-        streams: Iterator[SourceStream | ClusterStream]
-        if self._options.dask is not None:
-            from tracestore.ingest.cluster import read_sources_on_cluster
-
-            streams = read_sources_on_cluster(
-                self.sources, pack_options, address=self._options.dask, workers=workers, **callbacks
-            )
-        else:
-            ahead = None
-            # Writing ahead needs a second worker, and rows that a segment holds without compression.
-            if workers > 1 and stored["codec"] == "none":
-                ahead = AheadOptions(
-                    writer.scratch / paths.SPOOL_FOLDER,
-                    writer.commit_bytes,
-                    writer.split_bytes,
-                    lambda: writer.pending_bytes,
-                )
-            streams = read_sources(self.sources, pack_options, workers=workers, ahead=ahead, **callbacks)
-        with closing(streams):  # type: ignore[type-var]
+        with closing(self._streams(writer, pack_options)) as streams:  # type: ignore[type-var]
             for stream in streams:
                 try:
                     self._convert_one(writer, stream, progress)
@@ -315,12 +300,48 @@ class Conversion:
             more = f" and {len(self._without_traces) - _MAX_NAMES:,} more" * (len(self._without_traces) > _MAX_NAMES)
             count, reason = plural(len(self._without_traces), "file"), self._without_traces[0].reason
             self._output.info(f"skipped {count} without traces ({', '.join(names)}{more}): {reason}")
-        for line in self._described.close(writer):
+        for line in self.described.close(writer):
             self._output.info(line)
         self.scoring.check_ids(writer, can_refuse=self._need_ids)
         writer.commit()
 
-    def _convert_one(self, writer: StoreWriter, stream: "SourceStream | ClusterStream", progress: Progress) -> None:
+    def _streams(self, writer: StoreWriter, pack_options: PackOptions) -> Iterator[TraceStream]:
+        """Yield the packed traces of each source, in order."""
+        workers = self._options.workers
+        callbacks: dict[str, Any] = {"is_known": self._is_known, "on_wait": self._check_interrupt}
+        if self._options.dask is not None:
+            from tracestore.ingest.cluster import read_sources_on_cluster
+
+            return read_sources_on_cluster(
+                self.sources, pack_options, address=self._options.dask, workers=workers, **callbacks
+            )
+        ahead = None
+        # Writing ahead needs a second worker, and rows that a segment holds without compression.
+        if workers > 1 and writer.attributes.options["codec"] == "none":
+            ahead = AheadOptions(
+                writer.scratch / paths.SPOOL_FOLDER,
+                writer.commit_bytes,
+                writer.split_bytes,
+                lambda: writer.pending_bytes,
+            )
+        return read_sources(self.sources, pack_options, workers=workers, ahead=ahead, **callbacks)
+
+    def traces(self, stream: TraceStream) -> Iterator[PackedTrace]:
+        """Yield the traces of a source. The only one of a file without an id gets the name of the file if that is one."""
+        traces = iter(stream)
+        if (first := next(traces, None)) is None:
+            return
+        second = None
+        if (file_id := self.scoring.id_of_file(first, stream.source.name)) is not None:
+            second = next(traces, None)
+            if second is None:
+                first.set_question_id(file_id)
+        for packed in chain(filter(None, (first, second)), traces):
+            first = second = None
+            yield packed
+            del packed
+
+    def _convert_one(self, writer: StoreWriter, stream: TraceStream, progress: Progress) -> None:
         report, name = self.report, stream.source.name
         identity = stream.identity()
         size, digest = identity.size, identity.fingerprint
@@ -339,20 +360,16 @@ class Conversion:
             )
         added = SourceCounts()
         with fsio.map_os_errors(writer.path, lambda: writer.pending_bytes + size):
-            traces = iter(stream)
-            first, second = next(traces, None), None
-            if first is not None and (file_id := self.scoring.id_of_file(first, name)) is not None:
-                second = next(traces, None)
-                if second is None:
-                    first.set_question_id(file_id)
+            traces = self.traces(stream)
+            first = next(traces, None)
             provenance = with_layers(self._provenance(stream.source), None if first is None else first.record.layer_ids)
             if first is not None:
-                self._described.check_layers(first.record)
+                self.described.check_layers(first.record)
             self.scoring.begin_source(stream.source)
             writer.begin_source(name, size, digest, provenance)
             try:
-                for packed in chain(filter(None, (first, second)), traces):
-                    first = second = None
+                for packed in chain(filter(None, (first,)), traces):
+                    first = None
                     self._check_interrupt()
                     self._append(writer, packed, provenance, added)
                     # Within a source the arrays so far stand for its bytes. A compressed source has fewer.
@@ -395,7 +412,7 @@ class Conversion:
                 found = f"found {list(record.layer_ids)!s:.80}, expected {list(ids or ())!s:.80} as in the first trace"
                 raise InvalidInputError(found, position=record.position, field="layer_ids")
             is_new = writer.append_packed(packed, scores=scores, group=group)
-            self._described.added(packed, is_new=is_new)
+            self.described.added(packed, is_new=is_new)
         except InvalidInputError as error:
             error.reason += _ADVICE.get(error.field or "", "")
             if not self._options.skip_bad:
@@ -432,7 +449,7 @@ class Conversion:
         if self._refused is not None and len(self._refused):
             report.refused_file = str(self._refused.path)
         report.attention = writer.attributes.options["attention"]
-        if self._options.attention is None and (note := self._default_attention.note(report.attention)):
+        if self._options.attention is None and (note := self.default_attention.note(report.attention)):
             self._output.info(note)
         lines = report.lines(self._options.on_conflict)
         for line in (*lines, *self.scoring.lines()):

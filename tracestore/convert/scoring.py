@@ -112,7 +112,7 @@ class Scoring:
         found = self._described.add(packed, writer)
         if self.file is None:
             return found, record.group
-        self._set_label(packed, self.file)
+        self.set_label(packed)
         if self.file.in_order:
             self._num_positions = max(self._num_positions, record.position + 1)
             return {**found, self._name: self.file.score_at(record.position)}, ""
@@ -126,9 +126,11 @@ class Scoring:
             self._unscored.update(k for k, v in extras.items() if isinstance(v, bool | int | float) and _may_label(k))
         return {**found, self._name: score}, group
 
-    def _set_label(self, packed: PackedTrace, file: "Scores") -> None:
+    def set_label(self, packed: PackedTrace) -> None:
         """Give a trace the label of the scores file, which replaces that of a built-in layout."""
-        record = packed.record
+        record, file = packed.record, self.file
+        if file is None or self._export is not None:
+            return
         label = file.label_of(record.question_id, record.sample, record.position)
         if not self._described.is_builtin and record.label is not None:
             if label not in (None, record.label):

@@ -296,6 +296,26 @@ class Stream(Protocol):
         """Release the files of the source; call cancel() first."""
 
 
+class TraceStream(Protocol):
+    """The packed traces of one source.
+
+    Attributes
+    ----------
+    source : SourceFile
+    refused : list of InvalidInputError
+        Its traces that were refused, complete at the end of the iteration.
+    """
+
+    source: SourceFile
+    refused: list[InvalidInputError]
+
+    def identity(self) -> Identity:
+        """Return the identity of the source; raise the error of reading it."""
+
+    def __iter__(self) -> Iterator[PackedTrace]:
+        """Yield the traces; raise the error of reading them."""
+
+
 def ordered_prefetch(started: Iterator[AnyStream], depth: Callable[[], int]) -> Iterator[AnyStream]:
     """Yield the streams in order, with `depth()` of them started.
 

@@ -71,6 +71,8 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("src", nargs="+", type=Path, metavar="SRC", help="trace files, or folders of them")
     parser.add_argument("dst", metavar="DST", help="the store to create or to extend: a folder, s3:// or gs://")
     add_flags(parser, ConvertOptions, _FLAGS)
+    text = "cut the conversion into tasks, write them to FILE and convert nothing, see docs/scale.md (default: convert)"
+    parser.add_argument("--plan", type=Path, metavar="FILE", help=text)
     for flag in _AS_FIELDS:
         parser.add_argument(flag, help=argparse.SUPPRESS)
     parser.add_argument("--watch", action="store_true", help="keep converting files that are added to the folders")
@@ -88,6 +90,15 @@ def run(args: argparse.Namespace, output: Output) -> None:
     options = ConvertOptions(**values(args, _FLAGS))
     if args.is_program:
         reuse_freed_memory(options.memory_budget)
+    if args.plan is not None:
+        from tracestore.tasks.task_files import write_tasks
+        from tracestore.tasks.task_plan import plan_tasks
+
+        if options.dask is not None or options.dry_run or args.watch:
+            raise UsageError("--plan excludes --dask, --dry-run and --watch")
+        with map_os_errors(local_dir(args.dst)):
+            write_tasks(args.plan, plan_tasks(args.src, args.dst, options, output=output), output)
+        return
     # Imported here, because most conversions are neither dry nor watch their folders.
     if options.dry_run:
         from tracestore.convert.dry_run import dry_run

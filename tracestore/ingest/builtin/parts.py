@@ -129,6 +129,11 @@ class Part:
         As for `Execution`.
     origin : str
         Where the layout comes from, in words.
+
+    Attributes
+    ----------
+    files, builtin, others, has_scores_file
+        Those that were given; `others` are the sources without a layout.
     """
 
     def __init__(
@@ -144,8 +149,8 @@ class Part:
         origin: str = "",
     ) -> None:
         self.origin = origin if builtin is None else f"built-in layout {builtin.name}"
-        self._layout, self._builtin = layout, builtin
-        self._others, self._has_scores_file = sources or {}, has_scores_file
+        self._layout, self.files, self.builtin = layout, files, builtin
+        self.others, self.has_scores_file = sources or {}, has_scores_file
         check = None if builtin is None else self._checked
         self.execution: Execution | None = None
         if layout is not None:
@@ -173,7 +178,7 @@ class Part:
     @property
     def kept_text(self) -> str | None:
         """The layout that the store keeps; None for a built-in one, which files show again."""
-        return None if self._layout is None or self._builtin is not None else self._layout.to_toml()
+        return None if self._layout is None or self.builtin is not None else self._layout.to_toml()
 
     @cached_property
     def deferred_scores(self) -> set[str]:
@@ -188,7 +193,7 @@ class Part:
     @property
     def states_attention(self) -> bool | None:
         """Return whether the layout states attention; None if the traces may have it."""
-        if self._layout is None or self._builtin is not None:
+        if self._layout is None or self.builtin is not None:
             return None
         if "attentions" in self._layout.addresses:
             return True
@@ -196,7 +201,7 @@ class Part:
 
     def sources(self) -> Iterator[tuple[Path, SourceFile]]:
         """Yield the sources with the path of the first file of each."""
-        yield from ((source.path, source) for source in self._others.values())
+        yield from ((source.path, source) for source in self.others.values())
         if self.execution is None:
             return
         fingerprint = self.execution.fingerprint()
@@ -204,19 +209,19 @@ class Part:
             described = DescribedFiles(self.execution, group, fingerprint, self._portable(group))
             first = next(iter(group.files.values()))[0]
             # A file of a built-in layout is known by its bytes alone.
-            parts = () if self._builtin is not None and group.paths == (first.path,) else group.paths
+            parts = () if self.builtin is not None and group.paths == (first.path,) else group.paths
             yield first.path, SourceFile(group.paths[0], group.name, parts=parts, described=described)
 
     def _portable(self, group: FileGroup) -> BuiltinFiles | None:
         """Return what reads a source in another process; None if accounts of the run need its traces."""
-        if self._builtin is None or self.execution is None or not self.execution.is_direct:
+        if self.builtin is None or self.execution is None or not self.execution.is_direct:
             return None
         files = {file.name: file.path.absolute() for found in group.files.values() for file in found}
-        return BuiltinFiles(replace(self._builtin), files, self._has_scores_file)
+        return BuiltinFiles(replace(self.builtin), files, self.has_scores_file)
 
     def _checked(self, text: str, name: str, root: Value) -> Value:
-        assert self._builtin is not None
-        return self._builtin.signatures[text].checked(root, partial(_refuse, self._builtin.name))
+        assert self.builtin is not None
+        return self.builtin.signatures[text].checked(root, partial(_refuse, self.builtin.name))
 
 
 def _refuse(name: str, difference: str) -> NoReturn:
@@ -279,7 +284,7 @@ def builtin_parts(
     InvalidInputError
         If nothing describes a table or arrays next to the traces, which may belong to them.
     """
-    sources, taken = _exported(files)
+    sources, taken = exported_sources(files)
     taken |= {path.absolute() for path in owned}
     left = {n: p for n, p in files.items() if n not in sources and p.absolute() not in taken and not is_other(n)}
     looks = FirstLooks()
@@ -301,7 +306,7 @@ def builtin_parts(
     return [*parts, Part(None, {}, sources=sources)]
 
 
-def _exported(files: Mapping[str, Path]) -> tuple[dict[str, SourceFile], set[Path]]:
+def exported_sources(files: Mapping[str, Path]) -> tuple[dict[str, SourceFile], set[Path]]:
     """Return the sources that are files of exports, and all files that exports describe."""
     folders = {folder for path in files.values() for folder in list(path.parents)[:2]}
     exports = [export for folder in folders if (export := find_export(folder)) is not None]

@@ -185,7 +185,7 @@ class RunAccount:
 
     def __init__(self, plan: Plan, trees: Mapping[str, Node], num_sources: int, *, is_stated: bool) -> None:
         self._plan, self._trees, self._num_sources, self._is_stated = plan, trees, num_sources, is_stated
-        self._num_read = 0  # sources that were read to their end
+        self.num_read = 0  # sources that were read to their end
         self._lock = threading.Lock()
         self._missing: dict[Place, set[str]] = {}
         self.is_whole = True
@@ -194,7 +194,7 @@ class RunAccount:
         # The states lie under the same items.
         self._prefixes = {f"{p.position_prefix}[]/" for p in plan.states if p.position_prefix is not None}
         self.left_out: set[str] = set()
-        self._first: tuple[int, str] | None = None  # the first trace of the first source that was read
+        self.first: tuple[int, str] | None = None  # the first trace of the first source that was read
 
     def refuse_unclaimed(self, texts: RowTexts, node: Node, key: str, value: Value) -> None:
         """Rule 8: every array has a line or is ignored. Rule 8a: so has what may be a label or a score."""
@@ -223,12 +223,12 @@ class RunAccount:
     @property
     def is_read(self) -> bool:
         """Return whether every source was read to its end in this run."""
-        return self._num_read == self._num_sources
+        return self.num_read == self._num_sources
 
     def add_source(self, missing: Mapping[Place, set[str]]) -> None:
         """Add the keys of the traces of a source for which a table has no row."""
         with self._lock:
-            self._num_read += 1
+            self.num_read += 1
             for place, keys in missing.items():
                 self._missing.setdefault(place, set()).update(keys)
 
@@ -248,8 +248,8 @@ class RunAccount:
     def keep_first(self, number: int, record: TraceRecord) -> None:
         """Keep the first trace of a source for the summary, if no earlier source has one."""
         with self._lock:
-            if self._first is None or number < self._first[0]:
-                self._first = (number, described(record))
+            if self.first is None or number < self.first[0]:
+                self.first = (number, described(record))
 
     def close(
         self, tables: Mapping[Place, Column], sources: Mapping[str, str], has_id: Callable[[str], bool]
@@ -270,8 +270,8 @@ class RunAccount:
         InvalidInputError
             Rules 12b and 12c: rows and traces that are left over would match by another spelling, or nothing matches.
         """
-        if self._first is not None:
-            yield self._first[1]
+        if self.first is not None:
+            yield self.first[1]
         self._check_found()
         if not self._is_stated:  # by a person, who knows what the lines leave out
             self.left_out |= {str(a) for a in self._plan.ignored if a.path and self._node_of(a).is_found}

@@ -15,6 +15,7 @@ DAMAGED_PREFIX = "damaged-"  # prefix of a manifest that `verify --repair` has s
 
 # Top-level folders of a store.
 TOP_FOLDERS = ("manifest", "segments", "index", "columns")
+RECEIPTS = "receipts"  # plans of conversions, and what their tasks have written
 
 _ARRAYS = "|".join(schema.LARGE_ARRAYS)
 _SEGMENT_NAME = r"[0-9a-z][0-9a-z_-]{0,62}"
@@ -31,10 +32,11 @@ _OWN_FILE = re.compile(
     rf"zarr\.json|lock|{_TEMPORARY}zarr\.json"
     rf"|manifest/(?:newest|(?:{_TEMPORARY}|{DAMAGED_PREFIX})?[0-9]{{10}})"
     rf"|segments/{_SEGMENT_NAME}/{_IN_SEGMENT}|{_SMALL}|index/(?:{_TEMPORARY})?[0-9]{{10}}\.manifest"
+    rf"|{RECEIPTS}/[0-9a-f]{{32}}\.(?:json|zip)"
     rf"|{_WRITING}/(?:lock|small|[0-9]{{8}}/{_IN_SEGMENT})|{_SPOOL}/[0-9]{{8}}(?:/[0-9]{{4}}-(?:{_ARRAYS}))?"
 )
 _OWN_FOLDER = re.compile(
-    rf"manifest|segments|index|columns|{_WRITING}|{_SPOOL}(?:/[0-9]{{8}})?"
+    rf"manifest|segments|index|columns|{RECEIPTS}|{_WRITING}|{_SPOOL}(?:/[0-9]{{8}})?"
     rf"|(?:segments/{_SEGMENT_NAME}|{_WRITING}/[0-9]{{8}})(?:/(?:{_ARRAYS})(?:/c(?:/0){{0,2}})?)?"
 )
 
@@ -80,6 +82,16 @@ def manifest(generation: int) -> str:
 def small_file(folder: str, generation: int, crc: int) -> str:
     """Return the path of a file that a generation's commit adds to the folder index or columns."""
     return f"{folder}/{generation:010d}-{crc:08x}.zip"
+
+
+def plan(digest: str) -> str:
+    """Return the path of a plan."""
+    return f"{RECEIPTS}/{digest}.json"
+
+
+def receipt(task: str) -> str:
+    """Return the path of the receipt of a task."""
+    return f"{RECEIPTS}/{task}.zip"
 
 
 def manifest_copy(generation: int) -> str:

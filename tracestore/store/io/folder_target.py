@@ -148,13 +148,18 @@ class FolderTarget(HasWritingFolder):
         """See CommitTarget."""
         path = paths.segment(name)
         fsio.makedirs(self.path / "segments")
-        if all(self._size(f"{path}/{inner}") == size for inner, size, _ in files):
+        # Another writer may add the same one at the same time.
+        if not self._is_complete(path, files) and fsio.give_name(folder, self.path / path):
+            self._added.append(path)
+        elif self._is_complete(path, files):
             os.utime(self.path / path)  # `tracestore clean` goes by the time of the last use.
-            return
-        if not fsio.give_name(folder, self.path / path):
+        else:
             require_removed(self.path, path)  # It was removed in part: no generation names it.
             fsio.retry_eintr(os.rename, folder, self.path / path)
-        self._added.append(path)
+            self._added.append(path)
+
+    def _is_complete(self, path: str, files: Sequence[tuple[str, int, int]]) -> bool:
+        return all(self._size(f"{path}/{inner}") == size for inner, size, _ in files)
 
     def _size(self, path: str) -> int | None:
         try:
@@ -168,14 +173,15 @@ class FolderTarget(HasWritingFolder):
 
     def add_file(self, path: str, data: bytes) -> None:
         """See CommitTarget."""
-        if self._create_file(path, data):
+        if self.create_file(path, data):
             self._added.append(path)
         elif self._read(path) != data:
             require_removed(self.path, path)
-            self._create_file(path, data)
+            self.create_file(path, data)
             self._added.append(path)
 
-    def _create_file(self, path: str, data: bytes) -> bool:
+    def create_file(self, path: str, data: bytes) -> bool:
+        """Create a file; return False, with nothing changed, if it exists."""
         fsio.makedirs((self.path / path).parent)
         is_new = fsio.give_name(self._folder.write_small(data), self.path / path)
         fsio.fsync_path((self.path / path).parent)
@@ -198,7 +204,7 @@ class FolderTarget(HasWritingFolder):
                 fsio.fsync_path(self.path.parent)
         added, self._added = self._added, []  # From here on, they may belong to a generation.
         try:
-            is_new = self._create_file(paths.manifest(manifest.generation), manifest.to_bytes())
+            is_new = self.create_file(paths.manifest(manifest.generation), manifest.to_bytes())
         except BaseException:
             if not self.has_manifest(manifest):
                 self._added = added
@@ -302,7 +308,8 @@ class FolderTarget(HasWritingFolder):
 
     def _remove_unused(self) -> None:
         with contextlib.suppress(OSError, StoreLockedError), self.lock():
-            is_empty = not self.files.generations()
+            # A plan of other processes makes it a store.
+            is_empty = not (self.files.generations() or self.files.list_dir(paths.RECEIPTS))
             # A replacement that no later run can resume is useless.
             is_dropped = self._replacement is not None and (is_empty or not self._keeps_replacement)
             if (self._is_created and is_empty) or is_dropped:

@@ -118,7 +118,7 @@ def _classify(store: Path, names: list[str] | None) -> FolderKind:
         raise UsageError(f"{store}: the folder is neither empty nor a store")
     for name in names:
         _require_own(store, name)
-        if name in paths.TOP_FOLDERS:
+        if name in (*paths.TOP_FOLDERS, paths.RECEIPTS):
             for inner in LocalFiles(store).list_dir(name):
                 if not _is_system_file(inner):
                     _require_own(store, f"{name}/{inner}")
@@ -211,7 +211,7 @@ def remove_contents(store: Path, *, keep_lock: bool = False) -> None:
     without traces.
     """
     remove_own(store, "manifest")
-    for name in ("index", "columns", "segments", f"{TEMPORARY_PREFIX}zarr.json", "zarr.json"):
+    for name in (paths.RECEIPTS, "index", "columns", "segments", f"{TEMPORARY_PREFIX}zarr.json", "zarr.json"):
         remove_own(store, name)
     for name in filter(paths.is_writing_folder, os.listdir(store)):
         remove_own(store, name)

@@ -75,7 +75,7 @@ def clean_store(store: str | os.PathLike[str], *, older_than_s: float, dry_run: 
 
 def _units(store: Path) -> Iterable[str]:
     """Yield what is removed as a whole: segments, files of the other folders, and temporary folders."""
-    for folder in paths.TOP_FOLDERS:
+    for folder in (*paths.TOP_FOLDERS, paths.RECEIPTS):
         yield from (f"{folder}/{name}" for name in sorted(LocalFiles(store).list_dir(folder)))
     yield from (name for name in sorted(os.listdir(store)) if name.startswith(paths.TEMPORARY_PREFIX))
 

@@ -189,5 +189,6 @@ class StoreVerifier(ABC):
                 if number > (self.report.generation or 0):
                     later |= {segment.path for segment in StoreIndex(self.files, manifest).segments()}
         left = [path for path in found if path not in named and "/".join(path.split("/")[:2]) not in later]
-        # `verify --repair` has set aside damaged manifests.
-        return self.existing(sorted(p for p in left if not p.startswith(f"manifest/{paths.DAMAGED_PREFIX}")))
+        # `verify --repair` has set aside damaged manifests; the next plan removes receipts.
+        kept = (f"manifest/{paths.DAMAGED_PREFIX}", f"{paths.RECEIPTS}/")
+        return self.existing(sorted(p for p in left if not p.startswith(kept)))

@@ -17,9 +17,18 @@ from tracestore.store.read.generation import PinnedGeneration
 from tracestore.store.read.segment import read_lens
 from tracestore.store.write.keys import KeyResolver, OnConflict
 from tracestore.store.write.pack import PackedTrace, fit_attributes, fit_lens
-from tracestore.store.write.pending import Entry, Key, Pending, PendingLens, PendingSource, location_of
+from tracestore.store.write.pending import (
+    Entry,
+    Key,
+    Pending,
+    PendingLens,
+    PendingSource,
+    WrittenPlace,
+    WrittenTrace,
+    location_of,
+)
 from tracestore.store.write.record import TraceRecord
-from tracestore.store.write.segment_writer import Place, SegmentWriter
+from tracestore.store.write.segment_writer import SegmentWriter
 
 
 class Changes:
@@ -247,13 +256,15 @@ class Changes:
             raise error.with_location(position=record.position) from None
         return groups, label
 
-    def append(self, trace: PackedTrace, new_folder: Callable[[], Path], split_bytes: int) -> Place:
+    def append(self, trace: PackedTrace, new_folder: Callable[[], Path], split_bytes: int) -> WrittenPlace:
         """Append a trace to the last segment, or to a new one if that has `split_bytes` with it, and return its place."""
+        if isinstance(trace, WrittenTrace):
+            return self.pending.place(trace, self.manifest.num_segments, new_folder())
         segment = next(iter(self.pending.segments[-1:]), None)
         if segment is not None and len(segment) and segment.num_bytes + trace.num_bytes > split_bytes:
             segment.close_fd()
             segment = None
-        if segment is None or segment.name:
+        if not isinstance(segment, SegmentWriter) or segment.name:
             segment = self.new_segment(new_folder())
         segment.append(trace, self.attributes)
         return segment, len(segment) - 1
@@ -261,8 +272,8 @@ class Changes:
     def new_segment(self, folder: Path) -> SegmentWriter:
         """Add a segment in a folder, which does not exist."""
         segments = self.pending.segments
-        segments.append(SegmentWriter(folder, self.manifest.num_segments + len(segments), self.attributes))
-        return segments[-1]
+        segments.append(new := SegmentWriter(folder, self.manifest.num_segments + len(segments), self.attributes))
+        return new
 
     def accept(self, entry: Entry, groups: set[int], label: float) -> None:
         """Add a trace to the open source; `groups` and `label` are those of resolve()."""

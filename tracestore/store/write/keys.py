@@ -14,7 +14,7 @@ from tracestore.store.read.columns import TraceValues
 from tracestore.store.read.index import StoreIndex
 from tracestore.store.read.segment import SegmentReader
 from tracestore.store.write.pack import PackedTrace
-from tracestore.store.write.pending import Key, Pending, PendingRow
+from tracestore.store.write.pending import Key, Pending, PendingRow, WrittenTrace
 from tracestore.store.write.record import TraceRecord, read_record
 
 OnConflict = Literal["error", "keep-first", "keep-last"]
@@ -73,7 +73,7 @@ class KeyResolver:
             elif self._stored_crc(stored, name) != crc:
                 difference = "arrays"
         if difference is None:
-            difference = first_difference(_text_fields(record, trace.extras), self._stored_text_fields(stored))
+            difference = first_difference(_text_fields(trace), self._stored_text_fields(stored))
         if difference is None:
             return missing
         if self._on_conflict == "error":
@@ -128,9 +128,9 @@ class KeyResolver:
         number, row = location[f"{name}_segment"], location[f"{name}_row"]
         trace = self._pending_trace(number, row)
         if trace is not None:
-            return _text_fields(trace.record, trace.extras)
+            return _text_fields(trace)
         segment = self._segment(number)
-        return _text_fields(read_record(segment, row), segment.string("extras", row))
+        return _fields(read_record(segment, row), segment.string("extras", row))
 
     def _pending_trace(self, segment: int, row: int) -> PackedTrace | None:
         return next((s.packed(row) for s in self._pending.segments if s.number == segment), None)
@@ -248,8 +248,15 @@ def _location_columns(group: int) -> tuple[str, ...]:
     return (f"{name}_segment", f"{name}_row", *mf.LOCATION_COLUMNS[name])
 
 
-def _text_fields(record: TraceRecord, extras: str) -> dict[str, Any]:
+def _text_fields(trace: PackedTrace) -> dict[str, Any]:
     """Return what a trace holds besides its arrays, for comparing two traces of one key."""
+    if isinstance(trace, WrittenTrace):
+        assert trace.segment is not None
+        trace = trace.segment.packed(trace.row)
+    return _fields(trace.record, trace.extras)
+
+
+def _fields(record: TraceRecord, extras: str) -> dict[str, Any]:
     return {
         **record.strings,
         "tokens": None if record.tokens is None else record.tokens.tolist(),

@@ -1,20 +1,26 @@
 """The changes that a writer has collected for its next commit."""
 
+import hashlib
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from tracestore._core.kernels import crc32c
 from tracestore.store.format import manifest as mf
 from tracestore.store.format import schema
+from tracestore.store.format.entries import FileEntry
 from tracestore.store.format.lens_attribute import LensField
 from tracestore.store.format.provenance import Provenance
+from tracestore.store.io.files import StoreFiles, reading_committed
 from tracestore.store.lens import LensArrays
 from tracestore.store.read.columns import TraceValues
+from tracestore.store.read.index import SegmentEntry
+from tracestore.store.read.segment import SegmentReader
 from tracestore.store.write.pack import PackedTrace
-from tracestore.store.write.record import TraceRecord
+from tracestore.store.write.record import TraceRecord, read_record
 from tracestore.store.write.segment_writer import SegmentWriter
 
 
@@ -36,6 +42,81 @@ class Key(NamedTuple):
     label: float | None
 
 
+class WrittenSegment:
+    """A segment that another process has given its name; for the rest see SegmentWriter.
+
+    Parameters
+    ----------
+    files : StoreFiles
+    name : str
+    num_traces : int
+    rows : FileEntry
+        Its rows.zip.
+    attributes : schema.Attributes
+        Those that its arrays must have.
+
+    Raises
+    ------
+    CorruptStoreError
+        If its name is not that of its rows, or the metadata of its arrays do not fit the attributes.
+    """
+
+    def __init__(
+        self, files: StoreFiles, name: str, num_traces: int, rows: FileEntry, attributes: schema.Attributes
+    ) -> None:
+        self.name, self.rows, self.number, self.folder = name, rows, -1, Path()
+        with reading_committed(rows.path):
+            data = files.read(rows)
+            if crc32c(data) != rows.crc32c or hashlib.blake2b(data, digest_size=16).hexdigest() != name:
+                raise ValueError("not the rows that its name and checksum say")
+        self.reader = SegmentReader(files, SegmentEntry(num_traces, rows), attributes)
+        self.files = [(e.path.removeprefix(f"{self.reader.name}/"), e.size, e.crc32c) for e in self.entries]
+        self.num_bytes = sum(size for _, size, _ in self.files)
+        self.num_tokens = int(self.reader.values("num_tokens").sum(dtype=np.int64))
+        names = {name for name in schema.LARGE_ARRAYS if self.reader.has(name)}
+        self.field_names = names & {*schema.STORED_FIELDS} | ({"edges"} if "edge_index" in names else set())
+        for array in names:
+            self.reader.array(array)
+            self.reader.close_array(array)
+
+    @property
+    def entries(self) -> list[FileEntry]:
+        """All files, rows.zip last."""
+        return [*self.reader.entries.values(), self.rows]
+
+    def __len__(self) -> int:
+        return self.reader.num_rows
+
+    def packed(self, row: int) -> PackedTrace:
+        """Return a row with its texts and checksums, without its arrays."""
+        reader = self.reader
+        trace = PackedTrace(read_record(reader, row), 0, 0, 0, "", extras=reader.string("extras", row))
+        trace.graph_crc, trace.sequence_crc = (reader.scalar(f"{n}_crc32c", row) for n in mf.GROUP_NAMES)
+        return trace
+
+    def finish(self) -> None:
+        """Do nothing: it is complete."""
+
+    flush = close_fd = remove = finish  # remove: another commit may name it.
+
+    def savepoint(self) -> None:
+        """Return what rollback() needs: nothing."""
+
+    def rollback(self, savepoint: Any) -> None:
+        """Do nothing."""
+
+
+@dataclass
+class WrittenTrace(PackedTrace):
+    """A trace in a row of a written segment; its record has no texts besides the key."""
+
+    segment: WrittenSegment | None = None
+    row: int = -1
+
+
+WrittenPlace = tuple[SegmentWriter | WrittenSegment, int]
+
+
 class Entry(NamedTuple):
     """A trace of a pending source: what resolves its key again on a newer generation.
 
@@ -46,14 +127,14 @@ class Entry(NamedTuple):
         Its scores and group.
     trace : PackedTrace or None
         Without its arrays; None if the store had them.
-    segment, row : SegmentWriter or None, int
+    segment, row : SegmentWriter, WrittenSegment or None, int
         The pending row with its arrays.
     """
 
     record: TraceRecord | Key
     given: TraceValues
     trace: PackedTrace | None = None
-    segment: SegmentWriter | None = None
+    segment: SegmentWriter | WrittenSegment | None = None
     row: int = -1
 
 
@@ -144,12 +225,12 @@ class Pending:
     patches: dict[tuple[int, int], dict[str, int]] = field(default_factory=dict)
     updates: dict[int, TraceValues] = field(default_factory=dict)
     sources: list[PendingSource] = field(default_factory=list)
-    segments: list[SegmentWriter] = field(default_factory=list)
+    segments: list[SegmentWriter | WrittenSegment] = field(default_factory=list)
     lens: PendingLens | None = None
     lens_provenance: int = -1
 
     @property
-    def all_segments(self) -> list[SegmentWriter]:
+    def all_segments(self) -> list[SegmentWriter | WrittenSegment]:
         """The segments with traces, and that of the lens."""
         return [*(s for s in self.segments if len(s)), *([self.lens.segment] if self.lens else [])]
 
@@ -169,6 +250,15 @@ class Pending:
             self.lens.remove()
         self.remove_segments()
 
+    def place(self, trace: WrittenTrace, first: int, folder: Path) -> WrittenPlace:
+        """Return the segment and row of a written trace. `first` is the number of the first segment."""
+        segment = trace.segment
+        assert segment is not None
+        if segment not in self.segments:
+            segment.number, segment.folder = first + len(self.segments), folder
+            self.segments.append(segment)
+        return segment, trace.row
+
     def savepoint(self) -> Callable[[], None]:
         """Return a function that reverts what was appended to the segments since this call."""
         count = len(self.segments)
@@ -180,6 +270,11 @@ class Pending:
                 self.segments[-1].rollback(savepoint)
 
         return roll_back
+
+    def flush(self) -> None:
+        """Write the buffered arrays of the last segment, whose memory can be released then."""
+        for segment in self.segments[-1:]:
+            segment.flush()
 
     def remove_segments(self, first: int = 0) -> None:
         """Remove the segments from `first` on, with their files."""

@@ -111,7 +111,7 @@ class StoreWriter:
 
     @property
     def scratch(self) -> Path:
-        """The folder for temporary files, which lies on that disk and goes with the writer."""
+        """The folder for temporary files on that disk."""
         return self._target.scratch
 
     @property
@@ -192,13 +192,11 @@ class StoreWriter:
 
     def flush_source(self) -> None:
         """Write the buffered arrays of the open source, so that their memory can be released."""
-        for segment in self._changes.pending.segments[-1:]:
-            segment.flush()
+        self._changes.pending.flush()
 
     def end_source(self, fingerprint: str | None = None) -> bool:
         """Accept the open source, with another fingerprint if given; return whether that triggered a commit."""
-        source = self._changes.pending.sources[-1]
-        source.fingerprint = fingerprint or source.fingerprint
+        self._changes.pending.sources[-1].fingerprint = fingerprint or self._changes.pending.sources[-1].fingerprint
         self.flush_source()
         self._changes.end_source()
         is_due = self.pending_bytes >= self.commit_bytes

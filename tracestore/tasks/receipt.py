@@ -1,0 +1,256 @@
+"""Receipts: what a task has written, for the commit. They come from other machines and are checked as foreign input."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tracestore._core.mapping import MappedFile
+from tracestore.errors import (
+    CorruptStoreError,
+    InvalidInputError,
+    UsageError,
+    error_from_json,
+    error_to_json,
+    escape_unprintable,
+)
+from tracestore.ingest.execute.accounts import RunAccount
+from tracestore.ingest.sources import Identity, SourceFile
+from tracestore.store.format import paths
+from tracestore.store.format.ragged import encode_strings
+from tracestore.store.format.zip_group import ZipGroup, pack_group
+from tracestore.store.io.files import LocalFiles
+from tracestore.store.write.pack import PackedTrace
+from tracestore.store.write.pending import WrittenSegment
+from tracestore.store.write.segment_writer import SegmentWriter
+from tracestore.tasks.receipt_traces import DIMENSIONS, TracesOfReceipt
+from tracestore.tasks.task_plan import Plan, Task, digest_of
+
+# Of each trace, in the order of the rows of the segments: its label and values of scores (score after score), NaN if
+# they are missing, which of them it has, its group, the CRC-32C of its hidden states, the bytes of its arrays in the
+# source, and the position of its other facts in the attribute `facts`.
+_ARRAYS = {
+    "values": "<f8",
+    "has_value": "|u1",
+    "group": "|u1",
+    "group_offsets": "<i8",
+    "states_crc32c": "<u4",
+    "source_bytes": "<i8",
+    "facts": "<i4",
+}
+# Facts that many traces share.
+_OF_TRACE = (*DIMENSIONS, "rounded_from")
+_OF_RECORD = ("layer_ids", "extra_names", "dropped", "is_without_embeddings")
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """Counts of what a task has written; the store holds the details.
+
+    Attributes
+    ----------
+    task : str
+        Hash of the task.
+    num_sources, num_traces, num_bytes : int
+        Sources that were read, their traces, and the bytes of the segments.
+    """
+
+    task: str
+    num_sources: int
+    num_traces: int
+    num_bytes: int
+
+    def to_json(self) -> str:
+        """Return the receipt as a line of JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Receipt":
+        """Return the receipt of a line of JSON; UsageError if it is none."""
+        try:
+            return cls(**json.loads(text))
+        except (ValueError, TypeError, RecursionError):
+            raise UsageError("not a receipt of tracestore") from None
+
+
+@dataclass
+class WrittenSource:
+    """The traces of a source, in segments of a task; a TraceStream.
+
+    Attributes
+    ----------
+    source : SourceFile
+    position : int
+        Among all sources of the plan.
+    size, fingerprint : int, str
+    packed : list of PackedTrace
+        Without their arrays.
+    refused : list of InvalidInputError
+        Traces that were refused.
+    error : InvalidInputError or None
+        Why the source is refused as a whole; it has no traces then.
+    """
+
+    source: SourceFile
+    position: int
+    size: int
+    fingerprint: str
+    packed: Sequence[PackedTrace] = ()
+    refused: list[InvalidInputError] = field(default_factory=list)
+    error: InvalidInputError | None = None
+
+    def identity(self) -> Identity:
+        """Return the identity, which the task has compared with the files."""
+        return _Compared(self.size, self.fingerprint, 0)
+
+    def __iter__(self) -> Iterator[PackedTrace]:
+        if self.error is not None:
+            raise self.error.with_location()
+        yield from self.packed
+
+
+class _Compared(Identity):
+    def matches(self, source: SourceFile) -> bool:
+        """Return True: the task has looked at the end of the source."""
+        return True
+
+
+def pack_receipt(
+    task: Task, sources: Sequence[WrittenSource], segments: Sequence[SegmentWriter], accounts: Sequence[Any]
+) -> bytes:
+    """Return the bytes of a receipt."""
+    traces = [trace for source in sources for trace in source.packed]
+    names = sorted({name for trace in traces for name in trace.record.scores})
+    facts: dict[str, int] = {}
+    texts = (
+        json.dumps([getattr(t, n) for n in _OF_TRACE] + [getattr(t.record, n) for n in _OF_RECORD]) for t in traces
+    )
+    rows = [[trace.record.label, *map(trace.record.scores.get, names)] for trace in traces]
+    values = [math.nan if value is None else value for row in rows for value in row]
+    arrays = {
+        "values": values,
+        "has_value": [value is not None for row in rows for value in row],
+        "states_crc32c": [trace.crcs.get("hidden_states", 0) for trace in traces],
+        "source_bytes": [trace.source_bytes for trace in traces],
+        "facts": [facts.setdefault(text, len(facts)) for text in texts],
+    }
+    packed = {name: np.array(found, _ARRAYS[name]) for name, found in arrays.items()}
+    packed["group"], packed["group_offsets"] = encode_strings([trace.record.group for trace in traces])
+    document = {
+        "task": task.hash,
+        "segments": [[s.name, len(s), s.rows.size, s.rows.crc32c] for s in segments],
+        "sources": [
+            {
+                "name": source.source.name,
+                "position": source.position,
+                "size": source.size,
+                "fingerprint": source.fingerprint,
+                "num_traces": len(source.packed),
+                "rounding_error": source.packed[0].rounding_error if source.packed else None,
+                "refused": list(map(error_to_json, source.refused)),
+                "error": None if source.error is None else error_to_json(source.error),
+            }
+            for source in sources
+        ],
+        "scores": names,
+        "facts": [json.loads(text) for text in facts],
+        "accounts": list(accounts),
+    }
+    return pack_group(packed, {"tracestore": document | {"digest": _digest(document, packed)}})
+
+
+def _digest(document: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> str:
+    parts = [json.dumps(document, sort_keys=True).encode(), *(arrays[name].tobytes() for name in sorted(_ARRAYS))]
+    return digest_of(b"".join(len(part).to_bytes(8, "little") + part for part in parts))
+
+
+@dataclass
+class FoundReceipt:
+    """A receipt that was read and checked."""
+
+    sources: list[WrittenSource]
+    accounts: list[Any]
+    segments: list[WrittenSegment]
+
+    def summary(self, task: Task) -> Receipt:
+        """Return its counts."""
+        num_bytes = sum(segment.num_bytes for segment in self.segments)
+        return Receipt(task.hash, len(self.sources), sum(len(source.packed) for source in self.sources), num_bytes)
+
+
+@contextmanager
+def _checked(store: Path, path: str) -> Iterator[None]:
+    """Turn the errors of a receipt that is none into CorruptStoreError."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as error:
+        reason = escape_unprintable(f"{type(error).__name__}: {error}", 200)
+        raise CorruptStoreError(f"{store / path}: {reason}; remove it, and write its task again") from None
+
+
+def read_receipt(plan: Plan, task: Task, sources: Sequence[SourceFile]) -> FoundReceipt:
+    """Return the receipt of a task of a plan with these sources.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is none.
+    CorruptStoreError
+        If it is damaged, or the segments are not those that it says.
+    """
+    files, path = LocalFiles(plan.store), paths.receipt(task.hash)
+    fd = files.open(path)
+    with _checked(plan.store, path), open(fd, "rb"):
+        group = ZipGroup(MappedFile(plan.store / path, name=path, fd=fd), _ARRAYS)
+        document = group.attributes()["tracestore"]
+        arrays = {name: group.read(name) for name in _ARRAYS}
+        if document.pop("digest") != _digest(document, arrays) or document["task"] != task.hash:
+            raise ValueError("damaged")
+        found = document["sources"]
+        if [[s["position"], s["name"], s["size"], s["fingerprint"]] for s in found] != plan.facts["tasks"][task.number]:
+            raise ValueError("sources of another plan")
+        traces = TracesOfReceipt(plan, document, arrays, group.strings("group", 0, len(arrays["facts"])))
+        segments = [traces.add_segment(files, *segment) for segment in document["segments"]]
+        written = [_written(source, sources[source["position"]], traces) for source in found]
+        if traces.num_left or len(traces.facts):
+            raise ValueError("traces of no source or segment")
+        accounts = [None if account is None else checked_account(account) for account in document["accounts"]]
+        if [account is None for account in accounts] != [part["builtin"] is None for part in plan.facts["parts"]]:
+            raise ValueError("accounts of other layouts")
+        return FoundReceipt(written, accounts, segments)
+
+
+def account_to_json(account: RunAccount) -> list[Any]:
+    """Return what the sources of a layout without tables have added to its account."""
+    return [account.num_read, account.is_whole, sorted(account.left_out), account.first]
+
+
+def checked_account(found: Any) -> list[Any]:
+    """Return what account_to_json() has returned."""
+    num_read, is_whole, left_out, first = found
+    return [int(num_read), bool(is_whole), set(map(str, left_out)), first and (int(first[0]), str(first[1]))]
+
+
+def add_to_account(account: RunAccount, found: list[Any]) -> None:
+    """Add what a task has found to the account of a run."""
+    num_read, is_whole, left_out, first = found
+    account.num_read += num_read
+    account.is_whole &= is_whole
+    account.left_out |= left_out
+    account.first = min(filter(None, (account.first, first)), default=None)
+
+
+def _written(found: Mapping[str, Any], source: SourceFile, traces: TracesOfReceipt) -> WrittenSource:
+    packed = traces.take(found["num_traces"])
+    error = None if found["error"] is None else error_from_json(found["error"])
+    refused = list(map(error_from_json, found["refused"]))
+    if packed and found["rounding_error"] is not None:
+        packed[0].rounding_error = float(found["rounding_error"])
+    if bool(packed) == (error is not None):
+        raise ValueError(f"{len(packed)} traces and the error {error}")
+    return WrittenSource(source, found["position"], found["size"], found["fingerprint"], packed, refused, error)

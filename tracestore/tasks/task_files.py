@@ -1,0 +1,75 @@
+"""Files with the tasks of a plan, a line of JSON each."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tracestore.console import Output
+from tracestore.errors import UsageError
+from tracestore.store.format import paths
+from tracestore.store.io import fsio
+from tracestore.tasks.committing import missing_receipts
+from tracestore.tasks.task_plan import Task
+from tracestore.words import plural
+
+_MAX_BYTES = 1 << 30
+_POLL_S = 0.2
+
+
+def write_tasks(path: Path, tasks: Sequence[Task], output: Output) -> None:
+    """Write the file of a plan, and print what to do with it. It has no line if the store has all sources."""
+    fsio.check_destination(path)
+    fsio.replace_file(path, "".join(f"{task.to_json()}\n" for task in tasks).encode())
+    output.print_json({"tasks": len(tasks), "bytes": sum(task.num_bytes for task in tasks)})
+    output.info(
+        f"{plural(len(tasks), 'task')} in {path}; next: tracestore work {path}, then tracestore commit {path}"
+        if tasks
+        else f"{path}: no task, because the store has all sources"
+    )
+
+
+def read_tasks(path: Path) -> list[Task]:
+    """Return the tasks in a file; UsageError if it is none."""
+    try:
+        with fsio.open_regular(path) as file:
+            data = file.read(_MAX_BYTES)
+        return [Task.from_json(line) for line in data.decode().splitlines()]
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from None
+    except (UsageError, ValueError):
+        raise UsageError(f"{path}: not a plan that convert --plan has written") from None
+
+
+def wait_for(tasks: Sequence[Task], wait_s: float) -> None:
+    """Wait until all tasks are written, or for some seconds."""
+    until = time.monotonic() + wait_s
+    while missing_receipts(tasks) and time.monotonic() < until:
+        time.sleep(_POLL_S)
+
+
+@dataclass
+class Status:
+    """Counts of the tasks of a plan."""
+
+    num_tasks: int
+    num_written: int
+    num_bytes: int
+    bytes_written: int
+    bytes_per_s: float | None
+    seconds_left: float | None
+    missing: list[int]
+
+
+def status_of(tasks: Sequence[Task]) -> Status:
+    """Return how many tasks have a receipt, and the rate since the plan was made."""
+    missing = missing_receipts(tasks)
+    done = [task for task in tasks if task not in missing]
+    num_bytes, written = sum(task.num_bytes for task in tasks), sum(task.num_bytes for task in done)
+    rate = None
+    if done and (plan := Path(done[0].store) / paths.plan(done[0].plan)).exists():
+        times = [(Path(task.store) / paths.receipt(task.hash)).stat().st_mtime for task in done]
+        seconds = max(times) - plan.stat().st_mtime
+        rate = written / seconds if seconds > 0 else None
+    left = (num_bytes - written) / rate if rate else None
+    return Status(len(tasks), len(done), num_bytes, written, rate, left, [task.number for task in missing])

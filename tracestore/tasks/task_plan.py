@@ -1,0 +1,372 @@
+"""Plans: the sources of a conversion, cut into tasks. A plan lies in its store until it is committed."""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from tracestore import __version__
+from tracestore.console import Output
+from tracestore.convert.described import DescribedRun
+from tracestore.convert.options import ConvertOptions
+from tracestore.convert.runner import Conversion
+from tracestore.errors import CorruptStoreError, InvalidInputError, UsageError, error_from_json, error_to_json
+from tracestore.ingest.builtin.library import builtins
+from tracestore.ingest.builtin.parts import Part, PreprocessedFile, UnknownFile, exported_sources
+from tracestore.ingest.packing import PackOptions
+from tracestore.ingest.score_files import FoundFiles
+from tracestore.ingest.sources import SourceFile, fingerprint, source_fingerprint
+from tracestore.store.format import paths
+from tracestore.store.io import fsio
+from tracestore.store.io.files import LocalFiles, parse_location
+from tracestore.store.io.ownership import check_store_destination, remove_own
+from tracestore.store.write.writer import StoreWriter
+
+_MIN_TASK, _MAX_TASK, _NUM_TASKS = 128 << 20, 4 << 30, 64
+_MAX_PLAN_BYTES = 1 << 30
+# Options of the process, not of the plan.
+_OWN = ("layout", "field", "workers", "dask", "overwrite", "dry_run")
+
+
+class Quiet(Output):
+    """Print nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(as_json=False)
+
+    def info(self, text: str) -> None:
+        """Do nothing."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """Sources that one process reads and writes into segments of their own.
+
+    Attributes
+    ----------
+    store : str
+        Absolute path of the store.
+    plan : str
+        Digest of its plan.
+    number : int
+        Position in the plan.
+    sources : tuple of str
+        Names of the sources, in their order.
+    num_bytes : int
+        Size of their files.
+    """
+
+    store: str
+    plan: str
+    number: int
+    sources: tuple[str, ...]
+    num_bytes: int
+
+    @property
+    def hash(self) -> str:
+        """Return the name of its receipt: a hash of sources, layout, options and versions."""
+        return digest_of(f"{self.plan} {self.number}".encode())
+
+    def to_json(self) -> str:
+        """Return the task as a line of JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Task":
+        """Return the task of a line of JSON; UsageError if it is none."""
+        try:
+            found = json.loads(text)
+            task = cls(**found | {"sources": tuple(map(str, found["sources"]))})
+            if type(task.number) is int and len(bytes.fromhex(task.plan)) == _DIGEST_BYTES and Path(task.store):
+                return task
+        except (ValueError, TypeError, KeyError, RecursionError):
+            pass
+        raise UsageError("not a task of tracestore")
+
+
+_DIGEST_BYTES = 16
+
+
+def digest_of(data: bytes) -> str:
+    """Return the digest of a plan or a task."""
+    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).hexdigest()
+
+
+class Plan:
+    """The document of a plan.
+
+    Parameters
+    ----------
+    store : Path
+    data : bytes
+        The document, as JSON.
+    """
+
+    def __init__(self, store: Path, data: bytes) -> None:
+        self.store, self.data, self.digest = store, data, digest_of(data)
+        self.facts: dict[str, Any] = json.loads(data)
+        self.options = ConvertOptions(**self.facts["options"], workers=1)
+        self.arguments = [Path(argument) for argument in self.facts["arguments"]]
+
+    @classmethod
+    def read(cls, task: Task) -> "Plan":
+        """Return the plan of a task.
+
+        Raises
+        ------
+        UsageError
+            If the store does not keep it, or another version has made it.
+        InvalidInputError
+            If the scores file has changed.
+        CorruptStoreError
+            If it is damaged.
+        """
+        store, path = Path(task.store), paths.plan(task.plan)
+        try:
+            plan = cls.load(store, path)
+        except (FileNotFoundError, NotADirectoryError):
+            raise UsageError(f"{store}: has no such plan: it is committed, or was removed; plan again") from None
+        if plan.facts["versions"] != versions(plan.facts["store_options"]["codec"]):
+            raise UsageError(f"{store}: other versions made the plan: {plan.facts['versions']}; plan again")
+        if task not in plan.tasks():
+            raise UsageError(f"{store}: the plan has no such task; plan again")
+        for name, expected in plan.facts["scores"]:
+            if list(fingerprint(Path(name))) != expected:
+                raise InvalidInputError("has changed since the plan; plan again", source=name)
+        return plan
+
+    @classmethod
+    def load(cls, store: Path, path: str) -> "Plan":
+        """Return a plan that lies in a store."""
+        data = LocalFiles(store).read_small(path, _MAX_PLAN_BYTES)
+        if path != paths.plan(digest_of(data)):
+            raise CorruptStoreError(f"{store}/{path}: damaged; remove it, and plan again")
+        try:
+            return cls(store, data)
+        except (ValueError, TypeError, KeyError, RecursionError):
+            raise CorruptStoreError(f"{store}/{path}: not a plan; remove it, and plan again") from None
+
+    def tasks(self) -> list[Task]:
+        """Return the tasks in their order."""
+        return [
+            Task(
+                str(self.store),
+                self.digest,
+                number,
+                tuple(name for _, name, _, _ in found),
+                sum(size for _, _, size, _ in found),
+            )
+            for number, found in enumerate(self.facts["tasks"])
+        ]
+
+    def described(self) -> DescribedRun:
+        """Return the sources with their layouts."""
+        order = {Path(path): k for k, path in enumerate(self.facts["order"])}
+        scores = FoundFiles([Path(path) for path, _ in self.facts["scores"]], [Path(p) for p in self.facts["unread"]])
+        return DescribedRun(list(map(part_from_json, self.facts["parts"])), order, scores, is_builtin=True)
+
+    def pack_options(self, scratch: Path) -> PackOptions:
+        """Return the options of packing."""
+        stored = self.facts["store_options"]
+        return PackOptions(
+            attention=stored["attention"],
+            keep_dtype=stored["dtype"] == "keep",
+            max_memory=self.options.memory_budget // 16,
+            scratch=scratch,
+            max_waiting=self.options.memory_budget // 8,
+            skip_bad=self.options.skip_bad,
+            refuse_attention=self.facts["refuse_attention"],
+        )
+
+    def commit_options(self) -> ConvertOptions:
+        """Return the options of the commit: those that the segments were written with."""
+        stored = self.facts["store_options"]
+        attention = self.options.attention or stored["attention"]
+        return replace(self.options, attention=attention, dtype=stored["dtype"], codec=stored["codec"])
+
+    def remove(self) -> None:
+        """Remove the plan, and the receipts of plans that were removed before."""
+        remove_own(self.store, paths.plan(self.digest))
+        known = {task.hash for plan in (self, *kept_plans(self.store)) for task in plan.tasks()}
+        for name in LocalFiles(self.store).list_dir(paths.RECEIPTS):
+            if name.endswith(".zip") and name.removesuffix(".zip") not in known:
+                remove_own(self.store, f"{paths.RECEIPTS}/{name}")
+
+
+def kept_plans(store: Path) -> Iterator[Plan]:
+    """Yield the plans that a store keeps."""
+    for name in sorted(LocalFiles(store).list_dir(paths.RECEIPTS) if store.is_dir() else ()):
+        if name.endswith(".json"):
+            yield Plan.load(store, f"{paths.RECEIPTS}/{name}")
+
+
+def versions(codec: str) -> dict[str, str]:
+    """Return the versions that decide the bytes of a segment."""
+    return {"tracestore": __version__} | ({} if codec == "none" else {"numcodecs": version("numcodecs")})
+
+
+def part_to_json(part: Part) -> dict[str, Any]:
+    """Return a part for other processes, with absolute paths.
+
+    UsageError if a single process must read its sources, because they have something in common.
+    """
+    builtin = part.builtin
+    if part.execution is not None and (builtin is None or not part.execution.is_direct):
+        raise UsageError(f"{next(iter(part.files))}: one process reads files of a {part.origin}; leave out --plan")
+    others = {
+        name: [
+            str(s.path.absolute()),
+            error_to_json(s.described.error) if isinstance(s.described, UnknownFile) else None,
+        ]
+        for name, s in part.others.items()
+    }
+    given = builtin and [builtin.name, dict(builtin.values), dict(builtin.lines), dict(builtin.settings)]
+    files = {name: str(path.absolute()) for name, path in part.files.items()}
+    return {"builtin": given, "files": files, "has_scores_file": part.has_scores_file, "others": others}
+
+
+def part_from_json(found: Mapping[str, Any]) -> Part:
+    """Return the part that part_to_json() has described."""
+    if found["builtin"] is not None:
+        name, values, lines, settings = found["builtin"]
+        tool = next(builtin for builtin in builtins() if builtin.name == name)
+        builtin = replace(tool, values=values, lines=lines, settings=settings)
+        files = {name: Path(path) for name, path in found["files"].items()}
+        return Part(builtin.layout, files, builtin=builtin, has_scores_file=found["has_scores_file"])
+    files = {name: Path(path) for name, (path, _) in found["others"].items()}
+    sources, _ = exported_sources(files)
+    for name, (_, error) in found["others"].items():
+        described = PreprocessedFile(files[name]) if error is None else UnknownFile(error_from_json(error))
+        sources.setdefault(name, SourceFile(files[name], name, described=described))
+    return Part(None, {}, sources={name: sources[name] for name in files})
+
+
+def plan_tasks(
+    sources: str | PathLike[str] | Iterable[str | PathLike[str]],
+    store: str | PathLike[str],
+    options: ConvertOptions | None = None,
+    *,
+    output: Output | None = None,
+) -> list[Task]:
+    """Cut a conversion into tasks. The result depends on sources and options alone.
+
+    Sources that the store has are left out. A plan is kept in the store until it is committed, and returned again.
+
+    Parameters
+    ----------
+    sources : path or iterable of paths
+        Trace files, and folders that are searched for them, where all machines find them.
+    store : str or PathLike
+        The folder to create or to extend, where all machines find it.
+    options : ConvertOptions, optional
+    output : Output, optional
+        Receives notes. By default none are printed.
+
+    Returns
+    -------
+    list of Task
+        None if the store has all sources.
+
+    Raises
+    ------
+    UsageError
+        If an option is wrong, one process must read the sources, or a plan of other arguments is not committed yet.
+    InvalidInputError
+        If a source cannot be read.
+    """
+    options, output = options or ConvertOptions(), output or Quiet()
+    folder = parse_location(store)
+    given = [sources] if isinstance(sources, str | PathLike) else list(sources)
+    arguments = [Path(path).absolute() for path in given]
+    if not isinstance(folder, Path) or options.overwrite or options.layout is not None or options.field:
+        raise UsageError("a plan needs a store in a folder, and no --overwrite, --layout or --field")
+    folder = folder.absolute()
+    check_store_destination(folder)
+    options = _absolute(options)
+    own = {name: value for name, value in asdict(options).items() if name not in _OWN}
+    for plan in kept_plans(folder):
+        if plan.facts["arguments"] != list(map(str, arguments)) or plan.facts["options"] != own:
+            raise UsageError(
+                f"{folder}: a plan of other files or options is not committed yet; commit it, or remove "
+                f"{paths.plan(plan.digest)}"
+            )
+        return plan.tasks()
+    return _new_plan(arguments, folder, options, own, output)
+
+
+def _absolute(options: ConvertOptions) -> ConvertOptions:
+    scores, provenance = (
+        None if path is None else str(Path(path).absolute()) for path in (options.scores, options.provenance)
+    )
+    return replace(options, scores=scores, provenance=provenance)
+
+
+def _new_plan(
+    arguments: list[Path], folder: Path, options: ConvertOptions, own: dict[str, Any], output: Output
+) -> list[Task]:
+    conversion = Conversion(arguments, str(folder), options, output)
+    described, attention = conversion.described, conversion.default_attention
+    with StoreWriter(
+        folder,
+        attention=options.attention or attention.of_new_store,
+        dtype=options.dtype,
+        codec=options.codec,
+        allow_mixed_provenance=options.allow_mixed_provenance,
+    ) as writer:
+        writer.check_provenance(conversion.known_provenances())
+        stored = dict(writer.attributes.options)
+        sources = [(k, source.name, *_identity(source)) for k, source in enumerate(conversion.sources)]
+        missing = [source for source in sources if not writer.has_source(*source[1:])]
+        if not missing:
+            return []
+        facts = {
+            "arguments": list(map(str, arguments)),
+            "options": own,
+            "versions": versions(stored["codec"]),
+            "store_options": stored,
+            "has_attention": conversion.has_attention(),
+            "refuse_attention": options.attention is None and attention.is_refused(stored["attention"]),
+            "parts": list(map(part_to_json, described.parts)),
+            "order": [str(path.absolute()) for path in described.order],
+            "scores": [[str(path.absolute()), list(fingerprint(path))] for path in described.score_files.scores],
+            "unread": [str(path.absolute()) for path in described.score_files.unread],
+            "tasks": _cut(missing),
+        }
+        if options.attention is None and (note := attention.note(stored["attention"])):
+            output.info(note)
+        plan = Plan(folder, json.dumps(facts, sort_keys=True, indent=0).encode())
+        with fsio.map_os_errors(folder):
+            fsio.makedirs(folder / paths.RECEIPTS)
+            fsio.replace_file(folder / paths.plan(plan.digest), plan.data)
+    return plan.tasks()
+
+
+def _identity(source: SourceFile) -> tuple[int, str]:
+    try:
+        return source_fingerprint(source)
+    except OSError as error:
+        raise InvalidInputError(f"cannot be opened: {error.strerror}", source=source.name) from None
+
+
+# Position among all sources, name, size and fingerprint.
+_Source = tuple[int, str, int, str]
+
+
+def _cut(sources: Sequence[_Source]) -> list[list[_Source]]:
+    """Return runs of sources of at least 1/64 of all bytes, within limits; a larger source is alone."""
+    least = min(max(math.ceil(sum(size for _, _, size, _ in sources) / _NUM_TASKS), _MIN_TASK), _MAX_TASK)
+    tasks: list[list[_Source]] = []
+    pending = math.inf
+    for source in sources:
+        size = source[2]
+        if pending >= least or size >= least:
+            tasks.append([])
+            pending = 0
+        tasks[-1].append(source)
+        pending += size
+    return tasks

@@ -1,0 +1,137 @@
+"""Write the sources of a task into segments, and its receipt."""
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import closing
+
+from tracestore.convert.runner import Conversion
+from tracestore.errors import InvalidInputError, TruncatedFileError
+from tracestore.ingest.files.byte_source import TRUNCATED_WHILE_READING
+from tracestore.ingest.reading import TraceStream, read_sources
+from tracestore.store.format import paths, schema
+from tracestore.store.io import fsio
+from tracestore.store.io.folder_target import FolderTarget
+from tracestore.store.write.pack import PackedTrace, fit_attributes
+from tracestore.store.write.pending import Pending
+from tracestore.store.write.segment_writer import SegmentWriter
+from tracestore.tasks.receipt import Receipt, WrittenSource, account_to_json, pack_receipt, read_receipt
+from tracestore.tasks.task_plan import Plan, Quiet, Task
+
+
+def write_task(task: Task) -> Receipt:
+    """Read the sources of a task, and write their traces into segments of the store, which no generation names yet.
+
+    Any process may call this, more than once and at the same time: segments are named by their content, and the first
+    receipt stays.
+
+    Parameters
+    ----------
+    task : Task
+
+    Returns
+    -------
+    Receipt
+        Of this run or of an earlier one. Refused sources are in the receipt; commit_tasks reports them.
+
+    Raises
+    ------
+    UsageError
+        If the store does not keep the plan, or other versions of tracestore or its codecs have made it.
+    InvalidInputError
+        If the scores file has changed since the plan.
+    """
+    plan = Plan.read(task)
+    conversion = Conversion(plan.arguments, task.store, plan.options, Quiet(), described=plan.described())
+    sources = conversion.sources
+    with contextlib.suppress(FileNotFoundError):
+        return read_receipt(plan, task, sources).summary(task)
+    target = FolderTarget(plan.store, overwrite=False, exist_ok=True, keeps_replacement=False)
+    with fsio.map_os_errors(plan.store, lambda: task.num_bytes):
+        try:
+            with target.opened():
+                pass
+            writing = _TaskWriting(plan, conversion, target)
+            writing.write([WrittenSource(sources[k], k, *found) for k, _, *found in plan.facts["tasks"][task.number]])
+            target.create_file(paths.receipt(task.hash), writing.receipt(task))
+        finally:
+            target.close()
+    return read_receipt(plan, task, sources).summary(task)
+
+
+class _TaskWriting:
+    """The segments of a task while they are written."""
+
+    def __init__(self, plan: Plan, conversion: Conversion, target: FolderTarget) -> None:
+        self._conversion, self._target, self._plan = conversion, target, plan
+        self._options = plan.pack_options(target.scratch)
+        self._pending = Pending()
+        self._written: list[WrittenSource] = []
+
+    def write(self, sources: list[WrittenSource]) -> None:
+        """Write the traces of the sources, and give the segments their names."""
+        self._written = sources
+        files = [written.source for written in sources]
+        streams = read_sources(files, self._options, workers=1, is_known=lambda *_: False, on_wait=lambda: None)
+        with closing(streams):  # type: ignore[type-var]
+            for written, stream in zip(sources, streams, strict=True):
+                try:
+                    written.packed = self._write_one(stream, written)
+                except InvalidInputError as error:
+                    written.error = error.with_location(source=stream.source.name)
+                written.refused += stream.refused
+        segments = self._pending.all_segments
+        for segment in segments:
+            segment.finish()
+            self._target.add_segment(segment.folder, segment.name, segment.files)
+        if segments:
+            self._target.sync_segments()
+
+    def _write_one(self, stream: TraceStream, written: WrittenSource) -> list[PackedTrace]:
+        """Write the traces of a source; InvalidInputError if it is refused, and then none is left."""
+        identity = stream.identity()
+        if identity[:2] != (written.size, written.fingerprint):
+            raise InvalidInputError("has changed since the plan; plan again", is_whole_source=True)
+        roll_back, packed = self._pending.savepoint(), list[PackedTrace]()
+        self._conversion.scoring.begin_source(stream.source)
+        try:
+            for trace in self._conversion.traces(stream):
+                self._conversion.scoring.set_label(trace)
+                self._append(trace)
+                packed.append(trace)
+                del trace
+            self._pending.flush()
+            if not identity.matches(stream.source):
+                raise InvalidInputError("another program modified the file while it was read")
+            if not packed:
+                raise stream.refused[0] if stream.refused else InvalidInputError("found no trace")
+        except BaseException as error:
+            roll_back()
+            if isinstance(error, TruncatedFileError):
+                raise InvalidInputError(TRUNCATED_WHILE_READING) from None
+            raise
+        return packed
+
+    def _append(self, trace: PackedTrace) -> None:
+        """Append a trace to the last segment, or to a new one if that is full or of another shape."""
+        segments = self._pending.segments
+        last = segments[-1] if segments else None
+        attributes = schema.Attributes(attention=self._options.attention, options=self._plan.facts["store_options"])
+        is_full = last is not None and len(last) > 0 and last.num_bytes + trace.num_bytes > schema.SEGMENT_SPLIT_BYTES
+        if isinstance(last, SegmentWriter) and not is_full:
+            with contextlib.suppress(InvalidInputError):
+                last.append(trace, fit_attributes(last.attributes, trace))
+                return
+        if isinstance(last, SegmentWriter):
+            last.close_fd()
+        last = SegmentWriter(self._target.new_folder(), -1, attributes)
+        segments.append(last)
+        last.append(trace, fit_attributes(attributes, trace))
+
+    def receipt(self, task: Task) -> bytes:
+        """Return the bytes of the receipt."""
+        segments = [segment for segment in self._pending.all_segments if isinstance(segment, SegmentWriter)]
+        return pack_receipt(task, self._written, segments, list(self._accounts()))
+
+    def _accounts(self) -> Iterator[object]:
+        for part in self._conversion.described.parts:
+            yield None if part.execution is None else account_to_json(part.execution.account)
