@@ -10,7 +10,7 @@ import numpy as np
 
 from tracestore.errors import InvalidInputError, error_location, escape_unprintable
 from tracestore.ingest.execute.found import Columns
-from tracestore.ingest.execute.join import Column, check_remainders
+from tracestore.ingest.execute.join import Column, RowTexts, check_remainders
 from tracestore.ingest.execute.nodes import Node
 from tracestore.ingest.execute.tokens import numbers_of
 from tracestore.ingest.execute.values import describe
@@ -18,24 +18,22 @@ from tracestore.ingest.execute.walk import Cell
 from tracestore.ingest.layout.addresses import Address
 from tracestore.ingest.layout.places import RECORDS, Place, Plan
 from tracestore.ingest.tree import Array, Group, Items, Value, as_array
-from tracestore.store.format.schema import ANSWER_FIELDS
 from tracestore.store.vocabulary import is_named_as_verdict
 from tracestore.store.write.record import TraceRecord
 
 # Words of keys that may be labels, scores or reference answers, besides those of `is_named_as_verdict` (rules 8a, 22a).
 _LABEL_WORDS = frozenset(["y", "target", "targets", "truth", "bleurt", "rouge"])
-# Keys that hold the text of a field.
-_ROW_TEXTS = {
-    **dict.fromkeys(("question", "prompt"), ("question",)),
-    **dict.fromkeys((*ANSWER_FIELDS, "response", "completion", "generation"), ANSWER_FIELDS),
-}
 # `records` does not take them for an extra.
 OWN_LINES = frozenset(["answer", "answers", "sample", "samples"])
 _MAX_PROBES = 64
 _COUNTED = frozenset(("token", "step"))
 _MAX_SHOWN = 6  # paths that the summary names
 _MAX_NORMS = 8  # about as many tokens of a trace give its median norm
-_ID_COLUMNS = re.compile(r"(?i)((question|trace|example|row|line|item)_?)?(ids?|qid|idx|index|number|no)|row|position")
+_ID_COLUMNS = re.compile(
+    r"(?i)((question|trace|example|row|line|item|sample|prompt|data|orig(inal)?)_?)?"
+    r"(ids?|qid|u?uid|guid|idx|index|number|no)|row|position"
+)
+_UNNAMED = ("", "Unnamed: 0")  # the index of a table, of which a program may have left out rows
 _IN_ORDER = re.compile(r"\[([^\]]*= ?#[^\]]*)?\]/$")
 
 
@@ -126,43 +124,6 @@ class SourceAccount:
                     )
 
 
-class RowTexts:
-    """Questions and answers of rows in order that no line names: they show whether the rows are those of the traces."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._places = {(place.name, place.position_prefix) for place in plan.others}
-        self._texts: dict[str, tuple[tuple[str, ...], list[Value]]] = {}
-
-    def add(self, prefix: str, key: str, value: Value) -> None:
-        """Add the text of the next row of a list or table; a text in the same row as the field proves nothing."""
-        if key in _ROW_TEXTS:
-            if (path := f"{prefix}{key}") not in self._texts:
-                list_prefix = prefix.removesuffix("[]/")
-                fields = tuple(name for name in _ROW_TEXTS[key] if (name, list_prefix) not in self._places)
-                self._texts[path] = (fields, [])
-            self._texts[path][1].append(value)
-
-    def check(self, row: int, total: int | None, record: TraceRecord) -> None:
-        """Rule 13b: texts that both sides hold are equal or contained, row by row.
-
-        `total` is the number of rows where it is known; texts of some of the rows only are not compared.
-        """
-        for path, (fields, texts) in self._texts.items():
-            text = texts[row] if row < len(texts) and len(texts) == (total or row + 1) else None
-            own = [record.strings[name] for name in fields if record.strings.get(name)]
-            if isinstance(text, str) and text.strip() and own and not any(_contains(text, one) for one in own):
-                found, expected = (escape_unprintable(part, 40) for part in (text, own[0]))
-                raise InvalidInputError(
-                    f"row {row} of {path} is {found!r}, and the trace has {expected!r}: rows in another order? "
-                    f'ignore = ["{path}"] if not'
-                )
-
-
-def _contains(one: str, two: str) -> bool:
-    one, two = (" ".join(text.split()).casefold() for text in (one, two))
-    return one in two or two in one
-
-
 class RunAccount:
     """The accounts of a run: what no line names, the rows of its tables, and the first trace.
 
@@ -208,12 +169,15 @@ class RunAccount:
 
     def _check_row_number(self, path: str, key: str, value: Value) -> None:
         """Rule 13: rows are joined in order only if no column of ids is left unused; one from 0 to N - 1 is fine."""
-        if not _ID_COLUMNS.fullmatch(key) or value is None:
+        if value is None or not (key in _UNNAMED or _ID_COLUMNS.fullmatch(key)):
             return
+        text, is_index = str(value), key in _UNNAMED and str(value).isdecimal()
         with self._lock:
             expected = self._row_numbers.get(path, 0)
-            self._row_numbers[path] = expected + 1
-        if str(value) != str(expected):
+            self._row_numbers[path] = (int(text) if is_index else expected) + 1
+        if is_index and int(text) < expected:
+            raise InvalidInputError(f"{path}: the row {text} is behind {expected - 1}: rows in another order?")
+        if key not in _UNNAMED and text != str(expected):
             name = path.rpartition("[]/")[0]
             raise InvalidInputError(
                 f"{path}: rows are joined in order, and this column of ids is left out; {name}[id={key}] joins by it, a "

@@ -48,7 +48,7 @@ class ArrayReader:
         ids: tuple[int, ...] | None = None
         rows = self.rows_of_passes(trace)
         for part in sorted(trace.cells):
-            num_before = sum(len(block.layers[0]) for block in parts)
+            num_before = trace.num_first = sum(len(block.layers[0]) for block in parts)
             own = self._shaped(trace, trace.cells[part])
             for cells, fixed in self.passes(own, trace.fixed, rows, (num_before, len(parts))):
                 block = read_block(cells, letters, fixed, self.settings, what, num_before)
@@ -197,8 +197,9 @@ class ArrayReader:
     def array(self, name: str, trace: FoundTrace, letters: str) -> tuple[np.ndarray, str] | None:
         """Return the values of a field on one of the letters, its parts behind each other, and the letter."""
         found = self._cells(name, trace)
-        arrays, letter = [], letters[0]
+        arrays, letter = list[np.ndarray](), letters[0]
         for part in sorted(found):
+            _check_first_part(trace, part, sum(map(len, arrays)), name)
             fixed_of_part = self.fixed_of(trace, found[part][0])
             for cells, fixed in self.passes(found[part], fixed_of_part, firsts=None if part else ()):
                 letter = next((c for c in letters if c in cells[0].axes), letters[0])
@@ -250,6 +251,7 @@ class ArrayReader:
         texts: list[Value] = []
         for part in sorted(found):
             cells = found[part]
+            _check_first_part(trace, part, len(texts), "tokens_decoded")
             name = next((n for n in ("token", "S", "T") if n in cells[0].bound), None)
             if name is not None:
                 texts += [cell.value for cell in one_per_token(cells, name, "tokens_decoded")]
@@ -264,6 +266,14 @@ class ArrayReader:
         if not all(isinstance(text, str) for text in texts):
             raise InvalidInputError("found other values than texts", field="tokens_decoded")
         return [str(text) for text in texts]
+
+
+def _check_first_part(trace: FoundTrace, part: int, num_before: int, what: str) -> None:
+    """Refuse a first part of a field with another number of tokens than that of the states."""
+    if part and trace.num_first not in (0, num_before):
+        raise InvalidInputError(
+            f"found {num_before} values in the first part, and {trace.num_first} states in theirs", field=what
+        )
 
 
 def check_ids(ids: np.ndarray, num_states: int, *, is_wider: bool, is_exact: bool = False) -> None:

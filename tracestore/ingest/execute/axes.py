@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.execute.values import describe, json_value
+from tracestore.ingest.execute.values import describe, json_value, number_of
 from tracestore.ingest.execute.walk import Cell
 from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.tree import Array, Items, NumpyArray, Value, as_array
@@ -74,7 +74,7 @@ def read(value: Value, axes: tuple[str, ...], fixed: Fixed, what: str) -> tuple[
         if isinstance(value, bool | int | float):
             return np.asarray(value), ()
         if isinstance(value, str):
-            return np.asarray(_number(value, what)), ()
+            return np.asarray(number_of(value, what)), ()
         raise InvalidInputError(f"found {describe(value)}, expected a number", field=what)
     if isinstance(value, str):  # a cell of a table
         return read(json_value(value, what), axes, fixed, what)
@@ -111,18 +111,6 @@ def _of_array(array: Array, axes: tuple[str, ...], fixed: Fixed, what: str) -> t
     while selection and selection[-1] == slice(None):
         selection.pop()
     return array.read(tuple(selection)), letters
-
-
-def _number(text: str, what: str) -> int | float:
-    """Return the number that a text holds; a text of something else is refused."""
-    try:
-        return int(text)
-    except ValueError:
-        pass
-    try:
-        return float(text)
-    except ValueError:
-        raise InvalidInputError(f"found {describe(text)}, expected a number", field=what) from None
 
 
 def _chosen(axis: str, size: int, fixed: Fixed, what: str) -> int | slice:
@@ -301,7 +289,7 @@ def layer_ids_of(
     InvalidInputError
         If the trace has other layers.
     """
-    ids = ids if stated is None else tuple(int(k) for k in stated)
+    ids = ids if stated is None else _integers(stated)
     expected = len(stated) if stated is not None else size if ids is None else None
     _check_num_layers(num_layers, expected, is_without_embeddings)
     if ids is not None and size is not None and max(ids) >= size:
@@ -323,6 +311,13 @@ def layer_ids_of(
     return ids
 
 
+def _integers(stated: Sequence[Any]) -> tuple[int, ...]:
+    """Return stated numbers of layers; numbers of a file may be others than integers."""
+    if {type(number) for number in stated} - {int}:
+        raise InvalidInputError(f"found {list(stated)!s:.60}, expected integers", field="L.ids")
+    return tuple(stated)
+
+
 def _check_num_layers(found: int, stated: int | None, is_without_embeddings: bool) -> None:
     """Refuse another number of layers than the layout states, also that without the embeddings, which have no attention."""
     if is_without_embeddings and stated == found + 1:
@@ -339,6 +334,9 @@ def shaped(cell: Cell, shape: np.ndarray, stated: str | None) -> Cell:
     """Return a cell of flat numbers, or of bytes of a stated dtype, in a shape of its row."""
     array = as_array(cell.value)
     numbers = None if array is None else np.ascontiguousarray(array.read())
+    if shape.dtype.kind not in "iu" or shape.min(initial=1) < 1:
+        found = f"found {shape.tolist()!s:.60}, expected positive integers"
+        raise InvalidInputError(found, field=f"shape.{cell.place.name}")
     if numbers is not None and stated is not None and numbers.dtype == np.uint8:
         wanted = dtype_of(stated)
         numbers = None if numbers.nbytes % wanted.itemsize else numbers.view(wanted)
@@ -366,7 +364,10 @@ def settle_dtype(block: Block, what: str, settings: Mapping[str, Any]) -> None:
                 f"found {block.layers[0].dtype.name} values, expected the bits of {stated}", field=what
             )
         block.layers[:] = [np.ascontiguousarray(layer).view(wanted) for layer in block.layers]
-    if scale is not None and block.layers[0].dtype.kind in "iu":
+    if scale is not None:
+        if block.layers[0].dtype.kind not in "iu":
+            found = f"found {block.layers[0].dtype.name} values, expected integers, whose unit it is"
+            raise InvalidInputError(found, field=f"scale.{what}")
         block.layers[:] = [layer.astype("<f4") * np.float32(scale) for layer in block.layers]
     dtype = block.layers[0].dtype
     if dtype.kind not in "f" and dtype != schema.BFLOAT16:

@@ -11,13 +11,13 @@ from typing import Any
 
 from tracestore.errors import InvalidInputError, error_location
 from tracestore.ingest.execute import accounts
-from tracestore.ingest.execute.accounts import RowTexts, RunAccount, SourceAccount, check_totals
+from tracestore.ingest.execute.accounts import RunAccount, SourceAccount, check_totals
 from tracestore.ingest.execute.arena import Arena
 from tracestore.ingest.execute.axes import extent
 from tracestore.ingest.execute.claims import FileGroup, FileKeys, FoundFile, claim_files, group_files
 from tracestore.ingest.execute.direct import DirectReader, direct_step
 from tracestore.ingest.execute.found import Columns, FoundTrace, TraceFinder, with_offset
-from tracestore.ingest.execute.join import Column
+from tracestore.ingest.execute.join import Column, RowTexts
 from tracestore.ingest.execute.nodes import tree_of
 from tracestore.ingest.execute.records import RecordMaker, TraceBuilder
 from tracestore.ingest.execute.walk import Cell, Walk, cells_of
@@ -206,7 +206,7 @@ class Execution:
         root, step = self._trees[text], self._step
         on_unclaimed = partial(self.account.refuse_unclaimed, RowTexts(self.plan))
         for file in group.files[text]:
-            with self._open(file.path, scratch) as opened, error_location(file.name):
+            with error_location(file.name), self._open(file.path, scratch) as opened:
                 value = self._check(text, file.name, opened)
                 walk = Walk(file.name, on_unclaimed)
                 node = root if step is None else root.child(step)
@@ -225,7 +225,9 @@ class Execution:
         rows = {column.num_rows({}) for column in in_order if column.names in (("N",), ("N*",))}
         if len(rows) == 1:
             row = trace.environment["N*" if self.plan.is_global else "N"]
-            self._row_texts.check(row, rows.pop(), record)
+            total = rows.pop() or 0
+            self._row_texts.check(row, total, record)
+            self._row_texts.check_ids(row, total, record.question_id)
 
     def _refuse(
         self,
@@ -265,13 +267,13 @@ class Execution:
         pending, arena = list[Cell](), Arena(scratch)
         for text in (*others, *dict.fromkeys(states)):
             for file in group.files[text]:
-                opened = resources.enter_context(self._open(file.path, scratch))
-                if self._counts_keys:
-                    accounts.check_ordered(opened, file.name)
-                root = self._check(text, file.name, opened)
                 walk = Walk(file.name, partial(self.account.refuse_unclaimed, texts))
                 bound = {**file.bound, "file": file.name}
                 with error_location(file.name):
+                    opened = resources.enter_context(self._open(file.path, scratch))
+                    if self._counts_keys:
+                        accounts.check_ordered(opened, file.name)
+                    root = self._check(text, file.name, opened)
                     cells = with_offset(walk.cells(self._trees[text], root, bound), self.plan, text, root)
                     for cell in arena.kept(cells, root):
                         if cell is None:
@@ -293,9 +295,9 @@ class Execution:
                 tables: dict[Place, Column] = {}
                 for text in sorted(self._table_files):
                     for file in self._claimed[text]:
-                        root = self._resources.enter_context(open_tree(file.path, scratch=scratch))
                         walk = Walk(file.name, partial(self.account.refuse_unclaimed, self._row_texts))
                         with error_location(file.name):
+                            root = self._resources.enter_context(open_tree(file.path, scratch=scratch))
                             for cell in walk.cells(self._trees[text], root, dict(file.bound)):
                                 if cell is not None:
                                     self._add_to_table(tables, cell, file)
@@ -350,7 +352,7 @@ class Execution:
         return offsets
 
     def _num_rows(self, file: FoundFile, place: Place) -> int:
-        with open_tree(file.path, scratch=Scratch()) as root, error_location(file.name):
+        with error_location(file.name), open_tree(file.path, scratch=Scratch()) as root:
             cells = cells_of(place, root, self.plan.states)
             return sum(extent(cell.value, cell.axes, "N") or 1 for cell in cells if cell is not None)
 

@@ -24,13 +24,14 @@ _RANGES = ("S.offsets", "S.lengths", "S.owner", "S.starts", "S.ends")
 class FoundTrace:
     """A trace before its values are read: what it binds, the cells of its states, its position on their axes.
 
-    `num_rows` is the extent of the axis (N S).
+    `num_rows` is the extent of the axis (N S), `num_first` the number of tokens of the first of two parts.
     """
 
     environment: dict[str, Any]
     cells: dict[int, list[Cell]]
     fixed: dict[str, Any] = field(default_factory=dict)
     num_rows: int = 0
+    num_first: int = 0
 
 
 @dataclass

@@ -1,20 +1,28 @@
-"""Columns of values by what they bind, and their values for one trace."""
+"""Columns of values by what they bind, their values for one trace, and checks of what was joined."""
 
 import itertools
 import re
 import unicodedata
+from array import array
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tracestore.errors import InvalidInputError, escape_unprintable
 from tracestore.ingest.execute.axes import MISSING, descend, extent, read
-from tracestore.ingest.execute.values import describe, is_missing, one_value, plain_of
+from tracestore.ingest.execute.values import describe, is_missing, key_text, one_value, plain_of
 from tracestore.ingest.execute.walk import Cell
 from tracestore.ingest.layout.patterns import AXIS_NAMES
-from tracestore.ingest.layout.places import Place
-from tracestore.ingest.tree import Array
+from tracestore.ingest.layout.places import Place, Plan
+from tracestore.ingest.tree import Array, Value
+from tracestore.store.format.schema import ANSWER_FIELDS
+from tracestore.store.write.record import TraceRecord
 
 _INNER = frozenset((*AXIS_NAMES, *"LSTGPHDE"))
+# Keys that hold the text of a field.
+_ROW_TEXTS = {
+    **dict.fromkeys(("question", "prompt"), ("question",)),
+    **dict.fromkeys((*ANSWER_FIELDS, "response", "completion", "generation"), ANSWER_FIELDS),
+}
 _MAX_CACHED = 1 << 20  # numbers of an array along N that are read at once
 
 
@@ -179,6 +187,57 @@ class Column:
         wanted = tuple(stack.get(name) for name in names)
         at = [k for k, name in enumerate(self._own) if name in names]
         return sum(tuple(key[k] for k in at) == wanted for key in self._cells) or None
+
+
+class RowTexts:
+    """Questions and answers of rows in order that no line names: they show whether the rows are those of the traces."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._places = {(place.name, place.position_prefix) for place in plan.others}
+        self._texts: dict[str, tuple[tuple[str, ...], list[Value]]] = {}
+        self._hashes: dict[str, array[int]] = {}  # of the texts of a column
+
+    def add(self, prefix: str, key: str, value: Value) -> None:
+        """Add the text of the next row of a list or table; a text in the same row as the field proves nothing."""
+        if key in _ROW_TEXTS:
+            if (path := f"{prefix}{key}") not in self._texts:
+                list_prefix = prefix.removesuffix("[]/")
+                fields = tuple(name for name in _ROW_TEXTS[key] if (name, list_prefix) not in self._places)
+                self._texts[path] = (fields, [])
+            self._texts[path][1].append(value)
+        elif value is None or isinstance(value, str):
+            self._hashes.setdefault(f"{prefix}{key}", array("q")).append(hash(value and key_text(value)))
+
+    def check_ids(self, row: int, total: int, question_id: str) -> None:
+        """Rule 13: a text of a row is not the id of another trace; a column that lacks an id holds other texts."""
+        for path, hashes in list(self._hashes.items()):
+            if len(hashes) == total and hashes[row] != (own := hash(question_id)):
+                if not question_id.isdecimal() and own in hashes:
+                    raise InvalidInputError(
+                        f"row {row} of {path} has another id, and row {hashes.index(own)} has this one: rows in another "
+                        f'order? ignore = ["{path}"] if not'
+                    )
+                self._hashes.pop(path, None)
+
+    def check(self, row: int, total: int | None, record: TraceRecord) -> None:
+        """Rule 13b: texts that both sides hold are equal or contained, row by row.
+
+        `total` is the number of rows where it is known; texts of some of the rows only are not compared.
+        """
+        for path, (fields, texts) in self._texts.items():
+            text = texts[row] if row < len(texts) and len(texts) == (total or row + 1) else None
+            own = [record.strings[name] for name in fields if record.strings.get(name)]
+            if isinstance(text, str) and text.strip() and own and not any(_contains(text, one) for one in own):
+                found, expected = (escape_unprintable(part, 40) for part in (text, own[0]))
+                raise InvalidInputError(
+                    f"row {row} of {path} is {found!r}, and the trace has {expected!r}: rows in another order? "
+                    f'ignore = ["{path}"] if not'
+                )
+
+
+def _contains(one: str, two: str) -> bool:
+    one, two = (" ".join(text.split()).casefold() for text in (one, two))
+    return one in two or two in one
 
 
 def _bound_name(name: str) -> str:

@@ -275,7 +275,8 @@ class PadAccount:
     def __init__(self, settings: Mapping[str, Any]) -> None:
         pad = settings.get("S.pad")
         # The id that fills rows, and the one that ends them: None if the layout does not say.
-        self._fill, self._end = pad if isinstance(pad, list) else (pad, None)
+        self._fill: int | None = pad[0] if isinstance(pad, list) else pad
+        self._end: int | None = pad[1] if isinstance(pad, list) else None
         self._has_none = settings.get("S.padding") == "none"
         self.left_out: set[int] = {fill} if type(fill := settings.get("S.padding")) is int else set()
         self._before: set[int] = set()  # ids before the padding

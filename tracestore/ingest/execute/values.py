@@ -1,5 +1,6 @@
 """Values of a trace that are no arrays: keys as text, numbers, JSON below texts, labels and scores."""
 
+import contextlib
 import json
 import math
 import unicodedata
@@ -110,6 +111,15 @@ def number(value: Any, name: str) -> int:
     return int(text)
 
 
+def number_of(text: str, field: str) -> int | float:
+    """Return the number that a text holds; a text of something else is refused."""
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            if "_" not in text:  # no part of a number outside Python
+                return kind(text)
+    raise InvalidInputError(f"found {escape_unprintable(text, 40)!r}, expected a number", field=field)
+
+
 def json_value(text: str, field: str, source: str | None = None) -> Value:
     """Return a text of JSON as a value of the tree; it parses whole, or is refused."""
     try:
@@ -162,14 +172,7 @@ def typed_value(name: str, value: Any) -> Any:
     if kind == "text" and not isinstance(value, str):
         return key_text(value)
     if kind == "number" and isinstance(value, str):
-        try:
-            return int(value)
-        except ValueError:
-            pass
-        try:
-            return float(value)
-        except ValueError:
-            raise InvalidInputError(f"found {value[:40]!r}, expected a number", field=name) from None
+        return number_of(value, name)
     if kind == "number" and isinstance(value, float) and value.is_integer() and name != "temperature":
         return int(value)
     return value
@@ -229,7 +232,7 @@ def score_value(value: Any, name: str) -> float:
     if text in _MISSING:
         return math.nan
     try:
-        number = float(value)
+        number = math.inf if "_" in text else float(value)
     except (ValueError, OverflowError):
         number = _RELATIVE.get(text, math.inf)
     if math.isinf(number):
