@@ -130,7 +130,7 @@ def test_a_flag_of_a_store_needs_a_value():
     assert "argument --store: expected one argument" in command("info", "--store", check=2).stderr
 
 
-@pytest.mark.parametrize("name", ["train", "predict", "compare", "extract"])
+@pytest.mark.parametrize("name", ["train", "extract"])
 def test_scripts_have_the_options_of_their_commands(name):
     script = ROOT / "tools" / f"{name}.py"
     assert len(script.read_text().splitlines()) < 10

@@ -108,4 +108,6 @@ def test_bfloat16_trains_and_scores_on_every_processor(labeled, tmp_path, monkey
     if isa:
         assert "no LSTM kernel" in done.stdout
     best = tmp_path / "r/lstm_solo/best.pt"
-    run_cli("tools/predict.py", "--checkpoint", best, "--store", labeled, "--output", tmp_path / "s.csv", check=0)
+    run_cli(
+        "-m", "tracestore", "predict", "--checkpoint", best, "--store", labeled, "--output", tmp_path / "s.csv", check=0
+    )

@@ -5,7 +5,7 @@ argparse needs.
 """
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -106,7 +106,7 @@ def add_flags(parser: argparse._ActionsContainer, options: type, flags: Flags) -
         parser.add_argument(flag, dest=name, default=defaults[name], **arguments)
 
 
-def values(args: argparse.Namespace, *tables: Flags) -> dict[str, Any]:
+def values(args: argparse.Namespace, *tables: Iterable[str]) -> dict[str, Any]:
     """Return the parsed values of the fields in some tables, by field name."""
     return {name: getattr(args, name) for flags in tables for name in flags}
 

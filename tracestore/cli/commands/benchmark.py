@@ -11,7 +11,7 @@ import argparse
 import shlex
 from pathlib import Path
 
-from tracestore.cli.flags import DROP_NONFINITE_HELP, add_allow_mixed_provenance, add_score_threshold
+from tracestore.cli.flags import DROP_NONFINITE_HELP, add_allow_mixed_provenance, add_score_threshold, values
 from tracestore.console import Output, Parser, Progress, int_between, positive_int
 from tracestore.errors import UsageError
 from tracestore.extras import require
@@ -21,6 +21,9 @@ from tracestore.store.io.fsio import map_os_errors
 
 # In a log, a line tells at least this often what runs.
 _LOG_INTERVAL_S = 3.0
+# Fields of BenchmarkOptions that are given as they are.
+_OPTIONS = ("folds", "seed", "score", "score_threshold", "drop_nonfinite", "folds_dir", "save_detectors", "overwrite",
+            "allow_mixed_provenance")  # fmt: skip
 
 
 def add_arguments(parser: Parser) -> None:
@@ -87,18 +90,10 @@ def run(args: argparse.Namespace, output: Output) -> None:
 
     options = BenchmarkOptions(
         tuple(select(args.detectors)),
-        folds=args.folds,
-        seed=args.seed,
-        score=args.score,
-        score_threshold=args.score_threshold,
-        drop_nonfinite=args.drop_nonfinite,
         scores=scores,
         workers=args.workers or min(4, num_processors()),
-        folds_dir=args.folds_dir,
-        save_detectors=args.save_detectors,
         command=shlex.join([*args.prog.split(), *args.words]),
-        overwrite=args.overwrite,
-        allow_mixed_provenance=args.allow_mixed_provenance,
+        **values(args, _OPTIONS),
     )
     with map_os_errors(args.output), Progress(output, "steps", _LOG_INTERVAL_S) as progress:
 

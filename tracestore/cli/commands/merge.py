@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 import tracestore
-from tracestore.cli.flags import add_allow_mixed_provenance
+from tracestore.cli.flags import add_allow_mixed_provenance, values
 from tracestore.console import Output, Parser, Progress
 from tracestore.store.format.schema import CODECS
 from tracestore.store.io.files import local_dir
@@ -41,12 +41,7 @@ def copy_traces(args: argparse.Namespace, output: Output, copy: Callable[..., Me
     """Copy traces to the store of `add_destination` with `copy`, which takes its options, and print a summary."""
     with map_os_errors(local_dir(args.dst)), Progress(output) as progress:
         check_store_destination(args.dst, overwrite=args.overwrite)
-        report = copy(
-            codec=args.codec,
-            overwrite=args.overwrite,
-            allow_mixed_provenance=args.allow_mixed_provenance,
-            progress=progress.update,
-        )
+        report = copy(**values(args, ("codec", "overwrite", "allow_mixed_provenance")), progress=progress.update)
     with tracestore.open(args.dst) as store:
         num_traces = len(store)
     output.print_json({"store": str(args.dst), "num_traces": num_traces, **asdict(report)})

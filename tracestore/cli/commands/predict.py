@@ -10,7 +10,7 @@ Example: tracestore predict other.zarr --checkpoint results/gnn_det_lstm/best.pt
 import argparse
 from pathlib import Path
 
-from tracestore.cli.flags import add_allow_mixed_provenance, add_num_threads, add_overwrite, add_store
+from tracestore.cli.flags import add_allow_mixed_provenance, add_num_threads, add_overwrite, add_store, values
 from tracestore.console import Output, Parser, Progress, positive_int
 from tracestore.errors import UsageError
 from tracestore.store.io.destinations import check_output_file
@@ -48,11 +48,7 @@ def run(args: argparse.Namespace, output: Output) -> None:
             args.checkpoint,
             args.store,
             args.output,
-            batch_size=args.batch_size,
-            device=args.device,
-            num_threads=args.num_threads,
-            memory_budget=args.memory_budget,
-            allow_mixed_provenance=args.allow_mixed_provenance,
+            **values(args, ("batch_size", "device", "num_threads", "memory_budget", "allow_mixed_provenance")),
             log=output.info,
             progress=progress.update,
         )
