@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import struct
 from collections import defaultdict
 
@@ -101,6 +102,7 @@ def wandb_steps(folder):
 
 def mlflow_steps(folder):
     """Return the steps of each key in the only run of MLflow in a folder."""
+    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
     from mlflow import MlflowClient
 
     client = MlflowClient((folder / "mlruns").as_uri())
