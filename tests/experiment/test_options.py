@@ -131,9 +131,8 @@ def test_heads_and_layers_in_training_planning_and_prediction(labeled, tmp_path,
 
 @pytest.mark.long
 @pytest.mark.parametrize("logger", STEPS_OF)
-def test_a_logger_shows_each_step_once_after_kills(logger, driver, labeled, tmp_path, monkeypatch):
+def test_a_logger_shows_each_step_once_after_kills(logger, driver, labeled, tmp_path):
     pytest.importorskip(logger)
-    monkeypatch.setenv("WANDB_MODE", "offline")
     flags = ["--store", labeled, *FAST, *ONLY["lstm_solo"], "--no-probe", "--epochs", 6, "--batch-size", 4]
     found = driver("killed_at_random", [*flags, "--logger", logger], tmp_path, 2, 3)
     for attempt in range(found["compared"]):

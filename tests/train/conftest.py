@@ -23,7 +23,7 @@ def driver():
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.train.crash_tests"],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -82,12 +82,14 @@ def wandb_records(data):
 
 
 def wandb_steps(folder):
-    """Return the steps of each key in the files of the offline runs of Weights & Biases, which have one id."""
+    """Return the steps of each key in the files of the offline runs of Weights & Biases.
+
+    A training that is killed before its first checkpoint leaves a run without numbers.
+    """
     from wandb.proto.wandb_internal_pb2 import Record
 
-    found, ids = defaultdict(list), set()
+    found = defaultdict(list)
     for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
-        ids.add(path.stem)
         for data in wandb_records(path.read_bytes()):
             record = Record()
             record.ParseFromString(data)
@@ -96,19 +98,20 @@ def wandb_steps(folder):
             }
             for key in values.keys() - {"_step", "_runtime", "_timestamp"}:
                 found[key].append(values["_step"])
-    assert len(ids) == 1
     return {key: sorted(steps) for key, steps in found.items()}
 
 
 def mlflow_steps(folder):
-    """Return the steps of each key in the only run of MLflow in a folder."""
+    """Return the steps of each key in the runs of MLflow in a folder."""
     os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
     from mlflow import MlflowClient
 
     client = MlflowClient((folder / "mlruns").as_uri())
-    (run,) = client.search_runs([client.get_experiment_by_name("tracestore").experiment_id])
-    keys = run.data.metrics
-    return {key: [metric.step for metric in client.get_metric_history(run.info.run_id, key)] for key in keys}
+    found = defaultdict(list)
+    for run in client.search_runs([client.get_experiment_by_name("tracestore").experiment_id]):
+        for key in run.data.metrics:
+            found[key] += [metric.step for metric in client.get_metric_history(run.info.run_id, key)]
+    return found
 
 
 STEPS_OF = {"tensorboard": tensorboard_steps, "wandb": wandb_steps, "mlflow": mlflow_steps}
