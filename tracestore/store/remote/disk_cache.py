@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tracestore._core.kernels import crc32c
 from tracestore._core.mapping import MappedFile
@@ -26,7 +26,6 @@ from tracestore.errors import CorruptStoreError, UsageError
 from tracestore.store.format.entries import FileEntry
 from tracestore.store.io import fsio, locks
 from tracestore.store.io.files import cache_dir
-from tracestore.store.remote.object_store import ObjectStore
 
 DEFAULT_MAX_BYTES = 64 << 30
 # Default fraction of the free disk space that the cache may use.
@@ -62,6 +61,17 @@ def _may_be_torn(file: Path) -> bool:
     Some of its bytes may never have reached the disk.
     """
     return _STARTED_AT is not None and file.stat().st_mtime < _STARTED_AT
+
+
+class FileServer(Protocol):
+    """What an object store is for the cache: its address, and its files."""
+
+    @property
+    def address(self) -> str:
+        """Address, a part of the names in the cache."""
+
+    def stream(self, path: str, size: int, take: Callable[[Any, int], None]) -> int:
+        """See ObjectStore."""
 
 
 class DiskCache:
@@ -118,7 +128,7 @@ class DiskCache:
 
     def get(
         self,
-        object_store: ObjectStore,
+        object_store: FileServer,
         entry: FileEntry,
         next_use: NextUse = lambda name: None,
         check: Callable[[], None] = lambda: None,
@@ -145,7 +155,7 @@ class DiskCache:
                     return path
 
     def _fetch_locked(
-        self, object_store: ObjectStore, entry: FileEntry, name: str, next_use: NextUse, check: Callable[[], None]
+        self, object_store: FileServer, entry: FileEntry, name: str, next_use: NextUse, check: Callable[[], None]
     ) -> Path | None:
         """Fetch a file under its lock; None if another thread or process fetched it, or eviction made room."""
         final, partial = self.folder / name, self.folder / (_PARTIAL + name)
@@ -192,7 +202,7 @@ class DiskCache:
         return is_whole
 
     @staticmethod
-    def _fetch(object_store: ObjectStore, entry: FileEntry, fd: int, check: Callable[[], None]) -> None:
+    def _fetch(object_store: FileServer, entry: FileEntry, fd: int, check: Callable[[], None]) -> None:
         def take(piece: Any, offset: int) -> None:
             check()
             fsio.pwritev_all(fd, [memoryview(piece)], offset)

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+from tracestore._core.kernels import crc32c
 from tracestore.errors import CorruptStoreError, UsageError
 from tracestore.store.format import manifest as mf
 from tracestore.store.format import paths
@@ -52,21 +53,21 @@ class RemoteTarget(HasWritingFolder):
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
         """Create the temporary folder, and look for a store."""
-        found = set(self._object_store.list_names())
-        if found - _OWN_NAMES:
+        numbers = list_generations(self._object_store)
+        if not numbers and set(self._object_store.list_names()) - _OWN_NAMES:
             raise UsageError(f"{self.location}: holds other objects and is not a store")
-        if "manifest" in found and not self._exist_ok and not self._overwrite:
+        if numbers and not self._exist_ok and not self._overwrite:
             raise UsageError(f"{self.location}: the store exists (overwrite=True replaces it)")
         with fsio.map_os_errors(self.path):
             fsio.makedirs(self.path)
             remove_abandoned(self.path)
             self._writing = WritingFolder(self.path)
-        self._look()
+        self._look(numbers)
         yield
 
-    def _look(self) -> None:
-        """Find the newest generation."""
-        number = next(iter(list_generations(self._object_store)), 0)
+    def _look(self, numbers: list[int]) -> None:
+        """Begin with the newest generation."""
+        number = next(iter(numbers), 0)
         if self._overwrite:
             self.replaced_generation = number
         else:
@@ -85,7 +86,7 @@ class RemoteTarget(HasWritingFolder):
     def has_changed(self, known: mf.Manifest) -> bool:
         """See CommitTarget. Whether another writer was first shows when the manifest is put."""
         if self._is_behind:
-            self._look()
+            self._look(list_generations(self._object_store))
             return True
         return False
 
@@ -123,6 +124,7 @@ class RemoteTarget(HasWritingFolder):
         if path not in self._added:
             self._object_store.put(path, data)
             self._added.add(path)
+            self.files.keep(FileEntry(path, len(data), crc32c(data)), data)
 
     def create_manifest(self, manifest: mf.Manifest) -> bool:
         """See CommitTarget. The answer of the server may be lost: the bytes tell whose manifest it is."""
@@ -139,6 +141,7 @@ class RemoteTarget(HasWritingFolder):
             self._is_behind = True
             return False
         self._overwrite, self._newest = False, manifest.generation
+        self.files.own_manifest = manifest
         return True
 
     def has_manifest(self, manifest: mf.Manifest) -> bool:
@@ -171,9 +174,7 @@ class RemoteTarget(HasWritingFolder):
             with contextlib.suppress(CorruptStoreError, FileNotFoundError):
                 removed += [file.path for file in self._manifest(k).small_files() if file.path not in kept]
             removed.append(paths.manifest_copy(k))
-        # The manifests go last: an interruption leaves nothing that no manifest names.
-        objects.delete(removed)
-        objects.delete([paths.manifest(k) for k in self._numbers[2:]])
+        objects.delete(removed + [paths.manifest(k) for k in self._numbers[2:]])
 
     def _manifest(self, number: int) -> mf.Manifest:
         if number not in self._known or number == self.replaced_generation:

@@ -5,13 +5,16 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from tracestore._core.kernels import crc32c
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import StorageError, UsageError
 from tracestore.store.format import paths
 from tracestore.store.format.entries import FileEntry, size_mismatch
+from tracestore.store.format.manifest import Manifest
 from tracestore.store.io import fsio
 from tracestore.store.io.files import FilePrefetcher, ReadableFiles, RemoteURL, link_file
 from tracestore.store.remote.disk_cache import DiskCache, NextUse
@@ -36,6 +39,18 @@ def cache_of_environment() -> DiskCache:
         raise UsageError(f"TRACESTORE_CACHE_SIZE: {error}") from None
 
 
+@dataclass
+class _Written:
+    """A FileServer of one file, which was written to the object store."""
+
+    address: str
+    data: bytes
+
+    def stream(self, path: str, size: int, take: Callable[[Any, int], None]) -> int:
+        take(self.data, 0)
+        return crc32c(self.data)
+
+
 class RemoteFiles(ReadableFiles):
     """The committed files of a remote store, read through the disk cache.
 
@@ -49,6 +64,7 @@ class RemoteFiles(ReadableFiles):
         self.object_store, self.cache = object_store, cache
         self.location = object_store.address
         self.next_use: NextUse = lambda name: None
+        self.own_manifest: Manifest | None = None  # that of the last commit here
         self._mapped: dict[str, str] = {}  # name in the cache -> path in the store
         self._mtime = -1  # of the cache folder, when the mapped files were last compared with it
         self._lock = threading.Lock()
@@ -69,6 +85,8 @@ class RemoteFiles(ReadableFiles):
 
     def read_manifest(self, generation: int, max_bytes: int) -> tuple[bytes, None]:
         """See ReadableFiles."""
+        if self.own_manifest is not None and self.own_manifest.generation == generation:
+            return self.own_manifest.to_bytes(), None
         return self.object_store.read(paths.manifest(generation), max_bytes), None
 
     def no_store_error(self) -> Exception:
@@ -110,6 +128,10 @@ class RemoteFiles(ReadableFiles):
             helper = self._helper
         helper.fetch(entry)
         return self.cache.folder / name
+
+    def keep(self, entry: FileEntry, data: bytes) -> None:
+        """Put a file into the cache that was just written to the store."""
+        self.cache.get(_Written(self.object_store.address, data), entry, self.next_use)
 
     def fetch(self, entries: Iterable[FileEntry]) -> None:
         """Fetch several files into the cache at once, if it has room for all of them."""
