@@ -189,3 +189,17 @@ def test_tokens_equal_those_of_the_local_store(remote_store, local_store, tmp_pa
     assert len(found) == len(expected) == 36 * 24 // 50 + 1
     for batch, other in zip(found, expected, strict=True):
         assert torch.equal(batch.hidden_states, other.hidden_states) and torch.equal(batch.position, other.position)
+
+
+def test_no_file_is_pending_after_the_last_batch(remote_store):
+    """The sizes of pending files are counted exactly, and all files are released after the last batch."""
+    loader = tracestore.TraceLoader(remote_store, view="graph", batch_size=5, seed=3)
+    ahead = loader._gatherer.prefetch(loader.batch_indices, 0, len(loader))
+    with ahead:
+        for batch in range(len(loader)):
+            ahead.advance(batch)
+            with ahead._lock:
+                held = sum(ahead._entries[name].size for name in ahead._uses)
+            assert ahead._bytes == held
+        ahead.advance(len(loader))
+        assert not ahead._uses and not ahead._entries and ahead._bytes == 0
