@@ -458,6 +458,36 @@ def test_two_coordinators_add_each_source_once(data, tmp_path):
     assert verify_store(tmp_path / "s.zarr").damaged == {}
 
 
+def test_processes_of_one_command(data, tmp_path):
+    run_tasks(data, tmp_path / "one.zarr")
+    convert(data, tmp_path / "s.zarr", "--plan", tmp_path / "plan")
+    assert command("work", tmp_path / "plan", "--workers", 2, check=0).stdout.count("is written") == 6
+    command("commit", tmp_path / "plan", check=0)
+    assert files_of(tmp_path / "s.zarr") == files_of(tmp_path / "one.zarr")
+    # Without the plan the processes fail, with the message and the exit code of one of them.
+    assert "it is committed" in error_of("work", tmp_path / "plan", "--workers", 2, code=2)
+
+
+@pytest.mark.parametrize("num_kills", [2, 3])
+def test_a_killed_process_is_repeated_three_times_at_most(data, tmp_path, monkeypatch, num_kills):
+    tasks = plan_tasks(data, tmp_path / "s.zarr")
+    (tmp_path / "plan").write_text("".join(f"{task.to_json()}\n" for task in tasks))
+    calls, run = [], subprocess.run
+
+    def killed(words, **options):
+        calls.append(words)
+        is_killed = words[words.index("--shard") + 1] == "3/6" and sum("3/6" in call for call in calls) <= num_kills
+        return subprocess.CompletedProcess(words, -9, "", "") if is_killed else run(words, **options)
+
+    monkeypatch.setattr(subprocess, "run", killed)
+    if num_kills == 2:
+        command("work", tmp_path / "plan", "--workers", 2, check=0)
+        assert commit_tasks(tasks).num_traces == 24
+    else:
+        error = error_of("work", tmp_path / "plan", "--workers", 2, code=3)
+        assert "batch_3.pkl.gz" in error and "killed 3 times (signal 9)" in error
+
+
 def test_commands(data, tmp_path):
     file, store = tmp_path / "plan", tmp_path / "s.zarr"
     convert(data, store, "--plan", file)

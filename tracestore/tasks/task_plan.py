@@ -170,15 +170,15 @@ class Plan:
         scores = FoundFiles([Path(path) for path, _ in self.facts["scores"]], [Path(p) for p in self.facts["unread"]])
         return DescribedRun(list(map(part_from_json, self.facts["parts"])), order, scores, is_builtin=True)
 
-    def pack_options(self, scratch: Path) -> PackOptions:
+    def pack_options(self, scratch: Path, memory_budget: int | None) -> PackOptions:
         """Return the options of packing."""
-        stored = self.facts["store_options"]
+        stored, budget = self.facts["store_options"], memory_budget or self.options.memory_budget
         return PackOptions(
             attention=stored["attention"],
             keep_dtype=stored["dtype"] == "keep",
-            max_memory=self.options.memory_budget // 16,
+            max_memory=budget // 16,
             scratch=scratch,
-            max_waiting=self.options.memory_budget // 8,
+            max_waiting=budget // 8,
             skip_bad=self.options.skip_bad,
             refuse_attention=self.facts["refuse_attention"],
         )

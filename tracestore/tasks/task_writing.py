@@ -7,6 +7,7 @@ from contextlib import closing
 from tracestore.convert.runner import Conversion
 from tracestore.errors import InvalidInputError, TruncatedFileError
 from tracestore.ingest.files.byte_source import TRUNCATED_WHILE_READING
+from tracestore.ingest.packing import PackOptions
 from tracestore.ingest.reading import TraceStream, read_sources
 from tracestore.store.format import paths, schema
 from tracestore.store.io import fsio
@@ -18,7 +19,7 @@ from tracestore.tasks.receipt import Receipt, WrittenSource, account_to_json, pa
 from tracestore.tasks.task_plan import Plan, Quiet, Task
 
 
-def write_task(task: Task) -> Receipt:
+def write_task(task: Task, *, memory_budget: int | None = None) -> Receipt:
     """Read the sources of a task, and write their traces into segments of the store, which no generation names yet.
 
     Any process may call this, more than once and at the same time: segments are named by their content, and the first
@@ -27,6 +28,8 @@ def write_task(task: Task) -> Receipt:
     Parameters
     ----------
     task : Task
+    memory_budget : int, optional
+        Bytes of memory for traces that wait; by default that of the options.
 
     Returns
     -------
@@ -50,7 +53,7 @@ def write_task(task: Task) -> Receipt:
         try:
             with target.opened():
                 pass
-            writing = _TaskWriting(plan, conversion, target)
+            writing = _TaskWriting(plan, conversion, plan.pack_options(target.scratch, memory_budget), target)
             writing.write([WrittenSource(sources[k], k, *found) for k, _, *found in plan.facts["tasks"][task.number]])
             target.create_file(paths.receipt(task.hash), writing.receipt(task))
         finally:
@@ -61,9 +64,9 @@ def write_task(task: Task) -> Receipt:
 class _TaskWriting:
     """The segments of a task while they are written."""
 
-    def __init__(self, plan: Plan, conversion: Conversion, target: FolderTarget) -> None:
+    def __init__(self, plan: Plan, conversion: Conversion, options: PackOptions, target: FolderTarget) -> None:
         self._conversion, self._target, self._plan = conversion, target, plan
-        self._options = plan.pack_options(target.scratch)
+        self._options = options
         self._pending = Pending()
         self._written: list[WrittenSource] = []
 

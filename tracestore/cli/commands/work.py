@@ -1,17 +1,20 @@
 """Read the sources of a planned conversion and write their traces into its store, which `commit` makes visible.
 
-Example: tracestore work plan.json --shard 0/4
+Example: tracestore work plan.json --shard 0/4 --workers 2
 """
 
 import argparse
 import re
 from pathlib import Path
 
-from tracestore.console import Output, Parser
+from tracestore.console import Output, Parser, positive_int
+from tracestore.convert.options import ConvertOptions
 from tracestore.store.io.fsio import map_os_errors
+from tracestore.tasks.local_workers import write_in_processes
 from tracestore.tasks.task_files import read_tasks
+from tracestore.tasks.task_plan import Task
 from tracestore.tasks.task_writing import write_task
-from tracestore.words import format_size, plural
+from tracestore.words import format_size, parse_size, plural
 
 
 def _shard(text: str) -> tuple[int, int]:
@@ -26,17 +29,30 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("file", type=Path, metavar="FILE", help="tasks that convert --plan has written")
     text = "write the tasks I, I + N, I + 2 N, ... (default: all that are not written)"
     parser.add_argument("--shard", type=_shard, metavar="I/N", default=(0, 1), help=text)
+    text = "processes of this machine; one that is killed is repeated up to three times"
+    parser.add_argument("--workers", type=positive_int, metavar="N", default=1, help=text)
+    text = f"memory for waiting traces, of all processes (default: {format_size(ConvertOptions.memory_budget)})"
+    parser.add_argument(
+        "--memory-budget", type=parse_size, metavar="SIZE", default=ConvertOptions.memory_budget, help=text
+    )
 
 
 def run(args: argparse.Namespace, output: Output) -> None:
     """Write the tasks of a shard."""
     first, step = args.shard
-    tasks = read_tasks(args.file)[first::step]
-    receipts = []
-    for task in tasks:
-        with map_os_errors(Path(task.store)):
-            receipts.append(write_task(task))
-        output.info(f"task {task.number:,}: {plural(receipts[-1].num_traces, 'trace')}")
-    num_bytes = sum(receipt.num_bytes for receipt in receipts)
-    output.print_json({"tasks": len(tasks), "traces": sum(r.num_traces for r in receipts), "bytes": num_bytes})
-    output.info(f"{plural(len(tasks), 'task')} written, {format_size(num_bytes)}; tracestore commit adds them")
+    tasks = read_tasks(args.file)
+    chosen = dict(list(enumerate(tasks))[first::step])
+
+    def report(task: Task) -> None:
+        output.info(f"task {task.number:,} is written")
+
+    if args.workers > 1 and len(chosen) > 1:
+        write_in_processes(args.file, chosen, len(tasks), args.workers, args.memory_budget, report)
+    else:
+        for task in chosen.values():
+            with map_os_errors(Path(task.store)):
+                write_task(task, memory_budget=args.memory_budget)
+            report(task)
+    num_bytes = sum(task.num_bytes for task in chosen.values())
+    output.print_json({"tasks": len(chosen), "bytes": num_bytes})
+    output.info(f"{plural(len(chosen), 'task')} of {format_size(num_bytes)} written; tracestore commit adds them")
