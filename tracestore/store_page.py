@@ -133,7 +133,7 @@ def _contents(store: TraceStore, classes: np.ndarray, threshold: float) -> Html:
     if scores:
         header = ["score", "direction", "traces", "minimum", "median", "maximum", "source"]
         parts.append(table(header, scores, caption="Scores"))
-    serve = shlex.join(["tracestore", "serve", str(store.path)])
+    serve = [shlex.join(["tracestore", "serve", str(m.files.location)]) for m in store.internals.members]
     return join([
         paragraph(verdict, kind="verdict"),
         element(
@@ -142,7 +142,7 @@ def _contents(store: TraceStore, classes: np.ndarray, threshold: float) -> Html:
             element("div", table(["field", "traces", "share"], fields, caption="Fields")),
             class_="tables",
         ),
-        paragraph("To search and open the traces:"), command(serve),
+        paragraph("To search and open the traces:"), *map(command, serve),
     ])  # fmt: skip
 
 
@@ -278,7 +278,8 @@ def _trace_card(store: TraceStore, index: int, label: str, *, has_plot: bool = T
             else f"Each value is the maximum of a block of the {plural(trace.num_tokens, 'token')}.",
         )
         content.append(figure)
-    content.append(command(f"tracestore view {shlex.quote(str(store.path))} {index}"))
+    path, number = store.internals.origin(index)
+    content.append(command(f"tracestore view {shlex.quote(path)} {number}"))
     kind = label if label != "unlabeled" else None
     return element("div", card(f"Trace {index}", *content, badge=label, kind=kind), id=f"trace-{index}")
 

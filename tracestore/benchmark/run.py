@@ -93,8 +93,8 @@ def run_benchmark(
 
     Parameters
     ----------
-    stores : sequence of str or Path
-        With several stores, each detector is also fitted to each store and tested on each other one.
+    stores : sequence of str, Path or sequences of them
+        An item that is a sequence is several stores as one. With several stores, each detector is also fitted to each store and tested on each other one.
     output_dir : Path
         Created if it does not exist.
     options : BenchmarkOptions
@@ -117,7 +117,8 @@ def run_benchmark(
     """
     for folder in (output_dir, options.folds_dir or output_dir):
         check_output_dir(folder)
-    opened = {_name(path): open_store(path, score=options.score) for path in stores}
+    mixed = options.allow_mixed_provenance
+    opened = {_name(path): open_store(path, score=options.score, allow_mixed_provenance=mixed) for path in stores}
     if len(opened) != len(stores):
         raise UsageError("two stores have the same name; rename one of them")
     _check_stores(list(opened.values()), options)
@@ -144,6 +145,8 @@ def _scores_file(name: str, stores: Collection[str]) -> str:
 
 
 def _name(path: Any) -> str:
+    if isinstance(path, Sequence) and not isinstance(path, str):
+        return "+".join(map(_name, path))
     return str(path).rstrip("/").rpartition("/")[2].removesuffix(".zarr")
 
 

@@ -116,6 +116,12 @@ def add_store(parser: argparse.ArgumentParser, type: Callable[[str], Any] = str)
     parser.add_argument("store", metavar="STORE", type=type, help="folder or URL of a store")
 
 
+def add_stores(parser: argparse.ArgumentParser, type: Callable[[str], Any]) -> None:
+    """Add the argument STORE, which may be several."""
+    text = "folder or URL of a store; several are read as one"
+    parser.add_argument("stores", metavar="STORE", nargs="+", type=type, help=text)
+
+
 def add_overwrite(parser: argparse.ArgumentParser) -> None:
     """Add --overwrite of a command that writes one file."""
     parser.add_argument("--overwrite", action="store_true", help="replace an existing FILE")

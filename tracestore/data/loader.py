@@ -78,10 +78,10 @@ class TraceLoader(LoaderHtml, Generic[BatchT]):
     weights : sequence of int, optional
         The share of each of several stores that are opened as one: with [3, 1], three of four traces are
         from the first store, in every part of an epoch. Each store is read in an order of its own, which
-        goes on in the next epoch, and again in another order when it ends.
+        continues in the next epoch, and again in another order when it ends.
     epoch_size : int, optional
         Traces, or tokens in view "tokens", of an epoch, over all ranks; by default as many as there are.
-        The next epoch goes on where this one ends.
+        The next epoch continues where this one ends.
     score_threshold : float, optional
         Score below which a trace counts as a hallucination, or above which in a store of
         hallucination scores. A stored label takes precedence. Default: 0.5, for scores in [0, 1];

@@ -148,7 +148,7 @@ class MixedOrder:
     """An epoch of any length over several sets of ids, mixed by weights.
 
     The ids of set s follow those of set s - 1. Sample k of a set, counted over all epochs, is the id at position
-    k % n of its own order number k // n, an EpochOrder with seed + s: each set goes on where the epoch before ended,
+    k % n of its own order number k // n, an EpochOrder with seed + s: each set continues where the epoch before ended,
     and begins again, in another order, when it ends. Memory does not grow with the epoch.
 
     Parameters

@@ -35,7 +35,7 @@ from tracestore.reports.run_page import RunFacts, write_report
 from tracestore.run_results import RESULTS_FILE
 from tracestore.store.format.provenance import require_compatible
 from tracestore.store.io.destinations import TRAIN, check_output_dir, check_output_files
-from tracestore.store.read.store import TraceStore, open_store
+from tracestore.store.read.store import StorePath, TraceStore, open_store
 from tracestore.train.distributed import DistributedContext
 from tracestore.train.monitor import Log
 from tracestore.train.output_dir import lock_output_dir, write_json
@@ -47,7 +47,7 @@ PROBE, REPORT, PREDICTIONS = "logistic_probe", "report.html", "predictions.csv"
 
 
 def run_experiment(
-    store_path: str | Path,
+    store_path: StorePath,
     output_dir: Path,
     options: TrainOptions,
     *,
@@ -61,7 +61,7 @@ def run_experiment(
 
     Parameters
     ----------
-    store_path : str or Path
+    store_path : str, Path or sequence of them
     output_dir : Path
         Created if it does not exist.
     options : TrainOptions
@@ -90,7 +90,8 @@ def run_experiment(
         require(options.config.logger)
     check_output_dir(output_dir)
     start = memory_use()
-    store = open_store(store_path, score=options.config.score)
+    config = options.config
+    store = open_store(store_path, score=config.score, allow_mixed_provenance=config.allow_mixed_provenance)
     threshold = store.internals.score_threshold(options.config.score_threshold)
     options = replace(options, config=replace(options.config, score=store.score_name, score_threshold=threshold))
     options = _trainable(store, options, log)

@@ -26,7 +26,7 @@ from tracestore.platform_support import memory_use
 from tracestore.store.format.labels import DEFAULT_THRESHOLD, PREDICTED_COLUMNS
 from tracestore.store.format.provenance import Provenance, require_compatible
 from tracestore.store.io.fsio import map_os_errors, write_rows
-from tracestore.store.read.store import TraceStore, open_store
+from tracestore.store.read.store import StorePath, TraceStore, open_store
 from tracestore.train.batches import BatchFeed
 from tracestore.train.checkpoint import load_checkpoint
 from tracestore.train.config import TrainConfig
@@ -229,7 +229,7 @@ class PredictReport:
 
 def predict_store(
     checkpoint: Path,
-    store_path: Any,
+    store_path: StorePath,
     output: Path,
     *,
     batch_size: int = 16,
@@ -246,7 +246,7 @@ def predict_store(
     ----------
     checkpoint : Path
         best.pt of a training, or a checkpoint of ``tracestore benchmark --save-detectors``.
-    store_path : str or Path
+    store_path : str, Path or sequence of them
     output : Path
         Replaced when all traces are scored.
     batch_size : int
@@ -270,12 +270,12 @@ def predict_store(
     with torch_threads(num_threads):
         detector = load_detector(checkpoint)
         start = memory_use()
-        store = open_store(store_path)
+        store = open_store(store_path, allow_mixed_provenance=allow_mixed_provenance)
         detector.check(store)
         if not allow_mixed_provenance:
             require_compatible(detector.provenance, store.provenance, str(store.path))
         report = PredictReport(
-            str(output), str(checkpoint), str(store_path), detector.name, detector.threshold, len(store)
+            str(output), str(checkpoint), str(store.path), detector.name, detector.threshold, len(store)
         )
         batches: Iterable[tuple[np.ndarray, np.ndarray]]
         if isinstance(detector, FittedDetector):

@@ -50,8 +50,9 @@ def write_benchmark(results: Mapping[str, Any], path: Path, command: str | None 
         if entry["label_sources"] is not None:
             sections.append(Section(f"{name}, sources of labels", _label_sources(entry["label_sources"])))
         scores = path.with_name("scores.csv" if len(stores) == 1 else f"scores-{name}.csv")
-        serve = shlex.join(["tracestore", "serve", entry["store"]["path"], "--results", str(scores)])
-        sections.append(Section(f"{name}, traces", join([paragraph(_SERVE), elements.command(serve)])))
+        if "stores" not in entry["store"]:  # serve shows one store
+            serve = shlex.join(["tracestore", "serve", entry["store"]["path"], "--results", str(scores)])
+            sections.append(Section(f"{name}, traces", join([paragraph(_SERVE), elements.command(serve)])))
         if entry["skipped"]:
             rows = list(entry["skipped"].items())
             sections.append(Section(f"{name}, not run", table(["detector", "reason"], rows, caption="Not run")))

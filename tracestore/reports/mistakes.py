@@ -72,7 +72,8 @@ def _card(
     ]
     probabilities = {model: f"{of[index][0]:.3f}" for model, of in by_model.items() if index in of}
     sample = ["--sample", str(trace.sample)] if trace.sample else []
-    opened = shlex.join(["tracestore", "view", str(store.path), trace.question_id, *sample])
+    path, _ = store.internals.origin(index)
+    opened = shlex.join(["tracestore", "view", path, trace.question_id, *sample])
     title = f"{trace.question_id}, sample {trace.sample}" if trace.sample else trace.question_id
     return card(
         title, *lines, _token_values(trace), paragraph("Probability of a hallucination:", kind="note"),

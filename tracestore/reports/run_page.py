@@ -281,7 +281,7 @@ def _lengths(scores: Mapping[str, Sequence[RunScores]], store: TraceStore) -> Ht
 
 
 def _serve(store: TraceStore, run_facts: RunFacts) -> Html:
-    if run_facts.folder is None:
+    if run_facts.folder is None or len(store.internals.members) > 1:  # serve shows one store
         return Html("")
     words = ["tracestore", "serve", str(store.path), "--results", str(run_facts.folder)]
     return join([paragraph("To list and open all test traces that a model misclassifies:"), command(shlex.join(words))])

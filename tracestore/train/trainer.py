@@ -96,8 +96,8 @@ class Trainer:
         self.ranks, self.stop = ranks or DistributedContext(), stop or StopSignals()
         self.monitor = Monitor(name, config.epochs, log, line)
         self.planned_micro_batch, self.on_fatal_oom = micro_batch, on_fatal_oom
-        default_command = f"tracestore train {store.path} --output {folder.parent} --resume"
-        self.resume_command = resume_command or default_command
+        paths = " ".join(str(member.files.location) for member in store.internals.members)
+        self.resume_command = resume_command or f"tracestore train {paths} --output {folder.parent} --resume"
         self._saved_at = time.monotonic()
         self._unread: UnreadLoss | None = None
 

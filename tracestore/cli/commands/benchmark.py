@@ -63,6 +63,7 @@ def add_arguments(parser: Parser) -> None:
         default=42,
         help="seed of folds and weights",
     )
+    add("--as-one", action="store_true", help="read several stores as one, without a transfer matrix")
     add("--score", metavar="NAME", help="named score that labels are derived from (default: the store's)")
     add_score_threshold(parser)
     add("--drop-nonfinite", action="store_true", help=DROP_NONFINITE_HELP)
@@ -101,7 +102,9 @@ def run(args: argparse.Namespace, output: Output) -> None:
             progress.clear()
             output.info(line)
 
-        results = run_benchmark(args.stores, args.output, options, log, progress.update)
+        results = run_benchmark(
+            [args.stores] if args.as_one else args.stores, args.output, options, log, progress.update
+        )
     output.info(f"\n{format_results(results)}\n\n{args.output / RESULTS}\n{args.output / REPORT}")
     output.print_json(results)
 

@@ -10,7 +10,7 @@ Example: tracestore predict other.zarr --checkpoint results/gnn_det_lstm/best.pt
 import argparse
 from pathlib import Path
 
-from tracestore.cli.flags import add_allow_mixed_provenance, add_num_threads, add_overwrite, add_store, values
+from tracestore.cli.flags import add_allow_mixed_provenance, add_num_threads, add_overwrite, add_stores, values
 from tracestore.console import Output, Parser, Progress, positive_int
 from tracestore.errors import UsageError
 from tracestore.store.io.destinations import check_output_file
@@ -22,7 +22,7 @@ def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
     add = parser.add_argument
     add("--checkpoint", required=True, type=Path, metavar="BEST.PT", help="checkpoint of tracestore train or benchmark")
-    add_store(parser, type=parse_location)
+    add_stores(parser, parse_location)
     text = "the file (.csv), which appears when all traces are scored"
     add("--output", type=Path, default=Path("predictions.csv"), metavar="FILE", help=text)
     add_overwrite(parser)
@@ -36,17 +36,17 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace, output: Output) -> None:
     """Write the scores and print a summary."""
-    for path, what in ((args.checkpoint, "checkpoint"), (args.store, "store")):
+    for path, what in ((args.checkpoint, "checkpoint"), *((store, "store") for store in args.stores)):
         if isinstance(path, Path) and not path.exists():
             raise UsageError(f"{path}: no such {what}")
-    check_output_file(args.output, (".csv",), overwrite=args.overwrite, inputs=[args.checkpoint, args.store])
+    check_output_file(args.output, (".csv",), overwrite=args.overwrite, inputs=[args.checkpoint, *args.stores])
     # Imported here, because torch takes seconds to import and wrong usage is reported before.
     from tracestore.inference.predict import predict_store
 
     with Progress(output) as progress:
         report = predict_store(
             args.checkpoint,
-            args.store,
+            args.stores,
             args.output,
             **values(args, ("batch_size", "device", "num_threads", "memory_budget", "allow_mixed_provenance")),
             log=output.info,

@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 
 import tracestore
-from tracestore.cli.flags import add_overwrite, add_score, add_store
+from tracestore.cli.flags import add_allow_mixed_provenance, add_overwrite, add_score, add_stores
 from tracestore.console import Output, Parser, Progress
 from tracestore.store.io.destinations import check_output_file
 from tracestore.store.io.files import parse_location
@@ -19,7 +19,8 @@ from tracestore.store_page import write_report
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
-    add_store(parser)
+    add_stores(parser, parse_location)
+    add_allow_mixed_provenance(parser)
     parser.add_argument(
         "--output", type=Path, required=True, metavar="FILE", help="the page, .html; replaces an earlier page"
     )
@@ -30,9 +31,13 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace, output: Output) -> None:
     """Write the page."""
-    check_output_file(args.output, (".html",), overwrite=args.overwrite, inputs=[parse_location(args.store)])
+    check_output_file(args.output, (".html",), overwrite=args.overwrite, inputs=args.stores)
     options = {"score_threshold": args.score_threshold, "lint": not args.no_lint}
-    with tracestore.open(args.store, score=args.score) as store, Progress(output) as progress:
+    mixed = args.allow_mixed_provenance
+    with (
+        tracestore.open(args.stores, score=args.score, allow_mixed_provenance=mixed) as store,
+        Progress(output) as progress,
+    ):
         write_report(store, args.output, **options, progress=progress.update)
-    output.print_json({"store": str(args.store), "output": str(args.output)})
+    output.print_json({"store": str(store.path), "output": str(args.output)})
     output.info(f"{args.output}: open it in a browser")

@@ -20,7 +20,7 @@ from tracestore.cli.flags import (
     Flags,
     add_flags,
     add_num_threads,
-    add_store,
+    add_stores,
     values,
 )
 from tracestore.console import Output, Parser, Progress, float_where, int_between
@@ -76,7 +76,7 @@ _RUN_FLAGS: Flags = {
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
     add = parser.add_argument
-    add_store(parser, type=parse_location)
+    add_stores(parser, parse_location)
     text = "folder for checkpoints, results.json and report.html"
     add("--output", "--output-dir", type=Path, default=Path("results"), metavar="DIR", help=text)
     for name in DEFAULT_MODELS:
@@ -134,7 +134,7 @@ def run(args: argparse.Namespace, output: Output) -> None:
             DistributedContext.connect(device) as ranks,
         ):
             results = run_experiment(
-                args.store, args.output, options, log=output.info, line=Progress(output, "batches"), ranks=ranks
+                args.stores, args.output, options, log=output.info, line=Progress(output, "batches"), ranks=ranks
             )
     except RankFailedError as error:
         raise RankFailedError(f"{error}; continue with: {resume_command}") from None
@@ -178,8 +178,9 @@ def _selected_models(args: argparse.Namespace) -> tuple[str, ...]:
         raise UsageError(f"--twins needs a model that has a twin, found {', '.join(models)}")
     if args.seed + (args.seeds or 1) > 2**32:
         raise UsageError(f"found --seed {args.seed}, --seeds {args.seeds}; the last seed must be below 2^32")
-    if isinstance(args.store, Path) and not args.store.exists():
-        raise UsageError(f"{args.store}: no such store")
+    for store in args.stores:
+        if isinstance(store, Path) and not store.exists():
+            raise UsageError(f"{store}: no such store")
     return models
 
 

@@ -1,6 +1,7 @@
 """The open parts of a store that its traces and batches are read from."""
 
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from itertools import accumulate
 from pathlib import Path
@@ -111,6 +112,12 @@ class StoreInternals:
     def first_traces(self) -> list[int]:
         """The number of the first trace of each of `members`, and that of all traces."""
         return list(accumulate((member.manifest.num_traces for member in self.members), initial=0))
+
+    def origin(self, index: int) -> tuple[str, int]:
+        """Return the location of the store of a trace, and the index of the trace in it."""
+        first = self.first_traces
+        k = bisect_right(first, index) - 1
+        return str(self.members[k].files.location), index - first[k]
 
     @property
     def mapped_columns(self) -> tuple[MappedColumns, ...]:
