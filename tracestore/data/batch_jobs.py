@@ -222,13 +222,21 @@ class BatchGatherer:
 
         `batches` maps the number of a batch to its indices.
         """
-        view = self.batch_format.source_view
+        form, layers = self.batch_format, self.batch_format.layer_numbers(self.store)
         return self.store.internals.prefetch(
-            lambda store, traces: batch_files(store, traces, view),
+            lambda store, traces: batch_files(store, traces, form.source_view, layers),
             lambda batch: self._traces(batches(batch)),
             start,
             total,
         )
+
+    def announce(self, chosen: np.ndarray | None, num_ranks: int) -> None:
+        """Record that this rank is about to read its share of the chosen traces, None for all of them."""
+        layers = self.batch_format.layer_numbers(self.store)
+        # Batches of tokens have tokens of any trace.
+        num_ranks = 1 if self.batch_format.view == "tokens" else num_ranks
+        share = 1.0 if layers is None else len(layers) / self.store.num_layers
+        self.store.internals.announce(chosen, share / num_ranks)
 
     def _traces(self, indices: np.ndarray) -> np.ndarray:
         """Return the traces that the indices of a batch refer to."""

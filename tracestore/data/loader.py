@@ -237,6 +237,7 @@ class TraceLoader(LoaderHtml, Generic[BatchT]):
             epoch_size=epoch_size,
         )
         self.rank, self.world_size = rank_and_world_size(rank, world_size)
+        self._gatherer.announce(chosen, self.world_size)
         self.num_threads, self.pin_memory = num_threads, pin_memory
         limit = cache_limit(self.store, self.format, cache_bytes, max_cache_batches, batch_size)
         self.memory = plan_memory(self.planner, num_threads, limit, memory_budget)

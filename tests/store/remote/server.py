@@ -50,14 +50,16 @@ class Proxy:
     `fault(count, method, path)` returns the fault of a request, which is counted from 0: None; "503", "403" or
     "400"; "cut" (the body ends in the middle); "stall" (no more bytes in the middle of the body); "lost" (the server
     carries out the request, but the response does not arrive); "flip" (one bit of the body is inverted); "no range"
-    (the whole object is returned, whichever range was requested); or a delay in seconds (a float).
-    `requests` counts the requests by (method, path).
+    (the whole object is returned, whichever range was requested); "short", "long", "misplaced" or "other place" (an
+    answer to a request for a range has fewer or more bytes than it states, states another place, or has the bytes of
+    another place); or a delay in seconds (a float).
+    `requests` counts the requests by (method, path); `sent` the bytes of bodies, `large` those of large arrays.
     """
 
     def __init__(self, server):
         self.fault = lambda count, method, path: None
         self.requests = Counter()
-        self.count = 0
+        self.count = self.sent = self.large = 0
         self._lock = threading.Lock()
         host, port = server.removeprefix("http://").split(":")
         proxy = self
@@ -91,13 +93,23 @@ class Proxy:
                 answer = connection.getresponse()
                 data = bytearray(answer.read())
                 connection.close()
+                place = answer.getheader("Content-Range", "")
+                proxy.sent += len(data)
+                proxy.large += len(data) if "/c/0" in self.path and "last_token" not in self.path else 0
+                if place and fault == "short":
+                    data = data[: len(data) // 2]
+                if place and fault == "long":
+                    data += data
+                if place and fault == "other place":
+                    data = data[::-1]
                 if fault == "lost":
                     self.close_connection = True
                     return
                 self.send_response(answer.status)
                 for name, value in answer.getheaders():
                     if name.lower() not in ("connection", "transfer-encoding", "content-length", "server", "date"):
-                        self.send_header(name, value)
+                        is_moved = fault == "misplaced" and name == "Content-Range"
+                        self.send_header(name, "bytes 7-70" + value[value.index("/") :] if is_moved else value)
                 length = answer.getheader("Content-Length") if self.command == "HEAD" else str(len(data))
                 self.send_header("Content-Length", length or "0")
                 self.end_headers()

@@ -40,15 +40,19 @@ class OpenArrays:
         self._is_open = np.zeros(num_segments, bool)
         self._num_evictions = self._internals.num_evictions
 
-    def views(self, segments: np.ndarray) -> list[Any]:
-        """Return an ArrayView for each segment of the store, or None for one that is not in `segments`."""
+    def views(self, segments: np.ndarray, rows: np.ndarray) -> list[Any]:
+        """Return an ArrayView for each segment of the store, or None for one that is not in `segments`.
+
+        They have these rows of hidden states.
+        """
         self._internals.close_evicted()
         if self._internals.num_evictions != self._num_evictions:
             self._clear()
         for number in np.unique(segments[~self._is_open[segments]]).tolist():
-            self._views[number] = self._internals.segment(number).array("hidden_states").view
-            self._is_open[number] = True
-        return self._views
+            reader = self._internals.segment(number).array("hidden_states")
+            self._views[number] = reader.view(rows[segments == number])
+            self._is_open[number] = not reader.is_partial
+        return list(self._views)
 
 
 class _Chunk(NamedTuple):
@@ -146,7 +150,7 @@ class TokenJob(BatchJob):
         if store.codec == "none":
             # Rows are copied in the order of the store: addresses of neighbors are translated faster.
             order = self._table.store_order(numbers)
-            self._views = self._arrays.views(self._tokens.segment)
+            self._views = self._arrays.views(self._tokens.segment, self._tokens.row)
             segment, row = self._tokens.segment[order], self._tokens.row[order]
             self.native = gather.RowJob(self._views, segment, row, *dtypes, order, len(order))
         else:

@@ -1,7 +1,12 @@
 """Entries of committed files in a manifest."""
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
+import numpy as np
+
+from tracestore._core.mapping import MappedFile
 from tracestore.errors import CorruptStoreError
 from tracestore.store.format import paths
 
@@ -29,6 +34,48 @@ class FileEntry:
             raise CorruptStoreError(f"{self.path}: invalid size {self.size!r:.40}")
         if type(self.crc32c) is not int or not 0 <= self.crc32c < 1 << 32:
             raise CorruptStoreError(f"{self.path}: invalid checksum {self.crc32c!r:.40}")
+
+
+class FileLayers(NamedTuple):
+    """The n layers of a file of an uncompressed array, which begins with them, one after another.
+
+    Attributes
+    ----------
+    ends : np.ndarray
+        Where the layers end, in bytes: (n + 1,) int64, from 0.
+    crcs : np.ndarray
+        Their CRC-32C, (n,) uint32.
+    data_bytes : int
+        Size of the array with its padding, in bytes. The index of the shard follows, with at least n bytes.
+    """
+
+    ends: np.ndarray
+    crcs: np.ndarray
+    data_bytes: int
+
+
+class PartialFile(Protocol):
+    """A mapped file of which some layers are here; see remote.layer_file."""
+
+    mapped: MappedFile
+
+    def missing(self, ranges: Iterable[tuple[int, int]]) -> Sequence[tuple[int, int]]:
+        """Return what ranges of bytes need and is not here."""
+
+    def fetch(self, ranges: Sequence[tuple[int, int]], check: Callable[[], None] = lambda: None) -> bool:
+        """Fetch the layers that ranges of bytes need; False if the file must be mapped again."""
+
+
+class FilePart(NamedTuple):
+    """Layers of a large array that a batch needs: the file, their size in bytes, and what fetches them."""
+
+    entry: FileEntry
+    num_bytes: int
+    fetch: Callable[[Callable[[], None]], None]
+
+
+# Lists what a batch, by its number, needs: files and parts of files.
+FilesOf = Callable[[int], Iterable[FileEntry | FilePart]]
 
 
 def size_mismatch(entry: FileEntry, found: int) -> CorruptStoreError:

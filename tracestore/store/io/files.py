@@ -5,7 +5,7 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, Self
 
@@ -13,7 +13,7 @@ from tracestore._core.kernels import crc32c
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import CorruptStoreError, UsageError, escape_unprintable
 from tracestore.store.format import paths, schema
-from tracestore.store.format.entries import FileEntry, size_mismatch
+from tracestore.store.format.entries import FileEntry, FileLayers, FilesOf, PartialFile, size_mismatch
 from tracestore.store.format.manifest import MAX_MANIFEST_BYTES, Manifest, parse_manifest
 from tracestore.store.io import fsio
 from tracestore.store.io.locks import Pin
@@ -103,6 +103,11 @@ class FilePrefetcher:
 class StoreFiles(Protocol):
     """Read access to the committed files of one store, which never change."""
 
+    @property
+    def has_ranges(self) -> bool:
+        """True if parts of files are fetched when they are needed."""
+        return False
+
     def read(self, entry: FileEntry) -> bytes:
         """Return all bytes of a small file.
 
@@ -124,6 +129,10 @@ class StoreFiles(Protocol):
         OSError
             If it cannot be read; FileNotFoundError if it does not exist.
         """
+
+    def map_layers(self, entry: FileEntry, layers: FileLayers) -> PartialFile | None:
+        """Return a map of a file whose layers are fetched when they are needed; None to map the whole file."""
+        return None
 
 
 class ReadableFiles(StoreFiles, Protocol):
@@ -174,8 +183,8 @@ class ReadableFiles(StoreFiles, Protocol):
         """Return the paths of files that were mapped and have left the cache since the last call."""
         return ()
 
-    def prefetch(self, files_of: Callable[[int], Iterable[FileEntry]], start: int, total: int) -> FilePrefetcher:
-        """Return a prefetcher for the batches start .. total - 1; `files_of(batch)` lists the files of a batch."""
+    def prefetch(self, files_of: FilesOf, start: int, total: int) -> FilePrefetcher:
+        """Return a prefetcher for the batches start .. total - 1; `files_of(batch)` lists what a batch needs."""
         return FilePrefetcher()
 
     def reopen(self) -> Self:
@@ -189,8 +198,7 @@ class ReadableFiles(StoreFiles, Protocol):
 class LocalFiles(ReadableFiles):
     """Access to the files of a local store.
 
-    The store's folder itself may be a symbolic link. Inside the folder no link is followed, and only
-    regular files are opened.
+    The store's folder itself may be a symbolic link. Inside it no link is followed; only regular files are opened.
     """
 
     def __init__(self, root: Path) -> None:

@@ -12,7 +12,7 @@ from tracestore.errors import CorruptStoreError, UsageError
 from tracestore.store.format import manifest as mf
 from tracestore.store.format.entries import FileEntry, size_mismatch
 from tracestore.store.io import fsio
-from tracestore.store.io.files import RemoteURL
+from tracestore.store.io.files import RemoteURL, StoreFiles
 from tracestore.store.maintain.consistency import ConsistencyChecker
 from tracestore.store.maintain.verifier import SegmentFiles, StoreVerifier, VerifyReport
 from tracestore.store.remote.remote_files import RemoteFiles
@@ -22,7 +22,7 @@ _REQUESTS = 8
 _ATTEMPTS = 5
 
 
-class _DownloadedFiles:
+class _DownloadedFiles(StoreFiles):
     """Objects in unnamed files of a folder: see StoreFiles. The files disappear when the process ends."""
 
     def __init__(self, cached: RemoteFiles, folder: Path) -> None:

@@ -2,24 +2,27 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tracestore._core.gather import ArrayView
 from tracestore._core.kernels import crc32c
 from tracestore._core.mapping import MappedFile
-from tracestore.errors import CorruptStoreError
+from tracestore.errors import CorruptStoreError, StorageError
 from tracestore.store.format import schema
 from tracestore.store.format.codecs import ChunkCodec
-from tracestore.store.format.entries import FileEntry
+from tracestore.store.format.entries import FileEntry, FileLayers, PartialFile
 from tracestore.store.format.zarr_json import array_metadata
 from tracestore.store.io.files import StoreFiles, reading_committed
 from tracestore.store.read.chunk_cache import ChunkCache, ChunkKey
 
 _MAX_METADATA_BYTES = 1 << 16  # of an array's zarr.json
+_TRIES = 20
+# After as many fetches of neighboring rows the file is fetched whole.
+_SEQUENTIAL = 3
 
 
 def _check_metadata(data: bytes, spec: "ArraySpec") -> tuple[int, int]:
@@ -77,6 +80,22 @@ class ArraySpec:
         return math.prod(self.columns)
 
 
+class Layers(NamedTuple):
+    """The n layers of all rows of a large array: where each ends in the array, (n + 1,) from 0, and its CRC-32C (n,)."""
+
+    ends: np.ndarray
+    crcs: np.ndarray
+
+
+class _Opened(NamedTuple):
+    """The mapped file of an array, and the rows of an uncompressed one."""
+
+    mapped: MappedFile | None
+    flat: np.ndarray
+    view: ArrayView
+    partial: PartialFile | None = None
+
+
 class ArrayReader:
     """The rows of one array.
 
@@ -93,17 +112,23 @@ class ArrayReader:
         Path of the array in the store.
     cache : ChunkCache
     spec : ArraySpec
+    layers : Layers, optional
+        The layers of the array, if they may be fetched one by one.
 
     Attributes
     ----------
     key : tuple of int and str
         What a key of a chunk in the cache begins with.
-    view : ArrayView
-        The rows of an uncompressed array, for gathers.
     """
 
     def __init__(
-        self, files: StoreFiles, entries: Mapping[str, FileEntry], name: str, cache: ChunkCache, spec: ArraySpec
+        self,
+        files: StoreFiles,
+        entries: Mapping[str, FileEntry],
+        name: str,
+        cache: ChunkCache,
+        spec: ArraySpec,
+        layers: Layers | None = None,
     ) -> None:
         self.name, self.dtype, self.row_items = name, spec.dtype, spec.row_items
         self.key = id(files), name  # in the cache, which stores that are opened as one share
@@ -115,27 +140,76 @@ class ArrayReader:
             num_rows, self.chunk_rows = _check_metadata(files.read(entry), spec)
         self.shape = (num_rows, *spec.columns)
         self._offsets: np.ndarray | None = None
-        self._mapped: MappedFile | None = None
-        self._flat = np.zeros(0, self.dtype)
-        self.view = ArrayView(self._flat, 0, 1)
-        if num_rows == 0:
-            return
-        file_name = f"{name}/c/" + "/".join("0" * len(self.shape))
-        num_chunks = -(-num_rows // self.chunk_rows)
-        chunk_bytes = self.chunk_rows * self.row_items * self.dtype.itemsize
-        entry = _entry(entries, file_name)
-        with reading_committed(file_name):
+        self._files, self._layers = files, layers
+        self._next_row = self._num_sequential = 0
+        self._opened = _Opened(None, np.zeros(0, self.dtype), ArrayView(np.zeros(0, self.dtype), 0, 1))
+        if num_rows > 0:
+            self._path = f"{name}/c/" + "/".join("0" * len(self.shape))
+            self._entry = _entry(entries, self._path)
+            self._opened = self._open()
+
+    def _open(self) -> _Opened:
+        num_rows, row_bytes = self.shape[0], self.row_items * self.dtype.itemsize
+        num_chunks, chunk_bytes = -(-num_rows // self.chunk_rows), self.chunk_rows * row_bytes
+        entry, partial = self._entry, None
+        with reading_committed(self._path):
             if self._codec is None and entry.size != num_chunks * (chunk_bytes + 16) + 4:
                 raise ValueError(f"{entry.size} bytes for {num_chunks} inner chunks of {chunk_bytes}")
             if entry.size < 16 * num_chunks + 4:
                 raise ValueError("shorter than its index")
-            mapped = self._mapped = files.map(entry)
-            if self._codec is None:
-                mapped.check_shard(num_chunks, chunk_bytes)
-                self._flat = np.frombuffer(memoryview(mapped), self.dtype, num_rows * self.row_items)
-                self.view = ArrayView(mapped, num_rows, self.row_items * self.dtype.itemsize)
-            else:
+            if self._codec is None and self._layers is not None and self._layers.ends[-1] == num_rows:
+                ends, crcs = self._layers
+                partial = self._files.map_layers(entry, FileLayers(ends * row_bytes, crcs, num_chunks * chunk_bytes))
+            mapped = self._files.map(entry) if partial is None else partial.mapped
+            if self._codec is not None:
                 self._offsets = self._coded_index(mapped, num_chunks, chunk_bytes)
+                return _Opened(mapped, np.zeros(0, self.dtype), ArrayView(np.zeros(0, self.dtype), 0, 1))
+            if partial is None:
+                mapped.check_shard(num_chunks, chunk_bytes)
+            flat = np.frombuffer(memoryview(mapped), self.dtype, num_rows * self.row_items)
+            return _Opened(mapped, flat, ArrayView(mapped, num_rows, row_bytes), partial)
+
+    @property
+    def is_partial(self) -> bool:
+        """True if layers are fetched when they are needed."""
+        return self._opened.partial is not None
+
+    def _ready(self, begin: int, end: int) -> _Opened:
+        """Return the open file, with the rows begin .. end - 1 in it. Every access to rows passes here."""
+        opened = self._opened
+        if opened.partial is None:
+            return opened
+        if opened.partial.missing(self._bytes([(begin, end)])):
+            self._num_sequential = self._num_sequential + 1 if begin == self._next_row else 0
+            self._next_row = end
+            if self._num_sequential == _SEQUENTIAL:  # a caller reads the whole array
+                self._layers = None
+                self._opened = self._open()
+        return self._filled([(begin, end)])
+
+    def _bytes(self, rows: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        row_bytes = self.row_items * self.dtype.itemsize
+        return [(begin * row_bytes, end * row_bytes) for begin, end in rows]
+
+    def _filled(self, rows: Sequence[tuple[int, int]], check: Callable[[], None] = lambda: None) -> _Opened:
+        """Return the open file, with some ranges of rows in it."""
+        for _ in range(_TRIES):
+            opened = self._opened
+            if opened.partial is None or opened.partial.fetch(self._bytes(rows), check):
+                return opened
+            self._opened = self._open()
+        raise StorageError(f"{self._path}: files go from the cache faster than they can be read")
+
+    def fetch(self, rows: Sequence[tuple[int, int]], check: Callable[[], None]) -> None:
+        """Fetch some ranges of rows ahead of their use; `check` may raise to cancel it."""
+        self._filled(rows, check)
+
+    def view(self, rows: np.ndarray) -> ArrayView:
+        """Return the whole array as a source of gathers of some rows; other rows of it may be missing."""
+        if not self.is_partial:
+            return self._opened.view
+        self.require_rows(0, int(rows.max(initial=-1)) + 1)
+        return self._filled([(row, row + 1) for row in np.unique(rows).tolist()]).view
 
     @staticmethod
     def _coded_index(mapped: MappedFile, num_chunks: int, chunk_bytes: int) -> np.ndarray:
@@ -154,10 +228,11 @@ class ArrayReader:
         return offsets
 
     def _decode(self, chunk: int) -> np.ndarray:
-        assert self._offsets is not None and self._codec is not None and self._mapped is not None
+        mapped = self._opened.mapped
+        assert self._offsets is not None and self._codec is not None and mapped is not None
         offset, size = (int(v) for v in self._offsets[chunk])
         try:
-            data = self._mapped.read(offset, offset + size)
+            data = mapped.read(offset, offset + size)
             return self._codec.decode(data, self.chunk_rows * self.row_items * self.dtype.itemsize).view(self.dtype)
         except ValueError as error:
             raise CorruptStoreError(f"{self.name}: inner chunk {chunk}: {error}") from None
@@ -175,7 +250,7 @@ class ArrayReader:
         self.require_rows(begin, end)
         items = self.row_items
         if self._offsets is None:
-            return [self._flat[begin * items : end * items]]
+            return [self._ready(begin, end).flat[begin * items : end * items]]
         found = []
         for chunk in range(begin // self.chunk_rows, -(-end // self.chunk_rows)):
             data = self._cache.get((*self.key, chunk), lambda c=chunk: self._decode(c))  # type: ignore[misc]
@@ -195,7 +270,7 @@ class ArrayReader:
         """Return rows begin .. end - 1 as sources of a gather: a RowRange, or flat uint8 arrays."""
         if self._offsets is not None or not 0 <= begin <= end <= self.shape[0]:
             return [piece.view("u1") for piece in self.slices(begin, end)]
-        return [self.view.rows(begin, end)]
+        return [self._ready(begin, end).view.rows(begin, end)]
 
     def flat(self, begin: int, end: int) -> np.ndarray:
         """Return rows begin .. end - 1 as one flat, read-only array."""
@@ -215,9 +290,10 @@ class ArrayReader:
 
         CorruptStoreError if the file was truncated meanwhile, never a signal.
         """
-        if self._offsets is None and self._mapped is not None and 0 <= begin <= end <= self.shape[0]:
-            row_bytes = self.row_items * self.dtype.itemsize
-            flat = np.frombuffer(self._mapped.read(begin * row_bytes, end * row_bytes), self.dtype)
+        if self._offsets is None and 0 <= begin <= end <= self.shape[0] and self.shape[0]:
+            row_bytes, mapped = self.row_items * self.dtype.itemsize, self._ready(begin, end).mapped
+            assert mapped is not None
+            flat = np.frombuffer(mapped.read(begin * row_bytes, end * row_bytes), self.dtype)
         else:
             flat = self.flat(begin, end).copy()
             flat.flags.writeable = False
@@ -231,5 +307,5 @@ class ArrayReader:
 
     def check_intact(self) -> None:
         """Raise CorruptStoreError if the file was truncated. Call it after views of the array were read."""
-        if self._mapped is not None:
-            self._mapped.check_intact()
+        if self._opened.mapped is not None:
+            self._opened.mapped.check_intact()

@@ -1,15 +1,16 @@
 """Looking up the stored bytes that a batch of traces is gathered from."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from tracestore.errors import MissingFieldError, UsageError
 from tracestore.store.format import schema
-from tracestore.store.format.entries import FileEntry
+from tracestore.store.format.entries import FileEntry, FilePart
 from tracestore.store.read.chunk_cache import ChunkKey
 from tracestore.store.read.internals import StoreInternals
+from tracestore.store.read.segment import SegmentReader
 
 (GRAPH_SEGMENT, GRAPH_ROW, NUM_TOKENS, LAYOUT, SEQUENCE_SEGMENT, SEQUENCE_ROW) = range(6)
 
@@ -137,18 +138,42 @@ def chunk_keys(
     return list(dict.fromkeys(keys))
 
 
-def batch_files(store: StoreInternals, indices: np.ndarray, view: str) -> Iterator[FileEntry]:
-    """Yield the files that a batch of some traces is gathered from, some of them repeatedly.
+def batch_files(
+    store: StoreInternals, indices: np.ndarray, view: str, layers: Sequence[int] | None = None
+) -> Iterator[FileEntry | FilePart]:
+    """Yield the files, or parts of them, that a batch of some traces is gathered from, some of them repeatedly.
 
     View "tokens" reads hidden states only.
     """
     columns = (GRAPH_SEGMENT, SEQUENCE_SEGMENT, LAYOUT)
-    for graph, sequence, layout in np.unique(store.index.locations(indices)[:, columns], axis=0).tolist():
+    locations = store.index.locations(indices)
+    kinds, kind_of = np.unique(locations[:, columns], axis=0, return_inverse=True)
+    for kind, (graph, sequence, layout) in enumerate(kinds.tolist()):
         is_sequence = view == "sequence" and sequence >= 0
         segment = store.segment(sequence if is_sequence else graph)
         names = ["last_token"] if is_sequence else ["hidden_states"]
         if view == "graph":
             names += ["edge_index", "edge_weight"] if layout == schema.LAYOUT_EDGES else ["attention"]
         yield segment.rows
+        rows = locations[kind_of.reshape(-1) == kind, GRAPH_ROW]
         for name in names:
-            yield from segment.array_files(name)
+            if segment.reads_layers(name):
+                yield _part(segment, name, rows, _parts(store.num_layers, layers))
+            else:
+                yield from segment.array_files(name)
+
+
+def _part(segment: SegmentReader, name: str, rows: np.ndarray, parts: list[tuple[int, int]]) -> FilePart:
+    """Return the layers of some rows that a batch needs of a large array."""
+    found = segment.layers(name)
+    assert found is not None
+    # Where the layers of each row begin among those of the array.
+    first = segment.layer_begins(name, rows).tolist()
+    ranges = sorted((int(found.ends[k + a]), int(found.ends[k + a + n])) for k in first for a, n in parts)
+    entry = max(segment.array_files(name), key=lambda e: e.size)
+    item_bytes = entry.size // max(1, int(found.ends[-1]))
+
+    def fetch(check: Callable[[], None]) -> None:
+        segment.array(name).fetch(ranges, check)
+
+    return FilePart(entry, sum(end - begin for begin, end in ranges) * item_bytes, fetch)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from tracestore.errors import CorruptStoreError, UsageError
-from tracestore.store.format.entries import FileEntry
+from tracestore.store.format.entries import FileEntry, FilePart
 from tracestore.store.format.labels import CORRECT, threshold_or_default
 from tracestore.store.io.files import FilePrefetcher, LocalFiles, ReadableFiles, parse_location
 from tracestore.store.lens import Lens
@@ -17,6 +17,9 @@ from tracestore.store.read.chunk_cache import ChunkCache
 from tracestore.store.read.columns import Columns, MappedColumns
 from tracestore.store.read.generation import PinnedGeneration, open_latest
 from tracestore.store.read.segment import SegmentReader
+
+# Files of which a larger share is read are fetched whole.
+_WHOLE_SHARE = 0.5
 
 
 def open_files(path: str | os.PathLike[str]) -> ReadableFiles:
@@ -78,6 +81,7 @@ class StoreInternals:
         self.score_direction = CORRECT if field is None else field.direction
         self.chunk_cache = ChunkCache(cache_bytes)
         self._segments: dict[int, SegmentReader] = {}
+        self._whole: frozenset[int] = frozenset()
         self.num_evictions = 0
         self._is_closed = False
 
@@ -158,6 +162,8 @@ class StoreInternals:
                     f"{self.files.location}: the index names segment {number} of {self.manifest.num_segments}"
                 )
             segment = self._segments[number] = self._open_segment(number)
+            if number in self._whole:
+                segment.read_whole()
         return segment
 
     def _open_segment(self, number: int) -> SegmentReader:
@@ -165,7 +171,7 @@ class StoreInternals:
 
     def prefetch(
         self,
-        files_of: "Callable[[StoreInternals, np.ndarray], Iterable[FileEntry]]",
+        files_of: "Callable[[StoreInternals, np.ndarray], Iterable[FileEntry | FilePart]]",
         traces: Callable[[int], np.ndarray],
         start: int,
         total: int,
@@ -175,6 +181,23 @@ class StoreInternals:
         `traces` returns the traces of a batch, and `files_of` the files that some traces of a store are read from.
         """
         return self.files.prefetch(lambda batch: files_of(self, traces(batch)), start, total)
+
+    def announce(self, indices: np.ndarray | None, share: float) -> None:
+        """Record that a share of some traces, None for all, is read soon. What is read mostly is fetched whole."""
+        for first, member in zip(self.first_traces, self.members, strict=False):
+            if member.files.has_ranges:
+                count = member.manifest.num_traces
+                chosen = np.arange(count) if indices is None else indices - first
+                member._choose_whole(chosen[(chosen >= 0) & (chosen < count)], share)
+
+    def _choose_whole(self, chosen: np.ndarray, share: float) -> None:
+        locations = self.index.locations(np.arange(self.manifest.num_traces))
+        segments, tokens = locations[:, 0] + 1, locations[:, 2]
+        num_segments = self.manifest.num_segments + 1
+        total, read = (np.bincount(segments[k], tokens[k], num_segments)[1:] for k in (slice(None), chosen))
+        self._whole = frozenset(np.flatnonzero(share * read > _WHOLE_SHARE * total).tolist())
+        for number in self._whole & self._segments.keys():
+            self._segments[number].read_whole()
 
     @property
     def lens(self) -> Lens | None:

@@ -13,7 +13,7 @@ from tracestore._core.index import LocationTable
 from tracestore.errors import UsageError
 from tracestore.store.format import manifest as mf
 from tracestore.store.format import schema
-from tracestore.store.format.entries import FileEntry
+from tracestore.store.format.entries import FileEntry, FilePart
 from tracestore.store.format.labels import ScoreField
 from tracestore.store.format.provenance import require_compatible
 from tracestore.store.io.files import FilePrefetcher, Locations, ReadableFiles, is_same_location
@@ -283,7 +283,7 @@ class JoinedInternals(StoreInternals):
 
     def prefetch(
         self,
-        files_of: Callable[[StoreInternals, np.ndarray], Iterable[FileEntry]],
+        files_of: Callable[[StoreInternals, np.ndarray], Iterable[FileEntry | FilePart]],
         traces: Callable[[int], np.ndarray],
         start: int,
         total: int,

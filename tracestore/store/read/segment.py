@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from tracestore.store.format.extra_fields import decode_extras, decode_list
 from tracestore.store.format.zip_group import ZipGroup
 from tracestore.store.io.files import StoreFiles, reading_committed
 from tracestore.store.lens import Lens
-from tracestore.store.read.array_reader import ArrayReader, ArraySpec
+from tracestore.store.read.array_reader import ArrayReader, ArraySpec, Layers
 from tracestore.store.read.chunk_cache import ChunkCache
 from tracestore.store.read.index import SegmentEntry, StoreIndex
 
@@ -52,13 +52,6 @@ def layer_rows(
     return found
 
 
-class Layers(NamedTuple):
-    """The n layers of all rows of a large array: where each ends in the array, (n + 1,) from 0, and its CRC-32C (n,)."""
-
-    ends: np.ndarray
-    crcs: np.ndarray
-
-
 class SegmentReader:
     """The arrays of a committed segment. The file of its small arrays is mapped here, large arrays on first use.
 
@@ -84,6 +77,8 @@ class SegmentReader:
         self.rows, self.rows_path = entry.rows, entry.rows.path
         self._files, self._cache, self._attributes = files, cache or ChunkCache(0), attributes
         self._arrays: dict[str, ArrayReader] = {}
+        self._layers: dict[str, Layers | None] = {}
+        self._reads_layers = files.has_ranges
         with self._checked():
             self.small = ZipGroup(files.map(entry.rows), schema.ROW_DTYPES, schema.OPTIONAL_ROW_ARRAYS)
             self.entries = self._parse_entries(self.small.attributes()["tracestore"])
@@ -148,7 +143,8 @@ class SegmentReader:
         if reader is None:
             where = f"{self.name}/{name}"
             spec = self._spec(name)
-            reader = self._arrays[name] = ArrayReader(self._files, self.entries, where, self._cache, spec)
+            layers = self.layers(name) if self._reads_layers else None
+            reader = self._arrays[name] = ArrayReader(self._files, self.entries, where, self._cache, spec, layers)
         return reader
 
     def _spec(self, name: str) -> ArraySpec:
@@ -178,8 +174,30 @@ class SegmentReader:
                 raise ValueError("found a norm, expected none")
         return found
 
+    def read_whole(self) -> None:
+        """Fetch the files of large arrays whole from now on."""
+        if self._reads_layers:
+            self._reads_layers = False
+            self._arrays.clear()
+
+    def reads_layers(self, name: str) -> bool:
+        """Return whether the layers of a large array are fetched when they are needed."""
+        return self._reads_layers and self.layers(name) is not None
+
     def layers(self, name: str) -> Layers | None:
         """Return the layers of a large array; None if the segment has no checksums of them."""
+        if name not in self._layers:
+            self._layers[name] = self._read_layers(name)
+        return self._layers[name]
+
+    def layer_begins(self, name: str, rows: np.ndarray) -> np.ndarray:
+        """Return the position of the first layer of some rows in layers(name)."""
+        sizes = row_sizes(self._attributes, self.values("num_tokens"), self.values("attention_layout"))
+        has = sizes["edges" if name.startswith("edge") else name] > 0
+        before: np.ndarray = (np.cumsum(has) - has)[rows]
+        return before * (self._attributes.num_layers or 1)
+
+    def _read_layers(self, name: str) -> Layers | None:
         small = schema.LAYER_CRCS.get(name, "")
         if small not in self.small:
             return None

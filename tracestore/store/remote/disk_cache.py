@@ -30,14 +30,16 @@ from tracestore.store.io.files import cache_dir
 DEFAULT_MAX_BYTES = 64 << 30
 # Default fraction of the free disk space that the cache may use.
 _SHARE_OF_FREE = 0.5
+# Ending of the name of a file that has some layers; see remote.layer_file.
+LAYERS_SUFFIX = "-layers"
 _PARTIAL = ".part-"
 _LOCK = ".lock"
-_NAME = re.compile(r"[0-9a-f]{32}-[0-9a-f]{8}-\d+")
+_NAME = re.compile(rf"[0-9a-f]{{32}}-[0-9a-f]{{8}}-\d+({LAYERS_SUFFIX})?")
 # Below half of its bound the cache is counted this often: other processes may add to it.
 _COUNT_EVERY_S = 1.0
-_POLL_S = 0.01
+POLL_S = 0.01
 # How often a file with a wrong checksum is fetched: the transfer may have damaged it.
-_ATTEMPTS = 2
+ATTEMPTS = 2
 
 # Name, bytes and time of last use of a file in the cache.
 _File = tuple[str, int, float]
@@ -162,9 +164,9 @@ class DiskCache:
         self.folder.mkdir(parents=True, exist_ok=True)
         fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            while not _try_lock(fd):  # another thread or process is fetching it
+            while not try_lock(fd):  # another thread or process is fetching it
                 check()
-                time.sleep(_POLL_S)
+                time.sleep(POLL_S)
             if not locks.is_same_file(fd, partial):
                 return None
             try:
@@ -173,21 +175,24 @@ class DiskCache:
                         fsio.remove_tree(final)
                     fsio.remove_tree(partial)
                     return final if final.exists() else None
-                self._make_room(fd, entry.size, next_use, check)
+                if os.fstat(fd).st_size:
+                    os.ftruncate(fd, 0)  # Not for an empty file: ext4 then writes it to the disk on close.
+                self.make_room(entry.size, next_use, check, lambda: os.ftruncate(fd, entry.size))
                 self._fetch(object_store, entry, fd, check)
                 if _STARTED_AT is None:
                     os.fsync(fd)
                 os.rename(partial, final)
                 os.fchmod(fd, 0o444)
+                fsio.remove_tree(self.folder / (name + LAYERS_SUFFIX))
                 return final
             except BaseException as error:
                 fsio.remove_tree(partial)
                 is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-                if is_full and self._free(entry.size, next_use):
+                if is_full and self.free(entry.size, next_use):
                     return None
                 raise
         finally:
-            _unlock(fd)
+            unlock(fd)
 
     @staticmethod
     def _is_whole(final: Path, entry: FileEntry) -> bool:
@@ -207,7 +212,7 @@ class DiskCache:
             check()
             fsio.pwritev_all(fd, [memoryview(piece)], offset)
 
-        for _ in range(_ATTEMPTS):
+        for _ in range(ATTEMPTS):
             try:
                 crc = object_store.stream(entry.path, entry.size, take)
             except FileNotFoundError:
@@ -225,7 +230,9 @@ class DiskCache:
                 with contextlib.suppress(FileNotFoundError):
                     status = item.stat(follow_symlinks=False)
                     if stat.S_ISREG(status.st_mode):
-                        found.append((item.name, status.st_size, status.st_mtime))
+                        has_holes = item.name.endswith(LAYERS_SUFFIX)
+                        size = 512 * status.st_blocks if has_holes else status.st_size
+                        found.append((item.name, size, status.st_mtime))
         return found
 
     def _partials(self) -> int:
@@ -239,12 +246,12 @@ class DiskCache:
             except OSError:
                 continue  # Removed meanwhile.
             try:
-                if not _try_lock(fd):
+                if not try_lock(fd):
                     total += os.fstat(fd).st_size
                 elif locks.is_same_file(fd, Path(item.path)):
                     os.unlink(item.path)
             finally:
-                _unlock(fd)
+                unlock(fd)
         return total
 
     @contextlib.contextmanager
@@ -254,32 +261,32 @@ class DiskCache:
             fcntl.flock(fd, fcntl.LOCK_EX)
             yield
         finally:
-            _unlock(fd)
+            unlock(fd)
 
-    def _make_room(self, fd: int, size: int, next_use: NextUse, check: Callable[[], None]) -> None:
-        """Reserve space: evict files, then give the file behind fd its size."""
-        if os.fstat(fd).st_size:
-            os.ftruncate(fd, 0)  # Not for an empty file: ext4 then writes it to the disk on close.
+    def make_room(
+        self, size: int, next_use: NextUse, check: Callable[[], None], reserve: Callable[[], None] = lambda: None
+    ) -> None:
+        """Evict files until there is space for `size` bytes, then call `reserve`, which may take it."""
         with self._counting:
             is_fresh = time.monotonic() - self._counted_at < _COUNT_EVERY_S
             if is_fresh and self._count + size < self.max_bytes // 2:
                 self._count += size
-                os.ftruncate(fd, size)
+                reserve()
                 return
         while True:
             with self._locked():
-                fetching, whole = self._partials(), self._complete()  # The file behind fd is still empty.
+                fetching, whole = self._partials(), self._complete()  # Nothing is reserved yet.
                 held = sum(s for _, s, _ in whole)
                 over = held + fetching + size - self.max_bytes
                 # A single file may be larger than the cache. It waits for other transfers to end.
                 if over <= held or fetching == 0:
                     held -= self._evict(whole, over, next_use)
-                    os.ftruncate(fd, size)
+                    reserve()
                     with self._counting:
                         self._counted_at, self._count = time.monotonic(), held + fetching + size
                     return
             check()
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
 
     def _evict(self, whole: Iterable[_File], num_bytes: int, next_use: NextUse) -> int:
         """Remove files until num_bytes are free or none is left; return the bytes removed."""
@@ -292,7 +299,7 @@ class DiskCache:
             removed += size
         return removed
 
-    def _free(self, num_bytes: int, next_use: NextUse) -> int:
+    def free(self, num_bytes: int, next_use: NextUse) -> int:
         """Evict files because the disk is full, whatever the bound."""
         with self._locked():
             return self._evict(self._complete(), num_bytes, next_use)
@@ -300,11 +307,12 @@ class DiskCache:
     @staticmethod
     def _eviction_key(file: _File, next_use: NextUse) -> tuple[bool, float]:
         """Return a sort key: files without a known next use by last use, then those whose next use is last."""
-        rank = next_use(file[0])
+        rank = next_use(file[0].removesuffix(LAYERS_SUFFIX))
         return (False, file[2]) if rank is None else (True, -float(rank))
 
 
-def _try_lock(fd: int) -> bool:
+def try_lock(fd: int) -> bool:
+    """Lock an open file; False if another thread or process has locked it."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -312,7 +320,7 @@ def _try_lock(fd: int) -> bool:
     return True
 
 
-def _unlock(fd: int) -> None:
+def unlock(fd: int) -> None:
     """Unlock and close a file. Closing alone keeps the lock if a forked process has the file open too."""
     with contextlib.suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_UN)

@@ -5,11 +5,10 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
 from typing import Protocol, Self
 
 from tracestore.errors import CorruptStoreError, TracestoreError
-from tracestore.store.format.entries import FileEntry
+from tracestore.store.format.entries import FileEntry, FilePart, FilesOf
 from tracestore.store.io.files import FilePrefetcher
 from tracestore.store.remote.disk_cache import DiskCache, NextUse
 from tracestore.store.remote.object_store import ObjectStore
@@ -35,9 +34,7 @@ class RemoteFilePrefetcher(FilePrefetcher):
     It also tells the cache which batch uses a file next, which decides what is evicted.
     """
 
-    def __init__(
-        self, files: CachedFiles, files_of: Callable[[int], Iterable[FileEntry]], start: int, total: int
-    ) -> None:
+    def __init__(self, files: CachedFiles, files_of: FilesOf, start: int, total: int) -> None:
         self._files, self._files_of, self._total = files, files_of, total
         # The ranks of a machine share the cache; each prefetches its own batches.
         ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
@@ -45,11 +42,12 @@ class RemoteFilePrefetcher(FilePrefetcher):
         self._max_bytes = _CACHE_SHARE * files.cache.max_bytes / ranks_here
         self._lock = threading.Condition()
         self._position = self._planned = start
-        self._batches: deque[list[str]] = deque()  # names in the cache, for the batches position .. planned - 1
+        # Names in the cache and bytes of parts, for the batches position .. planned - 1.
+        self._batches: deque[tuple[list[str], int]] = deque()
         self._uses: dict[str, deque[int]] = {}  # name -> the planned batches that use it
         self._entries: dict[str, FileEntry] = {}
         self._bytes = 0
-        self._queue: deque[str] = deque()
+        self._queue: deque[str | FilePart] = deque()
         self._stopped = self._is_planning = False
         self._threads: list[threading.Thread] = []
 
@@ -76,12 +74,14 @@ class RemoteFilePrefetcher(FilePrefetcher):
         """See FilePrefetcher."""
         with self._lock:
             while self._position < batch and self._batches:
-                for name in self._batches.popleft():
+                names, part_bytes = self._batches.popleft()
+                self._bytes -= part_bytes
+                for name in names:
                     uses = self._uses[name]
                     uses.popleft()
                     if not uses:
                         del self._uses[name]
-                        self._bytes -= self._entries.pop(name).size
+                        self._bytes -= self._entries.pop(name).size if name in self._entries else 0
                 self._position += 1
             self._position = max(self._position, batch)
             self._planned = max(self._planned, batch)
@@ -104,7 +104,10 @@ class RemoteFilePrefetcher(FilePrefetcher):
         """Plan the next batch. The lock is not held: the list of files of a segment may have to be fetched."""
         address = self._files.object_store.address
         try:
-            found = {DiskCache.name_of(address, entry): entry for entry in self._files_of(batch)}
+            items = list(self._files_of(batch))
+            found = {
+                DiskCache.name_of(address, item.entry if isinstance(item, FilePart) else item): item for item in items
+            }
         finally:
             with self._lock:
                 self._is_planning = False
@@ -112,13 +115,17 @@ class RemoteFilePrefetcher(FilePrefetcher):
         with self._lock:
             if self._planned != batch:
                 return  # The reader has passed it meanwhile.
-            for name, entry in found.items():
-                if name not in self._uses:
-                    self._uses[name], self._entries[name] = deque(), entry
-                    self._bytes += entry.size
+            parts = [item for item in items if isinstance(item, FilePart)]
+            self._queue += parts
+            for name, item in found.items():
+                if isinstance(item, FileEntry) and name not in self._entries:
+                    self._entries[name] = item
+                    self._bytes += item.size
                     self._queue.append(name)
-                self._uses[name].append(batch)
-            self._batches.append(list(found))
+                self._uses.setdefault(name, deque()).append(batch)
+            part_bytes = sum(part.num_bytes for part in parts)
+            self._bytes += part_bytes
+            self._batches.append((list(found), part_bytes))
             self._planned += 1
 
     def _run(self) -> None:
@@ -128,18 +135,25 @@ class RemoteFilePrefetcher(FilePrefetcher):
 
     def _fetch_all(self) -> None:
         while True:
-            batch = entry = None
+            batch = entry = part = None
             with self._lock:
                 while not (self._stopped or self._queue or self._can_plan()):
                     self._lock.wait()
                 if self._stopped:
                     return
                 if self._queue:
-                    entry = self._entries.get(self._queue.popleft())  # None if its batch was gathered first
+                    item = self._queue.popleft()
+                    if isinstance(item, FilePart):
+                        part = item
+                    else:
+                        entry = self._entries.get(item)  # None if its batch was gathered first
                 else:
                     batch, self._is_planning = self._planned, True
             if batch is not None:
                 self._plan(batch)
+            elif part is not None:
+                with contextlib.suppress(CorruptStoreError):
+                    part.fetch(self._check)
             elif entry is not None:
                 with contextlib.suppress(CorruptStoreError):
                     self._files.cache.get(self._files.object_store, entry, self._next_use, self._check)

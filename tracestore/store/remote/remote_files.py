@@ -13,12 +13,13 @@ from tracestore._core.kernels import crc32c
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import StorageError, UsageError
 from tracestore.store.format import paths
-from tracestore.store.format.entries import FileEntry, size_mismatch
+from tracestore.store.format.entries import FileEntry, FileLayers, FilesOf, size_mismatch
 from tracestore.store.format.manifest import Manifest
 from tracestore.store.io import fsio
 from tracestore.store.io.files import FilePrefetcher, ReadableFiles, RemoteURL, link_file
-from tracestore.store.remote.disk_cache import DiskCache, NextUse
+from tracestore.store.remote.disk_cache import LAYERS_SUFFIX, DiskCache, NextUse
 from tracestore.store.remote.helper import Helper
+from tracestore.store.remote.layer_file import LayerFile
 from tracestore.store.remote.object_store import ObjectStore
 from tracestore.store.remote.prefetch_files import RemoteFilePrefetcher
 from tracestore.store.remote.threads import in_threads
@@ -102,7 +103,7 @@ class RemoteFiles(ReadableFiles):
     def require_root(self) -> None:
         """Accept any root: the manifest decides."""
 
-    def prefetch(self, files_of: Callable[[int], Iterable[FileEntry]], start: int, total: int) -> FilePrefetcher:
+    def prefetch(self, files_of: FilesOf, start: int, total: int) -> FilePrefetcher:
         """See ReadableFiles."""
         return RemoteFilePrefetcher(self, files_of, start, total)
 
@@ -181,6 +182,22 @@ class RemoteFiles(ReadableFiles):
         with self._lock:
             self._mapped[self.cache.name_of(self.object_store.address, entry)] = entry.path
         return mapped
+
+    @property
+    def has_ranges(self) -> bool:
+        """See StoreFiles. A forked process, which cannot send requests, fetches whole files."""
+        return self.object_store.has_ranges and not self.object_store.is_forked
+
+    def map_layers(self, entry: FileEntry, layers: FileLayers) -> LayerFile | None:
+        """See StoreFiles."""
+        name = self.cache.name_of(self.object_store.address, entry)
+        has_room = len(layers.crcs) <= entry.size - layers.data_bytes - 4
+        if not self.has_ranges or not has_room or self.cache.get_cached(name) is not None:
+            return None
+        found = LayerFile(self.cache, self.object_store, entry, layers, lambda name: self.next_use(name))
+        with self._lock:
+            self._mapped[name + LAYERS_SUFFIX] = entry.path
+        return found
 
     def evicted(self) -> Sequence[str]:
         """See ReadableFiles. Unmapping these files gives the disk its space back."""

@@ -180,8 +180,8 @@ class WebServer:
         ):
             self._opener.add_handler(handler)
 
-    def request(self, path: str, *, offset: int = 0, method: str = "GET") -> Answer:
-        """Return the answer to a request for an object, from an offset on.
+    def request(self, path: str, *, offset: int = 0, end: int | None = None, method: str = "GET") -> Answer:
+        """Return the answer to a request for an object, from an offset on, to `end`.
 
         Raises
         ------
@@ -191,8 +191,8 @@ class WebServer:
             If it does not answer, or not with HTTP.
         """
         request = urllib.request.Request(f"{self._root}/{path}", method=method)
-        if offset:
-            request.add_header("Range", f"bytes={offset}-")
+        if offset or end is not None:
+            request.add_header("Range", f"bytes={offset}-{'' if end is None else end - 1}")
         if self._login:
             request.add_unredirected_header(_LOGIN, self._login)
         return Answer(_checked(self._opener.open, request, timeout=self._timeout_s))

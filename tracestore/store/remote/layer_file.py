@@ -1,0 +1,214 @@
+"""Files of remote stores of which the disk cache has some layers only.
+
+Such a file has the size of the committed file. Layers are fetched when they are needed and verified by their
+checksums; the others are holes. In the place of the shard index, which is known from the metadata of the array, the
+file has one byte per layer: 1 if the layer is there. A layer gets its byte after its data. Nothing is synced: the
+last four bytes name the start of the machine, and the layers of a file from before it are verified again.
+"""
+
+import contextlib
+import errno
+import os
+import secrets
+import time
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tracestore._core.kernels import crc32c
+from tracestore._core.mapping import MappedFile
+from tracestore.errors import CorruptStoreError
+from tracestore.store.format.entries import FileEntry, FileLayers
+from tracestore.store.io import fsio, locks
+from tracestore.store.remote.disk_cache import ATTEMPTS, LAYERS_SUFFIX, POLL_S, DiskCache, NextUse, try_lock, unlock
+from tracestore.store.remote.object_store import ObjectStore
+
+_HERE = b"\1"
+_STAMP_BYTES = 4
+
+
+def _stamp() -> bytes:
+    """Return what names the start of this machine, or of this process if that is unknown. It does not end with 0."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    except OSError:
+        boot = secrets.token_bytes(16)
+    return (crc32c(boot) | 1 << 24).to_bytes(_STAMP_BYTES, "little")
+
+
+STAMP = _stamp()
+
+
+@contextlib.contextmanager
+def _locked(path: Path, flags: int, check: Callable[[], None]) -> Iterator[int]:
+    """Open a file under its lock, and yield its descriptor. FileNotFoundError if there is none."""
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
+        try:
+            while not try_lock(fd):  # another thread or process fetches layers of it
+                check()
+                time.sleep(POLL_S)
+            if locks.is_same_file(fd, path):
+                yield fd
+                return
+        finally:
+            unlock(fd)
+
+
+class LayerFile:
+    """A mapped file with holes.
+
+    Safe to use from threads and processes: a layer is fetched once. After the file was evicted, this object gives the
+    layers that it had, and fetches no more.
+
+    Parameters
+    ----------
+    cache : DiskCache
+    object_store : ObjectStore
+    entry : FileEntry
+        The committed file.
+    layers : FileLayers
+    next_use : NextUse
+
+    Attributes
+    ----------
+    mapped : MappedFile
+    """
+
+    def __init__(
+        self, cache: DiskCache, object_store: ObjectStore, entry: FileEntry, layers: FileLayers, next_use: NextUse
+    ) -> None:
+        self._cache, self._object_store, self._entry, self._next_use = cache, object_store, entry, next_use
+        self._ends, self._crcs = array("q", layers.ends.astype("<i8").tobytes()), layers.crcs
+        self._table = layers.data_bytes
+        self._path = cache.folder / (cache.name_of(object_store.address, entry) + LAYERS_SUFFIX)
+        cache.folder.mkdir(parents=True, exist_ok=True)
+        with fsio.map_os_errors(cache.folder), _locked(self._path, os.O_CREAT, lambda: None) as fd:
+            self._prepare(fd)
+            os.utime(fd)  # The access time orders the eviction.
+            self.mapped = MappedFile(self._path, entry.size, entry.path, fd)
+            self._inode = os.fstat(fd).st_ino
+
+    def _prepare(self, fd: int) -> None:
+        """Make a new file, or verify the layers of one from before the start of the machine."""
+        size = self._entry.size
+        if os.fstat(fd).st_size != size:
+            os.ftruncate(fd, 0)
+            make_holes(fd, size, self._table)
+        elif os.pread(fd, _STAMP_BYTES, size - _STAMP_BYTES) == STAMP:
+            return
+        flags = os.pread(fd, len(self._crcs), self._table)
+        for layer in (k for k, flag in enumerate(flags) if flag):
+            begin, end = self._ends[layer], self._ends[layer + 1]
+            if crc32c(os.pread(fd, end - begin, begin)) != self._crcs[layer]:
+                os.pwrite(fd, b"\0", self._table + layer)
+        os.pwrite(fd, STAMP, size - _STAMP_BYTES)
+
+    def missing(self, ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Return the runs of layers that ranges of bytes need and the file lacks, as first and last + 1."""
+        found: list[tuple[int, int]] = []
+        for begin, end in ranges:
+            first, last = bisect_right(self._ends, begin) - 1, bisect_left(self._ends, end)
+            flags = self.mapped.read(self._table + first, self._table + last) if begin < end else b""
+            if flags.count(_HERE) < len(flags):
+                found += ((first + k, first + k + 1) for k in range(len(flags)) if flags[k : k + 1] != _HERE)
+        return _joined(found)
+
+    def fetch(self, ranges: Sequence[tuple[int, int]], check: Callable[[], None] = lambda: None) -> bool:
+        """Fetch the layers that ranges of bytes need, neighbors with one request.
+
+        Returns
+        -------
+        bool
+            False if the file was evicted, or the server gives no ranges: the file must be mapped again.
+
+        Raises
+        ------
+        CorruptStoreError
+            If a layer on the server is not the committed one, twice.
+        """
+        if not self.missing(ranges):
+            return True
+        if self._object_store.is_forked or not self._object_store.has_ranges:
+            return False
+        with fsio.map_os_errors(self._cache.folder):
+            try:
+                with _locked(self._path, 0, check) as fd:
+                    runs = self.missing(ranges)
+                    num_bytes = sum(self._ends[last] - self._ends[first] for first, last in runs)
+                    if os.fstat(fd).st_ino != self._inode:
+                        return False
+                    self._cache.make_room(num_bytes, self._next_use, check)
+                    return self._fetch_runs(fd, runs, check)
+            except FileNotFoundError:
+                return False
+            except OSError as error:
+                if error.errno in (errno.ENOSPC, errno.EDQUOT) and self._cache.free(num_bytes, self._next_use):
+                    return False
+                raise
+
+    def _fetch_runs(self, fd: int, runs: list[tuple[int, int]], check: Callable[[], None]) -> bool:
+        damaged: list[int] = []
+        for _ in range(ATTEMPTS):
+            damaged = []
+            for first, last in runs:
+                found = self._fetch_run(fd, first, last, check)
+                if found is None:
+                    return False
+                damaged += found
+            if not damaged:
+                return True
+            runs = _joined((k, k + 1) for k in damaged)
+        where = f"{self._entry.path}: layer {damaged[0]}"
+        raise CorruptStoreError(f"{where}: checksum mismatch: damaged at {self._object_store.address}")
+
+    def _fetch_run(self, fd: int, first: int, last: int, check: Callable[[], None]) -> list[int] | None:
+        """Fetch neighboring layers and return those that are not the committed ones; None without ranges."""
+        layer, crc, damaged = first, 0, list[int]()
+
+        def end_layers(position: int) -> None:
+            nonlocal layer, crc
+            while layer < last and self._ends[layer + 1] == position:
+                if crc == self._crcs[layer]:
+                    os.pwrite(fd, _HERE, self._table + layer)
+                else:
+                    damaged.append(layer)
+                layer, crc = layer + 1, 0
+
+        def take(piece: Any, offset: int) -> None:
+            nonlocal crc
+            check()
+            view = memoryview(piece)
+            fsio.pwritev_all(fd, [view], offset)
+            while len(view):
+                part = view[: self._ends[layer + 1] - offset]
+                crc = crc32c(part, crc)
+                view, offset = view[len(part) :], offset + len(part)
+                end_layers(offset)
+
+        end_layers(self._ends[first])  # layers without bytes
+        begin, end = self._ends[first], self._ends[last]
+        try:
+            if begin < end and not self._object_store.stream_range(self._entry, begin, end, take):
+                return None
+        except FileNotFoundError:
+            raise CorruptStoreError(f"{self._entry.path}: missing at {self._object_store.address}") from None
+        return damaged
+
+
+def make_holes(fd: int, size: int, data_bytes: int) -> None:
+    """Give an empty file its size; the first `data_bytes` of it are holes. Tests put a pattern there."""
+    os.ftruncate(fd, size)
+
+
+def _joined(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return runs in order, neighbors as one."""
+    found: list[tuple[int, int]] = []
+    for first, last in sorted(set(runs)):
+        if found and found[-1][1] >= first:
+            found[-1] = found[-1][0], max(last, found[-1][1])
+        else:
+            found.append((first, last))
+    return found
