@@ -1,11 +1,10 @@
 """The help of the commands: their options in groups, and the commands in groups."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from tracestore.cli.flags import MODEL_FLAGS
 from tracestore.console import Parser
-from tracestore.errors import UsageError
 
 # Help texts, in the order of the help. Each name is a module of tracestore.cli.commands.
 COMMAND_GROUPS = {
@@ -48,9 +47,9 @@ COMMAND_GROUPS = {
 COMMANDS = {name: text for commands in COMMAND_GROUPS.values() for name, text in commands.items()}
 # The arguments of all commands by group, in the order of the help; COMMAND.NAME where a command differs.
 OPTION_GROUPS = {
-    "what": "store stores src folders trace repo_id shell checkpoint model models twins lstm_solo gnn_det_lstm gvae_lstm "
+    "what": "store stores src file folders trace repo_id shell checkpoint model models twins lstm_solo gnn_det_lstm gvae_lstm "
     "probe detectors questions limit shard scores name default source version ids split segments subset.seed sample layer "
-    "head results folder quick repair older_than dry_run force no_lint watch watch_timeout skip_bad revision private license",
+    "head results folder quick repair older_than dry_run plan wait force no_lint watch watch_timeout skip_bad revision private license",
     "where": "dst out_dir output folds_dir resume overwrite",
     "model": f"{' '.join(MODEL_FLAGS)} instruction prompt_template max_new_tokens samples temperature extract.seed "
     "extract.dtype",
@@ -91,23 +90,11 @@ class CommandParser(Parser):
         """Parse the words of a command."""
         has_store = any(not action.option_strings and action.dest in ("store", "stores") for action in self._actions)
         if args is not None and has_store:
-            others: list[str] = []
-            args = [*_take_stores(iter(args), others), *others]
+            words = [part for word in args for part in (word.split("=", 1) if word.startswith("--store=") else [word])]
+            given = [k for k, word in enumerate(words[:-1]) if word == "--store"]
+            others = [word for k, word in enumerate(words) if not {k, k - 1} & {*given}]
+            args = [*(words[k + 1] for k in given), *others]
         return super().parse_known_args(args, namespace)
-
-
-def _take_stores(words: Iterator[str], others: list[str]) -> Iterator[str]:
-    """Yield the values of --store, and append the other words to a list."""
-    for word in words:
-        flag, is_joined, value = word.partition("=")
-        if flag != "--store":
-            others.append(word)
-        elif is_joined:
-            yield value
-        elif (following := next(words, None)) is None:
-            raise UsageError("argument --store: expected one argument")
-        else:
-            yield following
 
 
 class ProgramParser(Parser):
