@@ -111,9 +111,9 @@ def values(args: argparse.Namespace, *tables: Iterable[str]) -> dict[str, Any]:
     return {name: getattr(args, name) for flags in tables for name in flags}
 
 
-def add_store(parser: argparse.ArgumentParser, type: Callable[[str], Any] = str) -> None:
+def add_store(parser: argparse.ArgumentParser) -> None:
     """Add the argument STORE."""
-    parser.add_argument("store", metavar="STORE", type=type, help="folder or URL of a store")
+    parser.add_argument("store", metavar="STORE", help="folder or URL of a store")
 
 
 def add_stores(parser: argparse.ArgumentParser, type: Callable[[str], Any]) -> None:

@@ -49,7 +49,7 @@ COMMANDS = {name: text for commands in COMMAND_GROUPS.values() for name, text in
 OPTION_GROUPS = {
     "what": "store stores src file folders trace repo_id shell checkpoint model models twins lstm_solo gnn_det_lstm gvae_lstm "
     "probe detectors questions limit shard scores name default source version ids split segments subset.seed sample layer "
-    "head results folder quick repair older_than dry_run plan wait force no_lint watch watch_timeout skip_bad revision private license",
+    "head results folder quick repair older_than dry_run plan wait as_one force no_lint watch watch_timeout skip_bad revision private license",
     "where": "dst out_dir output folds_dir resume overwrite",
     "model": f"{' '.join(MODEL_FLAGS)} instruction prompt_template max_new_tokens samples temperature extract.seed "
     "extract.dtype",
