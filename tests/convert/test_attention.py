@@ -98,3 +98,28 @@ def test_last_tokens_alone_leave_room_for_graphs(tmp_path):
     traces = [{"last_token": np.ones((3, 8), "f2"), "question_id": "a"}]
     done = convert(write_pickle(tmp_path / "a.pkl", traces), tmp_path / "s.zarr")
     assert NOTE not in done.stdout and tracestore.open(tmp_path / "s.zarr").attention_mode == "mean"
+
+
+@pytest.mark.parametrize(
+    ("changed", "field"),
+    [
+        ({"tokens": np.array([1.5])}, "tokens"),
+        ({"tokens": np.arange(90)}, "tokens"),
+        ({"tokens_decoded": ["a"]}, "tokens_decoded"),
+        ({"label": 0.3}, "label"),
+        ({"is_correct": "maybe"}, "is_correct"),
+        ({"sample": -1}, "sample"),
+        ({"question_id": 1.5}, "question_id"),
+        ({"prompt_length": 90}, "prompt_length"),
+        ({"prompt_length": -1}, "prompt_length"),
+        ({"token_logprob": np.zeros(90, "f4")}, "token_logprob"),
+    ],
+)
+def test_what_is_wrong_with_traces_without_attention_is_reported_and_not_that_they_have_none(tmp_path, changed, field):
+    traces = [trace | changed for trace in without_attention(make_traces(3))]
+    lines = ["--field", "hidden_states = *.pkl : []/hidden_states -> L S D"]
+    lines += ["--field", f"{field} = *.pkl : []/{field}", "--field", "records = *.pkl : []"]
+
+    error = error_of("convert", write_pickle(tmp_path / "a.pkl", traces), tmp_path / "s.zarr", *lines, code=3)
+
+    assert field in error and "--attention" not in error

@@ -189,3 +189,40 @@ def test_overwrite_begins_a_new_list(tmp_path, traces):
     convert(write_pickle(tmp_path / "b.pkl", make_traces(2)), store, "--overwrite")
     assert read_list(store) is None
     np.testing.assert_equal(len(tracestore.open(store)), 2)
+
+
+def test_files_that_are_refused_for_one_reason_are_one_line(tmp_path):
+    (tmp_path / "in").mkdir()
+    for k in range(30):
+        write_pickle(tmp_path / "in" / f"b{k}.pkl", [without(make_trace(k), "hidden_states")])
+    write_pickle(tmp_path / "in" / "a.pkl", make_traces(2))
+    write_pickle(tmp_path / "in" / "c.pkl", [make_trace(90) | {"tokens": np.arange(90)}])
+    layout = [word for line in LINES for word in ("--field", line)]
+
+    done = convert(tmp_path / "in", tmp_path / "s.zarr", "--skip-bad", *layout)
+
+    lines = [line for line in done.stdout.splitlines() if line.startswith("skipped")]
+    assert len(lines) == 2 and "skipped 30 files (b0.pkl, b1.pkl, b2.pkl and 27 more): hidden_states:" in lines[0]
+    assert lines[1].startswith("skipped c.pkl, trace 0, tokens: ")
+    assert len(read_list(tmp_path / "s.zarr")) == 31
+
+
+def test_many_reasons_are_some_lines_and_a_count(tmp_path):
+    (tmp_path / "in").mkdir()
+    for k in range(25):
+        write_pickle(tmp_path / "in" / f"b{k}.pkl", [make_trace(k) | {"tokens": np.arange(50 + k)}])
+    write_pickle(tmp_path / "in" / "a.pkl", make_traces(2))
+    layout = [word for line in LINES for word in ("--field", line)]
+
+    done = convert(tmp_path / "in", tmp_path / "s.zarr", "--skip-bad", *layout)
+
+    lines = [line for line in done.stdout.splitlines() if line.startswith("skipped")]
+    assert len(lines) == 11 and lines[-1] == f"skipped 15 more files; {tmp_path / 's.zarr'}.refused.jsonl lists all"
+
+
+LINES = (
+    "hidden_states = *.pkl : []/hidden_states -> L S D",
+    "attentions = *.pkl : []/attentions -> L H S S",
+    "tokens = *.pkl : []/tokens -> S",
+    "records = *.pkl : []",
+)

@@ -6,7 +6,7 @@ One module of over 400 lines: every step of a conversion uses the state of the o
 import errno
 import math
 import signal
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import closing
 from itertools import chain
 from pathlib import Path
@@ -127,6 +127,7 @@ class Conversion:
         self.default_attention = DefaultAttention(self.has_attention)
         self._refused: RefusedTraces | None = None
         self._without_traces: list[NoTracesError] = []
+        self._refused_files: dict[str, list[list[InvalidInputError]]] = {}  # of which no trace is stored, by the reason
         self._provenances = self._read_provenances(sources)
         self.report = ConvertReport(str(self.store), scores_file=self.scoring.scores_file)
         self.total_bytes = sum(source.file_bytes() for source in self.sources)
@@ -216,6 +217,7 @@ class Conversion:
                 finally:
                     committed = writer.manifest.num_traces
                     progress.clear()
+                    self._report_refused_files()
                 self.report.num_traces_new = writer.num_added
                 self._finish(writer, progress.elapsed_s)
                 writer.replace_existing()
@@ -293,13 +295,13 @@ class Conversion:
                     progress.clear()
                     report.num_sources_skipped += 1
                     report.skipped.append({"source": stream.source.name, "reason": str(error)})
-                    self._report_refused(stream.source.name, stream.refused or [error], progress)
+                    refused = [e.with_location(source=stream.source.name) for e in stream.refused] or [error]
+                    self._list_refused(stream.source.name, refused)
+                    self._refused_files.setdefault(_reason_of(refused[0]), []).append(refused)
         progress.clear()
         if self._without_traces:
-            names = [escape_unprintable(str(error.source), 60) for error in self._without_traces[:_MAX_NAMES]]
-            more = f" and {len(self._without_traces) - _MAX_NAMES:,} more" * (len(self._without_traces) > _MAX_NAMES)
             count, reason = plural(len(self._without_traces), "file"), self._without_traces[0].reason
-            self._output.info(f"skipped {count} without traces ({', '.join(names)}{more}): {reason}")
+            self._output.info(f"skipped {count} without traces ({_names_of(self._without_traces)}): {reason}")
         for line in self.described.close(writer):
             self._output.info(line)
         self.scoring.check_ids(writer, can_refuse=self._need_ids)
@@ -398,7 +400,9 @@ class Conversion:
         # A source with refused traces is read again by the next conversion, which may have other options.
         writer.end_source(partial_fingerprint(digest) if added.refused else None)
         report.add(name, size, added)
-        self._report_refused(name, added.refused, progress)
+        self._list_refused(name, added.refused)
+        progress.clear()
+        self._report_refused([error.with_location(source=name) for error in added.refused])
 
     def _append(
         self, writer: StoreWriter, packed: PackedTrace, provenance: Provenance | None, added: SourceCounts
@@ -421,17 +425,33 @@ class Conversion:
         else:
             added.count(packed, is_new=is_new)
 
-    def _report_refused(self, name: str, errors: list[InvalidInputError], progress: Progress) -> None:
-        """Print the first refused traces of a source and add all of them to the list next to the store."""
+    def _list_refused(self, name: str, errors: Sequence[InvalidInputError]) -> None:
+        """Add the refused traces of a source to the list next to the store."""
         assert self._refused is not None
         self._refused.replace(name, errors)
         self._refused.write()
         self.report.num_traces_refused += len(errors)
+
+    def _report_refused(self, errors: Sequence[InvalidInputError]) -> None:
+        """Print the first refused traces of a source."""
         for error in errors[:MAX_REFUSED_LINES]:
-            progress.clear()
-            self._output.info(f"skipped {error.with_location(source=name)}")
+            self._output.info(f"skipped {error}")
         if len(errors) > MAX_REFUSED_LINES:
-            self._output.info(f"skipped {plural(len(errors) - MAX_REFUSED_LINES, 'more trace')} of {name}")
+            more = plural(len(errors) - MAX_REFUSED_LINES, "more trace")
+            self._output.info(f"skipped {more} of {errors[0].source}")
+
+    def _report_refused_files(self) -> None:
+        """Print the files of which no trace is stored: those that have one reason in one line."""
+        groups = list(self._refused_files.items())
+        for reason, files in groups[:MAX_REFUSED_LINES]:
+            if len(files) == 1:
+                self._report_refused(files[0])
+            else:
+                names = _names_of([errors[0] for errors in files])
+                self._output.info(f"skipped {plural(len(files), 'file')} ({names}): {reason}")
+        if rest := sum(len(files) for _, files in groups[MAX_REFUSED_LINES:]):
+            assert self._refused is not None
+            self._output.info(f"skipped {plural(rest, 'more file')}; {self._refused.path} lists all")
 
     def _finish(self, writer: StoreWriter, elapsed_s: float) -> None:
         report, manifest = self.report, writer.manifest
@@ -454,6 +474,16 @@ class Conversion:
         lines = report.lines(self._options.on_conflict)
         for line in (*lines, *self.scoring.lines()):
             self._output.info(line)
+
+
+def _names_of(errors: Sequence[InvalidInputError]) -> str:
+    """Return the names of the first sources of errors, and the number of the others."""
+    names = [escape_unprintable(str(error.source), 60) for error in errors[:_MAX_NAMES]]
+    return ", ".join(names) + (f" and {len(errors) - _MAX_NAMES:,} more" if len(errors) > _MAX_NAMES else "")
+
+
+def _reason_of(error: InvalidInputError) -> str:
+    return error.reason if error.field is None else f"{error.field}: {error.reason}"
 
 
 def _never(*_: object) -> bool:

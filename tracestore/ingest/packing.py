@@ -18,7 +18,7 @@ from tracestore.ingest.sources import Identity, SourceFile, source_fingerprint
 from tracestore.store.format import schema
 from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.pack import PackedTrace, pack_record
-from tracestore.store.write.record import TraceRecord
+from tracestore.store.write.record import MISSING_ATTENTION, TraceRecord
 
 _ERROR_BLOCK = 1 << 16
 # float16 holds values from _MIN_NORMAL to _MAX_FLOAT16 with its full precision.
@@ -57,8 +57,8 @@ class PackOptions:
 
     @property
     def need_attention(self) -> bool | None:
-        """Return whether a trace must have attention; None: it is read if it is there."""
-        return None if self.refuse_attention else self.attention != "none"
+        """Return False if attention is not read, and None if it is; `check_attention` tells which traces must have it."""
+        return False if self.attention == "none" and not self.refuse_attention else None
 
 
 def packed_traces(
@@ -124,8 +124,14 @@ def packed_traces(
 
 
 def check_attention(record: TraceRecord, options: PackOptions) -> None:
-    """Raise InvalidInputError if the record has attention that the user has not chosen to leave out."""
-    if options.refuse_attention and (record.attention is not None or record.edges is not None):
+    """Raise InvalidInputError if the record lacks attention, or has some that the user has not chosen to leave out.
+
+    A record is checked after it was read, so that what else is wrong with a trace without attention is reported first.
+    """
+    has_attention = record.attention is not None or record.edges is not None
+    if options.attention != "none" and record.hidden is not None and not has_attention:
+        raise InvalidInputError(MISSING_ATTENTION, field="attentions")
+    if options.refuse_attention and has_attention:
         raise InvalidInputError(
             "found attention, expected none as in the rest of the store; --attention none leaves it out",
             field="attentions",

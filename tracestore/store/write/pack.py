@@ -99,8 +99,8 @@ class PackedTrace:
 
     def set_crcs(self, name: str, crcs: Sequence[int], num_bytes: Sequence[int]) -> None:
         """Set the CRC-32C of an array from those of its parts: its layers, or one."""
-        sizes = zip(crcs, num_bytes, strict=True)
-        self.crcs[name] = reduce(lambda whole, part: kernels.crc32c_combine(whole, *part), sizes, 0)
+        sizes = zip(crcs[1:], num_bytes[1:], strict=True)
+        self.crcs[name] = reduce(lambda whole, part: kernels.crc32c_combine(whole, *part), sizes, crcs[0])
         if len(crcs) == self.num_layers:
             self.layer_crcs[name] = np.array(crcs, "<u4")
 
@@ -177,7 +177,7 @@ def _scan(arrays: Sequence[np.ndarray], dtype: str, out: np.ndarray | None = Non
     """Return the number of NaN or infinite values and the CRC-32C of the parts of arrays of one shape."""
     code, parts = schema.dtype_code(dtype), _parts(len(arrays), arrays[0].nbytes)
     found = [kernels.checksum_scan(arrays[p], code, arrays[0].size, None if out is None else out[p]) for p in parts]
-    return sum(bad for bad, _ in found), [crc for _, crc in found]
+    return sum([bad for bad, _ in found]), [crc for _, crc in found]
 
 
 def _crc(arrays: Sequence[np.ndarray]) -> int:
@@ -361,25 +361,25 @@ def pack_record(
 def fit_attributes(attributes: schema.Attributes, trace: PackedTrace) -> schema.Attributes:
     """Return the attributes of a store after the trace is added to it.
 
-    Raises
-    ------
-    InvalidInputError
-        If the trace has another size, dtype or kind of attention than the store.
+    InvalidInputError if the trace has another size, dtype or kind of attention than the store.
     """
     values: dict[str, Any] = {}
     for name in ("num_layers", "hidden_dim", "num_heads", "hidden_dtype", "attention_dtype"):
         found, stored = getattr(trace, name), getattr(attributes, name)
         if found is not None and stored is not None and found != stored:
             raise field_error(name, str(found), f"{stored} as in the rest of the store")
-        values[name] = found if stored is None else stored
+        if found != stored and stored is None:
+            values[name] = found
+    num_layers = values.get("num_layers", attributes.num_layers)
     for ids in (p.layer_ids for p in attributes.provenance):
-        if ids is not None and len(ids) != values["num_layers"]:
-            raise field_error("provenance", f"{len(ids)} layer_ids", f"{values['num_layers']}, one per stored layer")
+        if ids is not None and len(ids) != num_layers:
+            raise field_error("provenance", f"{len(ids)} layer_ids", f"{num_layers}, one per stored layer")
     layout, stored = schema.LAYOUT_NAMES.get(trace.layout), attributes.attention_layout
     if layout is not None and stored is not None and (layout == "edges") != (stored == "edges"):
         raise field_error("attention", f"{layout} attention", f"{stored} as in the rest of the store")
-    values["attention_layout"] = stored if layout is None or stored == "square" else layout
-    return attributes if all(getattr(attributes, k) == v for k, v in values.items()) else replace(attributes, **values)
+    if layout not in (None, stored) and stored != "square":
+        values["attention_layout"] = layout
+    return replace(attributes, **values) if values else attributes
 
 
 def fit_lens(

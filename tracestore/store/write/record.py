@@ -30,6 +30,7 @@ _OPTIONAL = frozenset(schema.OPTIONAL_FIELDS)
 _STATES, _ATTENTION = (vocabulary.FIELDS[name].of_layer for name in ("hidden_states", "attentions"))
 # Two names for one claim.
 _CLAIMS = ("is_correct", "is_hallucinated")
+MISSING_ATTENTION = "missing key; for traces without attention: --attention none"
 
 
 @dataclass(slots=True)
@@ -217,7 +218,7 @@ def _set_states(record: TraceRecord, fields: Mapping[str, Any], need_attention: 
     """Set hidden states of all tokens, and attention or edges."""
     has_attention, has_edges = "attentions" in fields, "edges" in fields
     if need_attention and not (has_attention or has_edges):
-        raise InvalidInputError("missing key; for traces without attention: --attention none", field="attentions")
+        raise InvalidInputError(MISSING_ATTENTION, field="attentions")
     hidden = layers_of(fields["hidden_states"], "hidden_states", *_STATES)
     num_tokens, dim = hidden[0].shape
     if num_tokens == 0 or dim == 0:
