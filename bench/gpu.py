@@ -35,7 +35,7 @@ ALL_SECONDS, TEST_SECONDS = 350, 100
 MODELS = ("lstm_solo", "gnn_det_lstm", "gvae_lstm")
 BATCH_SIZES = (16, 64)
 # Shares of the memory of a GPU.
-FRACTIONS = (1.0, 0.004, 0.002, 0.0012)
+FRACTIONS = (1.0, 0.004, 0.002, 0.0016)
 
 
 def versions(device: str) -> dict[str, Any]:
@@ -150,6 +150,7 @@ def profile(work: Any, count: int) -> dict[str, float]:
         "busy_share": busy * 1e-6 / seconds,
         "launches": sum("LaunchKernel" in name for name in names) / count,
         "synchronizations": sum("Synchronize" in name for name in names) / count,
+        "graphs": sum("GraphLaunch" in name for name in names) / count,
     }
 
 
@@ -160,6 +161,7 @@ def report(name: str, found: dict[str, Any]) -> dict[str, Any]:
         "peak_mib": "{:,.0f} MiB",
         "busy_share": "GPU busy {:.0%}",
         "launches": "{:.0f} launches",
+        "graphs": "{:.1f} graphs",
     }
     words |= {"synchronizations": "{:.1f} synchronizations", "traces_per_s": "{:,.0f} traces/s"}
     words |= {"data_wait_share": "data wait {:.1%}", "recoveries": "{} recoveries", "train_loss": "train loss {:.6f}"}
@@ -184,7 +186,12 @@ def run_steps(device: str, work: Path) -> dict[str, Any]:
     for shape in shapes(device):
         for model in MODELS:
             name = f"{model}, {shape}"
-            results[name] = report(name, measure(Step(model, shape, "fused", device), count, device))
+            step = Step(model, shape, "fused", device)
+            if device == "cuda":
+                plain = report(f"{name}, operation by operation", measure(step, count, device))
+                results[f"{name}, operation by operation"] = plain
+                step.record()
+            results[name] = report(name, measure(step, count, device))
             if model in GRAPH_MODELS:
                 pyg = measure(Step(model, shape, "pyg", device), max(1, count // 4), device)
                 results[f"{name}, PyG"] = report(f"{name}, PyG", pyg)
@@ -229,11 +236,12 @@ def make_trainer(model: str, device: str, work: Path, batch_size: int) -> Any:
     if not path.exists():
         make_store(path, SMALL["layers"], SMALL["dim"], 512 if device == "cuda" else 32)
     store = tracestore.open(path)
-    indices = np.arange(len(store))
+    # Each trace several times: an epoch of a data set has more batches.
+    indices = np.tile(np.arange(len(store)), 4 if device == "cuda" else 1)
     split = Split(dict.fromkeys(("train", "val", "test"), indices), {})
     config = TrainConfig(device=device, batch_size=batch_size, loader_threads=min(8, len(os.sched_getaffinity(0))))
     options = ModelConfig.from_store(store)
-    trainer = Trainer(model, store, split, indices % 2, options, config, work / model, lambda _: None)
+    trainer = Trainer(model, store, split, np.arange(len(store)) % 2, options, config, work / model, lambda _: None)
     trainer._setup()
     return trainer
 

@@ -20,12 +20,15 @@ import torch
 import tracestore
 from tracestore.detectors.dropout import TraceMasks
 from tracestore.detectors.graph.inputs import GraphInputs
+from tracestore.detectors.graph.padding import can_pad, to_padded
 from tracestore.detectors.model_config import ModelConfig
 from tracestore.detectors.models import detector_loss
 from tracestore.detectors.registry import make_model
 from tracestore.oom.guard import OOMGuard
 from tracestore.oom.optimizers import Adam
 from tracestore.oom.snapshot import seed_step
+from tracestore.train.step_graphs import StepGraphs
+from tracestore.train.step_inputs import StepInputs
 
 from .common import GRAPH_MODELS, STEP_SHAPES, Fixtures, measure_steps, wait_for_start
 
@@ -69,11 +72,14 @@ class Step:
         if isinstance(inputs, GraphInputs):
             # As training gets them from the loader: the layers that the model reads, prepared.
             config = self.model.encoder.config
-            self.inputs: Any = inputs.select_layers(self.model.layers_read).prepare(config).to(device)
+            self.inputs: Any = inputs.select_layers(self.model.layers_read).prepare(config)
+            on_gpu = torch.device(device).type == "cuda" and kind == "fused" and can_pad(self.inputs)
+            self.inputs = to_padded(self.inputs, torch.device(device)) if on_gpu else self.inputs.to(device)
         else:
             self.inputs = inputs.to(device)
         self.optimizer = Adam(self.model.parameters(), fused=True)
         self.y = (torch.arange(B) % 2).float().to(device)
+        self.graphs: StepGraphs | None = None
         if kind == "pyg":
             layers = [layer_inputs(inputs, k).to(device).prepare(config) for k in self.model.layers_read]
             encode = self.model.encoder.encode
@@ -81,16 +87,23 @@ class Step:
         # Training draws dropout masks per trace; with PyG, torch draws them.
         self.masks = None if kind == "pyg" else TraceMasks(1, 0, B)
 
-    def loss(self) -> torch.Tensor:
+    def record(self) -> None:
+        """Let the step be recorded and replayed, as in training on a GPU."""
+        self.graphs = StepGraphs(self.loss, self.optimizer)
+
+    def loss(self, given: StepInputs | None = None) -> torch.Tensor:
         """Return the loss of the batch."""
-        return detector_loss(self.model(self.inputs, self.masks), self.y, 0.01)
+        given = StepInputs(self.inputs, self.y, self.masks) if given is None else given
+        return detector_loss(self.model(given.inputs, given.masks), given.y, 0.01)
 
     def __call__(self) -> float:
         """Run the step and return its seconds."""
         began = time.perf_counter()
         self.optimizer.zero_grad(set_to_none=True)
-        self.loss().backward()
-        self.optimizer.step()
+        replayed = self.graphs and self.graphs.loss(StepInputs(self.inputs, self.y, self.masks))
+        (replayed or self.loss()).backward()
+        if self.graphs is None or not self.graphs.step():
+            self.optimizer.step()
         return time.perf_counter() - began
 
 

@@ -1,6 +1,7 @@
 """The batches that a detector is trained and evaluated on."""
 
 import weakref
+from concurrent.futures import Future
 from dataclasses import replace
 
 import numpy as np
@@ -100,7 +101,7 @@ def test_batches_of_fewer_layers_give_the_results_of_batches_of_all(store, name)
     else:
         every = type(batch.inputs).from_batch(whole, 0.0, batch.inputs.answer)
         expected = model(every).logits
-    assert torch.equal(model(batch.traces(0, batch.size)[0]).logits, expected)
+    assert torch.equal(model(batch.traces(0, batch.size).inputs).logits, expected)
 
 
 @pytest.mark.parametrize("message_passing", ["fused", "pyg"])
@@ -197,6 +198,15 @@ class Device:
         return Stream()
 
 
+class Immediate:
+    """Stands for a thread that has always finished."""
+
+    def submit(self, function, *arguments):
+        done = Future()
+        done.set_result(function(*arguments))
+        return done
+
+
 class Copied:
     """Inputs on the device."""
 
@@ -217,10 +227,11 @@ def feed_on(store, monkeypatch):
             name = f"{self.number}[{begin}:{end}]"
             moved = device.copy(name, self.inputs[begin:end])
             device.events.append(name)
-            return moved, self.y[begin:end]
+            return batches.StepInputs(moved, self.y[begin:end])
 
         monkeypatch.setattr(batches.DeviceBatch, "_copy", copy)
         feed.copies = device.stream()
+        feed._thread = Immediate()
         return feed
 
     return make
@@ -233,9 +244,9 @@ def test_the_next_batch_is_copied_before_the_step_of_the_current_one(feed_on):
         (batch,) = feed.next_batches(1)
         assert batch.number == number
         device.events.append("step")
-        inputs, y = batch.traces(0, 2)
-        assert torch.equal(inputs.value, batch.inputs) and torch.equal(y, batch.y)
-        del inputs, batch
+        given = batch.traces(0, 2)
+        assert torch.equal(given.inputs.value, batch.inputs) and torch.equal(given.y, batch.y)
+        del given, batch
     assert device.events == [
         *("copy ahead", "0[0:2]", "copy ahead", "1[0:2]", "step", "wait"),
         *("copy ahead", "2[0:2]", "step", "wait"),
@@ -253,13 +264,13 @@ def test_a_batch_that_failed_is_copied_again_without_the_batch_ahead(feed_on):
     del first
     second = batch.traces(0, 2)
     assert [type(w()) for w in device.live if w() is not None] == [Copied]
-    assert torch.equal(second[0].value, batch.inputs)
-    halves = [batch.traces(0, 1)[0].value, batch.traces(1, 2)[0].value]
+    assert torch.equal(second.inputs.value, batch.inputs)
+    halves = [batch.traces(0, 1).inputs.value, batch.traces(1, 2).inputs.value]
     assert torch.equal(torch.cat(halves), batch.inputs)
     device.events.clear()
     (batch,) = feed.next_batches(1)
     assert device.events == [] and batch.number == 1
-    assert torch.equal(batch.traces(0, 2)[0].value, batch.inputs)
+    assert torch.equal(batch.traces(0, 2).inputs.value, batch.inputs)
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])
@@ -269,10 +280,10 @@ def test_without_room_for_a_batch_ahead_each_batch_is_copied_in_its_step(feed_on
     found, y = [], []
     while step := feed.next_batches(accumulated):
         for batch in step:
-            inputs, labels = batch.traces(0, batch.size)
-            found.append(inputs.value)
-            y.append(labels)
-            del inputs, batch
+            given = batch.traces(0, batch.size)
+            found.append(given.inputs.value)
+            y.append(given.y)
+            del given, batch
         del step
     assert torch.equal(torch.cat(found), feed_on(Device()).loader.gather(np.arange(6)).sequences)
     assert sum(event.startswith("no room") for event in device.events) == 1 and feed.copies is None
@@ -286,7 +297,7 @@ def test_a_step_without_room_for_the_batch_ahead_recovers_at_the_same_size(feed_
     guard = OOMGuard(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
     def loss_of(begin, end):
-        inputs, _ = batch.traces(begin, end)
+        inputs = batch.traces(begin, end).inputs
         if len([w for w in device.live if w() is not None]) > 1:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         return model(inputs.value.float().mean().view(1, 1)).sum()

@@ -92,7 +92,9 @@ def copy_together(tensors: Sequence[torch.Tensor], device: torch.device, *, non_
         slice(end - align_up(t.nbytes), end - align_up(t.nbytes) + t.nbytes)
         for t, end in zip(tensors, ends, strict=True)
     ]
+    # Torch would start its threads for some of these copies, which takes longer than the copies.
+    whole = staged.numpy()
     for tensor, place in zip(tensors, places, strict=True):
-        staged[place].view(tensor.dtype).copy_(tensor.reshape(-1))
+        whole[place] = tensor.reshape(-1).view(torch.uint8).numpy()
     moved = staged.to(device, non_blocking=non_blocking)
     return [moved[at].view(t.dtype).view(t.shape) for t, at in zip(tensors, places, strict=True)]

@@ -19,6 +19,7 @@ Shuffle = Literal["global", "buffer", "block", "none"]
 SHUFFLES: tuple[Shuffle, ...] = get_args(Shuffle)
 # Positions whose costs are looked up at once.
 _COST_CHUNK = 1 << 16
+_MASK = 0xFFFFFFFFFFFFFFFF
 
 
 def shuffle_name(shuffle: Shuffle | bool) -> Shuffle:
@@ -44,11 +45,14 @@ def splitmix64(value: np.ndarray) -> np.ndarray:
 
 def epoch_key(seed: int, epoch: int, stream: int = 0) -> int:
     """Return a 64-bit key for (seed, epoch). Different streams give independent keys."""
-    key = np.zeros(1, np.uint64)
+    key = 0
     for value in (seed, epoch, stream):
-        with np.errstate(over="ignore"):
-            key = splitmix64(key + np.uint64(0x9E3779B97F4A7C15) + np.uint64(value & 0xFFFFFFFFFFFFFFFF))
-    return int(key[0])
+        # splitmix64 of one value, without the cost of an array.
+        key = (key + 0x9E3779B97F4A7C15 + value) & _MASK
+        key = (key ^ (key >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+        key = (key ^ (key >> 27)) * 0x94D049BB133111EB & _MASK
+        key ^= key >> 31
+    return key
 
 
 def _permute(positions: np.ndarray, n: int, key: int) -> np.ndarray:

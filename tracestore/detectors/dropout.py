@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tracestore.data.buffers import copy_together
 from tracestore.data.order import splitmix64
 from tracestore.detectors.model_config import FUSED_DEVICES
 
@@ -30,10 +31,17 @@ def _bound(keep: float, steps: int) -> int:
 
 
 class TraceMasks:
-    """Dropout masks for the traces first .. first + count of the batch with this key."""
+    """Dropout masks for the traces first .. first + count of the batch with this key.
+
+    Attributes
+    ----------
+    state : torch.Tensor
+        ``(2,)`` int64, the key as a signed number and `first`, from which the kernel of a GPU computes masks.
+    """
 
     def __init__(self, key: int, first: int, count: int) -> None:
         self.key, self.first, self.count = key, first, count
+        self.state = torch.tensor([key - (key >> 63 << 64), first])
 
     @functools.cached_property
     def _of_traces(self) -> np.ndarray:
@@ -113,14 +121,19 @@ def _kernel_works(device: torch.device) -> bool:
     return False
 
 
+def masks_on_device(device: torch.device) -> bool:
+    """Return whether a GPU computes masks by itself."""
+    return device.type != "cpu" and device.type in FUSED_DEVICES and _kernel_works(device)
+
+
 def _run_kernel(
     x: torch.Tensor, masks: TraceMasks, bound: int, stream: int, stream_step: int, row_ptr: torch.Tensor | None
 ) -> torch.Tensor:
     from tracestore.detectors.kernels import dropout_triton as kernels
 
-    # Triton takes signed integers.
-    key = masks.key - (masks.key >> 63 << 64)
-    return kernels.apply(x, row_ptr, masks.count, key, masks.first, stream, stream_step, bound)
+    if masks.state.device != x.device:
+        (masks.state,) = copy_together([masks.state], x.device, non_blocking=True)
+    return kernels.apply(x, row_ptr, masks.count, masks.state, stream, stream_step, bound)
 
 
 class _KernelDropout(torch.autograd.Function):
@@ -167,7 +180,7 @@ def drop(
         return F.dropout(x, p)
     if p == 1:
         return x * 0
-    if x.device.type != "cpu" and x.device.type in FUSED_DEVICES and _kernel_works(x.device):
+    if masks_on_device(x.device):
         arguments = masks, _bound(1 - p, _KERNEL_STEPS), stream, stream_step, row_ptr
         out: torch.Tensor = _KernelDropout.apply(x, *arguments)  # type: ignore[no-untyped-call]
         return out

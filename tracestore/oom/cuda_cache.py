@@ -30,7 +30,7 @@ class CudaCacheManager:
         empty: Callable[[], None] = torch.cuda.empty_cache,
     ) -> None:
         self._statistics, self._empty = statistics, empty
-        self._steps = self._retries = 0
+        self._steps = self._retries = self._kept = 0
 
     def after_step(self) -> None:
         """Count a step, and empty the cache if it is time and memory is idle."""
@@ -40,11 +40,17 @@ class CudaCacheManager:
         now = self._statistics()
         retries = now.get("num_alloc_retries", 0)
         rising, self._retries = retries > self._retries, retries
-        peak, reserved = now.get("allocated_bytes.all.peak", 0), now.get("reserved_bytes.all.current", 0)
-        if rising or reserved - peak > max(_MAX_IDLE_BYTES, _MAX_IDLE_FRACTION * peak):
+        peak = now.get("allocated_bytes.all.peak", 0)
+        if rising or _idle(now) - self._kept > max(_MAX_IDLE_BYTES, _MAX_IDLE_FRACTION * peak):
             self._empty()
+            # The memory of CUDA graphs stays reserved.
+            self._kept = max(0, _idle(self._statistics()))
 
     def after_checkpoint(self) -> None:
         """Empty the cache: a step does not need the blocks that a checkpoint used."""
         if self._statistics():
             self._empty()
+
+
+def _idle(statistics: Mapping[str, int]) -> int:
+    return statistics.get("reserved_bytes.all.current", 0) - statistics.get("allocated_bytes.all.peak", 0)

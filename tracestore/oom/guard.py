@@ -7,7 +7,7 @@ is then computed in smaller micro-batches whose weighted gradients sum to those 
 
 import gc
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, Self, TypeVar
 
 import torch
 from torch import nn
@@ -28,6 +28,30 @@ from tracestore.oom.snapshot import (
 from tracestore.oom.step_loss import StepLoss
 
 T = TypeVar("T")
+
+
+class Loss(Protocol):
+    """A scalar tensor, or what takes its place where the gradients are computed together with it."""
+
+    def __mul__(self, factor: float, /) -> Self: ...
+
+    def detach(self) -> torch.Tensor:
+        """Return the value."""
+
+    def backward(self) -> Any:
+        """Add to the gradients of the parameters."""
+
+
+class Graphs(Protocol):
+    """Recordings of steps, which a loss function may replay."""
+
+    def step(self) -> bool:
+        """Step the optimizer. Return False, and do nothing, if the gradients are not those of a recording."""
+
+    def release(self) -> None:
+        """Free all memory, for good."""
+
+
 Phase = Literal["forward", "backward", "optimizer", "evaluation"]
 _MAX_ATTEMPTS = 3
 
@@ -58,6 +82,8 @@ class OOMGuard:
         of a model on the CPU). Release caches here.
     ranks : RankGroup, optional
         The processes that train together; see `step`. A single process by default.
+    graphs : Graphs, optional
+        Recordings that the loss function replays. They are released where memory runs out.
 
     Attributes
     ----------
@@ -88,8 +114,9 @@ class OOMGuard:
         on_event: Callable[[dict[str, Any]], None] | None = None,
         on_host_memory: Callable[[], None] | None = None,
         ranks: RankGroup | None = None,
+        graphs: Graphs | None = None,
     ) -> None:
-        self.model, self.optimizer, self.scaler = model, optimizer, scaler
+        self.model, self.optimizer, self.scaler, self.graphs = model, optimizer, scaler, graphs
         self.on_event, self.on_host_memory = on_event, on_host_memory
         self.ranks = ranks or RankGroup()
         self.epoch = self.num_steps = 0
@@ -141,7 +168,7 @@ class OOMGuard:
     def step(
         self,
         size: int,
-        loss_fn: Callable[[int, int], torch.Tensor],
+        loss_fn: Callable[[int, int], Loss],
         global_size: int | None = None,
         max_micro_batch: int | None = None,
         seed: Callable[[], Any] | None = None,
@@ -183,7 +210,7 @@ class OOMGuard:
     def submit(
         self,
         size: int,
-        loss_fn: Callable[[int, int], torch.Tensor],
+        loss_fn: Callable[[int, int], Loss],
         global_size: int | None = None,
         max_micro_batch: int | None = None,
         seed: Callable[[], Any] | None = None,
@@ -223,7 +250,7 @@ class OOMGuard:
         size: int,
         global_size: int,
         micro_batch: int,
-        loss_fn: Callable[[int, int], torch.Tensor],
+        loss_fn: Callable[[int, int], Loss],
         seed: Callable[[], Any] | None,
     ) -> tuple[Phase, StepOutcome, StepLoss]:
         """Try everything once, snapshot to optimizer. Return the last phase, the outcome over all ranks and the loss."""
@@ -239,7 +266,7 @@ class OOMGuard:
                 phase = "forward"
                 value = loss_fn(begin, end)
                 weighted = value if end - begin == global_size else value * ((end - begin) / global_size)
-                loss.add(weighted)
+                loss.add(weighted.detach())
                 phase = "backward"
                 self._backward(weighted)
                 value = weighted = None
@@ -258,7 +285,7 @@ class OOMGuard:
             phase, outcome = "optimizer", self._optimizer_step()
         return phase, outcome, loss
 
-    def _backward(self, loss: torch.Tensor) -> None:
+    def _backward(self, loss: Loss) -> None:
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def _resolve_ambiguous(self, smallest_case: Callable[[], Any]) -> tuple[StepOutcome, Exception | None]:
@@ -317,10 +344,14 @@ class OOMGuard:
         """Step the optimizer on all ranks or on none. Return the outcome over all ranks."""
         is_saved, outcome, error = False, StepOutcome.SUCCESS, None
         try:
+            # A replayed step allocates nothing, so that it cannot run out of memory; another rank may.
+            if self.graphs is not None and self.ranks.world_size == 1 and self.graphs.step():
+                return outcome
             self._optimizer_snapshot.save()
             is_saved = True
             if self.scaler is None:
-                self.optimizer.step()
+                if self.graphs is None or not self.graphs.step():
+                    self.optimizer.step()
             else:
                 self.scaler.step(self.optimizer)
                 self.scaler.update()
@@ -371,6 +402,8 @@ class OOMGuard:
 
     def _free_memory(self, outcome: StepOutcome) -> None:
         self.optimizer.zero_grad(set_to_none=True)
+        if self.graphs is not None:
+            self.graphs.release()
         if self.on_host_memory is not None and (outcome == StepOutcome.HOST_OOM or self._on_cpu):
             self.on_host_memory()
         self._retry_on_oom(flush_autograd_queue)

@@ -14,12 +14,12 @@ class StepLoss:
         self._end: torch.cuda.Event | None = None
 
     def add(self, loss: torch.Tensor) -> None:
-        """Add the loss of a micro-batch, a scalar. That of a GPU is copied to the CPU behind what the GPU computes."""
+        """Add the loss of a micro-batch, a scalar without a gradient. That of a GPU is copied to the CPU behind what the GPU computes."""
         if loss.device.type != "cuda":
-            self._parts.append(float(loss.detach()))
+            self._parts.append(float(loss))
             return
         copy = torch.empty((), dtype=loss.dtype, pin_memory=True)
-        copy.copy_(loss.detach(), non_blocking=True)
+        copy.copy_(loss, non_blocking=True)
         self._parts.append(copy)
 
     def end(self) -> None:

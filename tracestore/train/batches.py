@@ -1,6 +1,7 @@
 """Batches of one split, on the device of the model."""
 
 from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -16,12 +17,15 @@ from tracestore.data.order import Shuffle, epoch_key
 from tracestore.data.tokens.answers import answer_bounds
 from tracestore.detectors.dropout import TraceMasks
 from tracestore.detectors.graph.inputs import GraphInputs, edge_threshold
+from tracestore.detectors.graph.padding import can_pad, to_padded
 from tracestore.detectors.model_config import ModelConfig
 from tracestore.detectors.registry import MODELS
 from tracestore.oom.oom_errors import is_out_of_memory
 from tracestore.store.read.store import TraceStore
 from tracestore.train.config import TrainConfig
 from tracestore.train.distributed import DistributedContext
+from tracestore.train.step_graphs import StepGraphs
+from tracestore.train.step_inputs import StepInputs
 
 T = TypeVar("T")
 Batch = SequenceBatch | GraphBatch
@@ -50,6 +54,8 @@ class BatchFeed:
         Labels ``(N,)`` of all traces of the store. Default: those of the store and `config`.
     memory_budget : int, optional
         Bytes for the batches of the loader.
+    is_training : bool
+        Whether batches have dropout masks, and the noise of a variational autoencoder.
 
     Attributes
     ----------
@@ -57,6 +63,8 @@ class BatchFeed:
         Called by `reduce_memory`.
     is_reduced : bool
         Whether memory was reduced.
+    graphs : StepGraphs or None
+        Recordings that replay the steps of the batches.
     """
 
     def __init__(
@@ -72,11 +80,15 @@ class BatchFeed:
         num_workers: int = 0,
         targets: np.ndarray | None = None,
         memory_budget: int | None = None,
+        is_training: bool = False,
     ) -> None:
         self.config, self.ranks, self.num_workers = config, ranks, num_workers
+        self.is_training = is_training
         self.on_reduce: Callable[[], None] | None = None
         self.is_reduced = False
+        self.graphs: StepGraphs | None = None
         spec = MODELS[name]
+        self.has_noise = is_training and spec.is_variational
         self.model_config = spec.model_config(model_config)
         # The layers that the detector reads; those of the whole store need no list.
         self.layers = tuple(self.model_config.layers_read)
@@ -113,11 +125,17 @@ class BatchFeed:
         self._epoch = self._next = 0
         # On a GPU, copies of whole batches run ahead of the steps until the device has no room for them.
         self.copies = CopyStream(self.device) if self.device.type == "cuda" else None
-        self._ahead: list[DeviceBatch] = []
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tracestore-feed")
+        self._ahead: Future[list[DeviceBatch]] | None = None
 
     def __len__(self) -> int:
         """Return the number of batches in the epoch."""
         return len(self.loader)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether steps are recorded and replayed."""
+        return self.graphs is not None and self.graphs.is_active
 
     def state_dict(self, epoch: int, batch: int) -> dict[str, Any]:
         """Return the loader's state before a batch."""
@@ -137,17 +155,12 @@ class BatchFeed:
         """
         for _ in range(2):
             try:
-                if self._iterator is None:
-                    self._iterator = self.batches()
-                batches = [*self._ahead, *islice(self._iterator, count - len(self._ahead))]
-                self._ahead = []
-                for batch in batches:
-                    batch.copy_ahead()
+                ahead, self._ahead = self._ahead, None
+                batches = [] if ahead is None else ahead.result()
+                batches += self._gather(count - len(batches))
                 if self.copies is not None:
-                    # The next batch is copied while the device computes the step of this one.
-                    self._ahead = list(islice(self._iterator, 1))
-                    for batch in self._ahead:
-                        batch.copy_ahead()
+                    # The next batch is gathered and copied while the device computes the step of this one.
+                    self._ahead = self._thread.submit(self._gather, 1)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -158,10 +171,24 @@ class BatchFeed:
             self.seek(self._epoch, self._next)
         return None
 
+    def _gather(self, count: int) -> "list[DeviceBatch]":
+        """Return at most so many batches, with the start of their copies to the device."""
+        if self._iterator is None:
+            self._iterator = self.batches()
+        batches = list(islice(self._iterator, count))
+        for batch in batches:
+            batch.copy_ahead()
+        return batches
+
+    def _take_ahead(self) -> "list[DeviceBatch]":
+        """Wait for the batches that are gathered ahead, and return them, which are none if that failed."""
+        ahead = self._ahead
+        return ahead.result() if ahead is not None and ahead.exception() is None else []
+
     def stop_copying_ahead(self) -> None:
         """Free the batch that was copied ahead, and copy each batch within its step from now on."""
         self.copies = None
-        for batch in self._ahead:
+        for batch in self._take_ahead():
             batch.copied = None
 
     def batches(self) -> Generator["DeviceBatch"]:
@@ -188,6 +215,7 @@ class BatchFeed:
 
     def reduce_memory(self) -> None:
         """Keep one batch in flight, no decoded chunks and no worker processes from now on."""
+        self._take_ahead()
         if self.num_workers:
             self.num_workers = 0
             # Ending the workers loses their batches, which are gathered again.
@@ -199,7 +227,8 @@ class BatchFeed:
 
     def close(self) -> None:
         """Stop the threads or workers of the epoch."""
-        self._ahead = []
+        self._take_ahead()
+        self._ahead = None
         if self._iterator is not None:
             self._iterator.close()
             self._iterator = None
@@ -238,13 +267,16 @@ class DeviceBatch:
     y : torch.Tensor
         Labels ``(size,)``.
     copied : tuple or None
-        Inputs and labels of the whole batch on the device, and the event that ends their copy.
+        What a step needs of the whole batch, on the device, and the event that ends its copy.
+    can_repeat : bool
+        Whether the whole batch is padded on the device, so that a graph of its step can be replayed.
     """
 
     def __init__(self, feed: BatchFeed, batch: Batch, epoch: int, number: int) -> None:
         self.feed, self.epoch, self.number = feed, epoch, number
         self.y: torch.Tensor = batch.y
-        self.copied: tuple[tuple[Any, torch.Tensor], torch.cuda.Event] | None = None
+        self.copied: tuple[StepInputs, torch.cuda.Event] | None = None
+        self.can_repeat = False
         self.question_id: list[str] = batch.question_id
         self.trace_index: torch.Tensor = batch.trace_index
         self.size = len(batch.y)
@@ -254,6 +286,7 @@ class DeviceBatch:
         self.offset = int(plan.positions(number, feed.ranks.rank, feed.ranks.world_size)[0]) - begin if self.size else 0
         if isinstance(batch, SequenceBatch):
             self.inputs: Any = batch.sequences
+            self.can_repeat = feed.repeats
         elif self.size:
             threshold = edge_threshold(feed.config.attention_threshold, feed.config.top_k)
             answer = torch.from_numpy(answer_bounds(feed.loader.store, batch.trace_index.tolist()))
@@ -261,22 +294,23 @@ class DeviceBatch:
             # What the threads of the loader do not mask is masked on the device.
             on_host = inputs.in_degree is not None or not feed.model_config.edges or feed.device.type == "cpu"
             self.inputs = inputs.prepare(feed.model_config) if on_host else inputs
+            self.can_repeat = feed.repeats and can_pad(self.inputs)
 
     def key(self, stream: int, rank: int = 0) -> int:
         """Return a seed that is a pure function of the position of the batch."""
         return epoch_key(epoch_key(self.feed.config.seed, self.epoch, stream), self.number, rank)
 
-    def traces(self, begin: int, end: int) -> tuple[Any, torch.Tensor]:
-        """Return inputs and labels of traces begin to end on the device.
+    def traces(self, begin: int, end: int) -> StepInputs:
+        """Return what a step needs of traces begin to end, on the device.
 
         The guard calls this within a step, so that it recovers if the device has no memory for them. A second call
         for the same traces follows a failure, and a call for some of the traces means that the batch does not fit.
         """
         copied, self.copied = self.copied, None
         if copied is not None and self.feed.copies is not None and begin == 0 and end == self.size:
-            (inputs, y), event = copied
-            self.feed.copies.join(event, [*(inputs.tensors() if isinstance(inputs, GraphInputs) else [inputs]), y])
-            return inputs, y
+            given, event = copied
+            self.feed.copies.join(event, given.tensors())
+            return given
         del copied
         self.feed.stop_copying_ahead()
         return self._copy(begin, end)
@@ -296,36 +330,40 @@ class DeviceBatch:
             is_full = False
         if is_full:
             # Outside of the handler, whose traceback keeps what was copied.
-            self.feed.stop_copying_ahead()
+            self.feed.copies = None
 
-    def _copy(self, begin: int, end: int) -> tuple[Any, torch.Tensor]:
-        inputs = self.inputs
-        if begin > 0 or end < self.size:
+    def _copy(self, begin: int, end: int) -> StepInputs:
+        feed, inputs = self.feed, self.inputs
+        is_whole = begin == 0 and end == self.size
+        if not is_whole:
             inputs = inputs.traces(begin, end) if isinstance(inputs, GraphInputs) else inputs[begin:end]
-        device = self.feed.device
+        # Both are a function of the traces' positions in the global batch, whatever the ranks and micro-batches.
+        masks = TraceMasks(self.key(_DROPOUT), self.offset + begin, end - begin) if feed.is_training else None
+        given = StepInputs(inputs, self.y[begin:end], masks, self._noise(begin, end) if feed.has_noise else None)
+        device = feed.device
         if device.type == "cpu":
-            return inputs, self.y[begin:end]
+            return given
         # A copy from pinned memory runs in the order of the stream.
-        inputs = inputs.to(device, non_blocking=True)
         if isinstance(inputs, GraphInputs):
-            inputs = inputs.prepare(self.feed.model_config)
-        (y,) = copy_together([self.y[begin:end]], device, non_blocking=True)
-        return inputs, y
+            is_padded = is_whole and self.can_repeat
+            given.inputs = to_padded(inputs, device) if is_padded else inputs.to(device, non_blocking=True)
+            given.inputs = given.inputs.prepare(feed.model_config)
+        else:
+            given.inputs = inputs.to(device, non_blocking=True)
+        small = [given.y, *([] if masks is None else [masks.state]), *([] if given.noise is None else [given.noise])]
+        moved = iter(copy_together(small, device, non_blocking=True))
+        given.y = next(moved)
+        if masks is not None:
+            masks.state = next(moved)
+        given.noise = next(moved, None)
+        return given
 
-    def masks(self, begin: int, end: int) -> TraceMasks:
-        """Return the dropout masks of traces begin to end, a function of the same values as `noise`."""
-        return TraceMasks(self.key(_DROPOUT), self.offset + begin, end - begin)
-
-    def noise(self, begin: int, end: int, num_layers: int, columns: int) -> torch.Tensor:
-        """Return standard normal noise ``(end - begin, num_layers, columns)`` on the device.
-
-        It is a pure function of seed, epoch, batch and the trace's position in the global batch,
-        so that it does not depend on ranks and micro-batches.
-        """
+    def _noise(self, begin: int, end: int) -> torch.Tensor:
+        """Return standard normal noise of the host, ``(end - begin, layers read, latent)``."""
         generator = torch.Generator().manual_seed(self.key(_NOISE))
-        drawn = torch.randn(self.global_size, num_layers, columns, generator=generator)
-        part, device = drawn[self.offset + begin : self.offset + end], self.feed.device
-        return part if device.type == "cpu" else copy_together([part], device, non_blocking=True)[0]
+        config = self.feed.model_config
+        drawn = torch.randn(self.global_size, len(self.feed.layers), config.latent_dim, generator=generator)
+        return drawn[self.offset + begin : self.offset + end]
 
 
 class AccumulatedBatch:

@@ -8,8 +8,10 @@ import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from tracestore.detectors.dropout import masks_on_device
+from tracestore.detectors.graph.gine import is_fused
 from tracestore.detectors.model_config import ModelConfig
-from tracestore.detectors.models import DetectorModel, GvaeLstm, LstmSolo, Output, detector_loss
+from tracestore.detectors.models import DetectorModel, LstmSolo, Output, detector_loss
 from tracestore.detectors.precision import autocast_for
 from tracestore.errors import InsufficientMemoryError
 from tracestore.oom.guard import OOMGuard
@@ -18,6 +20,8 @@ from tracestore.train.batches import AccumulatedBatch, BatchFeed, DeviceBatch
 from tracestore.train.config import TrainConfig
 from tracestore.train.distributed import DistributedContext
 from tracestore.train.signals import StopReason, StopSignals
+from tracestore.train.step_graphs import ReplayedLoss, StepGraphs
+from tracestore.train.step_inputs import StepInputs
 
 
 class ModelRunner:
@@ -31,39 +35,52 @@ class ModelRunner:
     """
 
     def __init__(self, model: DetectorModel, model_config: ModelConfig, config: TrainConfig) -> None:
-        self.model_config = model_config
+        self.model_config, self.config = model_config, config
+        self.graphs: StepGraphs | None = None
         self.device = torch.device(config.device)
         self.model: DetectorModel = model.to(self.device)
         if config.activation_checkpointing:
             _checkpoint_activations(self.model)
         self._autocast = autocast_for(self.model, config.precision, self.device)
 
-    def forward(self, batch: DeviceBatch, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return float32 logits ``(end - begin,)`` and the mean loss of traces begin to end of a batch."""
-        inputs, y = batch.traces(begin, end)
-        c = self.model_config
+    def forward(self, given: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return float32 logits ``(B,)`` and the mean loss of some traces."""
+        noise = () if given.noise is None else (given.noise,)
         with self._autocast:
-            if not self.model.training:
-                output = self.model(inputs)
-            elif isinstance(self.model, GvaeLstm):
-                noise = batch.noise(begin, end, len(self.model.layers_read), c.latent_dim)
-                output = self.model(inputs, batch.masks(begin, end), noise)
-            else:
-                output = self.model(inputs, batch.masks(begin, end))
+            output = self.model(given.inputs, given.masks, *noise)
         output = Output(output.reader_logits.float(), {name: term.float() for name, term in output.auxiliary.items()})
-        return output.logits, detector_loss(output, y, c.kl_weight)
+        return output.logits, detector_loss(output, given.y, self.model_config.kl_weight)
 
-    def step_loss(self, step: AccumulatedBatch, begin: int, end: int) -> torch.Tensor:
+    def record_steps(self, optimizer: torch.optim.Optimizer) -> StepGraphs | None:
+        """Let `step_loss` replay CUDA graphs, and return them; None where steps cannot be recorded."""
+        device, config = self.device, self.config
+        if device.type != "cuda" or config.precision == "fp16" or config.activation_checkpointing:
+            return None
+        if not (masks_on_device(device) and (isinstance(self.model, LstmSolo) or is_fused(device))):
+            return None
+        self.graphs = StepGraphs(lambda given: self.forward(given)[1], optimizer)
+        return self.graphs
+
+    def step_loss(self, step: AccumulatedBatch, begin: int, end: int) -> torch.Tensor | ReplayedLoss:
         """Return the mean loss of traces begin to end of a step."""
+        parts = list(step.slices(begin, end))
+        if len(parts) == 1:
+            batch, first, last = parts[0]
+            given = batch.traces(first, last)
+            if self.graphs is not None and last - first == batch.size and batch.can_repeat:
+                replayed = self.graphs.loss(given)
+                if replayed is not None:
+                    return replayed
+            return self.forward(given)[1]
         losses = [
-            self.forward(batch, first, last)[1] * ((last - first) / (end - begin))
-            for batch, first, last in step.slices(begin, end)
+            self.forward(batch.traces(first, last))[1] * ((last - first) / (end - begin))
+            for batch, first, last in parts
         ]
-        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+        return torch.stack(losses).sum()
 
     def score(self, batch: DeviceBatch, begin: int, end: int) -> tuple[list[float], float]:
         """Return the logits and the summed loss of traces begin to end of a batch."""
-        logits, loss = self.forward(batch, begin, end)
+        logits, loss = self.forward(batch.traces(begin, end))
         return logits.tolist(), float(loss) * (end - begin)
 
 

@@ -174,7 +174,8 @@ class Trainer:
             self.monitor.log(f"{c.precision}: no {layer} kernel on this processor; it runs in float32")
         optimizer = Adam(self.model.parameters(), lr=c.lr, weight_decay=WEIGHT_DECAY, fused=True)
         self.ranks.allocate(list(self.model.parameters()))
-        self.feed = self._make_feed("train", c.shuffle, c.num_workers)
+        self.feed = self._make_feed("train", c.shuffle, c.num_workers, is_training=True)
+        self.feed.graphs = self.runner.record_steps(optimizer)
         self.feed.on_reduce = partial(
             self.monitor.log, "host memory ran out; one batch in flight from now on, no cache"
         )
@@ -187,13 +188,14 @@ class Trainer:
             on_event=self._on_event,
             on_host_memory=self.feed.reduce_memory,
             ranks=self.ranks,
+            graphs=self.runner.graphs,
         )
         self.guard.policy.size = self.planned_micro_batch
         self.checkpointed = CheckpointedRun(
             self.name, self.guard, self.feed, self._identity(), self.store.provenance, c.allow_mixed_provenance
         )
 
-    def _make_feed(self, split: str, shuffle: Shuffle, num_workers: int = 0) -> BatchFeed:
+    def _make_feed(self, split: str, shuffle: Shuffle, num_workers: int = 0, *, is_training: bool = False) -> BatchFeed:
         return BatchFeed(
             self.name,
             self.store,
@@ -204,6 +206,7 @@ class Trainer:
             shuffle=shuffle,
             num_workers=num_workers,
             targets=self.targets,
+            is_training=is_training,
         )
 
     def _identity(self) -> dict[str, Any]:

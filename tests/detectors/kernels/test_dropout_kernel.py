@@ -18,7 +18,8 @@ KEYS = [0, 1, 16, 2**31, 2**63 - 1, 2**63, 2**64 - 1, 0x123456789ABCDEF0]
 @pytest.fixture(scope="module")
 def kernels():
     return interpreted(
-        "tracestore.detectors.kernels.dropout_triton", lambda m: m.apply(torch.ones(3, 1), None, 3, 1, 0, 0, 0, 1 << 31)
+        "tracestore.detectors.kernels.dropout_triton",
+        lambda m: m.apply(torch.ones(3, 1), None, 3, torch.tensor([1, 0]), 0, 0, 1 << 31),
     )
 
 
@@ -62,10 +63,10 @@ def test_a_slice_of_a_batch_has_the_masks_of_the_whole_batch(kernels, key, rows,
     begin = data.draw(st.integers(0, len(rows) - 1))
     end = data.draw(st.integers(begin + 1, len(rows)))
     ptr = torch.tensor([0, *np.cumsum(rows)])
-    signed = key - (key >> 63 << 64)
     x = torch.ones(sum(rows), 5)
-    whole = kernels.apply(x, ptr, len(rows), signed, 3, 1, 0, 1 << 31)
-    part = kernels.apply(x[ptr[begin] : ptr[end]], ptr[begin : end + 1], end - begin, signed, 3 + begin, 1, 0, 1 << 31)
+    whole = kernels.apply(x, ptr, len(rows), TraceMasks(key, 3, len(rows)).state, 1, 0, 1 << 31)
+    state = TraceMasks(key, 3 + begin, end - begin).state
+    part = kernels.apply(x[ptr[begin] : ptr[end]], ptr[begin : end + 1], end - begin, state, 1, 0, 1 << 31)
     assert torch.equal(whole[ptr[begin] : ptr[end]], part)
 
 
@@ -99,7 +100,7 @@ def test_compiles_for_a_gpu(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     for dtype, search in (("fp32", 5), ("bf16", -1), ("fp64", 0)):
         constants = {"BOUND": 3 << 30, "SCALE": 4 / 3, "SEARCH": search, "BLOCK": 1024}
-        types = {"out": f"*{dtype}", "x": f"*{dtype}", "row_ptr": "*i64", "key": "i64"}
+        types = {"out": f"*{dtype}", "x": f"*{dtype}", "row_ptr": "*i64", "state": "*i64"}
         signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in _apply.arg_names}
         values = {(_apply.arg_names.index(n),): value for n, value in constants.items()}
         compiled = triton.compile(ASTSource(_apply, signature, values), target=GPUTarget("cuda", 90, 32))

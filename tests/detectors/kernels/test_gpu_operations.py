@@ -33,6 +33,8 @@ def count_step(store, name, folder, **options):
         model_config = ModelConfig.from_store(store)
         trainer = Trainer(name, store, split, indices % 2, model_config, config, folder, lambda _: None)
         trainer._setup()
+        # What a step starts where no graph of it is recorded.
+        trainer.feed.graphs = trainer.runner.graphs = trainer.guard.graphs = None
         trainer.model.train()
         state = TrainState()
         trainer.feed.seek(0, 0)

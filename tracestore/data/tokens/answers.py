@@ -73,10 +73,28 @@ def answer_bounds(store: TraceStore, indices: Iterable[int]) -> np.ndarray:
     np.ndarray
         ``(n, 2)`` int64, the first token and the one after the last.
     """
-    bounds = []
-    for trace in (store[int(index)] for index in indices):
-        given = (trace.answer_span, trace.generated_mask, trace.prompt_length)
-        length = trace.num_tokens
-        rest = (0 if all(value is None for value in given) else length - 1, length)
-        bounds.append(answer_span(trace, length) or rest)
-    return np.array(bounds, np.int64).reshape(-1, 2)
+    indices = np.fromiter(indices, np.int64)
+    bounds = np.full((len(indices), 2), -1, np.int64)
+    locations = store.internals.index.locations(indices)
+    # A trace is read by itself only where more than its prompt_length tells the answer, or what it says is impossible.
+    primary = np.where(locations[:, [0]] >= 0, locations[:, :2], locations[:, 4:])
+    length = locations[:, 2]
+    for number in np.unique(primary[:, 0]).tolist():
+        segment = store.internals.segment(number)
+        if {"answer_span", "generated_mask"}.intersection(segment.optional_names):
+            continue
+        of_segment = primary[:, 0] == number
+        prompt = segment.row_values("prompt_length", primary[of_segment, 1])
+        count = length[of_segment]
+        begin = np.where(prompt < 0, 0, np.minimum(prompt, np.maximum(count - 1, 0)))
+        bounds[of_segment] = np.where((prompt <= count)[:, None], np.stack([begin, count], 1), -1)
+    for k in np.flatnonzero(bounds[:, 0] < 0).tolist():
+        bounds[k] = _bounds(store[int(indices[k])])
+    return bounds
+
+
+def _bounds(trace: Trace) -> tuple[int, int]:
+    given = (trace.answer_span, trace.generated_mask, trace.prompt_length)
+    length = trace.num_tokens
+    rest = (0 if all(value is None for value in given) else length - 1, length)
+    return answer_span(trace, length) or rest

@@ -49,7 +49,9 @@ def _forward(
         # Rows are counted from the first graph with rows.
         base = node - tl.load(extent + tl.load(place))
         local = row - base
-        start, count, spacing = tl.load(begin + graph) + local * (local + 1) // 2, local + 1, size * (size + 1) // 2
+        start, spacing = tl.load(begin + graph) + local * (local + 1) // 2, size * (size + 1) // 2
+        # Rows behind the last graph, which pad the batch, have no edges.
+        count = tl.where(local < size, local + 1, 0)
     total = tl.full((BLOCK,), 0.0, wb.dtype)
     for e in range(0, count):
         a = tl.load(weight + start + e + channels * spacing, mask=channels < C, other=0.0)
@@ -141,7 +143,7 @@ def _rows(x: torch.Tensor, edges: Edges, by_source: bool) -> tuple[torch.Tensor,
     return weight[span][order], other[order], begin, torch.searchsorted(mine, rows, right=True) - begin
 
 
-@functools.lru_cache(maxsize=16)
+@functools.cache
 def _limit(threshold: float, device: torch.device) -> torch.Tensor:
     # Passed in memory, because Triton rounds a float argument to float32.
     return torch.full((1,), threshold, dtype=torch.float64, device=device)

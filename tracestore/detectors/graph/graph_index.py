@@ -100,9 +100,11 @@ class GraphIndex(TensorBatch):
         """
         if answer is not None:
             answer = np.repeat(answer, len(layers), axis=0)
-        skip = (None, None) if config.skip == "none" else readout(ptr, answer, config.skip)
         gathered = None
         rows, counts = readout(ptr, answer, config.pooling)
+        skip: tuple[np.ndarray | None, np.ndarray | None] = (None, None)
+        if config.skip != "none":
+            skip = (rows, counts) if config.skip == config.pooling else readout(ptr, answer, config.skip)
         if not config.edges and config.normalization in ("layer", "none"):
             # Each token is computed by itself: the others have no effect on the readout.
             gathered, rows = rows, None

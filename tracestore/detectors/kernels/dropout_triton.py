@@ -16,9 +16,9 @@ def _mix(z):
 
 
 # Triton would compile again for other values of these, which change from step to step.
-@triton.jit(do_not_specialize=["size", "key", "first", "stream"])
+@triton.jit(do_not_specialize=["size", "stream"])
 def _apply(
-    out, x, row_ptr, size, key, first, stream, stream_step, B, C, ptr_step,
+    out, x, row_ptr, state, size, stream, stream_step, B, C, ptr_step,
     BOUND: tl.constexpr, SCALE: tl.constexpr, SEARCH: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -36,6 +36,7 @@ def _apply(
             end = tl.where(is_after, middle, end)
             trace = tl.where(is_after, trace, middle)
         own = row - (tl.load(row_ptr + trace * ptr_step, mask=inside, other=0) - base)
+    key, first = tl.load(state), tl.load(state + 1)
     z = _mix(key.to(tl.uint64) + (first + trace).to(tl.uint64) * 0x9E3779B97F4A7C15)
     z = _mix(z + (stream + group * stream_step + 1).to(tl.uint64))
     z = _mix(z + (own * C + at % C + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
@@ -50,8 +51,7 @@ def apply(
     x: torch.Tensor,
     row_ptr: torch.Tensor | None,
     count: int,
-    key: int,
-    first: int,
+    state: torch.Tensor,
     stream: int,
     stream_step: int,
     bound: int,
@@ -65,8 +65,10 @@ def apply(
     row_ptr : torch.Tensor, optional
         ``(count + 1,)`` int64, rows of x of each trace. Default: row r belongs to trace ``r % count`` and uses
         the stream ``stream + r // count * stream_step``.
-    count, key, first : int
-        Traces, and the arguments of `TraceMasks`; the key is a signed 64-bit integer here.
+    count : int
+        Traces.
+    state : torch.Tensor
+        ``(2,)`` int64, see `TraceMasks.state`.
     stream, stream_step : int
     bound : int
         An element is kept where its 32 random bits are below this number.
@@ -78,7 +80,7 @@ def apply(
         columns = x.numel() // len(x)
         # fmt: off
         _apply[(triton.cdiv(x.numel(), BLOCK),)](
-            out, x, pointers, x.numel(), key, first, stream, stream_step, count, columns, step,
+            out, x, pointers, state, x.numel(), stream, stream_step, count, columns, step,
             bound, 2**32 / bound, search, BLOCK,
         )
         # fmt: on

@@ -1,0 +1,220 @@
+"""Training steps as CUDA graphs: a GPU starts hundreds of small operations at once.
+
+A step of a detector starts 300 operations of a few microseconds each, and Python takes longer to start them than a GPU
+to compute them. Forward and backward of a batch are therefore recorded once for each set of shapes, and the optimizer's
+step once; then they are replayed on the memory of the recording.
+
+References
+----------
+PyTorch, "CUDA semantics", section "CUDA Graphs".
+"""
+
+import functools
+import gc
+import logging
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from tracestore.oom.oom_errors import is_out_of_memory
+from tracestore.train.step_inputs import StepInputs
+
+T = TypeVar("T")
+# Graphs that are kept. Other shapes are computed operation by operation.
+_MAX_GRAPHS = 64
+
+
+class ReplayedLoss:
+    """The loss of a replayed graph, whose gradients have been computed with it."""
+
+    def __init__(self, graphs: "StepGraphs", value: torch.Tensor) -> None:
+        self._graphs, self._value = graphs, value
+
+    def __mul__(self, factor: float) -> "ReplayedLoss":
+        torch._foreach_mul_(self._graphs.gradients, factor)
+        return ReplayedLoss(self._graphs, self._value * factor)
+
+    def detach(self) -> torch.Tensor:
+        """Return the value."""
+        return self._value
+
+    def backward(self) -> None:
+        """Set the gradients of the parameters."""
+        for parameter, gradient in zip(self._graphs.trained, self._graphs.gradients, strict=True):
+            parameter.grad = gradient
+
+
+class _Recording:
+    """A CUDA graph, the tensors that it reads, and the loss that it writes."""
+
+    def __init__(self, inputs: StepInputs) -> None:
+        self.graph = torch.cuda.CUDAGraph()
+        copies = iter([torch.empty_like(tensor) for tensor in inputs.tensors()])
+        self.inputs = inputs.map(lambda _: next(copies))
+        self.loss: torch.Tensor | None = None
+        # Tensors of one dtype are copied in one operation.
+        tensors = self.inputs.tensors()
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for k, tensor in enumerate(tensors):
+            by_dtype.setdefault(tensor.dtype, []).append(k)
+        self._groups = [(numbers, [tensors[k] for k in numbers]) for numbers in by_dtype.values()]
+
+    def read(self, inputs: StepInputs) -> None:
+        """Copy the tensors of a batch."""
+        tensors = inputs.tensors()
+        for numbers, own in self._groups:
+            torch._foreach_copy_(own, [tensors[k] for k in numbers], non_blocking=True)
+
+
+@functools.cache
+def _stream() -> torch.cuda.Stream:
+    """Return the stream of all recordings; the matrix products of another one would allocate a workspace."""
+    return torch.cuda.Stream()
+
+
+class StepGraphs:
+    """The graphs of a model and its optimizer.
+
+    Parameters
+    ----------
+    loss_of : callable
+        ``loss_of(inputs)`` returns the mean loss of `StepInputs`.
+    optimizer : torch.optim.Optimizer
+        A fused one, whose state exists.
+
+    Attributes
+    ----------
+    trained : list of torch.nn.Parameter
+        Parameters with a gradient.
+    gradients : list of torch.Tensor
+        Their gradients, which each replay overwrites.
+    is_active : bool
+        Whether graphs are recorded and replayed.
+    """
+
+    def __init__(self, loss_of: Callable[[StepInputs], torch.Tensor], optimizer: torch.optim.Optimizer) -> None:
+        self._loss_of, self._optimizer = loss_of, optimizer
+        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.trained: list[torch.nn.Parameter] = []
+        self.gradients: list[torch.Tensor] = []
+        self._recordings: dict[object, _Recording] = {}
+        self._optimizer_graph: torch.cuda.CUDAGraph | None = None
+        self._num_steps = 0
+        self.is_active = True
+
+    def loss(self, inputs: StepInputs) -> ReplayedLoss | None:
+        """Compute the loss and its gradients. None: no graph can be used, nothing was computed."""
+        key = tuple((tensor.shape, tensor.dtype) for tensor in inputs.tensors())
+        recording = self._recordings.get(key)
+        if recording is None and self.is_active and len(self._recordings) < _MAX_GRAPHS:
+            recording = self._try(lambda: self._record(inputs))
+            if recording is not None:
+                self._recordings[key] = recording
+        if recording is None or recording.loss is None:
+            return None
+        recording.read(inputs)
+        recording.graph.replay()
+        return ReplayedLoss(self, recording.loss)
+
+    def step(self) -> bool:
+        """Step the optimizer with the gradients of a graph. Return False, and do nothing, if there are none."""
+        if not self.trained or any(p.grad is not g for p, g in zip(self.trained, self.gradients, strict=True)):
+            return False
+        if self._optimizer_graph is None:
+            self._num_steps += 1
+            # The first step allocates, and loads the kernels.
+            if not self.is_active or self._num_steps == 1:
+                return False
+            self._optimizer_graph = self._try(self._record_optimizer)
+            if self._optimizer_graph is None:
+                return False
+        self._optimizer_graph.replay()
+        return True
+
+    def release(self) -> None:
+        """Free the memory of all graphs and use none from now on, because memory is short."""
+        self.is_active = False
+        self._recordings.clear()
+        self._optimizer_graph = None
+        self.trained, self.gradients = [], []
+        # The matrix products of each stream have a workspace.
+        clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+        if clear is not None:
+            clear()
+
+    def _record(self, inputs: StepInputs) -> _Recording:
+        recording = _Recording(inputs)
+        recording.read(inputs)
+        # The first call loads kernels, which a recording must not do.
+        recording.loss = self._run(lambda: self._pass(recording.inputs))
+        recording.loss = self._run(lambda: self._pass(recording.inputs), recording.graph)
+        return recording
+
+    def _pass(self, inputs: StepInputs) -> torch.Tensor:
+        """Compute loss and gradients, and move the gradients into the memory that all graphs share."""
+        self._optimizer.zero_grad(set_to_none=True)
+        loss = self._loss_of(inputs)
+        loss.backward()
+        found = [p for p in self._parameters if p.grad is not None]
+        if not self.trained:
+            self.trained = found
+            self.gradients = [torch.empty_like(p) for p in found]
+        if [id(p) for p in found] != [id(p) for p in self.trained]:
+            raise RuntimeError("other parameters have gradients")
+        torch._foreach_copy_(self.gradients, [p.grad for p in found])
+        self._optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def _record_optimizer(self) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        groups = self._optimizer.param_groups
+        before = [group["capturable"] for group in groups]
+        for group in groups:
+            group["capturable"] = True
+        try:
+            self._run(lambda: self._optimizer.step(), graph)
+        finally:
+            for group, value in zip(groups, before, strict=True):
+                group["capturable"] = value
+        return graph
+
+    def _run(self, work: Callable[[], T], graph: torch.cuda.CUDAGraph | None = None) -> T:
+        """Run work on a stream of its own, and record it if a graph is given."""
+        stream, current = _stream(), torch.cuda.current_stream()
+        stream.wait_stream(current)
+        if graph is None:
+            with torch.cuda.stream(stream):
+                out = work()
+        else:
+            # Other threads may allocate pinned memory meanwhile.
+            with torch.cuda.graph(graph, stream=stream, pool=self._pool(), capture_error_mode="thread_local"):
+                out = work()
+        current.wait_stream(stream)
+        return out
+
+    def _pool(self) -> Any:
+        """Return the memory of the graphs, which share it because their tensors live for one step only."""
+        return next((r.graph.pool() for r in self._recordings.values()), None)
+
+    def _try(self, record: Callable[[], T]) -> T | None:
+        """Return a recording. If it fails, no graph is used from now on."""
+        try:
+            return record()
+        except Exception as error:
+            reason, is_short = f"{type(error).__name__}: {error}".splitlines()[0][:200], is_out_of_memory(error)
+            logging.getLogger(__name__).debug("a CUDA graph cannot be recorded", exc_info=True)
+        # Outside of the handler, whose traceback keeps tensors of the recording.
+        self.release()
+        self._optimizer.zero_grad(set_to_none=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+        if not is_short:
+            warnings.warn(
+                f"a training step cannot be recorded as a CUDA graph ({reason}); its operations are started one by "
+                "one, which is slower. Please report this with the output of: tracestore doctor",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return None

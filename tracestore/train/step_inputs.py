@@ -1,0 +1,47 @@
+"""What a model computes a step from, on its device."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tracestore.detectors.dropout import TraceMasks
+from tracestore.detectors.graph.inputs import GraphInputs
+
+
+@dataclass
+class StepInputs:
+    """The inputs of some traces of a batch.
+
+    Parameters
+    ----------
+    inputs : torch.Tensor or GraphInputs
+        Sequences ``(B, L, D)``, or graphs.
+    y : torch.Tensor
+        Labels ``(B,)``.
+    masks : TraceMasks, optional
+        Dropout masks, in training.
+    noise : torch.Tensor, optional
+        ``(B, layers read, latent)``, standard normal, in training of a variational autoencoder.
+    """
+
+    inputs: Any
+    y: torch.Tensor
+    masks: TraceMasks | None = None
+    noise: torch.Tensor | None = None
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return all tensors."""
+        inputs = self.inputs.tensors() if isinstance(self.inputs, GraphInputs) else [self.inputs]
+        rest = [self.y, None if self.masks is None else self.masks.state, self.noise]
+        return [*inputs, *(tensor for tensor in rest if tensor is not None)]
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "StepInputs":
+        """Return a copy with a function applied to each tensor, in the order of `tensors`."""
+        inputs = self.inputs._map(function) if isinstance(self.inputs, GraphInputs) else function(self.inputs)
+        y, masks, noise = function(self.y), self.masks, self.noise
+        if masks is not None:
+            masks = TraceMasks(masks.key, masks.first, masks.count)
+            masks.state = function(self.masks.state)  # type: ignore[union-attr]
+        return StepInputs(inputs, y, masks, None if noise is None else function(noise))
