@@ -344,14 +344,13 @@ class OOMGuard:
         """Step the optimizer on all ranks or on none. Return the outcome over all ranks."""
         is_saved, outcome, error = False, StepOutcome.SUCCESS, None
         try:
-            # A replayed step allocates nothing, so that it cannot run out of memory; another rank may.
-            if self.graphs is not None and self.ranks.world_size == 1 and self.graphs.step():
+            # A replayed step allocates nothing, so that it cannot run out of memory.
+            if self.ranks.world_size == 1 and self.graphs is not None and self.graphs.step():
                 return outcome
             self._optimizer_snapshot.save()
             is_saved = True
             if self.scaler is None:
-                if self.graphs is None or not self.graphs.step():
-                    self.optimizer.step()
+                self.optimizer.step()
             else:
                 self.scaler.step(self.optimizer)
                 self.scaler.update()
