@@ -237,7 +237,7 @@ def make_trainer(model: str, device: str, work: Path, batch_size: int) -> Any:
         make_store(path, SMALL["layers"], SMALL["dim"], 512 if device == "cuda" else 32)
     store = tracestore.open(path)
     # Each trace several times: an epoch of a data set has more batches.
-    indices = np.tile(np.arange(len(store)), 4 if device == "cuda" else 1)
+    indices = np.tile(np.arange(len(store)), 16 if device == "cuda" else 1)
     split = Split(dict.fromkeys(("train", "val", "test"), indices), {})
     config = TrainConfig(device=device, batch_size=batch_size, loader_threads=min(8, len(os.sched_getaffinity(0))))
     options = ModelConfig.from_store(store)
