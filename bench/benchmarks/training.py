@@ -74,7 +74,7 @@ class Step:
             config = self.model.encoder.config
             self.inputs: Any = inputs.select_layers(self.model.layers_read).prepare(config)
             on_gpu = torch.device(device).type == "cuda" and kind == "fused" and can_pad(self.inputs)
-            self.inputs = to_padded(self.inputs, torch.device(device)) if on_gpu else self.inputs.to(device)
+            self.inputs = to_padded(self.inputs, torch.device(device))[0] if on_gpu else self.inputs.to(device)
         else:
             self.inputs = inputs.to(device)
         self.optimizer = Adam(self.model.parameters(), fused=True)

@@ -1,14 +1,13 @@
 """The batches that a detector is trained and evaluated on."""
 
 import weakref
-from concurrent.futures import Future
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from tests.helpers import make_traces, write_store
+from tests.helpers import Immediate, make_traces, write_store
 from tracestore.data.loader import TraceLoader
 from tracestore.detectors.model_config import ModelConfig
 from tracestore.detectors.registry import MODELS, make_model
@@ -198,15 +197,6 @@ class Device:
         return Stream()
 
 
-class Immediate:
-    """Stands for a thread that has always finished."""
-
-    def submit(self, function, *arguments):
-        done = Future()
-        done.set_result(function(*arguments))
-        return done
-
-
 class Copied:
     """Inputs on the device."""
 
@@ -248,9 +238,8 @@ def test_the_next_batch_is_copied_before_the_step_of_the_current_one(feed_on):
         assert torch.equal(given.inputs.value, batch.inputs) and torch.equal(given.y, batch.y)
         del given, batch
     assert device.events == [
-        *("copy ahead", "0[0:2]", "copy ahead", "1[0:2]", "step", "wait"),
-        *("copy ahead", "2[0:2]", "step", "wait"),
-        *("step", "wait"),
+        *("copy ahead", "0[0:2]", "copy ahead", "1[0:2]", "copy ahead", "2[0:2]"),
+        *("step", "wait", "step", "wait", "step", "wait"),
     ]
     assert feed.next_batches(1) == []
 
@@ -260,7 +249,7 @@ def test_a_batch_that_failed_is_copied_again_without_the_batch_ahead(feed_on):
     feed = feed_on(device)
     (batch,) = feed.next_batches(1)
     first = batch.traces(0, 2)
-    assert len([w for w in device.live if w() is not None]) == 2
+    assert len([w for w in device.live if w() is not None]) == 3
     del first
     second = batch.traces(0, 2)
     assert [type(w()) for w in device.live if w() is not None] == [Copied]

@@ -1,5 +1,6 @@
 """Batches of one split, on the device of the model."""
 
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
@@ -31,6 +32,8 @@ T = TypeVar("T")
 Batch = SequenceBatch | GraphBatch
 # Streams of order.epoch_key. The order of the traces uses the streams below these.
 STEP, _NOISE, _DROPOUT = 2, 3, 4
+# Batches that are copied to a GPU ahead of the step.
+_AHEAD = 2
 
 
 class BatchFeed:
@@ -126,7 +129,7 @@ class BatchFeed:
         # On a GPU, copies of whole batches run ahead of the steps until the device has no room for them.
         self.copies = CopyStream(self.device) if self.device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tracestore-feed")
-        self._ahead: Future[list[DeviceBatch]] | None = None
+        self._ahead: deque[Future[list[DeviceBatch]]] = deque()
 
     def __len__(self) -> int:
         """Return the number of batches in the epoch."""
@@ -155,12 +158,13 @@ class BatchFeed:
         """
         for _ in range(2):
             try:
-                ahead, self._ahead = self._ahead, None
-                batches = [] if ahead is None else ahead.result()
+                batches: list[DeviceBatch] = []
+                while self._ahead and len(batches) < count:
+                    batches += self._ahead.popleft().result()
                 batches += self._gather(count - len(batches))
-                if self.copies is not None:
-                    # The next batch is gathered and copied while the device computes the step of this one.
-                    self._ahead = self._thread.submit(self._gather, 1)
+                # The next batches are gathered and copied while the device computes the step of this one.
+                while self.copies is not None and len(self._ahead) < _AHEAD:
+                    self._ahead.append(self._thread.submit(self._gather, 1))
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -181,12 +185,11 @@ class BatchFeed:
         return batches
 
     def _take_ahead(self) -> "list[DeviceBatch]":
-        """Wait for the batches that are gathered ahead, and return them, which are none if that failed."""
-        ahead = self._ahead
-        return ahead.result() if ahead is not None and ahead.exception() is None else []
+        """Wait for the batches that are gathered ahead, and return those that did not fail."""
+        return [batch for ahead in self._ahead if ahead.exception() is None for batch in ahead.result()]
 
     def stop_copying_ahead(self) -> None:
-        """Free the batch that was copied ahead, and copy each batch within its step from now on."""
+        """Free the batches that were copied ahead, and copy each batch within its step from now on."""
         self.copies = None
         for batch in self._take_ahead():
             batch.copied = None
@@ -228,7 +231,7 @@ class BatchFeed:
     def close(self) -> None:
         """Stop the threads or workers of the epoch."""
         self._take_ahead()
-        self._ahead = None
+        self._ahead.clear()
         if self._iterator is not None:
             self._iterator.close()
             self._iterator = None
@@ -344,18 +347,19 @@ class DeviceBatch:
         if device.type == "cpu":
             return given
         # A copy from pinned memory runs in the order of the stream.
-        if isinstance(inputs, GraphInputs):
-            is_padded = is_whole and self.can_repeat
-            given.inputs = to_padded(inputs, device) if is_padded else inputs.to(device, non_blocking=True)
-            given.inputs = given.inputs.prepare(feed.model_config)
+        small = [given.y, *([] if masks is None else [masks.state]), *([] if given.noise is None else [given.noise])]
+        if isinstance(inputs, GraphInputs) and is_whole and self.can_repeat:
+            given.inputs, moved = to_padded(inputs, device, small)
         else:
             given.inputs = inputs.to(device, non_blocking=True)
-        small = [given.y, *([] if masks is None else [masks.state]), *([] if given.noise is None else [given.noise])]
-        moved = iter(copy_together(small, device, non_blocking=True))
-        given.y = next(moved)
+            moved = copy_together(small, device, non_blocking=True)
+        if isinstance(inputs, GraphInputs):
+            given.inputs = given.inputs.prepare(feed.model_config)
+        given.y = moved[0]
         if masks is not None:
-            masks.state = next(moved)
-        given.noise = next(moved, None)
+            masks.state = moved[1]
+        if given.noise is not None:
+            given.noise = moved[2]
         return given
 
     def _noise(self, begin: int, end: int) -> torch.Tensor:

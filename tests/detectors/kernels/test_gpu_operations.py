@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import tracestore
-from tests.helpers import make_traces, write_store
+from tests.helpers import Immediate, make_traces, write_store
 from tracestore.detectors.model_config import ModelConfig
 from tracestore.evaluation.store_split import Split
 from tracestore.train.config import TrainConfig
@@ -35,6 +35,7 @@ def count_step(store, name, folder, **options):
         trainer._setup()
         # What a step starts where no graph of it is recorded.
         trainer.feed.graphs = trainer.runner.graphs = trainer.guard.graphs = None
+        trainer.feed._thread = Immediate()
         trainer.model.train()
         state = TrainState()
         trainer.feed.seek(0, 0)

@@ -171,7 +171,7 @@ def test_padded_graphs_have_the_loss_and_gradients_of_the_batch(store, kernels, 
     monkeypatch.setattr(padding, "_LEAST", 160)
     assert padding.can_pad(given.inputs)
     inputs = given.inputs
-    given.inputs = padding.to_padded(inputs, torch.device("cpu"))
+    given.inputs, _ = padding.to_padded(inputs, torch.device("cpu"))
     assert len(given.inputs.x) > len(inputs.x) and len(given.inputs.weight) > len(inputs.weight)
     given.inputs.weight[len(inputs.weight) :] = torch.nan
     monkeypatch.setattr(gine_op, "_kernels", lambda _: kernels)
@@ -186,7 +186,7 @@ def test_batches_of_about_the_same_size_have_the_same_shapes(store, tmp_path, na
     shapes = set()
     for _ in range(5):
         (batch,) = trainer.feed.next_batches(1)
-        padded = padding.to_padded(batch.inputs, torch.device("cpu"))
+        padded, _ = padding.to_padded(batch.inputs, torch.device("cpu"))
         shapes.add(tuple(t.shape for t in padded.tensors()))
         assert padded.index.ptr[-1] == len(padded.index.graph)
     assert len(shapes) == 1

@@ -4,6 +4,7 @@ A CUDA graph repeats operations on tensors whose shapes cannot change. Rows behi
 no graph, have no edges, and are read by no readout, so that they change neither the loss nor its gradient.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -34,8 +35,10 @@ def can_pad(inputs: GraphInputs) -> bool:
     return padded_length(len(inputs.x)) * row_bytes <= CHUNK_BYTES["cuda"]
 
 
-def to_padded(inputs: GraphInputs, device: torch.device) -> GraphInputs:
-    """Return a padded copy on a GPU of inputs that `can_pad`, in the memory of the host."""
+def to_padded(
+    inputs: GraphInputs, device: torch.device, more: Sequence[torch.Tensor] = ()
+) -> tuple[GraphInputs, list[torch.Tensor]]:
+    """Return a padded copy on a GPU of inputs that `can_pad`, in the memory of the host, and copies of more tensors."""
     index = inputs.index
     assert index is not None
     N, encoded = len(inputs.x), index.ptr[-1]
@@ -71,7 +74,7 @@ def to_padded(inputs: GraphInputs, device: torch.device) -> GraphInputs:
         "skip_counts": index.skip_counts,
     }
     given = [t for t in (*small.values(), *small_index.values()) if t is not None]
-    moved = iter(copy_together(given, device, non_blocking=True))
+    moved = iter(copy_together([*given, *more], device, non_blocking=True))
     on_device, index_on_device = (
         {name: None if t is None else next(moved) for name, t in tensors.items()} for tensors in (small, small_index)
     )
@@ -85,7 +88,7 @@ def to_padded(inputs: GraphInputs, device: torch.device) -> GraphInputs:
     # What the host knows of the rows must not differ between batches of the same shapes.
     ptr = (0,) * (len(index.ptr) - 1) + (num_encoded,)
     padded = replace(index, ptr=ptr, **index_on_device)  # type: ignore[arg-type]
-    return replace(inputs, x=x, weight=weight, index=padded, **on_device)  # type: ignore[arg-type]
+    return replace(inputs, x=x, weight=weight, index=padded, **on_device), list(moved)  # type: ignore[arg-type]
 
 
 def _concatenated(values: torch.Tensor, more: np.ndarray) -> torch.Tensor:
