@@ -65,10 +65,11 @@ def run_tests(device: str, work: Path) -> dict[str, Any]:
         for name in ("tests", "tools"):
             shutil.copytree(ROOT / name, root / name, dirs_exist_ok=True)
         shutil.copy(ROOT / "pyproject.toml", root)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+    search = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": search}
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-o", "addopts=-q", "-p", "no:cacheprovider"]
     files = [
-        str(path.relative_to(root)) for path in sorted(root.glob("tests/*/test_*.py")) if "gpu" in path.read_text()
+        str(path.relative_to(root)) for path in sorted((root / "tests").rglob("test_*.py")) if "gpu" in path.read_text()
     ]
     listed = subprocess.run(
         [*command, "--collect-only", *files],
