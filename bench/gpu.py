@@ -323,7 +323,9 @@ def run_sanitizer(device: str, work: Path) -> dict[str, Any]:
     check = "import torch; from tracestore.detectors.graph.self_check import fused_kernels_work as f; "
     words = [program, "--error-exitcode", "3", sys.executable, "-c", check + "assert f(torch.device('cuda', 0))"]
     done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=work)
-    return {"exit": done.returncode, "summary": (done.stdout.strip().splitlines() or [done.stderr[-200:]])[-1]}
+    summary = (done.stdout.strip().splitlines() or [done.stderr[-200:]])[-1]
+    print(summary, flush=True)
+    return {"error": f"exit {done.returncode}: {summary}"} if done.returncode else {"summary": summary}
 
 
 RUN = {"tests": run_tests, "steps": run_steps, "compile": run_compile, "training": run_training}
