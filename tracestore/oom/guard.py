@@ -7,7 +7,7 @@ is then computed in smaller micro-batches whose weighted gradients sum to those 
 
 import gc
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol, Self, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -15,8 +15,9 @@ from torch import nn
 from tracestore.errors import InsufficientMemoryError, TracestoreError, explain_dtype
 from tracestore.oom.cuda_cache import CudaCacheManager
 from tracestore.oom.micro_batch import MicroBatchPolicy
-from tracestore.oom.oom_errors import SHORT_BYTES, StepOutcome, classify, memory_is_short
+from tracestore.oom.oom_errors import StepOutcome, classify, resolve
 from tracestore.oom.ranks import RankGroup
+from tracestore.oom.recordings import Graphs, Loss
 from tracestore.oom.snapshot import (
     OptimizerSnapshot,
     StepCounters,
@@ -28,30 +29,6 @@ from tracestore.oom.snapshot import (
 from tracestore.oom.step_loss import StepLoss
 
 T = TypeVar("T")
-
-
-class Loss(Protocol):
-    """A scalar tensor, or what takes its place where the gradients are computed together with it."""
-
-    def __mul__(self, factor: float, /) -> Self: ...
-
-    def detach(self) -> torch.Tensor:
-        """Return the value."""
-
-    def backward(self) -> Any:
-        """Add to the gradients of the parameters."""
-
-
-class Graphs(Protocol):
-    """Recordings of steps, which a loss function may replay."""
-
-    def step(self) -> bool:
-        """Step the optimizer. Return False, and do nothing, if the gradients are not those of a recording."""
-
-    def release(self) -> None:
-        """Free all memory, for good."""
-
-
 Phase = Literal["forward", "backward", "optimizer", "evaluation"]
 _MAX_ATTEMPTS = 3
 
@@ -299,21 +276,10 @@ class OOMGuard:
         try:
             smallest_case()
         except Exception as raised:
-            outcome = self._resolved_by_free_memory(classify(raised))
+            outcome = resolve(classify(raised), self._parameters)
             error = raised if outcome == StepOutcome.OTHER_ERROR else None
         self.optimizer.zero_grad(set_to_none=True)
         return outcome, error
-
-    def _resolved_by_free_memory(self, outcome: StepOutcome) -> StepOutcome:
-        """Return the outcome; an ambiguous one counts as out of memory while memory is short.
-
-        The threshold is what one item needs at least: packed copies of the weights, and scratch.
-        """
-        if outcome != StepOutcome.AMBIGUOUS:
-            return outcome
-        weights_bytes: int = sum(p.numel() * p.element_size() for p in self._parameters)
-        is_short = memory_is_short(SHORT_BYTES + 2 * weights_bytes)
-        return StepOutcome.HOST_OOM if is_short else StepOutcome.OTHER_ERROR
 
     def _reduce_outcome(self, outcome: StepOutcome, error: BaseException | None) -> StepOutcome:
         """Return the worst outcome of all ranks. An error other than out of memory ends them all."""
@@ -334,7 +300,7 @@ class OOMGuard:
             try:
                 return action()
             except Exception as error:
-                if self._resolved_by_free_memory(classify(error)) == StepOutcome.OTHER_ERROR:
+                if resolve(classify(error), self._parameters) == StepOutcome.OTHER_ERROR:
                     raise
             gc.collect()
             torch.cuda.empty_cache()
@@ -355,7 +321,7 @@ class OOMGuard:
                 self.scaler.step(self.optimizer)
                 self.scaler.update()
         except Exception as raised:
-            outcome = self._resolved_by_free_memory(classify(raised))
+            outcome = resolve(classify(raised), self._parameters)
             error = raised if outcome == StepOutcome.OTHER_ERROR else None
         outcome = self._reduce_outcome(outcome, error)
         if outcome != StepOutcome.SUCCESS and is_saved:

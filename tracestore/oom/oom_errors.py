@@ -2,6 +2,7 @@
 
 import errno
 import shutil
+from collections.abc import Sequence
 from enum import IntEnum
 
 import torch
@@ -119,3 +120,15 @@ def is_out_of_memory(error: BaseException) -> bool:
     """
     outcome = classify(error)
     return memory_is_short() if outcome == StepOutcome.AMBIGUOUS else outcome != StepOutcome.OTHER_ERROR
+
+
+def resolve(outcome: StepOutcome, parameters: Sequence[torch.Tensor]) -> StepOutcome:
+    """Return the outcome; an ambiguous one counts as out of memory while memory is short.
+
+    The threshold is what one item needs at least: packed copies of the weights, and scratch.
+    """
+    if outcome != StepOutcome.AMBIGUOUS:
+        return outcome
+    weights_bytes: int = sum(p.numel() * p.element_size() for p in parameters)
+    is_short = memory_is_short(SHORT_BYTES + 2 * weights_bytes)
+    return StepOutcome.HOST_OOM if is_short else StepOutcome.OTHER_ERROR

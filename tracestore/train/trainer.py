@@ -174,11 +174,9 @@ class Trainer:
             self.monitor.log(f"{c.precision}: no {layer} kernel on this processor; it runs in float32")
         optimizer = Adam(self.model.parameters(), lr=c.lr, weight_decay=WEIGHT_DECAY, fused=True)
         self.ranks.allocate(list(self.model.parameters()))
-        self.feed = self._make_feed("train", c.shuffle, c.num_workers, is_training=True)
+        self.feed = self._make_feed("train", c.shuffle, c.num_workers)
         self.feed.graphs = self.runner.record_steps(optimizer)
-        self.feed.on_reduce = partial(
-            self.monitor.log, "host memory ran out; one batch in flight from now on, no cache"
-        )
+        self.feed.on_reduce = partial(self.monitor.log, "host memory ran out; one batch in flight, no cache")
         # Without a scaler, small gradients are zero in float16.
         scaler = torch.amp.GradScaler(self.runner.device.type) if c.precision == "fp16" else None
         self.guard = OOMGuard(
@@ -195,7 +193,7 @@ class Trainer:
             self.name, self.guard, self.feed, self._identity(), self.store.provenance, c.allow_mixed_provenance
         )
 
-    def _make_feed(self, split: str, shuffle: Shuffle, num_workers: int = 0, *, is_training: bool = False) -> BatchFeed:
+    def _make_feed(self, split: str, shuffle: Shuffle, num_workers: int = 0) -> BatchFeed:
         return BatchFeed(
             self.name,
             self.store,
@@ -206,7 +204,7 @@ class Trainer:
             shuffle=shuffle,
             num_workers=num_workers,
             targets=self.targets,
-            is_training=is_training,
+            is_training=split == "train",
         )
 
     def _identity(self) -> dict[str, Any]:
