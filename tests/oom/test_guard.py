@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.oom.failing import NO_KERNEL, FailAt, step_with_failure
 from tracestore.errors import InsufficientMemoryError
-from tracestore.oom import guard as guard_module
+from tracestore.oom import oom_errors
 from tracestore.oom.guard import OOMGuard
 from tracestore.oom.snapshot import writes_after_allocating
 
@@ -201,7 +201,7 @@ def test_an_ambiguous_error_is_out_of_memory_if_smaller_batches_avoid_it():
 
 
 def test_an_ambiguous_error_is_out_of_memory_while_memory_is_short(monkeypatch):
-    monkeypatch.setattr(guard_module, "memory_is_short", lambda needed: True)
+    monkeypatch.setattr(oom_errors, "memory_is_short", lambda needed: True)
     _, guard, _ = make()
 
     def fail(begin, end):
@@ -215,7 +215,7 @@ def test_an_ambiguous_error_is_out_of_memory_while_memory_is_short(monkeypatch):
 
 @pytest.mark.parametrize("is_short", [False, True])
 def test_an_ambiguous_error_of_the_optimizer_depends_on_free_memory(monkeypatch, is_short):
-    monkeypatch.setattr(guard_module, "memory_is_short", lambda needed: is_short)
+    monkeypatch.setattr(oom_errors, "memory_is_short", lambda needed: is_short)
     _, guard, loss_of = make()
 
     def fail():

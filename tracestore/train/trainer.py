@@ -194,13 +194,9 @@ class Trainer:
         )
 
     def _make_feed(self, split: str, shuffle: Shuffle, num_workers: int = 0) -> BatchFeed:
+        given = self.name, self.store, self.split.indices[split], self.config, self.model_config, self.ranks
         return BatchFeed(
-            self.name,
-            self.store,
-            self.split.indices[split],
-            self.config,
-            self.model_config,
-            self.ranks,
+            *given,
             shuffle=shuffle,
             num_workers=num_workers,
             targets=self.targets,
