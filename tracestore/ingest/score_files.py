@@ -270,7 +270,9 @@ def scores_advice(path: Path) -> str | None:
         return None
     if not has_ids or not columns:
         return None
-    return f"--scores {path}" + (f" --score-column {columns[0]}" if len(columns) > 1 else "")
+    column = f" --score-column {columns[0]}" if len(columns) > 1 else ""
+    direction = " --score-direction correct or hallucination" * (normalized(columns[0]) in ("label", "labels"))
+    return f"--scores {path}{column}{direction}"
 
 
 def _has_predictions(path: Path) -> bool:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import tracestore
+from tests.helpers import command
 from tests.ingest.execute.folders import convert, dump, refuse, save, states, table
 from tracestore.errors import UsageError
 from tracestore.ingest.layout.effects import check_effects
@@ -346,6 +347,18 @@ def test_rule_10b_copies_of_a_sampler_are_dropped_where_it_is_stated(tmp_path):
     traces = convert(tmp_path, layout | {"duplicates": "drop"})
 
     assert {key: trace.answer for key, trace in traces.items()} == {(str(k), 0): f"answer {k}" for k in range(5)}
+
+
+@pytest.mark.parametrize("copies", ["a", "ab", "aab", "abc"])
+def test_the_summary_counts_the_label_of_a_copy_once(tmp_path, copies):
+    records = [{"id": n, "hs": states(2, 4, 8, seed=ord(n)), "text": n, "ok": int(n == "a")} for n in "abc" + copies]
+    dump(tmp_path / "in/a.pkl", records)
+    lines = ROWS | {"generated_answer": "a.pkl : []/text", "is_correct": "a.pkl : []/ok", "duplicates": "drop"}
+    flags = [part for name, line in lines.items() for part in ("--field", f"{name} = {line}")]
+
+    done = command("convert", tmp_path / "in", tmp_path / "s.zarr", *flags, check=0)
+
+    assert "is_correct (high: correct): 1 times 1, 2 times 0, 0 missing" in done.stdout
 
 
 def test_rule_10b_copies_that_differ_are_not_dropped(tmp_path):

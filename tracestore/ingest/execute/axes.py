@@ -266,6 +266,7 @@ def layer_ids_of(
     stated: Sequence[int] | None,
     size: int | None,
     num_layers: int,
+    what: str,
     *,
     is_without_embeddings: bool,
 ) -> tuple[int, ...] | None:
@@ -281,6 +282,8 @@ def layer_ids_of(
         The stated number of layers of the model.
     num_layers : int
         The layers of the trace.
+    what : str
+        The key or entry that states them, for messages.
     is_without_embeddings : bool
         Whether the first layer, the embeddings, was left out.
 
@@ -289,7 +292,7 @@ def layer_ids_of(
     InvalidInputError
         If the trace has other layers.
     """
-    ids = ids if stated is None else _integers(stated)
+    ids = ids if stated is None else _integers(stated, what)
     expected = len(stated) if stated is not None else size if ids is None else None
     _check_num_layers(num_layers, expected, is_without_embeddings)
     if ids is not None and size is not None and max(ids) >= size:
@@ -299,22 +302,22 @@ def layer_ids_of(
     if any(k < 0 for k in ids):
         if size is None:
             raise InvalidInputError(
-                f"found the layers {list(ids)}; L.size gives the number of the model's layers", field="L.ids"
+                f"found the layers {list(ids)}; L.size gives the number of the model's layers", field=what
             )
         ids = tuple(k % size for k in ids)
     if len(ids) == num_layers + 1 and is_without_embeddings:
         ids = ids[1:]
     if len(ids) != num_layers:
-        raise InvalidInputError(f"found {num_layers} layers, expected {list(ids)!s:.60}", field="L.ids")
+        raise InvalidInputError(f"found {num_layers} layers, expected {list(ids)!s:.60}", field=what)
     if ids != tuple(sorted(set(ids))):
-        raise InvalidInputError(f"found the layers {list(ids)!s:.60}, expected them in their order", field="L.ids")
+        raise InvalidInputError(f"found the layers {list(ids)!s:.60}, expected them in their order", field=what)
     return ids
 
 
-def _integers(stated: Sequence[Any]) -> tuple[int, ...]:
+def _integers(stated: Sequence[Any], what: str) -> tuple[int, ...]:
     """Return stated numbers of layers; numbers of a file may be others than integers."""
     if {type(number) for number in stated} - {int}:
-        raise InvalidInputError(f"found {list(stated)!s:.60}, expected integers", field="L.ids")
+        raise InvalidInputError(f"found {list(stated)!s:.60}, expected integers", field=what)
     return tuple(stated)
 
 

@@ -108,8 +108,10 @@ class RecordMaker:
         """Set the numbers of the layers: those that names bind, or that the layout or the file states instead."""
         stated, size = self.settings.get("L.ids") if stated is None else stated, self.settings.get("L.size")
         if ids is not None or stated is not None or size is not None:
-            is_without = record.is_without_embeddings
-            record.layer_ids = layer_ids_of(ids, stated, size, record.num_layers, is_without_embeddings=is_without)
+            what, is_without = "layer_ids" if self._words is None else "L.ids", record.is_without_embeddings
+            record.layer_ids = layer_ids_of(
+                ids, stated, size, record.num_layers, what, is_without_embeddings=is_without
+            )
 
     def set_scores(self, record: TraceRecord, given: Iterable[tuple[str, Any, bool]]) -> None:
         """Set labels and scores of fields; those of tables are stored when the accounts of the run close."""
