@@ -91,3 +91,12 @@ def test_format_page_names_every_array():
 
     for name in [*schema.FIELD_BITS, *schema.STRING_FIELDS, *manifest.TRACE_COLUMNS]:
         assert name in text, name
+
+
+def test_the_page_of_rules_has_those_that_the_code_cites():
+    page = (ROOT / "docs/rules.md").read_text()
+    texts = [path.read_text() for path in (ROOT / "tracestore").rglob("*.py")]
+    cited = {name for text in texts for name in re.findall(r"\b[Rr]ules? (\d+[a-c]?)\b", text)}
+
+    assert len(cited) > 20
+    assert {name for name in cited if not re.search(rf"(\| |[ .]){name}(:| \|)", page)} == set()

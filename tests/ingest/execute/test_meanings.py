@@ -1,5 +1,8 @@
 """Test small folders whose layouts state something else than the files hold: each is refused, or has its only meaning."""
 
+import importlib
+import json
+
 import numpy as np
 import pytest
 
@@ -168,3 +171,35 @@ def test_a_refusal_names_the_table(tmp_path, text):
     (tmp_path / "in/t.json").write_text(text)
 
     refuse(tmp_path, STATES | {"is_correct": "t.json : {id}/ok"}, "^t.json: not JSON: the name .* appears twice")
+
+
+@pytest.mark.parametrize("name", ["README.txt", "readme.txt", "LICENSE.txt", "requirements.txt", "notes.md", "run.log"])
+def test_files_without_data_need_no_entry(tmp_path, name):
+    one(tmp_path)
+    (tmp_path / "in" / name).write_text("made by run.py\n")
+
+    assert len(convert(tmp_path, STATES)) == 1
+
+
+@pytest.mark.parametrize("compress", ["gzip", "bz2", "lzma"])
+@pytest.mark.parametrize("rows", ["table", "dict of lists", "words"])
+def test_tables_of_docs(tmp_path, compress, rows):
+    """Compressed JSON, lists in a dict, and rows that say a word of the names of files."""
+    module, suffix = importlib.import_module(compress), {"gzip": "gz", "bz2": "bz2", "lzma": "xz"}[compress]
+    for split in ("train", "test"):
+        dump(tmp_path / f"in/{split}.pkl", [{"id": k, "hs": states(2, 3, 8, seed=k)} for k in range(2)])
+    table = [{"part": s, "qid": k, "ok": int(s == "test")} for s in ("train", "test") for k in range(2)]
+    if rows == "dict of lists":
+        table = {key: [row[key] for row in table] for key in table[0]}
+    (tmp_path / f"in/t.json.{suffix}").write_bytes(module.compress(json.dumps(table).encode()))
+    layout = {"hidden_states": "{split}.pkl : [id=id]/hs -> L S D", "id": "={split}/{id}"}
+    layout |= {"is_correct": f"t.json.{suffix} : [split=part, id=qid]/ok"}
+
+    traces = convert(tmp_path, layout)
+
+    assert {key[0]: trace.score for key, trace in traces.items()} == {
+        "train/0": 0,
+        "train/1": 0,
+        "test/0": 1,
+        "test/1": 1,
+    }

@@ -22,7 +22,7 @@ from tracestore.store.vocabulary import is_named_as_verdict
 from tracestore.store.write.record import TraceRecord
 
 # Words of keys that may be labels, scores or reference answers, besides those of `is_named_as_verdict` (rules 8a, 22a).
-_LABEL_WORDS = frozenset(["y", "target", "targets", "truth", "bleurt", "rouge"])
+_LABEL_WORDS = frozenset(["y", "ok", "target", "targets", "truth", "bleurt", "rouge"])
 # `records` does not take them for an extra.
 OWN_LINES = frozenset(["answer", "answers", "sample", "samples"])
 _MAX_PROBES = 64

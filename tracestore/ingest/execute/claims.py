@@ -18,7 +18,7 @@ from tracestore.store.io.provenance_file import PROVENANCE_FILE
 _DIGITS = re.compile(r"(\d+)")
 _SKIPPED = ("__MACOSX",)
 # Files that hold no data of traces, whatever a layout says.
-_OTHER_FILES = (PROVENANCE_FILE,)
+_OTHER_FILES = (PROVENANCE_FILE, "readme.txt", "license.txt", "requirements.txt")
 _OTHER_SUFFIXES = (
     *(".md", ".py", ".ipynb", ".sh", ".log", ".yaml", ".yml", ".toml", ".cfg", ".ini", ".png", ".pdf", ".svg", ".html"),
     *(".jpg", ".lock", ".rst", ".license", ".gitignore"),
@@ -201,7 +201,7 @@ def _shown(names: list[str]) -> str:
 def is_other(name: str) -> bool:
     """Return whether a file holds no data of traces, whatever a layout says."""
     base = name.rpartition("/")[2]
-    return base in _OTHER_FILES or base.lower().endswith(_OTHER_SUFFIXES) or "." not in base
+    return base.lower() in _OTHER_FILES or base.lower().endswith(_OTHER_SUFFIXES) or "." not in base
 
 
 def group_files(plan: Plan, claimed: dict[str, list[FoundFile]]) -> tuple[list[FileGroup], set[str]]:

@@ -349,7 +349,7 @@ class PadAccount:
             return
         if len(self._begins) > 1:
             raise InvalidInputError(
-                f"some rows begin with the id {self._fill} that fills rows: S.mask or S.lengths says what is padding",
+                f"some rows begin with the id {self._fill} that fills rows: S.mask or S.lengths states the padding",
                 field="S.pad",
             )
         also = self._before & self._last
@@ -367,8 +367,8 @@ class PadAccount:
         befores, behind = ({span[k] for span in self._spans} for k in (0, 1))
         if self._is_of_ids and (befores == {1} or (max(befores, default=0) and max(behind))):
             raise InvalidInputError(
-                f"the id {min(self.left_out)} begins rows and ends rows, or begins every row: S.mask or S.lengths says "
-                "which tokens are padding",
+                f"the id {min(self.left_out)} begins rows and ends rows, or begins every row: S.mask or S.lengths "
+                "states the padding",
                 field="S.padding",
             )
         twice = self._doubled_end if len(self._doubled) < 2 else self._doubled[True]
