@@ -62,7 +62,7 @@ class DescribedRun:
         self._deferred: dict[tuple[str, int], dict[str, float]] = {}  # those that are stored at the end
         self._counts: dict[str, Counter[str]] = defaultdict(Counter)
         self._num_traces = 0
-        self._layers: dict[str, tuple[int, ...] | None] = {}  # those of the first source, by the field of its states
+        self._layer_ids: dict[str, tuple[int, ...] | None] = {}  # those of the first source, by the field of its states
         self._ids_of_states: dict[tuple[int, int], str] = {}
         self.num_replaced = self.num_equal = 0
 
@@ -78,7 +78,7 @@ class DescribedRun:
     def check_layers(self, record: TraceRecord) -> None:
         """Rule 1: every source with states of the same tokens has the same numbers of layers."""
         what = "hidden_states" if record.hidden is not None else "last_token"
-        known = self._layers.setdefault(what, record.layer_ids)
+        known = self._layer_ids.setdefault(what, record.layer_ids)
         if record.layer_ids != known:
             expected = "none" if known is None else list(known)
             found = "none" if record.layer_ids is None else list(record.layer_ids)

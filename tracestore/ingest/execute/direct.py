@@ -191,7 +191,7 @@ class DirectReader:
         if place.name == "attentions":
             return (_skipped if self._maker.need_attention is False else _attention), None
         if place.name in _LETTERS:
-            return _layers, None
+            return _layer_arrays, None
         if place.rule.kind in ("array", "known"):
             return _numbers, np.ndarray
         return {"texts": (_texts, None), "json": (_plain, None), "number": (_typed, int), "text": (_typed, str)}.get(
@@ -234,7 +234,7 @@ def _literal(address: Address) -> str:
     return last.parts[0].literal or ""
 
 
-def _layers(value: Any, place: Place) -> list[np.ndarray]:
+def _layer_arrays(value: Any, place: Place) -> list[np.ndarray]:
     """Return the layers of a list of arrays, or of one array whose first axis is L."""
     letters = _LETTERS[place.name]
     if type(value) is list and type(value[0]) is np.ndarray:
@@ -254,7 +254,7 @@ def _attention(value: Any, place: Place) -> list[np.ndarray] | None:
     """Return the layers of attention; None where the model gave none: ``()``, or None for each layer."""
     if isinstance(value, Items) and not value.is_stream and all(part is None for part in value):
         return None
-    return _layers(value, place)
+    return _layer_arrays(value, place)
 
 
 def _numbers(value: Any, place: Place) -> np.ndarray:

@@ -24,7 +24,7 @@ _MAX_DEPTH = 32
 _MAX_SHAPE = 256  # keys of a group whose claims are kept
 
 # The steps that each key of a group follows, with what they bind, and the keys that none follows.
-Claims = tuple[dict[Any, list[tuple["Step", "Node", dict[str, Any]]]], list[Any]]
+ClaimedKeys = tuple[dict[Any, list[tuple["Step", "Node", dict[str, Any]]]], list[Any]]
 
 _COUNTED = ItemValue("sample", ("#",))
 
@@ -56,7 +56,7 @@ class Walk:
 
     def __init__(self, source: str, on_unclaimed: Callable[[Node, str, Value], None]) -> None:
         self._source, self._on_unclaimed = source, on_unclaimed
-        self._seen: dict[tuple[int, tuple[Any, ...]], Claims] = {}
+        self._seen: dict[tuple[int, tuple[Any, ...]], ClaimedKeys] = {}
         self._counts: dict[tuple[Any, ...], int] = {}  # the last number of an answer by what its items say
 
     def cells(self, node: Node, value: Value, bound: dict[str, Any], *, in_unit: bool = False) -> Iterator[Cell | None]:
@@ -226,7 +226,7 @@ class Walk:
             for key in rest:
                 self._on_unclaimed(node, key, value[key])
 
-    def claims(self, node: Node, value: Group) -> Claims:
+    def claims(self, node: Node, value: Group) -> ClaimedKeys:
         """Return the steps that the keys of a group follow, and the keys that none does; once for each set of keys."""
         names = tuple(value)
         if (known := self._seen.get((id(node), names))) is None:
@@ -235,7 +235,7 @@ class Walk:
                 self._seen[id(node), names] = known
         return known
 
-    def _claimed(self, node: Node, names: tuple[Any, ...]) -> Claims:
+    def _claimed(self, node: Node, names: tuple[Any, ...]) -> ClaimedKeys:
         """Return the steps that each key follows, and the keys that none does."""
         claimed: dict[Any, list[tuple[Step, Node, Any]]] = {}
         rest = []
