@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 
 import tracestore
 from tests.helpers import make_trace, write_store
+from tracestore._core.index import LocationTable
 from tracestore.data.batch_format import EdgeMasks
 from tracestore.errors import CorruptStoreError, UsageError
 from tracestore.store.maintain.merge import merge_stores
@@ -242,3 +243,45 @@ def test_a_store_that_grew_is_read_as_it_was(pair, tmp_path):
     merge_stores([write_store(tmp_path / "d.zarr", [make_trace(50)])], pair[0])
     with pytest.raises(CorruptStoreError, match=r"generation .* is gone"):
         pickle.loads(data)
+
+
+def test_stores_whose_traces_come_from_two_sources(tmp_path):
+    """The graphs of the traces were added by a later commit: patches of the index."""
+    traces, paths = [make_trace(k, tokens=2 + k % 3) for k in range(20)], []
+    for name, chosen in (("a", traces[:8]), ("b", traces[8:])):
+        last = [
+            {"question_id": t["question_id"], "last_token": np.stack([layer[-1] for layer in t["hidden_states"]])}
+            for t in chosen
+        ]
+        whole = write_store(tmp_path / f"whole-{name}", chosen)
+        paths.append(write_store(tmp_path / name, last, attention="mean"))
+        merge_stores([whole], paths[-1])
+    write_store(tmp_path / "plain", traces)
+    with tracestore.open(paths) as one, tracestore.open(tmp_path / "plain") as plain:
+        np.testing.assert_array_equal(one.num_tokens, plain.num_tokens)
+        for view in ("sequence", "graph", "tokens"):
+            options = {"as_pyg": False} if view == "graph" else {}
+            assert_same_batches(
+                *(tracestore.TraceLoader(s, view, batch_size=6, seed=1, **options) for s in (one, plain))
+            )
+
+
+def test_a_location_of_a_damaged_index_is_not_one_of_the_next_store(pair):
+    """A segment number that the first store lacks, and the two stores together have."""
+    with tracestore.open(pair[:2]) as store:
+        first, second = store.internals.members
+        parts = []
+        for number, member in enumerate((first, second)):
+            manifest = member.manifest
+            of_store = 12 * number, first.manifest.num_segments * number, manifest.num_segments, 3
+            for begin, arrays, mapped in member.index.location_parts():
+                if number == 0:
+                    segments = np.full(len(arrays["graph_segment"]), manifest.num_segments, "<i4")
+                    arrays = arrays | {"graph_segment": segments}
+                parts.append((12 * number + begin, arrays, mapped, *of_store))
+        table = LocationTable(parts, store.internals.manifest.num_segments, 3)
+        out = np.empty((1, 6), np.int64)
+        table.look_up(np.array([12]), out)
+        assert out[0, 0] == first.manifest.num_segments
+        with pytest.raises(ValueError, match="invalid location"):
+            table.look_up(np.array([3]), out)
