@@ -259,7 +259,7 @@ class Changes:
     def append(self, trace: PackedTrace, new_folder: Callable[[], Path], split_bytes: int) -> WrittenPlace:
         """Append a trace to the last segment, or to a new one if that has `split_bytes` with it, and return its place."""
         if isinstance(trace, WrittenTrace):
-            return self.pending.place(trace, self.manifest.num_segments, new_folder())
+            return self.pending.place(trace, self.manifest.num_segments, new_folder)
         segment = next(iter(self.pending.segments[-1:]), None)
         if segment is not None and len(segment) and segment.num_bytes + trace.num_bytes > split_bytes:
             segment.close_fd()

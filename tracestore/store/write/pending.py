@@ -250,12 +250,12 @@ class Pending:
             self.lens.remove()
         self.remove_segments()
 
-    def place(self, trace: WrittenTrace, first: int, folder: Path) -> WrittenPlace:
+    def place(self, trace: WrittenTrace, first: int, new_folder: Callable[[], Path]) -> WrittenPlace:
         """Return the segment and row of a written trace. `first` is the number of the first segment."""
         segment = trace.segment
         assert segment is not None
         if segment not in self.segments:
-            segment.number, segment.folder = first + len(self.segments), folder
+            segment.number, segment.folder = first + len(self.segments), new_folder()
             self.segments.append(segment)
         return segment, trace.row
 
