@@ -1,4 +1,4 @@
-"""How many requests a commit sends, and faults at each of them."""
+"""Number of requests of a commit, and faults at each of them."""
 
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer

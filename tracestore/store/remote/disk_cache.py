@@ -66,7 +66,7 @@ def _may_be_torn(file: Path) -> bool:
 
 
 class FileServer(Protocol):
-    """What an object store is for the cache: its address, and its files."""
+    """An object store as the cache uses it."""
 
     @property
     def address(self) -> str:
