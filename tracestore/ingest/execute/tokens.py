@@ -364,15 +364,15 @@ class PadAccount:
 
     def _check_spans(self) -> None:
         """Refuse padding that is stated and leaves out nothing, and an id that may begin rows as well as fill them."""
-        befores, behind = ({span[k] for span in self._spans} for k in (0, 1))
-        if self._is_of_ids and (befores == {1} or (max(befores, default=0) and max(behind))):
+        before, behind = ({span[k] for span in self._spans} for k in (0, 1))
+        if self._is_of_ids and (before == {1} or (max(before, default=0) and max(behind))):
             raise InvalidInputError(
                 f"the id {min(self.left_out)} begins rows and ends rows, or begins every row: S.mask or S.lengths "
                 "states the padding",
                 field="S.padding",
             )
         twice = self._doubled_end if len(self._doubled) < 2 else self._doubled[True]
-        if befores | behind == {0} and twice is not None and not self._has_none:
+        if before | behind == {0} and twice is not None and not self._has_none:
             raise InvalidInputError(
                 f"no row has padding by the layout, and a row has the id {twice} twice at one end: "
                 'S.padding = "none" states that it is no padding',
