@@ -1,13 +1,15 @@
 """Layers of large arrays are fetched alone, verified, and kept in files with holes."""
 
 import os
+import subprocess
+import sys
 import threading
 
 import numpy as np
 import pytest
 
 import tracestore
-from tests.helpers import command, make_trace, write_store
+from tests.helpers import ROOT, command, make_trace, write_store
 from tests.store.remote.stores import assert_same_epoch, epoch, open_with_cache, upload
 from tracestore.errors import CorruptStoreError
 from tracestore.store.remote import layer_file
@@ -193,3 +195,27 @@ def test_an_array_that_is_read_from_front_to_back_is_fetched_whole(large_store, 
         for index in range(12):
             _ = store[index].hidden_states
     assert proxy.gets("hidden_states/c/0/0") <= 3 * 4
+
+
+READ = """
+import sys, tracestore
+store = tracestore.open(sys.argv[1])
+print(sum(float(store[k].hidden_states.astype("f4").sum()) for k in (6, 5)))
+"""
+
+
+def test_processes_fetch_a_layer_once(large_store, large_url, proxy):
+    words = [sys.executable, "-c", READ, large_url]
+    processes = [subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    found = {process.communicate()[0] for process in processes}
+    local = tracestore.open(large_store)
+    assert found == {f"{sum(float(local[k].hidden_states.astype('f4').sum()) for k in (6, 5))}\n"}
+    assert proxy.large == local[6].hidden_states.nbytes + local[5].hidden_states.nbytes
+
+
+def test_the_cache_counts_the_blocks_of_a_file_with_holes(large_url, tmp_path, monkeypatch):
+    monkeypatch.setattr(layer_file, "make_holes", lambda fd, size, data_bytes: os.ftruncate(fd, size))
+    cache = DiskCache(tmp_path / "sparse", 10 << 20)
+    size = open_with_cache(large_url, cache)[6].hidden_states.nbytes
+    ((name, counted, _),) = (file for file in cache._complete() if file[0].endswith(LAYERS_SUFFIX))
+    assert size <= counted <= size + 3 * 4096 < (cache.folder / name).stat().st_size
