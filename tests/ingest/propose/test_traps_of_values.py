@@ -320,3 +320,88 @@ def test_one_layer_and_one_trace_rule_18(tmp_path):
     """States (1, 1, S, D): both axes of one are equal, and a file of two layers may come."""
     dump(tmp_path / "in/a.pkl", {"hidden_states": states(1, 1, 5, 8), "input_ids": np.arange(5)[None]})
     refuse(tmp_path)
+
+
+# Steps that names number
+
+
+def steps(sizes):
+    """Return the layers of each step by name."""
+    return {
+        f"step_{n}": {f"layer_{k}": states(size, 8, seed=9 * n + k) for k in (3, 7)} for n, size in enumerate(sizes)
+    }
+
+
+def test_steps_by_name_are_passes_rule_16(tmp_path):
+    found = [{"id": f"q{k}", "answer": ANSWERS[k], "states": steps([4 + k, *[1] * (2 + k)])} for k in range(3)]
+    dump(tmp_path / "in/a.pkl", found)
+    assert [trace.num_tokens for trace in accept(tmp_path).values()] == [6, 8, 10]
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_tokens_of_steps_by_name_rule_3(tmp_path, more):
+    found = [{"id": f"q{k}", "states": steps([4, 1, 1]), "tokens": np.arange(6 + more) + k} for k in range(3)]
+    dump(tmp_path / "in/a.pkl", found)
+    assert [trace.num_tokens for trace in accept(tmp_path).values()] == [6, 6, 6]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "more"),
+    [
+        ([[4, 1, 1], [5, 1, 1], [6, 1, 1]], {"answer": ANSWERS}),  # the prompt, and two answers by their last tokens
+        ([[4, 3], [5, 2, 2], [6, 4]], {"answer": ANSWERS}),  # steps of reasoning
+        ([[4, 1, 1], [5, 1], [6, 1, 1, 1]], {}),
+        ([[4, 1, 1], [5, 1], [6, 1, 1, 1]], {"answers": [ANSWERS] * 3}),
+        ([[4, 1, 1]] * 3, {"tokens": [np.arange(5)] * 3}),
+    ],
+)
+def test_steps_by_name_that_may_be_no_passes_rule_16(tmp_path, sizes, more):
+    found = [{"id": f"q{k}", "states": steps(own), **{n: v[k] for n, v in more.items()}} for k, own in enumerate(sizes)]
+    dump(tmp_path / "in/a.pkl", found)
+    refuse(tmp_path)
+
+
+# Columns of lists
+
+
+def columns(key="hidden", lengths=SIZES, **more):
+    """Return columns of traces, with a list of states (L, S, D) of different S."""
+    found = {"id": ["a", "b", "c"], key: [states(2, n, 8, seed=n) for n in lengths], "response": ANSWERS}
+    return {name: value for name, value in (found | more).items() if value is not None}
+
+
+def test_a_column_of_states_of_different_lengths_rule_16(tmp_path):
+    dump(tmp_path / "in/a.pkl", columns())
+    assert [trace.num_tokens for trace in accept(tmp_path).values()] == list(SIZES)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        columns(lengths=(5, 5, 5)),
+        columns(id=None),
+        columns("sentence_hidden"),
+        columns("acts"),
+        columns(response=[ANSWERS[:2]] * 3),
+        columns(hidden=[[states(n + k, 8, seed=n) for k in range(2)] for n in SIZES]),  # two answers each
+    ],
+)
+def test_columns_whose_states_may_be_others_rule_16(tmp_path, found):
+    dump(tmp_path / "in/a.pkl", found)
+    refuse(tmp_path)
+
+
+# Groups of numbers
+
+
+def test_numbers_below_layers_are_layers(tmp_path):
+    layers = {n: {"hidden_states": padded([states(k, 8, seed=k + n) for k in SIZES])} for n in (3, 7, 9, 11)}
+    dump(tmp_path / "in/a.pkl", {"layers": layers, "lengths": list(SIZES), "ids": ["a", "b", "c"]})
+    assert accept(tmp_path)["b", 0].hidden_states.shape == (4, 4, 8)
+
+
+@pytest.mark.parametrize("word", ["runs", "questions", "h", "layers_of_runs"])
+def test_numbers_below_another_word_rule_20(tmp_path, word):
+    groups = {n: {"hidden_states": padded([states(k, 8, seed=k + n) for k in SIZES])} for n in (3, 7, 9, 11)}
+    dump(tmp_path / "in/a.pkl", {word: groups, "lengths": list(SIZES), "ids": ["a", "b", "c"]})
+    refuse(tmp_path)

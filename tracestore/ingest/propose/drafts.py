@@ -209,8 +209,10 @@ class Drafter:
         bound = self.places.letters(leaf, identity)
         found: list[Axes] = []
         for kind in ("tokens", "sequences") if name == "tokens" else (name if name in ARRAYS else "scalar",):
-            if not found and not (kind == "tokens" and "P" in frame.axes):
-                found = fitting(leaf, kind, frame, is_stacked=is_stacked, bound=bound)
+            is_axis = kind == "tokens" and "P" in frame.axes
+            # Steps that names number may have an id more: the reading counts their tokens.
+            if (not found and not is_axis) or (kind == "sequences" and frame.has_passes):
+                found += fitting(leaf, kind, frame, is_stacked=is_stacked, bound=bound)
         return [Line(text, axes) for axes in found]
 
     def _is_stacked(self, leaf: Leaf, identity: Identity) -> bool:

@@ -271,12 +271,14 @@ def _numbers_of_layers(family: Family, path: Path_, maps: Contexts) -> Family:
     is_inside = any(name == "id" or name[0] == "[" for name in where)
     values = [value for key, value in seen.keys.items() if _key(key) in family.members]
     texts = [bound.get("id", "") for bound in family.members.values()]
-    if family.names != ("id",) or not is_inside or not all(text.isdecimal() for text in texts):
+    last = (words_of(path[-1]) if path else ()) or ("",)
+    is_said = COUNTED.get(last[-1]) == "layer"
+    are_layers = is_said and last[-1] in ("layers", "blocks")
+    if family.names != ("id",) or not all(text.isdecimal() for text in texts):
         return family
-    if not all(value.dims for value in values):
+    if not are_layers and not (is_inside and all(value.dims for value in values)):
         return family
     members = {name: {"layer": bound["id"]} for name, bound in family.members.items()}
-    is_said = bool(path) and COUNTED.get((words_of(path[-1]) or ("",))[-1]) == "layer"
     doubt = "" if is_said else NUMBERS
     return Family(family.pattern.replace("{id}", "{layer}"), members, doubt)
 

@@ -41,6 +41,11 @@ class Frame:
             layers = {spot.where["layer"] for spot in self.leaf.spots if "layer" in spot.where}
             self.num_layers = len(layers) or 1
 
+    @property
+    def has_passes(self) -> bool:
+        """Whether states are in passes of generation: an axis, or steps that names number."""
+        return "P" in self.axes or any("step" in spot.where for spot in self.leaf.spots)
+
     def matching(self, leaf: Leaf, spot: Spot) -> Iterator[Sizes]:
         """Yield the extents of the states that bind the same as a spot of a leaf."""
         is_same = leaf.files == self.leaf.files
@@ -211,8 +216,8 @@ def _is_size(letter: str, dim: int | None, sizes: Sizes, frame: Frame, name: str
     if letter == "P":
         return dim == sizes.get("P")
     known = sizes.get("S" if letter == "T" else letter)
-    if letter == "T" and dim is not None and known is not None and "P" not in frame.axes:
+    if letter == "T" and dim is not None and known is not None and not frame.has_passes:
         return dim in (known, known + 1)
-    if letter in "ST" and ("P" in frame.axes or known is None or dim is None):
+    if letter in "ST" and (frame.has_passes or known is None or dim is None):
         return True
     return dim is None or known is None or dim == known

@@ -13,10 +13,14 @@ from tracestore.store.vocabulary import SAYING, score_of_word
 TEXTS = ("question", "generated_answer", "generated_answer_clean", "generated_text")
 ARRAYS = ("attentions", "tokens", "tokens_decoded", "S.mask", "L.ids")
 RANGES = ("S.offsets", "S.lengths", "S.starts", "S.ends")
+PROOFS_OF_S = frozenset(("tokens", "tokens_decoded", "attentions", "S.mask", *RANGES))
 _PROOFS_OF_N = frozenset(("question_id", *TEXTS, "S.lengths", "S.offsets"))
-_PROOFS_OF_S = frozenset(("tokens", "tokens_decoded", "S.mask", "attentions"))
+_ANSWERS = frozenset(("generated_answer", "generated_answer_clean"))
 _LENGTHS = frozenset((*RANGES, "S.mask"))
-_ALL_LAYERS = frozenset(("hidden_states", "all_hidden_states"))
+# Names of the states of all layers: no heads, parts of a layer or kinds of embeddings have them.
+_ALL_LAYERS = frozenset(
+    ("hidden", "hidden_states", "all_hidden_states", "layer_hidden_states", "decoder_hidden_states")
+)
 # What a mask proves whose rows differ and leave whole rows of attention.
 NUMBER_OF_TRACES = "N: no ids, questions, answers or lengths give the number of traces"
 # What passes of generation prove: one of several tokens, then of one token each, as many as the answer has.
@@ -75,7 +79,7 @@ class Proofs:
             found += self._of_layers(states, frame, lines)
         found += self._of_traces(frame, lines)
         if name == "hidden_states" and not self._proves_tokens(states, identity, frame, lines):
-            found.append(self._of_tokens(identity, frame, are_all_layers=are_all_layers))
+            found.append(self._of_tokens(identity, frame, lines, are_all_layers=are_all_layers))
         if name == "last_token" and states[0].field != "last_token":
             found.append("no word says that the vectors are those of the last token")
         found += self._of_texts(lines)
@@ -89,10 +93,14 @@ class Proofs:
                 found.append(f"{meaning.leaf.key}: may be what a detector says, or words without a meaning")
         return found
 
-    def _of_tokens(self, identity: Identity, frame: Frame, *, are_all_layers: bool) -> str:
+    def _of_tokens(self, identity: Identity, frame: Frame, lines: Mapping[str, Line], *, are_all_layers: bool) -> str:
         """Return what is not proved of S: passes, or any axis."""
-        has_passes = "P" in {*frame.axes, *self._places.letters(frame.leaf, identity)}
-        return PASSES if are_all_layers and has_passes else "S: no tokens, mask or lengths give the axis of the tokens"
+        are_steps = "step" in frame.leaf.bound and identity.mode == "ids" and self._is_one_text(identity, lines)
+        return (
+            PASSES
+            if are_steps or (are_all_layers and frame.has_passes)
+            else "S: no tokens, mask or lengths give the axis of the tokens"
+        )
 
     def _of_files(
         self, identity: Identity, frame: Frame, lines: Mapping[str, Line], others: Sequence[str]
@@ -143,14 +151,18 @@ class Proofs:
         """
         is_named = all("_".join(words_of(m.leaf.key)) in _ALL_LAYERS for m in states)
         has_ids = identity.mode == "ids" or bool({"question_id", *TEXTS} & lines.keys()) or "(N S)" in frame.axes
-        is_one = bool({"tokens", "tokens_decoded", *_LENGTHS} & lines.keys()) or (
-            identity.mode == "ids" and bool({"generated_answer", "generated_answer_clean"} & lines.keys())
-        )
-        has_lists = any(m.field in TEXTS and m.leaf.rank and identity.mode == "ids" for m in self._meanings)
         address = self._places.address(frame.leaf, identity, frame.leaf) or ""
         has_samples = "{sample}" in address or "sample=" in address or "[K]" in address
         words = {word for meaning in states for word in meaning.words} - (SAYING["answers"] if has_samples else set())
-        return is_named and has_ids and is_one and not has_lists and not words & SAYING["several"]
+        return is_named and has_ids and self._is_one_text(identity, lines) and not words & SAYING["several"]
+
+    def _is_one_text(self, identity: Identity, lines: Mapping[str, Line]) -> bool:
+        """Return whether each trace has one row of tokens, one length or one answer, and no list of texts."""
+        is_one = bool({"tokens", "tokens_decoded", *_LENGTHS} & lines.keys())
+        if identity.mode == "stack":
+            return is_one or bool(_ANSWERS & lines.keys() and "question_id" in lines)
+        has_lists = any(m.field in TEXTS and m.leaf.rank and identity.mode == "ids" for m in self._meanings)
+        return (is_one or (identity.mode == "ids" and bool(_ANSWERS & lines.keys()))) and not has_lists
 
     def _of_traces(self, frame: Frame, lines: Mapping[str, Line]) -> list[str]:
         """Return what is not proved of N and T. N is proved by ids, texts or lengths; the tokens of a stack by a mask or lengths. Rule 3: T."""
@@ -160,7 +172,7 @@ class Proofs:
                 found.append(NUMBER_OF_TRACES)
             if "S" in frame.axes and not {"S.mask", "S.lengths"} & lines.keys() and None not in frame.num_tokens:
                 found.append("S: nothing tells tokens from padding")
-        is_said = "P" in frame.axes or any(m.field == "tokens" and "sequences" in m.words for m in self._meanings)
+        is_said = frame.has_passes or any(m.field == "tokens" and "sequences" in m.words for m in self._meanings)
         if "tokens" in lines and "T" in lines["tokens"].axes and not is_said:
             found.append("tokens: one id more than states")
         return found
@@ -184,7 +196,9 @@ class Proofs:
         axes = frame.axes
         if "(N S)" in axes:
             return bool(set(RANGES) & lines.keys())
-        if _PROOFS_OF_S & lines.keys() or ("S.lengths" in lines and "N" in axes):
+        if {"tokens", "tokens_decoded", "S.mask", "attentions"} & lines.keys() or (
+            "S.lengths" in lines and "N" in axes
+        ):
             return True
         if "P" in axes:
             return False
@@ -192,8 +206,9 @@ class Proofs:
             address = self._places.address(frame.leaf, identity, frame.leaf) or ""
             return "[S]" not in address and "[P]" not in address  # names bind tokens
         words = {word for meaning in states for word in meaning.words}
-        varies = len(frame.num_tokens - {None}) > 1
-        return identity.mode == "ids" and varies and not words & SAYING["parts of a text"] and self._is_short(frame)
+        is_list = identity.mode == "stack" and "question_id" in lines and None in frame.num_tokens
+        varies = is_list or (identity.mode == "ids" and len(frame.num_tokens - {None}) > 1)
+        return varies and not words & SAYING["parts of a text"] and self._is_short(frame)
 
     def _is_short(self, frame: Frame) -> bool:
         """Return whether there are at most as many tokens as characters of the texts of a trace."""

@@ -15,7 +15,7 @@ from tracestore.ingest.layout.language import Layout, parse_layout
 from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.propose.drafts import Draft, Drafter
 from tracestore.ingest.propose.leaves import Observation, observe
-from tracestore.ingest.propose.proofs import NUMBER_OF_TRACES, PASSES
+from tracestore.ingest.propose.proofs import NUMBER_OF_TRACES, PASSES, PROOFS_OF_S
 from tracestore.ingest.propose.trials import Outcome, is_padded_by, try_layout
 from tracestore.store.format.labels import CORRECT
 from tracestore.words import plural
@@ -299,7 +299,8 @@ def _may_be_meant(refusal: str, cost: int, draft: Draft, candidate: Candidate) -
     if _ASKS_SIDE in refusal and _shows_side(candidate):
         return False
     sizes = _SIZES.search(refusal)
-    if sizes is None or cost < draft.cost:
+    # Without another array that has S, a layer that lost a token makes traces of it, in the other order.
+    if sizes is None or cost < draft.cost or not PROOFS_OF_S & candidate.layout.addresses.keys():
         return True
     if cost > draft.cost:
         return False
@@ -308,10 +309,11 @@ def _may_be_meant(refusal: str, cost: int, draft: Draft, candidate: Candidate) -
 
 
 def _without_copies(found: list[tuple[Candidate, Draft]]) -> list[tuple[Candidate, Draft]]:
-    """Return one of candidates that give equal values and differ in N or 1 for an axis of one, that of which most is proved."""
+    """Return one of candidates that give equal values: with N or 1 for an axis of one, with files in order or by name."""
     best: dict[tuple[str, bytes], tuple[Candidate, Draft]] = {}
     for number, (candidate, draft) in enumerate(found):
         text = str({k: _AXES.sub(lambda axes: axes[0].replace("N", "1"), str(v)) for k, v in draft.entries.items()})
+        text = text.replace("{chunk}", "{n}") if "question_id" in draft.entries else text
         digest = str(number).encode() if candidate.outcome.is_partial else candidate.outcome.digest
         pair = best.get((text, digest), (candidate, draft))
         best[text, digest] = min(pair, (candidate, draft), key=lambda pair: _doubts(pair[0]))
