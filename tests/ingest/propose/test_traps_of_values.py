@@ -405,3 +405,114 @@ def test_numbers_below_another_word_rule_20(tmp_path, word):
     groups = {n: {"hidden_states": padded([states(k, 8, seed=k + n) for k in SIZES])} for n in (3, 7, 9, 11)}
     dump(tmp_path / "in/a.pkl", {word: groups, "lengths": list(SIZES), "ids": ["a", "b", "c"]})
     refuse(tmp_path)
+
+
+# What the words of lists say
+
+
+def shards(folder, name="shard_{}_hidden.pkl", *, has_tokens=True, ids="q{}"):
+    """Write two shards of lists: states, ids and tokens."""
+    for n in range(2):
+        sizes = (4 + n, 6 + n)
+        dump(folder / name.format(n), [states(3, size, 8, seed=size) for size in sizes])
+        dump(folder / f"shard_{n}_ids.pkl", [ids.format(2 * n + k) for k in range(2)])
+        if has_tokens:
+            dump(folder / f"shard_{n}_tokens.pkl", [np.arange(size) + 9 for size in sizes])
+
+
+def test_shards_of_states_ids_and_tokens(tmp_path):
+    shards(tmp_path / "in")
+    assert [trace.num_tokens for trace in accept(tmp_path).values()] == [4, 6, 5, 7]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"has_tokens": False}, {"ids": "q"}, {"name": "shard_{}_acts.pkl"}, {"name": "shard_{}_head_hidden.pkl"}],
+)
+def test_shards_that_prove_less_rule_18(tmp_path, options):
+    shards(tmp_path / "in", **options)
+    refuse(tmp_path)
+
+
+def run_of(items, key="samples"):
+    return {"config": {"model": "m"}, key: items}
+
+
+def test_a_list_named_samples_whose_items_have_ids(tmp_path):
+    items = [{**row, "input_ids": np.arange(4 + k)} for k, row in enumerate(listed())]
+    dump(tmp_path / "in/a.pkl", run_of(items))
+    assert accept(tmp_path)["q1", 0].hidden_states.shape == (3, 5, 8)
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        listed(),
+        [{**row, "answers": ANSWERS} for row in listed()],
+        [{"id": row["id"], "answer": "a", "samples": {"hidden_states": row["hidden_states"]}} for row in listed()],
+        [{**row, "id": "q0", "input_ids": np.arange(4 + k)} for k, row in enumerate(listed())],
+    ],
+)
+def test_a_list_named_samples_that_may_hold_several_answers_rule_18(tmp_path, items):
+    dump(tmp_path / "in/a.pkl", run_of(items))
+    refuse(tmp_path)
+
+
+def answers_of(count=2, **more):
+    """Return lists of answers with states and tokens by id."""
+    return {
+        f"q{n}": [
+            {"hidden_states": states(3, 4 + n + k, 8, seed=9 * n + k), "tokens": np.arange(4 + n + k), **more}
+            for k in range(count)
+        ]
+        for n in range(3)
+    }
+
+
+def test_lists_of_sampled_answers_by_id(tmp_path):
+    dump(tmp_path / "in/sampled.pkl", answers_of(answer="It is one."))
+    assert len(accept(tmp_path)) == 6
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("run.pkl", answers_of(answer="It is one.")),  # turns of a conversation
+        ("sampled.pkl", answers_of()),
+        ("sampled_turns.pkl", answers_of(answer="It is one.")),
+        ("sampled.pkl", answers_of(answer=ANSWERS)),
+    ],
+)
+def test_lists_by_id_that_may_be_no_answers_rule_16(tmp_path, name, found):
+    dump(tmp_path / f"in/{name}", found)
+    refuse(tmp_path)
+
+
+def vectors(key="activations", name="values", tokens=3, **more):
+    """Return records with a list of vectors, each with its layer and position."""
+    found = []
+    for k in range(3):
+        places = [(layer, position) for layer in (3, 7) for position in range(tokens + k)]
+        rows = [{"layer": n, "position": p, name: states(8, seed=9 * n + p), **more} for n, p in places]
+        found.append({"id": f"q{k}", key: rows})
+    return found
+
+
+def test_values_of_layers_and_positions(tmp_path):
+    dump(tmp_path / "in/a.pkl", vectors())
+    assert accept(tmp_path)["q1", 0].hidden_states.shape == (2, 4, 8)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        vectors("cache"),
+        vectors("attention"),
+        vectors(keys=[1.0, 2.0]),
+        vectors("gradients"),
+        [{**row, "activations": row["activations"][1:]} for row in vectors()],  # a layer lacks a token
+    ],
+)
+def test_values_that_may_be_no_states_rule_8(tmp_path, found):
+    dump(tmp_path / "in/a.pkl", found)
+    refuse(tmp_path)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from tracestore.ingest.layout.patterns import AXIS_NAMES
-from tracestore.ingest.propose.leaves import ITEMS, Leaf, Observation, Path_
+from tracestore.ingest.propose.leaves import ITEMS, Leaf, Observation, Path_, without_names
 from tracestore.ingest.propose.looking import texts_of
 from tracestore.ingest.propose.meanings import Meaning, Rows, order_of
 from tracestore.ingest.propose.names import unknown_words, words_of
@@ -246,6 +246,9 @@ class Places:
         words = set(words_of(prefix[-2] if len(prefix) > 1 and prefix[-2] != ITEMS else ""))
         if words & SAYING["tokens"]:
             return "[S]"
+        every = {word for piece in (states.files, *prefix) for word in words_of(without_names(piece))}
+        if "generated_answer" in row and not every & {"step", "steps", "turn", "turns"}:
+            words |= every & {"sampled", "samples", "generations"}
         if not words & SAYING["answers"]:
             doubts.append(f"{'/'.join(prefix)}: the items may be answers, steps or parts of a text")
         return "[K]" if words & SAYING["answers"] or states.rank >= 2 else "[S]"
@@ -281,6 +284,11 @@ class Places:
         address = self.address(leaf, identity, leaf) or ""
         found = {letter for name, letter in AXIS_NAMES.items() if f"{{{name}}}" in address or f"{name}=" in address}
         return frozenset(found | {letter for letter in "SKP" if f"[{letter}]" in address})
+
+    def words_of_traces(self, leaf: Leaf, identity: Identity) -> set[str]:
+        """Return the words of the list whose items have the ids of traces: they say nothing of what is in a trace."""
+        lists = [k for k in leaf.items_at if "[id=" in identity.items.get((leaf.files, leaf.path[: k + 1]), "")]
+        return {word for k in lists if k for word in words_of(leaf.path[k - 1])}
 
     def _named(self, text: str, place: Prefix, identity: Identity, like: str = "") -> str:
         names = identity.names.get(place)

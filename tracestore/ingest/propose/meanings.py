@@ -92,7 +92,7 @@ def meaning_of(leaf: Leaf, siblings: frozenset[str]) -> Meaning:
         return Meaning(leaf, reason=reason)
     every = [word for step in (*leaf.path, leaf.files) for word in words_of(without_names(step))]
     part = next((PARTS[word] for word in every if word in PARTS), None)
-    for steps, words in _names(leaf):
+    for steps, words in _names(leaf, siblings):
         verdict = verdict_of(leaf, words, siblings)
         if verdict is not None:
             return Meaning(leaf, "verdict", verdict=verdict)
@@ -126,8 +126,12 @@ def _reason(leaf: Leaf, siblings: frozenset[str]) -> str:
     return ""
 
 
-def _names(leaf: Leaf) -> list[tuple[bool, tuple[str, ...]]]:
-    """Return the words of keys from the last one, while they only count something; then those of the file."""
+def _names(leaf: Leaf, siblings: frozenset[str]) -> list[tuple[bool, tuple[str, ...]]]:
+    """Return the words of keys from the last one, while they only count something; then those of the file.
+
+    A key `values` next to the number of a layer holds what the key above it names.
+    """
+    is_numbered = "layer" in siblings and not {"keys", "key", "queries", "query"} & siblings
     found: list[tuple[bool, tuple[str, ...]]] = []
     for step in reversed(leaf.path):
         if step == ITEMS or (step.isdecimal() and len(step) < 3):
@@ -135,7 +139,7 @@ def _names(leaf: Leaf) -> list[tuple[bool, tuple[str, ...]]]:
         words = words_of(without_names(step))
         if not words:
             continue
-        found.append((all(word in COUNTED for word in words), words))
+        found.append((all(word in COUNTED for word in words) or (is_numbered and words == ("values",)), words))
         if not found[-1][0]:
             return found
     for piece in reversed(leaf.files.split("/")):

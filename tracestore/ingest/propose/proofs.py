@@ -8,7 +8,7 @@ from tracestore.ingest.propose.leaves import NUMBERS, Observation, without_names
 from tracestore.ingest.propose.meanings import Meaning
 from tracestore.ingest.propose.names import words_of
 from tracestore.ingest.propose.orders import Axes, Frame
-from tracestore.store.vocabulary import SAYING, score_of_word
+from tracestore.store.vocabulary import COUNTED, SAYING, score_of_word
 
 TEXTS = ("question", "generated_answer", "generated_answer_clean", "generated_text")
 ARRAYS = ("attentions", "tokens", "tokens_decoded", "S.mask", "L.ids")
@@ -149,11 +149,13 @@ class Proofs:
         its own, and one row of tokens, one length or one answer: several answers to a question would have several. A
         batch of last layers has no such row, and `last_hidden_state` is another name.
         """
-        is_named = all("_".join(words_of(m.leaf.key)) in _ALL_LAYERS for m in states)
+        names = [[w for w in words_of(m.leaf.key) if COUNTED.get(w) != "chunk"] for m in states]
+        is_named = all("_".join(name) in _ALL_LAYERS for name in names)
         has_ids = identity.mode == "ids" or bool({"question_id", *TEXTS} & lines.keys()) or "(N S)" in frame.axes
         address = self._places.address(frame.leaf, identity, frame.leaf) or ""
         has_samples = "{sample}" in address or "sample=" in address or "[K]" in address
         words = {word for meaning in states for word in meaning.words} - (SAYING["answers"] if has_samples else set())
+        words -= self._places.words_of_traces(frame.leaf, identity)
         return is_named and has_ids and self._is_one_text(identity, lines) and not words & SAYING["several"]
 
     def _is_one_text(self, identity: Identity, lines: Mapping[str, Line]) -> bool:
