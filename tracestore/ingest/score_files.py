@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, islice
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from tracestore.errors import InvalidInputError, UsageError
@@ -219,10 +219,15 @@ class FoundFiles:
     unread: list[Path]
 
 
+def is_named_scores(path: PurePath) -> bool:
+    """Return whether the name of a file is that of scores: *scores*.csv or *scores*.tsv."""
+    return path.match("*scores*.csv") or path.match("*scores*.tsv")
+
+
 def find_score_files(arguments: list[Path], files: Sequence[Path], named: str | None = None) -> FoundFiles:
     """Return the scores files among some files: at most one in each folder.
 
-    They are the only *scores*.csv directly in an argument; else those in the folders below. Files that train, predict
+    They are the only *scores*.csv or .tsv directly in an argument; else those in the folders below. Files that train, predict
     and benchmark write are none: what a detector predicts is no ground truth. Exports bring their own scores.
 
     Parameters
@@ -239,8 +244,9 @@ def find_score_files(arguments: list[Path], files: Sequence[Path], named: str | 
     UsageError
         If a folder has several.
     """
-    unread = [p for p in files if p.suffix == ".csv" and _has_predictions(p)]
-    found = [p for p in files if p.match("*scores*.csv") and not (p.parent / EXPORT_FILE).is_file() and p not in unread]
+    unread = [p for p in files if p.suffix in (".csv", ".tsv") and _has_predictions(p)]
+    named_so = [p for p in files if is_named_scores(p)]
+    found = [p for p in named_so if not (p.parent / EXPORT_FILE).is_file() and p not in unread]
     if named is not None:
         return FoundFiles([Path(named)], [p for p in (*found, *unread) if p != Path(named)])
     chosen = _chosen(found, {path for path in arguments if path.is_dir()})

@@ -259,6 +259,32 @@ def test_a_stack_with_the_batch_in_front_in_an_output_object_rule_18(tmp_path):
     refuse(tmp_path)
 
 
+def right_padded(found):
+    """Return the states and attention of a batch with layers in front, as an output object has them."""
+    return {name: list(found[name].swapaxes(0, 1)) for name in ("hidden_states", "attentions")}
+
+
+def test_attention_of_an_output_object_has_layers_in_front_rule_6a(tmp_path):
+    """As many traces as layers, padded on the right: rows of attention are whole in both orders."""
+    found = batch()
+    weights = np.broadcast_to(attention(6, 6), (3, 3, 2, 6, 6))
+    known = {name: found[name] for name in ("attention_mask", "ids")}
+    dump(tmp_path / "in/a.pkl", known | {"out": outputs(**right_padded({**found, "attentions": weights.copy()}))})
+    assert accept(tmp_path)["q1", 0].num_tokens == 4
+
+
+@pytest.mark.parametrize("trap", ["a dict", "no ids and no mask", "a mask of other rows"])
+def test_attention_that_may_have_another_order_rule_6a(tmp_path, trap):
+    found = batch()
+    own = right_padded({**found, "attentions": np.broadcast_to(attention(6, 6), (3, 3, 2, 6, 6)).copy()})
+    known = {name: found[name] for name in ("attention_mask", "ids") if trap != "no ids and no mask"}
+    if trap == "a mask of other rows":
+        known["input_ids"] = np.where(found["attention_mask"], np.arange(18).reshape(3, 6) + 5, 0)
+        known["attention_mask"] = found["attention_mask"][[1, 2, 0]]
+    dump(tmp_path / "in/a.pkl", known | {"out": own if trap == "a dict" else outputs(**own)})
+    refuse(tmp_path)
+
+
 # Passes
 
 

@@ -30,7 +30,7 @@ _FLAGS: Flags = {
     },
     "scores": {
         "metavar": "FILE",
-        "help": "scores by question_id (default: the only *scores*.csv in a SRC folder)",
+        "help": "scores by question_id (default: the only *scores*.csv or .tsv in a SRC folder)",
     },
     **SCORE_FLAGS,
     "provenance": {

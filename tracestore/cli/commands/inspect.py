@@ -14,6 +14,7 @@ from tracestore.ingest.builtin.library import builtins
 from tracestore.ingest.execute.claims import is_other, list_files
 from tracestore.ingest.propose.leaves import observe
 from tracestore.ingest.propose.proposal import Proposal, propose
+from tracestore.ingest.score_files import is_named_scores
 from tracestore.store.io.fsio import map_os_errors
 
 
@@ -37,7 +38,7 @@ def run(args: argparse.Namespace, output: Output) -> None:
     first = {why: name for name, why in reversed(claims.near.items())}
     text += [escape_unprintable(f"{name}: {why}") for why, name in first.items()]
     found: dict[str, Any] = {"builtin": {b.name: list(own) for b, own in claims.owned.items()}, "near": claims.near}
-    if is_owned and all(PurePath(name).match("*scores*.csv") for name in claims.rest):
+    if is_owned and all(is_named_scores(PurePath(name)) for name in claims.rest):
         found |= {"tree": Proposal(observe(files)).tree(), "layout": None, "candidates": []}
         toml = "".join(f"# {line}\n" for line in text)
     else:

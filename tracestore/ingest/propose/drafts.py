@@ -213,6 +213,8 @@ class Drafter:
             # Steps that names number may have an id more: the reading counts their tokens.
             if (not found and not is_axis) or (kind == "sequences" and frame.has_passes):
                 found += fitting(leaf, kind, frame, is_stacked=is_stacked, bound=bound)
+        if self.places.is_output(leaf):
+            found = [axes for axes in found if self.places.is_output(leaf, axes)]
         return [Line(text, axes) for axes in found]
 
     def _is_stacked(self, leaf: Leaf, identity: Identity) -> bool:

@@ -1,7 +1,7 @@
 """Places of leaves as addresses: how items and names identify traces, and how tables are joined."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tracestore.ingest.layout.patterns import AXIS_NAMES
@@ -284,6 +284,14 @@ class Places:
         address = self.address(leaf, identity, leaf) or ""
         found = {letter for name, letter in AXIS_NAMES.items() if f"{{{name}}}" in address or f"{name}=" in address}
         return frozenset(found | {letter for letter in "SKP" if f"[{letter}]" in address})
+
+    def is_output(self, leaf: Leaf, axes: Sequence[str] = ("L", "N")) -> bool:
+        """Return whether an object of an output class of transformers has a leaf, whose axes are: passes, layers, batch."""
+        beside = [m.leaf for m in self.meanings if m.leaf.place == (leaf.files, (*leaf.path[:-1], "@class"))]
+        names = [str(name) for other in beside for name in other.scalars]
+        is_output = bool(names) and all(name.startswith("transformers.") and "Output" in name for name in names)
+        layers, batch, *_ = [*(letter for letter in axes if letter != "P"), "", ""]
+        return is_output and (layers, batch) in (("L", "1"), ("L", "N")) and leaf.key in ("hidden_states", "attentions")
 
     def words_of_traces(self, leaf: Leaf, identity: Identity) -> set[str]:
         """Return the words of the list whose items have the ids of traces: they say nothing of what is in a trace."""

@@ -126,19 +126,9 @@ class Proofs:
         words = {word for meaning in states for word in meaning.words}
         if {"attentions", "L.ids"} & lines.keys() or {"layer", "wise"} <= words or {"all", "layers"} <= words:
             return []
-        if self._is_output(frame):
+        if self._places.is_output(frame.leaf, frame.axes):
             return []
         return ["L: the extent alone gives the axis of the layers"]
-
-    def _is_output(self, frame: Frame) -> bool:
-        """Return whether an object of an output class of transformers has the states: its layers are in front, or behind the passes."""
-        beside = [
-            m.leaf for m in self._meanings if m.leaf.place == (frame.leaf.files, (*frame.leaf.path[:-1], "@class"))
-        ]
-        names = [str(name) for leaf in beside for name in leaf.scalars]
-        is_output = bool(names) and all(name.startswith("transformers.") and "Output" in name for name in names)
-        layers, batch, *_ = [*(letter for letter in frame.axes if letter != "P"), "", ""]
-        return is_output and layers == "L" and batch in ("1", "N") and frame.leaf.key == "hidden_states"
 
     def _are_all_layers(
         self, states: Sequence[Meaning], identity: Identity, frame: Frame, lines: Mapping[str, Line]

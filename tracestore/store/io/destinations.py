@@ -20,7 +20,7 @@ _HOLDINGS = {
     BENCHMARK: (("benchmark.json",), ("report.html", "scores.csv", "scores-*.csv")),
     TRACES: (
         ("*.pkl", "*.pkl.gz", "*.pt", "*.safetensors", "*.npz", "*.h5", "*.parquet", "store.json"),
-        ("*scores*.csv",),
+        ("*scores*.csv", "*scores*.tsv"),
     ),
 }
 
