@@ -374,6 +374,6 @@ def _holds_nothing(path: Path) -> bool:
         with open_tree(path) as root:
             value: Value = next(iter(root), None) if isinstance(root, Items) and root.is_stream else root
             is_table = isinstance(root, Items) and path.suffix not in _PICKLES
-            return not (is_table or holds_array(value) or looks_like_label(path.stem))
+            return not (is_table or holds_array(value, 6) or looks_like_label(path.stem))
     except InvalidInputError:
         return False

@@ -351,14 +351,14 @@ def looks_like_label(key: str) -> bool:
     return is_named_as_verdict(key) or any(word in _LABEL_WORDS for word in words)
 
 
-def holds_array(value: Value, depth: int = 0) -> bool:
-    """Return whether a value is an array of numbers, or holds one."""
+def holds_array(value: Value, levels: int = 4) -> bool:
+    """Return whether a value is an array of numbers, or holds one in the first values of as many levels."""
     if isinstance(value, Array):
         return True
-    if depth > 4 or value is None or isinstance(value, str | int | float | bool):
+    if levels < 0 or value is None or isinstance(value, str | int | float | bool):
         return False
     if isinstance(value, Group):
-        return any(holds_array(value[key], depth + 1) for _, key in zip(range(_MAX_PROBES), value, strict=False))
+        return any(holds_array(value[key], levels - 1) for _, key in zip(range(_MAX_PROBES), value, strict=False))
     if isinstance(value, Items) and not value.is_stream and value.length:
-        return as_array(value) is not None or holds_array(value[0], depth + 1)
+        return as_array(value) is not None or holds_array(value[0], levels - 1)
     return False
