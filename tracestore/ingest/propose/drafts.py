@@ -207,6 +207,10 @@ class Drafter:
         if is_column and is_stacked and "(N S)" in frame.axes:
             return [Line(text, ("N",))]
         bound = self.places.letters(leaf, identity)
+        return [Line(text, axes) for axes in self._orders(leaf, name, frame, is_stacked=is_stacked, bound=bound)]
+
+    def _orders(self, leaf: Leaf, name: str, frame: Frame, *, is_stacked: bool, bound: frozenset[str]) -> list[Axes]:
+        """Return every order of the axes of a leaf as a field."""
         found: list[Axes] = []
         for kind in ("tokens", "sequences") if name == "tokens" else (name if name in ARRAYS else "scalar",):
             is_axis = kind == "tokens" and "P" in frame.axes
@@ -215,7 +219,7 @@ class Drafter:
                 found += fitting(leaf, kind, frame, is_stacked=is_stacked, bound=bound)
         if self.places.is_output(leaf):
             found = [axes for axes in found if self.places.is_output(leaf, axes)]
-        return [Line(text, axes) for axes in found]
+        return found
 
     def _is_stacked(self, leaf: Leaf, identity: Identity) -> bool:
         """Return whether N is an axis of a leaf, not its items."""
