@@ -246,9 +246,8 @@ class Places:
         words = set(words_of(prefix[-2] if len(prefix) > 1 and prefix[-2] != ITEMS else ""))
         if words & SAYING["tokens"]:
             return "[S]"
-        every = {word for piece in (states.files, *prefix) for word in words_of(without_names(piece))}
-        if "generated_answer" in row and not every & {"step", "steps", "turn", "turns"}:
-            words |= every & {"sampled", "samples", "generations"}
+        if "generated_answer" in row:
+            words |= _words_of_answers(states.files, prefix)
         if not words & SAYING["answers"]:
             doubts.append(f"{'/'.join(prefix)}: the items may be answers, steps or parts of a text")
         return "[K]" if words & SAYING["answers"] or states.rank >= 2 else "[S]"
@@ -351,3 +350,9 @@ class Places:
 def _doubts_of_group(path: Path_) -> list[str]:
     """Return that the words before numbers may be a part of the ids, unless they name fields, axes or traces."""
     return [f"{'/'.join(path)} may be a part of the ids"] if unknown_words(" ".join(path)) else []
+
+
+def _words_of_answers(files: str, prefix: Path_) -> set[str]:
+    """Return the words of files and keys that say of items with an answer each that they answer one question."""
+    every = {word for piece in (files, *prefix) for word in words_of(without_names(piece))}
+    return set() if every & {"step", "steps", "turn", "turns"} else every & {"sampled", "samples", "generations"}
