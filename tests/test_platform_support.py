@@ -33,6 +33,7 @@ def test_interfaces_of_linux():
     assert platform_support.processor_features()
     assert min(platform_support.memory_use()) > 0
     assert platform_support.has_memory_files()
+    assert len(platform_support.boot_id()) >= 32 and platform_support.boot_id() == platform_support.boot_id()
     waits = platform_support.run_queue_waits()
     assert str(threading.get_native_id()) in waits and min(waits.values()) >= 0
     idle = platform_support.idle_processor_s()
@@ -49,6 +50,7 @@ def test_fallbacks_of_queries(no_linux):
     assert platform_support.num_processors() == os.cpu_count()
     assert platform_support.processor_features() is None and platform_support.memory_info() == {}
     assert platform_support.max_maps() is None and platform_support.shared_memory_folder() is None
+    assert platform_support.boot_id() is None
     found = platform_support.memory_use()
     assert found.anonymous == found.data > 1 << 20 and found.file == 0
     assert not shared_memory.is_available()

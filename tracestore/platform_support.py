@@ -55,6 +55,14 @@ def max_maps() -> int | None:
         return None
 
 
+def boot_id() -> bytes | None:
+    """Return what names the start of this machine, or None if unknown."""
+    try:
+        return (_PROC / "sys/kernel/random/boot_id").read_bytes()
+    except OSError:
+        return None
+
+
 def open_unnamed(folder: Path) -> int | None:
     """Return the descriptor of a new file without a name, or None if the system or the file system has no such files.
 

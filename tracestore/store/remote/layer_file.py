@@ -20,6 +20,7 @@ from typing import Any
 from tracestore._core.kernels import crc32c
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import CorruptStoreError
+from tracestore.platform_support import boot_id
 from tracestore.store.format.entries import FileEntry, FileLayers
 from tracestore.store.io import fsio, locks
 from tracestore.store.remote.disk_cache import ATTEMPTS, LAYERS_SUFFIX, POLL_S, DiskCache, NextUse, try_lock, unlock
@@ -29,16 +30,8 @@ _HERE = b"\1"
 _STAMP_BYTES = 4
 
 
-def _stamp() -> bytes:
-    """Return what names the start of this machine, or of this process if that is unknown. It does not end with 0."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
-    except OSError:
-        boot = secrets.token_bytes(16)
-    return (crc32c(boot) | 1 << 24).to_bytes(_STAMP_BYTES, "little")
-
-
-STAMP = _stamp()
+# Names the start of this machine, or of this process if that is unknown. It does not end with 0.
+STAMP = (crc32c(boot_id() or secrets.token_bytes(16)) | 1 << 24).to_bytes(_STAMP_BYTES, "little")
 
 
 @contextlib.contextmanager
