@@ -14,7 +14,12 @@ void ts_checksum_scan(struct ts_checksum_scan *scan, const void *in, enum ts_dty
         in = out;
     }
     scan->nonfinite += ts_count_nonfinite(in, dtype, n);
-    scan->crc = ts_crc32c(scan->crc, in, bytes);
+    if (scan->layer_crcs == NULL) {
+        scan->crc = ts_crc32c(scan->crc, in, bytes);
+    } else {
+        *scan->layer_crcs = ts_crc32c(0, in, bytes);
+        scan->crc = ts_crc32c_combine(scan->crc, *scan->layer_crcs++, bytes);
+    }
 }
 
 int ts_pack_attention(struct ts_pack *p)
@@ -22,7 +27,7 @@ int ts_pack_attention(struct ts_pack *p)
     enum ts_dtype dtype = p->mean ? TS_F16 : p->stored_dtype;
     size_t H = p->mean ? 1 : p->H, S = p->S;
     size_t values = H * (p->causal ? S * (S + 1) / 2 : S * S), bytes = values * ts_dtype_bytes(dtype), position;
-    p->scan = (struct ts_checksum_scan){0, 0};
+    p->scan = (struct ts_checksum_scan){.layer_crcs = p->scan.layer_crcs};
     for (size_t k = 0; k < p->L; k++) {
         unsigned char *out = p->out == NULL ? NULL : (unsigned char *)p->out + k * bytes;
         if (p->causal && !ts_is_causal(p->sources[k], p->source_dtype, p->H, S, &position)) {

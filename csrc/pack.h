@@ -16,10 +16,11 @@
 struct ts_checksum_scan {
     size_t nonfinite; /* number of values that are NaN or infinite */
     uint32_t crc;     /* crc32c of the bytes */
+    uint32_t *layer_crcs; /* receives the crc32c of each layer, or NULL */
 };
 
 /**
- * Add values to a scan.
+ * Add the values of a layer to a scan. Advances layer_crcs.
  *
  * @param in   n values of type dtype
  * @param out  receives a copy of the values, or NULL
@@ -36,7 +37,7 @@ struct ts_pack {
     int mean;   /* write the mean over the heads as float16 instead of `stored` */
     void *out;  /* L layers of 1 or H triangles or squares; NULL: only scan `stored` */
     size_t layer; /* result: the layer of TS_ERR_RANGE */
-    struct ts_checksum_scan scan; /* result: statistics of the packed values */
+    struct ts_checksum_scan scan; /* result: statistics of the packed values; layer_crcs is an argument */
 };
 
 /**

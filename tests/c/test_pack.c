@@ -18,6 +18,11 @@ static void test_pack_attention(void)
     struct ts_pack pack = {.sources = sources, .L = 2, .H = H, .S = S, .causal = 1, .mean = 1, .out = mean};
     CHECK(ts_pack_attention(&pack) == TS_OK && pack.causal && pack.scan.nonfinite == 1);
     CHECK(pack.scan.crc == ts_crc32c(0, mean, 2 * A * 2));
+    uint32_t layer_crcs[2];
+    pack.scan.layer_crcs = layer_crcs;
+    CHECK(ts_pack_attention(&pack) == TS_OK && pack.scan.crc == ts_crc32c(0, mean, 2 * A * 2));
+    CHECK(layer_crcs[0] == ts_crc32c(0, mean, A * 2) && layer_crcs[1] == ts_crc32c(0, mean + A, A * 2));
+    pack.scan.layer_crcs = NULL;
     CHECK(ts_head_mean(layers[1], TS_F16, H, S, 1, expected) == TS_OK && memcmp(expected, mean + A, A * 2) == 0);
     pack.mean = 0;
     pack.stored = sources;

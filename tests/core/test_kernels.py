@@ -86,8 +86,10 @@ def test_packed_attention_equals_numpy(seed, tokens, heads, layers, dtype, mode,
         expected = wanted[..., rows, columns] if want_causal else wanted
         out = np.empty(expected.size, name)
         needs_out = want_causal or stored is None or seed % 2
+        target, crcs = out if needs_out else None, np.zeros(len(full), "<u4")
+        sizes = heads, tokens, want_causal
         packed, nonfinite, crc = kernels.pack_attention(
-            list(full), CODES[dtype], stored, CODES[name], heads, tokens, want_causal, out if needs_out else None
+            list(full), CODES[dtype], stored, CODES[name], *sizes, target, crcs if seed % 3 else None
         )
         assert packed == (is_causal or not want_causal)
         if packed:
@@ -95,6 +97,8 @@ def test_packed_attention_equals_numpy(seed, tokens, heads, layers, dtype, mode,
                 np.testing.assert_array_equal(out, expected.reshape(-1))
             given = out if needs_out else np.stack(stored)
             assert nonfinite == (~np.isfinite(given)).sum() and crc == google_crc32c.value(given.tobytes())
+            if seed % 3:
+                assert crcs.tolist() == [google_crc32c.value(a.tobytes()) for a in given.reshape(len(full), -1)]
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 70_000), st.integers(0, 3), st.sampled_from(["f2", "f4", "f8"]))
@@ -110,6 +114,9 @@ def test_checksum_scan_equals_numpy(seed, n, count, dtype):
     out = np.empty(count * n, dtype)
     assert kernels.checksum_scan(arrays, CODES[dtype], n, out) == (found, google_crc32c.value(data))
     assert out.tobytes() == data
+    crcs = np.empty(count, "<u4")
+    assert kernels.checksum_scan(arrays, CODES[dtype], n, None, crcs) == (found, google_crc32c.value(data))
+    assert crcs.tolist() == [google_crc32c.value(a.tobytes()) for a in arrays]
 
 
 def test_pack_attention_rejects_wrong_sizes():
@@ -120,6 +127,8 @@ def test_pack_attention_rejects_wrong_sizes():
         kernels.pack_attention([layer], kernels.F16, [layer], kernels.F16, 2, 3, True, np.empty(11, "f2"))
     with pytest.raises(ValueError, match="out"):
         kernels.pack_attention([layer], kernels.F16, [layer], kernels.F16, 2, 3, True, None)
+    with pytest.raises(ValueError, match="layer_crcs"):
+        kernels.checksum_scan([layer, layer], kernels.F16, 18, None, np.empty(1, "<u4"))
     with pytest.raises(OverflowError, match="1"):
         large = [np.ones((1, 1, 1), "f4"), np.full((1, 1, 1), 1e5, "f4")]
         kernels.pack_attention(large, kernels.F32, None, kernels.F16, 1, 1, True, np.empty(2, "f2"))

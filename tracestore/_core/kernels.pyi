@@ -18,7 +18,11 @@ def count_nonfinite(source: _Buffer, dtype: int) -> int: ...
 def unpack_triangle(source: _Buffer, itemsize: int, num_matrices: int, num_tokens: int, out: _Buffer) -> None: ...
 def mean_rows(source: _Buffer, dtype: int, num_rows: int, row_length: int, out: _Buffer) -> None: ...
 def checksum_scan(
-    arrays: Sequence[_Buffer], dtype: int, num_values: int, out: _Buffer | None = None
+    arrays: Sequence[_Buffer],
+    dtype: int,
+    num_values: int,
+    out: _Buffer | None = None,
+    layer_crcs: _Buffer | None = None,
 ) -> tuple[int, int]: ...
 def pack_attention(
     sources: Sequence[_Buffer],
@@ -29,4 +33,5 @@ def pack_attention(
     num_tokens: int,
     causal: bool,
     out: _Buffer | None,
+    layer_crcs: _Buffer | None = None,
 ) -> tuple[bool, int, int]: ...

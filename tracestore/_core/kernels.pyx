@@ -32,6 +32,7 @@ cdef extern from "pack.h" nogil:
     ctypedef struct ts_scan_t "struct ts_checksum_scan":
         size_t nonfinite
         uint32_t crc
+        uint32_t *layer_crcs
     void ts_checksum_scan(ts_scan_t *scan, const void *data, ts_dtype dtype, size_t n, void *out)
     ctypedef struct ts_pack "struct ts_pack":
         const void *const *sources
@@ -211,11 +212,22 @@ cdef int _run_scan(void *context) noexcept nogil:
     return 0
 
 
+cdef _View _layer_crcs(layer_crcs, size_t count, ts_scan_t *scan):
+    """Let a scan write the checksums of layers into a buffer, or None. Returns the view that holds it."""
+    cdef _View view = None
+    scan.nonfinite, scan.crc, scan.layer_crcs = 0, 0, NULL
+    if layer_crcs is not None:
+        view = _View(layer_crcs, True)
+        view.require_size(count * sizeof(uint32_t), "layer_crcs")
+        scan.layer_crcs = <uint32_t *>view.view.buf
+    return view
+
+
 cdef int _run_pack(void *context) noexcept nogil:
     return ts_pack_attention(<ts_pack *>context)
 
 
-def checksum_scan(arrays, int dtype, size_t num_values, out=None) -> tuple[int, int]:
+def checksum_scan(arrays, int dtype, size_t num_values, out=None, layer_crcs=None) -> tuple[int, int]:
     """Count non-finite values and compute the checksum of arrays in one pass.
 
     Parameters
@@ -224,6 +236,8 @@ def checksum_scan(arrays, int dtype, size_t num_values, out=None) -> tuple[int, 
         Arrays of `num_values` values each.
     out : buffer, optional
         Receives a copy of the arrays, one after another.
+    layer_crcs : buffer, optional
+        Receives the CRC-32C of each array, uint32.
 
     Returns
     -------
@@ -231,7 +245,7 @@ def checksum_scan(arrays, int dtype, size_t num_values, out=None) -> tuple[int, 
         The number of values that are NaN or infinite, and the CRC-32C of the concatenated arrays.
     """
     cdef _Views views = _Views(arrays, num_values * ts_dtype_bytes(<ts_dtype>dtype))
-    cdef _View o
+    cdef _View o, crcs
     cdef _Scan s
     s.out = NULL
     if out is not None:
@@ -239,14 +253,15 @@ def checksum_scan(arrays, int dtype, size_t num_values, out=None) -> tuple[int, 
         o.require_size(views.count * num_values * ts_dtype_bytes(<ts_dtype>dtype), "out")
         s.out = <unsigned char *>o.view.buf
     s.arrays, s.count, s.n, s.dtype = views.data, views.count, num_values, <ts_dtype>dtype
-    s.scan.nonfinite, s.scan.crc = 0, 0
+    crcs = _layer_crcs(layer_crcs, views.count, &s.scan)
     with nogil:
         run_guarded(_run_scan, &s)
     return s.scan.nonfinite, s.scan.crc
 
 
 def pack_attention(
-    sources, int source_dtype, stored, int stored_dtype, size_t num_heads, size_t num_tokens, bint causal, out
+    sources, int source_dtype, stored, int stored_dtype, size_t num_heads, size_t num_tokens, bint causal, out,
+    layer_crcs=None
 ) -> tuple[bool, int, int]:
     """Pack the attention of L layers (H, S, S), layer after layer.
 
@@ -261,6 +276,8 @@ def pack_attention(
         Pack lower triangles instead of squares.
     out : buffer or None
         Receives the packed layers. None only scans `stored`, which must be packed already.
+    layer_crcs : buffer, optional
+        Receives the CRC-32C of each packed layer, uint32.
 
     Returns
     -------
@@ -277,7 +294,7 @@ def pack_attention(
     cdef size_t pairs = num_tokens * (num_tokens + 1) // 2 if causal else square
     cdef _Views source_views = _Views(sources, num_heads * square * ts_dtype_bytes(<ts_dtype>source_dtype))
     cdef _Views stored_views = None
-    cdef _View o = None
+    cdef _View o = None, crcs
     cdef ts_pack p
     cdef int ret
     p.mean = stored is None
@@ -295,6 +312,7 @@ def pack_attention(
     p.sources, p.stored = source_views.data, NULL if stored_views is None else stored_views.data
     p.source_dtype, p.stored_dtype = <ts_dtype>source_dtype, <ts_dtype>stored_dtype
     p.L, p.H, p.S, p.causal, p.layer = source_views.count, num_heads, num_tokens, causal, 0
+    crcs = _layer_crcs(layer_crcs, source_views.count, &p.scan)
     with nogil:
         ret = run_guarded(_run_pack, &p)
     if ret == TS_ERR_RANGE:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, reduce
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -97,12 +97,11 @@ class PackedTrace:
         """Size of its arrays in bytes, in memory or in files."""
         return sum(map(num_bytes_of, self.arrays.values()))
 
-    def set_crcs(self, name: str, crcs: Sequence[int], num_bytes: Sequence[int]) -> None:
-        """Set the CRC-32C of an array from those of its parts: its layers, or one."""
-        sizes = zip(crcs[1:], num_bytes[1:], strict=True)
-        self.crcs[name] = reduce(lambda whole, part: kernels.crc32c_combine(whole, *part), sizes, crcs[0])
-        if len(crcs) == self.num_layers:
-            self.layer_crcs[name] = np.array(crcs, "<u4")
+    def room_for_layer_crcs(self, name: str, num_bytes: int) -> np.ndarray | None:
+        """Return the empty `layer_crcs` of an array of so many bytes, None if its layers are small."""
+        if num_bytes < self.num_layers * schema.MIN_LAYER_BYTES:
+            return None
+        return self.layer_crcs.setdefault(name, np.empty(self.num_layers, "<u4"))
 
     @property
     def in_memory_arrays(self) -> dict[str, Sequence[np.ndarray]]:
@@ -166,57 +165,54 @@ def _bytes(array: np.ndarray) -> np.ndarray:
     return array.reshape(-1).view("u1")
 
 
-def _parts(num_layers: int, layer_bytes: int) -> list[slice]:
-    """Return the parts of an array that get a checksum of their own: layers of `layer_bytes`, or all that are small."""
-    if layer_bytes < schema.MIN_LAYER_BYTES:
-        return [slice(0, num_layers)]
-    return [slice(k, k + 1) for k in range(num_layers)]
+def _scan(
+    arrays: Sequence[np.ndarray], dtype: str, out: np.ndarray | None = None, layer_crcs: np.ndarray | None = None
+) -> tuple[int, int]:
+    """Return the number of NaN or infinite values and the CRC-32C of arrays of one shape, stored as `dtype`."""
+    return kernels.checksum_scan(arrays, schema.dtype_code(dtype), arrays[0].size, out, layer_crcs)
 
 
-def _scan(arrays: Sequence[np.ndarray], dtype: str, out: np.ndarray | None = None) -> tuple[int, list[int]]:
-    """Return the number of NaN or infinite values and the CRC-32C of the parts of arrays of one shape."""
-    code, parts = schema.dtype_code(dtype), _parts(len(arrays), arrays[0].nbytes)
-    found = [kernels.checksum_scan(arrays[p], code, arrays[0].size, None if out is None else out[p]) for p in parts]
-    return sum([bad for bad, _ in found]), [crc for _, crc in found]
+def _crc(arrays: Sequence[np.ndarray], layer_crcs: np.ndarray | None = None) -> int:
+    """Return the CRC-32C of arrays, one after another."""
+    crc = 0
+    for k, array in enumerate(arrays):
+        if layer_crcs is None:
+            crc = kernels.crc32c(_bytes(array), crc)
+        else:
+            layer_crcs[k] = kernels.crc32c(_bytes(array))
+            crc = kernels.crc32c_combine(crc, int(layer_crcs[k]), array.nbytes)
+    return crc
 
 
-def _crc(arrays: Sequence[np.ndarray]) -> int:
-    return reduce(lambda crc, array: kernels.crc32c(_bytes(array), crc), arrays, 0)
-
-
-def _pack_attention(
-    layers: Sequence[np.ndarray], mode: str, keep: bool, num_tokens: int, scratch: Scratch
-) -> tuple[int, list[np.ndarray], str, int, list[int]]:
-    """Return (layout, arrays of all layers, dtype name, number of NaN or infinite values, CRC-32C of each part)."""
-    layers = [np.ascontiguousarray(a) for a in layers]
+def _pack_attention(trace: PackedTrace, mode: str, keep: bool, scratch: Scratch) -> list[np.ndarray]:
+    """Return the packed attention of all layers, and set its layout, dtype and checksums."""
+    assert trace.record.attention is not None
+    layers = [np.ascontiguousarray(a) for a in trace.record.attention]
     dtype = schema.dtype_name(layers[0].dtype)
-    num_heads = layers[0].shape[0]
+    num_heads, num_tokens = layers[0].shape[0], trace.num_tokens
     stored, name = None, "float16"
     if mode == "heads":
         stored = [_stored(a, keep, f"attentions[{k}]", scratch) for k, a in enumerate(layers)]
         name = dtype if keep else name
+    storage, code, as_code = schema.storage_dtype(name), schema.dtype_code(dtype), schema.dtype_code(name)
     for layout in (schema.LAYOUT_CAUSAL, schema.LAYOUT_SQUARE):
-        packed, nonfinite, crcs = None, 0, list[int]()
-        size = (1 if stored is None else num_heads) * schema.num_pairs(num_tokens, layout)
-        storage, code, as_code = schema.storage_dtype(name), schema.dtype_code(dtype), schema.dtype_code(name)
-        if stored is None or layout == schema.LAYOUT_CAUSAL:
-            packed = scratch.empty(len(layers) * size, storage)
-        for part in _parts(len(layers), size * storage.itemsize):
-            chosen = stored and stored[part]
-            out = None if packed is None else packed[part.start * size : part.stop * size]
-            sizes = num_heads, num_tokens, layout == schema.LAYOUT_CAUSAL
-            try:
-                is_packed, bad, crc = kernels.pack_attention(layers[part], code, chosen, as_code, *sizes, out)
-            except OverflowError as error:
-                layer = f"attentions[{part.start + error.args[0]}]"
-                raise field_error(layer, "a head mean that float16 cannot hold", "at most 65504") from None
-            if not is_packed:
-                break
-            nonfinite, crcs = nonfinite + bad, [*crcs, crc]
+        packed, is_causal = None, layout == schema.LAYOUT_CAUSAL
+        size = len(layers) * (1 if stored is None else num_heads) * schema.num_pairs(num_tokens, layout)
+        if stored is None or is_causal:
+            packed = scratch.empty(size, storage)
+        crcs = trace.room_for_layer_crcs("attention", size * storage.itemsize)
+        try:
+            is_packed, nonfinite, crc = kernels.pack_attention(
+                layers, code, stored, as_code, num_heads, num_tokens, is_causal, packed, crcs
+            )
+        except OverflowError as error:
+            layer = f"attentions[{error.args[0]}]"
+            raise field_error(layer, "a head mean that float16 cannot hold", "at most 65504") from None
         if is_packed:
             break
-    arrays = [packed] if packed is not None else [a.reshape(-1) for a in stored or ()]
-    return layout, arrays, name, nonfinite, crcs
+    trace.layout, trace.attention_dtype, trace.crcs["attention"] = layout, name, crc
+    trace.num_nonfinite += nonfinite
+    return [packed] if packed is not None else [a.reshape(-1) for a in stored or ()]
 
 
 def _pack_edges(
@@ -255,12 +251,12 @@ def _pack_states(trace: PackedTrace, arrays: _Arrays, keep_dtype: bool, scratch:
         # A large trace is not copied: its size is accounted for, and it may be in files.
         if record.is_borrowed and not can_alias and len(layers) * layers[0].nbytes <= scratch.max_memory // 2:
             copy = scratch.empty((len(layers), *layers[0].shape), layers[0].dtype)
-        trace.num_nonfinite, found = _scan(layers, trace.hidden_dtype, copy)
-        trace.set_crcs("hidden_states", found, [layers[0].nbytes] * len(found))
+        crcs = trace.room_for_layer_crcs("hidden_states", len(layers) * layers[0].nbytes)
+        trace.num_nonfinite, trace.crcs["hidden_states"] = _scan(layers, trace.hidden_dtype, copy, crcs)
         record.hidden, arrays["hidden_states"] = (layers, layers) if copy is None else (list(copy), [copy])
     if record.last_token is not None:
         arrays["last_token"] = [_stored(record.last_token, keep_dtype, "sequences", scratch)]
-        bad, (trace.crcs["last_token"],) = _scan(arrays["last_token"], trace.hidden_dtype)
+        bad, trace.crcs["last_token"] = _scan(arrays["last_token"], trace.hidden_dtype)
         trace.num_nonfinite += bad
     elif record.edges is None:
         assert record.hidden is not None
@@ -277,11 +273,7 @@ def _pack_graph(trace: PackedTrace, arrays: _Arrays, attention: str, keep_dtype:
             expected = "(H, S, S) per layer; use --attention mean"
             raise field_error("attentions", "attention averaged over heads", expected)
         trace.num_heads = None if record.is_head_mean else int(record.attention[0].shape[0])
-        trace.layout, arrays["attention"], trace.attention_dtype, bad, found = _pack_attention(
-            record.attention, attention, keep_dtype, trace.num_tokens, scratch
-        )
-        trace.set_crcs("attention", found, [num_bytes_of(arrays["attention"]) // trace.num_layers] * len(found))
-        trace.num_nonfinite += bad
+        arrays["attention"] = _pack_attention(trace, attention, keep_dtype, scratch)
     if record.edges is not None:
         trace.layout = schema.LAYOUT_EDGES
         arrays["edge_index"], arrays["edge_weight"], trace.edge_counts, trace.attention_dtype, trace.reversed_edges = (
@@ -290,8 +282,8 @@ def _pack_graph(trace: PackedTrace, arrays: _Arrays, attention: str, keep_dtype:
         code = schema.dtype_code(trace.attention_dtype)
         trace.num_nonfinite += sum(kernels.count_nonfinite(_bytes(a), code) for a in arrays["edge_weight"])
         for name in ("edge_index", "edge_weight"):
-            parts = [arrays[name][p] for p in _parts(trace.num_layers, num_bytes_of(arrays[name]) // trace.num_layers)]
-            trace.set_crcs(name, [_crc(part) for part in parts], [num_bytes_of(part) for part in parts])
+            crcs = trace.room_for_layer_crcs(name, num_bytes_of(arrays[name]))
+            trace.crcs[name] = _crc(arrays[name], crcs)
     for name in ("hidden_states", "attention", "edge_index", "edge_weight"):
         if name in arrays:
             trace.graph_crc = kernels.crc32c_combine(trace.graph_crc, trace.crcs[name], num_bytes_of(arrays[name]))
