@@ -143,12 +143,19 @@ class ArrayReader:
         self._files, self._layers = files, layers
         self._next_row = self._num_sequential = 0
         self._opened = _Opened(None, np.zeros(0, self.dtype), ArrayView(np.zeros(0, self.dtype), 0, 1))
+        # The view of an uncompressed array that has every row: its accesses test nothing else.
+        self._whole: ArrayView | None = None
         if num_rows > 0:
             self._path = f"{name}/c/" + "/".join("0" * len(self.shape))
             self._entry = _entry(entries, self._path)
-            self._opened = self._open()
+            self._open()
 
-    def _open(self) -> _Opened:
+    def _open(self) -> None:
+        self._opened = self._mapped_file()
+        if self._offsets is None and self._opened.partial is None:
+            self._whole = self._opened.view
+
+    def _mapped_file(self) -> _Opened:
         num_rows, row_bytes = self.shape[0], self.row_items * self.dtype.itemsize
         num_chunks, chunk_bytes = -(-num_rows // self.chunk_rows), self.chunk_rows * row_bytes
         entry, partial = self._entry, None
@@ -184,7 +191,7 @@ class ArrayReader:
             self._next_row = end
             if self._num_sequential == _SEQUENTIAL:  # a caller reads the whole array
                 self._layers = None
-                self._opened = self._open()
+                self._open()
         return self._filled([(begin, end)])
 
     def _bytes(self, rows: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -197,7 +204,7 @@ class ArrayReader:
             opened = self._opened
             if opened.partial is None or opened.partial.fetch(self._bytes(rows), check):
                 return opened
-            self._opened = self._open()
+            self._open()
         raise StorageError(f"{self._path}: files go from the cache faster than they can be read")
 
     def fetch(self, rows: Sequence[tuple[int, int]], check: Callable[[], None]) -> None:
@@ -268,9 +275,12 @@ class ArrayReader:
 
     def copy_sources(self, begin: int, end: int) -> list[Any]:
         """Return rows begin .. end - 1 as sources of a gather: a RowRange, or flat uint8 arrays."""
-        if self._offsets is not None or not 0 <= begin <= end <= self.shape[0]:
-            return [piece.view("u1") for piece in self.slices(begin, end)]
-        return [self._ready(begin, end).view.rows(begin, end)]
+        if self._whole is None or not 0 <= begin <= end <= self.shape[0]:
+            self.require_rows(begin, end)
+            if self._offsets is not None:
+                return [piece.view("u1") for piece in self.slices(begin, end)]
+            return [self._ready(begin, end).view.rows(begin, end)]
+        return [self._whole.rows(begin, end)]
 
     def flat(self, begin: int, end: int) -> np.ndarray:
         """Return rows begin .. end - 1 as one flat, read-only array."""
