@@ -4,7 +4,7 @@ import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
 from tracestore.errors import InvalidInputError, UsageError
@@ -61,37 +61,7 @@ class Pattern:
     @cached_property
     def parts(self) -> tuple[Part, ...]:
         """The parts of the pattern; UsageError if it is not one."""
-        parts: list[Part] = []
-        at, token = 0, _PATH_TOKEN if self.is_path else _KEY_TOKEN
-        while at < len(self.text):
-            match = token.match(self.text, at)
-            if match is None:
-                found = "a backslash at the end makes no character literal"
-                found = found if self.text[at] == "\\" else "expected a name such as {id} or {n:d} behind the brace"
-                raise UsageError(f"{self.text}: {found}")
-            literal, wild = match["escaped"] or match["literal"], match["wild"]
-            if literal and parts and parts[-1].kind == "literal":
-                parts[-1] = Part("literal", parts[-1].text + literal)
-            elif literal:
-                parts.append(Part("literal", literal))
-            elif wild:  # `**/x` matches `x`, too
-                parts.append(Part("deep" if wild.startswith("**") else "star", "/" if wild.endswith("/") else ""))
-            else:
-                parts.append(Part("name", match["name"], match["form"] == ":d", match["form"] == ":-d"))
-            at = match.end()
-        self._check_names(parts)
-        return tuple(parts)
-
-    def _check_names(self, parts: list[Part]) -> None:
-        """Raise UsageError for what is no name, a name that occurs twice, or two without a character between."""
-        names = [part.text for part in parts if part.kind == "name"]
-        if wrong := next((name for name in names if not is_name(name)), None):
-            raise UsageError(f"{self.text}: {{{wrong}}} is no name such as {{id}} or {{n:d}}")
-        if repeated := next((name for name in names if names.count(name) > 1), None):
-            raise UsageError(f"{self.text}: {{{repeated}}} occurs twice")
-        for one, two in itertools.pairwise(parts):
-            if one.kind == "name" and two.kind == "name":
-                raise UsageError(f"{self.text}: {{{one.text}}}{{{two.text}}} needs a character between the names")
+        return _parse(self.text, self.is_path)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -204,6 +174,44 @@ class Pattern:
                 value = int(text) if is_axis else text
                 bound[part.text] = -abs(int(text)) if part.is_from_end else value
         return Match(bound, tuple(wild))
+
+
+# The built-in layouts repeat most of their patterns.
+@lru_cache(maxsize=1024)
+def _parse(text: str, is_path: bool) -> tuple[Part, ...]:
+    """Return the parts of a pattern; UsageError if it is not one."""
+    parts: list[Part] = []
+    at, token = 0, _PATH_TOKEN if is_path else _KEY_TOKEN
+    while at < len(text):
+        match = token.match(text, at)
+        if match is None:
+            found = "a backslash at the end makes no character literal"
+            found = found if text[at] == "\\" else "expected a name such as {id} or {n:d} behind the brace"
+            raise UsageError(f"{text}: {found}")
+        literal, wild = match["escaped"] or match["literal"], match["wild"]
+        if literal and parts and parts[-1].kind == "literal":
+            parts[-1] = Part("literal", parts[-1].text + literal)
+        elif literal:
+            parts.append(Part("literal", literal))
+        elif wild:  # `**/x` matches `x`, too
+            parts.append(Part("deep" if wild.startswith("**") else "star", "/" if wild.endswith("/") else ""))
+        else:
+            parts.append(Part("name", match["name"], match["form"] == ":d", match["form"] == ":-d"))
+        at = match.end()
+    _check_names(text, parts)
+    return tuple(parts)
+
+
+def _check_names(text: str, parts: list[Part]) -> None:
+    """Raise UsageError for what is no name, a name that occurs twice, or two without a character between."""
+    names = [part.text for part in parts if part.kind == "name"]
+    if wrong := next((name for name in names if not is_name(name)), None):
+        raise UsageError(f"{text}: {{{wrong}}} is no name such as {{id}} or {{n:d}}")
+    if repeated := next((name for name in names if names.count(name) > 1), None):
+        raise UsageError(f"{text}: {{{repeated}}} occurs twice")
+    for one, two in itertools.pairwise(parts):
+        if one.kind == "name" and two.kind == "name":
+            raise UsageError(f"{text}: {{{one.text}}}{{{two.text}}} needs a character between the names")
 
 
 def is_name(text: str) -> bool:

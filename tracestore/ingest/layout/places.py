@@ -260,8 +260,8 @@ def _advice(plan: Plan, place: Place) -> str:
 
 def _waits(place: Place, waiting: list[Place], known: set[str]) -> bool:
     """Return whether a place binds a name whose value another waiting place gives."""
-    given = {_given(p) for p in waiting if p is not place}
-    return bool((place.trace_names - known) & given)
+    unknown = place.trace_names - known
+    return bool(unknown) and not unknown.isdisjoint(_given(p) for p in waiting if p is not place)
 
 
 def _key(plan: Plan, place: Place, known: set[str]) -> tuple[str, ...]:
