@@ -41,6 +41,7 @@ class CudaCacheManager:
         retries = now.get("num_alloc_retries", 0)
         rising, self._retries = retries > self._retries, retries
         peak = now.get("allocated_bytes.all.peak", 0)
+        self._kept = min(self._kept, max(0, _idle(now)))
         if rising or _idle(now) - self._kept > max(_MAX_IDLE_BYTES, _MAX_IDLE_FRACTION * peak):
             self._empty()
             # The memory of CUDA graphs stays reserved.

@@ -25,6 +25,7 @@ from tracestore.oom.oom_errors import is_out_of_memory
 from tracestore.store.read.store import TraceStore
 from tracestore.train.config import TrainConfig
 from tracestore.train.distributed import DistributedContext
+from tracestore.train.side_streams import side_streams
 from tracestore.train.step_graphs import StepGraphs
 from tracestore.train.step_inputs import StepInputs
 
@@ -128,7 +129,7 @@ class BatchFeed:
         self._epoch = self._next = 0
         # On a GPU, copies of whole batches run ahead of the steps until the device has no room for them.
         self.copies = CopyStream(self.device) if self.device.type == "cuda" else None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tracestore-feed")
+        self._thread = ThreadPoolExecutor(1, "tracestore-feed", _use_device, (self.device,))
         self._ahead: deque[Future[list[DeviceBatch]]] = deque()
 
     def __len__(self) -> int:
@@ -237,11 +238,17 @@ class BatchFeed:
             self._iterator = None
 
 
+def _use_device(device: torch.device) -> None:
+    """Let the thread of a feed use its GPU: the current device is that of a thread."""
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
+
+
 class CopyStream:
     """Copies to a GPU on a stream of its own, next to the computation."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._device, self._stream = device, side_streams(device).copies
 
     def run(self, copy: Callable[[], T]) -> tuple[T, torch.cuda.Event]:
         """Start copies. Return their result, and the event that ends them."""

@@ -67,7 +67,9 @@ class ModelRunner:
         if len(parts) == 1:
             batch, first, last = parts[0]
             given = batch.traces(first, last)
-            if self.graphs is not None and last - first == batch.size and batch.can_repeat:
+            # Gradients of accumulated batches are added; those of a recording are overwritten by the next one.
+            is_alone = len(step.batches) == 1 and last - first == batch.size
+            if self.graphs is not None and is_alone and batch.can_repeat:
                 replayed = self.graphs.loss(given)
                 if replayed is not None:
                     return replayed

@@ -9,21 +9,23 @@ References
 PyTorch, "CUDA semantics", section "CUDA Graphs".
 """
 
-import functools
 import gc
 import logging
+import sys
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
 
 from tracestore.oom.oom_errors import is_out_of_memory
+from tracestore.train.side_streams import side_streams
 from tracestore.train.step_inputs import StepInputs
 
 T = TypeVar("T")
-# Graphs that are kept. Other shapes are computed operation by operation.
-_MAX_GRAPHS = 64
+# Graphs that are kept, and the share of the memory of a GPU, 1 / 16, that their inputs take. Other shapes are computed operation by operation.
+_MAX_GRAPHS, _INPUT_SHARE = 64, 16
 
 
 class ReplayedLoss:
@@ -41,7 +43,9 @@ class ReplayedLoss:
         return self._value
 
     def backward(self) -> None:
-        """Set the gradients of the parameters."""
+        """Set the gradients of the parameters, which must have none: the next replay overwrites these."""
+        if any(parameter.grad is not None for parameter in self._graphs.trained):
+            raise RuntimeError("the gradients of a recorded step cannot be added to others")
         for parameter, gradient in zip(self._graphs.trained, self._graphs.gradients, strict=True):
             parameter.grad = gradient
 
@@ -66,12 +70,6 @@ class _Recording:
         tensors = inputs.tensors()
         for numbers, own in self._groups:
             torch._foreach_copy_(own, [tensors[k] for k in numbers], non_blocking=True)
-
-
-@functools.cache
-def _stream() -> torch.cuda.Stream:
-    """Return the stream of all recordings; the matrix products of another one would allocate a workspace."""
-    return torch.cuda.Stream()
 
 
 class StepGraphs:
@@ -102,6 +100,11 @@ class StepGraphs:
         self._recordings: dict[object, _Recording] = {}
         self._optimizer_graph: torch.cuda.CUDAGraph | None = None
         self._num_steps = 0
+        self._device = self._parameters[0].device
+        self._pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
+        self._room = sys.maxsize
+        if self._device.type == "cuda":
+            self._room = torch.cuda.get_device_properties(self._device).total_memory // _INPUT_SHARE
         self.is_active = True
 
     def loss(self, inputs: StepInputs) -> ReplayedLoss | None:
@@ -109,9 +112,15 @@ class StepGraphs:
         key = tuple((tensor.shape, tensor.dtype) for tensor in inputs.tensors())
         recording = self._recordings.get(key)
         if recording is None and self.is_active and len(self._recordings) < _MAX_GRAPHS:
+            num_bytes = sum(tensor.nbytes for tensor in inputs.tensors())
+            if num_bytes > self._room:
+                return None
             recording = self._try(lambda: self._record(inputs))
-            if recording is not None:
+            if recording is None:
+                self._optimizer.zero_grad(set_to_none=True)
+            else:
                 self._recordings[key] = recording
+                self._room -= num_bytes
         if recording is None or recording.loss is None:
             return None
         recording.read(inputs)
@@ -182,21 +191,24 @@ class StepGraphs:
 
     def _run(self, work: Callable[[], T], graph: torch.cuda.CUDAGraph | None = None) -> T:
         """Run work on a stream of its own, and record it if a graph is given."""
-        stream, current = _stream(), torch.cuda.current_stream()
-        stream.wait_stream(current)
-        if graph is None:
-            with torch.cuda.stream(stream):
-                out = work()
-        else:
-            # Other threads may allocate pinned memory meanwhile.
-            with torch.cuda.graph(graph, stream=stream, pool=self._pool(), capture_error_mode="thread_local"):
-                out = work()
-        current.wait_stream(stream)
-        return out
-
-    def _pool(self) -> Any:
-        """Return the memory of the graphs, which share it because their tensors live for one step only."""
-        return next((r.graph.pool() for r in self._recordings.values()), None)
+        device = self._device
+        with torch.cuda.device(device):
+            stream, current = side_streams(device).recordings, torch.cuda.current_stream(device)
+            stream.wait_stream(current)
+            try:
+                if graph is None:
+                    with torch.cuda.stream(stream):
+                        return work()
+                # Other threads may allocate pinned memory meanwhile.
+                with torch.cuda.graph(graph, stream=stream, pool=self._pool, capture_error_mode="thread_local"):
+                    return work()
+            except BaseException:
+                _end_allocations(device, self._pool)
+                raise
+            finally:
+                # A recording that fails can leave its stream the current one.
+                torch.cuda.set_stream(current)
+                current.wait_stream(stream)
 
     def _try(self, record: Callable[[], T]) -> T | None:
         """Return a recording. If it fails, no graph is used from now on."""
@@ -207,7 +219,6 @@ class StepGraphs:
             logging.getLogger(__name__).debug("a CUDA graph cannot be recorded", exc_info=True)
         # Outside of the handler, whose traceback keeps tensors of the recording.
         self.release()
-        self._optimizer.zero_grad(set_to_none=True)
         gc.collect()
         torch.cuda.empty_cache()
         if not is_short:
@@ -218,3 +229,9 @@ class StepGraphs:
                 stacklevel=2,
             )
         return None
+
+
+def _end_allocations(device: torch.device, pool: Any) -> None:
+    """Let torch allocate outside of the memory of recordings again, which it may not after one that was invalidated."""
+    with suppress(Exception):
+        torch._C._cuda_endAllocateToPool(device.index or 0, pool)

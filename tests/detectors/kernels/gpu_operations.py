@@ -27,6 +27,7 @@ from triton.runtime.jit import JITFunction
 
 from tracestore.detectors import dropout, precision
 from tracestore.detectors.graph import gine
+from tracestore.train.side_streams import side_streams
 
 CUDA = torch.device("cuda", 0)
 _NO_LAUNCH = {"detach", "_unsafe_view", "lift_fresh", "resize_", "set_", "_has_compatible_shallow_copy_type"}
@@ -80,6 +81,8 @@ class Gpu(contextlib.ExitStack):
 
     def __enter__(self):
         super().__enter__()
+        side_streams.cache_clear()
+        self.callback(side_streams.cache_clear)
         for owner, name, value in self._patches():
             self._patch(owner, name, value)
         self.enter_context(_Functions(self))

@@ -9,6 +9,7 @@ from tests.helpers import Immediate, make_traces, write_store
 from tracestore.detectors.model_config import ModelConfig
 from tracestore.evaluation.store_split import Split
 from tracestore.train.config import TrainConfig
+from tracestore.train.model_runner import ModelRunner
 from tracestore.train.trainer import Trainer, TrainState
 
 LAYERS, DIM, BATCH = 30, 576, 16
@@ -29,12 +30,12 @@ def count_step(store, name, folder, **options):
     indices = np.arange(len(store))
     split = Split(dict.fromkeys(("train", "val", "test"), indices), {})
     config = TrainConfig(device="cuda", batch_size=BATCH, loader_threads=1, **options)
-    with Gpu() as gpu:
+    with Gpu() as gpu, pytest.MonkeyPatch.context() as patch:
+        # What a step starts where no graph of it is recorded.
+        patch.setattr(ModelRunner, "record_steps", lambda *_: None)
         model_config = ModelConfig.from_store(store)
         trainer = Trainer(name, store, split, indices % 2, model_config, config, folder, lambda _: None)
         trainer._setup()
-        # What a step starts where no graph of it is recorded.
-        trainer.feed.graphs = trainer.runner.graphs = trainer.guard.graphs = None
         trainer.feed._thread = Immediate()
         trainer.model.train()
         state = TrainState()

@@ -86,6 +86,50 @@ def record_on_cpu(trainer):
     return graphs
 
 
+@pytest.mark.parametrize("accumulated", [2, 3])
+def test_accumulated_batches_are_not_replayed(store, recordings, tmp_path, accumulated):
+    options = {"sizes": SIZES | {"dropout": 0.0}, "grad_accum_steps": accumulated}
+    expected = train(trainer_of(store, "lstm_solo", tmp_path / "plain", **options))
+    trainer = trainer_of(store, "lstm_solo", tmp_path / "graphs", **options)
+    record_on_cpu(trainer)
+    found = train(trainer)
+    assert found[0] == expected[0] and all(map(torch.equal, found[1], expected[1]))
+
+
+def test_gradients_of_a_replay_are_not_added_to_others(store, recordings, tmp_path):
+    trainer = trainer_of(store, "lstm_solo", tmp_path)
+    graphs = record_on_cpu(trainer)
+    trainer.feed.seek(0, 0)
+    (batch,) = trainer.feed.next_batches(1)
+    loss = graphs.loss(batch.traces(0, batch.size))
+    loss.backward()
+    with pytest.raises(RuntimeError, match="cannot be added"):
+        loss.backward()
+
+
+def test_a_step_of_the_optimizer_that_cannot_be_recorded_is_computed(store, recordings, tmp_path, monkeypatch):
+    sizes = SIZES | {"dropout": 0.0}
+    expected = train(trainer_of(store, "lstm_solo", tmp_path / "plain", sizes=sizes))
+    trainer = trainer_of(store, "lstm_solo", tmp_path / "graphs", sizes=sizes)
+    graphs = record_on_cpu(trainer)
+
+    def fails(self):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(step_graphs.StepGraphs, "_record_optimizer", fails)
+    found = train(trainer)
+    assert found[0] == expected[0] and all(map(torch.equal, found[1], expected[1]))
+    assert not graphs.is_active
+
+
+def test_inputs_of_recordings_take_a_share_of_the_memory(store, recordings, tmp_path):
+    trainer = trainer_of(store, "lstm_solo", tmp_path)
+    graphs = record_on_cpu(trainer)
+    graphs._room = 1
+    train(trainer, 1)
+    assert graphs.is_active and not graphs._recordings and Recording.replays == 0
+
+
 @pytest.mark.parametrize("name", ["lstm_solo", "lstm_solo_v0"])
 def test_replayed_steps_equal_plain_steps(store, recordings, tmp_path, name):
     """Also of the short last batch, whose step is another recording."""
@@ -217,3 +261,27 @@ def test_replayed_steps_of_a_gpu_equal_plain_steps(store, tmp_path, monkeypatch,
     if precision == "float32":
         for mine, theirs in zip(weights, weights_expected, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=2e-4)
+
+
+@pytest.mark.gpu
+@gpu
+def test_a_recording_that_waits_for_the_gpu_leaves_everything_as_it_was(store, tmp_path):
+    trainer = trainer_of(store, "lstm_solo", tmp_path, device="cuda")
+    forward, graphs = trainer.runner.forward, trainer.runner.graphs
+
+    def waits(given):
+        logits, loss = forward(given)
+        if torch.cuda.is_current_stream_capturing():
+            float(loss)
+        return logits, loss
+
+    trainer.runner.forward = waits
+    current = torch.cuda.current_stream()
+    with pytest.warns(RuntimeWarning, match="cannot be recorded"):
+        train(trainer, 1)
+    assert not graphs.is_active and torch.cuda.current_stream() == current
+    before = torch.cuda.memory_allocated()
+    for epoch in (1, 2):
+        trainer._train_epoch(TrainState(epoch=epoch))
+        torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() <= before + (1 << 20)
