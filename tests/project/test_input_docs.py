@@ -101,7 +101,7 @@ def write_generated_batches(folder):
         passes = tuple(tuple(torch.tensor(states(3, n, 8)) for _ in range(2)) for n in (5, 1, 1))
         sequences, mask = torch.randint(5, 99, (3, 8)), torch.ones(3, 5, dtype=torch.long)
         mask[1, :2] = 0
-        sequences[1, :2] = sequences[2, 6:] = 2
+        sequences[1, :2], sequences[2, 6], sequences[2, 7] = 0, 2, 0
         ids = [f"q{batch}{row}" for row in range(3)]
         found = {"hidden_states": passes, "sequences": sequences, "attention_mask": mask, "ids": ids}
         torch.save(found, folder / f"b_{batch}.pt")

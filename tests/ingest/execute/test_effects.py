@@ -703,5 +703,5 @@ def test_files_of_ranks_are_no_prompt_and_answer(tmp_path):
 
 def test_a_file_without_a_line_is_named_in_the_line_that_leaves_it_out(tmp_path):
     dump(tmp_path / "in/a.pkl", rows())
-    (tmp_path / "in/README.txt").write_text("states of a model")
-    refuse(tmp_path, ROWS, r'or ignore = \["README.txt"\]')
+    (tmp_path / "in/notes.txt").write_text("states of a model")
+    refuse(tmp_path, ROWS, r'or ignore = \["notes.txt"\]')

@@ -276,6 +276,22 @@ def test_rule_17b_padding_that_leaves_out_nothing(tmp_path, known, row):
     assert traces["a.pkl:1", 0].tokens.tolist() == row
 
 
+@pytest.mark.parametrize("pad", [[0, 2], [0, 0], [0, -1], 0])
+@pytest.mark.parametrize("prompts", [[[1, 1, 1], [1, 1, 1]], [[1, 1, 1], [0, 1, 1]]])
+def test_rule_17b_an_id_that_fills_no_row(tmp_path, pad, prompts):
+    """S.pad = 0 where 2 ends sequences and fills rows [a state of padding as that of the last token]."""
+    arrays = {"sequences": np.array([[5, 6, 7, 8, 9, 2], [5, 6, 7, 8, 2, 2]]), "mask": np.array(prompts)}
+    passes = tuple(tuple(states(2, n, 8, seed=3 * n + k) for k in range(2)) for n in (3, 1, 1))
+    dump(tmp_path / "in/a.pkl", {"hs": passes, **arrays})
+    layout = {"hidden_states": "a.pkl : hs -> P L N S D", "tokens": "a.pkl : sequences -> N T"}
+    layout |= {"S.mask": "a.pkl : mask -> N S", "S.pad": pad}
+    refuse(tmp_path, layout, r"S.pad: no row ends with the id 0 .* S.pad = \[2, 2\]")
+
+    traces = convert(tmp_path, layout | {"S.pad": [2, 2]})
+
+    assert traces["a.pkl:1", 0].tokens.tolist()[-1] == 2
+
+
 @pytest.mark.parametrize(
     "rows", [[[0, 6, 7, 8], [0, 6, 0, 0]], [[0, 6, 7, 8], [0, 6, 5, 8]], [[0, 0, 7, 8], [5, 6, 7, 0]]]
 )
@@ -642,15 +658,15 @@ def test_rule_12c_no_match_at_all(tmp_path):
 def test_rule_12c_a_column_that_is_nowhere(tmp_path, field):
     """A misspelled name of a column: the labels would be missing without a word."""
     write_rows(tmp_path)
-    table(tmp_path / "in/t.csv", [{"qid": f"q{k}", "ok": k % 2} for k in range(3)])
+    table(tmp_path / "in/t.csv", [{"qid": f"q{k}", "column": k % 2} for k in range(3)])
 
-    refuse(tmp_path, ROWS | {field: "t.csv : [id=qid]/okk"}, "the files hold no such value")
+    refuse(tmp_path, ROWS | {field: "t.csv : [id=qid]/colunm"}, "the files hold no such value")
 
 
 def test_rule_12c_a_label_that_is_nowhere(tmp_path):
-    write_rows(tmp_path, ok=lambda k: k % 2)
+    write_rows(tmp_path, column=lambda k: k % 2)
 
-    refuse(tmp_path, ROWS | {"is_correct": "*.pkl : [id=id]/okk"}, "the files hold no such value")
+    refuse(tmp_path, ROWS | {"is_correct": "*.pkl : [id=id]/colunm"}, "the files hold no such value")
 
 
 @pytest.mark.parametrize("count", [2, 4])

@@ -282,7 +282,7 @@ class PadAccount:
         self._before: set[int] = set()  # ids before the padding
         self._last: set[int] = set()  # ids that end rows without padding
         self._inner: set[int] = set()  # generated ids before other generated ids, which end no sequence
-        self._is_end = False
+        self._is_end = self._is_filled = False
         self._begins: set[bool] = set()  # whether rows begin with the id that fills
         self._is_of_ids = type(settings.get("S.padding")) is int
         self._spans: set[tuple[int, int]] = set()  # how many tokens were left out before and behind those of rows
@@ -326,7 +326,10 @@ class PadAccount:
             self._inner.update(ids[num_prompt : end - 1].tolist())
         if end == len(ids):
             self._last.add(last)
+            if len(ids) > 1 and ids[-2] == last:
+                self._doubled_end = last
             return num_states
+        self._is_filled = True
         before = int(ids[end - 1])
         if self._end is None:
             self._before.add(before)
@@ -370,6 +373,13 @@ class PadAccount:
                 f"the id {min(self.left_out)} begins rows and ends rows, or begins every row: S.mask or S.lengths "
                 "states the padding",
                 field="S.padding",
+            )
+        if self._fill is not None and not self._is_filled and not self._has_none and self._doubled_end is not None:
+            twice = self._doubled_end
+            raise InvalidInputError(
+                f"no row ends with the id {self._fill} that fills rows by the layout, and a row ends with the id {twice} "
+                f'twice: S.pad = [{twice}, {twice}] if it is padding, S.padding = "none" if not',
+                field="S.pad",
             )
         twice = self._doubled_end if len(self._doubled) < 2 else self._doubled[True]
         if before | behind == {0} and twice is not None and not self._has_none:
