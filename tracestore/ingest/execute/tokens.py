@@ -326,8 +326,7 @@ class PadAccount:
             self._inner.update(ids[num_prompt : end - 1].tolist())
         if end == len(ids):
             self._last.add(last)
-            if len(ids) > 1 and ids[-2] == last:
-                self._doubled_end = last
+            self._doubled_end = last if last in ids[-2:-1] else self._doubled_end
             return num_states
         self._is_filled = True
         before = int(ids[end - 1])
