@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections import defaultdict
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,8 @@ from hypothesis import strategies as st
 from tests.helpers import command
 from tests.train.runs import FAST, STEPS_OF
 from tracestore.errors import TracestoreWarning, UsageError
+from tracestore.experiment import training_run
+from tracestore.train import monitor
 from tracestore.train.trackers import MlflowRun, WandbRun, _TrackedRun
 
 RUNS = {"wandb": WandbRun, "mlflow": MlflowRun}
@@ -18,6 +21,7 @@ RUNS = {"wandb": WandbRun, "mlflow": MlflowRun}
 class Service(_TrackedRun):
     """A service that keeps the numbers, and fails on demand."""
 
+    logger = "service"
     received = None
     fails = False
 
@@ -88,6 +92,46 @@ def test_a_run_continues_after_a_kill(logger, tmp_path, monkeypatch):
     assert found == expected
 
 
+@pytest.mark.parametrize(
+    "trainings",
+    [
+        ["--epochs 2 --logger wandb", "--seed 7 --overwrite", "--seed 7 --epochs 2 --resume --logger wandb"],
+        ["--epochs 2 --logger mlflow", "--seed 7 --overwrite", "--seed 7 --epochs 2 --resume --logger mlflow"],
+        ["--logger wandb", "--epochs 2 --resume --logger mlflow", "--epochs 3 --resume --logger wandb"],
+        ["--logger mlflow", "--epochs 2 --resume", "--epochs 3 --resume --logger mlflow"],
+        ["--seeds 2 --logger wandb", "--seeds 2 --overwrite", "--seeds 2 --epochs 2 --resume --logger wandb"],
+    ],
+)
+def test_each_service_gets_all_numbers_of_the_trainings_that_name_it(trainings, labeled, tmp_path, monkeypatch):
+    runs, expected = defaultdict(list), []
+
+    class Fake(Service):
+        def _start(self, run_id, name, options):
+            run_id = run_id or f"{self.logger}{len(runs)}"
+            self.received = runs[run_id]
+            if run_id not in runs or not run_id.startswith(self.logger):
+                raise KeyError(run_id)
+            return run_id
+
+    monkeypatch.setattr(training_run, "require", lambda extra: None)
+    for name, base in (("wandb", "WandbRun"), ("mlflow", "MlflowRun")):
+        monkeypatch.setattr(monitor, base, type(base, (Fake,), {"logger": name}))
+    trained = 0
+    for line in trainings:
+        words = line.split()
+        epochs = int(words[words.index("--epochs") + 1]) if "--epochs" in words else 1
+        flags = [] if "--epochs" in words else ["--epochs", 1]
+        more = ["--models", "lstm_solo", "--no-probe", *flags, *FAST]
+        command("train", labeled, "--output", tmp_path / "r", *words, *more, check=0)
+        begin = trained if "--resume" in words else 0
+        trained = epochs
+        if "--logger" in words:
+            num_seeds = 1 + ("--seeds" in words)
+            expected += [(words[-1], step) for step in range(begin * 3, epochs * 3)] * num_seeds
+    found = [(k.rstrip("0123456789"), step) for k, r in runs.items() for key, _, step in r if key == "loss/step"]
+    assert sorted(found) == sorted(expected)
+
+
 @pytest.mark.parametrize("logger", RUNS)
 def test_training_writes_for_a_logger(logger, labeled, tmp_path, monkeypatch):
     pytest.importorskip(logger)
@@ -96,4 +140,4 @@ def test_training_writes_for_a_logger(logger, labeled, tmp_path, monkeypatch):
     command("train", labeled, "--output", tmp_path / "r", *words, check=0)
     steps = STEPS_OF[logger](tmp_path / "r/lstm_solo/events")
     assert steps["epoch/val_auroc"] and steps["loss/step"] == list(range(len(steps["loss/step"])))
-    assert json.loads((tmp_path / "r/lstm_solo/events/run.json").read_text())["id"]
+    assert json.loads((tmp_path / f"r/lstm_solo/events/run-{logger}.json").read_text())["id"]

@@ -52,7 +52,7 @@ def plan_runs(splits: list[Split], options: TrainOptions, folder: Path) -> list[
 
 
 def _training_files(folder: Path) -> Iterator[Path]:
-    """Yield the checkpoints and TensorBoard events of trainings in the folder, folds and seeds included.
+    """Yield the checkpoints and the files of loggers of trainings in the folder, folds and seeds included.
 
     Only files with names of tracestore count, because folders of source files may have the same
     names (lstm_solo/preprocessed_0.pt).
@@ -60,7 +60,8 @@ def _training_files(folder: Path) -> Iterator[Path]:
     for run_folder in (folder, *folder.glob("seed-*"), *folder.glob("fold-*/seed-*")):
         for name in MODELS:
             yield from (path for c in CHECKPOINTS if (path := run_folder / name / c).exists())
-            yield from run_folder.glob(f"{name}/events/events.out.tfevents.*")
+            for pattern in ("events.out.tfevents.*", "run-*.json"):
+                yield from run_folder.glob(f"{name}/events/{pattern}")
 
 
 def holds_run(folder: Path) -> bool:
@@ -70,7 +71,7 @@ def holds_run(folder: Path) -> bool:
 
 
 def remove_checkpoints(folder: Path) -> None:
-    """Remove the checkpoints and TensorBoard events of an earlier run."""
+    """Remove the checkpoints and the files of loggers of an earlier run."""
     for path in list(_training_files(folder)):
         path.unlink()
 

@@ -6,7 +6,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from tracestore.errors import TracestoreWarning, UsageError, escape_unprintable
 from tracestore.store.io.fsio import read_json
@@ -31,8 +31,11 @@ class _TrackedRun(ABC):
         Start a new run, whatever an earlier training has left in the folder.
     """
 
+    #: The name of the service, as ``--logger`` takes it. Each service knows the ids of its own runs only.
+    logger: ClassVar[str]
+
     def __init__(self, folder: Path, options: Mapping[str, Any], *, is_new: bool) -> None:
-        self.file = folder / "events" / "run.json"
+        self.file = folder / "events" / f"run-{self.logger}.json"
         self.file.parent.mkdir(parents=True, exist_ok=True)
         self._points: list[Point] = []
         try:
@@ -78,6 +81,8 @@ class _TrackedRun(ABC):
 class WandbRun(_TrackedRun):
     """A run of Weights & Biases. Its environment variables choose project and mode."""
 
+    logger = "wandb"
+
     def _start(self, run_id: str | None, name: str, options: Mapping[str, Any]) -> str:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
@@ -104,6 +109,8 @@ class WandbRun(_TrackedRun):
 
 class MlflowRun(_TrackedRun):
     """A run of MLflow, on the server of MLFLOW_TRACKING_URI or else in the folder ``mlruns`` next to the events."""
+
+    logger = "mlflow"
 
     def _start(self, run_id: str | None, name: str, options: Mapping[str, Any]) -> str:
         # MLflow counts its uses on a server of its own, and refuses folders, unless it is told otherwise.
