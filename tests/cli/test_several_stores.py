@@ -1,12 +1,18 @@
 """Commands that read several stores as one, and those that take one store."""
 
+import csv
 import json
 import shutil
+from collections import defaultdict
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from tests.helpers import command, error_of, make_traces, write_store
+import tracestore
+from tests.helpers import command, error_of, make_trace, make_traces, write_store
+from tracestore.serve.results import Results
 from tracestore.store.maintain.merge import merge_stores
 
 FAST = ("--epochs", 2, "--batch-size", 8, "--models", "lstm_solo", "--no-probe", "--num-threads", 1)
@@ -31,6 +37,16 @@ def results_of(folder):
     return json.loads((folder / "results.json").read_text())
 
 
+def rows_of(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def with_stores(path, stores):
+    """Return the rows of a file of the merged store, with the column that the two stores add."""
+    return [row | {"store": str(stores[int(row["question_id"][1:]) >= 30])} for row in rows_of(path)]
+
+
 def without_times(entry):
     return {name: value for name, value in entry.items() if "seconds" not in name and "bytes" not in name}
 
@@ -49,7 +65,7 @@ def test_a_training_on_two_stores_equals_that_on_the_merged_store(stores, traine
     assert both["split"] == merged["split"] and both["traces"] == merged["traces"]
     entries = [without_times(results["models"]["lstm_solo"]) for results in (both, merged)]
     assert entries[0]["test"] == entries[1]["test"] and entries[0]["test_scores"] == entries[1]["test_scores"]
-    assert (trained / "predictions.csv").read_text() == (tmp_path / "merged" / "predictions.csv").read_text()
+    assert rows_of(trained / "predictions.csv") == with_stores(tmp_path / "merged" / "predictions.csv", stores)
     named = both["store"]["stores"]
     assert [(s["path"], s["num_traces"]) for s in named] == [(str(stores[0]), 30), (str(stores[1]), 40)]
     assert both["store"]["path"] == f"{stores[0]} + {stores[1]}" and "stores" not in merged["store"]
@@ -68,8 +84,57 @@ def test_predict(stores, trained, tmp_path):
     words = ["--checkpoint", trained / "lstm_solo" / "best.pt", "--num-threads", 1]
     done = command("predict", *stores[:2], *words, "--output", tmp_path / "both.csv", "--json", check=0)
     command("predict", stores[2], *words, "--output", tmp_path / "merged.csv", check=0)
-    assert (tmp_path / "both.csv").read_text() == (tmp_path / "merged.csv").read_text()
-    assert json.loads(done.stdout)["store"] == f"{stores[0]} + {stores[1]}"
+    assert rows_of(tmp_path / "both.csv") == with_stores(tmp_path / "merged.csv", stores)
+    assert json.loads(done.stdout)["store"] == f"{stores[0]} + {stores[1]}" and "more than one" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("first", "flipped", "differing"),
+    [(10, range(10, 30), 20), (29, [29], 1), (29, [], 0), (0, [5, 7, 9, 28], 4), (0, range(0, 30, 3), 10)],
+)
+def test_keys_that_two_stores_have_are_told(stores, trained, tmp_path, first, flipped, differing):
+    """The second store has the last questions of the first one again, some with the other label, and ten new ones."""
+    again = make_traces(40, tokens=lambda k: 2 + k % 4)[first:]
+    score = [(k in flipped) ^ (k % 2) for k in range(first, 40)]
+    path = write_store(tmp_path / "again.zarr", again, score=score.__getitem__)
+    text = f"keys (question id and sample) in more than one store: {30 - first}"
+    done = command("train", stores[0], path, "--output", tmp_path / "r", *FAST, check=0)
+    assert f"{text}, {differing} of them with different labels\n" in done.stdout + done.stderr
+    rows = rows_of(tmp_path / "r" / "predictions.csv")
+    assert len(rows) == len({(row["question_id"], row["sample"], row["store"]) for row in rows})
+    words = ["--checkpoint", trained / "lstm_solo" / "best.pt", "--num-threads", 1, "--output", tmp_path / "p.csv"]
+    done = command("predict", stores[0], path, *words, check=0)
+    assert f"{text}\n" in done.stdout + done.stderr
+    rows = rows_of(tmp_path / "p.csv")
+    assert [(row["store"], row["question_id"]) for row in rows] == [
+        *((str(stores[0]), f"q{k}") for k in range(30)),
+        *((str(path), f"q{k}") for k in range(first, 40)),
+    ]
+    with tracestore.open(path) as opened:
+        shown = Results.read([tmp_path / "p.csv"], opened)
+    expected = [float(row["hallucination_score"]) for row in rows[30:]]
+    assert shown.probabilities["hallucination_score"].tolist() == expected and shown.num_unknown == 30
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.dictionaries(st.integers(0, 5), st.sampled_from([None, 0, 1]), min_size=1), min_size=1, max_size=4))
+def test_shared_keys_of_any_stores(tmp_path_factory, labels_of):
+    """labels_of: for each store the labels by the number of the question."""
+    folder = tmp_path_factory.mktemp("stores")
+    paths = [
+        write_store(folder / f"{k}.zarr", map(make_trace, labels), label=list(labels.values()).__getitem__)
+        for k, labels in enumerate(labels_of)
+    ]
+    by_key = defaultdict(list)
+    for labels in labels_of:
+        for number, label in labels.items():
+            by_key[number].append(label)
+    shared = [found for found in by_key.values() if len(found) > 1]
+    differing = sum({0, 1} <= set(found) for found in shared)
+    with tracestore.open(paths) as store:
+        assert sorted(map(len, store.internals.shared_keys())) == sorted(map(len, shared))
+        assert bool(shared) == bool(lines := store.describe_shared_keys(store.y))
+        assert not shared or lines[0].endswith(f": {len(shared)}, {differing} of them with different labels")
 
 
 def test_report(stores, tmp_path):

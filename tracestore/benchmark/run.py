@@ -179,7 +179,7 @@ def _run(
         activity.log(
             f"{store.path}: {plural(len(data[name].y), 'labeled trace')}, {int(data[name].y.sum()):,} hallucinated; {path}"
         )
-        for text in store.describe_labels(options.score_threshold):
+        for text in (*store.describe_labels(options.score_threshold), *store.describe_shared_keys(targets)):
             activity.log(text)
         for score in scores_without_threshold(store):
             activity.log(

@@ -6,15 +6,16 @@ from typing import Any
 import numpy as np
 
 from tracestore.evaluation.metrics import probability
-from tracestore.store.format.labels import PREDICTION_COLUMNS
+from tracestore.store.format.labels import PREDICTION_COLUMNS, STORE_COLUMN
 from tracestore.store.io.fsio import write_rows
+from tracestore.store.read.store import TraceStore
 
 
-def write_predictions(path: Path, runs: list[dict[str, Any]]) -> None:
+def write_predictions(path: Path, runs: list[dict[str, Any]], store: TraceStore) -> None:
     """Write one row per run and tested trace, sorted by seed and trace.
 
     PREDICTION_COLUMNS are followed by one column per model: its probability that the answer
-    is a hallucination.
+    is a hallucination. Where several stores are read as one, the last column names the store of the trace.
 
     Parameters
     ----------
@@ -22,7 +23,10 @@ def write_predictions(path: Path, runs: list[dict[str, Any]]) -> None:
     runs : list of dict
         For each run: fold (None without folds, written as an empty field), seed, and models,
         the results.json entries by name.
+    store : TraceStore
     """
+    internals = store.internals
+    are_several = len(internals.members) > 1
     names = list(runs[0]["models"]) if runs else []
     rows: list[tuple[Any, ...]] = []
     for run in runs:
@@ -32,6 +36,8 @@ def write_predictions(path: Path, runs: list[dict[str, Any]]) -> None:
         fold = "" if run["fold"] is None else run["fold"]
         for k, trace in enumerate(traces["trace_index"]):
             key = (traces["question_id"][k], traces["sample"][k], trace)
-            rows.append((*key, "test", fold, run["seed"], traces["label"][k], *(column[k] for column in columns)))
+            values = (column[k] for column in columns)
+            origin = (internals.origin(trace)[0],) if are_several else ()
+            rows.append((*key, "test", fold, run["seed"], traces["label"][k], *values, *origin))
     rows.sort(key=lambda row: (row[5], row[2]))
-    write_rows(path, (*PREDICTION_COLUMNS, *names), rows)
+    write_rows(path, (*PREDICTION_COLUMNS, *names, *((STORE_COLUMN,) if are_several else ())), rows)

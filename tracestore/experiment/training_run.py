@@ -187,7 +187,7 @@ class _Experiment:
         self.results["controls"] = control_entries(self.store, self.splits, self.targets, seed)
         self._write_results()
         tested = [{**e, "models": e["models"] | ({PROBE: probes[e["fold"]]} if probes else {})} for e in self.entries]
-        write_predictions(self.output_dir / PREDICTIONS, tested)
+        write_predictions(self.output_dir / PREDICTIONS, tested, self.store)
         run_facts = RunFacts(options.command, peak_bytes=peak_memory())
         write_report(self.results, self.output_dir / REPORT, self.store, run_facts)
         write_plots(self.results, self.output_dir)
@@ -207,7 +207,10 @@ class _Experiment:
         counts = ", ".join(f"{name} {len(indices)}" for name, indices in split.indices.items())
         num_unlabeled = len(store) - len(self.dropped) - sum(map(len, split.indices.values()))
         self.log(f"{store.path}: {plural(len(store), 'trace')}, {num_unlabeled:,} without a label or score; {counts}")
-        for text in store.describe_labels(options.config.score_threshold):
+        for text in (
+            *store.describe_labels(options.config.score_threshold),
+            *store.describe_shared_keys(self.targets),
+        ):
             self.log(text)
         if options.config.drop_nonfinite:
             self.log(describe_dropped(self.dropped))

@@ -23,7 +23,7 @@ from tracestore.oom.memory_limits import RESERVE_BYTES, limited_memory
 from tracestore.oom.oom_errors import is_out_of_memory
 from tracestore.oom.optimizers import SGD
 from tracestore.platform_support import memory_use
-from tracestore.store.format.labels import DEFAULT_THRESHOLD, PREDICTED_COLUMNS
+from tracestore.store.format.labels import DEFAULT_THRESHOLD, PREDICTED_COLUMNS, STORE_COLUMN
 from tracestore.store.format.provenance import Provenance, require_compatible
 from tracestore.store.io.fsio import map_os_errors, write_rows
 from tracestore.store.read.store import StorePath, TraceStore, open_store
@@ -242,6 +242,8 @@ def predict_store(
 ) -> PredictReport:
     """Write a CSV file with the columns PREDICTED_COLUMNS and a row for each trace of a store.
 
+    Of several stores, which are read as one, the last column names the store of the trace.
+
     Parameters
     ----------
     checkpoint : Path
@@ -277,6 +279,8 @@ def predict_store(
         report = PredictReport(
             str(output), str(checkpoint), str(store.path), detector.name, detector.threshold, len(store)
         )
+        for text in store.describe_shared_keys():
+            log(text)
         batches: Iterable[tuple[np.ndarray, np.ndarray]]
         if isinstance(detector, FittedDetector):
             memory_budget = None
@@ -306,7 +310,8 @@ def predict_store(
                 progress(done, report.num_traces)
 
         with limited_memory(memory_budget, start), map_os_errors(output):
-            write_rows(output, PREDICTED_COLUMNS, rows())
+            are_several = len(store.internals.members) > 1
+            write_rows(output, (*PREDICTED_COLUMNS, *((STORE_COLUMN,) if are_several else ())), rows())
     return report
 
 
@@ -317,8 +322,10 @@ def _rows(
     is_scored = ~np.isnan(logits)
     scores, predicted = probability(np.where(is_scored, logits, 0)), logits >= threshold
     questions = store.question_ids.take(indices)
+    are_several = len(store.internals.members) > 1
     for k, question, score, hit, has_score in zip(indices, questions, scores, predicted, is_scored, strict=True):
-        yield question, store[int(k)].sample, *((float(score), int(hit)) if has_score else ("", ""))
+        origin = (store.internals.origin(int(k))[0],) if are_several else ()
+        yield question, store[int(k)].sample, *((float(score), int(hit)) if has_score else ("", "")), *origin
         report.num_without_score += not has_score
         report.num_predicted += bool(hit)
 

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import numpy as np
 
 from tracestore.errors import UsageError, escape_unprintable
 from tracestore.run_results import read_results
-from tracestore.store.format.labels import FOLD_PREFIX, PREDICTION_COLUMNS
+from tracestore.store.format.labels import FOLD_PREFIX, PREDICTION_COLUMNS, STORE_COLUMN
+from tracestore.store.io.files import is_same_location, parse_location
 from tracestore.store.io.fsio import open_csv, open_regular
 from tracestore.store.read.store import TraceStore
 
@@ -144,12 +146,17 @@ class Results:
             self.ranked.add(name)
 
     def _read_predictions(self, rows: "csv.DictReader[str]", columns: Sequence[str], store: TraceStore) -> None:
-        others = (*PREDICTION_COLUMNS, "group", _PREDICTED)
+        others = (*PREDICTION_COLUMNS, "group", _PREDICTED, STORE_COLUMN)
         names = [name for name in columns if name not in others]
         lowest = math.inf
         sums = {name: np.zeros(len(store)) for name in names}
         counts = {name: np.zeros(len(store), int) for name in names}
+        here = store.internals.files.location
+        is_here = cache(lambda text: text is None or is_same_location(here, parse_location(text)))
         for row in rows:
+            if not is_here(row.get(STORE_COLUMN)):
+                self.num_unknown += 1
+                continue
             if (index := self._index(row, store)) is None:
                 continue
             for name in names:

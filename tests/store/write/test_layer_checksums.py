@@ -54,7 +54,7 @@ def test_a_compressed_segment_has_none(tmp_path, codec):
 
 
 def test_a_copy_of_traces_without_them_has_them(tmp_path):
-    """A part of a segment is copied trace by trace; a whole segment would be taken over as it is."""
+    """A part of a segment is copied trace by trace; a whole segment would be taken over unchanged."""
     (tmp_path / "ids").write_text("q0\nq2\n")
     path = layers_of(tmp_path / "old.zarr", [80, 2, 90])
     command("subset", path, tmp_path / "expected.zarr", "--ids", tmp_path / "ids", check=0)

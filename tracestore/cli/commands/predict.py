@@ -2,7 +2,7 @@
 
 hallucination_score: the detector's probability that the answer is a hallucination. predicted: 1 where its
 logit is at or above the threshold that was chosen on validation. Both are empty where a trace holds NaN or
-infinite values.
+infinite values. With several stores, the last column names the store of the trace.
 
 Example: tracestore predict other.zarr --checkpoint results/gnn_det_lstm/best.pt
 """

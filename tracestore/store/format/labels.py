@@ -26,6 +26,8 @@ _MAX_TEXT = 1024
 PREDICTION_COLUMNS = ("question_id", "sample", "trace_index", "split", "fold", "seed", "label")
 # Columns of the file that predict writes, and the beginning of the columns of folds in that of benchmark.
 PREDICTED_COLUMNS, FOLD_PREFIX = ("question_id", "sample", "hallucination_score", "predicted"), "fold:"
+# Last column of both where several stores were read as one: traces of two stores may have the same key.
+STORE_COLUMN = "store"
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from tracestore.store.read.segment import SegmentReader
 
 # Files of which a larger share is read are fetched whole.
 _WHOLE_SHARE = 0.5
+_KEYS_AT_ONCE = 1 << 16
 
 
 def open_files(path: str | os.PathLike[str]) -> ReadableFiles:
@@ -122,6 +123,18 @@ class StoreInternals:
         first = self.first_traces
         k = bisect_right(first, index) - 1
         return str(self.members[k].files.location), index - first[k]
+
+    def shared_keys(self) -> list[list[int]]:
+        """Return the traces of each key (question id, sample) that several of `members` have."""
+        found: dict[int, list[int]] = {}
+        samples, count = self.index.read_column("sample"), self.manifest.num_traces
+        for begin in range(self.first_traces[1], count, _KEYS_AT_ONCE):
+            traces = np.arange(begin, min(begin + _KEYS_AT_ONCE, count))
+            keys = zip(traces.tolist(), self.index.question_ids(traces), samples[traces].tolist(), strict=True)
+            for trace, question_id, sample in keys:
+                if (first := self.index.find(question_id, sample)) != trace:
+                    found.setdefault(first, [first]).append(trace)
+        return list(found.values())
 
     @property
     def mapped_columns(self) -> tuple[MappedColumns, ...]:

@@ -204,6 +204,18 @@ class TraceStore(TraceCollection):
         note = unlabeled_note(columns.scores, columns.labels, self.score_name)
         return ([] if np.isnan(self.scores).all() else lines) + ([] if note is None else [note])
 
+    def describe_shared_keys(self, targets: np.ndarray | None = None) -> list[str]:
+        """Return the line about keys that several of the stores opened as one have; none if there are no such keys.
+
+        With `targets`, the label of each trace (N,), it tells how many of these keys have different labels.
+        """
+        shared = self.internals.shared_keys()
+        text = f"keys (question id and sample) in more than one store: {len(shared):,}"
+        if targets is not None:
+            labels = (set(targets[traces][~np.isnan(targets[traces])]) for traces in shared)
+            text += f", {sum(len(of_key) > 1 for of_key in labels):,} of them with different labels"
+        return [text] if shared else []
+
     # Traces
 
     def index_of(self, question_id: str, sample: int = 0) -> int:
