@@ -166,7 +166,7 @@ def test_every_command_prints_one_json_document(store_path, tiny_model, tmp_path
     monkeypatch.setenv("TRACESTORE_CACHE_DIR", str(tmp_path / "cache"))
     scores = write_scores(tmp_path / "scores.csv", {"q0": 0.5})
     write_pickle(tmp_path / "a.pkl", make_traces(3))
-    command("convert", tmp_path / "a.pkl", tmp_path / "planned.zarr", "--plan", tmp_path / "tasks", check=0)
+    command("convert", tmp_path / "a.pkl", tmp_path / "planned.zarr", "--plan", tmp_path / "tasks.json", check=0)
     labeled = write_labeled(tmp_path / "labeled.zarr")
     run = ["--store", labeled, *FAST, *ONLY["lstm_solo"], "--epochs", 1, "--no-probe"]
     command("train", *run, "--output-dir", tmp_path / "other", check=0)
@@ -182,9 +182,9 @@ def test_every_command_prints_one_json_document(store_path, tiny_model, tmp_path
             *("--out", tmp_path / "extracted"),
         ],
         "convert": [tmp_path / "a.pkl", tmp_path / "new.zarr"],
-        "work": [tmp_path / "tasks"],
-        "status": [tmp_path / "tasks"],
-        "commit": [tmp_path / "tasks"],
+        "work": [tmp_path / "tasks.json"],
+        "status": [tmp_path / "tasks.json"],
+        "commit": [tmp_path / "tasks.json"],
         "inspect": [tmp_path / "a.pkl"],
         "info": [store_path],
         "verify": [store_path],

@@ -33,24 +33,9 @@ from tracestore.store.format.zip_group import pack_group
 from tracestore.store.maintain.verify import verify_store
 from tracestore.tasks import Receipt, Task, commit_tasks, plan_tasks, receipt, write_task
 from tracestore.tasks import task_plan as plan
+from tracestore.tasks.task_files import write_tasks
 
 KILLS = int(os.environ.get("TRACESTORE_KILLS", "4"))
-
-
-@pytest.fixture(autouse=True)
-def small_tasks(monkeypatch):
-    """Make a task of each source."""
-    monkeypatch.setattr(plan, "_MIN_TASK", 1)
-
-
-@pytest.fixture
-def data(tmp_path):
-    folder = tmp_path / "data"
-    folder.mkdir()
-    for k in range(6):
-        traces = [make_trace(10 * k + i, tokens=3 + i) | {"rare": i, "temperature": 0.5} for i in range(4)]
-        write_pickle(folder / f"batch_{k}{'.pkl.gz' if k % 2 else '.pkl'}", traces)
-    return folder
 
 
 def files_of(store):
@@ -94,8 +79,8 @@ def test_the_bytes_do_not_depend_on_processes_order_and_repetition(data, tmp_pat
     random.Random(workers).shuffle(mixed)
     processes = []
     for k in range(workers):  # each task at two places, also at the same time
-        file = tmp_path / f"{k}.plan"
-        file.write_text("".join(f"{task.to_json()}\n" for task in mixed[k::workers]))
+        file = tmp_path / f"{k}.json"
+        write_tasks(file, mixed[k::workers])
         processes.append(start(file))
     assert [process.wait(60) for process in processes] == [0] * workers
     commit_tasks(random.sample(tasks, 6))
@@ -270,13 +255,13 @@ def test_what_one_process_must_read_is_refused_when_it_is_planned(tmp_path):
     store = tmp_path / "s.zarr"
     field = ["--field", "hidden_states = {id}.npz : hidden_states -> L S D"]
     for words in (field, ["--dry-run"], ["--overwrite"], ["--watch"], ["--dask", "local"]):
-        error_of("convert", folder, store, "--plan", tmp_path / "plan", *words, code=2)
+        error_of("convert", folder, store, "--plan", tmp_path / "plan.json", *words, code=2)
     assert not store.exists()
     convert(folder, store, *field)
     np.savez(folder / "b.npz", hidden_states=np.stack(make_trace(1, tokens=4)["hidden_states"]))
-    assert "leave out --plan" in error_of("convert", folder, store, "--plan", tmp_path / "plan", code=2)
-    error_of("convert", folder, "s3://bucket/s.zarr", "--plan", tmp_path / "plan", code=2)
-    assert not (tmp_path / "plan").exists()
+    assert "leave out --plan" in error_of("convert", folder, store, "--plan", tmp_path / "plan.json", code=2)
+    error_of("convert", folder, "s3://bucket/s.zarr", "--plan", tmp_path / "plan.json", code=2)
+    assert not (tmp_path / "plan.json").exists()
 
 
 def mutations(data, rng):
@@ -406,8 +391,8 @@ def test_a_segment_that_is_gone_is_refused(data, tmp_path):
 def test_killed_workers_leave_nothing_wrong(data, tmp_path):
     run_tasks(data, tmp_path / "one.zarr")
     tasks = plan_tasks(data, tmp_path / "s.zarr")
-    file, rng = tmp_path / "plan", random.Random(3)
-    file.write_text("".join(f"{task.to_json()}\n" for task in tasks))
+    file, rng = tmp_path / "plan.json", random.Random(3)
+    write_tasks(file, tasks)
     for _ in range(KILLS):
         process = start(file)
         time.sleep(rng.uniform(0.2, 0.8))
@@ -447,8 +432,8 @@ def test_two_coordinators_add_each_source_once(data, tmp_path):
     for task in one:
         write_task(task)
     assert one == other
-    command = [sys.executable, "-m", "tracestore", "commit", tmp_path / "plan"]
-    (tmp_path / "plan").write_text("".join(f"{task.to_json()}\n" for task in one))
+    command = [sys.executable, "-m", "tracestore", "commit", tmp_path / "plan.json"]
+    write_tasks(tmp_path / "plan.json", one)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     processes = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE) for _ in range(2)]
     errors = [process.communicate(timeout=60)[1].decode() for process in processes]
@@ -460,18 +445,18 @@ def test_two_coordinators_add_each_source_once(data, tmp_path):
 
 def test_processes_of_one_command(data, tmp_path):
     run_tasks(data, tmp_path / "one.zarr")
-    convert(data, tmp_path / "s.zarr", "--plan", tmp_path / "plan")
-    assert command("work", tmp_path / "plan", "--workers", 2, check=0).stdout.count("is written") == 6
-    command("commit", tmp_path / "plan", check=0)
+    convert(data, tmp_path / "s.zarr", "--plan", tmp_path / "plan.json")
+    assert command("work", tmp_path / "plan.json", "--workers", 2, check=0).stdout.count("is written") == 6
+    command("commit", tmp_path / "plan.json", check=0)
     assert files_of(tmp_path / "s.zarr") == files_of(tmp_path / "one.zarr")
     # Without the plan the processes fail, with the message and the exit code of one of them.
-    assert "it is committed" in error_of("work", tmp_path / "plan", "--workers", 2, code=2)
+    assert "it is committed" in error_of("work", tmp_path / "plan.json", "--workers", 2, code=2)
 
 
 @pytest.mark.parametrize("num_kills", [2, 3])
 def test_a_killed_process_is_repeated_three_times_at_most(data, tmp_path, monkeypatch, num_kills):
     tasks = plan_tasks(data, tmp_path / "s.zarr")
-    (tmp_path / "plan").write_text("".join(f"{task.to_json()}\n" for task in tasks))
+    write_tasks(tmp_path / "plan.json", tasks)
     calls, run = [], subprocess.run
 
     def killed(words, **options):
@@ -481,15 +466,15 @@ def test_a_killed_process_is_repeated_three_times_at_most(data, tmp_path, monkey
 
     monkeypatch.setattr(subprocess, "run", killed)
     if num_kills == 2:
-        command("work", tmp_path / "plan", "--workers", 2, check=0)
+        command("work", tmp_path / "plan.json", "--workers", 2, check=0)
         assert commit_tasks(tasks).num_traces == 24
     else:
-        error = error_of("work", tmp_path / "plan", "--workers", 2, code=3)
+        error = error_of("work", tmp_path / "plan.json", "--workers", 2, code=3)
         assert "batch_3.pkl.gz" in error and "killed 3 times (signal 9)" in error
 
 
 def test_commands(data, tmp_path):
-    file, store = tmp_path / "plan", tmp_path / "s.zarr"
+    file, store = tmp_path / "plan.json", tmp_path / "s.zarr"
     convert(data, store, "--plan", file)
     assert "0 of 6 tasks" in command("status", file, check=0).stdout
     assert command("work", file, "--shard", "1/2", check=0).stdout.count("task ") == 3

@@ -1,7 +1,9 @@
-"""Files with the tasks of a plan, a line of JSON each."""
+"""Files with the tasks of a plan: a header and a line of JSON for each task."""
 
+import json
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,18 +11,46 @@ from tracestore.console import Output
 from tracestore.errors import UsageError
 from tracestore.store.format import paths
 from tracestore.store.io import fsio
+from tracestore.store.io.destinations import check_output_file
 from tracestore.tasks.committing import missing_receipts
 from tracestore.tasks.task_plan import Task
 from tracestore.words import plural
 
+_SUFFIXES = (".json", ".jsonl")
 _MAX_BYTES = 1 << 30
 _POLL_S = 0.2
 
 
-def write_tasks(path: Path, tasks: Sequence[Task], output: Output) -> None:
-    """Write the file of a plan, and print what to do with it. It has no line if the store has all sources."""
-    fsio.check_destination(path)
-    fsio.replace_file(path, "".join(f"{task.to_json()}\n" for task in tasks).encode())
+def check_tasks_file(path: Path, store: str, inputs: Iterable[Path]) -> None:
+    """Raise UsageError unless the file of a plan of a store and inputs may be written; it may replace such a file."""
+    if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(store)):
+        raise UsageError(f"cannot write {path}: {store} becomes a store; choose a place outside of it")
+    check_output_file(path, _SUFFIXES, overwrite=_is_replaceable(path), inputs=inputs)
+
+
+def _is_replaceable(path: Path) -> bool:
+    """Return whether a file is empty or has the tasks of a plan."""
+    try:
+        if path.stat().st_size:
+            read_tasks(path)
+    except (OSError, UsageError):
+        return False
+    return True
+
+
+def write_tasks(path: Path, tasks: Sequence[Task]) -> None:
+    """Write the file of a plan. It has no task if the store has all sources."""
+    lines = [_header(tasks), *(task.to_json() for task in tasks)]
+    fsio.replace_file(path, "".join(f"{line}\n" for line in lines).encode())
+
+
+def _header(tasks: Sequence[Task]) -> str:
+    plans = sorted({(task.store, task.plan) for task in tasks})
+    return json.dumps({"format": "tracestore tasks", "plans": plans, "num_tasks": len(tasks)})
+
+
+def report_tasks(path: Path, tasks: Sequence[Task], output: Output) -> None:
+    """Print what to do with the file of a plan."""
     output.print_json({"tasks": len(tasks), "bytes": sum(task.num_bytes for task in tasks)})
     output.info(
         f"{plural(len(tasks), 'task')} in {path}; next: tracestore work {path}, then tracestore commit {path}"
@@ -33,8 +63,11 @@ def read_tasks(path: Path) -> list[Task]:
     """Return the tasks in a file; UsageError if it is none."""
     try:
         with fsio.open_regular(path) as file:
-            data = file.read(_MAX_BYTES)
-        return [Task.from_json(line) for line in data.decode().splitlines()]
+            header, *lines = file.read(_MAX_BYTES).decode().splitlines()
+        tasks = list(map(Task.from_json, lines))
+        if header != _header(tasks):
+            raise ValueError("tasks are missing")
+        return tasks
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None
     except (UsageError, ValueError):

@@ -91,13 +91,16 @@ def run(args: argparse.Namespace, output: Output) -> None:
     if args.is_program:
         reuse_freed_memory(options.memory_budget)
     if args.plan is not None:
-        from tracestore.tasks.task_files import write_tasks
+        from tracestore.tasks.task_files import check_tasks_file, report_tasks, write_tasks
         from tracestore.tasks.task_plan import plan_tasks
 
         if options.dask is not None or options.dry_run or args.watch:
             raise UsageError("--plan excludes --dask, --dry-run and --watch")
         with map_os_errors(local_dir(args.dst)):
-            write_tasks(args.plan, plan_tasks(args.src, args.dst, options, output=output), output)
+            check_tasks_file(args.plan, args.dst, args.src)
+            tasks = plan_tasks(args.src, args.dst, options, output=output)
+            write_tasks(args.plan, tasks)
+        report_tasks(args.plan, tasks, output)
         return
     # Imported here, because most conversions are neither dry nor watch their folders.
     if options.dry_run:

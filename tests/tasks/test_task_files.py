@@ -1,0 +1,108 @@
+"""Files with tasks: what they replace, and what is read of them."""
+
+import json
+import os
+
+import pytest
+
+from tests.helpers import convert, error_of, make_trace, tree_bytes, write_pickle, write_scores
+from tracestore.errors import UsageError
+from tracestore.tasks import plan_tasks
+from tracestore.tasks.task_files import read_tasks, write_tasks
+
+
+def of_source(folder, store):
+    return folder / "batch_0.pkl"
+
+
+def of_scores(folder, store):
+    return write_scores(folder / "scores.csv", {"q0": 0.5})
+
+
+def of_link(folder, store):
+    os.symlink(folder / "batch_0.pkl", folder.parent / "plan.json")
+    return folder.parent / "plan.json"
+
+
+def of_second_name(folder, store):
+    os.link(folder / "batch_0.pkl", folder.parent / "plan.json")
+    return folder.parent / "plan.json"
+
+
+def of_notes(folder, store):
+    path = folder.parent / "notes.json"
+    path.write_text(json.dumps({"store": str(store)}))
+    return path
+
+
+def of_provenance(folder, store):
+    path = folder / "provenance.json"
+    path.write_text(json.dumps({"model": "m"}))
+    return path
+
+
+def of_export(folder, store):
+    path = folder / "store.json"
+    path.write_text("{}")
+    return path
+
+
+def of_manifest(folder, store):
+    convert(folder, store)
+    return store / "manifest" / "0000000001"
+
+
+def of_root(folder, store):
+    convert(folder, store)
+    return store / "zarr.json"
+
+
+def of_new_name_in_store(folder, store):
+    convert(folder, store)
+    write_pickle(folder / "batch_9.pkl", [make_trace(95)])
+    return store / "plan.json"
+
+
+def of_empty_destination(folder, store):
+    store.mkdir()
+    return store / "plan.json"
+
+
+def of_other_suffix(folder, store):
+    return folder.parent / "report.html"
+
+
+PLACES = [of_source, of_scores, of_link, of_second_name, of_notes, of_provenance, of_export, of_manifest, of_root,
+          of_new_name_in_store, of_empty_destination, of_other_suffix]  # fmt: skip
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda f: f.__name__)
+def test_the_file_of_a_plan_replaces_nothing_else(data, tmp_path, place):
+    path = place(data, tmp_path / "s.zarr")
+    before = tree_bytes(tmp_path)
+    error = error_of("convert", data, tmp_path / "s.zarr", "--plan", path, code=2)
+    assert str(path) in error and tree_bytes(tmp_path) == before
+
+
+def test_the_file_of_a_plan_replaces_an_earlier_or_empty_one(data, tmp_path):
+    file = tmp_path / "plan.json"
+    file.touch()
+    for _ in range(2):
+        convert(data, tmp_path / "s.zarr", "--plan", file)
+    assert read_tasks(file) == plan_tasks(data, tmp_path / "s.zarr")
+
+
+def test_a_file_with_missing_lines_is_refused(data, tmp_path):
+    """Each command refuses what a full disk or an editor has left of a file."""
+    file = tmp_path / "plan.json"
+    write_tasks(file, plan_tasks(data, tmp_path / "s.zarr"))
+    lines = file.read_text().splitlines(keepends=True)
+    for kept in ([], lines[:1], lines[:-1], lines[1:], [*lines, lines[-1]], [*lines[:-1], lines[-1][:40]]):
+        file.write_text("".join(kept))
+        with pytest.raises(UsageError, match="not a plan"):
+            read_tasks(file)
+    file.write_text("")
+    for name in ("work", "status", "commit"):
+        assert "not a plan" in error_of(name, file, code=2)
+    write_tasks(file, [])
+    assert read_tasks(file) == []
