@@ -309,7 +309,6 @@ def test_damaged_receipts_are_refused_or_right(data, tmp_path):
     path.write_bytes(whole[:-1])
     with pytest.raises(CorruptStoreError):
         commit_tasks(tasks)
-    path.unlink()
     write_task(tasks[2])
     commit_tasks(tasks)
     assert files_of(store) == files_of(tmp_path / "one.zarr")
@@ -485,8 +484,8 @@ def test_commands(data, tmp_path):
     command("commit", file, "--wait", 60, check=0)
     assert worker.wait(60) == 0
     assert len(tracestore.open(store)) == 24
-    assert "6 of 6 tasks" in command("status", file, check=0).stdout
-    assert "it is committed" in error_of("commit", file, code=2)
+    for name in ("status", "commit"):
+        assert "it is committed" in error_of(name, file, code=2)
     convert(data, store, "--plan", file)
     for name in ("work", "status", "commit"):
         command(name, file, check=0)

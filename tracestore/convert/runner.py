@@ -6,7 +6,7 @@ One module of over 400 lines: every step of a conversion uses the state of the o
 import errno
 import math
 import signal
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import closing
 from itertools import chain
 from pathlib import Path
@@ -90,6 +90,8 @@ class Conversion:
         Those of them that no earlier conversion has read: only sources that depend on one of them are converted.
     described : DescribedRun, optional
         The sources with their layouts, if they are known.
+    provenances : Mapping, optional
+        What `read_provenances` returns, if it is known.
 
     Raises
     ------
@@ -108,6 +110,7 @@ class Conversion:
         whole: Set[Path] | None = None,
         new: Set[Path] | None = None,
         described: DescribedRun | None = None,
+        provenances: Mapping[Path, Provenance] | None = None,
     ) -> None:
         self._options, self._output = options, output
         # While files are still being written, those with the ids of a table may follow.
@@ -128,27 +131,14 @@ class Conversion:
         self._refused: RefusedTraces | None = None
         self._without_traces: list[NoTracesError] = []
         self._refused_files: dict[str, list[list[InvalidInputError]]] = {}  # of which no trace is stored, by the reason
-        self._provenances = self._read_provenances(sources)
+        self.provenances = read_provenances(sources, options, output) if provenances is None else provenances
         self.report = ConvertReport(str(self.store), scores_file=self.scoring.scores_file)
         self.total_bytes = sum(source.file_bytes() for source in self.sources)
-
-    def _read_provenances(self, sources: list[Path]) -> dict[Path, Provenance]:
-        """Return the known provenances by source argument."""
-        path = self._options.provenance
-        if path is not None:
-            files = dict.fromkeys(sources, Path(path))
-        else:  # exports state the provenance of each of their files
-            files = find_provenance_files(sources)
-            files = {folder: file for folder, file in files.items() if not (folder / EXPORT_FILE).is_file()}
-        found = {file: read_provenance(file) for file in dict.fromkeys(files.values())}
-        for file, provenance in found.items():
-            self._output.info(f"provenance: {file}, model {escape_unprintable(provenance.model or 'unknown', 100)}")
-        return {source: found[file] for source, file in files.items()}
 
     def _provenance(self, source: SourceFile) -> Provenance | None:
         if source.export is not None and self._options.provenance is None:
             return source.export.provenance
-        known = next((p for path, p in self._provenances.items() if source.path.is_relative_to(path)), None)
+        known = next((p for path, p in self.provenances.items() if source.path.is_relative_to(path)), None)
         return self.described.provenance(source, known)
 
     def known_provenances(self) -> list[Provenance]:
@@ -474,6 +464,19 @@ class Conversion:
         lines = report.lines(self._options.on_conflict)
         for line in (*lines, *self.scoring.lines()):
             self._output.info(line)
+
+
+def read_provenances(sources: list[Path], options: ConvertOptions, output: Output) -> dict[Path, Provenance]:
+    """Return the known provenances by source argument."""
+    if options.provenance is not None:
+        files = dict.fromkeys(sources, Path(options.provenance))
+    else:  # exports state the provenance of each of their files
+        files = find_provenance_files(sources)
+        files = {folder: file for folder, file in files.items() if not (folder / EXPORT_FILE).is_file()}
+    found = {file: read_provenance(file) for file in dict.fromkeys(files.values())}
+    for file, provenance in found.items():
+        output.info(f"provenance: {file}, model {escape_unprintable(provenance.model or 'unknown', 100)}")
+    return {source: found[file] for source, file in files.items()}
 
 
 def _names_of(errors: Sequence[InvalidInputError]) -> str:

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -184,13 +184,21 @@ class FoundReceipt:
 
 
 @contextmanager
-def _checked(store: Path, path: str) -> Iterator[None]:
-    """Turn the errors of a receipt that is none into CorruptStoreError."""
+def _opened(task: Task) -> Iterator[tuple[dict[str, Any], dict[str, np.ndarray], list[str]]]:
+    """Return the document, the arrays and the groups of a receipt; what is wrong in the block is a damaged receipt."""
+    store, path = Path(task.store), paths.receipt(task.hash)
+    fd = LocalFiles(store).open(path)
     try:
-        yield
+        with open(fd, "rb"):
+            group = ZipGroup(MappedFile(store / path, name=path, fd=fd), _ARRAYS)
+            document = group.attributes()["tracestore"]
+            arrays = {name: group.read(name) for name in _ARRAYS}
+            if document.pop("digest") != _digest(document, arrays) or document["task"] != task.hash:
+                raise ValueError("damaged")
+            yield document, arrays, group.strings("group", 0, len(arrays["facts"]))
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as error:
         reason = escape_unprintable(f"{type(error).__name__}: {error}", 200)
-        raise CorruptStoreError(f"{store / path}: {reason}; remove it, and write its task again") from None
+        raise CorruptStoreError(f"{store / path}: {reason}; write its task again") from None
 
 
 def read_receipt(plan: Plan, task: Task, sources: Sequence[SourceFile]) -> FoundReceipt:
@@ -203,18 +211,12 @@ def read_receipt(plan: Plan, task: Task, sources: Sequence[SourceFile]) -> Found
     CorruptStoreError
         If it is damaged, or the segments are not those that it says.
     """
-    files, path = LocalFiles(plan.store), paths.receipt(task.hash)
-    fd = files.open(path)
-    with _checked(plan.store, path), open(fd, "rb"):
-        group = ZipGroup(MappedFile(plan.store / path, name=path, fd=fd), _ARRAYS)
-        document = group.attributes()["tracestore"]
-        arrays = {name: group.read(name) for name in _ARRAYS}
-        if document.pop("digest") != _digest(document, arrays) or document["task"] != task.hash:
-            raise ValueError("damaged")
+    files = LocalFiles(plan.store)
+    with _opened(task) as (document, arrays, groups):
         found = document["sources"]
         if [[s["position"], s["name"], s["size"], s["fingerprint"]] for s in found] != plan.facts["tasks"][task.number]:
             raise ValueError("sources of another plan")
-        traces = TracesOfReceipt(plan, document, arrays, group.strings("group", 0, len(arrays["facts"])))
+        traces = TracesOfReceipt(plan, document, arrays, groups)
         segments = [traces.add_segment(files, *segment) for segment in document["segments"]]
         written = [_written(source, sources[source["position"]], traces) for source in found]
         if traces.num_left or len(traces.facts):
@@ -223,6 +225,22 @@ def read_receipt(plan: Plan, task: Task, sources: Sequence[SourceFile]) -> Found
         if [account is None for account in accounts] != [part["builtin"] is None for part in plan.facts["parts"]]:
             raise ValueError("accounts of other layouts")
         return FoundReceipt(written, accounts, segments)
+
+
+def usable_receipt(plan: Plan, task: Task, sources: Sequence[SourceFile]) -> FoundReceipt | None:
+    """Return the receipt of a task; None if the task must be written because it is missing, damaged or has an error."""
+    with suppress(FileNotFoundError, CorruptStoreError):
+        found = read_receipt(plan, task, sources)
+        if all(source.error is None for source in found.sources):
+            return found
+    return None
+
+
+def listed_segments(task: Task) -> list[str] | None:
+    """Return the paths of the segments that the receipt of a task lists; None if it is missing or damaged."""
+    with suppress(FileNotFoundError, CorruptStoreError), _opened(task) as (document, *_):
+        return [paths.segment(name) for name, *_ in document["segments"]]
+    return None
 
 
 def account_to_json(account: RunAccount) -> list[Any]:

@@ -12,8 +12,8 @@ from tracestore.errors import UsageError
 from tracestore.store.format import paths
 from tracestore.store.io import fsio
 from tracestore.store.io.destinations import check_output_file
-from tracestore.tasks.committing import missing_receipts
-from tracestore.tasks.task_plan import Task
+from tracestore.tasks.committing import unwritten
+from tracestore.tasks.task_plan import Plan, Task
 from tracestore.words import plural
 
 _SUFFIXES = (".json", ".jsonl")
@@ -77,7 +77,7 @@ def read_tasks(path: Path) -> list[Task]:
 def wait_for(tasks: Sequence[Task], wait_s: float) -> None:
     """Wait until all tasks are written, or for some seconds."""
     until = time.monotonic() + wait_s
-    while missing_receipts(tasks) and time.monotonic() < until:
+    while unwritten(tasks) and time.monotonic() < until:
         time.sleep(_POLL_S)
 
 
@@ -95,12 +95,15 @@ class Status:
 
 
 def status_of(tasks: Sequence[Task]) -> Status:
-    """Return how many tasks have a receipt, and the rate since the plan was made."""
-    missing = missing_receipts(tasks)
+    """Return how many tasks are written, and the rate since the plan was made; the errors of Plan.read."""
+    if tasks:
+        Plan.read(tasks[0])
+    missing = unwritten(tasks)
     done = [task for task in tasks if task not in missing]
     num_bytes, written = sum(task.num_bytes for task in tasks), sum(task.num_bytes for task in done)
     rate = None
-    if done and (plan := Path(done[0].store) / paths.plan(done[0].plan)).exists():
+    if done:
+        plan = Path(done[0].store) / paths.plan(done[0].plan)
         times = [(Path(task.store) / paths.receipt(task.hash)).stat().st_mtime for task in done]
         seconds = max(times) - plan.stat().st_mtime
         rate = written / seconds if seconds > 0 else None

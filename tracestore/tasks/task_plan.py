@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from os import PathLike
@@ -14,18 +14,19 @@ from tracestore import __version__
 from tracestore.console import Output
 from tracestore.convert.described import DescribedRun
 from tracestore.convert.options import ConvertOptions
-from tracestore.convert.runner import Conversion
-from tracestore.errors import CorruptStoreError, InvalidInputError, UsageError, error_from_json, error_to_json
-from tracestore.ingest.builtin.library import builtins
-from tracestore.ingest.builtin.parts import Part, PreprocessedFile, UnknownFile, exported_sources
+from tracestore.convert.runner import Conversion, read_provenances
+from tracestore.errors import CorruptStoreError, InvalidInputError, UsageError
 from tracestore.ingest.packing import PackOptions
 from tracestore.ingest.score_files import FoundFiles
 from tracestore.ingest.sources import SourceFile, fingerprint, source_fingerprint
 from tracestore.store.format import paths
+from tracestore.store.format.provenance import Provenance
 from tracestore.store.io import fsio
 from tracestore.store.io.files import LocalFiles, parse_location
-from tracestore.store.io.ownership import check_store_destination, remove_own
+from tracestore.store.io.ownership import check_store_destination, has_manifest, remove_own
+from tracestore.store.read.store import open_store
 from tracestore.store.write.writer import StoreWriter
+from tracestore.tasks.plan_parts import part_from_json, part_to_json
 
 _MIN_TASK, _MAX_TASK, _NUM_TASKS = 128 << 20, 4 << 30, 64
 _MAX_PLAN_BYTES = 1 << 30
@@ -122,7 +123,7 @@ class Plan:
         UsageError
             If the store does not keep it, or another version has made it.
         InvalidInputError
-            If the scores file has changed.
+            If a scores file has changed.
         CorruptStoreError
             If it is damaged.
         """
@@ -135,9 +136,7 @@ class Plan:
             raise UsageError(f"{store}: other versions made the plan: {plan.facts['versions']}; plan again")
         if task not in plan.tasks():
             raise UsageError(f"{store}: the plan has no such task; plan again")
-        for name, expected in plan.facts["scores"]:
-            if list(fingerprint(Path(name))) != expected:
-                raise InvalidInputError("has changed since the plan; plan again", source=name)
+        plan.check_scores()
         return plan
 
     @classmethod
@@ -150,6 +149,29 @@ class Plan:
             return cls(store, data)
         except (ValueError, TypeError, KeyError, RecursionError):
             raise CorruptStoreError(f"{store}/{path}: not a plan; remove it, and plan again") from None
+
+    def check_scores(self) -> None:
+        """Raise InvalidInputError if a scores file has changed."""
+        for name, expected in self.facts["scores"]:
+            try:
+                found = list(fingerprint(Path(name)))
+            except FileNotFoundError:
+                raise InvalidInputError("is gone since the plan; plan again", source=name) from None
+            except OSError as error:
+                raise InvalidInputError(f"cannot be opened: {error.strerror}", source=name) from None
+            if found != expected:
+                raise InvalidInputError("has changed since the plan; plan again", source=name)
+
+    def is_current(self) -> bool:
+        """Return whether the versions, scores files, provenances and options of the store are those of the plan."""
+        stored = self.facts["store_options"]
+        if self.facts["versions"] != versions(stored["codec"]) or _options_of(self.store) not in (None, stored):
+            return False
+        try:
+            self.check_scores()
+        except InvalidInputError:
+            return False
+        return self.provenances() == read_provenances(self.arguments, self.options, Quiet())
 
     def tasks(self) -> list[Task]:
         """Return the tasks in their order."""
@@ -169,6 +191,10 @@ class Plan:
         order = {Path(path): k for k, path in enumerate(self.facts["order"])}
         scores = FoundFiles([Path(path) for path, _ in self.facts["scores"]], [Path(p) for p in self.facts["unread"]])
         return DescribedRun(list(map(part_from_json, self.facts["parts"])), order, scores, is_builtin=True)
+
+    def provenances(self) -> dict[Path, Provenance]:
+        """Return the known provenances by source argument."""
+        return {Path(path): Provenance.from_json(found) for path, found in self.facts["provenances"]}
 
     def pack_options(self, scratch: Path, memory_budget: int | None) -> PackOptions:
         """Return the options of packing."""
@@ -190,9 +216,9 @@ class Plan:
         return replace(self.options, attention=attention, dtype=stored["dtype"], codec=stored["codec"])
 
     def remove(self) -> None:
-        """Remove the plan, and the receipts of plans that were removed before."""
+        """Remove the plan, and the receipts of all plans that the store does not keep."""
         remove_own(self.store, paths.plan(self.digest))
-        known = {task.hash for plan in (self, *kept_plans(self.store)) for task in plan.tasks()}
+        known = {task.hash for plan in kept_plans(self.store) for task in plan.tasks()}
         for name in LocalFiles(self.store).list_dir(paths.RECEIPTS):
             if name.endswith(".zip") and name.removesuffix(".zip") not in known:
                 remove_own(self.store, f"{paths.RECEIPTS}/{name}")
@@ -205,45 +231,17 @@ def kept_plans(store: Path) -> Iterator[Plan]:
             yield Plan.load(store, f"{paths.RECEIPTS}/{name}")
 
 
+def _options_of(store: Path) -> dict[str, str] | None:
+    """Return the options of a store, None if it has no generation."""
+    if not has_manifest(store):
+        return None
+    with open_store(store) as existing:
+        return dict(existing.internals.attributes.options)
+
+
 def versions(codec: str) -> dict[str, str]:
     """Return the versions that decide the bytes of a segment."""
     return {"tracestore": __version__} | ({} if codec == "none" else {"numcodecs": version("numcodecs")})
-
-
-def part_to_json(part: Part) -> dict[str, Any]:
-    """Return a part for other processes, with absolute paths.
-
-    UsageError if a single process must read its sources, because they have something in common.
-    """
-    builtin = part.builtin
-    if part.execution is not None and (builtin is None or not part.execution.is_direct):
-        raise UsageError(f"{next(iter(part.files))}: one process reads files of a {part.origin}; leave out --plan")
-    others = {
-        name: [
-            str(s.path.absolute()),
-            error_to_json(s.described.error) if isinstance(s.described, UnknownFile) else None,
-        ]
-        for name, s in part.others.items()
-    }
-    given = builtin and [builtin.name, dict(builtin.values), dict(builtin.lines), dict(builtin.settings)]
-    files = {name: str(path.absolute()) for name, path in part.files.items()}
-    return {"builtin": given, "files": files, "has_scores_file": part.has_scores_file, "others": others}
-
-
-def part_from_json(found: Mapping[str, Any]) -> Part:
-    """Return the part that part_to_json() has described."""
-    if found["builtin"] is not None:
-        name, values, lines, settings = found["builtin"]
-        tool = next(builtin for builtin in builtins() if builtin.name == name)
-        builtin = replace(tool, values=values, lines=lines, settings=settings)
-        files = {name: Path(path) for name, path in found["files"].items()}
-        return Part(builtin.layout, files, builtin=builtin, has_scores_file=found["has_scores_file"])
-    files = {name: Path(path) for name, (path, _) in found["others"].items()}
-    sources, _ = exported_sources(files)
-    for name, (_, error) in found["others"].items():
-        described = PreprocessedFile(files[name]) if error is None else UnknownFile(error_from_json(error))
-        sources.setdefault(name, SourceFile(files[name], name, described=described))
-    return Part(None, {}, sources={name: sources[name] for name in files})
 
 
 def plan_tasks(
@@ -255,7 +253,8 @@ def plan_tasks(
 ) -> list[Task]:
     """Cut a conversion into tasks. The result depends on sources and options alone.
 
-    Sources that the store has are left out. A plan is kept in the store until it is committed, and returned again.
+    Sources that the store has are left out. A plan is kept in the store until it is committed, and returned again. It
+    is replaced if the version of tracestore, a scores file, a provenance or the options of the store have changed.
 
     Parameters
     ----------
@@ -289,14 +288,21 @@ def plan_tasks(
     check_store_destination(folder)
     options = _absolute(options)
     own = {name: value for name, value in asdict(options).items() if name not in _OWN}
+    replaced: list[Plan] = []
     for plan in kept_plans(folder):
         if plan.facts["arguments"] != list(map(str, arguments)) or plan.facts["options"] != own:
             raise UsageError(
                 f"{folder}: a plan of other files or options is not committed yet; commit it, or remove "
                 f"{paths.plan(plan.digest)}"
             )
-        return plan.tasks()
-    return _new_plan(arguments, folder, options, own, output)
+        if plan.is_current():
+            return plan.tasks()
+        output.info(f"the plan {plan.digest} is replaced: versions, scores, provenance or the store have changed")
+        replaced.append(plan)
+    tasks = _new_plan(arguments, folder, options, own, output)
+    for plan in replaced:
+        plan.remove()
+    return tasks
 
 
 def _absolute(options: ConvertOptions) -> ConvertOptions:
@@ -320,7 +326,7 @@ def _new_plan(
     ) as writer:
         writer.check_provenance(conversion.known_provenances())
         stored = dict(writer.attributes.options)
-        sources = [(k, source.name, *_identity(source)) for k, source in enumerate(conversion.sources)]
+        sources = [(k, source.name, *identity_of(source)) for k, source in enumerate(conversion.sources)]
         missing = [source for source in sources if not writer.has_source(*source[1:])]
         if not missing:
             return []
@@ -335,6 +341,7 @@ def _new_plan(
             "order": [str(path.absolute()) for path in described.order],
             "scores": [[str(path.absolute()), list(fingerprint(path))] for path in described.score_files.scores],
             "unread": [str(path.absolute()) for path in described.score_files.unread],
+            "provenances": [[str(path), found.to_json()] for path, found in conversion.provenances.items()],
             "tasks": _cut(missing),
         }
         if options.attention is None and (note := attention.note(stored["attention"])):
@@ -346,7 +353,8 @@ def _new_plan(
     return plan.tasks()
 
 
-def _identity(source: SourceFile) -> tuple[int, str]:
+def identity_of(source: SourceFile) -> tuple[int, str]:
+    """Return size and fingerprint of a source; InvalidInputError if it cannot be read."""
     try:
         return source_fingerprint(source)
     except OSError as error:

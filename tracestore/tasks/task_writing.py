@@ -15,7 +15,7 @@ from tracestore.store.io.folder_target import FolderTarget
 from tracestore.store.write.pack import PackedTrace, fit_attributes
 from tracestore.store.write.pending import Pending
 from tracestore.store.write.segment_writer import SegmentWriter
-from tracestore.tasks.receipt import Receipt, WrittenSource, account_to_json, pack_receipt, read_receipt
+from tracestore.tasks.receipt import Receipt, WrittenSource, account_to_json, pack_receipt, read_receipt, usable_receipt
 from tracestore.tasks.task_plan import Plan, Quiet, Task
 
 
@@ -23,7 +23,7 @@ def write_task(task: Task, *, memory_budget: int | None = None) -> Receipt:
     """Read the sources of a task, and write their traces into segments of the store, which no generation names yet.
 
     Any process may call this, more than once and at the same time: segments are named by their content, and the first
-    receipt stays.
+    receipt stays. A receipt with a refused source, or one whose segments are missing, is replaced.
 
     Parameters
     ----------
@@ -41,13 +41,20 @@ def write_task(task: Task, *, memory_budget: int | None = None) -> Receipt:
     UsageError
         If the store does not keep the plan, or other versions of tracestore or its codecs have made it.
     InvalidInputError
-        If the scores file has changed since the plan.
+        If a scores file has changed since the plan.
     """
     plan = Plan.read(task)
-    conversion = Conversion(plan.arguments, task.store, plan.options, Quiet(), described=plan.described())
+    conversion = Conversion(
+        plan.arguments,
+        task.store,
+        plan.options,
+        Quiet(),
+        described=plan.described(),
+        provenances=plan.provenances(),
+    )
     sources = conversion.sources
-    with contextlib.suppress(FileNotFoundError):
-        return read_receipt(plan, task, sources).summary(task)
+    if (found := usable_receipt(plan, task, sources)) is not None:
+        return found.summary(task)
     target = FolderTarget(plan.store, overwrite=False, exist_ok=True, keeps_replacement=False)
     with fsio.map_os_errors(plan.store, lambda: task.num_bytes):
         try:
@@ -55,7 +62,9 @@ def write_task(task: Task, *, memory_budget: int | None = None) -> Receipt:
                 pass
             writing = _TaskWriting(plan, conversion, plan.pack_options(target.scratch, memory_budget), target)
             writing.write([WrittenSource(sources[k], k, *found) for k, _, *found in plan.facts["tasks"][task.number]])
-            target.create_file(paths.receipt(task.hash), writing.receipt(task))
+            path, data = paths.receipt(task.hash), writing.receipt(task)
+            if not target.create_file(path, data) and usable_receipt(plan, task, sources) is None:
+                target.replace_file(path, data)
         finally:
             target.close()
     return read_receipt(plan, task, sources).summary(task)

@@ -5,11 +5,14 @@ Example: tracestore clean store.zarr --dry-run
 
 import argparse
 import re
+from pathlib import Path
 
 from tracestore.cli.flags import add_store
 from tracestore.console import Output, Parser
 from tracestore.errors import UsageError
+from tracestore.store.io.files import parse_location
 from tracestore.store.maintain.clean import DAY_S, clean_store
+from tracestore.tasks.committing import files_of_plans
 from tracestore.words import format_size, plural
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": DAY_S}
@@ -34,16 +37,17 @@ def add_arguments(parser: Parser) -> None:
         help="keep what was written in this time, because a writer may be about to commit it (default: %(default)s)",
     )
     parser.add_argument("--dry-run", action="store_true", help="print what would be removed, and remove nothing")
-    parser.add_argument(
-        "--force", action="store_true", help="accept an age below 1d: no other process writes the store"
-    )
+    text = "no other process writes the store: accept an age below 1d, and remove plans that are not committed"
+    parser.add_argument("--force", action="store_true", help=text)
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
     """Remove the files, and print their paths."""
     if args.older_than < DAY_S and not args.force:
         raise UsageError("--older-than below 1d may remove what a running writer is about to commit; add --force")
-    report = clean_store(args.store, older_than_s=args.older_than, dry_run=args.dry_run)
+    location = parse_location(args.store)
+    kept = files_of_plans(location) if isinstance(location, Path) and not args.force else ()
+    report = clean_store(args.store, older_than_s=args.older_than, dry_run=args.dry_run, kept=kept)
     output.print_json(report)
     for path in report.removed:
         output.info(path)

@@ -187,7 +187,7 @@ class FolderTarget(HasWritingFolder):
         fsio.fsync_path((self.path / path).parent)
         return is_new
 
-    def _replace_file(self, path: str, data: bytes) -> None:
+    def replace_file(self, path: str, data: bytes) -> None:
         """Create or replace a file atomically, unless it has these bytes."""
         if self._read(path) != data:
             fsio.retry_eintr(os.rename, self._folder.write_small(data), self.path / path)
@@ -217,7 +217,7 @@ class FolderTarget(HasWritingFolder):
 
     def write_root(self, data: bytes) -> None:
         """See CommitTarget."""
-        self._replace_file("zarr.json", data)
+        self.replace_file("zarr.json", data)
 
     def begin(self, manifest: Manifest, root: bytes) -> None:
         """See CommitTarget."""
@@ -229,7 +229,7 @@ class FolderTarget(HasWritingFolder):
         if manifest.generation == 0:
             return
         # The copy allows `verify --repair` to restore a damaged manifest.
-        self._replace_file(paths.manifest_copy(manifest.generation), manifest.to_bytes())
+        self.replace_file(paths.manifest_copy(manifest.generation), manifest.to_bytes())
         self._remove_old(manifest)
 
     def _remove_old(self, manifest: Manifest) -> None:

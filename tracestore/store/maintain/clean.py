@@ -3,7 +3,7 @@
 import os
 import stat
 import time
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +30,9 @@ class CleanReport:
     num_bytes: int = 0
 
 
-def clean_store(store: str | os.PathLike[str], *, older_than_s: float, dry_run: bool = False) -> CleanReport:
+def clean_store(
+    store: str | os.PathLike[str], *, older_than_s: float, dry_run: bool = False, kept: Container[str] = ()
+) -> CleanReport:
     """Remove the files that no generation names.
 
     Parameters
@@ -41,6 +43,8 @@ def clean_store(store: str | os.PathLike[str], *, older_than_s: float, dry_run: 
         Keep what was written in this time: a writer may be about to commit it.
     dry_run : bool
         Report what would be removed.
+    kept : container of str
+        Paths of files and segments that stay in a local store, besides those of generations.
 
     Raises
     ------
@@ -66,7 +70,7 @@ def clean_store(store: str | os.PathLike[str], *, older_than_s: float, dry_run: 
         try:
             named = _named(LocalFiles(location))
             for path in _units(location):
-                if path not in named and paths.is_own(path, is_folder=(location / path).is_dir()):
+                if path not in named and path not in kept and paths.is_own(path, is_folder=(location / path).is_dir()):
                     _remove(location, path, before, dry_run, report)
         finally:
             lock.release()
@@ -112,7 +116,9 @@ def _remove(store: Path, path: str, before: float, dry_run: bool, report: CleanR
         inner = [p for p in (store / path, *(store / path).rglob("*")) if p.name != "lock"]
         states = [p.lstat() for p in inner]
         files = [s for s in states if not stat.S_ISDIR(s.st_mode)]
-        if max(s.st_mtime for s in files or states) <= before and (dry_run or remove_own(store, path)):
+        # A writer that uses a segment again sets the time of its folder. A lock changes that of a writer's folder.
+        times = files if files and paths.is_writing_folder(path) else [states[0], *files]
+        if max(s.st_mtime for s in times) <= before and (dry_run or remove_own(store, path)):
             report.removed.append(path)
             report.num_bytes += sum(s.st_size for s in files)
     finally:
