@@ -76,6 +76,24 @@ def test_a_refused_commit_removes_the_receipts_of_its_plan(data, tmp_path):
     assert commit_tasks(tasks).num_traces == 24
 
 
+def test_a_source_that_was_left_out_is_read_by_the_next_plan(data, tmp_path):
+    """Also by a plan that equals an earlier one, whose commit has left it out."""
+    path = data / "batch_2.pkl"
+    content = path.read_bytes()
+    for k in range(2):
+        tasks = plan_tasks(data, tmp_path / "s.zarr", ConvertOptions(skip_bad=True))
+        path.unlink()
+        for task in tasks:
+            write_task(task)
+        path.write_bytes(content)
+        assert (len(tasks), commit_tasks(tasks).num_sources_skipped) == ([6, 1][k], 1)
+    tasks = plan_tasks(data, tmp_path / "s.zarr", ConvertOptions(skip_bad=True))
+    with pytest.raises(UsageError, match="1 of 1 tasks are not written"):
+        commit_tasks(tasks)
+    write_task(tasks[0])
+    assert commit_tasks(tasks).num_traces == 24
+
+
 def provenances_of(store):
     with tracestore.open(store) as found:
         return [provenance.model for provenance in found.internals.attributes.provenance]

@@ -63,6 +63,10 @@ def of_new_name_in_store(folder, store):
     return store / "plan.json"
 
 
+def of_new_name_in_sources(folder, store):
+    return folder / "plan.json"
+
+
 def of_empty_destination(folder, store):
     store.mkdir()
     return store / "plan.json"
@@ -73,7 +77,7 @@ def of_other_suffix(folder, store):
 
 
 PLACES = [of_source, of_scores, of_link, of_second_name, of_notes, of_provenance, of_export, of_manifest, of_root,
-          of_new_name_in_store, of_empty_destination, of_other_suffix]  # fmt: skip
+          of_new_name_in_store, of_new_name_in_sources, of_empty_destination, of_other_suffix]  # fmt: skip
 
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda f: f.__name__)

@@ -80,7 +80,8 @@ def commit_tasks(tasks: Sequence[Task], *, output: Output | None = None) -> Conv
         except InvalidInputError:
             plan.remove()
             raise
-        plan.remove()
+        # Another coordinator of the plan may still read them, but no later plan must find what was refused.
+        plan.remove(keep_receipts=not report.num_sources_skipped)
     return report
 
 

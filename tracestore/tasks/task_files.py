@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,10 +21,11 @@ _MAX_BYTES = 1 << 30
 _POLL_S = 0.2
 
 
-def check_tasks_file(path: Path, store: str, inputs: Iterable[Path]) -> None:
+def check_tasks_file(path: Path, store: str, inputs: Sequence[Path]) -> None:
     """Raise UsageError unless the file of a plan of a store and inputs may be written; it may replace such a file."""
-    if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(store)):
-        raise UsageError(f"cannot write {path}: {store} becomes a store; choose a place outside of it")
+    for folder in (store, *inputs):
+        if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
+            raise UsageError(f"cannot write {path}: {folder} holds sources or the store; choose a place outside of it")
     check_output_file(path, _SUFFIXES, overwrite=_is_replaceable(path), inputs=inputs)
 
 
@@ -76,9 +77,10 @@ def read_tasks(path: Path) -> list[Task]:
 
 def wait_for(tasks: Sequence[Task], wait_s: float) -> None:
     """Wait until all tasks are written, or for some seconds."""
-    until = time.monotonic() + wait_s
-    while unwritten(tasks) and time.monotonic() < until:
+    until, missing = time.monotonic() + wait_s, unwritten(tasks)
+    while missing and time.monotonic() < until:
         time.sleep(_POLL_S)
+        missing = unwritten(missing)
 
 
 @dataclass

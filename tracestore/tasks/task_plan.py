@@ -215,10 +215,11 @@ class Plan:
         attention = self.options.attention or stored["attention"]
         return replace(self.options, attention=attention, dtype=stored["dtype"], codec=stored["codec"])
 
-    def remove(self) -> None:
-        """Remove the plan, and the receipts of all plans that the store does not keep."""
+    def remove(self, *, keep_receipts: bool = False) -> None:
+        """Remove the plan, the receipts of plans that were removed before, and its own unless they are kept."""
         remove_own(self.store, paths.plan(self.digest))
-        known = {task.hash for plan in kept_plans(self.store) for task in plan.tasks()}
+        kept = [*kept_plans(self.store), *([self] if keep_receipts else [])]
+        known = {task.hash for plan in kept for task in plan.tasks()}
         for name in LocalFiles(self.store).list_dir(paths.RECEIPTS):
             if name.endswith(".zip") and name.removesuffix(".zip") not in known:
                 remove_own(self.store, f"{paths.RECEIPTS}/{name}")
