@@ -68,7 +68,7 @@ class ModelSpec:
 
     @property
     def is_variational(self) -> bool:
-        """Whether training draws noise."""
+        """Return whether training draws noise."""
         return self.constructor == _GVAE
 
     def edge_format(self, config: ModelConfig, store: TraceStore, device_type: str) -> EdgeFormat:

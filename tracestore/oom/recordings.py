@@ -1,4 +1,4 @@
-"""What a guard needs of steps that are recorded and replayed."""
+"""The interface between a guard and steps that are recorded and replayed."""
 
 from typing import Any, Protocol, Self
 

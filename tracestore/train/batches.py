@@ -138,7 +138,7 @@ class BatchFeed:
 
     @property
     def repeats(self) -> bool:
-        """Whether steps are recorded and replayed."""
+        """Return whether steps are recorded and replayed."""
         return self.graphs is not None and self.graphs.is_active
 
     def state_dict(self, epoch: int, batch: int) -> dict[str, Any]:

@@ -17,7 +17,7 @@ class SideStreams(NamedTuple):
 def side_streams(device: torch.device) -> SideStreams:
     """Return the streams of a GPU, the same in each call.
 
-    torch hands out 32 streams in turn, so that one for each feed would become the one of recordings, and a copy a part
+    torch returns 32 streams in turn, so that one for each feed would become the one of recordings, and a copy a part
     of a recording. The matrix products of each stream have a workspace.
     """
     return SideStreams(torch.cuda.Stream(device), torch.cuda.Stream(device))

@@ -1,4 +1,4 @@
-"""What a model computes a step from, on its device."""
+"""The inputs of a training step, on the device of the model."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

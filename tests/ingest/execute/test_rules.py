@@ -660,13 +660,13 @@ def test_rule_12c_a_column_that_is_nowhere(tmp_path, field):
     write_rows(tmp_path)
     table(tmp_path / "in/t.csv", [{"qid": f"q{k}", "column": k % 2} for k in range(3)])
 
-    refuse(tmp_path, ROWS | {field: "t.csv : [id=qid]/colunm"}, "the files hold no such value")
+    refuse(tmp_path, ROWS | {field: "t.csv : [id=qid]/columns"}, "the files hold no such value")
 
 
 def test_rule_12c_a_label_that_is_nowhere(tmp_path):
     write_rows(tmp_path, column=lambda k: k % 2)
 
-    refuse(tmp_path, ROWS | {"is_correct": "*.pkl : [id=id]/colunm"}, "the files hold no such value")
+    refuse(tmp_path, ROWS | {"is_correct": "*.pkl : [id=id]/columns"}, "the files hold no such value")
 
 
 @pytest.mark.parametrize("count", [2, 4])

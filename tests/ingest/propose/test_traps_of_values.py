@@ -265,7 +265,7 @@ def right_padded(found):
 
 
 def test_attention_of_an_output_object_has_layers_in_front_rule_6a(tmp_path):
-    """As many traces as layers, padded on the right: rows of attention are whole in both orders."""
+    """Use as many traces as layers, padded on the right: rows of attention are whole in both orders."""
     found = batch()
     weights = np.broadcast_to(attention(6, 6), (3, 3, 2, 6, 6))
     known = {name: found[name] for name in ("attention_mask", "ids")}

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 import tracestore
-from tests.helpers import ROOT, command, make_traces, run_cli, write_store
+from tests.helpers import ROOT, command, error_of, make_traces, run_cli, tree_bytes, write_store
 from tests.store.remote.server import free_port, wait_until_it_answers
-from tests.store.remote.stores import assert_same_epoch, epoch, make_store, open_with_cache, upload
+from tests.store.remote.stores import assert_same_epoch, committed_files, epoch, make_store, open_with_cache, upload
 from tests.tiers import long
 from tracestore.errors import UsageError
+from tracestore.store.maintain.verify import verify_store
 from tracestore.store.remote.disk_cache import DiskCache
 from tracestore.store.write.writer import StoreWriter
 
@@ -203,3 +204,23 @@ def test_no_file_is_pending_after_the_last_batch(remote_store):
             assert ahead._bytes == held
         ahead.advance(len(loader))
         assert not ahead._uses and not ahead._entries and ahead._bytes == 0
+
+
+@pytest.mark.parametrize("change", ["flipped", "flipped at the end", "shorter", "longer", "empty"])
+@pytest.mark.parametrize("name", ["attention/c/0", "hidden_states/c/0/0"])
+def test_a_cached_file_that_was_damaged_is_not_committed(remote_store, tmp_path, name, change):
+    command("merge", remote_store, tmp_path / "intact.zarr", check=0)
+    with tracestore.open(remote_store) as store:
+        entry = next(e for e in committed_files(store) if e.path.endswith(name))
+        cached = tmp_path / "cache" / DiskCache.name_of(remote_store, entry)
+    data = bytearray(cached.read_bytes())
+    if change.startswith("flipped"):
+        data[-1 if change.endswith("end") else len(data) // 2] ^= 1
+    cached.chmod(0o644)
+    cached.write_bytes({"shorter": data[:-1], "longer": data + b"\0", "empty": b""}.get(change, data))
+    assert "in the cache; run the command again" in error_of("merge", remote_store, tmp_path / "new.zarr", code=3)
+    command("merge", remote_store, tmp_path / "new.zarr", check=0)
+    for path in ("intact.zarr", "new.zarr"):
+        assert not verify_store(tmp_path / path).damaged
+    assert tree_bytes(tmp_path / "new.zarr" / "segments") == tree_bytes(tmp_path / "intact.zarr" / "segments")
+    assert cached.stat().st_nlink == 1

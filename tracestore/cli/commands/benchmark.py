@@ -21,7 +21,7 @@ from tracestore.store.io.fsio import map_os_errors
 
 # In a log, a line tells at least this often what runs.
 _LOG_INTERVAL_S = 3.0
-# Fields of BenchmarkOptions that are given as they are.
+# Fields of BenchmarkOptions that flags set directly.
 _OPTIONS = ("folds", "seed", "score", "score_threshold", "drop_nonfinite", "folds_dir", "save_detectors", "overwrite",
             "allow_mixed_provenance")  # fmt: skip
 

@@ -353,6 +353,6 @@ def _doubts_of_group(path: Path_) -> list[str]:
 
 
 def _words_of_answers(files: str, prefix: Path_) -> set[str]:
-    """Return the words of files and keys that say of items with an answer each that they answer one question."""
+    """Return the words of files and keys by which items, each with an answer, belong to one question."""
     every = {word for piece in (files, *prefix) for word in words_of(without_names(piece))}
     return set() if every & {"step", "steps", "turn", "turns"} else every & {"sampled", "samples", "generations"}

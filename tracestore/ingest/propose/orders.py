@@ -43,7 +43,7 @@ class Frame:
 
     @property
     def has_passes(self) -> bool:
-        """Whether states are in passes of generation: an axis, or steps that names number."""
+        """Return whether states are in passes of generation: an axis, or steps that names number."""
         return "P" in self.axes or any("step" in spot.where for spot in self.leaf.spots)
 
     def matching(self, leaf: Leaf, spot: Spot) -> Iterator[Sizes]:

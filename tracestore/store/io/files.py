@@ -173,7 +173,8 @@ class ReadableFiles(StoreFiles, Protocol):
     def link(self, entry: FileEntry, path: Path) -> None:
         """Give a file the new name `path` too: a hard link, or a copy where links are refused. It is durable then.
 
-        CorruptStoreError if it is missing or has another size, or a copy another checksum.
+        Of a remote store it is always a copy. CorruptStoreError if the file is missing or has another size, or a copy
+        another checksum.
         """
 
     def fetch(self, entries: Iterable[FileEntry]) -> None:
@@ -298,7 +299,10 @@ class LocalFiles(ReadableFiles):
         with reading_committed(entry.path):
             fd = self.open(entry.path)
         try:
-            link_file(fd, self.root / entry.path, path, entry)
+            if (size := os.fstat(fd).st_size) != entry.size:
+                raise size_mismatch(entry, size)
+            if not fsio.try_link(fd, self.root / entry.path, path):
+                copy_file(fd, path, entry)
         finally:
             os.close(fd)
 
@@ -366,15 +370,13 @@ class LocalFiles(ReadableFiles):
         return fd
 
 
-def link_file(fd: int, source: Path, path: Path, entry: FileEntry) -> None:
-    """Give the file open as `fd`, which lies at `source`, the new name `path` too; see ReadableFiles.link."""
-    size, crc = os.fstat(fd).st_size, entry.crc32c
-    if size == entry.size and not fsio.try_link(fd, source, path):
-        with fsio.created(path) as out:
-            size = crc = 0
-            while chunk := os.read(fd, 1 << 20):
-                fsio.write_all(out, memoryview(chunk))
-                size, crc = size + len(chunk), crc32c(chunk, crc)
+def copy_file(fd: int, path: Path, entry: FileEntry) -> None:
+    """Copy the file open as `fd` to the new file `path`. CorruptStoreError unless it is the committed one."""
+    size = crc = 0
+    with fsio.created(path) as out:
+        while chunk := os.read(fd, 1 << 20):
+            fsio.write_all(out, memoryview(chunk))
+            size, crc = size + len(chunk), crc32c(chunk, crc)
     if size != entry.size:
         raise size_mismatch(entry, size)
     if crc != entry.crc32c:

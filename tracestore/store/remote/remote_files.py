@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 
 from tracestore._core.kernels import crc32c
 from tracestore._core.mapping import MappedFile
-from tracestore.errors import StorageError, UsageError
+from tracestore.errors import CorruptStoreError, StorageError, UsageError
 from tracestore.store.format import paths
 from tracestore.store.format.entries import FileEntry, FileLayers, FilesOf, size_mismatch
 from tracestore.store.format.manifest import Manifest
 from tracestore.store.io import fsio
-from tracestore.store.io.files import FilePrefetcher, ReadableFiles, RemoteURL, link_file
+from tracestore.store.io.files import FilePrefetcher, ReadableFiles, RemoteURL, copy_file
 from tracestore.store.remote.disk_cache import LAYERS_SUFFIX, DiskCache, NextUse
 from tracestore.store.remote.helper import Helper
 from tracestore.store.remote.layer_file import LayerFile
@@ -168,11 +168,15 @@ class RemoteFiles(ReadableFiles):
         return data
 
     def link(self, entry: FileEntry, path: Path) -> None:
-        """See ReadableFiles. It is the cached file that gets the name."""
+        """See ReadableFiles. A cached file that was damaged after its fetch is removed."""
 
         def link(cached: str | os.PathLike[str]) -> None:
             with open(cached, "rb") as file:
-                link_file(file.fileno(), Path(cached), path, entry)
+                try:
+                    copy_file(file.fileno(), path, entry)
+                except CorruptStoreError as error:
+                    fsio.remove_tree(Path(cached))
+                    raise CorruptStoreError(f"{error} in the cache; run the command again to fetch the file") from None
 
         self._use(entry, link)
 
