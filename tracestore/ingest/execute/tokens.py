@@ -374,10 +374,10 @@ class PadAccount:
                 field="S.padding",
             )
         if self._fill is not None and not self._is_filled and not self._has_none and self._doubled_end is not None:
-            twice = self._doubled_end
+            end = self._doubled_end
             raise InvalidInputError(
-                f"no row ends with the id {self._fill} that fills rows by the layout, and a row ends with the id {twice} "
-                f'twice: S.pad = [{twice}, {twice}] if it is padding, S.padding = "none" if not',
+                f"no row ends with the id {self._fill} that fills rows by the layout, and a row ends with the id {end} "
+                f'twice: S.pad = [{end}, {end}] if it is padding, S.padding = "none" if not',
                 field="S.pad",
             )
         twice = self._doubled_end if len(self._doubled) < 2 else self._doubled[True]

@@ -171,10 +171,9 @@ class ReadableFiles(StoreFiles, Protocol):
         """Raise UsageError unless the location has the metadata of a store's root."""
 
     def link(self, entry: FileEntry, path: Path) -> None:
-        """Give a file the new name `path` too: a hard link, or a copy where links are refused. It is durable then.
+        """Make a hard link `path` to a file, or a copy if links are refused or the store is remote. It is durable then.
 
-        Of a remote store it is always a copy. CorruptStoreError if the file is missing or has another size, or a copy
-        another checksum.
+        CorruptStoreError if it is missing or has another size, or a copy another checksum.
         """
 
     def fetch(self, entries: Iterable[FileEntry]) -> None:
@@ -299,9 +298,7 @@ class LocalFiles(ReadableFiles):
         with reading_committed(entry.path):
             fd = self.open(entry.path)
         try:
-            if (size := os.fstat(fd).st_size) != entry.size:
-                raise size_mismatch(entry, size)
-            if not fsio.try_link(fd, self.root / entry.path, path):
+            if os.fstat(fd).st_size != entry.size or not fsio.try_link(fd, self.root / entry.path, path):
                 copy_file(fd, path, entry)
         finally:
             os.close(fd)
@@ -372,13 +369,13 @@ class LocalFiles(ReadableFiles):
 
 def copy_file(fd: int, path: Path, entry: FileEntry) -> None:
     """Copy the file open as `fd` to the new file `path`. CorruptStoreError unless it is the committed one."""
-    size = crc = 0
+    if (size := os.fstat(fd).st_size) != entry.size:
+        raise size_mismatch(entry, size)
+    crc = 0
     with fsio.created(path) as out:
         while chunk := os.read(fd, 1 << 20):
             fsio.write_all(out, memoryview(chunk))
-            size, crc = size + len(chunk), crc32c(chunk, crc)
-    if size != entry.size:
-        raise size_mismatch(entry, size)
+            crc = crc32c(chunk, crc)
     if crc != entry.crc32c:
         raise CorruptStoreError(f"{entry.path}: checksum mismatch")
 
