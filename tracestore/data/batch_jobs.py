@@ -16,7 +16,7 @@ from tracestore.data.buffers import Allocate, BatchBuffer, TorchBuffer, align_up
 from tracestore.errors import CorruptStoreError, UsageError
 from tracestore.store.format.schema import LAYOUT_CAUSAL, dtype_code, storage_dtype
 from tracestore.store.io.files import FilePrefetcher
-from tracestore.store.read.batch_sources import batch_files, chunk_keys, graph_sources, sequence_sources
+from tracestore.store.read.batch_sources import batch_files, chunk_keys, file_bytes, graph_sources, sequence_sources
 from tracestore.store.read.chunk_cache import ChunkKey
 from tracestore.store.read.store import TraceStore
 
@@ -225,20 +225,25 @@ class BatchGatherer:
         form, layers = self.batch_format, self.batch_format.layer_numbers(self.store)
         return self.store.internals.prefetch(
             lambda store, traces: batch_files(store, traces, form.source_view, layers),
-            lambda batch: self._traces(batches(batch)),
+            lambda batch: self.traces(batches(batch)),
             start,
             total,
         )
 
-    def announce(self, chosen: np.ndarray | None, num_ranks: int) -> None:
-        """Record that this rank is about to read its share of the chosen traces, None for all of them."""
+    def file_bytes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return what a remote store fetches for batches of this form; see `batch_sources.file_bytes`."""
+        form = self.batch_format
+        return file_bytes(self.store.internals, form.source_view, form.layer_numbers(self.store))
+
+    def announce(self, chosen: np.ndarray | None, num_ranks: int, *, is_scattered: bool) -> None:
+        """Record that this rank is about to read its share of the chosen traces, None for all; see StoreInternals."""
         layers = self.batch_format.layer_numbers(self.store)
         # Batches of tokens have tokens of any trace.
         num_ranks = 1 if self.batch_format.view == "tokens" else num_ranks
         share = 1.0 if layers is None else len(layers) / self.store.num_layers
-        self.store.internals.announce(chosen, share / num_ranks)
+        self.store.internals.announce(chosen, share / num_ranks, is_scattered=is_scattered)
 
-    def _traces(self, indices: np.ndarray) -> np.ndarray:
+    def traces(self, indices: np.ndarray) -> np.ndarray:
         """Return the traces that the indices of a batch refer to."""
         return indices
 

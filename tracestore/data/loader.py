@@ -3,6 +3,7 @@
 One module of over 400 lines: the documented parameters of one class.
 """
 
+import warnings
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, Generic
@@ -16,10 +17,10 @@ from tracestore.data.batch_format import BatchFormat, EdgeFormat, EdgeMasks, Lay
 from tracestore.data.buffers import BatchBuffer, TorchBuffer
 from tracestore.data.datasets import StoreLike, open_for_batches
 from tracestore.data.epoch import BatchBy, EpochPlan, EpochPlanner, rank_and_world_size
-from tracestore.data.memory_plan import cache_limit, plan_memory
+from tracestore.data.memory_plan import advise_block, cache_limit, plan_memory
 from tracestore.data.order import Shuffle, shuffle_name
 from tracestore.data.prefetch import BatchPrefetcher, NativePrefetcher, ThreadPrefetcher, closed_at_exit
-from tracestore.errors import MemoryBudgetError, UsageError
+from tracestore.errors import MemoryBudgetError, TracestoreWarning, UsageError
 
 STATE_VERSION = 3
 # Samples of a batch by default: traces, or tokens in view "tokens".
@@ -58,7 +59,8 @@ class TraceLoader(LoaderHtml, Generic[BatchT]):
     max_batch_cost : int, optional
         The bound. A trace above it is a batch by itself. Required by `batch_by`.
     shuffle : {"global", "buffer", "block", "none"} or bool
-        The order. "global" or True: a keyed permutation of all traces. "buffer": a shuffle buffer
+        The order. "global" or True: a keyed permutation of all traces. A TracestoreWarning recommends
+        "block" where that fetches much less of a remote store. "buffer": a shuffle buffer
         of `buffer_size` ids. "block": blocks of `block_bytes` of neighboring traces in random
         order, each permuted. "none" or False: the order of the store or subset.
     seed : int
@@ -237,7 +239,10 @@ class TraceLoader(LoaderHtml, Generic[BatchT]):
             epoch_size=epoch_size,
         )
         self.rank, self.world_size = rank_and_world_size(rank, world_size)
-        self._gatherer.announce(chosen, self.world_size)
+        self._gatherer.announce(chosen, self.world_size, is_scattered=self.planner.shuffle == "global")
+        advice = advise_block(self.planner, self._gatherer, self.rank, self.world_size)
+        if advice is not None and self.rank == 0:
+            warnings.warn(advice, TracestoreWarning, stacklevel=2)
         self.num_threads, self.pin_memory = num_threads, pin_memory
         limit = cache_limit(self.store, self.format, cache_bytes, max_cache_batches, batch_size)
         self.memory = plan_memory(self.planner, num_threads, limit, memory_budget)

@@ -1,15 +1,23 @@
-"""The memory that loading takes, and how a budget is divided."""
+"""The memory that loading takes, how a budget is divided, and what an epoch fetches of remote stores."""
 
-from dataclasses import dataclass
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from tracestore.data.batch_format import BatchFormat
-from tracestore.data.epoch import EpochPlanner, mean_trace_bytes
+from tracestore.data.batch_jobs import BatchGatherer
+from tracestore.data.epoch import EpochPlan, EpochPlanner, mean_trace_bytes
 from tracestore.errors import MemoryBudgetError
 from tracestore.store.format import schema
+from tracestore.store.io.files import ranks_here
 from tracestore.store.read.store import DEFAULT_CACHE_BYTES, TraceStore
+from tracestore.words import format_size
 
 # Threads, index arrays of a batch and Python objects: all that is neither a batch nor a chunk.
 _OVERHEAD_BYTES = 4 << 20
+# Batches of an epoch that an estimate of fetched bytes follows, and what is much more than another order fetches.
+_MOST_BATCHES, _MUCH_MORE = 4096, 1.5
 
 
 @dataclass(frozen=True)
@@ -92,3 +100,43 @@ def cache_limit(
     if max_cache_batches is None:
         return limit
     return min(limit, max_cache_batches * batch_size * mean_trace_bytes(store, batch_format))
+
+
+def advise_block(planner: EpochPlanner, gatherer: BatchGatherer, rank: int, world_size: int) -> str | None:
+    """Return advice to use shuffle "block" if a global epoch fetches much more from remote stores; None otherwise."""
+    members = [member for member in planner.store.internals.members if member.files.cache_bytes is not None]
+    if planner.shuffle != "global" or not members:
+        return None
+    room = min(member.files.cache_bytes or 0 for member in members)
+    segments, whole, parts = gatherer.file_bytes()
+    if whole.sum() <= room:
+        return None
+    here = min(ranks_here(), world_size)
+
+    def fetched(plan: EpochPlan) -> float:
+        """Return the bytes that the ranks of this machine fetch: the cache keeps the files that were used last."""
+        held: OrderedDict[int, float] = OrderedDict()
+        found, first_half, free, num_followed = 0.0, 0.0, float(room), min(len(plan), _MOST_BATCHES)
+        for batch in range(num_followed):
+            first_half = found if batch == num_followed // 2 else first_half
+            traces = gatherer.traces(plan.traces(batch, rank // here, -(-world_size // here)))
+            # Layers that are fetched one by one are used once, but take room: the negative numbers.
+            sizes = {-1 - batch: float(parts[traces].sum())}
+            sizes |= {number: float(whole[number]) for number in np.unique(segments[traces]).tolist()}
+            for number, size in sizes.items():
+                if number not in held:
+                    found, free = found + size, free - size
+                held[number] = size
+                held.move_to_end(number)
+                while free < 0 and len(held) > 1:
+                    free += held.popitem(last=False)[1]
+        num_left = len(plan) - num_followed
+        return found + (found - first_half) * num_left / max(1, num_followed - num_followed // 2)
+
+    most, least = fetched(planner.plan(0)), fetched(replace(planner, shuffle="block").plan(0))
+    if most <= _MUCH_MORE * least:
+        return None
+    return (
+        f"{planner.store.path}: an epoch in global order fetches about {format_size(most)}, because the cache of "
+        f"{format_size(room)} keeps too few of its files; with --shuffle block about {format_size(least)}"
+    )

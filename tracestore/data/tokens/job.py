@@ -189,5 +189,6 @@ class TokenGatherer(BatchGatherer):
     def _chunk_keys(self, indices: np.ndarray) -> list[ChunkKey]:
         return [(*chunk.reader.key, chunk.number) for chunk in _chunks(self.store, self.table.locate(indices))]
 
-    def _traces(self, indices: np.ndarray) -> np.ndarray:
+    def traces(self, indices: np.ndarray) -> np.ndarray:
+        """See BatchGatherer."""
         return np.unique(self.table.locate(indices).trace)

@@ -12,6 +12,9 @@ from tracestore.store.read.chunk_cache import ChunkKey
 from tracestore.store.read.internals import StoreInternals
 from tracestore.store.read.segment import SegmentReader
 
+# Segments of a remote store that file_bytes looks up.
+_MOST_LOOKED_UP = 64
+
 (GRAPH_SEGMENT, GRAPH_ROW, NUM_TOKENS, LAYOUT, SEQUENCE_SEGMENT, SEQUENCE_ROW) = range(6)
 
 
@@ -161,6 +164,49 @@ def batch_files(
                 yield _part(segment, name, rows, _parts(store.num_layers, layers))
             else:
                 yield from segment.array_files(name)
+
+
+def file_bytes(
+    store: StoreInternals, view: str, layers: Sequence[int] | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return what batches fetch of remote stores.
+
+    Of stores with many segments some are looked up; the others count by their tokens.
+
+    Returns
+    -------
+    ndarray of int64, shape (N,)
+        The segment that each trace is read from; -1 for a trace that lacks what the view reads.
+    ndarray of float64, shape (segments,)
+        Bytes of its files that are fetched whole.
+    ndarray of float64, shape (N,)
+        Bytes of the layers of each trace that are fetched one by one.
+    """
+    locations = store.index.locations(np.arange(store.manifest.num_traces))
+    graph, sequence, tokens = (locations[:, k] for k in (GRAPH_SEGMENT, SEQUENCE_SEGMENT, NUM_TOKENS))
+    segments = np.where((sequence >= 0) & (view == "sequence"), sequence, graph)
+    num_segments = store.manifest.num_segments
+    is_read, tokens = segments >= 0, tokens + 1
+    sums = np.bincount(segments[is_read], tokens[is_read], num_segments)
+    whole, parts = np.zeros(num_segments), np.zeros(num_segments)
+    first_segment = first_trace = 0
+    for member in store.members:
+        here = slice(first_segment, first_segment + member.manifest.num_segments)
+        used = np.flatnonzero(sums[here])
+        first_segment = here.stop
+        if member.files.cache_bytes is not None and len(used):
+            seen = used[np.unique(np.linspace(0, len(used) - 1, _MOST_LOOKED_UP).astype(int))]
+            member.files.fetch(member.index.segment(number).rows for number in seen.tolist())
+            for number in seen.tolist():
+                traces = np.flatnonzero(segments == here.start + number) - first_trace
+                found = list(batch_files(member, traces, view, layers))
+                whole[here][number] = sum(entry.size for entry in set(found) if isinstance(entry, FileEntry))
+                parts[here][number] = sum(part.num_bytes for part in found if isinstance(part, FilePart))
+            for values in (whole[here], parts[here]):
+                others = np.setdiff1d(used, seen)
+                values[others] = sums[here][others] * values[seen].sum() / sums[here][seen].sum()
+        first_trace += member.manifest.num_traces
+    return segments, whole, np.where(is_read, parts[segments] * tokens / np.maximum(sums[segments], 1), 0)
 
 
 def _part(segment: SegmentReader, name: str, rows: np.ndarray, parts: list[tuple[int, int]]) -> FilePart:

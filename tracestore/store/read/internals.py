@@ -1,5 +1,6 @@
 """The open parts of a store that its traces and batches are read from."""
 
+import math
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
@@ -16,7 +17,7 @@ from tracestore.store.lens import Lens
 from tracestore.store.read.chunk_cache import ChunkCache
 from tracestore.store.read.columns import Columns, MappedColumns
 from tracestore.store.read.generation import PinnedGeneration, open_latest
-from tracestore.store.read.segment import SegmentReader
+from tracestore.store.read.segment import SegmentReader, row_sizes
 
 # Files of which a larger share is read are fetched whole.
 _WHOLE_SHARE = 0.5
@@ -195,20 +196,37 @@ class StoreInternals:
         """
         return self.files.prefetch(lambda batch: files_of(self, traces(batch)), start, total)
 
-    def announce(self, indices: np.ndarray | None, share: float) -> None:
-        """Record that a share of some traces, None for all, is read soon. What is read mostly is fetched whole."""
+    def announce(self, indices: np.ndarray | None, share: float, *, is_scattered: bool) -> None:
+        """Record that a share of some traces, None for all, is read soon. What is read mostly is fetched whole.
+
+        If neighbors are not read one after another (`is_scattered`), the cache must have room for all of these files.
+        """
+        needed, rooms = 0.0, []
         for first, member in zip(self.first_traces, self.members, strict=False):
-            if member.files.has_ranges:
+            if member.files.has_ranges and member.files.cache_bytes is not None:
                 count = member.manifest.num_traces
                 chosen = np.arange(count) if indices is None else indices - first
-                member._choose_whole(chosen[(chosen >= 0) & (chosen < count)], share)
+                needed += member._choose_whole(chosen[(chosen >= 0) & (chosen < count)], share)
+                rooms.append((member, member.files.cache_bytes))
+        for member, room in rooms:
+            member._read_whole(member._whole if needed <= room or not is_scattered else frozenset())
 
-    def _choose_whole(self, chosen: np.ndarray, share: float) -> None:
+    def _choose_whole(self, chosen: np.ndarray, share: float) -> float:
+        """Choose the segments whose files are fetched whole, and return the bytes of their hidden states and attention."""
         locations = self.index.locations(np.arange(self.manifest.num_traces))
         segments, tokens = locations[:, 0] + 1, locations[:, 2]
         num_segments = self.manifest.num_segments + 1
         total, read = (np.bincount(segments[k], tokens[k], num_segments)[1:] for k in (slice(None), chosen))
         self._whole = frozenset(np.flatnonzero(share * read > _WHOLE_SHARE * total).tolist())
+        num_bytes = np.zeros(len(locations))
+        sizes = row_sizes(self.attributes, tokens, locations[:, 3])
+        for name in ("hidden_states", "attention") if sizes["hidden_states"].any() else ():
+            dtype, columns, _ = self.attributes.array_type(name)
+            num_bytes += sizes[name] * float(math.prod(columns) * dtype.itemsize)
+        return float(num_bytes[np.isin(locations[:, 0], list(self._whole))].sum())
+
+    def _read_whole(self, segments: frozenset[int]) -> None:
+        self._whole = segments
         for number in self._whole & self._segments.keys():
             self._segments[number].read_whole()
 

@@ -1,7 +1,6 @@
 """Prefetching the files of upcoming batches from a server into the disk cache."""
 
 import contextlib
-import os
 import threading
 import time
 from collections import deque
@@ -9,14 +8,17 @@ from typing import Protocol, Self
 
 from tracestore.errors import CorruptStoreError, TracestoreError
 from tracestore.store.format.entries import FileEntry, FilePart, FilesOf
-from tracestore.store.io.files import FilePrefetcher
+from tracestore.store.io.files import FilePrefetcher, ranks_here
 from tracestore.store.remote.disk_cache import DiskCache, NextUse
 from tracestore.store.remote.object_store import ObjectStore
 from tracestore.store.remote.threads import FetchCancelledError
 
 _THREADS = 6
 _BATCHES_AHEAD = 1024
+_BATCHES_AT_LEAST = 2  # whatever the cache holds: the loader gathers ahead too
 _CACHE_SHARE = 0.9  # of the cache that prefetched files may take
+# A file with holes is evicted as a whole: with layers that were used, those go that are not used yet.
+_PART_COST = 2
 _CLOSE_S = 1.0
 
 
@@ -37,12 +39,10 @@ class RemoteFilePrefetcher(FilePrefetcher):
     def __init__(self, files: CachedFiles, files_of: FilesOf, start: int, total: int) -> None:
         self._files, self._files_of, self._total = files, files_of, total
         # The ranks of a machine share the cache; each prefetches its own batches.
-        ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
-        ranks_here = max(1, int(ranks)) if ranks.isdecimal() else 1
-        self._max_bytes = _CACHE_SHARE * files.cache.max_bytes / ranks_here
+        self._max_bytes = _CACHE_SHARE * files.cache.max_bytes / ranks_here()
         self._lock = threading.Condition()
         self._position = self._planned = start
-        # Names in the cache and bytes of parts, for the batches position .. planned - 1.
+        # Names in the cache and cost of parts, for the batches position .. planned - 1.
         self._batches: deque[tuple[list[str], int]] = deque()
         self._uses: dict[str, deque[int]] = {}  # name -> the planned batches that use it
         self._entries: dict[str, FileEntry] = {}
@@ -97,7 +97,7 @@ class RemoteFilePrefetcher(FilePrefetcher):
             not self._is_planning
             and self._planned < self._total
             and self._planned - self._position < _BATCHES_AHEAD
-            and (self._bytes < self._max_bytes or self._planned == self._position)
+            and (self._bytes < self._max_bytes or self._planned - self._position < _BATCHES_AT_LEAST)
         )
 
     def _plan(self, batch: int) -> None:
@@ -123,7 +123,7 @@ class RemoteFilePrefetcher(FilePrefetcher):
                     self._bytes += item.size
                     self._queue.append(name)
                 self._uses.setdefault(name, deque()).append(batch)
-            part_bytes = sum(part.num_bytes for part in parts)
+            part_bytes = _PART_COST * sum(part.num_bytes for part in parts)
             self._bytes += part_bytes
             self._batches.append((list(found), part_bytes))
             self._planned += 1

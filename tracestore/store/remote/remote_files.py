@@ -192,6 +192,11 @@ class RemoteFiles(ReadableFiles):
         """See StoreFiles. A forked process, which cannot send requests, fetches whole files."""
         return self.object_store.has_ranges and not self.object_store.is_forked
 
+    @property
+    def cache_bytes(self) -> int:
+        """See StoreFiles."""
+        return self.cache.max_bytes
+
     def map_layers(self, entry: FileEntry, layers: FileLayers) -> LayerFile | None:
         """See StoreFiles."""
         name = self.cache.name_of(self.object_store.address, entry)
