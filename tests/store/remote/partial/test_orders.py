@@ -1,4 +1,4 @@
-"""What an epoch fetches with caches that are smaller than the store, and the advice to take another order."""
+"""Bytes that epochs fetch with caches smaller than the store, and the advice to take another order."""
 
 import re
 import subprocess
