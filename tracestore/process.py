@@ -97,3 +97,9 @@ def signal_handler(number: signal.Signals, handler: Callable[..., object] | sign
         yield
     finally:
         signal.signal(number, before)
+
+
+def ranks_here() -> int:
+    """Return the number of ranks on this machine, which share its cache of remote files."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return max(1, int(ranks)) if ranks.isdecimal() else 1

@@ -9,8 +9,8 @@ from tracestore.data.batch_format import BatchFormat
 from tracestore.data.batch_jobs import BatchGatherer
 from tracestore.data.epoch import EpochPlan, EpochPlanner, mean_trace_bytes
 from tracestore.errors import MemoryBudgetError
+from tracestore.process import ranks_here
 from tracestore.store.format import schema
-from tracestore.store.io.files import ranks_here
 from tracestore.store.read.store import DEFAULT_CACHE_BYTES, TraceStore
 from tracestore.words import format_size
 

@@ -87,12 +87,6 @@ def reading_committed(path: str, what: str = "") -> Iterator[None]:
         raise CorruptStoreError(f"{path}: {what}{escape_unprintable(reason, 300)}") from None
 
 
-def ranks_here() -> int:
-    """Return the number of ranks on this machine, which share its cache of remote files."""
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return max(1, int(ranks)) if ranks.isdecimal() else 1
-
-
 class FilePrefetcher:
     """Prefetches files during one pass over a store. This base class does nothing: local files need no prefetching."""
 

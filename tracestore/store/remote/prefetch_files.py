@@ -7,8 +7,9 @@ from collections import deque
 from typing import Protocol, Self
 
 from tracestore.errors import CorruptStoreError, TracestoreError
+from tracestore.process import ranks_here
 from tracestore.store.format.entries import FileEntry, FilePart, FilesOf
-from tracestore.store.io.files import FilePrefetcher, ranks_here
+from tracestore.store.io.files import FilePrefetcher
 from tracestore.store.remote.disk_cache import DiskCache, NextUse
 from tracestore.store.remote.object_store import ObjectStore
 from tracestore.store.remote.threads import FetchCancelledError
