@@ -125,15 +125,7 @@ class StoreFiles(Protocol):
         """
 
     def map(self, entry: FileEntry) -> MappedFile:
-        """Return a memory map of a file.
-
-        Raises
-        ------
-        ValueError
-            If the file has another size than `entry`.
-        OSError
-            If it cannot be read; FileNotFoundError if it does not exist.
-        """
+        """Return a memory map of a file. ValueError if it has another size than `entry`; OSError as of read()."""
 
     def map_layers(self, entry: FileEntry, layers: FileLayers) -> PartialFile | None:
         """Return a map of a file whose layers are fetched when they are needed; None to map the whole file."""
