@@ -90,14 +90,7 @@ class _Commit(Conversion):
 
     def __init__(self, plan: Plan, tasks: Sequence[Task], output: Output) -> None:
         options = plan.commit_options()
-        super().__init__(
-            plan.arguments,
-            str(plan.store),
-            options,
-            output,
-            described=plan.described(),
-            provenances=plan.provenances(),
-        )
+        super().__init__(plan.arguments, str(plan.store), options, output, **plan.known())
         self._plan, self._tasks = plan, tasks
 
     def has_attention(self) -> bool | None:

@@ -23,7 +23,7 @@ _POLL_S = 0.2
 
 def check_tasks_file(path: Path, store: str, inputs: Sequence[Path]) -> None:
     """Raise UsageError unless the file of a plan of a store and inputs may be written; it may replace such a file."""
-    for folder in (store, *inputs):
+    for folder in (Path(store), *inputs):
         if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
             raise UsageError(f"cannot write {path}: {folder} holds sources or the store; choose a place outside of it")
     check_output_file(path, _SUFFIXES, overwrite=_is_replaceable(path), inputs=inputs)

@@ -196,6 +196,10 @@ class Plan:
         """Return the known provenances by source argument."""
         return {Path(path): Provenance.from_json(found) for path, found in self.facts["provenances"]}
 
+    def known(self) -> dict[str, Any]:
+        """Return the arguments of a Conversion that the plan knows."""
+        return {"described": self.described(), "provenances": self.provenances()}
+
     def pack_options(self, scratch: Path, memory_budget: int | None) -> PackOptions:
         """Return the options of packing."""
         stored, budget = self.facts["store_options"], memory_budget or self.options.memory_budget

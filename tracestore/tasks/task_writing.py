@@ -44,14 +44,7 @@ def write_task(task: Task, *, memory_budget: int | None = None) -> Receipt:
         If a scores file has changed since the plan.
     """
     plan = Plan.read(task)
-    conversion = Conversion(
-        plan.arguments,
-        task.store,
-        plan.options,
-        Quiet(),
-        described=plan.described(),
-        provenances=plan.provenances(),
-    )
+    conversion = Conversion(plan.arguments, task.store, plan.options, Quiet(), **plan.known())
     sources = conversion.sources
     if (found := usable_receipt(plan, task, sources)) is not None:
         return found.summary(task)
