@@ -10,7 +10,6 @@ import pytest
 import tracestore
 from tests.helpers import ROOT, make_trace, write_store
 from tests.store.remote.stores import open_with_cache, upload
-from tests.tiers import long
 from tracestore.errors import TracestoreWarning
 from tracestore.store.remote.disk_cache import DiskCache
 
@@ -55,7 +54,8 @@ def test_no_advice_where_a_global_order_costs_as_much(tmp_path, remote, tokens, 
     assert loader_and_advice(store)[1] is None
 
 
-@pytest.mark.parametrize("codec", ["none", *long("blosc-zstd")])
+@pytest.mark.long
+@pytest.mark.parametrize("codec", ["none", "blosc-zstd"])
 def test_the_advice_has_the_bytes_of_both_orders(tmp_path, remote, proxy, codec):
     local = make_store(tmp_path / "local.zarr", 30, 40, codec=codec)
     upload(local, remote)
