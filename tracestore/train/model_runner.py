@@ -45,9 +45,9 @@ class ModelRunner:
 
     def forward(self, given: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Return float32 logits ``(B,)`` and the mean loss of some traces."""
-        noise = () if given.noise is None else (given.noise,)
+        drawn = [value for value in (given.masks, given.noise) if value is not None]
         with self._autocast:
-            output = self.model(given.inputs, given.masks, *noise)
+            output = self.model(given.inputs, *drawn)
         output = Output(output.reader_logits.float(), {name: term.float() for name, term in output.auxiliary.items()})
         return output.logits, detector_loss(output, given.y, self.model_config.kl_weight)
 
