@@ -20,10 +20,12 @@ def store(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["TraceLoader", *long("TraceDataset", "collate_graphs")])
+@pytest.mark.long
 def test_loader_imports_no_heavy_libraries_but_torch(name):
     assert run_cli("-c", f"import tracestore; tracestore.{name}" + REPORT, check=0).stdout.split() == ["[]"]
 
 
+@pytest.mark.long
 def test_loader_of_sequences_needs_no_pyg(store):
     code = f"import tracestore; list(tracestore.TraceLoader({str(store)!r}, 'sequence'))" + REPORT
     assert run_cli("-c", code, check=0).stdout.split() == ["[]"]

@@ -136,6 +136,7 @@ def test_usage_errors_are_one_line(store, tmp_path):
     assert not math.isnan(tracestore.open(store)[0].score)
 
 
+@pytest.mark.long
 def test_a_picture_shows_the_structure_of_attention_beside_a_sink(tmp_path):
     """Nearly all attention goes to the first token. On a linear scale the other weights are black."""
     image = pytest.importorskip("matplotlib.image")

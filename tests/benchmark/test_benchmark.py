@@ -220,6 +220,7 @@ def test_traces_with_nan_are_dropped_and_listed(tmp_path):
         assert ("\nq7," in (out / "scores.csv").read_text()) != drops
 
 
+@pytest.mark.long
 def test_several_stores_give_a_transfer_matrix(path, tmp_path):
     traces = [make_labeled(k, shift=4.0) for k in range(COUNT, 2 * COUNT)]
     other = write_published(tmp_path / "other.zarr", traces)

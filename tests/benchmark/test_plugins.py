@@ -123,6 +123,7 @@ def run(path, out, *names, **options):
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kinds", [_SHORT, *long(list(BEHAVIORS))], ids=["short", "all"])
+@pytest.mark.long
 def test_what_a_detector_does_is_a_row(path, tmp_path, plugin, kinds):
     names = {f"bad{list(BEHAVIORS).index(kind)}": kind for kind in kinds}
     for name, kind in names.items():
@@ -250,6 +251,7 @@ def test_results_of_another_process_are_those_of_this_one():
 
 
 @pytest.mark.parametrize("as_json", [False, *long(True)])
+@pytest.mark.long
 def test_a_log_tells_what_runs(path, tmp_path, plugin, monkeypatch, as_json):
     """Lines go to standard output, with --json to standard error; no bar where standard error is no terminal."""
     plugin("def fit(self, *a):\n        __import__('time').sleep(0.2)\n        return super().fit(*a)")

@@ -96,6 +96,7 @@ def usages(tmp_path):
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.long
 def test_error_for_a_missing_library_names_the_extra(usages, extra):
     for usage, (code, text) in zip(usages[extra], run_without(EXTRAS[extra], usages[extra]), strict=True):
         line = f" is not installed; run: pip install 'tracestore[{extra}]'"

@@ -47,6 +47,7 @@ def write_slowly(folder, count):
                     time.sleep(0.05)
 
 
+@pytest.mark.long
 def test_files_of_a_growing_folder_are_converted(tmp_path):
     folder = tmp_path / "in"
     folder.mkdir()
@@ -164,6 +165,7 @@ def test_ctrl_c_ends_the_watch_and_the_same_command_continues(tmp_path):
     assert len(tracestore.open(tmp_path / "s.zarr")) == 2
 
 
+@pytest.mark.long
 def test_files_of_a_stated_layout_wait_for_the_table_that_it_names(tmp_path):
     folder = tmp_path / "in"
     folder.mkdir()

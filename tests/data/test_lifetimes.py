@@ -256,6 +256,7 @@ else:
 
 
 @pytest.mark.parametrize("keep", ["cycle", *long("global", "thread")])
+@pytest.mark.long
 def test_nothing_is_printed_when_the_interpreter_ends(small, keep, tmp_path):
     scripts = {}
     for name, code in HELD.items():

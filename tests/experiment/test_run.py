@@ -94,6 +94,7 @@ def test_a_run_killed_between_epochs_resumes_bit_for_bit(labeled, tmp_path):
     assert "lr" in other.stderr and other.stderr.count("\n") == 1
 
 
+@pytest.mark.long
 def test_a_trace_that_does_not_fit_exits_with_75_and_resumes(labeled, tmp_path):
     """The child process runs out of memory from the second step of the second epoch on."""
     code = (
@@ -203,6 +204,7 @@ def test_sigint_ends_the_run_within_seconds(labeled, tmp_path):
     assert process.returncode == 130 and "Traceback" not in stderr and time.monotonic() - began < 20
 
 
+@pytest.mark.long
 def test_recovery_from_a_batch_that_cannot_be_gathered(labeled, tmp_path):
     """Caches are emptied and the same batch is gathered again, so the weights do not change."""
     code = (

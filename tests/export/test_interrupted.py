@@ -47,6 +47,7 @@ def check_unfinished(out, expected, work):
 
 
 @pytest.mark.parametrize("kills", [5, *long(KILLS)])
+@pytest.mark.long
 def test_kills_at_random_moments(tmp_path, store, kills):
     formats = FORMATS if kills > 5 else ("pkl", "safetensors", "datasets")  # importing torch takes seconds
     exports = Exports(*(["torch", "torch_geometric.data"] if kills > 5 else []))

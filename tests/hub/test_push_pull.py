@@ -208,6 +208,7 @@ def test_private_data_sets(hub, store, tmp_path, monkeypatch):
     assert list(hub.files("user/public")) == [".gitattributes"]
 
 
+@pytest.mark.long
 def test_errors_are_one_line(hub, store, tmp_path, monkeypatch):
     new = tmp_path / "new.zarr"
     assert "no such data set" in error_of("pull", REPO, new, code=2)

@@ -89,6 +89,7 @@ def test_unpickling_runs_the_code_of_the_corpus(tmp_path, cases):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.long
 def test_every_case_is_refused(tmp_path, cases, kind):
     cases = [c for c in cases if c.name.startswith(f"{kind}/")]
     (tmp_path / "files").mkdir()

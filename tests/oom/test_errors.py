@@ -137,6 +137,7 @@ def test_the_cause_of_a_worker_error_decides(signal, outcome):
     assert classify(error) == outcome
 
 
+@pytest.mark.long
 def test_memory_is_short_under_a_limit_of_the_data_segment():
     """The limit leaves 100 MiB."""
     code = """

@@ -40,6 +40,7 @@ def plans_of(path, *flags):
     return {plan["model"]: plan for plan in plans}
 
 
+@pytest.mark.long
 def test_all_detectors_are_planned(path):
     assert tuple(plans_of(path)) == DEFAULT_MODELS
     done = command("plan", path, "--model", "nothing", check=2)

@@ -29,6 +29,7 @@ def blocks(page):
     return re.findall(r"^```(\w+)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.long
 def test_the_commands_of_the_page_about_a_new_tool_print_what_it_says(tmp_path):
     scripts = str(Path(sys.executable).parent)
     environment = {**os.environ, "PATH": f"{scripts}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "COLUMNS": "100"}

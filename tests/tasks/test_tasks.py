@@ -387,6 +387,7 @@ def test_a_segment_that_is_gone_is_refused(data, tmp_path):
         commit_tasks(tasks)
 
 
+@pytest.mark.long
 def test_killed_workers_leave_nothing_wrong(data, tmp_path):
     run_tasks(data, tmp_path / "one.zarr")
     tasks = plan_tasks(data, tmp_path / "s.zarr")

@@ -40,6 +40,7 @@ def test_a_budget_far_too_small_ends_with_75_and_a_checkpoint(wide, tmp_path):
     run_cli("tools/train.py", "--store", wide, "--output-dir", tmp_path / "r", *FLAGS, "--resume", check=0)
 
 
+@pytest.mark.long
 def test_a_budget_below_the_floor_is_refused(wide, tmp_path):
     done = run_cli(
         "tools/train.py", "--store", wide, "--output-dir", tmp_path / "r", *FLAGS, "--memory-budget", "60MiB", check=2
@@ -60,6 +61,7 @@ def group():
     path.rmdir()
 
 
+@pytest.mark.long
 def test_training_stays_within_the_limit_of_a_cgroup(wide, tmp_path, group):
     """Without a flag the run finds the limit, and finishes or ends with code 75."""
     (group / "memory.limit_in_bytes").write_text(str(900 << 20))

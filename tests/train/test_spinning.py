@@ -157,6 +157,7 @@ print(alone, busy, processor_s())
 
 @needs_libgomp
 @pytest.mark.skipif(num_processors() < 2, reason="needs two processors")
+@pytest.mark.long
 def test_idle_team_shortens_the_spinning_of_waiting_threads():
     """`GOMP_SPINCOUNT` makes a waiting thread spin for longer than the test takes."""
     environment = {"GOMP_SPINCOUNT": "100000000000", "OMP_NUM_THREADS": "2"}

@@ -102,6 +102,7 @@ def test_a_run_continues_after_a_kill(logger, tmp_path, monkeypatch):
         ["--seeds 2 --logger wandb", "--seeds 2 --overwrite", "--seeds 2 --epochs 2 --resume --logger wandb"],
     ],
 )
+@pytest.mark.long
 def test_each_service_gets_all_numbers_of_the_trainings_that_name_it(trainings, labeled, tmp_path, monkeypatch):
     runs, expected = defaultdict(list), []
 

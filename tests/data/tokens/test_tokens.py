@@ -78,6 +78,7 @@ def chosen_positions(trace, positions, optional):
     st.integers(1, 9),
 )
 @settings(max_examples=60, deadline=None)
+@pytest.mark.long
 def test_every_row_equals_the_stored_hidden_state(
     seed, sizes, dim, codec, layers, positions, shuffle, dtype, threads, batch_size
 ):

@@ -47,6 +47,7 @@ def write_layers(folder):
     ("write", "limit"),
     [(write_pickle, 48 << 20), (write_lines, 24 << 20), (write_stack, 4 << 20), (write_layers, 4 << 20)],
 )
+@pytest.mark.long
 def test_traces_are_read_one_by_one(write, limit, tmp_path):
     line = write(tmp_path)
     execution = Execution(plan_of(parse_layout({"hidden_states": line})), list_files([tmp_path], tmp_path / "s.zarr"))

@@ -72,6 +72,7 @@ def test_damaged_streams_are_refused(tmp_path, suffix):
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst", *long(*(s for s in PACK if s not in (".gz", ".zst")))])
+@pytest.mark.long
 def test_bombs_are_refused(tmp_path, suffix):
     """A stream that inflates to far more than its size is refused before it is inflated."""
     bomb = b"\x80\x04\x8e" + (900 << 20).to_bytes(8, "little") + bytes(400 << 20)

@@ -167,6 +167,7 @@ AMPLIFIED = {
 
 
 @pytest.mark.parametrize("name", AMPLIFIED)
+@pytest.mark.long
 def test_amplified_files_end(tmp_path, name):
     path = tmp_path / name
     path.write_bytes(AMPLIFIED[name]())

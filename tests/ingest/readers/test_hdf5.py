@@ -159,6 +159,7 @@ def test_texts_read_in_pages(tmp_path):
 
 
 @pytest.mark.parametrize("count", [12, *long(60)])
+@pytest.mark.long
 def test_changed_files_are_read_or_refused(path, count):
     assert check_mutations(path.read_bytes(), path.with_name("b.h5"), count, seed=count) > count // 6
 

@@ -16,6 +16,7 @@ from tracestore.store.remote.disk_cache import DiskCache
 from tracestore.store.remote.object_store import ObjectStore
 
 
+@pytest.mark.long
 def test_reading_recovers_from_errors_of_the_server(local_store, remote_store, proxy):
     kinds = ["503", "cut", None, None, None, "flip", 0.05]
     rng = random.Random(5)

@@ -45,6 +45,7 @@ def serve(store, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ALL)
+@pytest.mark.long
 def test_a_lie_about_a_file_of_the_store(serve, store, tmp_path, name):
     url = serve(NAMES[name], "/hidden_states/c/")
     with bounded():

@@ -122,6 +122,7 @@ def test_score_merge_and_subset_accept_urls(remote, store_path, tmp_path):
 
 
 @pytest.mark.parametrize("fault", [None, *long("lost", "503", "cut")])
+@pytest.mark.long
 def test_a_merge_in_a_bucket_lets_the_server_copy(remote_store, local_store, proxy, tmp_path, fault):
     merged, puts = remote_store.replace("/store.zarr", "/merged.zarr"), []
 
@@ -273,6 +274,7 @@ def test_a_trace_whose_commit_failed_can_be_appended_again(remote, proxy, monkey
         assert len(store) == 1
 
 
+@pytest.mark.long
 def test_several_writers_add_to_one_store(remote):
     """Each commit that another one has preceded resolves its keys again; nothing is lost or twice."""
     traces = make_traces(9)
@@ -291,6 +293,7 @@ def test_several_writers_add_to_one_store(remote):
 
 
 @pytest.mark.parametrize("fault", ["lost", "503", "cut"])
+@pytest.mark.long
 def test_a_fault_at_each_put_of_a_commit(remote, proxy, fault):
     """A repeated request neither loses a commit nor applies it twice."""
     traces = make_traces(8)

@@ -73,6 +73,7 @@ class Sink:
 
 
 @pytest.mark.parametrize("share", [1.0, *long(0.6)])
+@pytest.mark.long
 def test_a_segment_of_1_gib_takes_at_most_30_requests(remote, tmp_path, monkeypatch, share):
     """`share` of it are hidden states, and the rest attention."""
     sink = Sink()
@@ -119,6 +120,7 @@ def test_a_fault_at_each_request_of_a_commit(remote, proxy, fault):
 
 
 @pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.long
 def test_a_fault_at_each_request_of_an_upload_in_parts(remote, proxy, tmp_path, monkeypatch, fault):
     monkeypatch.setattr(object_store, "_PART_BYTES", 5 << 20)
     path, data = tmp_path / "large", bytes(range(256)) * (12 << 12)

@@ -12,6 +12,7 @@ from tests.ingest.corpus.changed import campaign, generated
 from tests.ingest.corpus.changed.mutations import EXACT, MUTATIONS
 
 
+@pytest.mark.long
 def test_two_hundred_folders_are_right_or_refused_in_every_way():
     found = list(campaign.of_generated(200, seed=5))
 

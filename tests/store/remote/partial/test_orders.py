@@ -75,6 +75,7 @@ def test_the_advice_has_the_bytes_of_both_orders(tmp_path, remote, proxy, codec)
     assert advice is None, "block order needs no advice"
 
 
+@pytest.mark.long
 def test_one_rank_with_a_small_cache_fetches_layers(tmp_path, remote, proxy):
     """Whole files would be fetched many times: 11 times the store with a cache of a quarter."""
     local = make_store(tmp_path / "local.zarr", 130, 12)
