@@ -18,6 +18,9 @@ from tracestore.train.trainer import Trainer
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 GRAPH_DETECTORS = [name for name, spec in MODELS.items() if spec.view == "graph"]
+READOUTS = [{}, {"pooling": "last", "skip": "last"}, {"pooling": "all", "skip": "none"}]
+# Version 0 sets these options.
+PADDED = [(name, options) for name in GRAPH_DETECTORS for options in READOUTS if not (options and name.endswith("v0"))]
 SIZES = {"gnn_hidden": 8, "latent_dim": 4, "lstm_hidden": 4, "num_readers": 2}
 
 
@@ -192,11 +195,8 @@ def kernels():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("options", [{}, {"pooling": "last", "skip": "last"}, {"pooling": "all", "skip": "none"}])
-@pytest.mark.parametrize("name", GRAPH_DETECTORS)
+@pytest.mark.parametrize(("name", "options"), PADDED)
 def test_padded_graphs_have_the_loss_and_gradients_of_the_batch(store, kernels, tmp_path, monkeypatch, name, options):
-    if options and name.endswith("v0"):
-        pytest.skip("version 0 sets these options")
     monkeypatch.setattr("tracestore.detectors.models.GNN_DROPOUT", 0.0)
     trainer = trainer_of(store, name, tmp_path, sizes=SIZES | {"dropout": 0.0, **options})
     trainer.model.double().train()
