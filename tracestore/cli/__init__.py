@@ -54,7 +54,7 @@ def _run(name: str, prog: str, words: list[str], *, is_program: bool) -> int:
     prints_errors = os.environ.get("LOCAL_RANK", "0") == "0"
 
     def command() -> int:
-        with process.paused_collection() if is_program else nullcontext():
+        with process.imports_uncollected() if is_program else nullcontext():
             module, parser = _command(name, CommandParser(prog=prog))
         try:
             args = parser.parse_args(words)

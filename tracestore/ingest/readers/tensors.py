@@ -24,6 +24,7 @@ from tracestore.ingest.tree import (
     dtype_name,
     nested,
 )
+from tracestore.process import paused_collection
 
 INDEX_SUFFIX = ".safetensors.index.json"
 
@@ -46,8 +47,10 @@ def read_safetensors(content: Content) -> Value:
     """Return the tensors of a file by name; the metadata of its header are attributes."""
     if is_locked(f"{content.path}.lock"):
         raise InvalidInputError("another program is still writing this file and holds its lock; convert it later")
-    tensors, metadata = stored_tensors(content.mapped)
-    return _group(nested(tensors), content.limits.charge, metadata)
+    with paused_collection():
+        tensors, metadata = stored_tensors(content.mapped)
+        names = nested(tensors)
+    return _group(names, content.limits.charge, metadata)
 
 
 def _group(tensors: Mapping[str, Any], charge: Charge, metadata: Mapping[str, Value]) -> Group:
