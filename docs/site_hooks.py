@@ -21,7 +21,7 @@ _MARK = "<!-- the help of every command, inserted by docs/site_hooks.py -->"
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages from other folders of the repository, and the images of the gallery."""
     for name, path in _PAGES.items():
-        text = (ROOT / path).read_text(encoding="utf-8").replace("(docs/", "(")
+        text = re.sub(r"\((\.\./)?docs/", "(", (ROOT / path).read_text(encoding="utf-8"))
         files.append(File.generated(config, name, content=text))
     for picture in draw_gallery():
         files.append(File.generated(config, f"gallery/{picture.name}", abs_src_path=str(picture)))

@@ -27,7 +27,7 @@ def configure_program() -> None:
     os.environ.setdefault("TQDM_DISABLE", "1")
     # By default a libgomp thread spins for 300,000 rounds at a barrier. With another program on one of
     # the processors, that made extraction 5.2 times as slow as on an idle machine; 10,000 rounds made it
-    # 1.6 times as slow, and cost nothing on an idle machine (bench/RESULTS.md). Training has more barriers:
+    # 1.6 times as slow, and cost nothing on an idle machine (docs/decisions.md). Training has more barriers:
     # there, train.devices.torch_threads() shortens the spinning further while other programs are busy.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from .common import PICKLED, Fixtures, baseline, convert, inflate, open_source, pickle_dir, wait_for_start, warm
 
-ROUNDS = 2
+ROUNDS = 5
 
 
 class Conversion(Fixtures):

@@ -68,7 +68,7 @@ class Loading(Fixtures):
 
     def track_limit(self, folder, shape, edges):
         """Return the time of an epoch as a multiple of the time of a memory copy."""
-        return statistics.median(memcpy_ratios(self.loader, tracestore.open(self.path), 3))
+        return statistics.median(memcpy_ratios(self.loader, tracestore.open(self.path), 9))
 
     track_limit.unit = "of a 2-thread memcpy's time"
 

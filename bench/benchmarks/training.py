@@ -264,7 +264,7 @@ class Shares(Fixtures):
 
     def track_guard(self, folder):
         """Return the share of a step that the guard takes, in percent."""
-        return 100 * guard_share("lstm_solo", next(iter(STEP_SHAPES)), 20)[1]
+        return 100 * guard_share("lstm_solo", next(iter(STEP_SHAPES)), 60)[1]
 
     track_guard.unit = "% of a step"
 
