@@ -24,11 +24,10 @@ def rows(path):
     """Return the rows of the tables of results as dicts from column to cell."""
     found, columns = [], []
     for line in path.read_text(encoding="utf-8").splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("| ") else []
-        columns = columns if cells else []
-        if cells[:1] == ["what"]:
-            columns = cells
-        elif columns:
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if not line.startswith("|") or cells[0] == "what":
+            columns = cells if cells[0] == "what" else []
+        elif columns and line.startswith("| "):
             found.append(dict(zip(columns, cells, strict=True)))
     return found
 
