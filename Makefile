@@ -281,7 +281,7 @@ gpu:
 	$(GPU_PYTHON) bench/gpu.py --device $(DEVICE)
 
 # The peers pin other versions of their dependencies, so they have a separate environment.
-PEERS := litdata==0.2.76 mosaicml-streaming==0.13.0 lmdb==3.0.0 h5py==3.16.0 zarr==3.1.6 zarrs==0.2.3 tensorstore==0.1.86
+PEERS := litdata==0.2.76 lmdb==3.0.0 h5py==3.16.0 zarr==3.1.6 tensorstore==0.1.86
 .venv-peers/installed:
 	$(PYTHON) -m venv .venv-peers
 	.venv-peers/bin/pip install --quiet --disable-pip-version-check torch==2.13.0 $(PEERS)

@@ -1,6 +1,6 @@
 """Measure speed and memory of conversion on large files, with the limits of the same run.
 
-python bench/ingest.py speed|gzip|workers|memory|containers|small|tiny DIR [--gigabytes 1] [--rounds 5] [--traces FOLDER]
+python bench/ingest.py speed|gzip|workers|memory|containers|tiny DIR [--gigabytes 1] [--rounds 5] [--traces FOLDER]
 
 DIR selects the disk to measure; use tmpfs to exclude the disk. With --traces, `speed`, `gzip` and
 `workers` convert the pickles in FOLDER (as `tracestore extract` writes them) instead of synthetic ones.
@@ -194,25 +194,6 @@ def containers(args: argparse.Namespace) -> None:
         shutil.rmtree(store)
 
 
-def small(args: argparse.Namespace) -> None:
-    """Convert 10,000 files of one small trace each, and open the store."""
-    folder, store = args.folder / "many", args.folder / "out.zarr"
-    if not folder.exists():
-        folder.mkdir(parents=True)
-        for k in range(10_000):
-            trace = make_trace(k, 20, layers=12, dim=128, heads=4)
-            (folder / f"t_{k}.pkl").write_bytes(pickle.dumps([trace], 4))
-    done = convert(folder, store, watch=True)
-    code = "import time, tracestore\nt = time.perf_counter()\ns = tracestore.open({!r})\nlen(s), s.scores[0]\nprint(time.perf_counter() - t)"
-    opened = [float(run("-c", code.format(str(store)), watch=False, cwd=ROOT)[0]) for _ in range(args.rounds)]
-    segments = len(list((store / "segments").iterdir()))
-    print(
-        f"10,000 files: {done['seconds']:.1f} s, {done['anonymous'] / 2**20:.0f} MiB anonymous, {segments} segments, "
-        f"opened in {1000 * statistics.median(opened):.1f} ms"
-    )
-    shutil.rmtree(store)
-
-
 # Seconds of a processor that reading a file takes, and that converting it takes, the start apart.
 _TINY = """
 import sys, time
@@ -254,7 +235,7 @@ def tiny(args: argparse.Namespace) -> None:
 def main() -> None:
     """Run the program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("speed", "gzip", "workers", "memory", "containers", "small", "tiny"))
+    parser.add_argument("what", choices=("speed", "gzip", "workers", "memory", "containers", "tiny"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=5)

@@ -239,31 +239,8 @@ def _collate_dicts(items):
     return [torch.from_numpy(a) for a in collate([(i["h"], i["a"]) for i in items])]
 
 
-class Mds(Peer):
-    """MosaicML streaming, read by number."""
-
-    def write(self):
-        from streaming import MDSWriter
-
-        columns = {"h": "ndarray:float16", "a": "ndarray:float16"}
-        with MDSWriter(out=str(self.folder / "mds"), columns=columns, size_limit=1 << 26) as writer:
-            for hidden, attention in self.traces():
-                writer.write({"h": hidden, "a": attention})
-
-    def open(self):
-        from streaming import StreamingDataset
-
-        self.data = StreamingDataset(local=str(self.folder / "mds"), batch_size=BATCH)
-
-    def read(self, k):
-        item = self.data[k]
-        return item["h"], item["a"]
-
-
 class ZarrPython(Peer):
     """zarr-python over a store that tracestore wrote."""
-
-    codec, pipeline = "none", None
 
     def write(self):
         """Write nothing: the tracestore system writes the store before."""
@@ -271,14 +248,13 @@ class ZarrPython(Peer):
     def open(self):
         import zarr
 
-        if self.pipeline:
-            zarr.config.set({"codec_pipeline.path": self.pipeline})
         self.segments, self.where = [], []
-        for number, path in enumerate(sorted((self.folder.parent / f"store-{self.codec}" / "segments").iterdir())):
+        for number, path in enumerate(sorted((self.folder.parent / "store" / "segments").iterdir())):
             group = zarr.open_group(path, mode="r")
             self.segments.append(self.arrays(path, group))
             row = pair = 0
-            for tokens in group["num_tokens"][:].tolist():
+            rows = zarr.open_group(zarr.storage.ZipStore(path / "rows.zip", mode="r"), mode="r")
+            for tokens in rows["num_tokens"][:].tolist():
                 size = self.layers * tokens * (tokens + 1) // 2
                 self.where.append((number, row, row + self.layers * tokens, pair, pair + size))
                 row, pair = row + self.layers * tokens, pair + size
@@ -295,18 +271,6 @@ class ZarrPython(Peer):
     def rows(self, array, begin, end):
         """Return some rows of an array."""
         return array[begin:end]
-
-
-class ZarrZstd(ZarrPython):
-    """zarr-python over a store compressed by zstd."""
-
-    codec = "zstd"
-
-
-class Zarrs(ZarrPython):
-    """zarr-python with the codec pipeline of zarrs."""
-
-    pipeline = "zarrs.ZarrsCodecPipeline"
 
 
 class TensorStore(ZarrPython):
@@ -328,24 +292,23 @@ class TensorStore(ZarrPython):
 class Tracestore(Peer):
     """TraceLoader in the given order, coo edges."""
 
-    edges, codec = "coo", "none"
+    edges = "coo"
 
     def write(self):
         import tracestore
 
-        for codec in ("none", "zstd"):
-            with tracestore.create(self.folder.parent / f"store-{codec}", codec=codec) as writer:
-                for k, (hidden, attention) in enumerate(self.traces()):
-                    tokens = hidden.shape[1]
-                    square = np.zeros((self.layers, 1, tokens, tokens), "f2")
-                    square[:, 0, *np.tril_indices(tokens)] = attention
-                    writer.append(
-                        {"hidden_states": list(hidden), "attentions": list(square), "tokens": np.arange(tokens),
-                         "tokens_decoded": [""] * tokens, "generated_answer_clean": "", "question_id": str(k)}
-                    )  # fmt: skip
+        with tracestore.create(self.folder.parent / "store") as writer:
+            for k, (hidden, attention) in enumerate(self.traces()):
+                tokens = hidden.shape[1]
+                square = np.zeros((self.layers, 1, tokens, tokens), "f2")
+                square[:, 0, *np.tril_indices(tokens)] = attention
+                writer.append(
+                    {"hidden_states": list(hidden), "attentions": list(square), "tokens": np.arange(tokens),
+                     "tokens_decoded": [""] * tokens, "generated_answer_clean": "", "question_id": str(k)}
+                )  # fmt: skip
 
     def open(self):
-        self.store = self.folder.parent / f"store-{self.codec}"
+        self.store = self.folder.parent / "store"
         self.loaders = {}
 
     def batches(self, ids):
@@ -369,12 +332,6 @@ class TracestorePacked(Tracestore):
     """TraceLoader, packed edges."""
 
     edges = "packed"
-
-
-class TracestoreZstd(Tracestore):
-    """TraceLoader over a compressed store."""
-
-    codec = "zstd"
 
 
 class TracestoreSequence(Tracestore):
@@ -409,7 +366,6 @@ SYSTEMS = {
     "tracestore, coo": (Tracestore, None, False, True),
     "tracestore, packed": (TracestorePacked, None, False, False),
     "tracestore, sequence": (TracestoreSequence, None, False, False),
-    "tracestore, zstd": (TracestoreZstd, None, False, True),
     "tracestore in DataLoader, 2 workers": (TracestoreWorkers, 2, False, False),
     "np.memmap": (Memmap, None, True, True),
     "litdata, reader": (Litdata, None, True, True),
@@ -417,11 +373,8 @@ SYSTEMS = {
     "litdata loader, 2 workers": (LitdataLoader, 2, True, False),
     "LMDB": (Lmdb, None, True, True),
     "h5py": (H5, None, True, True),
-    "MosaicML streaming, reader": (Mds, None, True, True),
     "tensorstore": (TensorStore, None, True, True),
-    "zarrs": (Zarrs, None, True, True),
     "zarr-python": (ZarrPython, None, True, True),
-    "zarr-python, zstd": (ZarrZstd, None, True, True),
     ".pt files, two kept": (Pt, None, True, True),
 }
 
