@@ -17,12 +17,15 @@ from tracestore.errors import (
     UsageError,
 )
 from tracestore.extras import import_on_use
-from tracestore.store.format.provenance import Provenance
-from tracestore.store.read.store import TraceStore
-from tracestore.store.read.store import open_store as open
-from tracestore.store.read.subset import TraceSubset
-from tracestore.store.read.trace import Trace
-from tracestore.store.write.create import TraceWriter, create
+from tracestore.process import paused_collection
+
+with paused_collection():  # looking for garbage among modules, NumPy included, took a twentieth of a start
+    from tracestore.store.format.provenance import Provenance
+    from tracestore.store.read.store import TraceStore
+    from tracestore.store.read.store import open_store as open
+    from tracestore.store.read.subset import TraceSubset
+    from tracestore.store.read.trace import Trace
+    from tracestore.store.write.create import TraceWriter, create
 
 if TYPE_CHECKING:
     from tracestore.convert.convert_files import convert_files
