@@ -2,7 +2,6 @@
 
 import argparse
 import copy
-import difflib
 import json
 import math
 import os
@@ -133,7 +132,9 @@ class Parser(argparse.ArgumentParser):
             word, known = (message.split()[2:] or [""])[0].split("=")[0], sorted(self._option_string_actions)
         else:
             return ""
-        close = difflib.get_close_matches(word, known, n=1)
+        from difflib import get_close_matches  # only wrong usage needs it
+
+        close = get_close_matches(word, known, n=1)
         return f"; did you mean {close[0]}?" if close else ""
 
 

@@ -1,6 +1,5 @@
 """Layouts: the fields of a folder of dumps, parsed from TOML and from lines, and written as TOML."""
 
-import difflib
 import json
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -208,7 +207,9 @@ def _addresses(value: Any, most: int) -> tuple[Address, ...]:
 def _check_name(name: str, names: Iterable[str]) -> None:
     if name in names or rule_of(name) is not None:
         return
-    near = difflib.get_close_matches(name, [*names, *SETTINGS, *_LISTS], 1)
+    from difflib import get_close_matches  # only wrong names need it
+
+    near = get_close_matches(name, [*names, *SETTINGS, *_LISTS], 1)
     hint = f"; did you mean {near[0]}?" if near else f"; the fields are {', '.join(RECORD_FIELDS[:9])}, ..."
     raise UsageError(f"no such field{hint}")
 
