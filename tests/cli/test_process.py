@@ -84,3 +84,21 @@ def test_closed_standard_output_ends_a_program_silently(store_path):
     process = subprocess.Popen(["bash", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
     process.stdout.close()
     assert process.stderr.read() == b"141\n" and process.wait() == 0
+
+
+def test_program_ends_with_its_threads_callbacks_and_output_but_clears_no_modules():
+    code = """
+import atexit, threading, time
+from tracestore.process import exit_ignoring_sigint
+
+class Kept:
+    def __del__(self):
+        print("cleared")
+
+kept = Kept()
+atexit.register(print, "callback")
+threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
+exit_ignoring_sigint(3)
+"""
+    ended = run_cli("-c", code, check=3)
+    assert ended.stdout == "thread\ncallback\n" and not ended.stderr
