@@ -7,6 +7,7 @@ python bench/results.py
 
 import itertools
 import json
+import os
 import platform
 import re
 from collections.abc import Callable
@@ -129,12 +130,13 @@ def write_rows(text: str, measured: Measured, where: str) -> str:
 
 
 def machine() -> str:
-    """Describe the machine and the versions that matter."""
+    """Describe the machine, its load in the last five minutes, and the versions that matter."""
     cpuinfo = Path("/proc/cpuinfo")
     models = re.findall(r"^model name\s*: (.*)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else []
     model = f"{len(models)} x {models[0]}" if models else platform.machine()
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "numpy", "zarr"))
-    return f"**R**, the machine of `make results`: {model}, {platform.system()}, Python {platform.python_version()}, {versions}."
+    system = f"{model}, {platform.system()}, load {os.getloadavg()[1]:.1f}, Python {platform.python_version()}"
+    return f"**R**, the machine of `make results`: {system}, {versions}."
 
 
 def main() -> None:
