@@ -14,7 +14,7 @@ from tracestore.ingest.layout.language import Layout, below, parse_layout
 from tracestore.ingest.layout.patterns import Pattern
 from tracestore.ingest.layout.places import Plan, plan_of
 
-_KEYS = frozenset(("what", "defined", "instead_of", "vary", "reader", "layout", "signature"))
+_KEYS = frozenset(("what", "defined", "instead_of", "suffixes", "vary", "reader", "layout", "signature"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +56,11 @@ class Builtin:
     def files(self) -> Sequence[str]:
         """The FILES of its signatures."""
         return [_filled(text, self.values) for text in self.source["signature"]]
+
+    def may_end_with(self, ends: tuple[str, ...]) -> bool:
+        """Return whether one of its FILES ends with one of some texts."""
+        suffix = self.values.get("<suffix>")
+        return any(text.endswith(ends) for text in ([suffix] if suffix else self.files))
 
     @cached_property
     def patterns(self) -> dict[str, Pattern]:
@@ -114,7 +119,7 @@ class Builtin:
 
 @cache
 def parse_builtin(name: str, text: str) -> list[Builtin]:
-    """Return the built-in layouts of a TOML file: one for each combination of what `vary` lists.
+    """Return the built-in layouts of a TOML file: one for each of `suffixes` and combination of what `vary` lists.
 
     Raises
     ------
@@ -127,7 +132,8 @@ def parse_builtin(name: str, text: str) -> list[Builtin]:
             raise UsageError(f"unknown {', '.join(sorted(unknown))}")
         if not entries.get("what") or not entries.get("defined") or not entries.get("signature"):
             raise UsageError("needs what its states are, where its tool defines them, and a signature")
-        chosen = itertools.product(*entries.get("vary", ()))
+        suffixes = [{"suffix": suffix} for suffix in entries.get("suffixes", ())]
+        chosen = itertools.product(*entries.get("vary", ()), suffixes or [{}])
         return [
             Builtin(name, entries, {f"<{k}>": value for choice in choices for k, value in choice.items()})
             for choices in chosen
@@ -138,7 +144,7 @@ def parse_builtin(name: str, text: str) -> list[Builtin]:
 
 def _filled(value: Any, values: Mapping[str, str]) -> Any:
     """Return a value of TOML with what varies in its texts and keys."""
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return {_filled(key, values): _filled(entry, values) for key, entry in value.items()}
     if isinstance(value, list):
         return [_filled(entry, values) for entry in value]
@@ -163,4 +169,4 @@ def builtins(names: Iterable[str] | None = None) -> Sequence[Builtin]:
     suffixes = {name[name.rfind(".") :] for name in names}
     near = [tool for tool in tools if any(suffix in tool[1] for suffix in suffixes)]
     ends = (*suffixes, "}", "*")  # of FILES that may match
-    return [b for tool in near for b in parse_builtin(*tool) if any(text.endswith(ends) for text in b.files)]
+    return [b for tool in near for b in parse_builtin(*tool) if b.may_end_with(ends)]

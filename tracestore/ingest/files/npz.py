@@ -20,9 +20,8 @@ from tracestore.ingest.files.npy import MAX_NPY_HEADER_BYTES, ZIP_ENTRY, check_a
 from tracestore.store.io.scratch import Scratch
 
 _CHUNK_BYTES = 2 << 20
-_ROW_CHUNK_BYTES = 4 << 20
 _MAX_MEMBERS = 1_000_000
-_ERRORS = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, NotImplementedError, RuntimeError)
+DAMAGE = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, NotImplementedError, RuntimeError)
 
 
 @dataclass
@@ -68,11 +67,6 @@ class StoredArray:
         array = np.frombuffer(self.data, "u1").view(self.dtype) if len(self.data) else np.empty(0, self.dtype)
         return array.reshape(self.shape[::-1]).T if self.is_fortran else array.reshape(self.shape)
 
-    def rows(self, scratch: Scratch) -> "RowStream":
-        """Return a compressed array as rows; of one in Fortran order the transposed array."""
-        assert self.open_values is not None
-        return RowStream(self.open_values, self.shape[::-1] if self.is_fortran else self.shape, self.dtype, scratch)
-
     def pickle(self, scratch: Scratch) -> ByteReader:
         """Return the pickle of an array of objects."""
         if self.data is not None:
@@ -80,68 +74,6 @@ class StoredArray:
         assert self.open_values is not None
         stream = self.open_values()
         return value_reader(lambda: stream.read(_CHUNK_BYTES), self.compressed_bytes, scratch)
-
-
-class RowStream:
-    """A C-contiguous array that is inflated from front to back.
-
-    Parameters
-    ----------
-    open_values : callable
-        Return a stream at the first value.
-    shape : tuple of int
-        Extents of the axes.
-    dtype : numpy.dtype
-        Type of the values.
-    scratch : Scratch
-        Memory for the rows.
-    """
-
-    def __init__(
-        self, open_values: Callable[[], IO[bytes]], shape: tuple[int, ...], dtype: np.dtype, scratch: Scratch
-    ) -> None:
-        self._open, self._scratch = open_values, scratch
-        self.shape, self.dtype = shape, dtype
-        self._stream: IO[bytes] | None = None
-        self._next = 0
-        self._whole: np.ndarray | None = None
-
-    def _read(self, stream: IO[bytes], shape: tuple[int, ...]) -> np.ndarray:
-        out = self._scratch.empty(shape, self.dtype)
-        view, begin = memoryview(out.reshape(-1).view("u1").data), 0
-        try:
-            while begin < len(view):
-                chunk = stream.read(min(_ROW_CHUNK_BYTES, len(view) - begin))
-                if not chunk:
-                    raise InvalidInputError("truncated: an array ends early")
-                view[begin : begin + len(chunk)] = chunk
-                begin += len(chunk)
-        except _ERRORS as error:
-            raise _damaged(error) from None
-        return out
-
-    def whole(self) -> np.ndarray:
-        """Inflate the array."""
-        with self._open() as stream:
-            array = self._read(stream, self.shape)
-            if stream.read(1):
-                raise InvalidInputError("trailing bytes after an array")
-        return array
-
-    def kept(self) -> np.ndarray:
-        """Return the whole array, which is inflated once."""
-        self._whole = self.whole() if self._whole is None else self._whole
-        return self._whole
-
-    def part(self, begin: int, end: int) -> np.ndarray:
-        """Inflate rows, from the beginning if a later one was read before."""
-        if self._stream is None or self._next > begin:
-            self._stream, self._next = self._open(), 0
-        while self._next < begin:
-            self._read(self._stream, self.shape[1:])
-            self._next += 1
-        self._next = end
-        return self._read(self._stream, (end - begin, *self.shape[1:]))
 
 
 def stored_npy(mapped: MappedFile, begin: int, end: int, name: str) -> StoredArray:
@@ -174,11 +106,12 @@ def stored_arrays(mapped: MappedFile, file_bytes: int) -> dict[str, StoredArray]
         return {name: _member(mapped, archive, info, name) for name, info in zip(names, infos, strict=True)}
     except InvalidInputError:
         raise
-    except _ERRORS as error:
-        raise _damaged(error) from None
+    except DAMAGE as error:
+        raise damaged(error) from None
 
 
-def _damaged(error: Exception) -> InvalidInputError:
+def damaged(error: Exception) -> InvalidInputError:
+    """Return the refusal of an archive that raised one of DAMAGE."""
     return InvalidInputError(f"truncated or damaged .npz archive: {' '.join(str(error).split())[:120]}")
 
 

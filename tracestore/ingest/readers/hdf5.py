@@ -93,13 +93,23 @@ class _File:
             self._process.end()
 
 
-class RemoteGroup(Group):
-    """A group of a file."""
-
-    is_ordered = False  # by name
+class _Remote:
+    """A group or array of a file."""
 
     def __init__(self, file: _File, path: str) -> None:
         self._file, self._path = file, path
+
+    @property
+    def attributes(self) -> Mapping[str, Value]:
+        """Texts and numbers that the file attaches to it."""
+        found = self._file.request(path=self._path, attributes=True)["attributes"]
+        return {name: array_value(np.asarray(v)) if isinstance(v, list) else v for name, v in found.items()}
+
+
+class RemoteGroup(_Remote, Group):  # type: ignore[override]
+    """A group of a file."""
+
+    is_ordered = False  # by name
 
     @cached_property
     def _entries(self) -> dict[str, list[Any]]:
@@ -112,11 +122,6 @@ class RemoteGroup(Group):
             if len(entries) > _MAX_MEMBERS:
                 raise InvalidInputError(f"found more than {_MAX_MEMBERS:,} objects in a group", field=self._path[:60])
         return entries
-
-    @property
-    def attributes(self) -> Mapping[str, Value]:  # type: ignore[override]
-        """Texts and numbers that the file attaches to the group."""
-        return _attributes(self._file, self._path)
 
     def __getitem__(self, key: Any) -> Value:
         kind, *description = self._entries[key]
@@ -139,11 +144,6 @@ class RemoteGroup(Group):
         return len(self._entries)
 
 
-def _attributes(file: _File, path: str) -> Mapping[str, Value]:
-    found = file.request(path=path, attributes=True)["attributes"]
-    return {name: array_value(np.asarray(v)) if isinstance(v, list) else v for name, v in found.items()}
-
-
 def _dtype(description: Any) -> np.dtype:
     """Return the dtype of a description: its text, or a list of names and descriptions of the fields."""
     if isinstance(description, str) and _DTYPE.fullmatch(description):
@@ -164,17 +164,13 @@ def _array(file: _File, path: str, shape: tuple[int, ...], dtype: np.dtype, inne
     return RemoteItems(file, path, shape, array)
 
 
-class RemoteArray(Array):
+class RemoteArray(_Remote, Array):  # type: ignore[override]
     """An array of a file; a selection is read by the process."""
 
     def __init__(self, file: _File, path: str, shape: tuple[int, ...], dtype: np.dtype) -> None:
-        self._file, self._path, self._dtype = file, path, dtype
+        super().__init__(file, path)
+        self._dtype = dtype
         self.shape, self.dtype = shape, dtype_name(dtype)
-
-    @property
-    def attributes(self) -> Mapping[str, Value]:  # type: ignore[override]
-        """Texts and numbers that the file attaches to the array."""
-        return _attributes(self._file, self._path)
 
     def read(self, selection: Selection = ()) -> np.ndarray:
         """Return the values of a selection."""
@@ -194,21 +190,17 @@ class RemoteArray(Array):
         return native(self._file.receive(expected, self._dtype))
 
 
-class RemoteItems(Items):
+class RemoteItems(_Remote, Items):  # type: ignore[override]
     """Texts, lists or records of a file, which are read page by page."""
 
     is_stream = False
 
     def __init__(self, file: _File, path: str, shape: tuple[int, ...], array: RemoteArray | None = None) -> None:
-        self._file, self._path, self._array = file, path, array
+        super().__init__(file, path)
+        self._array = array
         self.length = shape[0] if shape else 1
         row_bytes = 1 if array is None else max(1, math.prod(shape[1:]) * array._dtype.itemsize)
         self._page_rows = max(1, _PAGE_BYTES // row_bytes)
-
-    @property
-    def attributes(self) -> Mapping[str, Value]:  # type: ignore[override]
-        """Texts and numbers that the file attaches to the array."""
-        return _attributes(self._file, self._path)
 
     def __len__(self) -> int:
         assert self.length is not None

@@ -69,13 +69,6 @@ class HDF5Process:
         """True while the process can answer."""
         return self._process.poll() is None
 
-    def request(self, **message: Any) -> dict[str, Any]:
-        """Send a request and return the answer; raise InvalidInputError for an error or if the process has ended."""
-        answer = self.ask(**message)
-        if "error" in answer:
-            raise InvalidInputError(str(answer["error"]), field=answer.get("field"))
-        return answer
-
     def ask(self, **message: Any) -> dict[str, Any]:
         """Send a request and return the answer or its error; raise InvalidInputError if the process has ended."""
         try:

@@ -1,12 +1,12 @@
 """The tree of .npy files and .npz archives."""
 
 import math
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.files.npz import StoredArray, stored_arrays, stored_npy
+from tracestore.ingest.files.npz import DAMAGE, StoredArray, damaged, stored_arrays, stored_npy
 from tracestore.ingest.pickles.pickle_reader import load_objects
 from tracestore.ingest.readers.content import Content, refusals
 from tracestore.ingest.readers.objects import ObjectOpener
@@ -26,6 +26,7 @@ from tracestore.store.io.scratch import Scratch
 
 # A compressed array of texts, records or no axes is read when it is opened.
 _MAX_EAGER_BYTES = 64 << 20
+_CHUNK_BYTES = 4 << 20
 
 
 def read_npy(content: Content) -> Value:
@@ -58,8 +59,7 @@ def _opened(array: StoredArray, content: Content) -> Value:
                 f"{_MAX_EAGER_BYTES >> 20} MiB; write them with numpy.savez",
                 field=array.name,
             )
-        values = array.rows(content.scratch).whole()
-        return array_value(values.T if array.is_fortran else values, charge)
+        return array_value(CompressedArray(array, content.scratch, charge).whole(), charge)
 
 
 def _objects(array: StoredArray, content: Content) -> Value:
@@ -74,32 +74,59 @@ class CompressedArray(Array):
     """An array that is inflated from front to back: rows one after the other, other selections from the whole array."""
 
     def __init__(self, array: StoredArray, scratch: Scratch, charge: Charge) -> None:
-        self._rows, self._charge, self._is_fortran = array.rows(scratch), charge, array.is_fortran
+        self._stored, self._scratch, self._charge = array, scratch, charge
         self.shape, self.dtype = array.shape, dtype_name(array.dtype)
-        self._itemsize = array.dtype.itemsize
+        self._stream: IO[bytes] | None = None
+        self._next = 0  # row of the stream
+        self._whole: np.ndarray | None = None
 
     def read(self, selection: Selection = ()) -> np.ndarray:
         """Return the values of a selection."""
         with refusals():
-            if self._is_fortran:
-                part = self._rows.kept().T[selection]
-            elif not selection:
-                part = self._rows.whole()
-            elif selection[0] == slice(None):
-                part = self._rows.kept()[selection]
+            if not selection:
+                part = self.whole()
+            elif self._stored.is_fortran or selection[0] == slice(None):
+                self._whole = self.whole() if self._whole is None else self._whole  # it is inflated once
+                part = self._whole[selection]
             else:
-                begin, end = _bounds(selection[0], self.shape[0])
-                rows = self._rows.part(begin, end)
-                part = (
-                    rows[(0, *selection[1:])] if isinstance(selection[0], int) else rows[(slice(None), *selection[1:])]
-                )
+                places = range(self.shape[0])[selection[0]]
+                rows = self._rows(*((places.start, places.stop) if isinstance(places, range) else (places, places + 1)))
+                part = rows[(slice(None) if isinstance(places, range) else 0, *selection[1:])]
         self._charge(0, part.nbytes, 0)
-        return native(np.asarray(part, self._rows.dtype))
+        return native(np.asarray(part, self._stored.dtype))
 
+    def whole(self) -> np.ndarray:
+        """Inflate the array."""
+        with self._opened() as stream:
+            array = self._inflated(stream, self.shape[::-1] if self._stored.is_fortran else self.shape)
+            if stream.read(1):
+                raise InvalidInputError("trailing bytes after an array")
+        return array.T if self._stored.is_fortran else array
 
-def _bounds(first: int | slice, extent: int) -> tuple[int, int]:
-    if isinstance(first, slice):
-        begin, end, _ = first.indices(extent)
-        return begin, max(begin, end)
-    k = range(extent)[first]
-    return k, k + 1
+    def _rows(self, begin: int, end: int) -> np.ndarray:
+        """Inflate rows, from the beginning if a later one was read before."""
+        if self._stream is None or self._next > begin:
+            self._stream, self._next = self._opened(), 0
+        while self._next < begin:
+            self._inflated(self._stream, self.shape[1:])
+            self._next += 1
+        self._next = end
+        return self._inflated(self._stream, (end - begin, *self.shape[1:]))
+
+    def _opened(self) -> IO[bytes]:
+        assert self._stored.open_values is not None
+        return self._stored.open_values()
+
+    def _inflated(self, stream: IO[bytes], shape: tuple[int, ...]) -> np.ndarray:
+        out = self._scratch.empty(shape, self._stored.dtype)
+        view, begin = memoryview(out.reshape(-1).view("u1").data), 0
+        try:
+            while begin < len(view):
+                chunk = stream.read(min(_CHUNK_BYTES, len(view) - begin))
+                if not chunk:
+                    raise InvalidInputError("truncated: an array ends early")
+                view[begin : begin + len(chunk)] = chunk
+                begin += len(chunk)
+        except DAMAGE as error:
+            raise damaged(error) from None
+        return out
