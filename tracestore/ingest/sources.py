@@ -2,10 +2,11 @@
 
 import hashlib
 import os
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import InvalidInputError
@@ -17,27 +18,29 @@ if TYPE_CHECKING:
 
 _SAMPLES = 16
 _SAMPLE_BYTES = 64 << 10
+OnRefused = Callable[[InvalidInputError], None] | None
 
 
-class Described(Protocol):
-    """The files of a source that a layout describes."""
+class Described:
+    """How a source is read that is no file of an export.
 
-    @property
-    def fingerprint(self) -> bytes:
-        """A digest of what the source depends on besides its files."""
+    Attributes
+    ----------
+    fingerprint : bytes
+        A digest of what the source depends on besides its files.
+    what : str or None
+        The place of the layers in the model, if it is stated.
+    portable : Described or None
+        What reads the source in another process, or None if only this process can.
+    """
 
-    @property
-    def what(self) -> str | None:
-        """The place of the layers in the model, if it is stated."""
+    fingerprint: bytes = b""
+    what: str | None = None
+    portable: "Described | None" = None
 
-    @property
-    def portable(self) -> "Described | None":
-        """Return a description with which another process reads the source, or None if only this process can."""
-
-    def read(
-        self, need_attention: bool | None, scratch: Scratch, on_refused: Callable[[InvalidInputError], None] | None
-    ) -> Iterator[TraceRecord]:
-        """Yield the records of the source."""
+    @abstractmethod
+    def read(self, need_attention: bool | None, scratch: Scratch, on_refused: OnRefused) -> Iterator[TraceRecord]:
+        """Yield the records of the source; `on_refused` gets the error of each trace that is refused."""
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ class Charge(Protocol):
         """Count `count` values with these bytes."""
 
 
-def _no_charge(text_bytes: int = 0, array_bytes: int = 0, count: int = 1) -> None:
-    pass
+def no_charge(text_bytes: int = 0, array_bytes: int = 0, count: int = 1) -> None:
+    """Charge nothing: each value takes bytes of its own in the file."""
 
 
 class Array(ABC):
@@ -83,7 +83,7 @@ class Array(ABC):
 class NumpyArray(Array):
     """An array in memory or in a mapped file; what is read of it is charged."""
 
-    def __init__(self, array: np.ndarray, charge: Charge = _no_charge) -> None:
+    def __init__(self, array: np.ndarray, charge: Charge = no_charge) -> None:
         self._array, self._charge = array, charge
         self.shape, self.dtype = array.shape, dtype_name(array.dtype)
 
@@ -97,7 +97,7 @@ class NumpyArray(Array):
 class BytesArray(NumpyArray):
     """Bytes without a type, as an array of uint8."""
 
-    def __init__(self, data: Any, charge: Charge = _no_charge) -> None:
+    def __init__(self, data: Any, charge: Charge = no_charge) -> None:
         super().__init__(np.frombuffer(data, "u1") if len(data) else np.empty(0, "u1"), charge)
 
 
@@ -250,7 +250,7 @@ class ListItems(Items):
 
     is_stream = False
 
-    def __init__(self, values: Sequence[Any], open_value: Callable[[Any], Value], charge: Charge = _no_charge) -> None:
+    def __init__(self, values: Sequence[Any], open_value: Callable[[Any], Value], charge: Charge = no_charge) -> None:
         self.values, self._open, self.charge, self.length = values, open_value, charge, len(values)
 
     def __iter__(self) -> Iterator[Value]:
@@ -298,7 +298,7 @@ def native(array: np.ndarray) -> np.ndarray:
     return array if is_native else array.astype(array.dtype.newbyteorder("="))
 
 
-def array_value(array: Any, charge: Charge = _no_charge) -> Value:
+def array_value(array: Any, charge: Charge = no_charge) -> Value:
     """Return an array or number of NumPy as a value of the tree.
 
     Numbers without axes become scalars, texts become items of str, records become items of groups.

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from tracestore.errors import InvalidInputError, NoTracesError, UsageError
 from tracestore.ingest.builtin.claiming import Claims, claim
@@ -21,7 +21,7 @@ from tracestore.ingest.preprocessed import read_preprocessed
 from tracestore.ingest.readers.looks import FirstLooks
 from tracestore.ingest.readers.opening import open_tree
 from tracestore.ingest.readers.text import SUFFIXES as TEXT_SUFFIXES
-from tracestore.ingest.sources import SourceFile
+from tracestore.ingest.sources import Described, OnRefused, SourceFile
 from tracestore.ingest.tree import Items, Value
 from tracestore.store.format.labels import HALLUCINATION
 from tracestore.store.io.scratch import Scratch
@@ -29,44 +29,34 @@ from tracestore.store.write.record import TraceRecord
 
 _PICKLES = (".pkl", ".pickle", ".p", ".joblib", ".pt", ".pth", ".ckpt")
 _TRACES = (*_PICKLES, ".gz", ".bz2", ".xz", ".zst")
-OnRefused = Callable[[InvalidInputError], None]
 # Returns the layout of files that no built-in layout describes, or the error that reports why there is none.
 Proposer = Callable[[Mapping[str, Path]], Layout | InvalidInputError]
 
 
-class DescribedFiles(NamedTuple):
-    """The files of one source, and how a layout reads them; `portable` reads them in another process."""
+@dataclass(eq=False)
+class DescribedFiles(Described):
+    """The files of one source, and how a layout reads them."""
 
     execution: Execution
     group: FileGroup
     fingerprint: bytes
+    what: str | None
     portable: "BuiltinFiles | None"
 
-    @property
-    def what(self) -> str | None:
-        """The place of the layers that the layout states."""
-        return self.execution.layout.settings.get("L.what")
-
-    def read(
-        self, need_attention: bool | None, scratch: Scratch, on_refused: OnRefused | None
-    ) -> Iterator[TraceRecord]:
+    def read(self, need_attention: bool | None, scratch: Scratch, on_refused: OnRefused) -> Iterator[TraceRecord]:
         """Yield the records of the source, as `Execution.read`."""
         return self.execution.read(self.group, need_attention, scratch, on_refused)
 
 
-class BuiltinFiles(NamedTuple):
+@dataclass(eq=False)
+class BuiltinFiles(Described):
     """The files of one source that a built-in layout reads without accounts of the run, to be sent to a process."""
 
     builtin: Builtin
     files: Mapping[str, Path]
     has_scores_file: bool
-    fingerprint: bytes = b""
-    what: None = None
-    portable: None = None
 
-    def read(
-        self, need_attention: bool | None, scratch: Scratch, on_refused: OnRefused | None
-    ) -> Iterator[TraceRecord]:
+    def read(self, need_attention: bool | None, scratch: Scratch, on_refused: OnRefused) -> Iterator[TraceRecord]:
         """Yield the records of the source."""
         part = Part(self.builtin.layout, self.files, builtin=self.builtin, has_scores_file=self.has_scores_file)
         for _, source in part.sources():
@@ -74,36 +64,30 @@ class BuiltinFiles(NamedTuple):
             yield from source.described.read(need_attention, scratch, on_refused)
 
 
-class PreprocessedFile(NamedTuple):
+@dataclass(eq=False)
+class PreprocessedFile(Described):
     """A file of sequences or graphs."""
 
     path: Path
-    fingerprint: bytes = b"preprocessed"
-    what: None = None
+    fingerprint = b"preprocessed"
 
     @property
-    def portable(self) -> "PreprocessedFile":
+    def portable(self) -> "PreprocessedFile":  # type: ignore[override]
         """Return the file with an absolute path."""
-        return self._replace(path=self.path.absolute())
+        return PreprocessedFile(self.path.absolute())
 
-    def read(
-        self, need_attention: bool | None, scratch: Scratch, on_refused: OnRefused | None
-    ) -> Iterator[TraceRecord]:
+    def read(self, need_attention: bool | None, scratch: Scratch, on_refused: OnRefused) -> Iterator[TraceRecord]:
         """Yield the records of the file."""
         return read_preprocessed(self.path, scratch, on_refused)
 
 
-class UnknownFile(NamedTuple):
+@dataclass(eq=False)
+class UnknownFile(Described):
     """A file that no layout describes: reading it is refused."""
 
     error: InvalidInputError
-    fingerprint: bytes = b""
-    what: None = None
-    portable: None = None
 
-    def read(
-        self, need_attention: bool | None, scratch: Scratch, on_refused: OnRefused | None
-    ) -> Iterator[TraceRecord]:
+    def read(self, need_attention: bool | None, scratch: Scratch, on_refused: OnRefused) -> Iterator[TraceRecord]:
         """Raise the error, a copy each time: the frames of the caller stay out of it."""
         raise self.error.with_location()
         yield
@@ -132,7 +116,7 @@ class Part:
 
     Attributes
     ----------
-    files, builtin, others, has_scores_file
+    layout, files, builtin, others, has_scores_file
         Those that were given; `others` are the sources without a layout.
     """
 
@@ -149,7 +133,7 @@ class Part:
         origin: str = "",
     ) -> None:
         self.origin = origin if builtin is None else f"built-in layout {builtin.name}"
-        self._layout, self.files, self.builtin = layout, files, builtin
+        self.layout, self.files, self.builtin = layout, files, builtin
         self.others, self.has_scores_file = sources or {}, has_scores_file
         check = None if builtin is None else self._checked
         self.execution: Execution | None = None
@@ -164,21 +148,14 @@ class Part:
         return probe
 
     @property
-    def layout(self) -> Layout | None:
-        """Return the layout, None where no layout reads the files."""
-        return self._layout
-
-    @property
     def directions(self) -> dict[str, str]:
         """Return what a high value of each score means, by field."""
-        if self._layout is None:
-            return {"label": HALLUCINATION}
-        return self._layout.directions()
+        return {"label": HALLUCINATION} if self.layout is None else self.layout.directions()
 
     @property
     def kept_text(self) -> str | None:
         """The layout that the store keeps; None for a built-in one, which files show again."""
-        return None if self._layout is None or self.builtin is not None else self._layout.to_toml()
+        return None if self.layout is None or self.builtin is not None else self.layout.to_toml()
 
     @cached_property
     def deferred_scores(self) -> set[str]:
@@ -188,16 +165,16 @@ class Part:
     @property
     def keeps_copies(self) -> bool:
         """Return whether copies are meant."""
-        return self._layout is not None and "duplicates" in self._layout.settings
+        return self.layout is not None and "duplicates" in self.layout.settings
 
     @property
     def states_attention(self) -> bool | None:
         """Return whether the layout states attention; None if the traces may have it."""
-        if self._layout is None or self.builtin is not None:
+        if self.layout is None or self.builtin is not None:
             return None
-        if "attentions" in self._layout.addresses:
+        if "attentions" in self.layout.addresses:
             return True
-        return None if self._layout.records else False
+        return None if self.layout.records else False
 
     def sources(self) -> Iterator[tuple[Path, SourceFile]]:
         """Yield the sources with the path of the first file of each."""
@@ -206,7 +183,8 @@ class Part:
             return
         fingerprint = self.execution.fingerprint()
         for group in self.execution.groups:
-            described = DescribedFiles(self.execution, group, fingerprint, self._portable(group))
+            what = self.execution.layout.settings.get("L.what")
+            described = DescribedFiles(self.execution, group, fingerprint, what, self._portable(group))
             first = next(iter(group.files.values()))[0]
             # A file of a built-in layout is known by its bytes alone.
             parts = () if self.builtin is not None and group.paths == (first.path,) else group.paths

@@ -173,29 +173,32 @@ class Signature:
         """Return the root of a file that is being read; `refuse` gets what is another thing in its first items."""
         if isinstance(root, Items) and root.is_stream and self.at == "[]":
             return StreamItems(self._checked(root, refuse), root.length, root.attributes)
-        found = [self._compare(item)[0] for item in islice(self._items(root), 1)]
-        if found and found[0] is not None:
-            found += [self._compare(item)[0] for item in islice(self._items(root), 1, _MAX_LOOKS)]
-            if None not in found:
-                refuse(str(found[0]))
+        if (differs := self._difference_of_first(self._items(root))) is not None:
+            refuse(differs)
         return root
 
     def _checked(self, items: Items, refuse: Callable[[str], None]) -> Iterator[Value]:
-        rest = iter(items)
-        seen: list[Value] = []
-        first = None
-        for item in islice(rest, _MAX_LOOKS):
-            seen.append(item)
-            if (differs := self._compare(item)[0]) is None:
-                break
-            first = first or differs
-        else:
-            if first is not None:
-                refuse(first)
-        item = None
+        rest, seen = iter(items), list[Value]()
+
+        def looked() -> Iterator[Value]:
+            for item in rest:
+                seen.append(item)
+                yield item
+
+        if (differs := self._difference_of_first(looked())) is not None:
+            refuse(differs)
         while seen:
             yield seen.pop(0)
         yield from rest
+
+    def _difference_of_first(self, items: Iterator[Value]) -> str | None:
+        """Return what differs in the first item; None if one of the first items is as described, or there is none."""
+        first: str | None = None
+        for item in islice(items, _MAX_LOOKS):
+            if (differs := self._compare(item)[0]) is None:
+                return None
+            first = first or differs
+        return first
 
     def _items(self, root: Value) -> Iterator[Value]:
         if self.at == "[]":

@@ -15,7 +15,7 @@ from tracestore.errors import InvalidInputError
 from tracestore.ingest.files.byte_source import InflatedChunks
 from tracestore.ingest.files.json_text import parse_json
 from tracestore.ingest.readers.content import FAULTS, group_value, refusal
-from tracestore.ingest.tree import ListItems, MappingGroup, NumpyArray, StreamItems, Value
+from tracestore.ingest.tree import ListItems, MappingGroup, NumpyArray, StreamItems, Value, no_charge
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
 MAX_LINE_BYTES = 64 << 20
@@ -23,10 +23,6 @@ _MAX_COLUMNS = 500_000
 _BLOCK_BYTES = 4 << 20
 _SEPARATORS, _MAX_HEADER = ",;\t|", 1 << 16  # characters of a first line that show its separator
 _NUMBER = re.compile(r"\s*[-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?\s*|nan|[-+]?inf", re.IGNORECASE)
-
-
-def _charge(text_bytes: int = 0, array_bytes: int = 0, count: int = 1) -> None:
-    """Charge nothing: each value of a text takes bytes of its own."""
 
 
 def read_text(path: Path, name: str, compression: str | None, resources: ExitStack) -> Value:
@@ -146,10 +142,10 @@ def _open(value: Any) -> Value:
     """Return a value of JSON as a value of the tree."""
     if isinstance(value, dict):
         try:
-            return group_value(value, _open, _charge)
+            return group_value(value, _open, no_charge)
         except FAULTS as error:
             raise refusal(error) from None
-    return ListItems(value, _open, _charge) if isinstance(value, list) else value
+    return ListItems(value, _open, no_charge) if isinstance(value, list) else value
 
 
 def _rows(lines: Iterator[str], usual: str) -> Iterator[Value]:
