@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing.connection import Pipe
 
 import numpy as np
 import pytest
@@ -185,7 +186,7 @@ def test_a_library_that_crashes_or_hangs_refuses_the_file(path, monkeypatch, num
 BUSY = """
 import signal, sys, time
 from tracestore.ingest.readers import hdf5_process
-hdf5_process.TIMEOUT_S = float(sys.argv[2])
+hdf5_process.TIMEOUT_S = float(sys.argv[3])
 def answer(request):
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     if "wait" in request:
@@ -201,13 +202,15 @@ def test_the_process_ends_with_its_parent(tmp_path, is_busy):
     script.write_text(BUSY)
     parent = f"""
 import os, subprocess, sys, json, time
+from multiprocessing.connection import Pipe
 read_end, write_end = os.pipe()
-child = subprocess.Popen([sys.executable, {str(script)!r}, str(read_end), "60"], stdin=subprocess.PIPE,
-    stdout=subprocess.PIPE, pass_fds=(read_end,))
-child.stdin.write(b'{{"ask": 1}}\\n'); child.stdin.flush()
-print(json.loads(child.stdout.readline())["pid"], flush=True)
+connection, other = Pipe()
+child = subprocess.Popen([sys.executable, {str(script)!r}, str(read_end), str(other.fileno()), "60"],
+    pass_fds=(read_end, other.fileno()), stdout=subprocess.DEVNULL)
+connection.send_bytes(b'{{"ask": 1}}')
+print(json.loads(connection.recv_bytes())["pid"], flush=True)
 if {is_busy}:
-    child.stdin.write(b'{{"wait": 1}}\\n'); child.stdin.flush()
+    connection.send_bytes(b'{{"wait": 1}}')
     time.sleep(0.5)
 os.kill(os.getpid(), 9)
 """
@@ -228,16 +231,14 @@ def test_an_answer_has_a_limit_of_time(tmp_path):
     script = tmp_path / "busy.py"
     script.write_text(BUSY)
     read_end, write_end = os.pipe()
+    connection, other = Pipe()
     child = subprocess.Popen(
-        [sys.executable, script, str(read_end), "0.5"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        pass_fds=(read_end,),
+        [sys.executable, script, str(read_end), str(other.fileno()), "0.5"],
+        pass_fds=(read_end, other.fileno()),
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
-    child.stdin.write(b'{"wait": 1}\n')
-    child.stdin.flush()
+    connection.send_bytes(b'{"wait": 1}')
     assert child.wait(timeout=20) == -signal.SIGALRM
     os.close(read_end)
     os.close(write_end)

@@ -1,6 +1,6 @@
 """A process of its own for HDF5 files, because a damaged one can crash the C library of HDF5, or make it loop forever.
 
-The process answers requests on its standard input, one JSON object per line, by a JSON object on a line and, for an
+The process answers requests, JSON objects that a connection of multiprocessing carries, by a JSON object and, for an
 array, its bytes. It is started once and reads one file after the other. It ends with the process that started it.
 """
 
@@ -10,12 +10,12 @@ import fcntl
 import json
 import os
 import resource
-import select
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,8 @@ from tracestore.platform_support import memory_use
 TIMEOUT_S = 60.0
 # Memory of the process beyond that of its libraries. Texts of variable length may share their bytes in the file.
 _MAX_DATA_BYTES = 192 << 20
-_MAX_LINE_BYTES = 64 << 20
+_MAX_MESSAGE_BYTES = 64 << 20
+_PART_BYTES = 1 << 20  # of an array, in a message
 _POLL_S = 1.0
 CRASHED = "the HDF5 library fails on this file: truncated or damaged"
 
@@ -49,20 +50,18 @@ class HDF5Process:
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         read_end, write_end = os.pipe()
         self._life = os.fdopen(write_end, "wb")  # closed when this process ends
+        self._connection, other = Pipe()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module, str(read_end)],
-            pass_fds=(read_end,),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            [sys.executable, "-m", module, str(read_end), str(other.fileno())],
+            pass_fds=(read_end, other.fileno()),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            bufsize=0,
             env={**os.environ, "PYTHONPATH": path},
             start_new_session=True,  # Ctrl-C is for this process
         )
         os.close(read_end)
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._input, self._output = self._process.stdin, self._process.stdout
-        self._buffer = bytearray()
+        other.close()
 
     @property
     def is_alive(self) -> bool:
@@ -72,41 +71,34 @@ class HDF5Process:
     def ask(self, **message: Any) -> dict[str, Any]:
         """Send a request and return the answer or its error; raise InvalidInputError if the process has ended."""
         try:
-            self._input.write(json.dumps(message).encode() + b"\n")
-            while (end := self._buffer.find(b"\n")) < 0:
-                if len(self._buffer) > _MAX_LINE_BYTES:
-                    raise InvalidInputError(CRASHED)
-                self._buffer += self._receive(1 << 16)
-            answer = json.loads(self._buffer[:end])
-            del self._buffer[: end + 1]
+            self._connection.send_bytes(json.dumps(message).encode())
+            return dict(json.loads(self._received()))
         except (OSError, ValueError):
             raise InvalidInputError(CRASHED) from None
-        return dict(answer)
-
-    def _receive(self, count: int) -> bytes:
-        if not select.select([self._output], [], [], TIMEOUT_S)[0]:
-            raise InvalidInputError(f"the HDF5 library did not read this file within {TIMEOUT_S:g} s: damaged")
-        data = os.read(self._output.fileno(), count)
-        if not data:
-            raise InvalidInputError(CRASHED)
-        return data
 
     def receive_into(self, view: memoryview) -> None:
         """Receive the bytes that follow an answer."""
-        begin = min(len(view), len(self._buffer))
-        view[:begin] = self._buffer[:begin]
-        del self._buffer[:begin]
+        begin = 0
         while begin < len(view):
-            data = self._receive(min(len(view) - begin, 1 << 20))
+            data = self._received()
+            if not 0 < len(data) <= len(view) - begin:
+                raise InvalidInputError(CRASHED)
             view[begin : begin + len(data)] = data
             begin += len(data)
+
+    def _received(self) -> bytes:
+        if not self._connection.poll(TIMEOUT_S):
+            raise InvalidInputError(f"the HDF5 library did not read this file within {TIMEOUT_S:g} s: damaged")
+        try:
+            return self._connection.recv_bytes(_MAX_MESSAGE_BYTES)
+        except (OSError, EOFError):
+            raise InvalidInputError(CRASHED) from None
 
     def end(self) -> None:
         """End the process."""
         self._process.kill()
         self._process.wait()
-        self._input.close()
-        self._output.close()
+        self._connection.close()
         self._life.close()
 
 
@@ -146,7 +138,7 @@ class Idle:
 
 
 def serve(answer: Callable[[dict[str, Any]], Answer]) -> None:
-    """Answer requests until standard input is closed or the process that asked has ended.
+    """Answer requests until the connection is closed or the process that asked has ended.
 
     Parameters
     ----------
@@ -156,41 +148,37 @@ def serve(answer: Callable[[dict[str, Any]], Answer]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in (signal.SIGALRM, signal.SIGIO):
         signal.signal(number, signal.SIG_DFL)
-    parent, output = os.getppid(), sys.stdout.buffer
+    parent, connection = os.getppid(), Connection(int(sys.argv[2]))
     _end_with_parent()
     _limit_memory()
-    for line in _requests(parent):
+    for request in _requests(connection, parent):
         # The kernel ends this process if an answer takes too long, also in a call of the library that does not return.
         signal.setitimer(signal.ITIMER_REAL, TIMEOUT_S)
         arrays: Iterator[np.ndarray] = iter(())
         try:
-            found, arrays = answer(json.loads(line))
+            found, arrays = answer(json.loads(request))
         except InvalidInputError as error:
             found = {"error": error.reason, "field": error.field}
         except (Exception, MemoryError) as error:
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             found = {"error": f"truncated or damaged: {reason}"}
-        output.write(json.dumps(found).encode() + b"\n")
+        connection.send_bytes(json.dumps(found).encode())
         for array in arrays:  # an error here ends the process
-            output.write(np.asarray(array, order="C").reshape(-1).view("u1").data)
+            data = np.asarray(array, order="C").reshape(-1).view("u1").data
+            for begin in range(0, len(data), _PART_BYTES):
+                connection.send_bytes(data[begin : begin + _PART_BYTES])
             signal.setitimer(signal.ITIMER_REAL, TIMEOUT_S)
-        output.flush()
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def _requests(parent: int) -> Iterator[bytes]:
-    """Yield the lines of standard input while the process `parent` runs."""
-    pending = bytearray()
+def _requests(connection: Connection, parent: int) -> Iterator[bytes]:
+    """Yield the requests of the process `parent` while it runs."""
     while os.getppid() == parent:
-        if not select.select([0], [], [], _POLL_S)[0]:
-            continue
-        data = os.read(0, 1 << 16)
-        if not data:
-            return
-        pending += data
-        *lines, rest = pending.split(b"\n")
-        pending = bytearray(rest)
-        yield from map(bytes, lines)
+        if connection.poll(_POLL_S):
+            try:
+                yield connection.recv_bytes()
+            except (OSError, EOFError):
+                return
 
 
 def _end_with_parent() -> None:
