@@ -119,6 +119,8 @@ class DescribedRun:
         key = record.question_id, record.sample
         is_counted = is_new or not (self.is_builtin or key in self._labels)  # a copy counts once
         self._num_traces += is_counted
+        if record.label is None and not record.scores and not record.deferred_scores:
+            return
         own = {} if record.label is None else {_LABEL: record.label}
         deferred = {score_of(n): v for n, v in record.deferred_scores.items()}
         found = {**record.scores, **own, **deferred}
@@ -126,7 +128,7 @@ class DescribedRun:
             kind = str(int(value)) if value in (0, 1) else "missing" if math.isnan(value) else "other"
             self._counts[name][kind] += is_counted
         # The writer decides between labels inside of traces of built-in layouts (--on-conflict).
-        if not found or (self.is_builtin and not deferred):
+        if self.is_builtin and not deferred:
             return
         if key in self._labels and not is_new:
             found = _merged(self._labels[key], found, record)

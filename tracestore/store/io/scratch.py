@@ -1,5 +1,6 @@
 """Temporary arrays of large traces: in memory up to a limit, beyond it in unnamed files."""
 
+import math
 import mmap
 import os
 import tempfile
@@ -34,7 +35,7 @@ class Scratch:
     def empty(self, shape: int | tuple[int, ...], dtype: Any) -> np.ndarray:
         """Return an uninitialized array, like numpy.empty."""
         dtype = np.dtype(dtype)
-        count = int(np.prod(shape, dtype=np.int64))
+        count = shape if isinstance(shape, int) else math.prod(shape)
         num_bytes = count * dtype.itemsize
         self._used += num_bytes
         if self._used <= self.max_memory or num_bytes == 0:

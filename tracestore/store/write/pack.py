@@ -25,7 +25,7 @@ _TRACE_OBJECTS, _TEXT_OBJECT = 2048, 64
 
 def num_bytes_of(rows: Sequence[np.ndarray] | SpooledRows) -> int:
     """Return the size of the rows of one array in bytes."""
-    return rows.nbytes if isinstance(rows, SpooledRows) else sum(a.nbytes for a in rows)
+    return rows.nbytes if isinstance(rows, SpooledRows) else sum([a.nbytes for a in rows])
 
 
 @dataclass

@@ -53,23 +53,21 @@ class SegmentWriter:
     def __len__(self) -> int:
         return len(self._traces)
 
-    def _stream(self, name: str, trace_bytes: int) -> ShardWriter:
-        """Return the writer of an array, whose first trace has `trace_bytes` bytes in it."""
-        if name not in self._streams:
-            dtype, columns, _ = self.attributes.array_type(name)
-            codec, chunk_bytes = self.attributes.options["codec"], schema.INNER_CHUNK_BYTES
-            if codec != "none":
-                chunk_bytes = min(max(trace_bytes // 2, schema.MIN_CODED_CHUNK_BYTES), schema.INNER_CHUNK_BYTES)
-            path = self.folder / name / "c" / "/".join("0" * (1 + len(columns)))
-            self._streams[name] = ShardWriter(path, dtype, columns, codec, chunk_bytes)
-        return self._streams[name]
+    def _new_stream(self, name: str, trace_bytes: int) -> ShardWriter:
+        """Return a writer of an array, whose first trace has `trace_bytes` bytes in it."""
+        dtype, columns, _ = self.attributes.array_type(name)
+        codec, chunk_bytes = self.attributes.options["codec"], schema.INNER_CHUNK_BYTES
+        if codec != "none":
+            chunk_bytes = min(max(trace_bytes // 2, schema.MIN_CODED_CHUNK_BYTES), schema.INNER_CHUNK_BYTES)
+        path = self.folder / name / "c" / "/".join("0" * (1 + len(columns)))
+        return self._streams.setdefault(name, ShardWriter(path, dtype, columns, codec, chunk_bytes))
 
     def append(self, trace: PackedTrace, attributes: schema.Attributes) -> None:
         """Append a trace and drop its arrays; `attributes` replaces those of the segment."""
         self.attributes = attributes
         self.num_bytes += trace.segment_bytes
         for name, rows in trace.arrays.items():
-            stream = self._stream(name, num_bytes_of(rows))
+            stream = self._streams.get(name) or self._new_stream(name, num_bytes_of(rows))
             if isinstance(rows, SpooledRows):
                 stream.append_spooled(rows, trace.crcs[name])
             else:
@@ -96,7 +94,7 @@ class SegmentWriter:
         """Write the arrays of a lens: rows of the unembedding matrix, and those of schema.LENS_ARRAYS in `small`."""
         self._lens_arrays = small
         for block in blocks:
-            stream = self._stream("unembedding", block.nbytes)
+            stream = self._streams.get("unembedding") or self._new_stream("unembedding", block.nbytes)
             stream.append([block])
             stream.flush()
             self.num_bytes += block.nbytes
