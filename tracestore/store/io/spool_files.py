@@ -106,7 +106,7 @@ class SpoolFile:
             os.close(fd)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class SpooledRows:
     """Location of the rows of one trace in a spool file, with the dtype and shape of the array."""
 
