@@ -1,11 +1,15 @@
 """The kinds of input folders: their names, functions and needs."""
 
+import functools
 import importlib
 import importlib.util
+import inspect
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.ingest.corpus.samples import make_samples, write_rows
 
 MODULES = ("pickles", "records", "torch_files", "hooks", "outputs", "generated", "renamed", "scores", "arrays")
 MODULES += ("tensors", "hdf5", "tables", "parts.joined", "parts.objects", "parts.answers")
@@ -65,13 +69,31 @@ OUTSIDE: dict[str, Kind] = {}
 PARTS = {"main": MAIN, "unseen": UNSEEN, "outside": OUTSIDE}
 
 
-def kind(*needs, refused=False, register=MAIN):
-    """Register a function as a kind. Its name is the name of the folder, its docstring describes the files."""
+def kind(*needs, refused=False, register=MAIN, expect=None, expect_last=None, rows=None, **options):
+    """Register a function as a kind. Its name is the name of the folder, its docstring describes the files.
+
+    A function with the parameter `samples` gets those of `make_samples` with the options. It returns the expected
+    traces, or `expect` or `expect_last` name the fields that are expected of each sample; see `Sample`. If `rows` is
+    the name of a file, the function returns the row of one sample, and the file holds the list of all rows.
+    """
 
     def decorate(write):
         assert not any(write.__name__ in part for part in PARTS.values()), write.__name__
         assert write.__doc__, write.__name__
-        register[write.__name__] = Kind(write.__name__, write, needs, refused)
+
+        @functools.wraps(write)
+        def write_samples(folder):
+            samples = make_samples(**options)
+            if rows is None:
+                found = write(folder, samples)
+            else:
+                write_rows(folder / rows, [write(sample) for sample in samples])
+            if expect is not None:
+                return [sample.expect(expect) for sample in samples]
+            return found if expect_last is None else [sample.expect_last(expect_last) for sample in samples]
+
+        has_samples = rows is not None or "samples" in inspect.signature(write).parameters
+        register[write.__name__] = Kind(write.__name__, write_samples if has_samples else write, needs, refused)
         return write
 
     return decorate

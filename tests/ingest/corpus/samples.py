@@ -159,6 +159,23 @@ def write_table(path, rows, delimiter=",", encoding="utf-8"):
         writer.writerows(rows)
 
 
+def write_parquet(path, rows, schema=None):
+    """Write a list of dicts as Parquet."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), path)
+
+
+def write_rows(path, rows):
+    """Write a list of rows in the format that the suffixes of the path name, compressed or not."""
+    writers = {".pt": save_pt, ".pth": save_pt, ".csv": write_table, ".parquet": write_parquet, ".json": write_json}
+    writers |= {".jsonl": write_lines}
+    (suffix,) = [suffix for suffix in path.suffixes if suffix in writers] or [""]
+    writers.get(suffix, dump)(path, rows)
+
+
 @functools.cache
 def tiny_model(name="llama", dtype="float32"):
     """Return a random model of transformers with eager attention: llama, gpt2, bert or t5."""

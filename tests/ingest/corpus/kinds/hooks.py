@@ -3,7 +3,7 @@
 import numpy as np
 
 from tests.ingest.corpus.registry import kind
-from tests.ingest.corpus.samples import dump, make_samples, save_pt, states_of, tensor, write_json
+from tests.ingest.corpus.samples import dump, save_pt, states_of, tensor, write_json
 
 
 def hooked_model():
@@ -85,29 +85,24 @@ def transformerlens_accumulated(folder):
     return traces
 
 
-@kind()
-def hook_module_names(folder):
+@kind(expect="")
+def hook_module_names(folder, samples):
     """Write forward hooks by module name: "model.layers.0" to (1, S, D); a file per question id."""
-    samples = make_samples(3)
     for s in samples:
         layers = {f"model.layers.{k}": tensor(h[None], "float16") for k, h in enumerate(s.hidden)}
         save_pt(folder / f"{s.question_id}.pt", layers)
-    return [s.expect() for s in samples]
 
 
-@kind()
-def hook_gpt2_blocks(folder):
+@kind(expect="id")
+def hook_gpt2_blocks(folder, samples):
     """Write module names of GPT-2, "transformer.h.0", in a dict by question id; pickle."""
-    samples = make_samples(3)
     rows = {s.question_id: {f"transformer.h.{k}": h for k, h in enumerate(s.hidden)} for s in samples}
     dump(folder / "acts.pkl", rows)
-    return [s.expect("id") for s in samples]
 
 
-@kind()
-def hook_outputs_of_layers_and_mlp(folder):
+@kind(expect="id")
+def hook_outputs_of_layers_and_mlp(folder, samples):
     """Write residual stream, MLP and attention outputs of each layer: only the residual stream is the hidden state."""
-    samples = make_samples(3)
     rows = []
     for s in samples:
         row = {"question_id": s.question_id}
@@ -117,63 +112,49 @@ def hook_outputs_of_layers_and_mlp(folder):
             row[f"model.layers.{k}.self_attn"] = tensor(h * 3)
         rows.append(row)
     save_pt(folder / "hooks.pt", rows)
-    return [s.expect("id") for s in samples]
 
 
-@kind()
-def hook_tuple_outputs(folder):
+@kind(count=2, expect="id", rows="trace_dict.pt")
+def hook_tuple_outputs(s):
     """Write hooks that keep the layer's whole output: a tuple whose first element is the hidden state (1, S, D)."""
-    samples = make_samples(2)
-    rows = [
-        {"qid": s.question_id, "activations": {f"model.layers.{k}": (tensor(h[None]),) for k, h in enumerate(s.hidden)}}
-        for s in samples
-    ]
-    save_pt(folder / "trace_dict.pt", rows)
-    return [s.expect("id") for s in samples]
+    return {
+        "qid": s.question_id,
+        "activations": {f"model.layers.{k}": (tensor(h[None]),) for k, h in enumerate(s.hidden)},
+    }
 
 
-@kind()
-def hook_lists_per_module(folder):
+@kind(expect="")
+def hook_lists_per_module(folder, samples):
     """Write a list over prompts per module name, collected by hooks in a defaultdict."""
-    samples = make_samples(3)
     value = {f"layers.{k}": [tensor(s.hidden[k]) for s in samples] for k in range(3)}
     save_pt(folder / "collected.pt", value)
-    return [s.expect() for s in samples]
 
 
-@kind()
-def hook_layer_and_position_keys(folder):
+@kind(count=2, expect="id")
+def hook_layer_and_position_keys(folder, samples):
     """Write a dict by (layer, "post") tuples of (S, D), a list over samples."""
-    samples = make_samples(2)
     rows = [{"id": s.question_id, "hidden": {(k, "post"): h for k, h in enumerate(s.hidden)}} for s in samples]
     dump(folder / "acts.pickle", rows)
-    return [s.expect("id") for s in samples]
 
 
-@kind()
-def states_of_hallucination_cache(folder):
+@kind(count=4, expect_last="id")
+def states_of_hallucination_cache(folder, samples):
     """Write activation_cache/model/dataset/hidden/layer_L_activations.pt (N, D) with layer_L_instance_ids.json."""
-    samples = make_samples(4)
     base = folder / "activation_cache" / "Meta-Llama-3-8B" / "simpleqa" / "activation_hidden"
     for k in range(3):
         save_pt(base / f"layer{k}_activations.pt", tensor(np.stack([s.hidden[k, -1] for s in samples])))
         write_json(base / f"layer{k}_instance_ids.json", [s.question_id for s in samples])
-    return [s.expect_last("id") for s in samples]
 
 
-@kind()
-def nnsight_saved_proxies(folder):
+@kind(expect="question", rows="nnsight_saves.pt")
+def nnsight_saved_proxies(s):
     """Write lists over layers of saved values (1, S, D) as an nnsight loop collects them, with the prompt."""
-    samples = make_samples(3)
-    rows = [{"prompt": s.question, "layer_outputs": [tensor(h[None]) for h in s.hidden]} for s in samples]
-    save_pt(folder / "nnsight_saves.pt", rows)
-    return [s.expect("question") for s in samples]
+    return {"prompt": s.question, "layer_outputs": [tensor(h[None]) for h in s.hidden]}
 
 
 @kind(refused=True)
-def attention_alone(folder):
+def attention_alone(folder, samples):
     """Write Look-back ratios and attention maps without hidden states: no detector can read them."""
-    samples = make_samples(3)
     rows = [{"question_id": s.question_id, "lookback_ratio": s.attention[:, :, :, 0]} for s in samples]
     save_pt(folder / "lookback.pt", rows)
     return []

@@ -11,7 +11,7 @@ import uuid
 import numpy as np
 
 from tests.ingest.corpus.registry import kind
-from tests.ingest.corpus.samples import dump, make_samples, tensor
+from tests.ingest.corpus.samples import dump, tensor
 
 
 def record(sample, **more):
@@ -24,159 +24,120 @@ def record(sample, **more):
     }
 
 
-@kind()
-def pkl_list_of_dicts(folder):
+@kind(count=4, expect="id attention tokens words answer", rows="trivia_qa_traces_batch_0000.pkl")
+def pkl_list_of_dicts(s):
     """Write a list of dicts: lists of layers as float16 arrays, attention of all heads, tokens."""
-    samples = make_samples(4)
-    rows = [
-        record(
-            s,
-            hidden_states=list(s.hidden.astype("f2")),
-            attentions=list(s.attention.astype("f2")),
-            tokens=s.tokens,
-            tokens_decoded=s.words,
-        )
-        for s in samples
-    ]
-    dump(folder / "trivia_qa_traces_batch_0000.pkl", rows)
-    return [s.expect("id attention tokens words answer") for s in samples]
+    return record(
+        s,
+        hidden_states=list(s.hidden.astype("f2")),
+        attentions=list(s.attention.astype("f2")),
+        tokens=s.tokens,
+        tokens_decoded=s.words,
+    )
 
 
-@kind()
-def pickle_of_half_tensors(folder):
+@kind(ids="{}", expect="id question")
+def pickle_of_half_tensors(folder, samples):
     """Write a list of dicts with torch float16 tensors, integer ids, protocol 2, suffix .pickle."""
-    samples = make_samples(3, ids="{}")
     rows = [
         {"question_id": i, "hidden_states": [tensor(h, "float16") for h in s.hidden], "question": s.question}
         for i, s in enumerate(samples)
     ]
     dump(folder / "states.pickle", rows, protocol=2)
-    return [s.expect("id question") for s in samples]
 
 
-@kind()
-def p_dict_by_id(folder):
+@kind(ids="tqa_{}", expect="id answer")
+def p_dict_by_id(folder, samples):
     """Write a dict by question id with stacked arrays (L, S, D), suffix .p."""
-    samples = make_samples(3, ids="tqa_{}")
     dump(folder / "traces.p", {s.question_id: {"hidden_states": s.hidden, "answer": s.answer} for s in samples})
-    return [s.expect("id answer") for s in samples]
 
 
-@kind()
-def pkl_traces_key(folder):
+@kind(layers=4, expect="id tokens answer")
+def pkl_traces_key(folder, samples):
     """Write a dict with settings and the list under "traces"."""
-    samples = make_samples(3, layers=4)
     value = {
         "model": "meta-llama/Llama-3.1-8B",
         "created": datetime.datetime(2025, 3, 1, 12, 30),
         "traces": [record(s, tokens=s.tokens.tolist()) for s in samples],
     }
     dump(folder / "run.pkl", value)
-    return [s.expect("id tokens answer") for s in samples]
 
 
-@kind()
-def pkl_data_and_config(folder):
+@kind(count=2, dim=16, expect="id question answer")
+def pkl_data_and_config(folder, samples):
     """Write a dict of "config" and "data", arguments of argparse among the settings."""
-    samples = make_samples(2, dim=16)
     config = {"args": types.SimpleNamespace(temperature=0.7, layers=[1, 2, 3]), "seed": 42}
     dump(folder / "out.pkl", {"config": config, "data": [record(s, question=s.question) for s in samples]})
-    return [s.expect("id question answer") for s in samples]
 
 
-@kind()
-def pkl_results_by_id(folder):
+@kind(ids="nq-{}", expect="id mean")
+def pkl_results_by_id(folder, samples):
     """Write a dict by question id below "results"."""
-    samples = make_samples(3, ids="nq-{}")
     results = {s.question_id: {"hidden_states": list(s.hidden), "attentions": s.attention.mean(1)} for s in samples}
     dump(folder / "results.pkl", {"dataset": "nq_open", "results": results})
-    return [s.expect("id mean") for s in samples]
 
 
-@kind()
-def pkl_appended_dicts(folder):
+@kind(count=4, expect="id tokens answer")
+def pkl_appended_dicts(folder, samples):
     """Write one pickle.dump call per trace into one file (opened with "ab" in a loop)."""
-    samples = make_samples(4)
     dump(folder / "hidden_states.pkl", *[record(s, tokens=s.tokens) for s in samples])
-    return [s.expect("id tokens answer") for s in samples]
 
 
-@kind()
-def pkl_header_then_batches(folder):
+@kind(count=5, expect="id answer")
+def pkl_header_then_batches(folder, samples):
     """Write several pickle.dump calls: a dict of settings first, then lists of traces."""
-    samples = make_samples(5)
     header = {"model_name": "Qwen/Qwen2.5-7B", "num_layers": 3, "batch_size": 2}
     dump(folder / "dump.pkl", header, [record(s) for s in samples[:2]], [record(s) for s in samples[2:]])
-    return [s.expect("id answer") for s in samples]
 
 
-@kind()
-def gz_nested_lists(folder):
+@kind(count=2, expect="id tokens answer", rows="triviaqa_batch_0000.pkl.gz")
+def gz_nested_lists(s):
     """Write hidden states as nested lists of Python floats, .pkl.gz."""
-    samples = make_samples(2)
-    rows = [record(s, hidden_states=s.hidden.tolist(), tokens=s.tokens.tolist()) for s in samples]
-    dump(folder / "triviaqa_batch_0000.pkl.gz", rows)
-    return [s.expect("id tokens answer") for s in samples]
+    return record(s, hidden_states=s.hidden.tolist(), tokens=s.tokens.tolist())
 
 
-@kind()
-def bz2_stacked(folder):
+@kind(expect="id attention answer", rows="traces.pkl.bz2")
+def bz2_stacked(s):
     """Write stacked arrays (L, S, D) and (L, H, S, S), .pkl.bz2."""
-    samples = make_samples(3)
-    rows = [record(s, hidden_states=s.hidden, attentions=s.attention) for s in samples]
-    dump(folder / "traces.pkl.bz2", rows)
-    return [s.expect("id attention answer") for s in samples]
+    return record(s, hidden_states=s.hidden, attentions=s.attention)
 
 
-@kind()
-def xz_head_mean(folder):
+@kind(ids="{:05d}", expect="id mean answer", rows="traces.pkl.xz")
+def xz_head_mean(s):
     """Write attention averaged over heads (L, S, S), .pkl.xz."""
-    samples = make_samples(3, ids="{:05d}")
-    rows = [record(s, hidden_states=s.hidden, attentions=s.attention.mean(1)) for s in samples]
-    dump(folder / "traces.pkl.xz", rows)
-    return [s.expect("id mean answer") for s in samples]
+    return record(s, hidden_states=s.hidden, attentions=s.attention.mean(1))
 
 
-@kind("zstandard")
-def zst_hidden_only(folder):
+@kind("zstandard", expect="id", rows="traces.pkl.zst")
+def zst_hidden_only(s):
     """Write hidden states and ids alone, .pkl.zst."""
-    samples = make_samples(3)
-    dump(
-        folder / "traces.pkl.zst",
-        [{"question_id": s.question_id, "hidden_states": s.hidden.astype("f2")} for s in samples],
-    )
-    return [s.expect("id") for s in samples]
+    return {"question_id": s.question_id, "hidden_states": s.hidden.astype("f2")}
 
 
-@kind("joblib")
-def joblib_list(folder):
+@kind("joblib", expect="id answer")
+def joblib_list(folder, samples):
     """Write a list of dicts written by joblib.dump."""
     import joblib
 
-    samples = make_samples(3)
     joblib.dump([record(s, hidden_states=s.hidden) for s in samples], folder / "traces.joblib")
-    return [s.expect("id answer") for s in samples]
 
 
-@kind("joblib")
-def joblib_compressed_columns(folder):
+@kind("joblib", ids="ex{}", expect="id mean")
+def joblib_compressed_columns(folder, samples):
     """Write a dict of columns written by joblib.dump with compress=3."""
     import joblib
 
-    samples = make_samples(3, ids="ex{}")
     columns = {
         "question_id": [s.question_id for s in samples],
         "hidden_states": [s.hidden for s in samples],
         "attentions": [s.attention.mean(1) for s in samples],
     }
     joblib.dump(columns, folder / "features.joblib", compress=3)
-    return [s.expect("id mean") for s in samples]
 
 
-@kind()
-def pkl_columns(folder):
+@kind(count=4, expect="id question answer tokens")
+def pkl_columns(folder, samples):
     """Write a dict of lists of equal length, one list per field."""
-    samples = make_samples(4)
     columns = {
         "question_ids": [s.question_id for s in samples],
         "questions": [s.question for s in samples],
@@ -185,84 +146,66 @@ def pkl_columns(folder):
         "tokens": [s.tokens for s in samples],
     }
     dump(folder / "columns.pkl", columns)
-    return [s.expect("id question answer tokens") for s in samples]
 
 
-@kind()
-def pkl_tuples(folder):
+@kind(ids="sciq_{}", expect="id", rows="pairs.pkl")
+def pkl_tuples(s):
     """Write a list of tuples (question id, hidden states)."""
-    samples = make_samples(3, ids="sciq_{}")
-    dump(folder / "pairs.pkl", [(s.question_id, s.hidden) for s in samples])
-    return [s.expect("id") for s in samples]
+    return (s.question_id, s.hidden)
 
 
-@kind()
-def pkl_parallel_lists(folder):
+@kind(count=4, expect="label")
+def pkl_parallel_lists(folder, samples):
     """Write a tuple of two lists: arrays (L, S, D), and labels (0 or 1)."""
-    samples = make_samples(4)
     dump(folder / "activations_and_labels.pkl", ([s.hidden for s in samples], [int(s.score < 0.5) for s in samples]))
-    return [s.expect("label") for s in samples]
 
 
-@kind()
-def pkl_bare_arrays(folder):
+@kind(expect="", rows="hs.pkl")
+def pkl_bare_arrays(s):
     """Write a list of arrays (L, S, D) and nothing else."""
-    samples = make_samples(3)
-    dump(folder / "hs.pkl", [s.hidden for s in samples])
-    return [s.expect() for s in samples]
+    return s.hidden
 
 
-@kind()
-def pkl_array_by_id(folder):
+@kind(ids="bb_{}", expect="id")
+def pkl_array_by_id(folder, samples):
     """Write a dict from question id to an array (L, S, D)."""
-    samples = make_samples(3, ids="bb_{}")
     dump(folder / "hidden_by_id.pkl", {s.question_id: s.hidden for s in samples})
-    return [s.expect("id") for s in samples]
 
 
-@kind()
-def pkl_file_per_sample(folder):
+@kind(count=4, expect="id tokens answer")
+def pkl_file_per_sample(folder, samples):
     """Write a bare dict in a file per sample, in sub-folders per split."""
-    samples = make_samples(4)
     for i, s in enumerate(samples):
         dump(folder / ("train" if i < 3 else "test") / f"{i:04d}.pkl", record(s, tokens=s.tokens))
-    return [s.expect("id tokens answer") for s in samples]
 
 
-@kind()
-def pkl_object_array(folder):
+@kind(expect="id answer")
+def pkl_object_array(folder, samples):
     """Write a numpy object array of dicts."""
-    samples = make_samples(3)
     dump(folder / "traces.pkl", np.array([record(s) for s in samples], dtype=object))
-    return [s.expect("id answer") for s in samples]
 
 
-@kind("pandas")
-def pkl_dataframe(folder):
+@kind("pandas", expect="id question")
+def pkl_dataframe(folder, samples):
     """Write a pandas DataFrame with an array per cell (df.to_pickle)."""
     import pandas as pd
 
-    samples = make_samples(3)
     rows = [{"question_id": s.question_id, "question": s.question, "hidden_states": s.hidden} for s in samples]
     pd.DataFrame(rows).to_pickle(folder / "df.pkl")
-    return [s.expect("id question") for s in samples]
 
 
-@kind()
-def pkl_ordered_and_default_dicts(folder):
+@kind(expect="id answer")
+def pkl_ordered_and_default_dicts(folder, samples):
     """Write OrderedDict by id of defaultdicts."""
-    samples = make_samples(3)
     rows = collections.OrderedDict()
     for s in samples:
         rows[s.question_id] = collections.defaultdict(list, {"hidden_states": list(s.hidden), "answer": s.answer})
     dump(folder / "results.pickle", rows)
-    return [s.expect("id answer") for s in samples]
 
 
-@kind()
-def pkl_harmless_values(folder):
+@kind(count=2, expect="id tokens answer")
+def pkl_harmless_values(folder, samples):
     """Write values of the standard library next to the arrays: datetime, set, Path, complex, Decimal, UUID, range."""
-    samples = make_samples(2)
     extras = {
         "time": datetime.datetime(2025, 1, 2, tzinfo=datetime.UTC),
         "duration": datetime.timedelta(seconds=3),
@@ -280,20 +223,17 @@ def pkl_harmless_values(folder):
         "flag": np.True_,
     }
     dump(folder / "traces.pkl", [record(s, tokens=s.tokens, **extras) for s in samples], protocol=5)
-    return [s.expect("id tokens answer") for s in samples]
 
 
-@kind()
-def pkl_traces_and_settings_files(folder):
+@kind(count=4, expect="id answer")
+def pkl_traces_and_settings_files(folder, samples):
     """Write files of traces next to files that hold none: a config pickle, a README, a log, a JSON of metrics."""
-    samples = make_samples(4)
     dump(folder / "batch_0.pkl", [record(s) for s in samples[:2]])
     dump(folder / "batch_1.pkl", [record(s) for s in samples[2:]])
     dump(folder / "config.pkl", {"model": "gpt2", "max_new_tokens": 32, "started": datetime.datetime(2025, 5, 1)})
     (folder / "README.md").write_text("Traces of gpt2.\n")
     (folder / "run.log").write_text("done\n")
     (folder / "metrics.json").write_text('{"auroc": 0.71}')
-    return [s.expect("id answer") for s in samples]
 
 
 @dataclasses.dataclass
@@ -305,17 +245,14 @@ class Row:
     answer: str
 
 
-@kind()
-def pkl_own_dataclass(folder):
+@kind(expect="id answer", rows="rows.pkl")
+def pkl_own_dataclass(s):
     """Write instances of a dataclass of the user's script, whose attributes are the fields."""
-    samples = make_samples(3)
-    dump(folder / "rows.pkl", [Row(s.question_id, s.hidden, s.answer) for s in samples])
-    return [s.expect("id answer") for s in samples]
+    return Row(s.question_id, s.hidden, s.answer)
 
 
 @kind(refused=True)
-def pkl_without_hidden_states(folder):
+def pkl_without_hidden_states(folder, samples):
     """Write answers and scores alone: there is no trace in the file."""
-    samples = make_samples(3)
     dump(folder / "answers.pkl", [{"question_id": s.question_id, "answer": s.answer} for s in samples])
     return []

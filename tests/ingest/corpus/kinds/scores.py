@@ -103,123 +103,101 @@ def csv_semicolons(folder):
     return [s.expect("id score") for s in traces_and_table(folder, "scores.csv", rows, delimiter=";")]
 
 
-@kind()
-def csv_with_byte_order_mark(folder):
+@kind(count=4, ids="frage_ä{}", expect="id score")
+def csv_with_byte_order_mark(folder, samples):
     """Write scores.csv in UTF-8 with a byte order mark; ids outside ASCII."""
-    samples = make_samples(4, ids="frage_ä{}")
     rows = lambda samples: [{"question_id": s.question_id, "score": s.score} for s in samples]  # noqa: E731
     traces_and_table(folder, "scores.csv", rows, samples=samples, encoding="utf-8-sig")
-    return [s.expect("id score") for s in samples]
 
 
-@kind()
-def csv_with_integer_ids(folder):
+@kind(count=4, ids="{}", expect="id score")
+def csv_with_integer_ids(folder, samples):
     """Write integer ids in the pickle, and scores.csv with example_id and accuracy."""
-    samples = make_samples(4, ids="{}")
     dump(folder / "traces.pkl", [{"example_id": i, "hidden_states": s.hidden} for i, s in enumerate(samples)])
     write_table(folder / "scores.csv", [{"example_id": i, "accuracy": s.score} for i, s in enumerate(samples)])
-    return [s.expect("id score") for s in samples]
 
 
-@kind()
-def csv_by_file_name(folder):
+@kind(count=4, ids="tc_{}", expect="id tokens score")
+def csv_by_file_name(folder, samples):
     """Write a file per sample named by its id, which stands nowhere else; scores.csv uses it."""
-    samples = make_samples(4, ids="tc_{}")
     for s in samples:
         save_pt(folder / f"{s.question_id}.pt", {"hidden_states": tensor(s.hidden), "tokens": tensor(s.tokens)})
     write_table(folder / "scores.csv", [{"question_id": s.question_id, "score": s.score} for s in samples])
-    return [s.expect("id tokens score") for s in samples]
 
 
-@kind()
-def csv_with_missing_scores(folder):
+@kind(count=4)
+def csv_with_missing_scores(folder, samples):
     """Write scores.csv without a row for one trace, with an empty cell, and with a row for a trace that is not there."""
-    samples = make_samples(4)
     rows = [{"question_id": s.question_id, "score": s.score} for s in samples[:2]]
     rows += [{"question_id": "q2", "score": ""}, {"question_id": "q99", "score": 0.5}]
     traces_and_table(folder, "scores.csv", lambda _: rows, samples=samples)
     return [s.expect("id score") for s in samples[:2]] + [s.expect("id", score=None) for s in samples[2:]]
 
 
-@kind()
-def csv_of_two_splits(folder):
+@kind(count=4, expect="id score")
+def csv_of_two_splits(folder, samples):
     """Write train/ and test/ with a pickle and a scores.csv each."""
-    samples = make_samples(4)
     for name, part in (("train", samples[:3]), ("test", samples[3:])):
         dump(folder / name / "traces.pkl", [record(s) for s in part])
         write_table(folder / name / "scores.csv", [{"question_id": s.question_id, "score": s.score} for s in part])
-    return [s.expect("id score") for s in samples]
 
 
-@kind()
-def json_scores_by_id(folder):
+@kind(count=4, expect="id score")
+def json_scores_by_id(folder, samples):
     """Write scores.json: {id: score}."""
-    samples = make_samples(4)
     dump(folder / "traces.pkl", [record(s) for s in samples])
     write_json(folder / "scores.json", {s.question_id: s.score for s in samples})
-    return [s.expect("id score") for s in samples]
 
 
-@kind()
-def jsonl_scores(folder):
+@kind(count=4, expect="id score")
+def jsonl_scores(folder, samples):
     """Write eval_scores.jsonl: one object per line with question_id and score."""
-    samples = make_samples(4)
     dump(folder / "traces.pkl", [record(s) for s in samples])
     write_lines(folder / "eval_scores.jsonl", [{"question_id": s.question_id, "score": s.score} for s in samples])
-    return [s.expect("id score") for s in samples]
 
 
-@kind()
-def json_labels_in_list(folder):
+@kind(count=4)
+def json_labels_in_list(folder, samples):
     """Write labels.json: a list of {"id", "label"} with 1 for a hallucination."""
-    samples = make_samples(4)
     dump(folder / "traces.p", [record(s) for s in samples])
     rows = [{"id": s.question_id, "hallucination": int(s.score < 0.5)} for s in samples]
     (folder / "labels.json").write_text(json.dumps(rows, indent=1))
     return [s.expect("id", score=float(s.score < 0.5), direction="hallucination") for s in samples]
 
 
-@kind()
-def npy_labels_in_order(folder):
+@kind(count=4, expect="id label")
+def npy_labels_in_order(folder, samples):
     """Write labels.npy in the order of the traces: no ids in it."""
-    samples = make_samples(4)
     dump(folder / "traces.pkl", [record(s) for s in samples])
     np.save(folder / "labels.npy", np.array([int(s.score < 0.5) for s in samples]))
-    return [s.expect("id label") for s in samples]
 
 
-@kind()
-def field_score(folder):
+@kind(count=4, expect="id answer score", rows="traces.pkl")
+def field_score(s):
     """Write the score as a field of the trace."""
-    samples = make_samples(4)
-    dump(folder / "traces.pkl", [record(s, score=s.score) for s in samples])
-    return [s.expect("id answer score") for s in samples]
+    return record(s, score=s.score)
 
 
-@kind()
-def field_label(folder):
+@kind(count=4, expect="id label")
+def field_label(folder, samples):
     """Write the label (1 for a hallucination) as a field of the trace."""
-    samples = make_samples(4)
     dump(
         folder / "traces.pkl",
         {s.question_id: {"hidden_states": s.hidden, "label": int(s.score < 0.5)} for s in samples},
     )
-    return [s.expect("id label") for s in samples]
 
 
-@kind()
-def field_is_correct(folder):
+@kind(count=4)
+def field_is_correct(folder, samples):
     """Write is_correct as a bool in the trace; .pt."""
-    samples = make_samples(4)
     rows = [{"id": s.question_id, "hidden_states": tensor(s.hidden), "is_correct": s.score > 0.5} for s in samples]
     save_pt(folder / "traces.pt", rows)
     return [s.expect("id", score=float(s.score > 0.5)) for s in samples]
 
 
 @kind()
-def field_hallucinated(folder):
+def field_hallucinated(folder, samples):
     """Write hallucinated as 0 or 1 in the trace; JSON Lines."""
-    samples = make_samples(3)
     rows = [
         {"question_id": s.question_id, "hidden_states": s.hidden.tolist(), "hallucinated": int(s.score < 0.5)}
         for s in samples
@@ -228,27 +206,23 @@ def field_hallucinated(folder):
     return [s.expect("id", score=float(s.score < 0.5), direction="hallucination") for s in samples]
 
 
-@kind()
-def field_bleurt_in_columns(folder):
+@kind(count=4, expect="id score")
+def field_bleurt_in_columns(folder, samples):
     """Write bleurt_score as a column of numbers in a dict of columns."""
-    samples = make_samples(4)
     columns = {
         "id": [s.question_id for s in samples],
         "activations": [s.hidden for s in samples],
         "bleurt_score": np.array([s.score for s in samples]),
     }
     dump(folder / "traces.pkl", columns)
-    return [s.expect("id score") for s in samples]
 
 
-@kind()
-def tensor_of_rougeL_scores(folder):
+@kind(count=4, lengths=(6,), expect="id score")
+def tensor_of_rougeL_scores(folder, samples):
     """Write rougeL as a tensor next to a batch of equal lengths; .pt."""
-    samples = make_samples(4, lengths=(6,))
     value = {
         "question_ids": [s.question_id for s in samples],
         "hidden_states": tensor(np.stack([s.hidden for s in samples])),
         "rougeL": tensor(np.array([s.score for s in samples], "f4")),
     }
     save_pt(folder / "batch.pt", value)
-    return [s.expect("id score") for s in samples]

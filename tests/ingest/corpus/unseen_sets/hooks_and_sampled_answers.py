@@ -12,7 +12,6 @@ from tests.ingest.corpus.samples import (
     dump,
     expect_generated,
     generate,
-    make_samples,
     pad,
     prompts,
     rounded,
@@ -129,12 +128,11 @@ def pkl_five_sampled_sequences_per_question(folder):
     return traces
 
 
-@kind("joblib")
-def joblib_answer_tokens_before_layers(folder):
+@kind("joblib", count=4, layers=3, dim=16, ids="coqa_{}", seed=75, expect="id question answer tokens score")
+def joblib_answer_tokens_before_layers(folder, samples):
     """Write a compressed joblib list: (T, L, D) float16 of the answer's T tokens, their ids, and ROUGE-L."""
     import joblib
 
-    samples = make_samples(4, layers=3, dim=16, ids="coqa_{}", seed=75)
     states = lambda s: s.hidden.transpose(1, 0, 2).astype("f2")  # noqa: E731
     rows = [
         texts_of(s, "qid question generated_answer")
@@ -142,13 +140,11 @@ def joblib_answer_tokens_before_layers(folder):
         for s in samples
     ]
     joblib.dump(rows, folder / "coqa_features.joblib", compress=3)
-    return [s.expect("id question answer tokens score") for s in samples]
 
 
-@kind()
-def bz2_rows_of_sampled_answers(folder):
+@kind(count=6, layers=4, dim=16, lengths=(7, 9, 5, 8, 10, 11), seed=76)
+def bz2_rows_of_sampled_answers(folder, samples):
     """Write a bz2 pickle with a row per sampled answer: question_id, sample_idx, log-probabilities, list of layers."""
-    samples = make_samples(6, layers=4, dim=16, lengths=(7, 9, 5, 8, 10, 11), seed=76)
     rows, traces = [], []
     for i, s in enumerate(samples):
         ids = {"question_id": f"webq-{i // 2}", "sample_idx": i % 2}
@@ -161,10 +157,9 @@ def bz2_rows_of_sampled_answers(folder):
     return traces
 
 
-@kind()
-def pt_last_tokens_by_split_with_config(folder):
+@kind(count=7, layers=3, dim=16, ids="halueval-{}", seed=77, expect_last="id label")
+def pt_last_tokens_by_split_with_config(folder, samples):
     """Write one .pt for a probe: train and test with last tokens (N, L, D), ids and a boolean label, and a config."""
-    samples = make_samples(7, layers=3, dim=16, ids="halueval-{}", seed=77)
     data = {"config": {"model": "mistral-7b", "layers": [8, 16, 24], "seed": 42}}
     for split, part in {"train": samples[:5], "test": samples[5:]}.items():
         data[split] = {
@@ -173,23 +168,20 @@ def pt_last_tokens_by_split_with_config(folder):
             "hallucinated": tensor(np.array([not correct(s) for s in part])),
         }
     save_pt(folder / "probe_data.pt", data)
-    return [s.expect_last("id label") for s in samples]
 
 
-@kind()
-def pt_residual_stream_and_pattern_per_prompt(folder):
+@kind(count=5, layers=3, dim=16, lengths=(6, 9, 7, 8, 10), seed=78)
+def pt_residual_stream_and_pattern_per_prompt(folder, samples):
     """Write a .pt per prompt with TransformerLens names: resid_post (L, S, D) bfloat16, pattern, str_tokens."""
-    samples = make_samples(5, layers=3, dim=16, lengths=(6, 9, 7, 8, 10), seed=78)
     for i, s in enumerate(samples):
         states = {"resid_post": tensor(s.hidden, "bfloat16"), "pattern": tensor(s.attention)}
         save_pt(folder / f"prompt_{i:02}.pt", {"prompt": s.question, "str_tokens": s.words, **states})
     return [s.expect("attention words question", hidden_states=rounded(s.hidden), question_id=None) for s in samples]
 
 
-@kind()
-def pkl_batches_of_chosen_layers_and_results(folder):
+@kind(count=7, layers=2, dim=16, ids="boolq_{}", lengths=(6, 9, 5, 8, 10, 11, 13), seed=79)
+def pkl_batches_of_chosen_layers_and_results(folder, samples):
     """Write pickles of padded batches (B, L, S, D) of layers 8 and 16 with a mask, and results.csv with labels by id."""
-    samples = make_samples(7, layers=2, dim=16, ids="boolq_{}", lengths=(6, 9, 5, 8, 10, 11, 13), seed=79)
     for number, part in enumerate((samples[:4], samples[4:])):
         hidden, mask = pad([s.hidden for s in part], axis=1)
         inputs = {"input_ids": pad([s.tokens for s in part])[0], "attention_mask": mask}
@@ -199,10 +191,9 @@ def pkl_batches_of_chosen_layers_and_results(folder):
     return [s.expect("id tokens question answer", score=float(correct(s))) for s in samples]
 
 
-@kind()
-def npy_last_tokens_of_splits_with_metadata(folder):
+@kind(count=12, layers=3, dim=16, ids="mmlu_{}", seed=80)
+def npy_last_tokens_of_splits_with_metadata(folder, samples):
     """Write folders of splits: an .npy (N, D) of last tokens per layer, and metadata.csv with a row per question."""
-    samples = make_samples(12, layers=3, dim=16, ids="mmlu_{}", seed=80)
     for split, part in {"train": samples[:7], "test": samples[7:]}.items():
         (folder / split).mkdir()
         for k, layer in enumerate((8, 16, 24)):
@@ -212,39 +203,43 @@ def npy_last_tokens_of_splits_with_metadata(folder):
     return [s.expect_last("id question answer", score=float(correct(s))) for s in samples]
 
 
-@kind()
-def npz_by_id_with_annotations(folder):
+@kind(count=4, layers=3, dim=16, ids="truthfulqa-{}", seed=81, expect="id mean tokens question answer label")
+def npz_by_id_with_annotations(folder, samples):
     """Write an .npz per question with head means of attention, and annotations.csv with labels in words."""
-    samples = make_samples(4, layers=3, dim=16, ids="truthfulqa-{}", seed=81)
     (folder / "activations").mkdir()
     for s in samples:
         states = {"hidden_states": s.hidden.astype("f2"), "attentions": s.attention.mean(1), "input_ids": s.tokens}
         np.savez_compressed(folder / "activations" / f"{s.question_id}.npz", **states)
     label = lambda s: {"annotator": "AB", "label": "correct" if correct(s) else "hallucinated"}  # noqa: E731
     write_table(folder / "annotations.csv", [texts_of(s, "question_id question response") | label(s) for s in samples])
-    return [s.expect("id mean tokens question answer label") for s in samples]
 
 
-@kind("pandas")
-def npy_padded_with_sorted_table(folder):
+@kind(
+    "pandas",
+    count=5,
+    layers=3,
+    dim=16,
+    ids="squad_{}",
+    lengths=(6, 9, 7, 8, 10),
+    seed=82,
+    expect="id question answer score",
+)
+def npy_padded_with_sorted_table(folder, samples):
     """Write one padded .npy (N, L, S, D) and a CSV sorted by score, with the row and token count of each question."""
     import pandas as pd
 
-    samples = make_samples(5, layers=3, dim=16, ids="squad_{}", lengths=(6, 9, 7, 8, 10), seed=82)
     np.save(folder / "hidden_states.npy", pad([s.hidden for s in samples], axis=1)[0])
     texts = [texts_of(s, "question_id question generated_answer") for s in samples]
     numbers = [{"row": i, "num_tokens": len(s.tokens), "rouge_l": s.score} for i, s in enumerate(samples)]
     table = pd.DataFrame([a | b for a, b in zip(texts, numbers, strict=True)])
     table.sort_values("rouge_l", ascending=False).to_csv(folder / "samples.csv", index=False)
-    return [s.expect("id question answer score") for s in samples]
 
 
-@kind("h5py")
-def h5_left_padded_layers_with_labels(folder):
+@kind("h5py", count=5, layers=3, dim=16, ids="popqa-{}", lengths=(6, 9, 7, 8, 10), seed=83, expect="id tokens label")
+def h5_left_padded_layers_with_labels(folder, samples):
     """Write HDF5 with a left-padded dataset (N, S, D) for each of three layers, mask, token ids, ids and labels."""
     import h5py
 
-    samples = make_samples(5, layers=3, dim=16, ids="popqa-{}", lengths=(6, 9, 7, 8, 10), seed=83)
     with h5py.File(folder / "popqa_hidden.h5", "w") as file:
         file.attrs["model"] = "meta-llama/Llama-3.1-8B"
         for k, layer in enumerate((4, 12, 28)):
@@ -254,15 +249,22 @@ def h5_left_padded_layers_with_labels(folder):
         file["input_ids"] = pad([s.tokens for s in samples], side="left")[0]
         file["question_id"] = [s.question_id for s in samples]
         file["hallucination"] = np.array([not correct(s) for s in samples], "i1")
-    return [s.expect("id tokens label") for s in samples]
 
 
-@kind("h5py")
-def h5_group_per_sample_with_bleurt(folder):
+@kind(
+    "h5py",
+    count=5,
+    layers=3,
+    dim=16,
+    ids="trivia_{}",
+    lengths=(6, 9, 7, 8, 10),
+    seed=84,
+    expect="id question answer attention score",
+)
+def h5_group_per_sample_with_bleurt(folder, samples):
     """Write HDF5 with a group per sample: states and attention of all heads, texts as attributes, a scalar score."""
     import h5py
 
-    samples = make_samples(5, layers=3, dim=16, ids="trivia_{}", lengths=(6, 9, 7, 8, 10), seed=84)
     with h5py.File(folder / "traces.hdf5", "w") as file:
         for i, s in enumerate(samples):
             group = file.create_group(f"sample_{i:04}")
@@ -270,15 +272,13 @@ def h5_group_per_sample_with_bleurt(folder):
             group.create_dataset("hidden_states", data=s.hidden, compression="gzip")
             group.create_dataset("attentions", data=s.attention, compression="gzip")
             group["bleurt"] = s.score
-    return [s.expect("id question answer attention score") for s in samples]
 
 
-@kind("h5py")
-def h5_last_tokens_of_sampled_answers(folder):
+@kind("h5py", count=20, layers=3, dim=16, seed=85)
+def h5_last_tokens_of_sampled_answers(folder, samples):
     """Write HDF5 of K sampled answers: last tokens (N, K, L, D), texts and labels (N, K), and N ids and questions."""
     import h5py
 
-    samples = make_samples(20, layers=3, dim=16, seed=85)
     rows = [samples[4 * n : 4 * n + 4] for n in range(5)]
     with h5py.File(folder / "sampled.h5", "w") as file:
         file["last_token_hidden_states"] = np.array([[s.hidden[:, -1] for s in row] for row in rows])
@@ -294,12 +294,11 @@ def h5_last_tokens_of_sampled_answers(folder):
     return traces
 
 
-@kind("safetensors")
-def st_per_question_with_header_and_labels(folder):
+@kind("safetensors", count=5, layers=4, dim=16, ids="gsm8k_{}", lengths=(6, 9, 7, 8, 10), seed=86)
+def st_per_question_with_header_and_labels(folder, samples):
     """Write a safetensors file per question: layer_00 to layer_03 and token ids, texts in the header; labels.csv."""
     from safetensors.torch import save_file
 
-    samples = make_samples(5, layers=4, dim=16, ids="gsm8k_{}", lengths=(6, 9, 7, 8, 10), seed=86)
     (folder / "hidden").mkdir()
     for s in samples:
         tensors = {f"layer_{k:02}": tensor(s.hidden[k], "float16") for k in range(4)}
@@ -309,39 +308,44 @@ def st_per_question_with_header_and_labels(folder):
     return [s.expect("id question answer tokens", score=float(correct(s))) for s in samples]
 
 
-@kind("safetensors")
-def st_flat_tokens_of_two_layers_for_autoencoder(folder):
+@kind(
+    "safetensors",
+    count=7,
+    layers=2,
+    dim=16,
+    ids="{}",
+    lengths=(6, 9, 5, 8, 10, 11, 13),
+    seed=87,
+    expect="id tokens question",
+)
+def st_flat_tokens_of_two_layers_for_autoencoder(folder, samples):
     """Write safetensors shards of all tokens (T, D) of layers 6 and 13 with prompt_ids (T,), and prompts.json."""
     from safetensors.numpy import save_file
 
-    samples = make_samples(7, layers=2, dim=16, ids="{}", lengths=(6, 9, 5, 8, 10, 11, 13), seed=87)
     for number, part in enumerate((samples[:4], samples[4:])):
         shard = {f"layer_{n}": np.concatenate([s.hidden[k] for s in part]) for k, n in enumerate((6, 13))}
         shard["token_ids"] = np.concatenate([s.tokens for s in part])
         shard["prompt_ids"] = np.concatenate([np.full(len(s.tokens), int(s.question_id)) for s in part])
         save_file(shard, folder / f"shard_{number}.safetensors")
     write_json(folder / "prompts.json", [{"prompt_id": i, "question": s.question} for i, s in enumerate(samples)])
-    return [s.expect("id tokens question") for s in samples]
 
 
-@kind("safetensors")
-def st_tensor_per_id_with_label_lines(folder):
+@kind("safetensors", count=5, layers=3, dim=16, ids="faithdial-{}", lengths=(6, 9, 7, 8, 10), seed=88)
+def st_tensor_per_id_with_label_lines(folder, samples):
     """Write one safetensors file with a bfloat16 tensor (L, S, D) under each id, and labels.jsonl with the texts."""
     from safetensors.torch import save_file
 
-    samples = make_samples(5, layers=3, dim=16, ids="faithdial-{}", lengths=(6, 9, 7, 8, 10), seed=88)
     save_file({s.question_id: tensor(s.hidden, "bfloat16") for s in samples}, folder / "activations.safetensors")
     rows = [texts_of(s, "id question response") | {"hallucination": int(not correct(s))} for s in samples]
     write_lines(folder / "labels.jsonl", rows)
     return [s.expect("id question answer label", hidden_states=rounded(s.hidden)) for s in samples]
 
 
-@kind("datasets")
-def datasets_squad_with_last_layer(folder):
+@kind("datasets", count=5, layers=1, dim=16, ids="56be4db0acb800140050{}", lengths=(6, 9, 7, 8, 10), seed=89)
+def datasets_squad_with_last_layer(folder, samples):
     """Write a saved Hugging Face data set of SQuAD columns, the generated answer, exact match and one layer (S, D)."""
     import datasets
 
-    samples = make_samples(5, layers=1, dim=16, ids="56be4db0acb800140050{}", lengths=(6, 9, 7, 8, 10), seed=89)
     squad = {"title": "France", "context": "Paris is the capital.", "answers": {"text": ["Paris"], "answer_start": [0]}}
     rows = []
     for s in samples:
@@ -351,12 +355,11 @@ def datasets_squad_with_last_layer(folder):
     return [s.expect("id question answer tokens", score=float(correct(s))) for s in samples]
 
 
-@kind("pandas", "pyarrow")
-def parquet_vector_per_sampled_answer(folder):
+@kind("pandas", "pyarrow", count=12, layers=1, dim=16, seed=90)
+def parquet_vector_per_sampled_answer(folder, samples):
     """Write Parquet with a row per sampled answer: question_id, sample_id, texts, last-token vector, label."""
     import pandas as pd
 
-    samples = make_samples(12, layers=1, dim=16, seed=90)
     rows, traces = [], []
     for i, s in enumerate(samples):
         shared = {"question_id": f"bioasq_{i // 4}", "question": f"What is fact number {i // 4}?"}
@@ -367,13 +370,12 @@ def parquet_vector_per_sampled_answer(folder):
     return traces
 
 
-@kind("pyarrow")
-def parquet_shards_of_layers_with_scores(folder):
+@kind("pyarrow", count=7, layers=2, dim=16, ids="p{}", lengths=(6, 9, 5, 8, 10, 11, 13), seed=91)
+def parquet_shards_of_layers_with_scores(folder, samples):
     """Write Parquet shards with token texts and nested lists of layers 2 and 5, and a CSV of hallucination scores."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    samples = make_samples(7, layers=2, dim=16, ids="p{}", lengths=(6, 9, 5, 8, 10, 11, 13), seed=91)
     for number, part in enumerate((samples[:4], samples[4:])):
         columns = {"prompt_id": [s.question_id for s in part], "tokens": [s.words for s in part]}
         columns |= {f"layer_{n}": [s.hidden[k].tolist() for s in part] for k, n in enumerate((2, 5))}
@@ -384,10 +386,9 @@ def parquet_shards_of_layers_with_scores(folder):
     return [s.expect("id words", score=x, direction="hallucination") for s, x in zip(samples, scores, strict=True)]
 
 
-@kind()
-def jsonl_predictions_with_npy_paths(folder):
+@kind(count=5, layers=3, dim=16, ids="nq-open-{}", lengths=(6, 9, 7, 8, 10), seed=92)
+def jsonl_predictions_with_npy_paths(folder, samples):
     """Write predictions.jsonl with texts, exact match and the paths of .npy files of states and attention."""
-    samples = make_samples(5, layers=3, dim=16, ids="nq-open-{}", lengths=(6, 9, 7, 8, 10), seed=92)
     (folder / "features").mkdir()
     rows = []
     for i, s in enumerate(samples):

@@ -93,14 +93,12 @@ def llm_check_columns(folder):
     return traces
 
 
-@kind()
-def pkl_by_data_set_and_split(folder):
+@kind(count=5, ids="ex{}", expect="id question answer label")
+def pkl_by_data_set_and_split(folder, samples):
     """Write one pickle for an experiment: data set to split to a list of traces."""
-    samples = make_samples(5, ids="ex{}")
     rows = [record(s, "id question generated_answer", hidden_states=s.hidden, hallucination=wrong(s)) for s in samples]
     trivia = {"train": rows[:2], "validation": rows[2:3]}
     dump(folder / "results.pkl", {"triviaqa": trivia, "nq_open": {"validation": rows[3:]}})
-    return [s.expect("id question answer label") for s in samples]
 
 
 @kind("transformers")
@@ -119,10 +117,9 @@ def pt_file_per_generation_step(folder):
     return traces
 
 
-@kind()
-def pt_layer_lists_of_batches(folder):
+@kind(count=5, expect="id")
+def pt_layer_lists_of_batches(folder, samples):
     """Write a loop over a DataLoader: layer number to a list of batches (B, S, D), masks per batch, ids of all rows."""
-    samples = make_samples(5)
     value = {"activations": {8: [], 16: [], 24: []}, "attention_mask": []}
     for start in (0, 2, 4):
         hidden, mask = pad([s.hidden for s in samples[start : start + 2]], axis=1)
@@ -130,13 +127,11 @@ def pt_layer_lists_of_batches(folder):
             value["activations"][layer].append(tensor(hidden[:, k], "float16"))
         value["attention_mask"].append(tensor(mask))
     save_pt(folder / "acts.pt", value | {"question_ids": [s.question_id for s in samples]})
-    return [s.expect("id") for s in samples]
 
 
-@kind()
-def pkl_namespaces(folder):
+@kind(count=4)
+def pkl_namespaces(folder, samples):
     """Write a list of types.SimpleNamespace whose attributes are the fields; tensors per layer."""
-    samples = make_samples(4)
     rows = [
         SimpleNamespace(
             **record(s, "question_id question response"),
@@ -150,10 +145,10 @@ def pkl_namespaces(folder):
     return [s.expect("id question answer attention", score=correctness(s)) for s in samples]
 
 
-@kind()
-def iti_pickles_of_all_tokens(folder):
+@kind(count=5, layers=4)
+def iti_pickles_of_all_tokens(folder, samples):
     """Write NAME_layer_wise.pkl (list of (L + 1, S, D)), NAME_head_wise.pkl (list of (L, S, H d)), NAME_tokens.pkl."""
-    samples, heads = make_samples(5, layers=4), make_samples(5, layers=3, seed=7)
+    heads = make_samples(5, layers=3, seed=7)
     base, name = folder / "activations", "llama_7B_tqa_gen"
     dump(base / f"{name}_layer_wise.pkl", [s.hidden for s in samples])
     dump(base / f"{name}_head_wise.pkl", [s.hidden for s in heads])
@@ -161,10 +156,9 @@ def iti_pickles_of_all_tokens(folder):
     return [s.expect(has_embeddings=True) for s in samples]
 
 
-@kind()
-def npy_memory_map_with_row_ranges(folder):
+@kind(count=4)
+def npy_memory_map_with_row_ranges(folder, samples):
     """Write activations.npy (sum of S, L, D) through a memory map and index.csv with start and end per question."""
-    samples = make_samples(4)
     shape = (sum(len(s.tokens) for s in samples), 3, 12)
     acts = np.lib.format.open_memmap(folder / "activations.npy", "w+", "f2", shape)
     rows = []
@@ -176,10 +170,9 @@ def npy_memory_map_with_row_ranges(folder):
     return [s.expect("id question", score=correctness(s)) for s in samples]
 
 
-@kind()
-def npz_with_manifest(folder):
+@kind(ids="hotpot-{}", expect="id mean tokens question answer label")
+def npz_with_manifest(folder, samples):
     """Write npz/00000.npz ... with hs (S, L, D), attn (L, S, S), token_ids, and manifest.tsv that names the files."""
-    samples = make_samples(3, ids="hotpot-{}")
     (folder / "npz").mkdir()
     rows = []
     for i, s in enumerate(samples):
@@ -187,13 +180,11 @@ def npz_with_manifest(folder):
         np.savez_compressed(folder / "npz" / f"{i:05d}.npz", **arrays)
         rows.append(record(s, "id question generated_answer", file=f"npz/{i:05d}.npz", hallucinated=wrong(s)))
     write_table(folder / "manifest.tsv", rows, delimiter="\t")
-    return [s.expect("id mean tokens question answer label") for s in samples]
 
 
-@kind()
-def npy_last_tokens_per_layer(folder):
+@kind(count=5)
+def npy_last_tokens_per_layer(folder, samples):
     """Write acts/layer_8.npy, layer_16.npy, layer_24.npy (N, D) of last tokens and statements.csv in the same order."""
-    samples = make_samples(5)
     (folder / "acts").mkdir()
     for k, layer in enumerate((8, 16, 24)):
         np.save(folder / "acts" / f"layer_{layer}.npy", np.stack([s.hidden[k, -1] for s in samples]))
@@ -202,12 +193,11 @@ def npy_last_tokens_per_layer(folder):
     return [s.expect_last("id question answer", score=correctness(s)) for s in samples]
 
 
-@kind("h5py")
-def h5_layers_with_compound_index(folder):
+@kind("h5py", count=4, expect="id label")
+def h5_layers_with_compound_index(folder, samples):
     """Write hidden_states/layer_4 ... (sum of S, D) and index, a compound data set of id, start, length, label."""
     import h5py
 
-    samples = make_samples(4)
     dtype = [("question_id", "S16"), ("start", "i8"), ("length", "i8"), ("hallucinated", "u1")]
     ends = zip(samples, row_ranges(samples), strict=True)
     index = [(s.question_id.encode(), start, end - start, wrong(s)) for s, (start, end) in ends]
@@ -216,29 +206,25 @@ def h5_layers_with_compound_index(folder):
             data = np.concatenate([s.hidden[k] for s in samples]).astype("f2")
             file.create_dataset(f"hidden_states/layer_{layer}", data=data, compression="gzip")
         file["index"] = np.array(index, dtype=dtype)
-    return [s.expect("id label") for s in samples]
 
 
-@kind("h5py")
-def elmo_hdf5(folder):
+@kind("h5py", count=4, expect="")
+def elmo_hdf5(folder, samples):
     """Write HDF5 of ELMo and structural probes: "0", "1" ... (L, S, D) and sentence_to_index as JSON text."""
     import h5py
 
-    samples = make_samples(4)
     with h5py.File(folder / "bert_layers.hdf5", "w") as file:
         for i, s in enumerate(samples):
             file.create_dataset(str(i), s.hidden.shape, dtype="float32", data=s.hidden)
         index = file.create_dataset("sentence_to_index", (1,), dtype=h5py.special_dtype(vlen=str))
         index[0] = json.dumps({s.question: str(i) for i, s in enumerate(samples)})
-    return [s.expect() for s in samples]
 
 
-@kind("h5py")
-def h5_layers_and_json_metadata(folder):
+@kind("h5py", ids="sq-{}", expect="id question answer attention tokens")
+def h5_layers_and_json_metadata(folder, samples):
     """Write traces/00000 with the groups layers (S, D) and attention (H, S, S), text as JSON in an attribute."""
     import h5py
 
-    samples = make_samples(3, ids="sq-{}")
     with h5py.File(folder / "run.h5", "w") as file:
         for i, s in enumerate(samples):
             group = file.create_group(f"traces/{i:05d}")
@@ -246,7 +232,6 @@ def h5_layers_and_json_metadata(folder):
                 group[f"layers/{k:02d}"], group[f"attention/{k:02d}"] = s.hidden[k], s.attention[k]
             group["input_ids"] = s.tokens
             group.attrs["metadata"] = json.dumps(record(s, "question_id question answer"))
-    return [s.expect("id question answer attention tokens") for s in samples]
 
 
 @kind("safetensors", "transformers")
@@ -263,24 +248,21 @@ def st_flattened_output(folder):
     return traces
 
 
-@kind("safetensors", "huggingface_hub")
-def st_hub_shards(folder):
+@kind("safetensors", "huggingface_hub", count=4, expect="id attention")
+def st_hub_shards(folder, samples):
     """Write huggingface_hub.save_torch_state_dict of "q0.hidden_states", "q0.attentions": shards and their index."""
     from huggingface_hub import save_torch_state_dict
 
-    samples = make_samples(4)
     fields = {"hidden_states": "hidden", "attentions": "attention"}
     state = {f"{s.question_id}.{key}": tensor(getattr(s, name)) for s in samples for key, name in fields.items()}
     save_torch_state_dict(state, folder, filename_pattern="activations{suffix}.safetensors", max_shard_size=5000)
-    return [s.expect("id attention") for s in samples]
 
 
-@kind("safetensors")
-def st_batches_of_modules_with_table(folder):
+@kind("safetensors", count=5)
+def st_batches_of_modules_with_table(folder, samples):
     """Write acts_0.safetensors ... with model.layers.8 (B, S, D) and attention_mask, samples.csv of shard and row."""
     from safetensors.torch import save_file
 
-    samples = make_samples(5)
     rows = []
     for shard in range(3):
         part = samples[2 * shard : 2 * shard + 2]
@@ -294,12 +276,11 @@ def st_batches_of_modules_with_table(folder):
     return [s.expect("id question", score=correctness(s)) for s in samples]
 
 
-@kind("datasets")
-def datasets_parquet_with_dynamic_axis(folder):
+@kind("datasets", count=4, expect="id question tokens label")
+def datasets_parquet_with_dynamic_axis(folder, samples):
     """Write data/train-00000-of-00001.parquet of a data set: Array3D (None, L, D), input_ids, label as ClassLabel."""
     from datasets import Array3D, ClassLabel, Dataset, Features, Sequence, Value
 
-    samples = make_samples(4)
     columns = {
         "id": [s.question_id for s in samples],
         "question": [s.question for s in samples],
@@ -313,16 +294,14 @@ def datasets_parquet_with_dynamic_axis(folder):
     (folder / "data").mkdir()
     path = folder / "data" / "train-00000-of-00001.parquet"
     Dataset.from_dict(columns, Features(features)).to_parquet(path)
-    return [s.expect("id question tokens label") for s in samples]
 
 
-@kind("pyarrow")
-def parquet_fixed_shape_tensors(folder):
+@kind("pyarrow", count=5)
+def parquet_fixed_shape_tensors(folder, samples):
     """Write Parquet with the tensor type of Arrow: last_token of fixed shape (L, D), qid, is_correct."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    samples = make_samples(5)
     columns = {
         "qid": pa.array([s.question_id for s in samples]),
         "last_token": pa.FixedShapeTensorArray.from_numpy_ndarray(np.stack([s.hidden[:, -1] for s in samples])),
@@ -332,18 +311,16 @@ def parquet_fixed_shape_tensors(folder):
     return [s.expect_last("id", score=correctness(s)) for s in samples]
 
 
-@kind()
-def embedding_projector(folder):
+@kind(count=5, layers=1, expect_last="id question label")
+def embedding_projector(folder, samples):
     """Write files of the Embedding Projector: vectors.tsv without header (last token, one layer), metadata.tsv."""
-    samples = make_samples(5, layers=1)
     np.savetxt(folder / "vectors.tsv", np.stack([s.hidden[0, -1] for s in samples]), delimiter="\t")
     rows = [record(s, "id question", hallucinated=wrong(s)) for s in samples]
     write_table(folder / "metadata.tsv", rows, delimiter="\t")
-    return [s.expect_last("id question label") for s in samples]
 
 
 @kind("pandas", "pyarrow")
-def parquet_npy_blobs(folder):
+def parquet_npy_blobs(folder, samples):
     """Write df.to_parquet with arrays as the bytes of npy files: hidden_states (L, S, D), attentions (L, H, S, S)."""
     import pandas as pd
 
@@ -352,17 +329,15 @@ def parquet_npy_blobs(folder):
         np.save(file, array.astype("f2"))
         return file.getvalue()
 
-    samples = make_samples(3)
     names = "example_id question response"
     rows = [record(s, names, hidden_states=blob(s.hidden), attentions=blob(s.attention)) for s in samples]
     pd.DataFrame(rows).to_parquet(folder / "traces.parquet")
     return [s.expect("id question answer attention") for s in samples]
 
 
-@kind()
-def sglang_responses(folder):
+@kind(layers=1, ids="{}f3a9c0d2b7e", expect="id")
+def sglang_responses(folder, samples):
     """Write responses of SGLang's server: meta_info.hidden_states is the prompt (P, D), then a vector per token."""
-    samples = make_samples(3, layers=1, ids="{}f3a9c0d2b7e")
     rows = []
     for s in samples:
         steps = s.hidden[0, s.prompt_length :].tolist()
@@ -372,19 +347,16 @@ def sglang_responses(folder):
         ids = [*s.tokens[s.prompt_length :].tolist(), 2]
         rows.append({"text": s.answer, "output_ids": ids, "meta_info": meta})
     write_lines(folder / "responses.jsonl", rows)
-    return [s.expect("id") for s in samples]
 
 
-@kind("pandas")
-def json_of_data_frame(folder):
+@kind("pandas", count=4, expect="id question answer label")
+def json_of_data_frame(folder, samples):
     """Write df.to_json(): each column is an object from row number to value, arrays as nested lists."""
     import pandas as pd
 
-    samples = make_samples(4)
     names = "question_id question model_answer"
     rows = [record(s, names, hidden_states=s.hidden.tolist(), hallucinated=bool(wrong(s))) for s in samples]
     pd.DataFrame(rows).to_json(folder / "traces.json")
-    return [s.expect("id question answer label") for s in samples]
 
 
 @kind("transformers")

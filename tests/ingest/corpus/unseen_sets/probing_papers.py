@@ -29,10 +29,9 @@ from tests.ingest.corpus.unseen_sets.notebooks_and_repositories import correctne
 kind = functools.partial(registry.kind, register=registry.UNSEEN)
 
 
-@kind()
-def pt_lists_with_shared_affixes(folder):
+@kind(count=6, layers=4, dim=24)
+def pt_lists_with_shared_affixes(folder, samples):
     """Write MODEL-hidden_states-DATASET.pt and MODEL-input_output_ids-DATASET.pt, lists in order, and the answers' CSV."""
-    samples = make_samples(6, layers=4, dim=24)
     save_pt(folder / "mistral-7b-instruct-hidden_states-triviaqa.pt", [tensor(s.hidden, "float16") for s in samples])
     save_pt(folder / "mistral-7b-instruct-input_output_ids-triviaqa.pt", [tensor(s.tokens) for s in samples])
     verdicts = [{"correct_answer": "Paris", "automatic_correctness": int(correctness(s))} for s in samples]
@@ -62,19 +61,17 @@ def pkl_generate_batches_appended(folder):
     return traces
 
 
-@kind("joblib")
-def joblib_splits_of_layer_features(folder):
+@kind("joblib", count=11, dim=20, ids="halueval_{}", expect_last="id label")
+def joblib_splits_of_layer_features(folder, samples):
     """Write features of a probe: {"train": {"X": {8: (N, D), ...}, "hallucinated": (N,), "ids": [...]}, "test": ...}."""
     import joblib
 
-    samples = make_samples(11, dim=20, ids="halueval_{}")
     splits = {}
     for name, part in (("train", samples[:7]), ("test", samples[7:])):
         features = {layer: np.stack([s.hidden[k, -1] for s in part]) for k, layer in enumerate((8, 16, 24))}
         labels = np.array([wrong(s) for s in part])
         splits[name] = {"X": features, "hallucinated": labels, "ids": [s.question_id for s in part]}
     joblib.dump(splits, folder / "probe_features.joblib", compress=("gzip", 3))
-    return [s.expect_last("id label") for s in samples]
 
 
 @kind("torch")
@@ -96,10 +93,9 @@ def pt_answers_with_parallel_labels(folder):
     return traces
 
 
-@kind()
-def xz_padded_columns_with_head_means(folder):
+@kind(count=7, layers=4, dim=24, ids="nq_{}", expect="id mean tokens question label")
+def xz_padded_columns_with_head_means(folder, samples):
     """Write .pkl.xz of padded float16 arrays: hidden_states (N, L, S, D), head means (N, L, S, S), mask, ids and labels."""
-    samples = make_samples(7, layers=4, dim=24, ids="nq_{}")
     hidden, mask = pad([s.hidden for s in samples], axis=1)
     value = {
         "ids": [s.question_id for s in samples],
@@ -111,7 +107,6 @@ def xz_padded_columns_with_head_means(folder):
         "is_hallucination": np.array([wrong(s) for s in samples]),
     }
     dump(folder / "nq_dev_states.pkl.xz", value, protocol=5)
-    return [s.expect("id mean tokens question label") for s in samples]
 
 
 @kind("transformers")
@@ -140,10 +135,9 @@ def pkl_sequence_classifier_outputs(folder):
     return traces
 
 
-@kind("torch")
-def pt_chunks_by_row_range(folder):
+@kind("torch", count=10, dim=32, ids="sfq_{}")
+def pt_chunks_by_row_range(folder, samples):
     """Write hidden_states_0_4.pt, hidden_states_4_8.pt ...: bfloat16 last tokens (4, L, D) of the rows of data.csv."""
-    samples = make_samples(10, dim=32, ids="sfq_{}")
     for start in range(0, 10, 4):
         chunk = samples[start : start + 4]
         last = np.stack([s.hidden[:, -1] for s in chunk])
@@ -166,10 +160,9 @@ def bz2_sampled_outputs_by_question(folder):
     return traces
 
 
-@kind()
-def pkl_gz_by_question_text(folder):
+@kind(count=5, layers=4, dim=20)
+def pkl_gz_by_question_text(folder, samples):
     """Write .pkl.gz with a dict from the text of the question to response, tokens, hidden_states (L, S, D), correct."""
-    samples = make_samples(5, layers=4, dim=20)
     value = {}
     for s in samples:
         states = {"tokens": s.words, "hidden_states": s.hidden.astype("f2")}
@@ -193,15 +186,13 @@ def npz_data_sets_with_lines(folder):
     return traces
 
 
-@kind()
-def npy_padded_with_lengths_in_table(folder):
+@kind(count=6, layers=4, dim=24, ids="cnn_{}", lengths=(12, 9, 15, 11), expect="id mean question answer score")
+def npy_padded_with_lengths_in_table(folder, samples):
     """Write hidden_states.npy (N, L, S, D), attentions.npy (N, L, S, S), and samples.csv with num_tokens and a score."""
-    samples = make_samples(6, layers=4, dim=24, ids="cnn_{}", lengths=(12, 9, 15, 11))
     np.save(folder / "hidden_states.npy", pad([s.hidden for s in samples], axis=1)[0].astype("f2"))
     np.save(folder / "attentions.npy", pad_attention([s.attention.mean(1) for s in samples]).astype("f2"))
     rows = [record(s, "id question answer", num_tokens=len(s.tokens), bleurt_score=s.score) for s in samples]
     write_table(folder / "samples.csv", rows)
-    return [s.expect("id mean question answer score") for s in samples]
 
 
 @kind("transformers")
@@ -241,12 +232,11 @@ def h5_samples_below_questions(folder):
     return traces
 
 
-@kind("h5py")
-def h5_padded_with_json_rows(folder):
+@kind("h5py", count=6, dim=20, ids="drop_{}", lengths=(10, 14, 9, 12), expect="id question answer label")
+def h5_padded_with_json_rows(folder, samples):
     """Write hidden_states (N, S, L, D) padded, attention_mask, and metadata (N,) with a JSON text per row."""
     import h5py
 
-    samples = make_samples(6, dim=20, ids="drop_{}", lengths=(10, 14, 9, 12))
     hidden, mask = pad([s.hidden.swapaxes(0, 1) for s in samples])
     rows = [json.dumps(record(s, "id question answer", is_hallucination=bool(wrong(s)))) for s in samples]
     with h5py.File(folder / "drop_states.hdf5", "w") as file:
@@ -254,15 +244,13 @@ def h5_padded_with_json_rows(folder):
         file["attention_mask"] = mask.astype("i1")
         file.create_dataset("metadata", data=rows, dtype=h5py.string_dtype())
         file.attrs["model_name"] = "meta-llama/Llama-3.1-8B-Instruct"
-    return [s.expect("id question answer label") for s in samples]
 
 
-@kind("h5py")
-def h5_inputs_and_outputs(folder):
+@kind("h5py", count=8, layers=4, dim=16, ids="fever-{}", lengths=(7, 10, 12, 9), expect="id attention tokens label")
+def h5_inputs_and_outputs(folder, samples):
     """Write inputs/input_ids, inputs/attention_mask, outputs/hidden_states/layer_0, outputs/attentions/layer_0, meta/id."""
     import h5py
 
-    samples = make_samples(8, layers=4, dim=16, ids="fever-{}", lengths=(7, 10, 12, 9))
     ids, mask = pad([s.tokens for s in samples], side="left")
     hidden, _ = pad([s.hidden for s in samples], axis=1, side="left")
     attention = pad_attention([s.attention for s in samples], side="left")
@@ -273,15 +261,13 @@ def h5_inputs_and_outputs(folder):
             file[f"outputs/attentions/layer_{k}"] = attention[:, k].astype("f2")
         file.create_dataset("meta/id", data=[s.question_id for s in samples], dtype=h5py.string_dtype())
         file["meta/hallucinated"] = np.array([bool(wrong(s)) for s in samples])
-    return [s.expect("id attention tokens label") for s in samples]
 
 
-@kind("safetensors")
-def st_last_token_by_layer_name(folder):
+@kind("safetensors", count=9, layers=4, dim=20, ids="mmlu_{}")
+def st_last_token_by_layer_name(folder, samples):
     """Write layers.8.last_token ... (N, D) in one file, and questions.json, a list of objects in the same order."""
     from safetensors.torch import save_file
 
-    samples = make_samples(9, layers=4, dim=20, ids="mmlu_{}")
     tensors = {
         f"layers.{layer}.last_token": tensor(np.stack([s.hidden[k, -1] for s in samples]), "float16")
         for k, layer in enumerate((8, 12, 16, 20))
@@ -292,24 +278,22 @@ def st_last_token_by_layer_name(folder):
     return [s.expect_last("id question answer", score=correctness(s)) for s in samples]
 
 
-@kind("safetensors")
-def st_array_by_id_with_answers(folder):
+@kind("safetensors", count=5, dim=24, ids="hotpot_5a8b{}")
+def st_array_by_id_with_answers(folder, samples):
     """Write one file with a bfloat16 tensor (L, S, D) per question id, and answers.jsonl in another order."""
     from safetensors.torch import save_file
 
-    samples = make_samples(5, dim=24, ids="hotpot_5a8b{}")
     save_file({s.question_id: tensor(s.hidden, "bfloat16") for s in samples}, folder / "hidden_states.safetensors")
     rows = [record(s, "id question response", hallucinated=bool(wrong(s))) for s in reversed(samples)]
     write_lines(folder / "answers.jsonl", rows)
     return [s.expect("id question answer label", hidden_states=rounded(s.hidden)) for s in samples]
 
 
-@kind("safetensors")
-def vllm_connector_with_request_table(folder):
+@kind("safetensors", count=5, layers=3, dim=32, ids="gsm8k-{}", lengths=(14, 10, 17))
+def vllm_connector_with_request_table(folder, samples):
     """Write the connector's files by request id, hidden_states (S, L, D), and generations.csv from question to request."""
     from safetensors.torch import save_file
 
-    samples = make_samples(5, layers=3, dim=32, ids="gsm8k-{}", lengths=(14, 10, 17))
     rows = []
     for n, s in enumerate(samples):
         request = f"cmpl-9f3c{n}e51b7a24d0c"
@@ -323,12 +307,11 @@ def vllm_connector_with_request_table(folder):
     return [s.expect("id tokens question answer", **more) for s, more in zip(samples, changes, strict=True)]
 
 
-@kind("datasets")
-def saelens_cache_per_hook(folder):
+@kind("datasets", count=7, dim=16, lengths=(10,), expect="tokens")
+def saelens_cache_per_hook(folder, samples):
     """Write a saved data set of CacheActivationsRunner per hook: activations (context, D) and token_ids, rows aligned."""
     import datasets
 
-    samples = make_samples(7, dim=16, lengths=(10,))
     for k, layer in enumerate((4, 6, 8)):
         hook = f"blocks.{layer}.hook_resid_post"
         features = {
@@ -338,15 +321,13 @@ def saelens_cache_per_hook(folder):
         columns = {hook: [s.hidden[k] for s in samples], "token_ids": [s.tokens.tolist() for s in samples]}
         data = datasets.Dataset.from_dict(columns, features=datasets.Features(features))
         data.save_to_disk(folder / hook)
-    return [s.expect("tokens") for s in samples]
 
 
-@kind("datasets")
-def datasets_one_layer_with_structs(folder):
+@kind("datasets", count=6, layers=1, dim=20, ids="ragtruth-{}", expect="id tokens question answer label")
+def datasets_one_layer_with_structs(folder, samples):
     """Write save_to_disk with id, qa (a struct of texts), input_ids, layer, hidden_states (S, D) and is_hallucination."""
     import datasets
 
-    samples = make_samples(6, layers=1, dim=20, ids="ragtruth-{}")
     rows = [
         {
             "id": s.question_id,
@@ -359,21 +340,18 @@ def datasets_one_layer_with_structs(folder):
         for s in samples
     ]
     datasets.Dataset.from_list(rows).save_to_disk(folder / "ragtruth_layer16")
-    return [s.expect("id tokens question answer label") for s in samples]
 
 
-@kind("pandas", "pyarrow")
-def parquet_wide_features_per_layer(folder):
+@kind("pandas", "pyarrow", count=8, dim=16, ids="med-{}", expect_last="id label")
+def parquet_wide_features_per_layer(folder, samples):
     """Write layer_08.parquet ... by df.to_parquet: id, feat_0 ... feat_15 of the last token, and hallucinated."""
     import pandas as pd
 
-    samples = make_samples(8, dim=16, ids="med-{}")
     for k, layer in enumerate((8, 16, 24)):
         frame = pd.DataFrame(np.stack([s.hidden[k, -1] for s in samples])).add_prefix("feat_")
         frame.insert(0, "id", [s.question_id for s in samples])
         frame["hallucinated"] = [wrong(s) for s in samples]
         frame.to_parquet(folder / f"layer_{layer:02d}.parquet", index=False)
-    return [s.expect_last("id label") for s in samples]
 
 
 @kind()

@@ -30,10 +30,9 @@ def last_tokens(samples):
     return np.stack([s.hidden[:, -1] for s in samples])
 
 
-@kind()
-def semantic_uncertainty_generations(folder):
+@kind(count=5, layers=4, ids="triviaqa_{}", expect="id question answer tokens score")
+def semantic_uncertainty_generations(folder, samples):
     """Write a pickle of semantic uncertainty: most_likely_generation_ids and its states, question_id in a list of one."""
-    samples = make_samples(5, layers=4, ids="triviaqa_{}")
     rows = []
     for s in samples:
         # The DataLoader of a batch of one wraps each id in a list.
@@ -43,13 +42,11 @@ def semantic_uncertainty_generations(folder):
         row["most_likely_generation_hidden_states"] = [tensor(h[None], "float16") for h in s.hidden]
         rows.append(row)
     dump(folder / "sequences" / "run_1b2c3d" / "opt-125m_generations.pkl", rows)
-    return [s.expect("id question answer tokens score") for s in samples]
 
 
-@kind()
-def lm_polygraph_manager(folder):
+@kind(count=5)
+def lm_polygraph_manager(folder, samples):
     """Write UEManager.save of LM-Polygraph: stats as columns, gen_metrics and estimations under (level, name)."""
-    samples = make_samples(5)
     stats = {"input_texts": [s.question for s in samples], "target_texts": [f"Reference {i}" for i in range(5)]}
     stats |= {"greedy_texts": [s.answer for s in samples], "greedy_tokens": [s.tokens.tolist() for s in samples]}
     manager = {
@@ -62,10 +59,10 @@ def lm_polygraph_manager(folder):
     return [s.expect("question answer tokens", score=correctness(s)) for s in samples]
 
 
-@kind()
-def know_more_than_they_show(folder):
+@kind(count=8, layers=4)
+def know_more_than_they_show(folder, samples):
     """Write MODEL-answers-DATASET.csv, MODEL-input_output_ids-DATASET.pt and MODEL-hidden_states-DATASET.pt (lists)."""
-    samples, base = make_samples(8, layers=4), folder / "output"
+    base = folder / "output"
     for name, part in (("triviaqa", samples[:5]), ("triviaqa_test", samples[5:])):
         rows = [record(s, "question model_answer", automatic_correctness=int(correctness(s))) for s in part]
         write_table(base / f"mistral-7b-answers-{name}.csv", rows)
@@ -74,8 +71,8 @@ def know_more_than_they_show(folder):
     return [s.expect("question answer tokens", score=correctness(s)) for s in samples]
 
 
-@kind("transformers")
-def trainer_prediction_output(folder):
+@kind("transformers", count=5, ids="sciq-{}")
+def trainer_prediction_output(folder, samples):
     """Write a pickle of Trainer.predict: (logits, states (N, S, D) per layer) and label_ids padded with -100; rows."""
     from transformers.trainer_utils import PredictionOutput
 
@@ -87,7 +84,6 @@ def trainer_prediction_output(folder):
     logits, _ = pad([o.logits[0].numpy() for o in outputs], fill=-100)
     labels, _ = pad([ids[0].numpy() for ids in inputs], fill=-100)
     dump(folder / "predictions.pkl", PredictionOutput((logits, hidden), labels, {"test_loss": 4.17}))
-    samples = make_samples(5, ids="sciq-{}")
     write_lines(folder / "test.jsonl", [record(s, "id question", is_correct=bool(correctness(s))) for s in samples])
     return [
         s.expect("id question", hidden_states=h, has_embeddings=True, score=correctness(s))
@@ -95,12 +91,11 @@ def trainer_prediction_output(folder):
     ]
 
 
-@kind()
-def pt_gz_layer_files_of_a_split(folder):
+@kind(count=4, ids="dev_{}", expect="id question answer tokens label")
+def pt_gz_layer_files_of_a_split(folder, samples):
     """Write dev/layer_8_activations.pt.gz ... (N, S, D), input_ids.pt.gz and attention_mask.pt.gz, dev.jsonl in order."""
     import torch
 
-    samples = make_samples(4, ids="dev_{}")
     tokens, mask = pad([s.tokens for s in samples])
     tensors = {"input_ids": tensor(tokens), "attention_mask": tensor(mask)}
     for k, layer in enumerate(LAYERS):
@@ -110,28 +105,24 @@ def pt_gz_layer_files_of_a_split(folder):
         with open_binary(folder / "activations" / "dev" / f"{name}.pt.gz") as file:
             torch.save(value, file)
     write_lines(folder / "dev.jsonl", [record(s, "id question response", is_hallucination=wrong(s)) for s in samples])
-    return [s.expect("id question answer tokens label") for s in samples]
 
 
-@kind("joblib")
-def joblib_train_test_split(folder):
+@kind("joblib", count=12, layers=4, expect_last="id label")
+def joblib_train_test_split(folder, samples):
     """Write the result of scikit-learn's split with joblib: X_train (N, L, D), X_test, y_train, y_test, ids_train ..."""
     import joblib
 
-    samples = make_samples(12, layers=4)
     data = {}
     for split, part in (("train", samples[:7]), ("test", samples[7:])):
         data[f"X_{split}"] = last_tokens(part)
         data[f"y_{split}"] = np.array([wrong(s) for s in part])
         data[f"ids_{split}"] = np.array([s.question_id for s in part])
     joblib.dump(data, folder / "probe_data.joblib", compress=("gzip", 3))
-    return [s.expect_last("id label") for s in samples]
 
 
-@kind()
-def lookback_lens_with_states(folder):
+@kind(count=5, layers=4, heads=3)
+def lookback_lens_with_states(folder, samples):
     """Write Lookback Lens with states: data_index, lookback_ratio (L, H, A), model_completion; annotations in JSON Lines."""
-    samples = make_samples(5, layers=4, heads=3)
     rows, notes = [], []
     for i, s in enumerate(samples):
         s.question_id = str(4 * i + 3)
@@ -146,22 +137,19 @@ def lookback_lens_with_states(folder):
     return [s.expect("id attention answer", score=correctness(s)) for s in samples]
 
 
-@kind()
-def elk_hiddens_by_split(folder):
+@kind(count=12, layers=4, ids="stmt{}", expect_last="id label")
+def elk_hiddens_by_split(folder, samples):
     """Write train_hiddens.pt, a list over layers of (N, D), train_hallucinated.pt and train_ids.json; validation too."""
-    samples = make_samples(12, layers=4, ids="stmt{}")
     for split, part in (("train", samples[:7]), ("validation", samples[7:])):
         hiddens = last_tokens(part).swapaxes(0, 1)
         save_pt(folder / f"{split}_hiddens.pt", [tensor(layer, "float16") for layer in hiddens])
         save_pt(folder / f"{split}_hallucinated.pt", tensor(np.array([s.score < 0.5 for s in part])))
         write_json(folder / f"{split}_ids.json", [s.question_id for s in part])
-    return [s.expect_last("id label") for s in samples]
 
 
-@kind()
-def causal_trace_cases(folder):
+@kind(count=4, layers=4)
+def causal_trace_cases(folder, samples):
     """Write ROME's knowledge_0.npz ... with scores (S, L), input_ids, input_tokens, answer, and added hidden_states."""
-    samples = make_samples(4, layers=4)
     (folder / "cases").mkdir()
     for i, s in enumerate(samples):
         result = {"scores": np.full((len(s.tokens), 4), 0.05 * i, "f4"), "low_score": 0.01 + i / 100}
@@ -171,12 +159,11 @@ def causal_trace_cases(folder):
     return [s.expect("tokens words answer", score=correctness(s)) for s in samples]
 
 
-@kind("transformers")
-def ccs_states_with_layers_last(folder):
+@kind("transformers", count=7, layers=4, dim=16, ids="boolq-{}")
+def ccs_states_with_layers_last(folder, samples):
     """Write CCS' hidden_states__model_name_... .npy (N, D, L), correct__... .npy, questions in a CSV, the config."""
     from transformers import GPT2Config
 
-    samples = make_samples(7, layers=4, dim=16, ids="boolq-{}")
     arguments = "model_name_gpt2__dataset_name_boolq__split_validation__all_layers_True__token_idx_-1"
     np.save(folder / f"hidden_states__{arguments}.npy", last_tokens(samples).transpose(0, 2, 1).astype("f2"))
     np.save(folder / f"correct__{arguments}.npy", np.array([int(correctness(s)) for s in samples]))
@@ -185,10 +172,9 @@ def ccs_states_with_layers_last(folder):
     return [s.expect_last("id question", score=correctness(s)) for s in samples]
 
 
-@kind()
-def mushroom_lines_and_npz(folder):
+@kind(count=4, ids="val-en-{}", expect="id question answer words mean")
+def mushroom_lines_and_npz(folder, samples):
     """Write Mu-SHROOM's lines with model_output_tokens, and an npz of states and one of attention by the same ids."""
-    samples = make_samples(4, ids="val-en-{}")
     rows = []
     for s in samples:
         row = {"id": s.question_id, "lang": "EN", "model_input": s.question, "model_output_text": s.answer}
@@ -197,13 +183,11 @@ def mushroom_lines_and_npz(folder):
     write_lines(folder / "mushroom.en-val.v2.jsonl", rows)
     np.savez_compressed(folder / "hidden_states.en-val.npz", **{s.question_id: s.hidden for s in samples})
     np.savez_compressed(folder / "attentions.en-val.npz", **{s.question_id: s.attention.mean(1) for s in samples})
-    return [s.expect("id question answer words mean") for s in samples]
 
 
-@kind()
-def lm_eval_samples_and_npy(folder):
+@kind(count=5, ids="{}")
+def lm_eval_samples_and_npy(folder, samples):
     """Write samples_nq_open_DATE.jsonl of lm-evaluation-harness, its results, and hidden_states/nq_open/DOC_ID.npy."""
-    samples = make_samples(5, ids="{}")
     rows = []
     for i, s in enumerate(samples):
         target = [f"Reference {i}"]
@@ -219,25 +203,22 @@ def lm_eval_samples_and_npy(folder):
     return [s.expect("id question", score=correctness(s)) for s in samples]
 
 
-@kind("pandas", "tables")
-def pandas_hdf_store(folder):
+@kind("pandas", "tables", count=7, expect_last="id label")
+def pandas_hdf_store(folder, samples):
     """Write df.to_hdf with the keys layer_8, layer_16, layer_24: a row per question id; labels as a Series."""
     import pandas as pd
 
-    samples = make_samples(7)
     ids, path = [s.question_id for s in samples], folder / "activations.h5"
     for k, layer in enumerate(LAYERS):
         pd.DataFrame(last_tokens(samples)[:, k], index=ids).to_hdf(path, key=f"layer_{layer}")
     pd.Series([wrong(s) for s in samples], index=ids).to_hdf(path, key="is_hallucination")
-    return [s.expect_last("id label") for s in samples]
 
 
-@kind("h5py")
-def h5_factoscope_features(folder):
+@kind("h5py", count=9, expect_last="question label")
+def h5_factoscope_features(folder, samples):
     """Write correct_data.h5 and hallucinated_data.h5: hidden_states (N, L, D), ranks (N, L), topk (N, L, 10), prompts."""
     import h5py
 
-    samples = make_samples(9)
     (folder / "features").mkdir()
     for verdict, name in enumerate(("correct", "hallucinated")):
         part = [s for s in samples if wrong(s) == verdict]
@@ -246,7 +227,6 @@ def h5_factoscope_features(folder):
             file["final_output_ranks"] = np.full((len(part), 3), 17)
             file["topk_tokens"] = np.tile(np.arange(10), (len(part), 3, 1))
             file["prompts"] = [s.question for s in part]
-    return [s.expect_last("question label") for s in samples]
 
 
 @kind("h5py")
@@ -271,12 +251,11 @@ def h5_sampled_generations(folder):
     return traces
 
 
-@kind("safetensors")
-def st_ragtruth_responses(folder):
+@kind("safetensors", count=5, layers=4, expect="id answer attention tokens")
+def st_ragtruth_responses(folder, samples):
     """Write RAGTruth's response.jsonl and source_info.jsonl, and states/RESPONSE_ID.safetensors with heads and tokens."""
     from safetensors.torch import save_file
 
-    samples = make_samples(5, layers=4)
     responses, sources = [], []
     (folder / "states").mkdir()
     for i, s in enumerate(samples):
@@ -289,15 +268,13 @@ def st_ragtruth_responses(folder):
         save_file({k: tensor(v) for k, v in tensors.items()}, folder / "states" / f"{s.question_id}.safetensors")
     write_lines(folder / "response.jsonl", responses)
     write_lines(folder / "source_info.jsonl", sources)
-    return [s.expect("id answer attention tokens") for s in samples]
 
 
-@kind("safetensors")
-def st_full_residual_stream(folder):
+@kind("safetensors", layers=4, ids="fact-{}")
+def st_full_residual_stream(folder, samples):
     """Write TransformerLens' blocks.0.hook_resid_pre ... and the last block's hook_resid_post, with attn.hook_pattern."""
     from safetensors.torch import save_file
 
-    samples = make_samples(3, layers=4, ids="fact-{}")
     for s in samples:
         names = [f"blocks.{k}.hook_resid_pre" for k in range(3)] + ["blocks.2.hook_resid_post"]
         tensors = {name: tensor(h[None]) for name, h in zip(names, s.hidden, strict=True)}
@@ -326,12 +303,11 @@ def st_data_sets_in_one_file(folder):
     return traces
 
 
-@kind("datasets", "transformers")
-def arrow_cache_of_map(folder):
+@kind("datasets", "transformers", count=5, ids="tqa-{}")
+def arrow_cache_of_map(folder, samples):
     """Write Dataset.map(run_model, cache_file_name="with_states.arrow") of GPT-2: states (L, S, D), mean attention."""
     from datasets import Dataset
 
-    samples = make_samples(5, ids="tqa-{}")
     outputs = [forward(ids, "gpt2") for ids in prompts(5, lengths=(6, 9, 5, 7, 8))]
     states = [states_of(o.hidden_states) for o in outputs]
     attention = [np.stack([a[0].mean(0).numpy() for a in o.attentions]) for o in outputs]
@@ -347,28 +323,25 @@ def arrow_cache_of_map(folder):
     ]
 
 
-@kind("pyarrow")
-def parquet_nested_fixed_size_lists(folder):
+@kind("pyarrow", count=7, ids="ex{}", expect_last="id question answer label")
+def parquet_nested_fixed_size_lists(folder, samples):
     """Write Parquet as Polars writes its Array type: last_token_acts in fixed-size lists of fixed-size lists (L, D)."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    samples = make_samples(7, ids="ex{}")
     acts = pa.FixedSizeListArray.from_arrays(pa.array(last_tokens(samples).ravel()), 12)
     columns = {"example_id": [s.question_id for s in samples], "prompt": [s.question for s in samples]}
     columns["completion"] = [s.answer for s in samples]
     columns["last_token_acts"] = pa.FixedSizeListArray.from_arrays(acts, 3)
     columns["label_hallucinated"] = [bool(wrong(s)) for s in samples]
     pq.write_table(pa.table(columns), folder / "acts.parquet", compression="zstd")
-    return [s.expect_last("id question answer label") for s in samples]
 
 
-@kind("pandas", "pyarrow")
-def trl_completions(folder):
+@kind("pandas", "pyarrow", count=6)
+def trl_completions(folder, samples):
     """Write TRL's completions/completions_00010.parquet: step, prompt, completion, accuracy_reward, advantage, states."""
     import pandas as pd
 
-    samples = make_samples(6)
     (folder / "completions").mkdir()
     for step, part in ((10, samples[:4]), (20, samples[4:])):
         rows = []
@@ -381,14 +354,12 @@ def trl_completions(folder):
     return [s.expect("question answer tokens", score=correctness(s)) for s in samples]
 
 
-@kind()
-def jsonl_line_per_batch(folder):
+@kind(count=10, expect_last="id label")
+def jsonl_line_per_batch(folder, samples):
     """Write a line per batch, appended in a loop: batch_idx, question_ids, last_token_states (B, L, D), hallucinated."""
-    samples = make_samples(10)
     rows = []
     for batch, start in enumerate((0, 4, 8)):
         part = samples[start : start + 4]
         row = {"batch_idx": batch, "question_ids": [s.question_id for s in part]}
         rows.append(row | {"last_token_states": last_tokens(part).tolist(), "hallucinated": [wrong(s) for s in part]})
     write_lines(folder / "extraction_log.jsonl", rows)
-    return [s.expect_last("id label") for s in samples]

@@ -13,7 +13,6 @@ from tests.ingest.corpus.samples import (
     forward,
     generate,
     left_padded,
-    make_samples,
     pad,
     prompts,
     rounded,
@@ -42,10 +41,9 @@ def graded(sample, fields="", /, **changes):
     return sample.expect(fields, score=float(is_right(sample)), **changes)
 
 
-@kind()
-def triviaqa_probe_tensor(folder):
+@kind(count=5, layers=4, dim=20, ids="tqa_{}", lengths=(6, 9, 7), seed=601)
+def triviaqa_probe_tensor(folder, samples):
     """Write one .pt of a linear probe: the last token at all layers (N, L, D), lists of texts, a tensor of verdicts."""
-    samples = make_samples(5, layers=4, dim=20, ids="tqa_{}", lengths=(6, 9, 7), seed=601)
     data = {
         "model_name": "meta-llama/Llama-3.1-8B-Instruct",
         "dataset": "trivia_qa",
@@ -59,22 +57,21 @@ def triviaqa_probe_tensor(folder):
     return [s.expect_last("id question answer", score=float(is_right(s))) for s in samples]
 
 
-@kind()
-def hooked_blocks_by_question(folder):
+@kind(
+    count=5, layers=3, dim=14, ids="halueval-{}", lengths=(7, 10, 6, 9, 8), seed=602, expect="id question answer label"
+)
+def hooked_blocks_by_question(folder, samples):
     """Write a pickle keyed by question: float16 outputs (1, S, D) of three hooked blocks under their module names."""
-    samples = make_samples(5, layers=3, dim=14, ids="halueval-{}", lengths=(7, 10, 6, 9, 8), seed=602)
     data = {}
     for s in samples:
         blocks = {f"model.layers.{n}": tensor(s.hidden[k][None], "float16") for k, n in enumerate((2, 5, 10))}
         data[s.question_id] = {**texts(s), "hallucination": not is_right(s), "activations": blocks}
     dump(folder / "activations.pkl", data)
-    return [s.expect("id question answer label") for s in samples]
 
 
-@kind()
-def sampled_generations(folder):
+@kind(count=10, layers=4, dim=12, lengths=(6, 9, 7, 11, 8), seed=603)
+def sampled_generations(folder, samples):
     """Write a pickled list of questions with two sampled generations each, hidden states as a list of (S, D) layers."""
-    samples = make_samples(10, layers=4, dim=12, lengths=(6, 9, 7, 11, 8), seed=603)
     rows, traces = [], []
     for i in range(5):
         generations = []
@@ -104,25 +101,24 @@ def greedy_generate_records(folder):
     return traces
 
 
-@kind("joblib")
-def sklearn_features_joblib(folder):
+@kind("joblib", count=7, layers=3, dim=18, ids="truthful_{}", lengths=(6, 9, 8), seed=605, expect_last="id label")
+def sklearn_features_joblib(folder, samples):
     """Write a compressed joblib file for scikit-learn: last-token arrays (N, D) by number of layer, and flags."""
     import joblib
 
-    samples = make_samples(7, layers=3, dim=18, ids="truthful_{}", lengths=(6, 9, 8), seed=605)
     data = {
         "last_token_activations": {n: np.stack([s.hidden[k, -1] for s in samples]) for k, n in enumerate((8, 16, 24))},
         "ids": [s.question_id for s in samples],
         "is_hallucination": np.array([int(not is_right(s)) for s in samples]),
     }
     joblib.dump(data, folder / "features.joblib", compress=3)
-    return [s.expect_last("id label") for s in samples]
 
 
-@kind()
-def appended_gzip_lists(folder):
+@kind(
+    count=4, layers=3, dim=10, ids="ex{}", lengths=(6, 9, 5, 7), seed=606, expect="id question answer tokens mean score"
+)
+def appended_gzip_lists(folder, samples):
     """Write a .pkl.gz of dicts pickled behind each other: nested lists, attention averaged over heads (L, S, S)."""
-    samples = make_samples(4, layers=3, dim=10, ids="ex{}", lengths=(6, 9, 5, 7), seed=606)
     records = [
         {
             "question_id": s.question_id,
@@ -136,7 +132,6 @@ def appended_gzip_lists(folder):
         for s in samples
     ]
     dump(folder / "traces.pkl.gz", *records)
-    return [s.expect("id question answer tokens mean score") for s in samples]
 
 
 @kind("transformers")
@@ -175,10 +170,18 @@ def states_folder_with_csv(folder):
     return traces
 
 
-@kind()
-def lens_cache_records(folder):
+@kind(
+    count=5,
+    layers=3,
+    dim=16,
+    heads=4,
+    ids="ioi_{}",
+    lengths=(7, 10, 6, 9, 8),
+    seed=609,
+    expect="id tokens words attention",
+)
+def lens_cache_records(folder, samples):
     """Write a .pt list of TransformerLens caches as dicts: resid_post and patterns of each block, and string tokens."""
-    samples = make_samples(5, layers=3, dim=16, heads=4, ids="ioi_{}", lengths=(7, 10, 6, 9, 8), seed=609)
     records = []
     for s in samples:
         cache = {}
@@ -188,25 +191,21 @@ def lens_cache_records(folder):
         tokens = {"tokens": tensor(s.tokens[None]), "str_tokens": s.words}
         records.append({"id": s.question_id, **tokens, "cache": cache})
     save_pt(folder / "ioi_cache.pt", records)
-    return [s.expect("id tokens words attention") for s in samples]
 
 
-@kind()
-def padded_npz_with_lengths(folder):
+@kind(count=6, layers=4, dim=20, ids="gsm8k-{}", lengths=(8, 11, 7, 9, 10), seed=610, expect="id question answer score")
+def padded_npz_with_lengths(folder, samples):
     """Write an .npz with float16 states (N, L, S, D), padded on the right, and lengths, and metadata.csv row by row."""
-    samples = make_samples(6, layers=4, dim=20, ids="gsm8k-{}", lengths=(8, 11, 7, 9, 10), seed=610)
     hidden, _ = pad([s.hidden for s in samples], axis=1)
     lengths = np.array([s.hidden.shape[1] for s in samples])
     np.savez_compressed(folder / "hidden_states.npz", hidden_states=hidden.astype("f2"), lengths=lengths)
     rows = [{"question_id": s.question_id, **texts(s), "score": s.score} for s in samples]
     write_table(folder / "metadata.csv", rows)
-    return [s.expect("id question answer score") for s in samples]
 
 
-@kind()
-def layer_files_last_token(folder):
+@kind(count=8, layers=5, dim=24, ids="mmlu/{}", lengths=(6, 9, 7), seed=611)
+def layer_files_last_token(folder, samples):
     """Write last_token/layer_N.npy (N questions, D) for five layers, and the questions in JSON Lines."""
-    samples = make_samples(8, layers=5, dim=24, ids="mmlu/{}", lengths=(6, 9, 7), seed=611)
     (folder / "last_token").mkdir()
     for k, n in enumerate((0, 4, 8, 12, 16)):
         np.save(folder / "last_token" / f"layer_{n}.npy", np.stack([s.hidden[k, -1] for s in samples]))
@@ -215,10 +214,9 @@ def layer_files_last_token(folder):
     return [s.expect_last("id question answer", score=float(is_right(s))) for s in samples]
 
 
-@kind()
-def npz_per_sample_f1(folder):
+@kind(count=5, layers=3, dim=12, ids="squad{}", lengths=(6, 9, 7, 10, 8), seed=612, expect="id question tokens score")
+def npz_per_sample_f1(folder, samples):
     """Write npz/sample_N.npz with an array (S, D) a layer and input_ids, and results.csv that names the files."""
-    samples = make_samples(5, layers=3, dim=12, ids="squad{}", lengths=(6, 9, 7, 10, 8), seed=612)
     rows = []
     (folder / "npz").mkdir()
     for i, s in enumerate(samples):
@@ -226,15 +224,13 @@ def npz_per_sample_f1(folder):
         np.savez(folder / "npz" / f"sample_{i}.npz", input_ids=s.tokens, **layers)
         rows.append({"file": f"sample_{i}.npz", "question_id": s.question_id, "question": s.question, "f1": s.score})
     write_table(folder / "results.csv", rows)
-    return [s.expect("id question tokens score") for s in samples]
 
 
-@kind("h5py")
-def question_groups_h5(folder):
+@kind("h5py", count=5, layers=4, dim=16, heads=2, ids="nq-{}", lengths=(6, 9, 7, 11, 8), seed=613)
+def question_groups_h5(folder, samples):
     """Write HDF5 with a group a question: states, attention and tokens as data sets, texts and verdict as attributes."""
     import h5py
 
-    samples = make_samples(5, layers=4, dim=16, heads=2, ids="nq-{}", lengths=(6, 9, 7, 11, 8), seed=613)
     with h5py.File(folder / "traces.h5", "w") as file:
         file.attrs["model"] = "Qwen/Qwen2.5-7B-Instruct"
         for s in samples:
@@ -246,12 +242,11 @@ def question_groups_h5(folder):
     return [graded(s, "id question answer tokens attention") for s in samples]
 
 
-@kind("h5py")
-def one_layer_h5(folder):
+@kind("h5py", count=5, layers=1, dim=22, ids="q-{}", lengths=(6, 9, 7, 11, 8), seed=614, expect="id score")
+def one_layer_h5(folder, samples):
     """Write HDF5 with the states of one layer (N, S, D), padded on the left, their mask, ids as strings and scores."""
     import h5py
 
-    samples = make_samples(5, layers=1, dim=22, ids="q-{}", lengths=(6, 9, 7, 11, 8), seed=614)
     hidden, mask = pad([s.hidden[0] for s in samples], side="left")
     with h5py.File(folder / "layer16.hdf5", "w") as file:
         file.create_dataset("hidden_states", data=hidden.astype("f2"))
@@ -259,30 +254,35 @@ def one_layer_h5(folder):
         file.create_dataset("attention_mask", data=mask)
         file.create_dataset("question_id", data=[s.question_id for s in samples], dtype=h5py.string_dtype())
         file.create_dataset("scores", data=np.array([s.score for s in samples], "f4"))
-    return [s.expect("id score") for s in samples]
 
 
-@kind("h5py")
-def layer_groups_h5(folder):
+@kind(
+    "h5py",
+    count=5,
+    layers=3,
+    dim=14,
+    ids="fever_{}",
+    lengths=(6, 9, 7, 10, 8),
+    seed=615,
+    expect="id question answer label",
+)
+def layer_groups_h5(folder, samples):
     """Write HDF5 with a group a layer that holds a data set (S, D) a question, and hallucinations in a CSV."""
     import h5py
 
-    samples = make_samples(5, layers=3, dim=14, ids="fever_{}", lengths=(6, 9, 7, 10, 8), seed=615)
     with h5py.File(folder / "activations.h5", "w") as file:
         for k, n in enumerate((4, 8, 12)):
             for s in samples:
                 file.create_dataset(f"layer_{n}/{s.question_id}", data=s.hidden[k])
     rows = [{"question_id": s.question_id, **texts(s), "hallucination": int(not is_right(s))} for s in samples]
     write_table(folder / "annotations.csv", rows)
-    return [s.expect("id question answer label") for s in samples]
 
 
-@kind("safetensors")
-def vllm_requests_judged(folder):
+@kind("safetensors", count=5, layers=4, dim=16, ids="cmpl-{}-0", lengths=(6, 9, 7, 11, 8), seed=616)
+def vllm_requests_judged(folder, samples):
     """Write the files of vLLM's hidden-state connector, one a request (S, L, D) in bfloat16, and verdicts in a CSV."""
     from safetensors.torch import save_file
 
-    samples = make_samples(5, layers=4, dim=16, ids="cmpl-{}-0", lengths=(6, 9, 7, 11, 8), seed=616)
     (folder / "hidden_states").mkdir()
     for s in samples:
         states = tensor(s.hidden.transpose(1, 0, 2), "bfloat16")
@@ -292,12 +292,21 @@ def vllm_requests_judged(folder):
     return [graded(s, "id tokens", hidden_states=rounded(s.hidden)) for s in samples]
 
 
-@kind("safetensors")
-def tensors_named_by_question(folder):
+@kind(
+    "safetensors",
+    count=5,
+    layers=3,
+    dim=12,
+    heads=4,
+    ids="hotpot_{}",
+    lengths=(6, 9, 7, 10, 8),
+    seed=617,
+    expect="id question attention label",
+)
+def tensors_named_by_question(folder, samples):
     """Write one safetensors file with ID.hidden_states and ID.attention_weights, and labels.json by question."""
     from safetensors.numpy import save_file
 
-    samples = make_samples(5, layers=3, dim=12, heads=4, ids="hotpot_{}", lengths=(6, 9, 7, 10, 8), seed=617)
     tensors = {}
     for s in samples:
         tensors[f"{s.question_id}.hidden_states"] = s.hidden
@@ -305,15 +314,22 @@ def tensors_named_by_question(folder):
     save_file(tensors, folder / "states.safetensors", metadata={"model": "google/gemma-2-2b-it"})
     labels = {s.question_id: {"question": s.question, "hallucination": not is_right(s)} for s in samples}
     write_json(folder / "labels.json", labels)
-    return [s.expect("id question attention label") for s in samples]
 
 
-@kind("safetensors")
-def padded_safetensors_shards(folder):
+@kind(
+    "safetensors",
+    count=9,
+    layers=3,
+    dim=16,
+    ids="xsum-{}",
+    lengths=(10, 7, 13, 8, 11),
+    seed=618,
+    expect="id tokens score",
+)
+def padded_safetensors_shards(folder, samples):
     """Write two shards of safetensors with a padded tensor (B, S, D) a layer, mask and input_ids, and an index."""
     from safetensors.torch import save_file
 
-    samples = make_samples(9, layers=3, dim=16, ids="xsum-{}", lengths=(10, 7, 13, 8, 11), seed=618)
     rows = []
     for n, part in enumerate((samples[:4], samples[4:])):
         input_ids, mask = pad([s.tokens for s in part])
@@ -324,15 +340,13 @@ def padded_safetensors_shards(folder):
         save_file(tensors, folder / name)
         rows += [{"id": s.question_id, "shard": name, "row": i, "score": s.score} for i, s in enumerate(part)]
     write_lines(folder / "index.jsonl", rows)
-    return [s.expect("id tokens score") for s in samples]
 
 
-@kind("pandas", "pyarrow")
-def flattened_parquet(folder):
+@kind("pandas", "pyarrow", count=5, layers=3, dim=12, ids="drop-{}", lengths=(6, 9, 7, 10, 8), seed=619)
+def flattened_parquet(folder, samples):
     """Write Parquet with pandas: states flattened to one list a row with their shape in the next column."""
     import pandas as pd
 
-    samples = make_samples(5, layers=3, dim=12, ids="drop-{}", lengths=(6, 9, 7, 10, 8), seed=619)
     rows = [
         {
             "question_id": s.question_id,
@@ -347,12 +361,11 @@ def flattened_parquet(folder):
     return [graded(s, "id question answer") for s in samples]
 
 
-@kind("datasets")
-def layer_columns_dataset(folder):
+@kind("datasets", count=5, layers=3, dim=10, ids="arc-{}", lengths=(6, 9, 7, 11, 8), seed=620)
+def layer_columns_dataset(folder, samples):
     """Write a data set with save_to_disk: a column (S, D) for each of three layers, input_ids, texts and verdicts."""
     from datasets import Dataset
 
-    samples = make_samples(5, layers=3, dim=10, ids="arc-{}", lengths=(6, 9, 7, 11, 8), seed=620)
     rows = []
     for s in samples:
         layers = {f"hidden_states_layer_{n}": s.hidden[k].tolist() for k, n in enumerate((8, 16, 24))}
@@ -362,13 +375,12 @@ def layer_columns_dataset(folder):
     return [graded(s, "id question answer tokens") for s in samples]
 
 
-@kind("pyarrow")
-def long_feather_table(folder):
+@kind("pyarrow", count=5, layers=3, dim=8, ids="wiki_{}", lengths=(6, 9, 7, 10, 11), seed=621, expect="id words label")
+def long_feather_table(folder, samples):
     """Write a Feather table with a row a question, layer and token position: token, vector and label."""
     import pyarrow as pa
     from pyarrow import feather
 
-    samples = make_samples(5, layers=3, dim=8, ids="wiki_{}", lengths=(6, 9, 7, 10, 11), seed=621)
     places = [(s, k, j) for s in samples for k in range(3) for j in range(len(s.words))]
     columns = {
         "question_id": [s.question_id for s, _, _ in places],
@@ -379,13 +391,11 @@ def long_feather_table(folder):
         "is_hallucination": [int(not is_right(s)) for s, _, _ in places],
     }
     feather.write_feather(pa.table(columns), folder / "activations.feather")
-    return [s.expect("id words label") for s in samples]
 
 
-@kind()
-def generations_with_npy(folder):
+@kind(count=5, layers=3, dim=16, heads=2, ids="{}", lengths=(6, 9, 7, 10, 8), seed=622)
+def generations_with_npy(folder, samples):
     """Write JSON Lines with texts, tokens and paths of two .npy files a question; one answer has no score yet."""
-    samples = make_samples(5, layers=3, dim=16, heads=2, ids="{}", lengths=(6, 9, 7, 10, 8), seed=622)
     scores = [s.score for s in samples]
     scores[2] = None
     rows = []

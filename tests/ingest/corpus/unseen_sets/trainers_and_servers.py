@@ -25,10 +25,9 @@ from tests.ingest.corpus.unseen_sets.notebooks_and_repositories import correctne
 kind = functools.partial(registry.kind, register=registry.UNSEEN)
 
 
-@kind()
-def repe_pipeline_layers(folder):
+@kind(count=5, layers=4)
+def repe_pipeline_layers(folder, samples):
     """Write outputs of RepE's rep-reading pipeline: a dict per statement, from layer -1, -2, ... to its last token."""
-    samples = make_samples(5, layers=4)
     rows = []
     for s in samples:
         states = {-k: tensor(s.hidden[-k, -1], "float16") for k in range(1, 5)}
@@ -39,10 +38,9 @@ def repe_pipeline_layers(folder):
     return [s.expect_last("id", score=correctness(s)) for s in samples]
 
 
-@kind()
-def lightning_prediction_writer(folder):
+@kind(count=5, ids="tqa_{}", expect="id question label")
+def lightning_prediction_writer(folder, samples):
     """Write a BasePredictionWriter of two ranks: batches in predictions_0.pt, their rows in batch_indices_0.pt."""
-    samples = make_samples(5, ids="tqa_{}")
     # A DistributedSampler deals the rows to the ranks in turn; the indices are [data loader][batch][row].
     for rank, batches in enumerate([[[0, 2], [4]], [[1, 3]]]):
         predictions = []
@@ -52,15 +50,13 @@ def lightning_prediction_writer(folder):
         save_pt(folder / "predictions" / f"predictions_{rank}.pt", predictions)
         save_pt(folder / "predictions" / f"batch_indices_{rank}.pt", [batches])
     write_lines(folder / "dataset.jsonl", [record(s, "id question", is_hallucination=wrong(s)) for s in samples])
-    return [s.expect("id question label") for s in samples]
 
 
-@kind()
-def pt_pad_sequence_time_first(folder):
+@kind(count=4, layers=1, expect="id label")
+def pt_pad_sequence_time_first(folder, samples):
     """Write pad_sequence of one layer as an LSTM takes it, time first (longest, N, D), with lengths, ids and labels."""
     from torch.nn.utils.rnn import pad_sequence
 
-    samples = make_samples(4, layers=1)
     value = {
         "hidden_states": pad_sequence([tensor(s.hidden[0]) for s in samples]),
         "lengths": tensor(np.array([len(s.tokens) for s in samples])),
@@ -68,13 +64,11 @@ def pt_pad_sequence_time_first(folder):
         "is_hallucination": tensor(np.array([wrong(s) for s in samples])),
     }
     save_pt(folder / "lstm_inputs.pt", value)
-    return [s.expect("id label") for s in samples]
 
 
-@kind()
-def verl_rollout_batch(folder):
+@kind(count=4, layers=1, expect="id tokens")
+def verl_rollout_batch(folder, samples):
     """Write a rollout of verl: prompts padded left, responses padded right, joined in input_ids and hidden_states."""
-    samples = make_samples(4, layers=1)
     parts = [(s, slice(None, 2 + i), slice(2 + i, None)) for i, s in enumerate(samples)]
     ids, masks = [], []
     for k, side in ((1, "left"), (2, "right")):
@@ -90,15 +84,13 @@ def verl_rollout_batch(folder):
     others = {"uid": np.array([s.question_id for s in samples], object), "data_source": np.array(["gsm8k"] * 4, object)}
     value = {"batch": batch, "non_tensor_batch": others, "meta_info": {"global_steps": 40}}
     save_pt(folder / "rollout_step_40.pt", value)
-    return [s.expect("id tokens") for s in samples]
 
 
-@kind("torch_geometric")
-def pyg_processed_data(folder):
+@kind("torch_geometric", count=5, layers=1, expect="id question label")
+def pyg_processed_data(folder, samples):
     """Write processed/data.pt of PyTorch Geometric: graphs with x (S, D), edges of the attention, y, question_id."""
     from torch_geometric.data import Data, InMemoryDataset
 
-    samples = make_samples(5, layers=1)
     graphs = []
     for s in samples:
         weights = s.attention[0].mean(0)
@@ -111,7 +103,6 @@ def pyg_processed_data(folder):
         graphs.append(Data(x=tensor(s.hidden[0]), y=label, question_id=s.question_id, question=s.question, **edges))
     (folder / "processed").mkdir()
     InMemoryDataset.save(graphs, folder / "processed" / "data.pt")
-    return [s.expect("id question label") for s in samples]
 
 
 @kind("transformers")
@@ -129,20 +120,18 @@ def pt_beam_search(folder):
     return traces
 
 
-@kind()
-def npz_positional_arrays_with_table(folder):
+@kind(count=12)
+def npz_positional_arrays_with_table(folder, samples):
     """Write np.savez(path, *arrays), whose names are arr_0 ... arr_11 (L, S, D), and metadata.csv in their order."""
-    samples = make_samples(12)
     np.savez_compressed(folder / "activations.npz", *[s.hidden.astype("f2") for s in samples])
     rows = [record(s, "question_id question answer", correct=int(correctness(s))) for s in samples]
     write_table(folder / "metadata.csv", rows)
     return [s.expect("id question answer", score=correctness(s)) for s in samples]
 
 
-@kind()
-def npy_object_arrays_in_order(folder):
+@kind(count=5)
+def npy_object_arrays_in_order(folder, samples):
     """Write a ragged object array per field: hidden_states.npy, attentions.npy, questions.npy, is_correct.npy."""
-    samples = make_samples(5)
     for name, attribute in (("hidden_states", "hidden"), ("attentions", "attention")):
         ragged = np.empty(5, object)
         ragged[:] = [getattr(s, attribute) for s in samples]
@@ -152,24 +141,21 @@ def npy_object_arrays_in_order(folder):
     return [s.expect("attention question", question_id=None, score=correctness(s)) for s in samples]
 
 
-@kind()
-def npz_folders_by_label(folder):
+@kind(count=5, expect="id attention tokens label")
+def npz_folders_by_label(folder, samples):
     """Write correct/q0.npz and hallucinated/q1.npz: the folder is the label, as torchvision's ImageFolder has it."""
-    samples = make_samples(5)
     for s in samples:
         base = folder / "activations" / ("hallucinated" if wrong(s) else "correct")
         base.mkdir(parents=True, exist_ok=True)
         arrays = {"hidden_states": s.hidden, "attentions": s.attention, "token_ids": s.tokens}
         np.savez(base / f"{s.question_id}.npz", **arrays)
-    return [s.expect("id attention tokens label") for s in samples]
 
 
-@kind("h5py")
-def netcdf_of_xarray(folder):
+@kind("h5py", count=5)
+def netcdf_of_xarray(folder, samples):
     """Write netCDF-4 as xarray does: (question_id, token, layer, hidden) padded with NaN; named dimensions, n_tokens."""
     import h5py
 
-    samples = make_samples(5)
     hidden, _ = pad([s.hidden.transpose(1, 0, 2) for s in samples], fill=np.nan)
     with h5py.File(folder / "activations.nc", "w") as file:
         file["question_id"] = [s.question_id for s in samples]
@@ -190,27 +176,24 @@ def netcdf_of_xarray(folder):
     return [s.expect("id", score=correctness(s)) for s in samples]
 
 
-@kind("h5py")
-def h5_groups_by_verdict(folder):
+@kind("h5py", count=9, expect_last="id question label")
+def h5_groups_by_verdict(folder, samples):
     """Write the groups correct and hallucinated with hidden_states (N, L, D) of last tokens, question_ids and prompts."""
     import h5py
 
-    samples = make_samples(9)
     with h5py.File(folder / "city_country.h5", "w") as file:
         for verdict, name in enumerate(("correct", "hallucinated")):
             chosen = [s for s in samples if wrong(s) == verdict]
             file[f"{name}/hidden_states"] = np.stack([s.hidden[:, -1] for s in chosen])
             file[f"{name}/question_ids"] = [s.question_id for s in chosen]
             file[f"{name}/prompts"] = [s.question for s in chosen]
-    return [s.expect_last("id question label") for s in samples]
 
 
-@kind("h5py")
-def h5_group_per_batch(folder):
+@kind("h5py", count=6, expect="id mean")
+def h5_group_per_batch(folder, samples):
     """Write batch_0 ... with hidden_states (L, B, S, D), attentions (L, B, S, S), attention_mask and question_ids."""
     import h5py
 
-    samples = make_samples(6)
     with h5py.File(folder / "train_activations.h5", "w") as file:
         for n, start in enumerate((0, 4)):
             part = samples[start : start + 4]
@@ -220,30 +203,26 @@ def h5_group_per_batch(folder):
             group["attentions"] = pad_attention([s.attention.mean(1) for s in part]).swapaxes(0, 1).astype("f2")
             group["attention_mask"] = mask
             group["question_ids"] = [s.question_id for s in part]
-    return [s.expect("id mean") for s in samples]
 
 
-@kind("safetensors")
-def st_split_and_layer_files(folder):
+@kind("safetensors", count=9, expect_last="id question answer label")
+def st_split_and_layer_files(folder, samples):
     """Write train_layer_8.safetensors ... with last tokens (N, D) and labels (N,), and train.jsonl with ids."""
     from safetensors.torch import save_file
 
-    samples = make_samples(9)
     for split, part in (("train", samples[:5]), ("test", samples[5:])):
         labels = tensor(np.array([wrong(s) for s in part]))
         for k, layer in enumerate((8, 16, 24)):
             states = tensor(np.stack([s.hidden[k, -1] for s in part]))
             save_file({"activations": states, "labels": labels}, folder / f"{split}_layer_{layer}.safetensors")
         write_lines(folder / f"{split}.jsonl", [record(s, "id question answer") for s in part])
-    return [s.expect_last("id question answer label") for s in samples]
 
 
-@kind("safetensors")
-def st_length_sorted_shards(folder):
+@kind("safetensors", count=6, ids="hotpot_{}")
+def st_length_sorted_shards(folder, samples):
     """Write shards (B, S, L, D) of a length-sorted batch loop, padded left; example_idx is the row of examples.jsonl."""
     from safetensors.torch import save_file
 
-    samples = make_samples(6, ids="hotpot_{}")
     order = sorted(range(6), key=lambda i: -len(samples[i].tokens))
     for shard, rows in enumerate((order[:4], order[4:])):
         hidden, mask = pad([samples[i].hidden.transpose(1, 0, 2) for i in rows], side="left")
@@ -255,12 +234,11 @@ def st_length_sorted_shards(folder):
     return [s.expect("id tokens question", score=correctness(s)) for s in samples]
 
 
-@kind("safetensors")
-def st_flat_tokens_with_example_ids(folder):
+@kind("safetensors", count=4, ids="sciq-{}", expect="id question tokens label")
+def st_flat_tokens_with_example_ids(folder, samples):
     """Write layers.8, layers.16, ... (T, D) of packed sequences; example_ids (T,) names the row of questions.csv."""
     from safetensors.torch import save_file
 
-    samples = make_samples(4, ids="sciq-{}")
     lengths = [len(s.tokens) for s in samples]
     tensors = {f"layers.{8 * k + 8}": tensor(np.concatenate([s.hidden[k] for s in samples])) for k in range(3)}
     tensors["input_ids"] = tensor(np.concatenate([s.tokens for s in samples]))
@@ -268,16 +246,14 @@ def st_flat_tokens_with_example_ids(folder):
     tensors["example_ids"] = tensor(np.repeat(np.arange(4), lengths))
     save_file(tensors, folder / "packed_activations.safetensors")
     write_table(folder / "questions.csv", [record(s, "question_id question", hallucination=wrong(s)) for s in samples])
-    return [s.expect("id question tokens label") for s in samples]
 
 
-@kind("pyarrow")
-def ray_variable_shaped_tensors(folder):
+@kind("pyarrow", count=5, expect="id question answer")
+def ray_variable_shaped_tensors(folder, samples):
     """Write Parquet of Ray Data: hidden_states as Ray's extension type, a struct of flat data and shape (L, S, D)."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    samples = make_samples(5)
     storage = pa.struct([("data", pa.list_(pa.float32())), ("shape", pa.list_(pa.int64()))])
     name = {"ARROW:extension:name": "ray.data.arrow_variable_shaped_tensor", "ARROW:extension:metadata": "3"}
     fields = [pa.field(n, pa.string()) for n in ("question_id", "prompt", "generated_text")]
@@ -293,7 +269,6 @@ def ray_variable_shaped_tensors(folder):
             for s in part
         ]
         pq.write_table(pa.Table.from_pylist(rows, schema), folder / f"17_{block:06d}_000000.parquet")
-    return [s.expect("id question answer") for s in samples]
 
 
 @kind("pandas", "pyarrow")
@@ -312,27 +287,24 @@ def parquet_row_per_generation(folder):
     return traces
 
 
-@kind("pandas")
-def csv_per_question_and_layer(folder):
+@kind("pandas", count=4, expect="id question label")
+def csv_per_question_and_layer(folder, samples):
     """Write hidden_states/q0_layer_8.csv ... by df.to_csv, a row per token and a column per dimension, and labels.csv."""
     import pandas as pd
 
-    samples = make_samples(4)
     (folder / "hidden_states").mkdir()
     for s in samples:
         for layer, states in zip((8, 16, 24), s.hidden, strict=True):
             pd.DataFrame(states).to_csv(folder / "hidden_states" / f"{s.question_id}_layer_{layer}.csv", index=False)
     write_table(folder / "labels.csv", [record(s, "question_id question", hallucination=wrong(s)) for s in samples])
-    return [s.expect("id question label") for s in samples]
 
 
-@kind("pyarrow")
-def parquet_nested_structs(folder):
+@kind("pyarrow", count=4)
+def parquet_nested_structs(folder, samples):
     """Write Parquet of nested records: input.question, output.text, output.hidden_states (L, S, D), evaluation.correct."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    samples = make_samples(4)
     rows = []
     for s in samples:
         output = {"text": s.answer, "token_ids": s.tokens.tolist(), "hidden_states": s.hidden.tolist()}
@@ -343,24 +315,21 @@ def parquet_nested_structs(folder):
     return [s.expect("id question answer tokens", score=correctness(s)) for s in samples]
 
 
-@kind()
-def llama_cpp_embeddings(folder):
+@kind(count=5, layers=1, expect="id question label")
+def llama_cpp_embeddings(folder, samples):
     """Write a response of llama.cpp's /embedding with --pooling none: index and a vector per token; prompts.json."""
-    samples = make_samples(5, layers=1)
     response = [{"index": i, "embedding": s.hidden[0].tolist()} for i, s in enumerate(samples)]
     write_json(folder / "embeddings.json", response)
     write_json(folder / "prompts.json", [record(s, "id question", hallucination=wrong(s)) for s in samples])
-    return [s.expect("id question label") for s in samples]
 
 
-@kind()
-def json_tricks_arrays(folder):
+@kind(count=4)
+def json_tricks_arrays(folder, samples):
     """Write results by question id with arrays as json_tricks dumps them: __ndarray__, dtype, shape, Corder."""
 
     def encoded(array):
         return {"__ndarray__": array.tolist(), "dtype": str(array.dtype), "shape": list(array.shape), "Corder": True}
 
-    samples = make_samples(4)
     results = {}
     for s in samples:
         arrays = {"hidden_states": encoded(s.hidden), "attentions": encoded(s.attention), "tokens": encoded(s.tokens)}
@@ -371,11 +340,10 @@ def json_tricks_arrays(folder):
     return [s.expect("id question answer attention tokens", score=correctness(s)) for s in samples]
 
 
-@kind()
-def kserve_inference_responses(folder):
+@kind(count=4, layers=4, ids="req-{}")
+def kserve_inference_responses(folder, samples):
     """Write responses of Triton for an ONNX model: outputs hidden_states.0 ... with datatype, shape and flat data."""
     rows = []
-    samples = make_samples(4, layers=4, ids="req-{}")
     for s in samples:
         named = {f"hidden_states.{k}": h for k, h in enumerate(s.hidden)}
         named |= {f"attentions.{k}": a for k, a in enumerate(s.attention[1:])}

@@ -21,15 +21,13 @@ from tests.ingest.corpus.samples import (
 LAYERS = (8, 16, 24)
 
 
-@kind()
-def npy_layers_of_splits(folder):
+@kind(count=5, expect_last="label")
+def npy_layers_of_splits(folder, samples):
     """Write train_layer_8.npy (N, D) ..., train_labels.npy, and the same for test."""
-    samples = make_samples(5)
     for name, part in (("train", samples[:3]), ("test", samples[3:])):
         for k, layer in enumerate(LAYERS):
             np.save(folder / f"{name}_layer_{layer}.npy", np.stack([s.hidden[k, -1] for s in part]))
         np.save(folder / f"{name}_labels.npy", np.array([wrong(s) for s in part]))
-    return [s.expect_last("label") for s in samples]
 
 
 @kind("transformers")
@@ -46,9 +44,8 @@ def hook_passes_of_generation(folder):
 
 
 @kind()
-def pkl_states_of_prompt_and_response_nested(folder):
+def pkl_states_of_prompt_and_response_nested(folder, samples):
     """Write {"hidden_states": {"prompt": (L, P, D), "response": (L, R, D)}} for each question."""
-    samples = make_samples(3)
     rows = []
     for s in samples:
         prompt, response = np.split(s.hidden, [s.prompt_length], axis=1)
@@ -57,22 +54,19 @@ def pkl_states_of_prompt_and_response_nested(folder):
     return [s.expect("id", prompt_length=s.prompt_length) for s in samples]
 
 
-@kind()
-def pkl_layers_of_fields(folder):
+@kind(expect="id attention")
+def pkl_layers_of_fields(folder, samples):
     """Write {"q0": {"layer_8": {"hidden": (S, D), "attn": (H, S, S)}}}."""
-    samples = make_samples(3)
     value = {
         s.question_id: {f"layer_{n}": {"hidden": s.hidden[k], "attn": s.attention[k]} for k, n in enumerate(LAYERS)}
         for s in samples
     }
     dump(folder / "a.pkl", value)
-    return [s.expect("id attention") for s in samples]
 
 
-@kind()
-def pt_files_below_two_tables(folder):
+@kind(count=4)
+def pt_files_below_two_tables(folder, samples):
     """Write states/q0.pt ..., generations.jsonl and judge.csv with words, both with ids."""
-    samples = make_samples(4)
     for s in samples:
         value = {"hs": tensor(s.hidden), "attn": tensor(s.attention.mean(1))}
         save_pt(folder / "states" / f"{s.question_id}.pt", value)
@@ -107,54 +101,47 @@ def pkl_most_likely_answer_and_responses(folder):
     return traces
 
 
-@kind()
-def npz_padded_tokens_of_one_layer(folder):
+@kind(count=5, layers=1, expect="id label")
+def npz_padded_tokens_of_one_layer(folder, samples):
     """Write hidden_states (N, S, D) of one layer, attention_mask (N, S), labels and question_ids."""
-    samples = make_samples(5, layers=1)
     hidden, mask = pad([s.hidden[0] for s in samples])
     columns = {"labels": [wrong(s) for s in samples], "question_ids": [s.question_id for s in samples]}
     np.savez(folder / "a.npz", hidden_states=hidden, attention_mask=mask, **columns)
-    return [s.expect("id label") for s in samples]
 
 
-@kind()
-def npz_fields_before_ids(folder):
+@kind(expect="id attention tokens")
+def npz_fields_before_ids(folder, samples):
     """Write hidden_states_q0, attentions_q0, input_ids_q0, hidden_states_q1 ... in one npz."""
     arrays = {}
-    samples = make_samples(3)
     for s in samples:
         own = {"hidden_states": s.hidden, "attentions": s.attention, "input_ids": s.tokens}
         arrays |= {f"{name}_{s.question_id}": value for name, value in own.items()}
     np.savez(folder / "a.npz", **arrays)
-    return [s.expect("id attention tokens") for s in samples]
 
 
-@kind()
-def pt_stack_and_list_of_records(folder):
+@kind(count=5)
+def pt_stack_and_list_of_records(folder, samples):
     """Write {"hidden": (N, L, D), "meta": [N dicts], "layers": [8, 16, 24]}."""
-    samples = make_samples(5)
     meta = [{"id": s.question_id, "q": s.question, "correct": not wrong(s)} for s in samples]
     hidden = tensor(np.stack([s.hidden[:, -1] for s in samples]))
     save_pt(folder / "a.pt", {"hidden": hidden, "meta": meta, "layers": list(LAYERS)})
     return [s.expect_last("id", score=1.0 - wrong(s)) for s in samples]
 
 
-@kind("h5py")
-def h5_flat_with_starts_and_ends(folder):
+@kind("h5py", count=4, expect="id")
+def h5_flat_with_starts_and_ends(folder, samples):
     """Write hidden (sum of S, L, D), starts, ends and ids."""
-    samples = make_samples(4)
     ends = np.cumsum([len(s.tokens) for s in samples])
     with create(folder / "a.h5") as file:
         file["hidden"] = np.concatenate([s.hidden.transpose(1, 0, 2) for s in samples])
         file["starts"], file["ends"] = np.concatenate([[0], ends[:-1]]), ends
         file["ids"] = [s.question_id for s in samples]
-    return [s.expect("id") for s in samples]
 
 
-@kind()
-def pt_list_of_batches(folder):
+@kind(count=5, expect="id tokens")
+def pt_list_of_batches(folder, samples):
     """Write a list of batches with hidden_states as a tuple of (B, S, D), attention_mask, input_ids and idx; the last has one."""
-    samples, rows = make_samples(5), []
+    rows = []
     for first in (0, 2, 4):
         part = samples[first : first + 2]
         hidden, mask = pad([s.hidden for s in part], axis=1)
@@ -162,16 +149,13 @@ def pt_list_of_batches(folder):
         row |= {"input_ids": tensor(pad([s.tokens for s in part])[0]), "idx": [s.question_id for s in part]}
         rows.append(row)
     save_pt(folder / "batches.pt", rows)
-    return [s.expect("id tokens") for s in samples]
 
 
-@kind()
-def pkl_lists_by_class(folder):
+@kind(count=5, expect="label")
+def pkl_lists_by_class(folder, samples):
     """Write {"truthful": [(L, S, D), ...], "hallucinated": [...]}."""
-    samples = make_samples(5)
     lists = {
         "truthful": [s.hidden for s in samples if not wrong(s)],
         "hallucinated": [s.hidden for s in samples if wrong(s)],
     }
     dump(folder / "a.pkl", lists)
-    return [s.expect("label") for s in samples]

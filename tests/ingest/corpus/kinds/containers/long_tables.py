@@ -4,7 +4,7 @@ import numpy as np
 
 from tests.ingest.corpus.kinds.tables import write_parquet
 from tests.ingest.corpus.registry import kind
-from tests.ingest.corpus.samples import make_samples, write_lines, write_table
+from tests.ingest.corpus.samples import write_lines, write_table
 
 
 def cells(samples):
@@ -14,39 +14,34 @@ def cells(samples):
     ]
 
 
-@kind("pyarrow")
-def parquet_row_per_cell(folder):
+@kind("pyarrow", ids="{}", expect="id")
+def parquet_row_per_cell(folder, samples):
     """Write a row per sample_idx, layer_idx and token_idx with a vector called activation; rows are shuffled."""
-    samples = make_samples(3, ids="{}")
     rows = [
         {"sample_idx": int(s.question_id), "layer_idx": k, "token_idx": j, "activation": v}
         for s, k, j, v in cells(samples)
     ]
     np.random.default_rng(0).shuffle(rows)
     write_parquet(folder / "activations.parquet", rows)
-    return [s.expect("id") for s in samples]
 
 
-@kind("pyarrow")
-def parquet_sorted_by_layer(folder):
+@kind("pyarrow", expect="id")
+def parquet_sorted_by_layer(folder, samples):
     """Write all questions of layer 0, then of layer 1: prompt_id, layer_number, seq_len, states (S, D)."""
-    samples = make_samples(3)
     rows = [
         {"prompt_id": s.question_id, "layer_number": k, "seq_len": len(s.tokens), "states": s.hidden[k].tolist()}
         for k in range(3)
         for s in samples
     ]
     write_parquet(folder / "states.parquet", rows)
-    return [s.expect("id") for s in samples]
 
 
-@kind("pyarrow")
-def parquet_tokens_with_fixed_lists(folder):
+@kind("pyarrow", ids="{}", expect="id tokens words")
+def parquet_tokens_with_fixed_lists(folder, samples):
     """Write a row per token: example, tok_idx, tok (text), tok_id and l0 ... l2 as lists of fixed size."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    samples = make_samples(3, ids="{}")
     rows = [(s, j) for s in samples for j in range(len(s.tokens))]
     columns = {
         "example": pa.array([int(s.question_id) for s, _ in rows]),
@@ -58,13 +53,11 @@ def parquet_tokens_with_fixed_lists(folder):
         values = pa.array(np.concatenate([s.hidden[k, j] for s, j in rows]).astype("f2"))
         columns[f"l{k}"] = pa.FixedSizeListArray.from_arrays(values, 12)
     pq.write_table(pa.table(columns), folder / "tokens.parquet", compression="zstd")
-    return [s.expect("id tokens words") for s in samples]
 
 
-@kind("pyarrow")
-def parquet_states_and_labels_by_id(folder):
+@kind("pyarrow", count=4, expect="id question answer label")
+def parquet_states_and_labels_by_id(folder, samples):
     """Write states.parquet and labels.parquet (question, answer, is_hallucination) in another order, by question_id."""
-    samples = make_samples(4)
     write_parquet(
         folder / "states.parquet", [{"question_id": s.question_id, "hidden_states": s.hidden.tolist()} for s in samples]
     )
@@ -73,13 +66,11 @@ def parquet_states_and_labels_by_id(folder):
         for s in reversed(samples)
     ]
     write_parquet(folder / "labels.parquet", rows)
-    return [s.expect("id question answer label") for s in samples]
 
 
 @kind("pyarrow")
-def parquet_and_answers_in_jsonl(folder):
+def parquet_and_answers_in_jsonl(folder, samples):
     """Write acts.parquet (uid, hidden_states) and answers.jsonl (uid, prompt, completion, correct) in another order."""
-    samples = make_samples(3)
     write_parquet(
         folder / "acts.parquet", [{"uid": s.question_id, "hidden_states": s.hidden.tolist()} for s in samples]
     )
@@ -91,10 +82,9 @@ def parquet_and_answers_in_jsonl(folder):
     return [s.expect("id question answer", score=float(s.score > 0.5)) for s in samples]
 
 
-@kind("pyarrow")
-def parquet_bytes_per_layer(folder):
+@kind("pyarrow", expect="id")
+def parquet_bytes_per_layer(folder, samples):
     """Write float32 bytes per layer: hidden_bytes, n_tokens, hidden_dim, dtype, layer."""
-    samples = make_samples(3)
     rows = [
         {
             "id": s.question_id,
@@ -108,32 +98,24 @@ def parquet_bytes_per_layer(folder):
         for k, h in enumerate(s.hidden)
     ]
     write_parquet(folder / "layers.parquet", rows)
-    return [s.expect("id") for s in samples]
 
 
-@kind("pyarrow")
-def parquet_flat_with_sizes(folder):
+@kind("pyarrow", expect="id tokens", rows="part-0.parquet")
+def parquet_flat_with_sizes(s):
     """Write hidden_states flat with num_layers, num_tokens and hidden_size, and token_ids."""
-    samples = make_samples(3)
-    rows = [
-        {
-            "id": s.question_id,
-            "num_layers": 3,
-            "num_tokens": len(s.tokens),
-            "hidden_size": 12,
-            "hidden_states": s.hidden.ravel().tolist(),
-            "token_ids": s.tokens.tolist(),
-        }
-        for s in samples
-    ]
-    write_parquet(folder / "part-0.parquet", rows)
-    return [s.expect("id tokens") for s in samples]
+    return {
+        "id": s.question_id,
+        "num_layers": 3,
+        "num_tokens": len(s.tokens),
+        "hidden_size": 12,
+        "hidden_states": s.hidden.ravel().tolist(),
+        "token_ids": s.tokens.tolist(),
+    }
 
 
-@kind("pyarrow")
-def parquet_list_of_structs(folder):
+@kind("pyarrow", count=4)
+def parquet_list_of_structs(folder, samples):
     """Write layers as a list of structs {layer, vector} of the last token."""
-    samples = make_samples(4)
     rows = [
         {
             "qid": s.question_id,
@@ -146,22 +128,19 @@ def parquet_list_of_structs(folder):
     return [s.expect_last("id label", layers=[0, 8, 16]) for s in samples]
 
 
-@kind("pyarrow")
-def parquet_hive_by_layer(folder):
+@kind("pyarrow", expect="id")
+def parquet_hive_by_layer(folder, samples):
     """Write layer=0/part-0.parquet ... with id and hidden_states (S, D)."""
-    samples = make_samples(3)
     for k in range(3):
         rows = [{"id": s.question_id, "hidden_states": s.hidden[k].tolist()} for s in samples]
         write_parquet(folder / f"layer={k}" / "part-0.parquet", rows)
-    return [s.expect("id") for s in samples]
 
 
-@kind("pyarrow")
-def arrow_rows_per_layer_with_map(folder):
+@kind("pyarrow", expect="id answer")
+def arrow_rows_per_layer_with_map(folder, samples):
     """Write an Arrow file: a row per id with a map from the name of a layer to its states, flat, and n_tokens."""
     import pyarrow as pa
 
-    samples = make_samples(3)
     kind_of_map = pa.map_(pa.string(), pa.list_(pa.list_(pa.float32())))
     table = pa.table(
         {
@@ -174,53 +153,43 @@ def arrow_rows_per_layer_with_map(folder):
     )
     with pa.OSFile(str(folder / "states.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)
-    return [s.expect("id answer") for s in samples]
 
 
-@kind()
-def csv_row_per_token_and_layer(folder):
+@kind(expect="id")
+def csv_row_per_token_and_layer(folder, samples):
     """Write a CSV with question_id, layer, token_pos and h0 ... h11, sorted by layer first."""
-    samples = make_samples(3)
     rows = [
         {"question_id": s.question_id, "layer": k, "token_pos": j, **{f"h{d}": x for d, x in enumerate(v)}}
         for s, k, j, v in cells(samples)
     ]
     rows.sort(key=lambda row: row["layer"])
     write_table(folder / "states.csv", rows)
-    return [s.expect("id") for s in samples]
 
 
-@kind()
-def csv_row_per_number(folder):
+@kind(count=2, dim=8, expect="id")
+def csv_row_per_number(folder, samples):
     """Write a CSV with a row per number: id, layer, token, dim, value."""
-    samples = make_samples(2, dim=8)
     rows = [
         {"id": s.question_id, "layer": k, "token": j, "dim": d, "value": x}
         for s, k, j, v in cells(samples)
         for d, x in enumerate(v)
     ]
     write_table(folder / "activations.csv", rows)
-    return [s.expect("id") for s in samples]
 
 
-@kind()
-def csv_columns_by_layer_and_dimension(folder):
+@kind(count=4, expect_last="id label", rows="features.csv")
+def csv_columns_by_layer_and_dimension(s):
     """Write last tokens as columns layer0_dim0 ... layer2_dim11."""
-    samples = make_samples(4)
-    rows = [
+    return (
         {"id": s.question_id}
         | {f"layer{k}_dim{d}": float(x) for k in range(3) for d, x in enumerate(s.hidden[k, -1])}
         | {"label": int(s.score < 0.5)}
-        for s in samples
-    ]
-    write_table(folder / "features.csv", rows)
-    return [s.expect_last("id label") for s in samples]
+    )
 
 
-@kind("zstandard")
-def jsonl_zst_row_per_step(folder):
+@kind("zstandard", expect="id tokens")
+def jsonl_zst_row_per_step(folder, samples):
     """Write .jsonl.zst with a line per generated token: request_id, step, token_id, logprob, hidden_states (L, D)."""
-    samples = make_samples(3)
     rows = [
         {
             "request_id": s.question_id,
@@ -232,13 +201,10 @@ def jsonl_zst_row_per_step(folder):
         for j in range(len(s.tokens))
     ]
     write_lines(folder / "steps.jsonl.zst", rows)
-    return [s.expect("id tokens") for s in samples]
 
 
-@kind()
-def jsonl_layers_of_all_ids(folder):
+@kind(expect="id")
+def jsonl_layers_of_all_ids(folder, samples):
     """Write a line per layer with the states of all questions by id."""
-    samples = make_samples(3)
     rows = [{"layer": k, "hidden_states": {s.question_id: s.hidden[k].tolist() for s in samples}} for k in range(3)]
     write_lines(folder / "layers.jsonl", rows)
-    return [s.expect("id") for s in samples]

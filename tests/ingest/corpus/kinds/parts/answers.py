@@ -74,41 +74,34 @@ def jsonl_answers_by_sample_id(folder):
     return expected(answers(), "answer")
 
 
-@kind()
-def npz_sections(folder):
+@kind(count=8, layers=4, dim=16, lengths=(7, 10, 12, 9), expect="id tokens")
+def npz_sections(folder, samples):
     """Write inputs/input_ids, inputs/attention_mask, outputs/hidden_states (N, L, S, D) and meta/id."""
-    samples = make_samples(8, layers=4, dim=16, lengths=(7, 10, 12, 9))
     ids, mask = pad([s.tokens for s in samples])
     arrays = {"inputs/input_ids": ids, "inputs/attention_mask": mask}
     arrays["outputs/hidden_states"] = pad([s.hidden for s in samples], axis=1)[0]
     np.savez(folder / "pass.npz", **arrays, **{"meta/id": [s.question_id for s in samples]})
-    return [s.expect("id tokens") for s in samples]
 
 
-@kind()
-def npy_ranges_of_rows(folder):
+@kind(count=10, layers=4, dim=16, expect_last="id answer")
+def npy_ranges_of_rows(folder, samples):
     """Write acts_0_4.npy, acts_4_8.npy, ... with last tokens (4, L, D) of the rows of data.csv."""
-    samples = make_samples(10, layers=4, dim=16)
     for begin in range(0, 10, 4):
         part = samples[begin : begin + 4]
         np.save(folder / f"acts_{begin}_{begin + len(part)}.npy", np.stack([s.hidden[:, -1] for s in part]))
     write_table(folder / "data.csv", [{"id": s.question_id, "answer": s.answer} for s in samples])
-    return [s.expect_last("id answer") for s in samples]
 
 
-@kind("torch")
-def pt_fields_between_names(folder):
+@kind("torch", count=6, layers=4, dim=16, expect="tokens")
+def pt_fields_between_names(folder, samples):
     """Write llama-hidden_states-nq.pt and llama-token_ids-nq.pt, lists in one order."""
-    samples = make_samples(6, layers=4, dim=16)
     save_pt(folder / "llama-hidden_states-nq.pt", [tensor(s.hidden) for s in samples])
     save_pt(folder / "llama-token_ids-nq.pt", [tensor(s.tokens) for s in samples])
-    return [s.expect("tokens") for s in samples]
 
 
-@kind(refused=True)
-def npz_padded_without_lengths(folder):
+@kind(refused=True, count=6, layers=4, dim=16, lengths=(7, 10, 12, 9))
+def npz_padded_without_lengths(folder, samples):
     """Write padded states (N, L, S, D) and ids, and nothing that states the padding."""
-    samples = make_samples(6, layers=4, dim=16, lengths=(7, 10, 12, 9))
     hidden = pad([s.hidden for s in samples], axis=1)[0]
     np.savez(folder / "padded.npz", hidden_states=hidden, ids=[s.question_id for s in samples])
     return []
