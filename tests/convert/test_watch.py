@@ -7,8 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
-import time
 
 import numpy as np
 import pytest
@@ -18,12 +16,35 @@ import tracestore
 from tests.helpers import ROOT, convert, error_of, make_traces, write_pickle
 from tracestore.convert import watch
 
-WATCH = ("--watch", "--watch-timeout", "1.5", "--attention", "none")
+WATCH = ("--watch", "--watch-timeout", "10", "--attention", "none")
+
+
+class Clock:
+    """The time of a watch, which passes while it sleeps."""
+
+    def __init__(self):
+        self._seconds, self._calls = 0.0, []
+
+    def at(self, seconds, function, *args):
+        """Call a function at a time."""
+        self._calls.append((seconds, function, args))
+
+    def monotonic(self):
+        return self._seconds
+
+    def sleep(self, seconds):
+        self._seconds += seconds
+        due = [call for call in self._calls if call[0] <= self._seconds]
+        for call in due:
+            self._calls.remove(call)
+            call[1](*call[2])
 
 
 @pytest.fixture(autouse=True)
-def fast_polls(monkeypatch):
-    monkeypatch.setattr(watch, "POLL_INTERVAL_S", 0.02)
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(watch, "time", clock)
+    return clock
 
 
 def connector_arrays(k):
@@ -32,29 +53,27 @@ def connector_arrays(k):
     return {"hidden_states": rng.standard_normal((5 + k, 3, 8)).astype("f2"), "token_ids": np.arange(5 + k)}
 
 
-def write_slowly(folder, count):
-    """Write files as vLLM does: a lock is held while the file grows."""
-    for k in range(count):
-        path = folder / f"cmpl-{k}.safetensors"
-        with open(f"{path}.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            save_file(connector_arrays(k), folder.parent / "whole")
-            data = (folder.parent / "whole").read_bytes()
-            with open(path, "wb") as file:
-                for part in (data[:4], data[4:200], data[200:]):
-                    file.write(part)
-                    file.flush()
-                    time.sleep(0.05)
+def write_in_parts(folder, k):
+    """Write a file as vLLM does: a lock is held while the file grows. Yield after each part."""
+    path = folder / f"cmpl-{k}.safetensors"
+    save_file(connector_arrays(k), folder.parent / "whole")
+    data = (folder.parent / "whole").read_bytes()
+    with open(f"{path}.lock", "w") as lock, open(path, "wb") as file:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for part in (data[:4], data[4:200], data[200:]):
+            file.write(part)
+            file.flush()
+            yield
 
 
-@pytest.mark.long
-def test_files_of_a_growing_folder_are_converted(tmp_path):
+def test_files_of_a_growing_folder_are_converted(tmp_path, clock):
     folder = tmp_path / "in"
     folder.mkdir()
-    writer = threading.Thread(target=write_slowly, args=(folder, 6))
-    writer.start()
+    for k in range(6):
+        parts = write_in_parts(folder, k)
+        for second in range(4):
+            clock.at(4 * k + second, next, parts, None)
     done = convert(folder, tmp_path / "s.zarr", *WATCH, "--json")
-    writer.join()
     store = tracestore.open(tmp_path / "s.zarr")
     assert sorted(store.question_ids) == [f"cmpl-{k}" for k in range(6)]
     for k in range(6):
@@ -65,63 +84,58 @@ def test_files_of_a_growing_folder_are_converted(tmp_path):
     assert report["generation"] > 1 and report["skipped"] == []
 
 
-def test_a_file_without_a_lock_is_converted_when_it_is_whole(tmp_path):
+def test_a_file_without_a_lock_is_converted_when_it_is_whole(tmp_path, clock):
     folder = tmp_path / "in"
     folder.mkdir()
     save_file(connector_arrays(0), tmp_path / "whole")
     data = (tmp_path / "whole").read_bytes()
     (folder / "a.safetensors").write_bytes(data[:-10])
-    timer = threading.Timer(0.5, lambda: (folder / "a.safetensors").write_bytes(data))
-    timer.start()
+    clock.at(3, lambda: (folder / "a.safetensors").write_bytes(data))
     convert(folder, tmp_path / "s.zarr", *WATCH)
     assert len(tracestore.open(tmp_path / "s.zarr")) == 1
 
 
-def test_other_files_are_converted_when_they_do_not_change_any_more(tmp_path):
+def test_other_files_are_converted_when_they_do_not_change_any_more(tmp_path, clock):
     folder = tmp_path / "in"
     folder.mkdir()
     traces = make_traces(4)
     write_pickle(folder / "0.pkl", traces[:2])
-    timer = threading.Timer(0.4, lambda: write_pickle(folder / "1.pkl", traces[2:]))
-    timer.start()
+    clock.at(3, lambda: write_pickle(folder / "1.pkl", traces[2:]))
     done = convert(folder, tmp_path / "s.zarr", *WATCH)
     assert tracestore.open(tmp_path / "s.zarr").question_ids == ["q0", "q1", "q2", "q3"]
     assert "already in the store" in done.stdout and "0 files already" in done.stdout.splitlines()[-2]
 
 
-def test_counts_of_several_conversions_are_added(tmp_path):
+def test_counts_of_several_conversions_are_added(tmp_path, clock):
     folder = tmp_path / "in"
     folder.mkdir()
     traces = [trace | {"topic": "a"} for trace in make_traces(6, dtype="f4")]
     write_pickle(folder / "0.pkl", make_traces(2))
     for k in (1, 2):
-        # A file that grows may be read before it is complete.
         path = write_pickle(tmp_path / f"{k}.pkl", traces[2 * k : 2 * k + 2])
-        threading.Timer(0.4 * k, path.rename, [folder / path.name]).start()
+        clock.at(3 * k, path.rename, folder / path.name)
     report = json.loads(convert(folder, tmp_path / "s.zarr", *WATCH, "--json").stdout)
     assert report["num_traces"] == report["num_traces_read"] == 6 and report["num_sources"] == 3
     assert report["num_sources_rounded"] == {"float32": 2} and report["extras"] == {"topic": 4}
     assert 0 < report["rounding_error"] < 2**-10
 
 
-def test_a_refused_file_ends_the_watch_or_is_skipped_once(tmp_path):
+def test_a_refused_file_ends_the_watch_or_is_skipped_once(tmp_path, clock):
     folder = tmp_path / "in"
     folder.mkdir()
     (folder / "bad.pkl").write_bytes(b"nonsense")
     assert "bad.pkl" in error_of("convert", folder, tmp_path / "s.zarr", *WATCH, code=3)
-    timer = threading.Timer(0.4, lambda: save_file(connector_arrays(1), folder / "a.safetensors"))
-    timer.start()
+    clock.at(3, lambda: save_file(connector_arrays(1), folder / "a.safetensors"))
     done = convert(folder, tmp_path / "t.zarr", *WATCH, "--skip-bad")
     assert done.stdout.count("skipped bad.pkl") == 1 and len(tracestore.open(tmp_path / "t.zarr")) == 1
 
 
-def test_overwrite_replaces_the_store_once(tmp_path):
+def test_overwrite_replaces_the_store_once(tmp_path, clock):
     folder = tmp_path / "in"
     folder.mkdir()
     convert(write_pickle(tmp_path / "old.pkl", make_traces(2, dim=4)), tmp_path / "s.zarr", "--attention", "none")
     write_pickle(folder / "0.pkl", make_traces(2))
-    timer = threading.Timer(0.4, lambda: write_pickle(folder / "1.pkl", make_traces(4)[2:]))
-    timer.start()
+    clock.at(3, lambda: write_pickle(folder / "1.pkl", make_traces(4)[2:]))
     convert(folder, tmp_path / "s.zarr", *WATCH, "--overwrite")
     assert len(tracestore.open(tmp_path / "s.zarr")) == 4
 
@@ -165,18 +179,17 @@ def test_ctrl_c_ends_the_watch_and_the_same_command_continues(tmp_path):
     assert len(tracestore.open(tmp_path / "s.zarr")) == 2
 
 
-@pytest.mark.long
-def test_files_of_a_stated_layout_wait_for_the_table_that_it_names(tmp_path):
+def test_files_of_a_stated_layout_wait_for_the_table_that_it_names(tmp_path, clock):
     folder = tmp_path / "in"
     folder.mkdir()
     states = np.random.default_rng(0).standard_normal((3, 2, 4, 5)).astype("f2")
     np.save(folder / "q0.npy", states[0])
     lines = ["hidden_states = {id}.npy -> L S D", "is_correct = labels.csv : [id=qid]/y"]
     table = "qid,y\nq0,1\nq1,0\nq2,1\n"
-    threading.Timer(0.4, (folder / "labels.csv").write_text, [table]).start()
+    clock.at(3, (folder / "labels.csv").write_text, table)
     for k in (1, 2):
         np.save(tmp_path / f"q{k}.npy", states[k])
-        threading.Timer(0.4 * (k + 1), (tmp_path / f"q{k}.npy").rename, [folder / f"q{k}.npy"]).start()
+        clock.at(3 * (k + 1), (tmp_path / f"q{k}.npy").rename, folder / f"q{k}.npy")
     flags = [word for line in lines for word in ("--field", line)]
     done = convert(folder, tmp_path / "s.zarr", *WATCH, *flags)
     assert "waiting for other files: is_correct: no file matches labels.csv" in done.stdout
@@ -192,13 +205,13 @@ def test_files_that_never_fit_end_the_watch_with_the_reason(tmp_path):
     assert "labels.csv" in error_of("convert", folder, tmp_path / "s.zarr", *WATCH, *flags, code=3)
 
 
-def test_a_table_that_changes_replaces_the_labels_of_a_stated_layout(tmp_path):
+def test_a_table_that_changes_replaces_the_labels_of_a_stated_layout(tmp_path, clock):
     folder = tmp_path / "in"
     folder.mkdir()
     for k in range(2):
         np.save(folder / f"q{k}.npy", np.full((2, 3, 4), k + 1, "f2"))
     (folder / "labels.csv").write_text("qid,y\nq0,1\nq1,0\n")
-    threading.Timer(0.7, (folder / "labels.csv").write_text, ["qid,y\nq0,0\nq1,0\n"]).start()
+    clock.at(3, (folder / "labels.csv").write_text, "qid,y\nq0,0\nq1,0\n")
     flags = ("--field", "hidden_states = {id}.npy -> L S D", "--field", "is_correct = labels.csv : [id=qid]/y")
     done = convert(folder, tmp_path / "s.zarr", *WATCH, *flags)
     assert "1 stored label replaced by changed ones" in done.stdout
