@@ -206,7 +206,8 @@ def module_name(path):
     return ".".join(parts) or "__init__"
 
 
-MODULES = {module_name(path) for path in FILES}
+MODULES = {module_name(path): path for path in FILES}
+FOLDERS_OF_FOLDERS = {path.parent.parent for path in FILES}
 
 
 def package_of(module):
@@ -239,26 +240,33 @@ def test_a_file_name_stands_once():
 
 
 @functools.cache
+def tree_of(path):
+    """Return the syntax tree of a file."""
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def imports(path):
     """Return (absolute name, when it is imported) for each import of a file.
 
     An import is for type checkers only ("types"), when a function is called ("call"), or at once ("import").
     """
-    tree = ast.parse(path.read_text())
-    guarded = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
-        for inner in ast.walk(node)
-    }
-    called = {id(inner) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) for inner in ast.walk(node)}
     found = []
-    for node in ast.walk(tree):
-        when = "types" if id(node) in guarded else "call" if id(node) in called else "import"
+
+    def visit(node, when):
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
+            when = "types"
+        elif isinstance(node, ast.FunctionDef) and when == "import":
+            when = "call"
         if isinstance(node, ast.Import):
-            found += [(alias.name, when) for alias in node.names]
+            found.extend((alias.name, when) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            found += [(f"{node.module}.{alias.name}", when) for alias in node.names]
+            found.extend((f"{node.module}.{alias.name}", when) for alias in node.names)
+        elif isinstance(node, ast.stmt | ast.Module | ast.excepthandler | ast.match_case):
+            for child in ast.iter_child_nodes(node):
+                visit(child, when)
+
+    visit(tree_of(path), "import")
     return found
 
 
@@ -294,10 +302,11 @@ def test_modules_do_not_import_each_other_in_a_cycle():
     assert import_cycle(graph) == []
 
 
+@functools.cache
 def folder_of(module):
     """Return the folder of a module; a module next to folders stands for itself."""
-    path = next(path for path in FILES if module_name(path) == module)
-    has_folders = any(other.parent.parent == path.parent for other in FILES)
+    path = MODULES[module]
+    has_folders = path.parent in FOLDERS_OF_FOLDERS
     return module if has_folders or path.parent == PACKAGE else module_name(path.parent / "__init__.py")
 
 
@@ -335,7 +344,7 @@ def num_branches(function):
 def test_functions_have_few_branches():
     for path in FILES:
         limit = MAX_BRANCHES_OF_READERS if path.is_relative_to(PACKAGE / "ingest") else MAX_BRANCHES
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.FunctionDef):
                 assert num_branches(node) <= limit, f"{path}: {node.name} has {num_branches(node)} branches"
 
@@ -392,8 +401,7 @@ def test_torch_is_not_imported(module):
 
 def test_no_file_is_unpickled_anywhere():
     for path in [*(ROOT / "tracestore").rglob("*.py"), *(ROOT / "tools").glob("*.py")]:
-        tree = ast.parse(path.read_text())
-        for node in ast.walk(tree):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 owner = getattr(node.func.value, "id", "")
                 assert (owner, node.func.attr) not in {("pickle", "load"), ("pickle", "loads")}, path
