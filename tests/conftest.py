@@ -1,6 +1,7 @@
 """Fixtures of all tests. Tests write to tmp_path only, and download nothing."""
 
 import importlib.util
+import os
 import signal
 
 import pytest
@@ -12,6 +13,15 @@ from tests.helpers import make_traces, write_pickle, write_scores, write_store
 # interrupt would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# Nothing is synced to the disk, which takes nine tenths of the time of writing a small store. tests/fault_injection
+# checks what is synced and when, with a model of a disk.
+def _sync_nothing(fd):
+    os.fstat(fd)  # a descriptor that is not open is an error
+
+
+os.fsync = _sync_nothing
 
 # A busy machine is no fault of a test.
 settings.register_profile("any-speed", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ import pytest
 from tests.detectors.plugins import install
 from tests.detectors.published.conftest import write_published
 from tests.helpers import ROOT, command
+from tests.machine import is_running, wait_until
 from tests.tiers import long
 from tracestore.benchmark.run import BenchmarkOptions, run_benchmark
 from tracestore.detectors import registry
@@ -177,50 +177,26 @@ def test_texts_of_a_detector_are_escaped(plugin):
 
 
 @pytest.mark.long
-def test_the_user_ends_a_benchmark_whose_detector_does_not(path, tmp_path, plugin):
-    """Ctrl-C ends the command with 130, and the process of the detector with it."""
+@pytest.mark.parametrize(("ending", "workers"), [(signal.SIGINT, 1), (signal.SIGINT, 2), (signal.SIGKILL, 1)])
+def test_a_detector_ends_with_its_benchmark(path, tmp_path, plugin, ending, workers):
+    """Ctrl-C ends the command with 130, and the process of a detector that does not end with it; so does a kill."""
     site = plugin(
         f"def fit(self, *_):\n        open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
         "        while True: signal.pause()"
     )
-    for workers in ("1", "2"):
-        words = [sys.executable, "-m", "tracestore", "benchmark", path, "--detectors", "bad", "--workers", workers]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(site), str(ROOT)])}
-        process = subprocess.Popen(
-            [*map(str, words), "--output-dir", str(tmp_path / f"out{workers}")], env=environment, cwd=ROOT,
-            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        )  # fmt: skip
-        wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
-        os.killpg(process.pid, signal.SIGINT)
-        assert process.wait(30) == 130 and process.stderr.read().count("\n") == 1
-        process.stderr.close()
-        pid = int((tmp_path / "pid").read_text())
-        wait_for(lambda pid=pid: not os.path.exists(f"/proc/{pid}"))
-        (tmp_path / "pid").unlink()
-
-
-def wait_for(condition):
-    for _ in range(600):
-        if condition():
-            return
-        time.sleep(0.1)
-    raise AssertionError("waited for a minute")
-
-
-@pytest.mark.long
-def test_a_detector_ends_with_a_killed_benchmark(path, tmp_path, plugin):
-    site = plugin(
-        f"def fit(self, *_):\n        open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
-        "        while True: signal.pause()"
-    )
-    words = [sys.executable, "-m", "tracestore", "benchmark", path, "--detectors", "bad", "--workers", "1"]
+    words = [sys.executable, "-m", "tracestore", "benchmark", path, "--detectors", "bad", "--workers", workers]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(site), str(ROOT)])}
-    process = subprocess.Popen([*map(str, words), "--output-dir", str(tmp_path / "out")], env=environment, cwd=ROOT)
-    wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
-    process.kill()
-    process.wait()
-    pid = int((tmp_path / "pid").read_text())
-    wait_for(lambda: not os.path.exists(f"/proc/{pid}"))
+    with subprocess.Popen(
+        [*map(str, words), "--output-dir", str(tmp_path / "out")], env=environment, cwd=ROOT,
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    ) as process:  # fmt: skip
+        wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+        if ending == signal.SIGINT:
+            os.killpg(process.pid, signal.SIGINT)
+            assert process.wait(60) == 130 and process.stderr.read().count("\n") == 1
+        else:
+            process.kill()
+        wait_until(lambda: not is_running(int((tmp_path / "pid").read_text())))
 
 
 @pytest.mark.long

@@ -204,21 +204,6 @@ def test_a_list_of_batches_keeps_its_values(store_path):
             np.testing.assert_array_equal(row.numpy(), loader.store[index].last_token)
 
 
-def test_early_stop_leaves_no_thread(store_path):
-    import threading
-
-    before = threading.active_count()
-    for _ in tracestore.TraceLoader(store_path, "graph", batch_size=2, num_threads=4):
-        break
-    with pytest.raises(ZeroDivisionError):
-        for _ in tracestore.TraceLoader(store_path, "graph", batch_size=2, num_threads=4):
-            _ = 1 / 0
-    import gc
-
-    gc.collect()
-    assert threading.active_count() == before
-
-
 def test_messages_for_wrong_arguments(store_path):
     for kwargs, word in (
         ({"view": "picture"}, "sequence"),

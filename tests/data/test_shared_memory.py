@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import os
-import time
 
 import psutil
 import pytest
@@ -12,6 +11,7 @@ from torch.utils.data import DataLoader
 
 import tracestore
 from tests.helpers import make_traces, write_store
+from tests.machine import wait_until
 from tests.tiers import long
 from tracestore.data import shared_memory
 
@@ -108,23 +108,15 @@ def _open_files():
     return found
 
 
-def _settled(found, is_settled, patience_s=20.0):
-    end = time.monotonic() + patience_s
-    while not is_settled(result := found()) and time.monotonic() < end:
-        time.sleep(0.05)
-    return result
-
-
 def test_no_file_or_process_is_left(store):
     # The first epoch starts processes that exist once, such as multiprocessing's tracker.
     _stopped_early(store)
     gc.collect()
     before = set(_open_files().values())
-    children = len(psutil.Process().children())
+    children = set(psutil.Process().children())
     pids = _stopped_early(store)
     gc.collect()
-    assert not [n for n in os.listdir("/dev/shm") if any(f"_{pid}_" in n for pid in pids)]
     # The feeder threads of multiprocessing's queues close their pipes later.
-    left = _settled(lambda: set(_open_files().values()) - before, lambda files: not files)
-    assert not left
-    assert len(psutil.Process().children()) == children
+    wait_until(lambda: not [n for n in os.listdir("/dev/shm") if any(f"_{pid}_" in n for pid in pids)])
+    wait_until(lambda: not set(_open_files().values()) - before)
+    wait_until(lambda: not set(psutil.Process().children()) - children)

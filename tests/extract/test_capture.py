@@ -72,18 +72,22 @@ def test_output_of_the_model_is_unchanged():
         assert states.trace()["tokens"].tolist() == ids[0].tolist()
 
 
+def padded(rows, side):
+    """Return the arguments of a model for rows of ids that are padded to 7."""
+    ids, mask = torch.zeros(len(rows), 7, dtype=torch.long), torch.zeros(len(rows), 7, dtype=torch.long)
+    for k, row in enumerate(rows):
+        columns = slice(7 - len(row), 7) if side == "left" else slice(0, len(row))
+        ids[k, columns], mask[k, columns] = row, 1
+    return {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+
+
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_is_left_out(kind, side):
     model = make_model(kind)
     rows = [torch.arange(1, 4), torch.arange(5, 12), torch.arange(3, 8)]
-    ids, mask = torch.zeros(3, 7, dtype=torch.long), torch.zeros(3, 7, dtype=torch.long)
-    for k, row in enumerate(rows):
-        columns = slice(7 - len(row), 7) if side == "left" else slice(0, len(row))
-        ids[k, columns], mask[k, columns] = row, 1
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
     with torch.inference_mode(), capture(model) as states:
-        model(input_ids=ids, attention_mask=mask, position_ids=positions)
+        model(**padded(rows, side))
         traces = states.traces()
         for trace, row in zip(traces, rows, strict=True):
             assert_trace(trace, model, row)
@@ -195,13 +199,8 @@ def test_records_the_selection(positions, heads):
 def test_last_positions_of_padded_rows(side):
     model = make_model("llama")
     rows = [torch.arange(1, 4), torch.arange(5, 12)]
-    ids, mask = torch.zeros(2, 7, dtype=torch.long), torch.zeros(2, 7, dtype=torch.long)
-    for k, row in enumerate(rows):
-        columns = slice(7 - len(row), 7) if side == "left" else slice(0, len(row))
-        ids[k, columns], mask[k, columns] = row, 1
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
     with torch.inference_mode(), capture(model, select=Select(positions=2)) as states:
-        model(input_ids=ids, attention_mask=mask, position_ids=positions)
+        model(**padded(rows, side))
         traces = states.traces()
     for trace, row in zip(traces, rows, strict=True):
         hidden, attention = forward(model, row)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import ROOT, make_trace, write_pickle, write_scores
+from tests.machine import folder_in_memory
 
 ALL = os.environ.get("TRACESTORE_FAULTS") == "all"
 # "2/5" selects the third of five shards, so that several processes can divide the cases.
@@ -33,17 +34,13 @@ def make_data(folder, num_files=4, per_file=2):
 
 
 @pytest.fixture(scope="module")
-def memory_folder(tmp_path_factory):
+def memory_folder():
     """Yield a folder, on tmpfs where there is one.
 
     The tests create and remove thousands of small stores, and neither the shim nor the disk model
     needs a real fsync.
     """
-    shared = Path("/dev/shm")
-    if not (shared.is_dir() and os.access(shared, os.W_OK)):
-        yield tmp_path_factory.mktemp("memory")
-        return
-    with tempfile.TemporaryDirectory(dir=shared, prefix="tracestore-fault-injection-") as folder:
+    with tempfile.TemporaryDirectory(dir=folder_in_memory(), prefix="tracestore-fault-injection-") as folder:
         yield Path(folder)
 
 

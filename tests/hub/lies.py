@@ -222,21 +222,6 @@ def tell(lie, handler, data):
         lie(handler, data)
 
 
-@contextlib.contextmanager
-def bounded(*, seconds=15.0, memory_bytes=64 << 20):
-    """Assert that the block ends within this time, and that the peak of memory grows by no more than this."""
-    Path("/proc/self/clear_refs").write_text("5")
-    before, began = _peak_bytes(), time.monotonic()
-    yield
-    assert time.monotonic() - began < seconds
-    assert _peak_bytes() - before < memory_bytes
-
-
-def _peak_bytes():
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) << 10
-
-
 def disk_bytes(folder):
     """Return the size of all files below a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

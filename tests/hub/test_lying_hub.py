@@ -6,8 +6,9 @@ import json
 import pytest
 
 from tests.helpers import command, make_traces, write_store
-from tests.hub.lies import LIES, bounded, disk_bytes
+from tests.hub.lies import LIES, disk_bytes
 from tests.hub.server import TOKEN
+from tests.machine import bounded
 from tests.store.remote.test_lying_servers import ALL, NAMES
 from tests.tiers import long
 from tracestore.hub import data_set

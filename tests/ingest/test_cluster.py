@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from concurrent.futures import Future
 
 import numpy as np
@@ -14,6 +13,7 @@ import torch
 
 import tracestore
 from tests.helpers import ROOT, convert, make_graphs, make_optional, make_trace, make_traces, tree_bytes, write_pickle
+from tests.machine import wait_until
 from tracestore import cli
 from tracestore.ingest import cluster as cluster_module
 from tracestore.ingest.builtin.parts import find_sources
@@ -51,9 +51,7 @@ def cluster(folder):
     try:
         file = folder / "scheduler.json"
         start("scheduler", "--port", "0", "--no-dashboard", "--scheduler-file", str(file), "--host", "127.0.0.1")
-        end = time.monotonic() + 60
-        while not file.exists() and time.monotonic() < end:
-            time.sleep(0.1)
+        wait_until(file.exists)
         address = json.loads(file.read_text())["address"]
         for _ in range(2):
             start("worker", address, "--nthreads", "1", "--no-nanny", "--no-dashboard", "--host", "127.0.0.1")

@@ -13,6 +13,7 @@ import torch
 import tracestore
 from tests.fault_injection.driver import run_convert
 from tests.helpers import make_graphs, make_trace, open_files, read_all, tree_bytes, write_pickle
+from tests.machine import wait_until
 from tests.tiers import long
 from tracestore.ingest import packing
 from tracestore.ingest.builtin.parts import find_sources
@@ -111,13 +112,6 @@ def streams_of(sources, folder, workers=3, max_waiting=100_000):
     options = PackOptions(attention="mean", keep_dtype=False, max_waiting=max_waiting)
     ahead = AheadOptions(folder / "ahead", commit_bytes=1, split_bytes=1 << 30, pending_bytes=lambda: 0)
     return read_sources(sources, options, workers=workers, is_known=lambda *_: False, on_wait=lambda: None, ahead=ahead)
-
-
-def wait_until(is_so):
-    end = time.monotonic() + 30
-    while not is_so():
-        assert time.monotonic() < end, "timed out"
-        time.sleep(0.01)
 
 
 def test_spooled_traces_do_not_count_against_the_memory_limit(tmp_path):

@@ -18,6 +18,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.machine import peak_bytes
+
 # Safety limits, far beyond those that the tests assert.
 _CPU_LIMIT_S = 20
 _MEMORY_LIMIT_BYTES = 4 << 30
@@ -76,11 +78,6 @@ def _digest(store: Path) -> str:
         if path.is_file() and path.name != "lock":
             digest.update(f"{path.relative_to(store)}\0{path.stat().st_size}\0".encode() + path.read_bytes())
     return digest.hexdigest()
-
-
-def peak_bytes() -> int:
-    """Return the peak memory of this process."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
 def in_fork(work: Callable[[], dict[str, object]]) -> dict[str, object] | str:

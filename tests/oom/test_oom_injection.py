@@ -18,6 +18,12 @@ ALL = os.environ.get("TRACESTORE_OOM") == "all"
 pytestmark = pytest.mark.usefixtures("young_heap")
 NAMES = [name for name in MODELS if not name.endswith("_v0")]
 OPTIMIZERS = ("sgd", "adam", "fused")
+# Every detector with one optimizer, in turn; the other pairs are marked long.
+CASES = [
+    pytest.param(name, optimizer, marks=[] if n % len(OPTIMIZERS) == k else [pytest.mark.long])
+    for n, name in enumerate(NAMES)
+    for k, optimizer in enumerate(OPTIMIZERS)
+]
 
 
 def steps(case, mode_of_second=None, count=3):
@@ -47,8 +53,7 @@ def phases():
     assert {"forward", "backward", "optimizer"} <= set(counted)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "optimizer"), CASES)
 def test_one_failure_changes_nothing(name, optimizer, phases):
     """The retry at the same size equals a run without a failure bit for bit, dropout included."""
     case, counter = (name, optimizer, "by torch", torch.float32), FailAt()
@@ -98,8 +103,7 @@ def second_step(case, operation, times, copying):
     return guard, before, True
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "optimizer"), CASES)
 def test_two_failures_split_the_batch_with_the_same_result(name, optimizer):
     """After two failures at full size the batch is split, or the optimizer steps a third time.
 
@@ -117,8 +121,7 @@ def test_two_failures_split_the_batch_with_the_same_result(name, optimizer):
             assert torch.allclose(a, b, rtol=1e-12, atol=1e-12), operation
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "optimizer"), CASES)
 def test_permanent_failures_change_nothing(name, optimizer):
     """Weights, optimizer and random state are those before the step, so that they can be saved."""
     case = (name, optimizer, "by torch", torch.float32)

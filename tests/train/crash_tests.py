@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from tests.machine import wait_until
 from tests.train.runs import outcome
 from tracestore.cli import main
 from tracestore.evaluation import metrics
@@ -144,14 +145,37 @@ def disk_full(argv, folder):
     return {"stderr": Path(f"{out}.err").read_text(), "files": os.listdir(model), "batch": batch}
 
 
+def waiting(signaled):
+    """Return a hook that lets a run wait after its first checkpoint until the file `signaled` exists."""
+    original, is_first = fsio.atomic_write, [True]
+
+    @contextlib.contextmanager
+    def atomic_write(path):
+        with original(path) as file:
+            yield file
+        if path.name == "last.pt" and is_first:
+            is_first.clear()
+            wait_until(signaled.exists)
+
+    def before():
+        fsio.atomic_write = atomic_write
+
+    return before
+
+
+def signal_after_checkpoint(out, signaled, child, signum):
+    """Send a signal to a process after the first checkpoint of a run whose hook is `waiting(signaled)`."""
+    wait_until(lambda: list(out.glob("*/last.pt")))
+    os.kill(child, signum)
+    signaled.touch()
+
+
 def stopped(argv, folder, signum):
     """Interrupt a run in its second epoch, and resume it."""
     expected, _ = undisturbed(argv, folder)
-    out = folder / "stopped"
-    child = start(argv, out)
-    while not list(out.glob("*/last.pt")):
-        time.sleep(0.001)
-    os.kill(child, signum)
+    out, signaled = folder / "stopped", folder / "signaled"
+    child = start(argv, out, before=waiting(signaled))
+    signal_after_checkpoint(out, signaled, child, signum)
     expect(128 + signum, child, out)
     stderr = Path(f"{out}.err").read_text()
     expect(0, start(argv, out, "--resume"), out)
@@ -219,11 +243,9 @@ def results(folder):
 def rank_signaled(argv, folder, signum):
     """Send a signal to rank 1 in the second epoch; one process resumes."""
     by_ranks(argv, folder / "whole", 1)
-    out = folder / "ranks"
-    children = start_ranks(2, argv, out)
-    while not list(out.glob("*/last.pt")):
-        time.sleep(0.001)
-    os.kill(children[1], signum)
+    out, signaled = folder / "ranks", folder / "signaled"
+    children = start_ranks(2, argv, out, before=waiting(signaled))
+    signal_after_checkpoint(out, signaled, children[1], signum)
     codes = [wait(child) for child in children]
     stderr = [Path(f"{out}.{rank}.err").read_text() for rank in range(2)]
     by_ranks(argv, out, 1)

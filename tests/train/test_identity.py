@@ -1,14 +1,15 @@
 """A run continues with its own traces only, and results have a digest of their traces."""
 
+import hashlib
 import json
 import shutil
-import time
 
 import numpy as np
 import pytest
 
 import tracestore
 from tests.helpers import command, error_of, make_traces, write_store
+from tests.machine import assert_within
 from tests.train.runs import FAST, ONLY, outcome, write_labeled
 
 
@@ -111,13 +112,11 @@ def test_results_name_the_traces_and_compare_reports_others(tmp_path):
     assert "note:" not in command("compare", tmp_path / "r1", tmp_path / "r3", check=0).stdout
 
 
-@pytest.mark.long
-def test_a_digest_of_many_traces_takes_little_time(tmp_path):
+def test_a_digest_takes_less_time_than_a_loop_over_the_traces(tmp_path):
     trace = make_traces(1, tokens=1, layers=1, dim=1, heads=1)[0]
     with tracestore.create(tmp_path / "s.zarr") as writer:
-        for k in range(50_000):
+        for k in range(4_000):
             writer.append(trace | {"question_id": f"question {k}"})
     with tracestore.open(tmp_path / "s.zarr") as store:
-        begin = time.perf_counter()
-        store.digest(store.indices)
-        assert time.perf_counter() - begin < 1
+        loop = lambda: [hashlib.blake2b(name.encode()).digest() for name in store.question_ids]  # noqa: E731
+        assert_within(1, lambda: store.digest(store.indices), loop)

@@ -1,7 +1,6 @@
 """Numbers of a training for Weights & Biases and MLflow: each is sent once, whatever the service does."""
 
 import json
-import time
 from collections import defaultdict
 
 import pytest
@@ -9,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers import command
+from tests.machine import wait_until
 from tests.train.runs import FAST, STEPS_OF
 from tracestore.errors import TracestoreWarning, UsageError
 from tracestore.experiment import training_run
@@ -85,11 +85,8 @@ def test_a_run_continues_after_a_kill(logger, tmp_path, monkeypatch):
         if logger == "wandb":
             run.close()  # in one process, the service would continue the same run
     expected = {key: list(range(6)) for key in ("loss/step", "memory/file_mib")}
-    deadline = time.monotonic() + 20
     # The process of wandb writes the end of its file after finish() has returned.
-    while (found := STEPS_OF[logger](tmp_path / "events")) != expected and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert found == expected
+    wait_until(lambda: STEPS_OF[logger](tmp_path / "events") == expected)
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ import pytest
 import tracestore
 from tests.data.joined.test_batches import assert_same_batches
 from tests.helpers import make_trace, write_store
-from tests.store.remote.conftest import local_store, remote, remote_store, server
+from tests.store.remote.conftest import local_store, remote, remote_store, server, uploaded, written
 from tracestore.store.maintain.merge import merge_stores
 
-__all__ = ["local_store", "remote", "remote_store", "server"]
+__all__ = ["local_store", "remote", "remote_store", "server", "uploaded", "written"]
 OPTIONS = {"sequence": {}, "graph": {"as_pyg": False}, "tokens": {"batch_size": 9}}
 
 

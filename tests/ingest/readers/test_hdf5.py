@@ -21,6 +21,7 @@ from tests.ingest.readers.trees import (
     refusal_in_child,
     refusal_of_convert,
 )
+from tests.machine import is_running, wait_until
 from tests.tiers import long
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.readers import hdf5, hdf5_process
@@ -216,15 +217,7 @@ os.kill(os.getpid(), 9)
 """
     done = subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True, cwd=ROOT, check=False)
     pid = int(done.stdout)
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline:
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return
-        time.sleep(0.05)
-    os.kill(pid, signal.SIGKILL)
-    pytest.fail("the process outlives its parent")
+    wait_until(lambda: not is_running(pid))
 
 
 def test_an_answer_has_a_limit_of_time(tmp_path):

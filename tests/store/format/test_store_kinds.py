@@ -6,7 +6,6 @@ from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -30,10 +29,9 @@ class Kind(NamedTuple):
 
 @pytest.fixture(scope="module", params=[*(name for name in KINDS if name not in SIMILAR), *long(*SIMILAR)])
 def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kind:
-    """A store of each kind. Nothing is synced to the disk, which takes half of the time."""
+    """A store of each kind."""
     path = tmp_path_factory.mktemp("kind") / "s.zarr"
-    with mock.patch("os.fsync"):
-        KINDS[request.param](path)
+    KINDS[request.param](path)
     return Kind(path, expected(path))
 
 

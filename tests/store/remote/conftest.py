@@ -1,6 +1,7 @@
 """Fixtures: an S3 server, a proxy that injects faults, and the same store here and on the server."""
 
 import itertools
+import shutil
 
 import pytest
 
@@ -20,14 +21,14 @@ def server():
         yield url
 
 
+LOGIN = {"AWS_ACCESS_KEY_ID": "user", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
+
+
 @pytest.fixture
 def remote(server, tmp_path, monkeypatch):
     """URL of an empty folder on the server. The disk cache is in tmp_path."""
-    settings = {
+    settings = LOGIN | {
         "AWS_ENDPOINT_URL": server,
-        "AWS_ACCESS_KEY_ID": "user",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_REGION": "us-east-1",
         "TRACESTORE_CACHE_DIR": str(tmp_path / "cache"),
         "TRACESTORE_REMOTE_TIMEOUT": "2",
         "TRACESTORE_REMOTE_RETRY_TIMEOUT": "30",
@@ -37,16 +38,37 @@ def remote(server, tmp_path, monkeypatch):
     return f"s3://{BUCKET}/{next(_numbers)}/store.zarr"
 
 
+@pytest.fixture(scope="session")
+def written(tmp_path_factory):
+    """Path of a store of 36 traces in six segments that no test changes."""
+    return make_store(tmp_path_factory.mktemp("written") / "local.zarr")
+
+
 @pytest.fixture
-def local_store(tmp_path):
+def local_store(written, tmp_path):
     """Path of a store of 36 traces in six segments."""
-    make_store(tmp_path / "local.zarr")
-    return tmp_path / "local.zarr"
+    return shutil.copytree(written, tmp_path / "local.zarr")
+
+
+@pytest.fixture(scope="session")
+def uploaded(server, written):
+    """URL of a copy of `written` on the server."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (LOGIN | {"AWS_ENDPOINT_URL": server}).items():
+            patch.setenv(name, value)
+        upload(written, f"s3://{BUCKET}/uploaded/store.zarr")
+    return f"s3://{BUCKET}/uploaded/store.zarr"
 
 
 @pytest.fixture
-def remote_store(local_store, remote):
-    """URL of a copy of `local_store` on the server."""
+def remote_store(remote, uploaded):
+    """URL of a copy of `local_store` on the server that no test changes."""
+    return uploaded
+
+
+@pytest.fixture
+def own_remote_store(local_store, remote):
+    """URL of a copy of `local_store` on the server that this test may change."""
     upload(local_store, remote)
     return remote
 

@@ -2,7 +2,6 @@
 
 import random
 import sys
-import time
 
 import pytest
 import torch
@@ -60,24 +59,24 @@ def test_missing_permission_is_a_usage_error(remote_store, proxy):
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "no permission" in done.stderr
 
 
-def test_damaged_objects_are_named(remote_store, proxy, local_store, tmp_path):
+def test_damaged_objects_are_named(own_remote_store, proxy, local_store, tmp_path):
     file = f"{segment_of(local_store, 2)}/attention/c/0"
     data = bytearray((local_store / file).read_bytes())
     data[100] ^= 1
-    objects = ObjectStore(remote_store)
+    objects = ObjectStore(own_remote_store)
     objects.put(file, bytes(data))
-    with tracestore.open(remote_store) as store:
+    with tracestore.open(own_remote_store) as store:
         assert store[0].attention.shape == (3, 24, 24)
         with pytest.raises(CorruptStoreError, match=file):
             _ = store[13].attention
     objects.put(file, bytes(data[:-1]))
-    with tracestore.open(remote_store) as store, pytest.raises(CorruptStoreError, match=file):
+    with tracestore.open(own_remote_store) as store, pytest.raises(CorruptStoreError, match=file):
         _ = store[13].attention
     objects.delete([file])
-    with tracestore.open(remote_store) as store, pytest.raises(CorruptStoreError, match=file):
+    with tracestore.open(own_remote_store) as store, pytest.raises(CorruptStoreError, match=file):
         _ = store[13].attention
     with tracestore.open(local_store) as store:
-        damaged = DiskCache.name_of(remote_store, store.internals.segment(2).entries[file])
+        damaged = DiskCache.name_of(own_remote_store, store.internals.segment(2).entries[file])
     assert damaged not in cached(tmp_path)
 
 
@@ -138,10 +137,9 @@ def test_invalid_urls_are_refused(remote, ending):
 
 def test_an_error_that_a_retry_cannot_solve_is_raised_at_once(remote_store, proxy):
     proxy.fault = lambda *_: "400"
-    began = time.monotonic()
     with pytest.raises(UsageError, match="400"):
         tracestore.open(remote_store)
-    assert time.monotonic() - began < 5
+    assert proxy.count == 1
 
 
 @pytest.mark.long

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from tests.helpers import command, make_traces, write_store
-from tests.hub.lies import LIES, bounded, disk_bytes, tell
+from tests.hub.lies import LIES, disk_bytes, tell
+from tests.machine import bounded
 from tests.store.remote.test_malicious_server import FolderServer, send_all
 from tests.tiers import long
 

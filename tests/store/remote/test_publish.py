@@ -123,15 +123,15 @@ def test_score_merge_and_subset_accept_urls(remote, store_path, tmp_path):
 
 @pytest.mark.parametrize("fault", [None, *long("lost", "503", "cut")])
 @pytest.mark.long
-def test_a_merge_in_a_bucket_lets_the_server_copy(remote_store, local_store, proxy, tmp_path, fault):
-    merged, puts = remote_store.replace("/store.zarr", "/merged.zarr"), []
+def test_a_merge_in_a_bucket_lets_the_server_copy(own_remote_store, local_store, proxy, tmp_path, fault):
+    merged, puts = own_remote_store.replace("/store.zarr", "/merged.zarr"), []
 
     def at(count, method, path):
         puts.append(path) if method == "PUT" else None
         return fault if method == "PUT" and puts.count(path) == 1 else None
 
     proxy.fault = at
-    command("merge", remote_store, merged, check=0)
+    command("merge", own_remote_store, merged, check=0)
     proxy.fault = lambda *_: None
     read = {path.split("/store.zarr/")[-1] for method, path in proxy.requests if method == "GET"}
     assert read and not [path for path in read if "/c/" in path]
@@ -141,13 +141,13 @@ def test_a_merge_in_a_bucket_lets_the_server_copy(remote_store, local_store, pro
     assert tree_bytes(tmp_path / "again.zarr") == tree_bytes(tmp_path / "merged.zarr")
 
 
-def test_a_merge_in_a_bucket_finds_missing_objects_and_other_sizes(remote_store, local_store):
-    merged, objects = remote_store.replace("/store.zarr", "/merged.zarr"), ObjectStore(remote_store)
+def test_a_merge_in_a_bucket_finds_missing_objects_and_other_sizes(own_remote_store, local_store):
+    merged, objects = own_remote_store.replace("/store.zarr", "/merged.zarr"), ObjectStore(own_remote_store)
     path = next(p for p in objects.list_recursive("segments") if "/attention/c/" in p)
     objects.put(path, b"short")
-    assert "found 5 bytes" in error_of("merge", remote_store, merged, code=3)
+    assert "found 5 bytes" in error_of("merge", own_remote_store, merged, code=3)
     objects.delete([path])
-    assert f"{path}: missing" in error_of("merge", remote_store, merged, code=3)
+    assert f"{path}: missing" in error_of("merge", own_remote_store, merged, code=3)
     assert not [p for p in objects_of(merged) if p.startswith("manifest/")]
 
 

@@ -144,12 +144,12 @@ def test_a_static_web_server_can_serve_a_store(local_store, tmp_path, monkeypatc
 
 
 @pytest.mark.long
-def test_a_replaced_store_is_a_different_store(remote_store, tmp_path):
-    with tracestore.open(remote_store) as store:
+def test_a_replaced_store_is_a_different_store(own_remote_store, tmp_path):
+    with tracestore.open(own_remote_store) as store:
         before = store[0].hidden_states.copy()
         pickled = pickle.dumps(store)
-    write_store(remote_store, make_traces(4, tokens=24, layers=3, dim=32, seed=9), overwrite=True)
-    with tracestore.open(remote_store) as store:
+    write_store(own_remote_store, make_traces(4, tokens=24, layers=3, dim=32, seed=9), overwrite=True)
+    with tracestore.open(own_remote_store) as store:
         assert len(store) == 4 and not np.array_equal(store[0].hidden_states, before)
     # The replaced segments stay until `tracestore clean` removes them.
     with pickle.loads(pickled) as store:
@@ -157,13 +157,13 @@ def test_a_replaced_store_is_a_different_store(remote_store, tmp_path):
 
 
 @pytest.mark.long
-def test_a_store_opens_while_a_writer_removes_generations(remote_store):
+def test_a_store_opens_while_a_writer_removes_generations(own_remote_store):
     stop = threading.Event()
 
     def write():
         k = 0
         while not stop.is_set():
-            with tracestore.create(remote_store, append=True) as writer:
+            with tracestore.create(own_remote_store, append=True) as writer:
                 for _ in range(3):
                     writer.append(make_traces(1, tokens=24, layers=3, dim=32, seed=k)[0] | {"question_id": f"new{k}"})
                     writer.flush()
@@ -173,7 +173,7 @@ def test_a_store_opens_while_a_writer_removes_generations(remote_store):
     thread.start()
     try:
         for _ in range(15):
-            with tracestore.open(remote_store) as store:
+            with tracestore.open(own_remote_store) as store:
                 assert len(store) >= 36 and len(store.scores) == len(store)
     finally:
         stop.set()

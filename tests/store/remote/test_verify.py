@@ -14,10 +14,10 @@ from tracestore.store.remote.object_store import ObjectStore
 
 
 @pytest.mark.long
-def test_every_damaged_object_is_found(remote_store, local_store, tmp_path):
-    assert verify_store(remote_store) == replace(verify_store(local_store), leftovers=[])
-    assert not verify_store(remote_store, quick=True).damaged
-    objects = ObjectStore(remote_store)
+def test_every_damaged_object_is_found(own_remote_store, local_store, tmp_path):
+    assert verify_store(own_remote_store) == replace(verify_store(local_store), leftovers=[])
+    assert not verify_store(own_remote_store, quick=True).damaged
+    objects = ObjectStore(own_remote_store)
     for path in (
         f"{segment_of(local_store, 1)}/attention/c/0",
         f"{segment_of(local_store, 2)}/rows.zip",
@@ -26,16 +26,16 @@ def test_every_damaged_object_is_found(remote_store, local_store, tmp_path):
     ):
         data = objects.read(path)
         objects.put(path, data[:-1] + bytes([data[-1] ^ 1]))
-        assert set(verify_store(remote_store).damaged) == {path}
+        assert set(verify_store(own_remote_store).damaged) == {path}
         objects.delete([path])
-        assert verify_store(remote_store, quick=True).damaged[path] == "missing"
+        assert verify_store(own_remote_store, quick=True).damaged[path] == "missing"
         objects.put(path, data)
     objects.put("segments/00000099/x", b"leftover")
-    assert "segments/00000099/x" in command("verify", remote_store, check=0).stdout
+    assert "segments/00000099/x" in command("verify", own_remote_store, check=0).stdout
     with pytest.raises(UsageError, match="on this machine"):
-        repair_store(remote_store)
+        repair_store(own_remote_store)
     with pytest.raises(UsageError, match="no such store"):
-        verify_store(f"{remote_store}-not")
+        verify_store(f"{own_remote_store}-not")
 
 
 @pytest.mark.long

@@ -22,13 +22,13 @@ from tests.ingest.corpus.changed import (
 from tests.ingest.corpus.changed.dumps import Dump
 from tests.ingest.corpus.changed.mutations import MUTATIONS, NONE, PART
 from tests.ingest.propose.folders import check_outcome
+from tests.machine import folder_in_memory
 from tracestore.ingest.builtin.claiming import claim
 from tracestore.ingest.builtin.library import builtins
 from tracestore.ingest.execute.claims import list_files
 from tracestore.ingest.propose import propose_folder
 
-# Where memory holds files: thousands of small stores are written and removed.
-SCRATCH = "/dev/shm" if Path("/dev/shm").is_dir() else None
+SCRATCH = folder_in_memory()
 
 
 @dataclass
