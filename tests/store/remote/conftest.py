@@ -50,14 +50,20 @@ def local_store(written, tmp_path):
     return shutil.copytree(written, tmp_path / "local.zarr")
 
 
-@pytest.fixture(scope="session")
-def uploaded(server, written):
-    """URL of a copy of `written` on the server."""
+def upload_once(server, folder):
+    """Upload a store for several tests, and return its URL."""
+    url = f"s3://{BUCKET}/{next(_numbers)}/store.zarr"
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (LOGIN | {"AWS_ENDPOINT_URL": server}).items():
             patch.setenv(name, value)
-        upload(written, f"s3://{BUCKET}/uploaded/store.zarr")
-    return f"s3://{BUCKET}/uploaded/store.zarr"
+        upload(folder, url)
+    return url
+
+
+@pytest.fixture(scope="session")
+def uploaded(server, written):
+    """URL of a copy of `written` on the server."""
+    return upload_once(server, written)
 
 
 @pytest.fixture

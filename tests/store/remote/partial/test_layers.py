@@ -10,7 +10,8 @@ import pytest
 
 import tracestore
 from tests.helpers import ROOT, command, make_trace, write_store
-from tests.store.remote.stores import assert_same_epoch, epoch, open_with_cache, upload
+from tests.store.remote.conftest import upload_once
+from tests.store.remote.stores import assert_same_epoch, epoch, open_with_cache
 from tracestore.errors import CorruptStoreError
 from tracestore.store.remote import layer_file
 from tracestore.store.remote.disk_cache import LAYERS_SUFFIX, DiskCache
@@ -30,17 +31,22 @@ def pattern(monkeypatch):
     monkeypatch.setattr(layer_file, "make_holes", make_holes)
 
 
-@pytest.fixture
-def large_store(tmp_path):
-    """Path of a store of traces with layers of 16 KiB and more, in three segments."""
+@pytest.fixture(scope="module")
+def large_store(tmp_path_factory):
+    """Path of a store of traces with layers of 16 KiB and more, in three segments. No test changes it."""
     traces = [make_trace(k, tokens=130 + 7 * (k % 5), layers=LAYERS, dim=96, heads=2) for k in range(TRACES)]
-    return write_store(tmp_path / "large.zarr", traces, score=lambda k: k / TRACES, commit_after=(3, 7, 11))
+    path = tmp_path_factory.mktemp("large") / "large.zarr"
+    return write_store(path, traces, score=lambda k: k / TRACES, commit_after=(3, 7, 11))
+
+
+@pytest.fixture(scope="module")
+def uploaded_large(server, large_store):
+    return upload_once(server, large_store)
 
 
 @pytest.fixture
-def large_url(large_store, remote):
-    upload(large_store, remote)
-    return remote
+def large_url(uploaded_large, remote):
+    return uploaded_large
 
 
 def trace_bytes(trace):
