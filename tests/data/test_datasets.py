@@ -48,7 +48,7 @@ def test_items_follow_the_contract(store_path):
     [
         ("sequence", "fork"),
         ("graph", "fork"),
-        *(pytest.param(view, "spawn", marks=pytest.mark.long) for view in ("sequence", "graph")),
+        pytest.param("sequence", "spawn", marks=pytest.mark.long),
     ],
 )
 def test_workers_fork_and_spawn(store_path, context, view):

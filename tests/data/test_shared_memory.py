@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader
 import tracestore
 from tests.helpers import make_traces, write_store
 from tests.machine import wait_until
-from tests.tiers import long
 from tracestore.data import shared_memory
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -37,10 +36,14 @@ def same(a, b, view):
 
 
 @pytest.mark.parametrize(
-    "context",
-    ["fork", *long("spawn", "forkserver")],
+    ("view", "context"),
+    [
+        ("sequence", "fork"),
+        ("graph", "fork"),
+        pytest.param("graph", "spawn", marks=pytest.mark.long),
+        pytest.param("sequence", "forkserver", marks=pytest.mark.long),
+    ],
 )
-@pytest.mark.parametrize("view", ["sequence", "graph"])
 def test_batches_of_workers_keep_their_values(store, view, context):
     """A slot whose batch is held is not overwritten while the workers continue."""
     expected = [list(batches(store, view)) for _ in range(1)]

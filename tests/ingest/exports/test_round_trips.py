@@ -199,7 +199,7 @@ def stores(draw):
     return traces, values
 
 
-@pytest.mark.parametrize("examples", [5, *long(60)])
+@pytest.mark.parametrize("examples", [5, *long(25)])
 @pytest.mark.parametrize("format", FORMATS)
 def test_any_store_survives(tmp_path_factory, format, examples):
     @settings(max_examples=examples)

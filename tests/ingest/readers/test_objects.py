@@ -257,7 +257,7 @@ def test_twice_the_input_takes_twice_the_time(tmp_path, kind):
         path.write_bytes(gzip.compress(packed, 1) if "gzip" in kind else packed)
         return path
 
-    check_time(path_of(40_000), path_of(80_000))
+    check_time(path_of(12_000), path_of(24_000))
 
 
 def test_a_list_inside_an_object_is_refused_at_the_end(tmp_path):

@@ -108,7 +108,7 @@ def test_a_header_of_many_names_ends(tmp_path):
 @pytest.mark.long
 def test_twice_the_input_takes_twice_the_time(tmp_path):
     paths = []
-    for count in (40_000, 80_000):
+    for count in (10_000, 20_000):
         path = tmp_path / f"{count}.safetensors"
         path.write_bytes(safetensors({f"q{k}/h": ("F16", STATES) for k in range(count)}))
         paths.append(path)
