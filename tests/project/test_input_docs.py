@@ -19,7 +19,9 @@ import tracestore
 from tests.helpers import ROOT, write_pickle
 from tracestore.ingest.builtin.library import builtins, parse_builtin
 
-INPUTS, NEW_TOOL = ((ROOT / f"docs/{name}.md").read_text() for name in ("inputs", "new_tool"))
+INPUTS, NEW_TOOL, BUILTIN_LAYOUT = (
+    (ROOT / f"docs/{name}.md").read_text() for name in ("inputs", "new_tool", "builtin_layout")
+)
 rng = np.random.default_rng(0)
 torch = pytest.importorskip("torch")
 
@@ -53,7 +55,7 @@ def test_the_commands_of_the_page_about_a_new_tool_print_what_it_says(tmp_path):
 
 
 def test_the_built_in_layout_of_the_page_is_one():
-    (text,) = [text for language, text in blocks(NEW_TOOL) if language == "toml" and "[signature" in text]
+    (text,) = [text for language, text in blocks(BUILTIN_LAYOUT) if language == "toml" and "[signature" in text]
     (builtin,) = parse_builtin("example", text)
 
     builtin.check()

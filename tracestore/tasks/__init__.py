@@ -4,7 +4,7 @@
     for task in tasks: write_task(task)       # anywhere, in any order, more than once
     report = commit_tasks(tasks)              # once all tasks are written
 
-docs/scale.md has recipes for engines that map `write_task`.
+docs/tasks.md has recipes for engines that map `write_task`.
 """
 
 from tracestore.tasks.committing import commit_tasks

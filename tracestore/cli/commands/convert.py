@@ -71,7 +71,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("src", nargs="+", type=Path, metavar="SRC", help="trace files, or folders of them")
     parser.add_argument("dst", metavar="DST", help="the store to create or to extend: a folder, s3:// or gs://")
     add_flags(parser, ConvertOptions, _FLAGS)
-    text = "cut the conversion into tasks, write them to FILE and convert nothing, see docs/scale.md (default: convert)"
+    text = "cut the conversion into tasks, write them to FILE and convert nothing, see docs/tasks.md (default: convert)"
     parser.add_argument("--plan", type=Path, metavar="FILE", help=text)
     for flag in _AS_FIELDS:
         parser.add_argument(flag, help=argparse.SUPPRESS)
