@@ -1,4 +1,4 @@
-"""Write the tables of docs/leaderboard.md from results of `tracestore benchmark`.
+"""Write the tables of bench/LEADERBOARD.md from results of `tracestore benchmark`.
 
 Usage: python bench/leaderboard.py PAGE BENCHMARK_JSON...
 

@@ -1,4 +1,4 @@
-"""MkDocs hooks that add generated content: the help of every command, benchmark results and gallery images."""
+"""MkDocs hooks that add generated content: help of commands, tables of fields, pages of other folders, plots."""
 
 import atexit
 import os
@@ -14,8 +14,11 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
 # Pages of the site that are files in other folders of the repository.
-_PAGES = {"results.md": "bench/RESULTS.md", "security.md": "SECURITY.md"}
-_MARK = "<!-- the help of every command, inserted by docs/site_hooks.py -->"
+_PAGES = {
+    "results.md": "bench/RESULTS.md",
+    "leaderboard_tables.md": "bench/LEADERBOARD.md",
+    "security.md": "SECURITY.md",
+}
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -29,25 +32,58 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def draw_gallery() -> list[Path]:
-    """Run the code of docs/gallery.md in a temporary folder, and return the images that it saves."""
+    """Run docs/examples/plots.py in a temporary folder, and return the images that it saves."""
     folder = Path(tempfile.mkdtemp(prefix="gallery-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/gallery.md").read_text(), re.MULTILINE | re.DOTALL)
-    environment = {**os.environ, "MPLBACKEND": "Agg"}
-    (folder / "gallery.py").write_text("\n".join(blocks))
-    subprocess.run([sys.executable, "gallery.py"], cwd=folder, env=environment, check=True)
+    environment = {**os.environ, "MPLBACKEND": "Agg", "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, ROOT / "docs/examples/plots.py"], cwd=folder, env=environment, check=True)
     return sorted(folder.glob("*.png"))
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Insert the help of the commands, and correct links to pages from other folders."""
-    if page.file.src_path == "commands.md":
-        return markdown.replace(_MARK, _commands())
-    return markdown.replace("(../bench/RESULTS.md)", "(results.md)").replace("(../SECURITY.md", "(security.md")
+    """Insert what is made from the code, and correct links to pages from other folders."""
+    for what, make in MADE.items():
+        mark = f"<!-- {what}, inserted by docs/site_hooks.py -->"
+        if mark in markdown:
+            markdown = markdown.replace(mark, make())
+    for name, path in _PAGES.items():
+        markdown = markdown.replace(f"(../{path}", f"({name}")
+    return markdown
 
 
-def _commands() -> str:
+def commands() -> str:
+    """Return the help of every command."""
     os.environ["COLUMNS"] = "100"
     from tracestore.cli import COMMANDS, command_parser
 
     return "\n".join(f"## tracestore {name}\n\n```text\n{command_parser(name).format_help()}```\n" for name in COMMANDS)
+
+
+def fields() -> str:
+    """Return the table of the fields that a layout may state."""
+    from tracestore.ingest.layout.fields import FIELDS
+    from tracestore.store import vocabulary
+
+    known = [(rule, vocabulary.FIELDS[name]) for name, rule in FIELDS.items() if rule.kind != "known"]
+    rows = (f"| `{f.name}` | {' '.join(rule.axes)} | {f.meaning} | {f.stored} |" for rule, f in known)
+    return "\n".join(("| field | axes | value | in the store |", "|---|---|---|---|", *rows))
+
+
+def score_names() -> str:
+    """Return the table of the names of scores and of the words of labels, by meaning."""
+    from tracestore.store.vocabulary import SCORES, WORDS
+
+    directions = sorted(set(SCORES.values()))
+    names = {d: ", ".join(f"`{n}`" for n, found in SCORES.items() if found == d) for d in directions}
+    words = {
+        d: ", ".join(f"`{w}`" for w, is_right in WORDS.items() if is_right == (d == "correct")) for d in directions
+    }
+    rows = (f"| {d} | {names[d]} | {words[d]} |" for d in directions)
+    return "\n".join(("| high | names of scores | words of labels |", "|---|---|---|", *rows))
+
+
+MADE = {
+    "the help of every command": commands,
+    "the table of fields": fields,
+    "the names of scores": score_names,
+}

@@ -16,13 +16,13 @@ IDS = torch.arange(5, 12)[None]
 
 @pytest.fixture
 def recipe(tmp_path, monkeypatch):
-    """Return a function that imports the Python block of the page that contains some text, from a file."""
+    """Return a function that imports the code of the page, or of an example, that contains some text."""
 
     def load(text):
         page = (ROOT / "docs/extraction.md").read_text(encoding="utf-8")
-        [code] = [
-            code for code in re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL) if text in code
-        ]
+        codes = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+        codes += [path.read_text() for path in (ROOT / "docs/examples").glob("record_*.py")]
+        [code] = [code for code in codes if text in code]
         path = tmp_path / "recipe.py"
         path.write_text(code)
         spec = importlib.util.spec_from_file_location("recipe", path)
@@ -82,11 +82,11 @@ def test_recipe_for_transformer_lens(recipe, tiny_model, model, tmp_path):
     bridges = pytest.importorskip("transformer_lens.model_bridge")
     bridge = bridges.TransformerBridge.boot_transformers(str(tiny_model), device="cpu")
     with torch.inference_mode():
-        trace = recipe("transformer_lens").trace_of_transformer_lens(bridge, IDS)
+        trace = recipe("def trace_of_transformer_lens").trace_of_transformer_lens(bridge, IDS)
     assert_stores_the_states_of(model, trace, tmp_path / "s.zarr")
 
 
 def test_recipe_for_nnsight(recipe, model, tmp_path):
     nnsight = pytest.importorskip("nnsight")
-    trace = recipe("nnsight").trace_of_nnsight(nnsight.NNsight(model), IDS)
+    trace = recipe("def trace_of_nnsight").trace_of_nnsight(nnsight.NNsight(model), IDS)
     assert_stores_the_states_of(model, trace, tmp_path / "s.zarr")

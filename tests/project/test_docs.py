@@ -10,7 +10,9 @@ import pytest
 
 from tests.helpers import ROOT, make_traces, write_pickle, write_scores
 from tracestore.cli import COMMANDS
+from tracestore.ingest.layout.fields import FIELDS
 from tracestore.store.format import manifest, schema
+from tracestore.store.vocabulary import SCORES, WORDS
 
 pytestmark = pytest.mark.long
 
@@ -75,9 +77,10 @@ def test_the_site_builds_without_warnings(tmp_path):
         assert (tmp_path / "site" / "gallery" / name).stat().st_size > 10_000
     listed = (ROOT / "mkdocs.yml").read_text()
     assert all(f"{page}.md" in listed for page in pages)
-    commands = (tmp_path / "site" / "commands.html").read_text()
-    for name in COMMANDS:
-        assert f"tracestore {name}" in commands
+    commands, fields = ((tmp_path / "site" / f"{name}.html").read_text() for name in ("commands", "fields"))
+    assert [name for name in COMMANDS if f"tracestore {name}" not in commands] == []
+    made = [name for name, rule in FIELDS.items() if rule.kind != "known"]
+    assert [name for name in (*made, *SCORES, *WORDS) if f"<code>{name}</code>" not in fields] == []
     # The pages load nothing from other hosts.
     for page in (tmp_path / "site").glob("*.html"):
         assert not re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=\"?https?://(?!squidfunk)", page.read_text())
