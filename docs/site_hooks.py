@@ -18,13 +18,15 @@ _PAGES = {
     "results.md": "bench/RESULTS.md",
     "leaderboard_tables.md": "bench/LEADERBOARD.md",
     "security.md": "SECURITY.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "builtin_layout.md": "tracestore/ingest/builtin/tools/README.md",
 }
 
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages from other folders of the repository, and the images of the gallery."""
     for name, path in _PAGES.items():
-        text = re.sub(r"\((\.\./)?docs/", "(", (ROOT / path).read_text(encoding="utf-8"))
+        text = re.sub(r"\((\.\./)*docs/", "(", (ROOT / path).read_text(encoding="utf-8"))
         files.append(File.generated(config, name, content=text))
     for picture in draw_gallery():
         files.append(File.generated(config, f"gallery/{picture.name}", abs_src_path=str(picture)))

@@ -24,6 +24,7 @@ PAGES = (*(f"docs/{name}.md" for name in PAGES), "README.md")
 def blocks(page):
     """Return (language, code) of each fenced shell, Python and TOML block of a page, in order."""
     text = (ROOT / page).read_text(encoding="utf-8")
+    text = re.sub(r'^--8<-- "(.*)"$', lambda included: (ROOT / included[1]).read_text(), text, flags=re.MULTILINE)
     return re.findall(r"^```(sh|python|toml)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
@@ -86,11 +87,11 @@ def test_the_site_builds_without_warnings(tmp_path):
         assert not re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=\"?https?://(?!squidfunk)", page.read_text())
 
 
-def test_the_architecture_page_names_what_exists():
+def test_the_pages_for_contributors_name_what_exists():
     text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
-    headings = ("Packages", "Where do I change what?")
-    packages, changes = (text.split(f"\n## {heading}\n")[1].split("\n## ")[0] for heading in headings)
-    packages = packages[packages.index("|") :]
+    packages = text.split("\n## Packages\n")[1].split("\n## ")[0].partition("|")[2]
+    contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    changes = contributing.split("\n## Where do I change what?\n")[1].split("\n## ")[0]
     package = ROOT / "tracestore"
     folders = {p.parent.relative_to(package).as_posix() for p in package.rglob("__init__.py")}
     listed = re.findall(r"`([\w/]+)`", packages)
