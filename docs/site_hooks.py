@@ -84,7 +84,22 @@ def score_names() -> str:
     return "\n".join(("| high | names of scores | words of labels |", "|---|---|---|", *rows))
 
 
+def detectors() -> str:
+    """Return the table of the published detectors, with the descriptions of their classes."""
+    from tracestore.detectors.registry import registry
+
+    rows = ["| name | kind | score | layers | paper |", "|---|---|---|---|---|"]
+    for name, entry in registry().items():
+        if entry.model is None and not entry.is_foreign:
+            found = entry.make()
+            text = " ".join((type(found).__doc__ or "").partition("Parameters")[0].split()).replace("|", "\\|")
+            options = ", ".join(f"{key} = {value}" for key, value in found.parameters.items())
+            rows.append(f"| `{name}` | {found.kind} | {text} ({options}) | {found.layers} | {found.reference} |")
+    return "\n".join(rows)
+
+
 MADE = {
+    "the published detectors": detectors,
     "the help of every command": commands,
     "the table of fields": fields,
     "the names of scores": score_names,

@@ -64,7 +64,8 @@ class MapRegression(Fitted):
 class LookbackLens(MapRegression):
     """Lookback Lens: logistic regression on the lookback ratio of every layer and head, averaged over the answer.
 
-    Of the head mean where no other attention is stored.
+    The ratio of a token is c / (c + n), with the mean weights c of the prompt and n of the answer up to the token. The
+    head mean counts as one head where no other attention is stored.
     """
 
     cost: ClassVar[str] = "a sum over the attention of the answer"

@@ -27,6 +27,8 @@ _REFERENCES = {
 class TokenStatistic(Unfitted):
     """A statistic of the answer's tokens.
 
+    It is -mean log p, -min log p, exp(-mean log p), the mean entropy, or the number of tokens.
+
     Parameters
     ----------
     statistic : {"mean_logprob", "min_logprob", "perplexity", "mean_entropy", "length"}
@@ -62,14 +64,13 @@ class TokenStatistic(Unfitted):
 class LLMCheck(Fitted):
     """LLM-Check: a log-determinant of the hidden states or the attention of one layer.
 
-    The layer and the sign are those with the largest |AUROC - 0.5| on the training traces.
+    The score is the mean log-eigenvalue of Z J Z^T + 0.001 I, with the answer's states Z and the centering J over
+    columns, or the mean log-diagonal of the answer's attention, summed over the heads; of the head mean where no other
+    attention is stored. The layer and the sign are those with the largest |AUROC - 0.5| on the training traces.
 
     Parameters
     ----------
     score_of : {"hidden", "attention"}
-        "hidden": mean log-eigenvalue of the centered Gram matrix of the answer's states, with a ridge of 0.001.
-        "attention": mean log-diagonal of the answer's attention, summed over the heads; of the head mean where no
-        other attention is stored.
     """
 
     score_of: Literal["hidden", "attention"] = "hidden"
