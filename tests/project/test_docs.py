@@ -65,6 +65,10 @@ def test_links_have_targets():
                 assert (page.parent / link).exists(), f"{page.name}: {link}"
 
 
+def test_the_pages_are_short():
+    assert sum(page.stat().st_size for page in (ROOT / "docs").rglob("*.md")) <= 180 * 1024
+
+
 def test_the_site_builds_without_warnings(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site"]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
