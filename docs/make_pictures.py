@@ -40,12 +40,10 @@ def main() -> None:
         (folder / "store.zarr").symlink_to(args.store.resolve())
         subprocess.run([*tracestore, "view", args.store, "0", "--output", folder / "view.png"], check=True)
         save("view", (folder / "view.png").read_bytes())
-        subprocess.run([*tracestore, "report", "store.zarr", "--output", "store.html"], cwd=folder, check=True)
         subprocess.run([*tracestore, "benchmark", "store.zarr"], cwd=folder, check=True)
         browser = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
         files = {
             "report": args.results / "report.html",
-            "store": folder / "store.html",
             "benchmark": folder / "benchmark" / "report.html",
         }
         photograph(browser, {picture: file.resolve().as_uri() for picture, file in files.items()})
@@ -59,7 +57,7 @@ def main() -> None:
             try:
                 url = json.loads(text)["url"]
                 path = url.partition("?")[0]
-                pages = {"trace": "trace/0", "projection": "projection", "predictions": "results"}
+                pages = {"trace": "trace/0", "predictions": "results"}
                 photograph(browser, {"serve": url} | {f"serve-{key}": path + page for key, page in pages.items()})
             finally:
                 server.send_signal(signal.SIGINT)

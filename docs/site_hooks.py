@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import posixpath
 import re
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
+REPOSITORY = "https://github.com/tracestore/tracestore"
 # Pages of the site that are files in other folders of the repository.
 _PAGES = {
     "results.md": "bench/RESULTS.md",
@@ -26,8 +28,7 @@ _PAGES = {
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages from other folders of the repository, and the images of the gallery."""
     for name, path in _PAGES.items():
-        text = re.sub(r"\((\.\./)*docs/", "(", (ROOT / path).read_text(encoding="utf-8"))
-        files.append(File.generated(config, name, content=text))
+        files.append(File.generated(config, name, content=(ROOT / path).read_text(encoding="utf-8")))
     for picture in draw_gallery():
         files.append(File.generated(config, f"gallery/{picture.name}", abs_src_path=str(picture)))
     return files
@@ -43,14 +44,22 @@ def draw_gallery() -> list[Path]:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Insert what is made from the code, and correct links to pages from other folders."""
+    """Insert what is made from the code, and correct the links between folders of the repository."""
     for what, make in MADE.items():
         mark = f"<!-- {what}, inserted by docs/site_hooks.py -->"
         if mark in markdown:
             markdown = markdown.replace(mark, make())
-    for name, path in _PAGES.items():
-        markdown = markdown.replace(f"(../{path}", f"({name}")
-    return markdown
+    folder = posixpath.dirname(_PAGES.get(page.file.src_path, "docs/"))
+    return re.sub(r"\]\(([\w./-]+)(#[\w-]*)?\)", lambda link: f"]({_target(folder, link[1])}{link[2] or ''})", markdown)
+
+
+def _target(folder: str, link: str) -> str:
+    """Return the link of the site for a link of a file in a folder of the repository."""
+    path = posixpath.normpath(posixpath.join(folder, link))
+    names = {path: name for name, path in _PAGES.items()}
+    if path.startswith("docs/") or path in names:
+        return names.get(path, path.removeprefix("docs/"))
+    return f"{REPOSITORY}/blob/main/{path}" if (ROOT / path).exists() else link
 
 
 def commands() -> str:
