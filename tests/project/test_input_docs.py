@@ -19,9 +19,8 @@ import tracestore
 from tests.helpers import ROOT, write_pickle
 from tracestore.ingest.builtin.library import builtins, parse_builtin
 
-INPUTS, NEW_TOOL, BUILTIN_LAYOUT = (
-    (ROOT / f"docs/{name}.md").read_text() for name in ("inputs", "new_tool", "builtin_layout")
-)
+INPUTS, NEW_TOOL = ((ROOT / f"docs/{name}.md").read_text() for name in ("inputs", "new_tool"))
+BUILTIN_LAYOUT = (ROOT / "tracestore/ingest/builtin/tools/README.md").read_text()
 rng = np.random.default_rng(0)
 torch = pytest.importorskip("torch")
 
