@@ -4,7 +4,7 @@ import torch
 
 import tracestore
 
-tokens = tracestore.TraceLoader("store.zarr", view="tokens", layers=1, batch_size=64, dtype="float32")
+tokens = tracestore.TraceLoader("loading.zarr", view="tokens", layers=1, batch_size=64, dtype="float32")
 dim, width = tokens.store.hidden_dim, 32
 encoder, decoder = torch.nn.Linear(dim, width), torch.nn.Linear(width, dim)
 optimizer = torch.optim.Adam([*encoder.parameters(), *decoder.parameters()], lr=1e-3)

@@ -18,7 +18,7 @@ def recipe(tmp_path, monkeypatch):
     """Return a function that imports the example that contains some text."""
 
     def load(text):
-        codes = [path.read_text() for path in (ROOT / "docs/examples").glob("record_*.py")]
+        codes = [path.read_text() for path in (ROOT / "docs/examples").glob("*.py")]
         [code] = [code for code in codes if text in code]
         path = tmp_path / "recipe.py"
         path.write_text(code)
@@ -72,6 +72,12 @@ def test_capture_records_answers(recipe, tiny_model, model, tmp_path):
 def test_capture_records_modules_by_name(recipe, capsys):
     recipe("torch.nn.Sequential(")
     assert capsys.readouterr().out == "2 (6, 8) [0 1 2 3 4 5]\n"
+
+
+def test_a_stored_lens_gives_the_logits_of_each_layer(recipe, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    recipe("writer.set_lens(")
+    assert capsys.readouterr().out == "(3, 5, 100)\n(5, 2)\n"
 
 
 def test_recipe_for_transformer_lens(recipe, tiny_model, model, tmp_path):
