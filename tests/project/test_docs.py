@@ -23,7 +23,7 @@ PAGES = (*(f"docs/{name}.md" for name in PAGES), "README.md")
 
 def blocks(page):
     """Return (language, code) of each fenced shell, Python and TOML block of a page, in order."""
-    text = (ROOT / page).read_text(encoding="utf-8")
+    text = (ROOT / page).read_text(encoding="utf-8").replace("``` { .python }", "```python")
     text = re.sub(r'^--8<-- "(.*)"$', lambda included: (ROOT / included[1]).read_text(), text, flags=re.MULTILINE)
     return re.findall(r"^```(sh|python|toml)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
@@ -63,6 +63,13 @@ def test_links_have_targets():
         for link in re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8")):
             if not link.startswith(("http", "gallery/")):  # created when the site is built
                 assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_files_that_pages_include_exist():
+    for page in (ROOT / "docs").glob("*.md"):
+        for line in re.findall(r"^-+ ?8.*$", page.read_text(encoding="utf-8"), re.MULTILINE):
+            included = re.fullmatch(r'--8<-- "([\w/.]+)(:\w+)?"', line)
+            assert included is not None and (ROOT / included[1]).exists(), f"{page.name}: {line}"
 
 
 def test_the_pages_are_short():
