@@ -125,135 +125,85 @@ def unknown_class(module: str, name: str) -> UnknownClass | None:
     return UnknownClass(f"{module}.{name}")
 
 
-def _checked(name: str, read: Callable[[tuple[Any, ...]], Any]) -> SafeFunction:
-    """Return the stand-in of a class; `read` returns its value as data or raises ValueError."""
+def _checked(name: str, kinds: tuple[type, ...], read: Callable[..., Any]) -> SafeFunction:
+    """Return the stand-in of a class of arguments of some types; `read` returns its value or raises ValueError."""
 
     def call(args: tuple[Any, ...]) -> Any:
         try:
-            return read(args)
-        except (ValueError, TypeError, OverflowError, IndexError, struct.error):
+            if not all(isinstance(part, kinds) and type(part) is not bool for part in args):
+                raise ValueError
+            return read(*args)
+        except (ValueError, TypeError, OverflowError, struct.error):
             raise InvalidInputError(f"found {name} with other arguments than its own") from None
 
     return SafeFunction(name, call, is_class=True)
 
 
-def _listed(args: tuple[Any, ...]) -> list[Any]:
-    if len(args) > 1 or not all(isinstance(items, list | tuple) for items in args):
+def _fraction(number: str | int, denominator: int | None = None) -> str:
+    if isinstance(denominator, str) or isinstance(number, str) != (denominator is None):
         raise ValueError
-    return list(args[0]) if args else []
+    return str(number) if denominator is None else f"{number}/{denominator}"
 
 
-def _deque(args: tuple[Any, ...]) -> list[Any]:
-    return _listed(args[:1])
+def _range(*numbers: int) -> Any:
+    found = range(*numbers)
+    return list(found) if len(found) <= _MAX_RANGE else str(found)
 
 
-def _counter(args: tuple[Any, ...]) -> dict[Any, Any]:
-    if len(args) != 1 or type(args[0]) is not dict:
-        raise ValueError
-    return dict(args[0])
-
-
-def _defaultdict(args: tuple[Any, ...]) -> dict[Any, Any]:
-    if len(args) != 1 or not (args[0] is None or isinstance(args[0], SafeGlobal)):
-        raise ValueError
-    return {}
-
-
-def _path(args: tuple[Any, ...]) -> str:
-    if not all(isinstance(part, str) for part in args):
-        raise ValueError
-    return "/".join(part.rstrip("/") for part in args) or "."
-
-
-def _text(args: tuple[Any, ...]) -> str:
-    if len(args) != 1 or not isinstance(args[0], str):
-        raise ValueError
-    return args[0]
-
-
-def _fraction(args: tuple[Any, ...]) -> str:
-    if len(args) == 2 and all(type(part) is int for part in args):
-        return f"{args[0]}/{args[1]}"
-    return _text(args)
-
-
-def _range(args: tuple[Any, ...]) -> Any:
-    if not all(type(part) is int for part in args):
-        raise ValueError
-    numbers = range(*args)
-    return list(numbers) if len(numbers) <= _MAX_RANGE else str(numbers)
-
-
-def _slice(args: tuple[Any, ...]) -> str:
-    if len(args) != 3 or not all(part is None or type(part) is int for part in args):
-        raise ValueError
-    return str(slice(*args))
-
-
-def _complex(args: tuple[Any, ...]) -> np.ndarray:
-    if len(args) != 2 or not all(isinstance(part, float | int) for part in args):
-        raise ValueError
-    return np.array(complex(*args), "<c16")
-
-
-def _bytes_of(args: tuple[Any, ...], count: int) -> bytes:
-    data = args[0]
-    if not isinstance(data, bytes) or len(data) != count:
-        raise ValueError
-    return data
-
-
-def _datetime(args: tuple[Any, ...]) -> str:
-    year, month, day, hour, minute, second, high, low = struct.unpack(">H6BH", _bytes_of(args, 10))
-    zone = args[1] if len(args) > 1 else None
-    if zone is not None and not isinstance(zone, str | PickledObject):
-        raise ValueError
+def _datetime(data: bytes, zone: str | PickledObject | None = None) -> str:
+    year, month, day, hour, minute, second, high, low = struct.unpack(">H6BH", data)
     moment = datetime.datetime(year, month & 127, day, hour, minute, second, high << 16 | low)
     return moment.isoformat() + (zone if isinstance(zone, str) else "")
 
 
-def _date(args: tuple[Any, ...]) -> str:
-    return datetime.date(*struct.unpack(">HBB", _bytes_of(args, 4))).isoformat()
-
-
-def _time(args: tuple[Any, ...]) -> str:
-    hour, minute, second, high, low = struct.unpack(">4BH", _bytes_of(args, 6))
+def _time(data: bytes, zone: str | PickledObject | None = None) -> str:
+    hour, minute, second, high, low = struct.unpack(">4BH", data)
     return datetime.time(hour & 127, minute, second, high << 16 | low).isoformat()
 
 
-def _timedelta(args: tuple[Any, ...]) -> Any:
-    days, seconds, micros = args
-    if not all(type(part) is int for part in args):
-        raise ValueError
-    return datetime.timedelta(days, seconds, micros).total_seconds()
-
-
-def _timezone(args: tuple[Any, ...]) -> str:
+def _timezone(offset: float, name: str = "") -> str:
     """Return the offset as isoformat() writes it."""
-    if not isinstance(args[0], float) or not abs(args[0]) < 86400:
+    if not abs(offset) < 86400:
         raise ValueError
-    minutes = round(args[0] / 60)
+    minutes = round(offset / 60)
     return f"{'-' if minutes < 0 else '+'}{abs(minutes) // 60:02}:{abs(minutes) % 60:02}"
 
 
 _PATHS = ("Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath")
-# How the objects of a class become plain values, by module and name.
-_VALUES: dict[str, dict[str, Callable[[tuple[Any, ...]], Any]]] = {
-    "datetime": {"datetime": _datetime, "date": _date, "time": _time, "timedelta": _timedelta, "timezone": _timezone},
-    "decimal": {"Decimal": _text},
-    "fractions": {"Fraction": _fraction},
-    "collections": {"deque": _deque, "Counter": _counter, "defaultdict": _defaultdict},
-    "builtins": {"set": _listed, "frozenset": _listed, "range": _range, "slice": _slice, "complex": _complex},
-    "pathlib": dict.fromkeys(_PATHS, _path),
+_LISTS, _ZONES = (list, tuple), (bytes, str, PickledObject, type(None))
+# The types of the arguments of a class, and how they become a plain value, by module and name.
+_VALUES: dict[str, dict[str, tuple[tuple[type, ...], Callable[..., Any]]]] = {
+    "datetime": {
+        "datetime": (_ZONES, _datetime),
+        "date": ((bytes,), lambda data: datetime.date(*struct.unpack(">HBB", data)).isoformat()),
+        "time": (_ZONES, _time),
+        "timedelta": ((int,), lambda d, s, us: datetime.timedelta(d, s, us).total_seconds()),
+        "timezone": ((float, str), _timezone),
+    },
+    "decimal": {"Decimal": ((str,), lambda text: text)},
+    "fractions": {"Fraction": ((str, int), _fraction)},
+    "collections": {
+        "deque": ((*_LISTS, int, type(None)), lambda items=(), _=None: [*items]),
+        "Counter": ((dict,), lambda counts: dict(counts)),
+        "defaultdict": ((SafeGlobal, type(None)), lambda _: {}),
+    },
+    "builtins": {
+        "set": (_LISTS, lambda items=(): [*items]),
+        "frozenset": (_LISTS, lambda items=(): [*items]),
+        "range": ((int,), _range),
+        "slice": ((int, type(None)), lambda begin, end, step: str(slice(begin, end, step))),
+        "complex": ((float, int), lambda real, imaginary: np.array(complex(real, imaginary), "<c16")),
+    },
+    "pathlib": dict.fromkeys(_PATHS, ((str,), lambda *parts: "/".join(part.rstrip("/") for part in parts) or ".")),
 }
 _VALUES |= {"__builtin__": _VALUES["builtins"], "pathlib._local": _VALUES["pathlib"]}  # Python 2, Python 3.13
 _FACTORIES = ("list", "dict", "int", "float", "str", "tuple", "bool")  # of defaultdict
 _NAMESPACES = (("types", "SimpleNamespace"), ("argparse", "Namespace"))
 _OBJECTS = (*_NAMESPACES, ("uuid", "UUID"), ("torch.utils.data.dataset", "TensorDataset"))
 GLOBALS: dict[tuple[str, str], SafeGlobal] = {
-    (module, name): _checked(f"{module}.{name}", read)
+    (module, name): _checked(f"{module}.{name}", *found)
     for module, readers in _VALUES.items()
-    for name, read in readers.items()
+    for name, found in readers.items()
 }
 GLOBALS |= {key: UnknownClass(".".join(key)) for key in _OBJECTS}
 GLOBALS |= {
