@@ -1,10 +1,10 @@
 """The tree of JSON, JSON Lines, CSV, TSV and text files."""
 
 import csv
+import io
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from tracestore.ingest.tree import ListItems, MappingGroup, NumpyArray, StreamIt
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
 MAX_LINE_BYTES = 64 << 20
 _MAX_COLUMNS = 500_000
-_BLOCK_BYTES = 4 << 20
+_BUFFER_BYTES = 1 << 20
 _SEPARATORS, _MAX_HEADER = ",;\t|", 1 << 16  # characters of a first line that show its separator
 _NUMBER = re.compile(r"\s*[-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?\s*|nan|[-+]?inf", re.IGNORECASE)
 
@@ -31,12 +31,12 @@ def read_text(path: Path, name: str, compression: str | None, resources: ExitSta
     Lines, and rows of a table, are items that come one by one. A row is a group by the names of the first row, and its
     cells are str, or None where they are empty. Without a header, the rows are arrays of numbers. JSON is one value.
     """
-    blocks = _blocks(path, compression, resources)
+    file = _opened(path, compression, resources)
     if name.endswith((".jsonl", ".ndjson")):
-        return StreamItems(_json_lines(_lines(blocks)))
+        return StreamItems(_json_lines(_lines(file)))
     if name.endswith(".json"):
-        return _open(parse_json(_whole(blocks), "not JSON"))
-    lines = _decoded(_lines(blocks))
+        return _open(parse_json(_whole(file), "not JSON"))
+    lines = _decoded(_lines(file))
     if name.endswith(".txt"):
         return StreamItems(line.rstrip("\r\n") for line in lines)
     return StreamItems(_rows(lines, "\t" if name.endswith(".tsv") else ","))
@@ -81,45 +81,47 @@ def _width(line: str, delimiter: str) -> int:
         return 0
 
 
-def _blocks(path: Path, compression: str | None, resources: ExitStack) -> Iterator[bytes]:
-    """Yield the bytes of a file, inflated if it is compressed."""
-    read: Callable[[], bytes]
+class _Inflated(io.RawIOBase):
+    """The bytes of a compressed file."""
+
+    def __init__(self, chunks: InflatedChunks) -> None:
+        self._chunks, self._rest = chunks, memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self._rest = self._rest or memoryview(self._chunks())
+        size = min(len(buffer), len(self._rest))
+        buffer[:size], self._rest = self._rest[:size], self._rest[size:]
+        return size
+
+
+def _opened(path: Path, compression: str | None, resources: ExitStack) -> io.BufferedReader:
+    """Open a file, whose bytes are inflated if it is compressed."""
     if compression is None:
-        file = open(path, "rb")  # noqa: SIM115 - `resources` closes it
-        read = partial(resources.enter_context(file).read, _BLOCK_BYTES)
-    else:
-        read = resources.enter_context(closing(InflatedChunks(path, lambda: False, compression)))
-    return iter(read, b"")
+        return resources.enter_context(open(path, "rb"))
+    chunks = resources.enter_context(closing(InflatedChunks(path, lambda: False, compression)))
+    return io.BufferedReader(_Inflated(chunks), _BUFFER_BYTES)
 
 
-def _whole(blocks: Iterator[bytes]) -> bytes:
-    found = bytearray()
-    for block in blocks:
-        found += block
-        if len(found) > MAX_LINE_BYTES:
-            raise InvalidInputError(
-                f"found more than {MAX_LINE_BYTES:,} bytes, which are parsed together; write JSON Lines, one trace per line"
-            )
-    return bytes(found)
+def _whole(file: io.BufferedReader) -> bytes:
+    found = file.read(MAX_LINE_BYTES + 1)
+    if len(found) > MAX_LINE_BYTES:
+        raise InvalidInputError(
+            f"found more than {MAX_LINE_BYTES:,} bytes, which are parsed together; write JSON Lines, one trace per line"
+        )
+    return found
 
 
-def _lines(blocks: Iterator[bytes]) -> Iterator[bytes]:
+def _lines(file: io.BufferedReader) -> Iterator[bytes]:
     """Yield the lines of a file with their ends."""
-    pieces: list[bytes] = []
-    size = 0
-    for block in blocks:
-        first, *others = block.split(b"\n")
-        pieces.append(first)
-        size += len(first)
-        for other in others:
-            yield b"".join(pieces) + b"\n"
-            pieces, size = [other], len(other)
-        if size > MAX_LINE_BYTES:
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        if len(line) > MAX_LINE_BYTES:
             raise InvalidInputError(
                 f"found a line of more than {MAX_LINE_BYTES:,} bytes; save such traces as .npz or .safetensors"
             )
-    if size:
-        yield b"".join(pieces)
+        yield line
 
 
 def _decoded(lines: Iterator[bytes]) -> Iterator[str]:
