@@ -28,11 +28,11 @@ with paused_collection():  # looking for garbage among modules, NumPy included, 
     from tracestore.store.write.create import TraceWriter, create
 
 if TYPE_CHECKING:
-    from tracestore.convert.convert_files import convert_files
     from tracestore.data.collate import ShuffleBufferSampler, collate_graphs, collate_sequences
     from tracestore.data.datasets import TraceDataset, TraceIterableDataset
     from tracestore.data.loader import TraceLoader
     from tracestore.export.batch_loader import TraceBatchLoader, extract_batch_subset, merge_batches
+    from tracestore.tasks.convert_files import convert_files
 
 __version__ = "0.1.0"
 
@@ -69,10 +69,10 @@ __all__ = [
 __getattr__ = import_on_use(
     __name__,
     {
-        "tracestore.convert.convert_files": ("convert_files",),
         "tracestore.export.batch_loader": ("TraceBatchLoader", "extract_batch_subset", "merge_batches"),
         "tracestore.data.datasets": ("TraceDataset", "TraceIterableDataset"),
         "tracestore.data.loader": ("TraceLoader",),
+        "tracestore.tasks.convert_files": ("convert_files",),
         "tracestore.data.collate": ("ShuffleBufferSampler", "collate_graphs", "collate_sequences"),
     },
 )

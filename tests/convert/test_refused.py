@@ -10,6 +10,7 @@ import pytest
 import tracestore
 from tests.helpers import command, convert, error_of, make_trace, make_traces, tree_bytes, write_pickle
 from tracestore.cli import main
+from tracestore.convert import cutting
 from tracestore.store.write.writer import StoreWriter
 
 
@@ -144,7 +145,7 @@ def test_a_conflict_with_another_writer_ends_a_conversion(tmp_path, monkeypatch,
         writer.commit()
 
     monkeypatch.setattr(StoreWriter, "commit", late)
-    monkeypatch.setitem(StoreWriter.__init__.__kwdefaults__, "commit_bytes", 1)
+    monkeypatch.setattr(cutting, "MIN_BYTES", 1)
     arguments = ["convert", str(data), str(store), "--skip-bad"]
     assert main(arguments) == 3
     assert "a.pkl, trace 1, question_id: found a second trace of question id 'q1'" in capsys.readouterr().err

@@ -23,8 +23,8 @@ import tracestore
 from tests.helpers import read_all, tree_bytes
 from tracestore import cli
 from tracestore.cli.commands import convert  # noqa: F401 - imported before the forks
+from tracestore.convert import cutting
 from tracestore.errors import UsageError
-from tracestore.ingest.forecast import SegmentPredictor
 from tracestore.store.maintain.verify import verify_store
 from tracestore.store.write import writer
 
@@ -34,7 +34,8 @@ CODES = {errno.EIO: {1}, errno.ENOSPC: {4}, errno.EINTR: {0}}
 
 
 def small_commits(patch, commit_bytes=1):
-    """Make the writer commit after every source."""
+    """Make writers commit after every source."""
+    patch.setattr(cutting, "MIN_BYTES", commit_bytes)
     patch.setitem(writer.StoreWriter.__init__.__kwdefaults__, "commit_bytes", commit_bytes)
 
 
@@ -100,11 +101,7 @@ class Driver:
                 os.fsencode(self.store), ctypes.c_long(case.get("at", 0)), what, case.get("error", 0), calls
             )
         try:
-            workers = 2 if case["action"] == "random" or case.get("ahead") else 1
-            with pytest.MonkeyPatch.context() as patch:
-                if case.get("ahead"):
-                    patch.setattr(SegmentPredictor, "begins_segment", lambda *_: True)
-                return run_convert([*self.arguments, "--workers", workers])
+            return run_convert(self.arguments)
         finally:
             self.library.faults_disarm()
             writer.StoreWriter.commit = original
@@ -143,10 +140,6 @@ class Driver:
         allowed = {"kill": {-signal.SIGKILL}, "random": {-signal.SIGKILL, 0}, "short": {0}, "full": {0, 4}}.get(
             case["action"], CODES.get(case.get("error"), {0})
         )
-        if case.get("ahead") and case["action"] != "pass":
-            # Rows that cannot be written ahead stay in memory, and two threads decide which call is
-            # the last one. So a conversion may succeed in spite of the fault.
-            allowed = allowed | {0}
         if code not in allowed:
             return f"exit {code}: {output}"
         if code > 0 and ("unexpected" in output or output.count("\n") != 1):

@@ -10,7 +10,6 @@ from tests.fault_injection.conftest import ALL, make_data, select_shard
 from tests.fault_injection.driver import run_convert, small_commits
 from tests.helpers import read_all, tree_bytes
 from tracestore.errors import UsageError
-from tracestore.ingest.forecast import SegmentPredictor
 from tracestore.store.maintain.verify import verify_store
 from tracestore.store.write import writer
 
@@ -26,13 +25,9 @@ def work(memory_folder, request, monkeypatch):
     return make_data(folder / "data", num_files=3), folder
 
 
-def record(arguments, folder, ahead=False):
-    """Return the operations of a conversion below `folder`, with an entry after each completed commit.
-
-    With `ahead`, two workers write every source to spool files before its turn.
-    """
+def record(arguments, folder):
+    """Return the operations of a conversion below `folder`, with an entry after each completed commit."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SegmentPredictor, "begins_segment", lambda *_: ahead)
         recorder, original = disk_model.Recorder(folder, patch), writer.StoreWriter.commit
 
         def commit(own):
@@ -40,8 +35,7 @@ def record(arguments, folder, ahead=False):
             recorder.log.append(("commit", own.manifest.num_traces))
 
         patch.setattr(writer.StoreWriter, "commit", commit)
-        assert run_convert([*arguments, "--workers", 2 if ahead else 1]) == 0
-    assert any(op[0] == "rename" and "/.spool/" in op[1] for op in recorder.log) == ahead
+        assert run_convert(arguments) == 0
     return recorder.log
 
 
@@ -79,7 +73,7 @@ def check_crashes(data, folder, base, log, expected, truth, step, seeds, rerun_e
             else:
                 assert committed[k] == 0
             if cases % rerun_every == 0:
-                assert run_convert([data, disk / "s.zarr", "--workers", 1]) == 0
+                assert run_convert([data, disk / "s.zarr"]) == 0
                 assert tree_bytes(disk / "s.zarr") == expected
         except BaseException as error:
             raise AssertionError(f"{where}: {error}") from error
@@ -88,13 +82,12 @@ def check_crashes(data, folder, base, log, expected, truth, step, seeds, rerun_e
 
 
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("start", ["from nothing", "after a crash"])
-def test_no_crash_loses_a_commit(work, start, ahead):
+def test_no_crash_loses_a_commit(work, start):
     data, folder = work
     store = folder / "first" / "s.zarr"
     store.parent.mkdir()
-    log = record([data, store], store.parent, ahead)
+    log = record([data, store], store.parent)
     expected = tree_bytes(store)
     with tracestore.open(store) as opened:
         truth = {t["question_id"]: t for t in read_all(opened)}
@@ -110,21 +103,20 @@ def test_no_crash_loses_a_commit(work, start, ahead):
         again = folder / "second"
         again.mkdir()
         disk_model.write_tree(base, again)
-        log = record([data, again / "s.zarr"], again, ahead)
+        log = record([data, again / "s.zarr"], again)
         log.insert(0, ("commit", 4))
     step, seeds = (1, 2) if ALL else (90, 1)
     cases = check_crashes(data, folder, base, log, expected, truth, step, seeds, 3 if ALL else 4)
-    print(f"{start}, ahead {ahead}: {cases} states of {len(log)} operations")
+    print(f"{start}: {cases} states of {len(log)} operations")
     assert cases
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_the_commit_protocol_fails_without_its_syncs(work, ahead):
+def test_the_commit_protocol_fails_without_its_syncs(work):
     """The disk model detects each missing fsync of the commit protocol."""
     data, folder = work
     store = folder / "first" / "s.zarr"
     store.parent.mkdir()
-    log = record([data, store], store.parent, ahead)
+    log = record([data, store], store.parent)
     with tracestore.open(store) as opened:
         truth = {t["question_id"]: t for t in read_all(opened)}
     expected = tree_bytes(store)

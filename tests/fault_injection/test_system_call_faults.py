@@ -27,16 +27,13 @@ def test_the_shim_intercepts_the_calls(driver):
 
 
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_at_every_call(driver, fault, ahead):
+def test_a_fault_at_every_call(driver, fault):
     """After each fault the store opens, verifies and holds all committed traces.
 
-    A second run ends with the bytes of an uninterrupted one. With `ahead`, two workers write every
-    source to spool files before its turn.
+    A second run ends with the bytes of an uninterrupted one.
     """
-    calls = driver.run(action="pass", log=True, ahead=ahead)["calls"]
-    assert any("/.spool/" in call for call in calls) == ahead
+    calls = driver.run(action="pass", log=True)["calls"]
     numbers = range(1, len(calls) + 1)
     if fault == "short write":
         numbers = [n for n in numbers if calls[n - 1].startswith(("write", "pwrite"))]
@@ -49,7 +46,7 @@ def test_a_fault_at_every_call(driver, fault, ahead):
     wrong = []
     numbers = select_shard(numbers)
     for n in numbers:
-        found = driver.run(at=n, ahead=ahead, **FAULTS[fault])["wrong"]
+        found = driver.run(at=n, **FAULTS[fault])["wrong"]
         if found:
             wrong.append(f"{fault} at call {n} of {len(calls)} ({calls[n - 1]}): {found}")
     print(f"{fault}: {len(numbers)} of {len(calls)} calls")

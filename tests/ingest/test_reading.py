@@ -2,6 +2,7 @@
 
 import gzip
 import random
+import time
 
 import pytest
 
@@ -10,7 +11,7 @@ from tracestore.errors import InvalidInputError
 from tracestore.ingest.builtin.parts import find_sources
 from tracestore.ingest.files import byte_source
 from tracestore.ingest.packing import PackOptions, packed_traces
-from tracestore.ingest.reading import read_sources
+from tracestore.ingest.reading import SourceStream, read_sources
 
 NUM_FILES, TRACES_A_FILE = 5, 4
 
@@ -37,6 +38,31 @@ def test_traces_arrive_in_order_within_the_memory_limit(sources, workers, max_wa
     # The source that is being consumed may always enqueue one trace.
     assert peak_bytes <= options.max_waiting + largest
     assert stream._gate.used_bytes == 0
+
+
+def streams_of(sources, max_waiting):
+    options = PackOptions(attention="mean", keep_dtype=False, max_waiting=max_waiting)
+    return read_sources(sources, options, workers=4, is_known=lambda *_: False, on_wait=lambda: None)
+
+
+def test_a_source_that_is_cancelled_while_it_is_read_releases_its_memory(sources):
+    """The writer refuses a trace while the reader enqueues the next ones."""
+    for k, stream in enumerate(streams_of(sources, 1 << 30)):
+        if k % 2:
+            next(iter(stream))  # leave the rest
+        else:
+            assert len(list(stream)) == TRACES_A_FILE
+    assert stream._gate.used_bytes == 0
+
+
+def test_a_blocked_reader_ends_without_being_cancelled(sources, monkeypatch):
+    """A second Ctrl-C may interrupt the loop that cancels the readers."""
+    streams = streams_of(sources, 0)
+    stream = next(streams)
+    time.sleep(0.1)  # The reader waits for memory.
+    monkeypatch.setattr(SourceStream, "cancel", lambda self: None)
+    streams.close()
+    assert stream._is_ended
 
 
 def test_a_packed_trace_holds_no_buffer_of_its_source(sources):

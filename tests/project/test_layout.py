@@ -112,7 +112,15 @@ ALLOWED: dict[str, set[str]] = {
         "ingest.execute",
         "ingest.propose",
     },
-    "tasks": {*STORE, "convert", "ingest", "ingest.builtin", "ingest.execute", "ingest.files", "__init__"},
+    "tasks": {
+        *STORE,
+        "convert",
+        "ingest",
+        "ingest.builtin",
+        "ingest.exports",
+        "ingest.files",
+        "ingest.layout",
+    },
     "export": {*STORE, "ingest", "ingest.builtin"},
     "hub": STORE,
     "extract": {*STORE, "export", "ingest", "__init__"},
@@ -161,7 +169,7 @@ ALLOWED: dict[str, set[str]] = {
         "__init__",
     },
     "__main__": {"cli"},
-    "__init__": {*STORE, "convert", "data", "export"},
+    "__init__": {*STORE, "data", "export", "tasks"},
 }
 TORCH = {
     *TRAIN,

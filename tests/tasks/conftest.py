@@ -3,13 +3,13 @@
 import pytest
 
 from tests.helpers import make_trace, write_pickle
-from tracestore.tasks import task_plan
+from tracestore.convert import cutting
 
 
 @pytest.fixture(autouse=True)
 def small_tasks(monkeypatch):
     """Make a task of each source."""
-    monkeypatch.setattr(task_plan, "_MIN_TASK", 1)
+    monkeypatch.setattr(cutting, "MIN_BYTES", 1)
 
 
 @pytest.fixture

@@ -182,6 +182,12 @@ class DescribedRun:
                 raise InvalidInputError("no trace has the states of another one; remove it", field="duplicates")
             yield from execution.close(lambda text: writer.index.find(text, 0) >= 0)
 
+    def release(self) -> None:
+        """Close the files that were looked at, if another process reads them."""
+        for part in self.parts:
+            if part.execution is not None:
+                part.execution.release()
+
     def fill(self, writer: StoreWriter) -> None:
         """Store the labels and scores of the traces, instead of earlier ones."""
         self.define(writer)

@@ -47,7 +47,7 @@ class ConvertOptions:
     dtype : {"float16", "keep"}, optional
         By default that of the store, "float16" for a new one.
     workers : int
-        Number of files that are read in parallel.
+        Number of processes that read files. A process that reads alone does so with as many threads, at least two.
     dask : str, optional
         Address of a Dask scheduler, or "local".
     memory_budget : int
@@ -75,7 +75,7 @@ class ConvertOptions:
     padding: Literal["mask", "none"] = "mask"
     codec: str | None = None
     dtype: Literal["float16", "keep"] | None = None
-    workers: int = 2
+    workers: int = 1
     dask: str | None = None
     memory_budget: int = 512 << 20
     on_conflict: OnConflict = "error"

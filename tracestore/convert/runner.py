@@ -6,15 +6,18 @@ One module of over 400 lines: every step of a conversion uses the state of the o
 import errno
 import math
 import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import closing
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tracestore import process
 from tracestore.console import Output, Progress
 from tracestore.convert.choosing import described_run
+from tracestore.convert.cutting import commits_after, cut
 from tracestore.convert.defaults import DefaultAttention, has_attention
 from tracestore.convert.described import DescribedRun
 from tracestore.convert.options import ON_CONFLICT, ConvertOptions
@@ -22,7 +25,6 @@ from tracestore.convert.refused import RefusedTraces, partial_fingerprint
 from tracestore.convert.scoring import Scoring
 from tracestore.convert.summary import MAX_REFUSED_LINES, ConvertReport, SourceCounts
 from tracestore.errors import (
-    ClusterError,
     InvalidInputError,
     LateConflictError,
     NoTracesError,
@@ -32,9 +34,8 @@ from tracestore.errors import (
 from tracestore.ingest.exports import EXPORT_FILE
 from tracestore.ingest.files.byte_source import TRUNCATED_WHILE_READING
 from tracestore.ingest.packing import PackOptions
-from tracestore.ingest.reading import AheadOptions, TraceStream, read_sources
+from tracestore.ingest.reading import TraceStream, read_sources
 from tracestore.ingest.sources import SourceFile, source_fingerprint
-from tracestore.store.format import paths
 from tracestore.store.format.provenance import Provenance, equals_but_layers, with_layers
 from tracestore.store.io import fsio
 from tracestore.store.io.files import local_dir, parse_location
@@ -42,11 +43,9 @@ from tracestore.store.io.ownership import has_manifest
 from tracestore.store.io.provenance_file import find_provenance_files, read_provenance
 from tracestore.store.read.index import SourceEntry
 from tracestore.store.write.pack import PackedTrace
+from tracestore.store.write.pending import SegmentsAhead
 from tracestore.store.write.writer import StoreWriter
 from tracestore.words import format_size, plural
-
-if TYPE_CHECKING:
-    pass
 
 # The interpreter switches threads after this time. The thread that inflates needs the interpreter
 # for an instant every 4 ms, and must not wait longer than that.
@@ -54,6 +53,8 @@ _SWITCH_INTERVAL_S = 0.0005
 # A new store has at least this fraction of the bytes of its sources: the mean over the heads of causal attention and
 # float16 instead of float64 make large traces of 64 heads about 60 times smaller.
 _MAX_SHRINKAGE = 200
+# One thread packs a source while another one inflates the next.
+_MIN_THREADS = 2
 
 
 _MAX_NAMES = 3  # of files without traces
@@ -92,6 +93,8 @@ class Conversion:
         The sources with their layouts, if they are known.
     provenances : Mapping, optional
         What `read_provenances` returns, if it is known.
+    scoring : Scoring, optional
+        The scores of `described`, if they are known.
 
     Raises
     ------
@@ -111,6 +114,7 @@ class Conversion:
         new: Set[Path] | None = None,
         described: DescribedRun | None = None,
         provenances: Mapping[Path, Provenance] | None = None,
+        scoring: Scoring | None = None,
     ) -> None:
         self._options, self._output = options, output
         # While files are still being written, those with the ids of a table may follow.
@@ -119,7 +123,7 @@ class Conversion:
         self.store = parse_location(store)
         self.folder = local_dir(store)
         self.described = described or described_run(sources, self.folder, options, output, whole)
-        self.scoring = Scoring(self.described, options, output)
+        self.scoring = scoring or Scoring(self.described, options, output)
         self.sources = self.scoring.sources
         if new is not None:
             of_sources = {path for source in self.sources for path in source.files}
@@ -140,6 +144,10 @@ class Conversion:
             return source.export.provenance
         known = next((p for path, p in self.provenances.items() if source.path.is_relative_to(path)), None)
         return self.described.provenance(source, known)
+
+    def known(self) -> dict[str, Any]:
+        """Return what another conversion of the same sources need not find again."""
+        return {"described": self.described, "provenances": self.provenances, "scoring": self.scoring}
 
     def known_provenances(self) -> list[Provenance]:
         """Return the different provenances of the sources."""
@@ -166,8 +174,6 @@ class Conversion:
         ------
         InvalidInputError
             If a source is refused and `skip_bad` is false. The sources before it are committed.
-        ClusterError
-            If the workers of a Dask cluster fail. The sources before the failed one are committed.
         KeyboardInterrupt
             After Ctrl-C, between two traces; the message gives the number of committed traces.
         """
@@ -195,6 +201,7 @@ class Conversion:
                 on_conflict=options.on_conflict,
                 allow_mixed_provenance=options.allow_mixed_provenance,
                 expected_bytes=self.total_bytes,
+                commit_bytes=sys.maxsize,
             ) as writer:
                 writer.check_provenance(self.known_provenances())
                 is_new = options.overwrite or writer.manifest.num_traces == 0
@@ -253,41 +260,32 @@ class Conversion:
             )
 
     def _convert_all(self, writer: StoreWriter, progress: Progress) -> None:
-        report, workers = self.report, self._options.workers
+        threads = max(_MIN_THREADS, self._options.workers)
         stored = writer.attributes.options
         pack_options = PackOptions(
             attention=stored["attention"],
             keep_dtype=stored["dtype"] == "keep",
-            max_memory=self._options.memory_budget // (4 * max(4, workers)),
+            max_memory=self._options.memory_budget // (4 * max(4, threads)),
             scratch=writer.scratch,
-            # A single worker needs a small queue only. With several, the queue decides how far the
-            # others get while the first file is written.
-            max_waiting=self._options.memory_budget // (8 if workers == 1 else 2),
+            # The queue decides how far the other threads get while the first file is written.
+            max_waiting=self._options.memory_budget // 2,
             skip_bad=self._options.skip_bad,
             refuse_attention=self._options.attention is None and self.default_attention.is_refused(stored["attention"]),
         )
         is_settled = self.described.is_settled(writer)
         self._is_known: Callable[[str, int, str], bool] = writer.has_source if is_settled else _never
+        ends = self._ends(writer)
         with closing(self._streams(writer, pack_options)) as streams:  # type: ignore[type-var]
             for stream in streams:
                 try:
                     self._convert_one(writer, stream, progress)
-                except (InvalidInputError, ClusterError) as error:
-                    if isinstance(error, InvalidInputError):
-                        error = error.with_location(source=stream.source.name)
-                    if isinstance(error, NoTracesError) and self._named.isdisjoint(stream.source.files):
-                        self._without_traces.append(error)
-                        continue
-                    if isinstance(error, ClusterError | LateConflictError) or not self._options.skip_bad:
-                        # The complete sources before it are valid: keep them.
+                except InvalidInputError as error:
+                    self._refuse(writer, stream, error.with_location(source=stream.source.name), progress)
+                if (commits := ends.get(stream.source.name)) is not None:
+                    with fsio.map_os_errors(writer.path, lambda: writer.pending_bytes):
+                        writer.end_segments()
+                    if commits:
                         writer.commit()
-                        raise error from None
-                    progress.clear()
-                    report.num_sources_skipped += 1
-                    report.skipped.append({"source": stream.source.name, "reason": str(error)})
-                    refused = [e.with_location(source=stream.source.name) for e in stream.refused] or [error]
-                    self._list_refused(stream.source.name, refused)
-                    self._refused_files.setdefault(_reason_of(refused[0]), []).append(refused)
         progress.clear()
         if self._without_traces:
             count, reason = plural(len(self._without_traces), "file"), self._without_traces[0].reason
@@ -297,26 +295,50 @@ class Conversion:
         self.scoring.check_ids(writer, can_refuse=self._need_ids)
         writer.commit()
 
+    def _ends(self, writer: StoreWriter) -> dict[str, bool]:
+        """Return the sources behind which segments end, by name, and whether the conversion commits there."""
+        sources = [source for source in self.sources if not self._has(writer, source)]
+        runs = cut([source.file_bytes() for source in sources], [source.shared for source in sources], self.total_bytes)
+        self._alone = {sources[run[0]].name for run in runs if len(run) == 1}
+        return {sources[run[-1]].name: commits_after(k, len(runs)) for k, run in enumerate(runs[:-1])}
+
+    def _has(self, writer: StoreWriter, source: SourceFile) -> bool:
+        try:
+            return writer.has_source_named(source.name) and self._is_known(source.name, *source_fingerprint(source))
+        except OSError:
+            return False  # its turn reports the error
+
+    def _segments_of(self, writer: StoreWriter, source: SourceFile) -> SegmentsAhead | None:
+        """Return segments of its own for a source that is a run, unless the store may have its traces."""
+        is_new = source.name in self._alone and not writer.has_source_named(source.name)
+        return writer.segments_ahead() if is_new and writer.attributes.options["codec"] == "none" else None
+
+    def _refuse(self, writer: StoreWriter, stream: TraceStream, error: InvalidInputError, progress: Progress) -> None:
+        """Leave out a source, or raise its error."""
+        if isinstance(error, NoTracesError) and self._named.isdisjoint(stream.source.files):
+            self._without_traces.append(error)
+            return
+        if isinstance(error, LateConflictError) or not self._options.skip_bad:
+            # The complete sources before it are valid: keep them.
+            writer.commit()
+            raise error from None
+        progress.clear()
+        self.report.num_sources_skipped += 1
+        self.report.skipped.append({"source": stream.source.name, "reason": str(error)})
+        refused = [e.with_location(source=stream.source.name) for e in stream.refused] or [error]
+        self._list_refused(stream.source.name, refused)
+        self._refused_files.setdefault(_reason_of(refused[0]), []).append(refused)
+
     def _streams(self, writer: StoreWriter, pack_options: PackOptions) -> Iterator[TraceStream]:
         """Yield the packed traces of each source, in order."""
-        workers = self._options.workers
-        callbacks: dict[str, Any] = {"is_known": self._is_known, "on_wait": self._check_interrupt}
-        if self._options.dask is not None:
-            from tracestore.ingest.cluster import read_sources_on_cluster
-
-            return read_sources_on_cluster(
-                self.sources, pack_options, address=self._options.dask, workers=workers, **callbacks
-            )
-        ahead = None
-        # Writing ahead needs a second worker, and rows that a segment holds without compression.
-        if workers > 1 and writer.attributes.options["codec"] == "none":
-            ahead = AheadOptions(
-                writer.scratch / paths.SPOOL_FOLDER,
-                writer.commit_bytes,
-                writer.split_bytes,
-                lambda: writer.pending_bytes,
-            )
-        return read_sources(self.sources, pack_options, workers=workers, ahead=ahead, **callbacks)
+        return read_sources(
+            self.sources,
+            pack_options,
+            workers=max(_MIN_THREADS, self._options.workers),
+            is_known=self._is_known,
+            on_wait=self._check_interrupt,
+            segments_of=partial(self._segments_of, writer),
+        )
 
     def traces(self, stream: TraceStream) -> Iterator[PackedTrace]:
         """Yield the traces of a source. The only one of a file without an id gets the name of the file if that is one."""
@@ -379,6 +401,7 @@ class Conversion:
                 if added.refused and not added.num_new + added.num_duplicates:
                     raise added.refused[0].with_location(source=name)
             except BaseException as error:
+                stream.stop()
                 writer.abort_source()
                 # write(2) fails with EFAULT if the mapped bytes of the source are gone.
                 if isinstance(error, TruncatedFileError) or (

@@ -17,10 +17,10 @@ from tracestore.export.file_formats import FORMATS, WRITERS, ExportFormat
 from tracestore.export.output_folder import check_folder, lock_folder
 from tracestore.export.trace_values import json_line, row_of, score_columns, small_arrays
 from tracestore.extras import needs
+from tracestore.ingest.exports import STORE_FILE
 from tracestore.ingest.exports.export_manifest import (
     COMPLETE,
     SCORES_FILE,
-    STORE_FILE,
     TABLE_FILE,
     DataFile,
     ExportManifest,

@@ -1,7 +1,7 @@
 """Pack the traces of one source, and identify the source."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from mmap import mmap
@@ -62,16 +62,11 @@ class PackOptions:
 
 
 def packed_traces(
-    source: SourceFile,
-    options: PackOptions,
-    before_pack: Callable[[], bool] = lambda: False,
-    refused: list[InvalidInputError] | None = None,
+    source: SourceFile, options: PackOptions, refused: list[InvalidInputError] | None = None
 ) -> Iterator[PackedTrace]:
     """Yield the traces of one source, packed.
 
-    `before_pack()` is called before each trace is packed. It returns whether the caller drops the trace before it
-    requests the next one; the trace may then alias the memory of the reader. An InvalidInputError names file, position
-    and field. With `skip_bad`, refused traces are appended to `refused`, and so is an error that ends a source after its
+    An InvalidInputError names file, position and field. With `skip_bad`, refused traces are appended to `refused`, and so is an error that ends a source after its
     first trace.
     """
     on_refused = refused.append if options.skip_bad and refused is not None else None
@@ -104,7 +99,6 @@ def packed_traces(
                         attention=options.attention,
                         keep_dtype=options.keep_dtype,
                         scratch=scratch,
-                        can_alias=before_pack(),
                     )
             except TruncatedFileError:
                 raise InvalidInputError(

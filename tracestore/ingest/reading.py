@@ -9,40 +9,19 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol, TypeVar
+from itertools import islice
+from typing import Protocol
 
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.forecast import SegmentPredictor
 from tracestore.ingest.packing import PackOptions, identify, packed_traces
 from tracestore.ingest.sources import Identity, SourceFile
-from tracestore.store.io.fsio import try_remove_tree
-from tracestore.store.io.spool_files import SpoolArrays
 from tracestore.store.write.pack import PackedTrace
+from tracestore.store.write.pending import SegmentsAhead
 
 # Interval at which a wait for the next trace lets the caller check for Ctrl-C.
 _POLL_INTERVAL_S = 0.2
-# Free disk space that writing a source ahead needs, as a multiple of its file size: rows that
-# must be copied in the end take the space twice.
-_DISK_SPACE_RATIO = 2
 # The consumer takes so many bytes at once. Switching between threads for each small trace took longer than its work.
 _SMALL_BYTES, _SMALL_TRACES = 64 << 10, 32
-
-AnyStream = TypeVar("AnyStream", bound="Stream")
-
-
-@dataclass(frozen=True)
-class AheadOptions:
-    """Folder and limits for sources that are written to files before the writer reaches them.
-
-    `commit_bytes`, `split_bytes` and `pending_bytes` are those of the StoreWriter.
-    """
-
-    folder: Path
-    commit_bytes: int
-    split_bytes: int
-    pending_bytes: Callable[[], int]
 
 
 class Cancelled(Exception):
@@ -50,7 +29,7 @@ class Cancelled(Exception):
 
 
 class MemoryGate:
-    """Limits the memory of packed traces that wait, over all sources, and counts reading threads.
+    """Limits the memory of packed traces that wait, over all sources.
 
     A quarter of the memory is reserved for the source that is being written, so that later
     sources cannot block it. Callers hold the lock of `changed`.
@@ -60,8 +39,6 @@ class MemoryGate:
         self.changed = threading.Condition()
         self._max_bytes, self._max_bytes_of_later = max_bytes, max_bytes - max_bytes // 4
         self.used_bytes = 0
-        self.num_reading = 0  # without the threads that wait for memory
-        self.reserved_on_disk = 0  # bytes reserved by sources that are written ahead
         self.is_closed = False  # set without the lock when no trace is consumed any more
 
     def has_room(self, num_bytes: int, *, in_turn: bool) -> bool:
@@ -79,139 +56,62 @@ class SourceStream:
     """The packed traces of one source, read by a thread.
 
     identity() waits for the identity of the source. Iterating then yields the traces, none if
-    `is_known` was true for the identity. Both raise the error of the thread. With `ahead`, a
-    source that will begin a segment is written to files before its turn; the lock of `gate`
-    guards `forecast` too.
+    `is_known` was true for the identity. Both raise the error of the thread. With `segments`, the thread writes the
+    traces, too.
     """
 
     def __init__(
-        self,
-        source: SourceFile,
-        gate: MemoryGate,
-        on_wait: Callable[[], None],
-        forecast: SegmentPredictor,
-        ahead: SpoolArrays | None,
+        self, source: SourceFile, gate: MemoryGate, on_wait: Callable[[], None], segments: SegmentsAhead | None
     ) -> None:
         self.source = source
-        self._gate, self._on_wait = gate, on_wait
+        self._gate, self._on_wait, self._segments = gate, on_wait, segments
         self._changed = gate.changed
-        with self._changed:
-            self._forecast, self._size = forecast, forecast.add()
-        self._ahead = ahead
-        self._may_write, self._is_writing, self._reserved = ahead is not None, False, 0
         self._identity: Identity | None = None
         self._waiting: deque[PackedTrace] = deque()
         self._error: BaseException | None = None
         self.refused: list[InvalidInputError] = []  # traces, complete at the end of the iteration
-        self._in_turn = self._is_begun = self._is_moving = False
-        self._is_ended = self._cancel_requested = self._is_discarded = False
+        self._in_turn = self._is_ended = self._cancel_requested = False
 
     def read_into_queue(self, options: PackOptions, is_known: Callable[[str, int, str], bool]) -> None:
         """Read the source; runs in its thread."""
         try:
-            with self._changed:
-                self._gate.num_reading += 1
             identity = identify(self.source)
             with self._changed:
-                self._identity, self._size.file_bytes = identity, identity.size
+                self._identity = identity
                 self._changed.notify_all()
             if not self._is_cancelled and not is_known(self.source.name, identity.size, identity.fingerprint):
-                try:
-                    self._read(options)
-                finally:
-                    if self._ahead is not None:
-                        self._ahead.finish()
+                self._read(options)
         except Cancelled:
             return
         except BaseException as error:
             self._error = error
         finally:
             with self._changed:
-                self._gate.num_reading -= 1
-                self._forecast.end(self._size, is_refused=self._error is not None)
                 self._is_ended = True
                 self._changed.notify_all()
-                is_discarded = self._is_discarded
-            if is_discarded and self._ahead is not None:
-                self._ahead.remove()
 
     def _read(self, options: PackOptions) -> None:
-        traces = packed_traces(self.source, options, self._begin_to_write, self.refused)
-        with closing(traces):  # type: ignore[type-var]
+        with closing(packed_traces(self.source, options, self.refused)) as traces:  # type: ignore[type-var]
             for trace in traces:
-                if self._is_writing:
-                    self._write(trace)
+                if self._segments is not None:
+                    self._segments.append(trace)
                 self._enqueue(trace)
                 del trace
-
-    def _begin_to_write(self) -> bool:
-        """Return whether the next trace is written to files.
-
-        Once one trace of a source does, all of them do, so the waiting traces are written
-        first. That is possible only before one of them has been consumed.
-        """
-        with self._changed:
-            if not self._may_begin_to_write():
-                return self._is_writing
-            self._is_moving = self._is_writing = True
-            waiting = list(self._waiting)
-        try:
-            for trace in waiting:
-                if self._is_writing:
-                    self._write(trace)
-        finally:
-            with self._changed:
-                self._is_moving = False
-                self._changed.notify_all()
-        return self._is_writing
-
-    def _may_begin_to_write(self) -> bool:
-        if not self._may_write or self._is_writing or self._is_begun or not self._forecast.begins_segment(self._size):
-            return False
-        assert self._ahead is not None
-        needed = _DISK_SPACE_RATIO * self._size.file_bytes
-        self._may_write = self._ahead.has_space(self._gate.reserved_on_disk + needed)
-        if self._may_write:
-            self._gate.reserved_on_disk += needed - self._reserved
-            self._reserved = needed
-        return self._may_write
-
-    def _write(self, trace: PackedTrace) -> None:
-        assert self._ahead is not None
-        num_bytes = trace.num_bytes
-        written = self._ahead.write(trace.in_memory_arrays, num_bytes, num_bytes + trace.metadata_bytes)
-        with self._changed:
-            if self._is_cancelled:
-                raise Cancelled
-            if written is None:
-                # Continue in memory. The writer will refuse the trace or meet the same error itself.
-                self._may_write = self._is_writing = False
-                return
-            trace.arrays = written
-            if self._is_moving:
-                self._gate.add(-num_bytes)
+        if self._segments is not None:
+            self._segments.pending.flush()
 
     def _enqueue(self, trace: PackedTrace) -> None:
-        while True:
-            with self._changed:
-                size = trace.memory_bytes
-                if not self._has_room(size):
-                    self._changed.notify_all()  # enqueued written traces did not notify the consumer
-                while not (self._is_cancelled or self._has_room(size) or self._may_begin_to_write()):
-                    self._gate.num_reading -= 1
-                    self._changed.wait(_POLL_INTERVAL_S)
-                    self._gate.num_reading += 1
-                if self._is_cancelled:
-                    raise Cancelled
-                if self._has_room(size):
-                    self._size.packed_bytes += trace.segment_bytes
-                    self._waiting.append(trace)
-                    # Do not wake the consumer for a written or a small trace: it can take several at once.
-                    is_worth = size >= _SMALL_BYTES or len(self._waiting) >= _SMALL_TRACES
-                    self._gate.add(size, notify=is_worth and not self._is_writing)
-                    return
-            if self._begin_to_write():
-                self._write(trace)
+        size = trace.memory_bytes
+        with self._changed:
+            if not self._has_room(size):
+                self._changed.notify_all()  # enqueued small traces did not notify the consumer
+            while not (self._is_cancelled or self._has_room(size)):
+                self._changed.wait(_POLL_INTERVAL_S)
+            if self._is_cancelled:
+                raise Cancelled
+            self._waiting.append(trace)
+            # Do not wake the consumer for a small trace: it can take several at once.
+            self._gate.add(size, notify=size >= _SMALL_BYTES or len(self._waiting) >= _SMALL_TRACES)
 
     @property
     def _is_cancelled(self) -> bool:
@@ -221,7 +121,7 @@ class SourceStream:
         # A trace larger than the limit is accepted alone, if its source is being written.
         return (self._in_turn and not self._waiting) or self._gate.has_room(size, in_turn=self._in_turn)
 
-    def _wait(self, is_ready: Callable[[], bool]) -> None:
+    def _wait(self, is_ready: Callable[[], bool], on_wait: Callable[[], None] | None = None) -> None:
         """Wait until `is_ready()` or the end of the thread."""
         while True:
             with self._changed:
@@ -229,7 +129,7 @@ class SourceStream:
                     self._changed.wait(_POLL_INTERVAL_S)
                 if is_ready() or self._is_ended:
                     return
-            self._on_wait()
+            (on_wait or self._on_wait)()
 
     def identity(self) -> Identity:
         """Wait for the identity of the source and return it."""
@@ -241,20 +141,14 @@ class SourceStream:
 
     def __iter__(self) -> Iterator[PackedTrace]:
         with self._changed:
-            self._forecast.begin(self._size)
             self._in_turn = True
             self._changed.notify_all()
         while True:
-            self._wait(lambda: bool(self._waiting) and not self._is_moving)
+            self._wait(lambda: bool(self._waiting))
             with self._changed:
-                if self._is_moving:
-                    continue
                 if not self._waiting:
-                    if self._is_ended:
-                        break
-                    continue
+                    break
                 taken = self._take()
-                self._is_begun = True
             while taken:
                 yield taken.popleft()
         if self._error is not None:
@@ -276,24 +170,16 @@ class SourceStream:
             self._gate.add(-sum(trace.memory_bytes for trace in self._waiting))
             self._waiting.clear()
 
-    def discard(self) -> None:
-        """Release the disk space of files that no segment has taken over; call cancel() first."""
-        with self._changed:
-            self._is_discarded, is_ended = True, self._is_ended
-            self._gate.reserved_on_disk -= self._reserved
-            self._reserved = 0
-        if is_ended and self._ahead is not None:
-            self._ahead.remove()
-
-
-class Stream(Protocol):
-    """The traces of one source, in the making."""
-
-    def cancel(self) -> None:
-        """Stop the work on the source."""
+    def stop(self) -> None:
+        """Cancel the source, and wait until nothing more is written."""
+        self.cancel()
+        if self._segments is not None:
+            self._wait(lambda: False, lambda: None)
 
     def discard(self) -> None:
-        """Release the files of the source; call cancel() first."""
+        """Remove the segments that the writer has not taken over; nothing more is written to them."""
+        if self._segments is not None:
+            self._segments.discard()
 
 
 class TraceStream(Protocol):
@@ -315,29 +201,8 @@ class TraceStream(Protocol):
     def __iter__(self) -> Iterator[PackedTrace]:
         """Yield the traces; raise the error of reading them."""
 
-
-def ordered_prefetch(started: Iterator[AnyStream], depth: Callable[[], int]) -> Iterator[AnyStream]:
-    """Yield the streams in order, with `depth()` of them started.
-
-    Each stream is discarded when the next one is requested. Closing the iterator discards all.
-    """
-    ahead: deque[AnyStream] = deque()
-    try:
-        while True:
-            count = depth()
-            while len(ahead) < count and (stream := next(started, None)) is not None:
-                ahead.append(stream)
-            if not ahead:
-                return
-            yield ahead[0]
-            ahead[0].cancel()
-            ahead.popleft().discard()
-    finally:
-        # Cancel all of them first: discarding takes time, and Ctrl-C may interrupt it.
-        for stream in ahead:
-            stream.cancel()
-        for stream in ahead:
-            stream.discard()
+    def stop(self) -> None:
+        """Let nothing more be written."""
 
 
 def read_sources(
@@ -347,7 +212,7 @@ def read_sources(
     workers: int,
     is_known: Callable[[str, int, str], bool],
     on_wait: Callable[[], None],
-    ahead: AheadOptions | None = None,
+    segments_of: Callable[[SourceFile], SegmentsAhead | None] = lambda _: None,
 ) -> Iterator[SourceStream]:
     """Read sources in parallel.
 
@@ -363,8 +228,8 @@ def read_sources(
         Return for (name, size, fingerprint) whether the source is in the store already.
     on_wait : callable
         Called from time to time while the consumer waits; may raise.
-    ahead : AheadOptions, optional
-        Write sources that will begin a segment ahead of their turn.
+    segments_of : callable
+        Return segments of a source, which its thread writes; None if the consumer does.
 
     Yields
     ------
@@ -373,22 +238,21 @@ def read_sources(
     """
     pool = ThreadPoolExecutor(workers, thread_name_prefix="tracestore-read")
     gate = MemoryGate(options.max_waiting)
-    forecast = (
-        SegmentPredictor(1, lambda: 0) if ahead is None else SegmentPredictor(ahead.commit_bytes, ahead.pending_bytes)
-    )
-
-    def started() -> Iterator[SourceStream]:
-        for number, source in enumerate(sources):
-            arrays = None if ahead is None else SpoolArrays(ahead.folder / f"{number:08d}", ahead.split_bytes)
-            stream = SourceStream(source, gate, on_wait, forecast, arrays)
-            pool.submit(stream.read_into_queue, options, is_known)
-            yield stream
-
+    started, later = deque[SourceStream](), iter(sources)
     try:
-        with closing(ordered_prefetch(started(), lambda: 2 * workers)) as streams:  # type: ignore[type-var]
-            yield from streams
+        while True:
+            for source in islice(later, 2 * workers - len(started)):
+                started.append(SourceStream(source, gate, on_wait, segments_of(source)))
+                pool.submit(started[-1].read_into_queue, options, is_known)
+            if not started:
+                return
+            yield started[0]
+            started[0].stop()
+            started.popleft().discard()
     finally:
+        for stream in started:
+            stream.cancel()
         gate.is_closed = True
         pool.shutdown(cancel_futures=True)
-        if ahead is not None:
-            try_remove_tree(ahead.folder)
+        for stream in started:
+            stream.discard()

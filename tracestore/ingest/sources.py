@@ -22,7 +22,7 @@ OnRefused = Callable[[InvalidInputError], None] | None
 
 
 class Described:
-    """How a source is read that is no file of an export.
+    """Read a source that is no file of an export.
 
     Attributes
     ----------
@@ -30,13 +30,13 @@ class Described:
         A digest of what the source depends on besides its files.
     what : str or None
         The place of the layers in the model, if it is stated.
-    portable : Described or None
-        What reads the source in another process, or None if only this process can.
+    tables : object
+        What reads the tables whose rows the source shares with others, None without tables.
     """
 
     fingerprint: bytes = b""
     what: str | None = None
-    portable: "Described | None" = None
+    tables: object = None
 
     @abstractmethod
     def read(self, need_attention: bool | None, scratch: Scratch, on_refused: OnRefused) -> Iterator[TraceRecord]:
@@ -72,18 +72,14 @@ class SourceFile:
         """The files with its arrays."""
         return self.parts or (self.path,)
 
+    @property
+    def shared(self) -> object:
+        """Return what one process must read for all sources that have it, None for nothing."""
+        return None if self.described is None else self.described.tables
+
     def without_values(self) -> "SourceFile":
         """Return the source without the labels, scores and groups of an export."""
         return self if self.export is None else replace(self, export=replace(self.export, has_values=False))
-
-    def portable(self) -> "SourceFile | None":
-        """Return the source for a process with another working folder; None if only this process can read it."""
-        described = None if self.described is None else self.described.portable
-        if self.described is not None and described is None:
-            return None
-        export = None if self.export is None else self.export.absolute()
-        parts = tuple(part.absolute() for part in self.parts)
-        return replace(self, path=self.path.absolute(), parts=parts, export=export, described=described)
 
     def file_bytes(self) -> int:
         """Return the size of its files; 0 for one that is missing or not regular."""

@@ -1,23 +1,26 @@
 """Commit what tasks have written. Only metadata is read and written."""
 
-import math
-import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, Protocol
 
 from tracestore.console import Output
+from tracestore.convert.cutting import commits_after
 from tracestore.convert.runner import Conversion
 from tracestore.convert.summary import ConvertReport
-from tracestore.errors import InvalidInputError, UsageError
-from tracestore.ingest.packing import PackOptions
+from tracestore.errors import ClusterError, InvalidInputError, TracestoreError, UsageError
+from tracestore.ingest.packing import PackOptions, identify
 from tracestore.ingest.reading import TraceStream
 from tracestore.store.format import paths
 from tracestore.store.io import fsio
 from tracestore.store.write.writer import StoreWriter
-from tracestore.tasks.receipt import FoundReceipt, WrittenSource, add_to_account, listed_segments, read_receipt
-from tracestore.tasks.task_plan import Plan, Quiet, Task, identity_of, kept_plans
+from tracestore.tasks.receipt import FoundReceipt, WrittenSource, listed_segments, read_receipt, usable_receipt
+from tracestore.tasks.task_plan import Plan, Quiet, Task, kept_plans
 
-_MAX_COMMITS = 256  # of a plan
+_POLL_S = 0.02
 
 
 def unwritten(tasks: Sequence[Task]) -> list[Task]:
@@ -74,24 +77,81 @@ def commit_tasks(tasks: Sequence[Task], *, output: Output | None = None) -> Conv
             f"{plan.store}: {len(missing):,} of {len(tasks):,} tasks are not written, such as that of "
             f"{missing[0].sources[0]}"
         )
+    return commit_plan(plan, output or Quiet())
+
+
+class Future(Protocol):
+    """A task that is being written, as in `concurrent.futures`."""
+
+    def done(self) -> bool:
+        """Return whether the task is written, or has failed."""
+
+    def result(self) -> object:
+        """Return what the task has returned, or raise its error."""
+
+
+class Workers(Protocol):
+    """Write tasks, until the context is left."""
+
+    def submit(self, task: Task) -> Future:
+        """Write a task."""
+
+    def __enter__(self) -> object: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def commit_plan(
+    plan: Plan,
+    output: Output,
+    workers: Workers | None = None,
+    *,
+    num_workers: int = 1,
+    known: Mapping[str, Any] | None = None,
+) -> ConvertReport:
+    """Add what the tasks of a plan have written to the store, and remove the plan.
+
+    Parameters
+    ----------
+    plan : Plan
+    output : Output
+        Receives notes, and progress if `workers` are given.
+    workers : Workers, optional
+        Write the tasks that are not written. By default all of them are.
+    num_workers : int
+        Their number, for the notes.
+    known : Mapping, optional
+        What the conversion that was planned knows; by default it is read from the plan.
+
+    Raises
+    ------
+    InvalidInputError
+        If a source is refused; the sources before it are committed, and the plan is removed.
+    ClusterError
+        If a worker fails otherwise than by an error of tracestore.
+    """
     with fsio.map_os_errors(plan.store):
+        commit = _Commit(plan, output, workers, num_workers, plan.known() if known is None else known)
         try:
-            report = _Commit(plan, tasks, output or Quiet()).run()
+            with workers or nullcontext():
+                report = commit.run()
         except InvalidInputError:
             plan.remove()
             raise
         # Another coordinator of the plan may still read them, but no later plan must find what was refused.
-        plan.remove(keep_receipts=not report.num_sources_skipped)
+        plan.remove(keep_receipts=workers is None and not report.num_sources_skipped)
     return report
 
 
 class _Commit(Conversion):
-    """A conversion whose traces other processes have written."""
+    """A conversion whose traces other processes write or have written."""
 
-    def __init__(self, plan: Plan, tasks: Sequence[Task], output: Output) -> None:
-        options = plan.commit_options()
-        super().__init__(plan.arguments, str(plan.store), options, output, **plan.known())
-        self._plan, self._tasks = plan, tasks
+    def __init__(
+        self, plan: Plan, output: Output, workers: Workers | None, num_workers: int, known: Mapping[str, Any]
+    ) -> None:
+        options = replace(plan.commit_options(), workers=num_workers)
+        super().__init__(plan.arguments, str(plan.store), options, output, **known)
+        self._plan, self._tasks, self._workers = plan, plan.tasks(), workers
 
     def has_attention(self) -> bool | None:
         """Return what the plan has found."""
@@ -99,22 +159,50 @@ class _Commit(Conversion):
         return found
 
     def report_plan(self) -> None:
-        """Print nothing: the plan has printed it."""
+        """Print the sizes, unless the plan has printed them."""
+        if self._workers is not None:
+            super().report_plan()
+
+    def _ends(self, writer: StoreWriter) -> dict[str, bool]:
+        """Return where tasks end, and whether a commit follows: positions that depend on the plan alone."""
+        count = len(self._tasks)
+        return {task.sources[-1]: commits_after(task.number, count) for task in self._tasks[:-1]}
 
     def _streams(self, writer: StoreWriter, pack_options: PackOptions) -> Iterator[TraceStream]:
-        """Yield the sources of the tasks, and commit at positions that depend on the plan alone."""
-        writer.commit_bytes = sys.maxsize
-        step = math.ceil(len(self._tasks) / _MAX_COMMITS)
+        """Yield the sources of the tasks."""
+        planned = {position for found in self._plan.facts["tasks"] for position, *_ in found}
+        known = [source for k, source in enumerate(self.sources) if k not in planned]
+        self.report.num_sources_skipped_existing += len(known)
+        self.report.bytes_in += sum(source.file_bytes() for source in known)
+        futures = self._submitted()
         for task in self._tasks:
+            if task in futures:
+                self._wait(task, futures[task])
             found = self._read(task)
+            found.add_accounts(self.described.parts)
             for source in found.sources:
                 self._check_order(writer, source)
                 yield source
-            if (task.number + 1) % step == 0 and task != self._tasks[-1]:
-                writer.commit()
-            for part, account in zip(self.described.parts, found.accounts, strict=True):
-                if part.execution is not None:
-                    add_to_account(part.execution.account, account)
+
+    def _submitted(self) -> dict[Task, Future]:
+        """Let the workers write all tasks that have no receipt without an error."""
+        if self._workers is None:
+            return {}
+        missing = [task for task in self._tasks if usable_receipt(self._plan, task, self.sources) is None]
+        return {task: self._workers.submit(task) for task in missing}
+
+    def _wait(self, task: Task, future: Future) -> None:
+        """Wait until a task is written; between two looks, Ctrl-C is noticed."""
+        while not future.done():
+            self._check_interrupt()
+            time.sleep(_POLL_S)
+        try:
+            future.result()
+        except (TracestoreError, KeyboardInterrupt):
+            raise
+        except Exception as error:
+            # Several workers died with this task, or they lack this package.
+            raise ClusterError(f"{task.sources[0]}: a worker failed: {type(error).__name__}: {error}") from None
 
     def _check_order(self, writer: StoreWriter, written: WrittenSource) -> None:
         """Refuse a source of which another conversion may have committed newer content since the plan."""
@@ -122,7 +210,7 @@ class _Commit(Conversion):
         if writer.has_source(name, *expected) or not writer.has_source_named(name):
             return
         try:
-            if identity_of(written.source) != expected:
+            if identify(written.source)[:2] != expected:
                 raise InvalidInputError("has changed since the plan; plan again", is_whole_source=True)
         except InvalidInputError as error:
             written.packed, written.refused, written.error = (), [], error

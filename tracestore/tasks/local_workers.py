@@ -2,8 +2,9 @@
 
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from tracestore.errors import DiskFullError, InvalidInputError, StoreLockedError, TracestoreError, UsageError
@@ -18,60 +19,83 @@ _ERRORS: Mapping[int, type[TracestoreError]] = {
 }
 
 
-def write_in_processes(
-    path: Path, tasks: Mapping[int, Task], num_lines: int, workers: int, budget: int, on_written: Callable[[Task], None]
-) -> None:
-    """Write tasks, each in a process of its own.
+class LocalWorkers:
+    """Write tasks, each in a process of its own. Leaving the context ends the processes that still run.
 
     Parameters
     ----------
     path : Path
         File with the tasks.
-    tasks : Mapping
-        The tasks to write, by their lines in the file.
-    num_lines : int
-        Number of lines in the file.
+    tasks : sequence of Task
+        Its tasks, in the order of its lines.
     workers : int
         Number of processes at a time.
-    budget : int
+    memory_budget : int
         Bytes of memory for traces that wait, of all of them together.
-    on_written : callable
-        Called with each task that is written.
-
-    Raises
-    ------
-    InvalidInputError
-        If the process of a task was killed three times. The message names its sources.
-    TracestoreError
-        If a process fails, with its message and exit code.
     """
 
-    def write(line: int, task: Task) -> Task:
-        words = ("work", str(path), "--shard", f"{line}/{num_lines}", "--memory-budget", str(budget // workers))
+    def __init__(self, path: Path, tasks: Sequence[Task], workers: int, memory_budget: int) -> None:
+        self._path, self._lines = path, {task: line for line, task in enumerate(tasks)}
+        self._num_lines, self._budget = len(tasks), memory_budget // workers
+        self._pool = ThreadPoolExecutor(workers)
+        self._lock, self._is_closed = threading.Lock(), False
+        self._running: set[subprocess.Popen[str]] = set()
+
+    def submit(self, task: Task) -> "Future[Task]":
+        """Write a task; the result is the task.
+
+        Raises
+        ------
+        InvalidInputError
+            By the future, if the process of the task was killed three times. The message names its sources.
+        TracestoreError
+            By the future, if the process fails, with its message and exit code.
+        """
+        return self._pool.submit(self._write, task)
+
+    def _write(self, task: Task) -> Task:
         for _ in range(_ATTEMPTS):
-            done = subprocess.run(
-                [sys.executable, "-m", "tracestore", *words],
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-                check=False,
-            )
-            if done.returncode >= 0:
+            code, errors = self._run(task)
+            if code >= 0:
                 break
-        if done.returncode < 0:
+        if code < 0:
             names = ", ".join(task.sources[:3]) + (", ..." if task.sources[3:] else "")
             raise InvalidInputError(
-                f"the process that reads it was killed {_ATTEMPTS} times (signal {-done.returncode})", source=names
+                f"the process that reads it was killed {_ATTEMPTS} times (signal {-code})", source=names
             )
-        if done.returncode:
-            text = done.stderr.strip().rpartition("\n")[2].removeprefix("tracestore work: ")
-            error = _ERRORS.get(done.returncode, TracestoreError)(text or f"exit code {done.returncode}")
+        if code:
+            text = errors.strip().rpartition("\n")[2].removeprefix("tracestore work: ")
+            error = _ERRORS.get(code, TracestoreError)(text or f"exit code {code}")
             raise error
         return task
 
-    pool = ThreadPoolExecutor(workers)
-    try:
-        for future in as_completed([pool.submit(write, line, task) for line, task in tasks.items()]):
-            on_written(future.result())
-    finally:
-        pool.shutdown(cancel_futures=True)
+    def _run(self, task: Task) -> tuple[int, str]:
+        """Return the exit code and the messages of a process that writes a task."""
+        shard = f"{self._lines[task]}/{self._num_lines}"
+        words = ("work", str(self._path), "--shard", shard, "--memory-budget", str(self._budget))
+        with self._lock:
+            if self._is_closed:
+                return 1, ""
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tracestore", *words],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                process_group=0,  # Ctrl-C reaches this process alone, which ends the others.
+            )
+            self._running.add(process)
+        _, errors = process.communicate()
+        with self._lock:
+            self._running.discard(process)
+        return process.returncode, errors
+
+    def __enter__(self) -> "LocalWorkers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._is_closed = True
+            for process in self._running:
+                process.kill()
+        self._pool.shutdown(cancel_futures=True)

@@ -1,47 +1,56 @@
 """The layouts of a plan with their files, as JSON for other processes."""
 
+import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tracestore.errors import UsageError, error_from_json, error_to_json
+from tracestore.errors import error_from_json, error_to_json
 from tracestore.ingest.builtin.library import builtins
 from tracestore.ingest.builtin.parts import Part, PreprocessedFile, UnknownFile, exported_sources
+from tracestore.ingest.layout.language import parse_layout
 from tracestore.ingest.sources import SourceFile
 
 
 def part_to_json(part: Part) -> dict[str, Any]:
-    """Return a part for other processes, with absolute paths.
-
-    UsageError if a single process must read its sources, because they have something in common.
-    """
-    builtin = part.builtin
-    if part.execution is not None and (builtin is None or not part.execution.is_direct):
-        raise UsageError(f"{next(iter(part.files))}: one process reads files of a {part.origin}; leave out --plan")
-    others = {
-        name: [
-            str(s.path.absolute()),
-            error_to_json(s.described.error) if isinstance(s.described, UnknownFile) else None,
-        ]
-        for name, s in part.others.items()
+    """Return a part for other processes, with absolute paths. Mappings are lists of pairs: their order counts."""
+    builtin, layout = part.builtin, part.layout
+    return {
+        "builtin": None
+        if builtin is None
+        else [builtin.name, *map(_pairs, (builtin.values, builtin.lines, builtin.settings))],
+        "layout": layout.to_toml() if layout is not None and builtin is None else None,
+        "files": [[name, str(path.absolute())] for name, path in part.files.items()],
+        "owned": [str(path.absolute()) for path in part.owned],
+        "has_scores_file": part.has_scores_file,
+        "others": [[name, str(source.path.absolute()), _error_of(source)] for name, source in part.others.items()],
     }
-    given = builtin and [builtin.name, dict(builtin.values), dict(builtin.lines), dict(builtin.settings)]
-    files = {name: str(path.absolute()) for name, path in part.files.items()}
-    return {"builtin": given, "files": files, "has_scores_file": part.has_scores_file, "others": others}
+
+
+def _pairs(found: Mapping[str, Any]) -> list[Any]:
+    return list(found.items())
+
+
+def _error_of(source: SourceFile) -> dict[str, Any] | None:
+    return error_to_json(source.described.error) if isinstance(source.described, UnknownFile) else None
 
 
 def part_from_json(found: Mapping[str, Any]) -> Part:
     """Return the part that part_to_json() has described."""
+    files, owned = {name: Path(path) for name, path in found["files"]}, tuple(map(Path, found["owned"]))
     if found["builtin"] is not None:
-        name, values, lines, settings = found["builtin"]
+        name, *given = found["builtin"]
+        values, lines, settings = map(dict, given)
         tool = next(builtin for builtin in builtins() if builtin.name == name)
         builtin = replace(tool, values=values, lines=lines, settings=settings)
-        files = {name: Path(path) for name, path in found["files"].items()}
-        return Part(builtin.layout, files, builtin=builtin, has_scores_file=found["has_scores_file"])
-    files = {name: Path(path) for name, (path, _) in found["others"].items()}
-    sources, _ = exported_sources(files)
-    for name, (_, error) in found["others"].items():
-        described = PreprocessedFile(files[name]) if error is None else UnknownFile(error_from_json(error))
-        sources.setdefault(name, SourceFile(files[name], name, described=described))
-    return Part(None, {}, sources={name: sources[name] for name in files})
+        return Part(builtin.layout, files, owned, builtin=builtin, has_scores_file=found["has_scores_file"])
+    if found["layout"] is not None:
+        layout = parse_layout(tomllib.loads(found["layout"]), "layout of the plan")
+        return Part(layout, files, owned, has_scores_file=found["has_scores_file"])
+    others = {name: Path(path) for name, path, _ in found["others"]}
+    sources, _ = exported_sources(others)
+    for name, path, error in found["others"]:
+        described = PreprocessedFile(Path(path)) if error is None else UnknownFile(error_from_json(error))
+        sources.setdefault(name, SourceFile(Path(path), name, described=described))
+    return Part(None, {}, sources={name: sources[name] for name in others})

@@ -19,7 +19,7 @@ from tracestore.errors import (
     error_to_json,
     escape_unprintable,
 )
-from tracestore.ingest.execute.accounts import RunAccount
+from tracestore.ingest.builtin.parts import Part
 from tracestore.ingest.sources import Identity, SourceFile
 from tracestore.store.format import paths
 from tracestore.store.format.ragged import encode_strings
@@ -108,6 +108,9 @@ class WrittenSource:
         """Return the identity, which the task has compared with the files."""
         return _Compared(self.size, self.fingerprint, 0)
 
+    def stop(self) -> None:
+        """Do nothing: the traces are written."""
+
     def __iter__(self) -> Iterator[PackedTrace]:
         if self.error is not None:
             raise self.error.with_location()
@@ -125,12 +128,12 @@ def pack_receipt(
 ) -> bytes:
     """Return the bytes of a receipt."""
     traces = [trace for source in sources for trace in source.packed]
-    names = sorted({name for trace in traces for name in trace.record.scores})
+    names = sorted({(name, k) for trace in traces for k, found in enumerate(_scores_of(trace)) for name in found})
     facts: dict[str, int] = {}
     texts = (
         json.dumps([getattr(t, n) for n in _OF_TRACE] + [getattr(t.record, n) for n in _OF_RECORD]) for t in traces
     )
-    rows = [[trace.record.label, *map(trace.record.scores.get, names)] for trace in traces]
+    rows = [[trace.record.label, *(_scores_of(trace)[k].get(name) for name, k in names)] for trace in traces]
     values = [math.nan if value is None else value for row in rows for value in row]
     arrays = {
         "values": values,
@@ -164,6 +167,11 @@ def pack_receipt(
     return pack_group(packed, {"tracestore": document | {"digest": _digest(document, packed)}})
 
 
+def _scores_of(trace: PackedTrace) -> tuple[Mapping[str, float], Mapping[str, float]]:
+    """Return the scores of a trace, and those that are stored when the accounts of the run close."""
+    return trace.record.scores, trace.record.deferred_scores
+
+
 def _digest(document: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> str:
     parts = [json.dumps(document, sort_keys=True).encode(), *(arrays[name].tobytes() for name in sorted(_ARRAYS))]
     return digest_of(b"".join(len(part).to_bytes(8, "little") + part for part in parts))
@@ -173,6 +181,7 @@ def _digest(document: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> st
 class FoundReceipt:
     """A receipt that was read and checked."""
 
+    path: Path
     sources: list[WrittenSource]
     accounts: list[Any]
     segments: list[WrittenSegment]
@@ -182,23 +191,38 @@ class FoundReceipt:
         num_bytes = sum(segment.num_bytes for segment in self.segments)
         return Receipt(task.hash, len(self.sources), sum(len(source.packed) for source in self.sources), num_bytes)
 
+    def add_accounts(self, parts: Sequence[Part]) -> None:
+        """Add what the task has found to the accounts of the layouts; CorruptStoreError if these are others."""
+        with _damaged(self.path):
+            for part, found in zip(parts, self.accounts, strict=True):
+                if part.execution is not None:
+                    part.execution.account.add_json(found)
+                elif found is not None:
+                    raise ValueError("accounts of other layouts")
+
+
+@contextmanager
+def _damaged(path: Path) -> Iterator[None]:
+    """Report what is wrong with the values of a receipt as a damaged file."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as error:
+        reason = escape_unprintable(f"{type(error).__name__}: {error}", 200)
+        raise CorruptStoreError(f"{path}: {reason}; write its task again") from None
+
 
 @contextmanager
 def _opened(task: Task) -> Iterator[tuple[dict[str, Any], dict[str, np.ndarray], list[str]]]:
     """Return the document, the arrays and the groups of a receipt; what is wrong in the block is a damaged receipt."""
     store, path = Path(task.store), paths.receipt(task.hash)
     fd = LocalFiles(store).open(path)
-    try:
-        with open(fd, "rb"):
-            group = ZipGroup(MappedFile(store / path, name=path, fd=fd), _ARRAYS)
-            document = group.attributes()["tracestore"]
-            arrays = {name: group.read(name) for name in _ARRAYS}
-            if document.pop("digest") != _digest(document, arrays) or document["task"] != task.hash:
-                raise ValueError("damaged")
-            yield document, arrays, group.strings("group", 0, len(arrays["facts"]))
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as error:
-        reason = escape_unprintable(f"{type(error).__name__}: {error}", 200)
-        raise CorruptStoreError(f"{store / path}: {reason}; write its task again") from None
+    with _damaged(store / path), open(fd, "rb"):
+        group = ZipGroup(MappedFile(store / path, name=path, fd=fd), _ARRAYS)
+        document = group.attributes()["tracestore"]
+        arrays = {name: group.read(name) for name in _ARRAYS}
+        if document.pop("digest") != _digest(document, arrays) or document["task"] != task.hash:
+            raise ValueError("damaged")
+        yield document, arrays, group.strings("group", 0, len(arrays["facts"]))
 
 
 def read_receipt(plan: Plan, task: Task, sources: Sequence[SourceFile]) -> FoundReceipt:
@@ -221,10 +245,7 @@ def read_receipt(plan: Plan, task: Task, sources: Sequence[SourceFile]) -> Found
         written = [_written(source, sources[source["position"]], traces) for source in found]
         if traces.num_left or len(traces.facts):
             raise ValueError("traces of no source or segment")
-        accounts = [None if account is None else checked_account(account) for account in document["accounts"]]
-        if [account is None for account in accounts] != [part["builtin"] is None for part in plan.facts["parts"]]:
-            raise ValueError("accounts of other layouts")
-        return FoundReceipt(written, accounts, segments)
+        return FoundReceipt(plan.store / paths.receipt(task.hash), written, list(document["accounts"]), segments)
 
 
 def usable_receipt(plan: Plan, task: Task, sources: Sequence[SourceFile]) -> FoundReceipt | None:
@@ -241,26 +262,6 @@ def listed_segments(task: Task) -> list[str] | None:
     with suppress(FileNotFoundError, CorruptStoreError), _opened(task) as (document, *_):
         return [paths.segment(name) for name, *_ in document["segments"]]
     return None
-
-
-def account_to_json(account: RunAccount) -> list[Any]:
-    """Return what the sources of a layout without tables have added to its account."""
-    return [account.num_read, account.is_whole, sorted(account.left_out), account.first]
-
-
-def checked_account(found: Any) -> list[Any]:
-    """Return what account_to_json() has returned."""
-    num_read, is_whole, left_out, first = found
-    return [int(num_read), bool(is_whole), set(map(str, left_out)), first and (int(first[0]), str(first[1]))]
-
-
-def add_to_account(account: RunAccount, found: list[Any]) -> None:
-    """Add what a task has found to the account of a run."""
-    num_read, is_whole, left_out, first = found
-    account.num_read += num_read
-    account.is_whole &= is_whole
-    account.left_out |= left_out
-    account.first = min(filter(None, (account.first, first)), default=None)
 
 
 def _written(found: Mapping[str, Any], source: SourceFile, traces: TracesOfReceipt) -> WrittenSource:

@@ -10,7 +10,7 @@ from tracestore.store.format import paths, schema
 from tracestore.store.format.entries import FileEntry
 from tracestore.store.io.files import LocalFiles
 from tracestore.store.write.pack import PackedTrace
-from tracestore.store.write.pending import WrittenSegment, WrittenTrace
+from tracestore.store.write.pending import WrittenSegment
 from tracestore.store.write.record import TraceRecord
 from tracestore.tasks.task_plan import Plan
 
@@ -30,7 +30,7 @@ class TracesOfReceipt:
     def __init__(
         self, plan: Plan, document: Mapping[str, Any], arrays: Mapping[str, np.ndarray], groups: list[str]
     ) -> None:
-        names, num_traces = [str(name) for name in document["scores"]], len(arrays["facts"])
+        names, num_traces = [(str(name), int(k)) for name, k in document["scores"]], len(arrays["facts"])
         self._options, self._kinds = plan.facts["store_options"], [Facts(*facts) for facts in document["facts"]]
         self._attributes = [facts.attributes(self._options) for facts in self._kinds]
         self.facts: list[int] = arrays["facts"].tolist()
@@ -38,7 +38,10 @@ class TracesOfReceipt:
         values = arrays["values"].reshape(num_traces, 1 + len(names))
         labels = (value if has else None for value, has in zip(values[:, 0].tolist(), has_value[:, 0], strict=True))
         scores = (
-            {name: float(row[1 + k]) for k, name in enumerate(names) if has[1 + k]}
+            [
+                {name: float(row[1 + k]) for k, (name, kind) in enumerate(names) if has[1 + k] and kind == wanted}
+                for wanted in (0, 1)
+            ]
             for row, has in zip(values, has_value, strict=True)
         )
         crcs, sizes = arrays["states_crc32c"].tolist(), arrays["source_bytes"].tolist()
@@ -75,12 +78,13 @@ class TracesOfReceipt:
                 has_own_id=bool(bits & schema.FIELD_BITS["question_id"]),
                 is_without_embeddings=facts.is_without_embeddings,
                 layer_ids=facts.layer_ids,
-                scores=scores,
+                scores=scores[0],
+                deferred_scores=scores[1],
                 group=group,
                 extra_names=facts.extra_names,
                 dropped=facts.dropped,
             )
-            trace = WrittenTrace(
+            trace = PackedTrace(
                 record,
                 facts.num_layers,
                 num_tokens,

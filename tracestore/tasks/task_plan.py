@@ -2,23 +2,25 @@
 
 import hashlib
 import json
-import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import version
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from tracestore import __version__
 from tracestore.console import Output
+from tracestore.convert.choosing import layout_of_options
+from tracestore.convert.cutting import cut
 from tracestore.convert.described import DescribedRun
 from tracestore.convert.options import ConvertOptions
 from tracestore.convert.runner import Conversion, read_provenances
 from tracestore.errors import CorruptStoreError, InvalidInputError, UsageError
-from tracestore.ingest.packing import PackOptions
+from tracestore.ingest.exports import EXPORT_FILE, STORE_FILE
+from tracestore.ingest.packing import PackOptions, identify
 from tracestore.ingest.score_files import FoundFiles
-from tracestore.ingest.sources import SourceFile, fingerprint, source_fingerprint
+from tracestore.ingest.sources import SourceFile, fingerprint
 from tracestore.store.format import paths
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.io import fsio
@@ -28,7 +30,6 @@ from tracestore.store.read.store import open_store
 from tracestore.store.write.writer import StoreWriter
 from tracestore.tasks.plan_parts import part_from_json, part_to_json
 
-_MIN_TASK, _MAX_TASK, _NUM_TASKS = 128 << 20, 4 << 30, 64
 _MAX_PLAN_BYTES = 1 << 30
 # Options of the process, not of the plan.
 _OWN = ("layout", "field", "workers", "dask", "overwrite", "dry_run")
@@ -123,7 +124,7 @@ class Plan:
         UsageError
             If the store does not keep it, or another version has made it.
         InvalidInputError
-            If a scores file has changed.
+            If a scores file or an export has changed.
         CorruptStoreError
             If it is damaged.
         """
@@ -136,7 +137,7 @@ class Plan:
             raise UsageError(f"{store}: other versions made the plan: {plan.facts['versions']}; plan again")
         if task not in plan.tasks():
             raise UsageError(f"{store}: the plan has no such task; plan again")
-        plan.check_scores()
+        plan.check_files()
         return plan
 
     @classmethod
@@ -146,13 +147,15 @@ class Plan:
         if path != paths.plan(digest_of(data)):
             raise CorruptStoreError(f"{store}/{path}: damaged; remove it, and plan again")
         try:
-            return cls(store, data)
-        except (ValueError, TypeError, KeyError, RecursionError):
+            plan = cls(store, data)
+            plan.tasks()
+            return plan
+        except (ValueError, TypeError, KeyError, RecursionError, UsageError):
             raise CorruptStoreError(f"{store}/{path}: not a plan; remove it, and plan again") from None
 
-    def check_scores(self) -> None:
-        """Raise InvalidInputError if a scores file has changed."""
-        for name, expected in self.facts["scores"]:
+    def check_files(self) -> None:
+        """Raise InvalidInputError if a scores file or the facts of an export have changed."""
+        for name, expected in (*self.facts["scores"], *self.facts["exports"]):
             try:
                 found = list(fingerprint(Path(name)))
             except FileNotFoundError:
@@ -168,7 +171,7 @@ class Plan:
         if self.facts["versions"] != versions(stored["codec"]) or _options_of(self.store) not in (None, stored):
             return False
         try:
-            self.check_scores()
+            self.check_files()
         except InvalidInputError:
             return False
         return self.provenances() == read_provenances(self.arguments, self.options, Quiet())
@@ -190,7 +193,8 @@ class Plan:
         """Return the sources with their layouts."""
         order = {Path(path): k for k, path in enumerate(self.facts["order"])}
         scores = FoundFiles([Path(path) for path, _ in self.facts["scores"]], [Path(p) for p in self.facts["unread"]])
-        return DescribedRun(list(map(part_from_json, self.facts["parts"])), order, scores, is_builtin=True)
+        parts = list(map(part_from_json, self.facts["parts"]))
+        return DescribedRun(parts, order, scores, is_builtin=self.facts["is_builtin"])
 
     def provenances(self) -> dict[Path, Provenance]:
         """Return the known provenances by source argument."""
@@ -230,10 +234,11 @@ class Plan:
 
 
 def kept_plans(store: Path) -> Iterator[Plan]:
-    """Yield the plans that a store keeps."""
+    """Yield the plans that a store keeps, without damaged ones, which no task can use."""
     for name in sorted(LocalFiles(store).list_dir(paths.RECEIPTS) if store.is_dir() else ()):
         if name.endswith(".json"):
-            yield Plan.load(store, f"{paths.RECEIPTS}/{name}")
+            with suppress(CorruptStoreError, FileNotFoundError):  # Another process may remove it.
+                yield Plan.load(store, f"{paths.RECEIPTS}/{name}")
 
 
 def _options_of(store: Path) -> dict[str, str] | None:
@@ -246,7 +251,8 @@ def _options_of(store: Path) -> dict[str, str] | None:
 
 def versions(codec: str) -> dict[str, str]:
     """Return the versions that decide the bytes of a segment."""
-    return {"tracestore": __version__} | ({} if codec == "none" else {"numcodecs": version("numcodecs")})
+    names = ["tracestore"] + ([] if codec == "none" else ["numcodecs"])
+    return {name: version(name) for name in names}
 
 
 def plan_tasks(
@@ -258,8 +264,9 @@ def plan_tasks(
 ) -> list[Task]:
     """Cut a conversion into tasks. The result depends on sources and options alone.
 
-    Sources that the store has are left out. A plan is kept in the store until it is committed, and returned again. It
-    is replaced if the version of tracestore, a scores file, a provenance or the options of the store have changed.
+    Sources that the store has are left out. A plan is kept in the store until it is committed, and returned again for
+    the same arguments. It is replaced if the version of tracestore, a scores file, an export, a provenance or the options
+    of the store have changed.
 
     Parameters
     ----------
@@ -279,51 +286,64 @@ def plan_tasks(
     Raises
     ------
     UsageError
-        If an option is wrong, one process must read the sources, or a plan of other arguments is not committed yet.
+        If an option is wrong, or the store is an object store or to be replaced.
     InvalidInputError
-        If a source cannot be read.
+        If files do not fit the layout.
     """
     options, output = options or ConvertOptions(), output or Quiet()
     folder = parse_location(store)
     given = [sources] if isinstance(sources, str | PathLike) else list(sources)
     arguments = [Path(path).absolute() for path in given]
-    if not isinstance(folder, Path) or options.overwrite or options.layout is not None or options.field:
-        raise UsageError("a plan needs a store in a folder, and no --overwrite, --layout or --field")
-    folder = folder.absolute()
+    if not isinstance(folder, Path) or options.overwrite:
+        raise UsageError("tasks need a store in a folder, and no --overwrite")
     check_store_destination(folder)
-    options = _absolute(options)
-    own = {name: value for name, value in asdict(options).items() if name not in _OWN}
-    replaced: list[Plan] = []
-    for plan in kept_plans(folder):
-        if plan.facts["arguments"] != list(map(str, arguments)) or plan.facts["options"] != own:
-            raise UsageError(
-                f"{folder}: a plan of other files or options is not committed yet; commit it, or remove "
-                f"{paths.plan(plan.digest)}"
-            )
-        if plan.is_current():
-            return plan.tasks()
-        output.info(f"the plan {plan.digest} is replaced: versions, scores, provenance or the store have changed")
-        replaced.append(plan)
-    tasks = _new_plan(arguments, folder, options, own, output)
-    for plan in replaced:
-        plan.remove()
-    return tasks
+    plan = kept_plan(arguments, folder, options, output)
+    if plan is None:
+        conversion = Conversion(arguments, str(folder), options, output)
+        plan = new_plan(conversion, arguments, folder, options, output)
+        conversion.described.release()
+    return [] if plan is None else plan.tasks()
 
 
-def _absolute(options: ConvertOptions) -> ConvertOptions:
+def _given(arguments: Sequence[Path], options: ConvertOptions) -> dict[str, Any]:
+    """Return the facts of a plan that its caller has given."""
+    layout = layout_of_options(options.layout, options.field)
     scores, provenance = (
         None if path is None else str(Path(path).absolute()) for path in (options.scores, options.provenance)
     )
-    return replace(options, scores=scores, provenance=provenance)
+    options = replace(options, scores=scores, provenance=provenance)
+    return {
+        "arguments": [str(path.absolute()) for path in arguments],
+        "options": {field.name: getattr(options, field.name) for field in fields(options) if field.name not in _OWN},
+        "layout": None if layout is None else layout.to_toml(),
+    }
 
 
-def _new_plan(
-    arguments: list[Path], folder: Path, options: ConvertOptions, own: dict[str, Any], output: Output
-) -> list[Task]:
-    conversion = Conversion(arguments, str(folder), options, output)
+def kept_plan(arguments: Sequence[Path], folder: Path, options: ConvertOptions, output: Output) -> Plan | None:
+    """Return the plan of these sources and options that a store keeps; remove it if it is outdated, and return None."""
+    given = _given(arguments, options)
+    for plan in kept_plans(folder.absolute()):
+        if given.items() <= plan.facts.items():
+            if plan.is_current():
+                return plan
+            output.info(f"the plan {plan.digest} is replaced: versions, inputs, provenance or the store have changed")
+            plan.remove()
+    return None
+
+
+def new_plan(
+    conversion: Conversion,
+    arguments: Sequence[Path],
+    folder: Path,
+    options: ConvertOptions,
+    output: Output,
+    *,
+    min_tasks: int = 1,
+) -> Plan | None:
+    """Cut a conversion into tasks, and keep the plan in the store; return None if it has fewer tasks than `min_tasks`."""
     described, attention = conversion.described, conversion.default_attention
     with StoreWriter(
-        folder,
+        folder.absolute(),
         attention=options.attention or attention.of_new_store,
         dtype=options.dtype,
         codec=options.codec,
@@ -331,55 +351,49 @@ def _new_plan(
     ) as writer:
         writer.check_provenance(conversion.known_provenances())
         stored = dict(writer.attributes.options)
-        sources = [(k, source.name, *identity_of(source)) for k, source in enumerate(conversion.sources)]
-        missing = [source for source in sources if not writer.has_source(*source[1:])]
-        if not missing:
-            return []
-        facts = {
-            "arguments": list(map(str, arguments)),
-            "options": own,
+        sources = [(k, source.name, *_identity_of(source)) for k, source in enumerate(conversion.sources)]
+        if described.is_settled(writer):
+            sources = [source for source in sources if not writer.has_source(*source[1:])]
+        shared = [conversion.sources[k].shared for k, *_ in sources]
+        runs = cut([size for *_, size, _ in sources], shared, conversion.total_bytes)
+        if len(runs) < min_tasks:
+            return None
+        facts = _given(arguments, options) | {
             "versions": versions(stored["codec"]),
             "store_options": stored,
             "has_attention": conversion.has_attention(),
             "refuse_attention": options.attention is None and attention.is_refused(stored["attention"]),
             "parts": list(map(part_to_json, described.parts)),
             "order": [str(path.absolute()) for path in described.order],
-            "scores": [[str(path.absolute()), list(fingerprint(path))] for path in described.score_files.scores],
+            "is_builtin": described.is_builtin,
+            "scores": _fingerprints(described.score_files.scores),
+            "exports": _fingerprints(_exports_of(conversion.sources)),
             "unread": [str(path.absolute()) for path in described.score_files.unread],
-            "provenances": [[str(path), found.to_json()] for path, found in conversion.provenances.items()],
-            "tasks": _cut(missing),
+            "provenances": [[str(p.absolute()), found.to_json()] for p, found in conversion.provenances.items()],
+            "tasks": [[sources[k] for k in run] for run in runs],
         }
         if options.attention is None and (note := attention.note(stored["attention"])):
             output.info(note)
-        plan = Plan(folder, json.dumps(facts, sort_keys=True, indent=0).encode())
+        plan = Plan(folder.absolute(), json.dumps(facts, sort_keys=True, indent=0).encode())
         with fsio.map_os_errors(folder):
-            fsio.makedirs(folder / paths.RECEIPTS)
-            fsio.replace_file(folder / paths.plan(plan.digest), plan.data)
-    return plan.tasks()
+            fsio.makedirs(plan.store / paths.RECEIPTS)
+            fsio.replace_file(plan.store / paths.plan(plan.digest), plan.data)
+    return plan
 
 
-def identity_of(source: SourceFile) -> tuple[int, str]:
-    """Return size and fingerprint of a source; InvalidInputError if it cannot be read."""
+def _fingerprints(files: Iterable[Path]) -> list[Any]:
+    return [[str(path.absolute()), list(fingerprint(path))] for path in files]
+
+
+def _exports_of(sources: Sequence[SourceFile]) -> list[Path]:
+    """Return the files that state the facts of the exports among the sources."""
+    folders = dict.fromkeys(s.export.facts.folder for s in sources if s.export is not None)
+    return [folder / name for folder in folders for name in (EXPORT_FILE, STORE_FILE)]
+
+
+def _identity_of(source: SourceFile) -> tuple[int, str]:
+    """Return size and fingerprint of a source; nothing for one that cannot be read, which its task refuses."""
     try:
-        return source_fingerprint(source)
-    except OSError as error:
-        raise InvalidInputError(f"cannot be opened: {error.strerror}", source=source.name) from None
-
-
-# Position among all sources, name, size and fingerprint.
-_Source = tuple[int, str, int, str]
-
-
-def _cut(sources: Sequence[_Source]) -> list[list[_Source]]:
-    """Return runs of sources of at least 1/64 of all bytes, within limits; a larger source is alone."""
-    least = min(max(math.ceil(sum(size for _, _, size, _ in sources) / _NUM_TASKS), _MIN_TASK), _MAX_TASK)
-    tasks: list[list[_Source]] = []
-    pending = math.inf
-    for source in sources:
-        size = source[2]
-        if pending >= least or size >= least:
-            tasks.append([])
-            pending = 0
-        tasks[-1].append(source)
-        pending += size
-    return tasks
+        return identify(source)[:2]
+    except InvalidInputError:
+        return 0, ""

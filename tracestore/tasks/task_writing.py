@@ -5,17 +5,17 @@ from collections.abc import Iterator
 from contextlib import closing
 
 from tracestore.convert.runner import Conversion
-from tracestore.errors import InvalidInputError, TruncatedFileError
+from tracestore.errors import InvalidInputError, TruncatedFileError, UsageError
 from tracestore.ingest.files.byte_source import TRUNCATED_WHILE_READING
 from tracestore.ingest.packing import PackOptions
 from tracestore.ingest.reading import TraceStream, read_sources
 from tracestore.store.format import paths, schema
 from tracestore.store.io import fsio
 from tracestore.store.io.folder_target import FolderTarget
-from tracestore.store.write.pack import PackedTrace, fit_attributes
-from tracestore.store.write.pending import Pending
+from tracestore.store.write.pack import PackedTrace
+from tracestore.store.write.pending import SegmentsAhead
 from tracestore.store.write.segment_writer import SegmentWriter
-from tracestore.tasks.receipt import Receipt, WrittenSource, account_to_json, pack_receipt, read_receipt, usable_receipt
+from tracestore.tasks.receipt import Receipt, WrittenSource, pack_receipt, read_receipt, usable_receipt
 from tracestore.tasks.task_plan import Plan, Quiet, Task
 
 
@@ -56,6 +56,8 @@ def write_task(task: Task, *, memory_budget: int | None = None) -> Receipt:
             writing = _TaskWriting(plan, conversion, plan.pack_options(target.scratch, memory_budget), target)
             writing.write([WrittenSource(sources[k], k, *found) for k, _, *found in plan.facts["tasks"][task.number]])
             path, data = paths.receipt(task.hash), writing.receipt(task)
+            if not (plan.store / paths.plan(task.plan)).exists():
+                raise UsageError(f"{plan.store}: another process has committed the plan, or it was removed; plan again")
             if not target.create_file(path, data) and usable_receipt(plan, task, sources) is None:
                 target.replace_file(path, data)
         finally:
@@ -69,7 +71,8 @@ class _TaskWriting:
     def __init__(self, plan: Plan, conversion: Conversion, options: PackOptions, target: FolderTarget) -> None:
         self._conversion, self._target, self._plan = conversion, target, plan
         self._options = options
-        self._pending = Pending()
+        self._segments = SegmentsAhead(plan.facts["store_options"], target.new_folder, schema.SEGMENT_SPLIT_BYTES)
+        self._pending = self._segments.pending
         self._written: list[WrittenSource] = []
 
     def write(self, sources: list[WrittenSource]) -> None:
@@ -100,8 +103,11 @@ class _TaskWriting:
         self._conversion.scoring.begin_source(stream.source)
         try:
             for trace in self._conversion.traces(stream):
-                self._conversion.scoring.set_label(trace)
-                self._append(trace)
+                label = trace.record.label
+                with contextlib.suppress(InvalidInputError):  # The commit refuses the trace, and sets the label again.
+                    self._conversion.scoring.set_label(trace)
+                self._segments.append(trace)
+                trace.record.label = label
                 packed.append(trace)
                 del trace
             self._pending.flush()
@@ -116,22 +122,6 @@ class _TaskWriting:
             raise
         return packed
 
-    def _append(self, trace: PackedTrace) -> None:
-        """Append a trace to the last segment, or to a new one if that is full or of another shape."""
-        segments = self._pending.segments
-        last = segments[-1] if segments else None
-        attributes = schema.Attributes(attention=self._options.attention, options=self._plan.facts["store_options"])
-        is_full = last is not None and len(last) > 0 and last.num_bytes + trace.num_bytes > schema.SEGMENT_SPLIT_BYTES
-        if isinstance(last, SegmentWriter) and not is_full:
-            with contextlib.suppress(InvalidInputError):
-                last.append(trace, fit_attributes(last.attributes, trace))
-                return
-        if isinstance(last, SegmentWriter):
-            last.close_fd()
-        last = SegmentWriter(self._target.new_folder(), -1, attributes)
-        segments.append(last)
-        last.append(trace, fit_attributes(attributes, trace))
-
     def receipt(self, task: Task) -> bytes:
         """Return the bytes of the receipt."""
         segments = [segment for segment in self._pending.all_segments if isinstance(segment, SegmentWriter)]
@@ -139,4 +129,6 @@ class _TaskWriting:
 
     def _accounts(self) -> Iterator[object]:
         for part in self._conversion.described.parts:
-            yield None if part.execution is None else account_to_json(part.execution.account)
+            if part.execution is not None:
+                part.execution.finish()
+            yield None if part.execution is None else part.execution.account.to_json()

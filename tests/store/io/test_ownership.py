@@ -34,7 +34,6 @@ NOT_STORES = {
     "columns": lambda f: _user_files(f, "columns/b"),
     "segments": lambda f: _user_files(f, "segments/00000000/x"),
     "all names": lambda f: _user_files(f, "manifest/a", "index/b", "columns/c", "segments/d", "lock", "zarr.json"),
-    "spool": lambda f: _user_files(f, ".spool/00000000"),
     "temporary": lambda f: _user_files(f, ".tmp-zarr.json.txt"),
     "home": lambda f: _user_files(f, ".bashrc", "documents/thesis.tex", "Downloads/a.pdf"),
     "git": lambda f: _user_files(f, ".git/HEAD", ".git/config", "README.md"),

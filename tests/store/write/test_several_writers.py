@@ -12,6 +12,7 @@ import pytest
 
 import tracestore
 from tests.helpers import convert, make_trace, make_traces, read_all, tree_bytes, write_pickle, write_store
+from tracestore.convert import cutting
 from tracestore.errors import LateConflictError, StoreLockedError, UsageError
 from tracestore.store.format.labels import ScoreField
 from tracestore.store.io import fsio, locks
@@ -388,7 +389,7 @@ def convert_files(path, first, seed):
     folder.mkdir()
     for k in numbers_of(first):
         write_pickle(folder / f"{k}.pkl", [make_trace(k, tokens=2 + k % 5)])
-    StoreWriter.__init__.__kwdefaults__["commit_bytes"] = 1
+    cutting.MIN_BYTES = 1
     convert(folder, path)
 
 

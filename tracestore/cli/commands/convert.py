@@ -12,6 +12,7 @@ from tracestore.convert.options import ConvertOptions
 from tracestore.convert.runner import Conversion
 from tracestore.errors import UsageError
 from tracestore.process import reuse_freed_memory
+from tracestore.store.format.paths import RECEIPTS
 from tracestore.store.format.schema import CODECS
 from tracestore.store.io.files import local_dir
 from tracestore.store.io.fsio import map_os_errors
@@ -42,10 +43,10 @@ _FLAGS: Flags = {
     "padding": "padding of batches: given by attention_mask or lengths, or none if batches without them have none",
     "codec": {"choices": CODECS, "help": "compression (default: none)"},
     "dtype": "dtype to store (default: float16)",
-    "workers": "files read in parallel",
+    "workers": "processes that read files; one reads with two threads",
     "dask": {
         "metavar": "ADDRESS",
-        "help": "read with a Dask cluster that shares the file system: address of the scheduler, or local (default: threads of this process)",
+        "help": "read with a Dask cluster that shares the file system: address of the scheduler, or local for --workers processes (default: none)",
     },
     "memory_budget": {
         "type": parse_size,
@@ -102,7 +103,7 @@ def run(args: argparse.Namespace, output: Output) -> None:
             write_tasks(args.plan, tasks)
         report_tasks(args.plan, tasks, output)
         return
-    # Imported here, because most conversions are neither dry nor watch their folders.
+    # Imported here, because most conversions are neither dry nor watch their folders, and are one task.
     if options.dry_run:
         from tracestore.convert.dry_run import dry_run
 
@@ -112,14 +113,20 @@ def run(args: argparse.Namespace, output: Output) -> None:
         raise UsageError("--watch-timeout needs --watch")
     with map_os_errors(local_dir(args.dst)):
         check_store_destination(args.dst, overwrite=options.overwrite)
-    if args.watch:
-        from tracestore.convert.watch import Watch
-
-        run = Watch(args.src, args.dst, options, output, args.watch_timeout).run
-    else:
-        run = Conversion(args.src, args.dst, options, output).run
     with map_os_errors(local_dir(args.dst)):
-        output.print_json(run())
+        if args.watch:
+            if options.dask is not None:
+                raise UsageError("--watch excludes --dask")
+            from tracestore.convert.watch import Watch
+
+            report = Watch(args.src, args.dst, options, output, args.watch_timeout).run()
+        elif options.workers == 1 and options.dask is None and not (local_dir(args.dst) / RECEIPTS).is_dir():
+            report = Conversion(args.src, args.dst, options, output).run()
+        else:
+            from tracestore.tasks.converting import convert
+
+            report = convert(args.src, args.dst, options, output)
+        output.print_json(report)
 
 
 def _field_lines(sources: list[Path], names: str, axes: str | None) -> str:

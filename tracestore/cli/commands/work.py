@@ -5,12 +5,13 @@ Example: tracestore work plan.json --shard 0/4 --workers 2
 
 import argparse
 import re
+from concurrent.futures import as_completed
 from pathlib import Path
 
 from tracestore.console import Output, Parser, positive_int
 from tracestore.convert.options import ConvertOptions
 from tracestore.store.io.fsio import map_os_errors
-from tracestore.tasks.local_workers import write_in_processes
+from tracestore.tasks.local_workers import LocalWorkers
 from tracestore.tasks.task_files import read_tasks
 from tracestore.tasks.task_plan import Task
 from tracestore.tasks.task_writing import write_task
@@ -47,7 +48,9 @@ def run(args: argparse.Namespace, output: Output) -> None:
         output.info(f"task {task.number:,} is written")
 
     if args.workers > 1 and len(chosen) > 1:
-        write_in_processes(args.file, chosen, len(tasks), args.workers, args.memory_budget, report)
+        with LocalWorkers(args.file, tasks, args.workers, args.memory_budget) as workers:
+            for future in as_completed([workers.submit(task) for task in chosen.values()]):
+                report(future.result())
     else:
         for task in chosen.values():
             with map_os_errors(Path(task.store)):

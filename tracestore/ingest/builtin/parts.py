@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -41,27 +41,11 @@ class DescribedFiles(Described):
     group: FileGroup
     fingerprint: bytes
     what: str | None
-    portable: "BuiltinFiles | None"
+    tables: Execution | None
 
     def read(self, need_attention: bool | None, scratch: Scratch, on_refused: OnRefused) -> Iterator[TraceRecord]:
         """Yield the records of the source, as `Execution.read`."""
         return self.execution.read(self.group, need_attention, scratch, on_refused)
-
-
-@dataclass(eq=False)
-class BuiltinFiles(Described):
-    """The files of one source that a built-in layout reads without accounts of the run, to be sent to a process."""
-
-    builtin: Builtin
-    files: Mapping[str, Path]
-    has_scores_file: bool
-
-    def read(self, need_attention: bool | None, scratch: Scratch, on_refused: OnRefused) -> Iterator[TraceRecord]:
-        """Yield the records of the source."""
-        part = Part(self.builtin.layout, self.files, builtin=self.builtin, has_scores_file=self.has_scores_file)
-        for _, source in part.sources():
-            assert source.described is not None
-            yield from source.described.read(need_attention, scratch, on_refused)
 
 
 @dataclass(eq=False)
@@ -70,11 +54,6 @@ class PreprocessedFile(Described):
 
     path: Path
     fingerprint = b"preprocessed"
-
-    @property
-    def portable(self) -> "PreprocessedFile":  # type: ignore[override]
-        """Return the file with an absolute path."""
-        return PreprocessedFile(self.path.absolute())
 
     def read(self, need_attention: bool | None, scratch: Scratch, on_refused: OnRefused) -> Iterator[TraceRecord]:
         """Yield the records of the file."""
@@ -116,7 +95,7 @@ class Part:
 
     Attributes
     ----------
-    layout, files, builtin, others, has_scores_file
+    layout, files, owned, builtin, others, has_scores_file
         Those that were given; `others` are the sources without a layout.
     """
 
@@ -133,7 +112,7 @@ class Part:
         origin: str = "",
     ) -> None:
         self.origin = origin if builtin is None else f"built-in layout {builtin.name}"
-        self.layout, self.files, self.builtin = layout, files, builtin
+        self.layout, self.files, self.owned, self.builtin = layout, files, owned, builtin
         self.others, self.has_scores_file = sources or {}, has_scores_file
         check = None if builtin is None else self._checked
         self.execution: Execution | None = None
@@ -182,20 +161,14 @@ class Part:
         if self.execution is None:
             return
         fingerprint = self.execution.fingerprint()
+        what = self.execution.layout.settings.get("L.what")
+        tables = self.execution if self.execution.has_tables else None
         for group in self.execution.groups:
-            what = self.execution.layout.settings.get("L.what")
-            described = DescribedFiles(self.execution, group, fingerprint, what, self._portable(group))
+            described = DescribedFiles(self.execution, group, fingerprint, what, tables)
             first = next(iter(group.files.values()))[0]
             # A file of a built-in layout is known by its bytes alone.
             parts = () if self.builtin is not None and group.paths == (first.path,) else group.paths
             yield first.path, SourceFile(group.paths[0], group.name, parts=parts, described=described)
-
-    def _portable(self, group: FileGroup) -> BuiltinFiles | None:
-        """Return what reads a source in another process; None if accounts of the run need its traces."""
-        if self.builtin is None or self.execution is None or not self.execution.is_direct:
-            return None
-        files = {file.name: file.path.absolute() for found in group.files.values() for file in found}
-        return BuiltinFiles(replace(self.builtin), files, self.has_scores_file)
 
     def _checked(self, text: str, name: str, root: Value) -> Value:
         assert self.builtin is not None

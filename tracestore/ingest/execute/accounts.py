@@ -4,13 +4,14 @@ import math
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from tracestore.errors import InvalidInputError, error_location, escape_unprintable
 from tracestore.ingest.execute.found import Columns
-from tracestore.ingest.execute.join import Column, RowTexts, check_remainders
+from tracestore.ingest.execute.join import Column, RowTexts, TableAccount, table_account
 from tracestore.ingest.execute.nodes import Node
 from tracestore.ingest.execute.tokens import numbers_of
 from tracestore.ingest.execute.values import describe
@@ -149,6 +150,7 @@ class RunAccount:
         self.num_read = 0  # sources that were read to their end
         self._lock = threading.Lock()
         self._missing: dict[Place, set[str]] = {}
+        self.tables: list[TableAccount] = []
         self.is_whole = True
         self._row_numbers: dict[str, int] = {}
         self._first_numbers: dict[tuple[str, int], int] = {}
@@ -201,13 +203,16 @@ class RunAccount:
         for name in _COUNTED & cells[0].bound.keys():
             first = min(cell.bound[name] for cell in cells)
             kind = first if part == 0 else min(first, 2)
-            with self._lock:
-                expected = self._first_numbers.setdefault((name, part), kind)
-            if kind != expected:
-                raise InvalidInputError(
-                    f"the first {name} is {first}, expected {expected} as in an earlier trace: one of them lacks a {name}",
-                    field=self._plan.layout.states,
-                )
+            self._check_first_number(name, part, kind, first)
+
+    def _check_first_number(self, name: str, part: int, kind: int, first: int) -> None:
+        with self._lock:
+            expected = self._first_numbers.setdefault((name, part), kind)
+        if kind != expected:
+            raise InvalidInputError(
+                f"the first {name} is {first}, expected {expected} as in an earlier trace: one of them lacks a {name}",
+                field=self._plan.layout.states,
+            )
 
     def keep_first(self, number: int, record: TraceRecord) -> None:
         """Keep the first trace of a source for the summary, if no earlier source has one."""
@@ -215,10 +220,8 @@ class RunAccount:
             if self.first is None or number < self.first[0]:
                 self.first = (number, described(record))
 
-    def close(
-        self, tables: Mapping[Place, Column], sources: Mapping[str, str], has_id: Callable[[str], bool]
-    ) -> Iterator[str]:
-        """Close the accounts of the run, and yield a line for each table.
+    def add_tables(self, tables: Mapping[Place, Column], sources: Mapping[str, str]) -> None:
+        """Keep how the rows of the tables were joined, when all sources are read.
 
         Parameters
         ----------
@@ -226,6 +229,18 @@ class RunAccount:
             The columns of the tables.
         sources : Mapping
             The name of a file by its FILES.
+        """
+        for place, column in tables.items():
+            # Rule 9 closes the accounts of what is known of an axis.
+            if not place.is_optional and place.name != RECORDS and place.rule.kind != "known":
+                source = sources[place.address.files.text]
+                self.tables.append(table_account(column, source, sorted(self._missing.get(place, ()))))
+
+    def close(self, has_id: Callable[[str], bool]) -> Iterator[str]:
+        """Close the accounts of the run, and yield a line for each table.
+
+        Parameters
+        ----------
         has_id : callable
             Return whether the store has a trace of an id, for rows that earlier runs used.
 
@@ -239,12 +254,9 @@ class RunAccount:
         self._check_found()
         if not self._is_stated:  # by a person, who knows what the lines leave out
             self.left_out |= {str(a) for a in self._plan.ignored if a.path and self._node_of(a).is_found}
-        for place, column in tables.items():
-            # Rule 9 closes the accounts of what is known of an axis.
-            if not place.is_optional and place.name != RECORDS and place.rule.kind != "known":
-                source = sources[place.address.files.text]
-                with error_location(source):
-                    yield self._close_table(column, source, has_id)
+        for table in self.tables:
+            with error_location(table.source):
+                yield table.close(has_id, is_whole=self.is_whole)
         if self.left_out:
             shown = sorted(self.left_out)
             more = f" and {len(shown) - _MAX_SHOWN} more" if len(shown) > _MAX_SHOWN else ""
@@ -269,26 +281,38 @@ class RunAccount:
             node = node.child(step)
         return node
 
-    def _close_table(self, column: Column, source: str, has_id: Callable[[str], bool]) -> str:
-        """Return how the rows of a table were joined; InvalidInputError if they do not fit."""
-        name, rows = column.place.name, list(dict.fromkeys(column.rows()))
-        num_used = sum(key in column.used for key in rows)
-        is_of_id = column.names == ("id",)
-        unused = [key for key in rows if key not in column.used and not (is_of_id and has_id(str(key[0])))]
-        missing = sorted(self._missing.get(column.place, ()))
-        by = column.joined_by
-        if by in ("in order", "by position") and (unused or missing) and self.is_whole:
-            found = f"{len(rows):,} rows in order belong to {num_used + len(missing):,} traces"
-            raise InvalidInputError(found, field=name)
-        first_keys, left_over = ([key[0] for key in keys if key] for keys in (rows, unused))
-        if rows and len(unused) == len(rows):
-            first = escape_unprintable(str(*first_keys[:1]), 40)
-            raise InvalidInputError(f"no {by[3:]} of it is that of a trace: its first is {first!r}", field=name)
-        check_remainders(name, first_keys, left_over, missing)
-        column.check_answers(unused)
-        rest = f", {len(unused):,} without a trace" if unused else ""
-        rest += f", {len(missing):,} traces without a row" if missing else ""
-        return f"{name}: {num_used:,} rows of {source} joined {by}{rest}"
+    def to_json(self) -> dict[str, Any]:
+        """Return what the sources of a task have added, for the process that closes the accounts of the run."""
+        return {
+            "num_read": self.num_read,
+            "is_whole": self.is_whole,
+            "left_out": sorted(self.left_out),
+            "first": self.first,
+            "first_numbers": [[*key, kind] for key, kind in self._first_numbers.items()],
+            "found": [node.is_found for node in self._nodes()],
+            "tables": [asdict(table) for table in self.tables],
+        }
+
+    def add_json(self, found: Mapping[str, Any]) -> None:
+        """Add what a task has found; ValueError or TypeError if it is not what to_json() returns."""
+        self.num_read += int(found["num_read"])
+        self.is_whole &= found["is_whole"] is True
+        self.left_out.update(map(str, found["left_out"]))
+        if found["first"] is not None:
+            number, text = found["first"]
+            self.first = min(filter(None, (self.first, (int(number), str(text)))))
+        for name, part, kind in found["first_numbers"]:
+            self._check_first_number(str(name), int(part), int(kind), int(kind))
+        for node, is_found in zip(self._nodes(), found["found"], strict=True):
+            node.is_found |= is_found is True
+        self.tables += [TableAccount(**table) for table in found["tables"]]
+
+    def _nodes(self) -> Iterator[Node]:
+        """Yield all nodes, in an order that depends on the layout alone."""
+        pending = [self._trees[text] for text in sorted(self._trees, reverse=True)]
+        while pending:
+            yield (node := pending.pop())
+            pending += [child for _, child in node.children]
 
 
 def described(record: TraceRecord) -> str:

@@ -116,8 +116,13 @@ class Execution:
 
     @property
     def is_direct(self) -> bool:
-        """Report whether the items of a file hold all fields of their traces, so that sources have nothing in common."""
+        """Return whether the items of a file hold all fields of their traces."""
         return self._step is not False
+
+    @property
+    def has_tables(self) -> bool:
+        """Return whether sources share the rows of a table, so that one process must read them."""
+        return bool(self._table_files)
 
     def scores_of_tables(self) -> set[str]:
         """Return the fields of labels and scores that tables give."""
@@ -359,15 +364,15 @@ class Execution:
     # Accounts
 
     def close(self, has_id: Callable[[str], bool] = lambda _: False) -> Iterator[str]:
-        """Close the accounts of the run, and yield a line for each table; see `RunAccount.close`.
+        """Close the accounts of the run, and yield a line for each table; see `RunAccount.close`."""
+        self.finish()
+        yield from self.account.close(has_id)
 
-        Parameters
-        ----------
-        has_id : callable
-            Return whether the store has a trace of an id, for rows that earlier runs used.
-        """
+    def finish(self) -> None:
+        """Take the tables into the account, when all sources are read, and close them."""
         sources = {text: self._claimed[text][0].name for text in self._table_files if self._claimed[text]}
-        yield from self.account.close(self._tables or {}, sources, has_id)
+        self.account.add_tables(self._tables or {}, sources)
+        self._tables = None
         self.release()
 
     def release(self) -> None:

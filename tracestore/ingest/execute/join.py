@@ -4,7 +4,8 @@ import itertools
 import re
 import unicodedata
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from tracestore.errors import InvalidInputError, escape_unprintable
@@ -121,15 +122,16 @@ class Column:
         """The names that join the column."""
         return self._names
 
-    def check_answers(self, unused: list[tuple[Any, ...]]) -> None:
-        """Rule 12: a list of answers belongs to the traces of its question as a whole, or its numbers may be others."""
+    def partial_answers(self, unused: list[tuple[Any, ...]]) -> str | None:
+        """Return what is wrong with a list of answers of which only some belong to traces: its numbers may be others."""
         if "K" not in self._names:
-            return
+            return None
         at = self._names.index("K")
         used = {key[:at] + key[at + 1 :] for key in self.used}
-        if partial := next((key for key in unused if key[:at] + key[at + 1 :] in used), None):
-            where = ", ".join(f"{n} {v!s:.60}" for n, v in zip(self._names, partial, strict=True) if n[0] != "*")
-            raise InvalidInputError(f"{where} belongs to no trace, others of the list do", field=self.place.name)
+        if (partial := next((key for key in unused if key[:at] + key[at + 1 :] in used), None)) is None:
+            return None
+        where = ", ".join(f"{n} {v!s:.60}" for n, v in zip(self._names, partial, strict=True) if n[0] != "*")
+        return f"{where} belongs to no trace, others of the list do"
 
     @property
     def joined_by(self) -> str:
@@ -286,3 +288,78 @@ def _run(keys: list[Any]) -> int | None:
 
 def _short(key: Any) -> str:
     return repr(escape_unprintable(str(key), 40))
+
+
+@dataclass
+class TableAccount:
+    """Tell how the rows of a table were joined to the traces of a run.
+
+    Attributes
+    ----------
+    field, source : str
+        The field that the table gives, and the name of the file.
+    joined_by : str
+        See `Column.joined_by`.
+    is_of_id : bool
+        Whether ids of traces join the rows.
+    rows, unused : list
+        The first keys of all rows, and of those without a trace.
+    missing : list of str
+        The keys of the traces without a row.
+    num_rows, num_used : int
+    partial : str or None
+        A list of answers of which only some belong to traces.
+    """
+
+    field: str
+    source: str
+    joined_by: str
+    is_of_id: bool
+    rows: list[Any]
+    unused: list[Any]
+    missing: list[str]
+    num_rows: int
+    num_used: int
+    partial: str | None
+
+    def close(self, has_id: Callable[[str], bool], *, is_whole: bool) -> str:
+        """Return how the rows were joined; InvalidInputError if they do not fit."""
+        num_known = 0
+        unused = self.unused
+        if self.is_of_id:
+            unused = [key for key in unused if not has_id(str(key))]
+            num_known = len(self.unused) - len(unused)
+        num_unused, missing = self.num_rows - self.num_used - num_known, self.missing
+        if self.joined_by in ("in order", "by position") and (num_unused or missing) and is_whole:
+            found = f"{self.num_rows:,} rows in order belong to {self.num_used + len(missing):,} traces"
+            raise InvalidInputError(found, field=self.field)
+        if self.num_rows and num_unused == self.num_rows:
+            first = escape_unprintable(str(*self.rows[:1]), 40)
+            raise InvalidInputError(
+                f"no {self.joined_by[3:]} of it is that of a trace: its first is {first!r}", field=self.field
+            )
+        check_remainders(self.field, self.rows, unused, missing)
+        if self.partial is not None:
+            raise InvalidInputError(self.partial, field=self.field)
+        rest = f", {num_unused:,} without a trace" if num_unused else ""
+        rest += f", {len(missing):,} traces without a row" if missing else ""
+        return f"{self.field}: {self.num_used:,} rows of {self.source} joined {self.joined_by}{rest}"
+
+
+def table_account(column: Column, source: str, missing: list[str]) -> TableAccount:
+    """Return the account of a table in a file; `missing` are the keys of the traces without a row."""
+    rows = list(dict.fromkeys(column.rows()))
+    unused = [key for key in rows if key not in column.used]
+    first_keys, left_over = ([key[0] for key in keys if key] for keys in (rows, unused))
+    return TableAccount(
+        column.place.name,
+        source,
+        column.joined_by,
+        column.names == ("id",),
+        first_keys,
+        left_over,
+        missing,
+        len(rows),
+        len(rows) - len(unused),
+        column.partial_answers(unused),
+    )

@@ -14,12 +14,12 @@ from typing import Any
 from tracestore._core.kernels import crc32c
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.exports import EXPORT_FILE
+from tracestore.ingest.exports import EXPORT_FILE, STORE_FILE
 from tracestore.store.format.labels import ScoreField, score_fields
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.io import fsio
 
-TABLE_FILE, STORE_FILE, SCORES_FILE = "traces.jsonl", "store.json", "scores.csv"
+TABLE_FILE, SCORES_FILE = "traces.jsonl", "scores.csv"
 VERSION = 1
 UNFINISHED, COMPLETE = "unfinished", "complete"
 # Folder of the files of a data set, below that of the export.

@@ -10,7 +10,6 @@ from tracestore.errors import CorruptStoreError, escape_unprintable
 from tracestore.store.format import schema
 
 TEMPORARY_PREFIX = ".tmp-"  # prefix of incomplete files and folders
-SPOOL_FOLDER = ".spool"  # packed traces that precede their turn in the store
 DAMAGED_PREFIX = "damaged-"  # prefix of a manifest that `verify --repair` has set aside
 
 # Top-level folders of a store.
@@ -27,16 +26,15 @@ _GENERATION = re.compile(r"[0-9]{10}")
 _TEMPORARY = re.escape(TEMPORARY_PREFIX)
 _WRITING = rf"{_TEMPORARY}[0-9a-f]{{16}}"  # the temporary folder of a writer
 _WRITING_NAME = re.compile(_WRITING)
-_SPOOL = rf"{_WRITING}/{re.escape(SPOOL_FOLDER)}"
 _OWN_FILE = re.compile(
     rf"zarr\.json|lock|{_TEMPORARY}zarr\.json"
     rf"|manifest/(?:newest|(?:{_TEMPORARY}|{DAMAGED_PREFIX})?[0-9]{{10}})"
     rf"|segments/{_SEGMENT_NAME}/{_IN_SEGMENT}|{_SMALL}|index/(?:{_TEMPORARY})?[0-9]{{10}}\.manifest"
     rf"|{RECEIPTS}/[0-9a-f]{{32}}\.(?:json|zip)"
-    rf"|{_WRITING}/(?:lock|small|[0-9]{{8}}/{_IN_SEGMENT})|{_SPOOL}/[0-9]{{8}}(?:/[0-9]{{4}}-(?:{_ARRAYS}))?"
+    rf"|{_WRITING}/(?:lock|small|[0-9]{{8}}/{_IN_SEGMENT})"
 )
 _OWN_FOLDER = re.compile(
-    rf"manifest|segments|index|columns|{RECEIPTS}|{_WRITING}|{_SPOOL}(?:/[0-9]{{8}})?"
+    rf"manifest|segments|index|columns|{RECEIPTS}|{_WRITING}"
     rf"|(?:segments/{_SEGMENT_NAME}|{_WRITING}/[0-9]{{8}})(?:/(?:{_ARRAYS})(?:/c(?:/0){{0,2}})?)?"
 )
 

@@ -3,8 +3,6 @@
 The shard is streamed to its file; zarr-python would hold it in memory twice.
 """
 
-import contextlib
-import errno
 import os
 import struct
 from collections.abc import Sequence
@@ -16,7 +14,6 @@ import numpy as np
 from tracestore._core.kernels import crc32c, crc32c_combine
 from tracestore.store.format.codecs import ChunkCodec
 from tracestore.store.io.fsio import makedirs, pwritev_all, remove_tree, retry_eintr, with_filename
-from tracestore.store.io.spool_files import SpooledRows, SpoolFile
 
 # Limits on the data that waits to be written.
 _BUFFER_BYTES = 1 << 20
@@ -40,7 +37,6 @@ class ShardWriter:
         self._pending_bytes = 0
         self._written = 0
         self._crc = 0
-        self._adopted: SpoolFile | None = None  # the spool file that became this file
         self._coder = ChunkCodec(codec, dtype.itemsize) if codec != "none" else None
         self._chunks: list[tuple[int, int]] = []
         self._fd = -1
@@ -101,36 +97,6 @@ class ShardWriter:
                 if len(self._buffer) >= self.chunk_rows * self.row_bytes:
                     self.flush()
 
-    def append_spooled(self, rows: SpooledRows, crc: int) -> None:
-        """Append rows that are in a spool file.
-
-        If the array is still empty and the rows are the first of the spool file, that file becomes the
-        shard file, and nothing is written as long as all its rows are appended in order. If a row is left
-        out, each later row is copied to a lower position of the same file. Rows that are not copied yet
-        lie behind that position, so the copies never overwrite them.
-        """
-        assert self._coder is None
-        if not rows.nbytes:
-            return
-        self.flush()
-        if self._written == rows.begin == 0 and not rows.file.is_moved:
-            self.close_fd()
-            with contextlib.suppress(OSError):  # The spool file may be on another file system.
-                self._fd, self._adopted = rows.file.move_to(self.path), rows.file
-            rows.file.close_if_done()
-        if self._adopted is rows.file and self._written == rows.begin:
-            self._crc = crc32c_combine(self._crc, crc, rows.nbytes)
-            self._written += rows.nbytes
-            self.num_bytes += rows.nbytes
-            return
-        found = 0
-        for chunk in rows.chunks():
-            found = crc32c(chunk, found)
-            self.append([chunk])
-            self.flush()
-        if found != crc:
-            raise OSError(errno.EIO, "the bytes differ from those written to it", str(rows.file.path))
-
     def flush(self) -> None:
         """Write the buffered rows, except those of an incomplete chunk if the array has a codec."""
         if self._coder is None:
@@ -159,9 +125,7 @@ class ShardWriter:
         self.close_fd()
         self._written = written
         if written == 0:
-            # Remove, do not truncate: another thread may still append to an adopted spool file.
             remove_tree(self.path)
-            self._adopted = None
         elif self.path.exists():
             retry_eintr(os.truncate, self.path, written)
 
@@ -180,9 +144,6 @@ class ShardWriter:
             Size and CRC-32C of the file.
         """
         self.flush()
-        if self._adopted is not None:  # An adopted file may end with rows of traces that were left out.
-            with with_filename(self.path):
-                retry_eintr(os.ftruncate, self._open(), self._written)
         if self._coder is None and self.num_rows:
             # Use chunks of equal size, so that the padding is less than one row per chunk. Padding of up to
             # a whole chunk made up one percent of real stores.

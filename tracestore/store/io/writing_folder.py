@@ -1,5 +1,6 @@
 """The temporary folders of writers in a store: a file or segment in one is complete before it gets its final name."""
 
+import itertools
 import os
 import secrets
 from collections.abc import Iterator, Mapping
@@ -20,7 +21,7 @@ class WritingFolder:
     """
 
     def __init__(self, store: Path) -> None:
-        self._store, self._count = store, 0
+        self._store, self._numbers = store, itertools.count(1)
         while True:
             self.name = f"{paths.TEMPORARY_PREFIX}{secrets.token_hex(8)}"
             self.path = store / self.name
@@ -35,8 +36,7 @@ class WritingFolder:
 
     def new_folder(self) -> Path:
         """Return the path of a folder for a segment, which does not exist."""
-        self._count += 1
-        return self.path / f"{self._count:08d}"
+        return self.path / f"{next(self._numbers):08d}"
 
     def write_small(self, data: bytes) -> Path:
         """Write a synchronized file, which replaces the last one, and return its path."""

@@ -57,9 +57,10 @@ class Transfer:
         scores, group = trace.scores, self._store.group(index)
         label = None if math.isnan(trace.label) else trace.label
         for number, row in dict.fromkeys(place for place in (graph, sequence) if place[0] >= 0):
-            segment, place = self._segment(number), None
+            segment = self._segment(number)
             if segment is not None:
-                place, packed = (segment, row), segment.packed(row)
+                packed = segment.packed(row)
+                packed.segment, packed.row = segment, row
                 if (packed.record.question_id, packed.record.sample) != (trace.question_id, trace.sample):
                     name = self._store.internals.segment(number).rows_path
                     raise CorruptStoreError(f"{name}: row {row} has another key than in the index")
@@ -73,7 +74,7 @@ class Transfer:
                 packed = _packed_row(self._store, number, row, tokens, layout, (number, row) == sequence)
                 packed.arrays = _arrays(trace, packed)
             packed.record = replace(packed.record, question_id=trace.question_id, label=label)
-            took |= self._writer.append_packed(packed, scores=scores, group=group, place=place)
+            took |= self._writer.append_packed(packed, scores=scores, group=group)
         return took
 
     def _segment(self, number: int) -> SegmentWriter | None:

@@ -24,7 +24,6 @@ from tracestore.store.write.pending import (
     PendingLens,
     PendingSource,
     WrittenPlace,
-    WrittenTrace,
     location_of,
 )
 from tracestore.store.write.record import TraceRecord
@@ -59,14 +58,15 @@ class Changes:
         self._allow_mixed_provenance = allow_mixed_provenance
         self.generation = generation
         self.num_added = 0  # traces, by all commits
-        self._sources: set[tuple[str, int, str]] = set()
+        self._sources: dict[str, set[tuple[int, str]]] = {}
         self._start(generation, 0)
 
     def _start(self, generation: PinnedGeneration, num_known: int) -> None:
         """Begin without changes on a generation; the keys of its first sources are known."""
         self.generation = generation
         self.attributes = generation.manifest.attributes
-        self._sources |= {(s.path, s.size, s.fingerprint) for s in generation.index.sources(num_known)}
+        for source in generation.index.sources(num_known):
+            self._sources.setdefault(source.path, set()).add((source.size, source.fingerprint))
         self.drop()
 
     def drop(self) -> None:
@@ -156,11 +156,11 @@ class Changes:
 
     def has_source(self, path: str, size: int, fingerprint: str) -> bool:
         """Return whether exactly this file is committed already."""
-        return (path, size, fingerprint) in self._sources
+        return (size, fingerprint) in self._sources.get(path, ())
 
     def has_source_named(self, path: str) -> bool:
         """Return whether a file of this name is committed, whatever its contents."""
-        return any(name == path for name, _, _ in self._sources)
+        return path in self._sources
 
     def check_provenance(self, provenances: Iterable[Provenance]) -> None:
         """Raise UsageError if sources with these provenances conflict with each other or with the store."""
@@ -258,7 +258,7 @@ class Changes:
 
     def append(self, trace: PackedTrace, new_folder: Callable[[], Path], split_bytes: int) -> WrittenPlace:
         """Append a trace to the last segment, or to a new one if that has `split_bytes` with it, and return its place."""
-        if isinstance(trace, WrittenTrace):
+        if trace.segment is not None:
             return self.pending.place(trace, self.manifest.num_segments, new_folder)
         segment = next(iter(self.pending.segments[-1:]), None)
         if segment is not None and len(segment) and segment.num_bytes + trace.num_bytes > split_bytes:

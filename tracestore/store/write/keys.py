@@ -14,7 +14,7 @@ from tracestore.store.read.columns import TraceValues
 from tracestore.store.read.index import StoreIndex
 from tracestore.store.read.segment import SegmentReader
 from tracestore.store.write.pack import PackedTrace
-from tracestore.store.write.pending import Key, Pending, PendingRow, WrittenTrace
+from tracestore.store.write.pending import Key, Pending, PendingRow
 from tracestore.store.write.record import TraceRecord, read_record
 
 OnConflict = Literal["error", "keep-first", "keep-last"]
@@ -250,8 +250,7 @@ def _location_columns(group: int) -> tuple[str, ...]:
 
 def _text_fields(trace: PackedTrace) -> dict[str, Any]:
     """Return what a trace holds besides its arrays, for comparing two traces of one key."""
-    if isinstance(trace, WrittenTrace):
-        assert trace.segment is not None
+    if trace.segment is not None:
         trace = trace.segment.packed(trace.row)
     return _fields(trace.record, trace.extras)
 

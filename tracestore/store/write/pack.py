@@ -11,7 +11,6 @@ from tracestore._core import kernels
 from tracestore.store.format import schema
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.io.scratch import Scratch
-from tracestore.store.io.spool_files import SpooledRows
 from tracestore.store.lens import LensArrays
 from tracestore.store.write.field_values import extras_json, field_error
 from tracestore.store.write.record import TraceRecord
@@ -23,9 +22,9 @@ _FIELDS_OF_RECORD = ("edges", "last_token", "tokens", "tokens_decoded", "prompt_
 _TRACE_OBJECTS, _TEXT_OBJECT = 2048, 64
 
 
-def num_bytes_of(rows: Sequence[np.ndarray] | SpooledRows) -> int:
+def num_bytes_of(rows: Sequence[np.ndarray]) -> int:
     """Return the size of the rows of one array in bytes."""
-    return rows.nbytes if isinstance(rows, SpooledRows) else sum([a.nbytes for a in rows])
+    return sum([a.nbytes for a in rows])
 
 
 @dataclass
@@ -40,9 +39,8 @@ class PackedTrace:
         Number of tokens, S; 0 if the trace has last tokens only.
     layout : int
         One of schema.LAYOUT_*.
-    arrays : Mapping[str, Sequence[np.ndarray] or SpooledRows]
-        Consecutive parts of each array, in memory or in a spool file. hidden_states has either one
-        part ``(S, D)`` per layer or one part ``(L, S, D)``.
+    arrays : Mapping[str, Sequence[np.ndarray]]
+        Consecutive parts of each array. hidden_states has either one part ``(S, D)`` per layer or one part ``(L, S, D)``.
     edge_counts : np.ndarray or None
         Number of edges per layer, int64 of shape ``(L,)``.
     reversed_edges : bool
@@ -61,6 +59,8 @@ class PackedTrace:
         Whether its segment has its hidden states, and its last token. False until it is appended.
     source_bytes : int
         Size of its arrays in the source in bytes, if they were read from one.
+    segment, row : SegmentWriter or WrittenSegment or None, int
+        The row of a segment that holds its arrays, if another thread or process has written them.
     """
 
     record: TraceRecord
@@ -69,7 +69,7 @@ class PackedTrace:
     hidden_dim: int
     hidden_dtype: str
     layout: int = schema.LAYOUT_NONE
-    arrays: Mapping[str, Sequence[np.ndarray] | SpooledRows] = field(default_factory=dict)
+    arrays: Mapping[str, Sequence[np.ndarray]] = field(default_factory=dict)
     edge_counts: np.ndarray | None = None
     reversed_edges: bool = False
     num_nonfinite: int = 0
@@ -86,6 +86,8 @@ class PackedTrace:
     has_states: bool = False
     has_last_token: bool = False
     source_bytes: int = 0
+    segment: Any = None
+    row: int = -1
 
     def set_question_id(self, question_id: str) -> None:
         """Set the id of a trace whose source has none in it."""
@@ -94,7 +96,7 @@ class PackedTrace:
 
     @property
     def num_bytes(self) -> int:
-        """Size of its arrays in bytes, in memory or in files."""
+        """Size of its arrays in bytes."""
         return sum(map(num_bytes_of, self.arrays.values()))
 
     def room_for_layer_crcs(self, name: str, num_bytes: int) -> np.ndarray | None:
@@ -102,11 +104,6 @@ class PackedTrace:
         if num_bytes < self.num_layers * schema.MIN_LAYER_BYTES:
             return None
         return self.layer_crcs.setdefault(name, np.empty(self.num_layers, "<u4"))
-
-    @property
-    def in_memory_arrays(self) -> dict[str, Sequence[np.ndarray]]:
-        """The arrays that are in memory, not in a spool file."""
-        return {name: rows for name, rows in self.arrays.items() if not isinstance(rows, SpooledRows)}
 
     @cached_property
     def metadata_bytes(self) -> int:
@@ -119,7 +116,7 @@ class PackedTrace:
     def memory_bytes(self) -> int:
         """Estimate of the memory it takes, in bytes."""
         objects = _TRACE_OBJECTS + _TEXT_OBJECT * len(self.record.tokens_decoded or ())
-        return objects + self.metadata_bytes + sum(map(num_bytes_of, self.in_memory_arrays.values()))
+        return objects + self.metadata_bytes + self.num_bytes
 
     @property
     def segment_bytes(self) -> int:
@@ -242,14 +239,14 @@ def _pack_edges(
     return rows, weights, counts, "float16" if not keep else dtype, is_reversed
 
 
-def _pack_states(trace: PackedTrace, arrays: _Arrays, keep_dtype: bool, scratch: Scratch, can_alias: bool) -> None:
+def _pack_states(trace: PackedTrace, arrays: _Arrays, keep_dtype: bool, scratch: Scratch) -> None:
     """Pack the hidden states and the last token of each layer."""
     record = trace.record
     if record.hidden is not None:
         layers = [_stored(h, keep_dtype, f"hidden_states[{k}]", scratch) for k, h in enumerate(record.hidden)]
         copy = None
         # A large trace is not copied: its size is accounted for, and it may be in files.
-        if record.is_borrowed and not can_alias and len(layers) * layers[0].nbytes <= scratch.max_memory // 2:
+        if record.is_borrowed and len(layers) * layers[0].nbytes <= scratch.max_memory // 2:
             copy = scratch.empty((len(layers), *layers[0].shape), layers[0].dtype)
         crcs = trace.room_for_layer_crcs("hidden_states", len(layers) * layers[0].nbytes)
         trace.num_nonfinite, trace.crcs["hidden_states"] = _scan(layers, trace.hidden_dtype, copy, crcs)
@@ -290,7 +287,7 @@ def _pack_graph(trace: PackedTrace, arrays: _Arrays, attention: str, keep_dtype:
 
 
 def pack_record(
-    record: TraceRecord, *, attention: str, keep_dtype: bool, scratch: Scratch | None = None, can_alias: bool = False
+    record: TraceRecord, *, attention: str, keep_dtype: bool, scratch: Scratch | None = None
 ) -> PackedTrace:
     """Pack a validated trace for a store with the given options, and remove the arrays from the record.
 
@@ -304,9 +301,6 @@ def pack_record(
         Whether the store keeps the dtype of the source instead of converting to float16.
     scratch : Scratch, optional
         Allocator for large arrays; by default they are in memory.
-    can_alias : bool
-        Whether the packed trace is released before the next record is read, so that borrowed arrays
-        need not be copied.
 
     Raises
     ------
@@ -335,7 +329,7 @@ def pack_record(
         arrays=arrays,
         rounded_from=None if keep_dtype else next((d for d in source_dtypes if d != "float16"), None),
     )
-    _pack_states(trace, arrays, keep_dtype, scratch, can_alias)
+    _pack_states(trace, arrays, keep_dtype, scratch)
     _pack_graph(trace, arrays, attention, keep_dtype, scratch)
     present = {name: getattr(record, name) for name in _FIELDS_OF_RECORD} | record.strings
     present |= {"hidden_states": record.hidden, "attentions": record.attention}

@@ -1,7 +1,8 @@
 """The changes that a writer has collected for its next commit."""
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tracestore._core.kernels import crc32c
+from tracestore.errors import InvalidInputError
 from tracestore.store.format import manifest as mf
 from tracestore.store.format import schema
 from tracestore.store.format.entries import FileEntry
@@ -19,7 +21,7 @@ from tracestore.store.lens import LensArrays
 from tracestore.store.read.columns import TraceValues
 from tracestore.store.read.index import SegmentEntry
 from tracestore.store.read.segment import SegmentReader
-from tracestore.store.write.pack import PackedTrace
+from tracestore.store.write.pack import PackedTrace, fit_attributes
 from tracestore.store.write.record import TraceRecord, read_record
 from tracestore.store.write.segment_writer import SegmentWriter
 
@@ -104,14 +106,6 @@ class WrittenSegment:
 
     def rollback(self, savepoint: Any) -> None:
         """Do nothing."""
-
-
-@dataclass
-class WrittenTrace(PackedTrace):
-    """A trace in a row of a written segment; its record has no texts besides the key."""
-
-    segment: WrittenSegment | None = None
-    row: int = -1
 
 
 WrittenPlace = tuple[SegmentWriter | WrittenSegment, int]
@@ -250,12 +244,13 @@ class Pending:
             self.lens.remove()
         self.remove_segments()
 
-    def place(self, trace: WrittenTrace, first: int, new_folder: Callable[[], Path]) -> WrittenPlace:
+    def place(self, trace: PackedTrace, first: int, new_folder: Callable[[], Path]) -> WrittenPlace:
         """Return the segment and row of a written trace. `first` is the number of the first segment."""
-        segment = trace.segment
-        assert segment is not None
+        segment: SegmentWriter | WrittenSegment = trace.segment
         if segment not in self.segments:
-            segment.number, segment.folder = first + len(self.segments), new_folder()
+            segment.number = first + len(self.segments)
+            if isinstance(segment, WrittenSegment):
+                segment.folder = new_folder()
             self.segments.append(segment)
         return segment, trace.row
 
@@ -299,3 +294,46 @@ def location_of(trace: PackedTrace, groups: Collection[int], segment: int, row: 
         "source": source,
         "source_position": trace.record.position,
     }
+
+
+class SegmentsAhead:
+    """Segments that a thread or a task writes before the keys of their traces are resolved.
+
+    Parameters
+    ----------
+    options : Mapping
+        Those of the store.
+    new_folder : callable
+        Return a folder for a segment, which does not exist.
+    split_bytes : int
+        Maximum size of a segment.
+    """
+
+    def __init__(self, options: Mapping[str, str], new_folder: Callable[[], Path], split_bytes: int) -> None:
+        self._attributes = schema.Attributes(attention=options["attention"], options=dict(options))
+        self._new_folder, self._split_bytes = new_folder, split_bytes
+        self.pending = Pending()
+
+    def append(self, trace: PackedTrace) -> None:
+        """Append a trace to the last segment, or to a new one if that is full or of another shape."""
+        segments = self.pending.segments
+        last = segments[-1] if segments else None
+        if isinstance(last, SegmentWriter):
+            is_full = len(last) > 0 and last.num_bytes + trace.num_bytes > self._split_bytes
+            with suppress(InvalidInputError):
+                attributes = fit_attributes(last.attributes, trace)
+                if not is_full:
+                    last.append(trace, attributes)
+                    trace.segment, trace.row = last, len(last) - 1
+                    return
+            last.close_fd()
+        last = SegmentWriter(self._new_folder(), -1, self._attributes)
+        segments.append(last)
+        last.append(trace, fit_attributes(self._attributes, trace))
+        trace.segment, trace.row = last, 0
+
+    def discard(self) -> None:
+        """Remove the segments that no writer has taken over."""
+        for segment in self.pending.segments:
+            if segment.number < 0:
+                segment.remove()

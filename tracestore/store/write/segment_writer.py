@@ -19,7 +19,6 @@ from tracestore.store.format.zip_group import pack_group
 from tracestore.store.io.files import ReadableFiles
 from tracestore.store.io.fsio import fsync_path, makedirs, remove_tree, write_file
 from tracestore.store.io.shard_writer import ShardWriter
-from tracestore.store.io.spool_files import SpooledRows
 from tracestore.store.read.segment import SegmentReader, layer_rows
 from tracestore.store.write.pack import PackedTrace, num_bytes_of
 
@@ -68,10 +67,7 @@ class SegmentWriter:
         self.num_bytes += trace.segment_bytes
         for name, rows in trace.arrays.items():
             stream = self._streams.get(name) or self._new_stream(name, num_bytes_of(rows))
-            if isinstance(rows, SpooledRows):
-                stream.append_spooled(rows, trace.crcs[name])
-            else:
-                stream.append(rows, trace.crcs.get(name))
+            stream.append(rows, trace.crcs.get(name))
         trace.has_states, trace.has_last_token = "hidden_states" in trace.arrays, "last_token" in trace.arrays
         trace.arrays = {}
         self._traces.append(trace)
@@ -108,8 +104,10 @@ class SegmentWriter:
         """Return an appended trace, without its arrays."""
         return self._traces[row]
 
-    def savepoint(self) -> tuple[Any, ...]:
-        """Return the state that rollback() restores."""
+    def savepoint(self) -> tuple[Any, ...] | None:
+        """Return the state that rollback() restores; None if it is finished."""
+        if self.name:
+            return None
         streams = {name: s.savepoint() for name, s in self._streams.items()}
         return len(self._traces), self.num_bytes, streams, self.attributes
 
@@ -205,10 +203,6 @@ class SegmentWriter:
     def _write_file(self, name: str, data: bytes) -> None:
         write_file(self.folder / name, data)
         self.files.append((name, len(data), crc32c(data)))
-
-
-# A row of a segment.
-Place = tuple[SegmentWriter, int]
 
 
 def _name_of(rows: bytes) -> str:

@@ -21,9 +21,9 @@ from tracestore.store.write.changes import Changes
 from tracestore.store.write.commit import add_files, load_generation, load_newest, open_target, root_metadata
 from tracestore.store.write.keys import OnConflict
 from tracestore.store.write.pack import PackedTrace, pack_lens, pack_record
-from tracestore.store.write.pending import Entry, Key, PendingLens, PendingSource
+from tracestore.store.write.pending import Entry, Key, PendingLens, PendingSource, SegmentsAhead
 from tracestore.store.write.record import TraceRecord
-from tracestore.store.write.segment_writer import Place, SegmentWriter
+from tracestore.store.write.segment_writer import SegmentWriter
 
 COMMIT_BYTES = 128 << 20  # of pending data trigger a commit; no reader depends on it
 # Options by name. None: the default; a function returns the option of a new store.
@@ -194,15 +194,14 @@ class StoreWriter:
         """Write the buffered arrays of the open source, so that their memory can be released."""
         self._changes.pending.flush()
 
-    def end_source(self, fingerprint: str | None = None) -> bool:
-        """Accept the open source, with another fingerprint if given; return whether that triggered a commit."""
-        self._changes.pending.sources[-1].fingerprint = fingerprint or self._changes.pending.sources[-1].fingerprint
+    def end_source(self, fingerprint: str | None = None) -> None:
+        """Accept the open source, with another fingerprint if given, and commit if enough is pending."""
+        source = self._changes.pending.sources[-1]
+        source.fingerprint = fingerprint or source.fingerprint
         self.flush_source()
         self._changes.end_source()
-        is_due = self.pending_bytes >= self.commit_bytes
-        if is_due:
+        if self.pending_bytes >= self.commit_bytes:
             self.commit()
-        return is_due
 
     @property
     def num_pending(self) -> int:
@@ -237,25 +236,27 @@ class StoreWriter:
         except InvalidInputError as error:
             raise error.with_location(position=record.position) from None
 
-    def append_packed(
-        self, trace: PackedTrace, *, scores: Mapping[str, float] = {}, group: str = "", place: Place | None = None
-    ) -> bool:
+    def append_packed(self, trace: PackedTrace, *, scores: Mapping[str, float] = {}, group: str = "") -> bool:
         """Add a trace to the open source, and return False if the store has it already.
 
-        `scores` are values of named scores; each name was given to define_score() before. `place` is the row of a
-        segment of take_segment() that holds the trace. InvalidInputError if the trace does not fit the store.
+        `scores` are values of named scores; each name was given to define_score() before. The trace may be in a row of
+        a segment of segments_ahead() or take_segment(). InvalidInputError if it does not fit the store.
         """
         assert self._changes.has_open_source
         changes, record, given = self._changes, trace.record, TraceValues(scores, math.nan, group)
         groups, label = changes.resolve(record, trace)
         if groups:
-            segment, row = place or changes.append(trace, self._target.new_folder, self.split_bytes)
+            segment, row = changes.append(trace, self._target.new_folder, self.split_bytes)
             entry = Entry(record, given, trace, segment, row)
         else:
             entry = Entry(Key(record.question_id, record.sample, record.position, record.label), given)
         changes.pending.sources[-1].entries.append(entry)
         changes.accept(entry, groups, label)
         return bool(groups)
+
+    def segments_ahead(self) -> SegmentsAhead:
+        """Return segments that another thread may write; the writer takes them over with their traces."""
+        return SegmentsAhead(self.attributes.options, self._target.new_folder, self.split_bytes)
 
     def take_segment(self, files: ReadableFiles, stored: SegmentReader, traces: Sequence[PackedTrace]) -> SegmentWriter:
         """Take over the files of a segment of another store with equal codec and dtypes; `traces` are its rows."""
@@ -318,7 +319,10 @@ class StoreWriter:
 
         self._changes.set_lens(packed, provenance, write)
 
-    # Commit
+    def end_segments(self) -> None:
+        """Let the next trace begin a segment."""
+        for segment in self._changes.pending.all_segments:
+            segment.finish()
 
     def commit(self) -> None:
         """Make all pending changes durable; after an exception the last generation is unchanged.
@@ -333,8 +337,7 @@ class StoreWriter:
         refused: list[InvalidInputError] = []
         with fsio.map_os_errors(self.path, lambda: self.pending_bytes):
             try:
-                for segment in self._changes.pending.all_segments:
-                    segment.finish()
+                self.end_segments()
                 with self._target.lock():
                     self._commit(refused)
             except BaseException as error:

@@ -12,17 +12,10 @@ import pytest
 import torch
 
 import tracestore
-from tests.helpers import ROOT, convert, make_graphs, make_optional, make_trace, make_traces, tree_bytes, write_pickle
+from tests.helpers import ROOT, convert, make_graphs, make_trace, make_traces, tree_bytes, write_pickle
 from tests.machine import wait_until
 from tracestore import cli
-from tracestore.ingest import cluster as cluster_module
-from tracestore.ingest.builtin.parts import find_sources
-from tracestore.ingest.packing import PackOptions
-from tracestore.store.format.labels import ScoreField
-from tracestore.store.write.pack import pack_record
-from tracestore.store.write.record import record_from_dict
-from tracestore.store.write.spool import read_spool, write_spool
-from tracestore.store.write.writer import StoreWriter
+from tracestore.tasks import dask_workers, write_task
 
 pytest.importorskip("distributed")
 
@@ -80,12 +73,12 @@ def test_a_cluster_gives_the_same_bytes_and_errors_as_one_process(data, tmp_path
         assert len(tracestore.open(tmp_path / "bad.zarr")) == 3
         convert(bad, tmp_path / "bad.zarr", "--dask", address, "--skip-bad")
         assert len(tracestore.open(tmp_path / "bad.zarr")) == 5
-    assert not list(tmp_path.rglob(".spool"))
 
 
-def test_a_local_cluster_gives_the_same_bytes(data, tmp_path):
-    convert(data, tmp_path / "one.zarr", "--workers", 1, "--attention", "heads")
-    convert(data, tmp_path / "local.zarr", "--dask", "local", "--workers", 2, "--attention", "heads")
+@pytest.mark.parametrize("attention", ["mean", "heads", "none"])
+def test_a_local_cluster_gives_the_same_bytes(data, tmp_path, attention):
+    convert(data, tmp_path / "one.zarr", "--attention", attention)
+    convert(data, tmp_path / "local.zarr", "--dask", "local", "--workers", 2, "--attention", attention)
     assert tree_bytes(tmp_path / "local.zarr") == tree_bytes(tmp_path / "one.zarr")
 
 
@@ -96,74 +89,44 @@ def test_an_unreachable_scheduler_is_wrong_usage(data, tmp_path):
     assert not (tmp_path / "s.zarr").exists()
 
 
+class FailingWorkers:
+    """Workers in this process, of which one dies with a source."""
+
+    def __init__(self, *_):
+        pass
+
+    def submit(self, task):
+        future = Future()
+        try:
+            if any("batch_2" in name for name in task.sources):
+                raise RuntimeError("worker died")
+            future.set_result(write_task(task))
+        except RuntimeError as error:
+            future.set_exception(error)
+        return future
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+
 def test_sources_before_a_failed_worker_are_committed(data, tmp_path, monkeypatch, capsys):
     """The message names the source, and the same command continues."""
-
-    def in_this_process(sources, options, *, is_known, on_wait, **_):
-        spool = options.scratch / ".spool"
-        spool.mkdir(exist_ok=True)
-
-        def submit(source, target):
-            future = Future()
-            if "batch_2" in source.name:
-                future.set_exception(RuntimeError("worker died"))
-            else:
-                future.set_result(cluster_module._pack_source(options, source, target))
-            return future
-
-        for k, source in enumerate(sources):
-            yield cluster_module.ClusterStream(source, spool / f"{k}", options, submit, is_known, on_wait)
-
     store = tmp_path / "s.zarr"
     with monkeypatch.context() as patch:
-        patch.setattr(cluster_module, "read_sources_on_cluster", in_this_process)
+        patch.setattr(dask_workers, "DaskWorkers", FailingWorkers)
         assert cli.main(["convert", str(data), str(store), "--dask", "local", "--skip-bad"]) == 1
     errors = capsys.readouterr().err
     assert "batch_2.pkl: a worker failed" in errors and errors.count("\n") == 1
     with tracestore.open(store) as opened:
         assert len(opened) == 8
-    convert(data, store)
+    convert(data, store, "--skip-bad")
     with tracestore.open(store) as opened:
         assert len(opened) == 20
-
-
-def test_a_source_can_be_packed_again(data, tmp_path):
-    """Dask repeats the work of a worker that died."""
-    options = PackOptions(attention="mean", keep_dtype=False, max_memory=1 << 28, scratch=tmp_path, max_waiting=1 << 28)
-    (tmp_path / "0").write_bytes(b"unfinished")
-    (source,) = find_sources([data / "batch_0.pkl"], tmp_path)
-    for _ in range(2):
-        assert cluster_module._pack_source(options, source, str(tmp_path / "0")) == []
-        assert len(list(read_spool(tmp_path / "0"))) == 4 and len(list(tmp_path.iterdir())) == 1
-
-
-@pytest.mark.parametrize("attention,keep", [("mean", False), ("heads", True), ("none", False)])
-def test_traces_that_pass_through_a_spool_give_the_same_store(tmp_path, attention, keep):
-    traces = [make_trace(k, dtype="f4" if keep else "f2", causal=k % 2 == 0) for k in range(6)]
-    traces[2] |= {"question": "where? \udcff", "prompt_length": 1, "rare": {"a": [1.5, None]}} | make_optional(3)
-    stores = []
-    for name in ("plain", "spooled"):
-        packed = (
-            pack_record(
-                record_from_dict(t, source_name="s", position=k, need_attention=attention != "none"),
-                attention=attention,
-                keep_dtype=keep,
-            )
-            for k, t in enumerate(traces)
-        )
-        if name == "spooled":
-            assert write_spool(tmp_path / "spool", packed) == len(traces)
-            packed = read_spool(tmp_path / "spool")
-        path = tmp_path / name
-        with StoreWriter(path, attention=attention, dtype="keep" if keep else "float16") as writer:
-            writer.define_score("score", ScoreField())
-            writer.begin_source("s", 1, "f")
-            for trace in packed:
-                writer.append_packed(trace, scores={"score": 0.5})
-            writer.end_source()
-            writer.commit()
-        stores.append(tree_bytes(path))
-    assert stores[0] == stores[1]
+    convert(data, tmp_path / "one.zarr", "--skip-bad")
+    assert tree_bytes(store) == tree_bytes(tmp_path / "one.zarr")
 
 
 def test_graphs_and_sequences_pass_through_a_cluster(tmp_path):
@@ -180,7 +143,7 @@ def test_graphs_and_sequences_pass_through_a_cluster(tmp_path):
     assert tree_bytes(tmp_path / "local.zarr") == tree_bytes(tmp_path / "one.zarr")
 
 
-def test_sources_whose_layout_joins_files_are_read_in_this_process(tmp_path):
+def test_sources_that_share_a_table_are_one_task(tmp_path):
     data = tmp_path / "data"
     data.mkdir()
     for k in range(3):

@@ -3,17 +3,16 @@
 import logging
 from collections.abc import Iterable, Mapping
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 from tracestore.console import Output
 from tracestore.convert.options import ConvertOptions
-from tracestore.convert.runner import Conversion
 from tracestore.convert.summary import ConvertReport
 from tracestore.ingest.layout.language import Layout
 from tracestore.store.io.files import local_dir
 from tracestore.store.io.fsio import map_os_errors
 from tracestore.store.io.ownership import check_store_destination
+from tracestore.tasks.converting import convert
 
 _log = logging.getLogger("tracestore.convert")
 
@@ -73,4 +72,4 @@ def convert_files(
     name = str(store)
     with map_os_errors(local_dir(name)):
         check_store_destination(name, overwrite=given.overwrite)
-        return Conversion([Path(path) for path in paths], name, given, _Notes()).run()
+        return convert(paths, name, given, _Notes())

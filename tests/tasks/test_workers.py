@@ -1,0 +1,241 @@
+"""`convert --workers N`: the bytes of one process, also after kills, interruptions and repetitions."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+import tracestore
+from tests.helpers import (
+    ROOT,
+    convert,
+    error_of,
+    make_graphs,
+    make_trace,
+    make_traces,
+    read_all,
+    tree_bytes,
+    write_pickle,
+    write_scores,
+)
+from tests.tasks.test_tasks import check_equal, of_scores
+from tests.tiers import long
+from tracestore.convert import cutting
+from tracestore.convert.options import ConvertOptions
+from tracestore.store.format import paths
+from tracestore.store.maintain.verify import verify_store
+from tracestore.tasks import plan_tasks, write_task
+
+KILLS = int(os.environ.get("TRACESTORE_KILLS", "3"))
+# `convert` with tasks of one source each, as the fixture small_tasks makes them in this process.
+PROGRAM = (
+    "import sys; from tracestore.convert import cutting; cutting.MIN_BYTES = 1\n"
+    "from tracestore.cli import main; sys.exit(main(sys.argv[1:]))"
+)
+
+
+def start(*words):
+    """Start a conversion in a process group of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, "convert", *map(str, words)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@pytest.mark.parametrize("codec", ["none", pytest.param("zstd", marks=pytest.mark.long)])
+def test_bytes_do_not_depend_on_the_number_of_processes(data, tmp_path, codec):
+    options = of_scores(data)
+    words = ["--group-column", options["group_column"], "--codec", codec]
+    convert(data, tmp_path / "1.zarr", *words)
+    for workers in (2, 4):
+        convert(data, tmp_path / f"{workers}.zarr", *words, "--workers", workers)
+        assert tree_bytes(tmp_path / f"{workers}.zarr") == tree_bytes(tmp_path / "1.zarr")
+    with tracestore.open(tmp_path / "1.zarr") as store:
+        assert store.internals.manifest.num_segments == store.internals.manifest.generation == 6
+
+
+def test_files_that_are_added_are_runs_of_their_own(data, tmp_path):
+    convert(data, tmp_path / "1.zarr")
+    convert(data, tmp_path / "2.zarr", "--workers", 2)
+    for k in range(2):
+        write_pickle(data / f"batch_1{k}.pkl", [make_trace(100 + k)])
+    for workers in (1, 2):
+        done = convert(data, tmp_path / f"{workers}.zarr", "--workers", workers)
+        assert "2 traces added from 2 files" in done.stdout and "6 files already in the store" in done.stdout
+    assert tree_bytes(tmp_path / "2.zarr") == tree_bytes(tmp_path / "1.zarr")
+    assert "0 traces added" in convert(data, tmp_path / "2.zarr", "--workers", 2).stdout
+
+
+def test_one_task_is_written_in_this_process(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(cutting, "MIN_BYTES", 128 << 20)
+    monkeypatch.setattr(subprocess, "Popen", None)
+    convert(data, tmp_path / "s.zarr", "--workers", 2)
+    assert len(tracestore.open(tmp_path / "s.zarr")) == 24 and not (tmp_path / "s.zarr" / paths.RECEIPTS).exists()
+
+
+def test_reports_and_errors_are_those_of_one_process(data, tmp_path):
+    """An unreadable source in the middle, with and without --skip-bad."""
+    write_pickle(data / "batch_3.pkl.gz", [make_trace(30), {"question_id": "bad"}])
+    (data / "batch_4.pkl").unlink()
+    (data / "batch_4.pkl").symlink_to("nowhere")
+    errors = []
+    for workers in (1, 2):
+        words = (data, tmp_path / f"{workers}.zarr", "--workers", workers)
+        errors.append(error_of("convert", *words, code=3))
+        assert len(tracestore.open(tmp_path / f"{workers}.zarr")) == 12
+        report = json.loads(convert(*words, "--skip-bad", "--json").stdout)
+        counts = [report[f"num_{n}"] for n in ("traces", "traces_refused", "sources_skipped", "traces_new")]
+        assert counts == [17, 2, 1, 5]
+    assert errors[0] == errors[1]
+    assert tree_bytes(tmp_path / "2.zarr") == tree_bytes(tmp_path / "1.zarr")
+
+
+def write_sources(folder, rng):
+    """Write files of a few traces with duplicates, conflicts and invalid traces."""
+    folder.mkdir()
+    for k in range(rng.randint(2, 7)):
+        keys = [rng.randrange(12) for _ in range(rng.randint(1, 6))]
+        traces = [make_trace(key, tokens=1 + key % 7, seed=rng.random() < 0.2) for key in dict.fromkeys(keys)]
+        if rng.random() < 0.15:
+            traces.append({"hidden_states": 1})
+        write_pickle(folder / f"{k:02d}.pkl{rng.choice(['', '.gz'])}", traces)
+    if rng.random() < 0.3:
+        write_scores(folder / "scores.csv", {f"q{k}": k / 12 for k in range(12)})
+
+
+@pytest.mark.parametrize("seed", [*range(4), *long(*range(4, 30))])
+def test_random_sources_give_the_same_traces(tmp_path, monkeypatch, seed):
+    """Rows of duplicates stay in the segments of tasks; everything that readers see is equal."""
+    rng = random.Random(seed)
+    write_sources(tmp_path / "data", rng)
+    monkeypatch.setattr(cutting, "MIN_BYTES", rng.choice([1, 2_000, 10_000]))
+    words = [
+        "--skip-bad",
+        "--on-conflict",
+        rng.choice(["keep-first", "keep-last"]),
+        "--attention",
+        rng.choice(["mean", "heads"]),
+    ]
+    one = convert(tmp_path / "data", tmp_path / "1.zarr", *words)
+    options = ConvertOptions(
+        **{w.removeprefix("--").replace("-", "_"): v for w, v in zip(words[1::2], words[2::2], strict=True)},
+        skip_bad=True,
+    )
+    tasks = plan_tasks(tmp_path / "data", tmp_path / "2.zarr", options)
+    for task in rng.sample(tasks, len(tasks)):
+        write_task(task)
+    convert(tmp_path / "data", tmp_path / "2.zarr", *words, "--workers", 2)
+    check_equal(tmp_path / "2.zarr", tmp_path / "1.zarr")
+    assert one.returncode == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["coordinator", "worker", "interrupt"])
+def test_kills_and_interruptions_leave_nothing_wrong(data, tmp_path, kind):
+    """The same command continues, to the bytes of a conversion that was not interrupted."""
+    convert(data, tmp_path / "1.zarr")
+    store, rng = tmp_path / "s.zarr", random.Random(kind)
+    words = (data, store, "--workers", 2)
+    for _ in range(KILLS):
+        process = start(*words)
+        time.sleep(rng.uniform(0.3, 2.5))
+        if kind == "worker":
+            for child in children(process.pid):
+                os.kill(child, signal.SIGKILL)
+        else:
+            process.send_signal(signal.SIGKILL if kind == "coordinator" else signal.SIGINT)
+        errors = process.communicate(timeout=120)[1]
+        allowed = {"coordinator": (-9, 0), "worker": (0, 3), "interrupt": (130, 0)}[kind]
+        assert process.returncode in allowed and "Traceback" not in errors, errors
+        if kind == "interrupt" and process.returncode:
+            assert errors.count("\n") == 1 and "run the same command to continue" in errors
+        if (store / "manifest").is_dir() and verify_store(store).damaged:
+            raise AssertionError(verify_store(store).damaged)
+    assert start(*words).wait(120) == 0
+    assert tree_bytes(store) == tree_bytes(tmp_path / "1.zarr")
+    assert verify_store(store).leftovers == []
+
+
+def children(pid):
+    """Return the children of a process."""
+    try:
+        return [int(c) for c in open(f"/proc/{pid}/task/{pid}/children").read().split()]
+    except OSError:
+        return []
+
+
+def test_a_plan_that_was_not_committed_is_continued(data, tmp_path, monkeypatch):
+    """By one worker, too, and without reading again what a task has written."""
+    store = tmp_path / "s.zarr"
+    convert(data, tmp_path / "1.zarr")
+    tasks = plan_tasks(data, store)
+    for task in tasks[:4]:
+        write_task(task)
+    for k in range(4):
+        path = next(data.glob(f"batch_{k}.*"))
+        path.write_bytes(bytes(path.stat().st_size))
+    convert(data, store)
+    with tracestore.open(store) as found, tracestore.open(tmp_path / "1.zarr") as expected:
+        assert repr(read_all(found)) == repr(read_all(expected))
+    assert tree_bytes(store) == tree_bytes(tmp_path / "1.zarr")
+
+
+def test_a_full_disk_of_a_worker_is_exit_4(data, tmp_path, monkeypatch):
+    run = subprocess.Popen
+
+    def full(words, **options):
+        program = "import sys; print('tracestore work: s.zarr: no space left', file=sys.stderr); sys.exit(4)"
+        is_second = words[words.index("--shard") + 1] == "1/6"
+        return run([sys.executable, "-c", program] if is_second else words, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", full)
+        assert "no space left" in error_of("convert", data, tmp_path / "s.zarr", "--workers", 2, code=4)
+    assert len(tracestore.open(tmp_path / "s.zarr")) == 4
+    convert(data, tmp_path / "1.zarr")
+    convert(data, tmp_path / "s.zarr", "--workers", 2)
+    assert tree_bytes(tmp_path / "s.zarr") == tree_bytes(tmp_path / "1.zarr")
+
+
+def test_graphs_and_sequences(tmp_path):
+    torch = pytest.importorskip("torch")
+    folder, traces = tmp_path / "data", make_traces(3)
+    folder.mkdir()
+    ids = [t["question_id"] for t in traces]
+    torch.save({"graphs": [make_graphs(t) for t in traces], "question_ids": ids}, folder / "sharded_data_part_0.pt")
+    last = torch.from_numpy(np.stack([np.stack(t["hidden_states"])[:, -1] for t in traces]))
+    value = {"sequences": last, "labels": torch.tensor([0.0, 1.0, 1.0]), "question_ids": ids}
+    torch.save(value, folder / "preprocessed_0.pt")
+    for workers in (1, 2):
+        convert(folder, tmp_path / f"{workers}.zarr", "--workers", workers)
+    assert tree_bytes(tmp_path / "2.zarr") == tree_bytes(tmp_path / "1.zarr")
+
+
+def test_cuts_are_runs_of_whole_sources(monkeypatch):
+    monkeypatch.setattr(cutting, "MIN_BYTES", 128 << 20)
+    rng = random.Random(0)
+    for _ in range(300):
+        sizes = [rng.choice([0, 1, 60 << 20, 200 << 20, 9 << 30]) for _ in range(rng.randint(0, 40))]
+        shared = [rng.choice([None, None, "a", "b"]) for _ in sizes]
+        total = sum(sizes) * rng.choice([1, 3])
+        runs = cutting.cut(sizes, shared, total)
+        assert [k for run in runs for k in run] == list(range(len(sizes))) and all(runs)
+        for value in ("a", "b"):
+            assert len({n for n, run in enumerate(runs) for k in run if shared[k] == value}) <= 1
+        if set(shared) <= {None} and runs:
+            least = min(max(-(-total // 64), cutting.MIN_BYTES), 4 << 30)
+            assert all(sum(sizes[k] for k in run) >= least or sizes[run[-1] + 1] >= least for run in runs[:-1])
+            for at in range(len(runs)):  # what is left behind a run is cut as before
+                first = runs[at][0]
+                rest = cutting.cut(sizes[first:], shared[first:], total)
+                assert [[k + first for k in run] for run in rest] == [list(run) for run in runs[at:]]

@@ -1,0 +1,76 @@
+"""Convert files by tasks that processes of this machine or workers of a cluster write."""
+
+import tempfile
+from collections.abc import Iterable
+from contextlib import ExitStack
+from os import PathLike
+from pathlib import Path
+
+from tracestore.console import Output
+from tracestore.convert.options import ConvertOptions
+from tracestore.convert.runner import Conversion
+from tracestore.convert.summary import ConvertReport
+from tracestore.errors import UsageError
+from tracestore.store.io.files import parse_location
+from tracestore.tasks.committing import Workers, commit_plan
+from tracestore.tasks.local_workers import LocalWorkers
+from tracestore.tasks.task_files import write_tasks
+from tracestore.tasks.task_plan import kept_plan, new_plan
+
+
+def convert(
+    sources: Iterable[str | PathLike[str]], store: str | PathLike[str], options: ConvertOptions, output: Output
+) -> ConvertReport:
+    """Convert files into a store with the processes that the options state.
+
+    A conversion of one task, of one worker, into an object store or with `overwrite` runs in this process. A plan of the
+    same sources and options that was not committed is continued in any case.
+
+    Parameters
+    ----------
+    sources : iterable of paths
+    store : str or PathLike
+    options : ConvertOptions
+    output : Output
+        Receives notes and progress.
+
+    Returns
+    -------
+    ConvertReport
+
+    Raises
+    ------
+    UsageError
+        If an option is wrong, or no scheduler is found.
+    InvalidInputError
+        If a source is refused, or its worker was killed three times. The sources before it are committed.
+    ClusterError
+        If Dask gives up. The sources before the failed one are committed.
+    """
+    arguments, location = [Path(path) for path in sources], parse_location(store)
+    if not isinstance(location, Path) or options.overwrite:
+        if options.dask is not None:
+            raise UsageError("--dask needs a store in a folder, and no --overwrite")
+        return Conversion(arguments, str(store), options, output).run()
+    with ExitStack() as stack:
+        workers: Workers | None = None
+        if options.dask is not None:
+            from tracestore.tasks.dask_workers import DaskWorkers  # needs an optional library
+
+            workers = stack.enter_context(DaskWorkers(options.dask, options.workers, options.memory_budget))
+        plan, known = kept_plan(arguments, location, options, output), None
+        if plan is None:
+            conversion = Conversion(arguments, str(store), options, output)
+            if options.workers == 1 and workers is None:
+                return conversion.run()
+            least = 2 if workers is None else 1
+            plan = new_plan(conversion, arguments, location, options, output, min_tasks=least)
+            if plan is None:
+                return conversion.run()
+            conversion.described.release()
+            known = conversion.known()
+        if workers is None:
+            path = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "tasks.json"
+            write_tasks(path, plan.tasks())
+            workers = LocalWorkers(path, plan.tasks(), options.workers, options.memory_budget)
+        return commit_plan(plan, output, workers, num_workers=options.workers, known=known)
