@@ -63,6 +63,17 @@ class BatchJob(ABC):
             self._offsets[name] = self.num_bytes
             self.num_bytes += align_up(size)
 
+    def complete(self, call: Callable[[], None]) -> None:
+        """Run or await `native`. CorruptStoreError names the file that is damaged."""
+        try:
+            call()
+        except CorruptStoreError:
+            self._require_intact()
+            raise
+
+    def _require_intact(self) -> None:  # noqa: B027 - the core names the files of most jobs
+        """Read what the job reads again, by functions that name a damaged file."""
+
     def finalize_size(self) -> None:  # noqa: B027 - most lookups give the exact size
         """Make num_bytes exact. This counts the edges that the threshold keeps."""
 
@@ -155,6 +166,10 @@ class GraphJob(BatchJob):
             }
         )
 
+    def _require_intact(self) -> None:
+        for index in self._indices.tolist():
+            _ = self._store.private_trace(index).attention_packed_bits
+
     def finalize_size(self) -> None:
         """Make num_bytes exact. This counts the edges that the threshold keeps."""
         self.native.count_edges()
@@ -203,7 +218,8 @@ class BatchGatherer:
         try:
             return self._look_up(np.asarray(indices, np.int64))
         except ValueError as error:  # the core found arrays of the store that do not fit together
-            raise CorruptStoreError(f"{self.store.path}: {error}") from None
+            found = {self.store.internals.origin(index)[0] for index in self.traces(np.asarray(indices)).tolist()}
+            raise CorruptStoreError(f"{' or '.join(sorted(found))}: {error}") from None
 
     def _look_up(self, indices: np.ndarray) -> BatchJob:
         job_class = SequenceJob if self.batch_format.view == "sequence" else GraphJob
@@ -269,8 +285,8 @@ class BatchGatherer:
         if allocate is None and get_worker_info() is not None and shared_memory.is_available():
             slot = shared_memory.acquire_slot(job.num_bytes)
             job.set_buffer(BatchBuffer(slot.lease()))
-            job.native.run()
+            job.complete(job.native.run)
             return shared_memory.shared_batch(slot, job.layout(), job.metadata())
         job.set_buffer(TorchBuffer(job.num_bytes) if allocate is None else allocate(job.num_bytes))
-        job.native.run()
+        job.complete(job.native.run)
         return job.batch()

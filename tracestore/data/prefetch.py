@@ -214,7 +214,7 @@ class NativePrefetcher(BatchPrefetcher):
     def next_batch(self) -> Any:
         """Wait for the oldest submitted batch and return it."""
         job = self._submitted.popleft()
-        job.native.wait()
+        job.complete(job.native.wait)
         self._disk.on_batch(job)
         return job.batch()
 

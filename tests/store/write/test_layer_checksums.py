@@ -7,8 +7,11 @@ import tracestore
 from tests.helpers import command, make_trace, segment_of, write_store
 from tests.malicious_inputs.stores import Store
 from tests.store.second_reader import Segment, read_store
+from tracestore.errors import CorruptStoreError
 from tracestore.store.format import schema
+from tracestore.store.maintain.lint import lint_store
 from tracestore.store.maintain.verify import verify_store
+from tracestore.store.read.array_reader import ArrayReader
 
 
 def small_arrays(path):
@@ -82,7 +85,26 @@ def test_wrong_ones_are_found(tmp_path, change):
     store.reseal()
     store.seal()
     assert "crc32c" in " ".join(verify_store(path).damaged.values())
+    with pytest.raises(CorruptStoreError, match="crc32c"):
+        lint_store(path)
     assert tracestore.open(path)[0].hidden_states.shape == (3, 80, 256)  # local files have checksums of their own
+
+
+@pytest.mark.parametrize("bit", range(0, 6 * 32, 17))
+def test_a_flipped_bit_of_a_checksum_is_found_without_reading_the_array(tmp_path, bit, monkeypatch):
+    path = layers_of(tmp_path / "s.zarr", [80, 70], attention="none")
+    store, rows = small_arrays(path)
+    rows["hidden_states_crc32c"].view("u1")[bit // 8] ^= 1 << bit % 8
+    store.set_rows(segment_of(path), rows)
+    store.reseal()
+    store.seal()
+    expected = f"hidden_states_crc32c: layer {bit // 32}: not its checksum"
+    assert verify_store(path).damaged == {f"{segment_of(path)}/rows.zip": expected}
+    with pytest.raises(CorruptStoreError, match=expected):
+        lint_store(path)
+    other = layers_of(tmp_path / "intact.zarr", [80, 70, 3, 1], attention="none")
+    monkeypatch.setattr(ArrayReader, "copy", lambda *_: pytest.fail("an intact array is read again"))
+    assert not verify_store(other).damaged
 
 
 def test_the_second_reader_compares_them(tmp_path, monkeypatch):

@@ -7,10 +7,13 @@ the output of zarr-python.
 
 import functools
 import json
+import struct
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
+from tracestore._core.kernels import crc32c
 
 _SHUFFLE, _BLOSC_LEVEL, _ZSTD_LEVEL = "shuffle", 5, 3
 
@@ -83,3 +86,9 @@ def small_array_metadata(num_items: int, dtype: np.dtype) -> bytes:
 def group_metadata(attributes: dict[str, Any]) -> bytes:
     """Return the zarr.json of a group."""
     return _document(attributes=attributes, zarr_format=3, node_type="group")
+
+
+def shard_index(chunks: Sequence[tuple[int, int]]) -> bytes:
+    """Return the end of a shard: the index, which has the offset and the size of each inner chunk, and its CRC-32C."""
+    index = np.array(chunks, "<u8").tobytes()
+    return index + struct.pack("<I", crc32c(index))

@@ -76,15 +76,22 @@ def local_dir(store: str | os.PathLike[str]) -> Path:
 
 
 @contextlib.contextmanager
-def reading_committed(path: str, what: str = "") -> Iterator[None]:
-    """Raise CorruptStoreError if a committed file is missing or damaged; `what` precedes the reason."""
+def reading_committed(path: str, what: str = "", prefix: str = "") -> Iterator[None]:
+    """Raise CorruptStoreError if a committed file is missing or damaged.
+
+    `what` precedes the reason, and `prefix` (see StoreFiles) the path.
+    """
     try:
         yield
+    except CorruptStoreError as error:
+        if str(error).startswith(prefix):
+            raise
+        raise CorruptStoreError(f"{prefix}{error}") from None
     except FileNotFoundError:
-        raise CorruptStoreError(f"{path}: {what}missing") from None
+        raise CorruptStoreError(f"{prefix}{path}: {what}missing") from None
     except (OSError, ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise CorruptStoreError(f"{path}: {what}{escape_unprintable(reason, 300)}") from None
+        raise CorruptStoreError(f"{prefix}{path}: {what}{escape_unprintable(reason, 300)}") from None
 
 
 class FilePrefetcher:
@@ -101,7 +108,15 @@ class FilePrefetcher:
 
 
 class StoreFiles(Protocol):
-    """Read access to the committed files of one store, which never change."""
+    """Read access to the committed files of one store, which never change.
+
+    Attributes
+    ----------
+    prefix : str
+        Precedes the paths of files in errors: the location of the store and a slash, if several are opened as one.
+    """
+
+    prefix: str = ""
 
     @property
     def has_ranges(self) -> bool:
@@ -286,7 +301,7 @@ class LocalFiles(ReadableFiles):
         """Return a memory map of a file; see StoreFiles."""
         fd = self.open(entry.path)
         try:
-            return MappedFile(self.root / entry.path, entry.size, entry.path, fd)
+            return MappedFile(self.root / entry.path, entry.size, self.prefix + entry.path, fd)
         finally:
             os.close(fd)
 

@@ -4,7 +4,6 @@ The shard is streamed to its file; zarr-python would hold it in memory twice.
 """
 
 import os
-import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 
 from tracestore._core.kernels import crc32c, crc32c_combine
 from tracestore.store.format.codecs import ChunkCodec
+from tracestore.store.format.zarr_json import shard_index
 from tracestore.store.io.fsio import makedirs, pwritev_all, remove_tree, retry_eintr, with_filename
 
 # Limits on the data that waits to be written.
@@ -159,8 +159,7 @@ class ShardWriter:
             self._chunks = [(k * chunk_bytes, chunk_bytes) for k in range(count)]
         elif self._buffer:
             self._write_chunk(bytes(self._buffer) + bytes(padding))
-        index = b"".join(struct.pack("<QQ", *c) for c in self._chunks)
-        self._write_with_crc(index + struct.pack("<I", crc32c(index)))
+        self._write_with_crc(shard_index(self._chunks))
         fd = self._open()
         with with_filename(self.path):
             os.fchmod(fd, 0o444)

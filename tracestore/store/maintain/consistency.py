@@ -164,7 +164,7 @@ def _check_segment(segment: SegmentReader, attributes: schema.Attributes) -> Non
     _check_optional(segment, rows)
     if "edge_ptr" in rows:
         _check_edges(segment, attributes, rows)
-    _check_layers(segment)
+    check_layers(segment)
 
 
 def _check_lens(segment: SegmentReader, attributes: schema.Attributes, number: int) -> None:
@@ -241,14 +241,21 @@ def _check_edges(segment: SegmentReader, attributes: schema.Attributes, rows: di
             _require(is_inside, f"{segment.name}/edge_index", f"row {row}", "an edge leaves its graph")
 
 
-def _check_layers(segment: SegmentReader) -> None:
+def check_layers(segment: SegmentReader) -> None:
+    """Compare the checksums of the layers of a segment with those of its files, whose bytes are not read.
+
+    CorruptStoreError names the first layer that has another one.
+    """
     for name, small in schema.LAYER_CRCS.items():
         layers = segment.layers(name)
         if layers is not None:
             array, where = segment.array(name), segment.rows_path
             _require(int(layers.ends[-1]) == array.shape[0], where, small, f"not of the layers of {name}")
-            for k, (begin, end) in enumerate(pairwise(layers.ends.tolist())):
-                _require(crc32c(array.copy(begin, end)) == layers.crcs[k], where, small, f"layer {k}: not its checksum")
+            if array.shape[0] and array.crc_of_layers(layers) != array.entry.crc32c:
+                for k, (begin, end) in enumerate(pairwise(layers.ends.tolist())):
+                    is_same = crc32c(array.copy(begin, end)) == layers.crcs[k]
+                    _require(is_same, where, small, f"layer {k}: not its checksum")
+                raise CorruptStoreError(f"{array.entry.path}: its checksum is not that of its layers")
 
 
 def check_rows(index: StoreIndex, segment: SegmentReader, traces: np.ndarray, row_column: str) -> np.ndarray:

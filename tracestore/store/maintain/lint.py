@@ -14,7 +14,7 @@ from tracestore._core import kernels
 from tracestore.errors import CorruptStoreError, UsageError
 from tracestore.store.format import schema
 from tracestore.store.format.labels import disagreements
-from tracestore.store.maintain.consistency import impossible_values
+from tracestore.store.maintain.consistency import check_layers, impossible_values
 from tracestore.store.read.store import TraceStore, open_store
 from tracestore.store.read.trace import Trace
 from tracestore.store.trace_fields import PackedEdges
@@ -172,13 +172,16 @@ class _Linter:
             )
 
     def impossible(self) -> None:
-        """Check for values that no trace can have, such as a prompt that is longer than the trace."""
-        internals = self.store.internals
-        found = {
-            (number, row): reason
-            for number in range(internals.manifest.num_segments)
-            for row, reason in impossible_values(internals.segment(number))
-        }
+        """Check for values that no trace can have, such as a prompt that is longer than the trace.
+
+        CorruptStoreError if checksums of layers, by which layers of remote stores are verified, are not those of the
+        files.
+        """
+        internals, found = self.store.internals, {}
+        for number in range(internals.manifest.num_segments):
+            check_layers(internals.segment(number))
+            for row, reason in impossible_values(internals.segment(number)):
+                found[number, row] = reason
         for index in range(len(self.store)) if found else ():
             if reason := found.get(internals.index.row(index).primary_location):
                 self.report.add("impossible_value", self.store[index], reason)

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tracestore._core.gather import ArrayView
-from tracestore._core.kernels import crc32c
+from tracestore._core.kernels import crc32c, crc32c_combine
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import CorruptStoreError, StorageError
 from tracestore.store.format import schema
 from tracestore.store.format.codecs import ChunkCodec
 from tracestore.store.format.entries import FileEntry, FileLayers, PartialFile
-from tracestore.store.format.zarr_json import array_metadata
+from tracestore.store.format.zarr_json import array_metadata, shard_index
 from tracestore.store.io.files import StoreFiles, reading_committed
 from tracestore.store.read.chunk_cache import ChunkCache, ChunkKey
 
@@ -119,6 +119,8 @@ class ArrayReader:
     ----------
     key : tuple of int and str
         What a key of a chunk in the cache begins with.
+    entry : FileEntry
+        The file of an array with rows.
     """
 
     def __init__(
@@ -130,10 +132,10 @@ class ArrayReader:
         spec: ArraySpec,
         layers: Layers | None = None,
     ) -> None:
-        self.name, self.dtype, self.row_items = name, spec.dtype, spec.row_items
+        self.name, self.dtype, self.row_items = files.prefix + name, spec.dtype, spec.row_items
         self.key = id(files), name  # in the cache, which stores that are opened as one share
         self._cache, self._codec = cache, None if spec.codec == "none" else ChunkCodec(spec.codec, spec.dtype.itemsize)
-        with reading_committed(f"{name}/zarr.json"):
+        with reading_committed(f"{name}/zarr.json", prefix=files.prefix):
             entry = _entry(entries, f"{name}/zarr.json")
             if entry.size > _MAX_METADATA_BYTES:
                 raise ValueError(f"{entry.size} bytes")
@@ -147,7 +149,8 @@ class ArrayReader:
         self._whole: ArrayView | None = None
         if num_rows > 0:
             self._path = f"{name}/c/" + "/".join("0" * len(self.shape))
-            self._entry = _entry(entries, self._path)
+            with reading_committed(self._path, prefix=files.prefix):
+                self.entry = _entry(entries, self._path)
             self._open()
 
     def _open(self) -> None:
@@ -158,8 +161,8 @@ class ArrayReader:
     def _mapped_file(self) -> _Opened:
         num_rows, row_bytes = self.shape[0], self.row_items * self.dtype.itemsize
         num_chunks, chunk_bytes = -(-num_rows // self.chunk_rows), self.chunk_rows * row_bytes
-        entry, partial = self._entry, None
-        with reading_committed(self._path):
+        entry, partial = self.entry, None
+        with reading_committed(self._path, prefix=self._files.prefix):
             if self._codec is None and entry.size != num_chunks * (chunk_bytes + 16) + 4:
                 raise ValueError(f"{entry.size} bytes for {num_chunks} inner chunks of {chunk_bytes}")
             if entry.size < 16 * num_chunks + 4:
@@ -308,6 +311,15 @@ class ArrayReader:
             flat = self.flat(begin, end).copy()
             flat.flags.writeable = False
         return flat.reshape(end - begin, *self.shape[1:])
+
+    def crc_of_layers(self, layers: Layers) -> int:
+        """Return the CRC-32C that the file of this uncompressed array has if its layers have these checksums."""
+        num_rows, row_bytes = self.shape[0], self.row_items * self.dtype.itemsize
+        num_chunks, chunk_bytes, crc = -(-num_rows // self.chunk_rows), self.chunk_rows * row_bytes, 0
+        for layer, num_layer_rows in zip(layers.crcs.tolist(), np.diff(layers.ends).tolist(), strict=True):
+            crc = crc32c_combine(crc, layer, num_layer_rows * row_bytes)
+        crc = crc32c(bytes(num_chunks * chunk_bytes - num_rows * row_bytes), crc)
+        return crc32c(shard_index([(k * chunk_bytes, chunk_bytes) for k in range(num_chunks)]), crc)
 
     def check_chunks(self) -> None:
         """Decode every inner chunk of a compressed array. CorruptStoreError names the first that is damaged."""

@@ -7,6 +7,7 @@ like size; replacing values rewrites them as one.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -124,9 +125,9 @@ class MappedColumns:
     """
 
     def __init__(self, files: StoreFiles, ref: ColumnsRef, score_names: Iterable[str]) -> None:
-        self._ref = ref
+        self._checked = partial(reading_committed, ref.path, prefix=files.prefix)
         self._scores = {f"{schema.SCORE_PREFIX}{name}": name for name in score_names}
-        with reading_committed(ref.path):
+        with self._checked():
             dtypes = schema.COLUMN_DTYPES | dict.fromkeys(self._scores, schema.SCORE_DTYPE)
             mapped = files.map(ref)
             self._group = ZipGroup(mapped, dtypes, frozenset(self._scores))
@@ -136,7 +137,7 @@ class MappedColumns:
 
     def read(self) -> Columns:
         """Return a copy of the values."""
-        with reading_committed(self._ref.path):
+        with self._checked():
             scores = {name: self._group.read(array) for array, name in self._scores.items() if array in self._group}
             columns = Columns(scores, **{name: self._group.read(name) for name in schema.COLUMN_DTYPES})
             if not is_offsets(columns.groups_offsets, len(columns.groups)):

@@ -118,9 +118,9 @@ class StoreIndex:
         self._first_trace = [p.first_trace for p in manifest.parts]
         self._first_segment = [p.first_segment for p in manifest.parts]
         self._first_source = [p.first_source for p in manifest.parts]
-        self.name = "index/" + ",".join(p.path.removeprefix("index/") for p in manifest.parts)
+        self.name = f"{files.prefix}index/" + ",".join(p.path.removeprefix("index/") for p in manifest.parts)
         for ref in manifest.parts:
-            with reading_committed(ref.path):
+            with reading_committed(ref.path, prefix=files.prefix):
                 mapped = files.map(ref)
                 part = ZipGroup(mapped, mf.PART_DTYPES)
                 arrays = part.views()

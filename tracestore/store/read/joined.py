@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from tracestore._core.index import LocationTable
-from tracestore.errors import UsageError
+from tracestore.errors import CorruptStoreError, UsageError
 from tracestore.store.format import manifest as mf
 from tracestore.store.format import schema
 from tracestore.store.format.entries import FileEntry, FilePart
@@ -21,6 +21,8 @@ from tracestore.store.read.generation import PinnedGeneration
 from tracestore.store.read.index import SegmentEntry, SourceEntry, StoreIndex, TraceRow
 from tracestore.store.read.internals import StoreInternals
 from tracestore.store.read.segment import SegmentReader
+
+T = TypeVar("T")
 
 # Sizes that two stores must share where both know them.
 _SIZES = ("num_layers", "hidden_dim", "num_heads", "hidden_dtype", "attention_dtype")
@@ -142,6 +144,24 @@ class JoinedIndex(StoreIndex):
             of_store = trace, segment, index.manifest.num_segments, index.manifest.attributes.allowed_layouts
             parts += [(trace + first, arrays, mapped, *of_store) for first, arrays, mapped in index.location_parts()]
         self._places = LocationTable(parts, manifest.num_segments, manifest.attributes.allowed_layouts)
+
+    def locations(self, indices: np.ndarray) -> np.ndarray:
+        """See StoreIndex."""
+        return self._naming_store(StoreIndex.locations, indices)
+
+    def question_ids(self, indices: np.ndarray) -> list[str]:
+        """See StoreIndex."""
+        return self._naming_store(StoreIndex.question_ids, indices)
+
+    def _naming_store(self, look_up: Callable[[StoreIndex, np.ndarray], T], indices: np.ndarray) -> T:
+        """Look some traces up. CorruptStoreError names the store whose index is damaged."""
+        try:
+            return look_up(self, indices)
+        except CorruptStoreError:
+            for first, index in zip(self._traces, self._indexes, strict=False):
+                own = indices - first
+                look_up(index, own[(own >= 0) & (own < len(index))])
+            raise
 
     def find(self, question_id: str, sample: int = 0) -> int:
         """See StoreIndex. The first store that has the key wins."""

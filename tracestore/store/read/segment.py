@@ -85,7 +85,10 @@ class SegmentReader:
 
     def _checked(self, what: str = "") -> AbstractContextManager[None]:
         """Turn the errors of damaged small arrays into CorruptStoreError; `what` precedes the reason."""
-        return reading_committed(self.rows_path, what)
+        return reading_committed(self.rows_path, what, self._files.prefix)
+
+    def _corrupt(self, text: str) -> CorruptStoreError:
+        return CorruptStoreError(self._files.prefix + text)
 
     def _parse_entries(self, attributes: Any) -> dict[str, FileEntry]:
         """Return the other files of the segment by their path in the store."""
@@ -110,13 +113,13 @@ class SegmentReader:
     def begin(self, name: str, row: int) -> int:
         """Return where a row begins in hidden_states, attention, last_token or, in units of layers, in edge_ptr."""
         if row >= self.num_rows:
-            raise CorruptStoreError(f"{self.rows_path}: row {row} of {self.num_rows}")
+            raise self._corrupt(f"{self.rows_path}: row {row} of {self.num_rows}")
         return int(self._begins[name][row])
 
     def begins(self, name: str, rows: np.ndarray) -> np.ndarray:
         """Return where some rows begin, int64; see begin()."""
         if len(rows) and rows.max() >= self.num_rows:
-            raise CorruptStoreError(f"{self.rows_path}: row {rows.max()} of {self.num_rows}")
+            raise self._corrupt(f"{self.rows_path}: row {rows.max()} of {self.num_rows}")
         found: np.ndarray = self._begins[name][rows]
         return found
 
@@ -133,7 +136,7 @@ class SegmentReader:
         """Return the values of some rows of an array of schema.ROW_ARRAYS with one value per row."""
         values = self.values(name)
         if len(rows) and rows.max() >= len(values):
-            raise CorruptStoreError(f"{self.rows_path}: row {rows.max()} of {len(values)}")
+            raise self._corrupt(f"{self.rows_path}: row {rows.max()} of {len(values)}")
         found: np.ndarray = values[rows]
         return found
 
@@ -152,7 +155,7 @@ class SegmentReader:
         try:
             dtype, columns, is_bfloat16 = attributes.array_type(name)
         except ValueError as error:
-            raise CorruptStoreError(f"{self.name}/{name}: {error}") from None
+            raise self._corrupt(f"{self.name}/{name}: {error}") from None
         num_rows = attributes.lens.num_tokens if name == "unembedding" and attributes.lens is not None else None
         return ArraySpec(dtype, columns, attributes.options["codec"], num_rows, is_bfloat16)
 
@@ -322,7 +325,7 @@ class SegmentReader:
         index, weights = self.array("edge_index"), self.array("edge_weight")
         nodes = index.copy(begin, end)
         if nodes.min() < 0 or nodes.max() >= num_tokens:
-            raise CorruptStoreError(f"{self.name}/edge_index: an edge leaves its graph")
+            raise self._corrupt(f"{self.name}/edge_index: an edge leaves its graph")
         if copy:
             return ptr - begin, index.copy(begin, end), weights.copy(begin, end)
         return ptr - begin, index.rows(begin, end), weights.rows(begin, end)

@@ -11,6 +11,7 @@ from tracestore.errors import CorruptStoreError, MissingFieldError, UsageError
 from tracestore.store.format import schema
 from tracestore.store.format.labels import ScoreField, describe, unlabeled_note
 from tracestore.store.format.provenance import Provenance
+from tracestore.store.io.files import reading_committed
 from tracestore.store.lens import Lens
 from tracestore.store.read import table
 from tracestore.store.read.batch_sources import GRAPH_ROW, GRAPH_SEGMENT, LAYOUT, NUM_TOKENS
@@ -328,7 +329,10 @@ def _open(
     with ExitStack() as stack:
         members = []
         for location, generation in zip(locations, generations, strict=True):
-            members.append(StoreInternals.open(open_files(location), 0, generation))
+            files = open_files(location)
+            files.prefix = f"{files.location}/"
+            with reading_committed(str(files.location), prefix=files.prefix):
+                members.append(StoreInternals.open(files, 0, generation))
             stack.callback(members[-1].close)
         internals = JoinedInternals(members, cache_bytes, score, allow_mixed_provenance=allow_mixed_provenance)
         stack.pop_all()

@@ -78,7 +78,9 @@ class RemoteFiles(ReadableFiles):
 
     def reopen(self) -> "RemoteFiles":
         """See ReadableFiles."""
-        return RemoteFiles(self.object_store, self.cache)
+        files = RemoteFiles(self.object_store, self.cache)
+        files.prefix = self.prefix
+        return files
 
     def generations(self) -> list[int]:
         """See ReadableFiles."""
@@ -182,7 +184,7 @@ class RemoteFiles(ReadableFiles):
 
     def map(self, entry: FileEntry) -> MappedFile:
         """See StoreFiles."""
-        mapped = self._use(entry, lambda path: MappedFile(path, entry.size, entry.path))
+        mapped = self._use(entry, lambda path: MappedFile(path, entry.size, self.prefix + entry.path))
         with self._lock:
             self._mapped[self.cache.name_of(self.object_store.address, entry)] = entry.path
         return mapped
