@@ -1,4 +1,4 @@
-"""Make the golden inputs and stores. Run it once for a format version; later versions read the committed files.
+"""Make the golden inputs and stores that do not exist. Later versions read the committed files.
 
 python -m tests.golden.make_golden
 """
@@ -15,10 +15,34 @@ from tests.helpers import as_torch, convert, make_graphs, make_traces, write_pic
 HERE = Path(__file__).resolve().parent
 
 
-def main() -> None:
+def layered_traces():
+    """Return three traces whose layers have 16 KiB on average."""
+    return make_traces(3, tokens=11, layers=2, dim=768)
+
+
+def make_layers() -> None:
+    """Make a store with checksums of layers, a stated layout, and names that are hashes, by two commits."""
+    source, store = HERE / "source", HERE / "v1_layers.zarr"
+    source.mkdir()
+    for k, trace in enumerate(layered_traces()):
+        np.savez(source / f"{trace['question_id']}.npz", hs=np.stack(trace["hidden_states"]))
+        layout = {"hidden_states": "{id}.npz : hs -> L S D"}
+        if k != 1:
+            tracestore.convert_files(source, store, layout=layout)
+    shutil.rmtree(source)
+    finish(store)
+
+
+def finish(store: Path) -> None:
+    """Remove the lock, which is no part of the data."""
+    (store / "lock").unlink()
+    with tracestore.open(store) as opened:
+        print(opened)
+
+
+def make_first() -> None:
+    """Make the inputs and the stores of the first version, whose segments have numbers as names."""
     inputs = HERE / "inputs"
-    for name in ("inputs", "v1_heads.zarr", "v1_edges.zarr", "v1_bfloat16.zarr"):
-        shutil.rmtree(HERE / name, ignore_errors=True)
     inputs.mkdir()
     traces = make_traces(5)
     write_pickle(inputs / "protocol0.pkl", traces[:2], 0)
@@ -41,9 +65,13 @@ def main() -> None:
     torch.save(value, pre / "lstm_solo/preprocessed_0.pt", _use_new_zipfile_serialization=False)
     convert(pre, HERE / "v1_edges.zarr")
     for name in ("v1_heads.zarr", "v1_edges.zarr", "v1_bfloat16.zarr"):
-        (HERE / name / "lock").unlink()
-        with tracestore.open(HERE / name) as store:
-            print(store)
+        finish(HERE / name)
+
+
+def main() -> None:
+    for make, name in ((make_first, "v1_heads.zarr"), (make_layers, "v1_layers.zarr")):
+        if not (HERE / name).exists():
+            make()
 
 
 if __name__ == "__main__":

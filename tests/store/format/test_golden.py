@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import tracestore
+from tests.golden.make_golden import layered_traces
 from tests.helpers import ROOT, convert, make_graphs, make_traces, tree_bytes
 from tests.store.second_reader import read_store
 from tracestore.store.maintain.verify import verify_store
@@ -13,7 +14,7 @@ from tracestore.store.maintain.verify import verify_store
 GOLDEN = ROOT / "tests/golden"
 
 
-@pytest.mark.parametrize("name", ["v1_heads.zarr", "v1_edges.zarr", "v1_bfloat16.zarr"])
+@pytest.mark.parametrize("name", ["v1_heads.zarr", "v1_edges.zarr", "v1_bfloat16.zarr", "v1_layers.zarr"])
 def test_golden_stores_are_intact(name):
     assert verify_store(GOLDEN / name).damaged == {}
 
@@ -40,6 +41,20 @@ def test_stores_of_graphs_and_sequences_are_readable():
             np.testing.assert_array_equal(index, layer.edge_index.numpy())
             np.testing.assert_array_equal(weight, layer.edge_attr.numpy()[:, 0])
         np.testing.assert_array_equal(store[k].last_token, np.stack(trace["hidden_states"])[:, -1])
+
+
+def test_a_store_with_checksums_of_layers_and_a_layout_is_readable():
+    """Its segments, index parts and columns have hashes in their names."""
+    with tracestore.open(GOLDEN / "v1_layers.zarr") as store:
+        second, traces = read_store(GOLDEN / "v1_layers.zarr"), layered_traces()
+        assert store.question_ids == [t["question_id"] for t in traces] and store.generation == 2
+        assert store.internals.attributes.layouts == ('hidden_states = "{id}.npz : hs -> L S D"\n',)
+        for k, trace in enumerate(traces):
+            expected = np.stack(trace["hidden_states"]).tobytes()
+            assert store[k].hidden_states.tobytes() == second[k]["hidden_states"].tobytes() == expected
+        segments = [store.internals.segment(k) for k in range(2)]
+        assert [len(s.layers("hidden_states").crcs) for s in segments] == [2, 4]
+        assert all(len(s.name) == len("segments/") + 32 for s in segments)
 
 
 def test_golden_inputs_make_the_golden_store(tmp_path):
