@@ -233,8 +233,8 @@ class BatchGatherer:
         form = self.batch_format
         return chunk_keys(self.store.internals, indices, form.source_view, form.layer_numbers(self.store))
 
-    def prefetch(self, batches: Callable[[int], np.ndarray], start: int, total: int) -> FilePrefetcher:
-        """Return a prefetcher of the files of the batches start .. total - 1, which does nothing for a local store.
+    def prefetch(self, batches: Callable[[int], np.ndarray], start: int, total: int) -> list[FilePrefetcher]:
+        """Return prefetchers of the files of the batches start .. total - 1, one for each remote store.
 
         `batches` maps the number of a batch to its indices.
         """

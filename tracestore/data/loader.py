@@ -391,11 +391,12 @@ class TraceLoader(LoaderHtml, Generic[BatchT]):
 
         with ExitStack() as stack:
             if self.num_threads > 0:
-                remote = stack.enter_context(self._gatherer.prefetch(traces, start, total))
+                remote = [stack.enter_context(p) for p in self._gatherer.prefetch(traces, start, total)]
                 prefetcher = stack.enter_context(self._new_prefetcher(map(traces, range(start, total))))
             for batch in range(start, total):
                 if self.num_threads > 0:
-                    remote.advance(batch)
+                    for files in remote:
+                        files.advance(batch)
                     prefetcher.fill(self.max_in_flight)
                     result: BatchT = prefetcher.next_batch()
                 else:

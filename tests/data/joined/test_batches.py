@@ -274,7 +274,7 @@ def test_a_location_of_a_damaged_index_is_not_one_of_the_next_store(pair):
         for number, member in enumerate((first, second)):
             manifest = member.manifest
             of_store = 12 * number, first.manifest.num_segments * number, manifest.num_segments, 3
-            for begin, arrays, mapped in member.index.location_parts():
+            for begin, arrays, mapped, *_ in member.index.location_parts():
                 if number == 0:
                     segments = np.full(len(arrays["graph_segment"]), manifest.num_segments, "<i4")
                     arrays = arrays | {"graph_segment": segments}

@@ -195,7 +195,7 @@ def test_tokens_equal_those_of_the_local_store(remote_store, local_store, tmp_pa
 def test_no_file_is_pending_after_the_last_batch(remote_store):
     """The sizes of pending files are counted exactly, and all files are released after the last batch."""
     loader = tracestore.TraceLoader(remote_store, view="graph", batch_size=5, seed=3)
-    ahead = loader._gatherer.prefetch(loader.batch_indices, 0, len(loader))
+    (ahead,) = loader._gatherer.prefetch(loader.batch_indices, 0, len(loader))
     with ahead:
         for batch in range(len(loader)):
             ahead.advance(batch)

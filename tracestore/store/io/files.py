@@ -94,14 +94,11 @@ def reading_committed(path: str, what: str = "", prefix: str = "") -> Iterator[N
         raise CorruptStoreError(f"{prefix}{path}: {what}{escape_unprintable(reason, 300)}") from None
 
 
-class FilePrefetcher:
-    """Prefetches files during one pass over a store. This base class does nothing: local files need no prefetching."""
+class FilePrefetcher(Protocol):
+    """Prefetches files during one pass over a store."""
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *_: object) -> None: ...
 
     def advance(self, batch: int) -> None:
         """Record that this batch is read next and that those before it have been read."""
@@ -195,9 +192,12 @@ class ReadableFiles(StoreFiles, Protocol):
         """Return the paths of files that were mapped and have left the cache since the last call."""
         return ()
 
-    def prefetch(self, files_of: FilesOf, start: int, total: int) -> FilePrefetcher:
-        """Return a prefetcher for the batches start .. total - 1; `files_of(batch)` lists what a batch needs."""
-        return FilePrefetcher()
+    def prefetch(self, files_of: FilesOf, start: int, total: int) -> FilePrefetcher | None:
+        """Return a prefetcher for the batches start .. total - 1; None for local files, which need none.
+
+        `files_of(batch)` lists what a batch needs.
+        """
+        return None
 
     def reopen(self) -> Self:
         """Return the same files with state of its own."""

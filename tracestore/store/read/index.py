@@ -2,20 +2,23 @@
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any, TypeVar, cast, overload
+from functools import partial
+from typing import Any, NamedTuple, TypeVar, overload
 
 import numpy as np
 
 from tracestore._core.index import KeyTable, LocationTable, find_key
-from tracestore.errors import CorruptStoreError, escape_unprintable
+from tracestore.errors import CorruptStoreError
 from tracestore.store.format import manifest as mf
 from tracestore.store.format import paths, schema
 from tracestore.store.format.entries import FileEntry
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.format.zip_group import ZipGroup
 from tracestore.store.io.files import StoreFiles, reading_committed
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -86,52 +89,94 @@ def part_segments(part: ZipGroup, begin: int = 0, end: int | None = None) -> lis
     return found
 
 
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def _checked(method: Method) -> Method:
-    """Turn a ValueError of a StoreIndex method, which a damaged part causes, into CorruptStoreError."""
-
-    @wraps(method)
-    def call(self: "StoreIndex", *args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(self, *args, **kwargs)
-        except ValueError as error:
-            raise CorruptStoreError(f"{self.name}: {escape_unprintable(str(error), 300)}") from None
-
-    return cast(Method, call)
-
-
 # Smallest values of index columns (default 0), and largest values that the counts of the store do not bound.
 _LEAST = dict.fromkeys(("graph_segment", "sequence_segment"), -1)
 _MOST = {"layout": max(schema.LAYOUT_NAMES), "nonfinite": 1}
 
 
+@dataclass(frozen=True)
+class _Origin:
+    """The store of an index part, and the numbers of its first trace, segment and source among all stores."""
+
+    manifest: mf.Manifest
+    name: str
+    first_trace: int = 0
+    first_segment: int = 0
+    first_source: int = 0
+
+    def renumbered(self, column: str, values: np.ndarray) -> np.ndarray:
+        """Return values of one of manifest.TRACE_COLUMNS as numbers among all stores. ValueError out of bounds."""
+        kind = column.removeprefix("graph_").removeprefix("sequence_")
+        counts = {"segment": self.manifest.num_segments, "source": self.manifest.num_sources}
+        least, most = _LEAST.get(column, 0), counts[kind] - 1 if kind in counts else _MOST.get(column)
+        if len(values) and (values.min() < least or (most is not None and values.max() > most)):
+            raise ValueError(f"{column}: values from {values.min()} to {values.max()}, expected {least} to {most}")
+        first = {"segment": self.first_segment, "source": self.first_source}.get(kind, 0)
+        return np.where(values < 0, values, values + first).astype(values.dtype) if first else values
+
+
+class _Part(NamedTuple):
+    """A mapped index part."""
+
+    group: ZipGroup
+    keys: KeyTable
+    origin: _Origin
+    checked: Callable[[], AbstractContextManager[None]]  # turns the errors of a damaged part into CorruptStoreError
+
+
+def _open_part(files: StoreFiles, ref: mf.PartRef, origin: _Origin) -> _Part:
+    checked = partial(reading_committed, ref.path, prefix=files.prefix)
+    with checked():
+        mapped = files.map(ref)
+        group = ZipGroup(mapped, mf.PART_DTYPES)
+        arrays = group.views()
+        mf.check_part(ref, {name: len(array) for name, array in arrays.items()})
+        keys = KeyTable(arrays["key_table"], arrays["id_offsets"], arrays["id"], arrays["sample"], mapped)
+    return _Part(group, keys, origin, checked)
+
+
 class StoreIndex:
-    """The mapped index parts of a manifest. It creates no Python object for a trace."""
+    """The mapped index parts of a manifest, or of several stores. It creates no Python object for a trace.
+
+    Attributes
+    ----------
+    name : str
+        The files, for errors.
+    """
 
     def __init__(self, files: StoreFiles, manifest: mf.Manifest) -> None:
-        self.manifest = manifest
-        self._parts: list[ZipGroup] = []
+        self.name = f"{files.prefix}index/" + ",".join(p.path.removeprefix("index/") for p in manifest.parts)
+        origin = _Origin(manifest, self.name)
+        self._set_parts(manifest, [origin], [_open_part(files, ref, origin) for ref in manifest.parts])
+
+    @classmethod
+    def joined(cls, manifest: mf.Manifest, indexes: "Sequence[StoreIndex]") -> "StoreIndex":
+        """Return the indexes of several stores as one.
+
+        Their traces, segments and sources are numbered one after another, as in `manifest`. The first store that has
+        a key wins.
+        """
+        joined, parts = cls.__new__(cls), list[_Part]()
+        origins, firsts = list[_Origin](), [0, 0, 0]
+        for index in indexes:
+            origins.append(_Origin(index.manifest, index.name, *firsts))
+            parts += [part._replace(origin=origins[-1]) for part in index._parts]
+            counts = index.manifest.num_traces, index.manifest.num_segments, index.manifest.num_sources
+            firsts = [first + count for first, count in zip(firsts, counts, strict=True)]
+        joined.name = " + ".join(index.name for index in indexes)
+        joined._set_parts(manifest, origins, parts)
+        return joined
+
+    def _set_parts(self, manifest: mf.Manifest, origins: list[_Origin], parts: list[_Part]) -> None:
+        self.manifest, self._origins, self._parts = manifest, origins, parts
         self._columns: dict[str, np.ndarray] = {}
-        self._keys: list[KeyTable] = []
+        self._keys = [part.keys for part in parts]
         self._first_trace = [p.first_trace for p in manifest.parts]
         self._first_segment = [p.first_segment for p in manifest.parts]
         self._first_source = [p.first_source for p in manifest.parts]
-        self.name = f"{files.prefix}index/" + ",".join(p.path.removeprefix("index/") for p in manifest.parts)
-        for ref in manifest.parts:
-            with reading_committed(ref.path, prefix=files.prefix):
-                mapped = files.map(ref)
-                part = ZipGroup(mapped, mf.PART_DTYPES)
-                arrays = part.views()
-                mf.check_part(ref, {name: len(array) for name, array in arrays.items()})
-                keys = KeyTable(arrays["key_table"], arrays["id_offsets"], arrays["id"], arrays["sample"], mapped)
-            self._parts.append(part)
-            self._keys.append(keys)
+        layouts = manifest.attributes.allowed_layouts
         try:
-            self._places = LocationTable(
-                self.location_parts(), manifest.num_segments, manifest.attributes.allowed_layouts
-            )
+            self._places = LocationTable(self.location_parts(), manifest.num_segments, layouts)
         except (ValueError, KeyError) as error:
             raise CorruptStoreError(f"{paths.manifest(manifest.generation)}: the index: {error}") from None
 
@@ -140,143 +185,162 @@ class StoreIndex:
 
     def location_parts(self) -> list[tuple[Any, ...]]:
         """Return the parts as LocationTable takes them."""
-        return [(first, part.views(), part.mapped) for first, part in zip(self._first_trace, self._parts, strict=True)]
+        found = []
+        for first, part in zip(self._first_trace, self._parts, strict=True):
+            origin, of_store = part.origin, part.origin.manifest
+            numbers = origin.first_trace, origin.first_segment, of_store.num_segments
+            found.append((first, part.group.views(), part.group.mapped, *numbers, of_store.attributes.allowed_layouts))
+        return found
 
     def part_arrays(self, number: int) -> dict[str, np.ndarray]:
         """Read all arrays of a part."""
-        part = self._parts[number]
-        return {name: part.read(name) for name in mf.PART_DTYPES}
+        group = self._parts[number].group
+        return {name: group.read(name) for name in mf.PART_DTYPES}
 
-    @_checked
     def find(self, question_id: str, sample: int = 0) -> int:
         """Return the store index of a key, or -1."""
-        part, row = find_key(self._keys, question_id.encode("utf-8", "surrogatepass"), sample)
-        return -1 if part < 0 else self._first_trace[part] + row
+        encoded = question_id.encode("utf-8", "surrogatepass")
+        try:
+            number, row = find_key(self._keys, encoded, sample)
+        except ValueError:
+            for part in self._parts:
+                with part.checked():
+                    find_key([part.keys], encoded, sample)
+            raise
+        return -1 if number < 0 else self._first_trace[number] + row
 
-    @_checked
+    def _look_up(self, look_up: Callable[[np.ndarray], T], indices: np.ndarray) -> T:
+        """Look some traces up. CorruptStoreError names the index that is damaged."""
+        indices = np.ascontiguousarray(indices, np.int64)
+        try:
+            return look_up(indices)
+        except ValueError:
+            for origin in self._origins:
+                own = indices - origin.first_trace
+                with reading_committed(origin.name):
+                    look_up(indices[(own >= 0) & (own < origin.manifest.num_traces)])
+            raise CorruptStoreError(f"{self.name}: a trace beyond the index") from None
+
     def locations(self, indices: np.ndarray) -> np.ndarray:
         """Return the locations of some traces, (n, 6) int64; LocationTable.look_up names the columns."""
-        out = np.empty((len(indices), 6), np.int64)
-        self._places.look_up(np.ascontiguousarray(indices, np.int64), out)
-        return out
 
-    @_checked
+        def look_up(wanted: np.ndarray) -> np.ndarray:
+            out = np.empty((len(wanted), 6), np.int64)
+            self._places.look_up(wanted, out)
+            return out
+
+        return self._look_up(look_up, indices)
+
     def row(self, index: int) -> TraceRow:
         """Return the locations of trace `index` (0 <= index < N), with the patches of later parts applied."""
         graph, graph_row, num_tokens, layout, sequence, sequence_row = self.locations(np.array([index]))[0].tolist()
-        part = bisect_right(self._first_trace, index) - 1
-        k = index - self._first_trace[part]
-        sample, source, position = (
-            int(self._parts[part].read(name, k, k + 1)[0]) for name in ("sample", "source", "source_position")
-        )
+        number = bisect_right(self._first_trace, index) - 1
+        part, k = self._parts[number], index - self._first_trace[number]
+        with part.checked():
+            sample, source, position = (
+                int(part.origin.renumbered(name, part.group.read(name, k, k + 1))[0])
+                for name in ("sample", "source", "source_position")
+            )
         nonfinite = int(self.read_column("nonfinite")[index])
         return TraceRow(
             graph, graph_row, sequence, sequence_row, num_tokens, layout, nonfinite, sample, source, position
         )
 
-    @_checked
     def read_column(self, name: str) -> np.ndarray:
         """Return one of manifest.TRACE_COLUMNS for all traces, read-only, with patches applied."""
         values = self._columns.get(name)
         if values is None:
             values = self._load_column(name)
-            self._check_column(name, values)
             values.flags.writeable = False
             self._columns[name] = values
         return values
 
-    def _check_column(self, name: str, values: np.ndarray) -> None:
-        if len(values) == 0:
-            return
-        most = _MOST.get(name)
-        if name.endswith("_segment"):
-            most = self.manifest.num_segments - 1
-        elif name == "source":
-            most = self.manifest.num_sources - 1
-        least = _LEAST.get(name, 0)
-        if values.min() < least or (most is not None and values.max() > most):
-            raise ValueError(f"{name}: values from {values.min()} to {values.max()}, expected {least} to {most}")
-
     def _load_column(self, name: str) -> np.ndarray:
-        pieces = [part.read(name) for part in self._parts]
-        patched = [part for part in self._parts if part.num_items("patch_trace")]
+        pieces = []
+        for part in self._parts:
+            with part.checked():
+                pieces.append(part.origin.renumbered(name, part.group.read(name)))
+        patched = [part for part in self._parts if part.group.num_items("patch_trace")]
         if len(pieces) == 1 and not patched:
             return pieces[0]
         values = np.concatenate(pieces) if pieces else np.zeros(0, mf.TRACE_COLUMNS[name])
         group = mf.GROUP_SEQUENCE if name.startswith("sequence") else mf.GROUP_GRAPH
         column = "patch_" + name.removeprefix("graph_").removeprefix("sequence_")
         for part in patched:
-            if column not in part:
+            if column not in part.group:
                 continue
-            patch = part.read(column)
-            chosen = part.read("patch_group") == group if name != "nonfinite" else np.ones(len(patch), bool)
-            target = part.read("patch_trace")[chosen]
-            if len(target) and not 0 <= target.min() <= target.max() < len(values):
-                raise ValueError(f"patch_trace: values from {target.min()} to {target.max()}")
-            values[target] = patch[chosen] | (values[target] if name == "nonfinite" else 0)
+            with part.checked():
+                patch, target = part.group.read(column), part.group.read("patch_trace")
+                if not 0 <= target.min() <= target.max() < part.origin.manifest.num_traces:
+                    raise ValueError(f"patch_trace: values from {target.min()} to {target.max()}")
+                if name != "nonfinite":
+                    chosen = part.group.read("patch_group") == group
+                    patch, target = patch[chosen], target[chosen]
+                patch, target = part.origin.renumbered(name, patch), target + part.origin.first_trace
+            values[target] = patch | (values[target] if name == "nonfinite" else 0)
         return values
 
-    @_checked
     def question_ids(self, indices: np.ndarray) -> list[str]:
         """Return the question ids of some traces."""
-        return self._places.question_ids(np.ascontiguousarray(indices, np.int64))
+        return self._look_up(self._places.question_ids, indices)
 
     def question_id(self, index: int) -> str:
         """Return the question id of one trace."""
         return self.question_ids(np.array([index]))[0]
 
-    @_checked
     def segments(self) -> list[SegmentEntry]:
         """Return every segment, in order."""
-        return [entry for part in self._parts for entry in part_segments(part)]
+        found: list[SegmentEntry] = []
+        for part in self._parts:
+            with part.checked():
+                found += part_segments(part.group)
+        return found
 
-    def _part_of_segment(self, segment: int) -> int:
-        part = bisect_right(self._first_segment, segment) - 1
-        # A commit with patches only adds a part that begins at the segment number of the next part.
-        while part > 0 and self.manifest.parts[part].num_segments == 0:
-            part -= 1
-        return part
-
-    @_checked
     def segment(self, number: int) -> SegmentEntry:
         """Return a segment by its number, its position in the order of the store."""
-        part = self._part_of_segment(number)
-        k = number - self._first_segment[part]
-        return part_segments(self._parts[part], k, k + 1)[0]
+        k = bisect_right(self._first_segment, number) - 1
+        # A commit with patches only adds a part that begins at the segment number of the next part.
+        while k > 0 and self.manifest.parts[k].num_segments == 0:
+            k -= 1
+        begin = number - self._first_segment[k]
+        with self._parts[k].checked():
+            return part_segments(self._parts[k].group, begin, begin + 1)[0]
 
-    @_checked
     def source(self, number: int) -> SourceEntry:
         """Return a committed source by its number."""
-        part = bisect_right(self._first_source, number) - 1
-        k = number - self._first_source[part]
-        return self._sources(self._parts[part], k, k + 1)[0]
+        k = bisect_right(self._first_source, number) - 1
+        begin = number - self._first_source[k]
+        return self._sources(self._parts[k], begin, begin + 1)[0]
 
-    @_checked
-    def _sources(self, part: ZipGroup, begin: int, end: int) -> list[SourceEntry]:
-        path, fingerprint = (part.strings(f"source_{name}", begin, end) for name in ("path", "fingerprint"))
-        size, traces, skipped = (part.read(f"source_{n}", begin, end).tolist() for n in ("size", "traces", "skipped"))
-        known, numbers = self.manifest.attributes.provenance, part.read("source_provenance", begin, end).tolist()
-        for number in numbers:
-            if not -1 <= number < len(known):
-                raise ValueError(f"source_provenance: found {number}, expected -1 to {len(known) - 1}")
+    def _sources(self, part: _Part, begin: int, end: int) -> list[SourceEntry]:
+        known, group = part.origin.manifest.attributes.provenance, part.group
+        with part.checked():
+            path, fingerprint = (group.strings(f"source_{name}", begin, end) for name in ("path", "fingerprint"))
+            size, traces, skipped = (
+                group.read(f"source_{name}", begin, end).tolist() for name in ("size", "traces", "skipped")
+            )
+            numbers = group.read("source_provenance", begin, end).tolist()
+            for number in numbers:
+                if not -1 <= number < len(known):
+                    raise ValueError(f"source_provenance: found {number}, expected -1 to {len(known) - 1}")
         provenance = [None if number < 0 else known[number] for number in numbers]
         return [
             SourceEntry(*source) for source in zip(path, size, fingerprint, traces, skipped, provenance, strict=True)
         ]
 
-    @_checked
     def check_key_tables(self) -> None:
         """Raise CorruptStoreError unless the key table of each part has every row of the part exactly once."""
         for part in self._parts:
-            rows = part.read("key_table")
-            rows = np.sort(rows[rows > 0])
-            if not np.array_equal(rows, np.arange(1, part.num_items("sample") + 1)):
-                raise ValueError("key_table: a row is missing or repeated")
+            with part.checked():
+                rows = part.group.read("key_table")
+                rows = np.sort(rows[rows > 0])
+                if not np.array_equal(rows, np.arange(1, part.group.num_items("sample") + 1)):
+                    raise ValueError("key_table: a row is missing or repeated")
 
     def sources(self, first: int = 0) -> Iterator[SourceEntry]:
         """Yield the committed sources from number `first` on."""
         for begin, part in zip(self._first_source, self._parts, strict=True):
-            count = part.num_items("source_size")
+            count = part.group.num_items("source_size")
             yield from self._sources(part, min(count, max(0, first - begin)), count)
 
 

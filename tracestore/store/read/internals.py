@@ -4,8 +4,9 @@ import math
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -189,12 +190,20 @@ class StoreInternals:
         traces: Callable[[int], np.ndarray],
         start: int,
         total: int,
-    ) -> FilePrefetcher:
-        """Return a prefetcher for the batches start .. total - 1, which does nothing for a local store.
+    ) -> list[FilePrefetcher]:
+        """Return a prefetcher for the batches start .. total - 1 of each remote store.
 
         `traces` returns the traces of a batch, and `files_of` the files that some traces of a store are read from.
         """
-        return self.files.prefetch(lambda batch: files_of(self, traces(batch)), start, total)
+        prefetchers = []
+        for member, (begin, end) in zip(self.members, pairwise(self.first_traces), strict=True):
+
+            def files(batch: int, member: StoreInternals = member, begin: int = begin, end: int = end) -> Any:
+                found = traces(batch)
+                return files_of(member, found[(begin <= found) & (found < end)] - begin)
+
+            prefetchers.append(member.files.prefetch(files, start, total))
+        return [prefetcher for prefetcher in prefetchers if prefetcher is not None]
 
     def announce(self, indices: np.ndarray | None, share: float, *, is_scattered: bool) -> None:
         """Record that a share of some traces, None for all, is read soon. What is read mostly is fetched whole.

@@ -1,24 +1,19 @@
 """Several stores that are read as one: their traces follow each other, in the order of the stores."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, TypeVar
 
-import numpy as np
-
-from tracestore._core.index import LocationTable
-from tracestore.errors import CorruptStoreError, UsageError
+from tracestore.errors import UsageError
 from tracestore.store.format import manifest as mf
 from tracestore.store.format import schema
-from tracestore.store.format.entries import FileEntry, FilePart
 from tracestore.store.format.labels import ScoreField
 from tracestore.store.format.provenance import require_compatible
-from tracestore.store.io.files import FilePrefetcher, Locations, ReadableFiles, is_same_location
+from tracestore.store.io.files import Locations, ReadableFiles, is_same_location
 from tracestore.store.read.generation import PinnedGeneration
-from tracestore.store.read.index import SegmentEntry, SourceEntry, StoreIndex, TraceRow
+from tracestore.store.read.index import StoreIndex
 from tracestore.store.read.internals import StoreInternals
 from tracestore.store.read.segment import SegmentReader
 
@@ -129,114 +124,11 @@ def _joined_manifest(stores: Sequence[StoreInternals], attributes: schema.Attrib
     return mf.Manifest(0, attributes, tuple(parts), tuple(columns), fields=stored, **sums)
 
 
-class JoinedIndex(StoreIndex):
-    """The indexes of several stores, with their traces, segments and sources numbered one after another."""
-
-    def __init__(self, manifest: mf.Manifest, indexes: Sequence[StoreIndex]) -> None:
-        self.manifest, self._indexes, self._columns = manifest, indexes, {}
-        self.name = " + ".join(index.name for index in indexes)
-        manifests = [index.manifest for index in indexes]
-        self._traces, self._segments, self._sources_before = (
-            _firsts(getattr(m, f"num_{kind}s") for m in manifests) for kind in ("trace", "segment", "source")
-        )
-        parts = []
-        for trace, segment, index in zip(self._traces, self._segments, indexes, strict=False):
-            of_store = trace, segment, index.manifest.num_segments, index.manifest.attributes.allowed_layouts
-            parts += [(trace + first, arrays, mapped, *of_store) for first, arrays, mapped in index.location_parts()]
-        self._places = LocationTable(parts, manifest.num_segments, manifest.attributes.allowed_layouts)
-
-    def locations(self, indices: np.ndarray) -> np.ndarray:
-        """See StoreIndex."""
-        return self._naming_store(StoreIndex.locations, indices)
-
-    def question_ids(self, indices: np.ndarray) -> list[str]:
-        """See StoreIndex."""
-        return self._naming_store(StoreIndex.question_ids, indices)
-
-    def _naming_store(self, look_up: Callable[[StoreIndex, np.ndarray], T], indices: np.ndarray) -> T:
-        """Look some traces up. CorruptStoreError names the store whose index is damaged."""
-        try:
-            return look_up(self, indices)
-        except CorruptStoreError:
-            for first, index in zip(self._traces, self._indexes, strict=False):
-                own = indices - first
-                look_up(index, own[(own >= 0) & (own < len(index))])
-            raise
-
-    def find(self, question_id: str, sample: int = 0) -> int:
-        """See StoreIndex. The first store that has the key wins."""
-        for first, index in zip(self._traces, self._indexes, strict=False):
-            if (found := index.find(question_id, sample)) >= 0:
-                return first + found
-        return -1
-
-    def row(self, index: int) -> TraceRow:
-        """See StoreIndex."""
-        k = bisect_right(self._traces, index) - 1
-        row, first = self._indexes[k].row(index - self._traces[k]), self._segments[k]
-        return replace(
-            row,
-            graph_segment=row.graph_segment + (first if row.graph_segment >= 0 else 0),
-            sequence_segment=row.sequence_segment + (first if row.sequence_segment >= 0 else 0),
-            source=row.source + self._sources_before[k],
-        )
-
-    def read_column(self, name: str) -> np.ndarray:
-        """See StoreIndex."""
-        if name not in self._columns:
-            columns = [index.read_column(name) for index in self._indexes]
-            if name in ("graph_segment", "sequence_segment", "source"):
-                firsts = self._sources_before if name == "source" else self._segments
-                columns = [np.where(c < 0, c, c + first) for c, first in zip(columns, firsts, strict=False)]
-            self._columns[name] = np.concatenate(columns).astype(mf.TRACE_COLUMNS[name])
-            self._columns[name].flags.writeable = False
-        return self._columns[name]
-
-    def segments(self) -> list[SegmentEntry]:
-        """See StoreIndex."""
-        return [entry for index in self._indexes for entry in index.segments()]
-
-    def segment(self, number: int) -> SegmentEntry:
-        """See StoreIndex."""
-        k = bisect_right(self._segments, number) - 1
-        return self._indexes[k].segment(number - self._segments[k])
-
-    def source(self, number: int) -> SourceEntry:
-        """See StoreIndex."""
-        k = bisect_right(self._sources_before, number) - 1
-        return self._indexes[k].source(number - self._sources_before[k])
-
-    def sources(self, first: int = 0) -> Iterator[SourceEntry]:
-        """See StoreIndex."""
-        for begin, index in zip(self._sources_before, self._indexes, strict=False):
-            yield from index.sources(max(0, first - begin))
-
-
 class _JoinedFiles(ReadableFiles):
     """Names the stores. Nothing is read through it: each store has files of its own."""
 
     def __init__(self, location: Locations) -> None:
         self.location = location
-
-
-class _JoinedPrefetcher(FilePrefetcher):
-    """Prefetches the files of each store."""
-
-    def __init__(self, prefetchers: Sequence[FilePrefetcher]) -> None:
-        self._prefetchers, self._stack = prefetchers, ExitStack()
-
-    def __enter__(self) -> "_JoinedPrefetcher":
-        for prefetcher in self._prefetchers:
-            self._stack.enter_context(prefetcher)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def advance(self, batch: int) -> None:
-        """See FilePrefetcher."""
-        for prefetcher in self._prefetchers:
-            prefetcher.advance(batch)
 
 
 class JoinedInternals(StoreInternals):
@@ -261,7 +153,7 @@ class JoinedInternals(StoreInternals):
             if any(is_same_location(one, other) for other in location[:k]):
                 raise UsageError(f"{one}: is given twice")
         manifest = _joined_manifest(members, _joined_attributes(members, allow_mixed_provenance))
-        index = JoinedIndex(manifest, [member.index for member in members])
+        index = StoreIndex.joined(manifest, [member.index for member in members])
         columns = tuple(mapped for member in members for mapped in member.mapped_columns)
         files = _JoinedFiles(location)  # type: ignore[abstract]
         super().__init__(files, cache_bytes, PinnedGeneration(manifest, index, columns, None), score)
@@ -300,24 +192,3 @@ class JoinedInternals(StoreInternals):
             if member.num_evictions > before:
                 self.num_evictions += member.num_evictions - before
                 self._segments.clear()
-
-    def prefetch(
-        self,
-        files_of: Callable[[StoreInternals, np.ndarray], Iterable[FileEntry | FilePart]],
-        traces: Callable[[int], np.ndarray],
-        start: int,
-        total: int,
-    ) -> FilePrefetcher:
-        """See StoreInternals."""
-
-        def of(begin: int, end: int) -> Callable[[int], np.ndarray]:
-            def own(batch: int) -> np.ndarray:
-                found = traces(batch)
-                return found[(begin <= found) & (found < end)] - begin
-
-            return own
-
-        ranges = pairwise(self.first_traces)
-        return _JoinedPrefetcher(
-            [m.prefetch(files_of, of(*bounds), start, total) for m, bounds in zip(self._members, ranges, strict=True)]
-        )

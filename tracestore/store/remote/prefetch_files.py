@@ -9,7 +9,6 @@ from typing import Protocol, Self
 from tracestore.errors import CorruptStoreError, TracestoreError
 from tracestore.process import ranks_here
 from tracestore.store.format.entries import FileEntry, FilePart, FilesOf
-from tracestore.store.io.files import FilePrefetcher
 from tracestore.store.remote.disk_cache import DiskCache, NextUse
 from tracestore.store.remote.object_store import ObjectStore
 from tracestore.store.remote.threads import FetchCancelledError
@@ -31,7 +30,7 @@ class CachedFiles(Protocol):
     next_use: NextUse
 
 
-class RemoteFilePrefetcher(FilePrefetcher):
+class RemoteFilePrefetcher:
     """Fetches the files of upcoming batches in the order of their use, as many as the cache has room for.
 
     It also tells the cache which batch uses a file next, which decides what is evicted.
