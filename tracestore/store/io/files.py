@@ -173,6 +173,17 @@ class ReadableFiles(StoreFiles, Protocol):
             If the manifest cannot be read or is larger than max_bytes.
         """
 
+    def read_small(self, path: str, max_bytes: int) -> bytes:
+        """Return all bytes of a file that no manifest lists.
+
+        Raises
+        ------
+        CorruptStoreError
+            If it is larger than `max_bytes` or not a regular file.
+        OSError
+            If it cannot be read; FileNotFoundError if it does not exist.
+        """
+
     def no_store_error(self) -> Exception:
         """Return the error for a location without any generation."""
 
@@ -279,15 +290,7 @@ class LocalFiles(ReadableFiles):
         return data
 
     def read_small(self, path: str, max_bytes: int) -> bytes:
-        """Return all bytes of a file that no manifest lists.
-
-        Raises
-        ------
-        CorruptStoreError
-            If it is larger than `max_bytes` or not a regular file.
-        OSError
-            If it cannot be read; FileNotFoundError if it does not exist.
-        """
+        """See ReadableFiles."""
         fd = self.open(path)
         try:
             size = os.fstat(fd).st_size

@@ -43,6 +43,7 @@ class ConsistencyChecker:
         self.manifest = manifest
         self.damaged: dict[str, str] = {}
         self._index: StoreIndex | None = None
+        self._segments: dict[str, list[tuple[int, SegmentEntry]]] = {}
         self._traces: dict[str, _TracesBySegment] = {}
         generation = paths.manifest(manifest.generation)
         with collect_damage(self.damaged, generation):
@@ -51,24 +52,16 @@ class ConsistencyChecker:
             index = StoreIndex(files, manifest)
             _check_index(index, manifest)
             self._traces = {name: _TracesBySegment(index.read_column(name)) for name, _ in _LOCATIONS}
+            for number, entry in enumerate(index.segments()):
+                self._segments.setdefault(entry.path, []).append((number, entry))
             self._index = index
 
-    @property
-    def num_segments(self) -> int:
-        """Number of segments of the index; 0 if it is damaged: the number in the manifest may be anything then."""
-        return 0 if self._index is None else self.manifest.num_segments
+    def check_segment(self, files: StoreFiles, path: str) -> None:
+        """Check the arrays of a segment, which `files` gives, and the index against its rows.
 
-    def segment(self, number: int) -> SegmentEntry | None:
-        """Return a segment; None if the generation has no such segment or its index is damaged."""
-        if self._index is not None and number < self.manifest.num_segments:
-            with collect_damage(self.damaged, self._index.name):
-                return self._index.segment(number)
-        return None
-
-    def check_segment(self, files: StoreFiles, number: int) -> None:
-        """Check the arrays of a segment, which `files` gives, and the index against its rows."""
-        entry = self.segment(number)
-        if entry is not None and self._index is not None:
+        Nothing is checked if the generation has no such segment or its index is damaged.
+        """
+        for number, entry in () if self._index is None else self._segments.get(path, ()):
             with collect_damage(self.damaged, entry.path):
                 segment = SegmentReader(files, entry, self.manifest.attributes)
                 _check_segment(segment, self.manifest.attributes)

@@ -3,7 +3,7 @@
 import contextlib
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -13,8 +13,8 @@ from tracestore.store.format import manifest as mf
 from tracestore.store.format import paths
 from tracestore.store.format.entries import FileEntry
 from tracestore.store.format.zip_group import ZipGroup
-from tracestore.store.io.files import MAX_ROOT_BYTES, ReadableFiles
-from tracestore.store.maintain.consistency import collect_damage, reason_of
+from tracestore.store.io.files import MAX_ROOT_BYTES, ReadableFiles, StoreFiles
+from tracestore.store.maintain.consistency import ConsistencyChecker, collect_damage, reason_of
 from tracestore.store.read.index import SegmentEntry, StoreIndex, part_segments
 from tracestore.store.read.segment import SegmentReader
 from tracestore.store.write.commit import root_metadata
@@ -57,12 +57,8 @@ class StoreVerifier(ABC):
         self, files: ReadableFiles, quick: bool, num_threads: int, progress: Callable[[int, int], None] | None
     ) -> None:
         self.files, self.quick, self.report = files, quick, VerifyReport()
-        self._num_threads, self._progress = num_threads, progress
+        self._pool, self._progress = ThreadPoolExecutor(num_threads), progress
         self._lock, self._done = threading.Lock(), 0
-
-    @abstractmethod
-    def read(self, path: str, max_bytes: int) -> bytes:
-        """Return all bytes of a file that no manifest lists."""
 
     @abstractmethod
     def start(self, pool: ThreadPoolExecutor, entry: FileEntry) -> Callable[[], int]:
@@ -75,12 +71,24 @@ class StoreVerifier(ABC):
             file cannot be read.
         """
 
-    @abstractmethod
-    def check_contents(self, manifests: list[mf.Manifest], listed: SegmentFiles) -> None:
-        """Check the files of all segments, then their values.
+    @contextlib.contextmanager
+    def segment_files(self) -> Iterator[StoreFiles]:
+        """Yield the files of a segment, which are checked during the block."""
+        yield self.files
+
+    def _check_contents(self, manifests: list[mf.Manifest], listed: SegmentFiles) -> None:
+        """Check the files of each segment, then its values.
 
         Correct checksums prove that nothing changed after writing, not that correct values were written.
         """
+        generations = [ConsistencyChecker(self.files, manifest) for manifest in manifests]
+        for path, entries in listed.items():
+            with self.segment_files() as files:
+                self.check(entries.values())
+                for generation in () if self.report.damaged else generations:
+                    generation.check_segment(files, path)
+        for generation in generations:
+            self.report.damaged |= generation.damaged
 
     @abstractmethod
     def list_all(self) -> list[str]:
@@ -92,6 +100,12 @@ class StoreVerifier(ABC):
 
     def run(self, generations: list[int]) -> VerifyReport:
         """Check the files of some generations, newest first."""
+        try:
+            return self._run(generations)
+        finally:
+            self._pool.shutdown(cancel_futures=True)  # A server that fails does so for every file that waits.
+
+    def _run(self, generations: list[int]) -> VerifyReport:
         report, manifests = self.report, []
         for number in generations:
             with collect_damage(report.damaged, paths.manifest(number)):
@@ -125,13 +139,13 @@ class StoreVerifier(ABC):
                 with collect_damage(report.damaged, paths.manifest(manifest.generation)):
                     StoreIndex(self.files, manifest)
         else:
-            self.check_contents(manifests, listed)
+            self._check_contents(manifests, listed)
         self._check_root(manifests)
         report.leftovers = self._leftovers({*small, *copies, *entries, *(s.rows.path for s in segments.values())})
         return report
 
     def _load(self, generation: int) -> mf.Manifest:
-        return mf.parse_manifest(self.read(paths.manifest(generation), mf.MAX_MANIFEST_BYTES), generation)
+        return mf.parse_manifest(self.files.read_small(paths.manifest(generation), mf.MAX_MANIFEST_BYTES), generation)
 
     def _announce(self, entries: Iterable[FileEntry]) -> None:
         """Add files that will be checked to the totals of the report."""
@@ -145,17 +159,13 @@ class StoreVerifier(ABC):
 
     def check(self, entries: Iterable[FileEntry]) -> None:
         """Check announced files. Large files go first, which balances the threads."""
-        pool = ThreadPoolExecutor(self._num_threads)
-        try:
-            started = [(e, self.start(pool, e)) for e in sorted(entries, key=lambda e: (-e.size, e.path))]
-            for entry, crc in started:
-                try:
-                    if crc() != entry.crc32c and not self.quick:
-                        self.report.damaged[entry.path] = "checksum mismatch"
-                except (CorruptStoreError, OSError) as error:
-                    self.report.damaged[entry.path] = reason_of(error)
-        finally:
-            pool.shutdown(cancel_futures=True)  # A server that fails does so for every file that waits.
+        started = [(e, self.start(self._pool, e)) for e in sorted(entries, key=lambda e: (-e.size, e.path))]
+        for entry, crc in started:
+            try:
+                if crc() != entry.crc32c and not self.quick:
+                    self.report.damaged[entry.path] = "checksum mismatch"
+            except (CorruptStoreError, OSError) as error:
+                self.report.damaged[entry.path] = reason_of(error)
 
     def advance(self, num_bytes: int) -> None:
         """Report that some more bytes are done."""
@@ -166,7 +176,7 @@ class StoreVerifier(ABC):
 
     def _check_root(self, manifests: list[mf.Manifest]) -> None:
         with collect_damage(self.report.damaged, "zarr.json"):
-            found = self.read("zarr.json", MAX_ROOT_BYTES)
+            found = self.files.read_small("zarr.json", MAX_ROOT_BYTES)
             if not manifests or found in {root_metadata(m.attributes) for m in manifests}:
                 return
             for number in self.files.generations():  # Includes generations that a writer has added meanwhile.

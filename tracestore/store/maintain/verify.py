@@ -15,8 +15,8 @@ from tracestore.store.format.entries import FileEntry, size_mismatch
 from tracestore.store.io import fsio, locks
 from tracestore.store.io.files import MAX_ROOT_BYTES, LocalFiles, parse_location
 from tracestore.store.io.ownership import has_manifest
-from tracestore.store.maintain.consistency import ConsistencyChecker, reason_of
-from tracestore.store.maintain.verifier import SegmentFiles, StoreVerifier, VerifyReport
+from tracestore.store.maintain.consistency import reason_of
+from tracestore.store.maintain.verifier import StoreVerifier, VerifyReport
 from tracestore.store.read.columns import read_columns
 from tracestore.store.read.generation import ATTEMPTS, backoff, open_generation
 from tracestore.store.read.index import StoreIndex
@@ -32,10 +32,6 @@ class _FileVerifier(StoreVerifier):
     """Verification of a folder. Files are read, not mapped: a bad sector or a truncation is then an error."""
 
     files: LocalFiles
-
-    def read(self, path: str, max_bytes: int) -> bytes:
-        """See StoreVerifier."""
-        return self.files.read_small(path, max_bytes)
 
     def start(self, pool: ThreadPoolExecutor, entry: FileEntry) -> Callable[[], int]:
         """See StoreVerifier. The threads share a large file."""
@@ -70,16 +66,6 @@ class _FileVerifier(StoreVerifier):
         finally:
             os.close(fd)
             self.advance(num_bytes)
-
-    def check_contents(self, manifests: list[mf.Manifest], listed: SegmentFiles) -> None:
-        """See StoreVerifier."""
-        self.check(entry for entries in listed.values() for entry in entries.values())
-        for manifest in manifests:
-            if not self.report.damaged:
-                checker = ConsistencyChecker(self.files, manifest)
-                for number in range(checker.num_segments):
-                    checker.check_segment(self.files, number)
-                self.report.damaged |= checker.damaged
 
     def list_all(self) -> list[str]:
         """See StoreVerifier."""

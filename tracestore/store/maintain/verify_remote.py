@@ -1,20 +1,19 @@
 """Verification of every object of a remote store."""
 
+import contextlib
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import CorruptStoreError, UsageError
-from tracestore.store.format import manifest as mf
 from tracestore.store.format.entries import FileEntry, size_mismatch
 from tracestore.store.io import fsio
 from tracestore.store.io.files import RemoteURL, StoreFiles
-from tracestore.store.maintain.consistency import ConsistencyChecker
-from tracestore.store.maintain.verifier import SegmentFiles, StoreVerifier, VerifyReport
+from tracestore.store.maintain.verifier import StoreVerifier, VerifyReport
 from tracestore.store.remote.remote_files import RemoteFiles
 
 _REQUESTS = 8
@@ -63,10 +62,6 @@ class _ObjectVerifier(StoreVerifier):
         self._object_store = files.object_store
         self._downloaded: _DownloadedFiles | None = None  # receives the objects that are checked
 
-    def read(self, path: str, max_bytes: int) -> bytes:
-        """See StoreVerifier."""
-        return self._object_store.read(path, max_bytes)
-
     def start(self, pool: ThreadPoolExecutor, entry: FileEntry) -> Callable[[], int]:
         """See StoreVerifier."""
         return pool.submit(self._check_size if self.quick else self._download, entry).result
@@ -90,24 +85,16 @@ class _ObjectVerifier(StoreVerifier):
 
         return self._object_store.stream(entry.path, entry.size, take)
 
-    def check_contents(self, manifests: list[mf.Manifest], listed: SegmentFiles) -> None:
+    @contextlib.contextmanager
+    def segment_files(self) -> Iterator[StoreFiles]:
         """See StoreVerifier. The segment that is being checked needs space in the cache folder."""
         folder = self.files.cache.folder
         with fsio.map_os_errors(folder):
-            generations = [ConsistencyChecker(self.files, manifest) for manifest in manifests]
-            for number in range(max((g.num_segments for g in generations), default=0)):
-                found = {s.path for g in generations if (s := g.segment(number)) is not None}
-                self._downloaded = _DownloadedFiles(self.files, folder)
-                try:
-                    for path in found:
-                        self.check(listed[path].values())
-                    if not self.report.damaged:
-                        for generation in generations:
-                            generation.check_segment(self._downloaded, number)
-                finally:
-                    self._downloaded.clear()
-            for generation in generations:
-                self.report.damaged |= generation.damaged
+            self._downloaded = _DownloadedFiles(self.files, folder)
+            try:
+                yield self._downloaded
+            finally:
+                self._downloaded.clear()
 
     def list_all(self) -> list[str]:
         """See StoreVerifier."""

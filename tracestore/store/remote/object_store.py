@@ -35,9 +35,6 @@ _INSTANCE_METADATA = "169.254.169.254"
 
 T = TypeVar("T")
 
-# The state of an object as the server reports it: an entity tag, a version, or both.
-Version = dict[str, str]
-
 
 class ListedObject(NamedTuple):
     """An object of a listing: its path, its size in bytes, and when it was written, in seconds since 1970."""
@@ -339,22 +336,26 @@ class ObjectStore(Server):
         if not self.can_list:
             raise UsageError(f"{self.address}: web servers cannot be written to: use s3:// or gs://")
 
-    def put(self, path: str, data: bytes | Path, **how: Any) -> Version:
-        """Write an object and return its version; `how` are options of obstore. By default an object is replaced."""
+    def put(self, path: str, data: bytes | Path, **how: Any) -> None:
+        """Write an object; `how` are options of obstore. By default an object is replaced."""
         if isinstance(data, Path):
             how = {"chunk_size": _PART_BYTES, "max_concurrency": 1} | how
 
-        def call() -> Any:
-            return self._obstore.put(self._store, path, data, **how)
+        def call() -> None:
+            found = self._obstore.put(self._store, path, data, **how)
+            if not (found.get("e_tag") or found.get("version")):  # it may ignore conditions
+                raise UsageError(
+                    "the server gives objects neither entity tags nor versions: it cannot be written to safely"
+                )
 
         with self._naming_bucket():
             try:
-                return _version(self.retry(path, call))
+                self.retry(path, call)
             except FileNotFoundError:
                 if not isinstance(data, Path):
                     raise
                 # If the answer to the end of an upload in parts is lost, the server knows the upload no longer.
-                return _version(self.retry(path, call))
+                self.retry(path, call)
 
     def shares_bucket(self, other: "ObjectStore") -> bool:
         """Return whether the objects of another store are in the same bucket."""
@@ -385,28 +386,16 @@ class ObjectStore(Server):
         except FileNotFoundError:
             raise UsageError(f"{self.address}: no such bucket") from None
 
-    def put_if_absent(self, path: str, data: bytes) -> Version | None:
-        """Create an object and return its version; None if one with other bytes exists."""
+    def put_if_absent(self, path: str, data: bytes) -> bool:
+        """Create an object; return False, with nothing changed, if one with other bytes exists."""
         try:
-            return self.put(path, data, mode="create", use_multipart=False)
+            self.put(path, data, mode="create", use_multipart=False)
         except self._obstore.exceptions.AlreadyExistsError:
             # This call may have created it, if the answer was lost.
-            return self._version_if(path, data)
-
-    def _version_if(self, path: str, data: bytes) -> Version | None:
-        """Return the version of the object if it has these bytes."""
-        version = self.version(path)
-        try:
-            return version if version is not None and self.read(path) == data else None
-        except FileNotFoundError:
-            return None
-
-    def version(self, path: str) -> Version | None:
-        """Return the version of an object, which every write changes; None if it does not exist."""
-        try:
-            return _version(self.retry(path, lambda: self._obstore.head(self._store, path)))
-        except FileNotFoundError:
-            return None
+            with contextlib.suppress(FileNotFoundError):
+                return self.read(path) == data
+            return False
+        return True
 
     def delete(self, paths: list[str]) -> None:
         """Remove objects, with one request for 1,000 of them on S3. A missing object is no error."""
@@ -418,10 +407,3 @@ class ObjectStore(Server):
             # Other servers get a request for each object, and the first missing one ends the call.
             for path in paths if len(paths) > 1 else ():
                 self.delete([path])
-
-
-def _version(found: Any) -> Version:
-    version = {name: str(found[name]) for name in ("e_tag", "version") if found.get(name) is not None}
-    if not version:
-        raise UsageError("the server gives objects neither entity tags nor versions: it cannot be written to safely")
-    return version

@@ -129,7 +129,7 @@ class RemoteTarget(HasWritingFolder):
     def create_manifest(self, manifest: mf.Manifest) -> bool:
         """See CommitTarget. The answer of the server may be lost: the bytes tell whose manifest it is."""
         path = paths.manifest(manifest.generation)
-        if self._object_store.put_if_absent(path, manifest.to_bytes()) is None:
+        if not self._object_store.put_if_absent(path, manifest.to_bytes()):
             self._is_behind = True
             return False
         # Old manifests are removed. If others have committed and removed the one of this number between the look and

@@ -90,7 +90,11 @@ class RemoteFiles(ReadableFiles):
         """See ReadableFiles."""
         if self.own_manifest is not None and self.own_manifest.generation == generation:
             return self.own_manifest.to_bytes(), None
-        return self.object_store.read(paths.manifest(generation), max_bytes), None
+        return self.read_small(paths.manifest(generation), max_bytes), None
+
+    def read_small(self, path: str, max_bytes: int) -> bytes:
+        """See ReadableFiles."""
+        return self.object_store.read(path, max_bytes)
 
     def no_store_error(self) -> Exception:
         """See ReadableFiles."""
