@@ -236,11 +236,16 @@ class StoreIndex:
         graph, graph_row, num_tokens, layout, sequence, sequence_row = self.locations(np.array([index]))[0].tolist()
         number = bisect_right(self._first_trace, index) - 1
         part, k = self._parts[number], index - self._first_trace[number]
-        with part.checked():
+        try:
             sample, source, position = (
-                int(part.origin.renumbered(name, part.group.read(name, k, k + 1))[0])
-                for name in ("sample", "source", "source_position")
+                int(part.group.read(name, k, k + 1)[0]) for name in ("sample", "source", "source_position")
             )
+            if not 0 <= source < part.origin.manifest.num_sources:
+                raise ValueError(f"source: found {source} of {part.origin.manifest.num_sources}")
+        except ValueError:
+            with part.checked():
+                raise
+        source += part.origin.first_source
         nonfinite = int(self.read_column("nonfinite")[index])
         return TraceRow(
             graph, graph_row, sequence, sequence_row, num_tokens, layout, nonfinite, sample, source, position

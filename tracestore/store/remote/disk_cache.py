@@ -159,16 +159,10 @@ class DiskCache:
     def _fetch_locked(
         self, object_store: FileServer, entry: FileEntry, name: str, next_use: NextUse, check: Callable[[], None]
     ) -> Path | None:
-        """Fetch a file under its lock; None if another thread or process fetched it, or eviction made room."""
+        """Fetch a file under its lock, unless another thread or process has; None if eviction made room."""
         final, partial = self.folder / name, self.folder / (_PARTIAL + name)
         self.folder.mkdir(parents=True, exist_ok=True)
-        fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            while not try_lock(fd):  # another thread or process is fetching it
-                check()
-                time.sleep(POLL_S)
-            if not locks.is_same_file(fd, partial):
-                return None
+        with locked_file(partial, os.O_CREAT, check) as fd:
             try:
                 if final.exists():
                     if self.get_cached(name) is None and not self._is_whole(final, entry):
@@ -191,8 +185,6 @@ class DiskCache:
                 if is_full and self.free(entry.size, next_use):
                     return None
                 raise
-        finally:
-            unlock(fd)
 
     @staticmethod
     def _is_whole(final: Path, entry: FileEntry) -> bool:
@@ -309,6 +301,25 @@ class DiskCache:
         """Return a sort key: files without a known next use by last use, then those whose next use is last."""
         rank = next_use(file[0].removesuffix(LAYERS_SUFFIX))
         return (False, file[2]) if rank is None else (True, -float(rank))
+
+
+@contextlib.contextmanager
+def locked_file(path: Path, flags: int, check: Callable[[], None] = lambda: None) -> Iterator[int]:
+    """Open a file under its lock, and yield its descriptor. FileNotFoundError if there is none.
+
+    `check` is called while another thread or process holds the lock.
+    """
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
+        try:
+            while not try_lock(fd):
+                check()
+                time.sleep(POLL_S)
+            if locks.is_same_file(fd, path):
+                yield fd
+                return
+        finally:
+            unlock(fd)
 
 
 def try_lock(fd: int) -> bool:

@@ -6,15 +6,12 @@ file has one byte per layer: 1 if the layer is there. A layer gets its byte afte
 last four bytes name the start of the machine, and the layers of a file from before it are verified again.
 """
 
-import contextlib
 import errno
 import os
 import secrets
-import time
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from tracestore._core.kernels import crc32c
@@ -22,8 +19,8 @@ from tracestore._core.mapping import MappedFile
 from tracestore.errors import CorruptStoreError
 from tracestore.platform_support import boot_id
 from tracestore.store.format.entries import FileEntry, FileLayers
-from tracestore.store.io import fsio, locks
-from tracestore.store.remote.disk_cache import ATTEMPTS, LAYERS_SUFFIX, POLL_S, DiskCache, NextUse, try_lock, unlock
+from tracestore.store.io import fsio
+from tracestore.store.remote.disk_cache import ATTEMPTS, LAYERS_SUFFIX, DiskCache, NextUse, locked_file
 from tracestore.store.remote.object_store import ObjectStore
 
 _HERE = b"\1"
@@ -32,22 +29,6 @@ _STAMP_BYTES = 4
 
 # Names the start of this machine, or of this process if that is unknown. It does not end with 0.
 STAMP = (crc32c(boot_id() or secrets.token_bytes(16)) | 1 << 24).to_bytes(_STAMP_BYTES, "little")
-
-
-@contextlib.contextmanager
-def _locked(path: Path, flags: int, check: Callable[[], None]) -> Iterator[int]:
-    """Open a file under its lock, and yield its descriptor. FileNotFoundError if there is none."""
-    while True:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
-        try:
-            while not try_lock(fd):  # another thread or process fetches layers of it
-                check()
-                time.sleep(POLL_S)
-            if locks.is_same_file(fd, path):
-                yield fd
-                return
-        finally:
-            unlock(fd)
 
 
 class LayerFile:
@@ -78,7 +59,7 @@ class LayerFile:
         self._table = layers.data_bytes
         self._path = cache.folder / (cache.name_of(object_store.address, entry) + LAYERS_SUFFIX)
         cache.folder.mkdir(parents=True, exist_ok=True)
-        with fsio.map_os_errors(cache.folder), _locked(self._path, os.O_CREAT, lambda: None) as fd:
+        with fsio.map_os_errors(cache.folder), locked_file(self._path, os.O_CREAT) as fd:
             self._prepare(fd)
             os.utime(fd)  # The access time orders the eviction.
             self.mapped = MappedFile(self._path, entry.size, entry.path, fd)
@@ -128,7 +109,7 @@ class LayerFile:
             return False
         with fsio.map_os_errors(self._cache.folder):
             try:
-                with _locked(self._path, 0, check) as fd:
+                with locked_file(self._path, 0, check) as fd:
                     runs = self.missing(ranges)
                     num_bytes = sum(self._ends[last] - self._ends[first] for first, last in runs)
                     if os.fstat(fd).st_ino != self._inode:
