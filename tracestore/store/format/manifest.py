@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
@@ -117,12 +118,12 @@ class Manifest:
     num_bytes: int = 0
     fields: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def num_segments(self) -> int:
         """Number of segments of all index parts."""
         return sum(p.num_segments for p in self.parts)
 
-    @property
+    @cached_property
     def num_sources(self) -> int:
         """Number of sources of all index parts."""
         return sum(p.num_sources for p in self.parts)
