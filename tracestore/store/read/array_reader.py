@@ -187,14 +187,13 @@ class ArrayReader:
     def _ready(self, begin: int, end: int) -> _Opened:
         """Return the open file, with the rows begin .. end - 1 in it. Every access to rows passes here."""
         opened = self._opened
-        if opened.partial is None:
+        if opened.partial is None or not opened.partial.missing(self._bytes([(begin, end)])):
             return opened
-        if opened.partial.missing(self._bytes([(begin, end)])):
-            self._num_sequential = self._num_sequential + 1 if begin == self._next_row else 0
-            self._next_row = end
-            if self._num_sequential == _SEQUENTIAL:  # a caller reads the whole array
-                self._layers = None
-                self._open()
+        self._num_sequential = self._num_sequential + 1 if begin == self._next_row else 0
+        self._next_row = end
+        if self._num_sequential == _SEQUENTIAL:  # a caller reads the whole array
+            self._layers = None
+            self._open()
         return self._filled([(begin, end)])
 
     def _bytes(self, rows: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

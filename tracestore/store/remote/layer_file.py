@@ -57,6 +57,7 @@ class LayerFile:
         self._cache, self._object_store, self._entry, self._next_use = cache, object_store, entry, next_use
         self._ends, self._crcs = array("q", layers.ends.astype("<i8").tobytes()), layers.crcs
         self._table = layers.data_bytes
+        self._seen = bytearray(len(layers.crcs))  # 1: the layer was here, and stays in this map
         self._path = cache.folder / (cache.name_of(object_store.address, entry) + LAYERS_SUFFIX)
         cache.folder.mkdir(parents=True, exist_ok=True)
         with fsio.map_os_errors(cache.folder), locked_file(self._path, os.O_CREAT) as fd:
@@ -85,8 +86,12 @@ class LayerFile:
         found: list[tuple[int, int]] = []
         for begin, end in ranges:
             first, last = bisect_right(self._ends, begin) - 1, bisect_left(self._ends, end)
-            flags = self.mapped.read(self._table + first, self._table + last) if begin < end else b""
-            if flags.count(_HERE) < len(flags):
+            if begin >= end or self._seen.find(b"\0", first, last) < 0:
+                continue
+            flags = self.mapped.read(self._table + first, self._table + last)
+            if flags.count(_HERE) == len(flags):
+                self._seen[first:last] = flags
+            else:
                 found += ((first + k, first + k + 1) for k in range(len(flags)) if flags[k : k + 1] != _HERE)
         return _joined(found)
 
