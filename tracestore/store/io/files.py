@@ -184,6 +184,17 @@ class ReadableFiles(StoreFiles, Protocol):
             If it cannot be read; FileNotFoundError if it does not exist.
         """
 
+    def load_manifest(self, generation: int) -> Manifest:
+        """Return a manifest. CorruptStoreError if it is damaged, FileNotFoundError if it is gone."""
+        path = paths.manifest(generation)
+        try:
+            data = self.read_small(path, MAX_MANIFEST_BYTES)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise CorruptStoreError(f"{path}: {error.strerror}") from None
+        return parse_manifest(data, generation)
+
     def no_store_error(self) -> Exception:
         """Return the error for a location without any generation."""
 
@@ -240,17 +251,6 @@ class LocalFiles(ReadableFiles):
         except BaseException:
             pin.close()
             raise
-
-    def load_manifest(self, generation: int) -> Manifest:
-        """Return a manifest. CorruptStoreError if it is damaged, FileNotFoundError if it is gone."""
-        path = paths.manifest(generation)
-        try:
-            data = self.read_small(path, MAX_MANIFEST_BYTES)
-        except FileNotFoundError:
-            raise
-        except OSError as error:
-            raise CorruptStoreError(f"{path}: {error.strerror}") from None
-        return parse_manifest(data, generation)
 
     def no_store_error(self) -> Exception:
         """See ReadableFiles."""

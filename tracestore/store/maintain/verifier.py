@@ -109,7 +109,7 @@ class StoreVerifier(ABC):
         report, manifests = self.report, []
         for number in generations:
             with collect_damage(report.damaged, paths.manifest(number)):
-                manifests.append(self._load(number))
+                manifests.append(self.files.load_manifest(number))
                 report.num_files += 1
         report.generation = manifests[0].generation if manifests else None
         small = {file.path: file for manifest in manifests for file in manifest.small_files()}
@@ -143,9 +143,6 @@ class StoreVerifier(ABC):
         self._check_root(manifests)
         report.leftovers = self._leftovers({*small, *copies, *entries, *(s.rows.path for s in segments.values())})
         return report
-
-    def _load(self, generation: int) -> mf.Manifest:
-        return mf.parse_manifest(self.files.read_small(paths.manifest(generation), mf.MAX_MANIFEST_BYTES), generation)
 
     def _announce(self, entries: Iterable[FileEntry]) -> None:
         """Add files that will be checked to the totals of the report."""
@@ -181,7 +178,7 @@ class StoreVerifier(ABC):
                 return
             for number in self.files.generations():  # Includes generations that a writer has added meanwhile.
                 with contextlib.suppress(CorruptStoreError, OSError):
-                    if found == root_metadata(self._load(number).attributes):
+                    if found == root_metadata(self.files.load_manifest(number).attributes):
                         return
             raise CorruptStoreError("zarr.json: not what the manifest says")
 
@@ -194,7 +191,7 @@ class StoreVerifier(ABC):
         for number in self.files.generations():
             named |= {paths.manifest(number), paths.manifest_copy(number)}
             with contextlib.suppress(CorruptStoreError, OSError):
-                manifest = self._load(number)
+                manifest = self.files.load_manifest(number)
                 named |= {file.path for file in manifest.small_files()}
                 if number > (self.report.generation or 0):
                     later |= {segment.path for segment in StoreIndex(self.files, manifest).segments()}

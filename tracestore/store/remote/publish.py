@@ -178,8 +178,7 @@ class RemoteTarget(HasWritingFolder):
 
     def _manifest(self, number: int) -> mf.Manifest:
         if number not in self._known or number == self.replaced_generation:
-            data = self._object_store.read(paths.manifest(number), mf.MAX_MANIFEST_BYTES)
-            self._known[number] = mf.parse_manifest(data, number)
+            self._known[number] = self.files.load_manifest(number)
         return self._known[number]
 
     def clear(self) -> None:
