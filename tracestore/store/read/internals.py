@@ -1,6 +1,5 @@
 """The open parts of a store that its traces and batches are read from."""
 
-import math
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
@@ -18,7 +17,7 @@ from tracestore.store.lens import Lens
 from tracestore.store.read.chunk_cache import ChunkCache
 from tracestore.store.read.columns import Columns, MappedColumns
 from tracestore.store.read.generation import PinnedGeneration, open_latest
-from tracestore.store.read.segment import SegmentReader, row_sizes
+from tracestore.store.read.segment import SegmentReader
 
 # Files of which a larger share is read are fetched whole.
 _WHOLE_SHARE = 0.5
@@ -221,18 +220,14 @@ class StoreInternals:
             member._read_whole(member._whole if needed <= room or not is_scattered else frozenset())
 
     def _choose_whole(self, chosen: np.ndarray, share: float) -> float:
-        """Choose the segments whose files are fetched whole, and return the bytes of their hidden states and attention."""
+        """Choose the segments whose files are fetched whole, and return about how many bytes these have."""
         locations = self.index.locations(np.arange(self.manifest.num_traces))
         segments, tokens = locations[:, 0] + 1, locations[:, 2]
         num_segments = self.manifest.num_segments + 1
         total, read = (np.bincount(segments[k], tokens[k], num_segments)[1:] for k in (slice(None), chosen))
-        self._whole = frozenset(np.flatnonzero(share * read > _WHOLE_SHARE * total).tolist())
-        num_bytes = np.zeros(len(locations))
-        sizes = row_sizes(self.attributes, tokens, locations[:, 3])
-        for name in ("hidden_states", "attention") if sizes["hidden_states"].any() else ():
-            dtype, columns, _ = self.attributes.array_type(name)
-            num_bytes += sizes[name] * float(math.prod(columns) * dtype.itemsize)
-        return float(num_bytes[np.isin(locations[:, 0], list(self._whole))].sum())
+        is_whole = share * read > _WHOLE_SHARE * total
+        self._whole = frozenset(np.flatnonzero(is_whole).tolist())
+        return self.manifest.num_bytes * float(total[is_whole].sum() / max(1.0, total.sum()))
 
     def _read_whole(self, segments: frozenset[int]) -> None:
         self._whole = segments
