@@ -7,11 +7,13 @@ imports everything, waits for `common.run_measured`, then loads an epoch.
 
 import statistics
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
 
 import tracestore
+from tracestore.store.maintain.merge import merge_stores
 
 from .common import BATCH_SIZE, STORES, Fixtures, Memcpy, timed, wait_for_start
 
@@ -71,6 +73,34 @@ class Loading(Fixtures):
         return statistics.median(memcpy_ratios(self.loader, tracestore.open(self.path), 9))
 
     track_limit.unit = "of a 2-thread memcpy's time"
+
+
+class Joined(Fixtures):
+    """Epochs of graph batches of 16 of two stores that are opened as one: 400 traces of the small shape."""
+
+    params = ("coo", "packed")
+    param_names = ("edges",)
+
+    def setup(self, folder, edges):
+        """Divide the store into two, open both as one, and warm up."""
+        self.temporary = tempfile.TemporaryDirectory(dir=folder)
+        whole, halves = Path(folder) / "small", [Path(self.temporary.name) / name for name in ("a", "b")]
+        for half, chosen in zip(halves, np.array_split(np.arange(STORES["small"][2]), 2), strict=True):
+            merge_stores([whole], half, chosen=[chosen])
+        self.loaders = [graph_loader(paths, edges) for paths in (halves, whole)]
+        for loader in self.loaders:
+            warm_up(loader)
+
+    def teardown(self, folder, edges):
+        """Remove the two stores."""
+        self.temporary.cleanup()
+
+    def track_throughput(self, folder, edges):
+        """Return the throughput as a multiple of that of the merged store."""
+        rounds = [[timed(lambda one=loader: run_epoch(one)) for loader in self.loaders] for _ in range(9)]
+        return statistics.median(merged / joined for joined, merged in rounds)
+
+    track_throughput.unit = "of the merged store's throughput"
 
 
 class Sequences(Fixtures):
