@@ -100,10 +100,8 @@ class StoreVerifier(ABC):
 
     def run(self, generations: list[int]) -> VerifyReport:
         """Check the files of some generations, newest first."""
-        try:
+        with self._pool:
             return self._run(generations)
-        finally:
-            self._pool.shutdown(cancel_futures=True)  # A server that fails does so for every file that waits.
 
     def _run(self, generations: list[int]) -> VerifyReport:
         report, manifests = self.report, []
@@ -163,6 +161,9 @@ class StoreVerifier(ABC):
                     self.report.damaged[entry.path] = "checksum mismatch"
             except (CorruptStoreError, OSError) as error:
                 self.report.damaged[entry.path] = reason_of(error)
+            except BaseException:
+                self._pool.shutdown(cancel_futures=True)  # A server that fails does so for every file that waits.
+                raise
 
     def advance(self, num_bytes: int) -> None:
         """Report that some more bytes are done."""
