@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, Self
 
-from tracestore._core.kernels import crc32c
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import CorruptStoreError, UsageError, escape_unprintable
 from tracestore.store.format import paths, schema
@@ -314,7 +313,7 @@ class LocalFiles(ReadableFiles):
             fd = self.open(entry.path)
         try:
             if os.fstat(fd).st_size != entry.size or not fsio.try_link(fd, self.root / entry.path, path):
-                copy_file(fd, path, entry)
+                fsio.copy_file(fd, path, entry)
         finally:
             os.close(fd)
 
@@ -380,19 +379,6 @@ class LocalFiles(ReadableFiles):
                 os.close(fd)
             fd = inner
         return fd
-
-
-def copy_file(fd: int, path: Path, entry: FileEntry) -> None:
-    """Copy the file open as `fd` to the new file `path`. CorruptStoreError unless it is the committed one."""
-    if (size := os.fstat(fd).st_size) != entry.size:
-        raise size_mismatch(entry, size)
-    crc = 0
-    with fsio.created(path) as out:
-        while chunk := os.read(fd, 1 << 20):
-            fsio.write_all(out, memoryview(chunk))
-            crc = crc32c(chunk, crc)
-    if crc != entry.crc32c:
-        raise CorruptStoreError(f"{entry.path}: checksum mismatch")
 
 
 def not_regular_error(store: Path, path: str) -> CorruptStoreError:

@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tracestore.errors import DiskFullError, StorageError, UsageError
+from tracestore._core.kernels import crc32c
+from tracestore.errors import CorruptStoreError, DiskFullError, StorageError, UsageError
 from tracestore.platform_support import name_file, open_unnamed, rename_exclusive
+from tracestore.store.format.entries import FileEntry, size_mismatch
 from tracestore.store.format.paths import TEMPORARY_PREFIX
 
 # Default size limit of JSON documents: results.json of 1,000,000 traces and 25 runs stays below it.
@@ -126,6 +128,19 @@ def try_link(fd: int, source: Path, path: Path) -> bool:
         return True
     retry_eintr(os.unlink, path)
     return False
+
+
+def copy_file(fd: int, path: Path, entry: FileEntry) -> None:
+    """Copy the file open as `fd` to the new file `path`. CorruptStoreError unless it is the committed one."""
+    if (size := os.fstat(fd).st_size) != entry.size:
+        raise size_mismatch(entry, size)
+    crc = 0
+    with created(path) as out:
+        while chunk := os.read(fd, 1 << 20):
+            write_all(out, memoryview(chunk))
+            crc = crc32c(chunk, crc)
+    if crc != entry.crc32c:
+        raise CorruptStoreError(f"{entry.path}: checksum mismatch")
 
 
 def replace_file(path: Path, data: bytes) -> None:

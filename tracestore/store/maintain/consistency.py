@@ -61,7 +61,9 @@ class ConsistencyChecker:
 
         Nothing is checked if the generation has no such segment or its index is damaged.
         """
-        for number, entry in () if self._index is None else self._segments.get(path, ()):
+        if self._index is None:
+            return
+        for number, entry in self._segments.get(path, ()):
             with collect_damage(self.damaged, entry.path):
                 segment = SegmentReader(files, entry, self.manifest.attributes)
                 _check_segment(segment, self.manifest.attributes)

@@ -177,11 +177,10 @@ class _Linter:
         CorruptStoreError if checksums of layers, by which layers of remote stores are verified, are not those of the
         files.
         """
-        internals, found = self.store.internals, {}
+        internals, found = self.store.internals, dict[tuple[int, int], str]()
         for number in range(internals.manifest.num_segments):
             check_layers(internals.segment(number))
-            for row, reason in impossible_values(internals.segment(number)):
-                found[number, row] = reason
+            found |= {(number, row): reason for row, reason in impossible_values(internals.segment(number))}
         for index in range(len(self.store)) if found else ():
             if reason := found.get(internals.index.row(index).primary_location):
                 self.report.add("impossible_value", self.store[index], reason)

@@ -16,7 +16,7 @@ from tracestore.store.format import paths
 from tracestore.store.format.entries import FileEntry, FileLayers, FilesOf, size_mismatch
 from tracestore.store.format.manifest import Manifest
 from tracestore.store.io import fsio
-from tracestore.store.io.files import FilePrefetcher, ReadableFiles, RemoteURL, copy_file
+from tracestore.store.io.files import FilePrefetcher, ReadableFiles, RemoteURL
 from tracestore.store.remote.disk_cache import LAYERS_SUFFIX, DiskCache, NextUse
 from tracestore.store.remote.helper import Helper
 from tracestore.store.remote.layer_file import LayerFile
@@ -179,7 +179,7 @@ class RemoteFiles(ReadableFiles):
         def link(cached: str | os.PathLike[str]) -> None:
             with open(cached, "rb") as file:
                 try:
-                    copy_file(file.fileno(), path, entry)
+                    fsio.copy_file(file.fileno(), path, entry)
                 except CorruptStoreError as error:
                     fsio.remove_tree(Path(cached))
                     raise CorruptStoreError(f"{error} in the cache; run the command again to fetch the file") from None
