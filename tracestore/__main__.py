@@ -1,7 +1,15 @@
-"""Run `tracestore` as python -m tracestore."""
+"""Run `tracestore`: the console script, and python -m tracestore."""
+
+from typing import NoReturn
 
 from tracestore.cli import main
 from tracestore.process import exit_ignoring_sigint
 
-if __name__ == "__main__":
+
+def run() -> NoReturn:
+    """Run the command in the arguments of the process, and end the process with its exit code."""
     exit_ignoring_sigint(main())
+
+
+if __name__ == "__main__":
+    run()
