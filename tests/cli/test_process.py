@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tomllib
 import warnings
 
 import pytest
@@ -102,3 +103,17 @@ exit_ignoring_sigint(3)
 """
     ended = run_cli("-c", code, check=3)
     assert ended.stdout == "thread\ncallback\n" and not ended.stderr
+
+
+def test_the_console_script_ends_as_the_module_does(tmp_path):
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    module, _, function = scripts["tracestore"].partition(":")
+    script = (
+        f"import sys; sys.argv = ['tracestore', *sys.argv[1:]]; from {module} import {function} as run; sys.exit(run())"
+    )
+    for words, code in ((["--version"], 0), (["info"], 2), (["info", tmp_path / "nowhere.zarr"], 2)):
+        of_script, of_module = (
+            run_cli("-c", script, *words, check=code),
+            run_cli("-m", "tracestore", *words, check=code),
+        )
+        assert (of_script.stdout, of_script.stderr) == (of_module.stdout, of_module.stderr)
