@@ -462,6 +462,22 @@ def test_rule_08_attention_without_a_line(tmp_path):
     assert len(convert(tmp_path, ROWS | {"ignore": ["*.pkl : [id=id]/attn"]})) == 3
 
 
+@pytest.mark.parametrize(
+    "value", [{}, {"steps": 3}, {"a": {"b": {"c": 1.5}}}, {"names": ["x", "y"]}, {"a": None, "b": True}, "text"]
+)
+def test_rule_08_what_holds_no_array_needs_no_line(tmp_path, value):
+    write_rows(tmp_path, settings=lambda _: value)
+
+    assert len(convert(tmp_path, ROWS)) == 3
+
+
+@pytest.mark.parametrize("value", [{"a": np.ones(3)}, {"a": {"b": [np.ones(3)]}}, {"a": 1, "b": [[1.5, 2.5]]}])
+def test_rule_08_an_array_in_a_group_without_a_line(tmp_path, value):
+    write_rows(tmp_path, settings=lambda _: value)
+
+    refuse(tmp_path, ROWS, "settings: no line of the layout names")
+
+
 def test_rule_08_a_file_without_a_line(tmp_path):
     write_rows(tmp_path)
     save(tmp_path / "in/attn.npy", states(3))

@@ -10,6 +10,7 @@ import tracestore
 from tests.helpers import command, error_of, segment_of
 from tests.malicious_inputs.stores import Store, valid_stores
 from tracestore.errors import CorruptStoreError, TracestoreError
+from tracestore.store.format import schema
 from tracestore.store.maintain.verify import verify_store
 
 
@@ -73,6 +74,21 @@ def test_invalid_values_of_the_index_are_refused(single_generation):
     original.write(path, part)
     original.seal()
     assert not verify_store(single_generation).damaged
+
+
+@pytest.mark.parametrize("twice", ["hidden_states/zarr.json", "rows.zip"])
+def test_a_file_that_a_segment_lists_twice_is_refused(single_generation, twice):
+    """The small arrays, which list the other files, are not among them."""
+    store, segment = Store(single_generation), segment_of(single_generation)
+    path = f"{segment}/rows.zip"
+    attributes = store.group(path, schema.ROW_DTYPES).attributes()
+    attributes["tracestore"]["files"].append([twice, 1, 1])
+    store.set_rows(segment, store.arrays(path, schema.ROW_DTYPES), attributes)
+    store.reseal()
+    store.seal()
+    with tracestore.open(single_generation) as opened, pytest.raises(CorruptStoreError, match="listed twice"):
+        _ = opened[0].hidden_states
+    assert path in verify_store(single_generation).damaged
 
 
 def test_zarr_json_is_compared_as_a_document(single_generation):
