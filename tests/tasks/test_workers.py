@@ -190,6 +190,30 @@ def test_a_plan_that_was_not_committed_is_continued(data, tmp_path, monkeypatch)
     assert tree_bytes(store) == tree_bytes(tmp_path / "1.zarr")
 
 
+def test_a_script_needs_no_main_guard(data, tmp_path):
+    convert(data, tmp_path / "1.zarr", "--dtype", "keep")
+    script = (
+        "import tracestore; from tracestore.convert import cutting; cutting.MIN_BYTES = 1\n"
+        f"report = tracestore.convert_files({str(data)!r}, {str(tmp_path / '2.zarr')!r}, workers=2, dtype='keep')\n"
+        "print(report.num_traces_new)"
+    )
+    (tmp_path / "script.py").write_text(script)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, tmp_path / "script.py"], env=environment, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("24\n", "")
+    assert tree_bytes(tmp_path / "2.zarr") == tree_bytes(tmp_path / "1.zarr")
+
+
+@pytest.mark.parametrize("words", [["--overwrite"], ["--watch", "--watch-timeout", 0]])
+def test_what_needs_one_process_reads_with_threads(data, tmp_path, monkeypatch, words):
+    convert(data, tmp_path / "1.zarr")
+    convert(data / "batch_0.pkl", tmp_path / "2.zarr")
+    monkeypatch.setattr(subprocess, "Popen", None)
+    convert(data, tmp_path / "2.zarr", *words, "--workers", 3)
+    with tracestore.open(tmp_path / "1.zarr") as one, tracestore.open(tmp_path / "2.zarr") as other:
+        assert repr(read_all(one)) == repr(read_all(other))
+
+
 def test_a_full_disk_of_a_worker_is_exit_4(data, tmp_path, monkeypatch):
     run = subprocess.Popen
 
