@@ -7,7 +7,7 @@ and what all traces share is in STORE_FILE.
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -194,10 +194,6 @@ class ExportedFile:
     def path(self) -> Path:
         """Path of the file."""
         return self.facts.folder / self.file.name
-
-    def absolute(self) -> "ExportedFile":
-        """Return it with an absolute path, for a process with another working folder."""
-        return replace(self, facts=replace(self.facts, folder=self.facts.folder.absolute()))
 
 
 @dataclass(frozen=True)

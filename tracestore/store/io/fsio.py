@@ -235,12 +235,6 @@ def remove_tree(path: Path) -> None:
     retry_eintr(os.rmdir, path)
 
 
-def try_remove_tree(path: Path) -> None:
-    """Remove a temporary folder or file and ignore errors."""
-    with contextlib.suppress(OSError):
-        remove_tree(path)
-
-
 @contextlib.contextmanager
 def map_os_errors(path: Path, needed_bytes: Callable[[], int] | None = None) -> Iterator[None]:
     """Convert an OSError of the block to an error of tracestore.
