@@ -32,8 +32,13 @@ def rows(path):
     return found
 
 
-def test_the_page_is_short_and_each_row_has_a_result_and_a_place():
+def test_the_pages_are_short():
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 130
     assert RESULTS.stat().st_size <= 15 << 10
+    assert (ROOT / "docs/decisions.md").stat().st_size <= 10 << 10
+
+
+def test_each_row_has_a_result_and_a_place():
     found = rows(RESULTS)
     assert len(found) > 80
     for row in found:
