@@ -17,6 +17,7 @@ from pyarrow import parquet
 
 import tracestore
 from tests.helpers import ROOT, write_pickle
+from tests.ingest.builtin.checks import check_builtin
 from tracestore.ingest.builtin.library import builtins, parse_builtin
 
 INPUTS, NEW_TOOL = ((ROOT / f"docs/{name}.md").read_text() for name in ("inputs", "new_tool"))
@@ -57,7 +58,7 @@ def test_the_built_in_layout_of_the_page_is_one():
     (text,) = [text for language, text in blocks(BUILTIN_LAYOUT) if language == "toml" and "[signature" in text]
     (builtin,) = parse_builtin("example", text)
 
-    builtin.check()
+    check_builtin(builtin)
     assert builtin.layout.addresses.keys() == {"hidden_states", "tokens"}
 
 

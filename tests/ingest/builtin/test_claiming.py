@@ -10,6 +10,7 @@ import torch
 from safetensors.numpy import save_file
 
 from tests.helpers import command, error_of, make_graphs, make_trace, make_traces
+from tests.ingest.builtin.checks import check_builtin
 from tracestore.errors import InvalidInputError, UsageError
 from tracestore.ingest.builtin.claiming import claim
 from tracestore.ingest.builtin.library import builtins, parse_builtin
@@ -269,7 +270,6 @@ def test_facts_of_values(value, facts):
         ('what = "x"', "needs what"),
         ("what", "built-in layout t"),
         ('what = "x"\ndefined = "y"\nunknown = 1\n[signature."a"]', "unknown unknown"),
-        ('what = "x"\ndefined = "y"\n[layout]\nhidden_states = "a"\n[signature."b"]', "differ in a, b"),
         (
             'what = "x"\ndefined = "y"\n[layout]\nhidden_states = "a"\n[signature."a"]\nmust = {x = "wide L"}',
             "kind wide",
@@ -280,13 +280,19 @@ def test_facts_of_values(value, facts):
 def test_wrong_files_of_tools(text, message):
     with pytest.raises(UsageError, match=message):
         for builtin in parse_builtin("t", text):
-            builtin.check()
+            check_builtin(builtin)
+
+
+def test_lines_without_a_signature_are_found():
+    (builtin,) = parse_builtin("t", 'what = "x"\ndefined = "y"\n[layout]\nhidden_states = "a"\n[signature."b"]')
+    with pytest.raises(AssertionError):
+        check_builtin(builtin)
 
 
 def test_every_tool_says_where_its_files_are_defined():
     assert len({builtin.name for builtin in builtins()}) >= 15
     for builtin in builtins():
-        builtin.check()
+        check_builtin(builtin)
         assert builtin.states
 
 

@@ -109,13 +109,6 @@ class Builtin:
         """Return the built-in with further fields, by their keys in the items of the states, and with further settings."""
         return replace(self, lines=lines, settings=settings) if lines or settings else self
 
-    def check(self) -> None:
-        """Raise UsageError unless its FILES are patterns, and those of the layout have a signature; tests call it."""
-        for pattern in self.patterns.values():
-            pattern.parts  # noqa: B018
-        if self.reader is None and (rest := set(self.plan.files) ^ self.signatures.keys()):
-            raise UsageError(f"built-in layout {self.name}: lines and signatures differ in {', '.join(sorted(rest))}")
-
 
 @cache
 def parse_builtin(name: str, text: str) -> list[Builtin]:
