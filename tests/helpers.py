@@ -222,15 +222,6 @@ def tree_digest(folder):
     return digest.hexdigest()
 
 
-def open_files(folder):
-    """Return the paths below a folder that this process has open."""
-    names = []
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            names.append(os.readlink(f"/proc/self/fd/{fd}"))
-    return [name for name in names if name.startswith(str(folder))]
-
-
 class Immediate:
     """Stands for a thread that has always finished."""
 
