@@ -33,6 +33,7 @@ from tests.helpers import (
     write_scores,
     write_store,
 )
+from tracestore.convert import cutting
 from tracestore.store.format import schema
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.write.record import record_from_dict
@@ -166,8 +167,9 @@ def save_torch(path: Path, value: Any, *, zip_format: bool = True) -> Path:
 
 @contextmanager
 def small_segments(**limits: int) -> Iterator[None]:
-    """Change the default limits commit_bytes and split_bytes of StoreWriter."""
-    with mock.patch.dict(StoreWriter.__init__.__kwdefaults__, limits):
+    """Change the default limits commit_bytes and split_bytes of StoreWriter, and the former of conversions."""
+    least = limits.get("commit_bytes", cutting.MIN_BYTES)
+    with mock.patch.dict(StoreWriter.__init__.__kwdefaults__, limits), mock.patch.object(cutting, "MIN_BYTES", least):
         yield
 
 
