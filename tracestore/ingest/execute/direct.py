@@ -239,9 +239,11 @@ def _layer_arrays(value: Any, place: Place) -> list[np.ndarray]:
     letters = _LETTERS[place.name]
     if type(value) is list and type(value[0]) is np.ndarray:
         # The record compares their shapes.
-        if wrong := {layer.ndim for layer in value} - {len(letters)}:
+        ndims = [layer.ndim for layer in value]
+        if ndims.count(len(letters)) < len(ndims):
+            wrong = next(ndim for ndim in ndims if ndim != len(letters))
             raise InvalidInputError(
-                f"found arrays of {wrong.pop()} axes, expected {len(letters)} as the layout says", field=place.name
+                f"found arrays of {wrong} axes, expected {len(letters)} as the layout says", field=place.name
             )
         return value
     value = NumpyArray(value) if type(value) is np.ndarray else settled(value)

@@ -44,22 +44,23 @@ class Limits:
         self._values += count
         self._text_bytes += text_bytes
         self._array_bytes += array_bytes
-        if self._is_exceeded():
-            maxima = (allowance + ratio * self._read_bytes() for allowance, ratio in _ALLOWANCES)
-            self._max_values, self._max_text_bytes, self._max_array_bytes = maxima
-            if self._disk_bytes is not None:
-                allowance, ratio = _COMPRESSED_ALLOWANCE
-                self._max_values = min(self._max_values, allowance + ratio * self._disk_bytes)
-                most = _COMPRESSED_ARRAYS * max_inflated(self._disk_bytes)
-                self._max_array_bytes = min(self._max_array_bytes, most)
-            if self._is_exceeded():
-                raise InvalidInputError(
-                    "traces whose values, counted each time they are named, exceed the file many times"
-                )
-
-    def _is_exceeded(self) -> bool:
-        return (
+        if (
             self._values > self._max_values
             or self._text_bytes > self._max_text_bytes
             or self._array_bytes > self._max_array_bytes
-        )
+        ):
+            self._raise_limits()
+
+    def _raise_limits(self) -> None:
+        """Set the limits to those of the bytes that have been read by now; raise InvalidInputError beyond one of them."""
+        maxima = (allowance + ratio * self._read_bytes() for allowance, ratio in _ALLOWANCES)
+        self._max_values, self._max_text_bytes, self._max_array_bytes = maxima
+        if self._disk_bytes is not None:
+            allowance, ratio = _COMPRESSED_ALLOWANCE
+            self._max_values = min(self._max_values, allowance + ratio * self._disk_bytes)
+            most = _COMPRESSED_ARRAYS * max_inflated(self._disk_bytes)
+            self._max_array_bytes = min(self._max_array_bytes, most)
+        used = (self._values, self._text_bytes, self._array_bytes)
+        limits = (self._max_values, self._max_text_bytes, self._max_array_bytes)
+        if any(size > limit for size, limit in zip(used, limits, strict=True)):
+            raise InvalidInputError("traces whose values, counted each time they are named, exceed the file many times")

@@ -37,6 +37,7 @@ _KEYS = frozenset((str, int, float, bool, tuple))
 # A pickle whose root is a list ends with APPENDS or APPEND, and STOP.
 _ENDS_OF_LISTS = (b"e.", b"a.")
 _STOP = b"."
+_NO_ATTRIBUTES: Mapping[str, Value] = {}
 
 
 class ObjectOpener:
@@ -48,6 +49,9 @@ class ObjectOpener:
     def __call__(self, value: Any) -> Value:
         """Return a value of the tree."""
         kind, charge = type(value), self._charge
+        if kind is dict:
+            charge()
+            return self._group(value)
         if kind in _SCALARS:
             charge()
             return value  # type: ignore[no-any-return]
@@ -61,13 +65,17 @@ class ObjectOpener:
         if kind is list or kind is tuple or kind is FrameRows:
             return ListItems(value, self, charge)
         try:
-            if kind is not dict:
-                return self._special(value)
-            keyed = _keyed(value)
-            array = described_array(keyed, self, charge)
-            return ObjectGroup(keyed, self, charge) if array is None else array
+            return self._special(value)
         except FAULTS as error:
             raise refusal(error) from None
+
+    def _group(self, value: dict[Any, Any]) -> Value:
+        try:
+            keyed = _keyed(value)
+            array = described_array(keyed, self, self._charge) if "shape" in keyed or "__ndarray__" in keyed else None
+        except FAULTS as error:
+            raise refusal(error) from None
+        return ObjectGroup(keyed, self, self._charge) if array is None else array
 
     def _special(self, value: Any) -> Value:
         if isinstance(value, PickledArray | PickledTensor | JoblibArray):
@@ -107,22 +115,22 @@ class ObjectGroup(MappingGroup):
     __slots__ = ("_charge",)
 
     def __init__(self, values: Mapping[Any, Any], open_value: ObjectOpener, charge: Charge) -> None:
-        super().__init__(values, open_value)
-        self._charge = charge
+        self._values, self._open, self._charge = values, open_value, charge
+        self.attributes, self.is_ordered = _NO_ATTRIBUTES, True
 
     def at_hand(self, keys: Sequence[Any]) -> list[Any]:
         """Return what the parser has made for each key; NotImplemented for values that are opened by their key."""
         text_bytes = array_bytes = 0
-        count = len(keys)
+        count, values = len(keys), self._values
         found = []
         for key in keys:
-            value = self._values[key]
+            value = values[key]
             kind = type(value)
             if kind is str:
                 text_bytes += len(value)
             elif kind is PickledArray:
                 value = value.array
-                if type(value) is np.ndarray and value.ndim and value.dtype.kind in "fiu" and value.dtype.isnative:
+                if type(value) is _NDARRAY and value.ndim and value.dtype.kind in "fiu" and value.dtype.isnative:
                     array_bytes += value.nbytes
                 else:
                     value = NotImplemented
@@ -143,7 +151,7 @@ class ObjectGroup(MappingGroup):
         return found
 
 
-_TEXTS = {str}
+_TEXTS, _NDARRAY = {str}, np.ndarray
 
 
 def _arrays_of_one_dtype(values: list[Any]) -> list[np.ndarray] | None:
@@ -152,7 +160,7 @@ def _arrays_of_one_dtype(values: list[Any]) -> list[np.ndarray] | None:
     dtype = getattr(arrays[0], "dtype", None)
     if dtype is None or dtype.kind not in "fiu" or not dtype.isnative:
         return None
-    is_other = [type(array) is not np.ndarray or array.dtype is not dtype or not array.ndim for array in arrays]
+    is_other = [type(array) is not _NDARRAY or array.dtype is not dtype or not array.ndim for array in arrays]
     return None if True in is_other else arrays
 
 
