@@ -80,6 +80,10 @@ ROWS = {
         speed(LOADING, "large", "coo", at_least=0.8),
         speed(LOADING, "large", "packed", at_least=0.85),
     ],
+    "speed of two stores opened as one over the merged one: coo; packed": [
+        Value(lambda m: m["loading.Joined.track_throughput", "coo"], "{:.2f}", at_least=0.97),
+        Value(lambda m: m["loading.Joined.track_throughput", "packed"], "{:.2f}", at_least=0.97),
+    ],
     "1,000,000 traces: open; `index_of`; shuffle of an id; order and lookup over the copy; index": [
         cost("scale.Scale.time_open", "{:.1f} ms", 50, 1e3),
         cost("scale.Scale.time_1000_lookups", "{:.1f} µs", 2, 1e3),
