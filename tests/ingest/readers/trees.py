@@ -1,19 +1,26 @@
 """Read whole trees, and files that differ from valid ones."""
 
+import contextlib
+import functools
 import gc
+import io
+import json
 import random
 import resource
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from tests.helpers import ROOT
 from tests.machine import assert_within, peak_bytes
+from tests.malicious_inputs.runner import in_fork
 from tracestore.cli import main
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.readers.opening import open_tree
@@ -67,40 +74,53 @@ def refusal(path: Path) -> str:
     return ""
 
 
+@functools.cache
+def _server() -> subprocess.Popen[str]:
+    """Return a process that has imported everything, with little memory, and forks a child for each request."""
+    words = [sys.executable, "-m", __name__]
+    return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+
+
+def _in_child(action: str, path: Path) -> dict[str, Any]:
+    """Return the result of an action in a process of its own, which needs at most MAX_MEMORY_BYTES more than it has."""
+    server = _server()
+    assert server.stdin is not None and server.stdout is not None
+    print(json.dumps([action, str(path)]), file=server.stdin, flush=True)
+    found = json.loads(server.stdout.readline())
+    assert isinstance(found, dict), found
+    assert found["grown"] < MAX_MEMORY_BYTES, f"{found['grown'] >> 20} MiB"
+    return found
+
+
 def refusal_in_child(path: Path) -> str:
-    """Return what `refusal` returns in a process of its own, within MAX_MEMORY_BYTES more than it has, and MAX_SECONDS.
+    """Return what `refusal` returns in a process of its own, within MAX_MEMORY_BYTES and MAX_SECONDS.
 
     Other programs may take the processors, so that one of three times decides.
     """
     for _ in range(3):
-        done = subprocess.run(
-            [sys.executable, "-m", __name__, str(path)], capture_output=True, text=True, cwd=ROOT, timeout=120
-        )
-        assert done.returncode == 0, done.stderr[-2000:]
-        reason, seconds, grown = done.stdout.rsplit("\n", 3)[:3]
-        assert int(grown) < MAX_MEMORY_BYTES, f"{int(grown) >> 20} MiB"
-        if float(seconds) < MAX_SECONDS:
-            return reason
-    raise AssertionError(seconds)
+        found = _in_child("read", path)
+        if found["seconds"] < MAX_SECONDS:
+            return str(found["text"])
+    raise AssertionError(found["seconds"])
 
 
 def refusal_of_convert(path: Path) -> str:
-    """Convert a file in a process of its own with little memory, and return its refusal."""
-    code = "import sys; from tests.ingest.readers.trees import convert_and_print; convert_and_print(sys.argv[1])"
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, cwd=ROOT, timeout=120
-    )
-    code, grown = map(int, done.stdout.split()[-2:])
-    assert code == 3, done.stderr
-    assert grown < MAX_MEMORY_BYTES, f"{grown >> 20} MiB"
-    return done.stderr
+    """Convert a file in a process of its own within MAX_MEMORY_BYTES, and return its refusal."""
+    return str(_in_child("convert", path)["text"])
 
 
-def convert_and_print(path: str) -> None:
-    """Convert a file, and print the exit code and the memory that it needed besides that of the modules."""
-    before = peak_of_all()
-    code = main(["convert", path, str(Path(path).with_suffix(".zarr"))])
-    print(code, peak_of_all() - before)
+def _convert(path: Path) -> str:
+    text = io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(text):
+        assert main(["convert", str(path), str(path.with_suffix(".zarr"))]) == 3, text.getvalue()
+    return text.getvalue()
+
+
+def _measured(action: Callable[[Path], str], path: Path) -> dict[str, object]:
+    signal.alarm(120)
+    before, begin = peak_of_all(), time.perf_counter()
+    text = action(path)
+    return {"text": text, "seconds": time.perf_counter() - begin, "grown": peak_of_all() - before}
 
 
 def mutated(data: bytes, rng: random.Random) -> bytes:
@@ -152,7 +172,9 @@ def peak_of_all() -> int:
 
 
 if __name__ == "__main__":
-    before, begin = peak_of_all(), time.perf_counter()
-    print(refusal(Path(sys.argv[1])))
-    print(time.perf_counter() - begin)
-    print(peak_of_all() - before)
+    for line in sys.stdin:
+        name, file = json.loads(line)
+        print(
+            json.dumps(in_fork(partial(_measured, {"read": refusal, "convert": _convert}[name], Path(file)))),
+            flush=True,
+        )
