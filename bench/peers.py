@@ -249,7 +249,9 @@ class ZarrPython(Peer):
         import zarr
 
         self.segments, self.where = [], []
-        for number, path in enumerate(sorted((self.folder.parent / "store" / "segments").iterdir())):
+        # Segments are named by their content; they were written one after the other.
+        segments = (self.folder.parent / "store" / "segments").iterdir()
+        for number, path in enumerate(sorted(segments, key=lambda path: (path / "rows.zip").stat().st_mtime_ns)):
             group = zarr.open_group(path, mode="r")
             self.segments.append(self.arrays(path, group))
             row = pair = 0
