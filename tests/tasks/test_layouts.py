@@ -158,7 +158,7 @@ def missing_row(folder):
 
 
 def misspelled(folder):
-    return [*of_items(folder), "question = *.pkl : []/qestion"]
+    return [*of_items(folder), "question = *.pkl : []/qestion"]  # codespell:ignore qestion
 
 
 def without_effect(folder):
