@@ -138,6 +138,10 @@ class StoreFiles(Protocol):
     def map(self, entry: FileEntry) -> MappedFile:
         """Return a memory map of a file. ValueError if it has another size than `entry`; OSError as of read()."""
 
+    def is_here(self, entry: FileEntry) -> bool:
+        """Return whether a file need not be fetched."""
+        return True
+
     def map_layers(self, entry: FileEntry, layers: FileLayers) -> PartialFile | None:
         """Return a map of a file whose layers are fetched when they are needed; None to map the whole file."""
         return None
@@ -173,14 +177,9 @@ class ReadableFiles(StoreFiles, Protocol):
         """
 
     def read_small(self, path: str, max_bytes: int) -> bytes:
-        """Return all bytes of a file that no manifest lists.
+        """Return all bytes of a file that no manifest lists; OSError if it cannot be read.
 
-        Raises
-        ------
-        CorruptStoreError
-            If it is larger than `max_bytes` or not a regular file.
-        OSError
-            If it cannot be read; FileNotFoundError if it does not exist.
+        CorruptStoreError if it is larger than `max_bytes` or not a regular file.
         """
 
     def load_manifest(self, generation: int) -> Manifest:

@@ -213,6 +213,11 @@ class ArrayReader:
         """Fetch some ranges of rows ahead of their use; `check` may raise to cancel it."""
         self._filled(rows, check)
 
+    def has_rows(self, rows: Sequence[tuple[int, int]]) -> bool:
+        """Return whether some ranges of rows are in the open file."""
+        partial = self._opened.partial
+        return partial is None or not partial.missing(self._bytes(rows))
+
     def view(self, rows: np.ndarray) -> ArrayView:
         """Return the whole array as a source of gathers of some rows; other rows of it may be missing."""
         if not self.is_partial:

@@ -222,4 +222,5 @@ def _part(segment: SegmentReader, name: str, rows: np.ndarray, parts: list[tuple
     def fetch(check: Callable[[], None]) -> None:
         segment.array(name).fetch(ranges, check)
 
-    return FilePart(entry, sum(end - begin for begin, end in ranges) * item_bytes, fetch)
+    num_bytes = sum(end - begin for begin, end in ranges) * item_bytes
+    return FilePart(entry, num_bytes, fetch, lambda: segment.array(name).has_rows(ranges))

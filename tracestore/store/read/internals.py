@@ -190,19 +190,25 @@ class StoreInternals:
         start: int,
         total: int,
     ) -> list[FilePrefetcher]:
-        """Return a prefetcher for the batches start .. total - 1 of each remote store.
+        """Return a prefetcher for the batches start .. total - 1 of each remote store that has files to fetch.
 
         `traces` returns the traces of a batch, and `files_of` the files that some traces of a store are read from.
         """
         prefetchers = []
         for member, (begin, end) in zip(self.members, pairwise(self.first_traces), strict=True):
+            if member.files.cache_bytes is None or start >= total:
+                continue
 
-            def files(batch: int, member: StoreInternals = member, begin: int = begin, end: int = end) -> Any:
-                found = traces(batch)
+            def files(*batches: int, member: StoreInternals = member, begin: int = begin, end: int = end) -> Any:
+                found = np.concatenate([traces(batch) for batch in batches])
                 return files_of(member, found[(begin <= found) & (found < end)] - begin)
 
-            prefetchers.append(member.files.prefetch(files, start, total))
+            if not (member._are_here(files(start)) and member._are_here(files(*range(start, total)))):
+                prefetchers.append(member.files.prefetch(files, start, total))
         return [prefetcher for prefetcher in prefetchers if prefetcher is not None]
+
+    def _are_here(self, items: Iterable[FileEntry | FilePart]) -> bool:
+        return all(item.is_here() if isinstance(item, FilePart) else self.files.is_here(item) for item in items)
 
     def announce(self, indices: np.ndarray | None, share: float, *, is_scattered: bool) -> None:
         """Record that a share of some traces, None for all, is read soon. What is read mostly is fetched whole.
