@@ -206,6 +206,14 @@ def test_no_file_is_pending_after_the_last_batch(remote_store):
         assert not ahead._uses and not ahead._entries and ahead._bytes == 0
 
 
+def test_an_epoch_whose_files_are_here_prefetches_nothing(remote_store):
+    loader = tracestore.TraceLoader(remote_store, view="graph", batch_size=5, seed=3)
+    assert len(loader._gatherer.prefetch(loader.batch_indices, 0, len(loader))) == 1
+    for _ in loader:
+        pass
+    assert loader._gatherer.prefetch(loader.batch_indices, 0, len(loader)) == []
+
+
 @pytest.mark.parametrize("change", ["flipped", "flipped at the end", "shorter", "longer", "empty"])
 @pytest.mark.parametrize("name", ["attention/c/0", "hidden_states/c/0/0"])
 def test_a_cached_file_that_was_damaged_is_not_committed(remote_store, tmp_path, name, change):
