@@ -14,7 +14,7 @@ from tracestore.console import Output
 from tracestore.convert.described import DescribedRun
 from tracestore.convert.options import ConvertOptions
 from tracestore.errors import InvalidInputError, UsageError, error_location, escape_unprintable
-from tracestore.ingest.execute.join import check_remainders
+from tracestore.ingest.execute.table_accounts import check_remainders
 from tracestore.ingest.score_files import ID_COLUMN, direction_of, read_table
 from tracestore.ingest.sources import SourceFile
 from tracestore.store.format import schema

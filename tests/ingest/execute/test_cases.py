@@ -137,7 +137,39 @@ def test_lines_of_the_command(tmp_path):
     done = command("convert", tmp_path / "in", tmp_path / "s.zarr", *flags, check=0)
 
     assert "first trace: q0, is_correct 1, L 2, last token, D 8, median norm" in done.stdout
-    assert "question_id: 3 rows of t.csv joined in order" in done.stdout
+    assert "question_id: 3 rows of t.csv joined in order: the first q0 of row 0, the last q2 of row 2" in done.stdout
+    assert "is_correct: 3 rows of t.csv joined in order: the first 1 of q0, the last 1 of q2" in done.stdout
+
+
+def write_split(tmp_path, split):
+    """Write a stack of a split, and its labels in another file."""
+    save(tmp_path / f"in/{split}_h.npy", states(3, 2, 4, 8, seed=len(split)))
+    table(tmp_path / f"in/{split}_y.csv", [{"ok": int(split == "train")} for _ in range(3)])
+
+
+def write_arrays(tmp_path):
+    """Write arrays of a stack and its labels behind each other in one file."""
+    dump(tmp_path / "in/a.pkl", {"hs": states(6, 2, 4, 8), "ok": [0, 0, 0, 1, 1, 1]})
+
+
+@pytest.mark.parametrize("is_split", [True, False])
+def test_a_line_of_the_command_for_each_join_in_order(tmp_path, is_split):
+    """Also where no table for all traces is joined [rows in another order, which nothing shows]."""
+    if is_split:
+        write_split(tmp_path, "test")
+        write_split(tmp_path, "train")
+        lines, files = (
+            ("hidden_states = {split}_h.npy -> N L S D", "is_correct = {split}_y.csv : []/ok"),
+            "{split}_y.csv",
+        )
+    else:
+        write_arrays(tmp_path)
+        lines, files = ("hidden_states = a.pkl : hs -> N L S D", "is_correct = a.pkl : ok -> N"), "a.pkl"
+    flags = [part for line in lines for part in ("--field", line)]
+
+    done = command("convert", tmp_path / "in", tmp_path / "s.zarr", *flags, check=0)
+
+    assert f"is_correct: 6 rows of {files} joined in order: the first 0 of row 0, the last 1 of row" in done.stdout
 
 
 @pytest.mark.parametrize(

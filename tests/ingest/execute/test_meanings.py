@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from tests.ingest.execute.folders import convert, dump, refuse, states, table
+from tracestore.errors import UsageError
+from tracestore.ingest.layout.language import parse_layout
 
 ITEM = "a.pkl : [id=id]/"
 STATES = {"hidden_states": f"{ITEM}hs -> L S D"}
@@ -203,3 +205,266 @@ def test_tables_of_docs(tmp_path, compress, rows):
         "test/0": 1,
         "test/1": 1,
     }
+
+
+@pytest.mark.parametrize(
+    "names", [[f"q{k}" for k in range(12)], [str(k) for k in range(12)], [f"q{k:02}" for k in range(12)]]
+)
+@pytest.mark.parametrize("is_sorted", [True, False])
+def test_rule_13_keys_that_a_program_has_sorted(tmp_path, names, is_sorted):
+    """`json.dump(sort_keys=True)`, and labels in the order before it."""
+    keys = sorted(names) if is_sorted else names
+    dump(tmp_path / "in/a.pkl", {key: states(2, 3, 8, seed=int(key.strip("q"))) for key in keys})
+    table(tmp_path / "in/t.csv", [{"ok": int(k > 5)} for k in range(12)])
+    layout = {"hidden_states": "a.pkl : {id} -> L S D", "is_correct": "t.csv : []/ok"}
+    if keys != names:
+        refuse(tmp_path, layout, "keys are sorted as texts")
+        return
+
+    assert [trace.score for trace in convert(tmp_path, layout).values()] == [int(k > 5) for k in range(12)]
+
+
+LENGTHS = (4, 5, 6)
+
+
+def padded(tmp_path, side, fill, more):
+    """Write three rows of 8 tokens, padded at one side, with lengths and masks that are `more` too long."""
+    stack, ids = states(3, 2, 8, 6), np.zeros((3, 8), int)
+    mask, kept = np.zeros((3, 8), int), []
+    for n, length in enumerate(LENGTHS):
+        own = slice(0, length) if side == "right" else slice(8 - length, 8)
+        ids[n, own] = np.arange(10, 10 + length) + 10 * n
+        mask[n, : length + more] = 1
+        kept.append(stack[n][:, own].copy())
+        if fill is not None:
+            stack[n][:, ids[n] == 0] = fill
+    mask = mask if side == "right" else mask[:, ::-1]
+    dump(
+        tmp_path / "in/a.pkl", {"hs": stack, "ids": ids, "n": np.array(LENGTHS) + more, "mask": mask, "q": list("abc")}
+    )
+    return kept
+
+
+@pytest.mark.parametrize("fill", [None, np.nan, 3.0, 0.0])
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("by", ["S.lengths", "S.mask"])
+@pytest.mark.parametrize("with_ids", [True, False])
+@pytest.mark.parametrize("more", [1, 0, -1])
+def test_rule_17c_lengths_of_other_rows(tmp_path, fill, side, by, with_ids, more):
+    """A token of padding is kept, or one of the trace is left out, where no row is full."""
+    if fill is None and not with_ids:
+        pytest.skip("nothing shows it")
+    kept = padded(tmp_path, side, fill, more)
+    layout = {"hidden_states": "a.pkl : hs -> N L S D", "question_id": "a.pkl : q -> N"}
+    layout |= {by: "a.pkl : n -> N", "S.side": side} if by == "S.lengths" else {by: "a.pkl : mask -> N S"}
+    layout |= {"tokens": "a.pkl : ids -> N S"} if with_ids else {}
+    layout |= {"S.padding": 0} if with_ids and side == "left" else {}  # no row is full in front
+    unused = [name for name in ("n", "mask", "ids") if f": {name} " not in str(layout)]
+    layout["ignore"] = [f"a.pkl : {name}" for name in unused]
+    if more:
+        refuse(tmp_path, layout, "equal states|the padding next to it|zero in all layers|left out|leaves out")
+        return
+
+    for trace, hidden in zip(convert(tmp_path, layout).values(), kept, strict=True):
+        np.testing.assert_allclose(trace.hidden_states, hidden, atol=2e-3)
+
+
+def test_rule_17c_a_row_keeps_an_id_of_the_padding(tmp_path):
+    """The id also ends rows, which the layout states."""
+    padded(tmp_path, "right", None, 1)
+    layout = {"hidden_states": "a.pkl : hs -> N L S D", "question_id": "a.pkl : q -> N", "tokens": "a.pkl : ids -> N S"}
+    layout |= {"S.mask": "a.pkl : mask -> N S", "ignore": "a.pkl : n"}
+    refuse(tmp_path, layout, r"the token 4 has the id 0 of the padding next to it: S.pad = \[0, 0\]")
+
+    traces = convert(tmp_path, layout | {"S.pad": [0, 0]})
+
+    assert [trace.num_tokens for trace in traces.values()] == [5, 6, 7]
+
+
+@pytest.mark.parametrize("fill", [np.nan, 0.0, 3.0])
+def test_rule_17c_padding_without_a_line(tmp_path, fill):
+    padded(tmp_path, "right", fill, 0)
+    layout = {"hidden_states": "a.pkl : hs -> N L S D", "question_id": "a.pkl : q -> N"}
+
+    refuse(tmp_path, layout | {"ignore": [f"a.pkl : {n}" for n in ("n", "mask", "ids")]}, "in all layers: padding")
+
+
+@pytest.mark.parametrize(
+    ("prompts", "count"), [((1,), 1), ((1, 1), 2), ((1, 1, 1), 3), ((3, 3), 2), ((1, 2, 3), 3), ((2, 1), 2)]
+)
+def test_rule_17c_a_mask_of_the_answer(tmp_path, prompts, count):
+    """The prompt is one id, such as that of an image [a mask of the answer]."""
+    ids = np.arange(10, 10 + 6 * count).reshape(count, 6)
+    for n, length in enumerate(prompts):
+        ids[n, :length] = 1
+    dump(tmp_path / "in/a.pkl", {"hs": states(count, 2, 6, 8), "ids": ids, "mask": (ids != 1).astype(int)})
+    layout = {"hidden_states": "a.pkl : hs -> N L S D", "tokens": "a.pkl : ids -> N S", "S.mask": "a.pkl : mask -> N S"}
+    refuse(tmp_path, layout, "every row leaves out tokens in front, .*: a prompt")
+
+    traces = convert(tmp_path, layout | {"S.padding": 1})
+
+    assert [trace.num_tokens for trace in traces.values()] == [6 - length for length in prompts]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [[11, 12, 21, 22, 2, 0, 0], [13, 14, 31, 32, 33, 34, 2]],
+        [[11, 12, 21, 2, 0, 0, 0], [13, 14, 31, 2, 0, 0, 0], [13, 14, 31, 32, 33, 34, 2]],
+        [[13, 14, 31, 32, 33, 34, 2], [11, 12, 21, 22, 23, 2, 0]],
+        [[0, 12, 21, 22, 2, 0, 0], [0, 14, 31, 32, 33, 34, 2]],
+        [[11, 12, 2, 0, 0, 0, 0], [13, 14, 31, 32, 33, 34, 2], [13, 14, 31, 32, 33, 34, 35]],
+    ],
+)
+def test_rule_3a_an_id_that_ends_another_row(tmp_path, rows):
+    """S.pad = [0, 0] where 2 ends sequences and 0 fills rows [a state of padding as that of the last token]."""
+    passes = [[states(len(rows), n, 8, seed=7 * p + k) for k in range(2)] for p, n in enumerate([2, 1, 1, 1, 1])]
+    dump(tmp_path / "in/a.pkl", {"hs": passes, "ids": np.array(rows)})
+    layout = {"hidden_states": "a.pkl : hs -> P L N S D", "tokens": "a.pkl : ids -> N T"}
+    refuse(tmp_path, layout | {"S.pad": [0, 0]}, r"S.pad: the id 2 stands before the padding .* S.pad = \[0, 2\]")
+
+    traces = convert(tmp_path, layout | {"S.pad": [0, 2]}).values()
+
+    assert [list(trace.tokens) for trace in traces] == [row[: row.index(2) + 1] if 2 in row else row for row in rows]
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("lengths", [(4, 3), (4, 2), (4, 1), (3, 4), (4, 4)])
+def test_texts_of_padded_rows(tmp_path, side, lengths):
+    """A row with one token of padding has as many texts as tokens of the trace and one more."""
+    mask = np.array([[1] * length + [0] * (4 - length) for length in lengths])
+    mask = mask if side == "right" else mask[:, ::-1]
+    texts = [["<pad>" if not own else "abcd"[k] for k, own in enumerate(row)] for row in mask]
+    stack = states(2, 2, 4, 8)
+    stack[mask[:, None].repeat(2, 1) == 0] = 0
+    dump(tmp_path / "in/a.pkl", {"hs": stack, "mask": mask, "texts": texts})
+    layout = {"hidden_states": "a.pkl : hs -> N L S D", "S.mask": "a.pkl : mask -> N S"}
+
+    traces = convert(tmp_path, layout | {"tokens_decoded": "a.pkl : texts -> N S"})
+
+    for trace, row in zip(traces.values(), texts, strict=True):
+        assert list(trace.tokens_decoded) == [text for text in row if text != "<pad>"]
+
+
+@pytest.mark.parametrize("rows", [[3, 0, 2, 1], [0, 1, 2, 3], [3, 2, 1, 0]])
+@pytest.mark.parametrize("is_flat", [True, False])
+def test_a_value_that_names_a_row(tmp_path, rows, is_flat):
+    """Batches are sorted by length, and an array holds the row of each trace in a table."""
+    stack = states(4, 2, 3, 8)
+    if is_flat:
+        dump(
+            tmp_path / "in/a.pkl", {"hs": np.concatenate(stack.swapaxes(1, 2)), "row": np.repeat(rows, 3), "n": [3] * 4}
+        )
+        layout = {"hidden_states": "a.pkl : hs -> (N S) L D", "S.lengths": "a.pkl : n -> N"}
+        layout["key.row"] = "a.pkl : row -> (N S)"
+    else:
+        dump(tmp_path / "in/a.pkl", {"hs": stack, "row": np.array(rows)})
+        layout = {"hidden_states": "a.pkl : hs -> N L S D", "key.row": "a.pkl : row -> N"}
+    table(tmp_path / "in/t.csv", [{"qid": "abcd"[k], "ok": k % 2} for k in range(4)])
+    layout |= {"question_id": "t.csv : [row=#]/qid", "is_correct": "t.csv : [row=#]/ok"}
+
+    traces = convert(tmp_path, layout)
+
+    for k, row in enumerate(rows):
+        trace = traces["abcd"[row], 0]
+        assert trace.score == row % 2
+        np.testing.assert_allclose(trace.hidden_states, stack[k], atol=2e-3)
+
+
+@pytest.mark.parametrize("rows", [[1, 2, 3, 4], [0, 1, 2, 2], [0, 1, 2, 5], [-1, 0, 1, 2], [0.5, 1, 2, 3]])
+def test_a_value_that_names_no_row(tmp_path, rows):
+    """Rows counted from 1, a row twice, and numbers that are none [labels of other rows]."""
+    dump(tmp_path / "in/a.pkl", {"hs": states(4, 2, 3, 8), "row": np.array(rows)})
+    table(tmp_path / "in/t.csv", [{"qid": "abcd"[k], "ok": k % 2} for k in range(4)])
+    layout = {"hidden_states": "a.pkl : hs -> N L S D", "key.row": "a.pkl : row -> N", "ignore": "t.csv : []/qid"}
+
+    refuse(tmp_path, layout | {"is_correct": "t.csv : [row=#]/ok"}, "rows in order belong to|serves several traces")
+
+
+@pytest.mark.parametrize("name", ["key.id", "key.file", "key.layer", "key.", "key.a b"])
+def test_names_of_keys(name):
+    with pytest.raises(UsageError, match="no such field"):
+        parse_layout({"hidden_states": "a.pkl : hs -> N L S D", name: "a.pkl : row -> N"})
+
+
+def test_a_key_that_no_line_joins_by(tmp_path):
+    dump(tmp_path / "in/a.pkl", {"hs": states(4, 2, 3, 8), "row": np.arange(4)})
+
+    with pytest.raises(UsageError, match=r"key.row: has no effect"):
+        convert(tmp_path, {"hidden_states": "a.pkl : hs -> N L S D", "key.row": "a.pkl : row -> N"})
+
+
+@pytest.mark.parametrize("axis", ["N", "K"])
+@pytest.mark.parametrize("dump_of", ["stack", "passes"])
+@pytest.mark.parametrize("known", ["nothing", "mask", "id"])
+def test_answers_of_one_array_are_padded(tmp_path, axis, dump_of, known):
+    """Several answers to a question are rows of equal shape, as several questions are [padding as tokens]."""
+    ids = np.array([[5, 6, 7, 8, 9, 2], [5, 6, 7, 2, 0, 0], [5, 6, 8, 2, 0, 0]])
+    values = {"ids": ids, "mask": (ids != 0).astype(int), "hs": states(3, 2, 6, 8)}
+    if dump_of == "passes":
+        values["hs"] = [[states(3, n, 8, seed=7 * p + k) for k in range(2)] for p, n in enumerate((2, 1, 1, 1))]
+    dump(tmp_path / "in/q.pkl", values)
+    passes = dump_of == "passes"
+    layout = {"hidden_states": f"{{id}}.pkl : hs -> {'P L ' * passes}{axis} {'L ' * (not passes)}S D"}
+    layout |= {"tokens": f"{{id}}.pkl : ids -> {axis} {'T' if passes else 'S'}"}
+    layout |= {"S.mask": f"{{id}}.pkl : mask -> {axis} S"} if known == "mask" else {"ignore": "{id}.pkl : mask"}
+    layout |= {"S.pad": [0, 2]} if known != "nothing" and passes else {"S.padding": 0} if known == "id" else {}
+    if axis == "N":
+        layout = json.loads(json.dumps(layout).replace("{id}.pkl", "*.pkl"))
+    if known == "nothing":
+        refuse(tmp_path, layout, "the id 0 twice at one end|the row ends with the id 0")
+        return
+
+    traces = convert(tmp_path, layout)
+
+    assert [trace.num_tokens for trace in traces.values()] == ([5, 3, 3] if passes else [6, 4, 4])
+
+
+@pytest.mark.parametrize("prefix", ["", "q", "tqa-", "item_00"])
+@pytest.mark.parametrize("count", [2, 3, 6])
+def test_rule_12b_rows_are_numbered_from_1_and_one_is_missing(tmp_path, prefix, count):
+    """Every row has a trace then, the one before its own [labels of other rows]."""
+    dump(tmp_path / "in/a.pkl", [{"id": f"{prefix}{k}", "hs": states(2, 3, 8, seed=k)} for k in range(count)])
+    table(tmp_path / "in/t.csv", [{"id": f"{prefix}{k}", "ok": k % 2} for k in range(1, count)])
+
+    refuse(tmp_path, STATES | {"is_correct": "t.csv : [id=id]/ok"}, "left over: numbered from 0 and from 1")
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_rule_12b_answers_are_numbered_from_1(tmp_path, count):
+    dump(tmp_path / "in/a.pkl", {name: [states(2, 3, 8, seed=k) for k in range(count)] for name in "ab"})
+    table(tmp_path / "in/t.csv", [{"id": name, "n": k, "ok": 1} for name in "ab" for k in range(1, count)])
+    layout = {"hidden_states": "a.pkl : {id}/[K] -> L S D", "is_correct": "t.csv : [id=id, sample=n]/ok"}
+
+    refuse(tmp_path, layout, "number answers from 1, the traces from 0")
+
+
+@pytest.mark.parametrize("value", [float("nan"), True, np.nan, b"a", np.array([97], "u1"), np.False_])
+@pytest.mark.parametrize("is_bound", [True, False])
+def test_values_that_are_no_ids(tmp_path, value, is_bound):
+    one(tmp_path, qid=value)
+    layout = {"hidden_states": "a.pkl : [id=qid]/hs -> L S D"}
+    if not is_bound:
+        layout = {"hidden_states": "a.pkl : []/hs -> L S D", "question_id": "a.pkl : []/qid"}
+
+    refuse(
+        tmp_path, layout | {"ignore": "a.pkl : []/id"} if not is_bound else layout, "expected an id|has no qid|no id"
+    )
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("where", ["beside", "json", "items"])
+def test_rule_12_a_list_of_answers_that_is_too_short(tmp_path, count, where):
+    """Nothing shows which answer has no label."""
+    labels = {name: [1, 0, 1][:count] for name in "ab"}
+    dump(
+        tmp_path / "in/a.pkl",
+        {n: {"hs": [states(2, 3, 8, seed=k) for k in range(3)], "ok": labels[n]} for n in "ab"},
+    )
+    layout = {"hidden_states": "a.pkl : {id}/hs -> K L S D", "is_correct": "a.pkl : {id}/ok -> K"}
+    if where != "beside":
+        table(tmp_path / "in/t.json", labels)
+        layout["is_correct"] = "t.json : {id} -> K" if where == "json" else "t.json : {id}/[K]"
+        layout["ignore"] = "a.pkl : {id}/ok"
+
+    refuse(tmp_path, layout, f"is_correct: the list has no value of the answer {count}")

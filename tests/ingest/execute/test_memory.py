@@ -18,6 +18,11 @@ COUNT, SHAPE = 400, (4, 64, 256)  # 256 KiB a trace, 100 MiB in all
 TRACE_BYTES = 4 * int(np.prod(SHAPE))
 
 
+def ramp(k):
+    """Return states whose tokens differ."""
+    return np.full(SHAPE, k + 1, "f4") + np.arange(SHAPE[1], dtype="f4")[:, None]
+
+
 def write_pickle(folder):
     with gzip.open(folder / "a.pkl.gz", "wb", compresslevel=1) as file:
         pickle.dump([{"id": f"q{k}", "hs": np.full(SHAPE, k + 1, "f4")} for k in range(COUNT)], file)
@@ -32,13 +37,13 @@ def write_lines(folder):
 
 
 def write_stack(folder):
-    np.save(folder / "a.npy", np.stack([np.full(SHAPE, k + 1, "f4") for k in range(COUNT)]))
+    np.save(folder / "a.npy", np.stack([ramp(k) for k in range(COUNT)]))
     return "a.npy -> N L S D"
 
 
 def write_layers(folder):
     for layer in range(SHAPE[0]):
-        np.save(folder / f"{layer}.npy", np.stack([np.full(SHAPE[1:], k + 1, "f4") for k in range(COUNT)]))
+        np.save(folder / f"{layer}.npy", np.stack([ramp(k)[layer] for k in range(COUNT)]))
     return "{layer}.npy -> N S D"
 
 

@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import InvalidInputError, error_location, escape_unprintable
+from tracestore.ingest.execute.claims import natural_key
 from tracestore.ingest.execute.found import Columns
-from tracestore.ingest.execute.join import Column, RowTexts, TableAccount, table_account
+from tracestore.ingest.execute.join import Column, RowTexts
 from tracestore.ingest.execute.nodes import Node
+from tracestore.ingest.execute.table_accounts import TableAccount, check_totals, end_text, table_account
 from tracestore.ingest.execute.tokens import numbers_of
 from tracestore.ingest.execute.values import describe
 from tracestore.ingest.execute.walk import Cell
@@ -49,6 +51,17 @@ class SourceAccount:
         self._stacks: dict[tuple[Any, ...], dict[str, Any]] = {}
         self._open_stacks: set[tuple[Any, ...]] = set()  # of the unit
         self._total = 0
+        self._last_key: str | None = None
+        self._is_sorted, self._is_natural = True, True
+
+    def count_key(self, environment: dict[str, Any]) -> int:
+        """Count the next key of a mapping, to which rows are joined in order; return its number."""
+        key = " ".join(str(environment[name]) for name in sorted(self._plan.names))
+        if self._last_key is not None:
+            self._is_sorted &= self._last_key <= key
+            self._is_natural &= natural_key(self._last_key) <= natural_key(key)
+        self._last_key = key
+        return self.num_traces
 
     def count_row(self, environment: dict[str, Any]) -> int:
         """Count a trace in its stack; return its number in the source."""
@@ -85,6 +98,11 @@ class SourceAccount:
         self._check(columns.source, self._stacks)
         self._check_unused(columns.source)
         if self._plan.is_keyed:
+            if self._is_sorted and not self._is_natural:
+                raise InvalidInputError(
+                    "its keys are sorted as texts (10 before 2): a program may have sorted them, but not the rows that "
+                    "are joined to them in order; a column of ids joins them"
+                )
             for level in (columns.source, columns.tables):
                 check_totals(level, self.num_traces)
         elif not self._plan.is_global:
@@ -151,11 +169,14 @@ class RunAccount:
         self._lock = threading.Lock()
         self._missing: dict[Place, set[str]] = {}
         self.tables: list[TableAccount] = []
+        # By field and FILES: how many rows of the sources' own files are joined in order, and with the number of their
+        # source the first and the last one.
+        self._in_order: dict[tuple[str, str], tuple[int, tuple[int, str], tuple[int, str]]] = {}
         self.is_whole = True
         self._row_numbers: dict[str, int] = {}
         self._first_numbers: dict[tuple[str, int], int] = {}
         # The states lie under the same items.
-        self._prefixes = {f"{p.position_prefix}[]/" for p in plan.states if p.position_prefix is not None}
+        self._prefixes = {p.position_prefix for p in plan.states if p.position_prefix is not None}
         self.left_out: set[str] = set()
         self.first: tuple[int, str] | None = None  # the first trace of the first source that was read
 
@@ -163,7 +184,7 @@ class RunAccount:
         """Rule 8: every array has a line or is ignored. Rule 8a: so has what may be a label or a score."""
         if _IN_ORDER.search(node.prefix):
             texts.add(node.prefix, str(key), value)
-            if node.prefix not in self._prefixes:
+            if node.prefix.removesuffix("[]/") not in self._prefixes:
                 self._check_row_number(f"{node.prefix}{key}", str(key), value)
         if not node.has_records or not isinstance(value, str | int | float):
             self.left_out.add(f"{node.prefix}{key}")
@@ -191,12 +212,22 @@ class RunAccount:
         """Return whether every source was read to its end in this run."""
         return self.num_read == self._num_sources
 
-    def add_source(self, missing: Mapping[Place, set[str]]) -> None:
-        """Add the keys of the traces of a source for which a table has no row."""
+    def add_source(
+        self, number: int, missing: Mapping[Place, set[str]], columns: Mapping[Place, Column] | None = None
+    ) -> None:
+        """Add the keys of the traces of a source for which a table has no row, and its columns that are in order."""
         with self._lock:
             self.num_read += 1
+            for place, column in (columns or {}).items() if self._is_stated else ():
+                if column.ends and place.position_prefix not in self._prefixes and place.rule.kind != "known":
+                    first, last = ((number, end_text(row)) for row in column.ends)
+                    self._add_in_order((place.name, place.address.files.text), len(column.used), first, last)
             for place, keys in missing.items():
                 self._missing.setdefault(place, set()).update(keys)
+
+    def _add_in_order(self, key: tuple[str, str], count: int, first: tuple[int, str], last: tuple[int, str]) -> None:
+        before = self._in_order.get(key, (0, first, last))
+        self._in_order[key] = (before[0] + count, min(before[1], first), max(before[2], last))
 
     def check_numbers(self, part: int, cells: Sequence[Cell]) -> None:
         """Rule 4: tokens and steps that names number begin alike in every trace: at 0, at 1, or behind the part before."""
@@ -257,6 +288,8 @@ class RunAccount:
         for table in self.tables:
             with error_location(table.source):
                 yield table.close(has_id, is_whole=self.is_whole)
+        for (name, files), (count, first, last) in self._in_order.items():
+            yield f"{name}: {count:,} rows of {files} joined in order: the first {first[1]}, the last {last[1]}"
         if self.left_out:
             shown = sorted(self.left_out)
             more = f" and {len(shown) - _MAX_SHOWN} more" if len(shown) > _MAX_SHOWN else ""
@@ -291,6 +324,7 @@ class RunAccount:
             "first_numbers": [[*key, kind] for key, kind in self._first_numbers.items()],
             "found": [node.is_found for node in self._nodes()],
             "tables": [asdict(table) for table in self.tables],
+            "in_order": [[*key, *found] for key, found in self._in_order.items()],
         }
 
     def add_json(self, found: Mapping[str, Any]) -> None:
@@ -306,6 +340,9 @@ class RunAccount:
         for node, is_found in zip(self._nodes(), found["found"], strict=True):
             node.is_found |= is_found is True
         self.tables += [TableAccount(**table) for table in found["tables"]]
+        for name, files, count, (first, first_text), (last, last_text) in found["in_order"]:
+            ends = (int(first), str(first_text)), (int(last), str(last_text))
+            self._add_in_order((str(name), str(files)), int(count), *ends)
 
     def _nodes(self) -> Iterator[Node]:
         """Yield all nodes, in an order that depends on the layout alone."""
@@ -330,34 +367,6 @@ def described(record: TraceRecord) -> str:
         f"first trace: {escape_unprintable(record.question_id, 60)}, {shown}, L {layers}, {tokens}, D {width}, "
         f"median norm {float(np.sort(norms)[len(norms) // 2]):.3g}"
     )
-
-
-def check_first_row(found: int, num_before: int, chunk: int | None, source: str) -> None:
-    """Rule 13: a chunk that is no next number is numbered by its first row."""
-    if found != num_before:
-        also = (
-            "" if chunk is None else f"{chunk}: chunks are numbered from 0 without gaps, or by their first row, here "
-        )
-        raise InvalidInputError(f"found chunk {found}, expected {also}{num_before:,}", source=source)
-
-
-def check_ordered(root: Value, source: str) -> None:
-    """Rule 13: rows are joined to the keys of a mapping only where these are in the order of their writing."""
-    if isinstance(root, Group) and not root.is_ordered:
-        raise InvalidInputError(
-            "its keys are not in the order in which they were written, so that no rows are joined to them in order; "
-            "a column of ids joins them",
-            source=source,
-        )
-
-
-def check_totals(tables: Mapping[Place, Column], total: int) -> None:
-    """Rule 13: tables that run on over all chunks have as many rows as the chunks traces."""
-    for place, column in tables.items():
-        if {"N", "N*"} & {*column.names} and place.rule.kind != "known":
-            rows = column.num_rows({})
-            if rows is not None and rows != total:
-                raise InvalidInputError(f"{place.address}: {rows:,} rows belong to {total:,} traces", field=place.name)
 
 
 def check_unclaimed(path: str, key: Any, value: Value, *, in_records: bool) -> None:

@@ -185,7 +185,7 @@ class ArrayReader:
         """Return whether the mask of one trace of a stack leaves out no token."""
         for cells in self._cells("S.mask", trace).values():
             array = as_array(cells[0].value)
-            if array is not None and "N" in cells[0].axes and cells[0].axes.index("N") == 0:
+            if array is not None and cells[0].axes[0] in ("N", "K"):
                 values = array.read()
                 return bool(values.reshape(len(values), -1).all(axis=1).any())
         return any(

@@ -12,8 +12,8 @@ from tracestore.errors import InvalidInputError
 from tracestore.ingest.execute.arrays import check_ids
 from tracestore.ingest.execute.axes import Block, read_block, settle_dtype
 from tracestore.ingest.execute.nodes import Node
+from tracestore.ingest.execute.padding import check_no_padding
 from tracestore.ingest.execute.records import RecordMaker
-from tracestore.ingest.execute.tokens import check_no_padding
 from tracestore.ingest.execute.values import check_spans, describe, json_value, one_value, plain_of, typed_value
 from tracestore.ingest.execute.walk import Cell, Walk, settled
 from tracestore.ingest.layout.addresses import Address, ItemsStep, KeyStep, Step
@@ -166,7 +166,7 @@ class DirectReader:
         self._maker.set_sample(values, bound.get("sample"))
         stated = None if (found := values.pop("L.ids", None)) is None else found.tolist()
         self._check(values, is_row="N" in bound)
-        record = self._maker.record(values, position)
+        record = self._maker.record(values, position, is_row="N" in bound)
         if extras:
             record.extras.update(extras)
         self._maker.set_layers(record, None, stated)

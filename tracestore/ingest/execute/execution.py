@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tracestore.errors import InvalidInputError, error_location
-from tracestore.ingest.execute import accounts
-from tracestore.ingest.execute.accounts import RunAccount, SourceAccount, check_totals
+from tracestore.ingest.execute.accounts import RunAccount, SourceAccount
 from tracestore.ingest.execute.arena import Arena
 from tracestore.ingest.execute.axes import extent
 from tracestore.ingest.execute.claims import FileGroup, FileKeys, FoundFile, claim_files, group_files
@@ -20,6 +19,7 @@ from tracestore.ingest.execute.found import Columns, FoundTrace, TraceFinder, wi
 from tracestore.ingest.execute.join import Column, RowTexts
 from tracestore.ingest.execute.nodes import tree_of
 from tracestore.ingest.execute.records import RecordMaker, TraceBuilder
+from tracestore.ingest.execute.table_accounts import check_first_row, check_ordered, check_totals
 from tracestore.ingest.execute.walk import Cell, Walk, cells_of
 from tracestore.ingest.layout.effects import check_effects
 from tracestore.ingest.layout.places import Place, Plan
@@ -200,7 +200,7 @@ class Execution:
                 account.close(columns)
                 builder.prompts.close()
                 builder.pads.close()
-        self.account.add_source(builder.arrays.missing)
+        self.account.add_source(self._numbers[group.name], builder.arrays.missing, columns.source)
 
     def _direct(
         self, group: FileGroup, account: SourceAccount, maker: RecordMaker, scratch: Scratch
@@ -219,7 +219,7 @@ class Execution:
                 for item, bound in walk.items(root, step, value, {**file.bound, "file": file.name}):
                     yield partial(reader.record, item, bound)
                     del item
-        self.account.add_source({})
+        self.account.add_source(self._numbers[group.name], {})
 
     def _check_texts(self, trace: FoundTrace, record: TraceRecord, texts: RowTexts) -> None:
         """Rule 13b: questions and answers of rows in order are those of the traces."""
@@ -255,7 +255,7 @@ class Execution:
     ) -> Iterator[FoundTrace]:
         for trace in finder.traces(cells):
             if self._counts_keys:
-                trace.environment["N"] = account.num_traces
+                trace.environment["N"] = account.count_key(trace.environment)
             elif "N" in trace.environment:
                 trace.environment["N*"] = self._offset(group) + account.count_row(trace.environment)
             if "file" in trace.environment:
@@ -277,7 +277,7 @@ class Execution:
                 with error_location(file.name):
                     opened = resources.enter_context(self._open(file.path, scratch))
                     if self._counts_keys:
-                        accounts.check_ordered(opened, file.name)
+                        check_ordered(opened, file.name)
                     root = self._check(text, file.name, opened)
                     cells = with_offset(walk.cells(self._trees[text], root, bound), self.plan, text, root)
                     for cell in arena.kept(cells, root):
@@ -350,7 +350,7 @@ class Execution:
         is_numbered = numbers == list(range(len(numbers))) and set(ends) == {None}
         for k, group in enumerate(chunks):
             if not is_numbered:
-                accounts.check_first_row(numbers[k], total, None if ends[k] is not None else k, group.name)
+                check_first_row(numbers[k], total, None if ends[k] is not None else k, group.name)
             offsets[group.name] = total
             total += self._num_rows(group.files[text][0], place)
         check_totals(self._tables or {}, total)

@@ -33,6 +33,11 @@ class FoundTrace:
     num_rows: int = 0
     num_first: int = 0
 
+    @property
+    def is_row(self) -> bool:
+        """Return whether it is one of several rows of equal shape, which may be padded."""
+        return ("N" in self.environment or "K" in self.fixed) and "NS" not in self.fixed
+
 
 @dataclass
 class Columns:

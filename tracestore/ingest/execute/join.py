@@ -1,17 +1,15 @@
 """Columns of values by what they bind, their values for one trace, and checks of what was joined."""
 
 import itertools
-import re
-import unicodedata
 from array import array
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tracestore.errors import InvalidInputError, escape_unprintable
 from tracestore.ingest.execute.axes import MISSING, descend, extent, read
 from tracestore.ingest.execute.values import describe, is_missing, key_text, one_value, plain_of
 from tracestore.ingest.execute.walk import Cell
+from tracestore.ingest.layout.fields import KEY
 from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.layout.places import Place, Plan
 from tracestore.ingest.tree import Array, Value
@@ -40,6 +38,8 @@ class Column:
     ----------
     used : dict
         How many traces each row serves.
+    ends : list of tuple
+        The first and the last row in order that served a trace: its key, id and sample of the trace, and its value.
     """
 
     def __init__(self, place: Place, names: tuple[str, ...]) -> None:
@@ -47,9 +47,11 @@ class Column:
         self._cells: dict[tuple[Any, ...], list[Cell]] = {}
         self._own: tuple[str, ...] | None = None  # names that cells bind; N may be an axis of them instead
         self.used: dict[tuple[Any, ...], int] = {}
+        self.ends: list[tuple[Any, ...]] = []
         self._cached: dict[int, list[Any]] = {}
         self._served: dict[tuple[Any, ...], Any] = {}  # the first trace of each row, where copies are dropped
         self._numbers: dict[tuple[Any, ...], int] | None = None  # of rows among those of the same value
+        self._lists: set[tuple[Any, ...]] | None = None  # the keys of lists of answers
         self._files: dict[tuple[Any, ...], str] = {}  # by the key of a stack of rows
 
     def add(self, cell: Cell, source: str) -> None:
@@ -98,9 +100,12 @@ class Column:
         for cells in self._cells.values():
             yield from cells
 
-    def use(self, environment: Mapping[str, Any], trace: Any = None) -> int:
+    def use(self, environment: Mapping[str, Any], trace: Any = None, value: Any = None) -> int:
         """Count that a row serves a trace; return how many it serves now: a copy of `trace` is the same one."""
         key = tuple(environment.get(name) for name in self._names)
+        if self.is_in_order:
+            row = (key, *(environment.get(name) for name in ("id", "sample")), value)
+            self.ends = [min(*self.ends, row, row, key=_number), max(*self.ends, row, row, key=_number)]
         if trace is None or self._served.setdefault(key, trace) != trace or key not in self.used:
             self.used[key] = self.used.get(key, 0) + 1
         return self.used[key]
@@ -133,6 +138,18 @@ class Column:
         where = ", ".join(f"{n} {v!s:.60}" for n, v in zip(self._names, partial, strict=True) if n[0] != "*")
         return f"{where} belongs to no trace, others of the list do"
 
+    def misnumbered_answers(self, rows: list[tuple[Any, ...]]) -> str | None:
+        """Return what is wrong with rows that number answers from 1, as those of traces are numbered from 0."""
+        first = (
+            min((int(key[self._names.index("sample")]) for key in rows), default=0) if "sample" in self._names else 0
+        )
+        return f"the rows number answers from {first}, the traces from 0, and some have no row" if first else None
+
+    @property
+    def is_in_order(self) -> bool:
+        """Return whether the order of its rows is a part of what joins them."""
+        return self.place.has_numbers or not {"N", "N*", "K"}.isdisjoint(self._names)
+
     @property
     def joined_by(self) -> str:
         """The way its rows are joined: "in order", "by position", or "by" names."""
@@ -145,9 +162,10 @@ class Column:
         Rows of one trace, such as those of its tokens or layers, say the same.
         """
         cells = self.cells(environment)
-        if not cells:
-            return MISSING
-        value = self._value(cells[0], fixed)
+        value = self._value(cells[0], fixed) if cells else MISSING
+        if value is MISSING:
+            self._check_list(environment)
+            return value
         for cell in cells[1:]:
             if (other := self._value(cell, fixed)) != value:
                 found = f"{describe(value)} and {describe(other)}"
@@ -155,6 +173,16 @@ class Column:
                     f"found {found} in the rows of one trace, expected one value", field=self.place.name
                 )
         return value
+
+    def _check_list(self, environment: Mapping[str, Any]) -> None:
+        """Rule 12: a list of answers has a value for each trace of its question, None where one is missing."""
+        if "K" not in self._names:
+            return
+        if self._lists is None:
+            at = [k for k, name in enumerate(self._own or ()) if name != "K"]
+            self._lists = {tuple(key[k] for k in at) for key in self._cells}
+        if tuple(environment.get(name) for name in self._own or () if name != "K") in self._lists:
+            raise InvalidInputError(f"the list has no value of the answer {environment['K']}", field=self.place.name)
 
     def _value(self, cell: Cell, fixed: Mapping[str, Any]) -> Any:
         what = self.place.name
@@ -166,6 +194,8 @@ class Column:
         if not axes:
             return plain_of(value) if self.place.rule.kind == "json" else one_value(value, what)
         array, letters = read(value, axes, fixed, what)
+        if letters == ("S",) and what.startswith(KEY) and (array == array[:1]).all():  # of all rows of the trace
+            return array[0].item()
         if letters or array.ndim:
             raise InvalidInputError(f"found the shape {array.shape}, expected one value per trace", field=what)
         return array.item()
@@ -237,6 +267,10 @@ class RowTexts:
                 )
 
 
+def _number(row: tuple[Any, ...]) -> Any:
+    return row[0]
+
+
 def _contains(one: str, two: str) -> bool:
     one, two = (" ".join(text.split()).casefold() for text in (one, two))
     return one in two or two in one
@@ -245,121 +279,3 @@ def _contains(one: str, two: str) -> bool:
 def _bound_name(name: str) -> str:
     """Return what a cell binds for a name that joins it: N for N*, the number over all chunks."""
     return name if name.startswith("*") else name.rstrip("*")
-
-
-def loose_key(value: Any) -> str:
-    """Return a key without leading zeros, `.0`, blanks, case and marks: what rule 12b compares."""
-    text = re.sub(r"\s+", "", unicodedata.normalize("NFKC", str(value))).casefold()
-    text = re.sub(r"\.0+$", "", text)
-    return re.sub(r"(?<![0-9])0+(?=[0-9])", "", text)
-
-
-def check_remainders(name: str, rows: list[Any], unused: list[Any], missing: list[Any]) -> None:
-    """Rule 12b: rows without a trace and traces without a row are refused if they would match in another spelling.
-
-    They are refused, too, if rows and traces are runs of integers of which one begins at 0 and the other at 1.
-    """
-    if not unused or not missing:
-        return
-    loose = {loose_key(key): key for key in missing}
-    for key in unused:
-        if (other := loose.get(loose_key(key))) is not None:
-            raise InvalidInputError(
-                f"the row {_short(key)} and the trace {_short(other)} differ in spelling only; correct one of them",
-                field=name,
-            )
-    left = set(unused)
-    numbers = [_run(rows), _run([*(key for key in rows if key not in left), *missing])]
-    if None not in numbers and abs(numbers[0] - numbers[1]) == 1:  # type: ignore[operator]
-        raise InvalidInputError(
-            f"the row {_short(unused[0])} and the trace {_short(missing[0])} are left over: numbered from 0 and from 1",
-            field=name,
-        )
-
-
-def _run(keys: list[Any]) -> int | None:
-    """Return the first number of keys that are a run of integers behind one text, None for others."""
-    found = [re.fullmatch(r"(\D*)(\d+)", str(key)) for key in keys]
-    if not all(found) or len({m[1] for m in found if m}) > 1:
-        return None
-    numbers = {int(m[2]) for m in found if m}
-    return min(numbers) if max(numbers) - min(numbers) + 1 == len(numbers) else None
-
-
-def _short(key: Any) -> str:
-    return repr(escape_unprintable(str(key), 40))
-
-
-@dataclass
-class TableAccount:
-    """Tell how the rows of a table were joined to the traces of a run.
-
-    Attributes
-    ----------
-    field, source : str
-        The field that the table gives, and the name of the file.
-    joined_by : str
-        See `Column.joined_by`.
-    is_of_id : bool
-        Whether ids of traces join the rows.
-    rows, unused : list
-        The first keys of all rows, and of those without a trace.
-    missing : list of str
-        The keys of the traces without a row.
-    num_rows, num_used : int
-    partial : str or None
-        A list of answers of which only some belong to traces.
-    """
-
-    field: str
-    source: str
-    joined_by: str
-    is_of_id: bool
-    rows: list[Any]
-    unused: list[Any]
-    missing: list[str]
-    num_rows: int
-    num_used: int
-    partial: str | None
-
-    def close(self, has_id: Callable[[str], bool], *, is_whole: bool) -> str:
-        """Return how the rows were joined; InvalidInputError if they do not fit."""
-        num_known = 0
-        unused = self.unused
-        if self.is_of_id:
-            unused = [key for key in unused if not has_id(str(key))]
-            num_known = len(self.unused) - len(unused)
-        num_unused, missing = self.num_rows - self.num_used - num_known, self.missing
-        if self.joined_by in ("in order", "by position") and (num_unused or missing) and is_whole:
-            found = f"{self.num_rows:,} rows in order belong to {self.num_used + len(missing):,} traces"
-            raise InvalidInputError(found, field=self.field)
-        if self.num_rows and num_unused == self.num_rows:
-            first = escape_unprintable(str(*self.rows[:1]), 40)
-            raise InvalidInputError(
-                f"no {self.joined_by[3:]} of it is that of a trace: its first is {first!r}", field=self.field
-            )
-        check_remainders(self.field, self.rows, unused, missing)
-        if self.partial is not None:
-            raise InvalidInputError(self.partial, field=self.field)
-        rest = f", {num_unused:,} without a trace" if num_unused else ""
-        rest += f", {len(missing):,} traces without a row" if missing else ""
-        return f"{self.field}: {self.num_used:,} rows of {self.source} joined {self.joined_by}{rest}"
-
-
-def table_account(column: Column, source: str, missing: list[str]) -> TableAccount:
-    """Return the account of a table in a file; `missing` are the keys of the traces without a row."""
-    rows = list(dict.fromkeys(column.rows()))
-    unused = [key for key in rows if key not in column.used]
-    first_keys, left_over = ([key[0] for key in keys if key] for keys in (rows, unused))
-    return TableAccount(
-        column.place.name,
-        source,
-        column.joined_by,
-        column.names == ("id",),
-        first_keys,
-        left_over,
-        missing,
-        len(rows),
-        len(rows) - len(unused),
-        column.partial_answers(unused),
-    )

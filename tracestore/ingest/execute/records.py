@@ -11,15 +11,14 @@ from tracestore.ingest.execute.arrays import ArrayReader, check_attention_values
 from tracestore.ingest.execute.axes import MISSING, layer_ids_of, read
 from tracestore.ingest.execute.found import Columns, FoundTrace, identity_of
 from tracestore.ingest.execute.join import Column
+from tracestore.ingest.execute.padding import PadAccount, PromptAccount, check_border, check_ends
 from tracestore.ingest.execute.tokens import (
-    PadAccount,
-    PromptAccount,
     Span,
     check_left_out,
     check_new_tokens,
-    check_no_padding,
     check_prompt,
     check_zero_tokens,
+    of_span,
     span_of_fill,
     span_of_length,
     span_of_mask,
@@ -33,7 +32,7 @@ from tracestore.ingest.execute.values import (
     typed_value,
     verdict_value,
 )
-from tracestore.ingest.layout.fields import score_of
+from tracestore.ingest.layout.fields import KEY, score_of
 from tracestore.ingest.layout.places import DERIVED, RECORDS, Place, Plan
 from tracestore.ingest.tree import Group
 from tracestore.store.format.schema import ANSWER_FIELDS
@@ -86,8 +85,8 @@ class RecordMaker:
                 raise InvalidInputError(f"found {text[:40]!r}, expected the number of an answer", field="sample")
             values["sample"] = int(text)
 
-    def record(self, values: dict[str, Any], position: int) -> TraceRecord:
-        """Return the record of checked values; rules 6a and 24."""
+    def record(self, values: dict[str, Any], position: int, *, is_row: bool) -> TraceRecord:
+        """Return the record of checked values; rules 6a, 17c and 24. `is_row`: they may be padded as rows of a stack."""
         states, need = values[self._states], self.need_attention
         is_last = self._states == "last_token"
         if is_last or (need is None and "attentions" not in values):
@@ -96,6 +95,8 @@ class RecordMaker:
         record.dropped = []
         if self._has_no_padding:  # the record has compared the shapes
             check_zero_tokens([layer.reshape(1, -1) for layer in states] if is_last else states, self._states)
+        if is_row and not is_last and self._words is not None and self.settings.get("S.padding") != "none":
+            check_ends(states, self._states)
         if record.attention is not None:
             check_attention_values(record.attention[0])
         if not is_last:
@@ -148,18 +149,19 @@ class TraceBuilder:
         self.plan, self.settings, self.arrays = columns.plan, maker.settings, ArrayReader(columns)
         layout = self.plan.layout
         names = [n for n in dict.fromkeys(p.name for p in self.plan.others) if n not in (RECORDS, *_OF_KEY)]
-        self._scalars = [n for n in names if layout.rule(n).kind in ("text", "id", "number", "json")]
+        self._keys = [n for n in names if n.startswith(KEY)]
+        kinds = ("text", "id", "number", "json")
+        self._scalars = [n for n in names if layout.rule(n).kind in kinds and n not in self._keys]
         self._scores = [n for n in names if layout.rule(n).kind == "score"]
         self._made_scores = [n for n in layout.templates if n != "id" and layout.rule(n).kind == "score"]
-        self.prompts, self.pads = PromptAccount(self.plan), PadAccount(self.settings)
-
-    # One trace
+        self.prompts, self.pads = PromptAccount(self.plan), PadAccount(layout)
 
     def record(self, trace: FoundTrace, position: int) -> TraceRecord:
         """Return the record of a trace."""
         layout, environment = self.plan.layout, trace.environment
         values: dict[str, Any] = {name: pattern.fill(environment) for name, pattern in layout.templates.items()}
         labels = {name: values.pop(name) for name in self._made_scores}
+        self._set_scalars(trace, environment, self._keys)
         self._set_scalars(trace, values, _OF_KEY)
         self._set_key(trace, values)
         self._set_scalars(trace, values, self._scalars)
@@ -196,7 +198,7 @@ class TraceBuilder:
                     )
                 values[name] = typed_value(name, value)
             if name in values and name not in ("question_id", "sample"):
-                trace.environment.setdefault(name, key_text(values[name]))
+                trace.environment.setdefault(name.removeprefix(KEY), key_text(values[name]))
 
     def _scalar(self, trace: FoundTrace, place: Place, column: Column) -> Any:
         fixed = dict(trace.fixed)
@@ -209,7 +211,7 @@ class TraceBuilder:
             self.arrays.count(trace, place, column, is_there=value is not MISSING)
         if value is MISSING:
             return value
-        times = column.use(trace.environment, identity_of(trace, self.settings))
+        times = column.use(trace.environment, identity_of(trace, self.settings), value)
         shared = place.rule.kind in ("score", "text") and place.name not in _SHARED
         if times > 1 and shared and f"share.{place.name}" not in self.settings:
             raise InvalidInputError(
@@ -228,8 +230,6 @@ class TraceBuilder:
             if name in made:
                 yield name, made[name], False
 
-    # Arrays
-
     def _with_arrays(self, trace: FoundTrace, values: dict[str, Any], position: int) -> TraceRecord:
         what = self.plan.layout.states
         is_last = what == "last_token"
@@ -238,7 +238,7 @@ class TraceBuilder:
         if not is_last:
             self._set_sequence(trace, values, sizes, ids)
         values = {name: value for name, value in values.items() if value is not None}
-        record = self._maker.record(values, position)
+        record = self._maker.record(values, position, is_row=trace.is_row and len(sizes) == 1)
         self._maker.set_layers(record, ids, self._stated_layers(trace.environment))
         record.is_head_mean = "attentions" in values and self.arrays.is_head_mean()
         return record
@@ -295,8 +295,6 @@ class TraceBuilder:
         """Return the tokens that are no padding; `length` is that of S.lengths."""
         num_states, settings = len(layers[0]), self.settings
         ids = None if tokens is None else tokens[:num_states]
-        is_stack = "N" in trace.environment and "NS" not in trace.fixed
-        is_end_known = len(sizes) > 1 or "S.pad" in settings
         fill = settings.get("S.padding")
         filled = None if fill in (None, "none") else span_of_fill(fill, layers, ids)
         if (mask := self._known("S.mask", self.arrays.array("S.mask", trace, "S"))) is not None:
@@ -307,18 +305,25 @@ class TraceBuilder:
                 check_left_out(ids, (begin, end), self.pads.left_out, layers, "S.lengths", lambda: True)
         else:
             begin, end = filled or (0, num_states)
-            if is_stack and ids is not None and fill is None:
-                check_no_padding(ids, is_end_known=is_end_known)
-                self.pads.begin(int(ids[0]))
-        if is_stack and ids is not None:
-            self.pads.add_span((begin, end), ids, is_end_known=is_end_known)
+        if trace.is_row and ids is not None:
+            is_stated = mask is not None or length is not None or fill is not None
+            self.pads.add_row(
+                ids, (begin, end), is_stated=is_stated, is_end_known=len(sizes) > 1 or "S.pad" in settings
+            )
         if filled not in (None, (begin, end)):
             raise InvalidInputError(f"found the tokens {filled}, expected {(begin, end)} as masked", field="S.padding")
-        if tokens is None:
-            return begin, end
+        if tokens is not None:
+            end = min(end, self._end_of_row(trace, tokens, num_states, sizes))
+        if trace.is_row and fill != "none" and len(sizes) == 1:
+            check_border(layers, (begin, end), self.plan.layout.states)
+        return begin, end
+
+    def _end_of_row(self, trace: FoundTrace, tokens: np.ndarray, num_states: int, sizes: list[int]) -> int:
+        """Return the number of states before the padding behind an early end."""
         num_prompt = sizes[0] if len(sizes) > 1 and len(trace.cells) == 1 else None
-        may_be_padded = is_stack and (num_prompt is not None or ("N" in trace.fixed and len(tokens) > num_states))
-        return begin, min(end, self.pads.end_of_row(tokens, num_states, num_prompt, may_be_padded=may_be_padded))
+        is_of_array = not trace.fixed.keys().isdisjoint("NK")
+        may_be_padded = trace.is_row and (num_prompt is not None or (is_of_array and len(tokens) > num_states))
+        return self.pads.end_of_row(tokens, num_states, num_prompt, may_be_padded=may_be_padded)
 
     def _known(self, name: str, value: Any) -> Any:
         """Return what is known of an axis; InvalidInputError if the layout states it and the trace has none."""
@@ -371,14 +376,9 @@ class TraceBuilder:
             elif values.get("prompt_length") is not None and self.settings.get("S.prompt") == "columns":
                 values["prompt_length"] = tokens_of_columns(values["prompt_length"], span)
         self.prompts.add(values.get("prompt_length"), begin)
-        if tokens is not None:
-            is_unpadded = len(tokens) == end - begin
-            values["tokens"] = tokens if is_unpadded else tokens[begin : end + (len(tokens) == num_states + 1)]
-        if texts is not None:
-            wanted = end - begin
-            values["tokens_decoded"] = (
-                texts if len(texts) in (wanted, wanted + 1) else texts[begin : end + (len(texts) == num_states + 1)]
-            )
+        for name, found in (("tokens", tokens), ("tokens_decoded", texts)):
+            if found is not None:
+                values[name] = of_span(found, span, num_states)
 
     def _set_per_token(self, trace: FoundTrace, values: dict[str, Any], span: Span, num_states: int) -> None:
         """Set the optional fields of tokens, without padding."""
@@ -387,9 +387,7 @@ class TraceBuilder:
             if name in done or name == RECORDS or self.plan.layout.rule(name).kind != "array":
                 continue
             if (found := self.arrays.array(name, trace, "ST")) is not None:
-                array = found[0]
-                is_full = len(array) >= num_states and span != (0, num_states)
-                values[name] = array[span[0] : span[1] + len(array) - num_states] if is_full else array
+                values[name] = of_span(found[0], span, num_states)
 
     def _stated_layers(self, environment: Mapping[str, Any]) -> list[int] | None:
         """Return the numbers of the layers that a value states, None without."""

@@ -1,13 +1,12 @@
 """Select the tokens of an array that belong to a trace: masks, lengths, offsets and padding."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.layout.places import Plan
 from tracestore.store.format import schema
 
 Span = tuple[int, int]
@@ -189,17 +188,6 @@ def span_of_fill(fill: Any, layers: Sequence[np.ndarray], ids: np.ndarray | None
     return _one_run(~is_fill, "S.padding")
 
 
-def check_no_padding(ids: np.ndarray, *, is_end_known: bool = False) -> None:
-    """Refuse a row of a stack that ends or begins with one id repeated: padding without a mask."""
-    for edge, inner in ((ids[:1], ids[1:2]), (ids[-1:], ids[-2:-1]))[: 1 if is_end_known else 2]:
-        if len(inner) and inner[0] == edge[0]:
-            raise InvalidInputError(
-                f'the row has the id {int(edge[0])} twice at one end: S.mask, S.lengths or S.padding = "none" states '
-                "whether it is padding",
-                field="tokens",
-            )
-
-
 def check_prompt(length: int | None, num_tokens: int) -> None:
     """Refuse a prompt that is longer than its trace, whose last token may have no states."""
     if (length or 0) > num_tokens + 1:
@@ -213,31 +201,6 @@ def check_new_tokens(sizes: list[int], what: str) -> None:
             f"passes of {sizes!s:.60} tokens: do later ones repeat earlier tokens? P.repeats = true, or P.new = true",
             field=what,
         )
-
-
-class PromptAccount:
-    """The stated lengths of prompts of a source: one that is equal in all padded rows may count the padding."""
-
-    def __init__(self, plan: Plan) -> None:
-        names = {place.name for place in plan.others}
-        self._is_open = "prompt_length" in names and "S.prompt" not in plan.layout.settings
-        self._lengths: set[int | None] = set()
-        self._max_begin = 0
-
-    def add(self, length: int | None, begin: int) -> None:
-        """Add the length of a prompt, and the number of tokens of padding before it."""
-        self._lengths.add(length)
-        self._max_begin = max(self._max_begin, begin)
-
-    def close(self) -> None:
-        """Refuse one length of several prompts, of which some are padded in front."""
-        length = self._lengths.pop() if len(self._lengths) == 1 else None
-        if self._is_open and length is not None and 0 < self._max_begin < length:
-            raise InvalidInputError(
-                f"found {length} in every row, also where {self._max_begin} tokens of padding are before the prompt: "
-                'S.prompt = "columns" says that it counts them, "tokens" that it does not',
-                field="prompt_length",
-            )
 
 
 def check_zero_tokens(layers: Sequence[np.ndarray], what: str) -> None:
@@ -263,134 +226,7 @@ def numbers_of(array: np.ndarray) -> np.ndarray:
     return (array["bfloat16"].astype("<u4") << 16).view("<f4") if array.dtype == schema.BFLOAT16 else array
 
 
-class PadAccount:
-    """Rule 3a: rows of a source that end with the id that fills rows. Whether it also ends sequences is stated or proved.
-
-    Attributes
-    ----------
-    left_out : set of int
-        The ids that masks and lengths leave out.
-    """
-
-    def __init__(self, settings: Mapping[str, Any]) -> None:
-        pad = settings.get("S.pad")
-        # The id that fills rows, and the one that ends them: None if the layout does not say.
-        self._fill: int | None = pad[0] if isinstance(pad, list) else pad
-        self._end: int | None = pad[1] if isinstance(pad, list) else None
-        self._has_none = settings.get("S.padding") == "none"
-        self.left_out: set[int] = {fill} if type(fill := settings.get("S.padding")) is int else set()
-        self._before: set[int] = set()  # ids before the padding
-        self._last: set[int] = set()  # ids that end rows without padding
-        self._inner: set[int] = set()  # generated ids before other generated ids, which end no sequence
-        self._is_end = self._is_filled = False
-        self._begins: set[bool] = set()  # whether rows begin with the id that fills
-        self._is_of_ids = type(settings.get("S.padding")) is int
-        self._spans: set[tuple[int, int]] = set()  # how many tokens were left out before and behind those of rows
-        self._doubled: dict[bool, int] = {}  # whether rows begin with one id twice, and that id or the first one
-        self._doubled_end: int | None = None
-
-    def begin(self, first: int) -> None:
-        """Add the first id of a row without a mask or length."""
-        self._begins.add(first == self._fill)
-
-    def add_span(self, span: Span, ids: np.ndarray, *, is_end_known: bool) -> None:
-        """Add the tokens of a row that are no padding."""
-        self._spans.add((span[0], len(ids) - span[1]))
-        self._doubled[bool(len(ids) > 1 and ids[0] == ids[1])] = int(ids[0])
-        if not is_end_known and len(ids) > 1 and ids[-1] == ids[-2]:
-            self._doubled_end = int(ids[-1])
-
-    def end_of_row(self, ids: np.ndarray, num_states: int, num_prompt: int | None, *, may_be_padded: bool) -> int:
-        """Return the number of states before the padding behind an early end.
-
-        Parameters
-        ----------
-        ids : np.ndarray
-            The ids of the row.
-        num_prompt : int or None
-            The columns of the first pass of generation.
-        may_be_padded : bool
-            Whether the row may end with padding that no line states.
-        """
-        last = int(ids[-1])
-        fill = last if self._fill is None else self._fill
-        end = len(ids) - (last == fill)  # of what is before the padding
-        while end > 1 and last == fill and ids[end - 1] == fill:
-            end -= 1
-        if self._fill is None:
-            if may_be_padded and (last in self.left_out or (end < len(ids) - 1 and not self._has_none)):
-                raise InvalidInputError(f"the row ends with {_fill_advice(last)}", field="tokens")
-            self._last |= {last} if may_be_padded else set()
-            return num_states
-        if self._end is None and num_prompt is not None:
-            self._inner.update(ids[num_prompt : end - 1].tolist())
-        if end == len(ids):
-            self._last.add(last)
-            self._doubled_end = last if last in ids[-2:-1] else self._doubled_end
-            return num_states
-        self._is_filled = True
-        before = int(ids[end - 1])
-        if self._end is None:
-            self._before.add(before)
-            self._is_end |= num_prompt is not None and end <= num_prompt  # it is the first id that was generated
-        elif self._end not in (fill, before) and self._end >= 0:
-            raise InvalidInputError(
-                f"found the id {before} before the padding of a row, expected {self._end} as the layout says: "
-                f"S.pad = [{fill}, -1] if several ids end rows",
-                field="S.pad",
-            )
-        end += self._end in (None, fill)  # the first of the padding ends the sequence
-        return num_states if end == len(ids) else end - (len(ids) > num_states or num_prompt is not None)
-
-    def close(self) -> None:
-        """Refuse rows of which only some begin with padding, and ids at their ends that are padding or may be."""
-        self._check_spans()
-        if self._fill is None:
-            if found := self._last & self.left_out:
-                raise InvalidInputError(f"a row ends with {_fill_advice(min(found))}", field="tokens")
-            return
-        if len(self._begins) > 1:
-            raise InvalidInputError(
-                f"some rows begin with the id {self._fill} that fills rows: S.mask or S.lengths states the padding",
-                field="S.pad",
-            )
-        also = self._before & self._last
-        if not self._before or self._is_end or self._before & self._inner or (len(self._before) > 1 and not also):
-            return
-        before = min(also or self._before)
-        raise InvalidInputError(
-            f"rows end with the id {before} before the id {self._fill} that fills them: S.pad = [{self._fill}, {before}] "
-            f"if {before} ends rows, S.pad = [{self._fill}, {self._fill}] if {self._fill} also does",
-            field="S.pad",
-        )
-
-    def _check_spans(self) -> None:
-        """Refuse padding that is stated and leaves out nothing, and an id that may begin rows as well as fill them."""
-        before, behind = ({span[k] for span in self._spans} for k in (0, 1))
-        if self._is_of_ids and (before == {1} or (max(before, default=0) and max(behind))):
-            raise InvalidInputError(
-                f"the id {min(self.left_out)} begins rows and ends rows, or begins every row: S.mask or S.lengths "
-                "states the padding",
-                field="S.padding",
-            )
-        if self._fill is not None and not self._is_filled and not self._has_none and self._doubled_end is not None:
-            end = self._doubled_end
-            raise InvalidInputError(
-                f"no row ends with the id {self._fill} that fills rows by the layout, and a row ends with the id {end} "
-                f'twice: S.pad = [{end}, {end}] if it is padding, S.padding = "none" if not',
-                field="S.pad",
-            )
-        twice = self._doubled_end if len(self._doubled) < 2 else self._doubled[True]
-        if before | behind == {0} and twice is not None and not self._has_none:
-            raise InvalidInputError(
-                f"no row has padding by the layout, and a row has the id {twice} twice at one end: "
-                'S.padding = "none" states that it is no padding',
-                field="tokens",
-            )
-
-
-def _fill_advice(fill: int) -> str:
-    return (
-        f"the id {fill} that fills rows: S.pad = {fill} if it is padding and also ends rows, S.pad = [{fill}, END] if "
-        "the id END does, S.lengths if not"
-    )
+def of_span(values: Any, span: Span, num_states: int) -> Any:
+    """Return the values of the tokens of a span, and of a last token without states; fewer than states have no padding."""
+    more = len(values) - num_states
+    return values[span[0] : span[1] + more] if more >= 0 else values

@@ -7,6 +7,8 @@ import unicodedata
 from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
+import numpy as np
+
 from tracestore.errors import InvalidInputError, escape_unprintable
 from tracestore.ingest.layout.addresses import ItemValue
 from tracestore.ingest.layout.fields import LABELS, MISSING_WORD, rule_of, score_of
@@ -42,7 +44,7 @@ def item_value(item: Value, value_of: ItemValue) -> Value:
 
 def _scalar(value: Value) -> Value:
     array = as_array(value)
-    if array is None or math.prod(array.shape) != 1:
+    if array is None or math.prod(array.shape) != 1 or (array.ndim and array.dtype == np.uint8):  # a byte
         return None
     number: bool | int | float = array.read().reshape(-1)[0].item()
     return number
@@ -97,8 +99,8 @@ def key_text(value: Any) -> str:
 
 
 def id_text(value: Any) -> str:
-    """Return an id as text; raise InvalidInputError for a truth value."""
-    if type(value) is bool:
+    """Return an id as text; raise InvalidInputError for a truth value and for NaN."""
+    if type(value) is bool or value != value:
         raise InvalidInputError(f"found {value}, expected an id", field="question_id")
     return key_text(value)
 

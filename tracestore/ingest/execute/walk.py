@@ -8,6 +8,7 @@ from tracestore.ingest.execute.nodes import Node, column_names, leads_to_unit, t
 from tracestore.ingest.execute.values import (
     columns_of,
     describe,
+    id_text,
     item_value,
     json_value,
     key_text,
@@ -161,7 +162,8 @@ class Walk:
                 raise InvalidInputError(f"item {k} of {step.text} has no {path}", source=self._source)
             if value_of.pattern is None:
                 is_number = value_of.name in NUMBER_NAMES or value_of.name in ("N", "K")
-                found[value_of.name] = number(value, value_of.name) if is_number else key_text(value)
+                text_of = id_text if value_of.name == "id" else key_text
+                found[value_of.name] = number(value, value_of.name) if is_number else text_of(value)
                 continue
             match = value_of.pattern.match(key_text(value))
             if match is None:

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 from tracestore.errors import UsageError
 from tracestore.ingest.layout.addresses import ItemsStep
-from tracestore.ingest.layout.fields import LABELS, SETTINGS_OF
+from tracestore.ingest.layout.fields import KEY, LABELS, SETTINGS_OF
 from tracestore.ingest.layout.patterns import AXIS_NAMES
-from tracestore.ingest.layout.places import RECORDS, Place, Plan
+from tracestore.ingest.layout.places import RECORDS, Place, Plan, given_name
 
 
 def check_effects(plan: Plan) -> None:
@@ -28,6 +28,9 @@ def check_effects(plan: Plan) -> None:
             raise UsageError(f"{place.name}: has no effect without a line for the field; remove it")
         if place.name == "S.lengths" and _is_flat(plan) and _has(plan, *_BORDERS):
             raise UsageError("S.lengths: has no effect where other lines give where each trace begins; remove it")
+        is_key = place.name.startswith(KEY)
+        if is_key and not any(given_name(place) in plan.keys[other] for other in plan.others):
+            raise UsageError(f"{place.name}: has no effect without a line that joins by it; remove it")
         if place.name == "L.offset":
             _check_offset(plan, place)
     if plan.names:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from tracestore.ingest.layout.patterns import NUMBER_NAMES
 from tracestore.store import vocabulary
 from tracestore.store.format.labels import CORRECT, HALLUCINATION
 
@@ -57,6 +58,8 @@ SETTINGS: dict[str, tuple[type, ...] | tuple[str, ...]] = {
     "S.prompt": ("tokens", "columns"),
     "duplicates": ("keep", "drop"),
 }
+# Prefix of the fields that bind a name by their value: later lines join by it.
+KEY = "key."
 # The meaning of a word that is no label.
 MISSING_WORD = "missing"
 # Prefixes of settings with the name of a field or a word behind them, and the type of their value.
@@ -103,6 +106,8 @@ def rule_of(name: str) -> FieldRule | None:
     head, _, tail = name.partition(".")
     if tail and head in ("correctness", "hallucination"):
         return FieldRule("score", direction=CORRECT if head == "correctness" else HALLUCINATION)
+    if tail.isidentifier() and f"{head}." == KEY and tail not in {*NUMBER_NAMES, "id", "file"}:
+        return FieldRule("id")
     return FIELDS.get(name)
 
 

@@ -23,6 +23,7 @@ from tracestore.ingest.layout.fields import (
 from tracestore.ingest.layout.patterns import Pattern
 
 _MAX_BYTES = 1 << 20
+_MAX_AXES = 4  # of states
 _LISTS = ("records", "ignore")
 # States that are those of no token, such as a mean over tokens. A store does not hold them, so they are left out.
 _OTHER_STATES = "vector"
@@ -175,7 +176,9 @@ def parse_layout(entries: Mapping[str, Any], where: str = "layout") -> Layout:
                 templates[name].parts  # noqa: B018
             else:
                 _check_name(name, FIELDS)
-                addresses[name] = _addresses([value] if isinstance(value, str) else value, 2)
+                # The numbers of a shape may lie in several places.
+                most = _MAX_AXES if name.startswith("shape.") else 2
+                addresses[name] = _addresses([value] if isinstance(value, str) else value, most)
         except UsageError as error:
             raise UsageError(f"{where}: {name}: {error}") from None
     _add_records(addresses, lists.get("records", ()))

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from tracestore.errors import UsageError
 from tracestore.ingest.layout.addresses import Address, AttributeStep, ItemsStep, KeyStep
-from tracestore.ingest.layout.fields import RECORD_FIELDS, FieldRule
+from tracestore.ingest.layout.fields import KEY, RECORD_FIELDS, FieldRule
 from tracestore.ingest.layout.language import Layout, below
 from tracestore.ingest.layout.patterns import AXIS_NAMES
 
@@ -82,8 +82,17 @@ class Place:
     @cached_property
     def is_counted(self) -> bool:
         """True if rows are joined by their own number, not by that of an answer."""
+        return bool(self._numbered - {"sample"})
+
+    @property
+    def has_numbers(self) -> bool:
+        """True if a number of rows, also of those with one id, is a part of what joins them."""
+        return bool(self._numbered)
+
+    @cached_property
+    def _numbered(self) -> set[str]:
         steps = [step for step in self.address.path if isinstance(step, ItemsStep)]
-        return any(v.path == ("#",) and v.name != "sample" for step in steps for v in step.values)
+        return {v.name for step in steps for v in step.values if v.path == ("#",)}
 
     @cached_property
     def position_prefix(self) -> str | None:
@@ -184,7 +193,8 @@ def plan_of(layout: Layout) -> Plan:
 def _place(layout: Layout, name: str, address: Address, part: int = 0, *, is_optional: bool = False) -> Place:
     rule = layout.rule(name)
     axes = address.axes_of(rule.axes)
-    if rule.kind == "known" and name.startswith(("S.offsets", "S.owner", "shape.")) and address.axes is None:
+    is_open = name.startswith(("S.offsets", "S.owner", "shape.")) and len(layout.addresses[name]) == 1
+    if rule.kind == "known" and is_open and address.axes is None:
         axes = ("V",)  # any number of values
     if unknown := [axis for axis in axes if len(axis) > 1 and axis not in _FLAT]:
         raise UsageError(
@@ -228,7 +238,7 @@ def _join(plan: Plan) -> None:
         ready = [p for p in waiting if _is_joined(plan, p, known)]
         # A place waits for those that give what it binds, unless nothing else is left.
         ready = [p for p in ready if not _waits(p, waiting, known)] or ready
-        first = [p for p in ready if _given(p)] or ready
+        first = [p for p in ready if given_name(p)] or ready
         if not first:
             place = waiting[0]
             bound = ", ".join(sorted(place.trace_names))
@@ -240,11 +250,13 @@ def _join(plan: Plan) -> None:
             plan.keys[place] = _key(plan, place, known)
         plan.others += first
         waiting = [p for p in waiting if p not in first]
-        known |= {name for place in first if (name := _given(place))}
+        known |= {name for place in first if (name := given_name(place))}
 
 
-def _given(place: Place) -> str | None:
+def given_name(place: Place) -> str | None:
     """Return the name that the values of a place bind for other places."""
+    if place.name.startswith(KEY):
+        return place.name.removeprefix(KEY)
     return DERIVED.get(place.name, place.name if place.name in _TEXT_NAMES else None)
 
 
@@ -261,7 +273,7 @@ def _advice(plan: Plan, place: Place) -> str:
 def _waits(place: Place, waiting: list[Place], known: set[str]) -> bool:
     """Return whether a place binds a name whose value another waiting place gives."""
     unknown = place.trace_names - known
-    return bool(unknown) and not unknown.isdisjoint(_given(p) for p in waiting if p is not place)
+    return bool(unknown) and not unknown.isdisjoint(given_name(p) for p in waiting if p is not place)
 
 
 def _key(plan: Plan, place: Place, known: set[str]) -> tuple[str, ...]:

@@ -259,6 +259,23 @@ def a_length_too_short(dump, rng):
     return NONE if slots[0].set(lengths) else None
 
 
+@mutation("17c, 24")
+def a_token_of_padding_kept(dump, rng):
+    """Let masks and lengths keep one token of the padding of each row."""
+    masks, lengths = ([s for s in dump.slots(name) if s.array() is not None] for name in ("S.mask", "S.lengths"))
+    if not dump.slots("tokens") or "(N S)" in str(dump.layout) or {"P", "step"} & {*dump.states()[0].axes}:
+        return None
+    if any("S.pad" in name for name in dump.layout) or not any((slot.array() == 0).any() for slot in masks):
+        return None
+    return NONE if _set_all(masks, _with_one_more) and _set_all(lengths, lambda array: array + 1) else None
+
+
+def _with_one_more(mask):
+    """Return a mask whose rows have one more token at each end where they leave some out."""
+    wide = np.pad(mask.astype("i8"), [(0, 0)] * (mask.ndim - 1) + [(1, 1)])
+    return np.maximum(np.maximum(wide[..., :-2], wide[..., 1:-1]), wide[..., 2:])
+
+
 @mutation("3a")
 def early_end_not_stated(dump, rng):
     """Leave out the line for the id that fills a row of generate() that ended early."""

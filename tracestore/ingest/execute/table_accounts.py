@@ -1,0 +1,173 @@
+"""Accounts of rows that are joined to traces: their order, their number, and what is left over."""
+
+import re
+import unicodedata
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tracestore.errors import InvalidInputError, escape_unprintable
+from tracestore.ingest.execute.join import Column
+from tracestore.ingest.layout.places import Place
+from tracestore.ingest.tree import Group, Value
+
+
+def end_text(row: tuple[Any, ...]) -> str:
+    """Return a row that was joined in order, as a person compares it with the files: its value and its trace."""
+    key, trace, sample, value = row
+    owner = f"row {key[0]}" if trace is None else trace if sample is None else f"{trace}, sample {sample}"
+    return escape_unprintable(owner if value is None else f"{value} of {owner}", 60)
+
+
+def check_first_row(found: int, num_before: int, chunk: int | None, source: str) -> None:
+    """Rule 13: a chunk that is no next number is numbered by its first row."""
+    if found != num_before:
+        also = (
+            "" if chunk is None else f"{chunk}: chunks are numbered from 0 without gaps, or by their first row, here "
+        )
+        raise InvalidInputError(f"found chunk {found}, expected {also}{num_before:,}", source=source)
+
+
+def check_ordered(root: Value, source: str) -> None:
+    """Rule 13: rows are joined to the keys of a mapping only where these are in the order of their writing."""
+    if isinstance(root, Group) and not root.is_ordered:
+        raise InvalidInputError(
+            "its keys are not in the order in which they were written, so that no rows are joined to them in order; "
+            "a column of ids joins them",
+            source=source,
+        )
+
+
+def check_totals(tables: Mapping[Place, Column], total: int) -> None:
+    """Rule 13: tables that run on over all chunks have as many rows as the chunks traces."""
+    for place, column in tables.items():
+        if {"N", "N*"} & {*column.names} and place.rule.kind != "known":
+            rows = column.num_rows({})
+            if rows is not None and rows != total:
+                raise InvalidInputError(f"{place.address}: {rows:,} rows belong to {total:,} traces", field=place.name)
+
+
+def loose_key(value: Any) -> str:
+    """Return a key without leading zeros, `.0`, blanks, case and marks: what rule 12b compares."""
+    text = re.sub(r"\s+", "", unicodedata.normalize("NFKC", str(value))).casefold()
+    text = re.sub(r"\.0+$", "", text)
+    return re.sub(r"(?<![0-9])0+(?=[0-9])", "", text)
+
+
+def check_remainders(name: str, rows: list[Any], unused: list[Any], missing: list[Any]) -> None:
+    """Rule 12b: rows without a trace and traces without a row are refused if they would match in another spelling.
+
+    They are refused, too, if rows and traces are runs of integers of which one begins at 0 and the other at 1: also if
+    only the trace 0 has no row, because there is a row too few.
+    """
+    if not missing:
+        return
+    loose = {loose_key(key): key for key in missing}
+    for key in unused:
+        if (other := loose.get(loose_key(key))) is not None:
+            raise InvalidInputError(
+                f"the row {_short(key)} and the trace {_short(other)} differ in spelling only; correct one of them",
+                field=name,
+            )
+    left = set(unused)
+    first, own = _run(rows), _run([*(key for key in rows if key not in left), *missing])
+    if first is None or own is None or abs(first - own) != 1:
+        return
+    if unused or (first, own) == (1, 0):
+        found = f"the row {_short(unused[0])} and the trace" if unused else "the trace"
+        raise InvalidInputError(
+            f"{found} {_short(missing[0])} {'are' if unused else 'is'} left over: numbered from 0 and from 1",
+            field=name,
+        )
+
+
+def _run(keys: list[Any]) -> int | None:
+    """Return the first number of keys that are a run of integers behind one text, None for others."""
+    found = [re.fullmatch(r"(\D*)(\d+)", str(key)) for key in keys]
+    if not all(found) or len({m[1] for m in found if m}) > 1:
+        return None
+    numbers = {int(m[2]) for m in found if m}
+    return min(numbers) if max(numbers) - min(numbers) + 1 == len(numbers) else None
+
+
+def _short(key: Any) -> str:
+    return repr(escape_unprintable(str(key), 40))
+
+
+@dataclass
+class TableAccount:
+    """Tell how the rows of a table were joined to the traces of a run.
+
+    Attributes
+    ----------
+    field, source : str
+        The field that the table gives, and the name of the file.
+    joined_by : str
+        See `Column.joined_by`.
+    is_of_id : bool
+        Whether ids of traces join the rows.
+    rows, unused : list
+        The first keys of all rows, and of those without a trace.
+    missing : list of str
+        The keys of the traces without a row.
+    num_rows, num_used : int
+    partial : str or None
+        A list of answers of which only some belong to traces, or answers that are numbered otherwise.
+    ends : str
+        The first and the last row, where their order is a part of what joins them.
+    """
+
+    field: str
+    source: str
+    joined_by: str
+    is_of_id: bool
+    rows: list[Any]
+    unused: list[Any]
+    missing: list[str]
+    num_rows: int
+    num_used: int
+    partial: str | None
+    ends: str = ""
+
+    def close(self, has_id: Callable[[str], bool], *, is_whole: bool) -> str:
+        """Return how the rows were joined; InvalidInputError if they do not fit."""
+        num_known = 0
+        unused = self.unused
+        if self.is_of_id:
+            unused = [key for key in unused if not has_id(str(key))]
+            num_known = len(self.unused) - len(unused)
+        num_unused, missing = self.num_rows - self.num_used - num_known, self.missing
+        if self.joined_by in ("in order", "by position") and (num_unused or missing) and is_whole:
+            found = f"{self.num_rows:,} rows in order belong to {self.num_used + len(missing):,} traces"
+            raise InvalidInputError(found, field=self.field)
+        if self.num_rows and num_unused == self.num_rows:
+            first = escape_unprintable(str(*self.rows[:1]), 40)
+            raise InvalidInputError(
+                f"no {self.joined_by[3:]} of it is that of a trace: its first is {first!r}", field=self.field
+            )
+        check_remainders(self.field, self.rows, unused, missing)
+        if self.partial is not None:
+            raise InvalidInputError(self.partial, field=self.field)
+        rest = f", {num_unused:,} without a trace" if num_unused else ""
+        rest += f", {len(missing):,} traces without a row" if missing else ""
+        return f"{self.field}: {self.num_used:,} rows of {self.source} joined {self.joined_by}{rest}{self.ends}"
+
+
+def table_account(column: Column, source: str, missing: list[str]) -> TableAccount:
+    """Return the account of a table in a file; `missing` are the keys of the traces without a row."""
+    rows = list(dict.fromkeys(column.rows()))
+    unused = [key for key in rows if key not in column.used]
+    first_keys, left_over = ([key[0] for key in keys if key] for keys in (rows, unused))
+    return TableAccount(
+        column.place.name,
+        source,
+        column.joined_by,
+        column.names == ("id",),
+        first_keys,
+        left_over,
+        missing,
+        len(rows),
+        len(rows) - len(unused),
+        column.partial_answers(unused) or (column.misnumbered_answers(rows) if missing else None),
+        f": the first {end_text(column.ends[0])}, the last {end_text(column.ends[1])}" if column.ends else "",
+    )
