@@ -268,7 +268,8 @@ class RowTexts:
 
 
 def _number(row: tuple[Any, ...]) -> Any:
-    return row[0]
+    """Return what sorts a row by its key, whose parts may be numbers, texts and None."""
+    return [(type(part) is int, part if type(part) is int else 0, str(part)) for part in row[0]]
 
 
 def _contains(one: str, two: str) -> bool:
