@@ -376,7 +376,7 @@ def test_a_value_that_names_no_row(tmp_path, rows):
     """Rows counted from 1, a row twice, and numbers that are none [labels of other rows]."""
     dump(tmp_path / "in/a.pkl", {"hs": states(4, 2, 3, 8), "row": np.array(rows)})
     table(tmp_path / "in/t.csv", [{"qid": "abcd"[k], "ok": k % 2} for k in range(4)])
-    layout = {"hidden_states": "a.pkl : hs -> N L S D", "key.row": "a.pkl : row -> N", "ignore": "t.csv : []/qid"}
+    layout = {"hidden_states": "a.pkl : hs -> N L S D", "key.row": "a.pkl : row -> N", "ignore": "t.csv : [row=#]/qid"}
 
     refuse(tmp_path, layout | {"is_correct": "t.csv : [row=#]/ok"}, "rows in order belong to|serves several traces")
 
@@ -448,7 +448,9 @@ def test_values_that_are_no_ids(tmp_path, value, is_bound):
         layout = {"hidden_states": "a.pkl : []/hs -> L S D", "question_id": "a.pkl : []/qid"}
 
     refuse(
-        tmp_path, layout | {"ignore": "a.pkl : []/id"} if not is_bound else layout, "expected an id|has no qid|no id"
+        tmp_path,
+        layout | {"ignore": "a.pkl : []/id"} if not is_bound else layout,
+        "expected an id|has no qid|expected one value",
     )
 
 

@@ -175,8 +175,8 @@ class Column:
         return value
 
     def _check_list(self, environment: Mapping[str, Any]) -> None:
-        """Rule 12: a list of answers has a value for each trace of its question, None where one is missing."""
-        if "K" not in self._names:
+        """Rule 12: a list of labels or scores has one for each answer, None where one is missing."""
+        if "K" not in self._names or self.place.rule.kind != "score":
             return
         if self._lists is None:
             at = [k for k, name in enumerate(self._own or ()) if name != "K"]

@@ -7,8 +7,6 @@ import unicodedata
 from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
-import numpy as np
-
 from tracestore.errors import InvalidInputError, escape_unprintable
 from tracestore.ingest.layout.addresses import ItemValue
 from tracestore.ingest.layout.fields import LABELS, MISSING_WORD, rule_of, score_of
@@ -44,7 +42,7 @@ def item_value(item: Value, value_of: ItemValue) -> Value:
 
 def _scalar(value: Value) -> Value:
     array = as_array(value)
-    if array is None or math.prod(array.shape) != 1 or (array.ndim and array.dtype == np.uint8):  # a byte
+    if array is None or math.prod(array.shape) != 1 or (array.ndim and array.dtype == "uint8"):  # a byte
         return None
     number: bool | int | float = array.read().reshape(-1)[0].item()
     return number
