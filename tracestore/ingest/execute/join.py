@@ -162,7 +162,7 @@ class Column:
         Rows of one trace, such as those of its tokens or layers, say the same.
         """
         cells = self.cells(environment)
-        value = self._value(cells[0], fixed) if cells else MISSING
+        value: Any = self._value(cells[0], fixed) if cells else MISSING
         if value is MISSING:
             self._check_list(environment)
             return value
