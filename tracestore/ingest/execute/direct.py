@@ -12,8 +12,8 @@ from tracestore.errors import InvalidInputError
 from tracestore.ingest.execute.arrays import check_ids
 from tracestore.ingest.execute.axes import Block, read_block, settle_dtype
 from tracestore.ingest.execute.nodes import Node
-from tracestore.ingest.execute.padding import check_no_padding
 from tracestore.ingest.execute.records import RecordMaker
+from tracestore.ingest.execute.row_padding import check_no_padding
 from tracestore.ingest.execute.values import check_spans, describe, json_value, one_value, plain_of, typed_value
 from tracestore.ingest.execute.walk import Cell, Walk, settled
 from tracestore.ingest.layout.addresses import Address, ItemsStep, KeyStep, Step

@@ -11,7 +11,7 @@ from tracestore.ingest.execute.arrays import ArrayReader, check_attention_values
 from tracestore.ingest.execute.axes import MISSING, layer_ids_of, read
 from tracestore.ingest.execute.found import Columns, FoundTrace, identity_of
 from tracestore.ingest.execute.join import Column
-from tracestore.ingest.execute.padding import PadAccount, PromptAccount, check_border, check_ends
+from tracestore.ingest.execute.row_padding import PadAccount, PromptAccount, check_border, check_ends
 from tracestore.ingest.execute.tokens import (
     Span,
     check_left_out,
