@@ -1,5 +1,6 @@
 """A comparison of detectors: frozen folds, results, and their files."""
 
+import math
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -310,7 +311,8 @@ def _read_external(path: Path, data: LabeledStore) -> np.ndarray:
     sign = -1.0 if scores.direction == CORRECT else 1.0
     questions = data.store.question_ids.take(data.indices)
     samples = [data.store[int(k)].sample for k in data.indices]
-    values = sign * np.array([scores.lookup(q, s)[0] for q, s in zip(questions, samples, strict=True)])
+    rows = [scores.row_of(q, s) for q, s in zip(questions, samples, strict=True)]
+    values = sign * np.array([math.nan if row is None else row.score for row in rows])
     missing = np.flatnonzero(np.isnan(values))
     if len(missing):
         first = questions[int(missing[0])]

@@ -15,7 +15,7 @@ from tracestore.convert.described import DescribedRun
 from tracestore.convert.options import ConvertOptions
 from tracestore.errors import InvalidInputError, UsageError, error_location, escape_unprintable
 from tracestore.ingest.execute.table_accounts import check_remainders
-from tracestore.ingest.score_files import ID_COLUMN, direction_of, read_table
+from tracestore.ingest.score_files import ID_COLUMN, ScoreRow, direction_of, read_table
 from tracestore.ingest.sources import SourceFile
 from tracestore.store.format import schema
 from tracestore.store.format.labels import HALLUCINATION
@@ -113,25 +113,26 @@ class Scoring:
         if self.file is None:
             return found, record.group
         self.set_label(packed)
+        row = self.file.row_of(record.question_id, record.sample, record.position)
         if self.file.in_order:
             self._num_positions = max(self._num_positions, record.position + 1)
-            return {**found, self._name: self.file.score_at(record.position)}, ""
-        if self.file.has_row(record.question_id, record.sample):
-            self._matched.add(record.question_id)
-        else:
+        elif row is None:
             self._without_row[record.question_id] = None
-        score, group = self.file.lookup(record.question_id, record.sample)
-        if math.isnan(score):
+        else:
+            self._matched.add(record.question_id)
+        row = row or ScoreRow()
+        if math.isnan(row.score):
             extras = json.loads(packed.extras or "{}")
             self._unscored.update(k for k, v in extras.items() if isinstance(v, bool | int | float) and _may_label(k))
-        return {**found, self._name: score}, group
+        return {**found, self._name: row.score}, row.group
 
     def set_label(self, packed: PackedTrace) -> None:
         """Give a trace the label of the scores file, which replaces that of a built-in layout."""
         record, file = packed.record, self.file
         if file is None or self._export is not None:
             return
-        label = file.label_of(record.question_id, record.sample, record.position)
+        row = file.row_of(record.question_id, record.sample, record.position)
+        label = None if row is None or math.isnan(row.label) else row.label
         if not self._described.is_builtin and record.label is not None:
             if label not in (None, record.label):
                 raise InvalidInputError(
@@ -156,13 +157,13 @@ class Scoring:
     def id_of_file(self, packed: PackedTrace, source: str) -> str | None:
         """Return the name of a file if it is an id of the scores file, and the first trace of the file has no id."""
         stem = PurePosixPath(source).name.partition(".")[0]
-        is_named = self.file is not None and not packed.record.has_own_id and (stem, 0) in self.file.values
+        is_named = self.file is not None and not packed.record.has_own_id and (stem, 0) in self.file.rows
         return stem if is_named else None
 
     def check_count(self) -> None:
         """Raise InvalidInputError if a scores file without ids has more or fewer scores than the source traces."""
-        if self.file is not None and self.file.in_order and len(self.file.in_order) != self._num_positions:
-            raise InvalidInputError(self.file.count_text(self._num_positions), source=self.file.path.name)
+        if self.file is not None:
+            self.file.check_count(self._num_positions)
 
     def check_ids(self, writer: StoreWriter, *, can_refuse: bool) -> None:
         """Check rules 12b and 12c of the scores file: some of its ids are those of traces, in the same spelling.
@@ -175,8 +176,9 @@ class Scoring:
         """
         if self.file is None or self.file.in_order or not self._without_row:
             return
-        ids = list(dict.fromkeys(question_id for question_id, _ in self.file.values))
-        found = self._matched.union(q for q, sample in self.file.values if writer.index.find(q, sample) >= 0)
+        keys = self.file.keys
+        ids = list(dict.fromkeys(question_id for question_id, _ in keys))
+        found = self._matched.union(q for q, sample in keys if writer.index.find(q, sample) >= 0)
         unused = [question_id for question_id in ids if question_id not in found]
         if can_refuse:
             with error_location(self.file.path.name):
@@ -191,7 +193,7 @@ class Scoring:
     def _no_match(self, file: "Scores", ids: list[str]) -> str:
         """Return an example of both sides, and the flag to use."""
         with read_table(file.path) as table:
-            rows = [row for _, row in itertools.islice(table.rows, _MAX_ROWS)]
+            rows = list(itertools.islice(table.rows, _MAX_ROWS))
         columns = dict.fromkeys(name for row in rows for name, value in row.items() if str(value) in self._without_row)
         own, other = (escape_unprintable(next(iter(found)), 40) for found in (ids, self._without_row))
         advice = "write the ids of the traces into it, or name another key of the traces with a line for question_id"
@@ -212,9 +214,7 @@ class Scoring:
         stored, labels = columns.score(self._name), columns.labels
         updates = {}
         for index, question_id, sample in self._traces_of_file(writer, self.file, stored):
-            score, group = self.file.lookup(question_id, sample)
-            label = self.file.label_of(question_id, sample, index)
-            label = math.nan if label is None else label
+            score, group, label = self.file.row_of(question_id, sample) or ScoreRow()
             found, before = (score, label, group), (float(stored[index]), float(labels[index]), columns.group(index))
             is_same = [f == b or not f or f != f for f, b in zip(found, before, strict=True)]
             if not all(is_same):
@@ -237,7 +237,7 @@ class Scoring:
             yield index, writer.index.question_id(index), writer.index.row(index).sample
         exported = {s.name for s in self.sources if s.export is not None and s.export.has_values}
         seen = set(without)
-        for question_id, first in file.values:
+        for question_id, first in file.keys:
             for sample in itertools.count(first) if not file.has_samples else (first,):
                 if (index := writer.index.find(question_id, sample)) < 0:
                     break
@@ -247,7 +247,7 @@ class Scoring:
 
     def num_without_trace(self, writer: StoreWriter) -> int:
         """Return how many scores of the file belong to no trace."""
-        return 0 if self.file is None else sum(writer.index.find(q, s) < 0 for q, s in self.file.values)
+        return 0 if self.file is None else sum(writer.index.find(q, s) < 0 for q, s in self.file.keys)
 
     def lines(self) -> Iterator[str]:
         """Yield what was found inside the traces and in the scores file."""
@@ -297,8 +297,7 @@ def _read_files(described: DescribedRun, options: ConvertOptions, output: Output
         found = read_scores(
             path, options.score_column, options.group_column, options.score_direction, options.id_column
         )
-        count = len(found.values) or len(found.in_order)
-        output.info(f"scores: {path}, column {found.column}, {plural(count, 'question')}")
+        output.info(f"scores: {path}, column {found.column}, {plural(len(found.rows), 'question')}")
         if scores is None:
             scores = found
         else:

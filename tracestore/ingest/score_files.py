@@ -1,37 +1,33 @@
 """Files of scores: their formats, the names of their columns, and which files next to the traces they are."""
 
 import contextlib
-import csv
+import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, islice
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, NamedTuple
 
 from tracestore.errors import InvalidInputError, UsageError
 from tracestore.ingest.exports import EXPORT_FILE
 from tracestore.ingest.readers.opening import open_tree
 from tracestore.ingest.tree import Array, Group, Items, Value
 from tracestore.store.format.labels import is_prediction
-from tracestore.store.io.fsio import open_csv, open_regular
-from tracestore.store.vocabulary import PRIMARY_SCORES, SCORES
+from tracestore.store.io.fsio import open_regular
+from tracestore.store.vocabulary import PRIMARY_SCORES, SCORES, SYNONYMS
 
 ID_COLUMN, GROUP_COLUMN = "question_id", "group"
 # Columns of the question ids, by their normalized names; the first one of a table counts.
-_ID_COLUMNS = (
-    *(ID_COLUMN, "question_ids", "qid", "id", "uid", "prompt_id", "doc_id", "request_id", "example_id", "sample_id"),
-    *("idx", "index"),
-)
+_ID_COLUMNS = (ID_COLUMN, *(name.replace(" ", "_") for name in SYNONYMS[ID_COLUMN]))
 # Columns whose words have a meaning, and whose numbers do not. They count if there is none of SCORES.
 WORD_COLUMNS = ("verdict", "judgment", "judge", "judge_label", "label", "labels")
 # What the name of a score may have before or behind it without another meaning.
 _AFFIX = re.compile(r"^(?:label|human)_|_(?:to_target|reward)$")
 _WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[\s\-]+")
-_TREES = (".json", ".jsonl", ".ndjson", ".npy", ".npz", ".parquet")
-_MAX_LINE_BYTES = 64 << 20
-_MAX_HEADER_ROWS = 100  # whose keys are the columns of a table without a header
+_TABLES = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".npy", ".npz", ".parquet")
+_MAX_HEADER_ROWS = 100  # whose keys are the columns of a table
 
 
 @lru_cache(maxsize=1 << 14)
@@ -80,6 +76,14 @@ def score_columns_of(header: Sequence[str]) -> list[str]:
     return known or [found[name] for name in WORD_COLUMNS if name in found][:1]
 
 
+class ScoreRow(NamedTuple):
+    """The score, group and label (1: hallucinated) of a trace; NaN or "" if they are missing."""
+
+    score: float = math.nan
+    group: str = ""
+    label: float = math.nan
+
+
 @dataclass
 class ScoreTable:
     """The columns and rows of a file.
@@ -88,14 +92,14 @@ class ScoreTable:
     ----------
     header : list of str
         Names of the columns.
-    rows : iterator of (str, dict)
-        Place of each row in the file, and its cells by the names of their columns.
+    rows : iterator of dict
+        The cells of each row by the names of their columns.
     has_ids : bool
         False if the rows have no ids and are in the order of the traces.
     """
 
     header: list[str]
-    rows: Iterator[tuple[str, dict[str, Any]]]
+    rows: Iterator[dict[str, Any]]
     has_ids: bool = True
 
 
@@ -108,31 +112,9 @@ def read_table(path: Path) -> Iterator[ScoreTable]:
     InvalidInputError
         If the file is not a table in the format of its suffix.
     """
-    if path.suffix in _TREES:
-        open_regular(path).close()  # raises what the operating system says about the file
-        with open_tree(path) as root:
-            yield _table(root, path)
-        return
-    with open_csv(open_regular(path), "utf-8-sig") as file:
-        first = file.readline(_MAX_LINE_BYTES)
-        file.seek(0)
-        rows = csv.reader(file, delimiter="\t" if path.suffix == ".tsv" else _delimiter(first), strict=True)
-        header = [name.strip() for name in next(rows, [])]
-        if len(set(header)) < len(header):
-            raise InvalidInputError("expected a header with different names")
-        yield ScoreTable(header, _cells(rows, header))
-
-
-def _delimiter(header: str) -> str:
-    return max(",;\t", key=header.count)
-
-
-def _cells(rows: Any, header: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    for cells in rows:
-        if any(cell.strip() for cell in cells):
-            if len(cells) != len(header):
-                raise InvalidInputError(f"line {rows.line_num}: found {len(cells)} cells, expected {len(header)}")
-            yield f"line {rows.line_num}", dict(zip(header, cells, strict=True))
+    open_regular(path).close()  # raises what the operating system says about the file
+    with open_tree(path) as root:
+        yield _table(root, path)
 
 
 def _table(root: Value, path: Path) -> ScoreTable:
@@ -166,15 +148,15 @@ def _table_of_group(root: Group, path: Path) -> ScoreTable:
 def _rows(rows: Iterable[Any]) -> ScoreTable:
     """Return a table of rows with names of columns; those of the first rows are its header."""
 
-    def checked() -> Iterator[tuple[str, dict[str, Any]]]:
+    def checked() -> Iterator[dict[str, Any]]:
         for k, row in enumerate(rows):
-            if not isinstance(row, Mapping):
+            if not isinstance(row, Group | dict):
                 raise InvalidInputError(f"row {k}: found {type(row).__name__}, expected an object")
-            yield f"row {k}", dict(row)
+            yield {str(name).strip(): value for name, value in row.items()}
 
     found = checked()
     first = list(islice(found, _MAX_HEADER_ROWS))
-    return ScoreTable(list(dict.fromkeys(str(key) for _, row in first for key in row)), chain(first, found))
+    return ScoreTable(list(dict.fromkeys(name for row in first for name in row)), chain(first, found))
 
 
 def _column(value: Value) -> list[Any] | None:
@@ -191,9 +173,8 @@ def _columns(columns: dict[str, list[Any]]) -> ScoreTable:
     counts = {len(values) for values in columns.values()}
     if len(counts) > 1:
         raise InvalidInputError(f"found columns of {', '.join(map(str, sorted(counts)))} rows, expected equally many")
-    rows = zip(*columns.values(), strict=True)
-    places = ((f"row {k}", dict(zip(columns, row, strict=True))) for k, row in enumerate(rows))
-    return ScoreTable(list(columns), places, has_ids=id_column_of(list(columns)) is not None)
+    rows = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
+    return ScoreTable(list(columns), rows, has_ids=id_column_of(list(columns)) is not None)
 
 
 def _column_of_file(path: Path) -> str:
@@ -266,13 +247,13 @@ def _chosen(found: list[Path], tops: set[Path]) -> list[Path]:
 
 def scores_advice(path: Path) -> str | None:
     """Return the flags that take the scores of a table with columns of ids and scores; None for another file."""
-    if path.suffix not in (".csv", ".tsv", *_TREES):
+    if path.suffix not in _TABLES:
         return None
     try:
         with read_table(path) as table:
             has_ids = table.has_ids and id_column_of(table.header) is not None
             columns = score_columns_of(table.header)
-    except (InvalidInputError, OSError, ValueError, csv.Error):
+    except (InvalidInputError, OSError):
         return None
     if not has_ids or not columns:
         return None
@@ -286,5 +267,5 @@ def _has_predictions(path: Path) -> bool:
     try:
         with read_table(path) as table:
             return is_prediction(table.header)
-    except (InvalidInputError, UsageError, OSError, ValueError, csv.Error):
+    except (InvalidInputError, UsageError, OSError):
         return False

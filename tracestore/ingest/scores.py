@@ -1,22 +1,21 @@
-"""Read scores files (CSV with question_id and a column of scores), and update the scores of a store.
+"""Read scores files (CSV with question_id and a column of scores), and update the scores of a store."""
 
-One module of over 400 lines: a table of scores, its meaning, and its way into a store.
-"""
-
-import csv
 import dataclasses
 import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from tracestore.errors import InvalidInputError, UsageError
+from tracestore.ingest.execute.values import label_value, number, score_value
 from tracestore.ingest.score_files import (
     GROUP_COLUMN,
     ID_COLUMN,
     WORD_COLUMNS,
+    ScoreRow,
     ScoreTable,
     direction_of,
     id_column_of,
@@ -39,6 +38,9 @@ from tracestore.store.vocabulary import score_of_word
 from tracestore.store.write.writer import StoreWriter
 
 _MIN_LABELS = 10  # fewer may be those of the answers with wrong scores
+_MAX_SAMPLE = 2**31
+# The question id and sample of a trace; in files without ids its place in the order of the traces.
+Key = tuple[str, int] | int
 
 
 def score_name(column: str) -> str:
@@ -48,24 +50,25 @@ def score_name(column: str) -> str:
 
 @dataclass
 class Scores:
-    """Scores and groups of a file by (question id, sample).
+    """The rows of a file by the keys of traces: samples are 0 if the file has no `sample` column.
 
-    The sample is 0 if the file has no `sample` column. A missing score is NaN, a missing group "". `in_order` holds the
-    scores of a file without ids, in the order of the traces. `labels` are those of a column next to the scores (1:
-    hallucinated), by the same keys, or by row.
+    Labels are those of a column next to the scores.
     """
 
     path: Path
     column: str
     direction: str
     has_samples: bool
-    values: dict[tuple[str, int], tuple[float, str]] = dataclasses.field(default_factory=dict)
-    in_order: list[float] = dataclasses.field(default_factory=list)
+    rows: dict[Key, ScoreRow] = dataclasses.field(default_factory=dict)
     id_column: str | None = ID_COLUMN
     group_column: str = GROUP_COLUMN
     is_direction_known: bool = True
     label_column: str | None = None
-    labels: dict[tuple[str, int] | int, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the rows have no ids and are in the order of the traces."""
+        return self.id_column is None
 
     @property
     def name(self) -> str:
@@ -77,36 +80,33 @@ class Scores:
         """Meaning and source of the scores."""
         return ScoreField(self.direction, f"{self.path.name}, column {self.column}"[:1024])
 
-    def add(self, question_id: str, sample: int, score: float, group: str) -> None:
-        """Add a score and a group; raise InvalidInputError if the question has others."""
-        key = (question_id, sample)
-        known_score, known_group = self.values.setdefault(key, (score, group))
-        if math.isnan(known_score) and math.isnan(score):
-            self.values[key] = (score, group)
-        elif known_score != score or known_group != group:
-            found, expected = f"{self.column} {score:g}", f"{known_score:g}"
-            if known_score == score:
-                found, expected = f"{self.group_column} {group!r}", repr(known_group)
-            raise InvalidInputError(
-                f"found a second {found} for question {question_id!r}, expected {expected} as before"
-            )
+    @property
+    def keys(self) -> list[tuple[str, int]]:
+        """Question ids and samples of the rows; none of rows in the order of the traces."""
+        return [key for key in self.rows if not isinstance(key, int)]
 
-    def add_label(self, key: tuple[str, int] | int, label: float) -> None:
-        """Add a label, NaN for none; InvalidInputError if the question has another."""
-        if not math.isnan(label) and self.labels.setdefault(key, label) != label:
-            raise InvalidInputError(f"found a second label {label:g} for {key!r:.60}, expected {self.labels[key]:g}")
+    def add(self, key: Key, row: ScoreRow) -> None:
+        """Add a row; raise InvalidInputError if its key has another one."""
+        known = self.rows.setdefault(key, row)
+        for column, found, expected in zip(
+            (self.column, self.group_column, self.label_column), row, known, strict=True
+        ):
+            if found is not expected and found != expected:
+                question = key if isinstance(key, int) else key[0]
+                raise InvalidInputError(
+                    f"found a second {column} {found!r} for question {question!r}, expected {expected!r} as before"
+                )
 
-    def label_of(self, question_id: str, sample: int, position: int) -> float | None:
-        """Return the label of a trace, at a position in the order of the traces; None without one."""
-        return self.labels.get(position if self.in_order else (question_id, sample if self.has_samples else 0))
+    def row_of(self, question_id: str, sample: int = 0, position: int = 0) -> ScoreRow | None:
+        """Return the row of a trace, at a position in the order of the traces."""
+        return self.rows.get(position if self.in_order else (question_id, sample if self.has_samples else 0))
 
     def check_labels(self) -> None:
         """Raise UsageError if the labels contradict the scores, so that a label of 1 cannot mean a hallucinated answer."""
-        found = {k: self.in_order[k] if isinstance(k, int) else self.values[k][0] for k in self.labels}
-        groups = [[s for k, s in found.items() if self.labels[k] == label and s == s] for label in (0.0, 1.0)]
-        if not all(groups) or sum(map(len, groups)) < _MIN_LABELS:
+        found = [[r.score for r in self.rows.values() if r.label == label and r.score == r.score] for label in (0, 1)]
+        if not all(found) or sum(map(len, found)) < _MIN_LABELS:
             return
-        right, hallucinated = (sum(scores) / len(scores) for scores in groups)
+        right, hallucinated = (sum(scores) / len(scores) for scores in found)
         if (right < hallucinated) if self.direction == CORRECT else (right > hallucinated):
             raise UsageError(
                 f"{self.path.name}: {self.label_column} and {self.column} contradict each other: of the answers with "
@@ -114,16 +114,14 @@ class Scores:
                 f"{self.direction}); choose --score-column {self.column} or --score-column {self.label_column}"
             )
 
-    def score_at(self, position: int) -> float:
-        """Return the score at a position in the order of the traces; NaN beyond the last one."""
-        return self.in_order[position] if position < len(self.in_order) else math.nan
-
-    def count_text(self, count: int) -> str:
-        """Return why scores in the order of the traces do not fit to that many."""
-        return f"found {len(self.in_order):,} scores without ids, expected {count:,}, one per trace"
+    def check_count(self, count: int) -> None:
+        """Raise InvalidInputError unless rows in the order of the traces are as many."""
+        if self.in_order and len(self.rows) != count:
+            found = f"found {len(self.rows):,} scores without ids, expected {count:,}, one per trace"
+            raise InvalidInputError(found, source=self.path.name)
 
     def join(self, other: "Scores") -> None:
-        """Add the scores of another file."""
+        """Add the rows of another file."""
         if (other.name, other.direction, other.has_samples) != (self.name, self.direction, self.has_samples):
             raise UsageError(
                 f"{self.path} has {self.column} ({self.direction}), {other.path} {other.column} ({other.direction}); "
@@ -131,20 +129,11 @@ class Scores:
             )
         if self.in_order or other.in_order:
             raise UsageError(f"{other.path} has no ids, expected {ID_COLUMN} in each of several scores files")
-        for (question_id, sample), (score, group) in other.values.items():
+        for key, row in other.rows.items():
             try:
-                self.add(question_id, sample, score, group)
-                self.add_label((question_id, sample), other.labels.get((question_id, sample), math.nan))
+                self.add(key, row)
             except InvalidInputError as error:
                 raise error.with_location(source=str(other.path)) from None
-
-    def has_row(self, question_id: str, sample: int) -> bool:
-        """Return whether a row of the file is that of a trace."""
-        return (question_id, sample if self.has_samples else 0) in self.values
-
-    def lookup(self, question_id: str, sample: int = 0) -> tuple[float, str]:
-        """Return the score (NaN if missing) and group of a trace."""
-        return self.values.get((question_id, sample if self.has_samples else 0), (math.nan, ""))
 
 
 def read_scores(
@@ -179,24 +168,22 @@ def read_scores(
     UsageError
         If the file does not exist, or column or direction are ambiguous.
     InvalidInputError
-        If the content is invalid; names file, line and column.
+        If the content is invalid; names file, row and column.
     """
     try:
         with read_table(path) as table:
             scores = _columns(path, table, score_column, group_column, score_direction, id_column)
-            for number, (place, row) in enumerate(table.rows):
+            for position, row in enumerate(table.rows):
                 try:
-                    _add_row(scores, row, number)
+                    scores.add(*_row(scores, row, position))
                 except InvalidInputError as error:
-                    raise InvalidInputError(f"{place}: {error.reason}") from None
+                    raise InvalidInputError(f"row {position}: {error.reason}", field=error.field) from None
         scores.check_labels()
         return scores
     except FileNotFoundError:
         raise UsageError(f"{path}: no such scores file") from None
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise InvalidInputError(f"not a CSV file: {error}", source=path.name) from None
     except InvalidInputError as error:
         raise error.with_location(source=path.name) from None
 
@@ -211,16 +198,23 @@ def _columns(
 ) -> Scores:
     """Return the scores of a table that has these columns, without its rows."""
     header = table.header
-    ids = id_column or (id_column_of(header) if table.has_ids else None)
-    for name in (id_column, score_column, group_column):
-        if name is not None and name not in header:
-            raise InvalidInputError(f"found columns {_listed(header)}, expected {name} among them")
+    found = f"found columns {', '.join(header)}" if header else "found no rows"
+    ids = id_column or id_column_of(header)
+    for name in filter(None, (id_column, score_column, group_column)):
+        if name not in header:
+            raise InvalidInputError(f"{found}, expected {name} among them")
     if ids is None and table.has_ids:
         raise InvalidInputError(
-            f"found columns {_listed(header)}, expected {ID_COLUMN} among them; "
-            "name the column of the ids with --id-column"
+            f"{found}, expected {ID_COLUMN} among them; name the column of the ids with --id-column"
         )
-    column = score_column or _score_column(path.name, header)
+    candidates = [score_column] if score_column else score_columns_of(header)
+    if not candidates:
+        expected = "a known name of scores, such as score, correct, accuracy, bleurt or hallucination, among them"
+        raise InvalidInputError(f"{found}, expected {expected}; name it with --score-column")
+    if len(candidates) > 1:
+        choices = " or ".join(f"--score-column {column}" for column in candidates)
+        raise UsageError(f"{path.name}: found columns {' and '.join(candidates)}; choose {choices}")
+    column = candidates[0]
     direction = score_direction or direction_of(column)
     if column == "label" and tuple(header[: len(PREDICTION_COLUMNS)]) == PREDICTION_COLUMNS:
         direction = HALLUCINATION
@@ -233,10 +227,6 @@ def _columns(
     return scores
 
 
-def _listed(header: list[str]) -> str:
-    return ", ".join(header) or "an empty file"
-
-
 def _ambiguous_direction(path: Path, column: str) -> UsageError:
     return UsageError(
         f"{path.name}: a high {column} may mean a correct or a hallucinated answer; "
@@ -244,77 +234,41 @@ def _ambiguous_direction(path: Path, column: str) -> UsageError:
     )
 
 
-def _number(scores: Scores, value: object) -> float:
+def _score(scores: Scores, value: Any) -> float:
     """Return the score in a cell: a number, or the word of a judge."""
-    if value is None or (isinstance(value, str) and not value.strip()):
-        return math.nan
-    if isinstance(value, str):
-        word = score_of_word(value, scores.direction if scores.is_direction_known else None)
-        if word is not None:
-            return word
-    try:
-        number = float(value)  # type: ignore[arg-type]
-    except (ValueError, TypeError):
-        if isinstance(value, str) and score_of_word(value, CORRECT) is not None:
-            raise _ambiguous_direction(scores.path, scores.column) from None
-        raise InvalidInputError(f"found {value!r:.42} in {scores.column}, expected a number") from None
-    if not scores.is_direction_known and not math.isnan(number):
+    word = score_of_word(value, scores.direction if scores.is_direction_known else None) if type(value) is str else None
+    if word is not None:
+        return word
+    score = score_value(value, scores.column)
+    if not scores.is_direction_known and not math.isnan(score):
         raise _ambiguous_direction(scores.path, scores.column)
-    return number
+    return score
 
 
-def _label(scores: Scores, row: dict[str, object]) -> float:
-    """Return the label in a row next to its score: 0, 1 or the word of a judge; NaN without one."""
-    value = None if scores.label_column is None else row.get(scores.label_column)
-    if value is None or (isinstance(value, str) and not value.strip()):
-        return math.nan
+def _label(scores: Scores, value: Any) -> float:
+    """Return the label next to a score: 0, 1 or the word of a judge; NaN without one."""
     try:
-        word = score_of_word(value, HALLUCINATION) if isinstance(value, str) else None
-        label = float(value) if word is None else word  # type: ignore[arg-type]
-    except (ValueError, TypeError):
-        label = -1.0
-    if label not in (0.0, 1.0) and not math.isnan(label):
+        return label_value(value.strip(" .!") if type(value) is str else value, "", HALLUCINATION, {})
+    except InvalidInputError:
         raise InvalidInputError(
             f"found {value!r:.42} in {scores.label_column}, expected 1 (hallucinated) or 0; "
             f"--score-column {scores.column} uses the scores alone"
-        )
-    return label
+        ) from None
 
 
-def _add_row(scores: Scores, row: dict[str, object], number: int) -> None:
-    """Add the score and the group in a row of the file."""
-    score, text = _number(scores, row.get(scores.column)), row.get("sample", 0)
-    try:
-        sample = int(text)  # type: ignore[call-overload]
-    except (ValueError, TypeError):
-        raise InvalidInputError(f"found sample {text!r:.42}, expected a number") from None
-    if not 0 <= sample < 2**31:
-        raise InvalidInputError(f"found sample {sample}, expected 0 to 2^31 - 1")
-    if math.isinf(score):
-        raise InvalidInputError(f"found an infinite {scores.column}")
-    label = _label(scores, row)
+def _row(scores: Scores, row: dict[str, Any], position: int) -> tuple[Key, ScoreRow]:
+    """Return the key and the values of a row of the file."""
+    group = row.get(scores.group_column)
+    score = _score(scores, row.get(scores.column))
+    label = math.nan if scores.label_column is None else _label(scores, row.get(scores.label_column))
     if scores.id_column is None:
-        scores.in_order.append(score)
-        scores.add_label(number, label)
-        return
-    question = row.get(scores.id_column)
+        return position, ScoreRow(score, "", label)
+    question, sample = row.get(scores.id_column), number(row.get("sample", 0), "sample")
     if not isinstance(question, str | int) or isinstance(question, bool):
         raise InvalidInputError(f"found {question!r:.42} in {scores.id_column}, expected an id")
-    group = row.get(scores.group_column)
-    scores.add(str(question), sample, score, "" if group is None else str(group).strip())
-    scores.add_label((str(question), sample), label)
-
-
-def _score_column(name: str, header: list[str]) -> str:
-    """Return the name of the only column of scores."""
-    candidates = score_columns_of(header)
-    if not candidates:
-        expected = "a known name of scores, such as score, correct, accuracy, bleurt or hallucination, among them"
-        raise InvalidInputError(f"found columns {_listed(header)}, expected {expected}; name it with --score-column")
-    if len(candidates) > 1:
-        choices = " or ".join(f"--score-column {column}" for column in candidates)
-        raise UsageError(f"{name}: found columns {' and '.join(candidates)}; choose {choices}")
-    return candidates[0]
+    if not 0 <= sample < _MAX_SAMPLE:
+        raise InvalidInputError(f"found sample {sample}, expected 0 to 2^31 - 1")
+    return (str(question), sample), ScoreRow(score, "" if group is None else str(group).strip(), label)
 
 
 @dataclass(frozen=True)
@@ -375,21 +329,21 @@ def update_scores(
     with StoreWriter(path) as writer:
         columns = writer.read_columns()
         name = name or writer.attributes.default_score or scores.name
-        count = writer.manifest.num_traces
-        if scores.in_order and len(scores.in_order) != count:
-            raise InvalidInputError(scores.count_text(count), source=scores.path.name)
-        updates = {k: TraceValues({name: v}) for k, v in enumerate(scores.in_order) if not math.isnan(v)}
-        unknown = 0
+        scores.check_count(writer.manifest.num_traces)
         by_id: dict[str, list[int]] = {}
-        if not scores.has_samples:
-            for index in range(len(columns)):
-                by_id.setdefault(writer.index.question_id(index), []).append(index)
-        for (question_id, sample), (score, group) in scores.values.items():
-            found = writer.index.find(question_id, sample)
-            indices = by_id.get(question_id, []) if not scores.has_samples else [found] if found >= 0 else []
-            unknown += not indices
-            if group or not math.isnan(score):
-                updates |= dict.fromkeys(indices, TraceValues({name: score}, group=group or None))
+        for index in range(0 if scores.has_samples else len(columns)):
+            by_id.setdefault(writer.index.question_id(index), []).append(index)
+        updates: dict[int, TraceValues] = {}
+        unknown = 0
+        for key, row in scores.rows.items():
+            if isinstance(key, int):
+                indices = [key]
+            else:
+                indices = [writer.index.find(*key)] if scores.has_samples else by_id.get(key[0], [-1])
+            found = [index for index in indices if index >= 0]
+            unknown += not found
+            if row.group or not math.isnan(row.score):
+                updates |= dict.fromkeys(found, TraceValues({name: row.score}, group=row.group or None))
         replaced = {index for index, given in updates.items() if not math.isnan(given.scores[name])}
         if replaced:
             writer.define_score(name, field, is_default=is_default, replaced=replaced)
@@ -409,5 +363,5 @@ def update_scores(
             score_direction=field.direction,
             labels=describe(stored, columns.labels, None, field.direction),
             unlabeled=unlabeled_note(columns.scores, columns.labels, writer.attributes.default_score),
-            num_labels_unused=len(scores.labels),
+            num_labels_unused=sum(not math.isnan(row.label) for row in scores.rows.values()),
         )
