@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -37,8 +37,6 @@ class Seen:
         Values by key of a map, attributes as "@name".
     items : tuple
         The first items of a list.
-    is_whole : bool
-        Whether all items or keys were looked at.
     """
 
     kind: str
@@ -46,25 +44,21 @@ class Seen:
     value: Any = None
     keys: Mapping[Any, "Seen"] = field(default_factory=dict)
     items: tuple["Seen", ...] = ()
-    is_whole: bool = True
 
 
 def look(value: Value, depth: int = 0) -> Seen:
     """Return what a look at a value shows."""
     if value is None or depth > _MAX_DEPTH:
         return Seen("none")
-    if isinstance(value, bool | int | float):
-        return Seen("b" if isinstance(value, bool) else "i" if isinstance(value, int) else "f", value=value)
     if isinstance(value, str):
         return _text(value, depth)
+    if isinstance(value, bool | int | float):
+        return Seen(_kind_of_scalars([value]), value=value)
     attributes = {f"@{key}": look(found, depth + 1) for key, found in islice(value.attributes.items(), _MAX_KEYS)}
-    if isinstance(value, Array):
-        return _array(value, attributes)
     if isinstance(value, Group):
         keys = {key: look(value[key], depth + 1) for key in islice(value, _MAX_KEYS)}
-        return Seen("map", keys=keys | attributes, is_whole=len(value) <= _MAX_KEYS)
-    seen = _items(value, depth)
-    return Seen(seen.kind, seen.dims, seen.value, attributes, seen.items, seen.is_whole)
+        return Seen("map", keys=keys | attributes)
+    return replace(_array(value) if isinstance(value, Array) else _items(value, depth), keys=attributes)
 
 
 def _text(value: str, depth: int) -> Seen:
@@ -76,13 +70,10 @@ def _text(value: str, depth: int) -> Seen:
     return Seen("s", value=value)
 
 
-def _array(array: Array, attributes: Mapping[str, Seen]) -> Seen:
-    name = array.dtype.lstrip("b") if array.dtype == "bfloat16" else array.dtype
-    kind = "f" if name == "float16" else _KINDS.get(name[:1], "v")
-    values = None
-    if array.ndim == 1 and kind in "fib" and array.shape[0] <= _MAX_VALUES:
-        values = array.read().tolist()
-    return Seen(kind, array.shape, values, attributes)
+def _array(array: Array) -> Seen:
+    kind = "f" if array.dtype == "bfloat16" else _KINDS.get(array.dtype[:1], "v")
+    is_read = array.ndim == 1 and kind != "v" and array.shape[0] <= _MAX_VALUES
+    return Seen(kind, array.shape, array.read().tolist() if is_read else None)
 
 
 def _items(items: Items, depth: int) -> Seen:
@@ -106,7 +97,7 @@ def _items(items: Items, depth: int) -> Seen:
         columns = zip(*(one.dims for one in seen), strict=True)
         merged = tuple(sizes[0] if len(set(sizes)) == 1 else None for sizes in columns)
         return Seen(seen[0].kind, (count, *merged), items=seen)
-    return Seen("list", (count,), items=seen, is_whole=count is not None and count <= MAX_ITEMS)
+    return Seen("list", (count,), items=seen)
 
 
 def _is_scalar(value: Value) -> bool:

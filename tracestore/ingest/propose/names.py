@@ -12,8 +12,10 @@ from tracestore.store.vocabulary import COUNTED, NEEDLESS, SAYING, SCORES, SPLIT
 _TOKEN = re.compile(r"[^\W\d_]+|\d+|[\W_]+")
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _WORD = re.compile(r"[^\W\d_]+")
-_SAMPLE = re.compile(r"((?:sample|response|generation|answer|gen)[_\-.=]?)(\d+)", re.IGNORECASE)
+_BOUND = re.compile(r"\{[^}]*\}")
 _SPECIAL = re.compile(r"([\\*{])")
+# The number of an answer, behind the word that says so.
+SAMPLE = re.compile(r"((?:sample|response|generation|answer|gen)[_\-.=]?)(\d+)", re.IGNORECASE)
 
 
 def words_of(name: str) -> tuple[str, ...]:
@@ -21,22 +23,34 @@ def words_of(name: str) -> tuple[str, ...]:
     return tuple(word.lower() for word in _WORD.findall(_CAMEL.sub("_", name)))
 
 
+def without_names(step: str) -> str:
+    """Return a pattern without what it binds."""
+    return _BOUND.sub(" ", step).lstrip("@")
+
+
+def contains(words: Sequence[str], phrase: tuple[str, ...]) -> bool:
+    """Return whether a phrase lies in words."""
+    return any(tuple(words[k : k + len(phrase)]) == phrase for k in range(len(words) - len(phrase) + 1))
+
+
 @lru_cache(maxsize=1)
 def known_words() -> frozenset[str]:
     """Return the words of which names of fields and axes consist."""
-    names = [
-        *FIELDS,
-        *SYNONYMS,
-        *(n for names in SYNONYMS.values() for n in names),
-        *NEEDLESS,
-        *SCORES,
-        "label",
-        "labels",
-    ]
-    found = {word for name in names for word in words_of(name) if len(word) > 1}
-    return frozenset(
-        found - SAYING["traces"] | set(COUNTED) - {"d"} | SAYING["plain"] | {"prompt", "answer", "response"}
-    )
+    synonyms = [name for names in SYNONYMS.values() for name in names]
+    names = [*FIELDS, *SYNONYMS, *synonyms, *NEEDLESS, *SCORES, "label", "labels"]
+    found = {word for name in names for word in words_of(name) if len(word) > 1} - SAYING["traces"]
+    return found | (COUNTED.keys() - {"d"}) | SAYING["plain"] | {"prompt", "answer", "response"}
+
+
+def unknown_words(name: str) -> list[str]:
+    """Return the words of a name that name neither fields, axes and parts of data sets nor traces."""
+    words = known_words() | SAYING["traces"] | SPLITS | {"id", "batch"}
+    return [word for word in words_of(name) if word not in words and word.removesuffix("s") not in words]
+
+
+def escape(text: str) -> str:
+    """Return text whose characters a pattern takes literally."""
+    return _SPECIAL.sub(r"\\\1", text)
 
 
 @dataclass(frozen=True)
@@ -63,37 +77,45 @@ class Family:
         return tuple(next(iter(self.members.values()), {}))
 
 
-def escape(text: str) -> str:
-    """Return text whose characters a pattern takes literally."""
-    return _SPECIAL.sub(r"\\\1", text)
+# Text and kind: "" literal, "." a separator, "?" an unknown word or number, "#" a word of traces in front of a number,
+# else what a number counts.
+Piece = tuple[str, str]
 
 
-def unknown_words(name: str) -> list[str]:
-    """Return the words of a name that name neither fields, axes and parts of data sets nor traces."""
-    words = known_words() | SAYING["traces"] | SPLITS | {"id", "batch"}
-    return [word for word in words_of(name) if word not in words and word.removesuffix("s") not in words]
+def families(names: Iterable[str], *, is_path: bool = False, keep_single: bool = True) -> list[Family]:
+    """Return the patterns of names of files or keys.
 
-
-Piece = tuple[str, str]  # text and kind: "" literal, "?" an unknown word, else what the number counts
+    Parameters
+    ----------
+    names : iterable of str
+    is_path : bool
+        Whether the names are paths, whose suffix is literal.
+    keep_single : bool
+        Whether an unknown word with a digit is an id, also where it does not vary.
+    """
+    groups: dict[tuple[str, ...], dict[str, list[Piece]]] = defaultdict(dict)
+    for name in names:
+        end = name.rfind(".") if is_path and name.rfind(".") > name.rfind("/") else len(name)
+        pieces = _with_samples(_merged([*_pieces(name[:end]), (name[end:], "")]))
+        groups[tuple(text if what == "" else f"\0{what}" for text, what in pieces)][name] = pieces
+    return [family for members in groups.values() for family in _families_of(members, keep_single=keep_single)]
 
 
 def _pieces(name: str) -> list[Piece]:
     """Return the pieces of a name: words that are known, numbers that a word counts, and what may be an id."""
     found: list[Piece] = []
-    tokens = _TOKEN.findall(name)
+    tokens = [*_TOKEN.findall(name), "", ""]
     counted = ""  # what the next number counts
-    for k, token in enumerate(tokens):
+    for token, following, second in zip(tokens, tokens[1:], tokens[2:], strict=False):
         if token[0].isdigit():
             found.append((token, counted or "?"))
             counted = ""
         elif not token[0].isalpha():
             found.append((token, "."))
-            if len(token) > 2 or "/" in token:
-                counted = ""
+            counted = "" if len(token) > 2 or "/" in token else counted
         else:
-            is_glued = tokens[k + 1][:1].isdigit() if k + 1 < len(tokens) else False
-            is_counting = is_glued or (k + 2 < len(tokens) and tokens[k + 2][0].isdigit())
-            what, counted = _word(token, is_counting=is_counting, is_glued=is_glued)
+            is_glued = following[:1].isdigit()
+            what, counted = _word(token, is_counting=is_glued or second[:1].isdigit(), is_glued=is_glued)
             found.append((token, what))
     return found
 
@@ -110,7 +132,7 @@ def _word(token: str, *, is_counting: bool, is_glued: bool) -> tuple[str, str]:
         return "split", ""
     if score_of_word(last, None) is not None:
         return "verdict", ""
-    return ("" if not is_glued and all(word in known_words() for word in words) else "?"), ""
+    return ("" if not is_glued and known_words().issuperset(words) else "?"), ""
 
 
 def _merged(pieces: Sequence[Piece]) -> list[Piece]:
@@ -132,7 +154,7 @@ def _with_samples(pieces: list[Piece]) -> list[Piece]:
         return pieces
     found: list[Piece] = []
     for text, what in pieces:
-        match = _SAMPLE.fullmatch(text) if what == "?" else None
+        match = SAMPLE.fullmatch(text) if what == "?" else None
         found += [(text, what)] if match is None else [(match[1], ""), (match[2], "sample")]
     return _joined(found)
 
@@ -143,30 +165,8 @@ def _joined(pieces: Iterable[Piece]) -> list[Piece]:
     for text, what in pieces:
         if found and what == found[-1][1] == "":
             found[-1] = (found[-1][0] + text, "")
-        else:
+        elif text:
             found.append((text, what))
-    return found
-
-
-def families(names: Iterable[str], *, is_path: bool = False, keep_single: bool = True) -> list[Family]:
-    """Return the patterns of names of files or keys.
-
-    Parameters
-    ----------
-    names : iterable of str
-    is_path : bool
-        Whether the names are paths, whose suffix is literal.
-    keep_single : bool
-        Whether an unknown word with a digit is an id, also where it does not vary.
-    """
-    groups: dict[tuple[str, ...], dict[str, list[Piece]]] = defaultdict(dict)
-    for name in names:
-        end = name.rfind(".") if is_path and name.rfind(".") > name.rfind("/") else len(name)
-        pieces = _with_samples(_merged([*_pieces(name[:end]), *([(name[end:], "")] if name[end:] else [])]))
-        groups[tuple(text if what == "" else f"\0{what}" for text, what in pieces)][name] = pieces
-    found: list[Family] = []
-    for members in groups.values():
-        found += _families_of(members, keep_single=keep_single)
     return found
 
 
@@ -175,19 +175,23 @@ def _families_of(members: dict[str, list[Piece]], *, keep_single: bool) -> list[
     names, doubt = _names_of([list(column) for column in zip(*members.values(), strict=True)], keep_single=keep_single)
     if not any(names):
         return [Family(escape(name), {name: {}}) for name in members]
-    bound: dict[str, dict[str, str]] = {}
-    for name, pieces in members.items():
-        bound[name] = {key: text for key, (text, _) in zip(names, pieces, strict=True) if key}
+    bound = {
+        name: {key: text for key, (text, _) in zip(names, pieces, strict=True) if key}
+        for name, pieces in members.items()
+    }
     first = zip(names, next(iter(members.values())), strict=True)
     pattern = "".join(f"{{{name}}}" if name else escape(text) for name, (text, _) in first)
-    if "id" in names and _has_pieces([b["id"] for b in bound.values()]):
+    if "id" in names and _has_pieces([texts["id"] for texts in bound.values()]):
         doubt = "the id has a piece without which ids repeat"
     return [Family(pattern, bound, doubt)]
 
 
 def _names_of(columns: Sequence[list[Piece]], *, keep_single: bool) -> tuple[list[str], str]:
     """Return what each column of pieces binds, "" for literal text, and why that is not proved."""
-    varying = [len(set(c)) > 1 or _is_pattern(c[0], keep_single=keep_single) if c[0][1] else False for c in columns]
+    varying = [
+        bool(column[0][1]) and (len(set(column)) > 1 or _is_pattern(column[0], keep_single=keep_single))
+        for column in columns
+    ]
     ids = [k for k, column in enumerate(columns) if varying[k] and column[0][1] == "?"]
     numbers = {k for k in ids if all(text.isdecimal() for text, _ in columns[k])}
     # The part that tells most names apart is the id, one with letters before a number.
@@ -217,24 +221,6 @@ def _has_pieces(ids: Sequence[str]) -> bool:
     split = [_TOKEN.findall(text) for text in ids]
     if len({len(tokens) for tokens in split}) != 1:
         return False
-    columns = list(zip(*split, strict=True))
-    varying = [k for k, column in enumerate(columns) if len(set(column)) > 1]
-    if len(varying) < 2:
-        return False
-    for k in varying:
-        rest = {tuple(tokens[n] for n in varying if n != k) for tokens in split}
-        if len(rest) < len(split):
-            return True
-    return False
-
-
-def phrases_in(words: Sequence[str], phrases: Iterable[tuple[str, ...]]) -> tuple[str, ...] | None:
-    """Return the longest phrase that lies in words, the last one of several."""
-    best: tuple[str, ...] | None = None
-    for phrase in phrases:
-        size = len(phrase)
-        if best is not None and size < len(best):
-            continue
-        if any(tuple(words[k : k + size]) == phrase for k in range(len(words) - size + 1)):
-            best = phrase
-    return best
+    columns = [column for column in zip(*split, strict=True) if len(set(column)) > 1]
+    others = ([c for c in columns if c is not one] for one in columns)
+    return len(columns) > 1 and any(len(set(zip(*rest, strict=True))) < len(ids) for rest in others)

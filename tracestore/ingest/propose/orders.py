@@ -4,12 +4,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.propose.leaves import Leaf, Spot
 
 Axes = tuple[str, ...]
 Sizes = dict[str, int | None]
-_AXES = ("layer", "token", "step", "head", "dim")
 _MAX_SPOTS = 64
+# Letters that the axes of a field may be, and those that they must be; of other fields `1` alone.
+_LETTERS = {
+    "attentions": ("LH1", "SS"),
+    "tokens": ("1", "S"),
+    "sequences": ("1", "T"),
+    "tokens_decoded": ("1", "S"),
+    "S.mask": ("1", "S"),
+    "L.ids": ("1", "L"),
+}
 
 
 @dataclass
@@ -20,6 +29,8 @@ class Frame:
     ----------
     leaf : Leaf
     axes : tuple of str
+    bound : frozenset of str
+        Letters that names bind.
     num_layers : int or None
         Layers of each trace.
     sizes : list of (Mapping, dict)
@@ -28,36 +39,38 @@ class Frame:
 
     leaf: Leaf
     axes: Axes
+    bound: frozenset[str]
     num_layers: int | None = None
     sizes: list[tuple[Mapping[str, Any], Sizes]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.sizes = [
-            (spot.where, dict(zip(self.axes, spot.dims, strict=True))) for spot in self.leaf.spots[:_MAX_SPOTS]
-        ]
-        if "L" in self.axes:
-            self.num_layers = next((sizes["L"] for _, sizes in self.sizes), None)
-        else:
-            layers = {spot.where["layer"] for spot in self.leaf.spots if "layer" in spot.where}
-            self.num_layers = len(layers) or 1
+        spots = self.leaf.spots[:_MAX_SPOTS]
+        self.sizes = [(spot.where, dict(zip(self.axes, spot.dims, strict=True))) for spot in spots]
+        layers = {spot.where["layer"] for spot in self.leaf.spots if "layer" in spot.where}
+        self.num_layers = self.sizes[0][1]["L"] if "L" in self.axes else len(layers) or 1
+
+    @property
+    def has_tokens(self) -> bool:
+        """Return whether the states are those of all tokens."""
+        return not {"S", "(N S)"}.isdisjoint((*self.axes, *self.bound))
 
     @property
     def has_passes(self) -> bool:
         """Return whether states are in passes of generation: an axis, or steps that names number."""
         return "P" in self.axes or any("step" in spot.where for spot in self.leaf.spots)
 
-    def matching(self, leaf: Leaf, spot: Spot) -> Iterator[Sizes]:
-        """Yield the extents of the states that bind the same as a spot of a leaf."""
-        is_same = leaf.files == self.leaf.files
-        for where, sizes in self.sizes:
-            names = [n for n in spot.where if n not in _AXES and (is_same or (n != "F" and n[0] != "["))]
-            if all(where.get(name, spot.where[name]) == spot.where[name] for name in names):
-                yield sizes
-
     @property
     def num_tokens(self) -> set[int | None]:
         """The different numbers of tokens."""
         return {sizes.get("S") for _, sizes in self.sizes}
+
+    def matching(self, leaf: Leaf, spot: Spot) -> Iterator[Sizes]:
+        """Yield the extents of the states that bind the same as a spot of a leaf."""
+        is_same = leaf.files == self.leaf.files
+        names = [n for n in spot.where if n not in AXIS_NAMES and (is_same or (n != "F" and n[0] != "["))]
+        for where, sizes in self.sizes:
+            if all(where.get(name, spot.where[name]) == spot.where[name] for name in names):
+                yield sizes
 
 
 def states_axes(leaf: Leaf, letters: Sequence[str], *, has_passes: bool, bound: frozenset[str]) -> list[Axes]:
@@ -80,8 +93,8 @@ def states_axes(leaf: Leaf, letters: Sequence[str], *, has_passes: bool, bound: 
         if letter == "1":
             return sizes == {1}
         if letter == "P":
-            return at == 0 and leaf.rank >= 3
-        if letter in "LDH":
+            return at == 0
+        if letter in "LD":
             return len(sizes) == 1 and None not in sizes
         return None not in sizes or letter in ("S", "(N S)") or (letter == "N" and at == 0)
 
@@ -106,11 +119,8 @@ def _orders(rank: int, letters: Sequence[str], takes: Callable[[str, int], bool]
 
 def _is_possible(axes: Axes, columns: Sequence[set[int | None]], bound: frozenset[str]) -> bool:
     """Return whether states have one D, L below D (rule 19), and passes of all layers."""
-    if ("D" in axes) == ("D" in bound):
-        return False
-    if "(N S)" in axes and {"N", "K", "P"} & set(axes):
-        return False
-    if "P" in axes and axes[1] != "L":
+    is_flat = "(N S)" in axes and not {"N", "P"}.isdisjoint(axes)
+    if ("D" in axes) == ("D" in bound) or is_flat or ("P" in axes and axes[1] != "L"):
         return False
     size = {letter: next(iter(sizes)) or 0 for letter, sizes in zip(axes, columns, strict=True)}
     return "D" not in axes or size["D"] > max(1, size.get("L", 0))
@@ -119,29 +129,9 @@ def _is_possible(axes: Axes, columns: Sequence[set[int | None]], bound: frozense
 def unusual(axes: Axes) -> int:
     """Return how far an order is from the usual ones, for the order of candidates."""
     at = {letter: k for k, letter in enumerate(axes)}
-    cost = 0
-    if "D" in at:
-        cost += 4 * (len(axes) - 1 - at["D"])
-    if "N" in at:
-        cost += 2 * at["N"]
-    if "L" in at and "S" in at and at["S"] < at["L"]:
-        cost += 1
-    if "L" not in at and len(axes) > 1:
-        cost += 1
-    cost += 2 * ("S" not in at and "(N S)" not in at) + 3 * ("K" in at)
-    return cost
-
-
-# Letters that the axes of a field may be, and those that they must be.
-WANTED = {
-    "attentions": ("LH1", "SS"),
-    "tokens": ("1", "S"),
-    "sequences": ("1", "T"),
-    "tokens_decoded": ("1", "S"),
-    "S.mask": ("1", "S"),
-    "L.ids": ("1", "L"),
-    "scalar": ("1", ""),
-}
+    last = len(axes) - 1
+    cost = 4 * (last - at.get("D", last)) + 2 * at.get("N", 0) + (at.get("S", last) < at.get("L", 0))
+    return cost + ("L" not in at and last > 0) + 2 * ("S" not in at and "(N S)" not in at)
 
 
 def fitting(leaf: Leaf, name: str, frame: Frame, *, is_stacked: bool, bound: frozenset[str]) -> list[Axes]:
@@ -151,7 +141,7 @@ def fitting(leaf: Leaf, name: str, frame: Frame, *, is_stacked: bool, bound: fro
     ----------
     leaf : Leaf
     name : str
-        Its field, or "scalar".
+        Its field; "sequences" for ids of which one more than states may be.
     frame : Frame
         The states.
     is_stacked : bool
@@ -159,7 +149,10 @@ def fitting(leaf: Leaf, name: str, frame: Frame, *, is_stacked: bool, bound: fro
     bound : frozenset of str
         Letters that its names bind.
     """
-    required, optional = _wanted(name, frame, is_stacked=is_stacked)
+    optional, required = map(list, _LETTERS.get(name, ("1", "")))
+    required += ["N"] * (is_stacked and "N" in frame.axes) + ["P"] * (name == "attentions" and "P" in frame.axes)
+    if "(N S)" in frame.axes and "S" in required:
+        required = ["(N S)" if letter == "S" else letter for letter in required if letter != "N"]
     required, optional = ([x for x in letters if x not in bound] for letters in (required, optional))
     pairs = [(spot.dims, sizes) for spot in leaf.spots[:_MAX_SPOTS] for sizes in frame.matching(leaf, spot)]
 
@@ -179,19 +172,6 @@ def fitting(leaf: Leaf, name: str, frame: Frame, *, is_stacked: bool, bound: fro
     return found
 
 
-def _wanted(name: str, frame: Frame, *, is_stacked: bool) -> tuple[list[str], list[str]]:
-    """Return the letters that the axes of a field must be and may be, in addition to those of the states."""
-    optional, required = map(list, WANTED.get(name, WANTED["scalar"]))
-    if is_stacked:
-        required += [one for one in "N" if one in frame.axes]
-        optional += [one for one in "K" if one in frame.axes and name != "question_id"]
-    if name == "attentions":
-        required += [one for one in "P" if one in frame.axes]
-    if "(N S)" in frame.axes and "S" in required:
-        required = ["(N S)" if one == "S" else one for one in required if one != "N"]
-    return required, optional
-
-
 def _num_layers(axes: Axes, leaf: Leaf) -> int | None:
     return leaf.spots[0].dims[axes.index("L")] if "L" in axes else None
 
@@ -207,17 +187,15 @@ def _is_attention(axes: Axes) -> bool:
 def _is_size(letter: str, dim: int | None, sizes: Sizes, frame: Frame, name: str) -> bool:
     if letter == "1":
         return dim == 1
+    if letter == "H":
+        return dim is not None
     if letter == "L":
         if frame.num_layers is None or dim is None:
             return frame.num_layers is None
         return dim == frame.num_layers or (name == "attentions" and dim == frame.num_layers - 1)
-    if letter == "H":
-        return dim is not None
-    if letter == "P":
-        return dim == sizes.get("P")
     known = sizes.get("S" if letter == "T" else letter)
-    if letter == "T" and dim is not None and known is not None and not frame.has_passes:
-        return dim in (known, known + 1)
-    if letter in "ST" and (frame.has_passes or known is None or dim is None):
+    if letter == "P":
+        return dim == known
+    if dim is None or known is None or (letter in "ST" and frame.has_passes):
         return True
-    return dim is None or known is None or dim == known
+    return dim == known or (letter == "T" and dim == known + 1)

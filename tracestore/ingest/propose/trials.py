@@ -2,9 +2,10 @@
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +20,11 @@ from tracestore.store.write.record import TraceRecord
 
 _MAX_TRACES = 2000
 _MAX_BYTES = 64 << 20
+# The values of a record, without those that say how it was read.
+_VALUES = (
+    *("question_id", "sample", "hidden", "attention", "last_token", "tokens", "tokens_decoded", "strings", "layer_ids"),
+    *("prompt_length", "optional", "extras", "label", "scores", "deferred_scores", "group"),
+)
 
 
 @dataclass
@@ -33,10 +39,10 @@ class Outcome:
         By field: how often 1, how often 0, and how many values.
     joins : list of str
         How rows were joined.
-    has_last_ids : bool
-        Whether each trace has one id more than states, which is another one than that before it, if it has ids.
     is_partial : bool
         Whether there are more traces than those that were read.
+    has_last_ids : bool
+        Whether each trace has one id more than states, which is another one than that before it, if it has ids.
     has_whole_rows : bool
         Whether there is attention, and each row of it sums to 1.
     has_gaps : bool
@@ -57,10 +63,15 @@ class Outcome:
     joins: list[str] = field(default_factory=list)
     is_partial: bool = False
     has_last_ids: bool = True
-    has_whole_rows: bool = False
+    has_whole_rows: bool = True
     has_gaps: bool = False
     has_passes: bool = False
     digest: bytes = b""
+
+    @property
+    def varies(self) -> bool:
+        """Whether traces have different numbers of tokens."""
+        return self.num_tokens[0] != self.num_tokens[1]
 
 
 def try_layout(layout: Layout, files: Mapping[str, Path], *, is_partial: bool = False) -> Outcome:
@@ -82,36 +93,27 @@ def try_layout(layout: Layout, files: Mapping[str, Path], *, is_partial: bool = 
     execution = Execution(plan_of(layout), files)
     outcome = Outcome(is_last_token=layout.states == "last_token", is_partial=is_partial)
     labels: dict[str, list[float]] = {name: [] for name in layout.directions()}
-    sizes: list[int] = []
-    rows: list[bool] = []
-    prompts: list[tuple[int, int]] = []  # tokens of the first pass and of the others
+    sizes: list[tuple[int, int]] = []  # of each trace: tokens, and those of the prompt
     digest = hashlib.blake2b(str(sorted(layout.directions().items())).encode())
     try:
         for record in _records(execution, outcome):
-            sizes.append(record.num_tokens)
-            rows.append(_has_whole_rows(record))
-            outcome.has_gaps |= _has_gaps(record)
-            prompts.append((record.prompt_length or 0, record.num_tokens - (record.prompt_length or 0)))
-            _add_to(digest, record)
-            ids = record.tokens
-            outcome.has_last_ids &= ids is None or (len(ids) > record.num_tokens and ids[-1] not in ids[-2:-1])
-            own = {} if record.label is None else {"label": record.label}
-            found = {**record.scores, **record.deferred_scores, **own}
+            sizes.append((record.num_tokens, record.prompt_length or 0))
+            digest.update(_content([getattr(record, name) for name in _VALUES]))
+            _look_at(record, outcome)
+            found = {**record.scores, **record.deferred_scores, "label": record.label}
             for name, values in labels.items():
-                values.append(found.get(name, found.get(score_of(name), math.nan)))
+                value = found.get(name, found.get(score_of(name)))
+                values += [] if value is None or math.isnan(value) else [value]
         if not sizes:
             raise InvalidInputError("no trace was found")
         if not outcome.is_partial:
             outcome.joins = [line for line in execution.close() if " rows of " in line and " joined " in line]
     finally:
         execution.release()
-    outcome.num_tokens = (min(sizes), max(sizes))
-    outcome.has_whole_rows = all(rows)
-    outcome.has_passes = all(first > 1 for first, _ in prompts) and len({rest for _, rest in prompts}) > 1
+    outcome.num_tokens = (min(sizes)[0], max(sizes)[0])
+    outcome.has_passes = all(prompt > 1 for _, prompt in sizes) and len({size - prompt for size, prompt in sizes}) > 1
     outcome.digest = digest.digest()
-    for name, values in labels.items():
-        known = [value for value in values if not math.isnan(value)]
-        outcome.counts[name] = (known.count(1), known.count(0), len(known))
+    outcome.counts = {name: (values.count(1), values.count(0), len(values)) for name, values in labels.items()}
     return outcome
 
 
@@ -122,7 +124,7 @@ def is_padded_by(layout: Layout, outcome: Outcome, files: Mapping[str, Path]) ->
     """
     entries = layout.to_entries()
     padding = [entries.pop(name) for name in ("S.mask", "S.lengths") if name in entries]
-    if not padding or outcome.num_tokens[0] == outcome.num_tokens[1] or "S.side" in entries:
+    if not padding or not outcome.varies or "S.side" in entries:
         return False
     entries["ignore"] = [*entries.get("ignore", ()), *(str(line).rpartition(" -> ")[0] or line for line in padding)]
     try:
@@ -157,34 +159,21 @@ def _records(execution: Execution, outcome: Outcome) -> Iterator[TraceRecord]:
             yield record
 
 
-def _has_whole_rows(record: TraceRecord) -> bool:
-    """Return whether there is attention whose rows sum to 1: none of their columns was left out."""
+def _look_at(record: TraceRecord, outcome: Outcome) -> None:
+    """Add what the values of a trace show; tokens that are zero in all layers are refused by rule 24."""
+    ids = record.tokens
     sums = [numbers_of(layer).astype("f4").sum(-1) for layer in record.attention or ()]
-    return bool(sums) and all(np.allclose(one, 1, atol=0.02) for one in sums)
+    outcome.has_last_ids &= ids is None or (len(ids) > record.num_tokens and ids[-1] not in ids[-2:-1])
+    outcome.has_whole_rows &= bool(sums) and all(np.allclose(one, 1, atol=0.02) for one in sums)
+    outcome.has_gaps |= any(not numbers_of(layer).any(-1).all() for layer in record.hidden or ())
 
 
-def _has_gaps(record: TraceRecord) -> bool:
-    """Return whether a token is zero in some layers and not in all: of these, rule 24 is the account."""
-    return any(not numbers_of(layer).any(-1).all() for layer in record.hidden or ())
-
-
-def _add_to(digest: "hashlib.blake2b", record: TraceRecord) -> None:
-    """Add the values of a record to a digest."""
-    names = (
-        "question_id",
-        "sample",
-        "prompt_length",
-        "strings",
-        "extras",
-        "label",
-        "scores",
-        "deferred_scores",
-        "group",
-    )
-    digest.update(repr([(name, getattr(record, name)) for name in (*names, "tokens_decoded", "layer_ids")]).encode())
-    for name in ("hidden", "attention", "last_token", "tokens"):
-        arrays = getattr(record, name)
-        for array in [arrays] if isinstance(arrays, np.ndarray) else arrays or ():
-            digest.update(f"{name} {array.dtype} {array.shape}".encode())
-            digest.update(np.ascontiguousarray(array).tobytes())
-    digest.update(repr([(k, np.asarray(v).tolist()) for k, v in sorted(record.optional.items())]).encode())
+def _content(value: Any) -> bytes:
+    """Return values as bytes."""
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype} {value.shape}".encode() + value.tobytes()
+    if isinstance(value, Mapping):
+        return b"".join(f"{name} ".encode() + _content(value[name]) for name in sorted(value))
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return b"[" + b",".join(map(_content, value)) + b"]"
+    return repr(value).encode()

@@ -1,0 +1,199 @@
+"""Candidates: drafts that were tried, in words; and which of several the values of the traces leave."""
+
+import json
+import re
+import shlex
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tracestore.errors import escape_unprintable
+from tracestore.ingest.layout.language import Layout
+from tracestore.ingest.propose.drafts import Draft
+from tracestore.ingest.propose.proofs import NUMBER_OF_TRACES, PASSES, PROOFS_OF_S
+from tracestore.ingest.propose.trials import Outcome, is_padded_by
+from tracestore.store.format.labels import CORRECT
+from tracestore.words import plural
+
+_MAX_SHOWN = 8
+_AXES = re.compile(r" -> [^'\"]*")
+# The executor's messages about extents: they show that the axes have another order, which values do not.
+_EXTENTS = re.compile(
+    r"found (the shape |\d+ (ids|layers|tokens))|attentions: found .* (at [A-Z] \d+|columns), expected"
+)
+# Those that a file with a row too few causes, too: they show it only of an order that is less usual than one that fits.
+_SIZES = re.compile(
+    r"\) in one layer, expected|\) at [A-Z] \d+, expected|S\.lengths: found \d+, expected 1 to \d"
+    r"|ranges end at (?P<rows>[\d,]+), expected (?P<extent>[\d,]+) rows"
+)
+# What the executor asks of lengths whose padding no value shows.
+_ASKS_SIDE = "S.side ="
+Refused = Mapping[str, Sequence[tuple[int, str]]]  # costs and reasons of drafts, by `in_any_order`
+
+
+@dataclass
+class Candidate:
+    """A layout that gives traces, what it gives, and what is not proved of it."""
+
+    layout: Layout
+    draft: Draft
+    outcome: Outcome
+
+    def __post_init__(self) -> None:
+        self.unproved = _not_shown(self.layout, self.draft, self.outcome)
+        self.left_out = self.draft.left_out
+
+    @property
+    def is_proved(self) -> bool:
+        """Return whether every axis, id and label is proved and nothing is left over."""
+        return not self.unproved and not self.left_out
+
+    def lines(self) -> list[str]:
+        """Return the `--field` lines of the layout."""
+        found = []
+        for name, value in self.layout.to_entries().items():
+            values = value if name in ("records", "ignore") else [value]
+            found += [f"--field {shlex.quote(escape_unprintable(f'{name} = {_plain(one)}'))}" for one in values]
+        return found
+
+    def gives(self) -> str:
+        """Return what the layout gives in a line."""
+        outcome = self.outcome
+        low, high = outcome.num_tokens
+        size = "last tokens" if outcome.is_last_token else f"S {low}" + (f" to {high}" if outcome.varies else "")
+        at_least = "at least " if outcome.is_partial else ""
+        first = escape_unprintable(outcome.first_id, 60)
+        return (
+            f"N {at_least}{outcome.num_traces:,}, L {outcome.num_layers}, {size}, D {outcome.width}, first id {first}"
+        )
+
+    def describe(self) -> list[str]:
+        """Return lines with the result, with the rows that are joined in order, and with the axes that are not proved."""
+        found = [self.gives()]
+        for name, (ones, zeros, count) in self.outcome.counts.items():
+            direction = self.layout.rule(name).direction
+            meaning = "correct" if direction == CORRECT else "hallucinated"
+            meaning += f", of the first {self.outcome.num_traces:,} traces" if self.outcome.is_partial else ""
+            if ones + zeros == count:
+                found.append(f"{name}: 1 ({meaning}) {ones:,} times, 0 {zeros:,} times")
+            else:
+                found.append(f"{name}: {plural(count, 'value')}, high: {meaning}")
+        found += self.outcome.joins
+        found += [f"not proved: {text}" for text in self.unproved]
+        return found + [f"left out: {text}" for text in [*self.left_out, *self.draft.reasons][:_MAX_SHOWN]]
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _not_shown(layout: Layout, draft: Draft, outcome: Outcome) -> list[str]:
+    """Return what neither the structure of the files nor the values of the traces prove."""
+    shown = {PASSES} if outcome.has_passes else set[str]()
+    if outcome.varies and outcome.has_whole_rows and "S.mask" in layout.addresses:
+        shown.add(NUMBER_OF_TRACES)
+    unproved = [text for text in draft.unproved if text not in shown]
+    if outcome.has_gaps:
+        unproved.append("L: tokens are zero in some layers alone: texts of several lengths, or files that lack an end")
+    if outcome.first_id.isdecimal() and any(" without a " in line for line in outcome.joins):
+        unproved.append("integers are the ids of tables with other rows")
+    has_passes = any("P" in (address.axes or ()) for address in layout.addresses[layout.states])
+    if has_passes and not outcome.has_last_ids:
+        unproved.append("tokens: the last id of generate() has no states and does not repeat: ids may be padding")
+    return unproved
+
+
+def chosen(found: list[Candidate], refused: Refused, files: Mapping[str, Path]) -> list[Candidate]:
+    """Return the candidates that give different values, and that those of the others do not refute.
+
+    Parameters
+    ----------
+    found : list of Candidate
+    refused : Mapping
+        Costs and reasons of the drafts that the executor refused, by their lines without the order of their axes.
+    files : Mapping
+        Paths by their names below SRC.
+    """
+    left = _without_refuted(_without_copies(found), files)
+    for candidate in left:
+        reasons = refused.get(in_any_order(candidate.draft), ())
+        meant = [text for cost, text in reasons if _may_be_meant(text, cost, candidate)]
+        if meant:
+            candidate.unproved.append(f"the axes may have another order, which is refused: {meant[0]}")
+    return left
+
+
+def in_any_order(draft: Draft) -> str:
+    """Return the lines of a draft without the order of their axes: of two that fit the extents, values refuse one."""
+    return str({k: _AXES.sub(lambda axes: "".join(sorted(axes[0])), str(v)) for k, v in draft.entries.items()})
+
+
+def _without_copies(found: list[Candidate]) -> list[Candidate]:
+    """Return one of candidates that give equal values: with N or 1 for an axis of one, with files in order or by name."""
+    best: dict[tuple[str, bytes], Candidate] = {}
+    for number, candidate in enumerate(found):
+        entries = candidate.draft.entries
+        text = str({k: _AXES.sub(lambda axes: axes[0].replace("N", "1"), str(v)) for k, v in entries.items()})
+        text = text.replace("{chunk}", "{n}") if "question_id" in entries else text
+        digest = str(number).encode() if candidate.outcome.is_partial else candidate.outcome.digest
+        best[text, digest] = min(best.get((text, digest), candidate), candidate, key=_num_doubts)
+    return list(best.values())
+
+
+def _num_doubts(candidate: Candidate) -> int:
+    return len(candidate.unproved) + len(candidate.left_out)
+
+
+def _without_refuted(found: list[Candidate], files: Mapping[str, Path]) -> list[Candidate]:
+    """Return candidates without those whose padding contradicts the order of their axes, where it proves another one.
+
+    Under a mask with rows of different lengths, only one order of the axes leaves whole rows of attention, and zeros
+    where the mask leaves tokens out.
+    """
+    orders: dict[str, list[tuple[Candidate, set[str]]]] = defaultdict(list)
+    for candidate in found:
+        orders[in_any_order(candidate.draft)].append((candidate, set()))
+    for others in orders.values():
+        for candidate, shown in others if len(others) > 1 else ():
+            shown |= _shown_orders(candidate, files)
+    refuted = [
+        one
+        for others in orders.values()
+        for one, own in others
+        if any(_refutes(other, shown, one, own) for other, shown in others if other is not one)
+    ]
+    return [candidate for candidate in found if not any(candidate is one for one in refuted)]
+
+
+def _shown_orders(candidate: Candidate, files: Mapping[str, Path]) -> set[str]:
+    """Return the fields whose order of axes the padding shows."""
+    layout, outcome = candidate.layout, candidate.outcome
+    is_padded = outcome.varies and not {"S.mask", "S.lengths"}.isdisjoint(layout.addresses)
+    found = {"attentions"} if is_padded and outcome.has_whole_rows else set[str]()
+    return found | ({layout.states} if is_padded_by(layout, outcome, files) else set())
+
+
+def _refutes(one: Candidate, shown: set[str], other: Candidate, its: set[str]) -> bool:
+    """Return whether the values show each order of axes in which a candidate differs from another one, and none of its."""
+    lines, others = one.layout.to_entries(), other.layout.to_entries()
+    differing = {name for name in lines if lines[name] != others.get(name)}
+    return bool(differing) and differing <= shown and not differing & its
+
+
+def _may_be_meant(refusal: str, cost: int, candidate: Candidate) -> bool:
+    """Return whether a refused order of the axes may be meant, in files that are damaged."""
+    if _EXTENTS.search(refusal):
+        return False
+    lines, settings = candidate.layout.addresses, candidate.layout.settings
+    # Lengths that differ leave out zeros, NaN or one token id, at the end that no entry states.
+    if _ASKS_SIDE in refusal and candidate.outcome.varies and "S.lengths" in lines and "S.side" not in settings:
+        return False
+    sizes = _SIZES.search(refusal)
+    own = candidate.draft.cost
+    # Without another array that has S, a layer that lost a token makes traces of it, in the other order.
+    if sizes is None or cost < own or PROOFS_OF_S.isdisjoint(lines):
+        return True
+    rows, extent = (int((sizes[name] or "0").replace(",", "")) for name in ("rows", "extent"))
+    return cost == own and (not rows or rows <= 2 * extent <= 4 * rows)
