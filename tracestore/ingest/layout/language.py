@@ -162,14 +162,11 @@ def parse_layout(entries: Mapping[str, Any], where: str = "layout") -> Layout:
     for name, value in _flat(entries).items():
         try:
             if name in _LISTS:
-                lists[name] = lists.get(name, ()) + _addresses([value] if isinstance(value, str) else value, 1 << 10)
+                lists[name] = lists.get(name, ()) + _addresses(value, 1 << 10)
             elif _is_setting(name, value):
                 settings[name] = value
             elif name == _OTHER_STATES:
-                lists["ignore"] = (
-                    *lists.get("ignore", ()),
-                    *_addresses([value] if isinstance(value, str) else value, 2),
-                )
+                lists["ignore"] = lists.get("ignore", ()) + _addresses(value, 2)
             elif isinstance(value, str) and value.startswith("="):
                 _check_name(name, (*FIELDS, *_TEMPLATES))
                 templates[name] = Pattern(value[1:])
@@ -177,8 +174,7 @@ def parse_layout(entries: Mapping[str, Any], where: str = "layout") -> Layout:
             else:
                 _check_name(name, FIELDS)
                 # The numbers of a shape may lie in several places.
-                most = _MAX_AXES if name.startswith("shape.") else 2
-                addresses[name] = _addresses([value] if isinstance(value, str) else value, most)
+                addresses[name] = _addresses(value, _MAX_AXES if name.startswith("shape.") else 2)
         except UsageError as error:
             raise UsageError(f"{where}: {name}: {error}") from None
     _add_records(addresses, lists.get("records", ()))
@@ -192,8 +188,7 @@ def parse_layout(entries: Mapping[str, Any], where: str = "layout") -> Layout:
 def _add_records(addresses: dict[str, tuple[Address, ...]], records: tuple[Address, ...]) -> None:
     """Add a place for the states under their own name, if no line states another."""
     if records and not any(name in addresses for name in STATES):
-        for name in STATES[:1]:
-            addresses[name] = tuple(below(record, name) for record in records[:1])
+        addresses[STATES[0]] = (below(records[0], STATES[0]),)
 
 
 def below(record: Address, name: str) -> Address:
@@ -202,6 +197,7 @@ def below(record: Address, name: str) -> Address:
 
 
 def _addresses(value: Any, most: int) -> tuple[Address, ...]:
+    value = [value] if isinstance(value, str) else value
     if not isinstance(value, list | tuple) or not all(isinstance(v, str) for v in value) or not 0 < len(value) <= most:
         raise UsageError(f"found {str(value)[:60]!r}, expected FILES : PATH -> AXES")
     return tuple(parse_address(text) for text in value)

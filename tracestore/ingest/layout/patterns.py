@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -14,10 +15,6 @@ AXIS_NAMES = {"layer": "L", "token": "S", "step": "P", "head": "H", "dim": "D"}
 NUMBER_NAMES = frozenset((*AXIS_NAMES, "chunk", "sample"))
 _TOKEN = r"\\(?P<escaped>.)|(?P<wild>%s)|\{(?P<name>[^{}:]+)(?P<form>:-?d)?\}|(?P<literal>[^{*\\]+)"
 _PATH_TOKEN, _KEY_TOKEN = (re.compile(_TOKEN % wild, re.DOTALL) for wild in (r"\*\*/?|\*", r"\*"))
-_MAX_PARSES = 2  # a name with two parses is refused, so more need not be told apart
-
-Spans = tuple[tuple[int, int], ...]  # of the names and wildcards so far, in their order
-Parses = dict[int, list[Spans]]  # by the position behind them
 
 
 class Part(NamedTuple):
@@ -94,86 +91,93 @@ class Pattern:
         """
         if self.literal is not None:
             return Match({}, ()) if name == self.literal else None
-        parses: Parses = {0: [()]}
-        for part in self.parts:
-            parses = self._step(part, name, parses)
-            if not parses:
+        spans = [_Spans(part, name, self.is_path) for part in self.parts]
+        # For each part, the positions behind it from which the other parts match.
+        ends = [len(name)]
+        for one in reversed(spans):
+            ends = one.begins(ends)
+            if not ends:
                 return None
-        values = [self._bound(name, spans) for spans in parses.get(len(name), [])]
-        if not values:
+        if ends[0] != 0:
             return None
-        if len({tuple(v.bound.items()) for v in values}) > 1:
-            one, two = (", ".join(f"{k}={v}" for k, v in value.bound.items()) for value in values[:2])
-            raise InvalidInputError(f"{name}: {self.text} matches it in two ways: {one}; {two}")
-        return values[0]
-
-    def _step(self, part: Part, name: str, parses: Parses) -> Parses:
-        """Return the spans of names so far by the position behind a part: at most two for each position."""
-        if part.kind == "literal":
-            size = len(part.text)
-            return {at + size: spans for at, spans in parses.items() if name.startswith(part.text, at)}
-        following: Parses = {}
-        open_parses: list[tuple[int, Spans]] = []
-        for at in range(min(parses), len(name) + 1):
-            if at and open_parses:
-                open_parses = [(b, s) for b, s in open_parses if self._continues(part, name, b, at - 1)]
-            if part.kind != "name":
-                # What a wildcard matches makes no difference, so that one of its spans is enough.
-                open_parses += [(at, spans) for spans in parses.get(at, ())]
-                if not part.text or at in parses or name[at - 1] == "/":
-                    self._add(following, at, [(*spans, (begin, at)) for begin, spans in open_parses])
-                open_parses = self._distinct(open_parses)
-                continue
-            if not part.is_number or _ends_number(name, at):
-                self._add(following, at, [(*spans, (begin, at)) for begin, spans in open_parses])
-            open_parses = [*open_parses, *((at, spans) for spans in parses.get(at, ()))][: 2 * _MAX_PARSES]
-        return following
-
-    def _continues(self, part: Part, name: str, begin: int, at: int) -> bool:
-        """Return whether the character at a position may belong to a part that begins at `begin`."""
-        char = name[at]
-        if part.is_number:
-            is_digit = char.isascii() and char.isdigit()
-            if part.is_strict:
-                return is_digit and not (at > begin and name[begin] == "0")
-            return is_digit or (char == "-" and at == begin)
-        return part.kind == "deep" or not self.is_path or char != "/"
-
-    @cached_property
-    def _variable(self) -> tuple[Part, ...]:
-        return tuple(part for part in self.parts if part.kind != "literal")
-
-    def _spans_of_names(self, spans: Spans) -> Spans:
-        return tuple(span for part, span in zip(self._variable, spans, strict=False) if part.kind == "name")
-
-    def _distinct(self, found: list[tuple[int, Spans]]) -> list[tuple[int, Spans]]:
-        kept: dict[Spans, tuple[int, Spans]] = {}
-        for begin, spans in found:
-            kept.setdefault(self._spans_of_names(spans), (begin, spans))
-        return list(kept.values())[:_MAX_PARSES]
-
-    def _add(self, following: Parses, at: int, found: list[Spans]) -> None:
-        kept = following.setdefault(at, [])
-        known = {self._spans_of_names(spans) for spans in kept}
-        for spans in found:
-            if len(kept) < _MAX_PARSES and self._spans_of_names(spans) not in known:
-                known.add(self._spans_of_names(spans))
-                kept.append(spans)
-        if not kept:
-            del following[at]
-
-    def _bound(self, name: str, spans: Spans) -> Match:
+        begins, at = [0], 0
         bound: dict[str, str | int] = {}
         wild: list[str] = []
-        for part, (begin, end) in zip(self._variable, spans, strict=True):
-            text = name[begin:end]
-            if part.kind != "name":
-                wild.append(text)
-            else:
-                is_axis = part.text.partition(".")[0] in NUMBER_NAMES
-                value = int(text) if is_axis else text
-                bound[part.text] = -abs(int(text)) if part.is_from_end else value
+        for one in spans:
+            values = {one.value(begin, end) for begin in begins for end in one.first(begin)}
+            if one.part.kind == "name" and len(values) > 1:
+                two = " or ".join(sorted(map(str, values))[:2])
+                raise InvalidInputError(f"{name}: {self.text} matches it in two ways: {one.part.text} is {two}")
+            begins, begin, at = one.following(begins), at, one.first(at)[0]
+            if one.part.kind == "name":
+                bound[one.part.text] = one.value(begin, at)
+            elif one.part.kind != "literal":
+                wild.append(name[begin:at])
         return Match(bound, tuple(wild))
+
+
+class _Spans:
+    """The places that a part of a pattern may take in a name, found in linear time.
+
+    Parameters
+    ----------
+    part : Part
+    name : str
+    is_path : bool
+    """
+
+    def __init__(self, part: Part, name: str, is_path: bool) -> None:
+        self.part, self._name = part, name
+        self._ends: list[int] = []  # behind which the rest of the pattern matches, in their order
+        # For each position, the end of the characters that the part takes from there on.
+        self._stops = [len(name)] * (len(name) + 1)
+        for k in range(len(name) - 1, -1, -1) if part.kind != "literal" else ():
+            is_digit = name[k].isascii() and name[k].isdigit()
+            is_taken = is_digit if part.is_number else part.kind == "deep" or not is_path or name[k] != "/"
+            self._stops[k] = self._stops[k + 1] if is_taken else k
+
+    def begins(self, ends: list[int]) -> list[int]:
+        """Return the positions from which the part matches, if the rest does behind one of `ends`."""
+        is_deep = self.part.text == "/" and self.part.kind == "deep"  # it ends where a name begins
+        self._ends = [end for end in ends if not is_deep or end == 0 or self._name[end - 1] == "/"]
+        return [begin for begin in range(len(self._name) + 1) if self.first(begin)]
+
+    def first(self, begin: int) -> list[int]:
+        """Return the first two ends of the part from a position on."""
+        low, high = self._range(begin)
+        return self._ends[low : min(high, low + 2)]
+
+    def following(self, begins: list[int]) -> list[int]:
+        """Return every end of the part from one of the positions on, which are in their order."""
+        found: list[int] = []
+        done = 0
+        for begin in begins:
+            low, high = self._range(begin)
+            found += self._ends[max(low, done) : high]
+            done = max(done, high)
+        return found
+
+    def value(self, begin: int, end: int) -> str | int:
+        """Return what the part binds at a place."""
+        text = self._name[begin:end]
+        if self.part.is_from_end:
+            return -abs(int(text))
+        is_integer = self.part.kind == "name" and self.part.text.partition(".")[0] in NUMBER_NAMES
+        return int(text) if is_integer else text
+
+    def _range(self, begin: int) -> tuple[int, int]:
+        """Return which ends follow a position."""
+        part, name = self.part, self._name
+        if part.kind == "literal":
+            low = begin + len(part.text)
+            high = low if name.startswith(part.text, begin) else low - 1
+        elif part.kind == "name":
+            first = begin + (part.is_number and not part.is_strict and name.startswith("-", begin))
+            low, high = first + 1, self._stops[first]
+            high = min(high, low) if part.is_strict and name.startswith("0", first) else high
+        else:
+            low, high = begin, self._stops[begin]
+        return bisect_left(self._ends, low), bisect_right(self._ends, high)
 
 
 # The built-in layouts repeat most of their patterns.
@@ -185,8 +189,12 @@ def _parse(text: str, is_path: bool) -> tuple[Part, ...]:
     while at < len(text):
         match = token.match(text, at)
         if match is None:
-            found = "a backslash at the end makes no character literal"
-            found = found if text[at] == "\\" else "expected a name such as {id} or {n:d} behind the brace"
+            is_end = text[at] == "\\"
+            found = (
+                "a backslash at the end makes no character literal"
+                if is_end
+                else "expected a name such as {id} or {n:d}"
+            )
             raise UsageError(f"{text}: {found}")
         literal, wild = match["escaped"] or match["literal"], match["wild"]
         if literal and parts and parts[-1].kind == "literal":
@@ -217,11 +225,6 @@ def _check_names(text: str, parts: list[Part]) -> None:
 def is_name(text: str) -> bool:
     """Return whether a text can be the name of a bound value: letters, digits, `_` and `.`."""
     return bool(text) and text.replace(".", "_").isidentifier() and text.isascii()
-
-
-def _ends_number(name: str, at: int) -> bool:
-    """Return whether the character before a position is a digit."""
-    return at > 0 and name[at - 1].isdigit()
 
 
 def split_escaped(text: str, separator: str) -> list[str]:
