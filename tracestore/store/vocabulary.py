@@ -351,8 +351,6 @@ _SAYING = """
 pooled vectors: mean, avg, average, pool, pooled, pooling, cls, max
 no states: weight, bias, grad, grads, gradient, gradients, std, var, logits, prob, probs, loss, norms, distance,
   similarity, cosine, coef, sae, latents, key, value, query, keys, values
-of the prompt: prompt, question, input, inputs
-of the answer: answer, response, gen, generated, completion, output, outputs
 vague labels: label, labels, y, target, targets, score, scores
 detectors: p, prob, proba, probability, selfcheck, detector, predicted, logit, entropy
 choices: choices, options, option, prediction, predictions, gold, pred, choice

@@ -42,7 +42,14 @@ def test_a_pattern_binds(pattern, name, bound):
 
 @pytest.mark.parametrize(
     ("pattern", "name"),
-    [("{a}_{b}", "x_y_z"), ("*{n:d}", "x12"), ("{a}.{b}.{c}.{d}", "1.2.3.4.5"), ("*_{id}", "a_b_c")],
+    [
+        ("{a}_{b}", "x_y_z"),
+        ("*{n:d}", "x12"),
+        ("{a}.{b}.{c}.{d}", "1.2.3.4.5"),
+        ("*_{id}", "a_b_c"),
+        ("**{layer}", "/077"),  # 7 is a third parse, behind two that bind 77
+        ("**{layer:-d}***", "0aaa07a"),
+    ],
 )
 def test_a_name_with_two_parses_is_an_error(pattern, name):
     with pytest.raises(InvalidInputError, match="in two ways"):

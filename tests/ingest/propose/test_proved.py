@@ -77,28 +77,6 @@ def test_correct_with_booleans_rule_22(tmp_path):
     assert accept(tmp_path)["q1", 0].score == 1
 
 
-@pytest.mark.parametrize("names", [["correct", "hallucinated"], ["hallucinated", "correct"]])
-def test_names_of_classes_give_the_meaning_rule_22(tmp_path, names):
-    datasets = pytest.importorskip("datasets")
-    features = datasets.Features(
-        {
-            "id": datasets.Value("string"),
-            "layer_4": datasets.Array2D((5, 8), "float32"),
-            "input_ids": datasets.Sequence(datasets.Value("int64"), 5),
-            "label": datasets.ClassLabel(names=names),
-        }
-    )
-    found = [
-        {"id": f"q{k}", "layer_4": states(5, 8, seed=k), "input_ids": list(range(k, k + 5)), "label": v}
-        for k, v in enumerate([0, 1, 1])
-    ]
-    datasets.Dataset.from_list(found, features=features).save_to_disk(tmp_path / "in/ds")
-    accept(tmp_path)
-    with tracestore.open(tmp_path / "s.zarr") as store:
-        field = "is_correct" if names[1] == "correct" else "is_hallucinated"
-        assert store.named_scores(field).tolist() == [0, 1, 1]
-
-
 def test_last_tokens_with_numbers_of_layers(tmp_path):
     for layer in (4, 8):
         np.savez(

@@ -394,6 +394,27 @@ def test_label_without_a_meaning_rule_22(tmp_path, name):
     assert meanings == {"is_correct", "is_hallucinated"}
 
 
+@pytest.mark.parametrize("names", [["correct", "hallucinated"], ["hallucinated", "correct"]])
+def test_classes_of_a_data_set_leave_both_meanings_rule_22(tmp_path, names):
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features(
+        {
+            "id": datasets.Value("string"),
+            "layer_4": datasets.Array2D((5, 8), "float32"),
+            "input_ids": datasets.Sequence(datasets.Value("int64"), 5),
+            "label": datasets.ClassLabel(names=names),
+        }
+    )
+    found = [
+        {"id": f"q{k}", "layer_4": states(5, 8, seed=k), "input_ids": list(range(k, k + 5)), "label": v}
+        for k, v in enumerate([0, 1, 1])
+    ]
+    datasets.Dataset.from_list(found, features=features).save_to_disk(tmp_path / "in/ds")
+    proposal = refuse(tmp_path)
+    meanings = {name for c in proposal.candidates for name in c.layout.addresses if name.startswith("is_")}
+    assert meanings == {"is_correct", "is_hallucinated"}
+
+
 def test_words_that_contradict_a_label_rule_22(tmp_path):
     dump(tmp_path / "in/a.pkl", rows(label=[0, 1, 1], verdict=["correct", "hallucinated", "correct"]))
     refuse(tmp_path)

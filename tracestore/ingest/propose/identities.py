@@ -53,7 +53,14 @@ class Places:
     # Identities
 
     def identities(self, states: Leaf) -> Iterator[Identity]:
-        """Yield the ways in which the traces of states may be told apart."""
+        """Yield the ways in which the traces of states may be told apart, with how tables are joined to them."""
+        places = {(m.leaf.files, m.leaf.path[: k + 1]) for m in self.meanings for k in m.leaf.items_at}
+        for identity in self._identities(states):
+            rows = {place: self._joined_rows(place, identity) for place in sorted(places - identity.items.keys())}
+            identity.items |= {place: text for place, text in rows.items() if text is not None}
+            yield identity
+
+    def _identities(self, states: Leaf) -> Iterator[Identity]:
         names = self._names(states)
         records = [states.path[: k + 1] for k in states.items_at]
         outer = [key for key, bound in names.items() if "id" in bound]
@@ -263,10 +270,7 @@ class Places:
         for k, step in enumerate(leaf.path):
             place = (leaf.files, leaf.path[: k + 1])
             if step == ITEMS and place not in identity.items:
-                joined = self._joined_rows(leaf, place[1], identity)
-                if joined is None:
-                    return None
-                identity.items[place] = joined
+                return None
             steps.append(identity.items[place] if step == ITEMS else _named(step, identity.names.get(place)))
         # Files whose names bind the same as those of the states.
         names = identity.names.get((leaf.files, ()), identity.names.get((states.files, ())))
@@ -291,13 +295,14 @@ class Places:
         lists = [k for k in leaf.items_at if "[id=" in identity.items.get((leaf.files, leaf.path[: k + 1]), "")]
         return {word for k in lists if k for word in words_of(leaf.path[k - 1])}
 
-    def _joined_rows(self, leaf: Leaf, prefix: Path_, identity: Identity) -> str | None:
+    def _joined_rows(self, place: Prefix, identity: Identity) -> str | None:
         """Return how the rows of a table are joined to the states, None if they are not."""
+        files, prefix = place
         if prefix.count(ITEMS) > 1:
             return None
         if identity.mode != "ids":
             return "[]"
-        key = self.row(leaf.files, prefix).get("question_id")
+        key = self.row(files, prefix).get("question_id")
         values = frozenset(texts_of(key.leaf.scalars)) if key is not None else frozenset()
         if key is None or (identity.ids and not values & identity.ids and len(identity.ids) <= len(values)):
             return None
