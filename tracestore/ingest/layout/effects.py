@@ -13,15 +13,8 @@ def check_effects(plan: Plan) -> None:
     """Raise UsageError for a setting that nothing uses, and for a name that joins nothing."""
     for name in plan.layout.settings:
         head, _, tail = name.partition(".")
-        if head in SETTINGS_OF:
-            needs, has_effect = _NEEDS_OF[head]
-            is_used = has_effect(plan, tail)
-        elif name in _NEEDS:
-            needs, condition = _NEEDS[name]
-            is_used = condition(plan)
-        else:
-            continue
-        if not is_used:
+        needs, has_effect = _NEEDS.get(head if head in SETTINGS_OF else name, ("", None))
+        if has_effect is not None and not has_effect(plan, tail):
             raise UsageError(f"{name}: has no effect without {needs}; remove it")
     for place in plan.others:
         if place.name.startswith("shape.") and place.name != f"shape.{plan.layout.states}":
@@ -78,17 +71,18 @@ def _has(plan: Plan, *names: str) -> bool:
     return any(place.name in names for place in plan.others)
 
 
-# What each setting needs, in words and as a condition.
-_NEEDS: dict[str, tuple[str, Callable[[Plan], bool]]] = {
-    "S.side": ("S.lengths of rows that are padded", lambda plan: _has(plan, "S.lengths") and not _is_flat(plan)),
-    "S.pad": ("tokens", lambda plan: _has(plan, "tokens")),
-    "S.padding": ("an axis S of the states that may be padded", lambda plan: _states(plan, "S") and not _is_flat(plan)),
-    "S.prompt": ("a line for prompt_length", lambda plan: _has(plan, "prompt_length")),
-    "sample": ("a line for question_id", lambda plan: _has(plan, "question_id")),
-    "P.repeats": ("passes of the states", lambda plan: _states(plan, "P")),
-    "P.new": ("passes of the states", lambda plan: _states(plan, "P")),
-}
-_NEEDS_OF: dict[str, tuple[str, Callable[[Plan, str], bool]]] = {
+# What each setting needs, in words and as a condition of the plan and of the name behind its dot.
+_NEEDS: dict[str, tuple[str, Callable[[Plan, str], bool] | None]] = {
+    "S.side": ("S.lengths of rows that are padded", lambda plan, _: _has(plan, "S.lengths") and not _is_flat(plan)),
+    "S.pad": ("tokens", lambda plan, _: _has(plan, "tokens")),
+    "S.padding": (
+        "an axis S of the states that may be padded",
+        lambda plan, _: _states(plan, "S") and not _is_flat(plan),
+    ),
+    "S.prompt": ("a line for prompt_length", lambda plan, _: _has(plan, "prompt_length")),
+    "sample": ("a line for question_id", lambda plan, _: _has(plan, "question_id")),
+    "P.repeats": ("passes of the states", lambda plan, _: _states(plan, "P")),
+    "P.new": ("passes of the states", lambda plan, _: _states(plan, "P")),
     "words": ("a label", lambda plan, _: bool({*plan.layout.addresses, *plan.layout.templates} & set(LABELS))),
     "share": ("a line for the field", lambda plan, name: name in plan.layout.templates or _has(plan, name)),
     "scale": ("a line for the field", lambda plan, name: name == plan.layout.states),

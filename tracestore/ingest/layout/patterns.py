@@ -140,6 +140,9 @@ class _Spans:
         """Return the positions from which the part matches, if the rest does behind one of `ends`."""
         is_deep = self.part.text == "/" and self.part.kind == "deep"  # it ends where a name begins
         self._ends = [end for end in ends if not is_deep or end == 0 or self._name[end - 1] == "/"]
+        if self.part.kind == "literal":
+            places = (end - len(self.part.text) for end in ends)
+            return [begin for begin in places if begin >= 0 and self._name.startswith(self.part.text, begin)]
         return [begin for begin in range(len(self._name) + 1) if self.first(begin)]
 
     def first(self, begin: int) -> list[int]:
