@@ -47,6 +47,7 @@ def test_a_pattern_binds(pattern, name, bound):
         ("*{n:d}", "x12"),
         ("{a}.{b}.{c}.{d}", "1.2.3.4.5"),
         ("*_{id}", "a_b_c"),
+        ("*{n:d}*", "00a7"),
         ("**{layer}", "/077"),  # 7 is a third parse, behind two that bind 77
         ("**{layer:-d}***", "0aaa07a"),
     ],
