@@ -115,7 +115,7 @@ class Drafter:
         found: dict[str, tuple[Meaning, list[Line]]] = {}
         # Leaves next to the states come first.
         for meaning in sorted(self.meanings, key=lambda m: (m.leaf.files != states.leaf.files, -m.num_words)):
-            name = _field(meaning, identity)
+            name = meaning.field
             if meaning is states or name in found or name not in _FIELDS:
                 continue
             if name == "question_id" and not _needs_id(meaning, identity):
@@ -186,12 +186,6 @@ def _is_stacked(leaf: Leaf, identity: Identity) -> bool:
     """Return whether N is an axis of a leaf, not its items."""
     steps = [identity.items.get((leaf.files, leaf.path[: k + 1]), "[]") for k in leaf.items_at]
     return "[]" not in steps and identity.mode == "stack"
-
-
-def _field(meaning: Meaning, identity: Identity) -> str:
-    """Return the field of a leaf: several integer ids of one trace are those of its tokens."""
-    is_list = meaning.field == "question_id" and meaning.leaf.rank == 1 and meaning.leaf.kind == "i"
-    return "tokens" if is_list and identity.mode == "ids" else meaning.field
 
 
 def _is_superfluous(name: str, frame: Frame, has_ids: bool) -> bool:

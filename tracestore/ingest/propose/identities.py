@@ -71,9 +71,8 @@ class Places:
             return
         if (own := self._own_id(states)) is not None:
             doubts, ids = [*identity.doubts, *self._doubts_of_key(own)], frozenset(texts_of(own.scalars))
-            yield Identity("ids", dict(identity.items), identity.names, own, doubts, ids)
-            if any(set(bound) - set(AXIS_NAMES) for bound in names.values()):
-                return
+            yield Identity("ids", identity.items, identity.names, own, doubts, ids)
+            return
         for main in reversed(outer):
             yield self._by_name(identity, names, main)
         is_batch = self._has_columns(states)
@@ -83,9 +82,6 @@ class Places:
             yield replace(identity, mode="stack" if is_batch else "rows")
         elif not records and (not outer or is_batch):
             yield replace(identity, mode="stack", items={})
-            if any("chunk" in bound for bound in names.values()):
-                doubts = [*identity.doubts, "rows may be in another order than the files"]  # rule 13a
-                yield Identity("stack", doubts=doubts)
         if not records and outer == [(states.files, ())]:
             yield from self._by_file(states, names)
 

@@ -136,16 +136,14 @@ class Case:
             return []
         if self._has("attentions") and "L" not in self.lines["attentions"].axes:
             return ["L: the attention has no layers"]
-        is_said = any(words <= self.states.words for words in ({"layer", "wise"}, {"all", "layers"}))
-        is_output = self.places.is_output(self.frame.leaf, self.frame.axes)
-        is_proved = self._has("attentions", "L.ids") or is_said or is_output
+        is_proved = self._has("attentions", "L.ids") or self.places.is_output(self.frame.leaf, self.frame.axes)
         return [] if is_proved else ["L: the extent alone gives the axis of the layers"]
 
     def _of_axes(self) -> list[str]:
         """Return what is not proved of N, S and T.
 
         N is proved by ids, texts or lengths (rule 15); S by tokens, a mask, lengths, or as the one axis that varies (rule
-        16), and in a stack by a mask or lengths (rule 17); T by passes or by the name of the ids (rule 3).
+        16), and in a stack by a mask or lengths (rule 17); T by passes (rule 3).
         """
         found = []
         if {"N", "(N S)"} & set(self.frame.axes):
@@ -153,8 +151,7 @@ class Case:
                 found.append(NUMBER_OF_TRACES)
             if "S" in self.frame.axes and not self._has("S.mask", "S.lengths") and None not in self.frame.num_tokens:
                 found.append("S: nothing tells tokens from padding")
-        are_sequences = any(m.field == "tokens" and "sequences" in m.words for m in self.places.meanings)
-        if self._has("tokens") and "T" in self.lines["tokens"].axes and not (self.frame.has_passes or are_sequences):
+        if self._has("tokens") and "T" in self.lines["tokens"].axes and not self.frame.has_passes:
             found.append("tokens: one id more than states")
         if self.name == "hidden_states" and not self._proves_tokens():
             are_steps = "step" in self.frame.leaf.bound and self.identity.mode == "ids" and self._is_one_text
