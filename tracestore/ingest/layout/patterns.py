@@ -37,7 +37,7 @@ class Match(NamedTuple):
     """Values that a pattern binds in a name, and the texts of its wildcards."""
 
     bound: dict[str, str | int]
-    wild: tuple[str, ...]
+    wild: list[str]
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Pattern:
             If the pattern binds different values in two ways.
         """
         if self.literal is not None:
-            return Match({}, ()) if name == self.literal else None
+            return Match({}, []) if name == self.literal else None
         spans = [_Spans(part, name, self.is_path) for part in self.parts]
         # For each part, the positions behind it from which the other parts match.
         ends = [len(name)]
@@ -101,19 +101,19 @@ class Pattern:
         if ends[0] != 0:
             return None
         begins, at = [0], 0
-        bound: dict[str, str | int] = {}
-        wild: list[str] = []
+        match = Match({}, [])
         for one in spans:
-            values = {one.value(begin, end) for begin in begins for end in one.first(begin)}
-            if one.part.kind == "name" and len(values) > 1:
-                two = " or ".join(sorted(map(str, values))[:2])
-                raise InvalidInputError(f"{name}: {self.text} matches it in two ways: {one.part.text} is {two}")
-            begins, begin, at = one.following(begins), at, one.first(at)[0]
+            begin, at = at, one.first(at)[0]
             if one.part.kind == "name":
-                bound[one.part.text] = one.value(begin, at)
+                value = match.bound[one.part.text] = one.value(begin, at)
+                found = (one.value(k, end) for k in begins for end in one.first(k))
+                if (other := next((v for v in found if v != value), None)) is not None:
+                    two = f"{one.part.text} is {value} or {other}"
+                    raise InvalidInputError(f"{name}: {self.text} matches it in two ways: {two}")
             elif one.part.kind != "literal":
-                wild.append(name[begin:at])
-        return Match(bound, tuple(wild))
+                match.wild.append(name[begin:at])
+            begins = one.following(begins)
+        return match
 
 
 class _Spans:
