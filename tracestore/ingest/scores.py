@@ -67,7 +67,7 @@ class Scores:
 
     @property
     def in_order(self) -> bool:
-        """Whether the rows have no ids and are in the order of the traces."""
+        """Return whether the rows have no ids and are in the order of the traces."""
         return self.id_column is None
 
     @property

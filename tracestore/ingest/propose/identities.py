@@ -311,7 +311,7 @@ def _stem(name: str) -> str:
 
 
 def _named(text: str, names: Mapping[str, str] | None) -> str:
-    """Return a pattern with other names, or with a pattern in place of a name."""
+    """Return a pattern with other names, or with a pattern instead of a name."""
     for old, new in (names or {}).items():
         text = text.replace(f"{{{old}}}", new if "{" in new else f"{{{new}}}")
     return text

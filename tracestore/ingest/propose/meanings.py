@@ -45,7 +45,7 @@ class Meaning:
     num_words : int
         Words of the phrase that says it.
     verdicts : tuple of str
-        The fields that a label or score may be: two if no word says what a high value means.
+        The fields that a label or score may be: two if no word gives the meaning of a high value.
     is_doubtful : bool
         Whether a label or score may be the output of a detector, or words without a meaning.
     reason : str

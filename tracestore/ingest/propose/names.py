@@ -14,7 +14,7 @@ _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _WORD = re.compile(r"[^\W\d_]+")
 _BOUND = re.compile(r"\{[^}]*\}")
 _SPECIAL = re.compile(r"([\\*{])")
-# The number of an answer, behind the word that says so.
+# The number of an answer, behind the word that names it.
 SAMPLE = re.compile(r"((?:sample|response|generation|answer|gen)[_\-.=]?)(\d+)", re.IGNORECASE)
 
 

@@ -84,7 +84,7 @@ class Case:
 
     @cached_property
     def _is_one_text(self) -> bool:
-        """Whether each trace has one row of tokens, one length or one answer, and no list of texts."""
+        """Return whether each trace has one row of tokens, one length or one answer, and no list of texts."""
         is_one = self._has("tokens", "tokens_decoded", "S.mask", *RANGES)
         if self.identity.mode == "stack":
             return is_one or (self._has(*_ANSWERS) and self._has("question_id"))
@@ -94,7 +94,7 @@ class Case:
 
     @cached_property
     def _are_all_layers(self) -> bool:
-        """Whether an axis next to the tokens of states, or numbers of keys, can be none but those of the layers.
+        """Return whether an axis next to the tokens of states, or numbers of keys, can be none but those of the layers.
 
         The states have the name that transformers gives to those of all layers, and each trace has an id or a text of
         its own, and one row of tokens, one length or one answer: several answers to a question would have several. A

@@ -20,7 +20,7 @@ from tracestore.store.write.record import TraceRecord
 
 _MAX_TRACES = 2000
 _MAX_BYTES = 64 << 20
-# The values of a record, without those that say how it was read.
+# The values of a record; its other fields belong to the reading.
 _VALUES = (
     *("question_id", "sample", "hidden", "attention", "last_token", "tokens", "tokens_decoded", "strings", "layer_ids"),
     *("prompt_length", "optional", "extras", "label", "scores", "deferred_scores", "group"),
@@ -70,7 +70,7 @@ class Outcome:
 
     @property
     def varies(self) -> bool:
-        """Whether traces have different numbers of tokens."""
+        """Return whether traces have different numbers of tokens."""
         return self.num_tokens[0] != self.num_tokens[1]
 
 
