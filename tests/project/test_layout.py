@@ -72,7 +72,7 @@ ALLOWED: dict[str, set[str]] = {
     "ingest.files": {"_core", "store.format", "store.io"},
     "ingest.pickles": {"_core", "store.format", "store.io", "ingest.files"},
     "ingest.readers": {"_core", "store.format", "store.io", "ingest.files", "ingest.pickles", "ingest.tree"},
-    "ingest": {*STORE, "ingest.files", "ingest.pickles", "ingest.tree", "ingest.readers"},
+    "ingest": {*STORE, "ingest.execute", "ingest.files", "ingest.pickles", "ingest.tree", "ingest.readers"},
     "ingest.layout": {"store.format", "store.vocabulary"},
     "ingest.execute": {
         "store.format",

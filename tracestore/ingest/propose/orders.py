@@ -149,11 +149,9 @@ def fitting(leaf: Leaf, name: str, frame: Frame, *, is_stacked: bool, bound: fro
     bound : frozenset of str
         Letters that its names bind.
     """
-    optional, required = map(list, _LETTERS.get(name, ("1", "")))
-    required += ["N"] * (is_stacked and "N" in frame.axes) + ["P"] * (name == "attentions" and "P" in frame.axes)
-    if "(N S)" in frame.axes and "S" in required:
-        required = ["(N S)" if letter == "S" else letter for letter in required if letter != "N"]
-    required, optional = ([x for x in letters if x not in bound] for letters in (required, optional))
+    required, optional = (
+        [letter for letter in letters if letter not in bound] for letters in _wanted(name, frame, is_stacked=is_stacked)
+    )
     pairs = [(spot.dims, sizes) for spot in leaf.spots[:_MAX_SPOTS] for sizes in frame.matching(leaf, spot)]
 
     def takes(letter: str, at: int) -> bool:
@@ -170,6 +168,15 @@ def fitting(leaf: Leaf, name: str, frame: Frame, *, is_stacked: bool, bound: fro
     if any("LH" in "".join(axes).replace("1", "") and _num_layers(axes, leaf) == frame.num_layers for axes in found):
         found = [axes for axes in found if _num_layers(axes, leaf) == frame.num_layers]
     return found
+
+
+def _wanted(name: str, frame: Frame, *, is_stacked: bool) -> tuple[list[str], list[str]]:
+    """Return the letters that the axes of a field must be, and those that they may be."""
+    optional, required = map(list, _LETTERS.get(name, ("1", "")))
+    required += ["N"] * (is_stacked and "N" in frame.axes) + ["P"] * (name == "attentions" and "P" in frame.axes)
+    if "(N S)" in frame.axes and "S" in required:
+        required = ["(N S)" if letter == "S" else letter for letter in required if letter != "N"]
+    return required, optional
 
 
 def _num_layers(axes: Axes, leaf: Leaf) -> int | None:
