@@ -7,9 +7,6 @@ import tracestore
 from tests.ingest.execute.folders import dump, save, states, table
 from tests.ingest.propose.folders import accept
 from tests.ingest.propose.test_traps import attention, rows
-from tracestore.ingest.propose.leaves import Leaf
-from tracestore.ingest.propose.verdicts import Verdict, proved_fields
-from tracestore.store.format.labels import CORRECT, HALLUCINATION
 
 
 def test_a_list_of_dicts(tmp_path):
@@ -102,21 +99,3 @@ def test_heads_are_averaged_where_there_is_one_attention_per_layer(tmp_path):
 def _made(tmp_path):
     (tmp_path / "in").mkdir(exist_ok=True)
     return tmp_path / "in"
-
-
-@pytest.mark.parametrize(
-    ("directions", "is_label", "proved"),
-    [
-        ((CORRECT, HALLUCINATION), True, "is_hallucinated"),
-        ((HALLUCINATION, CORRECT), True, "is_hallucinated"),
-        ((CORRECT,), True, None),
-        ((HALLUCINATION,), True, None),
-        ((CORRECT, HALLUCINATION), False, None),
-    ],
-)
-def test_names_of_classes_prove_vague_labels_alone_rule_22(directions, is_label, proved):
-    leaf = Leaf("a.json", ("[]", "label"), "i", 0)
-    found = proved_fields(
-        {leaf: Verdict("label", directions, is_label)}, {("a.json", "label"): ["correct", "incorrect"]}
-    )
-    assert found == ({} if proved is None else {leaf.place: proved})
