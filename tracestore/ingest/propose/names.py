@@ -38,7 +38,7 @@ def known_words() -> frozenset[str]:
     """Return the words of which names of fields and axes consist."""
     synonyms = [name for names in SYNONYMS.values() for name in names]
     names = [*FIELDS, *SYNONYMS, *synonyms, *NEEDLESS, *SCORES, "label", "labels"]
-    found = {word for name in names for word in words_of(name) if len(word) > 1} - SAYING["traces"]
+    found = frozenset(word for name in names for word in words_of(name) if len(word) > 1) - SAYING["traces"]
     return found | (COUNTED.keys() - {"d"}) | SAYING["plain"] | {"prompt", "answer", "response"}
 
 
