@@ -9,7 +9,7 @@ from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.propose.identities import Identity, Places
 from tracestore.ingest.propose.leaves import Leaf, Observation
 from tracestore.ingest.propose.leftovers import left_over
-from tracestore.ingest.propose.meanings import STATES, Meaning, meaning_of
+from tracestore.ingest.propose.meanings import LABELS, STATES, Meaning, may_be_label, meaning_of
 from tracestore.ingest.propose.names import words_of
 from tracestore.ingest.propose.orders import Axes, Frame, fitting, states_axes, unusual
 from tracestore.ingest.propose.proofs import ARRAYS, RANGES, TEXTS, Case, Line
@@ -60,6 +60,12 @@ class Drafter:
         for leaf in leaves:
             siblings.setdefault((leaf.files, leaf.path[:-1]), set()).update(words_of(leaf.key))
         self.meanings = [meaning_of(leaf, frozenset(siblings[leaf.files, leaf.path[:-1]])) for leaf in leaves]
+        # The only column of 0 and 1 may be a label if no other key is named as one: its meaning is asked.
+        unnamed = [
+            m for m in self.meanings if not m.field and not m.reason and m.leaf.rank < 2 and may_be_label(m.leaf)
+        ]
+        if len(unnamed) == 1 and not any(m.verdicts for m in self.meanings):
+            unnamed[0].field, unnamed[0].verdicts, unnamed[0].is_doubtful = "verdict", LABELS, True
         self.places = Places(observation, self.meanings)
 
     def states(self) -> list[Meaning]:

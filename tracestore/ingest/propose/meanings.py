@@ -31,6 +31,7 @@ _TAKES: dict[str, tuple[str, int, int]] = {
 STATES = ("hidden_states", "last_token")
 # The field of a label and the beginning of that of a score, by what 1 or a high value means.
 _FIELDS = {CORRECT: ("is_correct", "correctness"), HALLUCINATION: ("is_hallucinated", "hallucination")}
+LABELS = tuple(label for label, _ in _FIELDS.values())
 
 
 @dataclass
