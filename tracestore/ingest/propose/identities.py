@@ -82,6 +82,9 @@ class Places:
             yield replace(identity, mode="stack" if is_batch else "rows")
         elif not records and (not outer or is_batch):
             yield replace(identity, mode="stack", items={})
+            if any("chunk" in bound for bound in names.values()):
+                doubts = [*identity.doubts, "rows may be in another order than the files"]  # rule 13a
+                yield Identity("stack", doubts=doubts)
         if not records and outer == [(states.files, ())]:
             yield from self._by_file(states, names)
 
