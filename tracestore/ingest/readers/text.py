@@ -128,7 +128,7 @@ def _decoded(lines: Iterator[bytes]) -> Iterator[str]:
     encoding = "utf-8-sig"
     for number, line in enumerate(lines):
         try:
-            yield line.decode(encoding)
+            yield line.decode(encoding, "surrogatepass")  # as our own tables write them
         except UnicodeDecodeError:
             raise InvalidInputError(f"line {number + 1}: found bytes that are not UTF-8 text") from None
         encoding = "utf-8"
