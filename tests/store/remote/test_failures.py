@@ -158,3 +158,16 @@ def test_a_server_that_ignores_ranges(local_store, remote_store, proxy, tmp_path
     assert max(cuts.values()) > 2
     cuts.clear()
     assert not verify_store(remote_store).damaged
+
+
+def test_batches_in_the_cache_come_before_the_error_of_a_later_one(remote_store, local_store, tmp_path, proxy):
+    expected = epoch(local_store, shuffle="none")
+    assert_same_epoch(epoch(remote_store, shuffle="none"), expected)
+    loader = tracestore.TraceLoader(remote_store, view="graph", batch_size=5, shuffle="none")
+    *_, last = loader.store.internals.index.segments()
+    (tmp_path / "cache" / DiskCache.name_of(remote_store, last.rows)).unlink()
+    proxy.fault = lambda *_: "403"
+    batches = iter(loader)
+    assert next(batches).question_id == expected[0][0]
+    with pytest.raises(tracestore.TracestoreError, match=r"403|permission|denied"):
+        list(batches)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tracestore.errors import CorruptStoreError, UsageError
+from tracestore.errors import CorruptStoreError, TracestoreError, UsageError
 from tracestore.store.format.entries import FileEntry, FilePart
 from tracestore.store.format.labels import CORRECT, threshold_or_default
 from tracestore.store.io.files import FilePrefetcher, LocalFiles, ReadableFiles, parse_location
@@ -208,7 +208,10 @@ class StoreInternals:
         return [prefetcher for prefetcher in prefetchers if prefetcher is not None]
 
     def _are_here(self, items: Iterable[FileEntry | FilePart]) -> bool:
-        return all(item.is_here() if isinstance(item, FilePart) else self.files.is_here(item) for item in items)
+        try:
+            return all(item.is_here() if isinstance(item, FilePart) else self.files.is_here(item) for item in items)
+        except (TracestoreError, OSError):
+            return False  # The batch that needs the file meets the same error, and reports it.
 
     def announce(self, indices: np.ndarray | None, share: float, *, is_scattered: bool) -> None:
         """Record that a share of some traces, None for all, is read soon. What is read mostly is fetched whole.

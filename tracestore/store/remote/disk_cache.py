@@ -181,8 +181,7 @@ class DiskCache:
                 return final
             except BaseException as error:
                 fsio.remove_tree(partial)
-                is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-                if is_full and self.free(entry.size, next_use):
+                if self.frees_disk(error, entry.size, next_use):
                     return None
                 raise
 
@@ -291,10 +290,12 @@ class DiskCache:
             removed += size
         return removed
 
-    def free(self, num_bytes: int, next_use: NextUse) -> int:
-        """Evict files because the disk is full, whatever the bound."""
+    def frees_disk(self, error: BaseException, num_bytes: int, next_use: NextUse) -> bool:
+        """Evict files, whatever the bound, if an error says that the disk is full. Return whether that freed space."""
+        if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            return False
         with self._locked():
-            return self._evict(self._complete(), num_bytes, next_use)
+            return self._evict(self._complete(), num_bytes, next_use) > 0
 
     @staticmethod
     def _eviction_key(file: _File, next_use: NextUse) -> tuple[bool, float]:

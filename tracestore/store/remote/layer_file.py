@@ -6,7 +6,6 @@ file has one byte per layer: 1 if the layer is there. A layer gets its byte afte
 last four bytes name the start of the machine, and the layers of a file from before it are verified again.
 """
 
-import errno
 import os
 import secrets
 from array import array
@@ -60,10 +59,21 @@ class LayerFile:
         self._seen = bytearray(len(layers.crcs))  # 1: the layer was here, and stays in this map
         self._path = cache.folder / (cache.name_of(object_store.address, entry) + LAYERS_SUFFIX)
         cache.folder.mkdir(parents=True, exist_ok=True)
-        with fsio.map_os_errors(cache.folder), locked_file(self._path, os.O_CREAT) as fd:
+        num_bytes = entry.size - self._table
+        with fsio.map_os_errors(cache.folder, lambda: num_bytes):
+            while True:
+                try:
+                    self._open()
+                    return
+                except OSError as error:
+                    if not cache.frees_disk(error, num_bytes, next_use):
+                        raise
+
+    def _open(self) -> None:
+        with locked_file(self._path, os.O_CREAT) as fd:
             self._prepare(fd)
             os.utime(fd)  # The access time orders the eviction.
-            self.mapped = MappedFile(self._path, entry.size, entry.path, fd)
+            self.mapped = MappedFile(self._path, self._entry.size, self._entry.path, fd)
             self._inode = os.fstat(fd).st_ino
 
     def _prepare(self, fd: int) -> None:
@@ -124,7 +134,7 @@ class LayerFile:
             except FileNotFoundError:
                 return False
             except OSError as error:
-                if error.errno in (errno.ENOSPC, errno.EDQUOT) and self._cache.free(num_bytes, self._next_use):
+                if self._cache.frees_disk(error, num_bytes, self._next_use):
                     return False
                 raise
 

@@ -1,6 +1,8 @@
 """Layers of large arrays are fetched alone, verified, and kept in files with holes."""
 
+import errno
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -12,9 +14,12 @@ import tracestore
 from tests.helpers import ROOT, command, make_trace, write_store
 from tests.store.remote.conftest import upload_once
 from tests.store.remote.stores import assert_same_epoch, epoch, open_with_cache
+from tracestore._core.kernels import crc32c
 from tracestore.errors import CorruptStoreError
+from tracestore.store.format.entries import FileEntry, FileLayers
 from tracestore.store.remote import layer_file
 from tracestore.store.remote.disk_cache import LAYERS_SUFFIX, DiskCache
+from tracestore.store.remote.layer_file import LayerFile
 
 PATTERN = b"\xa5"
 LAYERS, TRACES = 4, 12
@@ -226,3 +231,73 @@ def test_the_cache_counts_the_blocks_of_a_file_with_holes(large_url, tmp_path, m
     size = open_with_cache(large_url, cache)[6].hidden_states.nbytes
     ((name, counted, _),) = (file for file in cache._complete() if file[0].endswith(LAYERS_SUFFIX))
     assert size <= counted <= size + 3 * 4096 < (cache.folder / name).stat().st_size
+
+
+def test_a_full_disk_evicts_files_before_one_with_holes_is_made(large_store, large_url, tmp_path, monkeypatch):
+    store = open_with_cache(large_url, DiskCache(tmp_path / "cache"))
+    for index in (1, 11):
+        _ = store[index].hidden_states
+    before, real, failures = set(os.listdir(tmp_path / "cache")), os.ftruncate, [True]
+
+    def full_once(fd, size, data_bytes):
+        if failures:
+            failures.pop()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(fd, size)
+
+    monkeypatch.setattr(layer_file, "make_holes", full_once)
+    local = tracestore.open(large_store)
+    assert np.array_equal(store[6].hidden_states, local[6].hidden_states)
+    assert before - set(os.listdir(tmp_path / "cache")), "no file was evicted"
+
+
+def test_a_full_disk_without_a_file_to_evict_is_an_error(large_url, tmp_path, monkeypatch):
+    store = open_with_cache(large_url, DiskCache(tmp_path / "cache"))
+    assert store.question_ids[6] and store[6].num_tokens
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(layer_file, "make_holes", full)
+    with pytest.raises(tracestore.DiskFullError, match="bytes were needed"):
+        _ = store[6].hidden_states
+
+
+class _DyingServer:
+    """Streams one range of a file, and kills its process after some bytes."""
+
+    address, is_forked, has_ranges = "s3://bucket/store", False, True
+
+    def __init__(self, data, num_bytes):
+        self.data, self.num_bytes, self.fetched = data, num_bytes, 0
+
+    def stream_range(self, entry, begin, end, take):
+        for at in range(begin, end, 1000):
+            if self.fetched >= self.num_bytes:
+                os.kill(os.getpid(), signal.SIGKILL)
+            piece = self.data[at : min(at + 1000, end)]
+            take(piece, at)
+            self.fetched += len(piece)
+        return True
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 5_000, 15_999, 16_000, 16_001, 33_000, 47_000, 64_000, 78_001])
+def test_a_process_that_is_killed_leaves_the_layers_that_it_had(tmp_path, num_bytes):
+    data = np.random.default_rng(num_bytes).bytes(80_000)
+    ends = np.arange(0, 80_001, 16_000)
+    crcs = np.array([crc32c(data[begin : begin + 16_000]) for begin in ends[:-1]], "u4")
+    entry, layers = FileEntry("segments/0/hidden_states/c/0/0", 80_020, 0), FileLayers(ends, crcs, 80_000)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            server = _DyingServer(data, num_bytes)
+            LayerFile(DiskCache(tmp_path), server, entry, layers, lambda name: None).fetch([(0, 80_000)])
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    server = _DyingServer(data, 1 << 30)
+    found = LayerFile(DiskCache(tmp_path), server, entry, layers, lambda name: None)
+    assert found.fetch([(0, 80_000)])
+    assert found.mapped.read(0, 80_000) == data
+    whole = -(-num_bytes // 1000) * 1000 // 16_000  # the server sends pieces of 1,000 bytes
+    assert server.fetched == 80_000 - 16_000 * whole
