@@ -172,7 +172,8 @@ def render_lines(view: View, *, width: int, colors: bool) -> list[str]:
     prompt = "" if trace.prompt_length is None else f", {trace.prompt_length} of them in the prompt"
     out += _wrapped("tokens", f"{trace.num_tokens}{prompt}" if trace.num_tokens else "the last token only", width)
     if trace.answer_span is not None:
-        out += _wrapped("", "answer: tokens [{}, {}); -1: unknown".format(*trace.answer_span), width)
+        unknown = "; -1: unknown" * (-1 in trace.answer_span)
+        out += _wrapped("", "answer: tokens [{}, {})".format(*trace.answer_span) + unknown, width)
     for span in trace.spans or ():
         out += _wrapped(
             "span", ", ".join(f"{name} {value}" for name, value in ({"start": None, "end": None} | span).items()), width

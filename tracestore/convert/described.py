@@ -213,7 +213,7 @@ class DescribedRun:
         """Yield what was stored as labels."""
         for name, direction in self._directions.items():
             counts = self._counts[score_of(name)]
-            if not counts and name not in self._deferred_scores:
+            if not self._num_traces or (not counts and name not in self._deferred_scores):
                 continue
             meaning = {CORRECT: "correct", HALLUCINATION: HALLUCINATION}.get(direction, direction)
             known = counts["0"] + counts["1"] + counts["other"]

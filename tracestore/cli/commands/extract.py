@@ -158,9 +158,9 @@ def run(args: argparse.Namespace, output: Output) -> None:
             if is_correct is not None:
                 done = report.made + report.already_there
                 progress.update(done, total, lambda: f"{report.right / report.made:.0%} correct")
+    share = f", {report.right / report.made:.0%} of the new answers correct" if report.made else ""
     output.info(
-        f"{args.output}: {plural(report.made, 'new trace')}, {plural(report.already_there, 'existing trace')}, "
-        f"{report.right / max(1, report.made):.0%} of the new answers correct"
+        f"{args.output}: {plural(report.made, 'new trace')}, {plural(report.already_there, 'existing trace')}{share}"
     )
     output.print_json(report)
 
