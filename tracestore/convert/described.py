@@ -107,8 +107,16 @@ class DescribedRun:
                 self._define(writer, field)
         return record.scores
 
-    def added(self, packed: PackedTrace, *, is_new: bool) -> None:
+    def added(self, packed: PackedTrace, *, is_new: bool, is_known: bool) -> None:
         """Keep the labels of a stored trace that a table gives, or that replace those of the same trace.
+
+        Parameters
+        ----------
+        packed : PackedTrace
+        is_new : bool
+            Whether the store has taken arrays of it.
+        is_known : bool
+            Whether the store had a trace of its key before.
 
         Raises
         ------
@@ -127,13 +135,14 @@ class DescribedRun:
         for name, value in found.items():
             kind = str(int(value)) if value in (0, 1) else "missing" if math.isnan(value) else "other"
             self._counts[name][kind] += is_counted
-        # The writer decides between labels inside of traces of built-in layouts (--on-conflict).
-        if self.is_builtin and not deferred:
+        if self.is_builtin:  # the writer decides between labels inside of its traces (--on-conflict)
+            found = {**record.scores, **deferred}
+        if not found:
             return
         if key in self._labels and not is_new:
             found = _merged(self._labels[key], found, record)
         self._labels[key] = found
-        if deferred or not is_new:
+        if deferred or is_known:
             self._deferred[key] = found
 
     def _add_states(self, packed: PackedTrace) -> None:
