@@ -81,7 +81,7 @@ def write_files_by_class(folder):
 def write_files_by_layer(folder):
     for layer in (8, 16):
         np.save(folder / f"layer_{layer}.npy", states(3, 8))
-    (folder / "statements.csv").write_text("id,label\na,1\nb,0\nc,1\n")
+    (folder / "statements.csv").write_text("id,ok\na,1\nb,0\nc,1\n")
 
 
 def write_padded_stack(folder):

@@ -43,7 +43,7 @@ PROVENANCE_FLAGS = {"allow_mixed_provenance": "accept traces whose models, layer
 # Fields of detectors.config.ModelConfig.
 MODEL_FLAGS: Flags = {
     "edge_features": "weights of an edge: the mean over the heads, or one per head (needs --attention heads)",
-    "layers": "layers of the language model to read, e.g. 0-9,20,29 (default: all; graph models: from 1/4 to 7/8)",
+    "layers": "stored layers to read, from 0, e.g. 0-9,20,29 (default: all; graph models: from 1/4 to 7/8)",
     "gnn_hidden": "width of the graph layers",
     "latent_dim": "width of the latent vectors of gvae_lstm",
     "lstm_hidden": "width of the LSTM",
