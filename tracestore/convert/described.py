@@ -107,16 +107,8 @@ class DescribedRun:
                 self._define(writer, field)
         return record.scores
 
-    def added(self, packed: PackedTrace, *, is_new: bool, is_known: bool) -> None:
+    def added(self, packed: PackedTrace, writer: StoreWriter, *, is_new: bool) -> None:
         """Keep the labels of a stored trace that a table gives, or that replace those of the same trace.
-
-        Parameters
-        ----------
-        packed : PackedTrace
-        is_new : bool
-            Whether the store has taken arrays of it.
-        is_known : bool
-            Whether the store had a trace of its key before.
 
         Raises
         ------
@@ -139,6 +131,8 @@ class DescribedRun:
             found = {**record.scores, **deferred}
         if not found:
             return
+        # A trace that replaces another one is new, and its key is known.
+        is_known = not is_new or key in self._labels or writer.index.find(*key) >= 0
         if key in self._labels and not is_new:
             found = _merged(self._labels[key], found, record)
         self._labels[key] = found

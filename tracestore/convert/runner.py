@@ -428,9 +428,8 @@ class Conversion:
             if record.layer_ids is not None and record.layer_ids != ids:
                 found = f"found {list(record.layer_ids)!s:.80}, expected {list(ids or ())!s:.80} as in the first trace"
                 raise InvalidInputError(found, position=record.position, field="layer_ids")
-            is_known = writer.has_key(record)
             is_new = writer.append_packed(packed, scores=scores, group=group)
-            self.described.added(packed, is_new=is_new, is_known=is_known)
+            self.described.added(packed, writer, is_new=is_new)
         except InvalidInputError as error:
             error.reason += _ADVICE.get(error.field or "", "")
             if not self._options.skip_bad:

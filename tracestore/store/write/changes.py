@@ -233,10 +233,6 @@ class Changes:
         else:
             self._undo = None
 
-    def has_key(self, record: TraceRecord) -> bool:
-        """See StoreWriter."""
-        return self._keys.has(record)
-
     def resolve(self, record: TraceRecord | Key, trace: PackedTrace | None) -> tuple[set[int], float]:
         """Return the field groups and the label that the key of a trace gets from it.
 

@@ -99,11 +99,6 @@ class KeyResolver:
             )
         return set()
 
-    def has(self, record: TraceRecord) -> bool:
-        """Return whether the generation or the pending changes have the key of a record."""
-        key = (record.question_id, record.sample)
-        return key in self._pending.keys or self._index.find(*key) >= 0
-
     def _stored_location(self, record: TraceRecord | Key) -> Mapping[str, int] | None:
         """Return the values of the index columns of the record's key, or None if the key is new."""
         key = (record.question_id, record.sample)

@@ -254,10 +254,6 @@ class StoreWriter:
         changes.accept(entry, groups, label)
         return bool(groups)
 
-    def has_key(self, record: TraceRecord) -> bool:
-        """Return whether the store or what is pending has a trace of the key of a record."""
-        return self._changes.has_key(record)
-
     def segments_ahead(self) -> SegmentsAhead:
         """Return segments that another thread may write; the writer takes them over with their traces."""
         return SegmentsAhead(self.attributes.options, self._target.new_folder, self.split_bytes)
