@@ -11,6 +11,7 @@ import tracestore
 from tests.helpers import command, convert, error_of, make_trace, read_all, tree_bytes, write_pickle, write_scores
 from tracestore.convert.options import ConvertOptions
 from tracestore.errors import InvalidInputError, UsageError
+from tracestore.ingest import sources
 from tracestore.store.format import paths
 from tracestore.store.maintain.verify import verify_store
 from tracestore.tasks import commit_tasks, plan_tasks, task_plan, write_task
@@ -54,8 +55,8 @@ def test_a_source_that_could_not_be_read_is_read_again(data, tmp_path, how, skip
         assert repr(read_all(store)) == repr(read_all(one))
 
 
-def test_a_refused_commit_removes_the_receipts_of_its_plan(data, tmp_path):
-    """Planned again, the tasks are not written, even if the plan is the same one."""
+def test_a_refused_commit_removes_the_receipts_with_errors(data, tmp_path):
+    """Planned again, their tasks are not written, even if the plan is the same one."""
     os.rename(data / "batch_0.pkl", data / "batch_2.tmp")
     os.rename(data / "batch_2.pkl", data / "batch_0.pkl")
     os.rename(data / "batch_2.tmp", data / "batch_2.pkl")
@@ -68,12 +69,32 @@ def test_a_refused_commit_removes_the_receipts_of_its_plan(data, tmp_path):
     path.write_bytes(content)
     with pytest.raises(InvalidInputError, match=r"batch_0.pkl"):
         commit_tasks(tasks)
-    assert [name for name in tree_bytes(tmp_path / "s.zarr") if name.startswith(paths.RECEIPTS)] == []
+    kept = {name for name in tree_bytes(tmp_path / "s.zarr") if name.startswith(paths.RECEIPTS)}
+    assert kept == {paths.receipt(task.hash) for task in tasks[1:]}
     assert plan_tasks(data, tmp_path / "s.zarr") == tasks
-    with pytest.raises(UsageError, match="6 of 6 tasks are not written"):
+    with pytest.raises(UsageError, match="1 of 6 tasks are not written"):
         commit_tasks(tasks)
-    write_all(data, tmp_path / "s.zarr")
+    write_task(tasks[0])
     assert commit_tasks(tasks).num_traces == 24
+
+
+def test_a_changed_source_is_read_again_if_its_fingerprint_is_the_same(data, tmp_path, monkeypatch):
+    """Fingerprints are samples. The commit has refused another source."""
+    monkeypatch.setattr(sources, "_SAMPLE_BYTES", 1)
+    names = {"batch_2.pkl": (b"q22", b"q21"), "batch_4.pkl": (b"answer 42", b"answer 40")}
+    contents = {name: (data / name).read_bytes() for name in names}
+    before = [sources.fingerprint(data / name) for name in names]
+    for name, words in names.items():
+        assert contents[name].count(words[0]) == 1
+        (data / name).write_bytes(contents[name].replace(*words))
+    with pytest.raises(InvalidInputError, match="q21"):
+        commit_tasks(write_all(data, tmp_path / "s.zarr"))
+    for name, content in contents.items():
+        (data / name).write_bytes(content)
+    assert [sources.fingerprint(data / name) for name in names] == before
+    commit_tasks(write_all(data, tmp_path / "s.zarr"))
+    convert(data, tmp_path / "one.zarr")
+    assert tree_bytes(tmp_path / "s.zarr") == tree_bytes(tmp_path / "one.zarr")
 
 
 def test_a_source_that_was_left_out_is_read_by_the_next_plan(data, tmp_path):

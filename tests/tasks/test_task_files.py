@@ -1,13 +1,14 @@
 """Files with tasks: what they replace, and what is read of them."""
 
+import io
 import json
 import os
 
 import pytest
 
-from tests.helpers import convert, error_of, make_trace, tree_bytes, write_pickle, write_scores
+from tests.helpers import command, convert, error_of, make_trace, tree_bytes, write_pickle, write_scores
 from tracestore.errors import UsageError
-from tracestore.tasks import plan_tasks
+from tracestore.tasks import commit_tasks, plan_tasks
 from tracestore.tasks.task_files import read_tasks, write_tasks
 
 
@@ -110,3 +111,14 @@ def test_a_file_with_missing_lines_is_refused(data, tmp_path):
         assert "not a plan" in error_of(name, file, code=2)
     write_tasks(file, [])
     assert read_tasks(file) == []
+
+
+def test_lines_of_tasks_come_from_standard_input(data, tmp_path, monkeypatch):
+    tasks = plan_tasks(data, tmp_path / "s.zarr")
+    for lines in ([], [task.to_json() for task in tasks]):
+        monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
+        assert command("work", "-", check=0).stdout.split() == [task.hash for task in tasks if lines]
+    assert commit_tasks(tasks).num_traces == 24
+    for line in (tasks[0].to_json(), tasks[0].to_json().replace(tasks[0].hash, "00"), "{}", "0", "\n", "\x00"):
+        monkeypatch.setattr("sys.stdin", io.StringIO(line))
+        error_of("work", "-", code=2)

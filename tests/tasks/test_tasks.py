@@ -455,25 +455,18 @@ def test_processes_of_one_command(data, tmp_path):
 
 
 @pytest.mark.parametrize("num_kills", [2, 3])
-def test_a_killed_process_is_repeated_three_times_at_most(data, tmp_path, monkeypatch, num_kills):
+def test_a_killed_process_is_repeated_three_times_at_most(data, tmp_path, failing, num_kills):
     tasks = plan_tasks(data, tmp_path / "s.zarr")
     write_tasks(tmp_path / "plan.json", tasks)
-    calls, popen = [], subprocess.Popen
-
-    def killed(words, **options):
-        calls.append(words)
-        process = popen(words, **options)
-        if words[words.index("--shard") + 1] == "3/6" and sum("3/6" in call for call in calls) <= num_kills:
-            process.kill()
-        return process
-
-    monkeypatch.setattr(subprocess, "Popen", killed)
-    if num_kills == 2:
-        command("work", tmp_path / "plan.json", "--workers", 2, check=0)
-        assert commit_tasks(tasks).num_traces == 24
-    else:
-        error = error_of("work", tmp_path / "plan.json", "--workers", 2, code=3)
-        assert "batch_3.pkl.gz" in error and "killed 3 times (signal 9)" in error
+    kill = f"with open({str(tmp_path / 'kills')!r}, 'a') as file: file.write('x')\n"
+    kill += f"        if file.tell() <= {num_kills}: os.kill(os.getpid(), signal.SIGKILL)"
+    with failing(3, kill):
+        if num_kills == 2:
+            command("work", tmp_path / "plan.json", "--workers", 2, check=0)
+            assert commit_tasks(tasks).num_traces == 24
+        else:
+            error = error_of("work", tmp_path / "plan.json", "--workers", 2, code=3)
+            assert "batch_3.pkl.gz" in error and "killed 3 times (signal 9)" in error
 
 
 def test_commands(data, tmp_path):

@@ -214,16 +214,35 @@ def test_what_needs_one_process_reads_with_threads(data, tmp_path, monkeypatch, 
         assert repr(read_all(one)) == repr(read_all(other))
 
 
-def test_a_full_disk_of_a_worker_is_exit_4(data, tmp_path, monkeypatch):
-    run = subprocess.Popen
+def test_a_process_writes_one_task_after_the_other(data, tmp_path, failing):
+    with failing(-1, "pass") as started:
+        convert(data, tmp_path / "s.zarr", "--workers", 2)
+    assert len(started) == 2 and all(process.returncode is not None for process in started)
+    assert len(tracestore.open(tmp_path / "s.zarr")) == 24
 
-    def full(words, **options):
-        program = "import sys; print('tracestore work: s.zarr: no space left', file=sys.stderr); sys.exit(4)"
-        is_second = words[words.index("--shard") + 1] == "1/6"
-        return run([sys.executable, "-c", program] if is_second else words, **options)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(subprocess, "Popen", full)
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_the_same_command_writes_only_what_was_not_written(data, tmp_path, failing, is_killed):
+    """A source is refused, or its worker is killed; the receipts of the tasks behind it stay."""
+    convert(data, tmp_path / "1.zarr")
+    store, path = tmp_path / "s.zarr", data / "batch_2.pkl"
+    content = path.read_bytes()
+    if not is_killed:
+        write_pickle(path, [make_trace(20), {"question_id": "bad"}])
+    for task in plan_tasks(data, store):
+        if task.number != 2:
+            write_task(task)
+    with failing(2, "os.kill(os.getpid(), signal.SIGKILL)" if is_killed else "pass"):
+        assert "batch_2.pkl" in error_of("convert", data, store, "--workers", 2, code=3)
+    assert len(tracestore.open(store)) == 8
+    path.write_bytes(content)
+    with failing(1, "raise errors.InvalidInputError('is read again')"):
+        convert(data, store, "--workers", 2)
+    assert tree_bytes(store) == tree_bytes(tmp_path / "1.zarr")
+
+
+def test_a_full_disk_of_a_worker_is_exit_4(data, tmp_path, failing):
+    with failing(1, "raise errors.DiskFullError('no space left')"):
         assert "no space left" in error_of("convert", data, tmp_path / "s.zarr", "--workers", 2, code=4)
     assert len(tracestore.open(tmp_path / "s.zarr")) == 4
     convert(data, tmp_path / "1.zarr")

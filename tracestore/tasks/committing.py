@@ -136,10 +136,11 @@ def commit_plan(
             with workers or nullcontext():
                 report = commit.run()
         except InvalidInputError:
-            plan.remove()
+            plan.remove(commit.whole_tasks())
             raise
         # Another coordinator of the plan may still read them, but no later plan must find what was refused.
-        plan.remove(keep_receipts=workers is None and not report.num_sources_skipped)
+        is_whole = not (report.num_sources_skipped or report.num_traces_refused)
+        plan.remove(plan.tasks() if workers is None and is_whole else ())
     return report
 
 
@@ -152,6 +153,15 @@ class _Commit(Conversion):
         options = replace(plan.commit_options(), workers=num_workers)
         super().__init__(plan.arguments, str(plan.store), options, output, **known)
         self._plan, self._tasks, self._workers = plan, plan.tasks(), workers
+
+    def whole_tasks(self) -> list[Task]:
+        """Return the tasks that are written and of which nothing was refused."""
+        return [
+            task
+            for task in self._tasks
+            if (found := usable_receipt(self._plan, task, self.sources)) is not None
+            and not any(source.refused for source in found.sources)
+        ]
 
     def has_attention(self) -> bool | None:
         """Return what the plan has found."""
@@ -219,4 +229,6 @@ class _Commit(Conversion):
         try:
             return read_receipt(self._plan, task, self.sources)
         except FileNotFoundError as error:
-            raise UsageError(f"{error.filename}: is gone: another process has committed or removed the plan") from None
+            raise UsageError(
+                f"{error.filename}: is gone: another process has committed or removed the plan; repeat the command"
+            ) from None

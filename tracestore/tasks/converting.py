@@ -1,6 +1,5 @@
 """Convert files by tasks that processes of this machine or workers of a cluster write."""
 
-import tempfile
 from collections.abc import Iterable
 from contextlib import ExitStack
 from os import PathLike
@@ -14,7 +13,6 @@ from tracestore.errors import UsageError
 from tracestore.store.io.files import parse_location
 from tracestore.tasks.committing import Workers, commit_plan
 from tracestore.tasks.local_workers import LocalWorkers
-from tracestore.tasks.task_files import write_tasks
 from tracestore.tasks.task_plan import kept_plan, new_plan
 
 
@@ -70,7 +68,5 @@ def convert(
             conversion.described.release()
             known = conversion.known()
         if workers is None:
-            path = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "tasks.json"
-            write_tasks(path, plan.tasks())
-            workers = LocalWorkers(path, plan.tasks(), options.workers, options.memory_budget)
+            workers = LocalWorkers(options.workers, options.memory_budget)
         return commit_plan(plan, output, workers, num_workers=options.workers, known=known)

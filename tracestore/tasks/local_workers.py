@@ -3,9 +3,9 @@
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
+from contextlib import suppress
 
 from tracestore.errors import DiskFullError, InvalidInputError, StoreLockedError, TracestoreError, UsageError
 from tracestore.tasks.task_plan import Task
@@ -20,26 +20,21 @@ _ERRORS: Mapping[int, type[TracestoreError]] = {
 
 
 class LocalWorkers:
-    """Write tasks, each in a process of its own. Leaving the context ends the processes that still run.
+    """Write tasks, one after the other in each process. Leaving the context ends the processes.
 
     Parameters
     ----------
-    path : Path
-        File with the tasks.
-    tasks : sequence of Task
-        Its tasks, in the order of its lines.
     workers : int
         Number of processes at a time.
     memory_budget : int
         Bytes of memory for traces that wait, of all of them together.
     """
 
-    def __init__(self, path: Path, tasks: Sequence[Task], workers: int, memory_budget: int) -> None:
-        self._path, self._lines = path, {task: line for line, task in enumerate(tasks)}
-        self._num_lines, self._budget = len(tasks), memory_budget // workers
+    def __init__(self, workers: int, memory_budget: int) -> None:
+        self._budget = memory_budget // workers
         self._pool = ThreadPoolExecutor(workers)
         self._lock, self._is_closed = threading.Lock(), False
-        self._running: set[subprocess.Popen[str]] = set()
+        self._running, self._idle = set[subprocess.Popen[str]](), list[subprocess.Popen[str]]()
 
     def submit(self, task: Task) -> "Future[Task]":
         """Write a task; the result is the task.
@@ -70,25 +65,37 @@ class LocalWorkers:
         return task
 
     def _run(self, task: Task) -> tuple[int, str]:
-        """Return the exit code and the messages of a process that writes a task."""
-        shard = f"{self._lines[task]}/{self._num_lines}"
-        words = ("work", str(self._path), "--shard", shard, "--memory-budget", str(self._budget))
+        """Let a process write a task; return 0, or its exit code and messages if it ends."""
         with self._lock:
             if self._is_closed:
                 return 1, ""
-            process = subprocess.Popen(
-                [sys.executable, "-m", "tracestore", *words],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-                process_group=0,  # Ctrl-C reaches this process alone, which ends the others.
-            )
-            self._running.add(process)
-        _, errors = process.communicate()
+            process = self._idle.pop() if self._idle else self._start()
+        assert process.stdin is not None and process.stdout is not None
+        with suppress(BrokenPipeError):
+            process.stdin.write(f"{task.to_json()}\n")
+            process.stdin.flush()
+        errors = ""
+        for line in process.stdout:
+            if line == f"{task.hash}\n":
+                self._idle.append(process)
+                return 0, ""
+            errors += line
+        process.communicate()
         with self._lock:
             self._running.discard(process)
         return process.returncode, errors
+
+    def _start(self) -> "subprocess.Popen[str]":
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tracestore", "work", "-", "--memory-budget", str(self._budget)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            process_group=0,  # Ctrl-C reaches this process alone, which ends the others.
+        )
+        self._running.add(process)
+        return process
 
     def __enter__(self) -> "LocalWorkers":
         return self
@@ -99,3 +106,5 @@ class LocalWorkers:
             for process in self._running:
                 process.kill()
         self._pool.shutdown(cancel_futures=True)
+        for process in self._idle:
+            process.communicate()

@@ -20,7 +20,7 @@ from tracestore.errors import CorruptStoreError, InvalidInputError, UsageError
 from tracestore.ingest.exports import EXPORT_FILE, STORE_FILE
 from tracestore.ingest.packing import PackOptions, identify
 from tracestore.ingest.score_files import FoundFiles
-from tracestore.ingest.sources import SourceFile, fingerprint
+from tracestore.ingest.sources import Identity, SourceFile, fingerprint
 from tracestore.store.format import paths
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.io import fsio
@@ -61,6 +61,8 @@ class Task:
         Names of the sources, in their order.
     num_bytes : int
         Size of their files.
+    hash : str
+        Name of its receipt: a hash of its sources, and of the layouts, options and versions of the plan.
     """
 
     store: str
@@ -68,11 +70,7 @@ class Task:
     number: int
     sources: tuple[str, ...]
     num_bytes: int
-
-    @property
-    def hash(self) -> str:
-        """Return the name of its receipt: a hash of sources, layout, options and versions."""
-        return digest_of(f"{self.plan} {self.number}".encode())
+    hash: str
 
     def to_json(self) -> str:
         """Return the task as a line of JSON."""
@@ -84,7 +82,8 @@ class Task:
         try:
             found = json.loads(text)
             task = cls(**found | {"sources": tuple(map(str, found["sources"]))})
-            if type(task.number) is int and len(bytes.fromhex(task.plan)) == _DIGEST_BYTES and Path(task.store):
+            digests = {len(bytes.fromhex(digest)) for digest in (task.plan, task.hash)}
+            if type(task.number) is int and digests == {_DIGEST_BYTES} and Path(task.store):
                 return task
         except (ValueError, TypeError, KeyError, RecursionError):
             pass
@@ -112,6 +111,7 @@ class Plan:
     def __init__(self, store: Path, data: bytes) -> None:
         self.store, self.data, self.digest = store, data, digest_of(data)
         self.facts: dict[str, Any] = json.loads(data)
+        self._common = digest_of(json.dumps(self.facts | {"tasks": None, "modified": None}).encode())
         self.options = ConvertOptions(**self.facts["options"], workers=1)
         self.arguments = [Path(argument) for argument in self.facts["arguments"]]
 
@@ -150,7 +150,7 @@ class Plan:
             plan = cls(store, data)
             plan.tasks()
             return plan
-        except (ValueError, TypeError, KeyError, RecursionError, UsageError):
+        except (ValueError, TypeError, LookupError, RecursionError, UsageError):
             raise CorruptStoreError(f"{store}/{path}: not a plan; remove it, and plan again") from None
 
     def check_files(self) -> None:
@@ -177,17 +177,15 @@ class Plan:
         return self.provenances() == read_provenances(self.arguments, self.options, Quiet())
 
     def tasks(self) -> list[Task]:
-        """Return the tasks in their order."""
-        return [
-            Task(
-                str(self.store),
-                self.digest,
-                number,
-                tuple(name for _, name, _, _ in found),
-                sum(size for _, _, size, _ in found),
-            )
-            for number, found in enumerate(self.facts["tasks"])
-        ]
+        """Return the tasks in their order. A later plan of the same files has the receipts of tasks that are equal."""
+        tasks = []
+        for number, found in enumerate(self.facts["tasks"]):
+            positions, names, sizes, _ = zip(*found, strict=True)
+            # Fingerprints are samples. For another plan the sources must not have been written to, either.
+            known = [self._common, found, [self.facts["modified"][k] for k in positions]]
+            name = digest_of(json.dumps(known).encode())
+            tasks.append(Task(str(self.store), self.digest, number, names, sum(sizes), name))
+        return tasks
 
     def described(self) -> DescribedRun:
         """Return the sources with their layouts."""
@@ -223,11 +221,10 @@ class Plan:
         attention = self.options.attention or stored["attention"]
         return replace(self.options, attention=attention, dtype=stored["dtype"], codec=stored["codec"])
 
-    def remove(self, *, keep_receipts: bool = False) -> None:
-        """Remove the plan, the receipts of plans that were removed before, and its own unless they are kept."""
+    def remove(self, kept: Iterable[Task] = ()) -> None:
+        """Remove the plan, and all receipts but those of other plans and of `kept`."""
         remove_own(self.store, paths.plan(self.digest))
-        kept = [*kept_plans(self.store), *([self] if keep_receipts else [])]
-        known = {task.hash for plan in kept for task in plan.tasks()}
+        known = {task.hash for tasks in (kept, *(plan.tasks() for plan in kept_plans(self.store))) for task in tasks}
         for name in LocalFiles(self.store).list_dir(paths.RECEIPTS):
             if name.endswith(".zip") and name.removesuffix(".zip") not in known:
                 remove_own(self.store, f"{paths.RECEIPTS}/{name}")
@@ -351,7 +348,8 @@ def new_plan(
     ) as writer:
         writer.check_provenance(conversion.known_provenances())
         stored = dict(writer.attributes.options)
-        sources = [(k, source.name, *_identity_of(source)) for k, source in enumerate(conversion.sources)]
+        found = list(map(_identity_of, conversion.sources))
+        sources = [(k, source.name, *found[k][:2]) for k, source in enumerate(conversion.sources)]
         if described.is_settled(writer):
             sources = [source for source in sources if not writer.has_source(*source[1:])]
         shared = [conversion.sources[k].shared for k, *_ in sources]
@@ -371,6 +369,7 @@ def new_plan(
             "unread": [str(path.absolute()) for path in described.score_files.unread],
             "provenances": [[str(p.absolute()), found.to_json()] for p, found in conversion.provenances.items()],
             "tasks": [[sources[k] for k in run] for run in runs],
+            "modified": [identity.modified_ns for identity in found],
         }
         if options.attention is None and (note := attention.note(stored["attention"])):
             output.info(note)
@@ -391,9 +390,9 @@ def _exports_of(sources: Sequence[SourceFile]) -> list[Path]:
     return [folder / name for folder in folders for name in (EXPORT_FILE, STORE_FILE)]
 
 
-def _identity_of(source: SourceFile) -> tuple[int, str]:
-    """Return size and fingerprint of a source; nothing for one that cannot be read, which its task refuses."""
+def _identity_of(source: SourceFile) -> Identity:
+    """Return the identity of a source; an empty one if it cannot be read, so that its task refuses it."""
     try:
-        return identify(source)[:2]
+        return identify(source)
     except InvalidInputError:
-        return 0, ""
+        return Identity(0, "", 0)

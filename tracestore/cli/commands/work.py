@@ -5,6 +5,7 @@ Example: tracestore work plan.json --shard 0/4 --workers 2
 
 import argparse
 import re
+import sys
 from concurrent.futures import as_completed
 from pathlib import Path
 
@@ -27,7 +28,8 @@ def _shard(text: str) -> tuple[int, int]:
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("file", type=Path, metavar="FILE", help="tasks that convert --plan has written")
+    text = "tasks that convert --plan has written; - reads their lines from standard input, and prints the hash of each"
+    parser.add_argument("file", type=Path, metavar="FILE", help=text)
     text = "write the tasks I, I + N, I + 2 N, ... (default: all that are not written)"
     parser.add_argument("--shard", type=_shard, metavar="I/N", default=(0, 1), help=text)
     text = "processes of this machine; one that is killed is repeated up to three times"
@@ -40,22 +42,31 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace, output: Output) -> None:
     """Write the tasks of a shard."""
+    if str(args.file) == "-":
+        for line in sys.stdin:
+            task = Task.from_json(line)
+            _write(task, args.memory_budget)
+            print(task.hash, flush=True)
+        return
     first, step = args.shard
-    tasks = read_tasks(args.file)
-    chosen = dict(list(enumerate(tasks))[first::step])
+    chosen = read_tasks(args.file)[first::step]
 
     def report(task: Task) -> None:
         output.info(f"task {task.number:,} is written")
 
     if args.workers > 1 and len(chosen) > 1:
-        with LocalWorkers(args.file, tasks, args.workers, args.memory_budget) as workers:
-            for future in as_completed([workers.submit(task) for task in chosen.values()]):
+        with LocalWorkers(args.workers, args.memory_budget) as workers:
+            for future in as_completed([workers.submit(task) for task in chosen]):
                 report(future.result())
     else:
-        for task in chosen.values():
-            with map_os_errors(Path(task.store)):
-                write_task(task, memory_budget=args.memory_budget)
+        for task in chosen:
+            _write(task, args.memory_budget)
             report(task)
-    num_bytes = sum(task.num_bytes for task in chosen.values())
+    num_bytes = sum(task.num_bytes for task in chosen)
     output.print_json({"tasks": len(chosen), "bytes": num_bytes})
     output.info(f"{plural(len(chosen), 'task')} of {format_size(num_bytes)} written; tracestore commit adds them")
+
+
+def _write(task: Task, memory_budget: int) -> None:
+    with map_os_errors(Path(task.store)):
+        write_task(task, memory_budget=memory_budget)
