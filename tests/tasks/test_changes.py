@@ -62,11 +62,10 @@ def test_a_refused_commit_removes_the_receipts_with_errors(data, tmp_path):
     os.rename(data / "batch_2.tmp", data / "batch_2.pkl")
     path = data / "batch_0.pkl"
     tasks = plan_tasks(data, tmp_path / "s.zarr")
-    content = path.read_bytes()
-    path.unlink()
+    path.rename(tmp_path / "hidden")
     for task in tasks:
         write_task(task)
-    path.write_bytes(content)
+    (tmp_path / "hidden").rename(path)
     with pytest.raises(InvalidInputError, match=r"batch_0.pkl"):
         commit_tasks(tasks)
     kept = {name for name in tree_bytes(tmp_path / "s.zarr") if name.startswith(paths.RECEIPTS)}
@@ -94,7 +93,8 @@ def test_a_changed_source_is_read_again_if_its_fingerprint_is_the_same(data, tmp
     assert [sources.fingerprint(data / name) for name in names] == before
     commit_tasks(write_all(data, tmp_path / "s.zarr"))
     convert(data, tmp_path / "one.zarr")
-    assert tree_bytes(tmp_path / "s.zarr") == tree_bytes(tmp_path / "one.zarr")
+    with tracestore.open(tmp_path / "s.zarr") as store, tracestore.open(tmp_path / "one.zarr") as one:
+        assert repr(read_all(store)) == repr(read_all(one))
 
 
 def test_a_source_that_was_left_out_is_read_by_the_next_plan(data, tmp_path):

@@ -34,7 +34,8 @@ class LocalWorkers:
         self._budget = memory_budget // workers
         self._pool = ThreadPoolExecutor(workers)
         self._lock, self._is_closed = threading.Lock(), False
-        self._running, self._idle = set[subprocess.Popen[str]](), list[subprocess.Popen[str]]()
+        self._running: set[subprocess.Popen[str]] = set()
+        self._idle: list[subprocess.Popen[str]] = []
 
     def submit(self, task: Task) -> "Future[Task]":
         """Write a task; the result is the task.
