@@ -132,7 +132,9 @@ class Plan:
         try:
             plan = cls.load(store, path)
         except (FileNotFoundError, NotADirectoryError):
-            raise UsageError(f"{store}: has no such plan: it is committed, or was removed; plan again") from None
+            raise UsageError(
+                f"{store}: has no such plan: it is committed, or was removed; plan again, or repeat convert"
+            ) from None
         if plan.facts["versions"] != versions(plan.facts["store_options"]["codec"]):
             raise UsageError(f"{store}: other versions made the plan: {plan.facts['versions']}; plan again")
         if task not in plan.tasks():

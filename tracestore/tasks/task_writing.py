@@ -57,7 +57,9 @@ def write_task(task: Task, *, memory_budget: int | None = None) -> Receipt:
             writing.write([WrittenSource(sources[k], k, *found) for k, _, *found in plan.facts["tasks"][task.number]])
             path, data = paths.receipt(task.hash), writing.receipt(task)
             if not (plan.store / paths.plan(task.plan)).exists():
-                raise UsageError(f"{plan.store}: another process has committed the plan, or it was removed; plan again")
+                raise UsageError(
+                    f"{plan.store}: another process has committed the plan, or it was removed; repeat convert"
+                )
             if not target.create_file(path, data) and usable_receipt(plan, task, sources) is None:
                 target.replace_file(path, data)
         finally:
