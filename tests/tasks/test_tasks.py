@@ -458,7 +458,7 @@ def test_processes_of_one_command(data, tmp_path):
 def test_a_killed_process_is_repeated_three_times_at_most(data, tmp_path, failing, num_kills):
     tasks = plan_tasks(data, tmp_path / "s.zarr")
     write_tasks(tmp_path / "plan.json", tasks)
-    kill = f"with open({str(tmp_path / 'kills')!r}, 'a') as file: file.write('x')\n"
+    kill = f"file = open({str(tmp_path / 'kills')!r}, 'a'); file.write('x'); file.flush()\n"
     kill += f"        if file.tell() <= {num_kills}: os.kill(os.getpid(), signal.SIGKILL)"
     with failing(3, kill):
         if num_kills == 2:
