@@ -262,7 +262,7 @@ def test_rule_17c_lengths_of_other_rows(tmp_path, fill, side, by, with_ids, more
     unused = [name for name in ("n", "mask", "ids") if f": {name} " not in str(layout)]
     layout["ignore"] = [f"a.pkl : {name}" for name in unused]
     if more:
-        refuse(tmp_path, layout, "equal states|the padding next to it|zero in all layers|left out|leaves out")
+        refuse(tmp_path, layout, "equal states|of the padding|zero in all layers|left out|leaves out")
         return
 
     for trace, hidden in zip(convert(tmp_path, layout).values(), kept, strict=True):
@@ -274,7 +274,7 @@ def test_rule_17c_a_row_keeps_an_id_of_the_padding(tmp_path):
     padded(tmp_path, "right", None, 1)
     layout = {"hidden_states": "a.pkl : hs -> N L S D", "question_id": "a.pkl : q -> N", "tokens": "a.pkl : ids -> N S"}
     layout |= {"S.mask": "a.pkl : mask -> N S", "ignore": "a.pkl : n"}
-    refuse(tmp_path, layout, r"the token 4 has the id 0 of the padding next to it: S.pad = \[0, 0\]")
+    refuse(tmp_path, layout, r"the token 4 has the id 0 of the padding: S.pad = \[0, 0\]")
 
     traces = convert(tmp_path, layout | {"S.pad": [0, 0]})
 
@@ -287,6 +287,92 @@ def test_rule_17c_padding_without_a_line(tmp_path, fill):
     layout = {"hidden_states": "a.pkl : hs -> N L S D", "question_id": "a.pkl : q -> N"}
 
     refuse(tmp_path, layout | {"ignore": [f"a.pkl : {n}" for n in ("n", "mask", "ids")]}, "in all layers: padding")
+
+
+FRONTS = (3, 2, 1)
+
+
+@pytest.mark.parametrize("pad", [0, 2])
+@pytest.mark.parametrize("by", ["S.mask", "S.lengths"])
+@pytest.mark.parametrize("passes", [False, True])
+@pytest.mark.parametrize("end", [2, 9])
+def test_rule_17c_every_row_is_padded_in_front(tmp_path, pad, by, passes, end):
+    """Prompts are padded to one length, and the id that fills them may stand inside of them and end rows, too."""
+    ids = np.array(
+        [[pad, pad, pad, 4, 2, 5, 6, end, 0], [pad, pad, 6, 2, 7, 8, 9, 5, end], [pad, 3, 4, 2, 5, 6, end, 0, 0]]
+    )
+    ends = (8, 9, 7)
+    for row, stop in zip(ids, ends, strict=True):
+        row[stop:] = pad
+    if pad == end or not passes:
+        ids, ends = ids[:, :7], (7, 7, 7)
+        ids[:, -1] = 9
+    num_states = ids.shape[1] - passes
+    mask = (np.arange(num_states if by == "S.lengths" or not passes else 4) >= np.array(FRONTS)[:, None]).astype(int)
+    sizes = [4] + [1] * (num_states - 4) if passes else [num_states]
+    parts = [[states(3, n, 8, seed=7 * p + k) for k in range(2)] for p, n in enumerate(sizes)]
+    stack = np.concatenate([np.stack(part, 1) for part in parts], 2)
+    dump(tmp_path / "in/a.pkl", {"hs": parts if passes else stack, "ids": ids, "mask": mask, "n": mask.sum(1)})
+    layout = {"hidden_states": f"a.pkl : hs -> {'P L N' if passes else 'N L'} S D"}
+    layout |= {"tokens": f"a.pkl : ids -> N {'T' if passes else 'S'}"}
+    layout |= {by: "a.pkl : mask -> N S"} if by == "S.mask" else {by: "a.pkl : n -> N", "S.side": "left"}
+    layout |= {"S.pad": [pad, end]} if passes and pad != end else {}
+    layout["ignore"] = f"a.pkl : {'n' if by == 'S.mask' else 'mask'}"
+    refuse(tmp_path, layout, f"every row leaves out tokens in front, .* S.padding = {pad} states")
+
+    traces = convert(tmp_path, layout | {"S.padding": pad}).values()
+
+    for trace, row, hidden, begin, stop in zip(traces, ids, stack, FRONTS, ends, strict=True):
+        assert list(trace.tokens) == list(row[begin:stop])
+        np.testing.assert_allclose(trace.hidden_states, hidden[:, begin : stop - passes], atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        [[1, 1, 1, 1, 1], [1, 1, 1, 1, 1]],
+        [[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]],
+        [[0, 0, 0, 1, 1], [1, 1, 1, 1, 1]],
+        [[0, 0, 1, 1, 0], [1, 1, 1, 1, 1]],
+        [[0, 0, 1, 1, 1], [0, 0, 1, 1, 1]],
+        [[0, 0, 1, 1, 1], [0, 1, 1, 1, 0]],
+    ],
+)
+def test_rule_17c_a_mask_contradicts_the_id_of_the_padding(tmp_path, mask):
+    ids = np.array([[0, 0, 5, 6, 2], [4, 3, 7, 5, 2]])
+    dump(tmp_path / "in/a.pkl", {"hs": states(2, 2, 5, 8), "ids": ids, "mask": np.array(mask)})
+    layout = {"hidden_states": "a.pkl : hs -> N L S D", "tokens": "a.pkl : ids -> N S", "S.padding": 0}
+
+    refuse(tmp_path, layout | {"S.mask": "a.pkl : mask -> N S"}, "of the padding: S.pad|have several ids")
+
+
+@pytest.mark.parametrize("with_ids", [True, False])
+def test_rule_17c_a_batch_and_a_stack_are_padded_by_two_programs(tmp_path, with_ids):
+    """Refuse states of padding and zeros, which may be the last token of rows and padding."""
+    stack, lengths = states(3, 2, 8, 8), [6, 3, 4]
+    stack[:, :, 6:] = 0
+    ids = np.where(np.arange(8) < np.array(lengths)[:, None], np.arange(5, 13), 0)
+    dump(tmp_path / "in/a.pkl", {"hs": stack, "ids": ids, "n": lengths})
+    layout = {"hidden_states": "a.pkl : hs -> N L S D", "S.lengths": "a.pkl : n -> N", "S.side": "right"}
+    layout |= {"tokens": "a.pkl : ids -> N S"} if with_ids else {"ignore": "a.pkl : ids"}
+    refuse(tmp_path, layout, 'the tokens 7 and 3 are left out, and only one is filled: S.padding = "none" states')
+
+    traces = convert(tmp_path, layout | {"S.padding": "none"}).values()
+
+    assert [trace.num_tokens for trace in traces] == lengths
+
+
+@pytest.mark.parametrize("end", [2, 9])
+def test_rows_are_padded_at_both_ends(tmp_path, end):
+    """Prompts in front, answers behind; another id ends rows."""
+    ids = np.array([[0, 0, 5, 6, end, 0, 0], [4, 5, 6, 7, 8, 9, 2], [0, 3, 4, 5, end, 0, 0]])
+    dump(tmp_path / "in/a.pkl", {"hs": states(3, 2, 7, 8), "ids": ids})
+    layout = {"hidden_states": "a.pkl : hs -> N L S D", "tokens": "a.pkl : ids -> N S", "S.padding": 0}
+    refuse(tmp_path, layout, r"begins rows and ends rows, .* S.pad = \[0, END\]")
+
+    traces = convert(tmp_path, layout | {"S.pad": [0, end]}).values()
+
+    assert [list(trace.tokens) for trace in traces] == [[5, 6, end], list(ids[1]), [3, 4, 5, end]]
 
 
 @pytest.mark.parametrize(
@@ -437,6 +523,43 @@ def test_rule_12b_answers_are_numbered_from_1(tmp_path, count):
     layout = {"hidden_states": "a.pkl : {id}/[K] -> L S D", "is_correct": "t.csv : [id=id, sample=n]/ok"}
 
     refuse(tmp_path, layout, "number answers from 1, the traces from 0")
+
+
+@pytest.mark.parametrize("first", [1, 2, 5])
+@pytest.mark.parametrize("last", [0, 1, 2])
+def test_rule_12b_answers_and_rows_are_numbered_alike(tmp_path, first, last):
+    """Names of files number answers as rows do, and the row of one answer is missing."""
+    for n in range(3):
+        for name in "ab":
+            dump(tmp_path / f"in/{name}_{first + n}.pkl", {"hs": states(2, 3, 8, seed=n)})
+    rows = [{"id": name, "n": first + n, "ok": n % 2} for name in "ab" for n in range(3) if (name, n) != ("b", last)]
+    table(tmp_path / "in/t.csv", rows)
+    layout = {"hidden_states": "{id}_{sample}.pkl : hs -> L S D", "is_correct": "t.csv : [id=id, sample=n]/ok"}
+
+    traces = convert(tmp_path, layout)
+
+    expected = {(row["id"], row["n"]): row["ok"] for row in rows}
+    assert {key: trace.score for key, trace in traces.items() if key != ("b", first + last)} == expected
+    assert np.isnan(traces["b", first + last].score)
+
+
+@pytest.mark.parametrize("prefix", ["", "q"])
+@pytest.mark.parametrize("of_answers", [True, False])
+def test_rule_12b_the_first_row_has_no_value(tmp_path, prefix, of_answers):
+    """The way out of a refusal: a row for the first trace, whose value is missing."""
+    table(tmp_path / "in/t.csv", [{"id": f"{prefix}{k}", "n": k, "ok": k % 2 if k else ""} for k in range(4)])
+    layout = {"hidden_states": "a.pkl : [id=id]/hs -> L S D", "is_correct": "t.csv : [id=id]/ok"}
+    if of_answers:
+        table(tmp_path / "in/t.csv", [{"id": "x", "n": k, "ok": k % 2 if k else ""} for k in range(4)])
+        layout = {"hidden_states": "a.pkl : {id}/[K] -> L S D", "is_correct": "t.csv : [id=id, sample=n]/ok"}
+    found = [states(2, 3, 8, seed=k) for k in range(4)]
+    items = [{"id": f"{prefix}{k}", "hs": one} for k, one in enumerate(found)]
+    dump(tmp_path / "in/a.pkl", {"x": found} if of_answers else items)
+
+    scores = [trace.score for trace in convert(tmp_path, layout).values()]
+
+    assert np.isnan(scores[0])
+    assert scores[1:] == [1, 0, 1]
 
 
 @pytest.mark.parametrize("value", [float("nan"), True, np.nan, b"a", np.array([97], "u1"), np.False_])

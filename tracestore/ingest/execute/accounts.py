@@ -199,7 +199,10 @@ class RunAccount:
             expected = self._row_numbers.get(path, 0)
             self._row_numbers[path] = (int(text) if is_index else expected) + 1
         if is_index and int(text) < expected:
-            raise InvalidInputError(f"{path}: the row {text} is behind {expected - 1}: rows in another order?")
+            way = f'ignore = ["{path}"]' if key else "give the column a name and ignore it"
+            raise InvalidInputError(
+                f"{path}: the row {text} is behind {expected - 1}: rows in another order? {way} if not"
+            )
         if key not in _UNNAMED and text != str(expected):
             name = path.rpartition("[]/")[0]
             raise InvalidInputError(

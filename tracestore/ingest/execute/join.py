@@ -22,6 +22,7 @@ _ROW_TEXTS = {
     **dict.fromkeys(("question", "prompt"), ("question",)),
     **dict.fromkeys((*ANSWER_FIELDS, "response", "completion", "generation"), ANSWER_FIELDS),
 }
+EMPTY_ADVICE = "; a row with an empty value says that there is none"
 _MAX_CACHED = 1 << 20  # numbers of an array along N that are read at once
 
 
@@ -52,6 +53,7 @@ class Column:
         self._served: dict[tuple[Any, ...], Any] = {}  # the first trace of each row, where copies are dropped
         self._numbers: dict[tuple[Any, ...], int] | None = None  # of rows among those of the same value
         self._lists: set[tuple[Any, ...]] | None = None  # the keys of lists of answers
+        self._missed: int | None = None  # the first number of an answer without a row
         self._files: dict[tuple[Any, ...], str] = {}  # by the key of a stack of rows
 
     def add(self, cell: Cell, source: str) -> None:
@@ -139,11 +141,15 @@ class Column:
         return f"{where} belongs to no trace, others of the list do"
 
     def misnumbered_answers(self, rows: list[tuple[Any, ...]]) -> str | None:
-        """Return what is wrong with rows that number answers from 1, as those of traces are numbered from 0."""
-        first = (
-            min((int(key[self._names.index("sample")]) for key in rows), default=0) if "sample" in self._names else 0
+        """Return what is wrong with rows that number answers from 1, if those of traces are numbered from 0."""
+        if "sample" not in self._names or self._missed is None:
+            return None
+        first = min((int(key[self._names.index("sample")]) for key in rows), default=0)
+        if first <= self._missed:
+            return None
+        return (
+            f"the rows number answers from {first}, the traces from {self._missed}, and some have no row{EMPTY_ADVICE}"
         )
-        return f"the rows number answers from {first}, the traces from 0, and some have no row" if first else None
 
     @property
     def is_in_order(self) -> bool:
@@ -165,6 +171,9 @@ class Column:
         value: Any = self._value(cells[0], fixed) if cells else MISSING
         if value is MISSING:
             self._check_list(environment)
+            if "sample" in self._names:
+                number = int(environment["sample"])
+                self._missed = number if self._missed is None else min(self._missed, number)
             return value
         for cell in cells[1:]:
             if (other := self._value(cell, fixed)) != value:

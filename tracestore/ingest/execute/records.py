@@ -296,8 +296,12 @@ class TraceBuilder:
         num_states, settings = len(layers[0]), self.settings
         ids = None if tokens is None else tokens[:num_states]
         fill = settings.get("S.padding")
-        filled = None if fill in (None, "none") else span_of_fill(fill, layers, ids)
-        if (mask := self._known("S.mask", self.arrays.array("S.mask", trace, "S"))) is not None:
+        mask = self._known("S.mask", self.arrays.array("S.mask", trace, "S"))
+        is_stated = mask is not None or length is not None
+        # An id that masks and lengths leave out may be inside a row, too: it also ends turns.
+        is_shown = fill not in (None, "none") and not (is_stated and ids is not None and isinstance(fill, int))
+        filled = span_of_fill(fill, layers, ids) if is_shown else None
+        if mask is not None:
             begin, end = self._span_of_mask(mask[0], tokens, layers, sizes, lambda: self.arrays.has_full_mask(trace))
         elif length is not None:
             begin, end = span_of_length(length, num_states, settings.get("S.side"), ids, layers)
@@ -306,10 +310,8 @@ class TraceBuilder:
         else:
             begin, end = filled or (0, num_states)
         if trace.is_row and ids is not None:
-            is_stated = mask is not None or length is not None or fill is not None
-            self.pads.add_row(
-                ids, (begin, end), is_stated=is_stated, is_end_known=len(sizes) > 1 or "S.pad" in settings
-            )
+            is_end_known = len(sizes) > 1 or "S.pad" in settings
+            self.pads.add_row(ids, (begin, end), is_stated=is_stated or fill is not None, is_end_known=is_end_known)
         if filled not in (None, (begin, end)):
             raise InvalidInputError(f"found the tokens {filled}, expected {(begin, end)} as masked", field="S.padding")
         if tokens is not None:

@@ -1,6 +1,7 @@
 """Tell padding from tokens: what the ids and states of rows show, and what those of all rows of a source show together."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +14,7 @@ _FILL_ADVICE = (
     ' in all layers: padding? S.mask, S.lengths or S.padding tells the padding apart, S.padding = "none" states that '
     "there is none"
 )
+_BORDER_ADVICE = ': S.padding = "none" states that only what the layout leaves out is padding'
 
 
 def check_no_padding(ids: np.ndarray, *, is_end_known: bool = False) -> None:
@@ -44,10 +46,14 @@ def check_border(layers: Sequence[np.ndarray], span: Span, what: str) -> None:
         if inner < 0 or inner > last:
             continue
         if _are_equal(layers, inner, kept):
-            raise InvalidInputError(f"the tokens {inner} and {kept} have equal states, and one is left out", field=what)
+            raise InvalidInputError(
+                f"the tokens {inner} and {kept} have equal states, and one is left out{_BORDER_ADVICE}", field=what
+            )
         is_fill = inner not in (outer, second) and _are_equal(layers, outer, second)
         if is_fill and not _are_equal(layers, outer, inner, is_exact=False):
-            raise InvalidInputError(f"the tokens {outer} and {inner} are left out, and only one is padding", field=what)
+            raise InvalidInputError(
+                f"the tokens {outer} and {inner} are left out, and only one is filled{_BORDER_ADVICE}", field=what
+            )
 
 
 def _are_equal(layers: Sequence[np.ndarray], one: int, two: int, *, is_exact: bool = True) -> bool:
@@ -102,14 +108,14 @@ class PadAccount:
         # The id that fills rows, and the one that ends them: None if the layout does not say.
         self._fill: int | None = pad[0] if isinstance(pad, list) else pad
         self._end: int | None = pad[1] if isinstance(pad, list) else None
-        self._has_none = settings.get("S.padding") == "none"
-        self.left_out: set[int] = {fill} if type(fill := settings.get("S.padding")) is int else set()
+        self._padding: Any = settings.get("S.padding")
+        self._has_none, self._is_of_ids = self._padding == "none", type(self._padding) is int
+        self.left_out: set[int] = {self._padding} if self._is_of_ids else set()
         self._before: set[int] = set()  # ids before the padding
         self._last: set[int] = set()  # ids that end rows without padding
         self._inner: set[int] = set()  # generated ids before other generated ids, which end no sequence
         self._is_end = self._is_filled = False
         self._begins: set[bool] = set()  # whether rows begin with the id that fills
-        self._is_of_ids = type(settings.get("S.padding")) is int
         self._is_masked = bool({"S.mask", "S.lengths"} & layout.addresses.keys())
         self._num_rows = 0
         self._spans: set[tuple[int, int]] = set()  # how many tokens were left out before and behind those of rows
@@ -125,14 +131,13 @@ class PadAccount:
         # The first token may have the id that fills rows; the last one if that id also ends them.
         ends = self._fill if self._end == self._fill else None
         for k, is_edge, stated in (
-            (begin, begin > 0, self._fill),
-            (end - 1, end < len(ids) and not is_end_known, ends),
+            (begin, begin > 0 or self._is_of_ids, self._fill),
+            (end - 1, (end < len(ids) or self._is_of_ids) and not is_end_known, ends),
         ):
             if is_edge and ids[k] in self.left_out and ids[k] != stated:
                 one = int(ids[k])
                 raise InvalidInputError(
-                    f"the token {k} has the id {one} of the padding next to it: S.pad = [{one}, {one}] if it belongs to "
-                    "the trace",
+                    f"the token {k} has the id {one} of the padding: S.pad = [{one}, {one}] if it belongs to the trace",
                     field="tokens",
                 )
         self._num_rows += 1
@@ -186,6 +191,7 @@ class PadAccount:
     def close(self) -> None:
         """Refuse rows of which only some begin with padding, and ids at their ends that are padding or may be."""
         self._check_spans()
+        self._check_doubled()
         if self._fill is None:
             if found := self._last & self.left_out:
                 raise InvalidInputError(f"a row ends with {_fill_advice(min(found))}", field="tokens")
@@ -214,12 +220,15 @@ class PadAccount:
         )
 
     def _check_spans(self) -> None:
-        """Refuse padding that is stated and leaves out nothing, and an id that may begin rows as well as fill them."""
+        """Refuse an id that may begin rows as well as fill them, and what every row leaves out in front."""
         before, behind = ({span[k] for span in self._spans} for k in (0, 1))
-        if self._is_of_ids and not self._is_masked and (before == {1} or (max(before, default=0) and max(behind))):
+        is_at_both = max(before, default=0) and max(behind, default=0)
+        is_at_both = is_at_both and not (0 in before and self._end not in (None, self._fill))
+        if self._is_of_ids and not self._is_masked and (min(before, default=0) == 1 or is_at_both):
+            fill = min(self.left_out)
             raise InvalidInputError(
-                f"the id {min(self.left_out)} begins rows and ends rows, or begins every row: S.mask or S.lengths "
-                "states the padding",
+                f"the id {fill} begins rows and ends rows, or begins every row: S.mask or S.lengths states the padding, "
+                f"S.pad = [{fill}, END] that the id END ends rows",
                 field="S.padding",
             )
         if not self._is_of_ids and 0 not in before and before and (1 in before or self._num_rows > 1):
@@ -229,6 +238,9 @@ class PadAccount:
                 f"{fill} is padding",
                 field="tokens",
             )
+
+    def _check_doubled(self) -> None:
+        """Refuse padding that is stated and leaves out nothing, where a row has one id twice at an end."""
         if self._fill is not None and not self._is_filled and not self._has_none and self._doubled_end is not None:
             end = self._doubled_end
             raise InvalidInputError(
@@ -237,10 +249,14 @@ class PadAccount:
                 field="S.pad",
             )
         twice = self._doubled_end if len(self._doubled) < 2 else self._doubled[True]
-        if before | behind == {0} and twice is not None and not self._has_none:
+        if self._spans == {(0, 0)} and twice is not None and not self._has_none:
+            way = "states that it is no padding"
+            if self._padding not in (None, "zeros") and not self._is_masked:
+                # It would keep what an id or NaN alone shows as padding in another file.
+                way = "if no row of any file is padded, S.mask or S.lengths if some are"
             raise InvalidInputError(
                 f"no row has padding by the layout, and a row has the id {twice} twice at one end: "
-                'S.padding = "none" states that it is no padding',
+                f'S.padding = "none" {way}',
                 field="tokens",
             )
 

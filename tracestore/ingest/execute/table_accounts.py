@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tracestore.errors import InvalidInputError, escape_unprintable
-from tracestore.ingest.execute.join import Column
+from tracestore.ingest.execute.join import EMPTY_ADVICE, Column
 from tracestore.ingest.layout.places import Place
 from tracestore.ingest.tree import Group, Value
 
@@ -76,7 +76,8 @@ def check_remainders(name: str, rows: list[Any], unused: list[Any], missing: lis
     if unused or (first, own) == (1, 0):
         found = f"the row {_short(unused[0])} and the trace" if unused else "the trace"
         raise InvalidInputError(
-            f"{found} {_short(missing[0])} {'are' if unused else 'is'} left over: numbered from 0 and from 1",
+            f"{found} {_short(missing[0])} {'are' if unused else 'is'} left over: numbered from 0 and from 1"
+            f"{'' if unused else EMPTY_ADVICE}",
             field=name,
         )
 
@@ -139,6 +140,7 @@ class TableAccount:
         num_unused, missing = self.num_rows - self.num_used - num_known, self.missing
         if self.joined_by in ("in order", "by position") and (num_unused or missing) and is_whole:
             found = f"{self.num_rows:,} rows in order belong to {self.num_used + len(missing):,} traces"
+            found += "; a column of numbers joins some of the rows" if self.joined_by == "by position" else ""
             raise InvalidInputError(found, field=self.field)
         if self.num_rows and num_unused == self.num_rows:
             first = escape_unprintable(str(*self.rows[:1]), 40)
