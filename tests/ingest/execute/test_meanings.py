@@ -543,6 +543,14 @@ def test_rule_12b_answers_and_rows_are_numbered_alike(tmp_path, first, last):
     assert np.isnan(traces["b", first + last].score)
 
 
+def test_ids_by_a_number_that_is_not_known_yet(tmp_path):
+    dump(tmp_path / "in/a.pkl", {"x": [states(2, 3, 8, seed=k) for k in range(2)]})
+    table(tmp_path / "in/t.csv", [{"n": 0, "qid": "a"}])
+    layout = {"hidden_states": "a.pkl : {w}/[K] -> L S D", "question_id": "t.csv : [sample=n]/qid"}
+
+    refuse(tmp_path, layout, "question_id: the trace has no id where the layout says")
+
+
 @pytest.mark.parametrize("prefix", ["", "q"])
 @pytest.mark.parametrize("of_answers", [True, False])
 def test_rule_12b_the_first_row_has_no_value(tmp_path, prefix, of_answers):

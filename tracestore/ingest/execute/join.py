@@ -1,6 +1,7 @@
 """Columns of values by what they bind, their values for one trace, and checks of what was joined."""
 
 import itertools
+import math
 from array import array
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -53,7 +54,7 @@ class Column:
         self._served: dict[tuple[Any, ...], Any] = {}  # the first trace of each row, where copies are dropped
         self._numbers: dict[tuple[Any, ...], int] | None = None  # of rows among those of the same value
         self._lists: set[tuple[Any, ...]] | None = None  # the keys of lists of answers
-        self._missed: int | None = None  # the first number of an answer without a row
+        self._missed: float = math.inf  # the first number of an answer without a row
         self._files: dict[tuple[Any, ...], str] = {}  # by the key of a stack of rows
 
     def add(self, cell: Cell, source: str) -> None:
@@ -142,7 +143,7 @@ class Column:
 
     def misnumbered_answers(self, rows: list[tuple[Any, ...]]) -> str | None:
         """Return what is wrong with rows that number answers from 1, if those of traces are numbered from 0."""
-        if "sample" not in self._names or self._missed is None:
+        if "sample" not in self._names:
             return None
         first = min((int(key[self._names.index("sample")]) for key in rows), default=0)
         if first <= self._missed:
@@ -171,9 +172,8 @@ class Column:
         value: Any = self._value(cells[0], fixed) if cells else MISSING
         if value is MISSING:
             self._check_list(environment)
-            if "sample" in self._names:
-                number = int(environment["sample"])
-                self._missed = number if self._missed is None else min(self._missed, number)
+            if "sample" in self._names and (number := str(environment.get("sample"))).isdecimal():
+                self._missed = min(self._missed, int(number))
             return value
         for cell in cells[1:]:
             if (other := self._value(cell, fixed)) != value:
