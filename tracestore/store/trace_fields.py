@@ -91,13 +91,13 @@ class TraceFields:
 
         bfloat16 values have dtype ml_dtypes.bfloat16 if ml_dtypes is installed; otherwise they are copied to float32.
         """
-        values: np.ndarray = self._values("hidden_states")
+        values: np.ndarray = self._values("hidden_states_bits", self.hidden_dtype)
         return values
 
     @property
     def last_token(self) -> np.ndarray:
         """Hidden state (L, D) of the last token in every layer; bfloat16 as in hidden_states."""
-        values: np.ndarray = self._values("last_token")
+        values: np.ndarray = self._values("last_token_bits", self.hidden_dtype)
         return values
 
     @property
@@ -107,7 +107,7 @@ class TraceFields:
         A = S (S + 1) / 2 for causal attention (lower triangle with diagonal, row by row), S * S for square
         attention. PackedEdges if only edges are stored.
         """
-        values: np.ndarray | PackedEdges = self._values("attention_packed")
+        values: np.ndarray | PackedEdges = self._values("attention_packed_bits", self.attention_dtype)
         return values
 
     @property
@@ -116,13 +116,11 @@ class TraceFields:
 
         The value at [..., i, j] is how much token i attends to token j. bfloat16 as in hidden_states.
         """
-        values: np.ndarray = self._values("attention")
+        values: np.ndarray = self._values("attention_bits", self.attention_dtype)
         return values
 
-    def _values(self, name: str) -> Any:
-        """Return an array as numbers; see schema.as_values."""
-        dtype = self.hidden_dtype if name in ("hidden_states", "last_token") else self.attention_dtype
-        bits = f"{name}_bits"
+    def _values(self, bits: str, dtype: str) -> Any:
+        """Return an array as numbers; see schema.as_values. `bits` is the property with the values as stored."""
         if dtype != "bfloat16":
             return getattr(self, bits)
         # numpy must not convert values in a map, which a truncated file would end with a signal.

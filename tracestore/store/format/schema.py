@@ -6,7 +6,7 @@ One module of over 400 lines: the tables of the format and the checks of what a 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -385,7 +385,7 @@ class Attributes:
             raise ValueError("the attributes of the store define no such array")
         return storage_dtype(dtype), known, dtype == "bfloat16"
 
-    @property
+    @cached_property
     def allowed_layouts(self) -> int:
         """Bit mask of the layouts that the attention of a trace may have; bit k stands for layout k."""
         allowed = {

@@ -264,7 +264,8 @@ class ArrayReader:
         self.require_rows(begin, end)
         items = self.row_items
         if self._offsets is None:
-            return [self._ready(begin, end).flat[begin * items : end * items]]
+            opened = self._opened if self._whole is not None else self._ready(begin, end)
+            return [opened.flat[begin * items : end * items]]
         found = []
         for chunk in range(begin // self.chunk_rows, -(-end // self.chunk_rows)):
             data = self._cache.get((*self.key, chunk), lambda c=chunk: self._decode(c))  # type: ignore[misc]

@@ -223,13 +223,12 @@ class StoreIndex:
 
     def locations(self, indices: np.ndarray) -> np.ndarray:
         """Return the locations of some traces, (n, 6) int64; LocationTable.look_up names the columns."""
+        return self._look_up(self._locations, indices)
 
-        def look_up(wanted: np.ndarray) -> np.ndarray:
-            out = np.empty((len(wanted), 6), np.int64)
-            self._places.look_up(wanted, out)
-            return out
-
-        return self._look_up(look_up, indices)
+    def _locations(self, indices: np.ndarray) -> np.ndarray:
+        out = np.empty((len(indices), 6), np.int64)
+        self._places.look_up(indices, out)
+        return out
 
     def row(self, index: int) -> TraceRow:
         """Return the locations of trace `index` (0 <= index < N), with the patches of later parts applied."""
