@@ -190,6 +190,20 @@ def test_a_plan_that_was_not_committed_is_continued(data, tmp_path, monkeypatch)
     assert tree_bytes(store) == tree_bytes(tmp_path / "1.zarr")
 
 
+@pytest.mark.parametrize("skip_bad", [[], ["--skip-bad"]])
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_source_that_changes_during_an_interruption_is_planned_again(data, tmp_path, is_gone, skip_bad):
+    store, path = tmp_path / "s.zarr", data / "batch_2.pkl"
+    for task in plan_tasks(data, store, ConvertOptions(skip_bad=bool(skip_bad)))[:2]:
+        write_task(task)
+    path.unlink()
+    if not is_gone:
+        write_pickle(path, [make_trace(70 + k) for k in range(3)])
+    convert(data, store, "--workers", 2, *skip_bad)
+    convert(data, tmp_path / "1.zarr", *skip_bad)
+    assert tree_bytes(store) == tree_bytes(tmp_path / "1.zarr")
+
+
 def test_a_script_needs_no_main_guard(data, tmp_path):
     convert(data, tmp_path / "1.zarr", "--dtype", "keep")
     script = (

@@ -14,6 +14,7 @@ from tracestore.convert.summary import ConvertReport
 from tracestore.errors import ClusterError, InvalidInputError, TracestoreError, UsageError
 from tracestore.ingest.packing import PackOptions, identify
 from tracestore.ingest.reading import TraceStream
+from tracestore.ingest.sources import SourceFile
 from tracestore.store.format import paths
 from tracestore.store.io import fsio
 from tracestore.store.write.writer import StoreWriter
@@ -31,6 +32,16 @@ def unwritten(tasks: Sequence[Task]) -> list[Task]:
 def _is_written(task: Task) -> bool:
     segments = listed_segments(task)
     return segments is not None and all((Path(task.store) / path).is_dir() for path in segments)
+
+
+def whole_tasks(plan: Plan, sources: Sequence[SourceFile]) -> list[Task]:
+    """Return the tasks that are written and of which nothing was refused."""
+    return [
+        task
+        for task in plan.tasks()
+        if (found := usable_receipt(plan, task, sources)) is not None
+        and not any(source.refused for source in found.sources)
+    ]
 
 
 def files_of_plans(store: Path) -> set[str]:
@@ -136,7 +147,7 @@ def commit_plan(
             with workers or nullcontext():
                 report = commit.run()
         except InvalidInputError:
-            plan.remove(commit.whole_tasks())
+            plan.remove(whole_tasks(plan, commit.sources))
             raise
         # Another coordinator of the plan may still read them, but no later plan must find what was refused.
         is_whole = not (report.num_sources_skipped or report.num_traces_refused)
@@ -153,15 +164,6 @@ class _Commit(Conversion):
         options = replace(plan.commit_options(), workers=num_workers)
         super().__init__(plan.arguments, str(plan.store), options, output, **known)
         self._plan, self._tasks, self._workers = plan, plan.tasks(), workers
-
-    def whole_tasks(self) -> list[Task]:
-        """Return the tasks that are written and of which nothing was refused."""
-        return [
-            task
-            for task in self._tasks
-            if (found := usable_receipt(self._plan, task, self.sources)) is not None
-            and not any(source.refused for source in found.sources)
-        ]
 
     def has_attention(self) -> bool | None:
         """Return what the plan has found."""

@@ -11,9 +11,9 @@ from tracestore.convert.runner import Conversion
 from tracestore.convert.summary import ConvertReport
 from tracestore.errors import UsageError
 from tracestore.store.io.files import parse_location
-from tracestore.tasks.committing import Workers, commit_plan
+from tracestore.tasks.committing import Workers, commit_plan, unwritten, whole_tasks
 from tracestore.tasks.local_workers import LocalWorkers
-from tracestore.tasks.task_plan import kept_plan, new_plan
+from tracestore.tasks.task_plan import Plan, identity_of, kept_plan, new_plan
 
 
 def convert(
@@ -57,9 +57,13 @@ def convert(
 
             workers = stack.enter_context(DaskWorkers(options.dask, options.workers, options.memory_budget))
         plan, known = kept_plan(arguments, location, options, output), None
+        is_replaced = plan is not None and _has_changed(plan)
+        if plan is not None and is_replaced:
+            plan.remove(whole_tasks(plan, plan.described().sources))
+            plan = None
         if plan is None:
             conversion = Conversion(arguments, str(store), options, output)
-            if options.workers == 1 and workers is None:
+            if options.workers == 1 and workers is None and not is_replaced:
                 return conversion.run()
             least = 2 if workers is None else 1
             plan = new_plan(conversion, arguments, location, options, output, min_tasks=least)
@@ -70,3 +74,10 @@ def convert(
         if workers is None:
             workers = LocalWorkers(options.workers, options.memory_budget)
         return commit_plan(plan, output, workers, num_workers=options.workers, known=known)
+
+
+def _has_changed(plan: Plan) -> bool:
+    """Return whether a source that no task has read differs from that of the plan."""
+    sources = plan.described().sources
+    found = [source for task in unwritten(plan.tasks()) for source in plan.facts["tasks"][task.number]]
+    return any(list(identity_of(sources[k])[:2]) != expected for k, _, *expected in found)

@@ -350,7 +350,7 @@ def new_plan(
     ) as writer:
         writer.check_provenance(conversion.known_provenances())
         stored = dict(writer.attributes.options)
-        found = list(map(_identity_of, conversion.sources))
+        found = list(map(identity_of, conversion.sources))
         sources = [(k, source.name, *found[k][:2]) for k, source in enumerate(conversion.sources)]
         if described.is_settled(writer):
             sources = [source for source in sources if not writer.has_source(*source[1:])]
@@ -392,7 +392,7 @@ def _exports_of(sources: Sequence[SourceFile]) -> list[Path]:
     return [folder / name for folder in folders for name in (EXPORT_FILE, STORE_FILE)]
 
 
-def _identity_of(source: SourceFile) -> Identity:
+def identity_of(source: SourceFile) -> Identity:
     """Return the identity of a source; an empty one if it cannot be read, so that its task refuses it."""
     try:
         return identify(source)
