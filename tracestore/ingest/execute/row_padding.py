@@ -110,7 +110,7 @@ class PadAccount:
         self._end: int | None = pad[1] if isinstance(pad, list) else None
         self._padding: Any = settings.get("S.padding")
         self._has_none, self._is_of_ids = self._padding == "none", type(self._padding) is int
-        self.left_out: set[int] = {self._padding} if self._is_of_ids else set()
+        self.left_out: set[int] = {self._padding} if type(self._padding) is int else set()
         self._before: set[int] = set()  # ids before the padding
         self._last: set[int] = set()  # ids that end rows without padding
         self._inner: set[int] = set()  # generated ids before other generated ids, which end no sequence
