@@ -52,9 +52,12 @@ def exit_ignoring_sigint(code: int) -> NoReturn:
     """End the process with an exit code that a late Ctrl-C does not change.
 
     Threads, callbacks of atexit and output end as for every process, in the way of multiprocessing. The modules are
-    left to the kernel: clearing them takes 8 ms, and with torch half a second.
+    left to the kernel: clearing them takes 8 ms, and with torch half a second. Under a profiler or debugger, which
+    have work to do after the program, SystemExit is raised instead.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if _is_observed():
+        sys.exit(code)
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     try:
@@ -63,6 +66,13 @@ def exit_ignoring_sigint(code: int) -> NoReturn:
     except (OSError, ValueError):
         sys.exit(code)  # the interpreter reports it
     os._exit(code)
+
+
+def _is_observed() -> bool:
+    """Return whether a profiler, debugger or measurement of coverage observes this thread."""
+    monitoring = getattr(sys, "monitoring", None)  # since Python 3.12
+    tools = () if monitoring is None else map(monitoring.get_tool, range(6))
+    return sys.getprofile() is not None or sys.gettrace() is not None or any(tools)
 
 
 @contextmanager

@@ -117,3 +117,8 @@ def test_the_console_script_ends_as_the_module_does(tmp_path):
             run_cli("-m", "tracestore", *words, check=code),
         )
         assert (of_script.stdout, of_script.stderr) == (of_module.stdout, of_module.stderr)
+
+
+def test_a_profiler_gets_the_end_of_a_program(tmp_path):
+    run_cli("-m", "cProfile", "-o", tmp_path / "profile", "-m", "tracestore", "--version", check=0)
+    assert (tmp_path / "profile").stat().st_size
