@@ -157,13 +157,10 @@ def read_values(path: Path, times: int = 1) -> None:
 
 
 def check_time(small: Path, large: Path, clock: Callable[[], float] = time.process_time) -> None:
-    """Check that the time of reading is linear: to read a file twice as large takes as long as to read the other twice.
-
-    A quadratic reader takes twice as long.
-    """
+    """Check that twice the input takes at most 2.2 times the time: 1.1 times that of reading the smaller file twice."""
     gc.collect()
     with frozen_garbage():  # as in a conversion: other objects of this process are not scanned
-        assert_within(1.4, partial(read_values, large), partial(read_values, small, times=2), clock=clock)
+        assert_within(1.1, partial(read_values, large), partial(read_values, small, times=2), clock=clock)
 
 
 def peak_of_all() -> int:
