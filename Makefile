@@ -247,6 +247,7 @@ torture: install
 	TRACESTORE_FAULTS=all TRACESTORE_KILLS=1000 TRACESTORE_FLIPS=10000 TRACESTORE_SEEDS=2000 \
 		OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rA tests/fault_injection
 	TRACESTORE_EXTRACT_KILLS=50 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rA -k killed tests/extract
+	TRACESTORE_EXPORT_KILLS=50 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rA tests/export/test_interrupted.py
 	TRACESTORE_TRAIN_KILLS=30 $(BIN)/python -m pytest -q -rA tests/train/test_resume.py
 	TRACESTORE_PULL_KILLS=50 TRACESTORE_BENCHMARK_KILLS=50 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rA tests/hub/test_kills.py tests/benchmark/test_kills.py
 
