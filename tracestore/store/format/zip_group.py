@@ -185,27 +185,26 @@ def _directory(mapped: MappedFile) -> dict[str, tuple[int, int]]:
     entries: dict[str, tuple[int, int]] = {}
     at = 0
     for _ in range(count):
-        if at + _DIRECTORY.size > directory_size:
+        named = at + _DIRECTORY.size
+        if named > directory_size:
             raise ValueError("the ZIP directory is truncated")
-        row = _DIRECTORY.unpack_from(directory, at)
-        flags, method, stored, length = row[3], row[4], row[8], row[9]
-        name_size, extra, note, local = row[10], row[11], row[12], row[16]
-        name = directory[at + _DIRECTORY.size :][:name_size].decode("ascii", "replace")
-        at += _DIRECTORY.size + name_size + extra + note
-        if row[0] != _DIRECTORY_MAGIC or flags or method or stored != length or name in entries:
+        magic, _, _, flags, method, _, _, _, stored, length, name_size, extra, note, _, _, _, local = (
+            _DIRECTORY.unpack_from(directory, at)
+        )
+        name = directory[named : named + name_size].decode("ascii", "replace")
+        at = named + name_size + extra + note
+        if magic != _DIRECTORY_MAGIC or flags or method or stored != length or name in entries:
             raise ValueError(f"{escape_unprintable(name, 80)}: not a plain file in a ZIP archive")
-        entries[name] = _data_offset(mapped, local, begin), length
-        if entries[name][0] + length > begin:
+        data = local + _LOCAL.size
+        if data > begin:
+            raise ValueError("a file of the ZIP archive is beyond its directory")
+        header = _LOCAL.unpack(mapped.read(local, data))
+        if header[0] != _LOCAL_MAGIC:
+            raise ValueError("a file of the ZIP archive has no header")
+        data += header[9] + header[10]
+        if data + length > begin:
             raise ValueError(f"{escape_unprintable(name, 80)}: beyond the archive")
+        entries[name] = data, length
     if at != directory_size:
         raise ValueError("the ZIP directory has other entries")
     return entries
-
-
-def _data_offset(mapped: MappedFile, local: int, end: int) -> int:
-    if local + _LOCAL.size > end:
-        raise ValueError("a file of the ZIP archive is beyond its directory")
-    row = _LOCAL.unpack(mapped.read(local, local + _LOCAL.size))
-    if row[0] != _LOCAL_MAGIC:
-        raise ValueError("a file of the ZIP archive has no header")
-    return int(local + _LOCAL.size + row[9] + row[10])
