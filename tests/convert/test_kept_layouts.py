@@ -1,13 +1,19 @@
-"""Test converting again: layouts that the store keeps, and labels, scores and groups that have changed."""
+"""Test converting again: kept layouts; labels, scores and groups that have changed; interruptions between commits."""
 
 import csv
+import json
 
 import numpy as np
 import pytest
 
 import tracestore
-from tests.helpers import convert, error_of, make_traces, write_pickle
+from tests.helpers import convert, error_of, make_traces, write_pickle, write_store
 from tests.ingest.execute.folders import dump, states, table
+from tests.malicious_inputs.stores import Store
+from tracestore.convert import cutting
+from tracestore.errors import CorruptStoreError
+from tracestore.store.maintain.lint import lint_store
+from tracestore.store.write.writer import StoreWriter
 
 LINES = ["hidden_states = *.pkl : [id=id]/hs -> L S D", "is_correct = labels.csv : [id=id]/ok"]
 FLAGS = [word for line in LINES for word in ("--field", line)]
@@ -122,3 +128,114 @@ def test_the_first_score_of_the_layout_is_the_default(tmp_path):
 
     with tracestore.open(tmp_path / "s.zarr") as store:
         assert store.internals.attributes.default_score == names[0]
+
+
+@pytest.mark.parametrize("place", ["file", "table"])
+@pytest.mark.parametrize("judgment", ["is_correct", "is_hallucinated"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_judgment_counts_before_a_score_that_disagrees(tmp_path, place, judgment, is_first):
+    wrong, judge = [1, 0, 1, 0], [0.9, 0.2, 0.3, 0.8]
+    given = [{"id": f"q{k}", "y": w if judgment == "is_hallucinated" else 1 - w} for k, w in enumerate(wrong)]
+    items = [{"id": f"q{k}", "hs": states(2, 4, 8, seed=k), "p": p} for k, p in enumerate(judge)]
+    lines = {"hallucination.judge": "a.pkl : [id=id]/p"}
+    if place == "table":
+        table(tmp_path / "in/labels.csv", given)
+        lines[judgment] = "labels.csv : [id=id]/y"
+    else:
+        items = [item | row for item, row in zip(items, given, strict=True)]
+        lines[judgment] = "a.pkl : [id=id]/y"
+    dump(tmp_path / "in/a.pkl", items)
+    lines = dict(sorted(lines.items(), key=lambda line: (line[0] == judgment) != is_first))
+
+    tracestore.convert_files(
+        [tmp_path / "in"], tmp_path / "s.zarr", layout={"hidden_states": "a.pkl : [id=id]/hs -> L S D"} | lines
+    )
+
+    store = tracestore.open(tmp_path / "s.zarr")
+    assert store.targets().tolist() == wrong
+
+
+# The line of the layout, and where it finds the value of a trace: in a table, or in the file of the trace.
+FIELDS = {
+    "label of a table": ("label", "table", "labels.csv : [id=id]/value"),
+    "is_correct of a table": ("is_correct", "table", "labels.csv : [id=id]/value"),
+    "is_hallucinated of a table": ("is_hallucinated", "table", "labels.csv : [id=id]/value"),
+    "is_correct of a file": ("is_correct", "file", "*.pkl : [id=id]/value"),
+    "score of a file": ("correctness.judge", "file", "*.pkl : [id=id]/value"),
+}
+
+
+class Killed(BaseException):
+    """End a conversion as a kill does."""
+
+
+def write(folder, where, values):
+    for k, value in enumerate(values):
+        own = {"value": value} if where == "file" else {}
+        dump(folder / f"{k}.pkl", [{"id": f"q{k}", "hs": states(2, 4, 8, seed=k)} | own])
+    if where == "table":
+        table(folder / "labels.csv", [{"id": f"q{k}", "value": value} for k, value in enumerate(values)])
+
+
+def convert_field(folder, store, field, line, *, commits=None, monkeypatch=None):
+    """Convert; with `commits`, end behind the commit of this number."""
+    layout = {"hidden_states": "*.pkl : [id=id]/hs -> L S D", field: line}
+    if commits is None:
+        return tracestore.convert_files([folder], store, layout=layout)
+    count, commit = 0, StoreWriter.commit
+
+    def counted(writer, **keywords):
+        nonlocal count
+        commit(writer, **keywords)
+        count += 1
+        if count == commits:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StoreWriter, "commit", counted)
+        with pytest.raises(Killed):
+            tracestore.convert_files([folder], store, layout=layout)
+    return None
+
+
+def values(store):
+    opened = tracestore.open(store)
+    assert "open_sources" not in json.dumps(opened.internals.attributes.to_json())
+    return {trace.question_id: (None if np.isnan(trace.label) else trace.label, dict(trace.scores)) for trace in opened}
+
+
+@pytest.mark.parametrize("commits", [1, 2])
+@pytest.mark.parametrize("kind", FIELDS)
+def test_labels_of_an_interrupted_conversion_are_stored_by_the_next_one(tmp_path, monkeypatch, kind, commits):
+    monkeypatch.setattr(cutting, "MIN_BYTES", 1)
+    field, where, line = FIELDS[kind]
+    first, second = [1, 0, 1, 0], [0, 0, 1, 1]
+    write(tmp_path / "in", where, first)
+    if where == "table":  # its labels are committed after the traces, those of files with them
+        convert_field(tmp_path / "in", tmp_path / "new.zarr", field, line, commits=1, monkeypatch=monkeypatch)
+        assert lint_store(tmp_path / "new.zarr").counts["open_source"] >= 1
+        convert_field(tmp_path / "in", tmp_path / "new.zarr", field, line)
+    convert_field(tmp_path / "in", tmp_path / "old.zarr", field, line)
+    if where == "table":
+        assert values(tmp_path / "new.zarr") == values(tmp_path / "old.zarr")
+    write(tmp_path / "in", where, second)
+    convert_field(tmp_path / "in", tmp_path / "old.zarr", field, line, commits=commits, monkeypatch=monkeypatch)
+
+    convert_field(tmp_path / "in", tmp_path / "old.zarr", field, line)
+
+    convert_field(tmp_path / "in", tmp_path / "whole.zarr", field, line)
+    assert values(tmp_path / "old.zarr") == values(tmp_path / "whole.zarr")
+    assert convert_field(tmp_path / "in", tmp_path / "old.zarr", field, line).num_sources_skipped_existing == 4
+
+
+@pytest.mark.parametrize(
+    "bad", [None, {}, 3, [1, 2], [[0]], [[1, 1]], [[1, 0]], [[0, 2], [1, 2]], [[-1, 1]], [[0, 3]], [[0, True]]]
+)
+def test_malformed_open_sources_are_corruption(tmp_path, bad):
+    path = write_store(tmp_path / "s.zarr", make_traces(2))
+    store = Store(path)
+    store.manifest["attributes"]["open_sources"] = bad
+    store.seal()
+
+    with pytest.raises(CorruptStoreError, match="open_sources"):
+        tracestore.open(path)

@@ -138,11 +138,11 @@ def test_a_conflict_with_another_writer_ends_a_conversion(tmp_path, monkeypatch,
     write_pickle(data / "a.pkl", make_traces(3))
     write_pickle(data / "b.pkl", [make_trace(5)])
 
-    def late(writer):
+    def late(writer, **keywords):
         monkeypatch.setattr(StoreWriter, "commit", commit)
         with tracestore.create(store, append=True) as other:
             other.append(make_trace(1) | {"generated_answer_clean": "other"})
-        writer.commit()
+        writer.commit(**keywords)
 
     monkeypatch.setattr(StoreWriter, "commit", late)
     monkeypatch.setattr(cutting, "MIN_BYTES", 1)

@@ -30,8 +30,8 @@ def record(arguments, folder):
     with pytest.MonkeyPatch.context() as patch:
         recorder, original = disk_model.Recorder(folder, patch), writer.StoreWriter.commit
 
-        def commit(own):
-            original(own)
+        def commit(own, **keywords):
+            original(own, **keywords)
             recorder.log.append(("commit", own.manifest.num_traces))
 
         patch.setattr(writer.StoreWriter, "commit", commit)

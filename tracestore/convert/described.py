@@ -23,6 +23,7 @@ from tracestore.store.write.writer import StoreWriter
 from tracestore.words import plural
 
 _LABEL = "label"
+_JUDGMENTS = ("is_correct", "is_hallucinated")
 _COPY = re.compile(r"( \(\d+\)|[-_ .](checkpoint|copy ?\d*|bak|backup|old|orig))+$", re.IGNORECASE)
 
 
@@ -158,8 +159,9 @@ class DescribedRun:
         """Define the scores of tables in the store, which keeps stated layouts."""
         for text in dict.fromkeys(part.kept_text for part in self.parts if part.kept_text is not None):
             writer.keep_layout(text)
-        for name in self._directions:  # in the order of the layout: the first score of a store is its default
-            if name in self._deferred_scores:
+        # The first score of a store is its default: a stated judgment comes before other scores.
+        for name in sorted(self._directions, key=lambda name: self.is_builtin or name not in _JUDGMENTS):
+            if name in self._deferred_scores or (name in _JUDGMENTS and not self.is_builtin):
                 self._define(writer, name)
 
     def _define(self, writer: StoreWriter, name: str) -> None:
@@ -167,12 +169,9 @@ class DescribedRun:
         if name != _LABEL and (stored is None or stored.direction != direction):
             writer.define_score(score_of(name), ScoreField(direction, f"{name} of the layout"[:1024]))
 
-    def is_settled(self, writer: StoreWriter) -> bool:
-        """Return whether no trace of the store lacks a label of a table: sources of an interrupted run may."""
-        columns = writer.read_columns()
-        names = [score_of(name) for name in self._deferred_scores if name != _LABEL]
-        has_all = all(name in writer.attributes.scores for name in names)
-        return has_all and not any(any(map(math.isnan, columns.score(name).tolist())) for name in names)
+    def commit(self, writer: StoreWriter) -> None:
+        """Commit the sources so far; they are open if labels of theirs are stored at the end."""
+        writer.commit(are_open=bool(self._deferred))
 
     def close(self, writer: StoreWriter) -> Iterator[str]:
         """Close the accounts, and yield the lines of `Execution.close`."""
@@ -209,7 +208,7 @@ class DescribedRun:
             is_other = not math.isnan(label) and not math.isnan(before) and label != before
             self.num_replaced += is_other or any(not math.isnan(v) and v != scores[n] for n, v in stored.items())
             updates[index] = TraceValues(scores, label)
-        writer.update_values(updates)
+        writer.update_values(updates, of_sources={source.name for source in self.sources})
         writer.commit()
 
     def lines(self) -> Iterator[str]:

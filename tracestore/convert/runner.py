@@ -7,7 +7,7 @@ import errno
 import math
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import closing
 from functools import partial
 from itertools import chain
@@ -272,8 +272,6 @@ class Conversion:
             skip_bad=self._options.skip_bad,
             refuse_attention=self._options.attention is None and self.default_attention.is_refused(stored["attention"]),
         )
-        is_settled = self.described.is_settled(writer)
-        self._is_known: Callable[[str, int, str], bool] = writer.has_source if is_settled else _never
         ends = self._ends(writer)
         with closing(self._streams(writer, pack_options)) as streams:  # type: ignore[type-var]
             for stream in streams:
@@ -285,7 +283,7 @@ class Conversion:
                     with fsio.map_os_errors(writer.path, lambda: writer.pending_bytes):
                         writer.end_segments()
                     if commits:
-                        writer.commit()
+                        self.described.commit(writer)
         progress.clear()
         if self._without_traces:
             count, reason = plural(len(self._without_traces), "file"), self._without_traces[0].reason
@@ -293,7 +291,7 @@ class Conversion:
         for line in self.described.close(writer):
             self._output.info(line)
         self.scoring.check_ids(writer, can_refuse=self._need_ids)
-        writer.commit()
+        self.described.commit(writer)
 
     def _ends(self, writer: StoreWriter) -> dict[str, bool]:
         """Return the sources behind which segments end, by name, and whether the conversion commits there."""
@@ -304,7 +302,7 @@ class Conversion:
 
     def _has(self, writer: StoreWriter, source: SourceFile) -> bool:
         try:
-            return writer.has_source_named(source.name) and self._is_known(source.name, *source_fingerprint(source))
+            return writer.has_source_named(source.name) and writer.has_source(source.name, *source_fingerprint(source))
         except OSError:
             return False  # its turn reports the error
 
@@ -320,7 +318,7 @@ class Conversion:
             return
         if isinstance(error, LateConflictError) or not self._options.skip_bad:
             # The complete sources before it are valid: keep them.
-            writer.commit()
+            self.described.commit(writer)
             raise error from None
         progress.clear()
         self.report.num_sources_skipped += 1
@@ -335,7 +333,7 @@ class Conversion:
             self.sources,
             pack_options,
             workers=max(_MIN_THREADS, self._options.workers),
-            is_known=self._is_known,
+            is_known=writer.has_source,
             on_wait=self._check_interrupt,
             segments_of=partial(self._segments_of, writer),
         )
@@ -359,15 +357,18 @@ class Conversion:
         report, name = self.report, stream.source.name
         identity = stream.identity()
         size, digest = identity.size, identity.fingerprint
-        if self._is_known(name, size, digest):
+        if writer.has_source(name, size, digest):
             report.num_sources_skipped_existing += 1
             report.bytes_in += size
             return
         if writer.has_source_named(name):
             progress.clear()
             report.num_sources_modified += 1
-            is_same = writer.has_source(name, size, partial_fingerprint(digest))
-            what = "some of its traces were refused" if is_same else "the file has changed since it was committed"
+            what = "the file has changed since it was committed"
+            if writer.has_source(name, size, partial_fingerprint(digest)):
+                what = "some of its traces were refused"
+            elif writer.has_source(name, size, ""):
+                what = "its labels are not all stored"
             self._output.info(
                 f"{name}: {what}; new traces are added, "
                 f"a trace with different content is {ON_CONFLICT[self._options.on_conflict]}"
@@ -510,8 +511,3 @@ def _names_of(errors: Sequence[InvalidInputError]) -> str:
 
 def _reason_of(error: InvalidInputError) -> str:
     return error.reason if error.field is None else f"{error.field}: {error.reason}"
-
-
-def _never(*_: object) -> bool:
-    """Return False: no source is known, because the store may lack labels of an interrupted run."""
-    return False

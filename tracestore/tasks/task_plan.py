@@ -352,8 +352,7 @@ def new_plan(
         stored = dict(writer.attributes.options)
         found = list(map(identity_of, conversion.sources))
         sources = [(k, source.name, *found[k][:2]) for k, source in enumerate(conversion.sources)]
-        if described.is_settled(writer):
-            sources = [source for source in sources if not writer.has_source(*source[1:])]
+        sources = [source for source in sources if not writer.has_source(*source[1:])]
         shared = [conversion.sources[k].shared for k, *_ in sources]
         runs = cut([size for *_, size, _ in sources], shared, conversion.total_bytes)
         if len(runs) < min_tasks:

@@ -191,6 +191,8 @@ class Manifest:
                 raise ValueError(f"{name}: found {found} traces, expected {self.num_traces}")
         if self.num_traces > _MAX_TRACES:
             raise ValueError(f"num_traces: found {self.num_traces}, expected at most {_MAX_TRACES}")
+        if self.attributes.open_sources and self.attributes.open_sources[-1][1] > self.num_sources:
+            raise ValueError(f"attributes: open_sources: beyond the {self.num_sources} sources")
         states = {name: getattr(self.attributes, name) for name in ("num_layers", "hidden_dim", "hidden_dtype")}
         if self.num_traces and None in states.values():
             raise ValueError(f"attributes: found {states} in a store with traces")

@@ -3,6 +3,7 @@
 One module of over 400 lines: the tables of the format and the checks of what a file holds of them are read together.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -264,6 +265,7 @@ _OPTION_VALUES: dict[str, tuple[Any, ...]] = {
 
 # Limits, because a store may come from an untrusted source.
 MAX_LAYOUTS, MAX_LAYOUT_CHARACTERS = 64, 1 << 14
+_OPTIONAL_LISTS = {"layouts", "open_sources"}
 
 
 @dataclass(frozen=True)
@@ -274,7 +276,9 @@ class Attributes:
     changes, except that `attention_layout` may change from causal to square. `scores` describes the
     named scores; `default_score` is the one that is used where none is chosen. `lens` names the segment
     that holds the final norm and the unembedding matrix of the language model. `layouts` holds the layouts that were
-    stated for sources, as TOML; files that are added later are read by them.
+    stated for sources, as TOML; files that are added later are read by them. `open_sources` holds the first number and
+    the number after the last one of sources whose labels and scores are not all stored: the conversion that adds them
+    has not ended. They are read again.
     """
 
     num_layers: int | None = None
@@ -291,12 +295,12 @@ class Attributes:
     provenance: tuple[Provenance, ...] = ()
     lens: LensField | None = None
     layouts: tuple[str, ...] = ()
+    open_sources: tuple[tuple[int, int], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return the attributes as a JSON object, without `layouts` where there are none."""
+        """Return the attributes as a JSON object, without `layouts` and `open_sources` where there are none."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        layouts = values.pop("layouts")
-        values |= {"layouts": list(layouts)} if layouts else {}
+        values |= {name: list(found) for name in _OPTIONAL_LISTS if (found := values.pop(name))}
         scores = {name: score.to_json() for name, score in sorted(self.scores.items())}
         provenance = [p.to_json() for p in self.provenance]
         options = dict(sorted(self.options.items()))
@@ -306,9 +310,9 @@ class Attributes:
     @classmethod
     def from_json(cls, data: object) -> "Attributes":
         """Return the attributes in a JSON object; raise ValueError if they are not valid in this format."""
-        if not isinstance(data, dict) or data.keys() | {"layouts"} != {f.name for f in fields(cls)}:
+        if not isinstance(data, dict) or data.keys() | _OPTIONAL_LISTS != {f.name for f in fields(cls)}:
             raise ValueError("attributes: the keys are not those of this format")
-        layouts = _layouts(data.get("layouts", []))
+        layouts, open_sources = _layouts(data.get("layouts", [])), _ranges(data.get("open_sources", []))
         _require_values("attributes", data, _ATTRIBUTE_VALUES)
         for name in ("num_layers", "hidden_dim", "num_heads"):
             if data[name] is not None and (type(data[name]) is not int or not 0 < data[name] <= MAX_DIMENSION):
@@ -328,7 +332,8 @@ class Attributes:
         lens = LensField.from_json(data["lens"], len(provenance))
         if lens is not None and data["hidden_dim"] is None:
             raise ValueError("attributes: lens: hidden_dim is null")
-        return cls(**data | {"scores": scores, "provenance": provenance, "lens": lens, "layouts": layouts})
+        lists = {"layouts": layouts, "open_sources": open_sources}
+        return cls(**data | {"scores": scores, "provenance": provenance, "lens": lens} | lists)
 
     def with_score(self, name: str, field: ScoreField, *, is_default: bool = False) -> "Attributes":
         """Return the attributes with a named score added; the first one is the default in any case."""
@@ -410,6 +415,17 @@ def _layouts(data: object) -> tuple[str, ...]:
     ):
         raise ValueError("attributes: layouts: expected different texts")
     return tuple(texts)
+
+
+def _ranges(data: object) -> tuple[tuple[int, int], ...]:
+    """Return the ranges of a JSON value; ValueError if it is none of them, or they are not in order."""
+    ranges: list[Any] = data if isinstance(data, list) else [None]
+    if not all(isinstance(r, list) and len(r) == 2 and all(type(n) is int for n in r) for r in ranges):
+        raise ValueError("attributes: open_sources: expected pairs of numbers")
+    numbers = [0, *(number for pair in ranges for number in pair)]
+    if any(a > b for a, b in itertools.pairwise(numbers)) or any(a == b for a, b in ranges):
+        raise ValueError("attributes: open_sources: the ranges are not in order")
+    return tuple((a, b) for a, b in ranges)
 
 
 def _require_values(where: str, data: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]]) -> None:

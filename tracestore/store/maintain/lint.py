@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tracestore._core import kernels
-from tracestore.errors import CorruptStoreError, UsageError
+from tracestore.errors import CorruptStoreError, UsageError, escape_unprintable
 from tracestore.store.format import schema
 from tracestore.store.format.labels import disagreements
 from tracestore.store.maintain.consistency import check_layers, impossible_values
@@ -50,6 +50,7 @@ KINDS: dict[str, tuple[str, str]] = {
     ),
     "conflicting_scores": ("warning", "check the scores file: the same answer to the same question was scored twice"),
     "repeated_score": ("warning", "check the scores file: with a column `sample` each answer gets a score of its own"),
+    "open_source": ("error", "its conversion was interrupted: convert the same files again"),
     "score_range": ("error", "choose a score threshold, or store the scores in [0, 1]"),
     "rare_class": ("warning", "choose another score threshold, or collect more of that class"),
     "outlier_length": ("warning", "check that generation stopped; one long trace decides the memory of its batch"),
@@ -218,6 +219,14 @@ class _Linter:
         except KeyError:
             return None
 
+    def open_sources(self) -> None:
+        """Check for sources whose labels and scores are not all stored."""
+        internals = self.store.internals
+        for first, end in internals.attributes.open_sources:
+            for number in range(first, end):
+                path = escape_unprintable(internals.index.source(number).path, 80)
+                self.report.add("open_source", None, f"labels and scores of {path} are not all stored")
+
     def classes(self, score_threshold: float | None) -> None:
         try:
             score_threshold = self.store.internals.score_threshold(score_threshold)
@@ -283,6 +292,7 @@ def lint_traces(
         if progress is not None:
             progress(index + 1, len(store))
     linter.impossible()
+    linter.open_sources()
     linter.scores(score_threshold)
     linter.classes(score_threshold)
     linter.lengths()

@@ -314,10 +314,13 @@ class StoreIndex:
         """Return a committed source by its number."""
         k = bisect_right(self._first_source, number) - 1
         begin = number - self._first_source[k]
-        return self._sources(self._parts[k], begin, begin + 1)[0]
+        return self._sources(k, begin, begin + 1)[0]
 
-    def _sources(self, part: _Part, begin: int, end: int) -> list[SourceEntry]:
-        known, group = part.origin.manifest.attributes.provenance, part.group
+    def _sources(self, k: int, begin: int, end: int) -> list[SourceEntry]:
+        """Return sources of a part; the open ones of its store without a fingerprint, as if they were unknown."""
+        part = self._parts[k]
+        attributes, group = part.origin.manifest.attributes, part.group
+        known, first = attributes.provenance, self._first_source[k] - part.origin.first_source
         with part.checked():
             path, fingerprint = (group.strings(f"source_{name}", begin, end) for name in ("path", "fingerprint"))
             size, traces, skipped = (
@@ -328,6 +331,9 @@ class StoreIndex:
                 if not -1 <= number < len(known):
                     raise ValueError(f"source_provenance: found {number}, expected -1 to {len(known) - 1}")
         provenance = [None if number < 0 else known[number] for number in numbers]
+        for first_open, end_open in attributes.open_sources:
+            for number in range(max(begin, first_open - first), min(end, end_open - first)):
+                fingerprint[number - begin] = ""
         return [
             SourceEntry(*source) for source in zip(path, size, fingerprint, traces, skipped, provenance, strict=True)
         ]
@@ -343,9 +349,9 @@ class StoreIndex:
 
     def sources(self, first: int = 0) -> Iterator[SourceEntry]:
         """Yield the committed sources from number `first` on."""
-        for begin, part in zip(self._first_source, self._parts, strict=True):
-            count = part.group.num_items("source_size")
-            yield from self._sources(part, min(count, max(0, first - begin)), count)
+        for k, begin in enumerate(self._first_source):
+            count = self._parts[k].group.num_items("source_size")
+            yield from self._sources(k, min(count, max(0, first - begin)), count)
 
 
 class QuestionIds(Sequence[str]):

@@ -78,8 +78,8 @@ def _joined_attributes(stores: Sequence[StoreInternals], allow_mixed_provenance:
     codec = next((c for s in stores if (c := s.attributes.options["codec"]) != "none"), "none")
     scores = joined_score_fields(stores)
     options = joined.options | {"codec": codec}
-    joined = replace(joined, options=options, scores=scores, default_score=next(iter(scores), None), layouts=())
-    return replace(joined, lens=_joined_lens(stores, joined))
+    joined = replace(joined, options=options, scores=scores, default_score=next(iter(scores), None))
+    return replace(joined, lens=_joined_lens(stores, joined), layouts=(), open_sources=())
 
 
 def _joined_lens(stores: Sequence[StoreInternals], joined: schema.Attributes) -> Any:

@@ -209,10 +209,11 @@ class Changes:
         for step in reversed(undo or ()):
             step()
 
-    def end_source(self) -> None:
-        """Accept the open source."""
+    def end_source(self, fingerprint: str | None = None) -> None:
+        """Accept the open source, with another fingerprint if given."""
         assert self._undo is not None
         source, self._undo = self.pending.sources[-1], None
+        source.fingerprint = fingerprint or source.fingerprint
         self.pending.steps.append(lambda: self._repeat(source))
 
     def _repeat(self, source: PendingSource) -> None:
@@ -318,9 +319,11 @@ class Changes:
 
         self._do(keep)
 
-    def update_values(self, updates: Mapping[int, TraceValues]) -> None:
+    def update_values(self, updates: Mapping[int, TraceValues], of_sources: Collection[str]) -> None:
         """See StoreWriter."""
         self._do(lambda: self.pending.updates.update(updates))
+        if self.attributes.open_sources:
+            self._do(lambda: self.pending.closed_sources.update(of_sources))
 
     def choose_attention(self, attention: str) -> None:
         """See StoreWriter."""

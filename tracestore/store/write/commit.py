@@ -1,5 +1,6 @@
 """The commit protocol, which leads from one generation to the next (docs/format.md, "Commit")."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -167,10 +168,14 @@ def load_newest(target: CommitTarget, options: Mapping[str, str]) -> PinnedGener
 
 
 def add_files(
-    target: CommitTarget, base: PinnedGeneration, attributes: schema.Attributes, pending: Pending
+    target: CommitTarget, base: PinnedGeneration, attributes: schema.Attributes, pending: Pending, *, are_open: bool
 ) -> mf.Manifest:
-    """Add the files of the generation after `base`, and return its manifest, which the caller creates."""
+    """Add the files of the generation after `base`, and return its manifest, which the caller creates.
+
+    With `are_open` the new sources are open.
+    """
     old, segments = base.manifest, pending.all_segments
+    attributes = replace(attributes, open_sources=_open_sources(base, pending, are_open=are_open))
     if pending.lens is not None:
         lens = pending.lens.place(old.num_segments + len(segments) - 1, pending.lens_provenance)
         attributes = replace(attributes, lens=lens)
@@ -202,6 +207,17 @@ def add_files(
     if old.generation == 0:
         target.write_root(root_metadata(attributes))
     return new
+
+
+def _open_sources(base: PinnedGeneration, pending: Pending, *, are_open: bool) -> tuple[tuple[int, int], ...]:
+    old = base.manifest
+    numbers = [number for first, end in old.attributes.open_sources for number in range(first, end)]
+    if pending.closed_sources:
+        numbers = [number for number in numbers if base.index.source(number).path not in pending.closed_sources]
+    if are_open:
+        numbers += range(old.num_sources, old.num_sources + len(pending.sources))
+    firsts = [k for k, number in enumerate(numbers) if k == 0 or number != numbers[k - 1] + 1]
+    return tuple((numbers[a], numbers[b - 1] + 1) for a, b in itertools.pairwise([*firsts, len(numbers)]))
 
 
 def _write_index(target: CommitTarget, index: StoreIndex, pending: Pending) -> tuple[mf.PartRef, ...]:

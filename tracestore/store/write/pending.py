@@ -208,8 +208,8 @@ class Pending:
 
     `keys` maps a key (question id, sample) to its position in `rows`. `patches` maps (trace, field group) to
     new locations of committed traces, by the names of manifest.PATCH_COLUMNS. `updates` maps committed
-    traces to new values of their columns; missing ones (NaN, None) keep the old value. `steps` repeats all changes
-    on a newer generation.
+    traces to new values of their columns; missing ones (NaN, None) keep the old value. `closed_sources` has the paths
+    of sources that are no longer open. `steps` repeats all changes on a newer generation.
     """
 
     steps: list[Callable[[], None]] = field(default_factory=list)
@@ -219,6 +219,7 @@ class Pending:
     patches: dict[tuple[int, int], dict[str, int]] = field(default_factory=dict)
     updates: dict[int, TraceValues] = field(default_factory=dict)
     sources: list[PendingSource] = field(default_factory=list)
+    closed_sources: set[str] = field(default_factory=set)
     segments: list[SegmentWriter | WrittenSegment] = field(default_factory=list)
     lens: PendingLens | None = None
     lens_provenance: int = -1
@@ -231,7 +232,7 @@ class Pending:
     @property
     def is_empty(self) -> bool:
         """True if there is nothing to commit."""
-        return not (self.rows or self.patches or self.updates or self.sources or self.lens)
+        return not (self.rows or self.patches or self.updates or self.sources or self.lens or self.closed_sources)
 
     @property
     def num_bytes(self) -> int:

@@ -176,9 +176,8 @@ class StoreWriter:
 
         The path None is for a trace of a program: the source is named by the number of the trace.
         """
-        self._changes.begin_source(
-            PendingSource(path or "", size, fingerprint, stated=provenance, is_numbered=path is None)
-        )
+        source = PendingSource(path or "", size, fingerprint, stated=provenance, is_numbered=path is None)
+        self._changes.begin_source(source)
         self._roll_back = self._changes.pending.savepoint()
 
     def abort_source(self) -> None:
@@ -196,10 +195,8 @@ class StoreWriter:
 
     def end_source(self, fingerprint: str | None = None) -> None:
         """Accept the open source, with another fingerprint if given, and commit if enough is pending."""
-        source = self._changes.pending.sources[-1]
-        source.fingerprint = fingerprint or source.fingerprint
         self.flush_source()
-        self._changes.end_source()
+        self._changes.end_source(fingerprint)
         if self.pending_bytes >= self.commit_bytes:
             self.commit()
 
@@ -298,9 +295,12 @@ class StoreWriter:
         """Keep the layout that the next sources are read by, from the next commit on."""
         self._changes.keep_layout(text)
 
-    def update_values(self, updates: Mapping[int, TraceValues]) -> None:
-        """Replace values of committed traces with the next commit. Missing ones (NaN, None) keep what is stored."""
-        self._changes.update_values(updates)
+    def update_values(self, updates: Mapping[int, TraceValues], *, of_sources: Collection[str] = ()) -> None:
+        """Replace values of committed traces with the next commit. Missing ones (NaN, None) keep what is stored.
+
+        Sources of the paths `of_sources` have all of their values then: they are no longer open.
+        """
+        self._changes.update_values(updates, of_sources)
 
     def lens_digest(self) -> bytes | None:
         """Return the digest of the lens, committed or pending, that the store has; None if it has none."""
@@ -324,9 +324,10 @@ class StoreWriter:
         for segment in self._changes.pending.all_segments:
             segment.finish()
 
-    def commit(self) -> None:
+    def commit(self, *, are_open: bool = False) -> None:
         """Make all pending changes durable; after an exception the last generation is unchanged.
 
+        New sources that `are_open` are read again by a conversion, until update_values() has their paths.
         After a RemoteError the call can be repeated. StoreLockedError if another writer has replaced the store.
         LateConflictError if sources conflict with what another writer has committed since they were appended: they are
         left out, and all other sources are committed.
@@ -339,7 +340,7 @@ class StoreWriter:
             try:
                 self.end_segments()
                 with self._target.lock():
-                    self._commit(refused)
+                    self._commit(refused, are_open)
             except BaseException as error:
                 if not isinstance(error, RemoteError):
                     self._drop_pending()
@@ -350,7 +351,7 @@ class StoreWriter:
                 first.reason + more, source=first.source, position=first.position, field=first.field
             )
 
-    def _commit(self, refused: list[InvalidInputError]) -> None:
+    def _commit(self, refused: list[InvalidInputError], are_open: bool) -> None:
         changes, target = self._changes, self._target
         is_done = False
         while not is_done:
@@ -358,13 +359,12 @@ class StoreWriter:
                 refused += changes.rebase(load_newest(target, self.attributes.options))
             if changes.pending.is_empty:
                 return
-            new = add_files(target, changes.generation, self.attributes, changes.pending)
+            new = add_files(target, changes.generation, self.attributes, changes.pending, are_open=are_open)
             try:
                 is_done = target.create_manifest(new)
             except BaseException:
                 if target.has_manifest(new):
-                    # The commit failed after the link. Readers may have opened the generation, and it may
-                    # be on disk, so it cannot be reverted.
+                    # After the link readers may have opened the generation: it cannot be reverted.
                     changes.advance(load_generation(target, new.generation))
                 raise
         changes.advance(load_generation(target, new.generation))
