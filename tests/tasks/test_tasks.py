@@ -250,11 +250,10 @@ def test_changed_sources_and_other_versions_are_refused(data, tmp_path, monkeypa
 
 def test_what_tasks_cannot_do_is_refused(data, tmp_path):
     store = tmp_path / "s.zarr"
-    for words in (["--dry-run"], ["--overwrite"], ["--watch"], ["--dask", "local"]):
+    for words in (["--dry-run"], ["--watch"], ["--dask", "local"]):
         error_of("convert", data, store, "--plan", tmp_path / "plan.json", *words, code=2)
-    error_of("convert", data, "s3://bucket/s.zarr", "--plan", tmp_path / "plan.json", code=2)
-    for words in (["--overwrite"], ["--watch"]):
-        error_of("convert", data, store, "--dask", "local", *words, code=2)
+    error_of("convert", data, "https://localhost/s.zarr", "--plan", tmp_path / "plan.json", code=2)
+    error_of("convert", data, store, "--dask", "local", "--watch", code=2)
     assert not store.exists() and not (tmp_path / "plan.json").exists()
 
 

@@ -218,12 +218,11 @@ def test_a_script_needs_no_main_guard(data, tmp_path):
     assert tree_bytes(tmp_path / "2.zarr") == tree_bytes(tmp_path / "1.zarr")
 
 
-@pytest.mark.parametrize("words", [["--overwrite"], ["--watch", "--watch-timeout", 0]])
-def test_what_needs_one_process_reads_with_threads(data, tmp_path, monkeypatch, words):
+def test_watch_reads_with_threads(data, tmp_path, monkeypatch):
     convert(data, tmp_path / "1.zarr")
     convert(data / "batch_0.pkl", tmp_path / "2.zarr")
     monkeypatch.setattr(subprocess, "Popen", None)
-    convert(data, tmp_path / "2.zarr", *words, "--workers", 3)
+    convert(data, tmp_path / "2.zarr", "--watch", "--watch-timeout", 0, "--workers", 3)
     with tracestore.open(tmp_path / "1.zarr") as one, tracestore.open(tmp_path / "2.zarr") as other:
         assert repr(read_all(one)) == repr(read_all(other))
 

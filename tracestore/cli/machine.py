@@ -24,8 +24,8 @@ from tracestore.platform_support import (
     processor_features,
     shared_memory_folder,
 )
-from tracestore.store.io.files import cache_dir
 from tracestore.store.io.fsio import map_os_errors
+from tracestore.store.io.local_folders import cache_dir
 from tracestore.words import format_size
 
 _MIB, _GIB = 1 << 20, 1 << 30

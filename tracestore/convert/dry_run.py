@@ -18,7 +18,7 @@ from tracestore.ingest.builtin.parts import Part
 from tracestore.ingest.layout.language import Layout
 from tracestore.ingest.packing import PackOptions, packed_traces
 from tracestore.store.format import schema
-from tracestore.store.io.files import local_dir
+from tracestore.store.io.local_folders import local_dir
 from tracestore.store.read.store import open_store
 from tracestore.store.write.pack import PackedTrace
 from tracestore.words import plural

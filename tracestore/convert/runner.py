@@ -38,7 +38,8 @@ from tracestore.ingest.reading import TraceStream, read_sources
 from tracestore.ingest.sources import SourceFile, source_fingerprint
 from tracestore.store.format.provenance import Provenance, equals_but_layers, with_layers
 from tracestore.store.io import fsio
-from tracestore.store.io.files import local_dir, parse_location
+from tracestore.store.io.files import parse_location
+from tracestore.store.io.local_folders import local_dir
 from tracestore.store.io.ownership import has_manifest
 from tracestore.store.io.provenance_file import find_provenance_files, read_provenance
 from tracestore.store.read.index import SourceEntry

@@ -24,8 +24,8 @@ from tracestore.features.hidden_features import pooled_states
 from tracestore.features.token_features import STATISTICS, token_statistics
 from tracestore.platform_support import preallocate
 from tracestore.store.format import schema
-from tracestore.store.io.files import cache_dir
 from tracestore.store.io.fsio import map_os_errors
+from tracestore.store.io.local_folders import cache_dir
 from tracestore.store.read.store import TraceStore
 from tracestore.store.read.trace import Trace
 

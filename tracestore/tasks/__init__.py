@@ -1,4 +1,4 @@
-"""Fill one store with many processes or machines that share a file system.
+"""Fill one store with many processes or machines, in a shared folder or on an object store.
 
     tasks = plan_tasks(sources, store)        # once
     for task in tasks: write_task(task)       # anywhere, in any order, more than once

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
+from os import PathLike
 from typing import Any, Protocol
 
 from tracestore.console import Output
@@ -17,6 +17,8 @@ from tracestore.ingest.reading import TraceStream
 from tracestore.ingest.sources import SourceFile
 from tracestore.store.format import paths
 from tracestore.store.io import fsio
+from tracestore.store.io.local_folders import local_dir
+from tracestore.store.write.plan_files import PlanFiles, open_plan_files
 from tracestore.store.write.writer import StoreWriter
 from tracestore.tasks.receipt import FoundReceipt, WrittenSource, listed_segments, read_receipt, usable_receipt
 from tracestore.tasks.task_plan import Plan, Quiet, Task, kept_plans
@@ -26,12 +28,16 @@ _POLL_S = 0.02
 
 def unwritten(tasks: Sequence[Task]) -> list[Task]:
     """Return the tasks without a receipt whose segments exist."""
-    return [task for task in tasks if not _is_written(task)]
+    if not tasks:
+        return []
+    files = open_plan_files(tasks[0].store)
+    found = files.times()
+    return [t for t in tasks if paths.receipt(t.hash) not in found or not _is_written(files, t)]
 
 
-def _is_written(task: Task) -> bool:
-    segments = listed_segments(task)
-    return segments is not None and all((Path(task.store) / path).is_dir() for path in segments)
+def _is_written(files: PlanFiles, task: Task) -> bool:
+    segments = listed_segments(files, task)
+    return segments is not None and all(map(files.has_segment, segments))
 
 
 def whole_tasks(plan: Plan, sources: Sequence[SourceFile]) -> list[Task]:
@@ -44,13 +50,13 @@ def whole_tasks(plan: Plan, sources: Sequence[SourceFile]) -> list[Task]:
     ]
 
 
-def files_of_plans(store: Path) -> set[str]:
+def files_of_plans(store: str | PathLike[str]) -> set[str]:
     """Return the paths of the plans that a store keeps, of their receipts, and of the segments of these."""
-    found: set[str] = set()
-    for plan in kept_plans(store):
+    found, files = set[str](), open_plan_files(store)
+    for plan in kept_plans(files):
         tasks = plan.tasks()
         found |= {paths.plan(plan.digest), *(paths.receipt(task.hash) for task in tasks)}
-        found.update(path for task in tasks for path in listed_segments(task) or ())
+        found.update(path for task in tasks for path in listed_segments(files, task) or ())
     return found
 
 
@@ -83,7 +89,8 @@ def commit_tasks(tasks: Sequence[Task], *, output: Output | None = None) -> Conv
     plan, tasks = Plan.read(tasks[0]), sorted(set(tasks), key=lambda task: task.number)
     if tasks != plan.tasks():
         raise UsageError(f"{plan.store}: expected the {len(plan.tasks()):,} tasks of one plan, found {len(tasks):,}")
-    if missing := [task for task in tasks if not (plan.store / paths.receipt(task.hash)).exists()]:
+    found = plan.files.times()
+    if missing := [task for task in tasks if paths.receipt(task.hash) not in found]:
         raise UsageError(
             f"{plan.store}: {len(missing):,} of {len(tasks):,} tasks are not written, such as that of "
             f"{missing[0].sources[0]}"
@@ -141,7 +148,7 @@ def commit_plan(
     ClusterError
         If a worker fails otherwise than by an error of tracestore.
     """
-    with fsio.map_os_errors(plan.store):
+    with fsio.map_os_errors(local_dir(plan.store)):
         commit = _Commit(plan, output, workers, num_workers, plan.known() if known is None else known)
         try:
             with workers or nullcontext():
@@ -164,6 +171,7 @@ class _Commit(Conversion):
         options = replace(plan.commit_options(), workers=num_workers)
         super().__init__(plan.arguments, str(plan.store), options, output, **known)
         self._plan, self._tasks, self._workers = plan, plan.tasks(), workers
+        self._futures: dict[Task, Future] = {}
 
     def has_attention(self) -> bool | None:
         """Return what the plan has found."""
@@ -171,9 +179,15 @@ class _Commit(Conversion):
         return found
 
     def report_plan(self) -> None:
-        """Print the sizes, unless the plan has printed them."""
+        """Print the sizes, unless the plan has printed them, and let the workers begin.
+
+        Until a store is replaced, they write into it.
+        """
         if self._workers is not None:
             super().report_plan()
+        self._submit()
+        for task, future in self._futures.items() if self._options.overwrite else ():
+            self._wait(task, future)
 
     def _ends(self, writer: StoreWriter) -> dict[str, bool]:
         """Return where tasks end, and whether a commit follows: positions that depend on the plan alone."""
@@ -186,22 +200,20 @@ class _Commit(Conversion):
         known = [source for k, source in enumerate(self.sources) if k not in planned]
         self.report.num_sources_skipped_existing += len(known)
         self.report.bytes_in += sum(source.file_bytes() for source in known)
-        futures = self._submitted()
         for task in self._tasks:
-            if task in futures:
-                self._wait(task, futures[task])
+            if task in self._futures:
+                self._wait(task, self._futures[task])
             found = self._read(task)
             found.add_accounts(self.described.parts)
             for source in found.sources:
                 self._check_order(writer, source)
                 yield source
 
-    def _submitted(self) -> dict[Task, Future]:
+    def _submit(self) -> None:
         """Let the workers write all tasks that have no receipt without an error."""
-        if self._workers is None:
-            return {}
-        missing = [task for task in self._tasks if usable_receipt(self._plan, task, self.sources) is None]
-        return {task: self._workers.submit(task) for task in missing}
+        if self._workers is not None:
+            missing = [task for task in self._tasks if usable_receipt(self._plan, task, self.sources) is None]
+            self._futures = {task: self._workers.submit(task) for task in missing}
 
     def _wait(self, task: Task, future: Future) -> None:
         """Wait until a task is written; between two looks, Ctrl-C is noticed."""

@@ -9,8 +9,8 @@ from tracestore.console import Output
 from tracestore.convert.options import ConvertOptions
 from tracestore.convert.summary import ConvertReport
 from tracestore.ingest.layout.language import Layout
-from tracestore.store.io.files import local_dir
 from tracestore.store.io.fsio import map_os_errors
+from tracestore.store.io.local_folders import local_dir
 from tracestore.store.io.ownership import check_store_destination
 from tracestore.tasks.converting import convert
 

@@ -9,8 +9,7 @@ from tracestore.console import Output
 from tracestore.convert.options import ConvertOptions
 from tracestore.convert.runner import Conversion
 from tracestore.convert.summary import ConvertReport
-from tracestore.errors import UsageError
-from tracestore.store.io.files import parse_location
+from tracestore.store.write.plan_files import open_plan_files
 from tracestore.tasks.committing import Workers, commit_plan, unwritten, whole_tasks
 from tracestore.tasks.local_workers import LocalWorkers
 from tracestore.tasks.task_plan import Plan, identity_of, kept_plan, new_plan
@@ -21,8 +20,8 @@ def convert(
 ) -> ConvertReport:
     """Convert files into a store with the processes that the options state.
 
-    A conversion of one task, of one worker, into an object store or with `overwrite` runs in this process. A plan of the
-    same sources and options that was not committed is continued in any case.
+    A conversion of one task or of one worker runs in this process. A plan of the same sources and options that was not
+    committed is continued in any case.
 
     Parameters
     ----------
@@ -45,18 +44,14 @@ def convert(
     ClusterError
         If Dask gives up. The sources before the failed one are committed.
     """
-    arguments, location = [Path(path) for path in sources], parse_location(store)
-    if not isinstance(location, Path) or options.overwrite:
-        if options.dask is not None:
-            raise UsageError("--dask needs a store in a folder, and no --overwrite")
-        return Conversion(arguments, str(store), options, output).run()
+    arguments, files = [Path(path) for path in sources], open_plan_files(store)
     with ExitStack() as stack:
         workers: Workers | None = None
         if options.dask is not None:
             from tracestore.tasks.dask_workers import DaskWorkers  # needs an optional library
 
             workers = stack.enter_context(DaskWorkers(options.dask, options.workers, options.memory_budget))
-        plan, known = kept_plan(arguments, location, options, output), None
+        plan, known = kept_plan(arguments, files, options, output), None
         is_replaced = plan is not None and _has_changed(plan)
         if plan is not None and is_replaced:
             plan.remove(whole_tasks(plan, plan.described().sources))
@@ -66,7 +61,7 @@ def convert(
             if options.workers == 1 and workers is None and not is_replaced:
                 return conversion.run()
             least = 2 if workers is None else 1
-            plan = new_plan(conversion, arguments, location, options, output, min_tasks=least)
+            plan = new_plan(conversion, arguments, files, options, output, min_tasks=least)
             if plan is None:
                 return conversion.run()
             conversion.described.release()

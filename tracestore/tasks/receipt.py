@@ -5,12 +5,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tracestore._core.mapping import MappedFile
 from tracestore.errors import (
     CorruptStoreError,
     InvalidInputError,
@@ -24,9 +22,9 @@ from tracestore.ingest.sources import Identity, SourceFile
 from tracestore.store.format import paths
 from tracestore.store.format.ragged import encode_strings
 from tracestore.store.format.zip_group import ZipGroup, pack_group
-from tracestore.store.io.files import LocalFiles
 from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.pending import WrittenSegment
+from tracestore.store.write.plan_files import PlanFiles
 from tracestore.store.write.segment_writer import SegmentWriter
 from tracestore.tasks.receipt_traces import DIMENSIONS, TracesOfReceipt
 from tracestore.tasks.task_plan import Plan, Task, digest_of
@@ -181,7 +179,7 @@ def _digest(document: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> st
 class FoundReceipt:
     """A receipt that was read and checked."""
 
-    path: Path
+    path: str
     sources: list[WrittenSource]
     accounts: list[Any]
     segments: list[WrittenSegment]
@@ -202,7 +200,7 @@ class FoundReceipt:
 
 
 @contextmanager
-def _damaged(path: Path) -> Iterator[None]:
+def _damaged(path: str) -> Iterator[None]:
     """Report what is wrong with the values of a receipt as a damaged file."""
     try:
         yield
@@ -212,12 +210,12 @@ def _damaged(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _opened(task: Task) -> Iterator[tuple[dict[str, Any], dict[str, np.ndarray], list[str]]]:
+def _opened(files: PlanFiles, task: Task) -> Iterator[tuple[dict[str, Any], dict[str, np.ndarray], list[str]]]:
     """Return the document, the arrays and the groups of a receipt; what is wrong in the block is a damaged receipt."""
-    store, path = Path(task.store), paths.receipt(task.hash)
-    fd = LocalFiles(store).open(path)
-    with _damaged(store / path), open(fd, "rb"):
-        group = ZipGroup(MappedFile(store / path, name=path, fd=fd), _ARRAYS)
+    path = paths.receipt(task.hash)
+    mapped = files.map(path)
+    with _damaged(f"{files.location}/{path}"):
+        group = ZipGroup(mapped, _ARRAYS)
         document = group.attributes()["tracestore"]
         arrays = {name: group.read(name) for name in _ARRAYS}
         if document.pop("digest") != _digest(document, arrays) or document["task"] != task.hash:
@@ -235,17 +233,17 @@ def read_receipt(plan: Plan, task: Task, sources: Sequence[SourceFile]) -> Found
     CorruptStoreError
         If it is damaged, or the segments are not those that it says.
     """
-    files = LocalFiles(plan.store)
-    with _opened(task) as (document, arrays, groups):
+    with _opened(plan.files, task) as (document, arrays, groups):
         found = document["sources"]
         if [[s["position"], s["name"], s["size"], s["fingerprint"]] for s in found] != plan.facts["tasks"][task.number]:
             raise ValueError("sources of another plan")
         traces = TracesOfReceipt(plan, document, arrays, groups)
-        segments = [traces.add_segment(files, *segment) for segment in document["segments"]]
+        segments = [traces.add_segment(plan.files.files, *segment) for segment in document["segments"]]
+        plan.files.check(entry for segment in segments for entry in segment.entries)
         written = [_written(source, sources[source["position"]], traces) for source in found]
         if traces.num_left or len(traces.facts):
             raise ValueError("traces of no source or segment")
-        return FoundReceipt(plan.store / paths.receipt(task.hash), written, list(document["accounts"]), segments)
+        return FoundReceipt(f"{plan.store}/{paths.receipt(task.hash)}", written, list(document["accounts"]), segments)
 
 
 def usable_receipt(plan: Plan, task: Task, sources: Sequence[SourceFile]) -> FoundReceipt | None:
@@ -257,9 +255,9 @@ def usable_receipt(plan: Plan, task: Task, sources: Sequence[SourceFile]) -> Fou
     return None
 
 
-def listed_segments(task: Task) -> list[str] | None:
+def listed_segments(files: PlanFiles, task: Task) -> list[str] | None:
     """Return the paths of the segments that the receipt of a task lists; None if it is missing or damaged."""
-    with suppress(FileNotFoundError, CorruptStoreError), _opened(task) as (document, *_):
+    with suppress(FileNotFoundError, CorruptStoreError), _opened(files, task) as (document, *_):
         return [paths.segment(name) for name, *_ in document["segments"]]
     return None
 

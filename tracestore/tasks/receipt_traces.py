@@ -8,7 +8,7 @@ import numpy as np
 
 from tracestore.store.format import paths, schema
 from tracestore.store.format.entries import FileEntry
-from tracestore.store.io.files import LocalFiles
+from tracestore.store.io.files import ReadableFiles
 from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.pending import WrittenSegment
 from tracestore.store.write.record import TraceRecord
@@ -50,7 +50,7 @@ class TracesOfReceipt:
         self._rest = zip(labels, scores, groups, crcs, sizes, strict=True)
         self._traces: list[PackedTrace] = []
 
-    def add_segment(self, files: LocalFiles, name: str, num_traces: int, size: int, crc: int) -> WrittenSegment:
+    def add_segment(self, files: ReadableFiles, name: str, num_traces: int, size: int, crc: int) -> WrittenSegment:
         """Make the traces of the next segment."""
         kinds = self.facts[:num_traces]
         del self.facts[:num_traces]

@@ -12,6 +12,8 @@ from tracestore.errors import UsageError
 from tracestore.store.format import paths
 from tracestore.store.io import fsio
 from tracestore.store.io.destinations import check_output_file
+from tracestore.store.io.files import parse_location
+from tracestore.store.write.plan_files import open_plan_files
 from tracestore.tasks.committing import unwritten
 from tracestore.tasks.task_plan import Plan, Task
 from tracestore.words import plural
@@ -23,7 +25,8 @@ _POLL_S = 0.2
 
 def check_tasks_file(path: Path, store: str, inputs: Sequence[Path]) -> None:
     """Raise UsageError unless the file of a plan of a store and inputs may be written; it may replace such a file."""
-    for folder in (Path(store), *inputs):
+    location = parse_location(store)
+    for folder in (location, *inputs) if isinstance(location, Path) else inputs:
         if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
             raise UsageError(f"cannot write {path}: {folder} holds sources or the store; choose a place outside of it")
     check_output_file(path, _SUFFIXES, overwrite=_is_replaceable(path), inputs=inputs)
@@ -105,9 +108,9 @@ def status_of(tasks: Sequence[Task]) -> Status:
     num_bytes, written = sum(task.num_bytes for task in tasks), sum(task.num_bytes for task in done)
     rate = None
     if done:
-        plan = Path(done[0].store) / paths.plan(done[0].plan)
-        times = [(Path(task.store) / paths.receipt(task.hash)).stat().st_mtime for task in done]
-        seconds = max(times) - plan.stat().st_mtime
+        times = open_plan_files(done[0].store).times()
+        last = max(times.get(paths.receipt(task.hash), 0.0) for task in done)
+        seconds = last - times.get(paths.plan(done[0].plan), last)
         rate = written / seconds if seconds > 0 else None
     left = (num_bytes - written) / rate if rate else None
     return Status(len(tasks), len(done), num_bytes, written, rate, left, [task.number for task in missing])

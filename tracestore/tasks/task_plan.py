@@ -23,16 +23,14 @@ from tracestore.ingest.score_files import FoundFiles
 from tracestore.ingest.sources import Identity, SourceFile, fingerprint
 from tracestore.store.format import paths
 from tracestore.store.format.provenance import Provenance
-from tracestore.store.io import fsio
-from tracestore.store.io.files import LocalFiles, parse_location
-from tracestore.store.io.ownership import check_store_destination, has_manifest, remove_own
-from tracestore.store.read.store import open_store
+from tracestore.store.io.ownership import check_store_destination
+from tracestore.store.write.plan_files import PlanFiles, open_plan_files
 from tracestore.store.write.writer import StoreWriter
 from tracestore.tasks.plan_parts import part_from_json, part_to_json
 
 _MAX_PLAN_BYTES = 1 << 30
 # Options of the process, not of the plan.
-_OWN = ("layout", "field", "workers", "dask", "overwrite", "dry_run")
+_OWN = ("layout", "field", "workers", "dask", "dry_run")
 
 
 class Quiet(Output):
@@ -52,7 +50,7 @@ class Task:
     Attributes
     ----------
     store : str
-        Absolute path of the store.
+        Absolute path or URL of the store.
     plan : str
         Digest of its plan.
     number : int
@@ -83,7 +81,7 @@ class Task:
             found = json.loads(text)
             task = cls(**found | {"sources": tuple(map(str, found["sources"]))})
             digests = {len(bytes.fromhex(digest)) for digest in (task.plan, task.hash)}
-            if type(task.number) is int and digests == {_DIGEST_BYTES} and Path(task.store):
+            if type(task.number) is int and digests == {_DIGEST_BYTES} and task.store:
                 return task
         except (ValueError, TypeError, KeyError, RecursionError):
             pass
@@ -103,13 +101,15 @@ class Plan:
 
     Parameters
     ----------
-    store : Path
+    files : PlanFiles
+        Those of the store.
     data : bytes
         The document, as JSON.
     """
 
-    def __init__(self, store: Path, data: bytes) -> None:
-        self.store, self.data, self.digest = store, data, digest_of(data)
+    def __init__(self, files: PlanFiles, data: bytes) -> None:
+        self.files, self.data, self.digest = files, data, digest_of(data)
+        self.store = files.location
         self.facts: dict[str, Any] = json.loads(data)
         self._common = digest_of(json.dumps(self.facts | {"tasks": None, "modified": None}).encode())
         self.options = ConvertOptions(**self.facts["options"], workers=1)
@@ -128,9 +128,9 @@ class Plan:
         CorruptStoreError
             If it is damaged.
         """
-        store, path = Path(task.store), paths.plan(task.plan)
+        store = task.store
         try:
-            plan = cls.load(store, path)
+            plan = cls.load(open_plan_files(store), paths.plan(task.plan))
         except (FileNotFoundError, NotADirectoryError):
             raise UsageError(
                 f"{store}: has no such plan: it is committed, or was removed; plan again, or repeat convert"
@@ -143,13 +143,13 @@ class Plan:
         return plan
 
     @classmethod
-    def load(cls, store: Path, path: str) -> "Plan":
+    def load(cls, files: PlanFiles, path: str) -> "Plan":
         """Return a plan that lies in a store."""
-        data = LocalFiles(store).read_small(path, _MAX_PLAN_BYTES)
+        data, store = files.files.read_small(path, _MAX_PLAN_BYTES), files.location
         if path != paths.plan(digest_of(data)):
             raise CorruptStoreError(f"{store}/{path}: damaged; remove it, and plan again")
         try:
-            plan = cls(store, data)
+            plan = cls(files, data)
             plan.tasks()
             return plan
         except (ValueError, TypeError, LookupError, RecursionError, UsageError):
@@ -170,7 +170,8 @@ class Plan:
     def is_current(self) -> bool:
         """Return whether the versions, scores files, provenances and options of the store are those of the plan."""
         stored = self.facts["store_options"]
-        if self.facts["versions"] != versions(stored["codec"]) or _options_of(self.store) not in (None, stored):
+        found = None if self.options.overwrite else _options_of(self.files)
+        if self.facts["versions"] != versions(stored["codec"]) or found not in (None, stored):
             return False
         try:
             self.check_files()
@@ -225,27 +226,27 @@ class Plan:
 
     def remove(self, kept: Iterable[Task] = ()) -> None:
         """Remove the plan, and all receipts but those of other plans and of `kept`."""
-        remove_own(self.store, paths.plan(self.digest))
-        known = {task.hash for tasks in (kept, *(plan.tasks() for plan in kept_plans(self.store))) for task in tasks}
-        for name in LocalFiles(self.store).list_dir(paths.RECEIPTS):
-            if name.endswith(".zip") and name.removesuffix(".zip") not in known:
-                remove_own(self.store, f"{paths.RECEIPTS}/{name}")
+        self.files.remove([paths.plan(self.digest)])
+        known = {
+            paths.receipt(task.hash) for tasks in (kept, *map(Plan.tasks, kept_plans(self.files))) for task in tasks
+        }
+        self.files.remove(path for path in self.files.times() if path.endswith(".zip") and path not in known)
 
 
-def kept_plans(store: Path) -> Iterator[Plan]:
+def kept_plans(files: PlanFiles) -> Iterator[Plan]:
     """Yield the plans that a store keeps, without damaged ones, which no task can use."""
-    for name in sorted(LocalFiles(store).list_dir(paths.RECEIPTS) if store.is_dir() else ()):
-        if name.endswith(".json"):
+    for path in files.times():
+        if path.endswith(".json"):
             with suppress(CorruptStoreError, FileNotFoundError):  # Another process may remove it.
-                yield Plan.load(store, f"{paths.RECEIPTS}/{name}")
+                yield Plan.load(files, path)
 
 
-def _options_of(store: Path) -> dict[str, str] | None:
+def _options_of(files: PlanFiles) -> dict[str, str] | None:
     """Return the options of a store, None if it has no generation."""
-    if not has_manifest(store):
-        return None
-    with open_store(store) as existing:
-        return dict(existing.internals.attributes.options)
+    for number in files.files.generations():
+        with suppress(FileNotFoundError, CorruptStoreError):
+            return dict(files.files.load_manifest(number).attributes.options)
+    return None
 
 
 def versions(codec: str) -> dict[str, str]:
@@ -272,7 +273,7 @@ def plan_tasks(
     sources : path or iterable of paths
         Trace files, and folders that are searched for them, where all machines find them.
     store : str or PathLike
-        The folder to create or to extend, where all machines find it.
+        The store to create or to extend: a folder where all machines find it, or a URL.
     options : ConvertOptions, optional
     output : Output, optional
         Receives notes. By default none are printed.
@@ -285,21 +286,19 @@ def plan_tasks(
     Raises
     ------
     UsageError
-        If an option is wrong, or the store is an object store or to be replaced.
+        If an option is wrong.
     InvalidInputError
         If files do not fit the layout.
     """
     options, output = options or ConvertOptions(), output or Quiet()
-    folder = parse_location(store)
     given = [sources] if isinstance(sources, str | PathLike) else list(sources)
     arguments = [Path(path).absolute() for path in given]
-    if not isinstance(folder, Path) or options.overwrite:
-        raise UsageError("tasks need a store in a folder, and no --overwrite")
-    check_store_destination(folder)
-    plan = kept_plan(arguments, folder, options, output)
+    check_store_destination(store, overwrite=options.overwrite)
+    files = open_plan_files(store)
+    plan = kept_plan(arguments, files, options, output)
     if plan is None:
-        conversion = Conversion(arguments, str(folder), options, output)
-        plan = new_plan(conversion, arguments, folder, options, output)
+        conversion = Conversion(arguments, str(files.location), options, output)
+        plan = new_plan(conversion, arguments, files, options, output)
         conversion.described.release()
     return [] if plan is None else plan.tasks()
 
@@ -318,10 +317,10 @@ def _given(arguments: Sequence[Path], options: ConvertOptions) -> dict[str, Any]
     }
 
 
-def kept_plan(arguments: Sequence[Path], folder: Path, options: ConvertOptions, output: Output) -> Plan | None:
+def kept_plan(arguments: Sequence[Path], files: PlanFiles, options: ConvertOptions, output: Output) -> Plan | None:
     """Return the plan of these sources and options that a store keeps; remove it if it is outdated, and return None."""
     given = _given(arguments, options)
-    for plan in kept_plans(folder.absolute()):
+    for plan in kept_plans(files):
         if given.items() <= plan.facts.items():
             if plan.is_current():
                 return plan
@@ -333,7 +332,7 @@ def kept_plan(arguments: Sequence[Path], folder: Path, options: ConvertOptions, 
 def new_plan(
     conversion: Conversion,
     arguments: Sequence[Path],
-    folder: Path,
+    files: PlanFiles,
     options: ConvertOptions,
     output: Output,
     *,
@@ -342,10 +341,11 @@ def new_plan(
     """Cut a conversion into tasks, and keep the plan in the store; return None if it has fewer tasks than `min_tasks`."""
     described, attention = conversion.described, conversion.default_attention
     with StoreWriter(
-        folder.absolute(),
+        files.location,
         attention=options.attention or attention.of_new_store,
         dtype=options.dtype,
         codec=options.codec,
+        overwrite=options.overwrite,
         allow_mixed_provenance=options.allow_mixed_provenance,
     ) as writer:
         writer.check_provenance(conversion.known_provenances())
@@ -374,10 +374,8 @@ def new_plan(
         }
         if options.attention is None and (note := attention.note(stored["attention"])):
             output.info(note)
-        plan = Plan(folder.absolute(), json.dumps(facts, sort_keys=True, indent=0).encode())
-        with fsio.map_os_errors(folder):
-            fsio.makedirs(plan.store / paths.RECEIPTS)
-            fsio.replace_file(plan.store / paths.plan(plan.digest), plan.data)
+        plan = Plan(files, json.dumps(facts, sort_keys=True, indent=0).encode())
+        writer.keep_file(paths.plan(plan.digest), plan.data)
     return plan
 
 

@@ -1,7 +1,8 @@
 """Write the sources of a task into segments, and its receipt."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
 
 from tracestore.convert.runner import Conversion
@@ -11,9 +12,9 @@ from tracestore.ingest.packing import PackOptions
 from tracestore.ingest.reading import TraceStream, read_sources
 from tracestore.store.format import paths, schema
 from tracestore.store.io import fsio
-from tracestore.store.io.folder_target import FolderTarget
+from tracestore.store.write.commit import CommitTarget, open_target
 from tracestore.store.write.pack import PackedTrace
-from tracestore.store.write.pending import SegmentsAhead
+from tracestore.store.write.pending import SegmentsAhead, WrittenSegment
 from tracestore.store.write.segment_writer import SegmentWriter
 from tracestore.tasks.receipt import Receipt, WrittenSource, pack_receipt, read_receipt, usable_receipt
 from tracestore.tasks.task_plan import Plan, Quiet, Task
@@ -48,60 +49,73 @@ def write_task(task: Task, *, memory_budget: int | None = None) -> Receipt:
     sources = conversion.sources
     if (found := usable_receipt(plan, task, sources)) is not None:
         return found.summary(task)
-    target = FolderTarget(plan.store, overwrite=False, exist_ok=True, keeps_replacement=False)
-    with fsio.map_os_errors(plan.store, lambda: task.num_bytes):
+    target = open_target(plan.store, overwrite=False, exist_ok=True, keeps_replacement=False)
+    with fsio.map_os_errors(target.path, lambda: task.num_bytes):
         try:
             with target.opened():
                 pass
             writing = _TaskWriting(plan, conversion, plan.pack_options(target.scratch, memory_budget), target)
             writing.write([WrittenSource(sources[k], k, *found) for k, _, *found in plan.facts["tasks"][task.number]])
             path, data = paths.receipt(task.hash), writing.receipt(task)
-            if not (plan.store / paths.plan(task.plan)).exists():
+            if paths.plan(task.plan) not in plan.files.times():
                 raise UsageError(
                     f"{plan.store}: another process has committed the plan, or it was removed; repeat convert"
                 )
             if not target.create_file(path, data) and usable_receipt(plan, task, sources) is None:
-                target.replace_file(path, data)
+                target.keep_file(path, data)
         finally:
             target.close()
     return read_receipt(plan, task, sources).summary(task)
 
 
 class _TaskWriting:
-    """The segments of a task while they are written."""
+    """The segments of a task while they are written. A complete one gets its name while others are written."""
 
-    def __init__(self, plan: Plan, conversion: Conversion, options: PackOptions, target: FolderTarget) -> None:
+    def __init__(self, plan: Plan, conversion: Conversion, options: PackOptions, target: CommitTarget) -> None:
         self._conversion, self._target, self._plan = conversion, target, plan
         self._options = options
         self._segments = SegmentsAhead(plan.facts["store_options"], target.new_folder, schema.SEGMENT_SPLIT_BYTES)
         self._pending = self._segments.pending
         self._written: list[WrittenSource] = []
+        self._naming = ThreadPoolExecutor(1)
+        self._named: dict[SegmentWriter | WrittenSegment, Future[None]] = {}
 
     def write(self, sources: list[WrittenSource]) -> None:
         """Write the traces of the sources, and give the segments their names."""
         self._written = sources
         files = [written.source for written in sources]
         streams = read_sources(files, self._options, workers=1, is_known=lambda *_: False, on_wait=lambda: None)
-        with closing(streams):  # type: ignore[type-var]
+        with self._naming, closing(streams):  # type: ignore[type-var]
             for written, stream in zip(sources, streams, strict=True):
                 try:
                     written.packed = self._write_one(stream, written)
                 except InvalidInputError as error:
                     written.error = error.with_location(source=stream.source.name)
                 written.refused += stream.refused
-        segments = self._pending.all_segments
-        for segment in segments:
-            segment.finish()
-            self._target.add_segment(segment.folder, segment.name, segment.files)
-        if segments:
+                self._name(self._pending.all_segments[:-1])
+            self._name(self._pending.all_segments)
+            for segment in self._pending.all_segments:
+                self._named[segment].result()
+        if self._pending.all_segments:
             self._target.sync_segments()
+
+    def _name(self, complete: Sequence[SegmentWriter | WrittenSegment]) -> None:
+        """Give complete segments their names. At most one waits for that, so that scratch is small."""
+        for segment in complete:
+            if segment not in self._named:
+                wait(self._named.values())
+                self._named[segment] = self._naming.submit(self._add, segment)
+
+    def _add(self, segment: SegmentWriter | WrittenSegment) -> None:
+        segment.finish()
+        self._target.add_segment(segment.folder, segment.name, segment.files)
 
     def _write_one(self, stream: TraceStream, written: WrittenSource) -> list[PackedTrace]:
         """Write the traces of a source; InvalidInputError if it is refused, and then none is left."""
         identity = stream.identity()
         if identity[:2] != (written.size, written.fingerprint):
             raise InvalidInputError("has changed since the plan; plan again", is_whole_source=True)
-        roll_back, packed = self._pending.savepoint(), list[PackedTrace]()
+        roll_back, packed, first = self._pending.savepoint(), list[PackedTrace](), len(self._pending.segments)
         self._conversion.scoring.begin_source(stream.source)
         try:
             for trace in self._conversion.traces(stream):
@@ -109,6 +123,7 @@ class _TaskWriting:
                 with contextlib.suppress(InvalidInputError):  # The commit refuses the trace, and sets the label again.
                     self._conversion.scoring.set_label(trace)
                 self._segments.append(trace)
+                self._name(self._pending.segments[first:-1])
                 trace.record.label = label
                 packed.append(trace)
                 del trace
@@ -118,6 +133,7 @@ class _TaskWriting:
             if not packed:
                 raise stream.refused[0] if stream.refused else InvalidInputError("found no trace")
         except BaseException as error:
+            wait(self._named.values())
             roll_back()
             if isinstance(error, TruncatedFileError):
                 raise InvalidInputError(TRUNCATED_WHILE_READING) from None

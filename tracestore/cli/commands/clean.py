@@ -5,12 +5,10 @@ Example: tracestore clean store.zarr --dry-run
 
 import argparse
 import re
-from pathlib import Path
 
 from tracestore.cli.flags import add_store
 from tracestore.console import Output, Parser
 from tracestore.errors import UsageError
-from tracestore.store.io.files import parse_location
 from tracestore.store.maintain.clean import DAY_S, clean_store
 from tracestore.tasks.committing import files_of_plans
 from tracestore.words import format_size, plural
@@ -45,8 +43,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
     """Remove the files, and print their paths."""
     if args.older_than < DAY_S and not args.force:
         raise UsageError("--older-than below 1d may remove what a running writer is about to commit; add --force")
-    location = parse_location(args.store)
-    kept = files_of_plans(location) if isinstance(location, Path) and not args.force else ()
+    kept = () if args.force else files_of_plans(args.store)
     report = clean_store(args.store, older_than_s=args.older_than, dry_run=args.dry_run, kept=kept)
     output.print_json(report)
     for path in report.removed:

@@ -14,8 +14,9 @@ from tracestore.errors import UsageError
 from tracestore.process import reuse_freed_memory
 from tracestore.store.format.paths import RECEIPTS
 from tracestore.store.format.schema import CODECS
-from tracestore.store.io.files import local_dir
+from tracestore.store.io.files import parse_location
 from tracestore.store.io.fsio import map_os_errors
+from tracestore.store.io.local_folders import local_dir
 from tracestore.store.io.ownership import check_store_destination
 from tracestore.words import format_size, parse_size
 
@@ -120,13 +121,18 @@ def run(args: argparse.Namespace, output: Output) -> None:
             from tracestore.convert.watch import Watch
 
             report = Watch(args.src, args.dst, options, output, args.watch_timeout).run()
-        elif options.workers == 1 and options.dask is None and not (local_dir(args.dst) / RECEIPTS).is_dir():
+        elif options.workers == 1 and options.dask is None and not _may_have_plan(args.dst):
             report = Conversion(args.src, args.dst, options, output).run()
         else:
             from tracestore.tasks.converting import convert
 
             report = convert(args.src, args.dst, options, output)
         output.print_json(report)
+
+
+def _may_have_plan(store: str) -> bool:
+    location = parse_location(store)
+    return not isinstance(location, Path) or (location / RECEIPTS).is_dir()
 
 
 def _field_lines(sources: list[Path], names: str, axes: str | None) -> str:

@@ -20,8 +20,9 @@ from tracestore.extract.select import Select
 from tracestore.extras import needs
 from tracestore.store.format.schema import ATTENTION_MODES, CODECS
 from tracestore.store.io.destinations import check_output_dir
-from tracestore.store.io.files import local_dir, parse_location
+from tracestore.store.io.files import parse_location
 from tracestore.store.io.fsio import map_os_errors
+from tracestore.store.io.local_folders import local_dir
 from tracestore.store.io.ownership import check_store_destination
 from tracestore.words import plural
 

@@ -11,8 +11,8 @@ import tracestore
 from tracestore.cli.flags import add_allow_mixed_provenance, values
 from tracestore.console import Output, Parser, Progress
 from tracestore.store.format.schema import CODECS
-from tracestore.store.io.files import local_dir
 from tracestore.store.io.fsio import map_os_errors
+from tracestore.store.io.local_folders import local_dir
 from tracestore.store.io.ownership import check_store_destination
 from tracestore.store.maintain.merge import MergeReport, merge_stores
 from tracestore.words import plural

@@ -1,4 +1,4 @@
-"""Access to the committed files of a store, locations of stores, and the cache folder."""
+"""Access to the committed files of a store, and locations of stores."""
 
 import contextlib
 import errno
@@ -52,26 +52,6 @@ def parse_location(store: str | os.PathLike[str]) -> Path | RemoteURL:
     """Return the path or the URL of a store that a user named."""
     text = os.fspath(store)
     return RemoteURL(text) if "://" in text else Path(text)
-
-
-def cache_dir() -> Path:
-    """Return the folder that caches files of remote stores.
-
-    It is $TRACESTORE_CACHE_DIR if that is set, otherwise tracestore/ in the user's cache folder.
-    """
-    configured = os.environ.get("TRACESTORE_CACHE_DIR")
-    if configured:
-        return Path(configured)
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tracestore"
-    except RuntimeError:
-        raise UsageError("no home folder to cache files of remote stores in: set TRACESTORE_CACHE_DIR") from None
-
-
-def local_dir(store: str | os.PathLike[str]) -> Path:
-    """Return the local folder that writes to a store need space in: the store itself, or the cache folder."""
-    location = parse_location(store)
-    return location if isinstance(location, Path) else cache_dir()
 
 
 @contextlib.contextmanager

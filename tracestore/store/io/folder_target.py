@@ -2,14 +2,15 @@
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tracestore.errors import CorruptStoreError, StoreLockedError, UsageError
 from tracestore.store.format import paths
+from tracestore.store.format.entries import FileEntry
 from tracestore.store.format.manifest import Manifest
 from tracestore.store.io import fsio, locks
-from tracestore.store.io.files import LocalFiles, RemoteURL
+from tracestore.store.io.files import LocalFiles, ReadableFiles, RemoteURL, is_same_location
 from tracestore.store.io.ownership import FolderKind, classify_folder, remove_contents, remove_own, require_removed
 from tracestore.store.io.replacement import Replacement, open_replacement
 from tracestore.store.io.writing_folder import HasWritingFolder, WritingFolder, remove_abandoned, require_no_writer
@@ -158,6 +159,11 @@ class FolderTarget(HasWritingFolder):
             fsio.retry_eintr(os.rename, folder, self.path / path)
             self._added.append(path)
 
+    def take_segment(self, files: ReadableFiles, entries: Mapping[str, FileEntry], folder: Path, name: str) -> None:
+        """See CommitTarget. A segment that a task has written into this store has its name already."""
+        if not is_same_location(files.location, self.path):
+            super().take_segment(files, entries, folder, name)
+
     def _is_complete(self, path: str, files: Sequence[tuple[str, int, int]]) -> bool:
         return all(self._size(f"{path}/{inner}") == size for inner, size, _ in files)
 
@@ -181,17 +187,26 @@ class FolderTarget(HasWritingFolder):
             self._added.append(path)
 
     def create_file(self, path: str, data: bytes) -> bool:
-        """Create a file; return False, with nothing changed, if it exists."""
+        """See CommitTarget."""
         fsio.makedirs((self.path / path).parent)
         is_new = fsio.give_name(self._folder.write_small(data), self.path / path)
         fsio.fsync_path((self.path / path).parent)
         return is_new
 
-    def replace_file(self, path: str, data: bytes) -> None:
+    def keep_file(self, path: str, data: bytes) -> None:
+        """See CommitTarget."""
+        place = (self.path if self._replacement is None else self._replacement.target) / path
+        fsio.makedirs(place.parent)
+        self._replace(place, data)
+
+    def _replace(self, place: Path, data: bytes) -> None:
+        fsio.retry_eintr(os.rename, self._folder.write_small(data), place)
+        fsio.fsync_path(place.parent)
+
+    def _replace_file(self, path: str, data: bytes) -> None:
         """Create or replace a file atomically, unless it has these bytes."""
         if self._read(path) != data:
-            fsio.retry_eintr(os.rename, self._folder.write_small(data), self.path / path)
-            fsio.fsync_path((self.path / path).parent)
+            self._replace(self.path / path, data)
 
     def create_manifest(self, manifest: Manifest) -> bool:
         """See CommitTarget."""
@@ -217,7 +232,7 @@ class FolderTarget(HasWritingFolder):
 
     def write_root(self, data: bytes) -> None:
         """See CommitTarget."""
-        self.replace_file("zarr.json", data)
+        self._replace_file("zarr.json", data)
 
     def begin(self, manifest: Manifest, root: bytes) -> None:
         """See CommitTarget."""
@@ -229,7 +244,7 @@ class FolderTarget(HasWritingFolder):
         if manifest.generation == 0:
             return
         # The copy allows `verify --repair` to restore a damaged manifest.
-        self.replace_file(paths.manifest_copy(manifest.generation), manifest.to_bytes())
+        self._replace_file(paths.manifest_copy(manifest.generation), manifest.to_bytes())
         self._remove_old(manifest)
 
     def _remove_old(self, manifest: Manifest) -> None:

@@ -44,7 +44,7 @@ def clean_store(
     dry_run : bool
         Report what would be removed.
     kept : container of str
-        Paths of files and segments that stay in a local store, besides those of generations.
+        Paths of files and segments that stay, besides those of generations.
 
     Raises
     ------
@@ -61,7 +61,7 @@ def clean_store(
         # Imported here because remote stores need an optional library.
         from tracestore.store.remote.remote_files import RemoteFiles
 
-        return _clean_objects(RemoteFiles.open(location), before, dry_run)
+        return _clean_objects(RemoteFiles.open(location), before, dry_run, kept)
     if classify_folder(location) is not FolderKind.STORE:
         raise UsageError(f"{location}: no such store")
     report = CleanReport()
@@ -126,19 +126,19 @@ def _remove(store: Path, path: str, before: float, dry_run: bool, report: CleanR
             lock.release()
 
 
-def _clean_objects(files: "RemoteFiles", before: float, dry_run: bool) -> CleanReport:
+def _clean_objects(files: "RemoteFiles", before: float, dry_run: bool, kept: Container[str]) -> CleanReport:
     """Remove objects. What is written again after the first look stays."""
     objects, report = files.object_store, CleanReport()
     objects.require_writable()
     first = {found.path: found for found in objects.list_objects("")}
     named = _named(files)
-    if len(named) == 1:
+    if len(named) == 1 and not any(path.startswith(f"{paths.RECEIPTS}/") for path in first):
         raise UsageError(f"{files.location}: no such store")
     units: dict[str, list[str]] = {}
     for path in first:
         if paths.is_own(path, is_folder=False) and path.count("/"):
             unit = "/".join(path.split("/")[:2])
-            if unit not in named and not unit.startswith(f"manifest/{paths.DAMAGED_PREFIX}"):
+            if unit not in named and unit not in kept and not unit.startswith(f"manifest/{paths.DAMAGED_PREFIX}"):
                 units.setdefault(unit, []).append(path)
     for unit, found in units.items():
         now = objects.list_objects(unit) if len(found) > 1 else [first[path] for path in found]

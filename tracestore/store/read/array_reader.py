@@ -96,6 +96,15 @@ class _Opened(NamedTuple):
     partial: PartialFile | None = None
 
 
+def read_metadata(files: StoreFiles, entries: Mapping[str, FileEntry], name: str, spec: ArraySpec) -> tuple[int, int]:
+    """Return the rows of an array, and those of its inner chunks; CorruptStoreError if they do not fit `spec`."""
+    with reading_committed(f"{name}/zarr.json", prefix=files.prefix):
+        entry = _entry(entries, f"{name}/zarr.json")
+        if entry.size > _MAX_METADATA_BYTES:
+            raise ValueError(f"{entry.size} bytes")
+        return _check_metadata(files.read(entry), spec)
+
+
 class ArrayReader:
     """The rows of one array.
 
@@ -135,11 +144,7 @@ class ArrayReader:
         self.name, self.dtype, self.row_items = files.prefix + name, spec.dtype, spec.row_items
         self.key = id(files), name  # in the cache, which stores that are opened as one share
         self._cache, self._codec = cache, None if spec.codec == "none" else ChunkCodec(spec.codec, spec.dtype.itemsize)
-        with reading_committed(f"{name}/zarr.json", prefix=files.prefix):
-            entry = _entry(entries, f"{name}/zarr.json")
-            if entry.size > _MAX_METADATA_BYTES:
-                raise ValueError(f"{entry.size} bytes")
-            num_rows, self.chunk_rows = _check_metadata(files.read(entry), spec)
+        num_rows, self.chunk_rows = read_metadata(files, entries, name, spec)
         self.shape = (num_rows, *spec.columns)
         self._offsets: np.ndarray | None = None
         self._files, self._layers = files, layers

@@ -15,7 +15,7 @@ from tracestore.store.format.extra_fields import decode_extras, decode_list
 from tracestore.store.format.zip_group import ZipGroup
 from tracestore.store.io.files import StoreFiles, reading_committed
 from tracestore.store.lens import Lens
-from tracestore.store.read.array_reader import ArrayReader, ArraySpec, Layers
+from tracestore.store.read.array_reader import ArrayReader, ArraySpec, Layers, read_metadata
 from tracestore.store.read.chunk_cache import ChunkCache
 from tracestore.store.read.index import SegmentEntry, StoreIndex
 
@@ -149,6 +149,10 @@ class SegmentReader:
             layers = self.layers(name) if self._reads_layers else None
             reader = self._arrays[name] = ArrayReader(self._files, self.entries, where, self._cache, spec, layers)
         return reader
+
+    def check_metadata(self, name: str) -> None:
+        """Raise CorruptStoreError if the metadata of a large array are damaged; the array is not read."""
+        read_metadata(self._files, self.entries, f"{self.name}/{name}", self._spec(name))
 
     def _spec(self, name: str) -> ArraySpec:
         attributes = self._attributes

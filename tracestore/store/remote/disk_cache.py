@@ -25,7 +25,7 @@ from tracestore._core.mapping import MappedFile
 from tracestore.errors import CorruptStoreError, UsageError
 from tracestore.store.format.entries import FileEntry
 from tracestore.store.io import fsio, locks
-from tracestore.store.io.files import cache_dir
+from tracestore.store.io.local_folders import cache_dir
 
 DEFAULT_MAX_BYTES = 64 << 30
 # Default fraction of the free disk space that the cache may use.

@@ -12,14 +12,15 @@ from tracestore.store.format import manifest as mf
 from tracestore.store.format import paths
 from tracestore.store.format.entries import FileEntry
 from tracestore.store.io import fsio
-from tracestore.store.io.files import ReadableFiles, RemoteURL, cache_dir
+from tracestore.store.io.files import ReadableFiles, RemoteURL, is_same_location
+from tracestore.store.io.local_folders import local_dir
 from tracestore.store.io.writing_folder import HasWritingFolder, WritingFolder, remove_abandoned
 from tracestore.store.remote.object_store import ObjectStore
 from tracestore.store.remote.remote_files import RemoteFiles, cache_of_environment, list_generations
 
 _UPLOADS = 16
 # Also the lock of a store on a disk that was uploaded.
-_OWN_NAMES = {*paths.TOP_FOLDERS, "zarr.json", "lock"}
+_OWN_NAMES = {*paths.TOP_FOLDERS, paths.RECEIPTS, "zarr.json", "lock"}
 
 
 class RemoteTarget(HasWritingFolder):
@@ -41,7 +42,7 @@ class RemoteTarget(HasWritingFolder):
         self._object_store.require_writable()
         self.location: Path | RemoteURL = address
         self.files = RemoteFiles(self._object_store, cache_of_environment())
-        self.path = cache_dir() / ".writing"
+        self.path = local_dir(address)
         self._overwrite, self._exist_ok = overwrite, exist_ok
         self.replaced_generation = 0
         self._newest = 0
@@ -111,7 +112,9 @@ class RemoteTarget(HasWritingFolder):
     def take_segment(self, files: ReadableFiles, entries: Mapping[str, FileEntry], folder: Path, name: str) -> None:
         """See CommitTarget. The server copies the objects if both stores are in one bucket."""
         path = paths.segment(name)
-        if not isinstance(files, RemoteFiles) or not files.object_store.shares_bucket(self._object_store):
+        if is_same_location(files.location, self._object_store.address):
+            self._added.add(path)  # A task has put it.
+        elif not isinstance(files, RemoteFiles) or not files.object_store.shares_bucket(self._object_store):
             super().take_segment(files, entries, folder, name)
         elif path not in self._added:
             with ThreadPoolExecutor(_UPLOADS) as pool:
@@ -125,6 +128,14 @@ class RemoteTarget(HasWritingFolder):
             self._object_store.put(path, data)
             self._added.add(path)
             self.files.keep(FileEntry(path, len(data), crc32c(data)), data)
+
+    def create_file(self, path: str, data: bytes) -> bool:
+        """See CommitTarget."""
+        return self._object_store.put_if_absent(path, data)
+
+    def keep_file(self, path: str, data: bytes) -> None:
+        """See CommitTarget."""
+        self._object_store.put(path, data)
 
     def create_manifest(self, manifest: mf.Manifest) -> bool:
         """See CommitTarget. The answer of the server may be lost: the bytes tell whose manifest it is."""

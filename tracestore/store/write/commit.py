@@ -23,7 +23,7 @@ from tracestore.store.io.folder_target import FolderTarget
 from tracestore.store.read.columns import Columns, join_columns, read_columns
 from tracestore.store.read.generation import PinnedGeneration, open_generation
 from tracestore.store.read.index import StoreIndex
-from tracestore.store.write.pending import Pending
+from tracestore.store.write.pending import Pending, WrittenSegment
 
 
 def root_metadata(attributes: schema.Attributes) -> bytes:
@@ -104,6 +104,12 @@ class CommitTarget(Protocol):
     def add_file(self, path: str, data: bytes) -> None:
         """Add a small file unless it exists."""
 
+    def create_file(self, path: str, data: bytes) -> bool:
+        """Create a file that no generation names; return False, with nothing changed, if one with other bytes exists."""
+
+    def keep_file(self, path: str, data: bytes) -> None:
+        """Create or replace a file that no generation names, with `overwrite` in the store that is to be replaced."""
+
     def create_manifest(self, manifest: mf.Manifest) -> bool:
         """Make a manifest the newest generation. Return False, with nothing changed, if another one has its number."""
 
@@ -180,6 +186,9 @@ def add_files(
         lens = pending.lens.place(old.num_segments + len(segments) - 1, pending.lens_provenance)
         attributes = replace(attributes, lens=lens)
     for segment in segments:
+        if isinstance(segment, WrittenSegment):
+            entries = {entry.path.removeprefix(f"{segment.reader.name}/"): entry for entry in segment.entries}
+            target.take_segment(segment.source, entries, segment.folder, segment.name)
         target.add_segment(segment.folder, segment.name, segment.files)
     if segments:
         target.sync_segments()

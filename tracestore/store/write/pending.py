@@ -16,7 +16,7 @@ from tracestore.store.format import schema
 from tracestore.store.format.entries import FileEntry
 from tracestore.store.format.lens_attribute import LensField
 from tracestore.store.format.provenance import Provenance
-from tracestore.store.io.files import StoreFiles, reading_committed
+from tracestore.store.io.files import ReadableFiles, reading_committed
 from tracestore.store.lens import LensArrays
 from tracestore.store.read.columns import TraceValues
 from tracestore.store.read.index import SegmentEntry
@@ -49,7 +49,8 @@ class WrittenSegment:
 
     Parameters
     ----------
-    files : StoreFiles
+    files : ReadableFiles
+        Those of the store that has it: the one that is written or replaced.
     name : str
     num_traces : int
     rows : FileEntry
@@ -64,9 +65,9 @@ class WrittenSegment:
     """
 
     def __init__(
-        self, files: StoreFiles, name: str, num_traces: int, rows: FileEntry, attributes: schema.Attributes
+        self, files: ReadableFiles, name: str, num_traces: int, rows: FileEntry, attributes: schema.Attributes
     ) -> None:
-        self.name, self.rows, self.number, self.folder = name, rows, -1, Path()
+        self.source, self.name, self.rows, self.number, self.folder = files, name, rows, -1, Path()
         with reading_committed(rows.path):
             data = files.read(rows)
             if crc32c(data) != rows.crc32c or hashlib.blake2b(data, digest_size=16).hexdigest() != name:
@@ -77,9 +78,9 @@ class WrittenSegment:
         self.num_tokens = int(self.reader.values("num_tokens").sum(dtype=np.int64))
         names = {name for name in schema.LARGE_ARRAYS if self.reader.has(name)}
         self.field_names = names & {*schema.STORED_FIELDS} | ({"edges"} if "edge_index" in names else set())
+        files.fetch(self.reader.entries[f"{self.reader.name}/{array}/zarr.json"] for array in names)
         for array in names:
-            self.reader.array(array)
-            self.reader.close_array(array)
+            self.reader.check_metadata(array)
 
     @property
     def entries(self) -> list[FileEntry]:

@@ -140,11 +140,9 @@ class StoreWriter:
         return False
 
     def _load(self, options: Options) -> None:
-        is_new = self._target.newest() == 0
-        given = {name: value() if is_new and callable(value) else value for name, value in options.items()}
-        generation = load_newest(
-            self._target, {name: str(given[name] or default) for name, default in _DEFAULTS.items()}
-        )
+        given = {k: v() if callable(v) and self._target.newest() == 0 else v for k, v in options.items()}
+        fallback = {name: str(given[name] or default) for name, default in _DEFAULTS.items()}
+        generation = load_newest(self._target, fallback)
         for name, value in given.items():
             stored = generation.manifest.attributes.options[name]
             if isinstance(value, str) and value != stored:
@@ -154,8 +152,7 @@ class StoreWriter:
         self._target.begin(generation.manifest, root_metadata(generation.manifest.attributes))
 
     def _make_changes(self, generation: PinnedGeneration) -> Changes:
-        target = self._target
-        return Changes(target.location, target.files, generation, *self._rules)
+        return Changes(self._target.location, self._target.files, generation, *self._rules)
 
     def has_source(self, path: str, size: int, fingerprint: str) -> bool:
         """Return whether exactly this file is committed already."""
@@ -262,6 +259,10 @@ class StoreWriter:
             segment.take_over(files, stored, traces, self._target.take_segment)
         return segment
 
+    def keep_file(self, path: str, data: bytes) -> None:
+        """See CommitTarget."""
+        self._target.keep_file(path, data)
+
     def choose_attention(self, attention: str) -> None:
         """Set the option `attention` of a store that has no commit, and no hidden states of all tokens."""
         self._changes.choose_attention(attention)
@@ -352,8 +353,7 @@ class StoreWriter:
             )
 
     def _commit(self, refused: list[InvalidInputError], are_open: bool) -> None:
-        changes, target = self._changes, self._target
-        is_done = False
+        changes, target, is_done = self._changes, self._target, False
         while not is_done:
             if target.has_changed(self.manifest):
                 refused += changes.rebase(load_newest(target, self.attributes.options))
