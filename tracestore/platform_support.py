@@ -55,6 +55,19 @@ def max_maps() -> int | None:
         return None
 
 
+def is_in_memory(folder: Path) -> bool:
+    """Return whether the file system of a folder, or of its nearest parent, keeps files in memory; False if unknown."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    device = folder.stat().st_dev
+    try:
+        lines = (_PROC / "self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return False
+    kinds = {line.split()[2]: line.rpartition(" - ")[2].split()[0] for line in lines}
+    return kinds.get(f"{os.major(device)}:{os.minor(device)}") in ("tmpfs", "ramfs")
+
+
 def boot_id() -> bytes | None:
     """Return what names the start of this machine, or None if unknown."""
     try:

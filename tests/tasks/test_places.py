@@ -17,12 +17,15 @@ from tests.tasks.test_tasks import files_of, run_tasks
 from tests.tiers import long
 from tracestore.convert import cutting
 from tracestore.convert.options import ConvertOptions
+from tracestore.errors import UsageError
 from tracestore.store.format import paths
+from tracestore.store.io import local_folders
 from tracestore.store.maintain.clean import clean_store
 from tracestore.store.maintain.verify import verify_store
 from tracestore.store.remote.object_store import ObjectStore
 from tracestore.tasks import commit_tasks, plan_tasks, write_task
 from tracestore.tasks.committing import files_of_plans
+from tracestore.tasks.convert_files import convert_files
 
 __all__ = ["proxy", "remote", "server"]
 FAULTS = ["lost", "503", "cut"]
@@ -312,3 +315,19 @@ def test_scratch_of_writers(data, tmp_path, remote, monkeypatch):
     convert(data, remote)
     assert list(scratch.iterdir()) == []
     assert not (tmp_path / "cache" / ".writing").exists()
+
+
+def test_scratch_in_memory_counts_as_memory(data, tmp_path, remote, monkeypatch):
+    """The budget covers the segments that wait for their upload, of a process and of each worker."""
+    monkeypatch.setattr(local_folders, "is_in_memory", lambda folder: "cache" in str(folder))
+    monkeypatch.setattr(local_folders, "_LEAST_BUDGET", (1 << 30) - (2 << 10))
+    with pytest.raises(UsageError, match=r"\.writing.* is in memory, and .* of segments count as such"):
+        convert_files(data, remote, memory_budget=1 << 30)
+    tasks = plan_tasks(data, remote)
+    with pytest.raises(UsageError, match="set TRACESTORE_SCRATCH to a folder on a disk"):
+        write_task(tasks[0], memory_budget=1 << 30)
+    assert write_task(tasks[0], memory_budget=1 << 31).num_sources == 1
+    convert(data, tmp_path / "s.zarr", "--memory-budget", "64MiB")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRACESTORE_SCRATCH", str(tmp_path / "disk"))
+        assert convert_files(data, remote, memory_budget=1 << 30).num_traces == 24

@@ -36,10 +36,11 @@ from tracestore.ingest.files.byte_source import TRUNCATED_WHILE_READING
 from tracestore.ingest.packing import PackOptions
 from tracestore.ingest.reading import TraceStream, read_sources
 from tracestore.ingest.sources import SourceFile, source_fingerprint
+from tracestore.platform_support import is_in_memory
 from tracestore.store.format.provenance import Provenance, equals_but_layers, with_layers
 from tracestore.store.io import fsio
 from tracestore.store.io.files import parse_location
-from tracestore.store.io.local_folders import local_dir
+from tracestore.store.io.local_folders import budget_beside, local_dir
 from tracestore.store.io.ownership import has_manifest
 from tracestore.store.io.provenance_file import find_provenance_files, read_provenance
 from tracestore.store.read.index import SourceEntry
@@ -135,6 +136,7 @@ class Conversion:
         self.default_attention = DefaultAttention(self.has_attention)
         self._refused: RefusedTraces | None = None
         self._without_traces: list[NoTracesError] = []
+        self._most_pending = 0  # bytes of sources between two commits
         self._refused_files: dict[str, list[list[InvalidInputError]]] = {}  # of which no trace is stored, by the reason
         self.provenances = read_provenances(sources, options, output) if provenances is None else provenances
         self.report = ConvertReport(str(self.store), scores_file=self.scoring.scores_file)
@@ -255,6 +257,8 @@ class Conversion:
             f"{format_size(free)} free; memory {format_size(self._options.memory_budget)}, "
             f"{plural(self._options.workers, 'worker')}"
         )
+        if not isinstance(self.store, Path) and is_in_memory(self.folder):
+            self._output.info(f"{self.folder}, where segments wait for their upload, is in memory and counts as such")
         if is_new and self.total_bytes > free:
             self._output.info(
                 "the disk may be too small; if it gets full, the committed traces stay and the exit code is 4"
@@ -262,18 +266,20 @@ class Conversion:
 
     def _convert_all(self, writer: StoreWriter, progress: Progress) -> None:
         threads = max(_MIN_THREADS, self._options.workers)
-        stored = writer.attributes.options
+        stored, budget = writer.attributes.options, self._options.memory_budget
+        ends = self._ends(writer)
+        if not isinstance(self.store, Path):
+            budget = budget_beside(writer.scratch, budget, self._most_pending)
         pack_options = PackOptions(
             attention=stored["attention"],
             keep_dtype=stored["dtype"] == "keep",
-            max_memory=self._options.memory_budget // (4 * max(4, threads)),
+            max_memory=budget // (4 * max(4, threads)),
             scratch=writer.scratch,
             # The queue decides how far the other threads get while the first file is written.
-            max_waiting=self._options.memory_budget // 2,
+            max_waiting=budget // 2,
             skip_bad=self._options.skip_bad,
             refuse_attention=self._options.attention is None and self.default_attention.is_refused(stored["attention"]),
         )
-        ends = self._ends(writer)
         with closing(self._streams(writer, pack_options)) as streams:  # type: ignore[type-var]
             for stream in streams:
                 try:
@@ -297,8 +303,14 @@ class Conversion:
     def _ends(self, writer: StoreWriter) -> dict[str, bool]:
         """Return the sources behind which segments end, by name, and whether the conversion commits there."""
         sources = [source for source in self.sources if not self._has(writer, source)]
-        runs = cut([source.file_bytes() for source in sources], [source.shared for source in sources], self.total_bytes)
+        sizes = [source.file_bytes() for source in sources]
+        runs = cut(sizes, [source.shared for source in sources], self.total_bytes)
         self._alone = {sources[run[0]].name for run in runs if len(run) == 1}
+        pending = 0
+        for k, run in enumerate(runs):
+            pending += sum(sizes[run.start : run.stop])
+            self._most_pending = max(self._most_pending, pending)
+            pending *= not commits_after(k, len(runs))
         return {sources[run[-1]].name: commits_after(k, len(runs)) for k, run in enumerate(runs[:-1])}
 
     def _has(self, writer: StoreWriter, source: SourceFile) -> bool:

@@ -205,15 +205,15 @@ class Plan:
         """Return the arguments of a Conversion that the plan knows."""
         return {"described": self.described(), "provenances": self.provenances()}
 
-    def pack_options(self, scratch: Path, memory_budget: int | None) -> PackOptions:
+    def pack_options(self, scratch: Path, memory_budget: int) -> PackOptions:
         """Return the options of packing."""
-        stored, budget = self.facts["store_options"], memory_budget or self.options.memory_budget
+        stored = self.facts["store_options"]
         return PackOptions(
             attention=stored["attention"],
             keep_dtype=stored["dtype"] == "keep",
-            max_memory=budget // 16,
+            max_memory=memory_budget // 16,
             scratch=scratch,
-            max_waiting=budget // 8,
+            max_waiting=memory_budget // 8,
             skip_bad=self.options.skip_bad,
             refuse_attention=self.facts["refuse_attention"],
         )
@@ -226,16 +226,15 @@ class Plan:
 
     def remove(self, kept: Iterable[Task] = ()) -> None:
         """Remove the plan, and all receipts but those of other plans and of `kept`."""
-        self.files.remove([paths.plan(self.digest)])
-        known = {
-            paths.receipt(task.hash) for tasks in (kept, *map(Plan.tasks, kept_plans(self.files))) for task in tasks
-        }
-        self.files.remove(path for path in self.files.times() if path.endswith(".zip") and path not in known)
+        own, found = paths.plan(self.digest), self.files.times()
+        others = kept_plans(self.files, [path for path in found if path != own])
+        known = {paths.receipt(task.hash) for tasks in (kept, *map(Plan.tasks, others)) for task in tasks}
+        self.files.remove([own, *(path for path in found if path.endswith(".zip") and path not in known)])
 
 
-def kept_plans(files: PlanFiles) -> Iterator[Plan]:
-    """Yield the plans that a store keeps, without damaged ones, which no task can use."""
-    for path in files.times():
+def kept_plans(files: PlanFiles, found: Iterable[str] | None = None) -> Iterator[Plan]:
+    """Yield the plans that a store keeps, or those in `found`, without damaged ones, which no task can use."""
+    for path in files.times() if found is None else found:
         if path.endswith(".json"):
             with suppress(CorruptStoreError, FileNotFoundError):  # Another process may remove it.
                 yield Plan.load(files, path)

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
+from pathlib import Path
 
 from tracestore.convert.runner import Conversion
 from tracestore.errors import InvalidInputError, TruncatedFileError, UsageError
@@ -12,6 +13,7 @@ from tracestore.ingest.packing import PackOptions
 from tracestore.ingest.reading import TraceStream, read_sources
 from tracestore.store.format import paths, schema
 from tracestore.store.io import fsio
+from tracestore.store.io.local_folders import budget_beside
 from tracestore.store.write.commit import CommitTarget, open_target
 from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.pending import SegmentsAhead, WrittenSegment
@@ -54,7 +56,11 @@ def write_task(task: Task, *, memory_budget: int | None = None) -> Receipt:
         try:
             with target.opened():
                 pass
-            writing = _TaskWriting(plan, conversion, plan.pack_options(target.scratch, memory_budget), target)
+            budget = memory_budget or plan.options.memory_budget
+            if not isinstance(plan.store, Path):
+                # One segment is written while another one is uploaded.
+                budget = budget_beside(target.scratch, budget, min(task.num_bytes, 2 * schema.SEGMENT_SPLIT_BYTES))
+            writing = _TaskWriting(plan, conversion, plan.pack_options(target.scratch, budget), target)
             writing.write([WrittenSource(sources[k], k, *found) for k, _, *found in plan.facts["tasks"][task.number]])
             path, data = paths.receipt(task.hash), writing.receipt(task)
             if paths.plan(task.plan) not in plan.files.times():

@@ -4,7 +4,11 @@ import os
 from pathlib import Path
 
 from tracestore.errors import UsageError
+from tracestore.platform_support import is_in_memory
 from tracestore.store.io.files import parse_location
+from tracestore.words import format_size
+
+_LEAST_BUDGET = 32 << 20
 
 
 def cache_dir() -> Path:
@@ -31,3 +35,19 @@ def local_dir(store: str | os.PathLike[str]) -> Path:
         return location
     configured = os.environ.get("TRACESTORE_SCRATCH")
     return Path(configured) / f"tracestore-{os.getuid()}" if configured else cache_dir() / ".writing"
+
+
+def budget_beside(scratch: Path, memory_budget: int, num_bytes: int) -> int:
+    """Return what a memory budget leaves besides `num_bytes` of segments in a folder: all of it if that is on a disk.
+
+    UsageError if that is too little.
+    """
+    if not is_in_memory(scratch):
+        return memory_budget
+    if memory_budget - num_bytes < _LEAST_BUDGET:
+        raise UsageError(
+            f"{scratch} is in memory, and {format_size(num_bytes)} of segments count as such: state a "
+            f"--memory-budget of {format_size(num_bytes + _LEAST_BUDGET)} a process, or set TRACESTORE_SCRATCH to a "
+            "folder on a disk"
+        )
+    return memory_budget - num_bytes
