@@ -280,15 +280,16 @@ def test_of_conditional_puts_at_the_same_time_one_wins(remote):
     assert won.count(True) == 1 and objects.read("manifest/0000000001") == b"%d" % won.index(True)
 
 
-def test_the_commit_of_a_task_sends_at_most_15_requests(data, proxy, remote, monkeypatch):
-    """Opening included; the segments are uploaded, and the plan and the receipt are read and removed."""
-    files = sorted(data.iterdir())
-    commit_tasks([task for task in plan_tasks(files[0], remote) if write_task(task)])
-    tasks = plan_tasks(files[1], remote)
-    write_task(tasks[0])
-    proxy.requests.clear()
-    assert commit_tasks(tasks).num_traces == 8
-    assert sum(proxy.requests.values()) <= 15, proxy.requests
+def test_the_commit_of_a_task_sends_few_requests(data, tmp_path, proxy, remote, monkeypatch):
+    """15, opening with an empty cache included, besides 5 for plan and receipt, and 8 to check a segment."""
+    for k, file in enumerate(sorted(data.iterdir())[:4]):
+        tasks = plan_tasks(file, remote)
+        write_task(tasks[0])
+        monkeypatch.setenv("TRACESTORE_CACHE_DIR", str(tmp_path / f"cache{k}"))
+        proxy.requests.clear()
+        assert commit_tasks(tasks).num_traces == 4 * (k + 1)
+        of_segments = sum(n for (_, path), n in proxy.requests.items() if "/segments/" in path)
+        assert of_segments <= 8 and sum(proxy.requests.values()) <= 15 + 5 + of_segments, proxy.requests
 
 
 def test_only_clean_lists_segments(data, proxy, remote, monkeypatch):
