@@ -1,7 +1,7 @@
 """The tree of Arrow files and streams and of Parquet files: rows, whose values are decoded when they are used."""
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -24,18 +24,6 @@ _RECORD_BATCH, _DICTIONARY_BATCH = 3, 2
 # Cells of a table repeat more than values of a pickle: so many count as one value.
 _CELLS = 64
 _MAX_RANK = 8
-# What types are, and the functions of pyarrow.types that tell it.
-_KINDS = (
-    ("struct", ("is_struct",)),
-    ("map", ("is_map",)),
-    ("list", ("is_list", "is_large_list", "is_fixed_size_list")),
-    ("view", ("is_list_view", "is_large_list_view")),
-    ("dictionary", ("is_dictionary",)),
-    ("run_end", ("is_run_end_encoded",)),
-    ("union", ("is_union",)),
-    ("bytes", ("is_binary", "is_large_binary", "is_fixed_size_binary", "is_binary_view")),
-    ("number", ("is_integer", "is_floating", "is_boolean")),
-)
 
 
 def read_arrow(content: Content) -> Value:
@@ -177,9 +165,24 @@ class RowOpener:
     """
 
     def __init__(self, limits: Limits) -> None:
-        import pyarrow
+        import pyarrow as pa
 
-        self._pa, self._limits, self._cells = pyarrow, limits, 0
+        self._types, self._limits, self._cells = pa.types, limits, 0
+        # By classes of scalars, from which others are derived.
+        self._readers: dict[type, Callable[[Any], Value]] = {
+            pa.Scalar: self._plain,
+            pa.BinaryScalar: self._bytes,
+            pa.StructScalar: self._struct,
+            pa.MapScalar: self._map,
+            pa.ListScalar: lambda scalar: self._list(scalar.values),
+            pa.FixedShapeTensorScalar: self._tensor,
+            pa.UnionScalar: self._union,
+            **dict.fromkeys((pa.StringScalar, pa.StringViewScalar), self._text),
+            **dict.fromkeys(
+                (pa.DictionaryScalar, pa.RunEndEncodedScalar, pa.ExtensionScalar),
+                lambda scalar: self._read(scalar.value),
+            ),
+        }
 
     def charge(self, text_bytes: int = 0, array_bytes: int = 0, count: int = 1) -> None:
         """Count cells and their bytes. Texts count like arrays: those of a dictionary are often named many times."""
@@ -191,175 +194,90 @@ class RowOpener:
     def rows(self, batch: Any) -> Iterator[Group]:
         """Yield the rows of a batch as groups."""
         with refusals():
-            names = batch.schema.names
-            if len(set(names)) != len(names):
-                raise InvalidInputError("found two columns of one name")
-            columns = {name: _Column(self._pa, batch.column(k)) for k, name in enumerate(names)}
+            columns = dict(zip(batch.schema.names, batch.columns, strict=True))
+        if len(columns) < batch.num_columns:
+            raise InvalidInputError("found two columns of one name")
         for row in range(batch.num_rows):
             self.charge()
-            yield MappingGroup(_Cells(columns, dict.fromkeys(columns, row)), self._cell)
+            yield MappingGroup(columns, lambda column, row=row: self.value(column[row]))
 
-    def _cell(self, cell: "tuple[_Column, int]") -> Value:
+    def value(self, scalar: Any) -> Value:
+        """Return a scalar of pyarrow as a value of the tree."""
         try:
-            return self.value(*cell)
+            return self._read(scalar)
         except FAULTS as error:
             raise refusal(error) from None
 
-    def value(self, column: "_Column", k: int) -> Value:
-        """Return one value of a column."""
-        array, kind = column.array, column.kind
+    def _read(self, scalar: Any) -> Value:
         self.charge()
-        if not column.is_valid(k):
+        if not scalar.is_valid:
             return None
-        if kind == "dictionary":
-            return self.value(column.inner(array.dictionary), int(column.indices[k]))
-        if kind == "run_end":
-            return self.value(column.inner(array.values), int(np.searchsorted(column.ends, array.offset + k, "right")))
-        if kind == "struct":
-            return group_value(_Cells(column.fields, dict.fromkeys(column.fields, k)), self._cell, self.charge)
-        if kind == "map":
-            return self._map(column, k)
-        if kind in ("list", "view"):
-            return self._list(column, k)
-        scalar = array[k]
-        if kind == "bytes":
-            data = scalar.as_buffer()
-            self.charge(0, data.size)
-            return bytes_value(memoryview(data), self.charge)
+        kind = type(scalar)
+        reader = self._readers.get(kind)
+        if reader is None:
+            reader = self._readers[kind] = next(self._readers[base] for base in kind.__mro__ if base in self._readers)
+        return reader(scalar)
+
+    def _plain(self, scalar: Any) -> Value:
         found = scalar.as_py()
-        if isinstance(found, str):
-            self.charge(len(found))
-            return found
         if found is None or type(found) in (int, float, bool):
             return found  # type: ignore[no-any-return]
         if isinstance(found, np.generic):
             return found.item()  # type: ignore[no-any-return]
         return found.isoformat() if hasattr(found, "isoformat") else str(found)
 
-    def _map(self, column: "_Column", k: int) -> Value:
-        begin, end = column.bounds(k)
-        keys, items = column.fields["key"], column.fields["value"]
-        places: dict[Any, int] = {}
-        for place in range(begin, end):
-            key = self.value(keys, place)
-            if key in places or not isinstance(key, str | int | float | bool):
-                raise InvalidInputError("found a map with a key twice, or with keys that are no names")
-            places[key] = place
-        return group_value(_Cells(dict.fromkeys(places, items), places), self._cell, self.charge)
+    def _text(self, scalar: Any) -> str:
+        found = str(scalar.as_py())
+        self.charge(len(found))
+        return found
 
-    def _list(self, column: "_Column", k: int) -> Value:
-        begin, end = column.bounds(k)
-        inner, sizes = column.fields["item"], [end - begin]
-        while inner.kind == "list" and len(sizes) < _MAX_RANK and begin < end:
-            size = inner.common_size(begin, end)
-            if size is None:
+    def _bytes(self, scalar: Any) -> Value:
+        data = scalar.as_buffer()
+        self.charge(0, data.size)
+        return bytes_value(memoryview(data), self.charge)
+
+    def _struct(self, scalar: Any) -> Value:
+        names = [field.name for field in scalar.type]
+        if len(set(names)) < len(names):
+            raise InvalidInputError("found two fields of one name")
+        return group_value(dict(scalar), self.value, self.charge)
+
+    def _map(self, scalar: Any) -> Value:
+        pairs = scalar.values
+        keys = [self._read(key) for key in pairs.field(0)]
+        if len(set(keys)) < len(keys) or not all(isinstance(key, str | int | float | bool) for key in keys):
+            raise InvalidInputError("found a map with a key twice, or with keys that are no names")
+        return group_value(dict(zip(keys, pairs.field(1), strict=True)), self.value, self.charge)
+
+    def _union(self, scalar: Any) -> Value:
+        raise InvalidInputError("found a column of a union type, expected one type for each column")
+
+    def _tensor(self, scalar: Any) -> Value:
+        kind = scalar.type
+        if list(kind.permutation or range(len(kind.shape))) != list(range(len(kind.shape))):
+            raise InvalidInputError("found tensors with permuted axes, expected C order")
+        return self._list(scalar.value.values, tuple(kind.shape))
+
+    def _list(self, values: Any, shape: tuple[int, ...] = ()) -> Value:
+        """Return the values of a list as an array if they are numbers, or lists of equally many; else as items."""
+        inner, sizes = values, [len(values)]
+        while self._is_list(inner.type) and len(sizes) < _MAX_RANK and len(inner) and not inner.null_count:
+            counts = set(self._counts(inner).tolist())
+            if len(counts) > 1:
                 break
-            begin, end = inner.bounds(begin)[0], inner.bounds(end - 1)[1]
-            sizes.append(size)
-            inner = inner.fields["item"]
-        if inner.kind == "number" and not inner.has_null(begin, end):
-            shape = column.shape if column.shape is not None and len(sizes) == 1 else tuple(sizes)
-            values = inner.array.slice(begin, end - begin).to_numpy(zero_copy_only=False)
-            return NumpyArray(values.reshape(shape), self.charge)
-        first, last = column.bounds(k)
-        items = column.fields["item"]
-        return ListItems(range(first, last), lambda place: self._cell((items, place)), self.charge)
+            sizes += counts
+            inner = inner.flatten()
+        types = self._types
+        is_number = types.is_integer(inner.type) or types.is_floating(inner.type) or types.is_boolean(inner.type)
+        if is_number and not inner.null_count:
+            return NumpyArray(inner.to_numpy(zero_copy_only=False).reshape(shape or sizes), self.charge)
+        return ListItems(values, self.value, self.charge)
 
+    def _is_list(self, kind: Any) -> bool:
+        types = self._types
+        return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
 
-class _Cells(dict[Any, Any]):
-    """The cells of a row by name: pairs of a column and a place in it, which are made when they are used."""
-
-    def __init__(self, columns: dict[Any, "_Column"], places: dict[Any, int]) -> None:
-        super().__init__(places)
-        self._columns = columns
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._columns[key], super().__getitem__(key)
-
-
-def _storage(pa: Any, array: Any) -> tuple[Any, tuple[int, ...] | None]:
-    """Return an array without its extension types, and the shape of each value if a type gives it."""
-    shape = None
-    while isinstance(array.type, pa.BaseExtensionType):
-        if isinstance(array.type, pa.FixedShapeTensorType):
-            shape = tuple(array.type.shape)
-            if list(array.type.permutation or range(len(shape))) != list(range(len(shape))):
-                raise InvalidInputError("found tensors with permuted axes, expected C order")
-        array = array.storage
-    return array, shape
-
-
-def _kind_of(types: Any, kind: Any) -> str:
-    """Return the name of what a type is, as in _KINDS, or "scalar"."""
-    return next((name for name, tests in _KINDS if any(getattr(types, test)(kind) for test in tests)), "scalar")
-
-
-class _Column:
-    """A column of a batch without extension types, with what its values need."""
-
-    def __init__(self, pa: Any, array: Any) -> None:
-        self._pa = pa
-        array, self.shape = _storage(pa, array)
-        self.array, self.kind = array, _kind_of(pa.types, array.type)
-        self.fields: dict[str, _Column] = {}
-        self._valid: np.ndarray | None = None
-        self._inner: tuple[Any, _Column] | None = None
-        if self.kind == "struct":
-            names = [array.type.field(k).name for k in range(array.type.num_fields)]
-            if len(set(names)) != len(names):
-                raise InvalidInputError("found two fields of one name")
-            self.fields = {name: _Column(pa, array.field(k)) for k, name in enumerate(names)}
-        elif self.kind == "map":
-            self.fields = {"key": _Column(pa, array.keys), "value": _Column(pa, array.items)}
-            self._set_offsets()
-        elif self.kind in ("list", "view"):
-            self.fields = {"item": _Column(pa, array.values)}
-            self._set_offsets()
-        elif self.kind == "dictionary":
-            self.indices = array.indices.fill_null(0).to_numpy(zero_copy_only=False)
-        elif self.kind == "run_end":
-            self.ends = array.run_ends.to_numpy()
-        elif self.kind == "union":
-            raise InvalidInputError("found a column of a union type, expected one type for each column")
-
-    def inner(self, array: Any) -> "_Column":
-        """Return the column of the values of a dictionary or of runs."""
-        if self._inner is None:
-            self._inner = array, _Column(self._pa, array)
-        return self._inner[1]
-
-    def is_valid(self, k: int) -> bool:
-        """Return whether a value is not missing."""
-        if self.array.null_count == 0 or self.kind == "run_end":
-            return True
-        if self._valid is None:
-            self._valid = self.array.is_valid().to_numpy(zero_copy_only=False)
-        return bool(self._valid[k])
-
-    def has_null(self, begin: int, end: int) -> bool:
-        """Return whether one of some values is missing."""
-        return bool(self.array.null_count and self.array.slice(begin, end - begin).null_count)
-
-    def _set_offsets(self) -> None:
-        size = getattr(self.array.type, "list_size", None)
-        if size is not None:
-            begin = self.array.offset * size
-            offsets = np.arange(begin, begin + (len(self.array) + 1) * size, max(1, size), dtype="<i8")
-            self._begins = offsets[:-1] if size else np.zeros(len(self.array), "<i8")
-            self._ends = self._begins + size
-            return
-        offsets = self.array.offsets.to_numpy()
-        if self.kind == "view":
-            self._begins, self._ends = offsets, offsets + self.array.sizes.to_numpy()
-        else:
-            self._begins, self._ends = offsets[:-1], offsets[1:]
-
-    def bounds(self, k: int) -> tuple[int, int]:
-        """Return the places in the values of the items of a list."""
-        return int(self._begins[k]), int(self._ends[k])
-
-    def common_size(self, begin: int, end: int) -> int | None:
-        """Return the number of items of each of some lists; None if it differs, or one is missing."""
-        sizes = self._ends[begin:end] - self._begins[begin:end]
-        is_regular = bool((sizes == sizes[0]).all()) and not self.has_null(begin, end)
-        return int(sizes[0]) if is_regular else None
+    def _counts(self, lists: Any) -> np.ndarray:
+        """Return how many items each list has."""
+        size = getattr(lists.type, "list_size", None)
+        return np.diff(lists.offsets.to_numpy()) if size is None else np.array([size])
