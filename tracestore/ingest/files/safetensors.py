@@ -6,7 +6,6 @@ The library's reader for NumPy has neither bfloat16, which vLLM writes, nor view
 import fcntl
 import math
 import os
-from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +20,7 @@ _MAX_TENSORS = 1_000_000
 _DTYPES: dict[str, Any] = {
     "F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "|i1",
     "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "|u1", "BOOL": "|b1", "C64": "<c8",
-    "BF16": schema.BFLOAT16, "F8_E4M3": "|u1", "F8_E5M2": "|u1",
+    "BF16": schema.BFLOAT16,
 }  # fmt: skip
 
 
@@ -47,17 +46,12 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
 
     @property
-    def codes(self) -> np.ndarray:
-        """Values, or codes of 8-bit floats, as a view of the mapped file."""
+    def values(self) -> np.ndarray:
+        """Values as a view of the mapped file."""
         data = self.data[self.begin : self.end]
-        codes = np.frombuffer(data, "u1") if len(data) else np.empty(0, "u1")
-        values: np.ndarray = codes.view(_DTYPES[self.dtype]).reshape(self.shape)
+        found = np.frombuffer(data, "u1") if len(data) else np.empty(0, "u1")
+        values: np.ndarray = found.view(_DTYPES[self.dtype]).reshape(self.shape)
         return values
-
-    @property
-    def table(self) -> np.ndarray | None:
-        """Values of the 256 codes of an 8-bit float; None if `codes` are the values."""
-        return _float8_values(4 if self.dtype == "F8_E4M3" else 5) if self.dtype.startswith("F8") else None
 
 
 def is_safetensors(head: bytes, size: int) -> bool:
@@ -145,17 +139,3 @@ def _span(name: str, entry: Any) -> tuple[int, int]:
         found = f"{offsets[1] - offsets[0]:,} bytes, expected {expected:,}"
         raise InvalidInputError(f"damaged .safetensors header: {found} for shape {shape}", field=name)
     return offsets[0], offsets[1]
-
-
-@cache
-def _float8_values(exponent_bits: int) -> np.ndarray:
-    """Return the 256 values of float8_e4m3fn or float8_e5m2 as float16, which holds each of them exactly."""
-    codes = np.arange(256, dtype="<u2")
-    sign, rest = (codes & 0x80) << 8, codes & 0x7F
-    if exponent_bits == 5:
-        return (sign | rest << 8).view("<f2")
-    # Shifted by one bit, the exponent of e4m3fn has a bias of 7 where that of float16 has 15.
-    magnitudes = (rest << 7).view("<f2").astype("<f4") * 256
-    magnitudes[rest == 0x7F] = np.nan
-    values: np.ndarray = np.where(sign > 0, -magnitudes, magnitudes).astype("<f2")
-    return values

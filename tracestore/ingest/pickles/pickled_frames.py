@@ -162,15 +162,8 @@ def _index_columns(index: Any, count: int, names: set[str]) -> dict[str, Sequenc
     Texts without a name are ids.
     """
     kind, fields = index.args
-    class_name = kind.name.rpartition(".")[2]
-    if class_name == "RangeIndex":
+    if kind.name.endswith(".RangeIndex"):
         return {}
-    if class_name == "MultiIndex":
-        columns: dict[str, Sequence[Any]] = {}
-        for level, codes, name in zip(fields["levels"], fields["codes"], fields["names"], strict=True):
-            values, numbers = _values(level), codes.resolve()
-            columns[str(name)] = [values[int(k)] if k >= 0 else None for k in numbers]
-        return columns
     values = _values(index)
     name = fields.get("name")
     if len(values) != count:
@@ -193,26 +186,12 @@ def _values(value: Any) -> Sequence[Any]:
     state = value.state
     if isinstance(state, dict) and "_pa_array" in state:
         return _values(state["_pa_array"])
-    if isinstance(state, dict) and {"_data", "_mask"} <= state.keys():
-        items, mask = _values(state["_data"]), _values(state["_mask"])
-        return [None if is_missing else item for item, is_missing in zip(items, mask, strict=True)]
     if isinstance(state, tuple):
-        return _categorical(state)
+        arrays = [part for part in state if isinstance(part, PickledArray)]
+        others = [part.state for part in state if isinstance(part, PandasObject) and isinstance(part.state, dict)]
+        if len(arrays) == 1 and not any("categories" in other for other in others):
+            return _values(arrays[0])
     raise ValueError
-
-
-def _categorical(state: tuple[Any, ...]) -> Sequence[Any]:
-    """Return the items of an array whose codes name categories, or of one without them."""
-    arrays = [part for part in state if isinstance(part, PickledArray)]
-    kinds = [part for part in state if isinstance(part, PandasObject) and isinstance(part.state, dict)]
-    categories = next((kind.state["categories"] for kind in kinds if "categories" in kind.state), None)
-    if len(arrays) != 1:
-        raise ValueError
-    codes = _values(arrays[0])
-    if categories is None:
-        return codes
-    items = _values(categories)
-    return [items[int(k)] if k >= 0 else None for k in codes]
 
 
 # Arrays of texts of pyarrow, which pandas 3 uses

@@ -12,8 +12,6 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.pickles.pickled_values import PickledValue, SafeClass, SafeFunction, SafeGlobal
 
@@ -24,11 +22,6 @@ _KNOWN_MODULES = frozenset(
 _LIBRARIES = frozenset(("numpy", "torch", "torch_geometric", "tracestore"))
 # Also the outputs of tokenizers, which hold their dict as the attribute "data".
 _MODEL_OUTPUT = re.compile(r"[A-Za-z0-9_]*Output[A-Za-z0-9_]*|Batch(?:Encoding|Feature)")
-# Fields of the named tuples of transformers' Trainer.
-_NAMES = {
-    "PredictionOutput": ("predictions", "label_ids", "metrics"),
-    "EvalLoopOutput": ("predictions", "label_ids", "metrics", "num_samples"),
-}
 _MAX_NAME = 200
 _MAX_RANGE = 4096  # a longer range is kept as text
 
@@ -107,10 +100,7 @@ class _ModelOutput(UnknownClass):
         return PickledDict(self.name)
 
     def new(self, args: tuple[Any, ...]) -> PickledObject:
-        made, names = PickledDict(self.name, args), _NAMES.get(self.name.rpartition(".")[2], ())
-        if len(names) == len(args):
-            made.fields = dict(zip(names, args, strict=True))
-        return made
+        return PickledDict(self.name, args)
 
 
 def unknown_class(module: str, name: str) -> UnknownClass | None:
@@ -139,12 +129,6 @@ def _checked(name: str, kinds: tuple[type, ...], read: Callable[..., Any]) -> Sa
     return SafeFunction(name, call, is_class=True)
 
 
-def _fraction(number: str | int, denominator: int | None = None) -> str:
-    if isinstance(denominator, str) or isinstance(number, str) != (denominator is None):
-        raise ValueError
-    return str(number) if denominator is None else f"{number}/{denominator}"
-
-
 def _range(*numbers: int) -> Any:
     found = range(*numbers)
     return list(found) if len(found) <= _MAX_RANGE else str(found)
@@ -154,11 +138,6 @@ def _datetime(data: bytes, zone: str | PickledObject | None = None) -> str:
     year, month, day, hour, minute, second, high, low = struct.unpack(">H6BH", data)
     moment = datetime.datetime(year, month & 127, day, hour, minute, second, high << 16 | low)
     return moment.isoformat() + (zone if isinstance(zone, str) else "")
-
-
-def _time(data: bytes, zone: str | PickledObject | None = None) -> str:
-    hour, minute, second, high, low = struct.unpack(">4BH", data)
-    return datetime.time(hour & 127, minute, second, high << 16 | low).isoformat()
 
 
 def _timezone(offset: float, name: str = "") -> str:
@@ -176,12 +155,10 @@ _VALUES: dict[str, dict[str, tuple[tuple[type, ...], Callable[..., Any]]]] = {
     "datetime": {
         "datetime": (_ZONES, _datetime),
         "date": ((bytes,), lambda data: datetime.date(*struct.unpack(">HBB", data)).isoformat()),
-        "time": (_ZONES, _time),
         "timedelta": ((int,), lambda d, s, us: datetime.timedelta(d, s, us).total_seconds()),
         "timezone": ((float, str), _timezone),
     },
     "decimal": {"Decimal": ((str,), lambda text: text)},
-    "fractions": {"Fraction": ((str, int), _fraction)},
     "collections": {
         "deque": ((*_LISTS, int, type(None)), lambda items=(), _=None: [*items]),
         "Counter": ((dict,), lambda counts: dict(counts)),
@@ -192,7 +169,6 @@ _VALUES: dict[str, dict[str, tuple[tuple[type, ...], Callable[..., Any]]]] = {
         "frozenset": (_LISTS, lambda items=(): [*items]),
         "range": ((int,), _range),
         "slice": ((int, type(None)), lambda begin, end, step: str(slice(begin, end, step))),
-        "complex": ((float, int), lambda real, imaginary: np.array(complex(real, imaginary), "<c16")),
     },
     "pathlib": dict.fromkeys(_PATHS, ((str,), lambda *parts: "/".join(part.rstrip("/") for part in parts) or ".")),
 }

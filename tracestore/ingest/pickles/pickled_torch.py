@@ -53,17 +53,9 @@ class PickledStorage(PickledValue):
 class PickledTensor(PickledValue):
     """A torch tensor: offset, size and stride in elements of a storage."""
 
-    __slots__ = ("dtype", "is_negated", "offset", "size", "storage", "stride")
+    __slots__ = ("dtype", "offset", "size", "storage", "stride")
 
-    def __init__(
-        self,
-        storage: Any,
-        offset: Any,
-        size: Any,
-        stride: Any,
-        dtype: np.dtype | None = None,
-        is_negated: bool = False,
-    ) -> None:
+    def __init__(self, storage: Any, offset: Any, size: Any, stride: Any, dtype: np.dtype | None = None) -> None:
         if not isinstance(storage, PickledStorage):
             raise InvalidInputError("found a tensor without a storage")
         size, stride = checked_shape(size), checked_shape(stride)
@@ -78,23 +70,16 @@ class PickledTensor(PickledValue):
         if last > available or numel > available:
             raise InvalidInputError(f"a tensor of size {size} reaches outside its storage of {available:,} elements")
         self.storage, self.offset, self.size, self.stride, self.dtype = storage, offset, size, stride, dtype
-        self.is_negated = is_negated
 
     def resolve(self) -> np.ndarray:
-        """Return the values as a read-only array, a view of the storage unless the sign changes."""
+        """Return the values as a read-only view of the storage."""
         if self.storage.data is None:
             raise InvalidInputError("found a tensor whose storage is not in the file")
         if math.prod(self.size) == 0:
             return np.empty(self.size, self.dtype)
         items = np.frombuffer(self.storage.data, self.dtype, self.storage.num_bytes // self.dtype.itemsize)
         strides = tuple(s * self.dtype.itemsize for s in self.stride)
-        values = np.lib.stride_tricks.as_strided(items[self.offset :], self.size, strides, writeable=False)
-        if not self.is_negated:
-            return values
-        if self.dtype == BFLOAT16:
-            return (np.ascontiguousarray(values).view("<u2") ^ 0x8000).astype("<u2").view(BFLOAT16)
-        negated: np.ndarray = np.negative(values)
-        return negated
+        return np.lib.stride_tricks.as_strided(items[self.offset :], self.size, strides, writeable=False)
 
 
 class PickledGraph(PickledValue):
@@ -159,10 +144,11 @@ def _rebuild_tensor(version: int, args: tuple[Any, ...]) -> PickledTensor:
         dtype = args[6].dtype
     # torch negates and conjugates lazily: the metadata names the operations still to be applied.
     metadata = args[version + 4] if len(args) > version + 4 else None
-    metadata = {} if metadata is None else metadata
-    if not isinstance(metadata, dict) or not metadata.keys() <= {"neg", "conj"} or metadata.get("conj"):
-        raise InvalidInputError("found a tensor with attributes of its own, such as torch's conjugate bit")
-    return PickledTensor(args[0], args[1], args[2], args[3], dtype, bool(metadata.get("neg")))
+    if metadata is not None and metadata != {} and metadata != {"neg": False, "conj": False}:
+        raise InvalidInputError(
+            "found a tensor that torch negates or conjugates when it is used; save tensor.resolve_neg().resolve_conj()"
+        )
+    return PickledTensor(args[0], args[1], args[2], args[3], dtype)
 
 
 def nested_loader(load: Callable[[Any], Any] | None) -> SafeFunction:

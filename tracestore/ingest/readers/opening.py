@@ -75,7 +75,7 @@ def _root(path: Path, scratch: Scratch, resources: ExitStack) -> Value:
         name = _COMPRESSED.sub("", name)
         if compression == "gzip" and len(head) > 3 and head[3] & _GZIP_RESERVED:
             raise InvalidInputError("damaged gzip: reserved flags are set")
-    if name.endswith(text.SUFFIXES) and not name.endswith(tensors.INDEX_SUFFIX):
+    if name.endswith(text.SUFFIXES):
         return text.read_text(path, name, compression, resources)
     if compression is not None:
         value = _streamed_pickle(path, compression, scratch, resources)
@@ -111,8 +111,6 @@ def _reader_of(mapped: MappedFile, name: str) -> Callable[[Content], Value]:
     head = mapped.read(0, min(len(mapped), _HEAD_BYTES))
     if head.startswith(b"PK\x03\x04"):
         return _reader("numpy_arrays", "read_npz") if is_npz(mapped) else objects.read_torch_zip
-    if name.endswith(tensors.INDEX_SUFFIX):
-        return tensors.read_index
     if is_safetensors(head, len(mapped)):
         return tensors.read_safetensors
     found = next((names for magic, names in _READERS.items() if head.startswith(magic)), None)

@@ -55,32 +55,6 @@ def _separator(header: str, usual: str) -> str:
     return found[0]
 
 
-def _without_comments(lines: Iterator[str], usual: str) -> tuple[str, Iterator[str]]:
-    """Return the first row of a table, and its lines without comments before it.
-
-    A comment begins with #. The last one is the header if it has as many cells as the row behind it, but not one alone.
-    """
-    comment, size = "", 0
-    first = next((line for line in lines if line.strip()), "")
-    while first.startswith("#"):
-        comment, size = first, size + len(first)
-        first = next((line for line in lines if line.strip()), "")
-        if not first or size > _MAX_HEADER:
-            raise InvalidInputError("found no row behind lines that begin with #")
-    delimiter = _separator(first[:_MAX_HEADER], usual)
-    is_header = comment and 1 < _width(comment, delimiter) == _width(first, delimiter)
-    found = [comment, first] if is_header else [first]
-    return found[0], chain(found, lines)
-
-
-def _width(line: str, delimiter: str) -> int:
-    """Return the number of cells of a line, 0 if it is no row of its own."""
-    try:
-        return len(next(csv.reader([line[:_MAX_HEADER]], delimiter=delimiter), ()))
-    except csv.Error:
-        return 0
-
-
 class _Inflated(io.RawIOBase):
     """The bytes of a compressed file."""
 
@@ -152,7 +126,10 @@ def _open(value: Any) -> Value:
 
 def _rows(lines: Iterator[str], usual: str) -> Iterator[Value]:
     csv.field_size_limit(MAX_LINE_BYTES)
-    first, lines = _without_comments(lines, usual)
+    first = next((line for line in lines if line.strip()), "")
+    if first.startswith("#"):
+        raise InvalidInputError("the first row begins with #; remove comments, and the mark in front of a header")
+    lines = chain((first,), lines)
     delimiter = _separator(first[:_MAX_HEADER], usual)
     size = count = 0  # of the row
 
