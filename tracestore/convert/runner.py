@@ -7,7 +7,7 @@ import errno
 import math
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import closing
 from functools import partial
 from itertools import chain
@@ -267,6 +267,8 @@ class Conversion:
     def _convert_all(self, writer: StoreWriter, progress: Progress) -> None:
         threads = max(_MIN_THREADS, self._options.workers)
         stored, budget = writer.attributes.options, self._options.memory_budget
+        must_read = self.scoring.must_read(writer)
+        self._is_known: Callable[[str, int, str], bool] = _never if must_read else writer.has_source
         ends = self._ends(writer)
         if not isinstance(self.store, Path):
             budget = budget_beside(writer.scratch, budget, self._most_pending)
@@ -315,7 +317,7 @@ class Conversion:
 
     def _has(self, writer: StoreWriter, source: SourceFile) -> bool:
         try:
-            return writer.has_source_named(source.name) and writer.has_source(source.name, *source_fingerprint(source))
+            return writer.has_source_named(source.name) and self._is_known(source.name, *source_fingerprint(source))
         except OSError:
             return False  # its turn reports the error
 
@@ -346,7 +348,7 @@ class Conversion:
             self.sources,
             pack_options,
             workers=max(_MIN_THREADS, self._options.workers),
-            is_known=writer.has_source,
+            is_known=self._is_known,
             on_wait=self._check_interrupt,
             segments_of=partial(self._segments_of, writer),
         )
@@ -370,7 +372,7 @@ class Conversion:
         report, name = self.report, stream.source.name
         identity = stream.identity()
         size, digest = identity.size, identity.fingerprint
-        if writer.has_source(name, size, digest):
+        if self._is_known(name, size, digest):
             report.num_sources_skipped_existing += 1
             report.bytes_in += size
             return
@@ -380,6 +382,8 @@ class Conversion:
             what = "the file has changed since it was committed"
             if writer.has_source(name, size, partial_fingerprint(digest)):
                 what = "some of its traces were refused"
+            elif writer.has_source(name, size, digest):
+                what = "its scores may have changed"
             elif writer.has_source(name, size, ""):
                 what = "its labels are not all stored"
             self._output.info(
@@ -524,3 +528,7 @@ def _names_of(errors: Sequence[InvalidInputError]) -> str:
 
 def _reason_of(error: InvalidInputError) -> str:
     return error.reason if error.field is None else f"{error.field}: {error.reason}"
+
+
+def _never(*_: object) -> bool:
+    return False

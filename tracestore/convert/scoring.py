@@ -80,6 +80,9 @@ class Scoring:
                 f"write a table with {ID_COLUMN}"
             )
         self._num_positions = self._num_replaced = self._num_labels = 0
+        self._row_in_order: dict[
+            tuple[str, int], ScoreRow
+        ] = {}  # of the traces that were read, without ids in the file
         self._name = ""  # of the file's scores in the store
         self._without_row: dict[str, None] = {}  # ids of traces that the file lacks
         self._matched: set[str] = set()  # ids of traces that it has
@@ -121,6 +124,8 @@ class Scoring:
         else:
             self._matched.add(record.question_id)
         row = row or ScoreRow()
+        if self.file.in_order:
+            self._row_in_order[record.question_id, record.sample] = row
         if math.isnan(row.score):
             extras = json.loads(packed.extras or "{}")
             self._unscored.update(k for k, v in extras.items() if isinstance(v, bool | int | float) and _may_label(k))
@@ -208,33 +213,52 @@ class Scoring:
     def fill(self, writer: StoreWriter) -> None:
         """Set the scores of committed traces that have none, from the file."""
         self._described.fill(writer)
-        if self.file is None or self.file.in_order:
+        if self.file is None:
             return
         columns = writer.read_columns()
         stored, labels = columns.score(self._name), columns.labels
         updates = {}
-        for index, question_id, sample in self._traces_of_file(writer, self.file, stored):
-            score, group, label = self.file.row_of(question_id, sample) or ScoreRow()
-            found, before = (score, label, group), (float(stored[index]), float(labels[index]), columns.group(index))
+        for index, row in self._rows_of_traces(writer, self.file, stored):
+            found = row.score, row.label, row.group
+            before = float(stored[index]), float(labels[index]), columns.group(index)
             is_same = [f == b or not f or f != f for f, b in zip(found, before, strict=True)]
             if not all(is_same):
-                updates[index] = TraceValues({self._name: score}, label, group or None)
+                updates[index] = TraceValues({self._name: row.score}, row.label, row.group or None)
                 self._num_replaced += any(
                     not same and b == b and b != "" for same, b in zip(is_same, before, strict=True)
                 )
         writer.update_values(updates)
         writer.commit()
 
-    def _traces_of_file(
+    def must_read(self, writer: StoreWriter) -> bool:
+        """Return whether a scores file without ids may have other values than the store, which only its traces tell."""
+        file = self.file
+        if file is None or not file.in_order:
+            return False
+        numbers = [k for k, source in enumerate(writer.index.sources()) if source.path == self.sources[0].name]
+        traces = np.flatnonzero(np.isin(writer.index.read_column("source"), numbers)).tolist()
+        positions, columns = writer.index.read_column("source_position"), writer.read_columns()
+        stored = columns.score(self._name)
+        found = {
+            int(positions[k]): ScoreRow(float(stored[k]), columns.group(k), float(columns.labels[k])) for k in traces
+        }
+        return repr(sorted(found.items())) != repr(sorted(file.rows.items()))
+
+    def _rows_of_traces(
         self, writer: StoreWriter, file: "Scores", stored: np.ndarray
-    ) -> Iterator[tuple[int, str, int]]:
-        """Yield index, question id and sample of traces that have no score, or have a row in the scores file.
+    ) -> Iterator[tuple[int, ScoreRow]]:
+        """Yield index and row of traces that have no score, or have a row in the scores file.
 
         The scores of exports count, unless the user names the file.
         """
+        if file.in_order:
+            found = ((writer.index.find(*key), row) for key, row in self._row_in_order.items())
+            yield from ((index, row) for index, row in found if index >= 0)
+            return
         without = np.flatnonzero(np.isnan(stored)).tolist()
         for index in without:
-            yield index, writer.index.question_id(index), writer.index.row(index).sample
+            key = writer.index.question_id(index), writer.index.row(index).sample
+            yield index, file.row_of(*key) or ScoreRow()
         exported = {s.name for s in self.sources if s.export is not None and s.export.has_values}
         seen = set(without)
         for question_id, first in file.keys:
@@ -243,7 +267,7 @@ class Scoring:
                     break
                 is_exported = exported and writer.index.source(writer.index.row(index).source).path in exported
                 if index not in seen and not is_exported:
-                    yield index, question_id, sample
+                    yield index, file.row_of(question_id, sample) or ScoreRow()
 
     def num_without_trace(self, writer: StoreWriter) -> int:
         """Return how many scores of the file belong to no trace."""
