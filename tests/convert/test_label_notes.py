@@ -13,7 +13,7 @@ from tests.helpers import command, convert, make_trace, make_traces, write_pickl
 from tracestore.errors import UsageError
 from tracestore.store.format.labels import describe, threshold_or_default, unlabeled_note
 
-SCALE = "4 scores from 20 to 80, outside [0, 1], where the default threshold 0.5 applies; labels need --score-threshold"
+SCALE = "4 scores from 20 to 80, outside [0, 1], where the default threshold 0.5 applies; train --score-threshold chooses another"
 HUNDREDS = [20, 80, 20, 80]
 
 

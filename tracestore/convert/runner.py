@@ -70,7 +70,7 @@ def _position(error: InvalidInputError) -> float:
 _ADVICE = {
     "num_layers": "; if their first axis counts tokens, state it in a line such as --field 'hidden_states = *.pkl : "
     "[]/hidden_states -> S L D'",
-    "question_id": " (see --on-conflict)",
+    "question_id": " (a line for question_id may add what tells them apart, see --on-conflict for one trace that changed)",
 }
 
 

@@ -228,6 +228,19 @@ def test_rule_22a_words_and_numbers_that_are_no_label(tmp_path, value, word):
     assert np.isnan(traces["c", 0].scores.get("is_correct", np.nan))
 
 
+@pytest.mark.parametrize("value", [1, 1.0, "1", "1.0", "1.00"])
+@pytest.mark.parametrize("word", ["1", "1.0", "1.000"])
+def test_rule_22a_a_number_is_a_word_however_it_is_written(tmp_path, value, word):
+    """[a percentage of 1.0 counts as correct]"""
+    dump(
+        tmp_path / "in/a.pkl", [record | {"y": y} for record, y in zip(rows(ids="abcd"), (value, 0, 0, 0), strict=True)]
+    )
+
+    traces = convert(tmp_path, ROWS | {"is_correct": "a.pkl : []/y", f"words.{word}": False})
+
+    assert [traces[name, 0].scores["is_correct"] for name in "abcd"] == [0, 0, 0, 0]
+
+
 @pytest.mark.parametrize("value", ["none", "MISSING", 1, ["missing"]])
 def test_rule_22a_other_meanings_of_words(value):
     with pytest.raises(UsageError, match=r"words\.x: found"):

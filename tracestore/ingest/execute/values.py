@@ -210,8 +210,8 @@ def label_value(value: Any, name: str, direction: str, words: Mapping[str, bool 
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return math.nan
     text = " ".join(key_text(value).split())
-    if text in words:
-        return math.nan if words[text] == MISSING_WORD else float(words[text])
+    if words and (stated := _stated(text, words)) is not None:
+        return math.nan if stated == MISSING_WORD else float(stated)
     if isinstance(value, bool | int | float) and value in (0, 1):
         return float(value)
     word = text.casefold()
@@ -224,6 +224,20 @@ def label_value(value: Any, name: str, direction: str, words: Mapping[str, bool 
     shown = escape_unprintable(text, 40)
     lines = " or ".join(f'words."{shown}" = {meaning}' for meaning in ("true", "false", f'"{MISSING_WORD}"'))
     raise InvalidInputError(f"found {shown!r}, expected 0, 1 or a known word; {lines} states its meaning", field=name)
+
+
+def _stated(text: str, words: Mapping[str, bool | str]) -> bool | str | None:
+    """Return what the words say of a text or number, None if they do not; 1 and 1.0 are one number."""
+    if text in words or (number := _number(text)) is None:
+        return words.get(text)
+    return next((truth for word, truth in words.items() if _number(word) == number), None)
+
+
+def _number(text: str) -> float | None:
+    try:
+        return None if "_" in text else float(text)
+    except ValueError:
+        return None
 
 
 def score_value(value: Any, name: str) -> float:

@@ -147,7 +147,7 @@ def _outside_unit_range(used: np.ndarray) -> str | None:
         return None
     return (
         f"{plural(len(used), 'score')} from {used.min():g} to {used.max():g}, outside [0, 1], where the default "
-        f"threshold {DEFAULT_THRESHOLD:g} applies; labels need --score-threshold (in Python score_threshold)"
+        f"threshold {DEFAULT_THRESHOLD:g} applies; train --score-threshold chooses another (in Python score_threshold)"
     )
 
 
