@@ -227,7 +227,7 @@ def label_value(value: Any, name: str, direction: str, words: Mapping[str, bool 
 
 
 def _stated(text: str, words: Mapping[str, bool | str]) -> bool | str | None:
-    """Return what the words say of a text or number, None if they do not; 1 and 1.0 are one number."""
+    """Return what a word stands for, None if no line states it; 1 and 1.0 are one number."""
     if text in words or (number := _number(text)) is None:
         return words.get(text)
     return next((truth for word, truth in words.items() if _number(word) == number), None)
