@@ -7,9 +7,8 @@ import warnings
 
 import tracestore
 from tests.ingest.corpus.measure import Difference, check_store, main
-from tests.ingest.propose.folders import check_outcome
+from tests.ingest.propose.folders import check_outcome, propose_folder
 from tracestore.errors import TracestoreError
-from tracestore.ingest.propose import propose_folder
 
 
 def attempt(folder, store, layout, expected):

@@ -1,12 +1,19 @@
 """Conversions of folders by proposals: what is used by itself, and what each candidate gives."""
 
 import shutil
+from pathlib import Path
 
 import numpy as np
 
 import tracestore
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.propose import propose_folder
+from tracestore.ingest.execute.claims import list_files
+from tracestore.ingest.propose import propose
+
+
+def propose_folder(arguments):
+    """Return what files and folders may hold."""
+    return propose(list_files(arguments, Path("-")))
 
 
 def proposal_of(tmp_path):

@@ -1,4 +1,4 @@
-"""Frames and series of pandas in pickles, as rows and dicts: pandas is not needed, and nothing of it is called."""
+"""Frames of pandas in pickles, as rows: pandas is not needed, and nothing of it is called."""
 
 import re
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ _SLICE = re.compile(r"slice\((\d+), (\d+), (\d+)\)")
 _MAX_COLUMNS = 1 << 16
 # What the pickles of frames call, besides classes.
 _FUNCTIONS = ("_unpickle_block", "_new_Index", "__pyx_unpickle_NDArrayBacked")
-_ADVICE = "write it with to_parquet() and convert that file"
+_ADVICE = "write it with to_parquet(), a series with to_frame().to_parquet(), and convert that file"
 
 
 class PandasObject(PickledValue):
@@ -41,7 +41,7 @@ class PandasObject(PickledValue):
         self.state = state
 
     def rows(self) -> Any:
-        """Return the rows of a frame, a series as a dict by its index, other objects as a list of values.
+        """Return the rows of a frame, or another object as a list of values.
 
         Raises
         ------
@@ -49,11 +49,7 @@ class PandasObject(PickledValue):
             If the object has another structure than those that pandas 2 and 3 write.
         """
         try:
-            if self.name == "DataFrame":
-                return FrameRows(_columns(self))
-            if self.name == "Series":
-                return _series(self)
-            return _values(self)
+            return FrameRows(_columns(self)) if self.name == "DataFrame" else _values(self)
         except (ValueError, TypeError, IndexError, KeyError, AttributeError, OverflowError):
             raise InvalidInputError(f"found an object of {self.full_name} of another structure; {_ADVICE}") from None
 
@@ -67,18 +63,6 @@ def pandas_class(module: str, name: str) -> SafeGlobal | None:
         return None
     full_name = f"{module}.{name}"
     return SafeFunction(full_name, lambda args: PandasObject(full_name, args), is_class=True)
-
-
-def _manager(frame: PandasObject, name: str) -> tuple[list[tuple[Any, Any]], list[Any]]:
-    """Return the blocks, pairs of values and the places of their columns, and the axes of a frame or series."""
-    manager = frame.state["_mgr"]
-    if not isinstance(manager, PandasObject) or manager.name != name:
-        raise ValueError
-    if manager.args:
-        blocks, axes = manager.args
-        return [block.args[:2] for block in blocks], axes
-    parts = manager.state[3]["0.14.1"]
-    return [(block["values"], block["mgr_locs"]) for block in parts["blocks"]], parts["axes"]
 
 
 class FrameRows(Sequence[dict[str, Any]]):
@@ -106,12 +90,12 @@ class FrameRows(Sequence[dict[str, Any]]):
 
 def _columns(frame: PandasObject) -> dict[str, Sequence[Any]]:
     """Return the columns of a frame by name, and before them those of its index."""
-    blocks, (columns, index) = _manager(frame, "BlockManager")
+    blocks, (columns, index) = frame.state["_mgr"].args
     names = _values(columns)
     if len(names) > _MAX_COLUMNS or not all(isinstance(name, str | int | np.integer) for name in names):
         raise ValueError
     found: dict[int, Sequence[Any]] = {}
-    for values, placement in blocks:
+    for values, placement in (block.args[:2] for block in blocks):
         places = _places(placement)
         items = _values(values)
         is_rows = isinstance(values, PickledArray) or (isinstance(items, np.ndarray) and items.ndim == 2)
@@ -126,21 +110,6 @@ def _columns(frame: PandasObject) -> dict[str, Sequence[Any]]:
     if len({len(column) for column in named.values()}) > 1 or len(named) == 0:
         raise ValueError
     return named
-
-
-def _items(column: Sequence[Any]) -> list[Any]:
-    items: list[Any] = column.tolist() if isinstance(column, np.ndarray) and column.ndim == 1 else list(column)
-    return items
-
-
-def _series(series: PandasObject) -> Any:
-    blocks, (index,) = _manager(series, "SingleBlockManager")
-    values = _values(blocks[0][0])
-    keys = _index_columns(index, len(values), set())
-    if len(keys) != 1:
-        return _items(values)
-    column = _items(next(iter(keys.values())))
-    return dict(zip(column, _items(values), strict=True)) if len(set(column)) == len(column) else _items(values)
 
 
 def _places(placement: Any) -> list[int]:

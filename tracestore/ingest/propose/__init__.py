@@ -18,6 +18,6 @@ The way of a proposal, with what each step knows of the folder::
 """
 
 from tracestore.ingest.propose.candidates import Candidate
-from tracestore.ingest.propose.proposal import Proposal, propose, propose_folder
+from tracestore.ingest.propose.proposal import Proposal, propose
 
-__all__ = ["Candidate", "Proposal", "propose", "propose_folder"]
+__all__ = ["Candidate", "Proposal", "propose"]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tracestore.errors import TracestoreError, escape_unprintable
-from tracestore.ingest.execute.claims import is_other, list_files
+from tracestore.ingest.execute.claims import is_other
 from tracestore.ingest.layout.language import Layout, parse_layout
 from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.propose.candidates import Candidate, chosen, in_any_order, with_padding
@@ -104,11 +104,6 @@ class Proposal:
         reasons = [f"A layout was refused: {reason}" for reason in dict.fromkeys(self.refusals)]
         unnamed = "No array of floating-point numbers is named as hidden states; a line for hidden_states names it."
         return [*text, *(reasons[:3] or [unnamed])]
-
-
-def propose_folder(arguments: list[Path], store: Path = Path("-")) -> Proposal:
-    """Return what files and folders may hold; see `propose`."""
-    return propose(list_files(arguments, store))
 
 
 def propose(files: Mapping[str, Path], settings: Mapping[str, Any] | None = None) -> Proposal:

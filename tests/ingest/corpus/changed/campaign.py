@@ -21,12 +21,11 @@ from tests.ingest.corpus.changed import (
 )
 from tests.ingest.corpus.changed.dumps import Dump
 from tests.ingest.corpus.changed.mutations import MUTATIONS, NONE, PART
-from tests.ingest.propose.folders import check_outcome
+from tests.ingest.propose.folders import check_outcome, propose_folder
 from tests.machine import folder_in_memory
 from tracestore.ingest.builtin.claiming import claim
 from tracestore.ingest.builtin.library import builtins
 from tracestore.ingest.execute.claims import list_files
-from tracestore.ingest.propose import propose_folder
 
 SCRATCH = folder_in_memory()
 
