@@ -8,7 +8,6 @@ from pathlib import Path
 
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.builtin.library import Builtin
-from tracestore.ingest.layout.patterns import Pattern
 from tracestore.ingest.readers.looks import FirstLooks
 from tracestore.ingest.tree import Value
 from tracestore.store.vocabulary import score_of_word
@@ -138,7 +137,7 @@ def _owner(
 def _matching(name: str, known: Sequence[Builtin]) -> list[tuple[Builtin, str]]:
     """Return the built-in layouts that have a pattern of a file's name, with the pattern."""
     texts = {text: pattern for b in known for text, pattern in b.patterns.items()}
-    fitting = {t for t, pattern in texts.items() if name.endswith(_end_of(pattern)) and pattern.match(name) is not None}
+    fitting = {text for text, pattern in texts.items() if pattern.match(name) is not None}
     return [(b, text) for b in known for text in b.patterns if text in fitting]
 
 
@@ -148,12 +147,6 @@ def _near(root: Value, matching: Iterable[tuple[Builtin, str]]) -> str | None:
         if (differs := builtin.signatures[text].near_difference(root)) is not None:
             return f"the built-in layout {builtin.name} does not read it: {differs}"
     return None
-
-
-def _end_of(pattern: Pattern) -> str:
-    """Return the literal text at the end of a pattern, by which most names are told apart."""
-    last = pattern.parts[-1]
-    return last.text if last.kind == "literal" else ""
 
 
 def _release_incomplete(claims: Claims, builtin: Builtin) -> None:

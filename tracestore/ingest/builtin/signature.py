@@ -12,6 +12,7 @@ from tracestore.errors import UsageError, escape_unprintable
 from tracestore.ingest.execute.accounts import OWN_LINES, looks_like_label
 from tracestore.ingest.execute.values import describe, key_text
 from tracestore.ingest.layout.patterns import AXIS_NAMES, Pattern
+from tracestore.ingest.readers.looks import RepeatedItems
 from tracestore.ingest.tree import Array, Group, Items, StreamItems, Value
 
 # Items of a stream that may show what a condition states; the first one mostly does.
@@ -178,18 +179,10 @@ class Signature:
         return root
 
     def _checked(self, items: Items, refuse: Callable[[str], None]) -> Iterator[Value]:
-        rest, seen = iter(items), list[Value]()
-
-        def looked() -> Iterator[Value]:
-            for item in rest:
-                seen.append(item)
-                yield item
-
-        if (differs := self._difference_of_first(looked())) is not None:
+        repeated = RepeatedItems(items)
+        if (differs := self._difference_of_first(iter(repeated))) is not None:
             refuse(differs)
-        while seen:
-            yield seen.pop(0)
-        yield from rest
+        yield from repeated.rest()
 
     def _difference_of_first(self, items: Iterator[Value]) -> str | None:
         """Return what differs in the first item; None if one of the first items is as described, or there is none."""

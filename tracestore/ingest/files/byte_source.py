@@ -61,10 +61,6 @@ class InflatedChunks:
             )
         return chunk
 
-    def reader(self, scratch: Scratch) -> ChunkReader:
-        """Return a reader of values in the chunks; large traces go through `scratch`."""
-        return value_reader(self, self.disk_bytes, scratch)
-
     def close(self) -> None:
         """End the thread and close the file."""
         self._pool.shutdown(cancel_futures=True)

@@ -91,6 +91,9 @@ class Pattern:
         """
         if self.literal is not None:
             return Match({}, []) if name == self.literal else None
+        last = self.parts[-1]
+        if last.kind == "literal" and not name.endswith(last.text):
+            return None  # most names are told apart by their ends
         spans = [_Spans(part, name, self.is_path) for part in self.parts]
         # For each part, the positions behind it from which the other parts match.
         ends = [len(name)]

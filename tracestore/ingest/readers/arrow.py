@@ -74,7 +74,7 @@ def arrow_batches(mapped: MappedFile, limits: Limits) -> Iterator[Any]:
         raise InvalidInputError(f"truncated or damaged Arrow file: {_line(error)}") from None
 
 
-def parquet_batches(mapped: MappedFile, limits: Limits, columns: list[str] | None = None) -> Iterator[Any]:
+def parquet_batches(mapped: MappedFile, limits: Limits) -> Iterator[Any]:
     """Yield record batches of a Parquet file; columns of texts with a dictionary keep it."""
     with needs("inputs"):
         import pyarrow as pa
@@ -90,7 +90,7 @@ def parquet_batches(mapped: MappedFile, limits: Limits, columns: list[str] | Non
             limits.charge(0, group.decoded_bytes, 0)
             rows = _BATCH_BYTES // max(1, group.decoded_bytes // group.num_rows)
             rows = max(1, min(rows, _MAX_BATCH_ROWS))
-            for batch in file.iter_batches(rows, row_groups=[k], columns=columns, use_threads=False):
+            for batch in file.iter_batches(rows, row_groups=[k], use_threads=False):
                 batch.validate(full=True)
                 yield batch
     except (pa.ArrowException, *FAULTS, OSError) as error:

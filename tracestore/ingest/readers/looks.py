@@ -80,23 +80,23 @@ class _OpenTree:
     def __init__(self, path: Path) -> None:
         self.state, self._resources = _state(path), ExitStack()
         root = self._resources.enter_context(open_tree(path))
-        self.root: Value = _Repeated(root) if isinstance(root, Items) and root.is_stream else root
+        self.root: Value = RepeatedItems(root) if isinstance(root, Items) and root.is_stream else root
 
     @property
     def num_items(self) -> int:
         """Number of items that looks have taken."""
-        return len(self.root.seen) if isinstance(self.root, _Repeated) else 0
+        return len(self.root.seen) if isinstance(self.root, RepeatedItems) else 0
 
     def taken(self) -> Value:
         """Return the root for the only reading."""
-        return self.root.rest() if isinstance(self.root, _Repeated) else self.root
+        return self.root.rest() if isinstance(self.root, RepeatedItems) else self.root
 
     def close(self) -> None:
         """Close the file."""
         self._resources.close()
 
 
-class _Repeated(Items):
+class RepeatedItems(Items):
     """Items of a stream that begin with the first one each time."""
 
     def __init__(self, items: Items) -> None:
