@@ -1,7 +1,6 @@
 """Headers of arrays in the format .npy, and arrays in bytes that hold such a file."""
 
 import ast
-import io
 import math
 import struct
 from typing import IO, Any
@@ -10,7 +9,6 @@ import numpy as np
 
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import InvalidInputError
-from tracestore.store.format import schema
 
 # Kinds of dtypes that an array may have: bool, integers, floats, complex numbers, texts.
 DTYPE_KINDS = "biufcSU"
@@ -85,20 +83,3 @@ def _is_record(description: Any) -> bool:
         and all(isinstance(part, tuple) and all(type(n) is int and n > 0 for n in part) for part in field[2:])
         for field in description
     )
-
-
-def array_in_bytes(value: Any) -> np.ndarray | None:
-    """Return the array of numbers in the content of a .npy file, a view of its bytes; None for every other value."""
-    if not isinstance(value, bytes | bytearray | memoryview) or bytes(value[: len(NPY_MAGIC)]) != NPY_MAGIC:
-        return None
-    view = memoryview(value).cast("B")
-    head = io.BytesIO(bytes(view[: MAX_NPY_HEADER_BYTES + 16]))
-    try:
-        shape, is_fortran, dtype = read_npy_header(head, "array")
-        dtype = check_array("array", shape, dtype, len(view) - head.tell())
-    except InvalidInputError:
-        return None
-    if dtype.kind not in "biuf" and dtype not in (schema.BFLOAT16, _TWO_BYTES):
-        return None
-    array = np.frombuffer(view[head.tell() :], "u1").view(dtype) if math.prod(shape) else np.empty(0, dtype)
-    return array.reshape(shape[::-1]).T if is_fortran else array.reshape(shape)

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import IO, cast
+from typing import IO, Any, cast
 
 import numpy as np
 
@@ -16,7 +16,8 @@ from tracestore._core.pickle import BufferReader, ByteReader
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.files.byte_source import MappedStream, value_reader
 from tracestore.ingest.files.limits import max_inflated
-from tracestore.ingest.files.npy import MAX_NPY_HEADER_BYTES, ZIP_ENTRY, check_array, read_npy_header
+from tracestore.ingest.files.npy import MAX_NPY_HEADER_BYTES, NPY_MAGIC, ZIP_ENTRY, check_array, read_npy_header
+from tracestore.store.format import schema
 from tracestore.store.io.scratch import Scratch
 
 _CHUNK_BYTES = 2 << 20
@@ -82,6 +83,21 @@ def stored_npy(mapped: MappedFile, begin: int, end: int, name: str) -> StoredArr
     shape, is_fortran, dtype = read_npy_header(head, name)
     begin += head.tell()
     return StoredArray(name, shape, is_fortran, dtype, end - begin, memoryview(mapped)[begin:end])
+
+
+def array_in_bytes(value: Any) -> np.ndarray | None:
+    """Return the array of numbers in the content of a .npy file, a view of its bytes; None for every other value."""
+    if not isinstance(value, bytes | bytearray | memoryview) or bytes(value[: len(NPY_MAGIC)]) != NPY_MAGIC:
+        return None
+    view = memoryview(value).cast("B")
+    head = io.BytesIO(bytes(view[: MAX_NPY_HEADER_BYTES + 16]))
+    try:
+        shape, is_fortran, dtype = read_npy_header(head, "array")
+        data = view[head.tell() :]
+        array = StoredArray("array", shape, is_fortran, dtype, len(data), data).view()
+    except InvalidInputError:
+        return None
+    return array if dtype.kind in "biuf" or dtype in (schema.BFLOAT16, np.dtype("V2")) else None
 
 
 def stored_arrays(mapped: MappedFile, file_bytes: int) -> dict[str, StoredArray]:

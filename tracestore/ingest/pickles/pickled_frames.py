@@ -1,4 +1,4 @@
-"""Frames of pandas in pickles, as rows: pandas is not needed, and nothing of it is called."""
+"""Frames of pandas in pickles, as columns: pandas is not needed, and nothing of it is called."""
 
 import re
 from collections.abc import Sequence
@@ -40,8 +40,8 @@ class PandasObject(PickledValue):
         """Set the state."""
         self.state = state
 
-    def rows(self) -> Any:
-        """Return the rows of a frame, or another object as a list of values.
+    def values(self) -> dict[str, Sequence[Any]] | Sequence[Any]:
+        """Return the columns of a frame by name, or another object as a list of values.
 
         Raises
         ------
@@ -49,7 +49,7 @@ class PandasObject(PickledValue):
             If the object has another structure than those that pandas 2 and 3 write.
         """
         try:
-            return FrameRows(_columns(self)) if self.name == "DataFrame" else _values(self)
+            return _columns(self) if self.name == "DataFrame" else _values(self)
         except (ValueError, TypeError, IndexError, KeyError, AttributeError, OverflowError):
             raise InvalidInputError(f"found an object of {self.full_name} of another structure; {_ADVICE}") from None
 
@@ -63,29 +63,6 @@ def pandas_class(module: str, name: str) -> SafeGlobal | None:
         return None
     full_name = f"{module}.{name}"
     return SafeFunction(full_name, lambda args: PandasObject(full_name, args), is_class=True)
-
-
-class FrameRows(Sequence[dict[str, Any]]):
-    """Rows of a frame, each a dict of its columns.
-
-    Parameters
-    ----------
-    columns : dict[str, Sequence]
-        Values of each row by name, of one length.
-    """
-
-    def __init__(self, columns: dict[str, Sequence[Any]]) -> None:
-        self._columns = columns
-        self._length = len(next(iter(columns.values())))
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, k: Any) -> Any:
-        if not -self._length <= k < self._length:
-            raise IndexError(k)
-        row = {name: column[k] for name, column in self._columns.items()}
-        return {name: value.item() if isinstance(value, np.generic) else value for name, value in row.items()}
 
 
 def _columns(frame: PandasObject) -> dict[str, Sequence[Any]]:

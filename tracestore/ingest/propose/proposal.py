@@ -1,7 +1,7 @@
 """Proposals: the layouts that files may have, one that is used by itself or candidates to choose from."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,9 +51,19 @@ class Proposal:
 
     def message(self) -> str:
         """Return the layout, or the text of a refusal: the candidates as lines to paste, or what was found."""
+        return "\n".join(self._described(Candidate.lines))
+
+    def to_toml(self) -> str:
+        """Return the layout as TOML, without one the candidates or what was found as comments."""
+        if self.layout is not None:
+            return self.layout.to_toml()
+        found = self._described(lambda candidate: candidate.layout.to_toml().splitlines())
+        return "".join(f"# {line}".rstrip() + "\n" for line in found)
+
+    def _described(self, lines_of: Callable[[Candidate], list[str]]) -> list[str]:
         count = len(self.candidates)
         if not count:
-            return "\n".join(self._found())
+            return self._found()
         head = "Several layouts fit the files." if count > 1 else "The files do not prove this layout."
         text = [f"{head} Add the lines of one of them, if it is right:"]
         if self.layout is not None:
@@ -61,10 +71,10 @@ class Proposal:
         for number, candidate in enumerate(self.candidates, 1):
             first, *rest = candidate.describe()
             text.append(first if self.layout is not None else f"{number}. {first}")
-            text += [*(f"   {line}" for line in rest), *(f"     {line}" for line in candidate.lines())]
+            text += [*(f"   {line}" for line in rest), *(f"     {line}" for line in lines_of(candidate))]
         if self.num_more:
             text.append(f"{plural(self.num_more, 'more layout')} would fit, too.")
-        return "\n".join(text)
+        return text
 
     def refusal(self) -> str:
         """Return why no layout is used by itself, in a line: the reason of an error whose candidates are printed."""
@@ -75,16 +85,6 @@ class Proposal:
             return f"{count} would fit, and none is proved ({why}); --field lines choose one, tracestore inspect prints them"
         why = self.refusals[0] if self.refusals else "no array is named as hidden states"
         return f"no layout fits: {why}; tracestore inspect prints the arrays, --field lines name them"
-
-    def to_toml(self) -> str:
-        """Return the layout as TOML; candidates are comments, of which one is to be chosen, and so is what was found."""
-        if self.layout is not None:
-            return self.layout.to_toml()
-        lines = [] if self.candidates else self._found()
-        for number, candidate in enumerate(self.candidates, 1):
-            lines.append(f"Candidate {number}: remove the mark # before its lines, if it is right.")
-            lines += [*candidate.describe(), "", *candidate.layout.to_toml().splitlines(), ""]
-        return "".join(f"# {line}".rstrip() + "\n" for line in lines)
 
     def tree(self) -> list[str]:
         """Return the places of values with their extents as lines."""

@@ -19,7 +19,7 @@ from tracestore._core.mapping import MappedFile
 from tracestore.errors import InvalidInputError, TruncatedFileError
 from tracestore.ingest.files.byte_source import TRUNCATED_WHILE_READING
 from tracestore.ingest.files.limits import Limits
-from tracestore.ingest.files.npy import array_in_bytes
+from tracestore.ingest.files.npz import array_in_bytes
 from tracestore.ingest.tree import (
     Array,
     BytesArray,

@@ -13,7 +13,7 @@ from tracestore.ingest.files.limits import Limits
 from tracestore.ingest.pickles import torch_file
 from tracestore.ingest.pickles.joblib_arrays import JoblibArray
 from tracestore.ingest.pickles.pickle_reader import pickle_reader
-from tracestore.ingest.pickles.pickled_frames import FrameRows, PandasObject
+from tracestore.ingest.pickles.pickled_frames import PandasObject
 from tracestore.ingest.pickles.pickled_objects import PickledDict, PickledObject, UnknownClass
 from tracestore.ingest.pickles.pickled_torch import PickledGraph, PickledTensor
 from tracestore.ingest.pickles.pickled_values import PickledArray, PickledDtype, SafeClass
@@ -62,7 +62,7 @@ class ObjectOpener:
             charge()
             return array_value(value.array, charge)
         charge()
-        if kind is list or kind is tuple or kind is FrameRows:
+        if kind is list or kind is tuple:
             return ListItems(value, self, charge)
         try:
             return self._special(value)
@@ -88,7 +88,8 @@ class ObjectOpener:
         if isinstance(value, PickledSparse):
             return SparseArray(value, self._charge)
         if isinstance(value, PandasObject):
-            return self(value.rows())
+            columns = value.values()
+            return self._rows(columns) if isinstance(columns, dict) else self(columns)
         if isinstance(value, PickledGraph):
             return MappingGroup(value.fields(), self, {"class": "torch_geometric.data.data.Data"})
         if isinstance(value, PickledObject):
@@ -98,6 +99,11 @@ class ObjectOpener:
         if isinstance(value, PickledDtype):
             return str(value.dtype)
         raise InvalidInputError(f"found a {type(value).__name__.removeprefix('Pickled')}, expected a value")
+
+    def _rows(self, columns: dict[str, Sequence[Any]]) -> Value:
+        """Return columns of one length as rows."""
+        rows = range(len(next(iter(columns.values()))))
+        return ListItems(rows, lambda k: MappingGroup(columns, lambda column: self(column[k])), self._charge)
 
     def _object(self, value: PickledObject) -> Value:
         text = value.plain()
