@@ -56,8 +56,8 @@ def test_an_object_in_place_of_a_field_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     "value",
-    [datetime.datetime, pickle.loads, np.load, print, fractions.Fraction(1, 3), datetime.time(3), 1j],
-    ids=["class", "loads", "np.load", "print", "fraction", "time", "complex"],
+    [datetime.datetime, pickle.loads, np.load, print, fractions.Fraction(1, 3), datetime.time(3)],
+    ids=["class", "loads", "np.load", "print", "fraction", "time"],
 )
 def test_other_names_of_known_libraries_are_refused(tmp_path, value):
     path = write_pickle(tmp_path / "a.pkl", [make_trace(1) | {"x": value}])
@@ -70,6 +70,7 @@ WRONG = [
     b"cdatetime\ndate\n(K\x01tR",
     b"cdatetime\ntimedelta\n(K\x01K\x01\x8a\x20" + b"\x7f" * 32 + b"tR",
     b"cbuiltins\nset\n(K\x01tR",
+    b"cbuiltins\ncomplex\n(K\x01tR",
     b"cpathlib\nPosixPath\n(K\x01tR",
     b"cdecimal\nDecimal\n)R",
     b"ccollections\ndefaultdict\n(K\x01tR",

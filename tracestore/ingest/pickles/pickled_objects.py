@@ -12,6 +12,8 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.pickles.pickled_values import PickledValue, SafeClass, SafeFunction, SafeGlobal
 
@@ -169,6 +171,7 @@ _VALUES: dict[str, dict[str, tuple[tuple[type, ...], Callable[..., Any]]]] = {
         "frozenset": (_LISTS, lambda items=(): [*items]),
         "range": ((int,), _range),
         "slice": ((int, type(None)), lambda begin, end, step: str(slice(begin, end, step))),
+        "complex": ((float, int), lambda real, imaginary: np.array(complex(real, imaginary), "<c16")),
     },
     "pathlib": dict.fromkeys(_PATHS, ((str,), lambda *parts: "/".join(part.rstrip("/") for part in parts) or ".")),
 }
