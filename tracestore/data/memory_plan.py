@@ -108,9 +108,9 @@ def advise_block(planner: EpochPlanner, gatherer: BatchGatherer, rank: int, worl
     if planner.shuffle != "global" or not members:
         return None
     room = min(member.files.cache_bytes or 0 for member in members)
-    segments, whole, parts = gatherer.file_bytes()
-    if whole.sum() <= room:
+    if sum(member.manifest.num_bytes for member in members) <= room:
         return None
+    segments, whole, parts = gatherer.file_bytes()
     here = min(ranks_here(), world_size)
 
     def fetched(plan: EpochPlan) -> float:

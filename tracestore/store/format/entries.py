@@ -67,12 +67,11 @@ class PartialFile(Protocol):
 
 
 class FilePart(NamedTuple):
-    """Layers of a large array that batches need: the file, their size in bytes, what fetches them, and if they are here."""
+    """Layers of a large array that a batch needs: the file, their size in bytes, and what fetches them."""
 
     entry: FileEntry
     num_bytes: int
     fetch: Callable[[Callable[[], None]], None]
-    is_here: Callable[[], bool]
 
 
 # Lists what a batch, by its number, needs: files and parts of files.

@@ -118,10 +118,6 @@ class StoreFiles(Protocol):
     def map(self, entry: FileEntry) -> MappedFile:
         """Return a memory map of a file. ValueError if it has another size than `entry`; OSError as of read()."""
 
-    def is_here(self, entry: FileEntry) -> bool:
-        """Return whether a file need not be fetched."""
-        return True
-
     def map_layers(self, entry: FileEntry, layers: FileLayers) -> PartialFile | None:
         """Return a map of a file whose layers are fetched when they are needed; None to map the whole file."""
         return None

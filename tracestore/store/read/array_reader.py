@@ -199,14 +199,14 @@ class ArrayReader:
         if self._num_sequential == _SEQUENTIAL:  # a caller reads the whole array
             self._layers = None
             self._open()
-        return self._filled([(begin, end)])
+        return self.fetch([(begin, end)])
 
     def _bytes(self, rows: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         row_bytes = self.row_items * self.dtype.itemsize
         return [(begin * row_bytes, end * row_bytes) for begin, end in rows]
 
-    def _filled(self, rows: Sequence[tuple[int, int]], check: Callable[[], None] = lambda: None) -> _Opened:
-        """Return the open file, with some ranges of rows in it."""
+    def fetch(self, rows: Sequence[tuple[int, int]], check: Callable[[], None] = lambda: None) -> _Opened:
+        """Return the open file, with some ranges of rows in it; `check` may raise to cancel the fetch."""
         for _ in range(_TRIES):
             opened = self._opened
             if opened.partial is None or opened.partial.fetch(self._bytes(rows), check):
@@ -214,21 +214,12 @@ class ArrayReader:
             self._open()
         raise StorageError(f"{self._path}: files go from the cache faster than they can be read")
 
-    def fetch(self, rows: Sequence[tuple[int, int]], check: Callable[[], None]) -> None:
-        """Fetch some ranges of rows ahead of their use; `check` may raise to cancel it."""
-        self._filled(rows, check)
-
-    def has_rows(self, rows: Sequence[tuple[int, int]]) -> bool:
-        """Return whether some ranges of rows are in the open file."""
-        partial = self._opened.partial
-        return partial is None or not partial.missing(self._bytes(rows))
-
     def view(self, rows: np.ndarray) -> ArrayView:
         """Return the whole array as a source of gathers of some rows; other rows of it may be missing."""
         if not self.is_partial:
             return self._opened.view
         self.require_rows(0, int(rows.max(initial=-1)) + 1)
-        return self._filled([(row, row + 1) for row in np.unique(rows).tolist()]).view
+        return self.fetch([(row, row + 1) for row in np.unique(rows).tolist()]).view
 
     @staticmethod
     def _coded_index(mapped: MappedFile, num_chunks: int, chunk_bytes: int) -> np.ndarray:

@@ -169,9 +169,7 @@ def batch_files(
 def file_bytes(
     store: StoreInternals, view: str, layers: Sequence[int] | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return what batches fetch of remote stores.
-
-    Of stores with many segments some are looked up; the others count by their tokens.
+    """Return about what batches fetch of remote stores: the bytes a token of some segments of each, times the tokens.
 
     Returns
     -------
@@ -185,36 +183,31 @@ def file_bytes(
     locations = store.index.locations(np.arange(store.manifest.num_traces))
     graph, sequence, tokens = (locations[:, k] for k in (GRAPH_SEGMENT, SEQUENCE_SEGMENT, NUM_TOKENS))
     segments = np.where((sequence >= 0) & (view == "sequence"), sequence, graph)
-    num_segments = store.manifest.num_segments
-    is_read, tokens = segments >= 0, tokens + 1
-    sums = np.bincount(segments[is_read], tokens[is_read], num_segments)
-    whole, parts = np.zeros(num_segments), np.zeros(num_segments)
+    tokens = np.where(segments >= 0, tokens + 1, 0)
+    sums = np.bincount(np.maximum(segments, 0), tokens, store.manifest.num_segments)
+    whole, parts = np.zeros(len(sums)), np.zeros(len(sums))
     first_segment = first_trace = 0
     for member in store.members:
         here = slice(first_segment, first_segment + member.manifest.num_segments)
         used = np.flatnonzero(sums[here])
-        first_segment = here.stop
         if member.files.cache_bytes is not None and len(used):
             seen = used[np.unique(np.linspace(0, len(used) - 1, _MOST_LOOKED_UP).astype(int))]
             member.files.fetch(member.index.segment(number).rows for number in seen.tolist())
-            for number in seen.tolist():
-                traces = np.flatnonzero(segments == here.start + number) - first_trace
-                found = list(batch_files(member, traces, view, layers))
-                whole[here][number] = sum(entry.size for entry in set(found) if isinstance(entry, FileEntry))
-                parts[here][number] = sum(part.num_bytes for part in found if isinstance(part, FilePart))
-            for values in (whole[here], parts[here]):
-                others = np.setdiff1d(used, seen)
-                values[others] = sums[here][others] * values[seen].sum() / sums[here][seen].sum()
-        first_trace += member.manifest.num_traces
-    return segments, whole, np.where(is_read, parts[segments] * tokens / np.maximum(sums[segments], 1), 0)
+            traces = np.flatnonzero(np.isin(segments, first_segment + seen)) - first_trace
+            found, rates = set(batch_files(member, traces, view, layers)), sums[here] / sums[here][seen].sum()
+            whole[here] = rates * sum(item.size for item in found if isinstance(item, FileEntry))
+            parts[here] = rates * sum(item.num_bytes for item in found if isinstance(item, FilePart))
+        first_segment, first_trace = here.stop, first_trace + member.manifest.num_traces
+    return segments, whole, parts[segments] * tokens / np.maximum(sums[segments], 1)
 
 
 def _part(segment: SegmentReader, name: str, rows: np.ndarray, parts: list[tuple[int, int]]) -> FilePart:
     """Return the layers of some rows that a batch needs of a large array."""
     found = segment.layers(name)
     assert found is not None
-    # Where the layers of each row begin among those of the array.
-    first = segment.layer_begins(name, rows).tolist()
+    # The number of the first layer of each row.
+    edges = name.startswith("edge")
+    first = segment.begins("edges", rows) if edges else np.searchsorted(found.ends, segment.begins(name, rows))
     ranges = sorted((int(found.ends[k + a]), int(found.ends[k + a + n])) for k in first for a, n in parts)
     entry = max(segment.array_files(name), key=lambda e: e.size)
     item_bytes = entry.size // max(1, int(found.ends[-1]))
@@ -222,5 +215,4 @@ def _part(segment: SegmentReader, name: str, rows: np.ndarray, parts: list[tuple
     def fetch(check: Callable[[], None]) -> None:
         segment.array(name).fetch(ranges, check)
 
-    num_bytes = sum(end - begin for begin, end in ranges) * item_bytes
-    return FilePart(entry, num_bytes, fetch, lambda: segment.array(name).has_rows(ranges))
+    return FilePart(entry, sum(end - begin for begin, end in ranges) * item_bytes, fetch)

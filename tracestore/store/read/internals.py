@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tracestore.errors import CorruptStoreError, TracestoreError, UsageError
+from tracestore.errors import CorruptStoreError, UsageError
 from tracestore.store.format.entries import FileEntry, FilePart
 from tracestore.store.format.labels import CORRECT, threshold_or_default
 from tracestore.store.io.files import FilePrefetcher, LocalFiles, ReadableFiles, parse_location
@@ -176,12 +176,11 @@ class StoreInternals:
                     f"{self.files.location}: the index names segment {number} of {self.manifest.num_segments}"
                 )
             segment = self._segments[number] = self._open_segment(number)
-            if number in self._whole:
-                segment.read_whole()
         return segment
 
     def _open_segment(self, number: int) -> SegmentReader:
-        return SegmentReader(self.files, self.index.segment(number), self.attributes, self.chunk_cache)
+        entry, reads_layers = self.index.segment(number), number not in self._whole
+        return SegmentReader(self.files, entry, self.attributes, self.chunk_cache, reads_layers)
 
     def prefetch(
         self,
@@ -190,43 +189,37 @@ class StoreInternals:
         start: int,
         total: int,
     ) -> list[FilePrefetcher]:
-        """Return a prefetcher for the batches start .. total - 1 of each remote store that has files to fetch.
+        """Return a prefetcher for the batches start .. total - 1 of each remote store.
 
         `traces` returns the traces of a batch, and `files_of` the files that some traces of a store are read from.
         """
         prefetchers = []
         for member, (begin, end) in zip(self.members, pairwise(self.first_traces), strict=True):
-            if member.files.cache_bytes is None or start >= total:
-                continue
 
-            def files(*batches: int, member: StoreInternals = member, begin: int = begin, end: int = end) -> Any:
-                found = np.concatenate([traces(batch) for batch in batches])
+            def files(batch: int, member: StoreInternals = member, begin: int = begin, end: int = end) -> Any:
+                found = traces(batch)
                 return files_of(member, found[(begin <= found) & (found < end)] - begin)
 
-            if not (member._are_here(files(start)) and member._are_here(files(*range(start, total)))):
-                prefetchers.append(member.files.prefetch(files, start, total))
+            prefetchers.append(member.files.prefetch(files, start, total))
         return [prefetcher for prefetcher in prefetchers if prefetcher is not None]
-
-    def _are_here(self, items: Iterable[FileEntry | FilePart]) -> bool:
-        try:
-            return all(item.is_here() if isinstance(item, FilePart) else self.files.is_here(item) for item in items)
-        except (TracestoreError, OSError):
-            return False  # The batch that needs the file meets the same error, and reports it.
 
     def announce(self, indices: np.ndarray | None, share: float, *, is_scattered: bool) -> None:
         """Record that a share of some traces, None for all, is read soon. What is read mostly is fetched whole.
 
         If neighbors are not read one after another (`is_scattered`), the cache must have room for all of these files.
         """
-        needed, rooms = 0.0, []
+        needed, remote = 0.0, [member for member in self.members if member.files.has_ranges]
         for first, member in zip(self.first_traces, self.members, strict=False):
-            if member.files.has_ranges and member.files.cache_bytes is not None:
+            if member in remote:
                 count = member.manifest.num_traces
                 chosen = np.arange(count) if indices is None else indices - first
                 needed += member._choose_whole(chosen[(chosen >= 0) & (chosen < count)], share)
-                rooms.append((member, member.files.cache_bytes))
-        for member, room in rooms:
-            member._read_whole(member._whole if needed <= room or not is_scattered else frozenset())
+        for member in remote:
+            if is_scattered and needed > (member.files.cache_bytes or 0):
+                member._whole = frozenset()
+            member._segments.clear()  # They are opened again as they are read from now on.
+        if remote:
+            self._segments.clear()
 
     def _choose_whole(self, chosen: np.ndarray, share: float) -> float:
         """Choose the segments whose files are fetched whole, and return about how many bytes these have."""
@@ -237,11 +230,6 @@ class StoreInternals:
         is_whole = share * read > _WHOLE_SHARE * total
         self._whole = frozenset(np.flatnonzero(is_whole).tolist())
         return self.manifest.num_bytes * float(total[is_whole].sum() / max(1.0, total.sum()))
-
-    def _read_whole(self, segments: frozenset[int]) -> None:
-        self._whole = segments
-        for number in self._whole & self._segments.keys():
-            self._segments[number].read_whole()
 
     @property
     def lens(self) -> Lens | None:

@@ -63,6 +63,8 @@ class SegmentReader:
         Those of the store.
     cache : ChunkCache
         Keeps decoded chunks of compressed arrays.
+    reads_layers : bool
+        Fetch the layers of large arrays that are needed, instead of whole files, where the files can do that.
 
     Raises
     ------
@@ -71,14 +73,19 @@ class SegmentReader:
     """
 
     def __init__(
-        self, files: StoreFiles, entry: SegmentEntry, attributes: schema.Attributes, cache: ChunkCache | None = None
+        self,
+        files: StoreFiles,
+        entry: SegmentEntry,
+        attributes: schema.Attributes,
+        cache: ChunkCache | None = None,
+        reads_layers: bool = True,
     ) -> None:
         self.name, self.num_rows = entry.path, entry.num_traces
         self.rows, self.rows_path = entry.rows, entry.rows.path
         self._files, self._cache, self._attributes = files, cache or ChunkCache(0), attributes
         self._arrays: dict[str, ArrayReader] = {}
         self._layers: dict[str, Layers | None] = {}
-        self._reads_layers = files.has_ranges
+        self._reads_layers = reads_layers and files.has_ranges
         with self._checked():
             self.small = ZipGroup(files.map(entry.rows), schema.ROW_DTYPES, schema.OPTIONAL_ROW_ARRAYS)
             self.entries = self._parse_entries(self.small.attributes()["tracestore"])
@@ -181,12 +188,6 @@ class SegmentReader:
                 raise ValueError("found a norm, expected none")
         return found
 
-    def read_whole(self) -> None:
-        """Fetch the files of large arrays whole from now on."""
-        if self._reads_layers:
-            self._reads_layers = False
-            self._arrays.clear()
-
     def reads_layers(self, name: str) -> bool:
         """Return whether the layers of a large array are fetched when they are needed."""
         return self._reads_layers and self.layers(name) is not None
@@ -196,13 +197,6 @@ class SegmentReader:
         if name not in self._layers:
             self._layers[name] = self._read_layers(name)
         return self._layers[name]
-
-    def layer_begins(self, name: str, rows: np.ndarray) -> np.ndarray:
-        """Return the position of the first layer of some rows in layers(name)."""
-        sizes = row_sizes(self._attributes, self.values("num_tokens"), self.values("attention_layout"))
-        has = sizes["edges" if name.startswith("edge") else name] > 0
-        before: np.ndarray = (np.cumsum(has) - has)[rows]
-        return before * (self._attributes.num_layers or 1)
 
     def _read_layers(self, name: str) -> Layers | None:
         small = schema.LAYER_CRCS.get(name, "")

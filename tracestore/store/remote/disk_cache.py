@@ -310,12 +310,14 @@ def locked_file(path: Path, flags: int, check: Callable[[], None] = lambda: None
 
     `check` is called while another thread or process holds the lock.
     """
+    pause = POLL_S / 32  # A range may take less time than a poll.
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
         try:
             while not try_lock(fd):
                 check()
-                time.sleep(POLL_S)
+                time.sleep(pause)
+                pause = min(2 * pause, POLL_S)
             if locks.is_same_file(fd, path):
                 yield fd
                 return

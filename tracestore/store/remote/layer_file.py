@@ -122,15 +122,24 @@ class LayerFile:
             return True
         if self._object_store.is_forked or not self._object_store.has_ranges:
             return False
+        attempts = num_bytes = 0
         with fsio.map_os_errors(self._cache.folder):
             try:
                 with locked_file(self._path, 0, check) as fd:
-                    runs = self.missing(ranges)
-                    num_bytes = sum(self._ends[last] - self._ends[first] for first, last in runs)
-                    if os.fstat(fd).st_ino != self._inode:
-                        return False
-                    self._cache.make_room(num_bytes, self._next_use, check)
-                    return self._fetch_runs(fd, runs, check)
+                    while runs := self.missing(ranges):
+                        num_bytes = sum(self._ends[last] - self._ends[first] for first, last in runs)
+                        if os.fstat(fd).st_ino != self._inode:
+                            return False
+                        if attempts == ATTEMPTS:
+                            where = f"{self._entry.path}: layer {runs[0][0]}"
+                            raise CorruptStoreError(
+                                f"{where}: checksum mismatch: damaged at {self._object_store.address}"
+                            )
+                        attempts += 1
+                        self._cache.make_room(num_bytes, self._next_use, check)
+                        if not all(self._fetch_run(fd, first, last, check) for first, last in runs):
+                            return False
+                    return True
             except FileNotFoundError:
                 return False
             except OSError as error:
@@ -138,53 +147,34 @@ class LayerFile:
                     return False
                 raise
 
-    def _fetch_runs(self, fd: int, runs: list[tuple[int, int]], check: Callable[[], None]) -> bool:
-        damaged: list[int] = []
-        for _ in range(ATTEMPTS):
-            damaged = []
-            for first, last in runs:
-                found = self._fetch_run(fd, first, last, check)
-                if found is None:
-                    return False
-                damaged += found
-            if not damaged:
-                return True
-            runs = _joined((k, k + 1) for k in damaged)
-        where = f"{self._entry.path}: layer {damaged[0]}"
-        raise CorruptStoreError(f"{where}: checksum mismatch: damaged at {self._object_store.address}")
-
-    def _fetch_run(self, fd: int, first: int, last: int, check: Callable[[], None]) -> list[int] | None:
-        """Fetch neighboring layers and return those that are not the committed ones; None without ranges."""
-        layer, crc, damaged = first, 0, list[int]()
-
-        def end_layers(position: int) -> None:
-            nonlocal layer, crc
-            while layer < last and self._ends[layer + 1] == position:
-                if crc == self._crcs[layer]:
-                    os.pwrite(fd, _HERE, self._table + layer)
-                else:
-                    damaged.append(layer)
-                layer, crc = layer + 1, 0
+    def _fetch_run(self, fd: int, first: int, last: int, check: Callable[[], None]) -> bool:
+        """Fetch neighboring layers. Those that are not the committed ones stay missing. False without ranges."""
+        layer, crc = first, 0
 
         def take(piece: Any, offset: int) -> None:
-            nonlocal crc
+            nonlocal layer, crc
             check()
             view = memoryview(piece)
             fsio.pwritev_all(fd, [view], offset)
-            while len(view):
+            flags = bytearray()
+            while layer < last:
                 part = view[: self._ends[layer + 1] - offset]
                 crc = crc32c(part, crc)
                 view, offset = view[len(part) :], offset + len(part)
-                end_layers(offset)
+                if offset < self._ends[layer + 1]:
+                    break
+                flags += _HERE if crc == self._crcs[layer] else bytes(1)
+                layer, crc = layer + 1, 0
+            os.pwrite(fd, flags, self._table + layer - len(flags))
 
-        end_layers(self._ends[first])  # layers without bytes
         begin, end = self._ends[first], self._ends[last]
+        if begin == end:
+            take(b"", begin)
+            return True
         try:
-            if begin < end and not self._object_store.stream_range(self._entry, begin, end, take):
-                return None
+            return self._object_store.stream_range(self._entry, begin, end, take)
         except FileNotFoundError:
             raise CorruptStoreError(f"{self._entry.path}: missing at {self._object_store.address}") from None
-        return damaged
 
 
 def make_holes(fd: int, size: int, data_bytes: int) -> None:

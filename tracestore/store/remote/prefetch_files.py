@@ -52,14 +52,16 @@ class RemoteFilePrefetcher:
         self._threads: list[threading.Thread] = []
 
     def __enter__(self) -> Self:
-        if self._files.object_store.is_forked:
-            return self
-        self._files.next_use = self._next_use
-        for k in range(_THREADS):
-            thread = threading.Thread(target=self._run, name=f"tracestore-fetch-{k}", daemon=True)
+        if not self._files.object_store.is_forked:
+            self._files.next_use = self._next_use
+            self._start_thread()
+        return self
+
+    def _start_thread(self) -> None:
+        thread = threading.Thread(target=self._run, name="tracestore-fetch", daemon=True)
+        with contextlib.suppress(RuntimeError):  # The interpreter exits.
             thread.start()
             self._threads.append(thread)
-        return self
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
@@ -121,7 +123,8 @@ class RemoteFilePrefetcher:
                 if isinstance(item, FileEntry) and name not in self._entries:
                     self._entries[name] = item
                     self._bytes += item.size
-                    self._queue.append(name)
+                    if not self._files.cache.contains(name):
+                        self._queue.append(name)
                 self._uses.setdefault(name, deque()).append(batch)
             part_bytes = _PART_COST * sum(part.num_bytes for part in parts)
             self._bytes += part_bytes
@@ -135,27 +138,25 @@ class RemoteFilePrefetcher:
 
     def _fetch_all(self) -> None:
         while True:
-            batch = entry = part = None
             with self._lock:
                 while not (self._stopped or self._queue or self._can_plan()):
                     self._lock.wait()
                 if self._stopped:
                     return
-                if self._queue:
-                    item = self._queue.popleft()
-                    if isinstance(item, FilePart):
-                        part = item
-                    else:
-                        entry = self._entries.get(item)  # None if its batch was gathered first
-                else:
-                    batch, self._is_planning = self._planned, True
-            if batch is not None:
+                item, batch = self._queue.popleft() if self._queue else None, self._planned
+                if item is None:
+                    self._is_planning = True
+                elif len(self._threads) < _THREADS:  # for what else there is to fetch or to plan
+                    self._start_thread()
+                # None if the batch of the file was gathered first.
+                entry = self._entries.get(item) if isinstance(item, str) else None
+            if item is None:
                 self._plan(batch)
-            elif part is not None:
-                with contextlib.suppress(CorruptStoreError):
-                    part.fetch(self._check)
-            elif entry is not None:
-                with contextlib.suppress(CorruptStoreError):
+                continue
+            with contextlib.suppress(CorruptStoreError):
+                if isinstance(item, FilePart):
+                    item.fetch(self._check)
+                elif entry is not None:
                     self._files.cache.get(self._files.object_store, entry, self._next_use, self._check)
 
     def _check(self) -> None:

@@ -203,10 +203,6 @@ class RemoteFiles(ReadableFiles):
         """See StoreFiles."""
         return self.cache.max_bytes
 
-    def is_here(self, entry: FileEntry) -> bool:
-        """See StoreFiles."""
-        return self.cache.contains(self.cache.name_of(self.object_store.address, entry))
-
     def map_layers(self, entry: FileEntry, layers: FileLayers) -> LayerFile | None:
         """See StoreFiles."""
         name = self.cache.name_of(self.object_store.address, entry)
