@@ -217,7 +217,7 @@ class StoreInternals:
         for member in remote:
             if is_scattered and needed > (member.files.cache_bytes or 0):
                 member._whole = frozenset()
-            member._segments.clear()  # They are opened again as they are read from now on.
+            member._segments.clear()  # A segment that is opened again fetches what was chosen.
         if remote:
             self._segments.clear()
 
