@@ -35,7 +35,7 @@ def _compressors(name: str, itemsize: int) -> list[dict[str, Any]]:
     return [_codec("blosc", typesize=itemsize, cname=cname, clevel=_BLOSC_LEVEL, shuffle=_SHUFFLE, blocksize=0)]
 
 
-def _document(indent: int | None = 2, **values: Any) -> bytes:
+def _document(values: dict[str, Any], indent: int | None = 2) -> bytes:
     return json.dumps(values, indent=indent).encode()
 
 
@@ -45,27 +45,25 @@ def _array(
     dtype: np.dtype,
     codecs: list[dict[str, Any]],
     attributes: dict[str, Any],
-    indent: int | None,
-) -> bytes:
-    return _document(
-        indent,
-        shape=list(shape),
-        data_type=dtype.name,
-        chunk_grid={"name": "regular", "configuration": {"chunk_shape": list(chunk_shape)}},
-        chunk_key_encoding={"name": "default", "configuration": {"separator": "/"}},
-        fill_value=0.0 if dtype.kind == "f" else 0,
-        codecs=codecs,
-        attributes=attributes,
-        zarr_format=3,
-        node_type="array",
-        storage_transformers=[],
-    )
+) -> dict[str, Any]:
+    return {
+        "shape": list(shape),
+        "data_type": dtype.name,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(chunk_shape)}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "fill_value": 0.0 if dtype.kind == "f" else 0,
+        "codecs": codecs,
+        "attributes": attributes,
+        "zarr_format": 3,
+        "node_type": "array",
+        "storage_transformers": [],
+    }
 
 
-def array_metadata(
+def sharded_array(
     shape: Sequence[int], chunk_rows: int, dtype: np.dtype, codec: str, attributes: dict[str, Any]
-) -> bytes:
-    """Return the zarr.json of an array with one shard, split along axis 0 into inner chunks of `chunk_rows` rows."""
+) -> dict[str, Any]:
+    """Return the metadata of an array with one shard, split along axis 0 into inner chunks of `chunk_rows` rows."""
     shard_rows = max(1, -(-shape[0] // chunk_rows)) * chunk_rows
     sharding = _codec(
         "sharding_indexed",
@@ -74,18 +72,25 @@ def array_metadata(
         index_codecs=[_bytes_codec(8), _codec("crc32c")],
         index_location="end",
     )
-    return _array(shape, (shard_rows, *shape[1:]), dtype, [sharding], attributes, 2)
+    return _array(shape, (shard_rows, *shape[1:]), dtype, [sharding], attributes)
+
+
+def array_metadata(
+    shape: Sequence[int], chunk_rows: int, dtype: np.dtype, codec: str, attributes: dict[str, Any]
+) -> bytes:
+    """Return the zarr.json of a sharded array."""
+    return _document(sharded_array(shape, chunk_rows, dtype, codec, attributes))
 
 
 @functools.lru_cache(maxsize=256)
 def small_array_metadata(num_items: int, dtype: np.dtype) -> bytes:
     """Return the zarr.json of a one-dimensional array of one uncompressed chunk."""
-    return _array([num_items], [max(1, num_items)], dtype, [_bytes_codec(dtype.itemsize)], {}, None)
+    return _document(_array([num_items], [max(1, num_items)], dtype, [_bytes_codec(dtype.itemsize)], {}), None)
 
 
 def group_metadata(attributes: dict[str, Any]) -> bytes:
     """Return the zarr.json of a group."""
-    return _document(attributes=attributes, zarr_format=3, node_type="group")
+    return _document({"attributes": attributes, "zarr_format": 3, "node_type": "group"})
 
 
 def shard_index(chunks: Sequence[tuple[int, int]]) -> bytes:

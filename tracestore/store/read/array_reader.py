@@ -15,7 +15,7 @@ from tracestore.errors import CorruptStoreError, StorageError
 from tracestore.store.format import schema
 from tracestore.store.format.codecs import ChunkCodec
 from tracestore.store.format.entries import FileEntry, FileLayers, PartialFile
-from tracestore.store.format.zarr_json import array_metadata, shard_index
+from tracestore.store.format.zarr_json import shard_index, sharded_array
 from tracestore.store.io.files import StoreFiles, reading_committed
 from tracestore.store.read.chunk_cache import ChunkCache, ChunkKey
 
@@ -39,8 +39,7 @@ def _check_metadata(data: bytes, spec: "ArraySpec") -> tuple[int, int]:
     if spec.num_rows is not None and num_rows != spec.num_rows:
         raise ValueError(f"{num_rows} rows, expected {spec.num_rows}")
     attributes = {"tracestore": {"dtype": "bfloat16"}} if spec.is_bfloat16 else {}
-    expected = array_metadata((num_rows, *spec.columns), chunk_rows, spec.dtype, spec.codec, attributes)
-    if meta != json.loads(expected):
+    if meta != sharded_array((num_rows, *spec.columns), chunk_rows, spec.dtype, spec.codec, attributes):
         raise ValueError("not the metadata of this array")
     return num_rows, chunk_rows
 
