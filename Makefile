@@ -87,9 +87,11 @@ test: install
 test-all: install
 	$(PYTEST)
 
-check: install lint types c-tests check-resolution-short
+# Two at a time: what uses one processor. The tests use two.
+check: install
+	$(MAKE) --no-print-directory -j2 $(if $(filter output-sync,$(.FEATURES)),--output-sync) fuzz-short lint types c-tests check-resolution-short check-ports
 	$(PYTEST)
-	$(MAKE) --no-print-directory check-processors check-ports fuzz-short
+	$(MAKE) --no-print-directory check-processors
 
 # Processor-dependent tests with oneDNN, ATen and the kernels of csrc/ limited to older vector instructions.
 # torch.compile is left out, because it generates vector code that ATEN_CPU_CAPABILITY=default removes from
@@ -226,13 +228,14 @@ FUZZ_ENV = LD_PRELOAD="$(PRELOADED)" PYTHONMALLOC=malloc OMP_NUM_THREADS=1 PYTHO
 		-Wl,--no-whole-archive -lpthread -lm
 	touch $@
 
-# Run one mode after the other. A crash ends the run; tests replay its input from tests/malicious_inputs/crashes.
-fuzz: .venv-fuzz/installed
-	for mode in $(FUZZ_MODES); do \
-		echo "fuzzing $$mode for $(FUZZ_SECONDS) s"; rm -rf $(FUZZ)/tmp; mkdir -p $(FUZZ)/tmp; \
-		env $(FUZZ_ENV) TMPDIR=$(CURDIR)/$(FUZZ)/tmp .venv-fuzz/bin/python tests/fuzz/harness.py $$mode $(FUZZ)/corpus/$$mode $(FUZZ_SECONDS) \
-			tests/malicious_inputs/crashes || exit 1; \
-	done
+# One target for each mode. A crash ends the run; tests replay its input from tests/malicious_inputs/crashes.
+FUZZ_TARGETS := $(FUZZ_MODES:%=fuzz-%)
+fuzz: $(FUZZ_TARGETS)
+.PHONY: $(FUZZ_TARGETS)
+$(FUZZ_TARGETS): fuzz-%: .venv-fuzz/installed
+	@echo "fuzzing $* for $(FUZZ_SECONDS) s"; rm -rf $(FUZZ)/tmp/$*; mkdir -p $(FUZZ)/tmp/$*
+	@env $(FUZZ_ENV) TMPDIR=$(CURDIR)/$(FUZZ)/tmp/$* .venv-fuzz/bin/python tests/fuzz/harness.py $* $(FUZZ)/corpus/$* $(FUZZ_SECONDS) \
+		tests/malicious_inputs/crashes
 
 # Five minutes of fuzzing. Without atheris, which has wheels for Linux on x86-64 only, a message is printed
 # and fuzzing is skipped; the tests run the same mutators without it.
