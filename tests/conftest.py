@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.helpers import make_traces, write_pickle, write_scores, write_store
+from tracestore.evaluation import metrics
 
 # A shell that starts the tests in the background makes them ignore SIGINT. The processes that the tests
 # interrupt would inherit that.
@@ -22,6 +23,9 @@ def _sync_nothing(fd):
 
 
 os.fsync = _sync_nothing
+
+# Most of the time of a small training is in its intervals. tests/evaluation has the number that users get.
+NUM_RESAMPLES, metrics.BOOTSTRAP_SAMPLES = metrics.BOOTSTRAP_SAMPLES, 100
 
 # A busy machine is no fault of a test.
 settings.register_profile("any-speed", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])

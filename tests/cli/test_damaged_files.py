@@ -15,7 +15,6 @@ from tests.cli.mutations import mutated
 from tests.helpers import command, error_of, make_traces, write_store
 from tests.train.runs import FAST, ONLY, write_labeled
 from tracestore.errors import UsageError
-from tracestore.evaluation import metrics
 from tracestore.serve.results import Results
 from tracestore.store.io import fsio
 from tracestore.store.maintain import selection
@@ -24,18 +23,12 @@ from tracestore.train.checkpoint import load_checkpoint, save_checkpoint
 COUNT = int(os.environ.get("TRACESTORE_MUTATIONS", "25"))
 
 
-@pytest.fixture(autouse=True)
-def few_samples(monkeypatch):
-    monkeypatch.setattr(metrics, "BOOTSTRAP_SAMPLES", 10)
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """Return a folder with a store, runs of one and of several trainings, and a benchmark with saved detectors."""
     folder = tmp_path_factory.mktemp("damaged")
     store = write_labeled(folder / "s.zarr")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(metrics, "BOOTSTRAP_SAMPLES", 10)
         patch.setenv("TRACESTORE_CACHE_DIR", str(folder / "cache"))
         flags = ["--store", store, *FAST, *ONLY["lstm_solo"], "--epochs", 1]
         command("train", *flags, "--output-dir", folder / "one", check=0)

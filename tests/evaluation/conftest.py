@@ -4,7 +4,15 @@ import numpy as np
 import pytest
 
 import tracestore
+from tests.conftest import NUM_RESAMPLES
 from tests.helpers import make_trace
+from tracestore.evaluation import metrics
+
+
+@pytest.fixture(autouse=True)
+def all_resamples(monkeypatch):
+    """Draw as many resamples as users get."""
+    monkeypatch.setattr(metrics, "BOOTSTRAP_SAMPLES", NUM_RESAMPLES)
 
 
 @pytest.fixture(scope="module")

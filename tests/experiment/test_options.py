@@ -17,7 +17,6 @@ from tracestore.cli.commands.train import _selected_models, add_arguments
 from tracestore.console import Parser
 from tracestore.detectors import models
 from tracestore.errors import UsageError
-from tracestore.evaluation import metrics
 from tracestore.experiment import training_run
 from tracestore.experiment.train_options import TrainOptions
 from tracestore.train.config import TrainConfig
@@ -28,7 +27,6 @@ from tracestore.train.distributed import DistributedContext
 def train(labeled, tmp_path, monkeypatch):
     """Return a function that trains for two epochs and returns the outcome and the results."""
     monkeypatch.setattr(training_run, "write_report", lambda *_: None)
-    monkeypatch.setattr(metrics, "BOOTSTRAP_SAMPLES", 20)
 
     def go(name, out, dropout=0.3, **options):
         config = TrainConfig(epochs=2, **options)

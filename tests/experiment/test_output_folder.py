@@ -14,7 +14,7 @@ from tests.experiment.quiet import train_quietly
 from tests.helpers import make_traces, write_store
 from tests.train.runs import outcome
 from tracestore.errors import InsufficientMemoryError, OutputDirLockedError, TrainingError, UsageError
-from tracestore.evaluation import metrics, probe
+from tracestore.evaluation import probe
 from tracestore.evaluation.store_split import make_split
 from tracestore.train import trainer
 from tracestore.train.batches import BatchFeed
@@ -25,11 +25,6 @@ from tracestore.train.signals import StopReason
 
 CONFIG = TrainConfig(epochs=1, loader_threads=1)
 SMALL = {"lstm_hidden": 4, "gnn_hidden": 4, "latent_dim": 4}
-
-
-@pytest.fixture(autouse=True)
-def few_samples(monkeypatch):
-    monkeypatch.setattr(metrics, "BOOTSTRAP_SAMPLES", 20)
 
 
 def train(store, folder, config=CONFIG, names=("lstm_solo",), sizes=SMALL, **options):

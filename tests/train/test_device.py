@@ -10,7 +10,6 @@ from tests.experiment.quiet import SMALL, train_quietly
 from tests.helpers import run_cli
 from tests.train.runs import FAST, ONLY
 from tracestore.detectors.registry import MODELS
-from tracestore.evaluation import metrics
 from tracestore.experiment import training_run
 from tracestore.train.config import TrainConfig
 
@@ -22,7 +21,6 @@ DEVICES = ["cpu", pytest.param("cuda", marks=gpu)]
 @pytest.fixture
 def train(labeled, tmp_path, monkeypatch):
     monkeypatch.setattr(training_run, "write_report", lambda *_: None)
-    monkeypatch.setattr(metrics, "BOOTSTRAP_SAMPLES", 20)
 
     def go(out, device, names=MODELS, sizes=SMALL, **options):
         config = TrainConfig(**({"epochs": 2, "loader_threads": 1, "device": device} | options))

@@ -140,7 +140,7 @@ class BootstrapResampler:
         """Reason why there is no interval and no test. None if there are."""
         return metrics.too_few(self.y, self.clusters)
 
-    def draws(self, samples: int = metrics.BOOTSTRAP_SAMPLES) -> np.ndarray:
+    def draws(self, samples: int | None = None) -> np.ndarray:
         """Return AUROC and average precision ``(samples, 2)`` of resamples, paired between models."""
         return metrics.bootstrap(self._mean_over_runs, self.clusters, self.strata, self.seed, samples)
 

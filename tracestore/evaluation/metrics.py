@@ -74,7 +74,7 @@ def bootstrap(
     clusters: np.ndarray,
     strata: np.ndarray,
     seed: int,
-    samples: int = BOOTSTRAP_SAMPLES,
+    samples: int | None = None,
 ) -> np.ndarray:
     """Resample clusters with replacement within each stratum, with all traces of each cluster.
 
@@ -89,7 +89,8 @@ def bootstrap(
     seed : int
         The same clusters, strata and seed give the same resamples, so that the statistics of
         two models on the same traces are paired.
-    samples : int
+    samples : int, optional
+        BOOTSTRAP_SAMPLES by default.
 
     Returns
     -------
@@ -100,6 +101,7 @@ def bootstrap(
     ----------
     Davison and Hinkley 1997, "Bootstrap Methods and their Application", sections 2.4 and 3.8.
     """
+    samples = BOOTSTRAP_SAMPLES if samples is None else samples
     rng = np.random.default_rng(seed)
     num_clusters = int(clusters.max()) + 1
     stratum_of = np.zeros(num_clusters, strata.dtype)
