@@ -41,14 +41,15 @@ def with_plugin(tmp_path, monkeypatch):
     registry.registry.cache_clear()
 
 
-def run(path, out, *names, **options):
-    return run_benchmark([path], out, BenchmarkOptions(names, **options), lambda _: None)
+def run(path, out, *names, folds=3, **options):
+    return run_benchmark([path], out, BenchmarkOptions(names, folds=folds, **options), lambda _: None)
 
 
 @pytest.mark.long
 def test_detector_of_another_package_is_in_the_table_with_all_metrics(path, tmp_path, with_plugin):
     out = tmp_path / "out"
-    done = command("benchmark", path, "--detectors", "norm,probe_mean", "--workers", 2, "--output-dir", out, check=0)
+    words = ("--detectors", "norm,probe_mean", "--folds", 3, "--workers", 2, "--output-dir", out)
+    done = command("benchmark", path, *words, check=0)
     results = json.loads((out / "benchmark.json").read_text())
     (entry,) = results["stores"].values()
     assert set(entry["detectors"]) == {"norm", "probe_mean", *CONTROLS}
@@ -108,7 +109,7 @@ def test_scores_are_out_of_fold_and_reproduce_the_metrics(path, tmp_path):
         fold = np.array([int(r[f"fold:{scheme}"]) for r in rows])
         assert fold.tolist() == [folds["fold_of"][scheme][r["question_id"]] for r in rows]
         score, y = np.array([float(r[f"probe_mean:{scheme}"]) for r in rows]), np.array([int(r["label"]) for r in rows])
-        by_fold = [auroc(y[fold == k], score[fold == k]) for k in range(5)]
+        by_fold = [auroc(y[fold == k], score[fold == k]) for k in range(3)]
         test = entry["detectors"]["probe_mean"]["schemes"][scheme]
         assert test["auroc_by_fold"] == pytest.approx(by_fold) and test["auroc"] == pytest.approx(np.mean(by_fold))
         detector = registry.make_detector("probe_mean")
@@ -166,7 +167,7 @@ def test_sources_of_labels_are_side_by_side(path, tmp_path):
         rows = list(csv.DictReader(file))[10:]
     for scheme in ("question", "group"):
         fold, score = (np.array([float(r[f"{c}:{scheme}"]) for r in rows]) for c in ("fold", "probe_mean"))
-        by_fold = [auroc(vague[fold == k], score[fold == k]) for k in range(5)]
+        by_fold = [auroc(vague[fold == k], score[fold == k]) for k in range(3)]
         under = found["schemes"][scheme]["probe_mean"]
         assert under["vague"]["auroc"] == pytest.approx(np.mean(by_fold))
         low, high = under["vague"]["interval_by_question"]
@@ -211,7 +212,7 @@ def test_traces_with_nan_are_dropped_and_listed(tmp_path):
         (False, 60, "1 trace; --drop"),
     ):
         out = tmp_path / f"out{drops}"
-        run_benchmark([path], out, BenchmarkOptions(("length",), drop_nonfinite=drops), lines.append)
+        run_benchmark([path], out, BenchmarkOptions(("length",), folds=2, drop_nonfinite=drops), lines.append)
         results = json.loads((out / "benchmark.json").read_text())
         entry = results["stores"]["s"]
         assert entry["num_traces"] == count and results["config"]["drop_nonfinite"] is drops
@@ -277,14 +278,15 @@ def test_traces_without_a_score_are_counted(tmp_path):
 
 
 def test_earlier_results_are_kept_unless_overwritten(path, tmp_path):
-    words = ("benchmark", path, "--detectors", "length", "--workers", 1, "--output-dir", tmp_path / "out")
+    fast = ("benchmark", path, "--detectors", "length", "--folds", 2, "--workers", 1)
+    words = (*fast, "--output-dir", tmp_path / "out")
     command(*words, check=0)
     folds = (tmp_path / "out/folds-s.json").read_bytes()
     assert "holds earlier results" in error_of(*words, code=2)
     command(*words, "--overwrite", check=0)
     assert (tmp_path / "out/folds-s.json").read_bytes() == folds
     shared = ("--folds-dir", tmp_path / "out", "--output-dir", tmp_path / "other")
-    command("benchmark", path, "--detectors", "length", "--workers", 1, *shared, check=0)
+    command(*fast, *shared, check=0)
     assert not (tmp_path / "other/folds-s.json").exists()
 
 

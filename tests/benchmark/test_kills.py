@@ -26,7 +26,7 @@ def test_a_killed_benchmark_leaves_nothing_that_looks_complete(tmp_path):
 
     def run(folder, names, seconds=None):
         words = [sys.executable, "-m", "tracestore", "benchmark", path, "--detectors", names, "--workers", 2]
-        words += ["--output-dir", folder, "--folds-dir", folds, "--overwrite", "--save-detectors"]
+        words += ["--folds", 2, "--output-dir", folder, "--folds-dir", folds, "--overwrite", "--save-detectors"]
         with subprocess.Popen(
             list(map(str, words)), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
             start_new_session=True,

@@ -116,7 +116,7 @@ def plugin(tmp_path, monkeypatch):
 
 
 def run(path, out, *names, **options):
-    return run_benchmark([path], out, BenchmarkOptions(names, **options), lambda _: None)
+    return run_benchmark([path], out, BenchmarkOptions(names, folds=2, **options), lambda _: None)
 
 
 @pytest.mark.timeout(1200)
@@ -126,7 +126,8 @@ def test_what_a_detector_does_is_a_row(path, tmp_path, plugin):
     for name, kind in names.items():
         plugin(BEHAVIORS[kind][0], name, f"{name}_detector")
     out = tmp_path / "out"
-    done = command("benchmark", path, "--detectors", ",".join(names), "--workers", 1, "--output-dir", out, check=0)
+    words = ("--detectors", ",".join(names), "--folds", 2, "--workers", 1, "--output-dir", out)
+    done = command("benchmark", path, *words, check=0)
     (entry,) = json.loads((out / "benchmark.json").read_text())["stores"].values()
     assert done.stderr == "" and set(entry["detectors"]) >= CONTROLS
     assert {*entry["detectors"], *entry["skipped"]} == {*names, *CONTROLS}
@@ -201,7 +202,7 @@ def test_predict_with_a_detector_of_another_package(path, tmp_path, plugin):
     state = "state = lambda self: {'layer': self.layer, 'sign': self.sign}\n    load_state = lambda self, s: self.__dict__.update(s)"
     site = plugin(state)
     out = tmp_path / "out"
-    words = ("--workers", 1, "--save-detectors", "--output-dir", out)
+    words = ("--folds", 2, "--workers", 1, "--save-detectors", "--output-dir", out)
     command("benchmark", path, "--detectors", "bad", *words, check=0)
     predict = ("predict", "--checkpoint", out / "checkpoints/bad.pt", "--store", path, "--output", tmp_path / "p.csv")
     assert "60" in command(*predict, check=0).stdout

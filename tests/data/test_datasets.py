@@ -75,27 +75,24 @@ def test_workers_fork_and_spawn(store_path, context, view):
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_iterable_is_exact_over_ranks_and_workers(store_path, batch_size, world_size, workers):
-    for epoch in range(2):
-        seen, by_batch = [], {}
-        for rank in range(world_size):
-            dataset = tracestore.TraceIterableDataset(
-                store_path, buffer_size=6, seed=7, batch_size=batch_size, rank=rank, world_size=world_size
-            )
-            dataset.set_epoch(epoch)
-            loader = DataLoader(dataset, batch_size=None, num_workers=workers)
-            items = list(loader)
-            assert len(items) == len(dataset)
-            for g, item in enumerate(items):
-                ids = item.trace_index.tolist() if batch_size else [int(item[2][1:])]
-                by_batch.setdefault(g, []).extend(ids)
-                seen += ids
-        assert sorted(seen) == list(range(12))
-        if batch_size:
-            whole = tracestore.TraceIterableDataset(
-                store_path, buffer_size=6, seed=7, batch_size=batch_size, rank=0, world_size=1
-            )
-            whole.set_epoch(epoch)
-            assert [by_batch[g] for g in sorted(by_batch)] == [b.trace_index.tolist() for b in whole]
+    def dataset_of(rank, world_size):
+        options = {"buffer_size": 6, "seed": 7, "batch_size": batch_size, "rank": rank, "world_size": world_size}
+        dataset = tracestore.TraceIterableDataset(store_path, **options)
+        dataset.set_epoch(1)
+        return dataset
+
+    seen, by_batch = [], {}
+    for rank in range(world_size):
+        dataset = dataset_of(rank, world_size)
+        items = list(DataLoader(dataset, batch_size=None, num_workers=workers))
+        assert len(items) == len(dataset)
+        for g, item in enumerate(items):
+            ids = item.trace_index.tolist() if batch_size else [int(item[2][1:])]
+            by_batch.setdefault(g, []).extend(ids)
+            seen += ids
+    assert sorted(seen) == list(range(12))
+    if batch_size:
+        assert [by_batch[g] for g in sorted(by_batch)] == [b.trace_index.tolist() for b in dataset_of(0, 1)]
 
 
 def test_sampler(store_path):

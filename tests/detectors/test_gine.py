@@ -78,7 +78,7 @@ FORMS = {
     "no edges": lambda dim, dtype=torch.float64: triangles(dim, dtype, threshold=2.0),
     "no lists": lambda dim, dtype=torch.float64: shuffled_lists(triangles(dim, dtype, threshold=2.0)),
     "heads": lambda dim, dtype=torch.float64: heads(dim, dtype, threshold=0.4),
-    "all heads' edges": lambda dim, dtype=torch.float64: heads(dim, dtype, 12, threshold=-torch.inf),
+    "all heads' edges": lambda dim, dtype=torch.float64: heads(dim, dtype, 12, (4, 1, 6), -torch.inf),
     "one token": lambda dim, dtype=torch.float64: triangles(dim, dtype, sizes=(1,)),
     "one token, heads": lambda dim, dtype=torch.float64: heads(dim, dtype, 2, sizes=(1,)),
 }

@@ -172,7 +172,7 @@ def test_malicious_checkpoints_are_refused(labeled, tmp_path):
     paths.append(tmp_path / "bomb.pt")
     with zipfile.ZipFile(best) as archive, zipfile.ZipFile(paths[-1], "w", zipfile.ZIP_DEFLATED) as bomb:
         for entry in archive.infolist():
-            bomb.writestr(entry.filename, bytes(1 << 26) if "/data/" in entry.filename else archive.read(entry))
+            bomb.writestr(entry.filename, bytes(1 << 27) if entry.filename.endswith("/data/0") else archive.read(entry))
     paths.append(tmp_path / "fifo.pt")
     os.mkfifo(paths[-1])
     for path in paths:

@@ -27,6 +27,14 @@ def pushed(hub, tmp_path, monkeypatch):
     return path
 
 
+@pytest.fixture
+def impatient(pushed, monkeypatch):
+    """Let a request fail soon. Return a function that gives requests the time of those of a user."""
+    monkeypatch.setenv("TRACESTORE_REMOTE_TIMEOUT", "0.2")
+    monkeypatch.setenv("TRACESTORE_REMOTE_RETRY_TIMEOUT", "0.3")
+    return lambda: [monkeypatch.delenv(f"TRACESTORE_REMOTE_{name}TIMEOUT") for name in ("", "RETRY_")]
+
+
 def pull(tmp_path, **limits):
     with bounded(**limits):
         done = command("pull", REPO, tmp_path / "new.zarr")
@@ -37,12 +45,13 @@ def pull(tmp_path, **limits):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_lie_about_a_file(hub, pushed, tmp_path, name):
+def test_a_lie_about_a_file(hub, pushed, impatient, tmp_path, name):
     largest = max(hub.large, key=lambda digest: len(hub.large[digest]))
     hub.lie = lambda method, path: NAMES[name] if path == f"/large/{largest}" else None
     assert pull(tmp_path).returncode in LIES[NAMES[name]]
     assert sum(map(disk_bytes, (*tmp_path.glob(".pull-*"), tmp_path / "new.zarr"))) <= disk_bytes(pushed) + _BLOCK_BYTES
     hub.lie = lambda method, path: None
+    impatient()
     if not (tmp_path / "new.zarr").exists():
         assert pull(tmp_path).returncode == 0
     assert "intact" in command("verify", tmp_path / "new.zarr", check=0).stdout
@@ -50,7 +59,8 @@ def test_a_lie_about_a_file(hub, pushed, tmp_path, name):
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("part", ["/revision/", *long("/tree/")])
-def test_a_lie_about_the_data_set(hub, pushed, tmp_path, name, part):
+@pytest.mark.usefixtures("impatient")
+def test_a_lie_about_the_data_set(hub, tmp_path, name, part):
     """Answers without a known size: short JSON is accepted."""
     hub.lie = lambda method, path: NAMES[name] if part in path else None
     assert pull(tmp_path).returncode in {1, 2, 3}

@@ -84,7 +84,9 @@ def test_a_local_cluster_gives_the_same_bytes(data, tmp_path, attention):
 
 @pytest.mark.long
 def test_an_unreachable_scheduler_is_wrong_usage(data, tmp_path):
-    done = convert(data, tmp_path / "s.zarr", "--dask", "tcp://127.0.0.1:9", check=2)
+    dask = pytest.importorskip("dask")
+    with dask.config.set({"distributed.comm.timeouts.connect": "0.5s"}):
+        done = convert(data, tmp_path / "s.zarr", "--dask", "tcp://127.0.0.1:9", check=2)
     assert done.stderr.count("\n") == 1 and "no Dask scheduler" in done.stderr
     assert not (tmp_path / "s.zarr").exists()
 

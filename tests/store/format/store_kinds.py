@@ -6,6 +6,7 @@ values, pickled, to FOLDER/expected. A reader that is written from docs/format.m
 
 import csv
 import json
+import math
 import os
 import pickle
 import shutil
@@ -33,6 +34,7 @@ from tests.helpers import (
     write_scores,
     write_store,
 )
+from tests.store.format.zarr_libraries import assert_identical
 from tracestore.convert import cutting
 from tracestore.store.format import schema
 from tracestore.store.format.provenance import Provenance
@@ -1130,6 +1132,30 @@ def _expected(store: tracestore.TraceStore, trace: tracestore.Trace) -> dict[str
         "has_nonfinite": trace.has_nonfinite,
         "edges_reversed": None if edges is None else trace.has_reversed_edges,
     }
+
+
+def assert_same(found: Any, value: Any, where: str) -> None:
+    """Compare two values of a trace: types, dtypes of floats, shapes and bits."""
+    if isinstance(value, np.ndarray):
+        assert isinstance(found, np.ndarray), where
+        if value.dtype.kind in "iu" and found.dtype.kind in "iu":
+            assert found.shape == value.shape and (found == value).all(), where
+        else:
+            assert_identical(found, value, where)
+    elif isinstance(value, dict):
+        # Keys may be NaN, and 1 is the same key as True.
+        mine, theirs = ({repr(key): v for key, v in d.items()} for d in (value, found))
+        assert theirs.keys() == mine.keys(), where
+        for key in mine:
+            assert_same(theirs[key], mine[key], f"{where}[{key}]")
+    elif isinstance(value, list | tuple):
+        assert isinstance(found, list | tuple) and len(found) == len(value), where
+        for k, (mine, theirs) in enumerate(zip(value, found, strict=True)):
+            assert_same(theirs, mine, f"{where}[{k}]")
+    elif isinstance(value, float):
+        assert math.isnan(found) if math.isnan(value) else repr(float(found)) == repr(value), (where, found, value)
+    else:
+        assert found == value and isinstance(found, type(value)), (where, found, value)
 
 
 def write_all(folder: Path) -> None:

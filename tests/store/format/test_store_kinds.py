@@ -1,22 +1,22 @@
 """Stores of every kind: a reader written from docs/format.md, and Zarr libraries, read what tracestore reads."""
 
-import math
 import re
 from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 
 import tracestore
 from tests.helpers import ROOT, make_traces
 from tests.store import second_reader
-from tests.store.format.store_kinds import KINDS, SIMILAR, expected
-from tests.store.format.zarr_libraries import assert_identical, compare_large_arrays, compare_small_arrays
+from tests.store.format.store_kinds import KINDS, SIMILAR, assert_same, expected
+from tests.store.format.zarr_libraries import compare_large_arrays, compare_small_arrays
+from tests.store.maintain.test_transfer import assert_equal, merge_by_copying
 from tests.store.second_reader import find, key_hash
 from tests.tiers import long
+from tracestore.store.maintain.merge import merge_stores
 from tracestore.store.maintain.verify import verify_store
 
 
@@ -33,30 +33,6 @@ def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     path = tmp_path_factory.mktemp("kind") / "s.zarr"
     KINDS[request.param](path)
     return Kind(path, expected(path))
-
-
-def assert_same(found: Any, value: Any, where: str) -> None:
-    """Compare two values of a trace: types, dtypes of floats, shapes and bits."""
-    if isinstance(value, np.ndarray):
-        assert isinstance(found, np.ndarray), where
-        if value.dtype.kind in "iu" and found.dtype.kind in "iu":
-            assert found.shape == value.shape and (found == value).all(), where
-        else:
-            assert_identical(found, value, where)
-    elif isinstance(value, dict):
-        # Keys may be NaN, and 1 is the same key as True.
-        mine, theirs = ({repr(key): v for key, v in d.items()} for d in (value, found))
-        assert theirs.keys() == mine.keys(), where
-        for key in mine:
-            assert_same(theirs[key], mine[key], f"{where}[{key}]")
-    elif isinstance(value, list | tuple):
-        assert isinstance(found, list | tuple) and len(found) == len(value), where
-        for k, (mine, theirs) in enumerate(zip(value, found, strict=True)):
-            assert_same(theirs, mine, f"{where}[{k}]")
-    elif isinstance(value, float):
-        assert math.isnan(found) if math.isnan(value) else repr(float(found)) == repr(value), (where, found, value)
-    else:
-        assert found == value and isinstance(found, type(value)), (where, found, value)
 
 
 def test_a_reader_written_from_the_docs_and_zarr_libraries_read_every_value(store, monkeypatch):
@@ -97,6 +73,19 @@ def test_a_reader_written_from_the_docs_reads_the_lens(store):
 def test_the_store_is_intact(store):
     report = verify_store(store.path)
     assert report.damaged == {} and report.num_files > 3
+
+
+def test_a_store_equals_its_copy(store, tmp_path):
+    """The command merge takes over whole segments, and the result equals that of copying."""
+    with tracestore.open(store.path) as opened:
+        codec = opened.internals.attributes.options["codec"]
+    options = {"codec": codec, "allow_mixed_provenance": True}
+    reports = [
+        merge([store.path], tmp_path / name, **options)
+        for merge, name in ((merge_stores, "taken.zarr"), (merge_by_copying, "copied.zarr"))
+    ]
+    assert reports[0] == reports[1]
+    assert_equal(tmp_path / "taken.zarr", tmp_path / "copied.zarr")
 
 
 def test_the_hash_of_the_docs_finds_the_traces(tmp_path):

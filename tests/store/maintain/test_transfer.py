@@ -10,8 +10,7 @@ import pytest
 
 import tracestore
 from tests.helpers import convert, make_trace, make_traces, read_all, tree_bytes, write_pickle, write_store
-from tests.store.format.store_kinds import KINDS, SIMILAR, expected
-from tests.store.format.test_store_kinds import assert_same
+from tests.store.format.store_kinds import assert_same, expected
 from tests.tiers import long
 from tracestore.errors import CorruptStoreError, DiskFullError, InvalidInputError
 from tracestore.store.io import fsio
@@ -49,20 +48,6 @@ def assert_equal(one, other):
     for path in (one, other):
         report = verify_store(path, num_threads=1)
         assert report.damaged == {} and report.leftovers == []
-
-
-@pytest.mark.parametrize("kind", [*(name for name in KINDS if name not in SIMILAR), *long(*SIMILAR)])
-def test_a_store_of_every_kind_equals_its_copy(tmp_path, kind):
-    KINDS[kind](tmp_path / "s.zarr")
-    with tracestore.open(tmp_path / "s.zarr") as store:
-        codec = store.internals.attributes.options["codec"]
-    options = {"codec": codec, "allow_mixed_provenance": True}
-    reports = [
-        merge([tmp_path / "s.zarr"], tmp_path / name, **options)
-        for merge, name in ((merge_stores, "taken.zarr"), (merge_by_copying, "copied.zarr"))
-    ]
-    assert reports[0] == reports[1]
-    assert_equal(tmp_path / "taken.zarr", tmp_path / "copied.zarr")
 
 
 @pytest.fixture
