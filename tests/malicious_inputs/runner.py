@@ -7,6 +7,7 @@ Standard output is one JSON document per line. The package is imported once. Eac
 fork of this process, so that signals, time and memory are measured per file.
 """
 
+import contextlib
 import hashlib
 import io
 import json
@@ -125,6 +126,10 @@ def main() -> None:
         import tracestore.store.write.pack
     elif sys.argv[1] == "convert":
         import tracestore.convert  # noqa: F401
+    else:
+        # Many files name functions of torch, which each fork would import.
+        with contextlib.suppress(ModuleNotFoundError):
+            import torch  # noqa: F401
     for line in sys.stdin:
         name, _, folder = line.rstrip("\n").partition("\t")
         if folder:
