@@ -4,6 +4,7 @@ import contextlib
 import csv
 import gzip
 import hashlib
+import importlib.util
 import io
 import os
 import pickle
@@ -125,6 +126,15 @@ def make_graphs(trace, *, reverse=False, threshold=0.0):
             )
         )
     return layers
+
+
+def load_script(path):
+    """Return a script of the checkout as a module."""
+    spec = importlib.util.spec_from_file_location(f"{Path(path).stem}_script", ROOT / path)
+    # dataclasses look up their module.
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def run_cli(*args, check=None, env=None, **options):

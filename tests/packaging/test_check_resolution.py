@@ -1,12 +1,11 @@
 """Test build_tools/check_resolution.py with an index on localhost."""
 
-import importlib.util
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.helpers import ROOT
+from tests.helpers import load_script
 from tests.packaging.index import make_wheel, serve_index
 
 PROJECT = """
@@ -26,14 +25,7 @@ dev = ["project[all]", "gamma{gamma}"]
 
 @pytest.fixture(scope="module")
 def script():
-    """Import the script as a module."""
-    spec = importlib.util.spec_from_file_location("resolution_script", ROOT / "build_tools" / "check_resolution.py")
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        # dataclasses look up their module.
-        patch.setitem(sys.modules, spec.name, module)
-        spec.loader.exec_module(module)
-        yield module
+    return load_script("build_tools/check_resolution.py")
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Test build_tools/install.py: the choice of PyTorch, and the settings of pip for uv."""
 
-import importlib.util
 import itertools
 import os
 import subprocess
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import ROOT
+from tests.helpers import ROOT, load_script
 from tests.packaging.index import make_wheel, serve_index
 
 SUPPORTED = ">=2.6,<3"
@@ -18,14 +17,7 @@ NOWHERE = "http://127.0.0.1:9/"
 
 @pytest.fixture(scope="module")
 def script():
-    """Import the script as a module."""
-    spec = importlib.util.spec_from_file_location("install_script", ROOT / "build_tools" / "install.py")
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        # dataclasses look up their module.
-        patch.setitem(sys.modules, spec.name, module)
-        spec.loader.exec_module(module)
-        yield module
+    return load_script("build_tools/install.py")
 
 
 @pytest.fixture(scope="module")

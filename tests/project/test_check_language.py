@@ -1,19 +1,13 @@
 """The checker of the prose: build_tools/check_language.py."""
 
-import importlib.util
-
 import pytest
 
-from tests.helpers import ROOT
+from tests.helpers import ROOT, load_script
 
 
 @pytest.fixture(scope="module")
 def checker():
-    """Return the module build_tools/check_language.py."""
-    spec = importlib.util.spec_from_file_location("check_language", ROOT / "build_tools" / "check_language.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("build_tools/check_language.py")
 
 
 RULES = "# comment\n\\bthe house\\b\tthe repository\tan example\n\\banew\\b\tagain\tan example\n!docs/*\t\\banew\\b\n"

@@ -1,12 +1,11 @@
 """The tables of bench/RESULTS.md and README.md, and the script that writes their measured rows."""
 
-import importlib.util
 import json
 from collections import Counter, defaultdict
 
 import pytest
 
-from tests.helpers import ROOT
+from tests.helpers import ROOT, load_script
 
 README, RESULTS = ROOT / "README.md", ROOT / "bench/RESULTS.md"
 
@@ -14,10 +13,7 @@ README, RESULTS = ROOT / "README.md", ROOT / "bench/RESULTS.md"
 @pytest.fixture
 def results(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
-    spec = importlib.util.spec_from_file_location("results", ROOT / "bench/results.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("bench/results.py")
 
 
 def rows(path):

@@ -1,4 +1,4 @@
-"""A reader of tracestore stores in zarr, numpy and the standard library, written from docs/format.md alone."""
+"""A reader of tracestore stores in zarr, numpy and google-crc32c, written from docs/format.md alone."""
 
 import base64
 import json
@@ -7,22 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import zarr
+from google_crc32c import value as crc32c
 from zarr.storage import ZipStore
 
 # Texts, with their bits of `fields`.
 TEXTS = {"question": 7, "generated_answer_clean": 8, "generated_answer": 9, "generated_text": 10}
 LARGE = ("hidden_states", "last_token", "attention", "edge_index", "edge_weight")
 RAGGED = ("token_logprob", "token_entropy", "generated_mask", "special_mask", "token_label")
-
-
-def crc32c(data):
-    """Return the CRC-32C of bytes; the reflected polynomial is 0x82F63B78."""
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc ^= byte
-        for _ in range(8):
-            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
-    return crc ^ 0xFFFFFFFF
 
 
 def read_zip(path):
