@@ -199,7 +199,10 @@ def test_every_command_prints_one_json_document(store_path, tiny_model, tmp_path
         "export": [store_path, tmp_path / "out"],
         "plan": [store_path, "--model", "lstm_solo"],
         "detectors": [store_path],
-        "benchmark": [labeled, "--detectors", "probe_last", "--workers", 1, "--output-dir", tmp_path / "benchmark"],
+        "benchmark": [
+            *(labeled, "--detectors", "probe_last", "--folds", 2, "--workers", 1),
+            *("--output-dir", tmp_path / "benchmark"),
+        ],
     }
     # serve runs until interrupted: tests/serve; push and pull need a server: tests/hub.
     assert sorted({*usages, "serve", "push", "pull"}) == sorted(WITH_JSON)
