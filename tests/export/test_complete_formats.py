@@ -228,23 +228,29 @@ def test_arrays_that_arrow_cannot_hold_are_refused(tmp_path, monkeypatch):
     assert "trace 0 (q4), hidden_states: found 120 values" in error and "--format safetensors" in error
 
 
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """Write a store of 420 MB."""
+    traces = make_traces(105, tokens=250, layers=8, dim=512, heads=2)
+    return write_store(tmp_path_factory.mktemp("large") / "s.zarr", traces, attention="heads")
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("format", ["safetensors", "datasets"])
-def test_memory_does_not_depend_on_the_size_of_the_store(tmp_path, format):
+@pytest.mark.parametrize(("format", "limit_mib"), [("pkl", 64), ("safetensors", 192), ("datasets", 192)])
+def test_memory_does_not_depend_on_the_size_of_the_store(large, tmp_path, format, limit_mib):
+    """Traces are written one by one."""
     pytest.importorskip("pyarrow")
     if not hasattr(resource, "RLIMIT_DATA"):
         pytest.skip("no RLIMIT_DATA here")
-    traces = make_traces(105, tokens=250, layers=8, dim=512, heads=2)
-    write_store(tmp_path / "s.zarr", traces, attention="heads")
     code = f"""
 import pyarrow.parquet, resource, tracestore
 from tracestore.export.exporter import export_store
 import tracestore.export.parquet_file as parquet_file
 parquet_file._ROW_GROUP_BYTES = 16 << 20
-store = tracestore.open({str(tmp_path / "s.zarr")!r})
+store = tracestore.open({str(large)!r})
 list(store[0].hidden_states[0])
 data = next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmData")) * 1024
-resource.setrlimit(resource.RLIMIT_DATA, (data + (192 << 20), resource.RLIM_INFINITY))
+resource.setrlimit(resource.RLIMIT_DATA, (data + ({limit_mib} << 20), resource.RLIM_INFINITY))
 print(export_store(store, {str(tmp_path / "out")!r}, format={format!r}).bytes)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
