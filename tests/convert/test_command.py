@@ -109,12 +109,6 @@ def test_group_column(folder, tmp_path):
     assert "--group-column needs a scores file" in done.stderr
 
 
-def test_duplicates_are_counted(folder, tmp_path, traces):
-    write_pickle(folder / "z_again.pkl", traces[:4])
-    summary = json.loads(convert(folder, tmp_path / "s.zarr", "--json").stdout)
-    assert summary["num_duplicates"] == 4 and summary["num_traces"] == 12
-
-
 def test_nonfinite_values_are_kept_counted_and_reported(folder, tmp_path):
     trace = make_trace(70, tokens=3)
     trace["hidden_states"][1][0, 0] = np.nan
@@ -158,13 +152,6 @@ def test_wrong_usage_is_one_line(tmp_path, folder):
     for args in (["info", tmp_path / "none.zarr"], ["verify", tmp_path / "none.zarr"], ["frobnicate"]):
         done = command(*args, check=2)
         assert done.stderr.count("\n") == 1
-
-
-def test_several_scores_files_are_an_error_that_lists_them(folder, tmp_path):
-    write_scores(folder / "other_scores.csv", {"q0": 1})
-    done = convert(folder, tmp_path / "s.zarr", check=2)
-    assert "ground_truth_scores.csv" in done.stderr and "other_scores.csv" in done.stderr
-    convert(folder, tmp_path / "s.zarr", "--scores", folder / "other_scores.csv")
 
 
 def test_options_that_differ_from_those_of_the_store_need_overwrite(folder, tmp_path):

@@ -3,6 +3,7 @@
 import gzip
 import io
 import pickle
+import pickletools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -143,6 +144,8 @@ def pickles(dtype: str, kind: str) -> Iterator[ValidFile]:
             if (old := renamed(data, protocol)) != data:
                 for suffix, content in packed(old, protocol):
                     yield ValidFile(f"{name}-numpy1.pkl{suffix}", content, expected)
+            if protocol == 4:
+                yield ValidFile(f"{name}-optimized.pkl", pickletools.optimize(data), expected)
             if kind.startswith("torch") and protocol >= 2:
                 for zip_format in (True, False):
                     form = "zip" if zip_format else "legacy"
