@@ -9,28 +9,13 @@ import torch
 from safetensors.numpy import save_file
 
 import tracestore
-from tests.helpers import as_torch, convert, error_of, make_graphs, make_trace, make_traces, write_pickle, write_scores
+from tests.helpers import as_torch, convert, error_of, make_trace, make_traces, write_pickle, write_scores
 
 
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / "in").mkdir()
     return tmp_path / "in"
-
-
-def write_sequences(path, traces, labels=None):
-    """Write the last tokens of traces as lstm_solo/ has them."""
-    states = torch.from_numpy(np.stack([np.stack(t["hidden_states"])[:, -1] for t in traces]))
-    labels = torch.zeros(len(traces)) if labels is None else torch.tensor(labels)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({"sequences": states, "labels": labels, "question_ids": [t["question_id"] for t in traces]}, path)
-
-
-def write_graphs(path, traces, labels=None):
-    """Write graphs of traces as gnn/ has them, without labels as the shards."""
-    value = {"graphs": [make_graphs(t) for t in traces], "question_ids": [t["question_id"] for t in traces]}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(value if labels is None else value | {"labels": labels}, path)
 
 
 def test_traces_of_every_container_of_pickles(tmp_path, folder):
@@ -49,26 +34,6 @@ def test_traces_of_every_container_of_pickles(tmp_path, folder):
         assert found.hidden_states.tobytes() == np.stack(trace["hidden_states"]).tobytes()
         np.testing.assert_array_equal(found.attention, np.stack(trace["attentions"]))
         assert found.tokens.tolist() == trace["tokens"].tolist() and found.answer == trace["generated_answer_clean"]
-
-
-def test_the_two_kinds_of_preprocessed_files_give_one_trace_each(tmp_path, folder):
-    traces = make_traces(5)
-    write_sequences(folder / "lstm_solo/preprocessed_0.pt", traces, [0.0, 1, 0, 1, 1])
-    write_graphs(folder / "gnn/preprocessed_0.pt", traces, [0.0, 1, 0, 1, 1])
-
-    convert(folder, tmp_path / "s.zarr")
-
-    store = tracestore.open(tmp_path / "s.zarr")
-    assert len(store) == 5 and store.labels.tolist() == [0, 1, 0, 1, 1]
-    assert store[3].hidden_states.shape == (3, 4, 8) and store[3].last_token.shape == (3, 8)
-
-
-def test_shards_of_graphs_without_labels(tmp_path, folder):
-    write_graphs(folder / "sharded_data_part_0.pt", make_traces(4))
-
-    convert(folder, tmp_path / "s.zarr")
-
-    assert np.isnan(tracestore.open(tmp_path / "s.zarr").labels).all()
 
 
 def test_several_tools_in_one_folder(tmp_path, folder):
@@ -184,10 +149,6 @@ def test_a_damaged_file_keeps_the_files_before_it(tmp_path, folder):
     assert tracestore.open(tmp_path / "s.zarr").question_ids == ["q0", "q1"]
     done = convert(folder, tmp_path / "s.zarr", "--skip-bad")
     assert len(tracestore.open(tmp_path / "s.zarr")) == 4 and "skipped b.pkl" in done.stdout
-
-
-def test_an_empty_folder(tmp_path, folder):
-    assert "no trace file" in error_of("convert", folder, tmp_path / "s.zarr", code=2)
 
 
 def test_one_file_of_another_kind_among_many_is_refused_when_it_is_read(tmp_path, folder):

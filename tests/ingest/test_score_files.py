@@ -1,7 +1,6 @@
 """Scores files: formats, names of columns and ids, words of judges, and which files are taken."""
 
 import json
-import pickle
 
 import numpy as np
 import pytest
@@ -148,15 +147,6 @@ def test_predictions_are_no_scores_and_other_tables_are_refused(tmp_path):
     assert np.isnan(values).all() and "scores:" not in out and "not read: predictions.csv" in out
     (tmp_path / "judged.csv").write_text("question_id,accuracy\nx0,1\n")
     assert "judged.csv" in error_of("convert", tmp_path, tmp_path / "t.zarr", code=3)
-
-
-def test_the_id_column_names_the_key_of_the_ids(tmp_path):
-    traces = [
-        {k: v for k, v in t.items() if k != "question_id"} | {"example_id": k} for k, t in enumerate(make_traces(3))
-    ]
-    (tmp_path / "t.pkl").write_bytes(pickle.dumps(traces))
-    convert(tmp_path, tmp_path / "s.zarr", "--id-column", "example_id")
-    assert tracestore.open(tmp_path / "s.zarr").question_ids == ["0", "1", "2"]
 
 
 def test_the_name_of_a_file_is_the_id_of_its_only_trace_if_the_scores_use_it(tmp_path):
