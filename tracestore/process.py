@@ -88,7 +88,10 @@ def switch_interval(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def frozen_garbage() -> Iterator[None]:
-    """Exclude the objects that exist now from garbage collection."""
+    """Exclude the objects that exist now from garbage collection, unless the program has excluded its own."""
+    if gc.get_freeze_count():
+        yield
+        return
     gc.freeze()
     try:
         yield
