@@ -325,8 +325,6 @@ def array_value(array: Any, charge: Charge = no_charge) -> Value:
         return NumpyArray(array, charge)
     if array.dtype == schema.BFLOAT16:
         return float((array["bfloat16"].astype("<u4") << 16).view("<f4"))
-    if kind in "Mm":
-        return str(array)
     number: Value = array.item() if kind in "biuf" else NumpyArray(array.reshape(1), charge)
     return number
 

@@ -35,13 +35,12 @@ def test_frames_are_rows_with_their_index(tmp_path):
         "states": [HIDDEN, HIDDEN + 1, HIDDEN + 2],
         "score": [0.1, 0.2, 0.3],
         "rank": [3, 2, 1],
-        "time": pd.to_datetime(["2020-01-01", "2020-01-02", None]),
         "is_ok": [True, False, True],
     }
     frame = pd.DataFrame(columns)
     rows = read(frame)
     assert [row["question_id"] for row in rows] == ["a", None, "ü"]
-    assert str(rows[1]["time"]).startswith("2020-01-02") and [bool(row["is_ok"]) for row in rows] == [True, False, True]
+    assert [bool(row["is_ok"]) for row in rows] == [True, False, True]
     np.testing.assert_array_equal(rows[2]["states"], HIDDEN + 2)
     indexed = frame[["score", "rank"]].set_index(pd.Index(["a", "b", "c"], name="qid"))
     assert [row["qid"] for row in read(indexed, 5)] == ["a", "b", "c"]
@@ -65,6 +64,14 @@ def test_a_frame_of_another_structure_is_refused(tmp_path, kind, protocol):
         frame = pd.DataFrame({"a": pd.Series([1, 0], dtype=kind)})
     with pytest.raises(InvalidInputError, match="to_parquet"):
         read_tree(write_pickle(tmp_path / "in.pkl", frame, protocol))
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+@pytest.mark.parametrize("dtype", ["M8[ns]", "M8[D]", "m8[s]"])
+def test_dates_of_numpy_are_refused(tmp_path, dtype, protocol):
+    for value in (np.zeros(2, dtype), np.zeros((), dtype)[()], [{"time": np.zeros(2, dtype)}]):
+        with pytest.raises(InvalidInputError, match="expected numbers or strings"):
+            read_tree(write_pickle(tmp_path / "in.pkl", value, protocol))
 
 
 @pytest.mark.parametrize("layout", ["csr_matrix", "csc_array", "coo_matrix"])

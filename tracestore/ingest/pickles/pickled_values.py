@@ -89,9 +89,6 @@ class PickledDtype(PickledValue):
         if text == "O" or text == "O8":
             self.dtype: np.dtype | None = None
             return
-        if text in ("M8", "m8"):
-            self.dtype = np.dtype(f"{text}[ns]")
-            return
         if match is None:
             raise InvalidInputError(f"found dtype {text[:40]!r}, expected numbers or strings")
         kind = match[2] or match[4]
@@ -108,19 +105,8 @@ class PickledDtype(PickledValue):
             raise InvalidInputError("found a structured dtype, expected plain numbers")
         if not isinstance(state[1], str) or state[1] not in ("<", ">", "|", "="):
             raise InvalidInputError("found a dtype without a byte order")
-        if self.dtype is not None and self.dtype.kind in "mM":
-            self.dtype = _time_dtype(self.dtype.kind, state[-1])
         if self.dtype is not None and state[1] == ">":
             self.dtype = self.dtype.newbyteorder(">")
-
-
-def _time_dtype(kind: str, metadata: Any) -> np.dtype:
-    """Return the dtype of dates or durations; the metadata of their state is (None, (unit, number, ...))."""
-    unit = metadata[-1][0] if isinstance(metadata, tuple) and metadata and isinstance(metadata[-1], tuple) else None
-    text = unit.decode("latin1") if isinstance(unit, bytes) else unit
-    if text not in ("D", "h", "m", "s", "ms", "us", "ns") or metadata[-1][1:2] != (1,):
-        raise InvalidInputError("found dates or durations of an unknown unit")
-    return np.dtype(f"<{kind}8[{text}]")
 
 
 class PickledArray(PickledValue):
@@ -153,8 +139,6 @@ class PickledArray(PickledValue):
         if not isinstance(data, _BUFFERS):
             raise InvalidInputError(f"found ndarray data of type {type(data).__name__}, expected bytes")
         self.array = make_array(data, dtype.dtype, shape, "F" if fortran else "C")
-        if dtype.dtype.kind in "mM":
-            self.array = self.array.astype("U")
 
     def resolve(self) -> Any:
         """Return the array."""
