@@ -2,6 +2,7 @@
 
 import struct
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -199,7 +200,10 @@ class RowOpener:
             raise InvalidInputError("found two columns of one name")
         for row in range(batch.num_rows):
             self.charge()
-            yield MappingGroup(columns, lambda column, row=row: self.value(column[row]))
+            yield MappingGroup(columns, partial(self._cell, row))
+
+    def _cell(self, row: int, column: Any) -> Value:
+        return self.value(column[row])
 
     def value(self, scalar: Any) -> Value:
         """Return a scalar of pyarrow as a value of the tree."""
