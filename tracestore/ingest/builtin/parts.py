@@ -261,9 +261,9 @@ def exported_sources(files: Mapping[str, Path]) -> tuple[dict[str, SourceFile], 
     """Return the sources that are files of exports, and all files that exports describe."""
     folders = {folder for path in files.values() for folder in list(path.parents)[:2]}
     exports = [export for folder in folders if (export := find_export(folder)) is not None]
-    exported = {file.path: file for export in exports for file in export.files}
+    exported = {file.path: file for found, _ in exports for file in found}
     sources = {n: SourceFile(path, n, export=exported[path]) for n, path in files.items() if path in exported}
-    return sources, {path.absolute() for export in exports for path in export.paths}
+    return sources, {path.absolute() for _, paths in exports for path in paths}
 
 
 def find_sources(arguments: list[Path], store: Path) -> list[SourceFile]:

@@ -7,7 +7,7 @@ and what all traces share is in STORE_FILE.
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -196,24 +196,8 @@ class ExportedFile:
         return self.facts.folder / self.file.name
 
 
-@dataclass(frozen=True)
-class Export:
-    """A complete export in a folder.
-
-    Attributes
-    ----------
-    files : list of ExportedFile
-        Its files with arrays.
-    paths : frozenset of Path
-        All of its files.
-    """
-
-    files: list[ExportedFile] = field(default_factory=list)
-    paths: frozenset[Path] = frozenset()
-
-
-def read_export(folder: Path) -> Export:
-    """Return the export in a folder; it has no files if the folder holds none.
+def read_export(folder: Path) -> tuple[list[ExportedFile], frozenset[Path]]:
+    """Return the files with arrays of the export in a folder, and the paths of all of its files.
 
     Raises
     ------
@@ -221,10 +205,8 @@ def read_export(folder: Path) -> Export:
         If it is unfinished, or one of its files is missing or was changed; SCORES_FILE may be.
     """
     manifest = ExportManifest.read(folder)
-    if manifest is None:
-        return Export()
     where = str(folder)
-    if manifest.state != COMPLETE:
+    if manifest is None or manifest.state != COMPLETE:
         raise InvalidInputError(
             "an unfinished export; run the same `tracestore export` again to complete it, or remove the folder",
             source=where,
@@ -245,7 +227,7 @@ def read_export(folder: Path) -> Export:
         for file in manifest.files
     ]
     names = (EXPORT_FILE, *(file.name for file in listed))
-    return Export(files, frozenset(folder / name for name in names))
+    return files, frozenset(folder / name for name in names)
 
 
 def _facts(folder: Path, manifest: ExportManifest) -> tuple[ExportFacts, tuple[Provenance, ...]]:
