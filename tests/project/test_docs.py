@@ -16,7 +16,7 @@ from tracestore.store.vocabulary import SCORES, WORDS
 
 pytestmark = pytest.mark.long
 
-PAGES = ("tutorial", "tutorial_machines", "tutorial_detector", "scores", "export", "tasks", "loading", "memory")
+PAGES = ("tutorial", "tutorial_machines", "tutorial_detector", "scores", "export", "loading", "memory")
 PAGES += ("migration", "bridges", "reading")
 PAGES = (*(f"docs/{name}.md" for name in PAGES), "README.md")
 

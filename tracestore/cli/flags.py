@@ -5,6 +5,8 @@ argparse needs.
 """
 
 import argparse
+import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -109,6 +111,24 @@ def add_flags(parser: argparse._ActionsContainer, options: type, flags: Flags) -
 def values(args: argparse.Namespace, *tables: Iterable[str]) -> dict[str, Any]:
     """Return the parsed values of the fields in some tables, by field name."""
     return {name: getattr(args, name) for flags in tables for name in flags}
+
+
+def add_shard(parser: argparse.ArgumentParser, text: str) -> None:
+    """Add the flag --shard, whose value is a pair of integers; `text` states the share of process I of N."""
+    parser.add_argument(
+        "--shard",
+        type=_shard,
+        default=f"{os.environ.get('RANK', 0)}/{os.environ.get('WORLD_SIZE', 1)}",
+        metavar="I/N",
+        help=f"{text} (default: RANK/WORLD_SIZE as torchrun sets them, else all)",
+    )
+
+
+def _shard(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text, re.ASCII)
+    if match is None or int(match[1]) >= int(match[2]):
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected I/N with 0 <= I < N")
+    return int(match[1]), int(match[2])
 
 
 def add_store(parser: argparse.ArgumentParser) -> None:

@@ -5,12 +5,11 @@ Example: tracestore extract --model HuggingFaceTB/SmolLM2-135M-Instruct --questi
 
 import argparse
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tracestore.cli.flags import add_allow_mixed_provenance
+from tracestore.cli.flags import add_allow_mixed_provenance, add_shard
 from tracestore.console import Output, Parser, Progress, float_where, int_between, int_list, positive_int
 from tracestore.errors import UsageError
 from tracestore.extract import extraction
@@ -40,14 +39,8 @@ def add_arguments(parser: Parser) -> None:
     add("--output", "--out", required=True, type=parse_location, metavar="DIR|STORE", help=text)
     add("--limit", type=positive_int, metavar="N", help="use only the first N questions (default: all)")
     add("--traces-per-file", type=positive_int, default=500, metavar="N", help="answers in a .pkl file")
-    add(
-        "--shard",
-        type=_shard,
-        default=f"{os.environ.get('RANK', 0)}/{os.environ.get('WORLD_SIZE', 1)}",
-        metavar="I/N",
-        help="only every Nth question from question I on (with pickles: file); all shards may write to one store "
-        "(default: RANK/WORLD_SIZE as torchrun sets them, else all)",
-    )
+    text = "only every Nth question from question I on (with pickles: file); all shards may write to one store"
+    add_shard(parser, text)
     add("--max-new-tokens", type=positive_int, default=32, metavar="N", help="tokens of an answer")
     add("--instruction", default=extraction.INSTRUCTION, help="system prompt; '' for none")
     text = "chat template in Jinja (NAME.jinja), or text with {instruction} and {question}; default: that of the model"
@@ -164,17 +157,6 @@ def run(args: argparse.Namespace, output: Output) -> None:
         f"{args.output}: {plural(report.made, 'new trace')}, {plural(report.already_there, 'existing trace')}{share}"
     )
     output.print_json(report)
-
-
-def _shard(text: str) -> tuple[int, int]:
-    """Return (I, N) of the text I/N with 0 <= I < N, for argparse."""
-    try:
-        index, count = (int(part) for part in text.split("/"))
-    except ValueError:
-        index, count = 0, 0
-    if not 0 <= index < count:
-        raise argparse.ArgumentTypeError(f"found {text!r}, expected I/N with 0 <= I < N")
-    return index, count
 
 
 def _layers(text: str) -> tuple[int, ...]:

@@ -4,11 +4,11 @@ Example: tracestore work plan.json --shard 0/4 --workers 2
 """
 
 import argparse
-import re
 import sys
 from concurrent.futures import as_completed
 from pathlib import Path
 
+from tracestore.cli.flags import add_shard
 from tracestore.console import Output, Parser, positive_int
 from tracestore.convert.options import ConvertOptions
 from tracestore.store.io.fsio import map_os_errors
@@ -19,19 +19,11 @@ from tracestore.tasks.task_writing import write_task
 from tracestore.words import format_size, parse_size, plural
 
 
-def _shard(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
-    if match is None or int(match[1]) >= int(match[2]):
-        raise argparse.ArgumentTypeError(f"found {text!r}, expected I/N with I from 0 to N - 1")
-    return int(match[1]), int(match[2])
-
-
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
     text = "tasks that convert --plan has written; - reads their lines from standard input, and prints the hash of each"
     parser.add_argument("file", type=Path, metavar="FILE", help=text)
-    text = "write the tasks I, I + N, I + 2 N, ... (default: all that are not written)"
-    parser.add_argument("--shard", type=_shard, metavar="I/N", default=(0, 1), help=text)
+    add_shard(parser, "write the tasks I, I + N, I + 2 N, ... that are not written")
     text = "processes of this machine; one that is killed is repeated up to three times"
     parser.add_argument("--workers", type=positive_int, metavar="N", default=1, help=text)
     text = f"memory for waiting traces, of all processes (default: {format_size(ConvertOptions.memory_budget)})"
