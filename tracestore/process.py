@@ -88,10 +88,7 @@ def switch_interval(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def frozen_garbage() -> Iterator[None]:
-    """Exclude the objects that exist now from garbage collection, unless the program has excluded its own."""
-    if gc.get_freeze_count():
-        yield
-        return
+    """Exclude the objects that exist now from garbage collection."""
     gc.freeze()
     try:
         yield

@@ -11,9 +11,10 @@ import warnings
 import pytest
 import torch
 
+from tests.conftest import FROZEN_GARBAGE
 from tests.helpers import ROOT, command, run_cli
 from tests.train.runs import FAST, ONLY, write_labeled
-from tracestore import cli
+from tracestore import cli, process
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE)
 
@@ -37,6 +38,8 @@ def test_command_with_argv_leaves_the_process_unchanged(folder, tmp_path, monkey
     monkeypatch.setattr(
         "tracestore.cli.commands.convert.reuse_freed_memory", lambda _: pytest.fail("changed the allocator")
     )
+    monkeypatch.setattr(process, "frozen_garbage", FROZEN_GARBAGE)
+    gc.unfreeze()  # as in the process of a user
     store = write_labeled(tmp_path / "labeled.zarr")
     train = ["train", "--store", store, *FAST, *ONLY["lstm_solo"], "--epochs", 1, "--output-dir", tmp_path / "r"]
     train[train.index("--num-threads") + 1] = torch.get_num_threads() + 1
@@ -55,6 +58,7 @@ def test_command_with_argv_leaves_the_process_unchanged(folder, tmp_path, monkey
     ):  # fmt: skip
         command(*words, check=code)
         assert process_state() == before, words
+    gc.freeze()
 
 
 def test_program_configures_the_allocator(folder, tmp_path, monkeypatch, capsys):
