@@ -1,6 +1,7 @@
 """Opening a store and reading its traces."""
 
 import pickle
+import sys
 
 import numpy as np
 import pytest
@@ -22,6 +23,24 @@ def test_arrays_are_zero_copy_and_read_only(store_path):
     expected = hidden.copy()
     store.close()
     np.testing.assert_array_equal(hidden, expected)
+
+
+def test_opening_an_array_takes_few_calls(store_path):
+    """To write the expected zarr.json only to compare it would take 1,000 calls more, also in a cold remote epoch."""
+    count = 0
+
+    def count_call(frame, event, argument):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    with tracestore.open(store_path) as store:
+        segment, before = store.internals.segment(0), sys.getprofile()
+        sys.setprofile(count_call)
+        try:
+            segment.array("hidden_states")
+        finally:
+            sys.setprofile(before)
+    assert 50 < count < 400
 
 
 def test_missing_scores_are_nan_and_unknown_traces_raise(store_path):
