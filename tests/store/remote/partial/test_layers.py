@@ -268,25 +268,42 @@ class _DyingServer:
 
     address, is_forked, has_ranges = "s3://bucket/store", False, True
 
-    def __init__(self, data, num_bytes):
-        self.data, self.num_bytes, self.fetched = data, num_bytes, 0
+    def __init__(self, data, num_bytes, piece_bytes=1000):
+        self.data, self.num_bytes, self.piece_bytes, self.fetched = data, num_bytes, piece_bytes, 0
 
     def stream_range(self, entry, begin, end, take):
-        for at in range(begin, end, 1000):
+        for at in range(begin, end, self.piece_bytes):
             if self.fetched >= self.num_bytes:
                 os.kill(os.getpid(), signal.SIGKILL)
-            piece = self.data[at : min(at + 1000, end)]
+            piece = self.data[at : min(at + self.piece_bytes, end)]
             take(piece, at)
             self.fetched += len(piece)
         return True
 
 
+def layers_of(data, num_bytes):
+    """Return an entry of a file of data, and its layers of num_bytes."""
+    ends = np.arange(0, len(data) + 1, num_bytes)
+    crcs = np.array([crc32c(data[begin : begin + num_bytes]) for begin in ends[:-1]], "u4")
+    return FileEntry("segments/0/hidden_states/c/0/0", len(data) + 20, 0), FileLayers(ends, crcs, len(data))
+
+
+@pytest.mark.parametrize("piece_bytes", [1_000, 16_000, 48_000, 80_000])
+def test_the_layers_of_a_piece_are_recorded_with_one_write(tmp_path, monkeypatch, piece_bytes):
+    data = np.random.default_rng(0).bytes(80_000)
+    found = LayerFile(
+        DiskCache(tmp_path), _DyingServer(data, 1 << 30, piece_bytes), *layers_of(data, 5_000), lambda name: None
+    )
+    writes, pwrite = [], os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, flags, at: writes.append(at) or pwrite(fd, flags, at))
+    assert found.fetch([(0, 80_000)]) and found.mapped.read(0, 80_000) == data
+    assert len(writes) <= -(-80_000 // piece_bytes)
+
+
 @pytest.mark.parametrize("num_bytes", [0, 1, 5_000, 15_999, 16_000, 16_001, 33_000, 47_000, 64_000, 78_001])
 def test_a_process_that_is_killed_leaves_the_layers_that_it_had(tmp_path, num_bytes):
     data = np.random.default_rng(num_bytes).bytes(80_000)
-    ends = np.arange(0, 80_001, 16_000)
-    crcs = np.array([crc32c(data[begin : begin + 16_000]) for begin in ends[:-1]], "u4")
-    entry, layers = FileEntry("segments/0/hidden_states/c/0/0", 80_020, 0), FileLayers(ends, crcs, 80_000)
+    entry, layers = layers_of(data, 16_000)
     pid = os.fork()
     if pid == 0:
         try:
