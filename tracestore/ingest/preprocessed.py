@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import InvalidInputError, error_location
+from tracestore.ingest.execute.values import describe
 from tracestore.ingest.readers.opening import open_tree
 from tracestore.ingest.tree import Array, Group, Items, Value
 from tracestore.store.format import schema
@@ -59,7 +60,7 @@ def _read_sequences(root: Group) -> Iterator[TraceRecord]:
 def _read_graphs(root: Group, on_refused: OnRefused | None) -> Iterator[TraceRecord]:
     graphs = root["graphs"]
     if not isinstance(graphs, Items) or not graphs.length:
-        raise field_error("graphs", _found(graphs), "a list with one list of layers per trace")
+        raise field_error("graphs", describe(graphs), "a list with one list of layers per trace")
     ids = _ids(root, graphs.length, "trace")
     labels = _labels(root, graphs.length) if "labels" in root else [None] * graphs.length
     for position in range(graphs.length):
@@ -82,7 +83,7 @@ def _ids(root: Group, count: int, unit: str) -> list[str]:
     if isinstance(ids, np.ndarray) and ids.ndim == 1:
         ids = ids.tolist()
     if not isinstance(ids, list):
-        raise field_error("question_ids", _found(root["question_ids"]), "a list of ids")
+        raise field_error("question_ids", describe(root["question_ids"]), "a list of ids")
     if len(ids) != count:
         raise field_error("question_ids", f"{len(ids)} ids", f"{count}, one per {unit}")
     texts = []
@@ -96,7 +97,7 @@ def _labels(root: Group, count: int) -> list[float | None]:
     try:
         values = np.asarray(_plain(root["labels"]), dtype="<f8")
     except (TypeError, ValueError):
-        raise field_error("labels", _found(root["labels"]), f"({count},) numbers") from None
+        raise field_error("labels", describe(root["labels"]), f"({count},) numbers") from None
     if values.size != count or max(values.shape, default=0) not in (0, count):
         raise field_error("labels", f"shape {values.shape}", f"({count},)")
     found = []
@@ -109,14 +110,14 @@ def _labels(root: Group, count: int) -> list[float | None]:
 def _graph_record(layers: Value) -> TraceRecord:
     """Return the record of one trace, without its id, position and label."""
     if not isinstance(layers, Items) or not layers.length:
-        raise field_error("graphs", _found(layers), "a list of at least one layer")
+        raise field_error("graphs", describe(layers), "a list of at least one layer")
     hidden: list[np.ndarray] = []
     edges: list[tuple[np.ndarray, np.ndarray]] = []
     extras: dict[str, list[Any]] = {}
     for k, layer in enumerate(layers):
         where = f"graphs[{k}]"
         if not isinstance(layer, Group):
-            raise field_error(where, _found(layer), "a PyG Data")
+            raise field_error(where, describe(layer), "a PyG Data")
         x, index, weight = (_required(layer, name, where) for name in _GRAPH_ARRAYS)
         hidden.append(_nodes(layer, x, where, hidden))
         edges.append(_edges(index, weight, where))
@@ -153,15 +154,15 @@ def _nodes(layer: Group, value: Value, where: str, before: list[np.ndarray]) -> 
 def _edges(index: Value, weight: Value, where: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the nodes (2, E) and the weights (E,) of edges."""
     if not isinstance(index, Array) or index.ndim != 2 or index.shape[0] != 2 or "int" not in index.dtype:
-        raise field_error(f"{where}.edge_index", _found(index), "(2, E) integers")
+        raise field_error(f"{where}.edge_index", describe(index), "(2, E) integers")
     if not isinstance(weight, Array) or weight.shape not in ((index.shape[1], 1), (index.shape[1],)):
-        raise field_error(f"{where}.edge_attr", _found(weight), f"({index.shape[1]}, 1)")
+        raise field_error(f"{where}.edge_attr", describe(weight), f"({index.shape[1]}, 1)")
     return index.read(), _floats(weight, f"{where}.edge_attr", weight.ndim, "(E, 1)").reshape(-1)
 
 
 def _floats(value: Value, field: str, ndim: int, text: str) -> np.ndarray:
     if not isinstance(value, Array) or value.ndim != ndim:
-        raise field_error(field, _found(value), text)
+        raise field_error(field, describe(value), text)
     array = value.read()
     try:
         schema.dtype_name(array.dtype)
@@ -177,10 +178,3 @@ def _plain(value: Value) -> Any:
     if isinstance(value, Items):
         return [_plain(item) for item in value]
     return value.read() if isinstance(value, Array) else value
-
-
-def _found(value: Value) -> str:
-    """Return the shape of an array or the type of another value, for error messages."""
-    if isinstance(value, Array):
-        return f"shape {value.shape}"
-    return "a dict" if isinstance(value, Group) else "a list" if isinstance(value, Items) else type(value).__name__

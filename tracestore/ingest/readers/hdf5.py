@@ -4,7 +4,6 @@ import importlib.util
 import math
 import os
 import re
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cached_property
@@ -29,7 +28,6 @@ from tracestore.ingest.tree import (
 )
 
 _DTYPE = re.compile(r"[<>|](?:[biufc](?:1|2|4|8|16)|[SV]\d{1,7})")
-_BLOCK_BYTES = 4 << 20
 _PAGE_BYTES = 4 << 20
 _MAX_MEMBERS = 400_000  # of a group
 _idle = Idle("tracestore.ingest.readers.hdf5_server")
@@ -49,17 +47,12 @@ class _File:
 
     def __init__(self, content: Content) -> None:
         self.content, self.charge = content, content.limits.charge
+        if content.is_inflated:
+            raise InvalidInputError("found a compressed file of HDF5, which is read from the disk; inflate it")
         self._process: HDF5Process = _idle.take()
         self._is_answering, self._has_failed = True, False
         content.resources.callback(self.close)
-        if not content.is_inflated:
-            self.request(open=os.path.abspath(content.path))
-            return
-        with tempfile.NamedTemporaryFile(dir=content.scratch.folder, suffix=".h5") as copy:
-            for begin in range(0, len(content.mapped), _BLOCK_BYTES):
-                copy.write(content.mapped.read(begin, min(begin + _BLOCK_BYTES, len(content.mapped))))
-            copy.flush()
-            self.request(open=os.path.abspath(copy.name))  # it has the file open; the name is not needed any more
+        self.request(open=os.path.abspath(content.path))
 
     def request(self, **message: Any) -> dict[str, Any]:
         """Send a request and return the answer. After an error, the process reads no other file."""
