@@ -121,15 +121,11 @@ class ExportManifest:
         """Return the list; raise ValueError for values of another kind."""
         texts = [self.store, self.format, *self.score_columns, *self.score_columns.values()]
         numbers = [self.traces_per_file, self.num_traces]
-        for file in self.files:
-            numbers += [file.num_bytes, file.num_traces, file.table_begin, file.provenance or 0]
+        for file in (*self.files, *self.side_files):
             folder, _, name = file.name.rpartition("/")
             if folder not in ("", DATA_FOLDER) or name in ("", ".", ".."):
                 raise ValueError(f"the name {file.name!r:.60}")
-        for side in self.side_files:
-            numbers += [side.num_bytes, side.crc32c]
-            if "/" in side.name or side.name in ("", ".", ".."):
-                raise ValueError(f"the name {side.name!r:.60}")
+            numbers += [n for key, n in vars(file).items() if key != "name" and (key, n) != ("provenance", None)]
         if not all(isinstance(text, str) for text in texts) or not all(type(n) is int and n >= 0 for n in numbers):
             raise ValueError("values of another kind")
         if self.state not in (UNFINISHED, COMPLETE):
