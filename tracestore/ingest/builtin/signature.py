@@ -146,18 +146,7 @@ class Signature:
         """Return what in the first item of a file is another thing than the signature says, None if nothing is."""
         if not self.must and not self.class_name:
             return None  # a file that is left out, or a table whose rows the accounts check
-        first: str | None = None
-        unmet: str | None = None
-        found: list[dict[str, int]] = []
-        for item in islice(self._items(root), _MAX_LOOKS):
-            differs, sizes = self._compare(item)
-            first = first or differs
-            if differs is None:
-                found.append(sizes)
-                unmet = self._unmet(sizes, item, is_varying=_is_varying(found))
-                if unmet is None:
-                    return None
-        return unmet or first or "holds no item"
+        return self._difference(self._items(root), is_claim=True)
 
     def near_difference(self, root: Value) -> str | None:
         """Return what differs in a file whose first item has all that it must have; None for other files."""
@@ -174,24 +163,33 @@ class Signature:
         """Return the root of a file that is being read; `refuse` gets what is another thing in its first items."""
         if isinstance(root, Items) and root.is_stream and self.at == "[]":
             return StreamItems(self._checked(root, refuse), root.length, root.attributes)
-        if (differs := self._difference_of_first(self._items(root))) is not None:
+        if (differs := self._difference(self._items(root), is_claim=False)) is not None:
             refuse(differs)
         return root
 
     def _checked(self, items: Items, refuse: Callable[[str], None]) -> Iterator[Value]:
         repeated = RepeatedItems(items)
-        if (differs := self._difference_of_first(iter(repeated))) is not None:
+        if (differs := self._difference(iter(repeated), is_claim=False)) is not None:
             refuse(differs)
         yield from repeated.rest()
 
-    def _difference_of_first(self, items: Iterator[Value]) -> str | None:
-        """Return what differs in the first item; None if one of the first items is as described, or there is none."""
+    def _difference(self, items: Iterator[Value], *, is_claim: bool) -> str | None:
+        """Return what differs in the first item; None if one of the first items is as described.
+
+        The conditions, and that there is an item, are those of a claim: a file that is read may have none of these.
+        """
         first: str | None = None
+        unmet: str | None = None
+        found: list[dict[str, int]] = []
         for item in islice(items, _MAX_LOOKS):
-            if (differs := self._compare(item)[0]) is None:
-                return None
+            differs, sizes = self._compare(item)
             first = first or differs
-        return first
+            if differs is None:
+                found.append(sizes)
+                unmet = self._unmet(sizes, item, is_varying=_is_varying(found)) if is_claim else None
+                if unmet is None:
+                    return None
+        return unmet or first or ("holds no item" if is_claim else None)
 
     def _items(self, root: Value) -> Iterator[Value]:
         if self.at == "[]":
