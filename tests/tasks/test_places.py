@@ -212,8 +212,9 @@ def test_a_fault_at_each_put_of_tasks(data, tmp_path, proxy, remote, fault):
     assert most > 20
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.long
-def test_a_coordinator_that_replaces_a_folder_is_killed_at_each_call(data, tmp_path):
+def test_a_process_that_writes_a_folder_is_killed(data, tmp_path, overwrite):
     """The path holds the old store or the new one, and the same command completes the new one."""
     for path in sorted(data.iterdir())[3:]:
         path.unlink()
@@ -223,18 +224,18 @@ def test_a_coordinator_that_replaces_a_folder_is_killed_at_each_call(data, tmp_p
     while is_killed:
         store = tmp_path / f"{number}" / "s.zarr"
         store.parent.mkdir()
-        shutil.copytree(tmp_path / "old.zarr", store)
-        tasks = plan_tasks(data, store, ConvertOptions(overwrite=True))
-        for task in tasks:
-            write_task(task)
-        is_killed = kill_in_child(number, lambda tasks=tasks: commit_tasks(tasks))
-        with tracestore.open(store) as found:
-            assert len(found) in (2, 12)
-        convert(data, store, "--overwrite", "--workers", 2)
+        if overwrite:
+            shutil.copytree(tmp_path / "old.zarr", store)
+        is_killed = kill_in_child(number, lambda store=store: run_tasks(data, store, overwrite=overwrite))
+        if overwrite:
+            with tracestore.open(store) as found:
+                assert len(found) in (2, 12)
+        convert(data, store, *["--overwrite"] * overwrite)
         check_same(store, tmp_path / "one.zarr")
+        assert [path.name for path in store.parent.iterdir()] == ["s.zarr"]
         shutil.rmtree(store.parent)
-        number += 3
-    assert number > 60
+        number += 5
+    assert number > 100
 
 
 def kill_in_child(number, run):

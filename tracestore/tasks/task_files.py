@@ -20,7 +20,7 @@ from tracestore.words import plural
 
 _SUFFIXES = (".json", ".jsonl")
 _MAX_BYTES = 1 << 30
-_POLL_S = 0.2
+_POLL_S, _MAX_POLL_S = 0.2, 2.0
 
 
 def check_tasks_file(path: Path, store: str, inputs: Sequence[Path]) -> None:
@@ -80,10 +80,10 @@ def read_tasks(path: Path) -> list[Task]:
 
 def wait_for(tasks: Sequence[Task], wait_s: float) -> None:
     """Wait until all tasks are written, or for some seconds."""
-    until, missing = time.monotonic() + wait_s, unwritten(tasks)
+    until, missing, pause_s = time.monotonic() + wait_s, unwritten(tasks), _POLL_S
     while missing and time.monotonic() < until:
-        time.sleep(_POLL_S)
-        missing = unwritten(missing)
+        time.sleep(pause_s)
+        missing, pause_s = unwritten(missing), min(2 * pause_s, _MAX_POLL_S)
 
 
 @dataclass

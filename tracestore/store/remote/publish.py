@@ -50,6 +50,8 @@ class RemoteTarget(HasWritingFolder):
         self._added: set[str] = set()  # what this writer has put
         self._numbers: list[int] = []  # generations, newest first, after the last commit
         self._known: dict[int, mf.Manifest] = {}
+        self._roots: dict[int, bytes] = {}  # of generations
+        self._whole: set[int] = set()  # generations whose writers have left nothing undone
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
@@ -164,18 +166,25 @@ class RemoteTarget(HasWritingFolder):
         self._object_store.put_if_absent("zarr.json", data)
 
     def begin(self, manifest: mf.Manifest, root: bytes) -> None:
-        """See CommitTarget. The next commit completes the newest generation."""
+        """See CommitTarget."""
         self._known[manifest.generation] = manifest
+        if self._newest:
+            self._roots[self._newest] = root
+            self._complete(self._newest)
 
     def settle(self, manifest: mf.Manifest, root: bytes) -> None:
         """See CommitTarget."""
         objects, number = self._object_store, manifest.generation
-        self._known[number] = manifest
-        objects.put(paths.manifest_copy(number), manifest.to_bytes())
-        if self._numbers[:1] != [number]:
+        self._known[number], self._roots[number] = manifest, root
+        newest, previous = (*self._numbers, 0, 0)[:2]
+        if newest != number:
             return  # The writer of the newer one does the rest.
+        self._complete(previous)
         objects.put("manifest/newest", f"{number:010d}\n".encode())
-        objects.put("zarr.json", root)
+        if self._roots.get(previous) != root:
+            objects.put("zarr.json", root)
+        objects.put(paths.manifest_copy(number), manifest.to_bytes())
+        self._whole.add(number)
         try:
             kept = {file.path for k in self._numbers[:2] for file in self._manifest(k).small_files()}
         except (CorruptStoreError, FileNotFoundError):
@@ -186,6 +195,17 @@ class RemoteTarget(HasWritingFolder):
                 removed += [file.path for file in self._manifest(k).small_files() if file.path not in kept]
             removed.append(paths.manifest_copy(k))
         objects.delete(removed + [paths.manifest(k) for k in self._numbers[2:]])
+
+    def _complete(self, number: int) -> None:
+        """Put what a killed writer of a generation has left undone: the root, and then the copy of the manifest."""
+        objects, copy = self._object_store, paths.manifest_copy(number)
+        if number and number not in self._whole and objects.size(copy) is None:
+            with contextlib.suppress(CorruptStoreError, FileNotFoundError):
+                data = self._manifest(number).to_bytes()
+                if number in self._roots:
+                    objects.put("zarr.json", self._roots[number])
+                objects.put(copy, data)
+        self._whole.add(number)
 
     def _manifest(self, number: int) -> mf.Manifest:
         if number not in self._known or number == self.replaced_generation:
