@@ -1,15 +1,20 @@
 """An S3 server in a separate process, and a proxy that injects faults."""
 
 import http.client
+import json
+import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
 from collections import Counter
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import import_module
+from pathlib import Path
 
 BUCKET = "bucket"
 
@@ -21,27 +26,52 @@ def free_port():
 
 
 def wait_until_it_answers(url, method="GET"):
+    return wait_until(lambda: urllib.request.urlopen(urllib.request.Request(url, method=method), timeout=5), OSError)
+
+
+def wait_until(call, *errors):
+    """Call a function until it does not raise one of these errors, and return its result."""
     for _ in range(300):
         try:
-            return urllib.request.urlopen(urllib.request.Request(url, method=method), timeout=5)
-        except OSError:
+            return call()
+        except errors:
             time.sleep(0.1)
-    raise RuntimeError(f"{url} does not answer")
+    raise RuntimeError("the server does not answer")
+
+
+def seaweedfs(program, folder, port):
+    """Return the command of a SeaweedFS server whose data are in a folder."""
+    user = {"name": "user", "credentials": [{"accessKey": "user", "secretKey": "secret"}], "actions": ["Admin"]}
+    (folder / "users.json").write_text(json.dumps({"identities": [user]}))
+    ports = {"master": free_port(), "volume": free_port(), "filer": free_port(), "s3": port}
+    grpc = {f"{name}.port.grpc": free_port() for name in ports}
+    options = {f"{name}.port": found for name, found in ports.items()} | grpc
+    options |= {"s3.port.iceberg": 0, "s3.port.lance": 0, "dir": folder, "ip": "127.0.0.1", "volume.max": 20}
+    options |= {"s3.config": folder / "users.json", "master.volumeSizeLimitMB": 256}
+    return [program, "server", "-filer", "-s3", *(f"-{name}={value}" for name, value in options.items())]
 
 
 @contextmanager
 def s3_server():
-    """Start a server with an empty bucket and yield its URL."""
-    port = free_port()
+    """Start moto, or the `weed` that TRACESTORE_WEED names, with an empty bucket, and yield the URL."""
+    port, weed = free_port(), os.environ.get("TRACESTORE_WEED")
     words = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        url = f"http://127.0.0.1:{port}"
-        wait_until_it_answers(f"{url}/{BUCKET}", "PUT")
-        yield url
-    finally:
-        process.kill()
-        process.wait()
+    with tempfile.TemporaryDirectory() as folder:
+        if weed is not None:
+            words = seaweedfs(weed, Path(folder), port)
+        process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            url = f"http://127.0.0.1:{port}"
+            if weed is None:
+                wait_until_it_answers(f"{url}/{BUCKET}", "PUT")
+            else:
+                keys = {"aws_access_key_id": "user", "aws_secret_access_key": "secret", "region_name": "us-east-1"}
+                client = import_module("boto3").client("s3", endpoint_url=url, **keys)
+                wait_until(lambda: client.create_bucket(Bucket=BUCKET), Exception)
+            yield url
+        finally:
+            process.kill()
+            process.wait()
 
 
 class Proxy:
