@@ -105,7 +105,7 @@ class CommitTarget(Protocol):
         """Add a small file unless it exists."""
 
     def create_file(self, path: str, data: bytes) -> bool:
-        """Create a file that no generation names; return False, with nothing changed, if one with other bytes exists."""
+        """Create a file that no generation names. Return False, with nothing changed, if another process has done so."""
 
     def keep_file(self, path: str, data: bytes) -> None:
         """Create or replace a file that no generation names, with `overwrite` in the store that is to be replaced."""
