@@ -125,13 +125,10 @@ class Group(Mapping[Any, Value]):
     attributes : Mapping
         Values that the container attaches to the group: attributes of HDF5, the metadata of safetensors and of
         the schema of Arrow; otherwise empty.
-    is_ordered : bool
-        Whether the keys are in the order in which they were written.
     """
 
     __slots__ = ()
     attributes: Mapping[str, Value] = _NO_ATTRIBUTES
-    is_ordered: bool = True
 
     def at_hand(self, keys: Sequence[Any]) -> list[Any]:
         """Return, for each key, what the reader has made already: a text, a number, an array of NumPy, a list of them.
@@ -152,21 +149,17 @@ class MappingGroup(Group):
         Return a value of the mapping as a value of the tree; called at each access.
     attributes : Mapping, optional
         The attributes of the group.
-    is_ordered : bool
-        Whether the keys are in the order in which they were written.
     """
 
-    __slots__ = ("_open", "_values", "attributes", "is_ordered")
+    __slots__ = ("_open", "_values", "attributes")
 
     def __init__(
         self,
         values: Mapping[Any, Any],
         open_value: Callable[[Any], Value],
         attributes: Mapping[str, Value] = _NO_ATTRIBUTES,
-        *,
-        is_ordered: bool = True,
     ) -> None:
-        self._values, self._open, self.attributes, self.is_ordered = values, open_value, attributes, is_ordered
+        self._values, self._open, self.attributes = values, open_value, attributes
 
     def __getitem__(self, key: Any) -> Value:
         return self._open(self._values[key])

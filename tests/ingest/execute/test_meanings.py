@@ -207,23 +207,6 @@ def test_tables_of_docs(tmp_path, compress, rows):
     }
 
 
-@pytest.mark.parametrize(
-    "names", [[f"q{k}" for k in range(12)], [str(k) for k in range(12)], [f"q{k:02}" for k in range(12)]]
-)
-@pytest.mark.parametrize("is_sorted", [True, False])
-def test_rule_13_keys_that_a_program_has_sorted(tmp_path, names, is_sorted):
-    """`json.dump(sort_keys=True)`, and labels in the order before it."""
-    keys = sorted(names) if is_sorted else names
-    dump(tmp_path / "in/a.pkl", {key: states(2, 3, 8, seed=int(key.strip("q"))) for key in keys})
-    table(tmp_path / "in/t.csv", [{"ok": int(k > 5)} for k in range(12)])
-    layout = {"hidden_states": "a.pkl : {id} -> L S D", "is_correct": "t.csv : []/ok"}
-    if keys != names:
-        refuse(tmp_path, layout, "keys are sorted as texts")
-        return
-
-    assert [trace.score for trace in convert(tmp_path, layout).values()] == [int(k > 5) for k in range(12)]
-
-
 LENGTHS = (4, 5, 6)
 
 

@@ -10,15 +10,12 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import InvalidInputError, error_location, escape_unprintable
-from tracestore.ingest.execute.claims import natural_key
-from tracestore.ingest.execute.found import Columns
+from tracestore.ingest.execute.axes import numbers_of
 from tracestore.ingest.execute.join import Column, RowTexts
-from tracestore.ingest.execute.nodes import Node
 from tracestore.ingest.execute.table_accounts import TableAccount, check_totals, end_text, table_account
-from tracestore.ingest.execute.tokens import numbers_of
-from tracestore.ingest.execute.values import describe
-from tracestore.ingest.execute.walk import Cell
-from tracestore.ingest.layout.addresses import Address
+from tracestore.ingest.execute.traces import Columns
+from tracestore.ingest.execute.values import describe, named
+from tracestore.ingest.execute.walk import Cell, Node
 from tracestore.ingest.layout.places import RECORDS, Place, Plan
 from tracestore.ingest.tree import Array, Group, Items, Value, as_array
 from tracestore.store.vocabulary import is_named_as_verdict
@@ -45,23 +42,12 @@ class SourceAccount:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self.num_traces = self.num_refused = 0
+        self.num_refused = 0
         self._keys: set[tuple[str, int]] = set()
         self._rows: dict[tuple[Any, ...], int] = {}
         self._stacks: dict[tuple[Any, ...], dict[str, Any]] = {}
         self._open_stacks: set[tuple[Any, ...]] = set()  # of the unit
         self._total = 0
-        self._last_key: str | None = None
-        self._is_sorted, self._is_natural = True, True
-
-    def count_key(self, environment: dict[str, Any]) -> int:
-        """Count the next key of a mapping, to which rows are joined in order; return its number."""
-        key = " ".join(str(environment[name]) for name in sorted(self._plan.names))
-        if self._last_key is not None:
-            self._is_sorted &= self._last_key <= key
-            self._is_natural &= natural_key(self._last_key) <= natural_key(key)
-        self._last_key = key
-        return self.num_traces
 
     def count_row(self, environment: dict[str, Any]) -> int:
         """Count a trace in its stack; return its number in the source."""
@@ -97,15 +83,7 @@ class SourceAccount:
         """Close the accounts of the source."""
         self._check(columns.source, self._stacks)
         self._check_unused(columns.source)
-        if self._plan.is_keyed:
-            if self._is_sorted and not self._is_natural:
-                raise InvalidInputError(
-                    "its keys are sorted as texts (10 before 2): a program may have sorted them, but not the rows that "
-                    "are joined to them in order; a column of ids joins them"
-                )
-            for level in (columns.source, columns.tables):
-                check_totals(level, self.num_traces)
-        elif not self._plan.is_global:
+        if not self._plan.is_global:
             self._check(columns.tables, self._stacks)
         elif "chunk" not in self._plan.states[0].address.files.names:
             check_totals(columns.tables, self._total)
@@ -118,10 +96,8 @@ class SourceAccount:
             unused = [key for key in column.rows() if key not in column.used]
             is_answer = "K" in column.names
             if unused and (place.rule.kind in ("array", "texts") or is_answer or not column.used):
-                where = ", ".join(f"{n} {v!s:.60}" for n, v in zip(column.names, unused[0], strict=True) if n[0] != "*")
-                raise InvalidInputError(
-                    f"{where or 'a value'} of {place.address} belongs to no trace", field=place.name
-                )
+                where = named(column.names, unused[0]) or "a value"
+                raise InvalidInputError(f"{where} of {place.address} belongs to no trace", field=place.name)
 
     def _is_uncounted(self, place: Place) -> bool:
         """Return whether rows of a field may serve no trace, as those of beams."""
@@ -287,7 +263,9 @@ class RunAccount:
             yield self.first[1]
         self._check_found()
         if not self._is_stated:  # by a person, who knows what the lines leave out
-            self.left_out |= {str(a) for a in self._plan.ignored if a.path and self._node_of(a).is_found}
+            self.left_out |= {
+                str(a) for a in self._plan.ignored if a.path and self._trees[a.files.text].at(a.path).is_found
+            }
         for table in self.tables:
             with error_location(table.source):
                 yield table.close(has_id, is_whole=self.is_whole)
@@ -303,19 +281,11 @@ class RunAccount:
         """Refuse lines and entries of `ignore` at whose path no file has a value: it may be misspelled."""
         if not self.is_read or not self._is_stated:
             return
-        for place in self._plan.others:
-            if not place.is_optional and not self._node_of(place.address).is_found:
-                raise InvalidInputError(f"{place.address}: the files hold no such value", field=place.name)
-        for address in self._plan.ignored:
-            if address.path and not self._node_of(address).is_found:
-                raise InvalidInputError(f"{address}: the files hold no such value; remove the entry", field="ignore")
-
-    def _node_of(self, address: Address) -> Node:
-        """Return the node at the end of the path of an address."""
-        node = self._trees[address.files.text]
-        for step in address.path:
-            node = node.child(step)
-        return node
+        lines = [(p.address, p.name, "") for p in self._plan.others if not p.is_optional]
+        entries = [(address, "ignore", "; remove the entry") for address in self._plan.ignored if address.path]
+        for address, name, way in (*lines, *entries):
+            if not self._trees[address.files.text].at(address.path).is_found:
+                raise InvalidInputError(f"{address}: the files hold no such value{way}", field=name)
 
     def to_json(self) -> dict[str, Any]:
         """Return what the sources of a task have added, for the process that closes the accounts of the run."""

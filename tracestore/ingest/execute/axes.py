@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.execute.values import describe, json_value, number_of
+from tracestore.ingest.execute.values import describe, json_value, named, number_of
 from tracestore.ingest.execute.walk import Cell
 from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.tree import Array, Items, NumpyArray, Value, as_array
@@ -16,6 +16,8 @@ from tracestore.store.format import schema
 
 # The numbers of rows and columns that a trace takes of an axis: a position, or a slice of them.
 Fixed = Mapping[str, int | slice]
+Layers = list[np.ndarray]
+_TEXTS = "tokens_decoded"
 MISSING = object()  # no value for a trace
 _DTYPES = {"float16": "<f2", "float32": "<f4", "float64": "<f8"}
 
@@ -71,11 +73,7 @@ def read(value: Value, axes: tuple[str, ...], fixed: Fixed, what: str) -> tuple[
     if isinstance(value, Array):
         return _of_array(value, axes, fixed, what)
     if not axes:
-        if isinstance(value, bool | int | float):
-            return np.asarray(value), ()
-        if isinstance(value, str):
-            return np.asarray(number_of(value, what)), ()
-        raise InvalidInputError(f"found {describe(value)}, expected a number", field=what)
+        return _of_scalar(value, what), ()
     if isinstance(value, str):  # a cell of a table
         return read(json_value(value, what), axes, fixed, what)
     if not isinstance(value, Items):
@@ -97,6 +95,15 @@ def read(value: Value, axes: tuple[str, ...], fixed: Fixed, what: str) -> tuple[
                 f"found {found}, expected {parts[0][0].dtype} {parts[0][0].shape} as before", field=what
             )
     return np.stack([part for part, _ in parts]), (letter, *parts[0][1])
+
+
+def _of_scalar(value: Value, what: str) -> np.ndarray:
+    if isinstance(value, bool | int | float):
+        return np.asarray(value)
+    if not isinstance(value, str):
+        kind = "text" if what == _TEXTS else "number"
+        raise InvalidInputError(f"found {describe(value)}, expected a {kind}", field=what)
+    return np.asarray(value, object) if what == _TEXTS else np.asarray(number_of(value, what))
 
 
 def _of_array(array: Array, axes: tuple[str, ...], fixed: Fixed, what: str) -> tuple[np.ndarray, tuple[str, ...]]:
@@ -135,28 +142,14 @@ def _text(axes: Sequence[str]) -> str:
     return " ".join(f"({' '.join(a)})" if len(a) > 1 else a.replace("Q", "S") for a in axes)
 
 
-class Block:
-    """Values on the axes of a field, for one trace and one pass: one array per layer where the field has layers.
-
-    Attributes
-    ----------
-    layers : list of np.ndarray
-        With the axes `letters`, in their order.
-    ids : tuple of int or None
-        The numbers of the layers, where names say them.
-    """
-
-    def __init__(self, layers: list[np.ndarray], ids: tuple[int, ...] | None) -> None:
-        self.layers, self.ids = layers, ids
-
-
 def read_block(
     cells: Sequence[Cell], letters: str, fixed: Fixed, settings: Mapping[str, Any], what: str, num_before: int = 0
-) -> Block:
-    """Return the values of cells on the axes L and `letters`, such as "SD" or "HSQ"; an axis without L is one layer.
+) -> tuple[Layers, tuple[int, ...] | None]:
+    """Return the values of cells on the axes L and `letters`, such as "SD" or "HSQ", and the numbers of the layers.
 
-    `num_before` is the number of tokens of the parts before, at which the numbers of tokens may continue.
-    Cells that differ in what they bind on axes are put together: every combination is there once (rule 4).
+    An axis without L is one layer; the numbers are known where names say them. `num_before` is the number of tokens of
+    the parts before, at which the numbers of tokens may continue. Cells that differ in what they bind on axes are put
+    together: every combination is there once (rule 4).
     """
     letter_of = {name: AXIS_NAMES.get(name, name) for name in cells[0].bound}
     names = [name for name, letter in letter_of.items() if letter in tuple("LSHD")]
@@ -164,25 +157,19 @@ def read_block(
     of_layers = next((name for name in names if letter_of[name] == "L"), None)
     found = {letter_of[name]: len(places[name]) for name in names if name != of_layers}
     rest = "".join(letter for letter in letters if letter not in found)
-    numbers: list[Any] = [None] if of_layers is None else places[of_layers]
-    layers: list[np.ndarray] = []
+    numbers: list[Any] = places.get(str(of_layers), [None])
+    layers: Layers = []
     for number in numbers:
         grid = itertools.product(*([number] if name == of_layers else places[name] for name in names))
         parts = [_layers(by_place[place], rest, fixed, settings, what) for place in grid]
         if len({len(part) for part in parts}) > 1 or (of_layers is not None and len(parts[0]) > 1):
             raise InvalidInputError("found different numbers of layers", field=what)
         layers += [
-            _gridded(arrays, tuple(found.values()), (*found, *rest), letters, what)
-            for arrays in zip(*parts, strict=True)
+            _moved(_gridded(arrays, found, what), (*found, *rest), letters, what) for arrays in zip(*parts, strict=True)
         ]
-    _check_layers(layers, what)
-    return Block(layers, tuple(numbers) if of_layers == "layer" else None)
-
-
-def _check_layers(layers: Sequence[np.ndarray], what: str) -> None:
-    """Refuse a trace of zero layers."""
     if not layers:
         raise InvalidInputError("found zero layers, expected at least one", field=what)
+    return layers, tuple(numbers) if of_layers == "layer" else None
 
 
 def _grid_of(
@@ -193,13 +180,11 @@ def _grid_of(
     for cell in cells:
         place = tuple(cell.bound[name] for name in names)
         if by_place.setdefault(place, cell) is not cell:
-            where = ", ".join(f"{name} {k}" for name, k in zip(names, place, strict=True))
-            raise InvalidInputError(f"found {where or 'its value'} twice", field=what)
+            raise InvalidInputError(f"found {named(names, place) or 'its value'} twice", field=what)
     places = {name: sorted({cell.bound[name] for cell in cells}) for name in names}
     missing = next((place for place in itertools.product(*places.values()) if place not in by_place), None)
     if missing is not None:
-        where = ", ".join(f"{name} {k}" for name, k in zip(names, missing, strict=True))
-        raise InvalidInputError(f"{where} is missing", field=what)
+        raise InvalidInputError(f"{named(names, missing)} is missing", field=what)
     for name, found in places.items():
         # Layers may be some of the model's, tokens and heads are numbered from 0 or 1, or continue those before.
         continues = found[0] == num_before and AXIS_NAMES.get(name, name) == "S"
@@ -209,17 +194,14 @@ def _grid_of(
     return by_place, places
 
 
-def _gridded(
-    arrays: Sequence[np.ndarray], shape: tuple[int, ...], found: tuple[str, ...], letters: str, what: str
-) -> np.ndarray:
-    """Return the arrays of a grid of positions as one array with the axes `letters`."""
-    if len({array.shape for array in arrays}) > 1:
-        shapes = sorted({array.shape for array in arrays})
-        raise InvalidInputError(f"found the shapes {shapes!s:.80}, expected one", field=what)
-    return _moved(np.stack(arrays).reshape(*shape, *arrays[0].shape) if shape else arrays[0], found, letters, what)
+def _gridded(arrays: Sequence[np.ndarray], found: Mapping[str, int], what: str) -> np.ndarray:
+    """Return the arrays of a grid of positions as one array with axes of the extents `found` in front."""
+    if len(shapes := {array.shape for array in arrays}) > 1:
+        raise InvalidInputError(f"found the shapes {sorted(shapes)!s:.80}, expected one", field=what)
+    return np.stack(arrays).reshape(*found.values(), *arrays[0].shape) if found else arrays[0]
 
 
-def _layers(cell: Cell, letters: str, fixed: Fixed, settings: Mapping[str, Any], what: str) -> list[np.ndarray]:
+def _layers(cell: Cell, letters: str, fixed: Fixed, settings: Mapping[str, Any], what: str) -> Layers:
     """Return the layers of a value, each with the axes `letters`."""
     value, axes = cell.value, cell.axes
     if isinstance(value, Items) and axes[:1] == ("L",):
@@ -227,23 +209,17 @@ def _layers(cell: Cell, letters: str, fixed: Fixed, settings: Mapping[str, Any],
         return [_moved(*read(value[k], axes[1:], fixed, what), letters, what) for k in range(count)]
     array, found = read(value, axes, fixed, what)
     if "LD" in found:
-        array, found = _split_layers(array, found, settings, what)
+        at, (size, dim) = found.index("LD"), (settings.get("L.size"), settings.get("D.size"))
+        width = array.shape[at]
+        count = size if size is not None else width // dim if dim else 0
+        if not count or width % count or (dim is not None and width != count * dim):
+            text = f"found {width} numbers on the axis (L D); L.size or D.size divides them"
+            raise InvalidInputError(text, field=what)
+        array = array.reshape(*array.shape[:at], count, width // count, *array.shape[at + 1 :])
+        found = (*found[:at], "L", "D", *found[at + 1 :])
     if "L" not in found:
         return [_moved(array, found, letters, what)]
     return list(_moved(array, found, f"L{letters}", what))
-
-
-def _split_layers(
-    array: np.ndarray, letters: tuple[str, ...], settings: Mapping[str, Any], what: str
-) -> tuple[np.ndarray, tuple[str, ...]]:
-    at = letters.index("LD")
-    width = array.shape[at]
-    size, dim = settings.get("L.size"), settings.get("D.size")
-    count = size if size is not None else width // dim if dim else 0
-    if not count or width % count or (dim is not None and width != count * dim):
-        raise InvalidInputError(f"found {width} numbers on the axis (L D); L.size or D.size divides them", field=what)
-    shape = (*array.shape[:at], count, width // count, *array.shape[at + 1 :])
-    return array.reshape(shape), (*letters[:at], "L", "D", *letters[at + 1 :])
 
 
 def _moved(array: np.ndarray, letters: Sequence[str], wanted: str, what: str) -> np.ndarray:
@@ -253,10 +229,8 @@ def _moved(array: np.ndarray, letters: Sequence[str], wanted: str, what: str) ->
         if letter not in found and letter in "HS":
             array, found = array[None], [letter, *found]
     if sorted(found) != sorted(wanted):
-        raise InvalidInputError(
-            f"found the axes {' '.join(found) or 'of a number'}, expected {' '.join(wanted)}".replace("Q", "S"),
-            field=what,
-        )
+        text = f"found the axes {' '.join(found) or 'of a number'}, expected {' '.join(wanted)}"
+        raise InvalidInputError(text.replace("Q", "S"), field=what)
     order = [found.index(letter) for letter in wanted]
     return array if order == list(range(len(order))) else array.transpose(order)
 
@@ -292,19 +266,16 @@ def layer_ids_of(
     InvalidInputError
         If the trace has other layers.
     """
-    ids = ids if stated is None else _integers(stated, what)
+    if {type(number) for number in stated or ()} - {int}:  # of a file
+        raise InvalidInputError(f"found {list(stated or ())!s:.60}, expected integers", field=what)
     expected = len(stated) if stated is not None else size if ids is None else None
+    ids = ids if stated is None else tuple(stated)
     _check_num_layers(num_layers, expected, is_without_embeddings)
     if ids is not None and size is not None and max(ids) >= size:
         raise InvalidInputError(f"found the layer {max(ids)}, expected fewer than {size}", field="L.size")
     if ids is None or (size is None and all(k < 0 for k in ids)):
         return None  # counted from the end of an unknown number
-    if any(k < 0 for k in ids):
-        if size is None:
-            raise InvalidInputError(
-                f"found the layers {list(ids)}; L.size gives the number of the model's layers", field=what
-            )
-        ids = tuple(k % size for k in ids)
+    ids = _from_the_first(ids, size, what)
     if len(ids) == num_layers + 1 and is_without_embeddings:
         ids = ids[1:]
     if len(ids) != num_layers:
@@ -314,23 +285,25 @@ def layer_ids_of(
     return ids
 
 
-def _integers(stated: Sequence[Any], what: str) -> tuple[int, ...]:
-    """Return stated numbers of layers; numbers of a file may be others than integers."""
-    if {type(number) for number in stated} - {int}:
-        raise InvalidInputError(f"found {list(stated)!s:.60}, expected integers", field=what)
-    return tuple(stated)
-
-
-def _check_num_layers(found: int, stated: int | None, is_without_embeddings: bool) -> None:
-    """Refuse another number of layers than the layout states, also that without the embeddings, which have no attention."""
-    if is_without_embeddings and stated == found + 1:
+def _from_the_first(ids: tuple[int, ...], size: int | None, what: str) -> tuple[int, ...]:
+    """Return numbers of layers, of which negative ones count from the end."""
+    if min(ids) < 0 and size is None:
         raise InvalidInputError(
-            f"states of {stated} layers and attention of {found}: the first layer, the embeddings, would be left out; "
-            "ignore the attention to keep it, or state the layers without it",
+            f"found the layers {list(ids)}; L.size gives the number of the model's layers", field=what
+        )
+    return ids if size is None else tuple(k % size for k in ids)
+
+
+def _check_num_layers(found: int, expected: int | None, is_without_embeddings: bool) -> None:
+    """Refuse another number of layers than the layout states, also that without the embeddings, which have no attention."""
+    if is_without_embeddings and expected == found + 1:
+        raise InvalidInputError(
+            f"states of {expected} layers and attention of {found}: the first layer, the embeddings, would be left "
+            "out; ignore the attention to keep it, or state the layers without it",
             field="L",
         )
-    if stated not in (None, found):
-        raise InvalidInputError(f"found {found} layers, expected {stated} as stated", field="L")
+    if expected not in (None, found):
+        raise InvalidInputError(f"found {found} layers, expected {expected} as stated", field="L")
 
 
 def shaped(cell: Cell, shape: np.ndarray, stated: str | None) -> Cell:
@@ -357,24 +330,28 @@ def dtype_of(stated: str) -> np.dtype:
     return schema.BFLOAT16 if stated == "bfloat16" else np.dtype(_DTYPES[stated])
 
 
-def settle_dtype(block: Block, what: str, settings: Mapping[str, Any]) -> None:
-    """Give states the dtype and scale that the layout states; rule 7: void, integer and byte values need them."""
-    stated, scale = settings.get(f"dtype.{what}"), settings.get(f"scale.{what}")
+def settled_dtype(layers: Layers, what: str, settings: Mapping[str, Any]) -> Layers:
+    """Return states in the dtype and scale that the layout states; rule 7: void, integer and byte values need them."""
+    stated, scale, found = settings.get(f"dtype.{what}"), settings.get(f"scale.{what}"), layers[0].dtype.name
     if stated is not None:
         wanted = dtype_of(stated)
-        if any(layer.dtype.itemsize != wanted.itemsize for layer in block.layers):
-            raise InvalidInputError(
-                f"found {block.layers[0].dtype.name} values, expected the bits of {stated}", field=what
-            )
-        block.layers[:] = [np.ascontiguousarray(layer).view(wanted) for layer in block.layers]
+        if any(layer.dtype.itemsize != wanted.itemsize for layer in layers):
+            raise InvalidInputError(f"found {found} values, expected the bits of {stated}", field=what)
+        layers = [np.ascontiguousarray(layer).view(wanted) for layer in layers]
     if scale is not None:
-        if block.layers[0].dtype.kind not in "iu":
-            found = f"found {block.layers[0].dtype.name} values, expected integers, whose unit it is"
-            raise InvalidInputError(found, field=f"scale.{what}")
-        block.layers[:] = [layer.astype("<f4") * np.float32(scale) for layer in block.layers]
-    dtype = block.layers[0].dtype
-    if dtype.kind not in "f" and dtype != schema.BFLOAT16:
+        if layers[0].dtype.kind not in "iu":
+            text = f"found {layers[0].dtype.name} values, expected integers, whose unit it is"
+            raise InvalidInputError(text, field=f"scale.{what}")
+        layers = [layer.astype("<f4") * np.float32(scale) for layer in layers]
+    if layers[0].dtype.kind != "f" and layers[0].dtype != schema.BFLOAT16:
         raise InvalidInputError(
-            f"found {dtype.name} values, expected floating-point numbers; dtype.{what} states the kind of the bits, scale.{what} the unit of integers",
+            f"found {found} values, expected floating-point numbers; dtype.{what} states the kind of the bits, "
+            f"scale.{what} the unit of integers",
             field=what,
         )
+    return layers
+
+
+def numbers_of(array: np.ndarray) -> np.ndarray:
+    """Return an array with a dtype of NumPy: bfloat16 as float32."""
+    return (array["bfloat16"].astype("<u4") << 16).view("<f4") if array.dtype == schema.BFLOAT16 else array

@@ -210,7 +210,7 @@ def group_files(plan: Plan, claimed: dict[str, list[FoundFile]]) -> tuple[list[F
     Files whose names bind the same names of a trace are one source. A table is a file that shares no name with them.
     """
     groups: dict[tuple[Any, ...], FileGroup] = {}
-    names = group_names(plan.states[0])
+    names = [name for name in _file_names(plan.states[0]) if name not in plan.states[0].crossed]
     texts = [place.address.files.text for place in plan.states]
     for text in texts:
         for file in claimed[text]:
@@ -255,11 +255,6 @@ def _attach(
             _add(group, place.address.files.text, file)
     if unused := [file.name for key, found in by_key.items() if key not in used for file in found]:
         raise InvalidInputError(f"{_shown(unused)}: files that belong to no states: {len(unused):,}", field=place.name)
-
-
-def group_names(place: Place) -> list[str]:
-    """Return the names of files that tell sources apart."""
-    return [name for name in _file_names(place) if name not in place.crossed]
 
 
 def _file_names(place: Place) -> list[str]:

@@ -9,17 +9,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.execute.arrays import check_ids
-from tracestore.ingest.execute.axes import Block, read_block, settle_dtype
-from tracestore.ingest.execute.nodes import Node
+from tracestore.ingest.execute.arrays import check_ids, check_no_padding, is_of_sequences
+from tracestore.ingest.execute.axes import read, read_block, settled_dtype
 from tracestore.ingest.execute.records import RecordMaker
-from tracestore.ingest.execute.row_padding import check_no_padding
 from tracestore.ingest.execute.values import check_spans, describe, json_value, one_value, plain_of, typed_value
-from tracestore.ingest.execute.walk import Cell, Walk, settled
+from tracestore.ingest.execute.walk import Cell, Node, Walk, settled
 from tracestore.ingest.layout.addresses import Address, ItemsStep, KeyStep, Step
 from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.layout.places import RECORDS, Place, Plan
-from tracestore.ingest.tree import Group, Items, NumpyArray, Value, as_array
+from tracestore.ingest.tree import Group, Items, NumpyArray, Value
 from tracestore.store.format.schema import ANSWER_FIELDS
 from tracestore.store.write.record import TraceRecord
 
@@ -57,49 +55,41 @@ class _Keys(NamedTuple):
 
 def direct_step(plan: Plan) -> ItemsStep | bool | None:
     """Return the step to the items that hold all fields of the traces; None for whole files, False for other layouts."""
-    if len(plan.states) != 1 or plan.layout.templates:
-        return False
-    if not all(map(_is_simple, plan.layout.settings.items())):
-        return False
     state = plan.states[0].address
     step = state.path[0] if len(state.path) == 2 else None
-    if not isinstance(step, ItemsStep | None) or len(state.path) not in (1, 2):
+    if not isinstance(step, ItemsStep | None) or len(plan.states) > 1 or plan.files != [state.files.text]:
         return False
-    if step is not None and (step.letter not in (None, "N") or not AXIS_NAMES.keys().isdisjoint(step.names)):
-        return False
-    if not AXIS_NAMES.keys().isdisjoint(state.files.names) or "chunk" in plan.names:
-        return False
-    is_one = all(_is_beside(place, state, step) for place in plan.places)
-    return step if is_one and all(_is_key(address, state, step) for address in plan.ignored) else False
+    before: tuple[Step, ...] = () if step is None else (step,)
+    names = {*state.files.names, *getattr(step, "names", ())}
+    of_records = [place.address for place in plan.places if place.name == RECORDS]
+    of_keys = [*(place.address for place in plan.places if place.name != RECORDS), *plan.ignored]
+    is_direct = (
+        not plan.layout.templates
+        and all(map(_is_simple, plan.layout.settings.items()))
+        and getattr(step, "letter", None) in (None, "N")
+        and AXIS_NAMES.keys().isdisjoint(names)
+        and "chunk" not in plan.names
+        and all(map(_has_known_axes, plan.places))
+        and all(address.path == before for address in of_records)
+        and all(_is_key(address, before) for address in of_keys)
+    )
+    return step if is_direct else False
 
 
 def _is_simple(setting: tuple[str, Any]) -> bool:
     return setting[0] in _SETTINGS or setting[0].startswith("words.") or setting == ("S.padding", "none")
 
 
-def _is_beside(place: Place, state: Address, step: ItemsStep | None) -> bool:
-    if place.name == RECORDS:
-        path: tuple[Step, ...] = (step,) if step else ()
-        return place.address.files == state.files and place.address.path == path
-    if place.name in _AXES:
-        has_axes = place.axes in _AXES[place.name]
-    else:
-        has_axes = place.address.axes is None and place.rule.kind != "known"
-    return has_axes and place.part == 0 and _is_key(place.address, state, step)
+def _has_known_axes(place: Place) -> bool:
+    has_none = place.address.axes is None and place.rule.kind != "known"
+    return place.part == 0 and (place.axes in _AXES[place.name] if place.name in _AXES else has_none)
 
 
-def _is_key(address: Address, state: Address, step: ItemsStep | None) -> bool:
+def _is_key(address: Address, before: tuple[Step, ...]) -> bool:
     """Return whether an address is a key of the item behind a step."""
-    before = (step,) if step else ()
     last = address.path[-1] if address.path else None
-    return (
-        address.files == state.files
-        and address.path[:-1] == before
-        and isinstance(last, KeyStep)
-        and len(last.parts) == 1
-        and last.parts[0].literal is not None
-        and not last.parts[0].literal.lstrip("-").isdecimal()
-    )
+    literal = last.parts[0].literal if isinstance(last, KeyStep) and len(last.parts) == 1 else None
+    return address.path[:-1] == before and literal is not None and not literal.lstrip("-").isdecimal()
 
 
 class DirectReader:
@@ -123,9 +113,7 @@ class DirectReader:
         self._maker, self._node, self._walk, self._on_unclaimed = maker, node, walk, on_unclaimed
         self._states = maker.plan.layout.states
         self._has_more_ids = any(
-            place.axes == ("T",) or (place.address.axes is None and _literal(place.address) == "sequences")
-            for place in maker.plan.others
-            if place.name == "tokens"
+            p.axes == ("T",) or is_of_sequences(p) for p in maker.plan.others if p.name == "tokens"
         )
         self._seen: dict[tuple[Any, ...], _Keys] = {}
         self._kind: type | None = None  # of the item before: the check of an abstract class takes long
@@ -143,14 +131,14 @@ class DirectReader:
         if (keys := self._seen.get(names)) is None:
             keys = self._seen[names] = self._worked_out(item)
         values: dict[str, Any] = {}
-        for (key, place, read, plain, node), value in zip(keys.fields, item.at_hand(keys.names), strict=True):
+        for (key, place, opened, plain, node), value in zip(keys.fields, item.at_hand(keys.names), strict=True):
             if type(value) is not plain:
                 if value is NotImplemented:
                     value = item[key]
                 if value is None:
                     continue
                 node.is_found = True
-                if (value := read(value, place)) is None:
+                if (value := opened(value, place)) is None:
                     continue
             node.is_found = True
             name = place.name
@@ -194,7 +182,7 @@ class DirectReader:
             return _layer_arrays, None
         if place.rule.kind in ("array", "known"):
             return _numbers, np.ndarray
-        return {"texts": (_texts, None), "json": (_plain, None), "number": (_typed, int), "text": (_typed, str)}.get(
+        return {"texts": (_texts, None), "json": (_plain, None), "number": (_typed, int)}.get(
             place.rule.kind, (_typed, str)
         )
 
@@ -215,7 +203,7 @@ class DirectReader:
             raise InvalidInputError("missing key", field=self._states)
         settings = self._maker.settings
         if states[0].dtype.kind != "f":
-            settle_dtype(Block(states, None), self._states, settings)
+            states = values[self._states] = settled_dtype(states, self._states, settings)
         if self._states == "hidden_states" and (tokens := values.get("tokens")) is not None:
             check_ids(tokens, len(states[0]), is_wider=self._has_more_ids)
             if is_row and "S.padding" not in settings:
@@ -226,12 +214,6 @@ class DirectReader:
             value = item[key]
             node.is_found |= value is not None
             yield place.name, one_value(value, place.name), False
-
-
-def _literal(address: Address) -> str:
-    last = address.path[-1]
-    assert isinstance(last, KeyStep)
-    return last.parts[0].literal or ""
 
 
 def _layer_arrays(value: Any, place: Place) -> list[np.ndarray]:
@@ -249,7 +231,7 @@ def _layer_arrays(value: Any, place: Place) -> list[np.ndarray]:
     value = NumpyArray(value) if type(value) is np.ndarray else settled(value)
     if isinstance(value, str):
         value = json_value(value, place.name)
-    return read_block([Cell(place, {}, value, place.axes, True)], letters, {}, {}, place.name).layers
+    return read_block([Cell(place, {}, value, place.axes, True)], letters, {}, {}, place.name)[0]
 
 
 def _attention(value: Any, place: Place) -> list[np.ndarray] | None:
@@ -260,20 +242,14 @@ def _attention(value: Any, place: Place) -> list[np.ndarray] | None:
 
 
 def _numbers(value: Any, place: Place) -> np.ndarray:
-    value = json_value(value, place.name) if isinstance(value, str) else value
-    array = None if type(value) is list else as_array(value)
-    if array is None:
-        raise InvalidInputError(f"found {describe(value)}, expected numbers", field=place.name)
-    return array.read()
+    return read(settled(value), place.axes, {}, place.name)[0]
 
 
 def _texts(value: Any, place: Place) -> list[str]:
-    if type(value) is list and type(value[0]) is str:
-        return value
-    texts = list(value) if isinstance(value, Items) and not value.is_stream else None
-    if texts is None or set(map(type, texts)) != {str}:
+    texts = value if type(value) is list else _numbers(value, place).tolist()
+    if {*map(type, texts)} != {str}:
         raise InvalidInputError(f"found {describe(value)}, expected the text of each token", field=place.name)
-    return texts  # type: ignore[return-value]
+    return texts
 
 
 def _typed(value: Any, place: Place) -> Any:

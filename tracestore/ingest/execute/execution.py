@@ -11,16 +11,14 @@ from typing import Any
 
 from tracestore.errors import InvalidInputError, error_location
 from tracestore.ingest.execute.accounts import RunAccount, SourceAccount
-from tracestore.ingest.execute.arena import Arena
 from tracestore.ingest.execute.axes import extent
 from tracestore.ingest.execute.claims import FileGroup, FileKeys, FoundFile, claim_files, group_files
 from tracestore.ingest.execute.direct import DirectReader, direct_step
-from tracestore.ingest.execute.found import Columns, FoundTrace, TraceFinder, with_offset
-from tracestore.ingest.execute.join import Column, RowTexts
-from tracestore.ingest.execute.nodes import tree_of
+from tracestore.ingest.execute.join import Arena, Column, RowTexts
 from tracestore.ingest.execute.records import RecordMaker, TraceBuilder
-from tracestore.ingest.execute.table_accounts import check_first_row, check_ordered, check_totals
-from tracestore.ingest.execute.walk import Cell, Walk, cells_of
+from tracestore.ingest.execute.table_accounts import check_totals
+from tracestore.ingest.execute.traces import Columns, Trace, traces_of
+from tracestore.ingest.execute.walk import Cell, Walk, cells_of, tree_of
 from tracestore.ingest.layout.effects import check_effects
 from tracestore.ingest.layout.places import Place, Plan
 from tracestore.ingest.readers.looks import FirstLooks
@@ -74,7 +72,6 @@ class Execution:
             check_effects(self.plan)
         self._claimed = claim_files(self.plan, files, owned, is_stated=self._is_stated)
         self.groups, self._table_files = group_files(self.plan, self._claimed)
-        self._counts_keys = self.plan.is_keyed and ("N",) in self.plan.keys.values()
         self._step = direct_step(self.plan)
         self._numbers = {group.name: k for k, group in enumerate(self.groups)}
         self._file_keys = FileKeys(self.plan, self.groups)
@@ -165,7 +162,12 @@ class Execution:
                 if self._is_stated:
                     account.add_key(record)
             except InvalidInputError as error:
-                self._refuse(error, group, position, account, on_refused)
+                error = error.with_traceback(None).with_location(source=group.name, position=position)
+                if on_refused is None:
+                    raise error from None
+                self.account.is_whole = False
+                account.num_refused += 1
+                on_refused(error)
                 continue
             finally:
                 del make
@@ -179,9 +181,9 @@ class Execution:
     ) -> Iterator[Callable[[int], TraceRecord]]:
         """Yield what makes each record of a source whose fields are joined; close the accounts of its columns."""
         columns = Columns(self.plan, tables=self._load_tables(scratch))
-        finder, builder, texts = TraceFinder(columns), TraceBuilder(columns, maker), RowTexts(self.plan)
+        builder, texts = TraceBuilder(maker), RowTexts(self.plan)
 
-        def made(trace: FoundTrace, position: int) -> TraceRecord:
+        def made(trace: Trace, position: int) -> TraceRecord:
             with self._guard:
                 record = builder.record(trace, position)
             self._check_texts(trace, record, texts)
@@ -191,16 +193,15 @@ class Execution:
 
         with contextlib.ExitStack() as resources:
             for cells in self._units(group, columns, resources, scratch, texts):
-                for trace in self._found(finder, cells, account, group):
+                for trace in self._found(traces_of(cells, columns), account, group):
                     yield partial(made, trace)
                 with _of_whole_source():
                     account.close_unit(columns)
                 columns.unit = {}
             with _of_whole_source():
                 account.close(columns)
-                builder.prompts.close()
-                builder.pads.close()
-        self.account.add_source(self._numbers[group.name], builder.arrays.missing, columns.source)
+                builder.padding.close()
+        self.account.add_source(self._numbers[group.name], columns.missing, columns.source)
 
     def _direct(
         self, group: FileGroup, account: SourceAccount, maker: RecordMaker, scratch: Scratch
@@ -221,7 +222,7 @@ class Execution:
                     del item
         self.account.add_source(self._numbers[group.name], {})
 
-    def _check_texts(self, trace: FoundTrace, record: TraceRecord, texts: RowTexts) -> None:
+    def _check_texts(self, trace: Trace, record: TraceRecord, texts: RowTexts) -> None:
         """Rule 13b: questions and answers of rows in order are those of the traces."""
         if "N" not in trace.environment or "K" in trace.environment:
             return
@@ -234,62 +235,39 @@ class Execution:
             self._row_texts.check(row, total, record)
             self._row_texts.check_ids(row, total, record.question_id)
 
-    def _refuse(
-        self,
-        error: InvalidInputError,
-        group: FileGroup,
-        position: int,
-        account: SourceAccount,
-        on_refused: Callable[[InvalidInputError], None] | None,
-    ) -> None:
-        """Raise the error of a trace, or report it."""
-        error = error.with_traceback(None).with_location(source=group.name, position=position)
-        if on_refused is None:
-            raise error from None
-        self.account.is_whole = False
-        account.num_refused += 1
-        on_refused(error)
-
-    def _found(
-        self, finder: TraceFinder, cells: list[Cell], account: SourceAccount, group: FileGroup
-    ) -> Iterator[FoundTrace]:
-        for trace in finder.traces(cells):
-            if self._counts_keys:
-                trace.environment["N"] = account.count_key(trace.environment)
-            elif "N" in trace.environment:
-                trace.environment["N*"] = self._offset(group) + account.count_row(trace.environment)
-            if "file" in trace.environment:
-                trace.environment["file"] = self._file_keys.of_file(trace.environment["file"])
-            account.num_traces += 1
+    def _found(self, traces: Iterator[Trace], account: SourceAccount, group: FileGroup) -> Iterator[Trace]:
+        for trace in traces:
+            environment = trace.environment
+            if "N" in environment:
+                environment["N*"] = self._offset(group) + account.count_row(environment)
+            if "file" in environment:
+                environment["file"] = self._file_keys.of_file(environment["file"])
             yield trace
+
+    def _cells(self, text: str, file: FoundFile, root: Value, texts: RowTexts) -> Iterator[Cell | None]:
+        """Yield the values of a file; `texts` takes those of rows that no line names."""
+        walk = Walk(file.name, partial(self.account.refuse_unclaimed, texts))
+        return walk.cells(self._trees[text], root, {**file.bound, "file": file.name})
 
     def _units(
         self, group: FileGroup, columns: Columns, resources: contextlib.ExitStack, scratch: Scratch, texts: RowTexts
     ) -> Iterator[list[Cell]]:
         """Yield the cells of the states of whole traces: of one item, or of the whole source."""
-        states = [place.address.files.text for place in self.plan.states]
-        others = [text for text in group.files if text not in states]
+        states = dict.fromkeys(place.address.files.text for place in self.plan.states)
         pending, arena = list[Cell](), Arena(scratch)
-        for text in (*others, *dict.fromkeys(states)):
+        for text in (*(text for text in group.files if text not in states), *states):
             for file in group.files[text]:
-                walk = Walk(file.name, partial(self.account.refuse_unclaimed, texts))
-                bound = {**file.bound, "file": file.name}
                 with error_location(file.name):
-                    opened = resources.enter_context(self._open(file.path, scratch))
-                    if self._counts_keys:
-                        check_ordered(opened, file.name)
-                    root = self._check(text, file.name, opened)
-                    cells = with_offset(walk.cells(self._trees[text], root, bound), self.plan, text, root)
-                    for cell in arena.kept(cells, root):
+                    root = self._check(text, file.name, resources.enter_context(self._open(file.path, scratch)))
+                    for cell in arena.kept(self._cells(text, file, root, texts), root):
                         if cell is None:
                             if pending:
                                 yield pending
                             pending = []
-                        elif cell.place in self.plan.states:
-                            if cell.value is not None:
-                                pending.append(cell)
-                        else:
+                        elif cell.place not in self.plan.states:
                             columns.add(cell, file.name)
+                        elif cell.value is not None:
+                            pending.append(cell)
         if pending:
             yield pending
 
@@ -297,28 +275,22 @@ class Execution:
         """Return the columns of the tables, which are read once and stay open to the end of the run."""
         with self._lock:
             if self._tables is None:
-                tables: dict[Place, Column] = {}
-                for text in sorted(self._table_files):
-                    for file in self._claimed[text]:
-                        walk = Walk(file.name, partial(self.account.refuse_unclaimed, self._row_texts))
-                        with error_location(file.name):
-                            root = self._resources.enter_context(open_tree(file.path, scratch=scratch))
-                            for cell in walk.cells(self._trees[text], root, dict(file.bound)):
-                                if cell is not None:
-                                    self._add_to_table(tables, cell, file)
-                for place in tables:
+                columns = Columns(self.plan)
+                files = [(text, file) for text in sorted(self._table_files) for file in self._claimed[text]]
+                for text, file in files:
+                    with error_location(file.name):
+                        root = self._resources.enter_context(open_tree(file.path, scratch=scratch))
+                        for cell in filter(None, self._cells(text, file, root, self._row_texts)):
+                            if "file" in self.plan.keys[cell.place]:
+                                cell.bound["file"] = self._file_keys.of_row(cell.bound["file"], file)
+                            columns.add(cell, file.name)
+                self._tables = columns.source
+                for place in self._tables:
                     self._check_in_order(place)
-                if any(isinstance(c.value, Array | Items) for column in tables.values() for c in column.all_cells()):
+                cells = (cell for column in self._tables.values() for cell in column.all_cells())
+                if any(isinstance(cell.value, Array | Items) for cell in cells):
                     self._guard = self._lock
-                self._tables = tables
             return self._tables
-
-    def _add_to_table(self, tables: dict[Place, Column], cell: Cell, file: FoundFile) -> None:
-        if "file" in cell.bound and "file" in self.plan.keys[cell.place]:
-            cell.bound["file"] = self._file_keys.of_row(cell.bound["file"], file)
-        if (column := tables.get(cell.place)) is None:
-            column = tables[cell.place] = Column(cell.place, self.plan.keys[cell.place])
-        column.add(cell, file.name)
 
     def _check_in_order(self, place: Place) -> None:
         """Rule 13: rows are joined in order to one stack, or to chunks."""
@@ -349,8 +321,13 @@ class Execution:
         offsets, total = {}, 0
         is_numbered = numbers == list(range(len(numbers))) and set(ends) == {None}
         for k, group in enumerate(chunks):
-            if not is_numbered:
-                check_first_row(numbers[k], total, None if ends[k] is not None else k, group.name)
+            if not is_numbered and numbers[k] != total:
+                also = (
+                    ""
+                    if ends[k] is not None
+                    else f"{k}: chunks are numbered from 0 without gaps, or by their first row, here "
+                )
+                raise InvalidInputError(f"found chunk {numbers[k]}, expected {also}{total:,}", source=group.name)
             offsets[group.name] = total
             total += self._num_rows(group.files[text][0], place)
         check_totals(self._tables or {}, total)

@@ -3,18 +3,21 @@
 import itertools
 import math
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+
+import numpy as np
 
 from tracestore.errors import InvalidInputError, escape_unprintable
 from tracestore.ingest.execute.axes import MISSING, descend, extent, read
-from tracestore.ingest.execute.values import describe, is_missing, key_text, one_value, plain_of
+from tracestore.ingest.execute.values import describe, is_missing, key_text, named, one_value, plain_of
 from tracestore.ingest.execute.walk import Cell
 from tracestore.ingest.layout.fields import KEY
 from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.layout.places import Place, Plan
-from tracestore.ingest.tree import Array, Value
+from tracestore.ingest.tree import Array, Items, NumpyArray, Value
 from tracestore.store.format.schema import ANSWER_FIELDS
+from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.record import TraceRecord
 
 _INNER = frozenset((*AXIS_NAMES, *"LSTGPHDE"))
@@ -25,6 +28,9 @@ _ROW_TEXTS = {
 }
 EMPTY_ADVICE = "; a row with an empty value says that there is none"
 _MAX_CACHED = 1 << 20  # numbers of an array along N that are read at once
+# Up to this many bytes of arrays wait for the rest of their traces without a copy: a trace for each row needs none.
+_WAITING_BYTES = 16 << 20
+_BLOCK_BYTES = 16 << 20
 
 
 class Column:
@@ -45,7 +51,7 @@ class Column:
     """
 
     def __init__(self, place: Place, names: tuple[str, ...]) -> None:
-        self.place, self._names = place, names
+        self.place, self.names = place, names
         self._cells: dict[tuple[Any, ...], list[Cell]] = {}
         self._own: tuple[str, ...] | None = None  # names that cells bind; N may be an axis of them instead
         self.used: dict[tuple[Any, ...], int] = {}
@@ -62,7 +68,7 @@ class Column:
         if cell.value is None and cell.axes:
             return  # a key that is missing
         if self._own is None:
-            self._own = tuple(name for name in self._names if _bound_name(name) in cell.bound or name.startswith("*"))
+            self._own = tuple(name for name in self.names if _bound_name(name) in cell.bound or name.startswith("*"))
         key = tuple(cell.bound.get(_bound_name(name)) for name in self._own)
         cells = self._cells.setdefault(key, [])
         if not _INNER.isdisjoint(cell.bound):
@@ -76,15 +82,12 @@ class Column:
         if not cells or cells[0].value is None:
             cells[:] = [cell]
         elif cell.value is not None and cells[0].value != cell.value:
-            where = ", ".join(f"{n.rstrip('*') or n} {v!s:.60}" for n, v in bound.items())
-            raise InvalidInputError(f"found two values of {where or 'the file'}", field=self.place.name)
-
-    def __bool__(self) -> bool:
-        return bool(self._cells)
+            where = named(map(_bound_name, self._own), key) or "the file"
+            raise InvalidInputError(f"found two values of {where}", field=self.place.name)
 
     def cells(self, environment: Mapping[str, Any]) -> list[Cell]:
         """Return the values that belong to a trace."""
-        key = tuple(environment.get(name) for name in self._own or ())
+        key = _key(self._own or (), environment)
         return self._cells.get(key, [])
 
     def number_among_equals(self, environment: Mapping[str, Any]) -> int:
@@ -93,10 +96,10 @@ class Column:
             seen: dict[Any, int] = {}
             self._numbers = {}
             for key in self.rows():
-                at = dict(zip(self._names, key, strict=True))
+                at = dict(zip(self.names, key, strict=True))
                 value = self.scalar(at, {name.rstrip("*"): k for name, k in at.items() if name in ("N", "N*", "K")})
                 self._numbers[key] = seen[value] = seen.get(value, -1) + 1
-        return self._numbers[tuple(environment.get(name) for name in self._names)]
+        return self._numbers[_key(self.names, environment)]
 
     def all_cells(self) -> Iterator[Cell]:
         """Yield every value."""
@@ -105,7 +108,7 @@ class Column:
 
     def use(self, environment: Mapping[str, Any], trace: Any = None, value: Any = None) -> int:
         """Count that a row serves a trace; return how many it serves now: a copy of `trace` is the same one."""
-        key = tuple(environment.get(name) for name in self._names)
+        key = _key(self.names, environment)
         if self.is_in_order:
             row = (key, *(environment.get(name) for name in ("id", "sample")), value)
             self.ends = [min(*self.ends, row, row, key=_number), max(*self.ends, row, row, key=_number)]
@@ -119,33 +122,27 @@ class Column:
             if all(is_missing(cell.value) for cell in cells):
                 continue
             bound = dict(zip(self._own or (), key, strict=True))
-            letters = [name for name in self._names if name not in bound and name in ("N", "N*", "K")]
+            letters = [name for name in self.names if name not in bound and name in ("N", "N*", "K")]
             sizes = [extent(cells[0].value, cells[0].axes, letter[0]) or 0 for letter in letters]
             for position in itertools.product(*map(range, sizes)):
                 at = bound | dict(zip(letters, position, strict=True))
-                yield tuple(at.get(name) for name in self._names)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names that join the column."""
-        return self._names
+                yield _key(self.names, at)
 
     def partial_answers(self, unused: list[tuple[Any, ...]]) -> str | None:
         """Return what is wrong with a list of answers of which only some belong to traces: its numbers may be others."""
-        if "K" not in self._names:
+        if "K" not in self.names:
             return None
-        at = self._names.index("K")
+        at = self.names.index("K")
         used = {key[:at] + key[at + 1 :] for key in self.used}
         if (partial := next((key for key in unused if key[:at] + key[at + 1 :] in used), None)) is None:
             return None
-        where = ", ".join(f"{n} {v!s:.60}" for n, v in zip(self._names, partial, strict=True) if n[0] != "*")
-        return f"{where} belongs to no trace, others of the list do"
+        return f"{named(self.names, partial)} belongs to no trace, others of the list do"
 
     def misnumbered_answers(self, rows: list[tuple[Any, ...]]) -> str | None:
         """Return what is wrong with rows that number answers from 1, if those of traces are numbered from 0."""
-        if "sample" not in self._names:
+        if "sample" not in self.names:
             return None
-        first = min((int(key[self._names.index("sample")]) for key in rows), default=0)
+        first = min((int(key[self.names.index("sample")]) for key in rows), default=0)
         if first <= self._missed:
             return None
         return (
@@ -155,12 +152,12 @@ class Column:
     @property
     def is_in_order(self) -> bool:
         """Return whether the order of its rows is a part of what joins them."""
-        return self.place.has_numbers or not {"N", "N*", "K"}.isdisjoint(self._names)
+        return self.place.has_numbers or not {"N", "N*", "K"}.isdisjoint(self.names)
 
     @property
     def joined_by(self) -> str:
         """The way its rows are joined: "in order", "by position", or "by" names."""
-        names = ", ".join(name for name in self._names if not name.startswith("*")) or "source"
+        names = ", ".join(name for name in self.names if not name.startswith("*")) or "source"
         return "by position" if self.place.is_counted else "in order" if names in ("N", "N*") else f"by {names}"
 
     def scalar(self, environment: Mapping[str, Any], fixed: Mapping[str, Any]) -> Any:
@@ -172,7 +169,7 @@ class Column:
         value: Any = self._value(cells[0], fixed) if cells else MISSING
         if value is MISSING:
             self._check_list(environment)
-            if "sample" in self._names and (number := str(environment.get("sample"))).isdecimal():
+            if "sample" in self.names and (number := str(environment.get("sample"))).isdecimal():
                 self._missed = min(self._missed, int(number))
             return value
         for cell in cells[1:]:
@@ -185,7 +182,7 @@ class Column:
 
     def _check_list(self, environment: Mapping[str, Any]) -> None:
         """Rule 12: a list of labels or scores has one for each answer, None where one is missing."""
-        if "K" not in self._names or self.place.rule.kind != "score":
+        if "K" not in self.names or self.place.rule.kind != "score":
             return
         if self._lists is None:
             at = [k for k, name in enumerate(self._own or ()) if name != "K"]
@@ -220,14 +217,12 @@ class Column:
     def num_rows(self, stack: Mapping[str, Any]) -> int | None:
         """Return the number of rows along N of a stack, None if none is there."""
         assert self._own is not None
-        names = [name for name in self._own if name.rstrip("*") != "N" or name.startswith("*")]
+        names = [name for name in self._own if name not in ("N", "N*")]
         if len(names) == len(self._own):
-            key = tuple(stack.get(name) for name in self._own)
-            cells = self._cells.get(key, [])
+            cells = self.cells(stack)
             return extent(cells[0].value, cells[0].axes, "N") if cells else None
-        wanted = tuple(stack.get(name) for name in names)
-        at = [k for k, name in enumerate(self._own) if name in names]
-        return sum(tuple(key[k] for k in at) == wanted for key in self._cells) or None
+        wanted = _key(names, stack)
+        return sum(_key(names, dict(zip(self._own, key, strict=True))) == wanted for key in self._cells) or None
 
 
 class RowTexts:
@@ -276,9 +271,48 @@ class RowTexts:
                 )
 
 
+class Arena:
+    """Keep the arrays of cells without the buffers of their reader.
+
+    Parameters
+    ----------
+    scratch : Scratch
+        Memory for the copies.
+    """
+
+    def __init__(self, scratch: Scratch) -> None:
+        self._scratch, self._block, self._end, self._waiting_bytes = scratch, np.empty(0, "u1"), 0, 0
+
+    def kept(self, cells: Iterable[Cell | None], root: Value) -> Iterator[Cell | None]:
+        """Yield cells of a file; where its reader lends arrays, copies of them once many wait for their traces."""
+        is_lent = isinstance(root, Items) and root.is_lent
+        for cell in cells:
+            if cell is None:
+                self._block, self._end, self._waiting_bytes = np.empty(0, "u1"), 0, 0
+            if cell is not None and is_lent and isinstance(cell.value, Array):
+                cell = cell._replace(value=self._copied(cell.value))
+            yield cell
+
+    def _copied(self, value: Array) -> Array:
+        array = value.read()
+        self._waiting_bytes += array.nbytes
+        if self._waiting_bytes <= _WAITING_BYTES:
+            return value
+        if self._end + array.nbytes > len(self._block):
+            self._block, self._end = self._scratch.empty(max(_BLOCK_BYTES, array.nbytes), "u1"), 0
+        begin, self._end = self._end, self._end + -(-array.nbytes // 16) * 16
+        copy = self._block[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)
+        copy[...] = array
+        return NumpyArray(copy)
+
+
 def _number(row: tuple[Any, ...]) -> Any:
     """Return what sorts a row by its key, whose parts may be numbers, texts and None."""
     return [(type(part) is int, part if type(part) is int else 0, str(part)) for part in row[0]]
+
+
+def _key(names: Iterable[str], bound: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(bound.get(name) for name in names)
 
 
 def _contains(one: str, two: str) -> bool:

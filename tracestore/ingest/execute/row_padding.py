@@ -6,123 +6,133 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.execute.tokens import Span, numbers_of
-from tracestore.ingest.layout.language import Layout
+from tracestore.ingest.execute.arrays import check_border, check_no_padding
+from tracestore.ingest.execute.axes import Layers, numbers_of
+from tracestore.ingest.execute.traces import Trace
 from tracestore.ingest.layout.places import Plan
+from tracestore.ingest.tree import as_array
 
-_FILL_ADVICE = (
-    ' in all layers: padding? S.mask, S.lengths or S.padding tells the padding apart, S.padding = "none" states that '
-    "there is none"
-)
-_BORDER_ADVICE = ': S.padding = "none" states that only what the layout leaves out is padding'
+Span = tuple[int, int]
 
 
-def check_no_padding(ids: np.ndarray, *, is_end_known: bool = False) -> None:
-    """Refuse a row of a stack that ends or begins with one id repeated: padding without a mask."""
-    for edge, inner in ((ids[:1], ids[1:2]), (ids[-1:], ids[-2:-1]))[: 1 if is_end_known else 2]:
-        if len(inner) and inner[0] == edge[0]:
-            raise InvalidInputError(
-                f'the row has the id {int(edge[0])} twice at one end: S.mask, S.lengths or S.padding = "none" states '
-                "whether it is padding",
-                field="tokens",
-            )
+class Padding:
+    """Tell the tokens of traces from padding: what the rows of a source show together, and what the layout states.
 
-
-def check_ends(layers: Sequence[np.ndarray], what: str) -> None:
-    """Rule 17c: two tokens at an end of a row have no equal states in all layers, unless a program filled both."""
-    last = len(layers[0]) - 1
-    for edge, inner in ((0, 1), (last, last - 1)):
-        if last and _are_equal(layers, edge, inner):
-            raise InvalidInputError(f"the tokens {edge} and {inner} have equal states{_FILL_ADVICE}", field=what)
-        if _is_nan(layers, edge) and not _is_nan(layers, last - edge):
-            raise InvalidInputError(f"the token {edge} is NaN{_FILL_ADVICE}", field=what)
-
-
-def check_border(layers: Sequence[np.ndarray], span: Span, what: str) -> None:
-    """Rule 17c: what a row leaves out has other states than the token next to it, and is padding as a whole."""
-    last, (begin, end) = len(layers[0]) - 1, span
-    # The outermost token, the one inside of it, and the one next to the tokens of the trace, at each end.
-    for outer, second, inner, kept in ((0, 1, begin - 1, begin), (last, last - 1, end, end - 1)):
-        if inner < 0 or inner > last:
-            continue
-        if _are_equal(layers, inner, kept):
-            raise InvalidInputError(
-                f"the tokens {inner} and {kept} have equal states, and one is left out{_BORDER_ADVICE}", field=what
-            )
-        is_fill = inner not in (outer, second) and _are_equal(layers, outer, second)
-        if is_fill and not _are_equal(layers, outer, inner, is_exact=False):
-            raise InvalidInputError(
-                f"the tokens {outer} and {inner} are left out, and only one is filled{_BORDER_ADVICE}", field=what
-            )
-
-
-def _are_equal(layers: Sequence[np.ndarray], one: int, two: int, *, is_exact: bool = True) -> bool:
-    """Return whether two tokens have equal states in all layers, or nearly equal ones."""
-    pairs = ((numbers_of(layer[one]), numbers_of(layer[two])) for layer in layers)
-    if is_exact:
-        return all(np.array_equal(a, b, equal_nan=True) for a, b in pairs)
-    return all(np.allclose(a, b, rtol=0.05, atol=1e-3, equal_nan=True) for a, b in pairs)
-
-
-def _is_nan(layers: Sequence[np.ndarray], k: int) -> bool:
-    return all(bool(np.isnan(numbers_of(layer[k])).all()) for layer in layers)
-
-
-class PromptAccount:
-    """The stated lengths of prompts of a source: one that is equal in all padded rows may count the padding."""
-
-    def __init__(self, plan: Plan) -> None:
-        names = {place.name for place in plan.others}
-        self._is_open = "prompt_length" in names and "S.prompt" not in plan.layout.settings
-        self._lengths: set[int | None] = set()
-        self._max_begin = 0
-
-    def add(self, length: int | None, begin: int) -> None:
-        """Add the length of a prompt, and the number of tokens of padding before it."""
-        self._lengths.add(length)
-        self._max_begin = max(self._max_begin, begin)
-
-    def close(self) -> None:
-        """Refuse one length of several prompts, of which some are padded in front."""
-        length = self._lengths.pop() if len(self._lengths) == 1 else None
-        if self._is_open and length is not None and 0 < self._max_begin < length:
-            raise InvalidInputError(
-                f"found {length} in every row, also where {self._max_begin} tokens of padding are before the prompt: "
-                'S.prompt = "columns" says that it counts them, "tokens" that it does not',
-                field="prompt_length",
-            )
-
-
-class PadAccount:
-    """Rule 3a: rows of a source that end with the id that fills rows. Whether it also ends sequences is stated or proved.
-
-    Attributes
-    ----------
-    left_out : set of int
-        The ids that masks and lengths leave out.
+    An id that fills rows ends sequences, too, only if that is stated or proved (rule 3a). A length of prompts that is
+    equal in all padded rows may count the padding.
     """
 
-    def __init__(self, layout: Layout) -> None:
-        settings = layout.settings
+    def __init__(self, plan: Plan) -> None:
+        self._plan, settings = plan, plan.layout.settings
         pad = settings.get("S.pad")
+        self._padding: Any = settings.get("S.padding")
         # The id that fills rows, and the one that ends them: None if the layout does not say.
         self._fill: int | None = pad[0] if isinstance(pad, list) else pad
         self._end: int | None = pad[1] if isinstance(pad, list) else None
-        self._padding: Any = settings.get("S.padding")
         self._has_none, self._is_of_ids = self._padding == "none", type(self._padding) is int
-        self.left_out: set[int] = {self._padding} if type(self._padding) is int else set()
+        self._left_out: set[int] = {self._padding} if self._is_of_ids else set()  # by masks and lengths, too
         self._before: set[int] = set()  # ids before the padding
         self._last: set[int] = set()  # ids that end rows without padding
         self._inner: set[int] = set()  # generated ids before other generated ids, which end no sequence
         self._is_end = self._is_filled = False
         self._begins: set[bool] = set()  # whether rows begin with the id that fills
-        self._is_masked = bool({"S.mask", "S.lengths"} & layout.addresses.keys())
+        self._is_masked = bool({"S.mask", "S.lengths"} & plan.layout.addresses.keys())
         self._num_rows = 0
         self._spans: set[tuple[int, int]] = set()  # how many tokens were left out before and behind those of rows
         self._doubled: dict[bool, int] = {}  # whether rows begin with one id twice, and that id or the first one
         self._doubled_end: int | None = None
+        self._prompts: set[int | None] = set()  # lengths of prompts
+        self._max_begin = 0  # tokens of padding before a prompt
 
-    def add_row(self, ids: np.ndarray, span: Span, *, is_stated: bool, is_end_known: bool) -> None:
+    def span(
+        self, trace: Trace, layers: Layers, tokens: np.ndarray | None, length: int | None, sizes: list[int]
+    ) -> Span:
+        """Return the tokens that are no padding.
+
+        Parameters
+        ----------
+        trace : Trace
+        layers : list of np.ndarray
+            The states.
+        tokens : np.ndarray or None
+            The ids of the tokens; None, too, if they lack the padding that the states have.
+        length : int or None
+            That of S.lengths.
+        sizes : list of int
+            The number of tokens of each pass.
+        """
+        num_states, fill = len(layers[0]), self._padding
+        ids = None if tokens is None else tokens[:num_states]
+        mask = known("S.mask", trace.array("S.mask", "S"), self._plan)
+        is_stated = mask is not None or length is not None
+        # An id that masks and lengths leave out may be inside a row, too: it also ends turns.
+        is_shown = fill not in (None, "none") and not (is_stated and ids is not None and isinstance(fill, int))
+        filled = span_of_fill(fill, layers, ids) if is_shown else None
+        if mask is not None:
+            begin, end = self._span_of_mask(trace, mask[0], tokens, layers, sizes)
+        elif length is not None:
+            begin, end = span_of_length(length, num_states, trace.settings.get("S.side"), ids, layers)
+            self._check_left_out(ids, (begin, end), "S.lengths")
+        else:
+            begin, end = filled or (0, num_states)
+        if trace.is_row and ids is not None:
+            is_end_known = len(sizes) > 1 or self._fill is not None
+            self._add_row(ids, (begin, end), is_stated=is_stated or fill is not None, is_end_known=is_end_known)
+        if filled not in (None, (begin, end)):
+            raise InvalidInputError(f"found the tokens {filled}, expected {(begin, end)} as masked", field="S.padding")
+        if tokens is not None:
+            end = min(end, self._end_of_row(trace, tokens, num_states, sizes))
+        if trace.is_row and fill != "none" and len(sizes) == 1:
+            check_border(layers, (begin, end), self._plan.layout.states)
+        return begin, end
+
+    def _span_of_mask(
+        self, trace: Trace, flags: np.ndarray, tokens: np.ndarray | None, layers: Layers, sizes: list[int]
+    ) -> Span:
+        """Return the tokens of a mask, which is as long as the states, the ids or the first pass (rule 2)."""
+        num_states = len(layers[0])
+        if len(flags) not in (num_states, sizes[0], 0 if tokens is None else len(tokens)):
+            raise InvalidInputError(f"found {len(flags)} values, expected {num_states} as tokens", field="S.mask")
+        begin, end = span_of_mask(flags)
+        if len(flags) < num_states:
+            if end < len(flags):
+                raise InvalidInputError("the first pass is padded behind its tokens", field="S.mask")
+            end = num_states
+        ids = None if tokens is None else tokens[: max(len(flags), num_states)]
+        self._check_left_out(ids, (begin, end), "S.mask")
+        if ids is None and not leaves_out_constants(layers, (begin, end)) and not _has_full_mask(trace):
+            raise InvalidInputError(
+                "the states that it leaves out are not constant and no row is full: a mask of the answer, or inverted? "
+                "A line for tokens shows what is padding",
+                field="S.mask",
+            )
+        return begin, min(end, num_states)
+
+    def _check_left_out(self, ids: np.ndarray | None, span: Span, name: str) -> None:
+        """Rule 17b: the tokens that masks and lengths leave out are one id."""
+        if ids is not None:
+            self._left_out |= {*ids[: span[0]].tolist(), *ids[span[1] :].tolist()}
+            if len(self._left_out) > 1:
+                found = f"{sorted(self._left_out)!s:.60}"
+                raise InvalidInputError(f"the tokens that it leaves out have several ids: {found}", field=name)
+
+    def prompt_of(self, length: int | None, span: Span) -> int | None:
+        """Return the number of tokens of a prompt without padding; `length` is that of its field, or of the first pass."""
+        begin, end = span
+        if length is not None and not any(place.name == "prompt_length" for place in self._plan.others):
+            length = max(length - begin, 0)
+        elif length is not None and begin and self._plan.layout.settings.get("S.prompt") == "columns":
+            if not begin <= length <= end + 1:
+                raise InvalidInputError(
+                    f"found {length} columns, expected {begin} to {end + 1}, where the tokens of the trace are",
+                    field="prompt_length",
+                )
+            length -= begin
+        self._prompts.add(length)
+        self._max_begin = max(self._max_begin, begin)
+        return length
+
+    def _add_row(self, ids: np.ndarray, span: Span, *, is_stated: bool, is_end_known: bool) -> None:
         """Add a row and the tokens of it that are no padding; refuse one with the id of what is left out next to it."""
         begin, end = span
         if not is_stated:
@@ -134,7 +144,7 @@ class PadAccount:
             (begin, begin > 0 or self._is_of_ids, self._fill),
             (end - 1, (end < len(ids) or self._is_of_ids) and not is_end_known, ends),
         ):
-            if is_edge and ids[k] in self.left_out and ids[k] != stated:
+            if is_edge and ids[k] in self._left_out and ids[k] != stated:
                 one = int(ids[k])
                 raise InvalidInputError(
                     f"the token {k} has the id {one} of the padding: S.pad = [{one}, {one}] if it belongs to the trace",
@@ -146,25 +156,24 @@ class PadAccount:
         if not is_end_known and len(ids) > 1 and ids[-1] == ids[-2]:
             self._doubled_end = int(ids[-1])
 
-    def end_of_row(self, ids: np.ndarray, num_states: int, num_prompt: int | None, *, may_be_padded: bool) -> int:
-        """Return the number of states before the padding behind an early end.
+    def _end_of_row(self, trace: Trace, ids: np.ndarray, num_states: int, sizes: list[int]) -> int:
+        """Return the number of states before the padding behind an early end."""
+        # The columns of the first pass of generation, and whether the row may end with padding that no line states.
+        num_prompt = sizes[0] if len(sizes) > 1 and len(trace.cells) == 1 else None
+        is_of_array = not trace.fixed.keys().isdisjoint("NK")
+        may_be_padded = trace.is_row and (num_prompt is not None or (is_of_array and len(ids) > num_states))
+        return self._end_before_padding(ids, num_states, num_prompt, may_be_padded=may_be_padded)
 
-        Parameters
-        ----------
-        ids : np.ndarray
-            The ids of the row.
-        num_prompt : int or None
-            The columns of the first pass of generation.
-        may_be_padded : bool
-            Whether the row may end with padding that no line states.
-        """
+    def _end_before_padding(
+        self, ids: np.ndarray, num_states: int, num_prompt: int | None, *, may_be_padded: bool
+    ) -> int:
         last = int(ids[-1])
         fill = last if self._fill is None else self._fill
         end = len(ids) - (last == fill)  # of what is before the padding
         while end > 1 and last == fill and ids[end - 1] == fill:
             end -= 1
         if self._fill is None:
-            if may_be_padded and (last in self.left_out or (end < len(ids) - 1 and not self._has_none)):
+            if may_be_padded and (last in self._left_out or (end < len(ids) - 1 and not self._has_none)):
                 raise InvalidInputError(f"the row ends with {_fill_advice(last)}", field="tokens")
             self._last |= {last} if may_be_padded else set()
             return num_states
@@ -190,10 +199,11 @@ class PadAccount:
 
     def close(self) -> None:
         """Refuse rows of which only some begin with padding, and ids at their ends that are padding or may be."""
+        self._check_prompts()
         self._check_spans()
         self._check_doubled()
         if self._fill is None:
-            if found := self._last & self.left_out:
+            if found := self._last & self._left_out:
                 raise InvalidInputError(f"a row ends with {_fill_advice(min(found))}", field="tokens")
             return
         if len(self._begins) > 1:
@@ -219,20 +229,32 @@ class PadAccount:
             field="S.pad",
         )
 
+    def _check_prompts(self) -> None:
+        """Refuse one length of several prompts, of which some are padded in front."""
+        names = {place.name for place in self._plan.others}
+        (length,) = self._prompts if len(self._prompts) == 1 else (None,)
+        is_open = "prompt_length" in names and "S.prompt" not in self._plan.layout.settings
+        if is_open and length is not None and 0 < self._max_begin < length:
+            raise InvalidInputError(
+                f"found {length} in every row, also where {self._max_begin} tokens of padding are before the prompt: "
+                'S.prompt = "columns" says that it counts them, "tokens" that it does not',
+                field="prompt_length",
+            )
+
     def _check_spans(self) -> None:
         """Refuse an id that may begin rows as well as fill them, and what every row leaves out in front."""
         before, behind = ({span[k] for span in self._spans} for k in (0, 1))
         is_at_both = max(before, default=0) and max(behind, default=0)
         is_at_both = is_at_both and not (0 in before and self._end not in (None, self._fill))
         if self._is_of_ids and not self._is_masked and (min(before, default=0) == 1 or is_at_both):
-            fill = min(self.left_out)
+            fill = min(self._left_out)
             raise InvalidInputError(
                 f"the id {fill} begins rows and ends rows, or begins every row: S.mask or S.lengths states the padding, "
                 f"S.pad = [{fill}, END] that the id END ends rows",
                 field="S.padding",
             )
         if not self._is_of_ids and 0 not in before and before and (1 in before or self._num_rows > 1):
-            fill = min(self.left_out)
+            fill = min(self._left_out)
             raise InvalidInputError(
                 f"every row leaves out tokens in front, {min(before)} or more: a prompt? S.padding = {fill} states that the id "
                 f"{fill} is padding",
@@ -259,6 +281,108 @@ class PadAccount:
                 f'S.padding = "none" {way}',
                 field="tokens",
             )
+
+
+def _one_run(flags: np.ndarray, name: str) -> Span:
+    """Return the run of tokens that are no padding; refuse none, and several."""
+    kept = np.flatnonzero(flags)
+    if not len(kept):
+        raise InvalidInputError("found no token of the trace", field=name)
+    begin, end = int(kept[0]), int(kept[-1]) + 1
+    if end - begin != len(kept):
+        gap = begin + int(np.flatnonzero(flags[begin:end] == 0)[0])
+        raise InvalidInputError(f"token {gap} inside the trace is left out, expected one run of tokens", field=name)
+    return begin, end
+
+
+def span_of_mask(mask: np.ndarray) -> Span:
+    """Return the run of ones of a mask (rule 17b)."""
+    if mask.ndim != 1 or not np.isin(mask, (0, 1)).all():
+        raise InvalidInputError("found other values than 0 and 1", field="S.mask")
+    return _one_run(mask, "S.mask")
+
+
+def leaves_out_constants(layers: Sequence[np.ndarray], span: Span) -> bool:
+    """Return whether the states that a span leaves out are equal; one token alone shows it if it is zero or NaN."""
+    for layer in layers:
+        states = np.concatenate([numbers_of(layer[: span[0]]), numbers_of(layer[span[1] :])])
+        if len(states) == 1 and states.any() and not np.isnan(states).all():
+            return False
+        if not np.array_equal(states, np.tile(states[:1], (len(states), 1)), equal_nan=True):
+            return False
+    return True
+
+
+def span_of_length(
+    length: int, size: int, side: str | None, ids: np.ndarray | None, layers: Sequence[np.ndarray]
+) -> Span:
+    """Return the tokens of a trace of `length` of `size` tokens (rule 17a).
+
+    Without `S.side`, what is left out must be zero, NaN or one token id at one end.
+    """
+    if not 0 < length <= size:
+        raise InvalidInputError(f"found {length}, expected 1 to {size}", field="S.lengths")
+    if length == size:
+        return 0, size
+    spans = {"right": (0, length), "left": (size - length, size)}
+    if side is not None:
+        return spans[side]
+    fitting = [span for span in spans.values() if _is_padding(span, ids, layers)]
+    if len(fitting) != 1:
+        raise InvalidInputError(
+            f'{length} of {size} tokens: S.side = "right" or "left" says at which end the padding is', field="S.lengths"
+        )
+    return fitting[0]
+
+
+def _is_padding(span: Span, ids: np.ndarray | None, layers: Sequence[np.ndarray]) -> bool:
+    """Return whether what a span leaves out at one end is zero, NaN, or one token id."""
+    begin, end = span
+    outside = [numbers_of(layer[k]) for layer in layers for k in (slice(None, begin), slice(end, None))]
+    if all(not part.any() for part in outside) or all(np.isnan(part).all() for part in outside):
+        return True
+    if ids is None or len(ids) != len(layers[0]):
+        return False
+    left_out = {*ids[:begin].tolist(), *ids[end:].tolist()}
+    edge = ids[begin - 1 : begin + 1] if begin else ids[end - 1 : end + 1]
+    return len(left_out) == 1 and len(set(edge.tolist())) == 2
+
+
+def span_of_fill(fill: Any, layers: Sequence[np.ndarray], ids: np.ndarray | None) -> Span:
+    """Return the tokens that are no padding by `S.padding`: zeros, NaN, or a number in states or ids."""
+    size = len(layers[0])
+    if isinstance(fill, int) and ids is not None and len(ids) == size and (ids == fill).any():
+        is_fill = ids == fill
+    else:
+        is_fill = np.ones(size, bool)
+        for layer in layers:
+            values = numbers_of(layer)
+            is_fill &= np.isnan(values).all(1) if fill == "nan" else (values == (0 if fill == "zeros" else fill)).all(1)
+    return _one_run(~is_fill, "S.padding")
+
+
+def of_span(values: Any, span: Span, num_states: int) -> Any:
+    """Return the values of the tokens of a span, and of a last token without states; fewer than states have no padding."""
+    more = len(values) - num_states
+    return values[span[0] : span[1] + more] if more >= 0 else values
+
+
+def known(name: str, value: Any, plan: Plan) -> Any:
+    """Return what is known of an axis; InvalidInputError if the layout states it and the trace has none."""
+    if value is None and name in plan.layout.addresses:
+        raise InvalidInputError("the trace has no value where the layout says", field=name)
+    return value
+
+
+def _has_full_mask(trace: Trace) -> bool:
+    """Return whether a mask of the source, or a row of one, leaves out no token."""
+    cells = (cell for _, column in trace.columns.of("S.mask") for cell in column.all_cells())
+    for cell in cells:
+        if (array := as_array(cell.value)) is not None:
+            flags = array.read()
+            if flags.reshape(len(flags) if cell.axes[0] in ("N", "K") else 1, -1).all(axis=1).any():
+                return True
+    return False
 
 
 def _fill_advice(fill: int) -> str:

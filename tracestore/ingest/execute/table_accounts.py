@@ -9,7 +9,6 @@ from typing import Any
 from tracestore.errors import InvalidInputError, escape_unprintable
 from tracestore.ingest.execute.join import EMPTY_ADVICE, Column
 from tracestore.ingest.layout.places import Place
-from tracestore.ingest.tree import Group, Value
 
 
 def end_text(row: tuple[Any, ...]) -> str:
@@ -17,25 +16,6 @@ def end_text(row: tuple[Any, ...]) -> str:
     key, trace, sample, value = row
     owner = f"row {key[0]}" if trace is None else trace if sample is None else f"{trace}, sample {sample}"
     return escape_unprintable(owner if value is None else f"{value} of {owner}", 60)
-
-
-def check_first_row(found: int, num_before: int, chunk: int | None, source: str) -> None:
-    """Rule 13: a chunk that is no next number is numbered by its first row."""
-    if found != num_before:
-        also = (
-            "" if chunk is None else f"{chunk}: chunks are numbered from 0 without gaps, or by their first row, here "
-        )
-        raise InvalidInputError(f"found chunk {found}, expected {also}{num_before:,}", source=source)
-
-
-def check_ordered(root: Value, source: str) -> None:
-    """Rule 13: rows are joined to the keys of a mapping only where these are in the order of their writing."""
-    if isinstance(root, Group) and not root.is_ordered:
-        raise InvalidInputError(
-            "its keys are not in the order in which they were written, so that no rows are joined to them in order; "
-            "a column of ids joins them",
-            source=source,
-        )
 
 
 def check_totals(tables: Mapping[Place, Column], total: int) -> None:
@@ -105,8 +85,6 @@ class TableAccount:
         The field that the table gives, and the name of the file.
     joined_by : str
         See `Column.joined_by`.
-    is_of_id : bool
-        Whether ids of traces join the rows.
     rows, unused : list
         The first keys of all rows, and of those without a trace.
     missing : list of str
@@ -121,23 +99,20 @@ class TableAccount:
     field: str
     source: str
     joined_by: str
-    is_of_id: bool
     rows: list[Any]
     unused: list[Any]
     missing: list[str]
     num_rows: int
     num_used: int
     partial: str | None
-    ends: str = ""
+    ends: str
 
     def close(self, has_id: Callable[[str], bool], *, is_whole: bool) -> str:
         """Return how the rows were joined; InvalidInputError if they do not fit."""
-        num_known = 0
-        unused = self.unused
-        if self.is_of_id:
+        unused, missing = self.unused, self.missing
+        if self.joined_by == "by id":
             unused = [key for key in unused if not has_id(str(key))]
-            num_known = len(self.unused) - len(unused)
-        num_unused, missing = self.num_rows - self.num_used - num_known, self.missing
+        num_unused = self.num_rows - self.num_used - len(self.unused) + len(unused)
         if self.joined_by in ("in order", "by position") and (num_unused or missing) and is_whole:
             found = f"{self.num_rows:,} rows in order belong to {self.num_used + len(missing):,} traces"
             found += "; a column of numbers joins some of the rows" if self.joined_by == "by position" else ""
@@ -159,17 +134,15 @@ def table_account(column: Column, source: str, missing: list[str]) -> TableAccou
     """Return the account of a table in a file; `missing` are the keys of the traces without a row."""
     rows = list(dict.fromkeys(column.rows()))
     unused = [key for key in rows if key not in column.used]
-    first_keys, left_over = ([key[0] for key in keys if key] for keys in (rows, unused))
     return TableAccount(
-        column.place.name,
-        source,
-        column.joined_by,
-        column.names == ("id",),
-        first_keys,
-        left_over,
-        missing,
-        len(rows),
-        len(rows) - len(unused),
-        column.partial_answers(unused) or (column.misnumbered_answers(rows) if missing else None),
-        f": the first {end_text(column.ends[0])}, the last {end_text(column.ends[1])}" if column.ends else "",
+        field=column.place.name,
+        source=source,
+        joined_by=column.joined_by,
+        rows=[key[0] for key in rows if key],
+        unused=[key[0] for key in unused if key],
+        missing=missing,
+        num_rows=len(rows),
+        num_used=len(rows) - len(unused),
+        partial=column.partial_answers(unused) or (column.misnumbered_answers(rows) if missing else None),
+        ends=f": the first {end_text(column.ends[0])}, the last {end_text(column.ends[1])}" if column.ends else "",
     )

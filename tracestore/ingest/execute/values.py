@@ -48,43 +48,31 @@ def _scalar(value: Value) -> Value:
     return number
 
 
-def rows_of(value: Items | Array) -> Any:
+def rows_of(value: Items | Array) -> Items:
     """Return the items of a list, or of an array along its first axis."""
     if isinstance(value, Items):
         return value
     return ListItems(range(value.shape[0]), lambda k: array_value(value.read((k,))))
 
 
-def columns_of(value: Group, names: Container[str], where: str, source: str) -> dict[Any, Items | Array]:
-    """Return the lists of a mapping that are as long as those of the names, which are the columns of one table.
+def table_of(value: Group, names: Container[str], where: str, source: str) -> tuple[Items, set[Any]]:
+    """Return the rows of the lists of a mapping that are as long as those of the names, and the keys of these lists.
 
     Raises
     ------
     InvalidInputError
         If the mapping has no such list, or several of different lengths.
     """
-    lists = {key: found for key in value if isinstance(found := value[key], Items | Array)}
-    sizes = {key: _length(found) for key, found in lists.items()}
-    named = {key: size for key, size in sizes.items() if str(key) in names}
-    if len(set(named.values())) != 1 or None in named.values():
-        found = ", ".join(f"{key} of {size}" for key, size in named.items())
+    lists = {key: rows_of(found) for key in value if isinstance(found := value[key], Items | Array)}
+    sizes = {key: None if rows.is_stream else rows.length for key, rows in lists.items()}
+    wanted = {key: size for key, size in sizes.items() if str(key) in names}
+    if len(set(wanted.values())) != 1 or None in wanted.values():
+        found = ", ".join(f"{key} of {size}" for key, size in wanted.items())
         what = f"lists of different lengths: {found}" if found else f"{describe(value)}, and none is a named list"
         raise InvalidInputError(f"{where}: found a mapping with {what}; rows are items of a list", source=source)
-    size = next(iter(named.values()))
-    return {key: found for key, found in lists.items() if sizes[key] == size}
-
-
-def table_of(columns: Mapping[Any, Items | Array]) -> Items:
-    """Return lists of one length as the rows of a table."""
-    rows = {key: rows_of(column) for key, column in columns.items()}
-    size = len(next(iter(rows.values())))
-    return ListItems(
-        range(size), lambda k: MappingGroup({key: (rows[key], k) for key in rows}, lambda at: at[0][at[1]])
-    )
-
-
-def _length(value: Items | Array) -> int | None:
-    return value.shape[0] if isinstance(value, Array) else None if value.is_stream else value.length
+    size = next(iter(wanted.values()))
+    columns = {key: key for key in lists if sizes[key] == size}
+    return ListItems(range(size or 0), lambda k: MappingGroup(columns, lambda key: lists[key][k])), set(columns)
 
 
 def key_text(value: Any) -> str:
@@ -150,6 +138,11 @@ def one_value(value: Value, name: str) -> Any:
     if value is None or isinstance(value, str | bool | int | float):
         return value
     raise InvalidInputError(f"found {describe(value)}, expected one value per trace", field=name)
+
+
+def named(names: Iterable[str], values: Iterable[Any]) -> str:
+    """Return names and their values for a message, without those of wildcards."""
+    return ", ".join(f"{name} {value!s:.60}" for name, value in zip(names, values, strict=True) if name[0] != "*")
 
 
 def describe(value: Value) -> str:

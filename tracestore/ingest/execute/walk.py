@@ -1,12 +1,11 @@
 """Follow the paths of a layout through the tree of a file, and yield the values at their ends."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tracestore.errors import InvalidInputError, escape_unprintable
-from tracestore.ingest.execute.nodes import Node, column_names, leads_to_unit, tree_of
 from tracestore.ingest.execute.values import (
-    columns_of,
     describe,
     id_text,
     item_value,
@@ -16,13 +15,87 @@ from tracestore.ingest.execute.values import (
     rows_of,
     table_of,
 )
-from tracestore.ingest.layout.addresses import AttributeStep, DeepStep, ItemsStep, ItemValue, KeyStep, Step
-from tracestore.ingest.layout.patterns import NUMBER_NAMES
+from tracestore.ingest.layout.addresses import Address, AttributeStep, DeepStep, ItemsStep, ItemValue, KeyStep, Step
+from tracestore.ingest.layout.patterns import AXIS_NAMES, NUMBER_NAMES
 from tracestore.ingest.layout.places import RECORDS, Place
 from tracestore.ingest.tree import Array, Group, Items, ListItems, MappingGroup, Value
 
 _MAX_DEPTH = 32
 _MAX_SHAPE = 256  # keys of a group whose claims are kept
+
+# What tells parts of one trace apart.
+_INNER = frozenset((*AXIS_NAMES, *"LSTGPHDE"))
+
+
+@dataclass
+class Node:
+    """The steps behind a common beginning of paths, and the places that end there."""
+
+    prefix: str
+    children: list[tuple[Step, "Node"]] = field(default_factory=list)
+    leaves: list[Place] = field(default_factory=list)
+    ignores: bool = False
+    is_unit: bool = False  # each of its values is a whole trace, or several
+    keys: frozenset[str] = frozenset()  # keys whose values an item binds
+    has_unit_items: bool = False  # so is each item along the axis N of its value
+    is_found: bool = False  # a file had a value there
+
+    def child(self, step: Step) -> "Node":
+        """Return the node behind a step, a new one if there is none."""
+        for known, node in self.children:
+            if known == step:
+                return node
+        node = Node(f"{self.prefix}{step.text}/")
+        if isinstance(step, ItemsStep):
+            node.keys = frozenset(value_of.path[0] for value_of in step.values)
+        self.children.append((step, node))
+        return node
+
+    @property
+    def has_records(self) -> bool:
+        """Return whether items of `records` end here."""
+        return any(place.name == RECORDS for place in self.leaves)
+
+    @property
+    def leads_to_unit(self) -> bool:
+        """Return whether items of the traces lie here or below."""
+        return self.is_unit or self.has_unit_items or any(child.leads_to_unit for _, child in self.children)
+
+    def at(self, path: Iterable[Step]) -> "Node":
+        """Return the node at the end of a path."""
+        node = self
+        for step in path:
+            node = node.child(step)
+        return node
+
+
+def tree_of(text: str, places: Iterable[Place], ignored: Iterable[Address], states: list[Place]) -> Node:
+    """Return the root of the paths of the places whose FILES are `text`."""
+    root = Node(f"{text} : ")
+    for place in places:
+        if place.address.files.text != text:
+            continue
+        # The first step that tells traces apart is that of the units, unless parts of a trace lie in several.
+        may_be_unit = place in states and len(states) == 1 and not place.crossed
+        may_be_unit &= _INNER.isdisjoint(place.address.files.names)
+        node = root
+        for step in place.address.path:
+            node = node.child(step)
+            may_be_unit &= _INNER.isdisjoint(step.names)
+            if isinstance(step, ItemsStep):
+                tells_traces = step.letter in (None, "N", "K", "chunk")
+                may_be_unit &= step.letter not in _INNER
+            else:
+                tells_traces = bool(step.names) or (isinstance(step, KeyStep) and "*" in step.text)
+            if may_be_unit and tells_traces:
+                node.is_unit, may_be_unit = True, False
+        node.leaves.append(place)
+        node.has_unit_items |= may_be_unit and place.axes[:1] == ("N",)
+    for address in ignored:
+        if address.files.text == text:
+            root.at(address.path).ignores = True
+    return root
+
 
 # The steps that each key of a group follows, with what they bind, and the keys that none follows.
 ClaimedKeys = tuple[dict[Any, list[tuple["Step", "Node", dict[str, Any]]]], list[Any]]
@@ -68,47 +141,51 @@ class Walk:
         if not node.children or value is None:
             return
         if isinstance(value, str) and not all(isinstance(s, AttributeStep) for s, _ in node.children):
-            value = json_value(value, f"{node.prefix}{node.children[0][0].text}", self._source)
+            value = self._parsed(node, value)
+        rows, group = self._opened(node, value)
         # Values next to the units come first, because they may belong to all of them.
         for has_units in (False, True):
-            children = [pair for pair in node.children if leads_to_unit(pair[1]) == has_units]
-            if children:
-                yield from self._children(
-                    node, children, value, bound, in_unit, claims=has_units or len(children) == len(node.children)
-                )
+            children = [pair for pair in node.children if pair[1].leads_to_unit == has_units]
+            yield from self._beside(node, children, value, bound, in_unit)
+            items = [pair for pair in children if isinstance(pair[0], ItemsStep)]
+            for k, item in enumerate(rows_of(rows)) if items and rows is not None else ():
+                yield from self._item(items, item, k, bound, in_unit)
+            if group is not None:
+                yield from self._keys(node, children, group, bound, in_unit)
+        if group is not None and not node.ignores:
+            for key in self.claims(node, group)[1]:
+                self._on_unclaimed(node, key, group[key])
 
-    def _children(
-        self,
-        node: Node,
-        children: Sequence[tuple[Step, Node]],
-        value: Value,
-        bound: dict[str, Any],
-        in_unit: bool,
-        *,
-        claims: bool,
+    def _beside(
+        self, node: Node, children: Sequence[tuple[Step, Node]], value: Value, bound: dict[str, Any], in_unit: bool
     ) -> Iterator[Cell | None]:
-        items = [(step, child) for step, child in children if isinstance(step, ItemsStep)]
-        keys = [(step, child) for step, child in children if isinstance(step, KeyStep)]
+        """Follow steps to attributes, to members of a list, and to items at any depth."""
         for step, child in children:
             if isinstance(step, AttributeStep):
-                attributes = getattr(value, "attributes", {})
-                yield from self.cells(child, attributes.get(step.name), bound, in_unit=in_unit)
+                found = getattr(value, "attributes", {}).get(step.name)
+                yield from self.cells(child, found, bound, in_unit=in_unit)
             elif isinstance(step, DeepStep):
-                yield from self._deep(child, value, bound, in_unit, 0)
-        if isinstance(value, Group):
-            names = column_names(items)
-            if items and not (keys and names.isdisjoint(map(str, value))):
-                columns = columns_of(value, names, f"{node.prefix}{items[0][0].text}", self._source)
-                yield from self._items(items, table_of(columns), bound, in_unit)
-                value = MappingGroup({k: k for k in value if k not in columns or _is_key(keys, k)}, value.__getitem__)
-            yield from self._keys(node, keys, value, bound, in_unit, claims=claims)
-        elif isinstance(value, Items | Array):
-            if items:
-                yield from self._items(items, value, bound, in_unit)
-            for step, child in keys:
+                yield from self._deep(child, value, bound, in_unit)
+            elif isinstance(step, KeyStep) and isinstance(value, Items | Array):
                 yield from self._member(node, step, child, value, bound, in_unit)
-        elif keys or items:
+
+    def _parsed(self, node: Node, text: str) -> Value:
+        return json_value(text, f"{node.prefix}{node.children[0][0].text}", self._source)
+
+    def _opened(self, node: Node, value: Value) -> tuple[Items | Array | None, Group | None]:
+        """Return the rows and the group that the steps behind a node follow: lists of a mapping are columns of a table."""
+        items = [(step, child) for step, child in node.children if isinstance(step, ItemsStep)]
+        keys = [(step, child) for step, child in node.children if isinstance(step, KeyStep)]
+        if isinstance(value, Group):
+            names = _column_names(items)
+            if not items or (keys and names.isdisjoint(map(str, value))):
+                return None, value
+            rows, columns = table_of(value, names, f"{node.prefix}{items[0][0].text}", self._source)
+            others = {k: k for k in value if k not in columns or any(_match_key(s, k) is not None for s, _ in keys)}
+            return rows, MappingGroup(others, value.__getitem__)
+        if not isinstance(value, Items | Array) and (keys or items):
             self._refuse(node, (keys or items)[0][0], describe(value))
+        return (value, None) if isinstance(value, Items | Array) else (None, None)
 
     def _leaf(
         self, node: Node, place: Place, value: Value, bound: dict[str, Any], in_unit: bool
@@ -130,12 +207,6 @@ class Walk:
                     yield None
         else:
             yield Cell(place, bound, settled(value), axes, in_unit)
-
-    def _items(
-        self, children: Sequence[tuple[Step, Node]], value: Items | Array, bound: dict[str, Any], in_unit: bool
-    ) -> Iterator[Cell | None]:
-        for k, item in enumerate(rows_of(value)):
-            yield from self._item(children, item, k, bound, in_unit)
 
     def _item(
         self, children: Sequence[tuple[Step, Node]], item: Value, k: int, bound: dict[str, Any], in_unit: bool
@@ -184,49 +255,27 @@ class Walk:
         if step is None:
             yield value, bound
             return
-        rest: list[tuple[Any, Value]] = []
         node.is_found = True
-        where = f"{node.prefix}{step.text}"
-        if isinstance(value, str):
-            value = json_value(value, where, self._source)
-        if isinstance(value, Group):
-            columns = columns_of(value, column_names(node.children), where, self._source)
-            rest = [(key, value[key]) for key in value if key not in columns]
-            rows = table_of(columns)
-        elif isinstance(value, Items | Array):
-            rows = rows_of(value)
-        else:
-            self._refuse(node, step, describe(value))
-        for k, item in enumerate(rows):
-            yield item, self.bind(step, node.child(step), item, k, bound)
+        rows, group = self._opened(node, self._parsed(node, value) if isinstance(value, str) else value)
+        child = node.child(step)
+        for k, item in enumerate(rows_of(rows)) if rows is not None else ():
+            yield item, self.bind(step, child, item, k, bound)
             item = None
-        for key, other in rest:
-            self._on_unclaimed(node, key, other)
+        for key in group or ():
+            self._on_unclaimed(node, key, group[key])  # type: ignore[index]
 
     def _keys(
-        self,
-        node: Node,
-        children: Sequence[tuple[Step, Node]],
-        value: Group,
-        bound: dict[str, Any],
-        in_unit: bool,
-        *,
-        claims: bool,
+        self, node: Node, children: Sequence[tuple[Step, Node]], value: Group, bound: dict[str, Any], in_unit: bool
     ) -> Iterator[Cell | None]:
-        claimed, rest = self.claims(node, value)
         wanted = {id(child) for _, child in children}
-        for key, found in claimed.items():
+        for key, found in self.claims(node, value)[0].items():
             for _, child, match in found:
-                if id(child) not in wanted:
-                    continue
-                begins = child.is_unit and not in_unit
-                inner = {**bound, **match} if match else bound
-                yield from self.cells(child, value[key], inner, in_unit=in_unit or begins)
-                if begins:
-                    yield None
-        if claims and not node.ignores and (claimed or not node.is_deep):
-            for key in rest:
-                self._on_unclaimed(node, key, value[key])
+                if id(child) in wanted:
+                    begins = child.is_unit and not in_unit
+                    inner = {**bound, **match} if match else bound
+                    yield from self.cells(child, value[key], inner, in_unit=in_unit or begins)
+                    if begins:
+                        yield None
 
     def claims(self, node: Node, value: Group) -> ClaimedKeys:
         """Return the steps that the keys of a group follow, and the keys that none does; once for each set of keys."""
@@ -254,7 +303,7 @@ class Walk:
                 child.is_found |= child.ignores
             if best:
                 claimed[key] = [
-                    (step, child, self._wild(node, step, key, match))
+                    (step, child, {**match, f"*{node.prefix}/{step.text}": str(key)} if "*" in step.text else match)
                     for step, child, match in best
                     if not child.ignores or child.children or child.leaves
                 ]
@@ -265,20 +314,13 @@ class Walk:
                 raise InvalidInputError(f"the keys {k} and {str(k)!r} both exist", source=self._source)
         return claimed, rest
 
-    def _wild(self, node: Node, step: KeyStep, key: Any, match: dict[str, Any]) -> dict[str, Any]:
-        return {**match, f"*{node.prefix}/{step.text}": str(key)} if "*" in step.text else match
-
     def _member(
         self, node: Node, step: KeyStep, child: Node, value: Items | Array, bound: dict[str, Any], in_unit: bool
     ) -> Iterator[Cell | None]:
         if (k := _member_number(step)) is not None:
-            rows = rows_of(value)
-            if isinstance(rows, Items) and rows.is_stream:
-                rows = ListItems(list(rows), lambda item: item)
-            count = len(rows)
-            if not -count <= k < count:
-                return
-            yield from self.cells(child, rows[k % count], bound, in_unit=in_unit)
+            rows = settled(rows_of(value))
+            if -(count := rows.length or 0) <= k < count:
+                yield from self.cells(child, rows[k % count], bound, in_unit=in_unit)
         elif len(step.parts) == 1 and step.names and isinstance(value, Items) and not value.is_stream:
             for k, item in enumerate(value):  # {layer} of a list: the number of the member
                 match = step.parts[0].match(str(k))
@@ -288,24 +330,18 @@ class Walk:
             self._refuse(node, step, describe(value))
 
     def _deep(
-        self, node: Node, value: Value, bound: dict[str, Any], in_unit: bool, depth: int
+        self, node: Node, value: Value, bound: dict[str, Any], in_unit: bool, depth: int = 0
     ) -> Iterator[Cell | None]:
-        """Follow the steps behind `**` at every depth where they fit; an item that fits is not searched further."""
+        """Follow the items behind `**` at every depth where they have the keys that bind names, and search them no further."""
         if depth > _MAX_DEPTH:
             raise InvalidInputError("nested deeper than a trace file", source=self._source)
-        if isinstance(value, Group):
-            keys = [(step, child) for step, child in node.children if isinstance(step, KeyStep)]
-            yield from self._keys(node, keys, value, bound, in_unit, claims=False)
-            for key in self.claims(node, value)[1]:
-                yield from self._deep(node, value[key], bound, in_unit, depth + 1)
-        elif isinstance(value, Items):
-            items = [(step, child) for step, child in node.children if isinstance(step, ItemsStep)]
-            for k, item in enumerate(value):
-                fitting = [pair for pair in items if isinstance(item, Group) and _has_all(pair[0], item)]
-                if fitting:
-                    yield from self._item(fitting, item, k, bound, in_unit)
-                else:
-                    yield from self._deep(node, item, bound, in_unit, depth + 1)
+        inner = value.values() if isinstance(value, Group) else value if isinstance(value, Items) else ()
+        for k, item in enumerate(inner):
+            fitting = [pair for pair in node.children if isinstance(item, Group) and _has_all(pair[0], item)]
+            if fitting:
+                yield from self._item(fitting, item, k, bound, in_unit)
+            else:
+                yield from self._deep(node, item, bound, in_unit, depth + 1)
 
     def _refuse(self, node: Node, step: Step, found: str) -> Any:
         raise InvalidInputError(f"{node.prefix}{step.text}: found {found}", source=self._source)
@@ -317,6 +353,12 @@ def cells_of(place: Place, root: Value, states: Sequence[Place] = ()) -> Iterato
     return Walk(text, lambda *_: None).cells(tree_of(text, [place], [], list(states)), root, {})
 
 
+def _column_names(items: Sequence[tuple[ItemsStep, Node]]) -> set[str]:
+    """Return the names of the columns that items bind, or that lie below them."""
+    bound = {value_of.path[0] for step, _ in items for value_of in step.values} - {"#"}
+    return bound | {step.text for _, item in items for step, _ in item.children if isinstance(step, KeyStep)}
+
+
 def _has_all(step: Step, item: Value) -> bool:
     """Return whether an item says everything that a step binds by it."""
     return isinstance(step, ItemsStep) and all(
@@ -324,23 +366,15 @@ def _has_all(step: Step, item: Value) -> bool:
     )
 
 
-def _is_key(keys: Sequence[tuple[Step, Node]], key: Any) -> bool:
-    return any(isinstance(step, KeyStep) and _match_key(step, key) is not None for step, _ in keys)
-
-
-def settled(value: Value) -> Value:
+def settled(value: Any) -> Any:
     """Return a value that can be read more than once."""
     return ListItems(list(value), lambda item: item) if isinstance(value, Items) and value.is_stream else value
 
 
 def _longest(found: list[Any]) -> list[Any]:
     """Return the entries whose steps have the most literal characters."""
-    most = max((_num_literals(step) for step, _, _ in found), default=0)
-    return [entry for entry in found if _num_literals(entry[0]) == most]
-
-
-def _num_literals(step: KeyStep) -> int:
-    return sum(part.num_literals for part in step.parts)
+    lengths = [sum(part.num_literals for part in step.parts) for step, _, _ in found]
+    return [entry for entry, length in zip(found, lengths, strict=True) if length == max(lengths)]
 
 
 def _member_number(step: KeyStep) -> int | None:
@@ -351,17 +385,12 @@ def _member_number(step: KeyStep) -> int | None:
 
 def _match_key(step: KeyStep, key: Any) -> dict[str, Any] | None:
     """Return what a step binds in a key, None if the key is another one."""
-    if len(step.parts) > 1:
-        if not isinstance(key, tuple) or len(key) != len(step.parts):
-            return None
-        bound: dict[str, Any] = {}
-        for part, member in zip(step.parts, key, strict=True):
-            match = part.match(key_text(member))
-            if match is None:
-                return None
-            bound |= match.bound
-        return bound
-    if isinstance(key, tuple):
+    members = key if isinstance(key, tuple) else (key,)
+    if len(members) != len(step.parts) or isinstance(key, tuple) != (len(step.parts) > 1):
         return None
-    match = step.parts[0].match(key_text(key))
-    return None if match is None else match.bound
+    bound: dict[str, Any] = {}
+    for part, member in zip(step.parts, members, strict=True):
+        if (match := part.match(key_text(member))) is None:
+            return None
+        bound |= match.bound
+    return bound

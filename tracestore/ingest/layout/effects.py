@@ -24,20 +24,10 @@ def check_effects(plan: Plan) -> None:
         is_key = place.name.startswith(KEY)
         if is_key and not any(given_name(place) in plan.keys[other] for other in plan.others):
             raise UsageError(f"{place.name}: has no effect without a line that joins by it; remove it")
-        if place.name == "L.offset":
-            _check_offset(plan, place)
     if plan.names:
         for place in plan.others:
             if place.name != RECORDS and not place.is_optional:
                 _check_names(plan, place)
-
-
-def _check_offset(plan: Plan, place: Place) -> None:
-    """Refuse an offset that is no number of each file whose keys number layers."""
-    files = {state.address.files.text for state in plan.states if "layer" in state.address.bound}
-    if files != {place.address.files.text} or place.trace_names:
-        expected = " or ".join(sorted(files)) or "files of states that bind {layer}"
-        raise UsageError(f"L.offset: {place.address}: expected one number of each file of {expected}")
 
 
 def _check_names(plan: Plan, place: Place) -> None:

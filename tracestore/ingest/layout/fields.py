@@ -41,7 +41,6 @@ _KNOWN: dict[str, tuple[str, ...]] = {
     "S.ends": (),
     "S.owner": ("N",),
     "L.ids": ("L",),
-    "L.offset": (),
     "P.rows": ("P",),
     **{f"shape.{name}": () for name in STATES},
 }

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from tracestore.errors import UsageError
-from tracestore.ingest.layout.addresses import Address, AttributeStep, ItemsStep, KeyStep
+from tracestore.ingest.layout.addresses import Address, ItemsStep, KeyStep
 from tracestore.ingest.layout.fields import KEY, RECORD_FIELDS, FieldRule
 from tracestore.ingest.layout.language import Layout, below
 from tracestore.ingest.layout.patterns import AXIS_NAMES
@@ -149,14 +149,6 @@ class Plan:
         """Return whether rows of the states run on over several chunks."""
         return "chunk" in self.names
 
-    @property
-    def is_keyed(self) -> bool:
-        """Return whether the states are values of the keys of one mapping, whose order numbers the traces."""
-        keys = {name for place in self.states for step in place.address.path for name in step.names}
-        steps = [step for place in self.states for step in place.address.path]
-        is_mapping = all(isinstance(step, KeyStep | AttributeStep) for step in steps) and len(self.states) == 1
-        return is_mapping and bool(self.names) and self.names <= keys and not self.wild
-
 
 def plan_of(layout: Layout) -> Plan:
     """Return the plan of a layout; UsageError if nothing joins a field to the states."""
@@ -278,8 +270,6 @@ def _waits(place: Place, waiting: list[Place], known: set[str]) -> bool:
 
 def _key(plan: Plan, place: Place, known: set[str]) -> tuple[str, ...]:
     names = place.trace_names & known
-    if place.trace_names == {"N"} and plan.is_keyed:
-        return ("N",)  # in the order of the keys
     if "N" in names and plan.is_global and "chunk" not in place.trace_names:
         names = (names - {"N"}) | {"N*"}  # the table runs on over the chunks
     return (*sorted(names), *sorted(place.wild & plan.wild))

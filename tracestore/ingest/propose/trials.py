@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import InvalidInputError, TracestoreError, error_location, escape_unprintable
+from tracestore.ingest.execute.axes import numbers_of
 from tracestore.ingest.execute.execution import Execution
-from tracestore.ingest.execute.tokens import numbers_of
 from tracestore.ingest.layout.fields import score_of
 from tracestore.ingest.layout.language import Layout, parse_layout
 from tracestore.ingest.layout.places import plan_of

@@ -102,8 +102,6 @@ class _Remote:
 class RemoteGroup(_Remote, Group):  # type: ignore[override]
     """A group of a file."""
 
-    is_ordered = False  # by name
-
     @cached_property
     def _entries(self) -> dict[str, list[Any]]:
         entries: dict[str, list[Any]] = {}

@@ -122,7 +122,7 @@ class ObjectGroup(MappingGroup):
 
     def __init__(self, values: Mapping[Any, Any], open_value: ObjectOpener, charge: Charge) -> None:
         self._values, self._open, self._charge = values, open_value, charge
-        self.attributes, self.is_ordered = _NO_ATTRIBUTES, True
+        self.attributes = _NO_ATTRIBUTES
 
     def at_hand(self, keys: Sequence[Any]) -> list[Any]:
         """Return what the parser has made for each key; NotImplemented for values that are opened by their key."""

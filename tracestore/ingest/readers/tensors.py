@@ -27,4 +27,4 @@ def _group(tensors: Mapping[str, Any], charge: Charge, metadata: Mapping[str, Va
         charge()
         return array_value(value.values, charge)
 
-    return MappingGroup(tensors, opened, metadata, is_ordered=False)  # the library sorts tensors by dtype and name
+    return MappingGroup(tensors, opened, metadata)

@@ -1,0 +1,369 @@
+"""The traces of a source, and the values of their fields by what joins them."""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tracestore.errors import InvalidInputError
+from tracestore.ingest.execute.axes import MISSING, extent, read
+from tracestore.ingest.execute.join import Column
+from tracestore.ingest.execute.values import describe, is_missing, named, number
+from tracestore.ingest.execute.walk import Cell
+from tracestore.ingest.layout.places import RECORDS, Place, Plan
+from tracestore.ingest.tree import Items, as_array
+
+# Fields that may serve several traces (rule 12a).
+_SHARED = frozenset(("question", "question_id", "group", RECORDS))
+
+# What gives the rows of each trace on an axis.
+_RANGES = ("S.offsets", "S.lengths", "S.owner", "S.starts", "S.ends")
+
+
+@dataclass
+class Columns:
+    """The columns that one trace may use: of its unit, of its source and of the tables of the run.
+
+    `missing` holds, by the place of a table, the keys of the traces for which it has no row.
+    """
+
+    plan: Plan
+    unit: dict[Place, Column] = field(default_factory=dict)
+    source: dict[Place, Column] = field(default_factory=dict)
+    tables: Mapping[Place, Column] = field(default_factory=dict)
+    missing: dict[Place, set[str]] = field(default_factory=dict)
+    num_answers: dict[str, int] = field(default_factory=dict)  # the last number of an answer by question
+
+    def add(self, cell: Cell, source: str) -> None:
+        """Add a value of a file of the source."""
+        level = self.unit if cell.in_unit else self.source
+        if (column := level.get(cell.place)) is None:
+            column = level[cell.place] = Column(cell.place, self.plan.keys[cell.place])
+        column.add(cell, source)
+
+    def of(self, name: str) -> Iterator[tuple[Place, Column]]:
+        """Yield the columns of a field, with their places."""
+        for place in self.plan.others:
+            if place.name == name:
+                for level in (self.unit, self.source, self.tables):
+                    if place in level:
+                        yield place, level[place]
+
+
+@dataclass
+class Trace:
+    """A trace before its values are read: what it binds, the cells of its states, its position on their axes.
+
+    `num_rows` is the extent of the axis (N S), `num_first` the number of tokens of the first of two parts.
+    """
+
+    columns: Columns
+    environment: dict[str, Any]
+    cells: dict[int, list[Cell]]
+    fixed: dict[str, Any] = field(default_factory=dict)
+    num_rows: int = 0
+    num_first: int = 0
+
+    @property
+    def plan(self) -> Plan:
+        """The layout, resolved."""
+        return self.columns.plan
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The entries of the layout that state a value."""
+        return self.plan.layout.settings
+
+    @property
+    def is_row(self) -> bool:
+        """Return whether it is one of several rows of equal shape, which may be padded."""
+        return ("N" in self.environment or "K" in self.fixed) and "NS" not in self.fixed
+
+    def fixed_of(self, place: Place) -> dict[str, Any]:
+        """Return the position of the trace on the axes of a place."""
+        fixed = dict(self.fixed)
+        for name in {"N", "K"} & self.environment.keys():
+            fixed[name] = self.environment["N*" if name == "N" and "N*" in self.plan.keys.get(place, ()) else name]
+        return fixed
+
+    def _use(self, place: Place, column: Column, value: Any = None) -> int:
+        """Return how many traces the row of this trace serves now; copies that are dropped are one trace."""
+        is_dropped = self.settings.get("duplicates") == "drop"
+        copy = (self.environment.get("id"), self.environment.get("sample")) if is_dropped else None
+        return column.use(self.environment, copy, value)
+
+    def _count(self, place: Place, column: Column, *, is_there: bool) -> None:
+        """Count a trace for which a table has no row."""
+        if not is_there and place in self.columns.tables:
+            key = next((self.environment[name] for name in column.names if name in self.environment), "")
+            self.columns.missing.setdefault(place, set()).add(str(key))
+
+    def scalar(self, place: Place, column: Column) -> Any:
+        """Return the text or number of a column for the trace, None without one."""
+        value = column.scalar(self.environment, self.fixed_of(place))
+        self._count(place, column, is_there=value is not MISSING)
+        if value is MISSING:
+            return None
+        is_shared = place.rule.kind not in ("score", "text") or place.name in _SHARED
+        if self._use(place, column, value) > 1 and not is_shared and f"share.{place.name}" not in self.settings:
+            raise InvalidInputError(
+                f"one row of {place.address} serves several traces; the field needs what tells them apart, or "
+                f'share.{place.name} = ["sample"], or duplicates = "drop" if they are copies of one trace',
+                field=place.name,
+            )
+        return value
+
+    def cells_of(self, name: str) -> dict[int, list[Cell]]:
+        """Return the values of a field by the part of the field that they are."""
+        found: dict[int, list[Cell]] = {}
+        for place, column in self.columns.of(name):
+            cells = [cell for cell in column.cells(self.environment) if not is_missing(cell.value)]
+            self._count(place, column, is_there=bool(cells))
+            if not cells:
+                continue
+            if self._use(place, column) > 1 and place.rule.kind != "known":
+                raise InvalidInputError(f"one value of {place.address} serves several traces", field=name)
+            if "NS" in cells[0].axes and (size := extent(cells[0].value, cells[0].axes, "NS")) != self.num_rows:
+                raise InvalidInputError(
+                    f"found {size} on the axis (N S), expected {self.num_rows:,} as states", field=name
+                )
+            found.setdefault(place.part, cells)
+        return found
+
+    def array(self, name: str, letters: str) -> tuple[np.ndarray, str] | None:
+        """Return the values of a field on one of the letters, its parts behind each other, and the letter."""
+        found = self.cells_of(name)
+        arrays, letter = list[np.ndarray](), letters[0]
+        for part, cells_of_part in sorted(found.items()):
+            num_before = sum(map(len, arrays))
+            if part and self.num_first not in (0, num_before):
+                found_first = f"found {num_before} values in the first part, and {self.num_first} states in theirs"
+                raise InvalidInputError(found_first, field=name)
+            fixed_of_part = self.fixed_of(cells_of_part[0].place)
+            for cells, fixed in passes(cells_of_part, fixed_of_part, firsts=None if part else ()):
+                axes = cells[0].axes
+                letter = next((c for c in letters if c in axes), letters[0])
+                letter = next((axis[-1] for axis in axes if len(axis) > 1 and axis[0] == "N"), letter)
+                counted = next((n for n in ("token", *letters) if n in cells[0].bound), None)
+                if counted is not None:
+                    ordered = _one_per_token(cells, counted, name)
+                    arrays.append(np.stack([read(cell.value, cell.axes, fixed, name)[0] for cell in ordered]))
+                    continue
+                copies = [np.atleast_1d(read(cell.value, cell.axes, fixed, name)[0]) for cell in cells]
+                if not all(np.array_equal(copy, copies[0]) for copy in copies[1:]):
+                    raise InvalidInputError("found different values for one trace", field=name)
+                arrays.append(copies[0])
+        return (arrays[0] if len(arrays) == 1 else np.concatenate(arrays), letter) if arrays else None
+
+    def number_of_answer(self, question_id: str) -> int:
+        """Return the number of an answer among the rows of its question, in the order of the rows that give the ids."""
+        place, column = next(self.columns.of("question_id"))
+        if place not in self.columns.unit:
+            return column.number_among_equals(self.environment)
+        if place.position_prefix is None:
+            raise InvalidInputError(f"{place.address} has no rows in order, whose answers count", field="sample")
+        numbers = self.columns.num_answers
+        numbers[question_id] = numbers.get(question_id, -1) + 1
+        return numbers[question_id]
+
+
+def _one_per_token(cells: Sequence[Cell], name: str, what: str) -> list[Cell]:
+    """Return the cells of a trace in the order of its tokens; rows of one token, such as those of its layers, are equal."""
+    found: dict[int, Cell] = {}
+    for cell in cells:
+        if found.setdefault(cell.bound[name], cell).value != cell.value:
+            raise InvalidInputError(f"found two values of {name} {cell.bound[name]}", field=what)
+    return [found[k] for k in sorted(found)]
+
+
+def passes(
+    cells: list[Cell],
+    fixed: Mapping[str, Any],
+    rows: list[int] | None = None,
+    firsts: tuple[int, ...] | None = (),
+) -> Iterator[tuple[list[Cell], Mapping[str, Any]]]:
+    """Yield the cells of each pass of generation, or all of them, with what is fixed on the axes.
+
+    `rows` are the positions of a beam, which begin to be negative behind its end. Steps are numbered from 0, 1 or
+    one of `firsts`; from any number where `firsts` is None.
+    """
+    what = cells[0].place.name
+    name = next((n for n in ("step", "P") if n in cells[0].bound), None)
+    if name is not None:
+        numbers = sorted({cell.bound[name] for cell in cells})
+        if numbers != list(range(numbers[0], numbers[0] + len(numbers))):
+            raise InvalidInputError(f"the steps {numbers!s:.60} have gaps", field=what)
+        if firsts is not None and numbers[0] not in (0, 1, *firsts):
+            expected = " or ".join(map(str, sorted({0, 1, *firsts})))
+            raise InvalidInputError(f"the first step is {numbers[0]}, expected {expected}", field=what)
+        for number in numbers:
+            yield [cell for cell in cells if cell.bound[name] == number], fixed
+    elif "P" in cells[0].axes:
+        count = extent(cells[0].value, cells[0].axes, "P")
+        if not count:
+            raise InvalidInputError("found zero passes, expected at least one", field=what)
+        if rows is None:
+            yield from ((cells, {**fixed, "P": number}) for number in range(count))
+            return
+        kept = next((k for k, row in enumerate(rows) if row < 0), len(rows))
+        if not 0 < kept <= count or any(row >= 0 for row in rows[kept:]):
+            raise InvalidInputError(f"found {rows!s:.60} for {count} passes", field="P.rows")
+        yield from ((cells, {**fixed, "P": number, "N": rows[number]}) for number in range(kept))
+    else:
+        yield cells, fixed
+
+
+def traces_of(cells: Sequence[Cell], columns: Columns) -> Iterator[Trace]:
+    """Yield the traces of cells of the states, an axis N or K unrolled."""
+    plan = columns.plan
+    names = (*sorted(plan.names), *sorted(plan.wild))
+    groups: dict[tuple[Any, ...], Trace] = {}
+    for cell in cells:
+        key = tuple(cell.bound.get(name) for name in names)
+        if (trace := groups.get(key)) is None:
+            environment = {n: v for n, v in cell.bound.items() if n in names or n == "file"}
+            trace = groups[key] = Trace(columns, environment, {})
+        trace.cells.setdefault(cell.place.part, []).append(cell)
+    for trace in groups.values():
+        if missing := [p.part for p in plan.states if p.part not in trace.cells]:
+            where = named(trace.environment, trace.environment.values()) or "the trace"
+            raise InvalidInputError(f"{where} has no part {missing[0]}", field=plan.layout.states)
+        yield from _unrolled(trace)
+
+
+def _unrolled(trace: Trace) -> Iterator[Trace]:
+    cell = trace.cells[min(trace.cells)][0]
+    if not any("N" in axis or "K" in axis for cells in trace.cells.values() for axis in cells[0].axes):
+        yield trace
+        return
+    if "NS" in cell.axes:
+        size = extent(cell.value, cell.axes, "NS") or 0
+        known = {n: _all_rows(column, trace.environment) for n in _RANGES for _, column in trace.columns.of(n)}
+        for n, (begin, end) in enumerate(_ranges_of(known, size)):
+            yield _at(trace, {"N": n, "NS": slice(begin, end)}, {"N": n}, size)
+        return
+    counts = _counts(trace)
+    for _, column in trace.columns.of("P.rows"):
+        counts["N"] = column.num_rows(trace.environment) or 0  # beams that were returned, of those of each pass
+    if "NK" in counts:
+        size = counts["NK"] // _num_questions(trace, counts["NK"])
+        for at in range(counts["NK"]):
+            position = {"N": at // size, "K": at % size}
+            yield _at(trace, {**position, "NK": at}, position)
+        return
+    for at_all in itertools.product(*map(range, counts.values())):
+        position = dict(zip(counts, at_all, strict=True))
+        yield _at(trace, position, position)
+
+
+def _at(trace: Trace, fixed: dict[str, Any], position: Mapping[str, int], size: int = 0) -> Trace:
+    """Return the trace at a position on the axes of the states."""
+    return Trace(trace.columns, {**trace.environment, **position}, trace.cells, fixed, size)
+
+
+def _counts(trace: Trace) -> dict[str, int]:
+    """Return the extents of the axes N and K of the states, which are equal in all of their cells."""
+    counts: dict[str, int] = {}
+    for letter in ("N", "K", "NK"):
+        cells = [cell for part in trace.cells.values() for cell in part if letter in cell.axes]
+        found = {extent(cell.value, cell.axes, letter) for cell in cells}
+        if len(found) > 1 or None in found:
+            raise InvalidInputError(
+                f"found {sorted(map(str, found))!s:.80} on the axis {letter}, expected one number",
+                field=trace.plan.layout.states,
+            )
+        if found:
+            counts[letter] = found.pop() or 0
+    return counts
+
+
+def _num_questions(trace: Trace, count: int) -> int:
+    """Return the N of an axis (N K), which is that of another field."""
+    stack = {n: v for n, v in trace.environment.items() if n not in ("N", "K")}
+    levels = (trace.columns.unit, trace.columns.source, trace.columns.tables)
+    columns = [column for level in levels for column in level.values() if "N" in column.names]
+    rows = {column.num_rows(stack) for column in columns if "K" not in column.place.trace_names} - {None}
+    if len(rows) != 1 or count % (total := rows.pop() or 1):
+        raise InvalidInputError(
+            f"found {count} on the axis (N K), and no field that says N", field=trace.plan.layout.states
+        )
+    return total
+
+
+def _all_rows(column: Column, environment: Mapping[str, Any]) -> np.ndarray:
+    """Return the values of a column along N."""
+    cells = column.cells(environment)
+    if cells and (array := as_array(cells[0].value)) is not None:
+        return array.read()
+    if cells and column.place.name in ("S.offsets", "S.owner"):
+        values = cells[0].value if isinstance(cells[0].value, Items) else [cells[0].value]
+        other = next((value for value in values if not isinstance(value, int)), None)
+        raise InvalidInputError(f"found {describe(other)}, expected integers", field=column.place.name)
+    count = column.num_rows(environment) or 0
+    values = [column.scalar({**environment, "N": n, "N*": n}, {"N": n}) for n in range(count)]
+    if any(type(value) is str for value in values):  # a table of texts
+        values = [number(value, "row") for value in values]
+    return np.asarray(values)
+
+
+def _ranges_of(known: dict[str, np.ndarray], total: int) -> list[tuple[int, int]]:
+    """Return the tokens of each trace on an axis along which all lie behind each other (rule 9).
+
+    Parameters
+    ----------
+    known : dict
+        Arrays by their fields: S.offsets, S.lengths, S.owner, or S.starts and S.ends.
+    total : int
+        Extent of the axis.
+
+    Raises
+    ------
+    InvalidInputError
+        If the ranges do not cover the axis, or overlap.
+    """
+    name = next((name for name in _RANGES if name in known), None)
+    values = {name: _integers(array, name) for name, array in known.items()}
+    starts, ends = (values.get(of, []) for of in ("S.starts", "S.ends"))
+    if name is None or (name in ("S.starts", "S.ends") and len(starts) != len(ends)):
+        raise InvalidInputError("traces behind each other need S.offsets, S.lengths, S.owner, or S.starts and S.ends")
+    spans: list[tuple[int, int]]
+    if name == "S.offsets":
+        spans = list(itertools.pairwise([0] * (values[name][:1] != [0]) + values[name]))
+    elif name == "S.lengths":
+        spans = list(itertools.pairwise(itertools.accumulate(values[name], initial=0)))
+    elif name == "S.owner":
+        spans = _runs(values[name])
+    else:
+        spans = list(zip(starts, ends, strict=True))
+    _check_cover(spans, total, name)
+    return spans
+
+
+def _runs(owners: list[int]) -> list[tuple[int, int]]:
+    """Return the runs of equal numbers, which are sorted."""
+    if owners != sorted(owners):
+        raise InvalidInputError("found rows of one trace in several places", field="S.owner")
+    ends = list(itertools.accumulate(len(list(run)) for _, run in itertools.groupby(owners)))
+    return list(zip([0, *ends], ends, strict=False))
+
+
+def _check_cover(spans: list[tuple[int, int]], total: int, name: str) -> None:
+    """Rule 9: ranges are disjoint and cover the axis; each has a token."""
+    position = 0
+    for k, (begin, end) in enumerate(sorted(spans)):
+        if begin != position:
+            what = "overlap" if begin < position else "leave a gap"
+            raise InvalidInputError(f"ranges {what} at row {min(begin, position):,}", field=name)
+        if end <= begin:
+            raise InvalidInputError(f"trace {k} has no tokens: {begin} to {end}", field=name)
+        position = end
+    if position != total:
+        raise InvalidInputError(f"ranges end at {position:,}, expected {total:,} rows", field=name)
+
+
+def _integers(array: np.ndarray, name: str) -> list[int]:
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise InvalidInputError(f"found {array.dtype.name} {array.shape}, expected integers", field=name)
+    return [int(value) for value in array.tolist()]
