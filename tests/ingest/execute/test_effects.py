@@ -640,3 +640,80 @@ def test_a_file_without_a_line_is_named_in_the_line_that_leaves_it_out(tmp_path)
     dump(tmp_path / "in/a.pkl", rows())
     (tmp_path / "in/notes.txt").write_text("states of a model")
     refuse(tmp_path, ROWS, r'or ignore = \["notes.txt"\]')
+
+
+# Entries of `ignore`
+
+
+@pytest.mark.parametrize("line", ["[id=qid]", "[id=#]", "[]"])
+@pytest.mark.parametrize("entry", ["[]", "[id=qid]", "[id=#]", "[n=#]"])
+@pytest.mark.parametrize("files", ["a.pkl", "*.pkl"])
+def test_rule_08_an_ignored_place_may_have_other_brackets_and_files(tmp_path, line, entry, files):
+    items = [{"hs": states(2, 3, 8, seed=k), "gate": states(2), "inner": {"w": states(3)}} for k in range(3)]
+    dump(
+        tmp_path / "in/a.pkl",
+        [item | ({"qid": f"q{k}"} if "qid" in line + entry else {}) for k, item in enumerate(items)],
+    )
+    layout = {"hidden_states": f"a.pkl : {line}/hs -> L S D"}
+    layout |= {"question_id": "a.pkl : []/qid"} if "qid" in entry and line == "[]" else {}
+    layout |= {"ignore": [f"{files} : {entry}/gate"]}
+    layout |= {"ignore": ["a.pkl : []/qid", *layout["ignore"]]} if "qid" in entry and line == "[id=#]" else {}
+    refuse(tmp_path, layout, "a.pkl : .*inner: no line of the layout names")
+
+    layout["ignore"] += [f"{files} : {entry}/inner"]
+
+    assert len(convert(tmp_path, layout)) == 3
+
+
+@pytest.mark.parametrize(
+    ("line", "entry"),
+    [
+        ("{id}/states.pkl : hs", "*/states.pkl : gate"),
+        ("{id}/*.pkl : hs", "*/*.pkl : gate"),
+        ("**/*.pkl : hs", "**/*.pkl : gate"),
+        ("{id}/states.pkl : hs", "{id}/*.pkl : gate"),
+        ("all.pkl : {id}/hs", "all.pkl : */gate"),
+        ("all.pkl : {id}/hs", "*.pkl : */gate"),
+        ("all.pkl : q{id}/hs", "all.pkl : */gate"),
+        ("all.pkl : q{id}/hs", "all.pkl : q*/gate"),
+    ],
+)
+def test_rule_08_a_wildcard_of_ignore_matches_names_of_the_lines(tmp_path, line, entry):
+    items = {f"q{k}": {"hs": states(2, 3, 8, seed=k), "gate": states(2)} for k in range(3)}
+    for name, item in items.items() if "all" not in line else ():
+        dump(tmp_path / "in" / name / "states.pkl", item)
+    if "all" in line:
+        dump(tmp_path / "in/all.pkl", items)
+
+    assert len(convert(tmp_path, {"hidden_states": f"{line} -> L S D", "ignore": entry})) == 3
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ("q0.pkl : gate", r"no line reads q0.pkl; the line of q0.pkl has \{id\}.pkl"),
+        ("q*.pkl : gate", r"no line reads q\*.pkl; the line of q0.pkl has \{id\}.pkl"),
+        ("{layer}.pkl : gate", "no file is left out by it"),
+        ("*.pkl : gates", r"hold no such value; \{id\}.pkl : gate is near"),
+        ("*.pkl", r"q0.pkl is a file of \{id\}.pkl"),
+        ("t.csv : []/y", r'no line reads t.csv; ignore = \["t.csv"\] leaves it out'),
+    ],
+)
+def test_rule_08_a_wrong_entry_of_ignore_names_what_was_meant(tmp_path, entry, words):
+    """[a file whose states an entry of one of its values would leave out]"""
+    for k in range(3):
+        dump(tmp_path / f"in/q{k}.pkl", {"hs": states(2, 3, 8, seed=k), "gate": "open"})
+    more = [] if "csv" in entry else ["t.csv"]
+    table(tmp_path / "in/t.csv", [{"y": 1}])
+
+    refuse(tmp_path, {"hidden_states": "{id}.pkl : hs -> L S D", "ignore": [entry, *more]}, words)
+
+
+def test_rule_08_a_line_whose_files_another_line_has(tmp_path):
+    for name in ("a", "b"):
+        dump(tmp_path / f"in/{name}/h.pkl", {"q0": states(2, 3, 8)})
+        table(tmp_path / f"in/{name}/t.csv", [{"id": "q0", "text": "x", "y": 1}])
+    layout = {"hidden_states": "{set}/h.pkl : {id} -> L S D", "question": "{set}/t.csv : [id=id]/text"}
+    layout |= {"is_correct": "a/t.csv : [id=id]/y", "is_hallucinated": "b/t.csv : [id=id]/y"}
+
+    refuse(tmp_path, layout, r"matches \{set\}/t.csv; a/t.csv is a file of a/t.csv, whose line has more literal")

@@ -5,12 +5,14 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
 
 from tracestore.errors import InvalidInputError, error_location, escape_unprintable
 from tracestore.ingest.execute.axes import numbers_of
+from tracestore.ingest.execute.claims import some_of
 from tracestore.ingest.execute.join import Column, RowTexts
 from tracestore.ingest.execute.table_accounts import TableAccount, check_totals, end_text, table_account
 from tracestore.ingest.execute.traces import Columns
@@ -264,7 +266,7 @@ class RunAccount:
         self._check_found()
         if not self._is_stated:  # by a person, who knows what the lines leave out
             self.left_out |= {
-                str(a) for a in self._plan.ignored if a.path and self._trees[a.files.text].at(a.path).is_found
+                str(a) for a in self._plan.left_out if a.path and self._trees[a.files.text].at(a.path).is_found
             }
         for table in self.tables:
             with error_location(table.source):
@@ -272,20 +274,20 @@ class RunAccount:
         for (name, files), (count, first, last) in self._in_order.items():
             yield f"{name}: {count:,} rows of {files} joined in order: the first {first[1]}, the last {last[1]}"
         if self.left_out:
-            shown = sorted(self.left_out)
-            more = f" and {len(shown) - _MAX_SHOWN} more" if len(shown) > _MAX_SHOWN else ""
-            paths = ", ".join(escape_unprintable(path, 60) for path in shown[:_MAX_SHOWN])
-            yield f"not named by the layout and left out: {paths}{more}"
+            yield f"not named by the layout and left out: {some_of(sorted(self.left_out), _MAX_SHOWN)}"
 
     def _check_found(self) -> None:
         """Refuse lines and entries of `ignore` at whose path no file has a value: it may be misspelled."""
         if not self.is_read or not self._is_stated:
             return
-        lines = [(p.address, p.name, "") for p in self._plan.others if not p.is_optional]
-        entries = [(address, "ignore", "; remove the entry") for address in self._plan.ignored if address.path]
-        for address, name, way in (*lines, *entries):
-            if not self._trees[address.files.text].at(address.path).is_found:
-                raise InvalidInputError(f"{address}: the files hold no such value{way}", field=name)
+        for found, name, entry in (
+            *(([p.address], p.name, None) for p in self._plan.others if not p.is_optional),
+            *((found, "ignore", entry) for entry, found in self._plan.ignored.items() if entry.path),
+        ):
+            if not any(self._trees[address.files.text].at(address.path).is_found for address in found):
+                near = get_close_matches(str(entry or found[0]), self.left_out, 1)
+                way = f"; {near[0]} is near" if near else "; remove the entry" if entry else ""
+                raise InvalidInputError(f"{entry or found[0]}: the files hold no such value{way}", field=name)
 
     def to_json(self) -> dict[str, Any]:
         """Return what the sources of a task have added, for the process that closes the accounts of the run."""

@@ -155,7 +155,7 @@ def claim_files(
         If two patterns of equal length match a file, no line names it (rule 8), or a line matches none.
     """
     patterns = {text: Pattern(text, is_path=True) for text in plan.files}
-    ignored = {address.files.text for address in plan.ignored} - {p.address.files.text for p in plan.places}
+    ignored = {address.files.text for address in plan.left_out} - {p.address.files.text for p in plan.places}
     claimed: dict[str, list[FoundFile]] = {text: [] for text in patterns}
     skipped, unowned = {os.path.realpath(path) for path in owned}, []
     for name, path in files.items():
@@ -165,19 +165,41 @@ def claim_files(
         elif os.path.realpath(path) not in skipped and not is_other(name):
             unowned.append(name)
     if unowned:
-        more = f" and {len(unowned) - _MAX_NAMES:,} more" if len(unowned) > _MAX_NAMES else ""
-        found = f"{_shown(unowned)}{more}"
         lines = json.dumps(unowned[:_MAX_NAMES], ensure_ascii=False)
-        raise InvalidInputError(f"no line of the layout names {found}; add a line, or ignore = {lines}")
-    for text in ignored if is_stated else ():
-        if not claimed[text]:
-            raise InvalidInputError(f"{text}: no file is left out by it; remove the entry", field="ignore")
+        raise InvalidInputError(f"no line of the layout names {some_of(unowned)}; add a line, or ignore = {lines}")
+    if is_stated:
+        _check_ignored(plan, patterns, ignored, claimed)
     for place in plan.places:
         if not (claimed[place.address.files.text] or place.is_optional):
-            raise InvalidInputError(
-                f"no file matches {place.address.files.text}; there are {_shown(list(files))}", field=place.name
-            )
+            reason = _taken(place.address.files, claimed) or f"there are {some_of(list(files))}"
+            raise InvalidInputError(f"no file matches {place.address.files.text}; {reason}", field=place.name)
     return claimed
+
+
+def _check_ignored(
+    plan: Plan, patterns: dict[str, Pattern], ignored: set[str], claimed: dict[str, list[FoundFile]]
+) -> None:
+    """Refuse entries of `ignore` that leave out no file, or of values in a file that no line reads."""
+    for address in plan.left_out:
+        text = address.files.text
+        if text in ignored and not claimed[text]:
+            reason = _taken(patterns[text], claimed) or "remove the entry"
+            raise InvalidInputError(f"{address}: no file is left out by it; {reason}", field="ignore")
+        if text in ignored and address.path:
+            name = claimed[text][0].name
+            lines = (p.address.files.text for p in plan.places if p.address.files.match(name))
+            line = next((f"the line of {name} has {line}" for line in lines), f'ignore = ["{text}"] leaves it out')
+            raise InvalidInputError(f"{address}: no line reads {text}; {line}", field="ignore")
+
+
+def _taken(pattern: Pattern, claimed: dict[str, list[FoundFile]]) -> str:
+    """Return which line has a file that the pattern matches, with its name; empty if there is none."""
+    pairs = ((text, file.name) for text, found in claimed.items() for file in found)
+    text, name = next(((text, name) for text, name in pairs if pattern.match(name)), ("", ""))
+    shown = escape_unprintable(name, 60)
+    return f"{shown} is a file of {text}, whose line has more literal characters: a file has one line's FILES" * bool(
+        text
+    )
 
 
 def _owner(name: str, patterns: dict[str, Pattern], ignored: set[str]) -> tuple[str, dict[str, Any]] | None:
@@ -194,8 +216,10 @@ def _owner(name: str, patterns: dict[str, Pattern], ignored: set[str]) -> tuple[
     return best[0], bound | {f"*{prefix}": value for prefix, value in wild}
 
 
-def _shown(names: list[str]) -> str:
-    return ", ".join(escape_unprintable(name, 60) for name in names[:_MAX_NAMES])
+def some_of(names: list[str], most: int = _MAX_NAMES) -> str:
+    """Return the first names, and how many follow."""
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(escape_unprintable(name, 60) for name in names[:most]) + more
 
 
 def is_other(name: str) -> bool:
@@ -254,7 +278,7 @@ def _attach(
         for file in by_key.get(own, []):
             _add(group, place.address.files.text, file)
     if unused := [file.name for key, found in by_key.items() if key not in used for file in found]:
-        raise InvalidInputError(f"{_shown(unused)}: files that belong to no states: {len(unused):,}", field=place.name)
+        raise InvalidInputError(f"{some_of(unused)}: files that belong to no states: {len(unused):,}", field=place.name)
 
 
 def _file_names(place: Place) -> list[str]:

@@ -62,7 +62,7 @@ def direct_step(plan: Plan) -> ItemsStep | bool | None:
     before: tuple[Step, ...] = () if step is None else (step,)
     names = {*state.files.names, *getattr(step, "names", ())}
     of_records = [place.address for place in plan.places if place.name == RECORDS]
-    of_keys = [*(place.address for place in plan.places if place.name != RECORDS), *plan.ignored]
+    of_keys = [*(place.address for place in plan.places if place.name != RECORDS), *plan.left_out]
     is_direct = (
         not plan.layout.templates
         and all(map(_is_simple, plan.layout.settings.items()))

@@ -88,7 +88,7 @@ class Execution:
         self._guard: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self._offsets: dict[str, int] | None = None
         self._trees = {
-            text: tree_of(text, self.plan.places, self.plan.ignored, self.plan.states) for text in self.plan.files
+            text: tree_of(text, self.plan.places, self.plan.left_out, self.plan.states) for text in self.plan.files
         }
         self.account = RunAccount(self.plan, self._trees, len(self.groups), is_stated=self._is_stated)
         self._row_texts = RowTexts(self.plan)  # of the tables

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from tracestore.errors import UsageError
-from tracestore.ingest.layout.addresses import Address, ItemsStep, KeyStep
+from tracestore.ingest.layout.addresses import Address, ItemsStep, KeyStep, Step
 from tracestore.ingest.layout.fields import KEY, RECORD_FIELDS, FieldRule
 from tracestore.ingest.layout.language import Layout, below
-from tracestore.ingest.layout.patterns import AXIS_NAMES
+from tracestore.ingest.layout.patterns import AXIS_NAMES, Pattern
 
 # Axes along which others lie behind each other.
 _FLAT = ("NS", "NK", "LD")
@@ -17,6 +17,7 @@ _FLAT = ("NS", "NK", "LD")
 _RANK = re.compile(r"(rank|gpu|proc|process|worker)[-_]?\d", re.IGNORECASE)
 _NO_ORDER = re.compile(r"(rank|gpu|proc|process|worker|shard_of)[-_]?(\\\{|\{)?chunk", re.IGNORECASE)
 _WILD = re.compile(r"(?<!\\)\*+/?")
+_NAME = re.compile(r"(?<!\\)\{")
 # Fields that bind a name by their value, so that later fields are joined over it.
 DERIVED = {"question_id": "id", "sample": "sample"}
 _TEXT_NAMES = ("question", "generated_answer", "generated_answer_clean", "generated_text")
@@ -123,12 +124,14 @@ class Plan:
         What the states bind for each trace.
     keys : dict
         By place: the names that join it to a trace.
+    ignored : dict
+        By entry of `ignore`: the same places as the lines spell them.
     """
 
     layout: Layout
     states: list[Place] = field(default_factory=list)
     others: list[Place] = field(default_factory=list)
-    ignored: list[Address] = field(default_factory=list)
+    ignored: dict[Address, list[Address]] = field(default_factory=dict)
     names: frozenset[str] = frozenset()
     wild: frozenset[str] = frozenset()
     keys: dict[Place, tuple[str, ...]] = field(default_factory=dict)
@@ -142,7 +145,12 @@ class Plan:
     def files(self) -> list[str]:
         """The different FILES of the layout, in their order."""
         texts = [place.address.files.text for place in self.places]
-        return list(dict.fromkeys([*texts, *(a.files.text for a in self.ignored)]))
+        return list(dict.fromkeys([*texts, *(a.files.text for a in self.left_out)]))
+
+    @property
+    def left_out(self) -> list[Address]:
+        """The places that `ignore` leaves out."""
+        return [address for found in self.ignored.values() for address in found]
 
     @property
     def is_global(self) -> bool:
@@ -152,12 +160,13 @@ class Plan:
 
 def plan_of(layout: Layout) -> Plan:
     """Return the plan of a layout; UsageError if nothing joins a field to the states."""
-    plan = Plan(layout, ignored=list(layout.ignore))
+    plan = Plan(layout)
     for name, addresses in layout.addresses.items():
         for part, address in enumerate(addresses):
             place = _place(layout, name, address, part)
             (plan.states if name == layout.states else plan.others).append(place)
     _add_records(plan)
+    plan.ignored = {address: _as_in_lines(address, plan.places) for address in layout.ignore}
     for name in ("hidden_states", "last_token"):
         if name != layout.states and name in layout.addresses:
             raise UsageError(
@@ -180,6 +189,40 @@ def plan_of(layout: Layout) -> Plan:
             )
     _join(plan)
     return plan
+
+
+def _as_in_lines(entry: Address, places: Iterable[Place]) -> list[Address]:
+    """Return the places that an entry of `ignore` names, with the FILES and steps of the lines that lead there."""
+    paths: dict[Pattern, list[tuple[Step, ...]]] = {}
+    for place in places:
+        if entry.path and _covers(entry.files, place.address.files):
+            paths.setdefault(place.address.files, []).append(place.address.path)
+    found = []
+    for files, known in (paths or {entry.files: []}).items():
+        ways: list[tuple[Step, ...]] = [()]
+        for step in entry.path[:-1]:
+            ways = [(*way, other) for way in ways for other in _like(step, way, known)]
+        found += [Address(files, (*way, *entry.path[-1:])) for way in ways]
+    return found
+
+
+def _like(step: Step, way: tuple[Step, ...], known: list[tuple[Step, ...]]) -> list[Step]:
+    """Return the steps of lines behind a way that lead where a step of an entry does, and the step if none is as wide."""
+    following = dict.fromkeys(path[len(way)] for path in known if path[: len(way)] == way and len(path) > len(way))
+    if isinstance(step, ItemsStep):
+        return [other for other in following if isinstance(other, ItemsStep)] or [step]
+    if not isinstance(step, KeyStep) or len(step.parts) > 1:
+        return [step]
+    single = [other for other in following if isinstance(other, KeyStep) and len(other.parts) == 1]
+    like: list[Step] = [other for other in single if _covers(step.parts[0], other.parts[0])]
+    is_wide = any(other.parts[0].num_literals == step.parts[0].num_literals for other in single if other in like)
+    return like if is_wide else [*like, step]
+
+
+def _covers(pattern: Pattern, other: Pattern) -> bool:
+    """Return whether a pattern is another one, or is it with wildcards that match names of it."""
+    wild = Pattern(_NAME.sub(r"\\{", pattern.text), pattern.is_path)  # its own names match themselves alone
+    return pattern == other or ("**" not in other.text and wild.match(other.text) is not None)
 
 
 def _place(layout: Layout, name: str, address: Address, part: int = 0, *, is_optional: bool = False) -> Place:
