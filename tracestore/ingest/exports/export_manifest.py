@@ -121,7 +121,8 @@ class ExportManifest:
         """Return the list; raise ValueError for values of another kind."""
         texts = [self.store, self.format, *self.score_columns, *self.score_columns.values()]
         numbers = [self.traces_per_file, self.num_traces]
-        for file in (*self.files, *self.side_files):
+        listed: list[DataFile | SideFile] = [*self.files, *self.side_files]
+        for file in listed:
             folder, _, name = file.name.rpartition("/")
             if folder not in ("", DATA_FOLDER) or name in ("", ".", ".."):
                 raise ValueError(f"the name {file.name!r:.60}")
