@@ -266,6 +266,7 @@ torture: install
 	TRACESTORE_EXTRACT_KILLS=50 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rA -k killed tests/extract
 	TRACESTORE_WORKER_KILLS=100 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rA -k kill tests/tasks
 	TRACESTORE_EXPORT_KILLS=50 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rA tests/export/test_interrupted.py
+	TRACESTORE_COORDINATORS=200 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rA tests/tasks/test_coordinators.py
 	TRACESTORE_TRAIN_KILLS=30 $(BIN)/python -m pytest -q -rA tests/train/test_resume.py
 	TRACESTORE_PULL_KILLS=50 TRACESTORE_BENCHMARK_KILLS=50 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rA tests/hub/test_kills.py tests/benchmark/test_kills.py
 

@@ -197,6 +197,7 @@ LARGE_FOLDERS = {
     "cli/commands": "one module a command",
     "_core": "one Cython module a concern, with its stub",
     "store/read": "one module a concern of a reader; a folder for several stores as one would import this one",
+    "store/write": "one module a step from a record to a commit, and one for what another process has written",
     "ingest/execute": "one module a step of reading, and one for layouts of which one item is a trace",
     "train": "one module a part of the loop, and one for services that track its numbers",
 }

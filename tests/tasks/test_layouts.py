@@ -192,6 +192,27 @@ def test_tasks_refuse_what_convert_refuses(tmp_path, case):
     assert str(found.value) in expected and found.value.exit_code == 3
 
 
+def test_the_first_score_of_the_traces_of_a_task_is_the_default_one(tmp_path, monkeypatch):
+    """The first source has the score z alone, the second one a; both are in one receipt."""
+    monkeypatch.undo()
+    (tmp_path / "data").mkdir()
+    for number in range(2):
+        items = [
+            {"hs": states(10 * number + k), "name": f"n{10 * number + k}", "z" if number == 0 else "a": k / 8}
+            for k in range(3)
+        ]
+        write_pickle(tmp_path / "data" / f"b{number}.pkl", [{"z": None, "a": None} | item for item in items])
+    lines = ["hidden_states = *.pkl : []/hs -> L S D", "question_id = *.pkl : []/name"]
+    lines += ["correctness.a = *.pkl : []/a", "correctness.z = *.pkl : []/z"]
+    words = words_of(lines)
+    convert(tmp_path / "data", tmp_path / "one.zarr", *words)
+    (task,) = run(tmp_path / "data", tmp_path / "s.zarr", tmp_path / "plan.json", words)
+    commit_tasks([task])
+    assert files_of(tmp_path / "s.zarr") == files_of(tmp_path / "one.zarr")
+    with tracestore.open(tmp_path / "s.zarr") as store:
+        assert store.internals.attributes.default_score == "z"
+
+
 def test_files_that_are_added_are_read_by_the_layout_that_the_store_keeps(tmp_path):
     folder = tmp_path / "data"
     folder.mkdir()

@@ -3,8 +3,9 @@
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tracestore.store.read.columns import TraceValues
 from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.record import TraceRecord
 from tracestore.store.write.writer import StoreWriter
+from tracestore.store.write.written import TraceBlock
 from tracestore.words import plural
 
 _LABEL = "label"
@@ -64,7 +66,7 @@ class DescribedRun:
         self._counts: dict[str, Counter[str]] = defaultdict(Counter)
         self._num_traces = 0
         self._layer_ids: dict[str, tuple[int, ...] | None] = {}  # those of the first source, by the field of its states
-        self._ids_of_states: dict[tuple[int, int], str] = {}
+        self._ids_of_states: dict[int, str] = {}  # by the checksum and the number of tokens
         self.num_replaced = self.num_equal = 0
 
     def probes(self) -> list[SourceFile]:
@@ -102,13 +104,45 @@ class DescribedRun:
         """
         record = packed.record
         self._add_states(packed)
-        for name in record.scores:
+        self._define_scores(record.scores, writer)
+        return record.scores
+
+    def fits(self, block: TraceBlock) -> bool:
+        """Return whether no trace of a block has the states of another trace."""
+        ids = self._states_of(block)
+        return len(ids) == (block.rows["num_tokens"] > 0).sum() and self._ids_of_states.keys().isdisjoint(ids)
+
+    def add_block(self, block: TraceBlock, writer: StoreWriter) -> None:
+        """Do add() for each trace of a block for which fits() is true."""
+        self._ids_of_states |= self._states_of(block)
+        self._define_scores(block.score_names(), writer)
+
+    @staticmethod
+    def _states_of(block: TraceBlock) -> dict[int, str]:
+        """Return the id of each trace with hidden states, by their checksum and number of tokens."""
+        num_tokens = block.rows["num_tokens"]
+        states = (block.states_crc32c.astype("<i8") << 32 | num_tokens)[num_tokens > 0]
+        return dict(zip(states.tolist(), compress(block.ids, (num_tokens > 0).tolist()), strict=True))
+
+    def _define_scores(self, names: Iterable[str], writer: StoreWriter) -> None:
+        for name in names:
             field = next((n for n in self._directions if score_of(n) == name), None)
             if field is not None:
                 self._define(writer, field)
-        return record.scores
 
-    def added(self, packed: PackedTrace, writer: StoreWriter, *, is_new: bool) -> None:
+    def added_block(self, block: TraceBlock, writer: StoreWriter) -> None:
+        """Do added() for each trace of a block, all of which are new."""
+        has_label, *has_score = block.has_value.sum(axis=0).tolist()
+        if any(has_score) or (has_label and not self.is_builtin):
+            for k in range(len(block)):
+                self.added(block.record(k), writer, is_new=True)
+            return
+        self._num_traces += len(block)
+        labels = Counter(block.values[block.has_value[:, 0], 0].tolist())
+        for label, count in labels.items():
+            self._counts[_LABEL][_kind_of(label)] += count
+
+    def added(self, record: TraceRecord, writer: StoreWriter, *, is_new: bool) -> None:
         """Keep the labels of a stored trace that a table gives, or that replace those of the same trace.
 
         Raises
@@ -116,7 +150,6 @@ class DescribedRun:
         InvalidInputError
             Rule 14: copies of a trace have different labels.
         """
-        record = packed.record
         key = record.question_id, record.sample
         is_counted = is_new or not (self.is_builtin or key in self._labels)  # a copy counts once
         self._num_traces += is_counted
@@ -126,8 +159,7 @@ class DescribedRun:
         deferred = {score_of(n): v for n, v in record.deferred_scores.items()}
         found = {**record.scores, **own, **deferred}
         for name, value in found.items():
-            kind = str(int(value)) if value in (0, 1) else "missing" if math.isnan(value) else "other"
-            self._counts[name][kind] += is_counted
+            self._counts[name][_kind_of(value)] += is_counted
         if self.is_builtin:  # the writer decides between labels inside of its traces (--on-conflict)
             found = {**record.scores, **deferred}
         if not found:
@@ -143,7 +175,7 @@ class DescribedRun:
     def _add_states(self, packed: PackedTrace) -> None:
         if "hidden_states" not in packed.crcs:
             return
-        question_id, states = packed.record.question_id, (packed.crcs["hidden_states"], packed.num_tokens)
+        question_id, states = packed.record.question_id, packed.crcs["hidden_states"] << 32 | packed.num_tokens
         other = self._ids_of_states.setdefault(states, question_id)
         if other == question_id:
             return
@@ -226,6 +258,11 @@ class DescribedRun:
             yield f"{plural(self.num_equal, 'trace')} with the hidden states of another id"
         if self.num_replaced:
             yield f"{plural(self.num_replaced, 'stored label')} replaced by changed ones"
+
+
+def _kind_of(value: float) -> str:
+    """Return what a label or score is counted as."""
+    return str(int(value)) if value in (0, 1) else "missing" if math.isnan(value) else "other"
 
 
 def _merged(known: dict[str, float], found: dict[str, float], record: TraceRecord) -> dict[str, float]:

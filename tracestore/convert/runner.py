@@ -14,6 +14,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tracestore import process
 from tracestore.console import Output, Progress
 from tracestore.convert.choosing import described_run
@@ -47,6 +49,7 @@ from tracestore.store.read.index import SourceEntry
 from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.pending import SegmentsAhead
 from tracestore.store.write.writer import StoreWriter
+from tracestore.store.write.written import TraceBlock
 from tracestore.words import format_size, plural
 
 # The interpreter switches threads after this time. The thread that inflates needs the interpreter
@@ -368,6 +371,10 @@ class Conversion:
             yield packed
             del packed
 
+    def _traces_to_store(self, stream: TraceStream) -> Iterator[PackedTrace | TraceBlock]:
+        """Yield the traces of a source, one by one or in blocks."""
+        return self.traces(stream)
+
     def _convert_one(self, writer: StoreWriter, stream: TraceStream, progress: Progress) -> None:
         report, name = self.report, stream.source.name
         identity = stream.identity()
@@ -392,18 +399,23 @@ class Conversion:
             )
         added = SourceCounts()
         with fsio.map_os_errors(writer.path, lambda: writer.pending_bytes + size):
-            traces = self.traces(stream)
+            traces = self._traces_to_store(stream)
             first = next(traces, None)
-            provenance = with_layers(self._provenance(stream.source), None if first is None else first.record.layer_ids)
-            if first is not None:
-                self.described.check_layers(first.record)
+            facts = first.first_facts if isinstance(first, TraceBlock) else first
+            record = None if facts is None else facts.record
+            provenance = with_layers(self._provenance(stream.source), None if record is None else record.layer_ids)
+            if record is not None:
+                self.described.check_layers(record)
             self.scoring.begin_source(stream.source)
             writer.begin_source(name, size, digest, provenance)
             try:
                 for packed in chain(filter(None, (first,)), traces):
                     first = None
                     self._check_interrupt()
-                    self._append(writer, packed, provenance, added)
+                    if isinstance(packed, TraceBlock):
+                        self._append_block(writer, packed, provenance, added)
+                    else:
+                        self._append(writer, packed, provenance, added)
                     # Within a source the arrays so far stand for its bytes. A compressed source has fewer.
                     done = report.bytes_in + min(added.num_bytes, size)
                     progress.update(
@@ -447,7 +459,7 @@ class Conversion:
                 found = f"found {list(record.layer_ids)!s:.80}, expected {list(ids or ())!s:.80} as in the first trace"
                 raise InvalidInputError(found, position=record.position, field="layer_ids")
             is_new = writer.append_packed(packed, scores=scores, group=group)
-            self.described.added(packed, writer, is_new=is_new)
+            self.described.added(record, writer, is_new=is_new)
         except InvalidInputError as error:
             error.reason += _ADVICE.get(error.field or "", "")
             if not self._options.skip_bad:
@@ -455,6 +467,22 @@ class Conversion:
             added.refused.append(error)
         else:
             added.count(packed, is_new=is_new)
+
+    def _append_block(
+        self, writer: StoreWriter, block: TraceBlock, provenance: Provenance | None, added: SourceCounts
+    ) -> None:
+        """Add traces that are written: all at once if they are new and fit, or else one after the other."""
+        ids = None if provenance is None else provenance.layer_ids
+        fits = all(block.facts[kind].record.layer_ids in (None, ids) for kind in np.unique(block.kinds).tolist())
+        if fits and self.scoring.fits(block) and writer.fits(block):
+            labeled, scored = self.scoring.add_block(writer, block)
+            writer.append_block(scored)
+            self.described.added_block(labeled, writer)
+            added.count_block(block)
+            return
+        for packed in block:
+            self._check_interrupt()
+            self._append(writer, packed, provenance, added)
 
     def _list_refused(self, name: str, errors: Sequence[InvalidInputError]) -> None:
         """Add the refused traces of a source to the list next to the store."""

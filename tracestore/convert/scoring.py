@@ -22,12 +22,14 @@ from tracestore.store.format.labels import HALLUCINATION
 from tracestore.store.read.columns import TraceValues
 from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.writer import StoreWriter
+from tracestore.store.write.written import TraceBlock
 from tracestore.words import plural
 
 if TYPE_CHECKING:
     from tracestore.ingest.exports.export_manifest import ExportFacts
     from tracestore.ingest.scores import Scores
 
+_NO_ROW = ScoreRow()
 _MAX_ROWS = 100  # in which the message names a column with the ids of the traces
 
 
@@ -123,13 +125,51 @@ class Scoring:
             self._without_row[record.question_id] = None
         else:
             self._matched.add(record.question_id)
-        row = row or ScoreRow()
+        row = row or _NO_ROW
         if self.file.in_order:
             self._row_in_order[record.question_id, record.sample] = row
         if math.isnan(row.score):
-            extras = json.loads(packed.extras or "{}")
-            self._unscored.update(k for k, v in extras.items() if isinstance(v, bool | int | float) and _may_label(k))
+            self._count_unscored(packed)
         return {**found, self._name: row.score}, row.group
+
+    def fits(self, block: TraceBlock) -> bool:
+        """Return whether add_block() can do values() for each trace of a block."""
+        if self._export is not None:
+            return True
+        if self.file is not None and self.file.in_order:
+            return False
+        is_equal = True
+        if self.file is not None and not self._described.is_builtin:
+            own, labels = block.labels(), np.array([row.label for row in self._rows_of(block, self.file)])
+            is_equal = not ((own != labels) & (own == own) & (labels == labels)).any()
+        return is_equal and self._described.fits(block)
+
+    def add_block(self, writer: StoreWriter, block: TraceBlock) -> tuple[TraceBlock, TraceBlock]:
+        """Do values() for each trace of a block; return it with the labels of the file, and also with its scores."""
+        if self._export is not None:
+            self._define_scores(writer, self._export)
+            return block, block
+        self._described.add_block(block, writer)
+        if self.file is None:
+            return block, block
+        rows, own = self._rows_of(block, self.file), block.labels()
+        labels, scores = (np.array([getattr(row, name) for row in rows]) for name in ("label", "score"))
+        is_used = self._described.is_builtin | np.isnan(own)
+        self._num_labels += int((is_used & ~np.isnan(labels)).sum())
+        self._without_row |= dict.fromkeys(q for q, row in zip(block.ids, rows, strict=True) if row is _NO_ROW)
+        self._matched.update(q for q, row in zip(block.ids, rows, strict=True) if row is not _NO_ROW)
+        for k in np.flatnonzero(np.isnan(scores)).tolist():
+            self._count_unscored(block.trace(k))
+        labeled = block.with_labels(np.where(is_used, labels, own))
+        return labeled, labeled.with_score(self._name, scores, [row.group for row in rows])
+
+    @staticmethod
+    def _rows_of(block: TraceBlock, file: "Scores") -> list[ScoreRow]:
+        return [file.row_of(*key) or _NO_ROW for key in block.keys]
+
+    def _count_unscored(self, packed: PackedTrace) -> None:
+        extras = json.loads(packed.extras or "{}")
+        self._unscored.update(k for k, v in extras.items() if isinstance(v, bool | int | float) and _may_label(k))
 
     def set_label(self, packed: PackedTrace) -> None:
         """Give a trace the label of the scores file, which replaces that of a built-in layout."""

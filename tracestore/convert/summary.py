@@ -9,9 +9,10 @@ import numpy as np
 from tracestore.convert.options import ON_CONFLICT, OnConflict
 from tracestore.errors import InvalidInputError, escape_unprintable
 from tracestore.store.format.labels import describe, disagreements, unlabeled_note
-from tracestore.store.format.schema import Attributes
+from tracestore.store.format.schema import LAYOUT_EDGES, Attributes
 from tracestore.store.read.columns import Columns
 from tracestore.store.write.pack import PackedTrace
+from tracestore.store.write.written import TraceBlock
 from tracestore.words import format_size, plural
 
 # Refused traces of one source that are printed; all of them are in STORE.refused.jsonl.
@@ -92,6 +93,26 @@ class SourceCounts:
             self.dropped.update(set(record.dropped))
         if record.extra_names:
             self.extras.update(record.extra_names)
+
+    def count_block(self, block: TraceBlock) -> None:
+        """Do count() for each trace of a block, all of which are new."""
+        rows, num_tokens = block.rows, block.rows["num_tokens"]
+        self.num_bytes += int(block.source_bytes.sum())
+        self.num_nonfinite += int((rows["num_nonfinite"] > 0).sum())
+        self.num_new += len(block)
+        if self.rounding_error is None:
+            self.rounding_error = block.rounding_error
+        has_tokens, has_edges = block.has_field("tokens"), rows["attention_layout"] == LAYOUT_EDGES
+        self.num_without_tokens += int(((num_tokens > 0) & ~has_tokens & ~has_edges).sum())
+        self.num_without_last_state += int(((num_tokens > 0) & has_tokens & (block.num_ids == num_tokens + 1)).sum())
+        for k in np.flatnonzero(~block.has_field("question_id")).tolist():
+            self.num_made_up_ids += block.ids[k].endswith(f":{rows['source_position'][k]}")
+        for kind, count in Counter(block.kinds.tolist()).items():  # in the order of the traces
+            facts = block.facts[kind]
+            self.rounded_from = self.rounded_from or facts.rounded_from
+            self.num_without_embeddings += count * facts.record.is_without_embeddings
+            self.dropped.update(dict.fromkeys(facts.record.dropped or (), count))
+            self.extras.update(dict.fromkeys(facts.record.extra_names, count))
 
 
 @dataclass

@@ -18,8 +18,10 @@ from tracestore.ingest.sources import SourceFile
 from tracestore.store.format import paths
 from tracestore.store.io import fsio
 from tracestore.store.io.local_folders import local_dir
+from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.plan_files import PlanFiles, open_plan_files
 from tracestore.store.write.writer import StoreWriter
+from tracestore.store.write.written import TraceBlock
 from tracestore.tasks.receipt import FoundReceipt, WrittenSource, listed_segments, read_receipt, usable_receipt
 from tracestore.tasks.task_plan import Plan, Quiet, Task, kept_plans
 
@@ -209,6 +211,11 @@ class _Commit(Conversion):
                 self._check_order(writer, source)
                 yield source
 
+    def _traces_to_store(self, stream: TraceStream) -> Iterator[PackedTrace | TraceBlock]:
+        """Yield the blocks of a source, whose ids its task has chosen."""
+        assert isinstance(stream, WrittenSource)
+        return stream.written_blocks()
+
     def _submit(self) -> None:
         """Let the workers write all tasks that have no receipt without an error."""
         if self._workers is not None:
@@ -237,7 +244,7 @@ class _Commit(Conversion):
             if identify(written.source)[:2] != expected:
                 raise InvalidInputError("has changed since the plan; plan again", is_whole_source=True)
         except InvalidInputError as error:
-            written.packed, written.refused, written.error = (), [], error
+            written.blocks, written.refused, written.error = (), [], error
 
     def _read(self, task: Task) -> FoundReceipt:
         try:

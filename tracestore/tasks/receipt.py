@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,9 @@ from tracestore.store.format import paths
 from tracestore.store.format.ragged import encode_strings
 from tracestore.store.format.zip_group import ZipGroup, pack_group
 from tracestore.store.write.pack import PackedTrace
-from tracestore.store.write.pending import WrittenSegment
 from tracestore.store.write.plan_files import PlanFiles
 from tracestore.store.write.segment_writer import SegmentWriter
+from tracestore.store.write.written import TraceBlock, WrittenSegment
 from tracestore.tasks.receipt_traces import DIMENSIONS, TracesOfReceipt
 from tracestore.tasks.task_plan import Plan, Task, digest_of
 
@@ -86,8 +87,10 @@ class WrittenSource:
     position : int
         Among all sources of the plan.
     size, fingerprint : int, str
-    packed : list of PackedTrace
-        Without their arrays.
+    packed : sequence of PackedTrace
+        Without their arrays, in the process that writes them.
+    blocks : sequence of TraceBlock
+        In the process that commits them.
     refused : list of InvalidInputError
         Traces that were refused.
     error : InvalidInputError or None
@@ -99,6 +102,7 @@ class WrittenSource:
     size: int
     fingerprint: str
     packed: Sequence[PackedTrace] = ()
+    blocks: Sequence[TraceBlock] = ()
     refused: list[InvalidInputError] = field(default_factory=list)
     error: InvalidInputError | None = None
 
@@ -110,9 +114,13 @@ class WrittenSource:
         """Do nothing: the traces are written."""
 
     def __iter__(self) -> Iterator[PackedTrace]:
+        return chain.from_iterable(self.written_blocks())
+
+    def written_blocks(self) -> Iterator[TraceBlock]:
+        """Yield the blocks; raise the error of reading the source."""
         if self.error is not None:
             raise self.error.with_location()
-        yield from self.packed
+        yield from self.blocks
 
 
 class _Compared(Identity):
@@ -187,7 +195,8 @@ class FoundReceipt:
     def summary(self, task: Task) -> Receipt:
         """Return its counts."""
         num_bytes = sum(segment.num_bytes for segment in self.segments)
-        return Receipt(task.hash, len(self.sources), sum(len(source.packed) for source in self.sources), num_bytes)
+        num_traces = sum(len(block) for source in self.sources for block in source.blocks)
+        return Receipt(task.hash, len(self.sources), num_traces, num_bytes)
 
     def add_accounts(self, parts: Sequence[Part]) -> None:
         """Add what the task has found to the accounts of the layouts; CorruptStoreError if these are others."""
@@ -241,8 +250,7 @@ def read_receipt(plan: Plan, task: Task, sources: Sequence[SourceFile]) -> Found
         segments = [traces.add_segment(plan.files.files, *segment) for segment in document["segments"]]
         plan.files.check(entry for segment in segments for entry in segment.entries)
         written = [_written(source, sources[source["position"]], traces) for source in found]
-        if traces.num_left or len(traces.facts):
-            raise ValueError("traces of no source or segment")
+        traces.check_end()
         return FoundReceipt(f"{plan.store}/{paths.receipt(task.hash)}", written, list(document["accounts"]), segments)
 
 
@@ -263,11 +271,13 @@ def listed_segments(files: PlanFiles, task: Task) -> list[str] | None:
 
 
 def _written(found: Mapping[str, Any], source: SourceFile, traces: TracesOfReceipt) -> WrittenSource:
-    packed = traces.take(found["num_traces"])
+    blocks = traces.take(found["num_traces"])
     error = None if found["error"] is None else error_from_json(found["error"])
     refused = list(map(error_from_json, found["refused"]))
-    if packed and found["rounding_error"] is not None:
-        packed[0].rounding_error = float(found["rounding_error"])
-    if bool(packed) == (error is not None):
-        raise ValueError(f"{len(packed)} traces and the error {error}")
-    return WrittenSource(source, found["position"], found["size"], found["fingerprint"], packed, refused, error)
+    if blocks and found["rounding_error"] is not None:
+        blocks[0].rounding_error = float(found["rounding_error"])
+    if bool(blocks) == (error is not None):
+        raise ValueError(f"{found['num_traces']} traces and the error {error}")
+    return WrittenSource(
+        source, found["position"], found["size"], found["fingerprint"], blocks=blocks, refused=refused, error=error
+    )

@@ -16,8 +16,9 @@ from tracestore.store.io import fsio
 from tracestore.store.io.local_folders import budget_beside
 from tracestore.store.write.commit import CommitTarget, open_target
 from tracestore.store.write.pack import PackedTrace
-from tracestore.store.write.pending import SegmentsAhead, WrittenSegment
+from tracestore.store.write.pending import SegmentsAhead
 from tracestore.store.write.segment_writer import SegmentWriter
+from tracestore.store.write.written import WrittenSegment
 from tracestore.tasks.receipt import Receipt, WrittenSource, pack_receipt, read_receipt, usable_receipt
 from tracestore.tasks.task_plan import Plan, Quiet, Task
 

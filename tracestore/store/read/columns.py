@@ -5,7 +5,7 @@ like size; replacing values rewrites them as one.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -45,15 +45,6 @@ class Columns:
     labels: np.ndarray = field(default_factory=lambda: np.zeros(0, "<f8"))
     groups: np.ndarray = field(default_factory=lambda: np.zeros(0, "u1"))
     groups_offsets: np.ndarray = field(default_factory=lambda: np.zeros(1, "<i8"))
-
-    @classmethod
-    def from_values(cls, values: Sequence[TraceValues]) -> "Columns":
-        """Make columns of the values of each trace."""
-        labels = np.array([v.label for v in values], "<f8")
-        columns = cls({}, labels, *encode_strings([v.group or "" for v in values]))
-        for k, value in enumerate(values):
-            columns._set_scores(k, value.scores)
-        return columns
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -28,6 +28,7 @@ from tracestore.store.write.pending import (
 )
 from tracestore.store.write.record import TraceRecord
 from tracestore.store.write.segment_writer import SegmentWriter
+from tracestore.store.write.written import TraceBlock
 
 
 class Changes:
@@ -118,8 +119,7 @@ class Changes:
                 f"not {options[name]}"
             )
         known.close()
-        refused: list[InvalidInputError] = []
-        num_known, steps = known.manifest.num_sources, pending.steps
+        refused, num_known, steps = list[InvalidInputError](), known.manifest.num_sources, pending.steps
         while True:
             self._start(generation, num_known)
             num_known = generation.manifest.num_sources
@@ -141,8 +141,9 @@ class Changes:
 
     def _has_all_segments(self, pending: Pending) -> bool:
         """Remove the segments without a referenced row, and return whether there is none."""
-        places = [value for row in self.pending.rows for value in map(row.values.get, _SEGMENTS)]
-        used = {*places, *(patch["patch_segment"] for patch in self.pending.patches.values())}
+        columns = self.pending.rows.columns
+        used = {*columns["graph_segment"], *columns["sequence_segment"]}
+        used.update(patch["patch_segment"] for patch in self.pending.patches.values())
         kept = [segment for segment in pending.segments if segment.number in used]
         if len(kept) == len(pending.segments):
             return True
@@ -175,7 +176,8 @@ class Changes:
     @property
     def source_has_changes(self) -> bool:
         """True if the open source has added or completed a trace."""
-        return self._undo is not None and len(self._undo) > 1  # The first step reverts begin_source().
+        # The first step reverts begin_source(), and new rows.
+        return self._undo is not None and (len(self._undo) > 1 or self.pending.sources[-1].num_traces > 0)
 
     @property
     def num_source_conflicts(self) -> int:
@@ -187,7 +189,8 @@ class Changes:
         assert self._undo is None, "a source is open"
         stated = source.stated
         self.check_provenance([] if stated is None else [stated])
-        pending, attributes, num_steps = self.pending, self.attributes, len(self.pending.steps)
+        pending, attributes = self.pending, self.attributes
+        num_steps, num_rows = len(pending.steps), len(pending.rows)
         if source.is_numbered:
             source.path = f"append-{self.manifest.num_traces + len(pending.rows):010d}"
         self.attributes, source.provenance = attributes.with_provenance(stated)
@@ -199,6 +202,7 @@ class Changes:
             self.attributes = attributes
             del pending.steps[num_steps:]
             pending.sources.pop()
+            pending.remove_rows(num_rows)
 
         self._undo.append(restore)
         pending.sources.append(source)
@@ -221,7 +225,13 @@ class Changes:
         self.begin_source(source)
         try:
             for entry in source.entries:
-                self.accept(entry, *self.resolve(entry.record, entry.trace))
+                if isinstance(entry, Entry):
+                    self.accept(entry, *self.resolve(entry.record, entry.trace))
+                elif self.fits(entry):
+                    self._add_block(entry)
+                else:
+                    for single in map(Entry.of, entry):
+                        self.accept(single, *self.resolve(single.record, single.trace))
         except InvalidInputError as error:
             self.abort_source()
             raise error.with_location(source=source.path) from None
@@ -260,7 +270,8 @@ class Changes:
     def append(self, trace: PackedTrace, new_folder: Callable[[], Path], split_bytes: int) -> WrittenPlace:
         """Append a trace to the last segment, or to a new one if that has `split_bytes` with it, and return its place."""
         if trace.segment is not None:
-            return self.pending.place(trace, self.manifest.num_segments, new_folder)
+            self.pending.place(trace.segment, self.manifest.num_segments, new_folder)
+            return trace.segment, trace.row
         segment = next(iter(self.pending.segments[-1:]), None)
         if segment is not None and len(segment) and segment.num_bytes + trace.num_bytes > split_bytes:
             segment.close_fd()
@@ -289,6 +300,25 @@ class Changes:
         location = location_of(entry.trace, groups, entry.segment.number, entry.row, number)
         source.num_traces += 1
         self._keys.add_location(entry.trace.record, location, groups, entry.given._replace(label=label))
+
+    def fits(self, block: TraceBlock) -> bool:
+        """Return whether all traces of a block fit the store and have new keys."""
+        try:
+            block.fit_attributes(self.attributes)
+        except InvalidInputError:
+            return False
+        return self._keys.are_new(block.keys)
+
+    def append_block(self, block: TraceBlock, new_folder: Callable[[], Path]) -> None:
+        """Add a block for which fits() is true to the open source."""
+        self.pending.place(block.segment, self.manifest.num_segments, new_folder)
+        self.pending.sources[-1].entries.append(block)
+        self._add_block(block)
+
+    def _add_block(self, block: TraceBlock) -> None:
+        self.attributes = block.fit_attributes(self.attributes)
+        self._keys.add_new(block, self.manifest.num_sources + len(self.pending.sources) - 1)
+        self.pending.sources[-1].num_traces += len(block)
 
     # Everything else
 
@@ -358,9 +388,6 @@ class Changes:
             self.attributes = attributes
 
         self._do(place)
-
-
-_SEGMENTS = ("graph_segment", "sequence_segment")
 
 
 def _continues(old: PinnedGeneration, new: PinnedGeneration) -> bool:

@@ -20,10 +20,11 @@ from tracestore.store.format.zip_group import pack_group
 from tracestore.store.io import fsio
 from tracestore.store.io.files import ReadableFiles, RemoteURL
 from tracestore.store.io.folder_target import FolderTarget
-from tracestore.store.read.columns import Columns, join_columns, read_columns
+from tracestore.store.read.columns import join_columns, read_columns
 from tracestore.store.read.generation import PinnedGeneration, open_generation
 from tracestore.store.read.index import StoreIndex
-from tracestore.store.write.pending import Pending, WrittenSegment
+from tracestore.store.write.pending import Pending
+from tracestore.store.write.written import WrittenSegment
 
 
 def root_metadata(attributes: schema.Attributes) -> bytes:
@@ -194,7 +195,8 @@ def add_files(
         target.sync_segments()
     parts = _write_index(target, base.index, pending)
     columns, num_scored, num_labeled = _write_columns(target, old, attributes, pending)
-    tokens = sum(r.values["num_tokens"] for r in pending.rows if r.values["graph_segment"] >= 0)
+    has_graph, num_tokens = (np.array(pending.rows.columns[name]) for name in ("graph_segment", "num_tokens"))
+    tokens = int(num_tokens[has_graph >= 0].sum(dtype=np.int64))
     for (trace, group), patch in pending.patches.items():
         if group == mf.GROUP_GRAPH:
             before = base.index.row(trace)
@@ -234,7 +236,7 @@ def _write_index(target: CommitTarget, index: StoreIndex, pending: Pending) -> t
     old, segments = index.manifest, pending.all_segments
     arrays: dict[str, np.ndarray] = {}
     for name, dtype in mf.TRACE_COLUMNS.items():
-        arrays[name] = np.array([r.values[name] for r in pending.rows], dtype)
+        arrays[name] = np.array(pending.rows.columns[name], dtype)
     patches = [pending.patches[place] for place in sorted(pending.patches)]
     for name, dtype in mf.PATCH_COLUMNS.items():
         arrays[name] = np.array([q[name] for q in patches], dtype)
@@ -251,7 +253,7 @@ def _write_index(target: CommitTarget, index: StoreIndex, pending: Pending) -> t
     for name, column in values.items():
         arrays[name] = np.array(list(column), mf.PART_DTYPES[name])
     texts = {
-        "id": [r.question_id for r in pending.rows],
+        "id": pending.rows.ids,
         "segment_name": [s.name for s in segments],
         "source_path": [s.path for s in pending.sources],
         "source_fingerprint": [s.fingerprint for s in pending.sources],
@@ -291,7 +293,7 @@ def _write_columns(
 ) -> tuple[tuple[mf.ColumnsRef, ...], int, int]:
     """Add the columns of the next generation; return all references and the numbers of scores and labels."""
     refs = list(old.columns)
-    new, name = Columns.from_values([r.given for r in pending.rows]), attributes.default_score
+    new, name = pending.rows.to_columns(), attributes.default_score
     first, parts = old.num_traces, [new]
     is_rewritten = bool(pending.updates) or name != old.attributes.default_score
     while refs and (is_rewritten or refs[-1].num_traces <= sum(map(len, parts))):

@@ -1,8 +1,8 @@
 """Resolution of a trace's key: whether the store has it already, and what a second trace of it adds."""
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -14,8 +14,9 @@ from tracestore.store.read.columns import TraceValues
 from tracestore.store.read.index import StoreIndex
 from tracestore.store.read.segment import SegmentReader
 from tracestore.store.write.pack import PackedTrace
-from tracestore.store.write.pending import Key, Pending, PendingRow
+from tracestore.store.write.pending import Key, Pending
 from tracestore.store.write.record import TraceRecord, read_record
+from tracestore.store.write.written import TraceBlock
 
 OnConflict = Literal["error", "keep-first", "keep-last"]
 Place = TypeVar("Place")
@@ -48,6 +49,18 @@ class KeyResolver:
     def begin_source(self, undo: list[Callable[[], None]]) -> None:
         """Begin a source. `undo` receives a function for each change; their reverse order reverts the source."""
         self._undo, self.num_conflicts = undo, 0
+
+    def are_new(self, keys: Sequence[tuple[str, int]]) -> bool:
+        """Return whether the keys differ, and no committed or pending trace has one of them."""
+        if len(set(keys)) < len(keys) or not self._pending.keys.keys().isdisjoint(keys):
+            return False
+        return not len(self._index) or all(self._index.find(*key) < 0 for key in keys)
+
+    def add_new(self, block: TraceBlock, source: int) -> None:
+        """Add the traces of a block with new keys to the pending changes, as rows of a source."""
+        pending = self._pending
+        pending.keys.update(zip(block.keys, count(len(pending.rows))))
+        pending.rows.extend(block, source)
 
     def resolve_new(self, trace: PackedTrace) -> set[int]:
         """Return the field groups of the trace that its key does not have yet.
@@ -104,7 +117,9 @@ class KeyResolver:
         key = (record.question_id, record.sample)
         pending = self._pending.keys.get(key)
         if pending is not None:
-            return self._pending.rows[pending].values
+            return {
+                name: int(column[pending]) for name, column in self._pending.rows.columns.items() if name != "label"
+            }
         index = self._index.find(*key)
         if index < 0:
             return None
@@ -159,19 +174,12 @@ class KeyResolver:
         pending, key = self._pending, (record.question_id, record.sample)
         index = self._index.find(*key)
         if key in pending.keys:
-            row = self._changing(pending.rows[pending.keys[key]])
-            for added in groups:
-                row.values |= {name: location[name] for name in _location_columns(added)}
-            row.values["nonfinite"] |= location["nonfinite"]
+            row = pending.keys[key]
+            changed = {name: location[name] for added in groups for name in _location_columns(added)}
+            self._change(row, changed | {"nonfinite": pending.rows.columns["nonfinite"][row] | location["nonfinite"]})
         elif index < 0:
             pending.keys[key] = len(pending.rows)
-            pending.rows.append(PendingRow(record.question_id, location, given))
-
-            def forget() -> None:
-                pending.rows.pop()
-                del pending.keys[key]
-
-            self._undo.append(forget)
+            pending.rows.append(record.question_id, location, given)
             return
         else:
             for added in groups:
@@ -196,17 +204,23 @@ class KeyResolver:
         changes[key] = value
         self._undo.append(restore)
 
-    def _changing(self, row: PendingRow) -> PendingRow:
-        """Return a pending row, which the caller may change until the source is aborted."""
-        before = replace(row, values=dict(row.values))
-        self._undo.append(lambda: vars(row).update(vars(before)))
-        return row
+    def _change(self, row: int, values: Mapping[str, float]) -> None:
+        """Change columns of a pending row until the source is aborted."""
+        columns = self._pending.rows.columns
+        before = {name: columns[name][row] for name in values}
+
+        def change(given: Mapping[str, float]) -> None:
+            for name, value in given.items():
+                columns[name][row] = value
+
+        change(values)
+        self._undo.append(lambda: change(before))
 
     def _stored_label(self, record: TraceRecord | Key) -> float:
         """Return the label of the record's key, NaN if it has none."""
         pending, key = self._pending, (record.question_id, record.sample)
         if key in pending.keys:
-            return pending.rows[pending.keys[key]].given.label
+            return pending.rows.columns["label"][pending.keys[key]]
         index = self._index.find(*key)
         if index < 0:
             return math.nan
@@ -235,8 +249,7 @@ class KeyResolver:
             return
         pending, key = self._pending, (record.question_id, record.sample)
         if key in pending.keys:
-            row = self._changing(pending.rows[pending.keys[key]])
-            row.given = row.given._replace(label=label)
+            self._change(pending.keys[key], {"label": label})
             return
         index = self._index.find(*key)
         self._set(pending.updates, index, pending.updates.get(index, TraceValues())._replace(label=label))

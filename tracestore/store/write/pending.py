@@ -1,38 +1,88 @@
 """The changes that a writer has collected for its next commit."""
 
-import hashlib
+import math
+from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from tracestore._core.kernels import crc32c
 from tracestore.errors import InvalidInputError
 from tracestore.store.format import manifest as mf
 from tracestore.store.format import schema
-from tracestore.store.format.entries import FileEntry
 from tracestore.store.format.lens_attribute import LensField
 from tracestore.store.format.provenance import Provenance
-from tracestore.store.io.files import ReadableFiles, reading_committed
+from tracestore.store.format.ragged import encode_strings
 from tracestore.store.lens import LensArrays
-from tracestore.store.read.columns import TraceValues
-from tracestore.store.read.index import SegmentEntry
-from tracestore.store.read.segment import SegmentReader
+from tracestore.store.read.columns import Columns, TraceValues
 from tracestore.store.write.pack import PackedTrace, fit_attributes
-from tracestore.store.write.record import TraceRecord, read_record
+from tracestore.store.write.record import TraceRecord
 from tracestore.store.write.segment_writer import SegmentWriter
+from tracestore.store.write.written import TraceBlock, WrittenSegment
 
 
-@dataclass
-class PendingRow:
-    """A new row of the index; `values` has the keys of manifest.TRACE_COLUMNS, `given` goes to the columns."""
+class PendingRows:
+    """The new rows of the index, as columns, and the values of their traces.
 
-    question_id: str
-    values: dict[str, int]
-    given: TraceValues
+    Attributes
+    ----------
+    ids : list of str
+        Question ids.
+    columns : dict of array
+        Columns by the names of manifest.TRACE_COLUMNS, and `label`, NaN for none.
+    groups : list of str
+    """
+
+    def __init__(self) -> None:
+        dtypes = mf.TRACE_COLUMNS | {"label": "<f8"}
+        self.ids, self.groups = list[str](), list[str]()
+        self.columns: dict[str, array[Any]] = {name: array(np.dtype(dtype).char) for name, dtype in dtypes.items()}
+        self._scores: dict[str, array[float]] = {}  # each up to the last trace that has it
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def append(self, question_id: str, location: Mapping[str, int], given: TraceValues) -> None:
+        """Append a row; `location` has the names of manifest.TRACE_COLUMNS."""
+        for name, value in location.items():
+            self.columns[name].append(value)
+        self.columns["label"].append(given.label)
+        for name, value in given.scores.items():
+            if not math.isnan(value):
+                self._score(name).append(value)
+        self.ids.append(question_id)
+        self.groups.append(given.group or "")
+
+    def extend(self, block: TraceBlock, source: int) -> None:
+        """Append the traces of a block, as rows of a source."""
+        for name, values in (block.locations(source) | {"label": block.labels()}).items():
+            self.columns[name].frombytes(np.asarray(values, self.columns[name].typecode).tobytes())
+        for name, values in block.scores().items():
+            self._score(name).frombytes(values.tobytes())
+        self.ids += block.ids
+        self.groups += block.groups
+
+    def _score(self, name: str) -> "array[float]":
+        """Return the values of a named score, filled up to the rows so far."""
+        values = self._scores.setdefault(name, array("d"))
+        values.extend(repeat(math.nan, len(self) - len(values)))
+        return values
+
+    def remove(self, first: int) -> None:
+        """Remove the rows from `first` on."""
+        columns: list[Any] = [self.ids, self.groups, *self.columns.values(), *self._scores.values()]
+        for values in columns:
+            del values[first:]
+
+    def to_columns(self) -> Columns:
+        """Return the values of the traces."""
+        scores = {name: np.array(self._score(name)) for name in self._scores}
+        scores = {name: values for name, values in scores.items() if not np.isnan(values).all()}
+        return Columns(scores, np.array(self.columns["label"]), *encode_strings(self.groups))
 
 
 class Key(NamedTuple):
@@ -42,71 +92,6 @@ class Key(NamedTuple):
     sample: int
     position: int
     label: float | None
-
-
-class WrittenSegment:
-    """A segment that another process has given its name; for the rest see SegmentWriter.
-
-    Parameters
-    ----------
-    files : ReadableFiles
-        Those of the store that has it: the one that is written or replaced.
-    name : str
-    num_traces : int
-    rows : FileEntry
-        Its rows.zip.
-    attributes : schema.Attributes
-        Those that its arrays must have.
-
-    Raises
-    ------
-    CorruptStoreError
-        If its name is not that of its rows, or the metadata of its arrays do not fit the attributes.
-    """
-
-    def __init__(
-        self, files: ReadableFiles, name: str, num_traces: int, rows: FileEntry, attributes: schema.Attributes
-    ) -> None:
-        self.source, self.name, self.rows, self.number, self.folder = files, name, rows, -1, Path()
-        with reading_committed(rows.path):
-            data = files.read(rows)
-            if crc32c(data) != rows.crc32c or hashlib.blake2b(data, digest_size=16).hexdigest() != name:
-                raise ValueError("not the rows that its name and checksum say")
-        self.reader = SegmentReader(files, SegmentEntry(num_traces, rows), attributes)
-        self.files = [(e.path.removeprefix(f"{self.reader.name}/"), e.size, e.crc32c) for e in self.entries]
-        self.num_bytes = sum(size for _, size, _ in self.files)
-        self.num_tokens = int(self.reader.values("num_tokens").sum(dtype=np.int64))
-        names = {name for name in schema.LARGE_ARRAYS if self.reader.has(name)}
-        self.field_names = names & {*schema.STORED_FIELDS} | ({"edges"} if "edge_index" in names else set())
-        files.fetch(self.reader.entries[f"{self.reader.name}/{array}/zarr.json"] for array in names)
-        for array in names:
-            self.reader.check_metadata(array)
-
-    @property
-    def entries(self) -> list[FileEntry]:
-        """All files, rows.zip last."""
-        return [*self.reader.entries.values(), self.rows]
-
-    def __len__(self) -> int:
-        return self.reader.num_rows
-
-    def packed(self, row: int) -> PackedTrace:
-        """Return a row with its texts and checksums, without its arrays."""
-        reader = self.reader
-        trace = PackedTrace(read_record(reader, row), 0, 0, 0, "", extras=reader.string("extras", row))
-        trace.graph_crc, trace.sequence_crc = (reader.scalar(f"{n}_crc32c", row) for n in mf.GROUP_NAMES)
-        return trace
-
-    def finish(self) -> None:
-        """Do nothing: it is complete."""
-
-    flush = close_fd = remove = finish  # remove: another commit may name it.
-
-    def savepoint(self) -> None:
-        """Return what rollback() needs: nothing."""
-
-    def rollback(self, savepoint: Any) -> None:
-        """Do nothing."""
 
 
 WrittenPlace = tuple[SegmentWriter | WrittenSegment, int]
@@ -132,6 +117,12 @@ class Entry(NamedTuple):
     segment: SegmentWriter | WrittenSegment | None = None
     row: int = -1
 
+    @classmethod
+    def of(cls, trace: PackedTrace) -> "Entry":
+        """Return the entry of a trace in a row of a segment, with its own scores and group."""
+        given = TraceValues(trace.record.scores, math.nan, trace.record.group)
+        return cls(trace.record, given, trace, trace.segment, trace.row)
+
 
 @dataclass
 class PendingSource:
@@ -149,7 +140,7 @@ class PendingSource:
         Position of `stated` in the attribute provenance.
     num_traces, num_skipped : int
         Rows that it gave, and traces that the store had.
-    entries : list of Entry
+    entries : list of Entry or TraceBlock
         What repeats it on a newer generation.
     """
 
@@ -161,7 +152,7 @@ class PendingSource:
     provenance: int = -1
     num_traces: int = 0
     num_skipped: int = 0
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[Entry | TraceBlock] = field(default_factory=list)
 
 
 class PendingLens:
@@ -215,7 +206,7 @@ class Pending:
 
     steps: list[Callable[[], None]] = field(default_factory=list)
 
-    rows: list[PendingRow] = field(default_factory=list)
+    rows: PendingRows = field(default_factory=PendingRows)
     keys: dict[tuple[str, int], int] = field(default_factory=dict)
     patches: dict[tuple[int, int], dict[str, int]] = field(default_factory=dict)
     updates: dict[int, TraceValues] = field(default_factory=dict)
@@ -246,15 +237,13 @@ class Pending:
             self.lens.remove()
         self.remove_segments()
 
-    def place(self, trace: PackedTrace, first: int, new_folder: Callable[[], Path]) -> WrittenPlace:
-        """Return the segment and row of a written trace. `first` is the number of the first segment."""
-        segment: SegmentWriter | WrittenSegment = trace.segment
+    def place(self, segment: SegmentWriter | WrittenSegment, first: int, new_folder: Callable[[], Path]) -> None:
+        """Add a written segment unless it was added. `first` is the number of the first segment."""
         if segment not in self.segments:
             segment.number = first + len(self.segments)
             if isinstance(segment, WrittenSegment):
                 segment.folder = new_folder()
             self.segments.append(segment)
-        return segment, trace.row
 
     def savepoint(self) -> Callable[[], None]:
         """Return a function that reverts what was appended to the segments since this call."""
@@ -267,6 +256,12 @@ class Pending:
                 self.segments[-1].rollback(savepoint)
 
         return roll_back
+
+    def remove_rows(self, first: int) -> None:
+        """Remove the rows from `first` on, with their keys."""
+        self.rows.remove(first)
+        while len(self.keys) > first:
+            self.keys.popitem()
 
     def flush(self) -> None:
         """Write the buffered arrays of the last segment, whose memory can be released then."""

@@ -1,4 +1,7 @@
-"""StoreWriter: complete sources and atomic commits (docs/format.md, "Commit")."""
+"""StoreWriter: complete sources and atomic commits (docs/format.md, "Commit").
+
+One module of over 400 lines: the methods of a writer are one interface.
+"""
 
 import contextlib
 import math
@@ -24,6 +27,7 @@ from tracestore.store.write.pack import PackedTrace, pack_lens, pack_record
 from tracestore.store.write.pending import Entry, Key, PendingLens, PendingSource, SegmentsAhead
 from tracestore.store.write.record import TraceRecord
 from tracestore.store.write.segment_writer import SegmentWriter
+from tracestore.store.write.written import TraceBlock
 
 COMMIT_BYTES = 128 << 20  # of pending data trigger a commit; no reader depends on it
 # Options by name. None: the default; a function returns the option of a new store.
@@ -247,6 +251,14 @@ class StoreWriter:
         changes.pending.sources[-1].entries.append(entry)
         changes.accept(entry, groups, label)
         return bool(groups)
+
+    def fits(self, block: TraceBlock) -> bool:
+        """Return whether all traces of a block fit the store and have keys that it does not know."""
+        return self._changes.fits(block)
+
+    def append_block(self, block: TraceBlock) -> None:
+        """Add a block for which fits() is true to the open source, with its scores, labels and groups."""
+        self._changes.append_block(block, self._target.new_folder)
 
     def segments_ahead(self) -> SegmentsAhead:
         """Return segments that another thread may write; the writer takes them over with their traces."""

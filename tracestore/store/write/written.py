@@ -1,0 +1,291 @@
+"""Segments that other processes have written, and their traces as arrays: a commit makes no object of each."""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tracestore._core.kernels import crc32c
+from tracestore.errors import InvalidInputError
+from tracestore.store.format import manifest as mf
+from tracestore.store.format import schema
+from tracestore.store.format.entries import FileEntry
+from tracestore.store.io.files import ReadableFiles, reading_committed
+from tracestore.store.read.index import SegmentEntry
+from tracestore.store.read.segment import SegmentReader
+from tracestore.store.write.pack import PackedTrace, fit_attributes
+from tracestore.store.write.record import TraceRecord, read_record
+
+_NO_COUNTS = np.zeros(0, "<i8")
+
+
+class WrittenSegment:
+    """A segment that another process has given its name; for the rest see SegmentWriter.
+
+    Parameters
+    ----------
+    files : ReadableFiles
+        Those of the store that has it: the one that is written or replaced.
+    name : str
+    num_traces : int
+    rows : FileEntry
+        Its rows.zip.
+    attributes : schema.Attributes
+        Those that its arrays must have.
+
+    Raises
+    ------
+    CorruptStoreError
+        If its name is not that of its rows, or the metadata of its arrays do not fit the attributes.
+    """
+
+    def __init__(
+        self, files: ReadableFiles, name: str, num_traces: int, rows: FileEntry, attributes: schema.Attributes
+    ) -> None:
+        self.source, self.name, self.rows, self.number, self.folder = files, name, rows, -1, Path()
+        with reading_committed(rows.path):
+            data = files.read(rows)
+            if crc32c(data) != rows.crc32c or hashlib.blake2b(data, digest_size=16).hexdigest() != name:
+                raise ValueError("not the rows that its name and checksum say")
+        self.reader = SegmentReader(files, SegmentEntry(num_traces, rows), attributes)
+        self.files = [(e.path.removeprefix(f"{self.reader.name}/"), e.size, e.crc32c) for e in self.entries]
+        self.num_bytes = sum(size for _, size, _ in self.files)
+        self.num_tokens = int(self.reader.values("num_tokens").sum(dtype=np.int64))
+        names = {name for name in schema.LARGE_ARRAYS if self.reader.has(name)}
+        self.field_names = names & {*schema.STORED_FIELDS} | ({"edges"} if "edge_index" in names else set())
+        files.fetch(self.reader.entries[f"{self.reader.name}/{array}/zarr.json"] for array in names)
+        for array in names:
+            self.reader.check_metadata(array)
+
+    @property
+    def entries(self) -> list[FileEntry]:
+        """All files, rows.zip last."""
+        return [*self.reader.entries.values(), self.rows]
+
+    def __len__(self) -> int:
+        return self.reader.num_rows
+
+    def packed(self, row: int) -> PackedTrace:
+        """Return a row with its texts and checksums, without its arrays."""
+        reader = self.reader
+        trace = PackedTrace(read_record(reader, row), 0, 0, 0, "", extras=reader.string("extras", row))
+        trace.graph_crc, trace.sequence_crc = (reader.scalar(f"{n}_crc32c", row) for n in mf.GROUP_NAMES)
+        return trace
+
+    def finish(self) -> None:
+        """Do nothing: it is complete."""
+
+    flush = close_fd = remove = finish  # remove: another commit may name it.
+
+    def savepoint(self) -> None:
+        """Return what rollback() needs: nothing."""
+
+    def rollback(self, savepoint: Any) -> None:
+        """Do nothing."""
+
+
+@dataclass
+class TraceBlock:
+    """N traces of one source in consecutive rows of a segment.
+
+    Attributes
+    ----------
+    segment : WrittenSegment
+    first : int
+        The row of the first trace.
+    ids : list of str
+        Question ids.
+    rows : Mapping of np.ndarray
+        Those arrays (N,) of schema.ROW_ARRAYS that a commit needs.
+    num_ids : np.ndarray
+        Numbers of token ids (N,).
+    facts : sequence of PackedTrace
+        What many traces share: dimensions, dtypes, layers, and the names of other fields.
+    kinds : np.ndarray
+        The position (N,) in `facts` of those of each trace.
+    names : sequence of (str, int)
+        Names of scores, and 1 for those that are stored when the accounts of the run close.
+    values, has_value : np.ndarray
+        The label and these scores (N, 1 + len(names)), and which of them each trace has.
+    groups : list of str
+    states_crc32c, source_bytes : np.ndarray
+        CRC-32C of the hidden states, and bytes of the arrays in the source (N,).
+    rounding_error : float or None
+        Of the first trace.
+    """
+
+    segment: WrittenSegment
+    first: int
+    ids: list[str]
+    rows: Mapping[str, np.ndarray]
+    num_ids: np.ndarray
+    facts: Sequence[PackedTrace]
+    kinds: np.ndarray
+    names: Sequence[tuple[str, int]]
+    values: np.ndarray
+    has_value: np.ndarray
+    groups: list[str]
+    states_crc32c: np.ndarray
+    source_bytes: np.ndarray
+    rounding_error: float | None = None
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __iter__(self) -> Iterator[PackedTrace]:
+        return map(self.trace, range(len(self)))
+
+    def part(self, part: slice) -> "TraceBlock":
+        """Return some of the traces."""
+        names = ("ids", "num_ids", "kinds", "values", "has_value", "groups", "states_crc32c", "source_bytes")
+        parts = {name: getattr(self, name)[part] for name in names}
+        rows = {name: values[part] for name, values in self.rows.items()}
+        return replace(self, first=self.first + part.start, rows=rows, **parts)
+
+    @property
+    def first_facts(self) -> PackedTrace:
+        """The facts of the first trace."""
+        facts: PackedTrace = self.facts[self.kinds[0]]
+        return facts
+
+    @property
+    def keys(self) -> list[tuple[str, int]]:
+        """The question id and sample of each trace."""
+        return list(zip(self.ids, self.rows["sample"].tolist(), strict=True))
+
+    def has_field(self, name: str) -> np.ndarray:
+        """Return which traces have a field of schema.FIELD_BITS, bool (N,)."""
+        found: np.ndarray = self.rows["fields"] & schema.FIELD_BITS[name] != 0
+        return found
+
+    def labels(self) -> np.ndarray:
+        """Return the labels (N,), NaN for none."""
+        return np.where(self.has_value[:, 0], self.values[:, 0], np.nan)
+
+    def with_labels(self, labels: np.ndarray) -> "TraceBlock":
+        """Return the traces with these labels (N,) instead, NaN for none."""
+        values, has_value = self.values.copy(), self.has_value.copy()
+        values[:, 0], has_value[:, 0] = labels, ~np.isnan(labels)
+        return replace(self, values=values, has_value=has_value)
+
+    def with_score(self, name: str, values: np.ndarray, groups: list[str]) -> "TraceBlock":
+        """Return the traces with this score (N,) and these groups instead, NaN and "" for none."""
+        kept = [0, *(k for k, found in enumerate(self.names, 1) if found != (name, 0))]
+        names = [*(self.names[k - 1] for k in kept[1:]), (name, 0)]
+        has_value = np.column_stack([self.has_value[:, kept], ~np.isnan(values)])
+        values = np.column_stack([self.values[:, kept], values])
+        return replace(self, names=names, values=values, has_value=has_value, groups=groups)
+
+    def scores(self) -> dict[str, np.ndarray]:
+        """Return the scores (N,) that are stored at once, NaN where missing."""
+        values = np.where(self.has_value, self.values, np.nan)
+        return {name: values[:, k] for k, (name, is_deferred) in enumerate(self.names, 1) if not is_deferred}
+
+    def score_names(self) -> list[str]:
+        """Return the names of the scores that are stored at once, in the order in which the traces have them."""
+        first, has = self.has_value.argmax(axis=0), self.has_value.sum(axis=0)
+        names = enumerate(self.names, 1)
+        return [name for _, name in sorted((int(first[k]), n) for k, (n, deferred) in names if has[k] and not deferred)]
+
+    def locations(self, source: int) -> dict[str, np.ndarray]:
+        """Return the columns of manifest.TRACE_COLUMNS, for the source of that number."""
+        count, rows, segment = len(self), self.rows, self.segment.number
+        row = np.arange(self.first, self.first + count)
+        return {
+            "graph_segment": np.where(rows["num_tokens"] > 0, segment, -1),
+            "graph_row": row,
+            "sequence_segment": np.where(rows["last_token_row"] >= 0, segment, -1),
+            "sequence_row": row,
+            "num_tokens": rows["num_tokens"],
+            "layout": rows["attention_layout"],
+            "nonfinite": rows["num_nonfinite"] > 0,
+            "sample": rows["sample"],
+            "source": np.full(count, source),
+            "source_position": rows["source_position"],
+        }
+
+    def fit_attributes(self, attributes: schema.Attributes) -> schema.Attributes:
+        """Return the attributes of a store after the traces are added to it; InvalidInputError if they do not fit."""
+        if not ((self.rows["num_tokens"] > 0) | (self.rows["last_token_row"] >= 0)).all():
+            raise InvalidInputError("a trace without states")
+        _, first = np.unique(self.kinds * 256 + self.rows["attention_layout"], return_index=True)
+        for k in sorted(first.tolist()):
+            kind = replace(self.facts[self.kinds[k]], layout=int(self.rows["attention_layout"][k]))
+            attributes = fit_attributes(attributes, kind)
+        return attributes
+
+    @cached_property
+    def _lists(self) -> dict[str, list[Any]]:
+        """The rows as lists, and the extras: what makes an object of each trace."""
+        lists = {name: values.tolist() for name, values in self.rows.items()}
+        names = {"values": self.values, "has_value": self.has_value, "kinds": self.kinds}
+        lists |= {name: values.tolist() for name, values in names.items()}
+        last = self.first + len(self)
+        with reading_committed(self.segment.rows.path):
+            return lists | {"extras": self.segment.reader.small.strings("extras", self.first, last)}
+
+    @cached_property
+    def _tokens(self) -> list[np.ndarray]:
+        reader = self.segment.reader
+        begins = reader.values("tokens_offsets")[self.first : self.first + len(self)]
+        tokens = reader.values("tokens")
+        return [tokens[a : a + n] for a, n in zip(begins.tolist(), self.num_ids.tolist(), strict=True)]
+
+    def record(self, k: int) -> TraceRecord:
+        """Return a trace without its arrays and texts."""
+        rows = self._lists
+        known, bits = self.facts[rows["kinds"][k]].record, rows["fields"][k]
+        label, *values = rows["values"][k]
+        has_label, *has_value = rows["has_value"][k]
+        scores: tuple[dict[str, float], dict[str, float]] = {}, {}
+        for (name, is_deferred), value, has in zip(self.names, values, has_value, strict=True):
+            if has:
+                scores[is_deferred][name] = value
+        return TraceRecord(
+            self.ids[k],
+            rows["sample"][k],
+            rows["source_position"][k],
+            tokens=self._tokens[k] if bits & schema.FIELD_BITS["tokens"] else None,
+            label=label if has_label else None,
+            has_own_id=bool(bits & schema.FIELD_BITS["question_id"]),
+            is_without_embeddings=known.is_without_embeddings,
+            layer_ids=known.layer_ids,
+            scores=scores[0],
+            deferred_scores=scores[1],
+            group=self.groups[k],
+            extra_names=known.extra_names,
+            dropped=known.dropped,
+        )
+
+    def trace(self, k: int) -> PackedTrace:
+        """Return a trace without its arrays."""
+        rows = self._lists
+        facts, num_tokens, layout = self.facts[rows["kinds"][k]], rows["num_tokens"][k], rows["attention_layout"][k]
+        return PackedTrace(
+            self.record(k),
+            facts.num_layers,
+            num_tokens,
+            facts.hidden_dim,
+            facts.hidden_dtype,
+            layout,
+            edge_counts=_NO_COUNTS if layout == schema.LAYOUT_EDGES else None,
+            num_nonfinite=rows["num_nonfinite"][k],
+            extras=rows["extras"][k],
+            field_bits=rows["fields"][k],
+            crcs={"hidden_states": int(self.states_crc32c[k])} if num_tokens else {},
+            graph_crc=rows["graph_crc32c"][k],
+            sequence_crc=rows["sequence_crc32c"][k],
+            num_heads=facts.num_heads,
+            attention_dtype=facts.attention_dtype,
+            rounded_from=facts.rounded_from,
+            rounding_error=None if k else self.rounding_error,
+            has_states=num_tokens > 0,
+            has_last_token=rows["last_token_row"][k] >= 0,
+            source_bytes=int(self.source_bytes[k]),
+            segment=self.segment,
+            row=self.first + k,
+        )
