@@ -23,8 +23,6 @@ ID_COLUMN, GROUP_COLUMN = "question_id", "group"
 _ID_COLUMNS = (ID_COLUMN, *(name.replace(" ", "_") for name in SYNONYMS[ID_COLUMN]))
 # Columns whose words have a meaning, and whose numbers do not. They count if there is none of SCORES.
 WORD_COLUMNS = ("verdict", "judgment", "judge", "judge_label", "label", "labels")
-# What the name of a score may have before or behind it without another meaning.
-_AFFIX = re.compile(r"^(?:label|human)_|_(?:to_target|reward)$")
 _WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[\s\-]+")
 _TABLES = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".npy", ".npz", ".parquet")
 _MAX_HEADER_ROWS = 100  # whose keys are the columns of a table
@@ -42,23 +40,9 @@ def normalized(name: str) -> str:
     return _WORD.sub("_", name.strip()).lower()
 
 
-@lru_cache(maxsize=1 << 14)
-def known_name(column: str) -> str:
-    """Return the name of a column in SCORES that differs by an affix alone; for others what `normalized` returns.
-
-    Examples
-    --------
-    >>> known_name("label_hallucinated"), known_name("rougeL_to_target"), known_name("step")
-    ('hallucinated', 'rouge_l', 'step')
-    """
-    name = normalized(column)
-    known = _AFFIX.sub("", name)
-    return known if known in SCORES else name
-
-
 def direction_of(column: str) -> str | None:
     """Return what a high value of a column or key of this name means; None if that is not known."""
-    return SCORES.get(known_name(column))
+    return SCORES.get(normalized(column))
 
 
 def id_column_of(header: Sequence[str]) -> str | None:
@@ -69,10 +53,10 @@ def id_column_of(header: Sequence[str]) -> str | None:
 
 def score_columns_of(header: Sequence[str]) -> list[str]:
     """Return the columns that may hold the scores; several are ambiguous."""
-    found = {known_name(name): name for name in reversed(header)}
+    found = {normalized(name): name for name in reversed(header)}
     known = [found[name] for name in SCORES if name in found]
     # Next to a column called score those of metrics are further scores, as in the files that extract writes.
-    known = [name for name in known if known_name(name) in PRIMARY_SCORES] or known
+    known = [name for name in known if normalized(name) in PRIMARY_SCORES] or known
     return known or [found[name] for name in WORD_COLUMNS if name in found][:1]
 
 
