@@ -119,10 +119,11 @@ class _RemotePlanFiles(PlanFiles):
         return self._objects.size(paths.segment_rows(path)) is not None
 
     def check(self, entries: Iterable[FileEntry]) -> None:
+        # Also those that the cache has: others may have removed the objects.
+        listed = list(entries)
         with ThreadPoolExecutor(_REQUESTS) as pool:
-            missing = [entry for entry in entries if not self.files.is_here(entry)]
-            sizes = pool.map(lambda entry: self._objects.size(entry.path), missing)
-            for entry, size in zip(missing, sizes, strict=True):
+            sizes = pool.map(lambda entry: self._objects.size(entry.path), listed)
+            for entry, size in zip(listed, sizes, strict=True):
                 _require_size(entry, size)
 
     def remove(self, found: Iterable[str]) -> None:
