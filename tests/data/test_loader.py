@@ -188,14 +188,6 @@ def test_a_consumer_that_counts_batches_gets_the_next_epoch(store_path, num_thre
     assert [b.question_id for b in counted] == order[1]
 
 
-def test_same_batches_for_any_number_of_threads(store_path):
-    runs = [
-        [b.trace_index.tolist() for b in tracestore.TraceLoader(store_path, "graph", batch_size=5, num_threads=t)]
-        for t in (0, 1, 2, 8)
-    ]
-    assert runs[0] == runs[1] == runs[2] == runs[3]
-
-
 def test_a_list_of_batches_keeps_its_values(store_path):
     loader = tracestore.TraceLoader(store_path, batch_size=3, shuffle="none")
     for k, batch in enumerate(list(loader)):
