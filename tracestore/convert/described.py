@@ -5,7 +5,6 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -109,20 +108,13 @@ class DescribedRun:
 
     def fits(self, block: TraceBlock) -> bool:
         """Return whether no trace of a block has the states of another trace."""
-        ids = self._states_of(block)
+        ids = block.ids_of_states
         return len(ids) == (block.rows["num_tokens"] > 0).sum() and self._ids_of_states.keys().isdisjoint(ids)
 
     def add_block(self, block: TraceBlock, writer: StoreWriter) -> None:
         """Do add() for each trace of a block for which fits() is true."""
-        self._ids_of_states |= self._states_of(block)
+        self._ids_of_states |= block.ids_of_states
         self._define_scores(block.score_names(), writer)
-
-    @staticmethod
-    def _states_of(block: TraceBlock) -> dict[int, str]:
-        """Return the id of each trace with hidden states, by their checksum and number of tokens."""
-        num_tokens = block.rows["num_tokens"]
-        states = (block.states_crc32c.astype("<i8") << 32 | num_tokens)[num_tokens > 0]
-        return dict(zip(states.tolist(), compress(block.ids, (num_tokens > 0).tolist()), strict=True))
 
     def _define_scores(self, names: Iterable[str], writer: StoreWriter) -> None:
         for name in names:

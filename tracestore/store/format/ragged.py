@@ -1,6 +1,7 @@
 """Ragged arrays: strings as UTF-8 bytes plus offsets (int64, length N + 1, from 0, non-decreasing)."""
 
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,17 @@ def decode_string(data: np.ndarray, offsets: np.ndarray, index: int) -> str:
     if not 0 <= begin <= end <= len(data):
         raise ValueError("string offsets out of bounds")
     return data[begin:end].tobytes().decode("utf-8", "surrogatepass")
+
+
+def decode_strings(data: np.ndarray, offsets: np.ndarray) -> list[str]:
+    """Return all strings, whose offsets begin at 0 and end at the last byte; ValueError as decode_string()."""
+    if not is_offsets(offsets, len(data)):
+        raise ValueError("string offsets out of bounds")
+    encoded = data.tobytes()
+    if encoded.isascii():
+        text = encoded.decode()
+        return [text[begin:end] for begin, end in pairwise(offsets.tolist())]
+    return [encoded[begin:end].decode("utf-8", "surrogatepass") for begin, end in pairwise(offsets.tolist())]
 
 
 def is_offsets(offsets: np.ndarray, count: int) -> bool:

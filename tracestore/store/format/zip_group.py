@@ -16,7 +16,7 @@ import numpy as np
 
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import escape_unprintable
-from tracestore.store.format.ragged import decode_string
+from tracestore.store.format.ragged import decode_strings
 from tracestore.store.format.zarr_json import group_metadata, small_array_metadata
 
 _ALIGN = 64
@@ -165,8 +165,7 @@ class ZipGroup:
         first, last = int(offsets[0]), int(offsets[-1])
         if not 0 <= first <= last <= self.num_items(name):
             raise ValueError(f"{name}_offsets: out of bounds")
-        data = self.read(name, first, last)
-        return [decode_string(data, offsets - first, k) for k in range(end - begin)]
+        return decode_strings(self.read(name, first, last), offsets - first)
 
 
 def _directory(mapped: MappedFile) -> dict[str, tuple[int, int]]:

@@ -209,6 +209,13 @@ class StoreIndex:
             raise
         return -1 if number < 0 else self._first_trace[number] + row
 
+    def has_any(self, keys: Sequence[tuple[str, int]]) -> bool:
+        """Return whether the store has one of some keys."""
+        try:
+            return any(find_key(self._keys, text.encode("utf-8", "surrogatepass"), k)[0] >= 0 for text, k in keys)
+        except ValueError:
+            return any(self.find(*key) >= 0 for key in keys)  # names the damaged part
+
     def _look_up(self, look_up: Callable[[np.ndarray], T], indices: np.ndarray) -> T:
         """Look some traces up. CorruptStoreError names the index that is damaged."""
         indices = np.ascontiguousarray(indices, np.int64)

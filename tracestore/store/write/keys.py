@@ -54,7 +54,7 @@ class KeyResolver:
         """Return whether the keys differ, and no committed or pending trace has one of them."""
         if len(set(keys)) < len(keys) or not self._pending.keys.keys().isdisjoint(keys):
             return False
-        return not len(self._index) or all(self._index.find(*key) < 0 for key in keys)
+        return not self._index.has_any(keys)
 
     def add_new(self, block: TraceBlock, source: int) -> None:
         """Add the traces of a block with new keys to the pending changes, as rows of a source."""

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -152,10 +153,17 @@ class TraceBlock:
         facts: PackedTrace = self.facts[self.kinds[0]]
         return facts
 
-    @property
+    @cached_property
     def keys(self) -> list[tuple[str, int]]:
         """The question id and sample of each trace."""
         return list(zip(self.ids, self.rows["sample"].tolist(), strict=True))
+
+    @cached_property
+    def ids_of_states(self) -> dict[int, str]:
+        """The question id of each trace with hidden states, by their checksum and number of tokens."""
+        num_tokens = self.rows["num_tokens"]
+        states = (self.states_crc32c.astype("<i8") << 32 | num_tokens)[num_tokens > 0]
+        return dict(zip(states.tolist(), compress(self.ids, (num_tokens > 0).tolist()), strict=True))
 
     def has_field(self, name: str) -> np.ndarray:
         """Return which traces have a field of schema.FIELD_BITS, bool (N,)."""
