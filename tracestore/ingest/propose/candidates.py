@@ -5,7 +5,7 @@ import re
 import shlex
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,8 @@ _SIZES = re.compile(
     r"\) in one layer, expected|\) at [A-Z] \d+, expected|S\.lengths: found \d+, expected 1 to \d"
     r"|ranges end at [\d,]+, expected"
 )
-# What the executor asks of padding, and the answers of which each makes a candidate.
+# What the executor asks of padding.
 _ASKS_SIDE = "S.side ="
-_PADDINGS: dict[str, list[tuple[Mapping[str, Any], str]]] = {
-    "is zero in all layers": [({"S.padding": "zeros"}, "S: tokens that are zero in all layers may be padding")],
-    _ASKS_SIDE: [({"S.side": side}, f"S: the padding may be on the {side}") for side in ("right", "left")],
-}
 Refused = Mapping[str, Sequence[tuple[int, str]]]  # costs and reasons of drafts, by `in_any_order`
 
 
@@ -107,15 +103,6 @@ def _not_shown(layout: Layout, draft: Draft, outcome: Outcome) -> list[str]:
     if has_passes and not outcome.has_last_ids:
         unproved.append("tokens: the last id of generate() has no states and does not repeat: ids may be padding")
     return unproved
-
-
-def with_padding(layout: Layout, draft: Draft, refusal: str) -> list[tuple[Layout, Draft]]:
-    """Return a refused layout with each answer to what the executor asks of padding."""
-    answers = [answer for words, found in _PADDINGS.items() if words in refusal for answer in found]
-    return [
-        (replace(layout, settings=settings), replace(draft, unproved=[*draft.unproved, doubt]))
-        for settings, doubt in answers
-    ]
 
 
 def chosen(found: list[Candidate], refused: Refused, files: Mapping[str, Path]) -> list[Candidate]:

@@ -10,7 +10,7 @@ from tracestore.errors import TracestoreError, escape_unprintable
 from tracestore.ingest.execute.claims import is_other
 from tracestore.ingest.layout.language import Layout, parse_layout
 from tracestore.ingest.layout.patterns import AXIS_NAMES
-from tracestore.ingest.propose.candidates import Candidate, chosen, in_any_order, with_padding
+from tracestore.ingest.propose.candidates import Candidate, chosen, in_any_order
 from tracestore.ingest.propose.drafts import Draft, Drafter
 from tracestore.ingest.propose.leaves import Observation, observe
 from tracestore.ingest.propose.trials import try_layout
@@ -129,11 +129,10 @@ def propose(files: Mapping[str, Path], settings: Mapping[str, Any] | None = None
             proposal.refusals.append(str(error))
             continue
         layouts.setdefault(layout.to_toml(), (layout, draft))
-    # Those that explain most come first. Padding is stated only where no layout fits without a statement.
+    # Those that explain most come first.
     ordered = sorted(layouts.values(), key=lambda pair: len(pair[1].left_out))
     first = _first_files(files, observation)
-    found, asked = _tried(proposal, ordered, files, first)
-    found = found or _tried(proposal, asked, files, first)[0]
+    found = _tried(proposal, ordered, files, first)
     found.sort(key=lambda candidate: len(candidate.unproved))
     proposal.candidates = found[:MAX_CANDIDATES]
     proposal.num_more += len(found) - len(proposal.candidates)
@@ -158,13 +157,12 @@ def _first_files(files: Mapping[str, Path], observation: Observation) -> dict[st
 
 def _tried(
     proposal: Proposal, pairs: Sequence[tuple[Layout, Draft]], files: Mapping[str, Path], first: Mapping[str, Path]
-) -> tuple[list[Candidate], list[tuple[Layout, Draft]]]:
-    """Return the candidates among layouts, and refused layouts with each statement about padding that they lack.
+) -> list[Candidate]:
+    """Return the candidates among layouts.
 
     A layout that leaves out more than one that fits is none.
     """
     found: list[Candidate] = []
-    asked: list[tuple[Layout, Draft]] = []
     refused: dict[str, list[tuple[int, str]]] = defaultdict(list)
     tries = 0
     for layout, draft in pairs:
@@ -178,6 +176,5 @@ def _tried(
             found.append(Candidate(layout, draft, try_layout(layout, first, is_partial=len(first) < len(files))))
         except TracestoreError as error:
             proposal.refusals.append(str(error))
-            asked += with_padding(layout, draft, str(error))
             refused[in_any_order(draft)].append((draft.cost, str(error)))
-    return chosen(found, refused, first), asked
+    return chosen(found, refused, first)
