@@ -717,3 +717,28 @@ def test_rule_08_a_line_whose_files_another_line_has(tmp_path):
     layout |= {"is_correct": "a/t.csv : [id=id]/y", "is_hallucinated": "b/t.csv : [id=id]/y"}
 
     refuse(tmp_path, layout, r"matches \{set\}/t.csv; a/t.csv is a file of a/t.csv, whose line has more literal")
+
+
+@pytest.mark.parametrize("label", ["[N=slot]", "[id=uid]"])
+@pytest.mark.parametrize("text", ["[N=slot]", "[id=uid]"])
+def test_rule_08_lines_of_one_table_may_have_several_brackets(tmp_path, label, text):
+    save(tmp_path / "in/h.npy", states(3, 2, 4, 8))
+    table(tmp_path / "in/t.csv", [{"uid": f"q{k}", "slot": k, "text": f"text {k}", "y": k % 2} for k in (2, 0, 1)])
+    layout = {"hidden_states": "h.npy -> N L S D", "question_id": "t.csv : [N=slot]/uid"}
+    layout |= {"is_correct": f"t.csv : {label}/y", "question": f"t.csv : {text}/text"}
+
+    traces = convert(tmp_path, layout)
+
+    assert {key: (trace.question, *trace.scores.values()) for (key, _), trace in traces.items()} == {
+        f"q{k}": (f"text {k}", float(k % 2)) for k in range(3)
+    }
+
+
+def test_rule_13_labels_in_order_beside_a_column_of_ids(tmp_path):
+    """[a column of ids that joins the texts alone]"""
+    save(tmp_path / "in/h.npy", states(3, 2, 4, 8))
+    save(tmp_path / "in/ids.npy", np.array(["q0", "q1", "q2"]))
+    table(tmp_path / "in/t.csv", [{"uid": f"q{k}", "text": f"text {k}", "y": k % 2} for k in (2, 0, 1)])
+    layout = {"hidden_states": "h.npy -> N L S D", "question_id": "ids.npy -> N", "is_correct": "t.csv : []/y"}
+
+    refuse(tmp_path, layout | {"question": "t.csv : [id=uid]/text"}, r"\[id=uid\] in each line of the table")

@@ -184,8 +184,8 @@ class RunAccount:
         if key not in _UNNAMED and text != str(expected):
             name = path.rpartition("[]/")[0]
             raise InvalidInputError(
-                f"{path}: rows are joined in order, and this column of ids is left out; {name}[id={key}] joins by it, a "
-                "line question_id takes it"
+                f"{path}: rows are joined in order, and this column of ids is left out; {name}[id={key}] in each line of "
+                "the table joins by it, a line question_id takes it"
             )
 
     @property

@@ -360,7 +360,9 @@ def _check_cover(spans: list[tuple[int, int]], total: int, name: str) -> None:
             raise InvalidInputError(f"trace {k} has no tokens: {begin} to {end}", field=name)
         position = end
     if position != total:
-        raise InvalidInputError(f"ranges end at {position:,}, expected {total:,} rows", field=name)
+        raise InvalidInputError(
+            f"ranges end at {position:,}, expected {total:,} rows; cut rows behind the last trace", field=name
+        )
 
 
 def _integers(array: np.ndarray, name: str) -> list[int]:

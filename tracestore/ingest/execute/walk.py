@@ -37,6 +37,7 @@ class Node:
     ignores: bool = False
     is_unit: bool = False  # each of its values is a whole trace, or several
     keys: frozenset[str] = frozenset()  # keys whose values an item binds
+    rows: list["Node"] = field(default_factory=list, repr=False)  # of the items behind any brackets at this place
     has_unit_items: bool = False  # so is each item along the axis N of its value
     is_found: bool = False  # a file had a value there
 
@@ -48,6 +49,8 @@ class Node:
         node = Node(f"{self.prefix}{step.text}/")
         if isinstance(step, ItemsStep):
             node.keys = frozenset(value_of.path[0] for value_of in step.values)
+            node.rows = next((other.rows for known, other in self.children if isinstance(known, ItemsStep)), [])
+            node.rows.append(node)
         self.children.append((step, node))
         return node
 
@@ -288,12 +291,13 @@ class Walk:
 
     def _claimed(self, node: Node, names: tuple[Any, ...]) -> ClaimedKeys:
         """Return the steps that each key follows, and the keys that none does."""
-        claimed: dict[Any, list[tuple[Step, Node, Any]]] = {}
-        rest = []
+        claimed, rest = dict[Any, list[tuple[Step, Node, Any]]](), list[Any]()
         steps = [(step, child) for step, child in node.children if isinstance(step, KeyStep)]
+        beside = [step for row in node.rows for step, _ in row.children if isinstance(step, KeyStep)]
         for key in names:
-            found = [(step, child, match) for step, child in steps if (match := _match_key(step, key)) is not None]
-            best = _longest(found)
+            best = _longest(
+                [(step, child, found) for step, child in steps if (found := _match_key(step, key)) is not None]
+            )
             if len(best) > 1 and not any(child.ignores for _, child, _ in best[:2]):
                 raise InvalidInputError(
                     f"{best[0][0].text} and {best[1][0].text} match the key {key!s:.60} with equally many characters",
@@ -307,7 +311,7 @@ class Walk:
                     for step, child, match in best
                     if not child.ignores or child.children or child.leaves
                 ]
-            elif str(key) not in node.keys:
+            elif str(key) not in node.keys and all(_match_key(step, key) is None for step in beside):
                 rest.append(key)
         for step, _ in steps:
             if (k := _member_number(step)) is not None and {k, str(k)} <= claimed.keys():
