@@ -584,3 +584,29 @@ def test_rule_12_a_list_of_answers_that_is_too_short(tmp_path, count, where):
         layout["ignore"] = "a.pkl : {id}/ok"
 
     refuse(tmp_path, layout, f"is_correct: the list has no value of the answer {count}")
+
+
+@pytest.mark.parametrize("entries", [{}, {"S.side": "left"}, {"S.pad": [0, 0]}, {"S.pad": [0, 0], "S.side": "left"}])
+@pytest.mark.parametrize("more", [[], [[0, 0, 0, 9, 9, 8]], [[0, 7, 0, 0, 0, 0]]])
+def test_rule_17_an_id_pads_rows_at_the_left_and_ends_them(tmp_path, entries, more):
+    """[an end of sequence with the id of the padding]"""
+    ids = np.array([[0, 0, 0, 5, 6, 0], [0, 0, 7, 8, 9, 4], [5, 6, 7, 8, 9, 0], *more])
+    dump(tmp_path / "in/a.pkl", {"hs": states(len(ids), 2, 6, 8), "ids": ids})
+    layout = {"hidden_states": "a.pkl : hs -> N L S D", "tokens": "a.pkl : ids -> N S", "S.padding": 0} | entries
+    if len(entries) < 2:
+        refuse(tmp_path, layout, "S.pad|S.side")
+        return
+
+    traces = convert(tmp_path, layout).values()
+
+    expected = [[5, 6, 0], [7, 8, 9, 4], [5, 6, 7, 8, 9, 0], *([k for k in row if k] for row in more)]
+    expected[3:] = [row + [0] * (row == [7]) for row in expected[3:]]  # its first 0 ends it, the others fill it
+    assert [trace.tokens.tolist() for trace in traces] == expected
+
+
+def test_rule_17_a_side_of_an_id_is_the_left_one(tmp_path):
+    dump(tmp_path / "in/a.pkl", {"hs": states(2, 2, 3, 8), "ids": np.array([[5, 6, 0], [7, 8, 9]])})
+    layout = {"hidden_states": "a.pkl : hs -> N L S D", "tokens": "a.pkl : ids -> N S", "S.padding": 0}
+
+    with pytest.raises(UsageError, match=r"S\.side: has no effect"):
+        convert(tmp_path, layout | {"S.side": "right"})

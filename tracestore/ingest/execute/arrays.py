@@ -236,8 +236,8 @@ def check_no_padding(ids: np.ndarray, *, is_end_known: bool = False) -> None:
     for edge, inner in ((ids[:1], ids[1:2]), (ids[-1:], ids[-2:-1]))[: 1 if is_end_known else 2]:
         if len(inner) and inner[0] == edge[0]:
             raise InvalidInputError(
-                f'the row has the id {int(edge[0])} twice at one end: S.mask, S.lengths or S.padding = "none" states '
-                "whether it is padding",
+                f"the row has the id {int(edge[0])} twice at one end: S.mask, S.lengths or S.padding = {int(edge[0])} states "
+                'the padding, S.padding = "none" that no row of any file is padded',
                 field="tokens",
             )
 

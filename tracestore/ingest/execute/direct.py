@@ -12,8 +12,16 @@ from tracestore.errors import InvalidInputError
 from tracestore.ingest.execute.arrays import check_ids, check_no_padding, is_of_sequences
 from tracestore.ingest.execute.axes import read, read_block, settled_dtype
 from tracestore.ingest.execute.records import RecordMaker
-from tracestore.ingest.execute.values import check_spans, describe, json_value, one_value, plain_of, typed_value
-from tracestore.ingest.execute.walk import Cell, Node, Walk, settled
+from tracestore.ingest.execute.values import (
+    check_spans,
+    describe,
+    json_value,
+    one_value,
+    plain_of,
+    settled,
+    typed_value,
+)
+from tracestore.ingest.execute.walk import Cell, Node, Walk
 from tracestore.ingest.layout.addresses import Address, ItemsStep, KeyStep, Step
 from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.layout.places import RECORDS, Place, Plan

@@ -30,6 +30,7 @@ class Padding:
         self._fill: int | None = pad[0] if isinstance(pad, list) else pad
         self._end: int | None = pad[1] if isinstance(pad, list) else None
         self._has_none, self._is_of_ids = self._padding == "none", type(self._padding) is int
+        self._is_of_side = "S.side" in settings
         self._left_out: set[int] = {self._padding} if self._is_of_ids else set()  # by masks and lengths, too
         self._before: set[int] = set()  # ids before the padding
         self._last: set[int] = set()  # ids that end rows without padding
@@ -67,14 +68,16 @@ class Padding:
         is_stated = mask is not None or length is not None
         # An id that masks and lengths leave out may be inside a row, too: it also ends turns.
         is_shown = fill not in (None, "none") and not (is_stated and ids is not None and isinstance(fill, int))
+        side = trace.settings.get("S.side")
         filled = span_of_fill(fill, layers, ids) if is_shown else None
         if mask is not None:
             begin, end = self._span_of_mask(trace, mask[0], tokens, layers, sizes)
         elif length is not None:
-            begin, end = span_of_length(length, num_states, trace.settings.get("S.side"), ids, layers)
+            begin, end = span_of_length(length, num_states, side, ids, layers)
             self._check_left_out(ids, (begin, end), "S.lengths")
         else:
-            begin, end = filled or (0, num_states)
+            # At the left only: the id of the padding may end rows, too.
+            begin, end = filled = (filled[0], num_states) if filled and side else filled or (0, num_states)
         if trace.is_row and ids is not None:
             is_end_known = len(sizes) > 1 or self._fill is not None
             self._add_row(ids, (begin, end), is_stated=is_stated or fill is not None, is_end_known=is_end_known)
@@ -244,13 +247,13 @@ class Padding:
     def _check_spans(self) -> None:
         """Refuse an id that may begin rows as well as fill them, and what every row leaves out in front."""
         before, behind = ({span[k] for span in self._spans} for k in (0, 1))
-        is_at_both = max(before, default=0) and max(behind, default=0)
-        is_at_both = is_at_both and not (0 in before and self._end not in (None, self._fill))
+        is_at_both = max(before, default=0) > 0 and max(behind, default=0) > 0
+        is_at_both &= not self._is_of_side and not (0 in before and self._end not in (None, self._fill))
         if self._is_of_ids and not self._is_masked and (min(before, default=0) == 1 or is_at_both):
             fill = min(self._left_out)
             raise InvalidInputError(
                 f"the id {fill} begins rows and ends rows, or begins every row: S.mask or S.lengths states the padding, "
-                f"S.pad = [{fill}, END] that the id END ends rows",
+                f"S.pad = [{fill}, END] that the id END ends rows, S.side that rows are padded at the left only",
                 field="S.padding",
             )
         if not self._is_of_ids and 0 not in before and before and (1 in before or self._num_rows > 1):

@@ -274,3 +274,8 @@ def is_missing(value: Value) -> bool:
     if isinstance(value, Items) and not value.is_stream and value.length:
         return all(is_missing(value[k]) for k in range(value.length))
     return value is None
+
+
+def settled(value: Any) -> Any:
+    """Return a value that can be read more than once."""
+    return ListItems(list(value), lambda item: item) if isinstance(value, Items) and value.is_stream else value

@@ -13,12 +13,13 @@ from tracestore.ingest.execute.values import (
     key_text,
     number,
     rows_of,
+    settled,
     table_of,
 )
 from tracestore.ingest.layout.addresses import Address, AttributeStep, DeepStep, ItemsStep, ItemValue, KeyStep, Step
 from tracestore.ingest.layout.patterns import AXIS_NAMES, NUMBER_NAMES
 from tracestore.ingest.layout.places import RECORDS, Place
-from tracestore.ingest.tree import Array, Group, Items, ListItems, MappingGroup, Value
+from tracestore.ingest.tree import Array, Group, Items, MappingGroup, Value
 
 _MAX_DEPTH = 32
 _MAX_SHAPE = 256  # keys of a group whose claims are kept
@@ -63,6 +64,11 @@ class Node:
     def leads_to_unit(self) -> bool:
         """Return whether items of the traces lie here or below."""
         return self.is_unit or self.has_unit_items or any(child.leads_to_unit for _, child in self.children)
+
+    def has_named(self, key: Any) -> bool:
+        """Return whether the items bind a key, or lines with other brackets name it."""
+        steps = (step for row in self.rows for step, _ in row.children)
+        return str(key) in self.keys or any(isinstance(s, KeyStep) and _match_key(s, key) is not None for s in steps)
 
     def at(self, path: Iterable[Step]) -> "Node":
         """Return the node at the end of a path."""
@@ -293,7 +299,6 @@ class Walk:
         """Return the steps that each key follows, and the keys that none does."""
         claimed, rest = dict[Any, list[tuple[Step, Node, Any]]](), list[Any]()
         steps = [(step, child) for step, child in node.children if isinstance(step, KeyStep)]
-        beside = [step for row in node.rows for step, _ in row.children if isinstance(step, KeyStep)]
         for key in names:
             best = _longest(
                 [(step, child, found) for step, child in steps if (found := _match_key(step, key)) is not None]
@@ -311,7 +316,7 @@ class Walk:
                     for step, child, match in best
                     if not child.ignores or child.children or child.leaves
                 ]
-            elif str(key) not in node.keys and all(_match_key(step, key) is None for step in beside):
+            elif not node.has_named(key):
                 rest.append(key)
         for step, _ in steps:
             if (k := _member_number(step)) is not None and {k, str(k)} <= claimed.keys():
@@ -368,11 +373,6 @@ def _has_all(step: Step, item: Value) -> bool:
     return isinstance(step, ItemsStep) and all(
         value_of.path == ("#",) or item_value(item, value_of) is not None for value_of in step.values
     )
-
-
-def settled(value: Any) -> Any:
-    """Return a value that can be read more than once."""
-    return ListItems(list(value), lambda item: item) if isinstance(value, Items) and value.is_stream else value
 
 
 def _longest(found: list[Any]) -> list[Any]:

@@ -63,7 +63,10 @@ def _has(plan: Plan, *names: str) -> bool:
 
 # What each setting needs, in words and as a condition of the plan and of the name behind its dot.
 _NEEDS: dict[str, tuple[str, Callable[[Plan, str], bool] | None]] = {
-    "S.side": ("S.lengths of rows that are padded", lambda plan, _: _has(plan, "S.lengths") and not _is_flat(plan)),
+    "S.side": (
+        "S.lengths of rows that are padded, or a number of S.padding where it is left",
+        lambda plan, _: not _is_flat(plan) and (_has(plan, "S.lengths") or _is_left_of_ids(plan)),
+    ),
     "S.pad": ("tokens", lambda plan, _: _has(plan, "tokens")),
     "S.padding": (
         "an axis S of the states that may be padded",
@@ -81,6 +84,11 @@ _NEEDS: dict[str, tuple[str, Callable[[Plan, str], bool] | None]] = {
 
 # What tells traces apart that lie behind each other.
 _BORDERS = ("S.offsets", "S.starts", "S.ends", "S.owner")
+
+
+def _is_left_of_ids(plan: Plan) -> bool:
+    settings = plan.layout.settings
+    return settings["S.side"] == "left" and type(settings.get("S.padding")) is int
 
 
 def _is_flat(plan: Plan) -> bool:
