@@ -1,7 +1,9 @@
 """Test small folders whose layouts state something else than the files hold: each is refused, or has its only meaning."""
 
+import base64
 import importlib
 import json
+from unittest import TestCase
 
 import numpy as np
 import pytest
@@ -610,3 +612,57 @@ def test_rule_17_a_side_of_an_id_is_the_left_one(tmp_path):
 
     with pytest.raises(UsageError, match=r"S\.side: has no effect"):
         convert(tmp_path, layout | {"S.side": "right"})
+
+
+@pytest.mark.parametrize(("line", "expected"), [("=0", [0, 0, 0]), ("=2", [2, 2, 2]), ("={n}", [1, 2, 3])])
+def test_a_number_of_every_trace(tmp_path, line, expected):
+    dump(tmp_path / "in/a.pkl", {f"q{k}_{k}": states(2, 4, 8, seed=k) for k in (1, 2, 3)})
+    layout = {"hidden_states": "a.pkl : {id}_{n:d} -> L S D", "prompt_length": line}
+
+    assert [trace.prompt_length for trace in convert(tmp_path, layout).values()] == expected
+
+
+@pytest.mark.parametrize("line", ["={id}", "=x", "=1_0", "="])
+def test_a_number_of_every_trace_that_is_none(tmp_path, line):
+    dump(tmp_path / "in/a.pkl", {f"q{k}": states(2, 4, 8, seed=k) for k in range(3)})
+
+    refuse(tmp_path, {"hidden_states": "a.pkl : {id} -> L S D", "prompt_length": line}, "prompt_length: .*a number")
+
+
+def test_an_array_is_no_value_of_names(tmp_path):
+    with pytest.raises(UsageError, match="= makes texts and numbers"):
+        parse_layout({"hidden_states": "a.npy -> N L S D", "tokens": "={id}"})
+
+
+@pytest.mark.parametrize("entries", [{}, {"shape.hidden_states": "a.pkl : [id=id]/shape"}])
+def test_base64_is_not_read(tmp_path, entries):
+    text = base64.b64encode(states(2, 3, 8).tobytes()).decode()
+    dump(tmp_path / "in/a.pkl", [{"id": "q0", "hs": text, "shape": [2, 3, 8]}])
+    layout = {"hidden_states": "a.pkl : [id=id]/hs -> L S D", "dtype.hidden_states": "float32"}
+
+    refuse(tmp_path, layout | (entries or {"ignore": "a.pkl : []/shape"}), "base64 is not read")
+
+
+@pytest.mark.parametrize("numbers", [[3, 2, 1], [1, 3, 2], [2, 2, 3]])
+def test_rule_01_layers_in_another_order(tmp_path, numbers):
+    """[layers from the top down]"""
+    dump(tmp_path / "in/a.pkl", {"hs": states(2, 3, 4, 8), "layers": np.array(numbers)})
+    layout = {"hidden_states": "a.pkl : hs -> N L S D"}
+    refuse(tmp_path, layout | {"L.ids": "a.pkl : layers -> L"}, "reverse or sort the arrays along L")
+
+    with TestCase().assertLogs("tracestore") as logged:
+        convert(tmp_path, layout | {"ignore": "a.pkl : layers"})
+
+    assert "a.pkl : layers is ignored: the layers are stored in the order of the arrays" in "".join(logged.output)
+
+
+@pytest.mark.parametrize("more", [{}, {"L.size": 9}])
+def test_rule_01_the_summary_says_that_numbers_from_the_end_are_not_stored(tmp_path, more):
+    for k in (1, 2):
+        dump(tmp_path / f"in/h_{-k}.pkl", {f"q{n}": states(8, seed=k + n) for n in range(3)})
+
+    with TestCase().assertLogs("tracestore") as logged:
+        traces = convert(tmp_path, {"last_token": "h_{layer:-d}.pkl : {id} -> D"} | more)
+
+    assert ("L.size = N gives those" in "".join(logged.output)) == (not more)
+    assert all(len(trace.last_token) == 2 for trace in traces.values())

@@ -36,6 +36,7 @@ _ID_COLUMNS = re.compile(
     r"(ids?|qid|u?uid|guid|idx|index|number|no)|row|position"
 )
 _UNNAMED = ("", "Unnamed: 0")  # the index of a table, of which a program may have left out rows
+_LAYER_NUMBERS = re.compile(r"(?i)layers?([_-]?(ids?|idx|ind(ex|ices)|num(ber)?s?|list))?")
 _IN_ORDER = re.compile(r"\[([^\]]*= ?#[^\]]*)?\]/$")
 
 
@@ -230,7 +231,10 @@ class RunAccount:
         """Keep the first trace of a source for the summary, if no earlier source has one."""
         with self._lock:
             if self.first is None or number < self.first[0]:
-                self.first = (number, described(record))
+                # Names that count from the end give no number of the model's layer.
+                is_lost = record.layer_ids is None and any("layer" in p.address.bound for p in self._plan.states)
+                way = ", numbers of layers not stored: L.size = N gives those that count from the end" * is_lost
+                self.first = (number, described(record) + way)
 
     def add_tables(self, tables: Mapping[Place, Column], sources: Mapping[str, str]) -> None:
         """Keep how the rows of the tables were joined, when all sources are read.
@@ -271,6 +275,10 @@ class RunAccount:
         for table in self.tables:
             with error_location(table.source):
                 yield table.close(has_id, is_whole=self.is_whole)
+        is_numbered = "L.ids" in {*self._plan.layout.addresses, *self._plan.layout.settings}
+        for address in self._plan.left_out if self._is_stated and not is_numbered else ():
+            if address.path and _LAYER_NUMBERS.fullmatch(address.path[-1].text):
+                yield f"{address} is ignored: the layers are stored in the order of the arrays, without numbers"
         for (name, files), (count, first, last) in self._in_order.items():
             yield f"{name}: {count:,} rows of {files} joined in order: the first {first[1]}, the last {last[1]}"
         if self.left_out:

@@ -281,7 +281,8 @@ def layer_ids_of(
     if len(ids) != num_layers:
         raise InvalidInputError(f"found {num_layers} layers, expected {list(ids)!s:.60}", field=what)
     if ids != tuple(sorted(set(ids))):
-        raise InvalidInputError(f"found the layers {list(ids)!s:.60}, expected them in their order", field=what)
+        found = f"found the layers {list(ids)!s:.60}, expected them in their order"
+        raise InvalidInputError(f"{found}: reverse or sort the arrays along L, and their numbers", field=what)
     return ids
 
 
@@ -318,7 +319,14 @@ def shaped(cell: Cell, shape: np.ndarray, stated: str | None) -> Cell:
         numbers = None if numbers.nbytes % wanted.itemsize else numbers.view(wanted)
     sizes = tuple(int(size) for size in shape.tolist())
     if numbers is None or numbers.ndim != 1 or len(sizes) != len(cell.axes) or math.prod(sizes) != numbers.size:
-        found = "other than flat numbers" if numbers is None else f"{numbers.size} {numbers.dtype.name} values"
+        is_text = isinstance(cell.value, str)
+        found = (
+            "a text (base64 is not read)"
+            if is_text
+            else "other than flat numbers"
+            if numbers is None
+            else f"{numbers.size} {numbers.dtype.name} values"
+        )
         expected = f"the shape {list(sizes)} on the axes {_text(cell.axes)}"
         hint = "" if stated is not None else f"; dtype.{cell.place.name} states the kind of bytes"
         raise InvalidInputError(f"found {found}, expected {expected}{hint}", field=cell.place.name)

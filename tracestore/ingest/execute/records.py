@@ -25,6 +25,7 @@ from tracestore.ingest.execute.values import (
     check_spans,
     id_text,
     key_text,
+    number_of,
     typed_value,
     verdict_value,
 )
@@ -34,6 +35,7 @@ from tracestore.ingest.tree import Group
 from tracestore.store.format.schema import ANSWER_FIELDS
 from tracestore.store.write.record import TraceRecord, record_from_dict
 
+_OF_NAMES = ("id", "sample")
 _OF_KEY = (*DERIVED, "global_example_id")  # fields that give the key of a trace
 
 
@@ -147,13 +149,17 @@ class TraceBuilder:
         self._scalars = [n for kind in ("text", "id", "number", "json") for n in of_kind.get(kind, ())]
         per_token = [*of_kind.get("texts", ()), *of_kind.get("array", ())]
         self._per_token = [n for n in per_token if n not in ("attentions", "tokens")]
-        self._made_scores = [n for n in layout.templates if n != "id" and layout.rule(n).kind == "score"]
+        self._made_scores, self._made_numbers = (
+            [n for n in layout.templates if n not in _OF_NAMES and layout.rule(n).kind == kind]
+            for kind in ("score", "number")
+        )
         self.padding = Padding(self.plan)
 
     def record(self, trace: Trace, position: int) -> TraceRecord:
         """Return the record of a trace."""
         environment, what = trace.environment, self.plan.layout.states
         values: dict[str, Any] = {n: pattern.fill(environment) for n, pattern in self.plan.layout.templates.items()}
+        values |= {name: number_of(values[name], name) for name in self._made_numbers}
         labels = {name: values.pop(name) for name in self._made_scores}
         self._set_scalars(trace, environment, self._keys)
         self._set_scalars(trace, values, _OF_KEY)

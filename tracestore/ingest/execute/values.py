@@ -114,7 +114,9 @@ def json_value(text: str, field: str, source: str | None = None) -> Value:
         return plain_value(json.loads(text))
     except (ValueError, RecursionError):
         shown = escape_unprintable(text, 40)
-        raise InvalidInputError(f"found the text {shown!r}, which is no JSON", source=source, field=field) from None
+        raise InvalidInputError(
+            f"found the text {shown!r}, which is no JSON; base64 is not read", source=source, field=field
+        ) from None
 
 
 def plain_value(value: Any) -> Value:
