@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 from concurrent.futures import Future
+from pathlib import Path
+from threading import Timer
 
 import numpy as np
 import pytest
@@ -129,6 +131,30 @@ def test_sources_before_a_failed_worker_are_committed(data, tmp_path, monkeypatc
         assert len(opened) == 20
     convert(data, tmp_path / "one.zarr", "--skip-bad")
     assert tree_bytes(store) == tree_bytes(tmp_path / "one.zarr")
+
+
+class LateWorkers(FailingWorkers):
+    """Workers in this process, whose receipts and segments appear one after the other when the task is written."""
+
+    def submit(self, task):
+        future, store = Future(), Path(task.store)
+        known = {*store.glob("segments/*"), *store.glob("receipts/*")}
+        future.set_result(write_task(task))
+        new = {*store.glob("segments/*"), *store.glob("receipts/*")} - known
+        hidden = store.parent / f"hidden_{task.number}"
+        hidden.mkdir()
+        for k, path in enumerate(sorted(new, reverse=task.number % 2)):
+            Timer(0.2 + 0.2 * k, path.rename(hidden / path.name).rename, [path]).start()
+        return future
+
+
+def test_files_of_a_worker_that_are_visible_late_are_waited_for(data, tmp_path, monkeypatch):
+    """A receipt before its segment, and a segment before its receipt."""
+    convert(data, tmp_path / "one.zarr")
+    with monkeypatch.context() as patch:
+        patch.setattr(dask_workers, "DaskWorkers", LateWorkers)
+        convert(data, tmp_path / "s.zarr", "--dask", "local")
+    assert tree_bytes(tmp_path / "s.zarr") == tree_bytes(tmp_path / "one.zarr")
 
 
 def test_graphs_and_sequences_pass_through_a_cluster(tmp_path):

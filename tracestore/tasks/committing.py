@@ -11,7 +11,7 @@ from tracestore.console import Output
 from tracestore.convert.cutting import commits_after
 from tracestore.convert.runner import Conversion
 from tracestore.convert.summary import ConvertReport
-from tracestore.errors import ClusterError, InvalidInputError, TracestoreError, UsageError
+from tracestore.errors import ClusterError, CorruptStoreError, InvalidInputError, TracestoreError, UsageError
 from tracestore.ingest.packing import PackOptions, identify
 from tracestore.ingest.reading import TraceStream
 from tracestore.ingest.sources import SourceFile
@@ -26,6 +26,7 @@ from tracestore.tasks.receipt import FoundReceipt, WrittenSource, listed_segment
 from tracestore.tasks.task_plan import Plan, Quiet, Task, kept_plans
 
 _POLL_S = 0.02
+_VISIBLE_S = 60  # NFS shows a new file after at most that time, unless it is configured otherwise.
 
 
 def unwritten(tasks: Sequence[Task]) -> list[Task]:
@@ -247,9 +248,16 @@ class _Commit(Conversion):
             written.blocks, written.refused, written.error = (), [], error
 
     def _read(self, task: Task) -> FoundReceipt:
-        try:
-            return read_receipt(self._plan, task, self.sources)
-        except FileNotFoundError as error:
-            raise UsageError(
-                f"{error.filename}: is gone: another process has committed or removed the plan; repeat the command"
-            ) from None
+        """Return the receipt of a task. A shared file system may show late what a worker of another machine has written."""
+        until = time.monotonic() + (_VISIBLE_S if task in self._futures else 0)
+        while True:
+            try:
+                return read_receipt(self._plan, task, self.sources)
+            except (FileNotFoundError, CorruptStoreError) as error:
+                if time.monotonic() >= until or paths.plan(task.plan) not in self._plan.files.times():
+                    if isinstance(error, CorruptStoreError):
+                        raise
+                    text = "is gone: another process has committed or removed the plan; repeat the command"
+                    raise UsageError(f"{error.filename}: {text}") from None
+            self._check_interrupt()
+            time.sleep(_POLL_S)
