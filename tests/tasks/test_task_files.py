@@ -3,11 +3,16 @@
 import io
 import json
 import os
+import random
+import threading
+import time
 
 import pytest
 
 from tests.helpers import command, convert, error_of, make_trace, tree_bytes, write_pickle, write_scores
+from tests.tasks.test_tasks import files_of
 from tracestore.errors import UsageError
+from tracestore.store.format import paths
 from tracestore.tasks import commit_tasks, plan_tasks
 from tracestore.tasks.task_files import read_tasks, write_tasks
 
@@ -122,3 +127,33 @@ def test_lines_of_tasks_come_from_standard_input(data, tmp_path, monkeypatch):
     for line in (tasks[0].to_json(), tasks[0].to_json().replace(tasks[0].hash, "00"), "{}", "0", "\n", "\x00"):
         monkeypatch.setattr("sys.stdin", io.StringIO(line))
         error_of("work", "-", code=2)
+
+
+def reveal(names):
+    """Give files their names in the store one after the other, as another machine sees them."""
+    for hidden, path in names:
+        time.sleep(0.02)
+        hidden.rename(path)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_commit_waits_for_what_a_file_system_shows_late(data, tmp_path, seed):
+    """Receipts before or after their segments, in any order; until all are visible, nothing is committed."""
+    store, file, hidden = tmp_path / "s.zarr", tmp_path / "plan.json", tmp_path / "hidden"
+    convert(data, tmp_path / "one.zarr")
+    convert(data, store, "--plan", file)
+    command("work", file, check=0)
+    written = [*(store / paths.RECEIPTS).glob("*.zip"), *(store / "segments").iterdir()]
+    hidden.mkdir()
+    names = [(path.rename(hidden / str(k)), path) for k, path in enumerate(written)]
+    random.Random(seed).shuffle(names)
+    reveal(names[:6])
+    assert json.loads(command("status", file, "--json", check=0).stdout)["num_written"] < 6
+    before = tree_bytes(store)
+    assert "are not written" in error_of("commit", file, "--wait", 0.3, code=2)
+    assert tree_bytes(store) == before
+    shown = threading.Thread(target=reveal, args=(names[6:],))
+    shown.start()
+    command("commit", file, "--wait", 60, check=0)
+    shown.join()
+    assert files_of(store) == tree_bytes(tmp_path / "one.zarr")

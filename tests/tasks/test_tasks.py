@@ -4,10 +4,8 @@ import json
 import os
 import pickle
 import random
-import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -34,8 +32,6 @@ from tracestore.store.maintain.verify import verify_store
 from tracestore.tasks import Receipt, Task, commit_tasks, plan_tasks, receipt, write_task
 from tracestore.tasks import task_plan as plan
 from tracestore.tasks.task_files import write_tasks
-
-KILLS = int(os.environ.get("TRACESTORE_KILLS", "4"))
 
 
 def files_of(store):
@@ -385,23 +381,6 @@ def test_a_segment_that_is_gone_is_refused(data, tmp_path):
     path.unlink()
     with pytest.raises(CorruptStoreError):
         commit_tasks(tasks)
-
-
-@pytest.mark.long
-def test_killed_workers_leave_nothing_wrong(data, tmp_path):
-    run_tasks(data, tmp_path / "one.zarr")
-    tasks = plan_tasks(data, tmp_path / "s.zarr")
-    file, rng = tmp_path / "plan.json", random.Random(3)
-    write_tasks(file, tasks)
-    for _ in range(KILLS):
-        process = start(file)
-        time.sleep(rng.uniform(0.2, 0.8))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    assert start(file).wait(60) == 0
-    commit_tasks(tasks)
-    assert files_of(tmp_path / "s.zarr") == files_of(tmp_path / "one.zarr")
-    assert verify_store(tmp_path / "s.zarr").leftovers == []
 
 
 def test_a_coordinator_that_stops_continues_from_the_receipts(data, tmp_path, monkeypatch):

@@ -3,10 +3,8 @@
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -29,27 +27,7 @@ from tests.tiers import long
 from tracestore.convert import cutting
 from tracestore.convert.options import ConvertOptions
 from tracestore.store.format import paths
-from tracestore.store.maintain.verify import verify_store
 from tracestore.tasks import plan_tasks, write_task
-
-KILLS = int(os.environ.get("TRACESTORE_KILLS", "3"))
-# `convert` with tasks of one source each, as the fixture small_tasks makes them in this process.
-PROGRAM = (
-    "import sys; from tracestore.convert import cutting; cutting.MIN_BYTES = 1\n"
-    "from tracestore.cli import main; sys.exit(main(sys.argv[1:]))"
-)
-
-
-def start(*words):
-    """Start a conversion in a process group of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, "convert", *map(str, words)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
 
 
 @pytest.mark.parametrize("codec", ["none", pytest.param("zstd", marks=pytest.mark.long)])
@@ -137,41 +115,6 @@ def test_random_sources_give_the_same_traces(tmp_path, monkeypatch, seed):
     convert(tmp_path / "data", tmp_path / "2.zarr", *words, "--workers", 2)
     check_equal(tmp_path / "2.zarr", tmp_path / "1.zarr")
     assert one.returncode == 0
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", ["coordinator", "worker", "interrupt"])
-def test_kills_and_interruptions_leave_nothing_wrong(data, tmp_path, kind):
-    """The same command continues, to the bytes of a conversion that was not interrupted."""
-    convert(data, tmp_path / "1.zarr")
-    store, rng = tmp_path / "s.zarr", random.Random(kind)
-    words = (data, store, "--workers", 2)
-    for _ in range(KILLS):
-        process = start(*words)
-        time.sleep(rng.uniform(0.3, 2.5))
-        if kind == "worker":
-            for child in children(process.pid):
-                os.kill(child, signal.SIGKILL)
-        else:
-            process.send_signal(signal.SIGKILL if kind == "coordinator" else signal.SIGINT)
-        errors = process.communicate(timeout=120)[1]
-        allowed = {"coordinator": (-9, 0), "worker": (0, 3), "interrupt": (130, 0)}[kind]
-        assert process.returncode in allowed and "Traceback" not in errors, errors
-        if kind == "interrupt" and process.returncode:
-            assert errors.count("\n") == 1 and "run the same command to continue" in errors
-        if (store / "manifest").is_dir() and verify_store(store).damaged:
-            raise AssertionError(verify_store(store).damaged)
-    assert start(*words).wait(120) == 0
-    assert tree_bytes(store) == tree_bytes(tmp_path / "1.zarr")
-    assert verify_store(store).leftovers == []
-
-
-def children(pid):
-    """Return the children of a process."""
-    try:
-        return [int(c) for c in open(f"/proc/{pid}/task/{pid}/children").read().split()]
-    except OSError:
-        return []
 
 
 def test_a_plan_that_was_not_committed_is_continued(data, tmp_path, monkeypatch):
