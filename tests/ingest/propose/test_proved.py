@@ -99,3 +99,19 @@ def test_heads_are_averaged_where_there_is_one_attention_per_layer(tmp_path):
 def _made(tmp_path):
     (tmp_path / "in").mkdir(exist_ok=True)
     return tmp_path / "in"
+
+
+@pytest.mark.parametrize("name", ["prompt_length", "prompt_len", "n_prompt_tokens", "prompt_tokens"])
+@pytest.mark.parametrize(("lengths", "is_taken"), [([3, 4, 4], True), ([30, 42, 51], False), ([0, 4, 5], False)])
+def test_rule_16_a_prompt_length_beside_texts_of_tokens(tmp_path, name, lengths, is_taken):
+    """[a number of characters]"""
+    found = rows()
+    for row, length in zip(found, lengths, strict=True):
+        tokens = [f"w{k}" for k in range(row["hs"].shape[1])]
+        row |= {"tokens": tokens, name: length}
+        del row["input_ids"]
+    dump(tmp_path / "in/a.pkl", found)
+
+    traces = accept(tmp_path).values()
+
+    assert [trace.prompt_length for trace in traces] == (lengths if is_taken else [None] * 3)

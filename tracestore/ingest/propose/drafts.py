@@ -1,7 +1,7 @@
 """Drafts: layouts that the names and extents of a folder allow, and what is not proved of each."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -128,7 +128,8 @@ class Drafter:
                 continue
             if lines := self._lines(meaning, name, identity, frame):
                 found[name] = meaning, lines
-        found = {name: value for name, value in found.items() if not _is_superfluous(name, frame, "tokens" in found)}
+        has_tokens = "tokens" in found or ("tokens_decoded" in found and _is_prompt_of(found))
+        found = {name: value for name, value in found.items() if not _is_superfluous(name, frame, has_tokens)}
         used += [meaning for meaning, _ in found.values()]
         return [[(name, line) for line in lines] for name, (_, lines) in found.items()]
 
@@ -194,10 +195,17 @@ def _is_stacked(leaf: Leaf, identity: Identity) -> bool:
     return "[]" not in steps and identity.mode == "stack"
 
 
-def _is_superfluous(name: str, frame: Frame, has_ids: bool) -> bool:
+def _is_prompt_of(found: Mapping[str, tuple[Meaning, list[Line]]]) -> bool:
+    """Return whether each value of prompt_length is below the largest number of texts of tokens."""
+    sizes = [size for spot in found["tokens_decoded"][0].leaf.spots for size in spot.dims]
+    lengths = found["prompt_length"][0].leaf.scalars if "prompt_length" in found else []
+    return None in sizes or all(0 < int(length) < max(sizes, default=0) for length in lengths)
+
+
+def _is_superfluous(name: str, frame: Frame, has_tokens: bool) -> bool:
     """Return whether a field says nothing in addition to the others."""
     if name == "prompt_length":
-        return not has_ids  # rule 16
+        return not has_tokens  # rule 16
     if name == "S.lengths":
         return not frame.has_tokens or not {"N", "(N S)"} & set(frame.axes)
     if name in RANGES:
