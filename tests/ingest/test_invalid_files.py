@@ -42,7 +42,7 @@ def bad_schema():
     yield "other S", {**good, "attentions": [a[:, :2, :2] for a in good["attentions"]]}, "attentions[0]"
     yield "fewer layers", {**good, "attentions": good["attentions"][:1]}, "expected 3"
     yield "zero layers", {**good, "hidden_states": []}, "zero layers"
-    yield "zero tokens", make_trace(0, tokens=0), "found 0 items"
+    yield "zero tokens", make_trace(0, tokens=0), "found no items"
     yield "object instead of array", {**good, "hidden_states": ["a", "b", "c"]}, "hidden_states"
     yield "integers", {**good, "hidden_states": [h.astype("i4") for h in good["hidden_states"]]}, "int32"
     yield (

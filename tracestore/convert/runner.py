@@ -409,7 +409,8 @@ class Conversion:
             self.scoring.begin_source(stream.source)
             writer.begin_source(name, size, digest, provenance)
             try:
-                for packed in chain(filter(None, (first,)), traces):
+                whole: Iterator[PackedTrace | TraceBlock] = chain(filter(None, (first,)), traces)
+                for packed in whole:
                     first = None
                     self._check_interrupt()
                     if isinstance(packed, TraceBlock):

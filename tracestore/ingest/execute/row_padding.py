@@ -31,7 +31,7 @@ class Padding:
         self._end: int | None = pad[1] if isinstance(pad, list) else None
         self._has_none, self._is_of_ids = self._padding == "none", type(self._padding) is int
         self._is_of_side = "S.side" in settings
-        self._left_out: set[int] = {self._padding} if self._is_of_ids else set()  # by masks and lengths, too
+        self._left_out: set[int] = {settings["S.padding"]} if self._is_of_ids else set()  # by masks and lengths, too
         self._before: set[int] = set()  # ids before the padding
         self._last: set[int] = set()  # ids that end rows without padding
         self._inner: set[int] = set()  # generated ids before other generated ids, which end no sequence

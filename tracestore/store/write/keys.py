@@ -220,7 +220,7 @@ class KeyResolver:
         """Return the label of the record's key, NaN if it has none."""
         pending, key = self._pending, (record.question_id, record.sample)
         if key in pending.keys:
-            return pending.rows.columns["label"][pending.keys[key]]
+            return float(pending.rows.columns["label"][pending.keys[key]])
         index = self._index.find(*key)
         if index < 0:
             return math.nan

@@ -51,9 +51,9 @@ class PendingRows:
         for name, value in location.items():
             self.columns[name].append(value)
         self.columns["label"].append(given.label)
-        for name, value in given.scores.items():
-            if not math.isnan(value):
-                self._score(name).append(value)
+        for name, score in given.scores.items():
+            if not math.isnan(score):
+                self._score(name).append(score)
         self.ids.append(question_id)
         self.groups.append(given.group or "")
 
