@@ -4,10 +4,11 @@ import json
 import shlex
 
 import numpy as np
+import pytest
 
 import tracestore
 from tests.helpers import command, make_traces
-from tests.ingest.execute.folders import dump, states
+from tests.ingest.execute.folders import dump, states, table
 from tests.ingest.propose.folders import proposal_of
 from tests.ingest.propose.test_traps import rows
 
@@ -102,3 +103,32 @@ def test_what_was_found_is_written_where_no_layout_fits(tmp_path):
     command("inspect", tmp_path / "in", "--write", tmp_path / "l.toml", check=0)
 
     assert "q1.npz : abc: floats 3×4\n" in (tmp_path / "l.toml").read_text()
+
+
+def test_places_are_printed_whole(tmp_path):
+    name = "results_of_a_model_with_a_long_name_2025-03-02T10-11-12.345678"
+    table(tmp_path / f"in/{name}.json", {"results": {"triviaqa": {"exact_match_stderr,remove_whitespace": 0.5}}})
+
+    done = command("inspect", tmp_path / "in")
+
+    assert f"{name}.json : results/triviaqa/exact_match_stderr\\,remove_whitespace: floats" in done.stdout
+
+
+@pytest.mark.parametrize(("shape", "name"), [((2, 4, 8), "id"), ((4, 8), "layer"), ((1, 4, 8), "layer")])
+def test_numbers_of_arrays_of_a_trace_are_layers_only_where_an_array_may_be_one(tmp_path, shape, name):
+    for k in range(3):
+        (tmp_path / f"in/q{k}").mkdir(parents=True)
+        np.savez(tmp_path / f"in/q{k}/hs.npz", **{str(n): states(*shape, seed=k) for n in range(12, 17)})
+
+    done = command("inspect", tmp_path / "in")
+
+    assert f"{{id}}/hs.npz : {{{name}}}: floats" in done.stdout
+
+
+def test_fractions_are_a_score_not_a_label(tmp_path):
+    dump(tmp_path / "in/a.pkl", rows(rouge_to_target=[0.25, 0.5, 0.125]))
+
+    done = command("inspect", tmp_path / "in")
+
+    assert "correctness.rouge_to_target =" in done.stdout
+    assert "is_correct" not in done.stdout

@@ -16,6 +16,10 @@ CASES = [
     (["rank0.pt", "rank1.pt"], {"rank{rank}.pt"}),
     (["q0/response_0.pt", "q0/response_1.pt", "q1/response_0.pt"], {"{id}/response_{sample}.pt"}),
     (["tqa_0.pt", "tqa_1.pt"], {"{id}.pt"}),
+    (["1ffa32280d85.npy", "d73d6203bebf.npy", "9fcdbc2f6721.npy", "e9ef1b5e3868.npy"], {"{id}.npy"}),
+    (["q_1ffa32280d.npy", "q_d73d6203be.npy", "q_0123456789.npy"], {"{id}.npy"}),
+    (["layer_12345678.npy", "layer_10000001.npy"], {"layer_{layer}.npy"}),
+    (["d1d2q1.npy", "d1d2q2.npy"], {"d1d2q1.npy", "d1d2q2.npy"}),
     (["q0_hidden.npy", "q1_hidden.npy", "q0_attn.npy", "q1_attn.npy"], {"{id}_hidden.npy", "{id}_attn.npy"}),
 ]
 

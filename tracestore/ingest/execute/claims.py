@@ -219,7 +219,7 @@ def _owner(name: str, patterns: dict[str, Pattern], ignored: set[str]) -> tuple[
 def some_of(names: list[str], most: int = _MAX_NAMES) -> str:
     """Return the first names, and how many follow."""
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
-    return ", ".join(escape_unprintable(name, 60) for name in names[:most]) + more
+    return ", ".join(map(escape_unprintable, names[:most])) + more
 
 
 def is_other(name: str) -> bool:

@@ -224,11 +224,16 @@ def _numbers_of_layers(family: Family, path: Path_, maps: Contexts) -> Family:
     last = (words_of(path[-1]) if path else ()) or ("",)
     is_said = COUNTED.get(last[-1]) == "layer"
     if not (is_said and last[-1] in ("layers", "blocks")) and not (
-        is_inside and all(value.dims for key, value in seen.keys.items() if _key(key) in family.members)
+        is_inside and all(_may_be_layer(value) for key, value in seen.keys.items() if _key(key) in family.members)
     ):
         return family
     members = {name: {"layer": bound["id"]} for name, bound in family.members.items()}
     return Family(family.pattern.replace("{id}", "{layer}"), members, "" if is_said else NUMBERS)
+
+
+def _may_be_layer(seen: Seen) -> bool:
+    """Return whether a value may be one layer of a trace, not all of them."""
+    return 0 < len(seen.dims) < 3 or seen.dims[:1] == (1,)
 
 
 def _outer(where: dict[str, Any], bound: Mapping[str, Any]) -> dict[str, Any]:

@@ -182,7 +182,7 @@ def _verdicts(leaf: Leaf, words: Sequence[str], siblings: frozenset[str]) -> tup
         is_label = True
         direction, is_doubtful = _of_words(leaf.scalars, direction)
     else:
-        is_label = _is_claim(name.split("_")) or (direction is None and not {"score", "scores"}.intersection(words))
+        is_label = _is_claim(name.split("_")) or (direction is None and not _is_score(leaf, words, name))
         is_plain = all(str(value).casefold() in ("true", "false") for value in leaf.scalars)
         if name == "correct" and not is_plain and siblings & SAYING["choices"]:
             direction = None
@@ -195,6 +195,12 @@ def _verdicts(leaf: Leaf, words: Sequence[str], siblings: frozenset[str]) -> tup
 def _is_claim(words: Sequence[str]) -> bool:
     """Return whether a name reads as a label: is_correct, hallucinated, truthful."""
     return words[0] in ("is", "has") or words[-1] in SAYING["claims"]
+
+
+def _is_score(leaf: Leaf, words: Sequence[str], name: str) -> bool:
+    """Return whether a word says that values are scores, or fractions under a name that no label has."""
+    is_said = not {"score", "scores"}.isdisjoint(words)
+    return is_said or (name not in SAYING["vague labels"] and may_be_score(leaf))
 
 
 def _of_words(values: Sequence[Any], direction: str | None) -> tuple[str | None, bool]:

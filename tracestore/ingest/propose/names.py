@@ -1,5 +1,6 @@
 """Names as patterns: what varies in the names of files and keys, and what the words next to it say."""
 
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -9,7 +10,8 @@ from functools import lru_cache
 from tracestore.ingest.layout.fields import FIELDS
 from tracestore.store.vocabulary import COUNTED, NEEDLESS, SAYING, SCORES, SPLITS, SYNONYMS, score_of_word
 
-_TOKEN = re.compile(r"[^\W\d_]+|\d+|[\W_]+")
+# A digest, such as 1ffa3228, is one piece.
+_TOKEN = re.compile(r"(?=[a-f]*\d)(?=\d*[a-f])[a-f\d]{8,}(?![^\W_])|[^\W\d_]+|\d+|[\W_]+")
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _WORD = re.compile(r"[^\W\d_]+")
 _BOUND = re.compile(r"\{[^}]*\}")
@@ -107,8 +109,8 @@ def _pieces(name: str) -> list[Piece]:
     tokens = [*_TOKEN.findall(name), "", ""]
     counted = ""  # what the next number counts
     for token, following, second in zip(tokens, tokens[1:], tokens[2:], strict=False):
-        if token[0].isdigit():
-            found.append((token, counted or "?"))
+        if token.isalnum() and not token.isalpha():
+            found.append((token, counted if counted and token.isdigit() else "?"))
             counted = ""
         elif not token[0].isalpha():
             found.append((token, "."))
@@ -173,7 +175,7 @@ def _joined(pieces: Iterable[Piece]) -> list[Piece]:
 def _families_of(members: dict[str, list[Piece]], *, keep_single: bool) -> list[Family]:
     """Return names with the same literal pieces as one pattern; as themselves if nothing of them is one."""
     names, doubt = _names_of([list(column) for column in zip(*members.values(), strict=True)], keep_single=keep_single)
-    if not any(names):
+    if not any(names) or any(one and two for one, two in itertools.pairwise(names)):
         return [Family(escape(name), {name: {}}) for name in members]
     bound = {
         name: {key: text for key, (text, _) in zip(names, pieces, strict=True) if key}
