@@ -169,7 +169,8 @@ def parse_layout(entries: Mapping[str, Any], where: str = "layout") -> Layout:
                 lists["ignore"] = lists.get("ignore", ()) + _addresses(value, 2)
             elif isinstance(value, str) and value.startswith("="):
                 _check_name(name, (*FIELDS, *_TEMPLATES))
-                if name not in _TEMPLATES and rule_of(name).kind not in ("text", "number", "score"):
+                rule = rule_of(name)
+                if rule is not None and rule.kind not in ("text", "number", "score"):
                     raise UsageError(f"found {value!r}, expected FILES : PATH -> AXES: = makes texts and numbers")
                 templates[name] = Pattern(value[1:])
                 templates[name].parts  # noqa: B018

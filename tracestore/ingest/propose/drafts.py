@@ -197,9 +197,10 @@ def _is_stacked(leaf: Leaf, identity: Identity) -> bool:
 
 def _is_prompt_of(found: Mapping[str, tuple[Meaning, list[Line]]]) -> bool:
     """Return whether each value of prompt_length is below the largest number of texts of tokens."""
-    sizes = [size for spot in found["tokens_decoded"][0].leaf.spots for size in spot.dims]
+    sizes = {size for spot in found["tokens_decoded"][0].leaf.spots for size in spot.dims}
     lengths = found["prompt_length"][0].leaf.scalars if "prompt_length" in found else []
-    return None in sizes or all(0 < int(length) < max(sizes, default=0) for length in lengths)
+    most = max((size for size in sizes if size is not None), default=0)
+    return None in sizes or all(0 < int(length) < most for length in lengths)
 
 
 def _is_superfluous(name: str, frame: Frame, has_tokens: bool) -> bool:
