@@ -629,6 +629,13 @@ def test_a_number_of_every_trace_that_is_none(tmp_path, line):
     refuse(tmp_path, {"hidden_states": "a.pkl : {id} -> L S D", "prompt_length": line}, "prompt_length: .*a number")
 
 
+def test_an_id_and_its_group_are_made_of_names(tmp_path):
+    dump(tmp_path / "in/a/q0.pkl", states(2, 4, 8))
+    layout = {"hidden_states": "{split}/{id}.pkl -> L S D", "question_id": "={split}_{id}", "group": "={split}"}
+
+    assert list(convert(tmp_path, layout)) == [("a_q0", 0)]
+
+
 def test_an_array_is_no_value_of_names(tmp_path):
     with pytest.raises(UsageError, match="= makes texts and numbers"):
         parse_layout({"hidden_states": "a.npy -> N L S D", "tokens": "={id}"})

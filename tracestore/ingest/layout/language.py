@@ -170,7 +170,7 @@ def parse_layout(entries: Mapping[str, Any], where: str = "layout") -> Layout:
             elif isinstance(value, str) and value.startswith("="):
                 _check_name(name, (*FIELDS, *_TEMPLATES))
                 rule = rule_of(name)
-                if rule is not None and rule.kind not in ("text", "number", "score"):
+                if rule is not None and rule.kind in ("array", "texts"):
                     raise UsageError(f"found {value!r}, expected FILES : PATH -> AXES: = makes texts and numbers")
                 templates[name] = Pattern(value[1:])
                 templates[name].parts  # noqa: B018
