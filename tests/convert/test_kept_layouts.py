@@ -265,3 +265,54 @@ def test_changed_scores_without_ids_replace_those_of_the_store(tmp_path, name, w
     assert "1 file already in the store" in convert(traces, tmp_path / "s.zarr", *flags).stdout
     scores_in_order(path, [0.9, 0.9, 0.2])
     assert "found 3 scores without ids, expected 4" in error_of("convert", traces, tmp_path / "s.zarr", *flags, code=3)
+
+
+@pytest.mark.parametrize(
+    ("header", "flags", "refused"),
+    [
+        ("question_id,score,label", [], True),
+        ("question_id,is_correct", [], True),
+        ("question_id,score,label", ["--score-column", "score"], False),
+        ("question_id,score", [], False),
+    ],
+)
+@pytest.mark.parametrize("place", ["file", "table"])
+def test_a_judgment_of_a_layout_and_a_scores_file(tmp_path, header, flags, refused, place):
+    correct = [0, 1, 0, 1]
+    items = [{"id": f"q{k}", "hs": states(2, 4, 8, seed=k)} for k in range(4)]
+    layout = ["--field", LINES[0].replace("*.pkl", "a.pkl"), "--field", "is_correct = a.pkl : [id=id]/ok"]
+    if place == "table":
+        write_labels(tmp_path / "in", correct)
+        layout[-1] = LINES[1]
+    else:
+        items = [item | {"ok": value} for item, value in zip(items, correct, strict=True)]
+    dump(tmp_path / "in/a.pkl", items)
+    width = header.count(",")
+    (tmp_path / "judge.csv").write_text(f"{header}\n" + "".join(f"q{k}{',1' * width}\n" for k in range(4)))
+    arguments = tmp_path / "in", tmp_path / "s.zarr", *layout, "--scores", tmp_path / "judge.csv", *flags
+
+    if refused:
+        assert "both say which answers are correct" in error_of("convert", *arguments, code=2)
+        return
+    convert(*arguments)
+
+    store = tracestore.open(tmp_path / "s.zarr")
+    assert store.targets().tolist() == [1, 0, 1, 0]
+    assert store.named_scores("score").tolist() == [1, 1, 1, 1]
+    convert(*arguments)
+    assert tracestore.open(tmp_path / "s.zarr").named_scores("score").tolist() == [1, 1, 1, 1]
+    assert tracestore.open(tmp_path / "s.zarr").targets().tolist() == [1, 0, 1, 0]
+
+
+def test_files_that_are_read_again_are_one_line(tmp_path):
+    for k in range(5):
+        dump(tmp_path / f"in/{k}.pkl", rows(k))
+    write_labels(tmp_path / "in", [1, 0, 1, 0, 1])
+    convert(tmp_path / "in", tmp_path / "s.zarr", *FLAGS)
+    write_labels(tmp_path / "in", [1, 0, 1, 0, 0])
+
+    done = convert(tmp_path / "in", tmp_path / "s.zarr")
+
+    (line,) = [line for line in done.stdout.splitlines() if "since it was committed" in line]
+    assert line.startswith("0.pkl, 1.pkl, 2.pkl and 2 more: the file or a table has changed")
+    assert "is_correct (high: correct): 2 times 1, 3 times 0, 0 missing" in done.stdout

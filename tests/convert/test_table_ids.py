@@ -101,6 +101,10 @@ def test_a_label_of_a_stated_layout_and_another_one_in_the_scores_file_are_refus
     np.savez(tmp_path / "a.npz", h=np.ones((2, 3, 4), "f2"), label=np.array(1))
     (tmp_path / "scores.csv").write_text("question_id,label,score\na,0,0.5\n")
     flags = ["--field", "hidden_states = {id}.npz : h -> L S D", "--field", "is_hallucinated = {id}.npz : label"]
-    convert(tmp_path, tmp_path / "s.zarr", *flags, "--scores", tmp_path / "scores.csv")
+    flags += ["--scores", tmp_path / "scores.csv"]
+    assert "both say" in error_of("convert", tmp_path, tmp_path / "s.zarr", *flags, code=2)
+
+    convert(tmp_path, tmp_path / "s.zarr", *flags, "--score-column", "score")
+
     with tracestore.open(tmp_path / "s.zarr") as store:
-        assert store[0].scores == {"is_hallucinated": 1, "score": 0.5}
+        assert store[0].scores == {"is_hallucinated": 1, "score": 0.5} and store.targets().tolist() == [1]

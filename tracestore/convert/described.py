@@ -48,6 +48,8 @@ class DescribedRun:
         Those that were given.
     sources : list of SourceFile
         In the order of their files.
+    judgments : list of str
+        The fields of layouts that are not built in that say of each answer whether it is correct.
     """
 
     def __init__(
@@ -58,6 +60,10 @@ class DescribedRun:
         for folder in {place for source in self.sources for path in source.files for place in path.parents[:2]}:
             find_export(folder)  # refuses an unfinished or damaged export
         self._directions = {n: d for part in parts for n, d in part.directions.items()}
+        # A layout that is stated, proved or kept, and not built in, is kept in the store.
+        own = [part for part in parts if part.kept_text is not None]
+        self.judgments = [name for name in _JUDGMENTS if any(name in part.directions for part in own)]
+        self._counts_new = is_builtin and not own
         self._deferred_scores = frozenset(name for part in parts for name in part.deferred_scores)
         self._keeps_copies = any(part.keeps_copies for part in parts)
         self._labels: dict[tuple[str, int], dict[str, float]] = {}  # of the traces so far
@@ -143,7 +149,7 @@ class DescribedRun:
             Rule 14: copies of a trace have different labels.
         """
         key = record.question_id, record.sample
-        is_counted = is_new or not (self.is_builtin or key in self._labels)  # a copy counts once
+        is_counted = is_new or not (self._counts_new or key in self._labels)  # a copy counts once
         self._num_traces += is_counted
         if record.label is None and not record.scores and not record.deferred_scores:
             return
@@ -183,9 +189,9 @@ class DescribedRun:
         """Define the scores of tables in the store, which keeps stated layouts."""
         for text in dict.fromkeys(part.kept_text for part in self.parts if part.kept_text is not None):
             writer.keep_layout(text)
-        # The first score of a store is its default: a stated judgment comes before other scores.
-        for name in sorted(self._directions, key=lambda name: self.is_builtin or name not in _JUDGMENTS):
-            if name in self._deferred_scores or (name in _JUDGMENTS and not self.is_builtin):
+        # The first score of a store is its default.
+        for name in (*self.judgments, *self._directions):
+            if name in self._deferred_scores or name in self.judgments:
                 self._define(writer, name)
 
     def _define(self, writer: StoreWriter, name: str) -> None:

@@ -140,6 +140,7 @@ class Conversion:
         self._refused: RefusedTraces | None = None
         self._without_traces: list[NoTracesError] = []
         self._most_pending = 0  # bytes of sources between two commits
+        self._read_again: dict[str, list[str]] = {}  # names of sources that the store has, by the reason
         self._refused_files: dict[str, list[list[InvalidInputError]]] = {}  # of which no trace is stored, by the reason
         self.provenances = read_provenances(sources, options, output) if provenances is None else provenances
         self.report = ConvertReport(str(self.store), scores_file=self.scoring.scores_file)
@@ -220,6 +221,7 @@ class Conversion:
                 finally:
                     committed = writer.manifest.num_traces
                     progress.clear()
+                    self._report_read_again()
                     self._report_refused_files()
                 self.report.num_traces_new = writer.num_added
                 self._finish(writer, progress.elapsed_s)
@@ -299,7 +301,9 @@ class Conversion:
         progress.clear()
         if self._without_traces:
             count, reason = plural(len(self._without_traces), "file"), self._without_traces[0].reason
-            self._output.info(f"skipped {count} without traces ({_names_of(self._without_traces)}): {reason}")
+            self._output.info(
+                f"skipped {count} without traces ({_some([str(error.source) for error in self._without_traces])}): {reason}"
+            )
         for line in self.described.close(writer):
             self._output.info(line)
         self.scoring.check_ids(writer, can_refuse=self._need_ids)
@@ -384,19 +388,17 @@ class Conversion:
             report.bytes_in += size
             return
         if writer.has_source_named(name):
-            progress.clear()
             report.num_sources_modified += 1
             what = "the file has changed since it was committed"
+            if stream.source.shared is not None:
+                what = "the file or a table has changed since it was committed"
             if writer.has_source(name, size, partial_fingerprint(digest)):
                 what = "some of its traces were refused"
             elif writer.has_source(name, size, digest):
                 what = "its scores may have changed"
             elif writer.has_source(name, size, ""):
                 what = "its labels are not all stored"
-            self._output.info(
-                f"{name}: {what}; new traces are added, "
-                f"a trace with different content is {ON_CONFLICT[self._options.on_conflict]}"
-            )
+            self._read_again.setdefault(what, []).append(name)
         added = SourceCounts()
         with fsio.map_os_errors(writer.path, lambda: writer.pending_bytes + size):
             traces = self._traces_to_store(stream)
@@ -500,6 +502,14 @@ class Conversion:
             more = plural(len(errors) - MAX_REFUSED_LINES, "more trace")
             self._output.info(f"skipped {more} of {errors[0].source}")
 
+    def _report_read_again(self) -> None:
+        """Print which sources were read though the store has them, in one line for each reason."""
+        for what, names in self._read_again.items():
+            self._output.info(
+                f"{_some(names)}: {what}; new traces are added, a trace with different content is "
+                f"{ON_CONFLICT[self._options.on_conflict]}"
+            )
+
     def _report_refused_files(self) -> None:
         """Print the files of which no trace is stored: those that have one reason in one line."""
         groups = list(self._refused_files.items())
@@ -507,7 +517,7 @@ class Conversion:
             if len(files) == 1:
                 self._report_refused(files[0])
             else:
-                names = _names_of([errors[0] for errors in files])
+                names = _some([str(errors[0].source) for errors in files])
                 self._output.info(f"skipped {plural(len(files), 'file')} ({names}): {reason}")
         if rest := sum(len(files) for _, files in groups[MAX_REFUSED_LINES:]):
             assert self._refused is not None
@@ -549,10 +559,10 @@ def read_provenances(sources: list[Path], options: ConvertOptions, output: Outpu
     return {source: found[file] for source, file in files.items()}
 
 
-def _names_of(errors: Sequence[InvalidInputError]) -> str:
-    """Return the names of the first sources of errors, and the number of the others."""
-    names = [escape_unprintable(str(error.source), 60) for error in errors[:_MAX_NAMES]]
-    return ", ".join(names) + (f" and {len(errors) - _MAX_NAMES:,} more" if len(errors) > _MAX_NAMES else "")
+def _some(names: Sequence[str]) -> str:
+    """Return the first of some names of sources, and the number of the others."""
+    shown = ", ".join(escape_unprintable(name, 60) for name in names[:_MAX_NAMES])
+    return shown + (f" and {len(names) - _MAX_NAMES:,} more" if len(names) > _MAX_NAMES else "")
 
 
 def _reason_of(error: InvalidInputError) -> str:

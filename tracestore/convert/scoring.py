@@ -91,11 +91,20 @@ class Scoring:
         self._unscored: Counter[str] = Counter()  # by the key of values that may be labels, in traces without a score
         if self.file is None:
             _check_flags(options)
+        elif (given := described.judgments) and (self.file.label_column is not None or self.file.name in given):
+            column = self.file.label_column or self.file.column
+            raise UsageError(
+                f"{self.file.path.name}: its column {escape_unprintable(column, 60)} and {given[0]} of the layout both say "
+                "which answers are correct; leave out one of them, or name a column of scores with --score-column"
+            )
 
     def begin(self, writer: StoreWriter) -> None:
         """Define the score of the file in the store."""
+        judgments, default = self._described.judgments, writer.attributes.default_score
+        if judgments:
+            self._described.define(writer)  # the first score of a store is its default
         if self.file is not None:
-            self._name = writer.attributes.default_score or self.file.name
+            self._name = self.file.name if default in judgments else default or self.file.name
             if self._name != self.file.name:
                 self._output.info(
                     f"{self.file.path.name}: column {escape_unprintable(self.file.column, 60)} is stored as {self._name}, "
