@@ -69,6 +69,10 @@ def check_score(trace, wanted, direction):
         flipped = 1 - expected if meaning == "hallucination" else expected
         if np.isnan(trace.score):
             require(trace.label == float(flipped < 0.5), f"label {trace.label} and no score, expected score {expected}")
+        elif trace.score in (0, 1) and any(np.isclose(value, expected) for value in trace.scores.values()):
+            # A judgment is the default, next to the score.
+            wrong = float(trace.score == (direction == "hallucination"))
+            require(wrong == float(flipped < 0.5), f"judgment {trace.score} ({direction}), score {expected}")
         elif direction == "hallucination":
             require(np.isclose(trace.score, 1 - flipped), f"score {trace.score} ({direction}), expected {1 - flipped}")
         else:
