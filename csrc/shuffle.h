@@ -1,6 +1,6 @@
 /**
- * The order of an epoch as pure functions of integers. data/order.py implements the same in numpy
- * and cites the methods. ts_splitmix64() and ts_permute() are thread safe.
+ * The order of an epoch, a pure function of integers, for data/order.py.
+ * ts_splitmix64() and ts_permute() are thread safe.
  */
 #ifndef TS_SHUFFLE_H
 #define TS_SHUFFLE_H

@@ -292,7 +292,7 @@ def test_a_judgment_of_a_layout_and_a_scores_file(tmp_path, header, flags, refus
     arguments = tmp_path / "in", tmp_path / "s.zarr", *layout, "--scores", tmp_path / "judge.csv", *flags
 
     if refused:
-        assert "both say which answers are correct" in error_of("convert", *arguments, code=2)
+        assert "both judge the answers" in error_of("convert", *arguments, code=2)
         return
     convert(*arguments)
 

@@ -1,5 +1,5 @@
 # cython: language_level=3, binding=True, boundscheck=False, wraparound=False
-"""The order of an epoch. data/order.py implements the same in numpy."""
+"""The order of an epoch, for data/order.py."""
 from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport int64_t, uint64_t
 from libc.stdlib cimport free

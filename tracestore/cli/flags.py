@@ -42,7 +42,7 @@ SCORE_FLAGS: Flags = {
 DROP_NONFINITE_HELP = "leave out traces with NaN or infinite values, and list them"
 # A field of several dataclasses; see add_allow_mixed_provenance() for commands without one.
 PROVENANCE_FLAGS = {"allow_mixed_provenance": "accept traces whose models, layers or prompts differ"}
-# Fields of detectors.config.ModelConfig.
+# Fields of detectors.model_config.ModelConfig.
 MODEL_FLAGS: Flags = {
     "edge_features": "weights of an edge: the mean over the heads, or one per head (needs --attention heads)",
     "layers": "stored layers to read, from 0, e.g. 0-9,20,29 (default: all; graph models: from 1/4 to 7/8)",

@@ -49,7 +49,7 @@ class DescribedRun:
     sources : list of SourceFile
         In the order of their files.
     judgments : list of str
-        The fields of layouts that are not built in that say of each answer whether it is correct.
+        The fields that judge the answers, of layouts that are not built in.
     """
 
     def __init__(

@@ -258,7 +258,7 @@ class Conversion:
             fsio.require_free_bytes(self.folder, self.total_bytes // _MAX_SHRINKAGE, "the store")
         self._output.info(
             f"{plural(len(self.sources), 'file')}, {format_size(self.total_bytes)} -> {self.store}: "
-            f"at most about {format_size(self.total_bytes)} if the files are not gzipped, "
+            f"at most about {format_size(self.total_bytes)} of arrays if the files are not gzipped, "
             f"{format_size(free)} free; memory {format_size(self._options.memory_budget)}, "
             f"{plural(self._options.workers, 'worker')}"
         )

@@ -94,8 +94,8 @@ class Scoring:
         elif (given := described.judgments) and (self.file.label_column is not None or self.file.name in given):
             column = self.file.label_column or self.file.column
             raise UsageError(
-                f"{self.file.path.name}: its column {escape_unprintable(column, 60)} and {given[0]} of the layout both say "
-                "which answers are correct; leave out one of them, or name a column of scores with --score-column"
+                f"{self.file.path.name}: its column {escape_unprintable(column, 60)} and {given[0]} of the layout both "
+                "judge the answers; leave out one of them, or name a column of scores with --score-column"
             )
 
     def begin(self, writer: StoreWriter) -> None:

@@ -24,7 +24,7 @@ class MicroBatchPolicy:
     def __init__(self, planned: int | None = None) -> None:
         self.size = planned
         self.fits: int | None = None  # the largest number of items that worked
-        self.fails: int | None = None  # the smallest that failed twice
+        self.fails: int | None = None  # the smallest that failed
         self._undecided = False
         self._epoch = 0
         self._good_steps = 0
@@ -32,7 +32,7 @@ class MicroBatchPolicy:
         self._largest = 0
 
     def on_failure(self, size: int) -> int:
-        """Return the next size to try, after `size` failed twice."""
+        """Return the next size to try, after `size` failed."""
         self.fails = size if self.fails is None else min(self.fails, size)
         if self.fits is not None and self.fits >= self.fails:
             self.fits = None

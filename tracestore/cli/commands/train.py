@@ -47,7 +47,7 @@ _TRAIN_FLAGS: Flags = {
         "help": "seed of split and weights",
     },
     "shuffle": "order of the traces in an epoch",
-    "shuffle_buffer": {"metavar": "TRACES", "help": "traces that a block shuffle mixes"},
+    "shuffle_buffer": {"metavar": "TRACES", "help": "traces in the window of --shuffle buffer"},
     "checkpoint_interval_s": {
         "type": float_where(lambda s: 0 <= s < math.inf, "seconds, at least 0"),
         "metavar": "SECONDS",

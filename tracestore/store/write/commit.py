@@ -1,4 +1,4 @@
-"""The commit protocol, which leads from one generation to the next (docs/format.md, "Commit")."""
+"""Write the files of the next generation into a folder or object store (docs/format.md, "Commit")."""
 
 import itertools
 from collections.abc import Mapping, Sequence

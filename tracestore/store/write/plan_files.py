@@ -23,7 +23,7 @@ _REQUESTS = 16  # at a time
 
 
 class PlanFiles(Protocol):
-    """The folder `receipts/` of a store. Writers add to it by CommitTarget.create_file() and replace_file().
+    """The folder `receipts/` of a store. Writers add to it by CommitTarget.create_file() and keep_file().
 
     Attributes
     ----------
