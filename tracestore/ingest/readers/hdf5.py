@@ -39,7 +39,7 @@ def read_hdf5(content: Content) -> Value:
         if importlib.util.find_spec("h5py") is None:
             raise ModuleNotFoundError("No module named 'h5py'", name="h5py")
     file = _File(content)
-    return RemoteGroup(file, "/")
+    return HDF5Group(file, "/")
 
 
 class _File:
@@ -86,7 +86,7 @@ class _File:
             self._process.end()
 
 
-class _Remote:
+class _HDF5Value:
     """A group or array of a file."""
 
     def __init__(self, file: _File, path: str) -> None:
@@ -99,7 +99,7 @@ class _Remote:
         return {name: array_value(np.asarray(v)) if isinstance(v, list) else v for name, v in found.items()}
 
 
-class RemoteGroup(_Remote, Group):  # type: ignore[override]
+class HDF5Group(_HDF5Value, Group):  # type: ignore[override]
     """A group of a file."""
 
     @cached_property
@@ -119,13 +119,13 @@ class RemoteGroup(_Remote, Group):  # type: ignore[override]
         path = f"{self._path.rstrip('/')}/{key}"
         self._file.charge()
         if kind == "group":
-            return RemoteGroup(self._file, path)
+            return HDF5Group(self._file, path)
         if kind == "refused":
             raise InvalidInputError(description[0], field=path[:60])
         shape = tuple(map(int, description[0]))
         if kind == "array":
             return _array(self._file, path, shape, _dtype(description[1]), tuple(map(int, description[2])))
-        items = RemoteItems(self._file, path, shape)
+        items = HDF5Items(self._file, path, shape)
         return items if shape else items[0]
 
     def __iter__(self) -> Iterator[Any]:
@@ -147,15 +147,15 @@ def _dtype(description: Any) -> np.dtype:
 def _array(file: _File, path: str, shape: tuple[int, ...], dtype: np.dtype, inner: tuple[int, ...]) -> Value:
     if inner:
         raise InvalidInputError("found arrays as values of an array, expected numbers or texts", field=path[:60])
-    array = RemoteArray(file, path, shape, dtype)
+    array = HDF5Array(file, path, shape, dtype)
     if dtype.kind in "biufc" and shape:
         return array
     if not shape:
         return array_value(array.read(), file.charge)
-    return RemoteItems(file, path, shape, array)
+    return HDF5Items(file, path, shape, array)
 
 
-class RemoteArray(_Remote, Array):  # type: ignore[override]
+class HDF5Array(_HDF5Value, Array):  # type: ignore[override]
     """An array of a file; a selection is read by the process."""
 
     def __init__(self, file: _File, path: str, shape: tuple[int, ...], dtype: np.dtype) -> None:
@@ -181,12 +181,12 @@ class RemoteArray(_Remote, Array):  # type: ignore[override]
         return native(self._file.receive(expected, self._dtype))
 
 
-class RemoteItems(_Remote, Items):  # type: ignore[override]
+class HDF5Items(_HDF5Value, Items):  # type: ignore[override]
     """Texts, lists or records of a file, which are read page by page."""
 
     is_stream = False
 
-    def __init__(self, file: _File, path: str, shape: tuple[int, ...], array: RemoteArray | None = None) -> None:
+    def __init__(self, file: _File, path: str, shape: tuple[int, ...], array: HDF5Array | None = None) -> None:
         super().__init__(file, path)
         self._array = array
         self.length = shape[0] if shape else 1
