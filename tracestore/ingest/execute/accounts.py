@@ -15,7 +15,7 @@ from tracestore.ingest.execute.axes import numbers_of
 from tracestore.ingest.execute.claims import some_of
 from tracestore.ingest.execute.join import Column, RowTexts
 from tracestore.ingest.execute.table_accounts import TableAccount, check_totals, end_text, table_account
-from tracestore.ingest.execute.traces import Columns
+from tracestore.ingest.execute.traces import TraceColumns
 from tracestore.ingest.execute.values import describe, named
 from tracestore.ingest.execute.walk import Cell, Node
 from tracestore.ingest.layout.places import RECORDS, Place, Plan
@@ -76,13 +76,13 @@ class SourceAccount:
             )
         self._keys.add(key)
 
-    def close_unit(self, columns: Columns) -> None:
+    def close_unit(self, columns: TraceColumns) -> None:
         """Close the accounts of the rows of a unit."""
         self._check(columns.unit, self._open_stacks)
         self._check_unused(columns.unit)
         self._open_stacks = set()
 
-    def close(self, columns: Columns) -> None:
+    def close(self, columns: TraceColumns) -> None:
         """Close the accounts of the source."""
         self._check(columns.source, self._stacks)
         self._check_unused(columns.source)

@@ -6,7 +6,7 @@ import numpy as np
 
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.execute.axes import Layers, numbers_of, read_block, settled_dtype, shaped
-from tracestore.ingest.execute.traces import Trace, passes
+from tracestore.ingest.execute.traces import TraceCells, passes
 from tracestore.ingest.execute.walk import Cell
 from tracestore.ingest.layout.addresses import KeyStep
 from tracestore.ingest.layout.places import Place
@@ -22,7 +22,7 @@ _FILL_ADVICE = (
 _BORDER_ADVICE = ': S.padding = "none" states that only what the layout leaves out is padding'
 
 
-def read_states(trace: Trace, letters: str) -> tuple[Layers, list[int], tuple[int, ...] | None]:
+def read_states(trace: TraceCells, letters: str) -> tuple[Layers, list[int], tuple[int, ...] | None]:
     """Return the layers of the states, the number of tokens of each part and pass, and the numbers of the layers."""
     what, settings = trace.plan.layout.states, trace.settings
     parts: list[Layers] = []
@@ -56,13 +56,15 @@ def read_states(trace: Trace, letters: str) -> tuple[Layers, list[int], tuple[in
     return parts[0] if len(parts) == 1 else list(map(np.concatenate, zip(*parts, strict=True))), sizes, ids
 
 
-def _rows_of_passes(trace: Trace) -> list[int] | None:
+def _rows_of_passes(trace: TraceCells) -> list[int] | None:
     """Return the row of the batch that each pass of a trace is, None without a line for P.rows."""
     found = trace.array("P.rows", "P")
     return None if found is None else found[0].tolist()
 
 
-def read_attention(trace: Trace, num_tokens: int, ids: tuple[int, ...] | None, *, is_needed: bool) -> Layers | None:
+def read_attention(
+    trace: TraceCells, num_tokens: int, ids: tuple[int, ...] | None, *, is_needed: bool
+) -> Layers | None:
     """Return the layers (H, S, S) of the attention of a trace, None without; `ids` are the layers of the states."""
     found = {k: cells for k, cells in trace.cells_of("attentions").items() if not all(map(_is_empty, cells))}
     blocks: list[Layers] = []
@@ -80,7 +82,7 @@ def read_attention(trace: Trace, num_tokens: int, ids: tuple[int, ...] | None, *
     return joined_attention(blocks, num_tokens) if blocks else None
 
 
-def read_tokens(trace: Trace, num_states: int, length: int | None, *, has_passes: bool) -> np.ndarray | None:
+def read_tokens(trace: TraceCells, num_states: int, length: int | None, *, has_passes: bool) -> np.ndarray | None:
     """Return the ids of the tokens: as many as states, or one more where that is known (rule 3).
 
     Ids without padding next to padded states are as many as `length` says.

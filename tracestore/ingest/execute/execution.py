@@ -17,7 +17,7 @@ from tracestore.ingest.execute.direct import DirectReader, direct_step
 from tracestore.ingest.execute.join import Arena, Column, RowTexts
 from tracestore.ingest.execute.records import RecordMaker, TraceBuilder
 from tracestore.ingest.execute.table_accounts import check_totals
-from tracestore.ingest.execute.traces import Columns, Trace, traces_of
+from tracestore.ingest.execute.traces import TraceCells, TraceColumns, traces_of
 from tracestore.ingest.execute.walk import Cell, Walk, cells_of, tree_of
 from tracestore.ingest.layout.effects import check_effects
 from tracestore.ingest.layout.places import Place, Plan
@@ -180,10 +180,10 @@ class Execution:
         self, group: FileGroup, account: SourceAccount, maker: RecordMaker, scratch: Scratch
     ) -> Iterator[Callable[[int], TraceRecord]]:
         """Yield what makes each record of a source whose fields are joined; close the accounts of its columns."""
-        columns = Columns(self.plan, tables=self._load_tables(scratch))
+        columns = TraceColumns(self.plan, tables=self._load_tables(scratch))
         builder, texts = TraceBuilder(maker), RowTexts(self.plan)
 
-        def made(trace: Trace, position: int) -> TraceRecord:
+        def made(trace: TraceCells, position: int) -> TraceRecord:
             with self._guard:
                 record = builder.record(trace, position)
             self._check_texts(trace, record, texts)
@@ -222,7 +222,7 @@ class Execution:
                     del item
         self.account.add_source(self._numbers[group.name], {})
 
-    def _check_texts(self, trace: Trace, record: TraceRecord, texts: RowTexts) -> None:
+    def _check_texts(self, trace: TraceCells, record: TraceRecord, texts: RowTexts) -> None:
         """Rule 13b: questions and answers of rows in order are those of the traces."""
         if "N" not in trace.environment or "K" in trace.environment:
             return
@@ -235,7 +235,7 @@ class Execution:
             self._row_texts.check(row, total, record)
             self._row_texts.check_ids(row, total, record.question_id)
 
-    def _found(self, traces: Iterator[Trace], account: SourceAccount, group: FileGroup) -> Iterator[Trace]:
+    def _found(self, traces: Iterator[TraceCells], account: SourceAccount, group: FileGroup) -> Iterator[TraceCells]:
         for trace in traces:
             environment = trace.environment
             if "N" in environment:
@@ -250,7 +250,12 @@ class Execution:
         return walk.cells(self._trees[text], root, {**file.bound, "file": file.name})
 
     def _units(
-        self, group: FileGroup, columns: Columns, resources: contextlib.ExitStack, scratch: Scratch, texts: RowTexts
+        self,
+        group: FileGroup,
+        columns: TraceColumns,
+        resources: contextlib.ExitStack,
+        scratch: Scratch,
+        texts: RowTexts,
     ) -> Iterator[list[Cell]]:
         """Yield the cells of the states of whole traces: of one item, or of the whole source."""
         states = dict.fromkeys(place.address.files.text for place in self.plan.states)
@@ -275,7 +280,7 @@ class Execution:
         """Return the columns of the tables, which are read once and stay open to the end of the run."""
         with self._lock:
             if self._tables is None:
-                columns = Columns(self.plan)
+                columns = TraceColumns(self.plan)
                 files = [(text, file) for text in sorted(self._table_files) for file in self._claimed[text]]
                 for text, file in files:
                     with error_location(file.name):

@@ -19,7 +19,7 @@ from tracestore.ingest.execute.arrays import (
 )
 from tracestore.ingest.execute.axes import layer_ids_of
 from tracestore.ingest.execute.row_padding import Padding, known, of_span
-from tracestore.ingest.execute.traces import Trace
+from tracestore.ingest.execute.traces import TraceCells
 from tracestore.ingest.execute.values import (
     check_agreement,
     check_spans,
@@ -155,7 +155,7 @@ class TraceBuilder:
         )
         self.padding = Padding(self.plan)
 
-    def record(self, trace: Trace, position: int) -> TraceRecord:
+    def record(self, trace: TraceCells, position: int) -> TraceRecord:
         """Return the record of a trace."""
         environment, what = trace.environment, self.plan.layout.states
         values: dict[str, Any] = {n: pattern.fill(environment) for n, pattern in self.plan.layout.templates.items()}
@@ -185,7 +185,7 @@ class TraceBuilder:
                     record.extras |= {k: v for k, v in cell.value.items() if k not in record.extras}
         return record
 
-    def _set_key(self, trace: Trace, values: dict[str, Any]) -> None:
+    def _set_key(self, trace: TraceCells, values: dict[str, Any]) -> None:
         """Set question_id and sample of a trace from what it binds, unless fields say them."""
         environment = trace.environment
         self._maker.set_id(values, values.pop("id", None) or environment.get("id"))
@@ -197,7 +197,7 @@ class TraceBuilder:
         if "sample" in values:
             environment.setdefault("sample", values["sample"])
 
-    def _set_scalars(self, trace: Trace, values: dict[str, Any], names: Iterable[str]) -> None:
+    def _set_scalars(self, trace: TraceCells, values: dict[str, Any], names: Iterable[str]) -> None:
         for name in names:
             for place, column in trace.columns.of(name):
                 if (value := trace.scalar(place, column)) is None:
@@ -210,7 +210,7 @@ class TraceBuilder:
             if name in values and name not in ("question_id", "sample"):
                 trace.environment.setdefault(name.removeprefix(KEY), key_text(values[name]))
 
-    def _found_scores(self, trace: Trace, made: dict[str, str]) -> Iterator[tuple[str, Any, bool]]:
+    def _found_scores(self, trace: TraceCells, made: dict[str, str]) -> Iterator[tuple[str, Any, bool]]:
         """Yield the labels and scores of a trace, with whether a table has them; `made` are those of templates."""
         for name in dict.fromkeys((*self._scores, *made)):
             for place, column in trace.columns.of(name):
@@ -220,7 +220,7 @@ class TraceBuilder:
                 yield name, made[name], False
 
     def _set_sequence(
-        self, trace: Trace, values: dict[str, Any], sizes: list[int], ids: tuple[int, ...] | None
+        self, trace: TraceCells, values: dict[str, Any], sizes: list[int], ids: tuple[int, ...] | None
     ) -> None:
         """Set attention, ids, texts and values of the tokens of all parts and passes, without padding."""
         layers = values["hidden_states"]
@@ -250,7 +250,7 @@ class TraceBuilder:
                 raise InvalidInputError("found other values than texts", field="tokens_decoded")
             values["tokens_decoded"] = texts.tolist()
 
-    def _length(self, trace: Trace) -> int | None:
+    def _length(self, trace: TraceCells) -> int | None:
         """Return the length that a line for S.lengths gives, None without one."""
         found: dict[str, Any] = {}
         self._set_scalars(trace, found, ["S.lengths"])
@@ -260,7 +260,7 @@ class TraceBuilder:
             raise InvalidInputError(f"found {text[:40]!r}, expected the number of tokens", field="S.lengths")
         return int(text)
 
-    def _set_prompt_length(self, trace: Trace, values: dict[str, Any], sizes: list[int]) -> None:
+    def _set_prompt_length(self, trace: TraceCells, values: dict[str, Any], sizes: list[int]) -> None:
         """Rule 5b: the first pass is the prompt, if no later one has two tokens; so is the first of two parts.
 
         A stated length that is more than the first pass belongs to a prompt of which a part was cached.

@@ -8,7 +8,7 @@ import numpy as np
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.execute.arrays import check_border, check_no_padding
 from tracestore.ingest.execute.axes import Layers, numbers_of
-from tracestore.ingest.execute.traces import Trace
+from tracestore.ingest.execute.traces import TraceCells
 from tracestore.ingest.layout.places import Plan
 from tracestore.ingest.tree import as_array
 
@@ -46,13 +46,13 @@ class Padding:
         self._max_begin = 0  # tokens of padding before a prompt
 
     def span(
-        self, trace: Trace, layers: Layers, tokens: np.ndarray | None, length: int | None, sizes: list[int]
+        self, trace: TraceCells, layers: Layers, tokens: np.ndarray | None, length: int | None, sizes: list[int]
     ) -> Span:
         """Return the tokens that are no padding.
 
         Parameters
         ----------
-        trace : Trace
+        trace : TraceCells
         layers : list of np.ndarray
             The states.
         tokens : np.ndarray or None
@@ -90,7 +90,7 @@ class Padding:
         return begin, end
 
     def _span_of_mask(
-        self, trace: Trace, flags: np.ndarray, tokens: np.ndarray | None, layers: Layers, sizes: list[int]
+        self, trace: TraceCells, flags: np.ndarray, tokens: np.ndarray | None, layers: Layers, sizes: list[int]
     ) -> Span:
         """Return the tokens of a mask, which is as long as the states, the ids or the first pass (rule 2)."""
         num_states = len(layers[0])
@@ -159,7 +159,7 @@ class Padding:
         if not is_end_known and len(ids) > 1 and ids[-1] == ids[-2]:
             self._doubled_end = int(ids[-1])
 
-    def _end_of_row(self, trace: Trace, ids: np.ndarray, num_states: int, sizes: list[int]) -> int:
+    def _end_of_row(self, trace: TraceCells, ids: np.ndarray, num_states: int, sizes: list[int]) -> int:
         """Return the number of states before the padding behind an early end."""
         # The columns of the first pass of generation, and whether the row may end with padding that no line states.
         num_prompt = sizes[0] if len(sizes) > 1 and len(trace.cells) == 1 else None
@@ -377,7 +377,7 @@ def known(name: str, value: Any, plan: Plan) -> Any:
     return value
 
 
-def _has_full_mask(trace: Trace) -> bool:
+def _has_full_mask(trace: TraceCells) -> bool:
     """Return whether a mask of the source, or a row of one, leaves out no token."""
     cells = (cell for _, column in trace.columns.of("S.mask") for cell in column.all_cells())
     for cell in cells:

@@ -23,7 +23,7 @@ _RANGES = ("S.offsets", "S.lengths", "S.owner", "S.starts", "S.ends")
 
 
 @dataclass
-class Columns:
+class TraceColumns:
     """The columns that one trace may use: of its unit, of its source and of the tables of the run.
 
     `missing` holds, by the place of a table, the keys of the traces for which it has no row.
@@ -53,13 +53,13 @@ class Columns:
 
 
 @dataclass
-class Trace:
+class TraceCells:
     """A trace before its values are read: what it binds, the cells of its states, its position on their axes.
 
     `num_rows` is the extent of the axis (N S), `num_first` the number of tokens of the first of two parts.
     """
 
-    columns: Columns
+    columns: TraceColumns
     environment: dict[str, Any]
     cells: dict[int, list[Cell]]
     fixed: dict[str, Any] = field(default_factory=dict)
@@ -215,16 +215,16 @@ def passes(
         yield cells, fixed
 
 
-def traces_of(cells: Sequence[Cell], columns: Columns) -> Iterator[Trace]:
+def traces_of(cells: Sequence[Cell], columns: TraceColumns) -> Iterator[TraceCells]:
     """Yield the traces of cells of the states, an axis N or K unrolled."""
     plan = columns.plan
     names = (*sorted(plan.names), *sorted(plan.wild))
-    groups: dict[tuple[Any, ...], Trace] = {}
+    groups: dict[tuple[Any, ...], TraceCells] = {}
     for cell in cells:
         key = tuple(cell.bound.get(name) for name in names)
         if (trace := groups.get(key)) is None:
             environment = {n: v for n, v in cell.bound.items() if n in names or n == "file"}
-            trace = groups[key] = Trace(columns, environment, {})
+            trace = groups[key] = TraceCells(columns, environment, {})
         trace.cells.setdefault(cell.place.part, []).append(cell)
     for trace in groups.values():
         if missing := [p.part for p in plan.states if p.part not in trace.cells]:
@@ -233,7 +233,7 @@ def traces_of(cells: Sequence[Cell], columns: Columns) -> Iterator[Trace]:
         yield from _unrolled(trace)
 
 
-def _unrolled(trace: Trace) -> Iterator[Trace]:
+def _unrolled(trace: TraceCells) -> Iterator[TraceCells]:
     cell = trace.cells[min(trace.cells)][0]
     if not any("N" in axis or "K" in axis for cells in trace.cells.values() for axis in cells[0].axes):
         yield trace
@@ -258,12 +258,12 @@ def _unrolled(trace: Trace) -> Iterator[Trace]:
         yield _at(trace, position, position)
 
 
-def _at(trace: Trace, fixed: dict[str, Any], position: Mapping[str, int], size: int = 0) -> Trace:
+def _at(trace: TraceCells, fixed: dict[str, Any], position: Mapping[str, int], size: int = 0) -> TraceCells:
     """Return the trace at a position on the axes of the states."""
-    return Trace(trace.columns, {**trace.environment, **position}, trace.cells, fixed, size)
+    return TraceCells(trace.columns, {**trace.environment, **position}, trace.cells, fixed, size)
 
 
-def _counts(trace: Trace) -> dict[str, int]:
+def _counts(trace: TraceCells) -> dict[str, int]:
     """Return the extents of the axes N and K of the states, which are equal in all of their cells."""
     counts: dict[str, int] = {}
     for letter in ("N", "K", "NK"):
@@ -279,7 +279,7 @@ def _counts(trace: Trace) -> dict[str, int]:
     return counts
 
 
-def _num_questions(trace: Trace, count: int) -> int:
+def _num_questions(trace: TraceCells, count: int) -> int:
     """Return the N of an axis (N K), which is that of another field."""
     stack = {n: v for n, v in trace.environment.items() if n not in ("N", "K")}
     levels = (trace.columns.unit, trace.columns.source, trace.columns.tables)
