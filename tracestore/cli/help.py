@@ -45,7 +45,8 @@ COMMAND_GROUPS = {
     },
 }
 COMMANDS = {name: text for commands in COMMAND_GROUPS.values() for name, text in commands.items()}
-# The arguments of all commands by group, in the order of the help; COMMAND.NAME where a command differs.
+# The arguments of all commands by group, in the order of the help; COMMAND.NAME where a command differs. The help of
+# `train` has its other arguments at the end of "training".
 OPTION_GROUPS = {
     "what": "store stores src file folders trace repo_id shell checkpoint model models twins lstm_solo gnn_det_lstm gvae_lstm "
     "probe detectors questions limit shard scores name default source version ids split segments subset.seed sample layer "
@@ -73,15 +74,13 @@ class CommandParser(Parser):
         formatter = self._get_formatter()
         formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
         formatter.add_text(self.description)
-        own = {
-            name for names in OPTION_GROUPS.values() for name in names.split() if name.startswith(f"{self.command}.")
-        }
-        actions = {
-            a.dest if f"{self.command}.{a.dest}" not in own else f"{self.command}.{a.dest}": a for a in self._actions
-        }
+        listed = {name for names in OPTION_GROUPS.values() for name in names.split()}
+        actions = {own if (own := f"{self.command}.{a.dest}") in listed else a.dest: a for a in self._actions}
+        others = [a for name, a in actions.items() if name not in listed and self.command == "train"]
         for title, names in OPTION_GROUPS.items():
             formatter.start_section(title)
             formatter.add_arguments(actions[name] for name in names.split() if name in actions)
+            formatter.add_arguments(others if title == "training" else ())
             formatter.end_section()
         formatter.add_text(self.epilog)
         return formatter.format_help()

@@ -261,8 +261,8 @@ def test_traces_without_the_features_have_no_score(name, tmp_path):
     detector = make(name).fit(store, indices, labels[indices])
     scores = detector.score(store, np.r_[COUNT, TEST])
     assert np.isfinite(scores[1:]).all()
-    # Maps of a trace without an answer have eigenvalues; the layers chosen may be those without NaN.
-    if name not in ("lap_eigvals", "probe_last", "saplma", "halo_scope"):
+    # A trace without an answer has attention and a last token; the layers chosen may be those without NaN.
+    if not {*detector.fields} <= {"attention", "last_token"}:
         assert np.isnan(scores[0])
 
 

@@ -1,16 +1,12 @@
 """Test which built-in layout owns a file, and that none takes a file of another kind."""
 
-import gzip
-import json
 import pickle
 
 import numpy as np
 import pytest
-import torch
-from safetensors.numpy import save_file
 
 from tests.helpers import command, error_of, make_graphs, make_trace, make_traces
-from tests.ingest.builtin.checks import check_builtin
+from tests.ingest.builtin.checks import check_builtin, write
 from tracestore.errors import InvalidInputError, UsageError
 from tracestore.ingest.builtin.claiming import claim
 from tracestore.ingest.builtin.library import builtins, parse_builtin
@@ -39,24 +35,6 @@ def sequences(**changes):
     """Return a preprocessed file of last tokens: N 6, L 3, D 8."""
     found = {"sequences": states(6, 3, 8), "labels": np.zeros(6), "question_ids": [f"q{k}" for k in range(6)]} | changes
     return {name: value for name, value in found.items() if value is not None}
-
-
-def write(path, value):
-    """Write a value in the container of the path's suffix."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".safetensors":
-        save_file(value, path)
-    elif path.suffix in (".pt", ".ckpt"):
-        torch.save(value, path)
-    elif path.suffix == ".npy":
-        np.save(path, value)
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(value))
-    elif path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in value))
-    else:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "wb") as file:
-            pickle.dump(value, file)
 
 
 def owners(tmp_path, **files):

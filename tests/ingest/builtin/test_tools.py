@@ -1,13 +1,13 @@
 """Test built-in layouts of tools on files as their scripts write them, and on copies that differ in one thing."""
 
 import json
-import pickle
 
 import numpy as np
 import pytest
 import torch
 
 import tracestore
+from tests.ingest.builtin.checks import write
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.builtin.claiming import claim
 from tracestore.ingest.builtin.library import builtins
@@ -19,26 +19,10 @@ def states(*shape):
     return RNG.standard_normal(shape).astype("f4")
 
 
-def write(folder, files):
-    """Write values by names of files, in the container of each suffix."""
-    for name, value in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.suffix in (".pt", ".ckpt"):
-            torch.save(value, path)
-        elif path.suffix == ".npy":
-            np.save(path, value)
-        elif path.suffix == ".pkl":
-            path.write_bytes(pickle.dumps(value))
-        elif path.suffix == ".jsonl":
-            path.write_text("".join(json.dumps(row) + "\n" for row in value))
-        else:
-            path.write_text(value)
-
-
 def owners(tmp_path, files):
     """Write files; return the tool of each, None without one."""
-    write(tmp_path / "in", files)
+    for name, value in files.items():
+        write(tmp_path / "in" / name, value)
     found = claim({name: tmp_path / "in" / name for name in files}, builtins())
     tools = {name: builtin.name for builtin, own in found.owned.items() for name in own}
     return {tools.get(name) for name in files}
@@ -244,7 +228,7 @@ def test_traps_of_geometry_of_truth(tmp_path, changes):
 def test_a_lost_file_of_geometry_of_truth_is_refused(tmp_path):
     files = {f"acts/LLaMA/cities/layer_12_{k}.pt": torch.from_numpy(states(25, 8)) for k in (0, 50)}
     files["datasets/cities.csv"] = "statement,label\n" + "s,1\n" * 75
-    write(tmp_path / "in", files)
+    owners(tmp_path, files)
 
     with pytest.raises(InvalidInputError):
         converted(tmp_path, attention="none")
@@ -285,7 +269,7 @@ def test_traps_of_bert_features(tmp_path, row):
 def test_a_layer_that_a_token_lacks_in_bert_features_is_refused(tmp_path):
     row = features(0)
     del row["features"][1]["layers"][1]
-    write(tmp_path / "in", {"output.jsonl": [row]})
+    write(tmp_path / "in/output.jsonl", [row])
 
     with pytest.raises(InvalidInputError):
         converted(tmp_path, attention="none")
