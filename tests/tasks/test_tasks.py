@@ -277,7 +277,7 @@ def test_damaged_receipts_are_refused_or_right(data, tmp_path):
     tasks = plan_tasks(data, store, ConvertOptions(group_column="topic"))
     for task in tasks:
         write_task(task)
-    path, found = store / paths.receipt(tasks[2].hash), plan.Plan.read(tasks[2])
+    path, found = store / paths.receipt(tasks[2].hash), plan.TaskPlan.read(tasks[2])
     sources = found.described().sources
     whole = path.read_bytes()
     expected = receipt.read_receipt(found, tasks[2], sources)

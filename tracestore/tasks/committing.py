@@ -23,7 +23,7 @@ from tracestore.store.write.plan_files import PlanFiles, open_plan_files
 from tracestore.store.write.writer import StoreWriter
 from tracestore.store.write.written import TraceBlock
 from tracestore.tasks.receipt import FoundReceipt, WrittenSource, listed_segments, read_receipt, usable_receipt
-from tracestore.tasks.task_plan import Plan, Quiet, Task, kept_plans
+from tracestore.tasks.task_plan import Quiet, Task, TaskPlan, kept_plans
 
 _POLL_S = 0.02
 _VISIBLE_S = 60  # NFS shows a new file after at most that time, unless it is configured otherwise.
@@ -43,7 +43,7 @@ def _is_written(files: PlanFiles, task: Task) -> bool:
     return segments is not None and all(map(files.has_segment, segments))
 
 
-def whole_tasks(plan: Plan, sources: Sequence[SourceFile]) -> list[Task]:
+def whole_tasks(plan: TaskPlan, sources: Sequence[SourceFile]) -> list[Task]:
     """Return the tasks that are written and of which nothing was refused."""
     return [
         task
@@ -89,7 +89,7 @@ def commit_tasks(tasks: Sequence[Task], *, output: Output | None = None) -> Conv
     """
     if not tasks:
         return None
-    plan, tasks = Plan.read(tasks[0]), sorted(set(tasks), key=lambda task: task.number)
+    plan, tasks = TaskPlan.read(tasks[0]), sorted(set(tasks), key=lambda task: task.number)
     if tasks != plan.tasks():
         raise UsageError(f"{plan.store}: expected the {len(plan.tasks()):,} tasks of one plan, found {len(tasks):,}")
     found = plan.files.times()
@@ -123,7 +123,7 @@ class Workers(Protocol):
 
 
 def commit_plan(
-    plan: Plan,
+    plan: TaskPlan,
     output: Output,
     workers: Workers | None = None,
     *,
@@ -134,7 +134,7 @@ def commit_plan(
 
     Parameters
     ----------
-    plan : Plan
+    plan : TaskPlan
     output : Output
         Receives notes, and progress if `workers` are given.
     workers : Workers, optional
@@ -169,7 +169,7 @@ class _Commit(Conversion):
     """A conversion whose traces other processes write or have written."""
 
     def __init__(
-        self, plan: Plan, output: Output, workers: Workers | None, num_workers: int, known: Mapping[str, Any]
+        self, plan: TaskPlan, output: Output, workers: Workers | None, num_workers: int, known: Mapping[str, Any]
     ) -> None:
         options = replace(plan.commit_options(), workers=num_workers)
         super().__init__(plan.arguments, str(plan.store), options, output, **known)

@@ -12,7 +12,7 @@ from tracestore.convert.summary import ConvertReport
 from tracestore.store.write.plan_files import open_plan_files
 from tracestore.tasks.committing import Workers, commit_plan, unwritten, whole_tasks
 from tracestore.tasks.local_workers import LocalWorkers
-from tracestore.tasks.task_plan import Plan, identity_of, kept_plan, new_plan
+from tracestore.tasks.task_plan import TaskPlan, identity_of, kept_plan, new_plan
 
 
 def convert(
@@ -71,7 +71,7 @@ def convert(
         return commit_plan(plan, output, workers, num_workers=options.workers, known=known)
 
 
-def _has_changed(plan: Plan) -> bool:
+def _has_changed(plan: TaskPlan) -> bool:
     """Return whether a source that no task has read differs from that of the plan."""
     sources = plan.described().sources
     found = [source for task in unwritten(plan.tasks()) for source in plan.facts["tasks"][task.number]]

@@ -28,7 +28,7 @@ from tracestore.store.write.plan_files import PlanFiles
 from tracestore.store.write.segment_writer import SegmentWriter
 from tracestore.store.write.written import TraceBlock, WrittenSegment
 from tracestore.tasks.receipt_traces import DIMENSIONS, TracesOfReceipt
-from tracestore.tasks.task_plan import Plan, Task, digest_of
+from tracestore.tasks.task_plan import Task, TaskPlan, digest_of
 
 # Of each trace, in the order of the rows of the segments: its label and values of scores (score after score), NaN if
 # they are missing, which of them it has, its group, the CRC-32C of its hidden states, the bytes of its arrays in the
@@ -232,7 +232,7 @@ def _opened(files: PlanFiles, task: Task) -> Iterator[tuple[dict[str, Any], dict
         yield document, arrays, group.strings("group", 0, len(arrays["facts"]))
 
 
-def read_receipt(plan: Plan, task: Task, sources: Sequence[SourceFile]) -> FoundReceipt:
+def read_receipt(plan: TaskPlan, task: Task, sources: Sequence[SourceFile]) -> FoundReceipt:
     """Return the receipt of a task of a plan with these sources.
 
     Raises
@@ -254,7 +254,7 @@ def read_receipt(plan: Plan, task: Task, sources: Sequence[SourceFile]) -> Found
         return FoundReceipt(f"{plan.store}/{paths.receipt(task.hash)}", written, list(document["accounts"]), segments)
 
 
-def usable_receipt(plan: Plan, task: Task, sources: Sequence[SourceFile]) -> FoundReceipt | None:
+def usable_receipt(plan: TaskPlan, task: Task, sources: Sequence[SourceFile]) -> FoundReceipt | None:
     """Return the receipt of a task; None if the task must be written because it is missing, damaged or has an error."""
     with suppress(FileNotFoundError, CorruptStoreError):
         found = read_receipt(plan, task, sources)

@@ -13,7 +13,7 @@ from tracestore.store.io.files import ReadableFiles
 from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.record import TraceRecord
 from tracestore.store.write.written import TraceBlock, WrittenSegment
-from tracestore.tasks.task_plan import Plan
+from tracestore.tasks.task_plan import TaskPlan
 
 DIMENSIONS = ("num_layers", "hidden_dim", "hidden_dtype", "num_heads", "attention_dtype")
 # Arrays of a segment that a commit needs.
@@ -28,7 +28,7 @@ class TracesOfReceipt:
     """The traces of a receipt, whose segments are added one after the other, before their sources take them."""
 
     def __init__(
-        self, plan: Plan, document: Mapping[str, Any], arrays: Mapping[str, np.ndarray], groups: list[str]
+        self, plan: TaskPlan, document: Mapping[str, Any], arrays: Mapping[str, np.ndarray], groups: list[str]
     ) -> None:
         self._names = [(str(name), int(k)) for name, k in document["scores"]]
         self._kinds, num_traces = arrays["facts"], len(arrays["facts"])

@@ -15,7 +15,7 @@ from tracestore.store.io.destinations import check_output_file
 from tracestore.store.io.files import parse_location
 from tracestore.store.write.plan_files import open_plan_files
 from tracestore.tasks.committing import unwritten
-from tracestore.tasks.task_plan import Plan, Task
+from tracestore.tasks.task_plan import Task, TaskPlan
 from tracestore.words import plural
 
 _SUFFIXES = (".json", ".jsonl")
@@ -100,9 +100,9 @@ class Status:
 
 
 def status_of(tasks: Sequence[Task]) -> Status:
-    """Return how many tasks are written, and the rate since the plan was made; the errors of Plan.read."""
+    """Return how many tasks are written, and the rate since the plan was made; the errors of TaskPlan.read."""
     if tasks:
-        Plan.read(tasks[0])
+        TaskPlan.read(tasks[0])
     missing = unwritten(tasks)
     done = [task for task in tasks if task not in missing]
     num_bytes, written = sum(task.num_bytes for task in tasks), sum(task.num_bytes for task in done)

@@ -96,7 +96,7 @@ def digest_of(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).hexdigest()
 
 
-class Plan:
+class TaskPlan:
     """The document of a plan.
 
     Parameters
@@ -116,7 +116,7 @@ class Plan:
         self.arguments = [Path(argument) for argument in self.facts["arguments"]]
 
     @classmethod
-    def read(cls, task: Task) -> "Plan":
+    def read(cls, task: Task) -> "TaskPlan":
         """Return the plan of a task.
 
         Raises
@@ -143,7 +143,7 @@ class Plan:
         return plan
 
     @classmethod
-    def load(cls, files: PlanFiles, path: str) -> "Plan":
+    def load(cls, files: PlanFiles, path: str) -> "TaskPlan":
         """Return a plan that lies in a store."""
         data, store = files.files.read_small(path, _MAX_PLAN_BYTES), files.location
         if path != paths.plan(digest_of(data)):
@@ -228,16 +228,16 @@ class Plan:
         """Remove the plan, and all receipts but those of other plans and of `kept`."""
         own, found = paths.plan(self.digest), self.files.times()
         others = kept_plans(self.files, [path for path in found if path != own])
-        known = {paths.receipt(task.hash) for tasks in (kept, *map(Plan.tasks, others)) for task in tasks}
+        known = {paths.receipt(task.hash) for tasks in (kept, *map(TaskPlan.tasks, others)) for task in tasks}
         self.files.remove([own, *(path for path in found if path.endswith(".zip") and path not in known)])
 
 
-def kept_plans(files: PlanFiles, found: Iterable[str] | None = None) -> Iterator[Plan]:
+def kept_plans(files: PlanFiles, found: Iterable[str] | None = None) -> Iterator[TaskPlan]:
     """Yield the plans that a store keeps, or those in `found`, without damaged ones, which no task can use."""
     for path in files.times() if found is None else found:
         if path.endswith(".json"):
             with suppress(CorruptStoreError, FileNotFoundError):  # Another process may remove it.
-                yield Plan.load(files, path)
+                yield TaskPlan.load(files, path)
 
 
 def _options_of(files: PlanFiles) -> dict[str, str] | None:
@@ -316,7 +316,7 @@ def _given(arguments: Sequence[Path], options: ConvertOptions) -> dict[str, Any]
     }
 
 
-def kept_plan(arguments: Sequence[Path], files: PlanFiles, options: ConvertOptions, output: Output) -> Plan | None:
+def kept_plan(arguments: Sequence[Path], files: PlanFiles, options: ConvertOptions, output: Output) -> TaskPlan | None:
     """Return the plan of these sources and options that a store keeps; remove it if it is outdated, and return None."""
     given = _given(arguments, options)
     for plan in kept_plans(files):
@@ -336,7 +336,7 @@ def new_plan(
     output: Output,
     *,
     min_tasks: int = 1,
-) -> Plan | None:
+) -> TaskPlan | None:
     """Cut a conversion into tasks, and keep the plan in the store; return None if it has fewer tasks than `min_tasks`."""
     described, attention = conversion.described, conversion.default_attention
     with StoreWriter(
@@ -373,7 +373,7 @@ def new_plan(
         }
         if options.attention is None and (note := attention.note(stored["attention"])):
             output.info(note)
-        plan = Plan(files, json.dumps(facts, sort_keys=True, indent=0).encode())
+        plan = TaskPlan(files, json.dumps(facts, sort_keys=True, indent=0).encode())
         writer.keep_file(paths.plan(plan.digest), plan.data)
     return plan
 

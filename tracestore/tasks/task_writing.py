@@ -20,7 +20,7 @@ from tracestore.store.write.pending import SegmentsAhead
 from tracestore.store.write.segment_writer import SegmentWriter
 from tracestore.store.write.written import WrittenSegment
 from tracestore.tasks.receipt import Receipt, WrittenSource, pack_receipt, read_receipt, usable_receipt
-from tracestore.tasks.task_plan import Plan, Quiet, Task
+from tracestore.tasks.task_plan import Quiet, Task, TaskPlan
 
 
 def write_task(task: Task, *, memory_budget: int | None = None) -> Receipt:
@@ -47,7 +47,7 @@ def write_task(task: Task, *, memory_budget: int | None = None) -> Receipt:
     InvalidInputError
         If a scores file has changed since the plan.
     """
-    plan = Plan.read(task)
+    plan = TaskPlan.read(task)
     conversion = Conversion(plan.arguments, task.store, plan.options, Quiet(), **plan.known())
     sources = conversion.sources
     if (found := usable_receipt(plan, task, sources)) is not None:
@@ -78,7 +78,7 @@ def write_task(task: Task, *, memory_budget: int | None = None) -> Receipt:
 class _TaskWriting:
     """The segments of a task while they are written. A complete one gets its name while others are written."""
 
-    def __init__(self, plan: Plan, conversion: Conversion, options: PackOptions, target: CommitTarget) -> None:
+    def __init__(self, plan: TaskPlan, conversion: Conversion, options: PackOptions, target: CommitTarget) -> None:
         self._conversion, self._target, self._plan = conversion, target, plan
         self._options = options
         self._segments = SegmentsAhead(plan.facts["store_options"], target.new_folder, schema.SEGMENT_SPLIT_BYTES)
