@@ -1,4 +1,4 @@
-"""Train a sparse autoencoder on the hidden states of one layer."""
+"""Train a sparse autoencoder on one layer of a store; docs/loading.md makes loading.zarr."""
 
 import torch
 

@@ -227,3 +227,13 @@ LINES = (
     "tokens = *.pkl : []/tokens -> S",
     "records = *.pkl : []",
 )
+
+
+def test_the_advice_about_layers_names_no_other_files(tmp_path):
+    for k in range(2):
+        np.savez(tmp_path / f"q{k}.npz", hs=make_trace(0, tokens=3)["hidden_states"][0][None].repeat(2 + k, 0))
+    error = error_of(
+        "convert", tmp_path, tmp_path / "s.zarr", "--field", "hidden_states = {id}.npz : hs -> L S D", code=3
+    )
+    assert "q1.npz, trace 0, num_layers: found 3, expected 2" in error and error.endswith("-> S L D\n")
+    assert ".pkl" not in error

@@ -273,3 +273,26 @@ def test_an_export_that_changes_after_the_plan_is_refused(data, tmp_path, name, 
     path.write_text(text)
     commit_tasks(tasks)
     assert files_of(tmp_path / "s.zarr") == files_of(tmp_path / "one.zarr")
+
+
+def test_sources_that_share_a_table_are_said_to_be_one_task(tmp_path):
+    data = tmp_path / "data"
+    data.mkdir()
+    for k in range(3):
+        np.save(data / f"q{k}.npy", states(k))
+    table(data, [("qid", "ok"), ("q0", 1), ("q1", 0), ("q2", 1)])
+    layout = tmp_path / "layout.toml"
+    layout.write_text('hidden_states = "{id}.npy -> L S D"\nis_correct = "labels.csv : [id=qid]/ok"\n')
+    for store, flags in (("one.zarr", ("--workers", 2)), ("plan.zarr", ("--plan", tmp_path / "tasks.json"))):
+        said = convert(data, tmp_path / store, "--layout", layout, *flags).stdout
+        assert "all files share rows of labels.csv: one task instead of 3; " in said
+        assert 'ignore = ["labels.csv"]' in said
+
+    # The way that the note names gives several tasks and the same labels.
+    layout.write_text('hidden_states = "{id}.npy -> L S D"\nignore = ["labels.csv"]\n')
+    free = tmp_path / "free.zarr"
+    assert "one task" not in convert(data, free, "--layout", layout, "--workers", 2).stdout
+    names = ["--id-column", "qid", "--score-column", "ok", "--score-direction", "correct"]
+    command("score", free, "--scores", data / "labels.csv", *names)
+    assert tracestore.open(free).targets().tolist() == tracestore.open(tmp_path / "one.zarr").targets().tolist()
+    assert "attention_layout  none\nattention_dtype   none\n" in command("info", free).stdout

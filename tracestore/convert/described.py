@@ -1,5 +1,6 @@
 """Sources that layouts describe, and their labels: stored when the accounts of the run close."""
 
+import json
 import math
 import re
 from collections import Counter, defaultdict
@@ -73,6 +74,15 @@ class DescribedRun:
         self._layer_ids: dict[str, tuple[int, ...] | None] = {}  # those of the first source, by the field of its states
         self._ids_of_states: dict[int, str] = {}  # by the checksum and the number of tokens
         self.num_replaced = self.num_equal = 0
+
+    def shared_note(self, num_alone: int) -> str:
+        """Return the note that sources which share tables are one task, with `num_alone` tasks without the tables."""
+        tables = sorted({text for part in self.parts if part.execution is not None for text in part.execution.tables})
+        return (
+            f"all files share rows of {', '.join(tables)}: one task instead of {num_alone}; to divide the conversion, replace "
+            f"the lines of labels and scores by ignore = {json.dumps(tables)}, and add them later: tracestore score STORE "
+            f"--scores {tables[0]}"
+        )
 
     def probes(self) -> list[SourceFile]:
         """Return the sources for a look at their first traces, which leaves the accounts of the run alone."""

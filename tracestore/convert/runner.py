@@ -71,8 +71,7 @@ def _position(error: InvalidInputError) -> float:
 
 # What to do about a trace that does not fit the store, by the field of the error.
 _ADVICE = {
-    "num_layers": "; if their first axis counts tokens, state it in a line such as --field 'hidden_states = *.pkl : "
-    "[]/hidden_states -> S L D'",
+    "num_layers": "; if the first axis of the states counts tokens, their line of the layout ends with -> S L D",
     "question_id": " (a line for question_id may add what tells them apart, see --on-conflict for one trace that changed)",
 }
 

@@ -353,7 +353,10 @@ def new_plan(
         sources = [(k, source.name, *found[k][:2]) for k, source in enumerate(conversion.sources)]
         sources = [source for source in sources if not writer.has_source(*source[1:])]
         shared = [conversion.sources[k].shared for k, *_ in sources]
-        runs = cut([size for *_, size, _ in sources], shared, conversion.total_bytes)
+        sizes = [size for *_, size, _ in sources]
+        runs = cut(sizes, shared, conversion.total_bytes)
+        if len(runs) == 1 < (num_alone := len(cut(sizes, [None] * len(sizes), conversion.total_bytes))):
+            output.info(described.shared_note(num_alone))
         if len(runs) < min_tasks:
             return None
         facts = _given(arguments, options) | {

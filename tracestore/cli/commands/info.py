@@ -25,6 +25,8 @@ def run(args: argparse.Namespace, output: Output) -> None:
     for name, value in info.items() if not args.json else ():
         if name == "bytes":
             value = f"{value:,} ({format_size(value)})"
+        elif name in ("attention_layout", "attention_dtype") and value is None:
+            value = "none"
         elif isinstance(value, list):
             value = ", ".join(value)
         elif name == "lens":

@@ -162,7 +162,7 @@ class Part:
             return
         fingerprint = self.execution.fingerprint()
         what = self.execution.layout.settings.get("L.what")
-        tables = self.execution if self.execution.has_tables else None
+        tables = self.execution if self.execution.tables else None
         for group in self.execution.groups:
             described = DescribedFiles(self.execution, group, fingerprint, what, tables)
             first = next(iter(group.files.values()))[0]

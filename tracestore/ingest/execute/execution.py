@@ -117,9 +117,9 @@ class Execution:
         return self._step is not False
 
     @property
-    def has_tables(self) -> bool:
-        """Return whether sources share the rows of a table, so that one process must read them."""
-        return bool(self._table_files)
+    def tables(self) -> list[str]:
+        """The FILES of tables whose rows sources share, so that one process must read these sources."""
+        return sorted(self._table_files)
 
     def scores_of_tables(self) -> set[str]:
         """Return the fields of labels and scores that tables give."""
