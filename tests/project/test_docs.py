@@ -14,8 +14,6 @@ from tracestore.ingest.layout.fields import FIELDS
 from tracestore.store.format import manifest, schema
 from tracestore.store.vocabulary import SCORES, WORDS
 
-pytestmark = pytest.mark.long
-
 PAGES = ("tutorial", "tutorial_machines", "tutorial_detector", "scores", "export", "loading", "memory")
 PAGES += ("migration", "bridges", "reading")
 PAGES = (*(f"docs/{name}.md" for name in PAGES), "README.md")
@@ -28,6 +26,7 @@ def blocks(page):
     return re.findall(r"^```(sh|python|toml)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_and_code_of_a_page_run(tmp_path, page):
     traces = make_traces(60, tokens=5)
@@ -35,9 +34,7 @@ def test_commands_and_code_of_a_page_run(tmp_path, page):
     data.mkdir()
     write_pickle(data / "trivia_qa_traces_batch_0000.pkl", traces[:40])
     write_pickle(data / "trivia_qa_traces_batch_0001.pkl.gz", traces[40:])
-    write_scores(
-        data / "ground_truth_scores.csv", {t["question_id"]: k % 2 for k, t in enumerate(traces)}, "bleurt_score"
-    )
+    write_scores(data / "scores.csv", {t["question_id"]: k % 2 for k, t in enumerate(traces)}, "bleurt_score")
     scripts = str(Path(sys.executable).parent)
     paths = os.pathsep.join([str(tmp_path / "installed"), str(ROOT)])
     environment = {**os.environ, "PATH": f"{scripts}:{os.environ['PATH']}", "PYTHONPATH": paths}
@@ -77,6 +74,7 @@ def test_the_pages_are_short():
     assert excess <= 0, f"docs/ has {excess} bytes too many: shorten a page"
 
 
+@pytest.mark.long
 def test_the_site_builds_without_warnings(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site"]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}

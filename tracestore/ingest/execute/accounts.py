@@ -344,10 +344,10 @@ def described(record: TraceRecord) -> str:
     labels = {**record.scores, **record.deferred_scores}
     if record.label is not None:
         labels["label"] = record.label
-    shown = ", ".join(f"{name} {value:g}" for name, value in labels.items() if not math.isnan(value)) or "no label"
+    shown = "".join(f"{name} {value:g}, " for name, value in labels.items() if not math.isnan(value))
     tokens = f"S {record.num_tokens}" if record.hidden is not None else "last token"
     return (
-        f"first trace: {escape_unprintable(record.question_id, 60)}, {shown}, L {layers}, {tokens}, D {width}, "
+        f"first trace: {escape_unprintable(record.question_id, 60)}, {shown}L {layers}, {tokens}, D {width}, "
         f"median norm {float(np.sort(norms)[len(norms) // 2]):.3g}"
     )
 
