@@ -14,7 +14,7 @@ from tracestore._core.mapping import MappedFile
 from tracestore.errors import InvalidInputError, TruncatedFileError, error_location
 from tracestore.ingest.files.byte_source import TRUNCATED_WHILE_READING, check_regular
 from tracestore.ingest.source_reading import read_traces
-from tracestore.ingest.sources import Identity, SourceFile, source_fingerprint
+from tracestore.ingest.sources import SourceFile, SourceIdentity, source_fingerprint
 from tracestore.store.format import schema
 from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.pack import PackedTrace, pack_record
@@ -179,13 +179,13 @@ def rounding_error(arrays: list[np.ndarray]) -> float | None:
     return largest
 
 
-def identify(source: SourceFile) -> Identity:
+def identify(source: SourceFile) -> SourceIdentity:
     """Return the identity of a source; raise InvalidInputError if the file cannot be read."""
     try:
         for path in source.files:
             check_regular(path)
         modified_ns = max(os.stat(path).st_mtime_ns for path in source.files)
-        return Identity(*source_fingerprint(source), modified_ns)
+        return SourceIdentity(*source_fingerprint(source), modified_ns)
     except InvalidInputError as error:
         raise error.with_location(source=source.name) from None
     except OSError as error:

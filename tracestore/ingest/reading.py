@@ -14,7 +14,7 @@ from typing import Protocol
 
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.packing import PackOptions, identify, packed_traces
-from tracestore.ingest.sources import Identity, SourceFile
+from tracestore.ingest.sources import SourceFile, SourceIdentity
 from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.pending import SegmentsAhead
 
@@ -66,7 +66,7 @@ class SourceStream:
         self.source = source
         self._gate, self._on_wait, self._segments = gate, on_wait, segments
         self._changed = gate.changed
-        self._identity: Identity | None = None
+        self._identity: SourceIdentity | None = None
         self._waiting: deque[PackedTrace] = deque()
         self._error: BaseException | None = None
         self.refused: list[InvalidInputError] = []  # traces, complete at the end of the iteration
@@ -131,7 +131,7 @@ class SourceStream:
                     return
             (on_wait or self._on_wait)()
 
-    def identity(self) -> Identity:
+    def identity(self) -> SourceIdentity:
         """Wait for the identity of the source and return it."""
         self._wait(lambda: self._identity is not None)
         if self._identity is None:
@@ -195,7 +195,7 @@ class TraceStream(Protocol):
     source: SourceFile
     refused: list[InvalidInputError]
 
-    def identity(self) -> Identity:
+    def identity(self) -> SourceIdentity:
         """Return the identity of the source; raise the error of reading it."""
 
     def __iter__(self) -> Iterator[PackedTrace]:

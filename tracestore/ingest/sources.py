@@ -86,7 +86,7 @@ class SourceFile:
         return sum(path.stat().st_size for path in self.files if path.is_file())
 
 
-class Identity(NamedTuple):
+class SourceIdentity(NamedTuple):
     """Size, fingerprint and modification time of a source."""
 
     size: int

@@ -19,7 +19,7 @@ from tracestore.errors import (
     escape_unprintable,
 )
 from tracestore.ingest.builtin.parts import Part
-from tracestore.ingest.sources import Identity, SourceFile
+from tracestore.ingest.sources import SourceFile, SourceIdentity
 from tracestore.store.format import paths
 from tracestore.store.format.ragged import encode_strings
 from tracestore.store.format.zip_group import ZipGroup, pack_group
@@ -106,7 +106,7 @@ class WrittenSource:
     refused: list[InvalidInputError] = field(default_factory=list)
     error: InvalidInputError | None = None
 
-    def identity(self) -> Identity:
+    def identity(self) -> SourceIdentity:
         """Return the identity, which the task has compared with the files."""
         return _Compared(self.size, self.fingerprint, 0)
 
@@ -123,7 +123,7 @@ class WrittenSource:
         yield from self.blocks
 
 
-class _Compared(Identity):
+class _Compared(SourceIdentity):
     def matches(self, source: SourceFile) -> bool:
         """Return True: the task has looked at the end of the source."""
         return True

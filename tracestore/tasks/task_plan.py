@@ -20,7 +20,7 @@ from tracestore.errors import CorruptStoreError, InvalidInputError, UsageError
 from tracestore.ingest.exports import EXPORT_FILE, STORE_FILE
 from tracestore.ingest.packing import PackOptions, identify
 from tracestore.ingest.score_files import FoundFiles
-from tracestore.ingest.sources import Identity, SourceFile, fingerprint
+from tracestore.ingest.sources import SourceFile, SourceIdentity, fingerprint
 from tracestore.store.format import paths
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.io.ownership import check_store_destination
@@ -391,9 +391,9 @@ def _exports_of(sources: Sequence[SourceFile]) -> list[Path]:
     return [folder / name for folder in folders for name in (EXPORT_FILE, STORE_FILE)]
 
 
-def identity_of(source: SourceFile) -> Identity:
+def identity_of(source: SourceFile) -> SourceIdentity:
     """Return the identity of a source; an empty one if it cannot be read, so that its task refuses it."""
     try:
         return identify(source)
     except InvalidInputError:
-        return Identity(0, "", 0)
+        return SourceIdentity(0, "", 0)
