@@ -17,7 +17,7 @@ _TOKEN = r"\\(?P<escaped>.)|(?P<wild>%s)|\{(?P<name>[^{}:]+)(?P<form>:-?d)?\}|(?
 _PATH_TOKEN, _KEY_TOKEN = (re.compile(_TOKEN % wild, re.DOTALL) for wild in (r"\*\*/?|\*", r"\*"))
 
 
-class Part(NamedTuple):
+class PatternPart(NamedTuple):
     """A part of a pattern: literal text, a name that binds text, or a wildcard."""
 
     kind: Literal["literal", "name", "star", "deep"]
@@ -56,7 +56,7 @@ class Pattern:
     is_path: bool = False
 
     @cached_property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[PatternPart, ...]:
         """The parts of the pattern; UsageError if it is not one."""
         return _parse(self.text, self.is_path)
 
@@ -124,12 +124,12 @@ class _Spans:
 
     Parameters
     ----------
-    part : Part
+    part : PatternPart
     name : str
     is_path : bool
     """
 
-    def __init__(self, part: Part, name: str, is_path: bool) -> None:
+    def __init__(self, part: PatternPart, name: str, is_path: bool) -> None:
         self.part, self._name = part, name
         self._ends: list[int] = []  # behind which the rest of the pattern matches, in their order
         # For each position, the end of the characters that the part takes from there on.
@@ -188,9 +188,9 @@ class _Spans:
 
 # The built-in layouts repeat most of their patterns.
 @lru_cache(maxsize=1024)
-def _parse(text: str, is_path: bool) -> tuple[Part, ...]:
+def _parse(text: str, is_path: bool) -> tuple[PatternPart, ...]:
     """Return the parts of a pattern; UsageError if it is not one."""
-    parts: list[Part] = []
+    parts: list[PatternPart] = []
     at, token = 0, _PATH_TOKEN if is_path else _KEY_TOKEN
     while at < len(text):
         match = token.match(text, at)
@@ -204,19 +204,19 @@ def _parse(text: str, is_path: bool) -> tuple[Part, ...]:
             raise UsageError(f"{text}: {found}")
         literal, wild = match["escaped"] or match["literal"], match["wild"]
         if literal and parts and parts[-1].kind == "literal":
-            parts[-1] = Part("literal", parts[-1].text + literal)
+            parts[-1] = PatternPart("literal", parts[-1].text + literal)
         elif literal:
-            parts.append(Part("literal", literal))
+            parts.append(PatternPart("literal", literal))
         elif wild:  # `**/x` matches `x`, too
-            parts.append(Part("deep" if wild.startswith("**") else "star", "/" if wild.endswith("/") else ""))
+            parts.append(PatternPart("deep" if wild.startswith("**") else "star", "/" if wild.endswith("/") else ""))
         else:
-            parts.append(Part("name", match["name"], match["form"] == ":d", match["form"] == ":-d"))
+            parts.append(PatternPart("name", match["name"], match["form"] == ":d", match["form"] == ":-d"))
         at = match.end()
     _check_names(text, parts)
     return tuple(parts)
 
 
-def _check_names(text: str, parts: list[Part]) -> None:
+def _check_names(text: str, parts: list[PatternPart]) -> None:
     """Raise UsageError for what is no name, a name that occurs twice, or two without a character between."""
     names = [part.text for part in parts if part.kind == "name"]
     if wrong := next((name for name in names if not is_name(name)), None):
