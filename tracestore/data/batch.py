@@ -228,7 +228,7 @@ def __getattr__(name: str) -> Any:
 
 
 @dataclass(slots=True)
-class Layout:
+class BatchLayout:
     """Positions of the tensors of a batch in a buffer.
 
     Parameters

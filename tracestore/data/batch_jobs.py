@@ -10,7 +10,7 @@ from torch.utils.data import get_worker_info
 
 from tracestore._core import gather
 from tracestore.data import shared_memory
-from tracestore.data.batch import GraphBatch, Layout, SequenceBatch
+from tracestore.data.batch import BatchLayout, GraphBatch, SequenceBatch
 from tracestore.data.batch_format import BatchFormat
 from tracestore.data.buffers import Allocate, BatchBuffer, TorchBuffer, align_up
 from tracestore.errors import CorruptStoreError, UsageError
@@ -83,7 +83,7 @@ class BatchJob(ABC):
         self.native.set_output(buffer.memory, *self._offsets.values())
 
     @abstractmethod
-    def layout(self) -> Layout:
+    def layout(self) -> BatchLayout:
         """Return where the tensors lie in the buffer. Valid after `native` has run."""
 
     def metadata(self) -> dict[str, Any]:
@@ -113,10 +113,10 @@ class SequenceJob(BatchJob):
         self.native = gather.CopyJob(self._sources, dtype_code(self._store.hidden_dtype), dtype_code(self._dtype))
         self._place({"sequences": self.native.out_bytes})
 
-    def layout(self) -> Layout:
+    def layout(self) -> BatchLayout:
         """Return where the tensors lie in the buffer."""
         shape = (len(self._indices), self._format.num_layers(self._store), self._store.hidden_dim)
-        return Layout(SequenceBatch, {"sequences": (0, shape, self._dtype)}, {})
+        return BatchLayout(SequenceBatch, {"sequences": (0, shape, self._dtype)}, {})
 
 
 class GraphJob(BatchJob):
@@ -175,7 +175,7 @@ class GraphJob(BatchJob):
         self.native.count_edges()
         self._place_tensors()
 
-    def layout(self) -> Layout:
+    def layout(self) -> BatchLayout:
         """Return where the tensors lie in the buffer."""
         native, at, values = self.native, self._offsets, {"num_layers": self._format.num_layers(self._store)}
         tensors: dict[str, tuple[int, tuple[int, ...], str]] = {
@@ -192,7 +192,7 @@ class GraphJob(BatchJob):
         else:
             tensors["edge_index"] = (at["edge_index"], (2, native.num_edges), "int64")
             tensors["edge_attr"] = (at["weights"], (native.num_edges, 1), self._weight_dtype)
-        return Layout(GraphBatch, tensors, values, self._format.as_pyg)
+        return BatchLayout(GraphBatch, tensors, values, self._format.as_pyg)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from multiprocessing import reduction
 from typing import Any
 
 from tracestore._core.blocks import SharedBlock
-from tracestore.data.batch import Layout, TensorBatch
+from tracestore.data.batch import BatchLayout, TensorBatch
 from tracestore.data.buffers import BatchBuffer
 from tracestore.platform_support import create_memory_file, has_memory_files, open_file_of_process
 
@@ -79,7 +79,7 @@ def acquire_slot(num_bytes: int) -> Slot:
     return _pool.acquire(num_bytes)
 
 
-def shared_batch(slot: Slot, layout: Layout, metadata: dict[str, Any]) -> Any:
+def shared_batch(slot: Slot, layout: BatchLayout, metadata: dict[str, Any]) -> Any:
     """Return the batch that lies in a slot.
 
     It is an ordinary batch, except that its pickle for another process names the slot. If a field
@@ -111,7 +111,7 @@ def _reduce(batch: Any) -> Any:
     return _receive, (os.getpid(), slot.fd, slot.memory.num_bytes, layout, metadata)
 
 
-def _receive(pid: int, fd_of_worker: int, num_bytes: int, layout: Layout, metadata: dict[str, Any]) -> Any:
+def _receive(pid: int, fd_of_worker: int, num_bytes: int, layout: BatchLayout, metadata: dict[str, Any]) -> Any:
     # Opening through the worker's file table needs no handshake, in which a dying worker could
     # leave the parent waiting.
     try:

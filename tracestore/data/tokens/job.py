@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tracestore._core import gather
-from tracestore.data.batch import Layout, TokenBatch
+from tracestore.data.batch import BatchLayout, TokenBatch
 from tracestore.data.batch_format import BatchFormat
 from tracestore.data.batch_jobs import BatchGatherer, BatchJob
 from tracestore.data.tokens.token_table import Tokens, TokenTable
@@ -164,11 +164,11 @@ class TokenJob(BatchJob):
         places = zip(self._tokens.segment.tolist(), self._tokens.row.tolist(), strict=True)
         return [self._views[segment].rows(row, row + 1) for segment, row in places]
 
-    def layout(self) -> Layout:
+    def layout(self) -> BatchLayout:
         """Return where the tensors lie in the buffer."""
         num_layers, dim = len(self._table.layers), self._store.hidden_dim
         shape = (len(self._indices), dim) if num_layers == 1 else (len(self._indices), num_layers, dim)
-        return Layout(TokenBatch, {"hidden_states": (0, shape, self._dtype)}, {})
+        return BatchLayout(TokenBatch, {"hidden_states": (0, shape, self._dtype)}, {})
 
     def metadata(self) -> dict[str, Any]:
         """Return the fields of the batch that do not lie in its buffer."""
