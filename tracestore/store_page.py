@@ -13,7 +13,7 @@ import numpy as np
 import tracestore
 from tracestore.errors import escape_unprintable
 from tracestore.pages.document import Section, document
-from tracestore.pages.elements import Cell, Html, card, cards, command, details, element, join, paragraph, table
+from tracestore.pages.elements import Html, TableCell, card, cards, command, details, element, join, paragraph, table
 from tracestore.pages.plots import Series, heat_map, histogram, plot
 from tracestore.store.format import schema
 from tracestore.store.format.labels import CORRECT
@@ -146,15 +146,15 @@ def _contents(store: TraceStore, classes: np.ndarray, threshold: float) -> Html:
     ])  # fmt: skip
 
 
-def _percent(count: int, total: int) -> Cell:
+def _percent(count: int, total: int) -> TableCell:
     share = 100 * count / max(1, total)
-    return Cell(f"{share:.1f} %", share)
+    return TableCell(f"{share:.1f} %", share)
 
 
-def _quantiles(values: np.ndarray, levels: Iterable[float]) -> list[Cell]:
+def _quantiles(values: np.ndarray, levels: Iterable[float]) -> list[TableCell]:
     known = values[np.isfinite(values)]
     found = np.percentile(known, list(levels)) if len(known) else [np.nan for _ in levels]
-    return [Cell("–") if np.isnan(v) else Cell(f"{v:,.4g}", float(v)) for v in found]
+    return [TableCell("–") if np.isnan(v) else TableCell(f"{v:,.4g}", float(v)) for v in found]
 
 
 def _field_counts(store: TraceStore) -> list[tuple[str, int]]:
@@ -323,7 +323,7 @@ def _provenance(store: TraceStore) -> Html:
     for k, source in enumerate(index.sources()):
         traces[str(source.provenance or "unknown")] += int(counts[k])
         if k < _MAX_ROWS:
-            size = Cell(format_size(source.size), source.size) if source.size else ""
+            size = TableCell(format_size(source.size), source.size) if source.size else ""
             rows.append([source.path, size, source.num_traces])
     origins = table(["model, layers, prompt", "traces"], traces.most_common(_MAX_ROWS), caption="Origins")
     more = len(counts) - len(rows)
@@ -342,4 +342,4 @@ def _sizes(store: TraceStore) -> list[list[object]]:
             sizes[file.path.removeprefix(f"{segment.name}/").partition("/")[0]] += file.size
     total = store.info()["bytes"]
     sizes["columns, index, manifest"] = max(0, total - sum(sizes.values()))
-    return [[name, Cell(format_size(size), size), _percent(size, total)] for name, size in sizes.most_common()]
+    return [[name, TableCell(format_size(size), size), _percent(size, total)] for name, size in sizes.most_common()]

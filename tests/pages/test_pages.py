@@ -13,7 +13,7 @@ import pytest
 from tests.pages.example import MALICIOUS, example_page
 from tracestore.errors import MissingExtraError
 from tracestore.pages.document import SERVER_POLICY, Section, assets, document
-from tracestore.pages.elements import Cell, Html, element, escape, facts, number, preformatted, table, tokens
+from tracestore.pages.elements import Html, TableCell, element, escape, facts, number, preformatted, table, tokens
 from tracestore.pages.plots import MAX_SIDE, Series, heat_map, plot
 
 
@@ -97,8 +97,8 @@ def test_elements():
     assert [escape(text) for text in (" ", " a ", "a \n b", "a ")] == [" ", " a ", "a b", "a "]
     assert preformatted(" <\t\n  \u202e\ud800") == " &lt; \n  \\u202e\\ud800" and preformatted("abc", 2) == "ab"
     assert facts({"a": 1_000, "b": None, "c": "<"}).count("<dt>") == 2
-    assert number(1234.5678, 2) == Cell("1,234.57", 1234.5678) and number(0.1, sign=True).text == "+0.100"
-    assert number(None) == number(math.nan) == Cell("–")
+    assert number(1234.5678, 2) == TableCell("1,234.57", 1234.5678) and number(0.1, sign=True).text == "+0.100"
+    assert number(None) == number(math.nan) == TableCell("–")
 
 
 def test_table_aligns_and_sorts_numbers():

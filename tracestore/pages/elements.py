@@ -28,7 +28,7 @@ class Html(str):
 
 
 @dataclass(frozen=True)
-class Cell:
+class TableCell:
     """A table cell with a formatted text and the number that it is sorted by.
 
     Parameters
@@ -95,11 +95,11 @@ def paragraph(*content: object, kind: str | None = None) -> Html:
     return element("p", *content, class_=kind)
 
 
-def number(value: float | None, digits: int = 3, *, sign: bool = False) -> Cell:
+def number(value: float | None, digits: int = 3, *, sign: bool = False) -> TableCell:
     """Return the cell of a number: rounded to `digits` decimals, sorted by its full value, a dash for None or NaN."""
     if value is None or math.isnan(value):
-        return Cell("–")
-    return Cell(f"{value:{'+' if sign else ''},.{digits}f}", value)
+        return TableCell("–")
+    return TableCell(f"{value:{'+' if sign else ''},.{digits}f}", value)
 
 
 def table(
@@ -120,7 +120,7 @@ def table(
     header : sequence
         Names of the columns.
     rows : iterable of sequences
-        int, float and Cell with a value are sorted as numbers, everything else as text.
+        int, float and TableCell with a value are sorted as numbers, everything else as text.
     caption : str
         What the table contains. It is shown, and it is the name of the table for screen readers.
     is_sortable : bool
@@ -128,7 +128,7 @@ def table(
     order : (int, "ascending" or "descending"), optional
         The column that the rows are sorted by, for its aria-sort.
     """
-    body = [[c if isinstance(c, Cell) else Cell(c, _sort_value(c)) for c in row] for row in rows]
+    body = [[c if isinstance(c, TableCell) else TableCell(c, _sort_value(c)) for c in row] for row in rows]
     numeric = [any(row[k].value is not None for row in body) for k in range(len(header))]
     cells = []
     for row in body:

@@ -6,7 +6,7 @@ Values are escaped as everywhere in `pages`. The styles hold for the fragment on
 from collections.abc import Mapping
 from typing import Any
 
-from tracestore.pages.elements import Cell, Html, element, facts, number, paragraph, table
+from tracestore.pages.elements import Html, TableCell, element, facts, number, paragraph, table
 from tracestore.words import format_size
 
 _TINTS = "".join(
@@ -91,7 +91,7 @@ class BenchmarkResults(dict[str, Any]):
                 tests = {detector: of["schemes"][scheme] for detector, of in found.items()}
                 rows = [
                     [d, found[d]["kind"], number(t["auroc"]), interval(t["interval_by_question"]), number(t["within_group_auroc"]),
-                     number(t["auprc"]), number(t["ece"]), Cell(format_size(found[d]["peak_bytes"]), found[d]["peak_bytes"])]
+                     number(t["auprc"]), number(t["ece"]), TableCell(format_size(found[d]["peak_bytes"]), found[d]["peak_bytes"])]
                     for d, t in sorted(tests.items(), key=lambda item: -item[1]["auroc"])
                 ]  # fmt: skip
                 header = ["detector", "kind", "AUROC", "95 % by question", "in groups", "AUPRC", "ECE", "memory"]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tracestore.pages.elements import Cell, Html, table
+from tracestore.pages.elements import Html, TableCell, table
 
 _ASCII = str.maketrans({"–": "-", "→": "->"})
 
@@ -40,6 +40,6 @@ class Table(NamedTuple):
 
 
 def _text(cell: object) -> str:
-    content = cell.text if isinstance(cell, Cell) else cell
+    content = cell.text if isinstance(cell, TableCell) else cell
     text = "" if content is None else f"{content:,}" if isinstance(content, int) else str(content)
     return text.translate(_ASCII)

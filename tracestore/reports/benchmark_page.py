@@ -14,7 +14,7 @@ from tracestore.evaluation.clusters import UNITS, adjusted_p_to
 from tracestore.evaluation.metric_table import format_interval
 from tracestore.pages import elements
 from tracestore.pages.document import Section, document
-from tracestore.pages.elements import Cell, Html, element, join, number, paragraph, table
+from tracestore.pages.elements import Html, TableCell, element, join, number, paragraph, table
 from tracestore.pages.plots import Series, heat_map, plot
 from tracestore.pages.tables import Table
 from tracestore.reports.detector_tables import p_value
@@ -112,12 +112,12 @@ def scheme_table(entry: Mapping[str, Any], scheme: str) -> Table:
         by_group = test["interval_by_group"]
         external = found["kind"] == "external"
         rows.append([
-            name, found["kind"], Cell(format_interval(test["auroc"], test["interval_by_question"]), test["auroc"]),
-            number(None) if by_group is None else Cell(f"{by_group[0]:.3f} to {by_group[1]:.3f}", by_group[0]),
+            name, found["kind"], TableCell(format_interval(test["auroc"], test["interval_by_question"]), test["auroc"]),
+            number(None) if by_group is None else TableCell(f"{by_group[0]:.3f} to {by_group[1]:.3f}", by_group[0]),
             *(number(test[c]) for c in ("within_group_auroc", "auprc", "prr", "risk_coverage_area", "ece", "brier")),
             *(p_value(p[unit].get(name)) for unit in UNITS), test["num_without_score"] or None,
             number(None if external else found["fit_s"] + found["score_s"], 1),
-            Cell(format_size(found["peak_bytes"]), float(found["peak_bytes"])),
+            TableCell(format_size(found["peak_bytes"]), float(found["peak_bytes"])),
         ])  # fmt: skip
     header = ["detector", "kind", "AUROC (95 % by question)", "95 % by group", "in groups", "AUPRC", "PRR", "RC", "ECE",
               "Brier", "p to best by question", "by group", "without score", "seconds", "memory"]  # fmt: skip
@@ -165,7 +165,7 @@ def label_source_tables(found: Mapping[str, Any]) -> list[Table]:
     ]
     for scheme, detectors in found["schemes"].items():
         rows = [
-            [name, *(Cell(_auroc(of[s]), of[s]["auroc"]) for s in sources)]
+            [name, *(TableCell(_auroc(of[s]), of[s]["auroc"]) for s in sources)]
             for name, of in sorted(detectors.items(), key=lambda item: -(item[1][sources[0]]["auroc"] or 0))
         ]
         caption = f"AUROC under the labels of each source (95 % by question), folds by {scheme}"

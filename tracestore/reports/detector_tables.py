@@ -13,7 +13,7 @@ from tracestore.evaluation.metric_table import (
     pair_name,
     too_few,
 )  # fmt: skip
-from tracestore.pages.elements import Cell, Html, join, number, paragraph, table
+from tracestore.pages.elements import Html, TableCell, join, number, paragraph, table
 
 
 def model_table(entries: Mapping[str, dict[str, Any]], controls: Mapping[str, dict[str, Any]], best: str) -> Html:
@@ -42,13 +42,13 @@ def model_table(entries: Mapping[str, dict[str, Any]], controls: Mapping[str, di
     return table(header, rows, caption="Test split")
 
 
-def _interval(test: Mapping[str, Any], name: str) -> Cell:
-    return Cell(format_interval(test[name], test[f"{name}_interval"]), test[name])
+def _interval(test: Mapping[str, Any], name: str) -> TableCell:
+    return TableCell(format_interval(test[name], test[f"{name}_interval"]), test[name])
 
 
-def p_value(value: float | None) -> Cell:
+def p_value(value: float | None) -> TableCell:
     """Return the cell of a p-value, a dash for None."""
-    return number(None) if value is None else Cell(format_p(value), value)
+    return number(None) if value is None else TableCell(format_p(value), value)
 
 
 def pair_table(pairs: Sequence[Mapping[str, Any]]) -> Html:
@@ -56,7 +56,7 @@ def pair_table(pairs: Sequence[Mapping[str, Any]]) -> Html:
     rows = [
         [
             pair_name(p),
-            Cell(format_interval(p["difference"], p["interval"], "+"), p["difference"]),
+            TableCell(format_interval(p["difference"], p["interval"], "+"), p["difference"]),
             p_value(p["p"]),
             p_value(p["p_holm"]),
             METHODS.get(p["method"], "–"),
