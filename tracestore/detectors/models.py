@@ -25,7 +25,7 @@ GNN_DROPOUT = 0.2
 
 
 @dataclass
-class Output:
+class DetectorOutput:
     """Output of a detector.
 
     Parameters
@@ -92,7 +92,7 @@ class LstmSolo(nn.Module):
         self.standardiser = Standardizer(config)
         self.readers = Readers(config.hidden_dim, config)
 
-    def forward(self, sequences: torch.Tensor, masks: TraceMasks | None = None) -> Output:
+    def forward(self, sequences: torch.Tensor, masks: TraceMasks | None = None) -> DetectorOutput:
         """Return logits for sequences of any float dtype, of all layers or of those that the model reads.
 
         Parameters
@@ -107,7 +107,7 @@ class LstmSolo(nn.Module):
                 raise ValueError(f"found sequences of {sequences.shape[1]} layers, expected {self.num_layers}")
             sequences = sequences[:, list(self.layers_read)]
         x = self.standardiser(sequences.to(next(self.parameters()).dtype), self.layers_read)
-        return Output(self.readers(x, masks))
+        return DetectorOutput(self.readers(x, masks))
 
 
 class GraphEncoder(nn.Module):
@@ -188,9 +188,9 @@ class GnnDetLstm(nn.Module):
         self.encoder = GraphEncoder(config)
         self.readers = Readers(self.encoder.width, config)
 
-    def forward(self, inputs: GraphInputs, masks: TraceMasks | None = None) -> Output:
+    def forward(self, inputs: GraphInputs, masks: TraceMasks | None = None) -> DetectorOutput:
         """Return logits (B,). Default masks: drawn by torch."""
-        return Output(self.readers(self.encoder(inputs, masks), masks))
+        return DetectorOutput(self.readers(self.encoder(inputs, masks), masks))
 
 
 class GvaeLstm(nn.Module):
@@ -216,7 +216,9 @@ class GvaeLstm(nn.Module):
         self.decoder = nn.Sequential(nn.Linear(latent, hidden), nn.ReLU(), nn.Linear(hidden, hidden))
         self.readers = Readers(latent + self.encoder.width - hidden, config)
 
-    def forward(self, inputs: GraphInputs, masks: TraceMasks | None = None, eps: torch.Tensor | None = None) -> Output:
+    def forward(
+        self, inputs: GraphInputs, masks: TraceMasks | None = None, eps: torch.Tensor | None = None
+    ) -> DetectorOutput:
         """Return logits (B,), the reconstruction error and the KL divergence.
 
         Parameters
@@ -240,18 +242,18 @@ class GvaeLstm(nn.Module):
         reconstruction = over_columns((self.decoder(z) - target).square(), -1).mean()
         kl = -0.5 * over_columns(1 + logvar - mu.square() - logvar.exp(), -1).mean()
         read = torch.cat([mu, skipped], dim=2) if self.config.skip != "none" else z
-        return Output(self.readers(read, masks), {"reconstruction": reconstruction, "kl": kl})
+        return DetectorOutput(self.readers(read, masks), {"reconstruction": reconstruction, "kl": kl})
 
 
 DetectorModel = LstmSolo | GnnDetLstm | GvaeLstm
 
 
-def detector_loss(output: Output, y: torch.Tensor, kl_weight: float) -> torch.Tensor:
+def detector_loss(output: DetectorOutput, y: torch.Tensor, kl_weight: float) -> torch.Tensor:
     """Return the mean binary cross-entropy of the readers, plus 0.1 (reconstruction + kl_weight KL) for gvae_lstm.
 
     Parameters
     ----------
-    output : Output
+    output : DetectorOutput
     y : torch.Tensor
         ``(B,)``, 1 for a hallucination.
     kl_weight : float

@@ -64,7 +64,7 @@ class LayerLSTM(nn.Module):
 class Readers(nn.ModuleList):
     """``config.num_readers`` LSTMs with heads, which differ in their first weights and dropout masks.
 
-    Each is trained on the labels by itself, and the detector's logit is their mean (`Output.logits`).
+    Each is trained on the labels by itself, and the detector's logit is their mean (`DetectorOutput.logits`).
 
     A GPU computes them side by side: one LSTM whose hidden state is that of all readers, with block-diagonal
     recurrent weights, and batched heads. It starts a quarter as many operations, and the zeros outside of the

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from tracestore.detectors.dropout import masks_on_device
 from tracestore.detectors.graph.gine import is_fused
 from tracestore.detectors.model_config import ModelConfig
-from tracestore.detectors.models import DetectorModel, LstmSolo, Output, detector_loss
+from tracestore.detectors.models import DetectorModel, DetectorOutput, LstmSolo, detector_loss
 from tracestore.detectors.precision import autocast_for
 from tracestore.errors import InsufficientMemoryError
 from tracestore.oom.guard import OOMGuard
@@ -48,7 +48,9 @@ class ModelRunner:
         drawn = [value for value in (given.masks, given.noise) if value is not None]
         with self._autocast:
             output = self.model(given.inputs, *drawn)
-        output = Output(output.reader_logits.float(), {name: term.float() for name, term in output.auxiliary.items()})
+        output = DetectorOutput(
+            output.reader_logits.float(), {name: term.float() for name, term in output.auxiliary.items()}
+        )
         return output.logits, detector_loss(output, given.y, self.model_config.kl_weight)
 
     def record_steps(self, optimizer: torch.optim.Optimizer) -> StepGraphs | None:
