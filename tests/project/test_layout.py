@@ -254,6 +254,11 @@ def tree_of(path):
     return ast.parse(path.read_text())
 
 
+def test_a_class_name_stands_once():
+    classes = Counter(node.name for path in FILES for node in ast.walk(tree_of(path)) if isinstance(node, ast.ClassDef))
+    assert [name for name, count in classes.items() if count > 1] == []
+
+
 @functools.cache
 def imports(path):
     """Return (absolute name, when it is imported) for each import of a file.

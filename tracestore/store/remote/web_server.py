@@ -173,7 +173,7 @@ class WebServer:
         self._opener = urllib.request.OpenerDirector()
         for handler in (
             urllib.request.ProxyHandler(),
-            _Handler(patience_s),
+            _BoundedHandler(patience_s),
             _Redirects(),
             urllib.request.HTTPErrorProcessor(),
             urllib.request.HTTPDefaultErrorHandler(),
@@ -198,7 +198,7 @@ class WebServer:
         return Answer(_checked(self._opener.open, request, timeout=self._timeout_s))
 
 
-class _Handler(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
+class _BoundedHandler(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
     """Opens connections whose answers are bounded."""
 
     def __init__(self, patience_s: float) -> None:
