@@ -13,7 +13,8 @@ from zarr.storage import ZipStore
 # Texts, with their bits of `fields`.
 TEXTS = {"question": 7, "generated_answer_clean": 8, "generated_answer": 9, "generated_text": 10}
 LARGE = ("hidden_states", "last_token", "attention", "edge_index", "edge_weight")
-RAGGED = ("token_logprob", "token_entropy", "generated_mask", "special_mask", "token_label")
+# Ragged arrays that are no optional fields.
+REQUIRED = {*TEXTS, "question_id", "extras", "tokens", "tokens_decoded"}
 
 
 def read_zip(path):
@@ -160,13 +161,14 @@ class Segment:
         trace["prompt_length"] = self.number("prompt_length", r)
         extras = item(rows, "extras", r).tobytes()
         trace["extras"] = decode(json.loads(extras)) if extras else {}
-        trace |= {name: self.optional(name, r) for name in RAGGED}
+        ragged = {name.removesuffix("_offsets") for name in rows if name.endswith("_offsets")} - REQUIRED
+        trace |= {name: self.optional(name, r) for name in ragged}
         for name in ("top_ids", "top_logprobs"):
-            values = self.optional(name, r)
+            values = trace.get(name)
             trace[name] = None if values is None else values.reshape(len(trace["tokens"]), -1)
         span = tuple(int(rows[name][r]) for name in ("answer_begin", "answer_end") if name in rows)
         trace["answer_span"] = span if max(span, default=-1) >= 0 else None  # One of them may be unknown.
-        spans = self.optional("spans", r)
+        spans = trace.get("spans")
         trace["spans"] = None if spans is None else decode(json.loads(spans.tobytes()))
         trace["temperature"], trace["seed"] = self.number("temperature", r), self.number("seed", r)
         return trace

@@ -36,7 +36,6 @@ from tracestore.serve.forms import (
     short_text,
 )
 from tracestore.serve.page_values import (
-    FIELD_NAMES,
     MEAN,
     Choice,
     chosen_value,
@@ -47,6 +46,7 @@ from tracestore.serve.page_values import (
     token_values,
 )
 from tracestore.serve.search import Query, TraceSearch, label_name
+from tracestore.store.format import schema
 from tracestore.store.read.store import TraceStore
 from tracestore.store.read.trace import Trace
 from tracestore.trace_view import View, downsample, read_attention
@@ -177,7 +177,7 @@ def _tokens(texts: list[str], values: dict[str, np.ndarray], name: str, choice: 
     title = f"Tokens by {name}" if name else "Tokens"
     found = values[name][: len(shown)] if name else None
     low = high = None
-    if found is not None and name == FIELD_NAMES["token_logprob"] and np.isfinite(found).any():
+    if found is not None and name == schema.TOKEN_FIELDS["token_logprob"].title and np.isfinite(found).any():
         # Unlikely tokens have the strongest color.
         known = found[np.isfinite(found)]
         low, high = float(known.max()), float(known.min())

@@ -5,13 +5,14 @@ import pickle
 import numpy as np
 import pytest
 
-from tests.helpers import command, error_of, make_graphs, make_trace, make_traces
+from tests.helpers import command, error_of, make_graphs, make_optional, make_trace, make_traces
 from tests.ingest.builtin.checks import check_builtin, write
 from tracestore.errors import InvalidInputError, UsageError
 from tracestore.ingest.builtin.claiming import claim
 from tracestore.ingest.builtin.library import builtins, parse_builtin
 from tracestore.ingest.builtin.signature import Signature, facts_of
 from tracestore.ingest.tree import ListItems, MappingGroup, NumpyArray
+from tracestore.store.format.schema import OPTIONAL_FIELDS
 
 RNG = np.random.default_rng(5)
 
@@ -54,6 +55,10 @@ OWN = [
     ("traces", "a.pkl", lambda: [trace(attentions=None), trace(attentions=None)]),
     ("traces", "a.pkl", lambda: [trace(label=1, score=0.5, note="x", batch_number=3)]),
     ("traces", "a.pkl", lambda: [trace(tokens=np.arange(6), tokens_decoded=None)]),
+    *(
+        ("traces", "a.pkl", lambda name=name: [trace(generated_answer="answer", **{name: make_optional(5)[name]})])
+        for name in OPTIONAL_FIELDS
+    ),
     ("traces", "a.pkl", lambda: [{"question_id": "refused"}, trace()]),
     ("traces", "a.pkl", lambda: [trace(question_id=None, num_layers=3, example_id=0, cutoff_method="eos")]),
     ("traces", "a.pkl", lambda: [{"question_id": str(s), "hidden_states": list(states(3, s, 8))} for s in (4, 6, 5)]),

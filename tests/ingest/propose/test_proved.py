@@ -1,12 +1,16 @@
 """Test folders whose meaning is proved: the proposal is used by itself."""
 
+import itertools
+
 import numpy as np
 import pytest
 
 import tracestore
+from tests.helpers import make_optional
 from tests.ingest.execute.folders import dump, save, states, table
 from tests.ingest.propose.folders import accept
 from tests.ingest.propose.test_traps import attention, rows
+from tracestore.store.format.schema import PER_TOKEN_FIELDS
 
 
 def test_a_list_of_dicts(tmp_path):
@@ -24,6 +28,15 @@ def test_states_of_all_layers_with_one_row_of_tokens_rule_18(tmp_path, beside):
         found.append({"id": f"q{k}", "hidden_states": states(3, 4 + k, 8, seed=k), **own})
     dump(tmp_path / "in/a.pkl", found)
     assert accept(tmp_path)["q2", 0].hidden_states.shape == (3, 6, 8)
+
+
+def test_values_per_token_of_the_names_of_fields(tmp_path):
+    found = [row | make_optional(len(row["input_ids"]), k) for k, row in enumerate(rows())]
+    names = ("answer_span", "spans", "temperature", "seed", "top_ids", "top_logprobs")
+    dump(tmp_path / "in/a.pkl", [{name: row[name] for name in row if name not in names} for row in found])
+    traces = accept(tmp_path)
+    for k, name in itertools.product(range(3), PER_TOKEN_FIELDS):
+        np.testing.assert_array_equal(traces[f"q{k}", 0].optional(name), found[k][name])
 
 
 def test_tokens_before_layers(tmp_path):

@@ -43,9 +43,10 @@ def test_a_reader_written_from_the_docs_and_zarr_libraries_read_every_value(stor
     found = second_reader.read_store(store.path)
     assert len(found) == len(store.expected) > 0
     for k, (mine, theirs) in enumerate(zip(store.expected, found, strict=True)):
-        assert theirs.keys() == mine.keys()
+        assert theirs.keys() <= mine.keys(), "add the field to OptionalFields of tracestore/store/read/trace.py"
         for name, value in mine.items():
-            assert_same(theirs[name], value, f"trace {k}, {name}")
+            # The reader finds the names of optional fields in each segment.
+            assert_same(theirs.get(name), value, f"trace {k}, {name}")
 
 
 def test_a_reader_written_from_the_docs_finds_traces(store):

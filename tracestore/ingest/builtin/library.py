@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from tracestore.errors import UsageError
-from tracestore.ingest.builtin.signature import Signature, parse_form
+from tracestore.ingest.builtin.signature import Form, Signature, parse_form
 from tracestore.ingest.layout.language import Layout, below, parse_layout
 from tracestore.ingest.layout.patterns import Pattern
 from tracestore.ingest.layout.places import Plan, plan_of
+from tracestore.store.format import schema
+from tracestore.store.vocabulary import FIELDS
 
 _KEYS = frozenset(("what", "defined", "instead_of", "suffixes", "vary", "reader", "layout", "signature"))
 
@@ -69,10 +71,12 @@ class Builtin:
 
     @cached_property
     def signatures(self) -> dict[str, Signature]:
-        """The signature of each FILES; those of items know the keys of further fields."""
+        """The signature of each FILES; those of items know the keys of further fields, and of optional ones in records."""
         tables = _filled(self.source["signature"], self.values)
         found = {text: Signature.parse(table) for text, table in tables.items()}
         forms = dict.fromkeys(self.lines.values(), parse_form("number | text"))
+        if "records" in self.source.get("layout", {}):
+            forms |= _optional_forms()
         return {text: signature.with_keys(forms) for text, signature in found.items()} if forms else found
 
     @cached_property
@@ -145,6 +149,17 @@ def _filled(value: Any, values: Mapping[str, str]) -> Any:
         for key, text in values.items():
             value = value.replace(key, text)
     return value
+
+
+@cache
+def _optional_forms() -> dict[str, tuple[Form, ...]]:
+    """Return the forms of the optional fields of a trace by their keys."""
+    forms = {}
+    for name, optional in schema.OPTIONAL_FIELDS.items():
+        axes = FIELDS[name].shape
+        kind = {"<f4": "float" if axes else "number", "|u1": "flag"}.get(optional.dtype, "int")
+        forms[name] = parse_form("group N | none 0" if optional.shape == schema.JSON else f"{kind} {axes}")
+    return forms
 
 
 @cache

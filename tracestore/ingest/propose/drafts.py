@@ -13,6 +13,7 @@ from tracestore.ingest.propose.meanings import LABELS, STATES, Meaning, may_be_l
 from tracestore.ingest.propose.names import words_of
 from tracestore.ingest.propose.orders import Axes, Frame, fitting, states_axes, unusual
 from tracestore.ingest.propose.proofs import ARRAYS, RANGES, TEXTS, Case, Line
+from tracestore.store.format import schema
 
 _MAX_DRAFTS = 48
 _FIELDS = frozenset((*TEXTS, *ARRAYS, *RANGES, "question_id", "prompt_length"))
@@ -162,7 +163,7 @@ class Drafter:
         found: list[Axes] = []
         if name != "tokens" or "P" not in frame.axes:
             found = fitting(leaf, name, frame, is_stacked=is_stacked, bound=bound)
-        if name == "tokens" and (not found or frame.has_passes):
+        if name in ("tokens", *schema.PER_TOKEN_FIELDS) and (not found or frame.has_passes):
             # Steps that names number may have an id more: the reading counts their tokens.
             found += fitting(leaf, "sequences", frame, is_stacked=is_stacked, bound=bound)
         if self.places.is_output(leaf):
@@ -211,4 +212,4 @@ def _is_superfluous(name: str, frame: Frame, has_tokens: bool) -> bool:
         return not frame.has_tokens or not {"N", "(N S)"} & set(frame.axes)
     if name in RANGES:
         return "(N S)" not in frame.axes
-    return name == "S.mask" and not frame.has_tokens
+    return name in ("S.mask", *schema.PER_TOKEN_FIELDS) and not frame.has_tokens

@@ -10,6 +10,7 @@ from tracestore.errors import InvalidInputError
 from tracestore.ingest.execute.values import label_value
 from tracestore.ingest.propose.leaves import Leaf
 from tracestore.ingest.propose.names import contains, without_names, words_of
+from tracestore.store.format import schema
 from tracestore.store.format.labels import CORRECT, HALLUCINATION
 from tracestore.store.vocabulary import COUNTED, FIELDS, NEEDLESS, SAYING, SCORES, SYNONYMS, is_named_as_verdict
 
@@ -24,6 +25,7 @@ _TAKES: dict[str, tuple[str, int, int]] = {
     "S.mask": ("ibf", 1, 4),
     "S.offsets": ("i", 1, 1),
     "L.ids": ("i", 1, 1),
+    **{name: ("f" if field.dtype == "<f4" else "ib", 1, 9) for name, field in schema.PER_TOKEN_FIELDS.items()},
     **dict.fromkeys(("sample", "prompt_length", "S.lengths", "S.starts", "S.ends"), ("i", 0, 1)),
     **dict.fromkeys(("layer", "token", "step", "dim"), ("i", 0, 0)),
     **dict.fromkeys(("file", "question", "generated_answer", "generated_answer_clean", "generated_text"), ("s", 0, 1)),
@@ -89,7 +91,9 @@ def meaning_of(leaf: Leaf, siblings: frozenset[str]) -> Meaning:
         Words of the keys next to it.
     """
     found = Meaning(leaf, reason=_reason(leaf, siblings))
-    if found.reason:
+    if leaf.key in schema.PER_TOKEN_FIELDS and _takes(leaf.key, leaf):
+        found.field = leaf.key
+    if found.reason or found.field:
         return found
     for words in _names(leaf, siblings):
         found.verdicts, found.is_doubtful = _verdicts(leaf, words, siblings)
@@ -162,7 +166,7 @@ def _phrases() -> dict[tuple[str, ...], list[str]]:
     found: dict[tuple[str, ...], list[str]] = {}
     for field in _TAKES:
         # A column `token` holds tokens, not their positions.
-        names = [] if "." in field or field == "token" else [field]
+        names = [] if "." in field or field == "token" or field in schema.PER_TOKEN_FIELDS else [field]
         names += [*SYNONYMS.get(field, ()), *(FIELDS[field].other_names if field in FIELDS else ())]
         for name in names:
             found.setdefault(words_of(name.replace(" ", "_")), []).append(field)

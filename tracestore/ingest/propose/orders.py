@@ -6,6 +6,7 @@ from typing import Any
 
 from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.propose.leaves import Leaf, Spot
+from tracestore.store.format import schema
 
 Axes = tuple[str, ...]
 Sizes = dict[str, int | None]
@@ -18,6 +19,7 @@ _LETTERS = {
     "tokens_decoded": ("1", "S"),
     "S.mask": ("1", "S"),
     "L.ids": ("1", "L"),
+    **dict.fromkeys(schema.PER_TOKEN_FIELDS, ("1", "S")),
 }
 
 

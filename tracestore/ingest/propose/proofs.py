@@ -10,10 +10,11 @@ from tracestore.ingest.propose.leaves import NUMBERS, Leaf, Spot
 from tracestore.ingest.propose.meanings import Meaning
 from tracestore.ingest.propose.names import without_names, words_of
 from tracestore.ingest.propose.orders import Axes, Frame
+from tracestore.store.format import schema
 from tracestore.store.vocabulary import COUNTED, SAYING, score_of_word
 
 TEXTS = ("question", "generated_answer", "generated_answer_clean", "generated_text")
-ARRAYS = ("attentions", "tokens", "tokens_decoded", "S.mask", "L.ids")
+ARRAYS = ("attentions", "tokens", "tokens_decoded", "S.mask", "L.ids", *schema.PER_TOKEN_FIELDS)
 RANGES = ("S.offsets", "S.lengths", "S.starts", "S.ends")
 PROOFS_OF_S = frozenset(("tokens", "tokens_decoded", "attentions", "S.mask", *RANGES))
 _ANSWERS = frozenset(("generated_answer", "generated_answer_clean"))
