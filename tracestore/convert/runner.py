@@ -36,7 +36,7 @@ from tracestore.errors import (
 from tracestore.ingest.exports import EXPORT_FILE
 from tracestore.ingest.files.byte_source import TRUNCATED_WHILE_READING
 from tracestore.ingest.packing import PackOptions
-from tracestore.ingest.reading import TraceStream, read_sources
+from tracestore.ingest.source_streams import TraceStream, read_sources
 from tracestore.ingest.sources import SourceFile, source_fingerprint
 from tracestore.platform_support import is_in_memory
 from tracestore.store.format.provenance import Provenance, equals_but_layers, with_layers

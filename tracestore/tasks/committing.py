@@ -13,7 +13,7 @@ from tracestore.convert.runner import Conversion
 from tracestore.convert.summary import ConvertReport
 from tracestore.errors import ClusterError, CorruptStoreError, InvalidInputError, TracestoreError, UsageError
 from tracestore.ingest.packing import PackOptions, identify
-from tracestore.ingest.reading import TraceStream
+from tracestore.ingest.source_streams import TraceStream
 from tracestore.ingest.sources import SourceFile
 from tracestore.store.format import paths
 from tracestore.store.io import fsio

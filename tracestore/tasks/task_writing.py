@@ -10,7 +10,7 @@ from tracestore.convert.runner import Conversion
 from tracestore.errors import InvalidInputError, TruncatedFileError, UsageError
 from tracestore.ingest.files.byte_source import TRUNCATED_WHILE_READING
 from tracestore.ingest.packing import PackOptions
-from tracestore.ingest.reading import TraceStream, read_sources
+from tracestore.ingest.source_streams import TraceStream, read_sources
 from tracestore.store.format import paths, schema
 from tracestore.store.io import fsio
 from tracestore.store.io.local_folders import budget_beside

@@ -11,7 +11,7 @@ from tracestore.errors import InvalidInputError
 from tracestore.ingest.builtin.parts import find_sources
 from tracestore.ingest.files import byte_source
 from tracestore.ingest.packing import PackOptions, packed_traces
-from tracestore.ingest.reading import SourceStream, read_sources
+from tracestore.ingest.source_streams import SourceStream, read_sources
 
 NUM_FILES, TRACES_A_FILE = 5, 4
 
