@@ -283,3 +283,13 @@ def test_rounding_to_float16_is_reported(tmp_path, dtype, options, expected):
     assert ("largest relative error of rounding: 0.0" in done.stderr) == bool(expected)
     error = json.loads(done.stdout)["rounding_error"]
     assert error is None if not expected else 2**-14 < error <= 2**-11 * 1.001
+
+
+def test_a_version_without_a_field_refuses_its_segments_with_the_names_of_the_arrays(tmp_path, monkeypatch):
+    trace = make_trace(0, tokens=5) | {"token_entropy": np.ones(5, "f4")}
+    path = write_store(tmp_path / "s.zarr", [trace])
+    known = {name: dtype for name, dtype in schema.ROW_DTYPES.items() if not name.startswith("token_entropy")}
+    monkeypatch.setattr(schema, "ROW_DTYPES", known)
+    refused = pytest.raises(CorruptStoreError, match=r"format: \['token_entropy', 'token_entropy_offsets'\]$")
+    with tracestore.open(path) as store, refused:
+        store[0].copy()

@@ -87,8 +87,8 @@ class ZipGroup:
         self._entries = _directory(mapped)
         names = {name.partition("/")[0] for name in self._entries} - {"zarr.json"}
         expected = {"zarr.json", *(f"{name}/zarr.json" for name in names)}
-        if not names <= dtypes.keys() or not dtypes.keys() - optional <= names:
-            raise ValueError(f"the arrays are not those of this format: {sorted(names ^ dtypes.keys())}")
+        if wrong := (names - dtypes.keys()) | (dtypes.keys() - optional - names):
+            raise ValueError(f"the arrays are not those of this format: {sorted(wrong)}")
         if not expected <= self._entries.keys() <= expected | {f"{name}/c/0" for name in names}:
             raise ValueError("the files are not those of this format")
         self.names = frozenset(names)
