@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 
 import tracestore
+from tests.conftest import NUM_RESAMPLES
 from tests.experiment.quiet import SMALL, train_quietly
 from tests.helpers import make_traces, run_cli, write_store
 from tracestore.detectors.model_config import ModelConfig
 from tracestore.detectors.registry import DEFAULT_MODELS
 from tracestore.errors import UsageError
+from tracestore.evaluation import metrics
 from tracestore.evaluation import store_split as splits
 from tracestore.evaluation.evaluate import BootstrapResampler, RunScores
 from tracestore.evaluation.metrics import percentile_interval
@@ -23,7 +25,8 @@ CONFIG = TrainConfig(epochs=2, lr=0.01, loader_threads=1)
 
 
 @pytest.mark.long
-def test_folds_and_seeds_of_the_command(sampled, tmp_path):
+def test_folds_and_seeds_of_the_command(sampled, tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics, "BOOTSTRAP_SAMPLES", NUM_RESAMPLES)  # as in the process of the command
     out = tmp_path / "r"
     command = ["tools/train.py", "--store", sampled, "--output-dir", out, "--epochs", 2, "--num-threads", 1]
     command += ["--lstm-hidden", 8, "--no-run-gnn-det", "--no-run-gvae"]

@@ -88,8 +88,8 @@ class Driver:
         original = writer.StoreWriter.commit
         log = os.open(self.commit_log, os.O_WRONLY | os.O_APPEND)
 
-        def logged(own):
-            original(own)
+        def logged(own, **keywords):
+            original(own, **keywords)
             os.write(log, f"{own.manifest.num_traces}\n".encode())
 
         writer.StoreWriter.commit = logged

@@ -197,11 +197,13 @@ class RemoteTarget(HasWritingFolder):
         objects.delete(removed + [paths.manifest(k) for k in self._numbers[2:]])
 
     def _complete(self, number: int) -> None:
-        """Put what a killed writer of a generation has left undone: the root, and then the copy of the manifest."""
+        """Put what a killed writer of a generation has left undone: its number, the root, the copy of the manifest."""
         objects, copy = self._object_store, paths.manifest_copy(number)
         if number and number not in self._whole and objects.size(copy) is None:
             with contextlib.suppress(CorruptStoreError, FileNotFoundError):
                 data = self._manifest(number).to_bytes()
+                if number == self._newest:
+                    objects.put("manifest/newest", f"{number:010d}\n".encode())
                 if number in self._roots:
                     objects.put("zarr.json", self._roots[number])
                 objects.put(copy, data)
