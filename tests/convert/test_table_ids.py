@@ -102,7 +102,7 @@ def test_a_label_of_a_stated_layout_and_another_one_in_the_scores_file_are_refus
     (tmp_path / "scores.csv").write_text("question_id,label,score\na,0,0.5\n")
     flags = ["--field", "hidden_states = {id}.npz : h -> L S D", "--field", "is_hallucinated = {id}.npz : label"]
     flags += ["--scores", tmp_path / "scores.csv"]
-    assert "both say" in error_of("convert", tmp_path, tmp_path / "s.zarr", *flags, code=2)
+    assert "both judge" in error_of("convert", tmp_path, tmp_path / "s.zarr", *flags, code=2)
 
     convert(tmp_path, tmp_path / "s.zarr", *flags, "--score-column", "score")
 
