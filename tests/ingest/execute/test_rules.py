@@ -710,7 +710,11 @@ def test_rule_13_several_files_have_no_order(tmp_path):
         save(tmp_path / f"in/h_{name}.npy", states(3, 2, 4, 8, seed=ord(name)))
     save(tmp_path / "in/y.npy", np.arange(6) % 2)
 
-    refuse(tmp_path, {"hidden_states": "h_*.npy -> N L S D", "is_correct": "y.npy -> N"}, "rows in order|6 rows belong to 3 traces")
+    refuse(
+        tmp_path,
+        {"hidden_states": "h_*.npy -> N L S D", "is_correct": "y.npy -> N"},
+        "rows in order|6 rows belong to 3 traces",
+    )
 
 
 def test_rule_13_rows_of_two_tables_have_no_order(tmp_path):
