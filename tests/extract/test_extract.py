@@ -509,6 +509,37 @@ def test_killed_and_resumed_run_makes_the_same_store(tiny_model, tmp_path):
         assert len(whole) == count and read_all(whole) == read_all(killed)
 
 
+@pytest.mark.long
+def test_a_killed_run_leaves_whole_files_and_goes_on(tiny_model, tmp_path):
+    """Kill the run at random times (50 in `make torture`): what lies in the folder is whole, and scores come last."""
+    kills = int(os.environ.get("TRACESTORE_EXTRACT_KILLS", "3"))
+    count = 6 + 4 * kills
+    questions, folder = tmp_path / "questions.csv", tmp_path / "killed"
+    with questions.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["question_id", "question", "answers"])
+        writer.writerows([f"q{k}", f"What is {k}?", f"{k}|number {k}"] for k in range(count))
+    flags = ["--traces-per-file", "2", "--max-new-tokens", "6"]
+    extract(tiny_model, questions, tmp_path / "whole", *flags)
+    words = [sys.executable, "tools/extract.py", "--model", tiny_model, "--questions", questions, "--out", folder]
+    rng, files = random.Random(0), 0
+    for _ in range(kills):
+        with subprocess.Popen([*words, *flags], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+            while process.poll() is None and len(list(folder.glob("*.pkl"))) <= files:
+                time.sleep(0.005)
+            time.sleep(rng.uniform(0, 0.1))
+            process.kill()
+            assert process.wait() in (0, -signal.SIGKILL), process.stderr.read()
+        found = list(folder.glob("*.pkl"))
+        files = len(found)
+        assert files == count // 2 or not (folder / "scores.csv").exists()
+        assert all(path.read_bytes() == (tmp_path / "whole" / path.name).read_bytes() for path in found)
+    extract(tiny_model, questions, folder, *flags)
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == {
+        path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir() if path.is_file()
+    }
+
+
 def test_resumes_after_a_kill_before_the_first_commit(tiny_model, questions, tmp_path):
     (tmp_path / "run.zarr").mkdir()
     (tmp_path / "run.zarr" / "lock").touch()
