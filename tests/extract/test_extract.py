@@ -511,7 +511,7 @@ def test_killed_and_resumed_run_makes_the_same_store(tiny_model, tmp_path):
 
 @pytest.mark.long
 def test_a_killed_run_leaves_whole_files_and_goes_on(tiny_model, tmp_path):
-    """Kill the run at random times (50 in `make torture`): what lies in the folder is whole, and scores come last."""
+    """Kill the run at random times (50 in `make torture`): each file in the folder is intact, and scores come last."""
     kills = int(os.environ.get("TRACESTORE_EXTRACT_KILLS", "3"))
     count = 6 + 4 * kills
     questions, folder = tmp_path / "questions.csv", tmp_path / "killed"
