@@ -5,6 +5,8 @@ import io
 import os
 import pickle
 import struct
+import subprocess
+import sys
 import zipfile
 
 import numpy as np
@@ -308,3 +310,42 @@ def test_a_label_from_a_second_source_is_kept(tmp_path):
     assert len(store) == 3 and store.labels.tolist() == [1, 0, 1]
     torch.save(value | {"labels": torch.tensor([0.0, 0.0, 1.0])}, tmp_path / "preprocessed_1.pt")
     assert "label" in convert(tmp_path / "preprocessed_1.pt", tmp_path / "s.zarr", check=3).stderr
+
+
+REFUSE_ALL = """
+import gc, pathlib, sys
+from tracestore.errors import InvalidInputError
+from tracestore.ingest.readers.opening import open_tree
+from tracestore.ingest.tree import Array, Group
+
+def read(value):
+    if isinstance(value, Array):
+        value.read()
+    elif value is not None and not isinstance(value, str | int | float):
+        for inner in value.values() if isinstance(value, Group) else value:
+            read(inner)
+
+for path in sorted(pathlib.Path(sys.argv[1]).iterdir()):
+    try:
+        with open_tree(path) as root:
+            read(root)
+    except InvalidInputError as error:
+        error.itself = error  # a cycle with all frames of the reader
+gc.collect()
+"""
+
+
+def test_broken_files_in_cycles_of_errors_leave_nothing_on_standard_error(tmp_path):
+    # Collecting a cycle once cleared buffers that a reader had not released.
+    whole = {"a.pkl": pickle.dumps(make_traces(3)), "b.pt": io.BytesIO(), "c.pt": io.BytesIO()}
+    traces = [as_torch(trace) for trace in make_traces(3)]
+    torch.save(traces, whole["b.pt"])
+    torch.save(traces, whole["c.pt"], _use_new_zipfile_serialization=False)
+    rng = np.random.default_rng(0)
+    for k in range(200):
+        name = list(whole)[k % 3]
+        data = bytearray(whole[name] if name == "a.pkl" else whole[name].getvalue())
+        data[int(rng.integers(len(data)))] ^= 0xFF
+        (tmp_path / f"{k}_{name}").write_bytes(data[: int(rng.integers(40, len(data)))] if k % 4 else data)
+    done = subprocess.run([sys.executable, "-c", REFUSE_ALL, tmp_path], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -14,7 +14,7 @@ class ByteReader:
 
 @final
 class BufferReader(ByteReader):
-    def __new__(cls, buffer: Any, begin: int = 0, end: int | None = None) -> Self: ...
+    def __new__(cls, buffer: Any) -> Self: ...
 
 @final
 class ChunkReader(ByteReader):

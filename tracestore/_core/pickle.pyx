@@ -8,6 +8,7 @@ files of traces contain. The caller decides the meaning of names: `find_class` m
 
 One module of over 400 lines, because stack, memo and opcodes share C-level state within a module.
 """
+cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytearray cimport PyByteArray_AS_STRING
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
@@ -82,6 +83,9 @@ cdef object _truncated():
     return InvalidInputError("truncated: the file ends inside a value")
 
 
+# No garbage collection: clearing a cycle would drop `BufferReader.buffer` without releasing it, and leave its memoryview
+# exported. Neither the window nor a buffer refers back to a reader.
+@cython.no_gc
 cdef class ByteReader:
     """A stream of bytes for an unpickler; small reads go through a window."""
     cdef const uint8_t *cursor
@@ -164,20 +168,18 @@ cdef int _copy(void *context) noexcept nogil:
     return 0
 
 
+@cython.no_gc
 cdef class BufferReader(ByteReader):
-    """A ByteReader of a buffer from `begin` to `end`; payloads are views of it."""
+    """A ByteReader of a buffer; payloads are views of it."""
     cdef Py_buffer buffer
     cdef object view
     cdef uint64_t position  # end of the window
     cdef uint64_t end
 
-    def __cinit__(self, buffer, begin=0, end=None):
+    def __cinit__(self, buffer):
         PyObject_GetBuffer(buffer, &self.buffer, PyBUF_SIMPLE)
         self.view = memoryview(buffer).cast("B")
-        cdef uint64_t size = self.buffer.len
-        self.end = size if end is None else min(<uint64_t>end, size)
-        self.position = min(<uint64_t>begin, self.end)
-        self.disk_bytes = self.end - self.position
+        self.end = self.disk_bytes = self.buffer.len
         self.window = bytearray(WINDOW_BYTES)
         self.cursor = self.limit = <const uint8_t *>PyByteArray_AS_STRING(self.window)
 
