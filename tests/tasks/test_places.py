@@ -286,7 +286,7 @@ def test_of_conditional_puts_at_the_same_time_one_wins(remote):
 
 
 def test_the_commit_of_a_task_sends_few_requests(data, tmp_path, proxy, remote, monkeypatch):
-    """15, opening with an empty cache included, besides 5 for plan and receipt, and 12 to check a segment."""
+    """15, opening with an empty cache included, besides 5 for plan and receipt, and 9 to check a segment."""
     for k, file in enumerate(sorted(data.iterdir())[:4]):
         tasks = plan_tasks(file, remote)
         write_task(tasks[0])
@@ -294,7 +294,7 @@ def test_the_commit_of_a_task_sends_few_requests(data, tmp_path, proxy, remote, 
         proxy.requests.clear()
         assert commit_tasks(tasks).num_traces == 4 * (k + 1)
         of_segments = sum(n for (_, path), n in proxy.requests.items() if "/segments/" in path)
-        assert of_segments <= 12 and sum(proxy.requests.values()) <= 15 + 5 + of_segments, proxy.requests
+        assert of_segments <= 9 and sum(proxy.requests.values()) <= 15 + 5 + of_segments, proxy.requests
 
 
 def test_only_clean_lists_segments(data, proxy, remote, monkeypatch):

@@ -152,7 +152,7 @@ def pack_receipt(
     packed["group"], packed["group_offsets"] = encode_strings([trace.record.group for trace in traces])
     document = {
         "task": task.hash,
-        "segments": [[s.name, len(s), s.rows.size, s.rows.crc32c] for s in segments],
+        "segments": [[s.name, len(s), s.rows.size, s.rows.crc32c, s.shapes] for s in segments],
         "sources": [
             {
                 "name": source.source.name,

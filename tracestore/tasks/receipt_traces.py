@@ -51,7 +51,9 @@ class TracesOfReceipt:
         self._blocks: list[TraceBlock] = []  # of all traces of a segment
         self._num_added = self._num_taken = 0
 
-    def add_segment(self, files: ReadableFiles, name: str, num_traces: int, size: int, crc: int) -> WrittenSegment:
+    def add_segment(
+        self, files: ReadableFiles, name: str, num_traces: int, size: int, crc: int, shapes: Mapping[str, Any]
+    ) -> WrittenSegment:
         """Add the traces of the next segment."""
         begin, end = self._num_added, self._num_added + num_traces
         if type(num_traces) is not int or not 0 < num_traces <= len(self._kinds) - begin:
@@ -60,7 +62,7 @@ class TracesOfReceipt:
         attributes = schema.Attributes(attention=self._options["attention"], options=self._options)
         for kind in np.unique(self._kinds[begin:end]).tolist():
             attributes = joined(attributes, self._attributes[kind])
-        segment = WrittenSegment(files, name, num_traces, rows, attributes)
+        segment = WrittenSegment(files, name, num_traces, rows, shapes, attributes)
         reader = segment.reader
         block = TraceBlock(
             segment,

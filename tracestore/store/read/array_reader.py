@@ -15,7 +15,7 @@ from tracestore.errors import CorruptStoreError, StorageError
 from tracestore.store.format import schema
 from tracestore.store.format.codecs import ChunkCodec
 from tracestore.store.format.entries import FileEntry, FileLayers, PartialFile
-from tracestore.store.format.zarr_json import shard_index, sharded_array
+from tracestore.store.format.zarr_json import array_metadata, shard_index, sharded_array
 from tracestore.store.io.files import StoreFiles, reading_committed
 from tracestore.store.read.chunk_cache import ChunkCache, ChunkKey
 
@@ -32,6 +32,15 @@ def _check_metadata(data: bytes, spec: "ArraySpec") -> tuple[int, int]:
     """
     meta = json.loads(data)
     num_rows, chunk_rows = meta["shape"][0], meta["codecs"][0]["configuration"]["chunk_shape"][0]
+    if meta != sharded_array(*_array(spec, num_rows, chunk_rows)):
+        raise ValueError("not the metadata of this array")
+    return num_rows, chunk_rows
+
+
+def _array(
+    spec: "ArraySpec", num_rows: Any, chunk_rows: Any
+) -> tuple[tuple[int, ...], int, np.dtype, str, dict[str, Any]]:
+    """Return the arguments of array_metadata(); ValueError if the numbers of rows are not valid."""
     if type(num_rows) is not int or type(chunk_rows) is not int or not 0 <= num_rows < 1 << 48 or chunk_rows < 1:
         raise ValueError(f"{num_rows!r:.40} rows in chunks of {chunk_rows!r:.40}")
     if chunk_rows > 1 and chunk_rows * spec.row_items * spec.dtype.itemsize > schema.INNER_CHUNK_BYTES:
@@ -39,9 +48,14 @@ def _check_metadata(data: bytes, spec: "ArraySpec") -> tuple[int, int]:
     if spec.num_rows is not None and num_rows != spec.num_rows:
         raise ValueError(f"{num_rows} rows, expected {spec.num_rows}")
     attributes = {"tracestore": {"dtype": "bfloat16"}} if spec.is_bfloat16 else {}
-    if meta != sharded_array((num_rows, *spec.columns), chunk_rows, spec.dtype, spec.codec, attributes):
-        raise ValueError("not the metadata of this array")
-    return num_rows, chunk_rows
+    return (num_rows, *spec.columns), chunk_rows, spec.dtype, spec.codec, attributes
+
+
+def check_metadata(spec: "ArraySpec", num_rows: Any, chunk_rows: Any, entry: FileEntry) -> None:
+    """Raise ValueError unless a zarr.json with these numbers of rows has the size and checksum of `entry`."""
+    data = array_metadata(*_array(spec, num_rows, chunk_rows))
+    if (len(data), crc32c(data)) != (entry.size, entry.crc32c):
+        raise ValueError(f"{entry.path}: not the metadata of this array")
 
 
 def _entry(entries: Mapping[str, FileEntry], path: str) -> FileEntry:

@@ -15,7 +15,7 @@ from tracestore.store.format.extra_fields import decode_extras, decode_list
 from tracestore.store.format.zip_group import ZipGroup
 from tracestore.store.io.files import StoreFiles, reading_committed
 from tracestore.store.lens import Lens
-from tracestore.store.read.array_reader import ArrayReader, ArraySpec, Layers, read_metadata
+from tracestore.store.read.array_reader import ArrayReader, ArraySpec, Layers, check_metadata
 from tracestore.store.read.chunk_cache import ChunkCache
 from tracestore.store.read.index import SegmentEntry, StoreIndex
 
@@ -157,9 +157,9 @@ class SegmentReader:
             reader = self._arrays[name] = ArrayReader(self._files, self.entries, where, self._cache, spec, layers)
         return reader
 
-    def check_metadata(self, name: str) -> None:
-        """Raise CorruptStoreError if the metadata of a large array are damaged; the array is not read."""
-        read_metadata(self._files, self.entries, f"{self.name}/{name}", self._spec(name))
+    def check_metadata(self, name: str, num_rows: int, chunk_rows: int) -> None:
+        """Raise ValueError unless the listed zarr.json of a large array states these numbers of rows. It is not read."""
+        check_metadata(self._spec(name), num_rows, chunk_rows, self.entries[f"{self.name}/{name}/zarr.json"])
 
     def _spec(self, name: str) -> ArraySpec:
         attributes = self._attributes

@@ -163,7 +163,8 @@ class RemoteTarget(HasWritingFolder):
 
     def write_root(self, data: bytes) -> None:
         """See CommitTarget."""
-        self._object_store.put_if_absent("zarr.json", data)
+        if self._object_store.put_if_absent("zarr.json", data):
+            self._roots[0] = data
 
     def begin(self, manifest: mf.Manifest, root: bytes) -> None:
         """See CommitTarget."""

@@ -145,6 +145,11 @@ class SegmentWriter:
         remove_tree(self.folder)
 
     @property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """The numbers of rows of each array of a finished segment, and of its inner chunks."""
+        return {name: (stream.num_rows, stream.chunk_rows) for name, stream in self._streams.items()}
+
+    @property
     def rows(self) -> FileEntry:
         """The file rows.zip of a finished segment."""
         _, size, crc = self.files[-1]

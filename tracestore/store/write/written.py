@@ -35,17 +35,25 @@ class WrittenSegment:
     num_traces : int
     rows : FileEntry
         Its rows.zip.
+    shapes : Mapping
+        Rows of each large array and of its chunks.
     attributes : schema.Attributes
         Those that its arrays must have.
 
     Raises
     ------
     CorruptStoreError
-        If its name is not that of its rows, or the metadata of its arrays do not fit the attributes.
+        If its name is not that of its rows, or its arrays do not have these shapes and attributes.
     """
 
     def __init__(
-        self, files: ReadableFiles, name: str, num_traces: int, rows: FileEntry, attributes: schema.Attributes
+        self,
+        files: ReadableFiles,
+        name: str,
+        num_traces: int,
+        rows: FileEntry,
+        shapes: Mapping[str, tuple[int, int]],
+        attributes: schema.Attributes,
     ) -> None:
         self.source, self.name, self.rows, self.number, self.folder = files, name, rows, -1, Path()
         with reading_committed(rows.path):
@@ -58,9 +66,9 @@ class WrittenSegment:
         self.num_tokens = int(self.reader.values("num_tokens").sum(dtype=np.int64))
         names = {name for name in schema.LARGE_ARRAYS if self.reader.has(name)}
         self.field_names = names & {*schema.STORED_FIELDS} | ({"edges"} if "edge_index" in names else set())
-        files.fetch(self.reader.entries[f"{self.reader.name}/{array}/zarr.json"] for array in names)
-        for array in names:
-            self.reader.check_metadata(array)
+        with reading_committed(rows.path):
+            for array in names:
+                self.reader.check_metadata(array, *shapes[array])
 
     @property
     def entries(self) -> list[FileEntry]:
