@@ -1,6 +1,7 @@
 """Test converting again: kept layouts; labels, scores and groups that have changed; interruptions between commits."""
 
 import csv
+import itertools
 import json
 
 import numpy as np
@@ -17,6 +18,11 @@ from tracestore.store.write.writer import StoreWriter
 
 LINES = ["hidden_states = *.pkl : [id=id]/hs -> L S D", "is_correct = labels.csv : [id=id]/ok"]
 FLAGS = [word for line in LINES for word in ("--field", line)]
+SCORE_CELLS = ["0", "-0.0", "1", "0.25", "nan", ""]
+LABEL_CELLS = ["0", "1", "0.0", "true", "nan", ""]
+GROUP_CELLS = ["0", "1", "a", "0.0", "nan", ""]
+PAIRS = list(itertools.product(range(6), repeat=2))  # of an old and a new value
+COUNT = len(PAIRS)
 
 
 def rows(*numbers):
@@ -106,15 +112,64 @@ def test_changed_scores_replace_those_of_the_store(tmp_path, flags):
     flags = [*flags, path] if flags == ["--scores"] else flags
     write_scores(path, [0.1, 0.2, 0.3], ["a", "a", "b"])
     convert(tmp_path / "in", tmp_path / "s.zarr", *flags)
-    write_scores(path, [0.1, 0.9, 0.3, 0.4], ["a", "a", "c", "d"])
+    write_scores(path, [0.1, 0.0, 0.3, 0.0], ["a", "a", "c", "d"])
 
     done = convert(tmp_path / "in", tmp_path / "s.zarr", *flags)
 
     store = tracestore.open(tmp_path / "s.zarr")
-    assert store.scores.tolist() == [0.1, 0.9, 0.3, 0.4]
+    assert store.scores.tolist() == [0.1, 0.0, 0.3, 0.0]
     assert "scores, labels or groups of 2 stored traces have changed and were replaced" in done.stdout
     again = convert(tmp_path / "in", tmp_path / "s.zarr", *flags)
     assert "have changed" not in again.stdout
+
+
+def write_values(path, which):
+    """Write a scores file with the old (0) or new (1) values; each pair of each column is that of another trace."""
+    rows = []
+    for k in range(COUNT):
+        score, label, group = (PAIRS[(k * step) % COUNT][which] for step in (1, 5, 7))
+        rows.append(
+            {
+                "question_id": f"q{k}",
+                "score": SCORE_CELLS[score],
+                "label": LABEL_CELLS[label],
+                "group": GROUP_CELLS[group],
+            }
+        )
+    # Labels and scores that agree outweigh the pairs that do not.
+    rows += [{"question_id": f"other{k}", "score": 100 * (k % 2), "label": 1 - k % 2, "group": ""} for k in range(10)]
+    table(path, rows)
+
+
+def stored(path):
+    """Return score, label and group of each trace by id."""
+    with tracestore.open(path) as store:
+        columns = store.internals.columns
+        numbers = (store.scores + 0.0).tolist(), (columns.labels + 0.0).tolist()  # -0.0 is 0.0
+        values = zip(*numbers, map(columns.group, range(len(store))), strict=True)
+        return dict(zip(store.question_ids, values, strict=True))
+
+
+def merged(old, new):
+    """Return the values after a change: a missing value keeps the old one."""
+    return {key: tuple(o if n == "" or n != n else n for o, n in zip(old[key], new[key], strict=True)) for key in new}
+
+
+@pytest.mark.parametrize("flags", [[], ["--workers", "2"]], ids=["threads", "processes"])
+def test_changed_values_of_a_scores_file(tmp_path, flags):
+    folder, traces = tmp_path / "in", make_traces(COUNT)
+    folder.mkdir()
+    for k in range(4):
+        write_pickle(folder / f"{k}.pkl", traces[k::4])
+    write_values(folder / "scores.csv", 0)
+    convert(folder, tmp_path / "s.zarr", *flags)
+    old = stored(tmp_path / "s.zarr")
+    write_values(folder / "scores.csv", 1)
+    convert(folder, tmp_path / "new.zarr")
+
+    convert(folder, tmp_path / "s.zarr", *flags)
+
+    np.testing.assert_equal(stored(tmp_path / "s.zarr"), merged(old, stored(tmp_path / "new.zarr")))
 
 
 def test_the_first_score_of_the_layout_is_the_default(tmp_path):

@@ -270,7 +270,7 @@ class Scoring:
         for index, row in self._rows_of_traces(writer, self.file, stored):
             found = row.score, row.label, row.group
             before = float(stored[index]), float(labels[index]), columns.group(index)
-            is_same = [f == b or not f or f != f for f, b in zip(found, before, strict=True)]
+            is_same = [f == b or f == "" or f != f for f, b in zip(found, before, strict=True)]
             if not all(is_same):
                 updates[index] = TraceValues({self._name: row.score}, row.label, row.group or None)
                 self._num_replaced += any(
