@@ -1,27 +1,22 @@
 """The changes that a writer has collected on one generation, which another one may follow before they are committed."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import numpy as np
-
 from tracestore.errors import InvalidInputError, StoreLockedError, UsageError
-from tracestore.store.format import labels, schema
+from tracestore.store.format import schema
 from tracestore.store.format.manifest import Manifest
 from tracestore.store.format.provenance import Provenance, require_compatible
-from tracestore.store.io.files import RemoteURL, StoreFiles
-from tracestore.store.lens import LensArrays
-from tracestore.store.read.columns import TraceValues
+from tracestore.store.read.columns import Columns
 from tracestore.store.read.generation import PinnedGeneration
-from tracestore.store.read.segment import read_lens
+from tracestore.store.read.index import StoreIndex
+from tracestore.store.write.commit import CommitTarget
 from tracestore.store.write.keys import KeyResolver, OnConflict
-from tracestore.store.write.pack import PackedTrace, fit_attributes, fit_lens
+from tracestore.store.write.pack import PackedTrace, fit_attributes
 from tracestore.store.write.pending import (
     Entry,
     Key,
     Pending,
-    PendingLens,
     PendingSource,
     WrittenPlace,
     location_of,
@@ -32,66 +27,71 @@ from tracestore.store.write.written import TraceBlock
 
 
 class Changes:
-    """Pending changes, and the steps that repeat them on a newer generation.
+    """Pending changes of a writer, and the steps that repeat them on a newer generation.
 
     Parameters
     ----------
-    location : Path or RemoteURL
-        The store, for messages.
-    files : StoreFiles
-        Its committed files.
-    generation : PinnedGeneration
-        The generation that the changes are made to.
+    target : CommitTarget
+        The store.
     on_conflict, allow_mixed_provenance
         See StoreWriter.
+
+    Attributes
+    ----------
+    attributes : schema.Attributes
+        Those of the store after the next commit.
+    num_added : int
+        Number of traces that the commits of this writer have added.
     """
 
-    def __init__(
-        self,
-        location: Path | RemoteURL,
-        files: StoreFiles,
-        generation: PinnedGeneration,
-        on_conflict: OnConflict,
-        allow_mixed_provenance: bool,
-    ) -> None:
-        self._location, self._files = location, files
+    _generation: PinnedGeneration
+    attributes: schema.Attributes
+
+    def __init__(self, target: CommitTarget, on_conflict: OnConflict, allow_mixed_provenance: bool) -> None:
+        self._target = target
         self._on_conflict: OnConflict = on_conflict
         self._allow_mixed_provenance = allow_mixed_provenance
-        self.generation = generation
-        self.num_added = 0  # traces, by all commits
+        self.num_added = 0
         self._sources: dict[str, set[tuple[int, str]]] = {}
-        self._start(generation, 0)
 
-    def _start(self, generation: PinnedGeneration, num_known: int) -> None:
+    def _start(self, generation: PinnedGeneration, num_known: int = 0) -> None:
         """Begin without changes on a generation; the keys of its first sources are known."""
-        self.generation = generation
-        self.attributes = generation.manifest.attributes
+        self._generation = generation
+        if num_known == 0:
+            self._sources = {}
         for source in generation.index.sources(num_known):
             self._sources.setdefault(source.path, set()).add((source.size, source.fingerprint))
-        self.drop()
+        self._drop()
 
-    def drop(self) -> None:
+    def _drop(self) -> None:
         """Forget all pending changes; their files are the caller's."""
         self.attributes = self.manifest.attributes
         self._undo: list[Callable[[], None]] | None = None
-        self.pending = Pending()
-        self._keys = KeyResolver(
-            self._files, self.generation.index, self.pending, self._on_conflict, lambda: self.generation.columns.labels
-        )
+        self._pending = Pending()
+        self._keys = KeyResolver(self._target.files, self.index, self._pending, self._on_conflict, self.read_columns)
 
     @property
     def manifest(self) -> Manifest:
-        """The manifest of the generation."""
-        return self.generation.manifest
+        """The manifest of the generation that the pending changes are made to."""
+        return self._generation.manifest
 
-    def advance(self, generation: PinnedGeneration) -> None:
+    @property
+    def index(self) -> StoreIndex:
+        """The committed traces and sources."""
+        return self._generation.index
+
+    def read_columns(self) -> Columns:
+        """Return the scores, labels and groups of the committed traces."""
+        return self._generation.columns
+
+    def _advance(self, generation: PinnedGeneration) -> None:
         """Continue without changes from the generation that they have become."""
         num_known = self.manifest.num_sources
-        self.num_added += len(self.pending.rows)
-        self.generation.close()
+        self.num_added += len(self._pending.rows)
+        self._generation.close()
         self._start(generation, num_known)
 
-    def rebase(self, generation: PinnedGeneration) -> list[InvalidInputError]:
+    def _rebase(self, generation: PinnedGeneration) -> list[InvalidInputError]:
         """Repeat the changes on a generation that another writer has committed.
 
         Returns
@@ -106,16 +106,18 @@ class Changes:
         UsageError
             If the other changes do not fit.
         """
-        pending, known = self.pending, self.generation
+        pending, known = self._pending, self._generation
         if not _continues(known, generation):
             # Sources were left out because the replaced store had them.
-            raise StoreLockedError(f"{self._location}: another writer has replaced the store; repeat the command")
+            raise StoreLockedError(
+                f"{self._target.location}: another writer has replaced the store; repeat the command"
+            )
         options = self.attributes.options
         if generation.manifest.attributes.options != options:
             stored = generation.manifest.attributes.options
             name = next(name for name in options if options[name] != stored.get(name))
             raise UsageError(
-                f"{self._location}: another writer has created the store with --{name} {stored[name]}, "
+                f"{self._target.location}: another writer has created the store with --{name} {stored[name]}, "
                 f"not {options[name]}"
             )
         known.close()
@@ -123,7 +125,7 @@ class Changes:
         while True:
             self._start(generation, num_known)
             num_known = generation.manifest.num_sources
-            self.pending.segments = pending.segments
+            self._pending.segments = pending.segments
             for k, segment in enumerate(pending.segments):
                 segment.number = self.manifest.num_segments + k
             for step in steps:
@@ -132,18 +134,18 @@ class Changes:
                 except InvalidInputError as error:
                     refused.append(error)
                 else:
-                    self.pending.steps.append(step)
-            if pending.lens is not None and self.pending.lens is None:
+                    self._pending.steps.append(step)
+            if pending.lens is not None and self._pending.lens is None:
                 pending.lens.remove()  # Another writer has stored an equal one.
             if self._has_all_segments(pending):
                 return refused
-            steps = self.pending.steps
+            steps = self._pending.steps
 
     def _has_all_segments(self, pending: Pending) -> bool:
         """Remove the segments without a referenced row, and return whether there is none."""
-        columns = self.pending.rows.columns
+        columns = self._pending.rows.columns
         used = {*columns["graph_segment"], *columns["sequence_segment"]}
-        used.update(patch["patch_segment"] for patch in self.pending.patches.values())
+        used.update(patch["patch_segment"] for patch in self._pending.patches.values())
         kept = [segment for segment in pending.segments if segment.number in used]
         if len(kept) == len(pending.segments):
             return True
@@ -152,8 +154,6 @@ class Changes:
                 segment.remove()
         pending.segments = kept
         return False
-
-    # Sources
 
     def has_source(self, path: str, size: int, fingerprint: str) -> bool:
         """Return whether exactly this file is committed already."""
@@ -166,30 +166,25 @@ class Changes:
     def check_provenance(self, provenances: Iterable[Provenance]) -> None:
         """Raise UsageError if sources with these provenances conflict with each other or with the store."""
         if not self._allow_mixed_provenance:
-            require_compatible(self.attributes.provenance, provenances, str(self._location))
-
-    @property
-    def has_open_source(self) -> bool:
-        """True if a source has begun and not ended."""
-        return self._undo is not None
+            require_compatible(self.attributes.provenance, provenances, str(self._target.location))
 
     @property
     def source_has_changes(self) -> bool:
         """True if the open source has added or completed a trace."""
         # The first step reverts begin_source(), and new rows.
-        return self._undo is not None and (len(self._undo) > 1 or self.pending.sources[-1].num_traces > 0)
+        return self._undo is not None and (len(self._undo) > 1 or self._pending.sources[-1].num_traces > 0)
 
     @property
     def num_source_conflicts(self) -> int:
         """Number of traces of the open source whose key existed with different content."""
         return self._keys.num_conflicts
 
-    def begin_source(self, source: PendingSource) -> None:
+    def _begin(self, source: PendingSource) -> None:
         """Begin a source."""
         assert self._undo is None, "a source is open"
         stated = source.stated
         self.check_provenance([] if stated is None else [stated])
-        pending, attributes = self.pending, self.attributes
+        pending, attributes = self._pending, self.attributes
         num_steps, num_rows = len(pending.steps), len(pending.rows)
         if source.is_numbered:
             source.path = f"append-{self.manifest.num_traces + len(pending.rows):010d}"
@@ -207,44 +202,44 @@ class Changes:
         self._undo.append(restore)
         pending.sources.append(source)
 
-    def abort_source(self) -> None:
+    def _abort(self) -> None:
         """Revert all changes of the open source."""
         undo, self._undo = self._undo, None
         for step in reversed(undo or ()):
             step()
 
-    def end_source(self, fingerprint: str | None = None) -> None:
+    def _end(self, fingerprint: str | None) -> None:
         """Accept the open source, with another fingerprint if given."""
         assert self._undo is not None
-        source, self._undo = self.pending.sources[-1], None
+        source, self._undo = self._pending.sources[-1], None
         source.fingerprint = fingerprint or source.fingerprint
-        self.pending.steps.append(lambda: self._repeat(source))
+        self._pending.steps.append(lambda: self._repeat(source))
 
     def _repeat(self, source: PendingSource) -> None:
         """Resolve the keys of a source again, whose rows are in the pending segments."""
-        self.begin_source(source)
+        self._begin(source)
         try:
             for entry in source.entries:
                 if isinstance(entry, Entry):
-                    self.accept(entry, *self.resolve(entry.record, entry.trace))
+                    self._accept(entry, *self._resolve(entry.record, entry.trace))
                 elif self.fits(entry):
                     self._add_block(entry)
                 else:
                     for single in map(Entry.of, entry):
-                        self.accept(single, *self.resolve(single.record, single.trace))
+                        self._accept(single, *self._resolve(single.record, single.trace))
         except InvalidInputError as error:
-            self.abort_source()
+            self._abort()
             raise error.with_location(source=source.path) from None
         except BaseException:
-            self.abort_source()
+            self._abort()
             raise
         is_listed = bool(source.fingerprint) and self.has_source(source.path, source.size, source.fingerprint)
         if is_listed and not self.source_has_changes:
-            self.abort_source()  # Another writer has added it.
+            self._abort()  # Another writer has added it.
         else:
             self._undo = None
 
-    def resolve(self, record: TraceRecord | Key, trace: PackedTrace | None) -> tuple[set[int], float]:
+    def _resolve(self, record: TraceRecord | Key, trace: PackedTrace | None) -> tuple[set[int], float]:
         """Return the field groups and the label that the key of a trace gets from it.
 
         Parameters
@@ -267,127 +262,63 @@ class Changes:
             raise error.with_location(position=record.position) from None
         return groups, label
 
-    def append(self, trace: PackedTrace, new_folder: Callable[[], Path], split_bytes: int) -> WrittenPlace:
+    def _append(self, trace: PackedTrace, split_bytes: int) -> WrittenPlace:
         """Append a trace to the last segment, or to a new one if that has `split_bytes` with it, and return its place."""
         if trace.segment is not None:
-            self.pending.place(trace.segment, self.manifest.num_segments, new_folder)
+            self._pending.place(trace.segment, self.manifest.num_segments, self._target.new_folder)
             return trace.segment, trace.row
-        segment = next(iter(self.pending.segments[-1:]), None)
+        segment = next(iter(self._pending.segments[-1:]), None)
         if segment is not None and len(segment) and segment.num_bytes + trace.num_bytes > split_bytes:
             segment.close_fd()
             segment = None
         if not isinstance(segment, SegmentWriter) or segment.name:
-            segment = self.new_segment(new_folder())
+            segment = self._new_segment(self._target.new_folder())
         segment.append(trace, self.attributes)
         return segment, len(segment) - 1
 
-    def new_segment(self, folder: Path) -> SegmentWriter:
+    def _new_segment(self, folder: Path) -> SegmentWriter:
         """Add a segment in a folder, which does not exist."""
-        segments = self.pending.segments
+        segments = self._pending.segments
         segments.append(new := SegmentWriter(folder, self.manifest.num_segments + len(segments), self.attributes))
         return new
 
-    def accept(self, entry: Entry, groups: set[int], label: float) -> None:
+    def _accept(self, entry: Entry, groups: set[int], label: float) -> None:
         """Add a trace to the open source; `groups` and `label` are those of resolve()."""
-        source = self.pending.sources[-1]
+        source = self._pending.sources[-1]
         if not groups:
             self._keys.set_label(entry.record, label)
             source.num_skipped += 1
             return
         assert entry.trace is not None
         assert entry.segment is not None
-        number = self.manifest.num_sources + len(self.pending.sources) - 1
+        number = self.manifest.num_sources + len(self._pending.sources) - 1
         location = location_of(entry.trace, groups, entry.segment.number, entry.row, number)
         source.num_traces += 1
         self._keys.add_location(entry.trace.record, location, groups, entry.given._replace(label=label))
 
     def fits(self, block: TraceBlock) -> bool:
-        """Return whether all traces of a block fit the store and have new keys."""
+        """Return whether all traces of a block fit the store and have keys that it does not know."""
         try:
             block.fit_attributes(self.attributes)
         except InvalidInputError:
             return False
         return self._keys.are_new(block.keys)
 
-    def append_block(self, block: TraceBlock, new_folder: Callable[[], Path]) -> None:
-        """Add a block for which fits() is true to the open source."""
-        self.pending.place(block.segment, self.manifest.num_segments, new_folder)
-        self.pending.sources[-1].entries.append(block)
+    def append_block(self, block: TraceBlock) -> None:
+        """Add a block for which fits() is true to the open source, with its scores, labels and groups."""
+        self._pending.place(block.segment, self.manifest.num_segments, self._target.new_folder)
+        self._pending.sources[-1].entries.append(block)
         self._add_block(block)
 
     def _add_block(self, block: TraceBlock) -> None:
         self.attributes = block.fit_attributes(self.attributes)
-        self._keys.add_new(block, self.manifest.num_sources + len(self.pending.sources) - 1)
-        self.pending.sources[-1].num_traces += len(block)
-
-    # Everything else
+        self._keys.add_new(block, self.manifest.num_sources + len(self._pending.sources) - 1)
+        self._pending.sources[-1].num_traces += len(block)
 
     def _do(self, step: Callable[[], None]) -> None:
+        """Take a step, and repeat it on a newer generation."""
         step()
-        self.pending.steps.append(step)
-
-    def define_score(self, name: str, field: labels.ScoreField, is_default: bool, replaced: Collection[int]) -> None:
-        """See StoreWriter."""
-        self._do(lambda: self._define_score(name, field, is_default, replaced))
-
-    def _define_score(self, name: str, field: labels.ScoreField, is_default: bool, replaced: Collection[int]) -> None:
-        stored = self.attributes.scores.get(name, field)
-        if stored.direction != field.direction:
-            scored = np.flatnonzero(~np.isnan(self.generation.columns.score(name)))
-            if not np.isin(scored, np.fromiter(replaced, np.int64)).all():
-                raise UsageError(
-                    f"{self._location}: a high {name} means {stored.direction!r} in the store, {field.direction!r} in "
-                    "what is added. Use another name, or replace all values of this one (tracestore score)."
-                )
-        self.attributes = self.attributes.with_score(name, field, is_default=is_default)
-
-    def keep_layout(self, text: str) -> None:
-        """See StoreWriter."""
-
-        def keep() -> None:
-            self.attributes = self.attributes.with_layout(text)
-
-        self._do(keep)
-
-    def update_values(self, updates: Mapping[int, TraceValues], of_sources: Collection[str]) -> None:
-        """See StoreWriter."""
-        self._do(lambda: self.pending.updates.update(updates))
-        if self.attributes.open_sources:
-            self._do(lambda: self.pending.closed_sources.update(of_sources))
-
-    def choose_attention(self, attention: str) -> None:
-        """See StoreWriter."""
-        options = self.attributes.options | {"attention": attention}
-        self.attributes = replace(self.attributes, attention=attention, options=options)
-        self.generation = replace(self.generation, manifest=replace(self.manifest, attributes=self.attributes))
-
-    def lens_digest(self) -> bytes | None:
-        """See StoreWriter."""
-        if self.pending.lens is not None:
-            return self.pending.lens.digest
-        lens = read_lens(self._files, self.generation.index, self.attributes)
-        return None if lens is None else lens.arrays().digest()
-
-    def set_lens(
-        self, lens: LensArrays, provenance: Provenance | None, write: Callable[[schema.Attributes], PendingLens]
-    ) -> None:
-        """Add a lens unless the store has an equal one; `write` writes its arrays."""
-        written: list[PendingLens] = []
-
-        def place() -> None:
-            self.check_provenance([] if provenance is None else [provenance])
-            attributes, number = fit_lens(self.attributes, lens, provenance)
-            stored = self.lens_digest()
-            if stored is not None:
-                if stored != (written[0].digest if written else lens.digest()):
-                    raise UsageError(f"{self._location}: holds another lens; write this one to another store")
-                return
-            if not written:
-                written.append(write(attributes))
-            self.pending.lens, self.pending.lens_provenance = written[0], number
-            self.attributes = attributes
-
-        self._do(place)
+        self._pending.steps.append(step)
 
 
 def _continues(old: PinnedGeneration, new: PinnedGeneration) -> bool:

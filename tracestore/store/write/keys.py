@@ -10,7 +10,7 @@ import numpy as np
 from tracestore.errors import InvalidInputError
 from tracestore.store.format import manifest as mf
 from tracestore.store.io.files import StoreFiles
-from tracestore.store.read.columns import TraceValues
+from tracestore.store.read.columns import Columns, TraceValues
 from tracestore.store.read.index import StoreIndex
 from tracestore.store.read.segment import SegmentReader
 from tracestore.store.write.pack import PackedTrace
@@ -38,10 +38,10 @@ class KeyResolver:
         index: StoreIndex,
         pending: Pending,
         on_conflict: OnConflict,
-        read_labels: Callable[[], np.ndarray],
+        read_columns: Callable[[], Columns],
     ) -> None:
         self._files, self._index, self._pending = files, index, pending
-        self._on_conflict, self._read_labels = on_conflict, read_labels
+        self._on_conflict, self._read_columns = on_conflict, read_columns
         self.num_conflicts = 0
         self._undo: list[Callable[[], None]] = []
         self._segments: dict[int, SegmentReader] = {}  # committed segments that were compared with
@@ -225,7 +225,7 @@ class KeyResolver:
         if index < 0:
             return math.nan
         earlier = pending.updates.get(index)
-        return float(self._read_labels()[index]) if earlier is None else earlier.label
+        return float(self._read_columns().labels[index]) if earlier is None else earlier.label
 
     def resolve_label(self, record: TraceRecord | Key) -> float:
         """Return the label that the record's key gets from it, NaN for none.

@@ -1,33 +1,30 @@
-"""StoreWriter: complete sources and atomic commits (docs/format.md, "Commit").
-
-One module of over 400 lines: the methods of a writer are one interface.
-"""
+"""StoreWriter: complete sources and atomic commits (docs/format.md, "Commit")."""
 
 import contextlib
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+
+import numpy as np
 
 from tracestore.errors import CorruptStoreError, InvalidInputError, LateConflictError, RemoteError, UsageError
 from tracestore.store.format import labels, schema
-from tracestore.store.format.manifest import Manifest
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.io import fsio
 from tracestore.store.io.files import ReadableFiles, parse_location
 from tracestore.store.lens import LensArrays
-from tracestore.store.read.columns import Columns, TraceValues
-from tracestore.store.read.generation import PinnedGeneration
-from tracestore.store.read.index import SourceEntry, StoreIndex
-from tracestore.store.read.segment import SegmentReader
+from tracestore.store.read.columns import TraceValues
+from tracestore.store.read.index import SourceEntry
+from tracestore.store.read.segment import SegmentReader, read_lens
 from tracestore.store.write.changes import Changes
 from tracestore.store.write.commit import add_files, load_generation, load_newest, open_target, root_metadata
 from tracestore.store.write.keys import OnConflict
-from tracestore.store.write.pack import PackedTrace, pack_lens, pack_record
+from tracestore.store.write.pack import PackedTrace, fit_lens, pack_lens, pack_record
 from tracestore.store.write.pending import Entry, Key, PendingLens, PendingSource, SegmentsAhead
 from tracestore.store.write.record import TraceRecord
 from tracestore.store.write.segment_writer import SegmentWriter
-from tracestore.store.write.written import TraceBlock
 
 COMMIT_BYTES = 128 << 20  # of pending data trigger a commit; no reader depends on it
 # Options by name. None: the default; a function returns the option of a new store.
@@ -35,7 +32,7 @@ Options = Mapping[str, str | Callable[[], str] | None]
 _DEFAULTS = {"attention": "mean", "dtype": "float16", "codec": "none"}  # options of a new store
 
 
-class StoreWriter:
+class StoreWriter(Changes):
     """Writer of a store. Several may add to one store at the same time.
 
     begin_source() begins a source, its traces are appended, and end_source() accepts it; abort_source() reverts all
@@ -92,12 +89,10 @@ class StoreWriter:
         split_bytes: int = schema.SEGMENT_SPLIT_BYTES,
     ) -> None:
         location = parse_location(path)
-        self._target = open_target(
-            location, overwrite=overwrite, exist_ok=exist_ok, keeps_replacement=can_resume is not None
-        )
+        target = open_target(location, overwrite=overwrite, exist_ok=exist_ok, keeps_replacement=can_resume is not None)
+        super().__init__(target, on_conflict, allow_mixed_provenance)
         self.commit_bytes, self.split_bytes = commit_bytes, split_bytes
         options: Options = {"attention": attention, "dtype": dtype, "codec": codec}
-        self._rules: tuple[OnConflict, bool] = on_conflict, allow_mixed_provenance
         self._is_open = True
         with fsio.map_os_errors(self.path, None if expected_bytes is None else lambda: expected_bytes):
             try:
@@ -118,28 +113,13 @@ class StoreWriter:
         """The folder for temporary files on that disk."""
         return self._target.scratch
 
-    @property
-    def manifest(self) -> Manifest:
-        """The manifest of the generation that the pending changes are made to."""
-        return self._changes.manifest
-
-    @property
-    def attributes(self) -> schema.Attributes:
-        """The attributes of the store after the next commit."""
-        return self._changes.attributes
-
-    @property
-    def index(self) -> StoreIndex:
-        """The committed traces and sources."""
-        return self._changes.generation.index
-
     def _resume(self, options: Options, can_resume: Callable[[SourceEntry], bool] | None) -> bool:
         """Load a replacement that was begun; remove it if its sources or options differ from the caller's."""
         with contextlib.suppress(UsageError, CorruptStoreError):
             self._load(options)
             if can_resume is not None and all(map(can_resume, self.index.sources())):
                 return True
-            self._changes.generation.close()
+            self._generation.close()
         self._target.clear()
         return False
 
@@ -151,24 +131,9 @@ class StoreWriter:
             stored = generation.manifest.attributes.options[name]
             if isinstance(value, str) and value != stored:
                 raise UsageError(f"{self._target.location} was created with --{name} {stored}, not {value}")
-        self._changes = self._make_changes(generation)
+        self._start(generation)
         self.read_columns()
         self._target.begin(generation.manifest, root_metadata(generation.manifest.attributes))
-
-    def _make_changes(self, generation: PinnedGeneration) -> Changes:
-        return Changes(self._target.location, self._target.files, generation, *self._rules)
-
-    def has_source(self, path: str, size: int, fingerprint: str) -> bool:
-        """Return whether exactly this file is committed already."""
-        return self._changes.has_source(path, size, fingerprint)
-
-    def has_source_named(self, path: str) -> bool:
-        """Return whether a file of this name is committed, whatever its contents."""
-        return self._changes.has_source_named(path)
-
-    def check_provenance(self, provenances: Iterable[Provenance]) -> None:
-        """Raise UsageError if sources with these provenances conflict with each other or with the store."""
-        self._changes.check_provenance(provenances)
 
     def begin_source(
         self, path: str | None, size: int = 0, fingerprint: str = "", provenance: Provenance | None = None
@@ -178,13 +143,13 @@ class StoreWriter:
         The path None is for a trace of a program: the source is named by the number of the trace.
         """
         source = PendingSource(path or "", size, fingerprint, stated=provenance, is_numbered=path is None)
-        self._changes.begin_source(source)
-        self._roll_back = self._changes.pending.savepoint()
+        self._begin(source)
+        self._roll_back = self._pending.savepoint()
 
     def abort_source(self) -> None:
         """Revert all changes of the open source."""
         try:
-            self._changes.abort_source()
+            self._abort()
             self._roll_back()
         except BaseException:  # The source is reverted only in part, so nothing pending may be committed.
             self._drop_pending()
@@ -192,39 +157,24 @@ class StoreWriter:
 
     def flush_source(self) -> None:
         """Write the buffered arrays of the open source, so that their memory can be released."""
-        self._changes.pending.flush()
+        self._pending.flush()
 
     def end_source(self, fingerprint: str | None = None) -> None:
         """Accept the open source, with another fingerprint if given, and commit if enough is pending."""
         self.flush_source()
-        self._changes.end_source(fingerprint)
+        self._end(fingerprint)
         if self.pending_bytes >= self.commit_bytes:
             self.commit()
 
     @property
     def num_pending(self) -> int:
         """Number of traces that the next commit adds."""
-        return len(self._changes.pending.rows)
-
-    @property
-    def num_added(self) -> int:
-        """Number of traces that the commits of this writer have added."""
-        return self._changes.num_added
+        return len(self._pending.rows)
 
     @property
     def pending_bytes(self) -> int:
         """Size of the segments that the next commit adds, in bytes."""
-        return self._changes.pending.num_bytes
-
-    @property
-    def source_has_changes(self) -> bool:
-        """True if the open source has added or completed a trace."""
-        return self._changes.source_has_changes
-
-    @property
-    def num_source_conflicts(self) -> int:
-        """Number of traces of the open source whose key existed with different content."""
-        return self._changes.num_source_conflicts
+        return self._pending.num_bytes
 
     def pack(self, record: TraceRecord) -> PackedTrace:
         """Pack a record for append_packed(), and remove its arrays from it. Any thread may call this method."""
@@ -240,25 +190,17 @@ class StoreWriter:
         `scores` are values of named scores; each name was given to define_score() before. The trace may be in a row of
         a segment of segments_ahead() or take_segment(). InvalidInputError if it does not fit the store.
         """
-        assert self._changes.has_open_source
-        changes, record, given = self._changes, trace.record, TraceValues(scores, math.nan, group)
-        groups, label = changes.resolve(record, trace)
+        assert self._undo is not None, "no source is open"
+        record, given = trace.record, TraceValues(scores, math.nan, group)
+        groups, label = self._resolve(record, trace)
         if groups:
-            segment, row = changes.append(trace, self._target.new_folder, self.split_bytes)
+            segment, row = self._append(trace, self.split_bytes)
             entry = Entry(record, given, trace, segment, row)
         else:
             entry = Entry(Key(record.question_id, record.sample, record.position, record.label), given)
-        changes.pending.sources[-1].entries.append(entry)
-        changes.accept(entry, groups, label)
+        self._pending.sources[-1].entries.append(entry)
+        self._accept(entry, groups, label)
         return bool(groups)
-
-    def fits(self, block: TraceBlock) -> bool:
-        """Return whether all traces of a block fit the store and have keys that it does not know."""
-        return self._changes.fits(block)
-
-    def append_block(self, block: TraceBlock) -> None:
-        """Add a block for which fits() is true to the open source, with its scores, labels and groups."""
-        self._changes.append_block(block, self._target.new_folder)
 
     def segments_ahead(self) -> SegmentsAhead:
         """Return segments that another thread may write; the writer takes them over with their traces."""
@@ -266,7 +208,7 @@ class StoreWriter:
 
     def take_segment(self, files: ReadableFiles, stored: SegmentReader, traces: Sequence[PackedTrace]) -> SegmentWriter:
         """Take over the files of a segment of another store with equal codec and dtypes; `traces` are its rows."""
-        segment = self._changes.new_segment(self._target.new_folder())
+        segment = self._new_segment(self._target.new_folder())
         with fsio.map_os_errors(self.path, lambda: segment.num_bytes):
             segment.take_over(files, stored, traces, self._target.take_segment)
         return segment
@@ -274,14 +216,6 @@ class StoreWriter:
     def keep_file(self, path: str, data: bytes) -> None:
         """See CommitTarget."""
         self._target.keep_file(path, data)
-
-    def choose_attention(self, attention: str) -> None:
-        """Set the option `attention` of a store that has no commit, and no hidden states of all tokens."""
-        self._changes.choose_attention(attention)
-
-    def read_columns(self) -> Columns:
-        """Return the scores, labels and groups of the committed traces."""
-        return self._changes.generation.columns
 
     def define_score(
         self, name: str, field: labels.ScoreField, *, is_default: bool = False, replaced: Collection[int] = ()
@@ -302,22 +236,50 @@ class StoreWriter:
         UsageError
             If the name is not valid, or other traces have scores of this name with the opposite direction.
         """
-        self._changes.define_score(name, field, is_default, replaced)
+
+        def define() -> None:
+            stored = self.attributes.scores.get(name, field)
+            if stored.direction != field.direction:
+                scored = np.flatnonzero(~np.isnan(self.read_columns().score(name)))
+                if not np.isin(scored, np.fromiter(replaced, np.int64)).all():
+                    raise UsageError(
+                        f"{self._target.location}: a high {name} means {stored.direction!r} in the store, "
+                        f"{field.direction!r} in what is added. Use another name, or replace all values of this one "
+                        "(tracestore score)."
+                    )
+            self.attributes = self.attributes.with_score(name, field, is_default=is_default)
+
+        self._do(define)
 
     def keep_layout(self, text: str) -> None:
         """Keep the layout that the next sources are read by, from the next commit on."""
-        self._changes.keep_layout(text)
+
+        def keep() -> None:
+            self.attributes = self.attributes.with_layout(text)
+
+        self._do(keep)
 
     def update_values(self, updates: Mapping[int, TraceValues], *, of_sources: Collection[str] = ()) -> None:
         """Replace values of committed traces with the next commit. Missing ones (NaN, None) keep what is stored.
 
         Sources of the paths `of_sources` have all of their values then: they are no longer open.
         """
-        self._changes.update_values(updates, of_sources)
+        self._do(lambda: self._pending.updates.update(updates))
+        if self.attributes.open_sources:
+            self._do(lambda: self._pending.closed_sources.update(of_sources))
+
+    def choose_attention(self, attention: str) -> None:
+        """Set the option `attention` of a store that has no commit, and no hidden states of all tokens."""
+        options = self.attributes.options | {"attention": attention}
+        self.attributes = replace(self.attributes, attention=attention, options=options)
+        self._generation = replace(self._generation, manifest=replace(self.manifest, attributes=self.attributes))
 
     def lens_digest(self) -> bytes | None:
         """Return the digest of the lens, committed or pending, that the store has; None if it has none."""
-        return self._changes.lens_digest()
+        if self._pending.lens is not None:
+            return self._pending.lens.digest
+        lens = read_lens(self._target.files, self.index, self.attributes)
+        return None if lens is None else lens.arrays().digest()
 
     def set_lens(self, lens: LensArrays, provenance: Provenance | None = None) -> None:
         """Store a final norm and an unembedding matrix with the next commit. No-op if the store has equal ones.
@@ -325,16 +287,27 @@ class StoreWriter:
         UsageError if it has others, or as check_provenance(); InvalidInputError if the matrix does not fit the store.
         """
         packed = pack_lens(lens, keep_dtype=self.attributes.options["dtype"] == "keep")
+        written: list[PendingLens] = []
 
-        def write(attributes: schema.Attributes) -> PendingLens:
-            with fsio.map_os_errors(self.path):
-                return PendingLens(self._target.new_folder(), attributes, packed)
+        def place() -> None:
+            self.check_provenance([] if provenance is None else [provenance])
+            attributes, number = fit_lens(self.attributes, packed, provenance)
+            stored = self.lens_digest()
+            if stored is not None:
+                if stored != (written[0].digest if written else packed.digest()):
+                    raise UsageError(f"{self._target.location}: holds another lens; write this one to another store")
+                return
+            if not written:
+                with fsio.map_os_errors(self._target.path):
+                    written.append(PendingLens(self._target.new_folder(), attributes, packed))
+            self._pending.lens, self._pending.lens_provenance = written[0], number
+            self.attributes = attributes
 
-        self._changes.set_lens(packed, provenance, write)
+        self._do(place)
 
     def end_segments(self) -> None:
         """Let the next trace begin a segment."""
-        for segment in self._changes.pending.all_segments:
+        for segment in self._pending.all_segments:
             segment.finish()
 
     def commit(self, *, are_open: bool = False) -> None:
@@ -345,8 +318,8 @@ class StoreWriter:
         LateConflictError if sources conflict with what another writer has committed since they were appended: they are
         left out, and all other sources are committed.
         """
-        assert not self._changes.has_open_source, "a source is open"
-        if self._changes.pending.is_empty:
+        assert self._undo is None, "a source is open"
+        if self._pending.is_empty:
             return
         refused: list[InvalidInputError] = []
         with fsio.map_os_errors(self.path, lambda: self.pending_bytes):
@@ -365,21 +338,21 @@ class StoreWriter:
             )
 
     def _commit(self, refused: list[InvalidInputError], are_open: bool) -> None:
-        changes, target, is_done = self._changes, self._target, False
+        target, is_done = self._target, False
         while not is_done:
             if target.has_changed(self.manifest):
-                refused += changes.rebase(load_newest(target, self.attributes.options))
-            if changes.pending.is_empty:
+                refused += self._rebase(load_newest(target, self.attributes.options))
+            if self._pending.is_empty:
                 return
-            new = add_files(target, changes.generation, self.attributes, changes.pending, are_open=are_open)
+            new = add_files(target, self._generation, self.attributes, self._pending, are_open=are_open)
             try:
                 is_done = target.create_manifest(new)
             except BaseException:
                 if target.has_manifest(new):
                     # After the link readers may have opened the generation: it cannot be reverted.
-                    changes.advance(load_generation(target, new.generation))
+                    self._advance(load_generation(target, new.generation))
                 raise
-        changes.advance(load_generation(target, new.generation))
+        self._advance(load_generation(target, new.generation))
         target.settle(new, root_metadata(new.attributes))
 
     def replace_existing(self) -> None:
@@ -388,12 +361,12 @@ class StoreWriter:
         Call it once, after the last commit. Without it close() keeps the existing store.
         """
         if self.manifest.generation and self._target.replace_existing():
-            self._changes.generation.close()
-            self._changes = self._make_changes(load_generation(self._target, self.manifest.generation))
+            self._generation.close()
+            self._start(load_generation(self._target, self.manifest.generation))
 
     def _drop_pending(self) -> None:
-        pending = self._changes.pending
-        self._changes.drop()
+        pending = self._pending
+        self._drop()
         with contextlib.suppress(OSError):  # close() removes what is left.
             pending.discard()
 
@@ -402,7 +375,7 @@ class StoreWriter:
         if self._is_open:
             self._is_open = False
             self._drop_pending()
-            self._changes.generation.close()
+            self._generation.close()
             self._target.close()
 
     def __enter__(self) -> "StoreWriter":
