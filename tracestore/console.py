@@ -11,12 +11,13 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, is_dataclass
-from typing import Any, NoReturn
+from dataclasses import asdict, field, is_dataclass
+from typing import Any, NoReturn, TypeVar
 
 from tracestore.errors import TracestoreError, TracestoreWarning, UsageError, escape_unprintable
 from tracestore.extras import needs
 
+T = TypeVar("T")
 # Seconds between two progress updates on a terminal, and between two lines in a log.
 _TERMINAL_INTERVAL_S, _LOG_INTERVAL_S = 0.2, 30.0
 
@@ -51,6 +52,24 @@ def float_where(accepts: Callable[[float], bool], expected: str) -> Callable[[st
         return value
 
     return parse
+
+
+def option(default: T, text: str | None, *, is_resumable: bool = False, **arguments: Any) -> T:
+    """Return a field of a dataclass that is an option of commands.
+
+    Parameters
+    ----------
+    default : object
+    text : str, optional
+        The help text. None: no command has the option under this name.
+    is_resumable : bool
+        The option may change when a training resumes, because it does not change the results.
+    **arguments
+        Arguments of ``add_argument`` that the type of the field does not give.
+    """
+    metadata = {"text": text, "is_resumable": is_resumable, "arguments": arguments}
+    made: T = field(default=default, metadata=metadata)
+    return made
 
 
 def int_list(text: str) -> tuple[int, ...]:

@@ -1,9 +1,11 @@
 """Test what all commands share: usage errors in one line, help with an example, JSON output."""
 
 import argparse
+import dataclasses
 import json
 import re
 import subprocess
+from typing import Literal, get_args, get_origin
 
 import pytest
 
@@ -12,8 +14,13 @@ from tests.helpers import ROOT, command, make_traces, run_cli, write_pickle, wri
 from tests.train.runs import FAST, ONLY, write_labeled
 from tracestore import cli
 from tracestore.cli import COMMANDS
+from tracestore.cli.flags import option_names
 from tracestore.cli.help import OPTION_GROUPS
+from tracestore.convert.options import ConvertOptions
+from tracestore.detectors.model_config import ModelConfig
+from tracestore.experiment.train_options import TrainOptions
 from tracestore.extract.questions import FACTS
+from tracestore.train.config import StepOptions, TrainConfig
 
 # `completion` prints a shell script and has no --json.
 WITH_JSON = [name for name in COMMANDS if name != "completion"]
@@ -98,6 +105,28 @@ def test_the_help_of_train_has_options_that_no_group_lists(monkeypatch):
     text = cli.command_parser("train").format_help()
     assert re.findall(r"^training:\n  --epochs.*\n  --lr LR .*\n\ndata:", text, re.MULTILINE | re.DOTALL)
     assert "--lr" not in cli.command_parser("plan").format_help()
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("convert", ConvertOptions),
+        ("train", ModelConfig),
+        ("train", TrainConfig),
+        ("train", TrainOptions),
+        ("plan", ModelConfig),
+        ("plan", StepOptions),
+    ],
+)
+def test_an_option_is_declared_by_its_field_alone(name, options):
+    actions = {action.dest: action for action in cli.command_parser(name)._actions}
+    declared = [field for field in dataclasses.fields(options) if field.name in option_names(options)]
+    assert len(declared) > 3
+    for field in declared:
+        action = actions[field.name]
+        assert (action.default, action.help) == (field.default, field.metadata["text"]), field.name
+        choices = next((get_args(t) for t in (field.type, *get_args(field.type)) if get_origin(t) is Literal), None)
+        assert choices is None or action.choices == choices
 
 
 def test_the_help_of_train_begins_with_what_most_need():

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-from tracestore.cli.flags import MODEL_FLAGS
 from tracestore.console import Parser
 
 # Help texts, in the order of the help. Each name is a module of tracestore.cli.commands.
@@ -45,15 +44,14 @@ COMMAND_GROUPS = {
     },
 }
 COMMANDS = {name: text for commands in COMMAND_GROUPS.values() for name, text in commands.items()}
-# The arguments of all commands by group, in the order of the help; COMMAND.NAME where a command differs. The help of
-# `train` has its other arguments at the end of "training".
+# The arguments of all commands by group, in the order of the help; COMMAND.NAME where a command differs. An argument
+# that is missing here stands at the end of the group in which its command has added it.
 OPTION_GROUPS = {
     "what": "store stores src file folders trace repo_id shell checkpoint model models twins lstm_solo gnn_det_lstm gvae_lstm "
     "probe detectors questions limit shard scores name default source version ids split segments subset.seed sample layer "
     "head results folder quick repair older_than dry_run plan wait as_one force no_lint watch watch_timeout skip_bad revision private license",
     "where": "dst out_dir output folds_dir resume overwrite",
-    "model": f"{' '.join(MODEL_FLAGS)} instruction prompt_template max_new_tokens samples temperature extract.seed "
-    "extract.dtype",
+    "model": "extract.layers instruction prompt_template max_new_tokens samples temperature extract.seed extract.dtype",
     "training": "epochs batch_size lr folds seeds seed precision grad_accum_steps shuffle shuffle_buffer",
     "data": "layout field score score_column id_column score_direction score_threshold group_column judges positions "
     "attention attention_threshold top_k top_logprobs lens dtype padding on_conflict drop_nonfinite provenance "
@@ -76,11 +74,11 @@ class CommandParser(Parser):
         formatter.add_text(self.description)
         listed = {name for names in OPTION_GROUPS.values() for name in names.split()}
         actions = {own if (own := f"{self.command}.{a.dest}") in listed else a.dest: a for a in self._actions}
-        others = [a for name, a in actions.items() if name not in listed and self.command == "train"]
+        added = {group.title: group._group_actions for group in self._action_groups}
         for title, names in OPTION_GROUPS.items():
             formatter.start_section(title)
             formatter.add_arguments(actions[name] for name in names.split() if name in actions)
-            formatter.add_arguments(others if title == "training" else ())
+            formatter.add_arguments(a for a in added.get(title, ()) if a.dest not in listed)
             formatter.end_section()
         formatter.add_text(self.epilog)
         return formatter.format_help()

@@ -3,8 +3,12 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from tracestore.console import option
 from tracestore.errors import UsageError
-from tracestore.words import format_size
+from tracestore.store.format.labels import DIRECTIONS
+from tracestore.store.format.provenance import ALLOW_HELP
+from tracestore.store.format.schema import CODECS
+from tracestore.words import format_size, parse_size
 
 OnConflict = Literal["error", "keep-first", "keep-last"]
 # What happens to a trace whose key exists with different content.
@@ -13,7 +17,7 @@ ON_CONFLICT: dict[OnConflict, str] = {
     "keep-first": "skipped",
     "keep-last": "stored instead of the first",
 }
-_MIN_MEMORY_BUDGET = 64 << 20
+_MEMORY_BUDGET, _MIN_MEMORY_BUDGET = 512 << 20, 64 << 20
 
 
 @dataclass(frozen=True)
@@ -62,26 +66,64 @@ class ConvertOptions:
         Describe the first traces of each file, and write nothing.
     """
 
-    layout: Any = None
-    field: Any = None
-    scores: str | None = None
-    id_column: str | None = None
-    score_column: str | None = None
-    score_direction: str | None = None
-    group_column: str | None = None
-    provenance: str | None = None
-    allow_mixed_provenance: bool = False
-    attention: Literal["mean", "heads", "none"] | None = None
-    padding: Literal["mask", "none"] = "mask"
-    codec: str | None = None
-    dtype: Literal["float16", "keep"] | None = None
-    workers: int = 1
-    dask: str | None = None
-    memory_budget: int = 512 << 20
-    on_conflict: OnConflict = "error"
-    skip_bad: bool = False
-    overwrite: bool = False
-    dry_run: bool = False
+    layout: Any = option(
+        None,
+        "where the fields of the traces lie in the files, see docs/inputs.md (default: a built-in layout, or the one that the files prove)",
+        metavar="FILE.toml",
+    )
+    field: Any = option(
+        None,
+        "a line of a layout, for one field; may be repeated (default: none)",
+        action="append",
+        metavar='"FIELD = FILES : PATH -> AXES"',
+    )
+    scores: str | None = option(
+        None, "scores by question_id (default: the only *scores*.csv or .tsv in a SRC folder)", metavar="FILE"
+    )
+    id_column: str | None = option(
+        None, "column of the question ids (default: question_id or a usual other name)", metavar="NAME"
+    )
+    score_column: str | None = option(
+        None, "column of the scores (default: score or another usual name)", metavar="NAME"
+    )
+    score_direction: str | None = option(
+        None, "meaning of a high score (default: by the name of the column)", choices=DIRECTIONS
+    )
+    group_column: str | None = option(
+        None, "column of groups, which splits keep together (default: group)", metavar="NAME"
+    )
+    provenance: str | None = option(
+        None,
+        "model, layers and prompt of the traces (default: provenance.json in a SRC folder)",
+        metavar="JSON",
+    )
+    allow_mixed_provenance: bool = option(False, ALLOW_HELP)
+    attention: Literal["mean", "heads", "none"] | None = option(
+        None, "attention to store (default: mean over heads; none if no trace has attention)"
+    )
+    padding: Literal["mask", "none"] = option(
+        "mask", "padding of batches: given by attention_mask or lengths, or none if batches without them have none"
+    )
+    codec: str | None = option(None, "compression (default: none)", choices=CODECS)
+    dtype: Literal["float16", "keep"] | None = option(None, "dtype to store (default: float16)")
+    workers: int = option(1, "processes that read files; one reads with two threads")
+    dask: str | None = option(
+        None,
+        "read with a Dask cluster that shares the file system: address of the scheduler, or local for --workers processes (default: none)",
+        metavar="ADDRESS",
+    )
+    memory_budget: int = option(
+        _MEMORY_BUDGET,
+        f"memory for waiting traces (default: {format_size(_MEMORY_BUDGET)})",
+        type=parse_size,
+        metavar="SIZE",
+    )
+    on_conflict: OnConflict = option("error", "a trace whose question id and sample exist with other content")
+    skip_bad: bool = option(False, "continue after a trace that is refused, and list it in DST.refused.jsonl")
+    overwrite: bool = option(False, "replace the store")
+    dry_run: bool = option(
+        False, "print the layout of the files and what would be stored of their first traces; write nothing"
+    )
 
     def __post_init__(self) -> None:
         if self.memory_budget < _MIN_MEMORY_BUDGET:

@@ -1,10 +1,12 @@
 """Sizes and options of a detector. Imports no torch."""
 
 import importlib.util
+from argparse import BooleanOptionalAction
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_origin
 
+from tracestore.console import float_where, non_negative_int, option
 from tracestore.data.batch_format import EdgeFormat
 from tracestore.errors import MissingFieldError, UsageError
 from tracestore.store.read.store import TraceStore
@@ -31,53 +33,14 @@ _MAX_SIZES = {
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes and options of a detector; the names are options of ``tracestore train``.
+    """Sizes and options of a detector. Those with a help text are options of ``tracestore train`` and ``plan``.
 
     Parameters
     ----------
     num_layers, hidden_dim : int
         Layers and hidden size of the language model.
-    gnn_hidden, latent_dim, lstm_hidden : int
-        Widths of the graph encoder, of the latent space of gvae_lstm, and of the LSTM.
-    num_lstm_layers : int
-    dropout : float
-        Dropout probability of the LSTM and the head.
-    kl_weight : float
-        Weight of the KL divergence in the loss of gvae_lstm.
-    message_passing : {"fused", "pyg"}
-        Fused operators, or PyTorch Geometric as the slow reference.
-    standardize : bool
-        Standardize the inputs per layer and column with statistics of the training split.
-    edge_features : {"mean", "heads"}
-        An edge carries the mean attention weight over the heads, or one weight per head.
     num_heads : int
         Weights per edge with ``edge_features="heads"``.
-    layers : tuple of int, optional
-        Layers of the language model that the detector reads, ascending. Default: all; graph detectors read
-        those in the middle.
-    normalization : {"layer", "graph", "batch", "none"}
-        Of graph models, after each convolution: LayerNorm of each node, GraphNorm of each graph, BatchNorm
-        with statistics of each layer of the language model.
-    aggregation : {"mean", "sum"}
-        The messages of the edges into a node are averaged or summed.
-    residual : bool
-        Add the input of the second convolution to its output.
-    pooling : {"answer", "all", "last"}
-        Tokens that the readout of a graph averages: those of the answer, all, or the last one.
-    layer_pooling : {"mean", "final"}
-        What the head reads: the outputs of the LSTM, averaged over the layers of the language model, or
-        its final states.
-    num_readers : int
-        Number of LSTMs with heads, whose logits are averaged.
-    skip : {"answer", "last", "none"}
-        Hidden states that the LSTM of graph models reads in addition to the encoded graph of each layer: their mean
-        over the tokens of the answer, those of the last token, or none.
-    mask_diagonal : bool
-        Remove the edges of a token to itself.
-    mask_sinks : int
-        Remove the edges from so many first tokens, the attention sinks.
-    neighbors : int, optional
-        Keep so many edges into each token, those with the largest weights. Default: all.
     detach_target : bool
         The gradient of the reconstruction error of gvae_lstm stops at the vector that is reconstructed.
     column_mean : bool
@@ -93,27 +56,46 @@ class ModelConfig:
 
     num_layers: int
     hidden_dim: int
-    gnn_hidden: int = 64
-    latent_dim: int = 128
-    lstm_hidden: int = 64
-    num_lstm_layers: int = 1
-    dropout: float = 0.3
-    kl_weight: float = 0.001
-    message_passing: MessagePassing = "fused"
-    standardize: bool = True
-    edge_features: Literal["mean", "heads"] = "mean"
+    edge_features: Literal["mean", "heads"] = option(
+        "mean", "weights of an edge: the mean over the heads, or one per head (needs --attention heads)"
+    )
+    layers: tuple[int, ...] | None = option(
+        None, "stored layers to read, from 0, e.g. 0-9,20,29 (default: all; graph models: from 1/4 to 7/8)"
+    )
+    gnn_hidden: int = option(64, "width of the graph layers")
+    latent_dim: int = option(128, "width of the latent vectors of gvae_lstm")
+    lstm_hidden: int = option(64, "width of the LSTM")
+    num_lstm_layers: int = option(1, "layers of the LSTM")
+    dropout: float = option(
+        0.3,
+        "probability of dropping a value in training",
+        type=float_where(lambda p: 0 <= p < 1, "a number of at least 0 and below 1"),
+    )
+    kl_weight: float = option(0.001, "weight of the Kullback-Leibler divergence in the loss of gvae_lstm")
+    standardize: bool = option(
+        True, "inputs per layer and column, with statistics of the training split", action=BooleanOptionalAction
+    )
+    normalization: Literal["layer", "graph", "batch", "none"] = option(
+        "layer", "of graph models, after each convolution; batch: statistics depend on how a batch is split"
+    )
+    aggregation: Aggregation = option("mean", "of the messages into a token")
+    residual: bool = option(True, "add the input of the second convolution to its output", action=BooleanOptionalAction)
+    pooling: Pooling = option("answer", "tokens that the readout of a graph averages")
+    layer_pooling: Literal["mean", "final"] = option(
+        "mean", "what the head reads: the mean of the LSTM's outputs over the layers, or its final states"
+    )
+    num_readers: int = option(4, "LSTMs with heads that read the layers; their logits are averaged")
+    skip: Literal["answer", "last", "none"] = option(
+        "answer",
+        "hidden states that the LSTM of graph models also reads: their mean over the answer, or the last token",
+    )
+    mask_diagonal: bool = option(True, "leave out the edges of tokens to themselves", action=BooleanOptionalAction)
+    mask_sinks: int = option(1, "leave out the edges from the first N tokens", type=non_negative_int)
+    neighbors: int | None = option(
+        None, "keep the N edges into each token that have the largest weights (default: all)"
+    )
+    message_passing: MessagePassing = option("fused", "pyg is the slow reference")
     num_heads: int = 1
-    layers: tuple[int, ...] | None = None
-    normalization: Literal["layer", "graph", "batch", "none"] = "layer"
-    aggregation: Aggregation = "mean"
-    residual: bool = True
-    pooling: Pooling = "answer"
-    layer_pooling: Literal["mean", "final"] = "mean"
-    num_readers: int = 4
-    skip: Literal["answer", "last", "none"] = "answer"
-    mask_diagonal: bool = True
-    mask_sinks: int = 1
-    neighbors: int | None = None
     detach_target: bool = True
     column_mean: bool = True
     edges: bool = True

@@ -1,11 +1,14 @@
 """Options of a training run. Imports no torch, so that commands report wrong usage at once."""
 
+from argparse import BooleanOptionalAction
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tracestore.console import int_between, option
 from tracestore.detectors.registry import DEFAULT_MODELS, MODELS
 from tracestore.train.config import TrainConfig
+from tracestore.words import parse_size
 
 
 @dataclass(frozen=True)
@@ -20,15 +23,6 @@ class TrainOptions:
         How each detector is trained.
     model_options : mapping
         Fields of `ModelConfig` other than num_layers and hidden_dim.
-    probe : bool
-        Fit the logistic-regression probe as a baseline.
-    folds : int, optional
-        Cross-validation: each question is tested in exactly one of so many folds. Default: the
-        store is split once.
-    seeds : int, optional
-        Number of trainings of each model and split, with the seeds from ``config.seed`` on.
-    memory_budget : int, optional
-        Bytes that training may use in addition to the imported libraries.
     overwrite : bool
         Replace an earlier run in the output directory.
     command : str, optional
@@ -41,10 +35,20 @@ class TrainOptions:
     models: tuple[str, ...] = DEFAULT_MODELS
     config: TrainConfig = field(default_factory=TrainConfig)
     model_options: Mapping[str, Any] = field(default_factory=dict)
-    probe: bool = True
-    folds: int | None = None
-    seeds: int | None = None
-    memory_budget: int | None = None
+    probe: bool = option(True, "fit a logistic-regression probe as a baseline", action=BooleanOptionalAction)
+    folds: int | None = option(
+        None,
+        "cross-validation by question: each question is tested in one of K folds (default: one split)",
+        type=int_between(2, 2**31 - 1, "a whole number of at least 2"),
+        metavar="K",
+    )
+    seeds: int | None = option(None, "N trainings of each model and split, from --seed on (default: 1)")
+    memory_budget: int | None = option(
+        None,
+        "memory for training in addition to the libraries, e.g. 8GiB (default: no limit)",
+        type=parse_size,
+        metavar="SIZE",
+    )
     overwrite: bool = False
     command: str | None = None
     resume_command: str | None = None

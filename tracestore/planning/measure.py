@@ -20,7 +20,6 @@ from tracestore.detectors.registry import MODELS, make_model
 from tracestore.errors import UsageError
 from tracestore.oom.guard import OOMGuard
 from tracestore.oom.memory_limits import RESERVE_BYTES, PeakMemoryMonitor
-from tracestore.oom.optimizers import Adam
 from tracestore.planning.plan import (
     LATER_BATCHES,
     LATER_BYTES,
@@ -33,7 +32,7 @@ from tracestore.planning.plan import (
 from tracestore.platform_support import MemoryUse, memory_use
 from tracestore.store.read.store import TraceStore
 from tracestore.train.batches import AccumulatedBatch, BatchFeed
-from tracestore.train.config import WEIGHT_DECAY, TrainConfig
+from tracestore.train.config import TrainConfig
 from tracestore.train.devices import torch_threads
 from tracestore.train.distributed import DistributedContext
 from tracestore.train.model_runner import ModelRunner
@@ -68,8 +67,7 @@ class TrialTrainer:
     ) -> None:
         model_config = ModelConfig.from_store(store, **model_options)
         self._runner = ModelRunner(make_model(name, model_config), model_config, config)
-        optimizer = Adam(self._runner.model.parameters(), lr=0.0, weight_decay=WEIGHT_DECAY, fused=True)
-        self._guard = OOMGuard(self._runner.model, optimizer)
+        self._guard = OOMGuard(self._runner.model, self._runner.make_optimizer(0.0))
         config = replace(config, batch_size=min(config.batch_size, len(indices)))
         alone = DistributedContext(alone=True)
         self._feed = BatchFeed(name, store, indices, config, model_config, alone, shuffle="global")

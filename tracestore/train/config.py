@@ -2,49 +2,71 @@
 
 import math
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
+from tracestore.console import float_where, int_between, option
 from tracestore.data.order import Shuffle
 from tracestore.detectors.model_config import Precision
+from tracestore.store.format.labels import THRESHOLD_HELP
+from tracestore.store.format.provenance import ALLOW_HELP
 
-T = TypeVar("T")
-WEIGHT_DECAY = 1e-5
 HISTORY = ("train_loss", "val_loss", "val_auroc", "traces_per_s", "data_wait_share")
 # Keys of last.pt that differ from the names of the fields.
 _CHECKPOINT_KEYS = {"grad_accum_steps": "accumulate"}
 
 
-def _resumable(default: T) -> T:
-    """Return a field that may change when a run resumes, because it does not change the results."""
-    return field(default=default, metadata={"is_resumable": True})
+@dataclass(frozen=True)
+class StepOptions:
+    """Options that change the cost of a step, which ``tracestore plan`` has too."""
+
+    batch_size: int = option(16, "traces in a step")
+    precision: Precision = option("float32", "fp16 needs a GPU")
+    activation_checkpointing: bool = option(
+        False, "less memory: compute activations a second time in backward", is_resumable=True
+    )
+    max_cache_batches: int = option(2, "decoded batches to keep of a compressed store", is_resumable=True)
+    attention_threshold: float = option(0.0, "edges are pairs with attention above this")
+    top_k: float | None = option(
+        None,
+        "keep this fraction of the pairs of each layer, those with the largest attention "
+        "(default: all above --attention-threshold)",
+        type=float_where(lambda f: 0 < f <= 1, "a fraction above 0 and at most 1"),
+        metavar="FRACTION",
+    )
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(StepOptions):
     """Training options of a detector. The fields are named like the flags of ``tracestore train``."""
 
-    epochs: int = _resumable(50)
-    batch_size: int = 16
-    grad_accum_steps: int = 1
-    lr: float = 0.001
-    seed: int = 42
-    device: str = _resumable("cpu")
-    precision: Precision = "float32"
-    activation_checkpointing: bool = _resumable(False)
-    shuffle: Shuffle = "global"
-    shuffle_buffer: int = 1000
-    score: str | None = None
-    score_threshold: float | None = None
-    drop_nonfinite: bool = False
-    attention_threshold: float = 0.0
-    top_k: float | None = None
-    max_cache_batches: int = _resumable(2)
-    num_workers: int = _resumable(0)
-    loader_threads: int = _resumable(2)
-    checkpoint_interval_s: float = _resumable(300.0)
-    logger: Literal["tensorboard", "wandb", "mlflow"] | None = _resumable(None)
-    resume: bool = _resumable(False)
-    allow_mixed_provenance: bool = _resumable(False)
+    epochs: int = option(50, "passes over the training split", is_resumable=True)
+    lr: float = option(0.001, "learning rate of Adam", type=float_where(lambda r: 0 < r < math.inf, "a number above 0"))
+    seed: int = option(
+        42, "seed of split and weights", type=int_between(0, 2**32 - 1, "a whole number from 0 to 2^32 - 1")
+    )
+    grad_accum_steps: int = option(1, "batches per optimizer step; equals one batch of N times the size")
+    shuffle: Shuffle = option("global", "order of the traces in an epoch")
+    shuffle_buffer: int = option(1000, "traces in the window of --shuffle buffer", metavar="TRACES")
+    score: str | None = option(None, "named score that labels are derived from (default: the store's)", metavar="NAME")
+    score_threshold: float | None = option(None, THRESHOLD_HELP, metavar="T")
+    drop_nonfinite: bool = option(False, "leave out traces with NaN or infinite values, and list them")
+    checkpoint_interval_s: float = option(
+        300.0,
+        "write last.pt this often within an epoch, and after each (default: 300; 0: after every step)",
+        is_resumable=True,
+        type=float_where(lambda s: 0 <= s < math.inf, "seconds, at least 0"),
+        metavar="SECONDS",
+    )
+    logger: Literal["tensorboard", "wandb", "mlflow"] | None = option(
+        None,
+        "write the metrics of steps and epochs for this library, too, below OUTPUT/<model>/events (default: none)",
+        is_resumable=True,
+    )
+    allow_mixed_provenance: bool = option(False, ALLOW_HELP, is_resumable=True)
+    device: str = option("cpu", None, is_resumable=True)
+    num_workers: int = option(0, None, is_resumable=True)
+    loader_threads: int = option(2, None, is_resumable=True)
+    resume: bool = option(False, None, is_resumable=True)
 
     def identity(self) -> dict[str, Any]:
         """Return the options that must not change when a run resumes."""

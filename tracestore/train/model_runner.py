@@ -16,12 +16,15 @@ from tracestore.detectors.precision import autocast_for
 from tracestore.errors import InsufficientMemoryError
 from tracestore.oom.guard import OOMGuard
 from tracestore.oom.oom_errors import is_out_of_memory
+from tracestore.oom.optimizers import Adam
 from tracestore.train.batches import AccumulatedBatch, BatchFeed, DeviceBatch
 from tracestore.train.config import TrainConfig
 from tracestore.train.distributed import DistributedContext
 from tracestore.train.signals import StopReason, StopSignals
 from tracestore.train.step_graphs import ReplayedLoss, StepGraphs
 from tracestore.train.step_inputs import StepInputs
+
+_WEIGHT_DECAY = 1e-5
 
 
 class ModelRunner:
@@ -52,6 +55,10 @@ class ModelRunner:
             output.reader_logits.float(), {name: term.float() for name, term in output.auxiliary.items()}
         )
         return output.logits, detector_loss(output, given.y, self.model_config.kl_weight)
+
+    def make_optimizer(self, lr: float) -> Adam:
+        """Return an optimizer of the model."""
+        return Adam(self.model.parameters(), lr=lr, weight_decay=_WEIGHT_DECAY, fused=True)
 
     def record_steps(self, optimizer: torch.optim.Optimizer) -> StepGraphs | None:
         """Let `step_loss` replay CUDA graphs, and return them; None where steps cannot be recorded."""

@@ -31,7 +31,6 @@ from tracestore.evaluation.metrics import auroc, fit_temperature, youden_thresho
 from tracestore.evaluation.store_split import Split
 from tracestore.oom.guard import OOMGuard
 from tracestore.oom.oom_errors import is_out_of_memory
-from tracestore.oom.optimizers import Adam
 from tracestore.oom.snapshot import seed_step
 from tracestore.split import SPLITS
 from tracestore.store.read.store import TraceStore
@@ -45,7 +44,7 @@ from tracestore.train.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from tracestore.train.config import WEIGHT_DECAY, TrainConfig, TrainState
+from tracestore.train.config import TrainConfig, TrainState
 from tracestore.train.distributed import DistributedContext
 from tracestore.train.losses import UnreadLoss
 from tracestore.train.model_runner import ModelRunner, SplitScores, score_split
@@ -172,7 +171,7 @@ class Trainer:
         self.model = self.runner.model
         for layer in float32_layers(c.precision, self.runner.device.type):
             self.monitor.log(f"{c.precision}: no {layer} kernel on this processor; it runs in float32")
-        optimizer = Adam(self.model.parameters(), lr=c.lr, weight_decay=WEIGHT_DECAY, fused=True)
+        optimizer = self.runner.make_optimizer(c.lr)
         self.ranks.allocate(list(self.model.parameters()))
         self.feed = self._make_feed("train", c.shuffle, c.num_workers)
         self.feed.graphs = self.runner.record_steps(optimizer)

@@ -11,13 +11,14 @@ import argparse
 import shlex
 from pathlib import Path
 
-from tracestore.cli.flags import DROP_NONFINITE_HELP, add_allow_mixed_provenance, add_score_threshold, values
+from tracestore.cli.flags import add_allow_mixed_provenance, add_flags, values
 from tracestore.console import Output, Parser, Progress, int_between, positive_int
 from tracestore.errors import UsageError
 from tracestore.extras import require
 from tracestore.platform_support import num_processors
 from tracestore.store.io.files import parse_location
 from tracestore.store.io.fsio import map_os_errors
+from tracestore.train.config import TrainConfig
 
 # In a log, a line tells at least this often what runs.
 _LOG_INTERVAL_S = 3.0
@@ -64,9 +65,7 @@ def add_arguments(parser: Parser) -> None:
         help="seed of folds and weights",
     )
     add("--as-one", action="store_true", help="read several stores as one, without a transfer matrix")
-    add("--score", metavar="NAME", help="named score that labels are derived from (default: the store's)")
-    add_score_threshold(parser)
-    add("--drop-nonfinite", action="store_true", help=DROP_NONFINITE_HELP)
+    add_flags(parser, TrainConfig, "score", "score_threshold", "drop_nonfinite")
     add("--workers", type=positive_int, metavar="N", help="processes side by side (default: processors, at most 4)")
     add("--save-detectors", action="store_true", help="write detectors for tracestore predict to OUTPUT/checkpoints")
     add("--overwrite", action="store_true", help="replace earlier results; folds are never replaced")

@@ -6,60 +6,17 @@ Example: tracestore convert traces_data/ store.zarr
 import argparse
 from pathlib import Path
 
-from tracestore.cli.flags import PROVENANCE_FLAGS, SCORE_FLAGS, Flags, add_flags, values
+from tracestore.cli.flags import add_flags, option_names, values
 from tracestore.console import Output, Parser, float_where
 from tracestore.convert.options import ConvertOptions
 from tracestore.convert.runner import Conversion
 from tracestore.errors import UsageError
 from tracestore.process import reuse_freed_memory
 from tracestore.store.format.paths import RECEIPTS
-from tracestore.store.format.schema import CODECS
 from tracestore.store.io.files import parse_location
 from tracestore.store.io.fsio import map_os_errors
 from tracestore.store.io.local_folders import local_dir
 from tracestore.store.io.ownership import check_store_destination
-from tracestore.words import format_size, parse_size
-
-_FLAGS: Flags = {
-    "layout": {
-        "metavar": "FILE.toml",
-        "help": "where the fields of the traces lie in the files, see docs/inputs.md (default: a built-in layout, or the one that the files prove)",
-    },
-    "field": {
-        "action": "append",
-        "metavar": '"FIELD = FILES : PATH -> AXES"',
-        "help": "a line of a layout, for one field; may be repeated (default: none)",
-    },
-    "scores": {
-        "metavar": "FILE",
-        "help": "scores by question_id (default: the only *scores*.csv or .tsv in a SRC folder)",
-    },
-    **SCORE_FLAGS,
-    "provenance": {
-        "metavar": "JSON",
-        "help": "model, layers and prompt of the traces (default: provenance.json in a SRC folder)",
-    },
-    **PROVENANCE_FLAGS,
-    "attention": "attention to store (default: mean over heads; none if no trace has attention)",
-    "padding": "padding of batches: given by attention_mask or lengths, or none if batches without them have none",
-    "codec": {"choices": CODECS, "help": "compression (default: none)"},
-    "dtype": "dtype to store (default: float16)",
-    "workers": "processes that read files; one reads with two threads",
-    "dask": {
-        "metavar": "ADDRESS",
-        "help": "read with a Dask cluster that shares the file system: address of the scheduler, or local for --workers processes (default: none)",
-    },
-    "memory_budget": {
-        "type": parse_size,
-        "metavar": "SIZE",
-        "help": f"memory for waiting traces (default: {format_size(ConvertOptions.memory_budget)})",
-    },
-    "on_conflict": "a trace whose question id and sample exist with other content",
-    "skip_bad": "continue after a trace that is refused, and list it in DST.refused.jsonl",
-    "overwrite": "replace the store",
-    "dry_run": "print the layout of the files and what would be stored of their first traces; write nothing",
-}
-
 
 # Options of other tools and of drafts of this one; using them prints the lines of --field that say the same.
 _AS_FIELDS = ("--map", "--axes")
@@ -72,7 +29,7 @@ def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("src", nargs="+", type=Path, metavar="SRC", help="trace files, or folders of them")
     parser.add_argument("dst", metavar="DST", help="the store to create or to extend: a folder, s3:// or gs://")
-    add_flags(parser, ConvertOptions, _FLAGS)
+    add_flags(parser, ConvertOptions)
     text = "cut the conversion into tasks, write them to FILE and convert nothing, see docs/tasks.md (default: convert)"
     parser.add_argument("--plan", type=Path, metavar="FILE", help=text)
     for flag in _AS_FIELDS:
@@ -89,7 +46,7 @@ def run(args: argparse.Namespace, output: Output) -> None:
             f"{' and '.join(flag for flag in _AS_FIELDS if getattr(args, flag[2:]) is not None)}: lines of a layout say "
             f"this: {_field_lines(args.src, args.map or '', args.axes)}; `tracestore inspect SRC` prints whole layouts"
         )
-    options = ConvertOptions(**values(args, _FLAGS))
+    options = ConvertOptions(**values(args, option_names(ConvertOptions)))
     if args.is_program:
         reuse_freed_memory(options.memory_budget)
     if args.plan is not None:

@@ -6,14 +6,14 @@ Example: tracestore plan store.zarr --model gnn_det_lstm --memory 8GiB
 import argparse
 from typing import Any
 
-from tracestore.cli.flags import MODEL_FLAGS, STEP_FLAGS, add_flags, add_num_threads, add_store, values
+from tracestore.cli.flags import add_flags, add_num_threads, add_store, option_names, values
 from tracestore.console import Output, Parser
 from tracestore.detectors.model_config import ModelConfig
 from tracestore.detectors.registry import MODELS
 from tracestore.errors import UsageError
 from tracestore.platform_support import memory_use
 from tracestore.store.format.labels import DEFAULT_THRESHOLD
-from tracestore.train.config import TrainConfig
+from tracestore.train.config import StepOptions, TrainConfig
 from tracestore.words import format_size, parse_size
 
 
@@ -27,8 +27,8 @@ def add_arguments(parser: Parser) -> None:
         metavar="SIZE",
         help="memory that the process may use, e.g. 8GiB (default: only print what is needed)",
     )
-    add_flags(parser, ModelConfig, MODEL_FLAGS)
-    add_flags(parser, TrainConfig, STEP_FLAGS)
+    add_flags(parser.add_argument_group("model"), ModelConfig)
+    add_flags(parser.add_argument_group("training"), StepOptions)
     add_num_threads(parser)
     add_store(parser)
 
@@ -45,10 +45,9 @@ def run(args: argparse.Namespace, output: Output) -> None:
         raise UsageError(f"found --model {args.model}, expected one of {', '.join(MODELS)}")
     if args.precision == "fp16":
         raise UsageError("found --precision fp16, which needs a GPU; plan is for the CPU")
-    config = TrainConfig(
-        **values(args, STEP_FLAGS), loader_threads=args.num_threads or 2, score_threshold=DEFAULT_THRESHOLD
-    )
-    model_options = values(args, MODEL_FLAGS)
+    options = values(args, option_names(StepOptions))
+    config = TrainConfig(**options, loader_threads=args.num_threads or 2, score_threshold=DEFAULT_THRESHOLD)
+    model_options = values(args, option_names(ModelConfig))
     plans = []
     with tracestore.open(args.store) as store:
         names = [args.model] if args.model else detectors_for(store)

@@ -4,26 +4,14 @@ Example: tracestore train store.zarr --epochs 10
 """
 
 import argparse
-import math
 import os
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from tracestore.cli.flags import (
-    DROP_NONFINITE_HELP,
-    MODEL_FLAGS,
-    PROVENANCE_FLAGS,
-    STEP_FLAGS,
-    THRESHOLD_HELP,
-    Flags,
-    add_flags,
-    add_num_threads,
-    add_stores,
-    values,
-)
-from tracestore.console import Output, Parser, Progress, float_where, int_between
+from tracestore.cli.flags import add_flags, add_num_threads, add_stores, option_names, values
+from tracestore.console import Output, Parser, Progress
 from tracestore.detectors.model_config import ModelConfig
 from tracestore.detectors.registry import DEFAULT_MODELS, MODELS
 from tracestore.errors import RankFailedError, UsageError
@@ -32,45 +20,6 @@ from tracestore.extras import require
 from tracestore.store.io.files import parse_location
 from tracestore.store.io.fsio import map_os_errors
 from tracestore.train.config import TrainConfig
-from tracestore.words import parse_size
-
-# Further fields of TrainConfig.
-_TRAIN_FLAGS: Flags = {
-    "epochs": "passes over the training split",
-    "grad_accum_steps": "batches per optimizer step; equals one batch of N times the size",
-    "score": {"metavar": "NAME", "help": "named score that labels are derived from (default: the store's)"},
-    "score_threshold": {"metavar": "T", "help": THRESHOLD_HELP},
-    "drop_nonfinite": DROP_NONFINITE_HELP,
-    "lr": {"type": float_where(lambda r: 0 < r < math.inf, "a number above 0"), "help": "learning rate of Adam"},
-    "seed": {
-        "type": int_between(0, 2**32 - 1, "a whole number from 0 to 2^32 - 1"),
-        "help": "seed of split and weights",
-    },
-    "shuffle": "order of the traces in an epoch",
-    "shuffle_buffer": {"metavar": "TRACES", "help": "traces in the window of --shuffle buffer"},
-    "checkpoint_interval_s": {
-        "type": float_where(lambda s: 0 <= s < math.inf, "seconds, at least 0"),
-        "metavar": "SECONDS",
-        "help": "write last.pt this often within an epoch, and after each (default: 300; 0: after every step)",
-    },
-    "logger": "write the metrics of steps and epochs for this library, too, below OUTPUT/<model>/events (default: none)",
-    **PROVENANCE_FLAGS,
-}
-# Fields of TrainOptions.
-_RUN_FLAGS: Flags = {
-    "probe": {"action": argparse.BooleanOptionalAction, "help": "fit a logistic-regression probe as a baseline"},
-    "memory_budget": {
-        "type": parse_size,
-        "metavar": "SIZE",
-        "help": "memory for training in addition to the libraries, e.g. 8GiB (default: no limit)",
-    },
-    "folds": {
-        "type": int_between(2, 2**31 - 1, "a whole number of at least 2"),
-        "metavar": "K",
-        "help": "cross-validation by question: each question is tested in one of K folds (default: one split)",
-    },
-    "seeds": "N trainings of each model and split, from --seed on (default: 1)",
-}
 
 
 def add_arguments(parser: Parser) -> None:
@@ -85,15 +34,16 @@ def add_arguments(parser: Parser) -> None:
     text = f"train these instead: {', '.join(MODELS)} (default: {', '.join(DEFAULT_MODELS)})"
     add("--models", type=_models, metavar="NAME,...", help=text)
     add("--twins", action="store_true", help="also train the edge-free twins of the graph detectors")
-    add_flags(parser, ModelConfig, MODEL_FLAGS)
-    add_flags(parser, TrainConfig, {**STEP_FLAGS, **_TRAIN_FLAGS})
-    add_flags(parser, TrainOptions, _RUN_FLAGS)
+    add_flags(parser.add_argument_group("model"), ModelConfig)
+    training = parser.add_argument_group("training")
+    add_flags(training, TrainConfig)
+    add_flags(training, TrainOptions)
     add_num_threads(parser)
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
     add("--num-workers", type=_workers, default=0, metavar="auto|N", help="0: threads (default); N: DataLoader workers")
     earlier_run = parser.add_mutually_exclusive_group()
-    add_flags(earlier_run, TrainConfig, {"resume": "continue the run in --output"})
-    add_flags(earlier_run, TrainOptions, {"overwrite": "replace the run in --output"})
+    earlier_run.add_argument("--resume", action="store_true", help="continue the run in --output")
+    earlier_run.add_argument("--overwrite", action="store_true", help="replace the run in --output")
     add("--preprocessed-dir", type=_removed(parser.prog, "{}"), help=argparse.SUPPRESS)
     add("--data-pattern", type=_removed(parser.prog, "traces_data/"), help=argparse.SUPPRESS)
 
@@ -112,7 +62,7 @@ def run(args: argparse.Namespace, output: Output) -> None:
     if args.precision == "fp16" and device == "cpu":
         raise UsageError("--precision fp16 needs a GPU, found none in use; on the CPU: --precision bf16")
     config = TrainConfig(
-        **values(args, STEP_FLAGS, _TRAIN_FLAGS),
+        **values(args, option_names(TrainConfig)),
         device=device,
         num_workers=args.num_workers,
         loader_threads=args.num_threads or 2,
@@ -121,8 +71,8 @@ def run(args: argparse.Namespace, output: Output) -> None:
     options = TrainOptions(
         models,
         config,
-        values(args, MODEL_FLAGS),
-        **values(args, _RUN_FLAGS),
+        values(args, option_names(ModelConfig)),
+        **values(args, option_names(TrainOptions)),
         overwrite=args.overwrite,
         command=_command(args.prog, [*args.words]),
         resume_command=resume_command,

@@ -16,6 +16,9 @@ DIRECTIONS = (CORRECT, HALLUCINATION)
 # Column names of scores in the files that tracestore writes.
 SCORE_COLUMNS = {CORRECT: "score", HALLUCINATION: "hallucination_score"}
 DEFAULT_THRESHOLD = 0.5
+THRESHOLD_HELP = (
+    f"label 1 (hallucination) where score < T (default: {DEFAULT_THRESHOLD:g}, for scores in [0, 1]; others need it)"
+)
 # The name of scores that a program appends without one.
 DEFAULT_SCORE_NAME = "score"
 # Names of scores: they are parts of the names of arrays.

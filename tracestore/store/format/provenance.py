@@ -9,6 +9,7 @@ from typing import Any
 from tracestore.errors import UsageError, escape_unprintable
 
 ALLOW_FLAG = "--allow-mixed-provenance"
+ALLOW_HELP = "accept traces whose models, layers or prompts differ"
 # Limits, because a store may come from an untrusted source. They bound the size of the root zarr.json.
 MAX_PROVENANCES = 64
 _MAX_TEXT = 1024
