@@ -221,6 +221,22 @@ def test_an_epoch_whose_files_are_here_prefetches_nothing(remote_store):
     assert queued() == 0
 
 
+def test_threads_fetch_from_the_first_missing_file_on(remote_store, monkeypatch):
+    started, start = [], threading.Thread.start
+
+    def record(thread):
+        started.append(thread.name)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", record)
+    loader = tracestore.TraceLoader(remote_store, view="graph", batch_size=5, seed=3)
+    for is_fetched in (True, False):
+        for _ in loader:
+            pass
+        assert ("tracestore-fetch" in started) == is_fetched
+        started.clear()
+
+
 @pytest.mark.parametrize("change", ["flipped", "flipped at the end", "shorter", "longer", "empty"])
 @pytest.mark.parametrize("name", ["attention/c/0", "hidden_states/c/0/0"])
 def test_a_cached_file_that_was_damaged_is_not_committed(remote_store, tmp_path, name, change):

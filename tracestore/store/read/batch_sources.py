@@ -148,22 +148,21 @@ def batch_files(
 
     View "tokens" reads hidden states only.
     """
-    columns = (GRAPH_SEGMENT, SEQUENCE_SEGMENT, LAYOUT)
-    locations = store.index.locations(indices)
-    kinds, kind_of = np.unique(locations[:, columns], axis=0, return_inverse=True)
-    for kind, (graph, sequence, layout) in enumerate(kinds.tolist()):
+    rows_of: dict[tuple[int, int, int], list[int]] = {}
+    for graph, row, _, layout, sequence, _ in store.index.locations(indices).tolist():
+        rows_of.setdefault((graph, sequence, layout), []).append(row)
+    for (graph, sequence, layout), rows in rows_of.items():
         is_sequence = view == "sequence" and sequence >= 0
         segment = store.segment(sequence if is_sequence else graph)
         names = ["last_token"] if is_sequence else ["hidden_states"]
         if view == "graph":
             names += ["edge_index", "edge_weight"] if layout == schema.LAYOUT_EDGES else ["attention"]
         yield segment.rows
-        rows = locations[kind_of.reshape(-1) == kind, GRAPH_ROW]
         for name in names:
             if segment.reads_layers(name):
-                yield _part(segment, name, rows, _parts(store.num_layers, layers))
+                yield _part(segment, name, np.array(rows), _parts(store.num_layers, layers))
             else:
-                yield from segment.array_files(name)
+                yield from segment.array_files[name]
 
 
 def file_bytes(
@@ -209,7 +208,7 @@ def _part(segment: SegmentReader, name: str, rows: np.ndarray, parts: list[tuple
     edges = name.startswith("edge")
     first = segment.begins("edges", rows) if edges else np.searchsorted(found.ends, segment.begins(name, rows))
     ranges = sorted((int(found.ends[k + a]), int(found.ends[k + a + n])) for k in first for a, n in parts)
-    entry = max(segment.array_files(name), key=lambda e: e.size)
+    entry = max(segment.array_files[name], key=lambda e: e.size)
     item_bytes = entry.size // max(1, int(found.ends[-1]))
 
     def fetch(check: Callable[[], None]) -> None:

@@ -1,6 +1,7 @@
 """Reading one segment: an immutable Zarr group of arrays."""
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import cached_property
@@ -218,9 +219,13 @@ class SegmentReader:
         """Return whether the segment has a large array."""
         return f"{self.name}/{name}/zarr.json" in self.entries
 
-    def array_files(self, name: str) -> list[FileEntry]:
-        """Return the files of a large array."""
-        return [entry for path, entry in self.entries.items() if path.startswith(f"{self.name}/{name}/")]
+    @cached_property
+    def array_files(self) -> Mapping[str, list[FileEntry]]:
+        """The files of each large array."""
+        found = defaultdict[str, list[FileEntry]](list)
+        for path, entry in self.entries.items():
+            found[path.removeprefix(f"{self.name}/").partition("/")[0]].append(entry)
+        return found
 
     def scalar(self, name: str, row: int) -> int:
         """Return one integer of an array with one value per row."""

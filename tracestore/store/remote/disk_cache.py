@@ -17,6 +17,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -101,6 +102,7 @@ class DiskCache:
         self._count = 0
 
     @staticmethod
+    @lru_cache(maxsize=1 << 14)
     def name_of(address: str, entry: FileEntry) -> str:
         """Return the name of a file in the cache."""
         place = hashlib.sha256(f"{address}\0{entry.path}".encode()).hexdigest()[:32]
@@ -108,7 +110,7 @@ class DiskCache:
 
     def contains(self, name: str) -> bool:
         """Return whether the cache has a file."""
-        return (self.folder / name).exists()
+        return os.path.exists(os.path.join(self.folder, name))
 
     def mtime(self) -> int:
         """Return a number that changes whenever a file is added or evicted."""

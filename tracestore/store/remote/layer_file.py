@@ -11,7 +11,7 @@ import secrets
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from tracestore._core.kernels import crc32c
 from tracestore._core.mapping import MappedFile
@@ -30,6 +30,15 @@ _STAMP_BYTES = 4
 STAMP = (crc32c(boot_id() or secrets.token_bytes(16)) | 1 << 24).to_bytes(_STAMP_BYTES, "little")
 
 
+class CachedFiles(Protocol):
+    """The files of a remote store with their cache."""
+
+    object_store: ObjectStore
+    cache: DiskCache
+    next_use: NextUse
+    on_miss: Callable[[], None]  # called when a reader needs what the cache lacks
+
+
 class LayerFile:
     """A mapped file with holes.
 
@@ -38,35 +47,31 @@ class LayerFile:
 
     Parameters
     ----------
-    cache : DiskCache
-    object_store : ObjectStore
+    files : CachedFiles
     entry : FileEntry
         The committed file.
     layers : FileLayers
-    next_use : NextUse
 
     Attributes
     ----------
     mapped : MappedFile
     """
 
-    def __init__(
-        self, cache: DiskCache, object_store: ObjectStore, entry: FileEntry, layers: FileLayers, next_use: NextUse
-    ) -> None:
-        self._cache, self._object_store, self._entry, self._next_use = cache, object_store, entry, next_use
+    def __init__(self, files: CachedFiles, entry: FileEntry, layers: FileLayers) -> None:
+        self._files, self._cache, self._object_store, self._entry = files, files.cache, files.object_store, entry
         self._ends, self._crcs = array("q", layers.ends.astype("<i8").tobytes()), layers.crcs
         self._table = layers.data_bytes
         self._seen = bytearray(len(layers.crcs))  # 1: the layer was here, and stays in this map
-        self._path = cache.folder / (cache.name_of(object_store.address, entry) + LAYERS_SUFFIX)
-        cache.folder.mkdir(parents=True, exist_ok=True)
+        self._path = self._cache.folder / (self._cache.name_of(self._object_store.address, entry) + LAYERS_SUFFIX)
+        self._cache.folder.mkdir(parents=True, exist_ok=True)
         num_bytes = entry.size - self._table
-        with fsio.map_os_errors(cache.folder, lambda: num_bytes):
+        with fsio.map_os_errors(self._cache.folder, lambda: num_bytes):
             while True:
                 try:
                     self._open()
                     return
                 except OSError as error:
-                    if not cache.frees_disk(error, num_bytes, next_use):
+                    if not self._cache.frees_disk(error, num_bytes, files.next_use):
                         raise
 
     def _open(self) -> None:
@@ -122,6 +127,7 @@ class LayerFile:
             return True
         if self._object_store.is_forked or not self._object_store.has_ranges:
             return False
+        self._files.on_miss()
         attempts = num_bytes = 0
         with fsio.map_os_errors(self._cache.folder):
             try:
@@ -136,14 +142,14 @@ class LayerFile:
                                 f"{where}: checksum mismatch: damaged at {self._object_store.address}"
                             )
                         attempts += 1
-                        self._cache.make_room(num_bytes, self._next_use, check)
+                        self._cache.make_room(num_bytes, self._files.next_use, check)
                         if not all(self._fetch_run(fd, first, last, check) for first, last in runs):
                             return False
                     return True
             except FileNotFoundError:
                 return False
             except OSError as error:
-                if self._cache.frees_disk(error, num_bytes, self._next_use):
+                if self._cache.frees_disk(error, num_bytes, self._files.next_use):
                     return False
                 raise
 

@@ -4,13 +4,13 @@ import contextlib
 import threading
 import time
 from collections import deque
-from typing import Protocol, Self
+from typing import Self
 
 from tracestore.errors import CorruptStoreError, TracestoreError
 from tracestore.process import ranks_here
 from tracestore.store.format.entries import FileEntry, FilePart, FilesOf
-from tracestore.store.remote.disk_cache import DiskCache, NextUse
-from tracestore.store.remote.object_store import ObjectStore
+from tracestore.store.remote.disk_cache import DiskCache
+from tracestore.store.remote.layer_file import CachedFiles
 from tracestore.store.remote.threads import FetchCancelledError
 
 _THREADS = 6
@@ -22,18 +22,10 @@ _PART_COST = 2
 _CLOSE_S = 1.0
 
 
-class CachedFiles(Protocol):
-    """The files of a remote store with their cache."""
-
-    object_store: ObjectStore
-    cache: DiskCache
-    next_use: NextUse
-
-
 class RemoteFilePrefetcher:
     """Fetches the files of upcoming batches in the order of their use, as many as the cache has room for.
 
-    It also tells the cache which batch uses a file next, which decides what is evicted.
+    It begins when the reader needs a file that the cache lacks. It also tells the cache which batch uses a file next, which decides what is evicted.
     """
 
     def __init__(self, files: CachedFiles, files_of: FilesOf, start: int, total: int) -> None:
@@ -53,9 +45,13 @@ class RemoteFilePrefetcher:
 
     def __enter__(self) -> Self:
         if not self._files.object_store.is_forked:
-            self._files.next_use = self._next_use
-            self._start_thread()
+            self._files.next_use, self._files.on_miss = self._next_use, self._start
         return self
+
+    def _start(self) -> None:
+        with self._lock:
+            if not self._threads:
+                self._start_thread()
 
     def _start_thread(self) -> None:
         thread = threading.Thread(target=self._run, name="tracestore-fetch", daemon=True)
@@ -70,7 +66,7 @@ class RemoteFilePrefetcher:
         end = time.monotonic() + _CLOSE_S
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))  # A thread that waits for a server ends with its answer.
-        self._files.next_use = lambda name: None
+        self._files.next_use, self._files.on_miss = lambda name: None, lambda: None
 
     def advance(self, batch: int) -> None:
         """See FilePrefetcher."""

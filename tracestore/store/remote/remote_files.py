@@ -65,6 +65,7 @@ class RemoteFiles(ReadableFiles):
         self.object_store, self.cache = object_store, cache
         self.location = object_store.address
         self.next_use: NextUse = lambda name: None
+        self.on_miss: Callable[[], None] = lambda: None
         self.own_manifest: Manifest | None = None  # that of the last commit here
         self._mapped: dict[str, str] = {}  # name in the cache -> path in the store
         self._mtime = -1  # of the cache folder, when the mapped files were last compared with it
@@ -123,12 +124,13 @@ class RemoteFiles(ReadableFiles):
         raise StorageError(f"{self.cache.folder}: files go from the cache faster than they can be opened")
 
     def _get(self, entry: FileEntry) -> Path:
-        if not self.object_store.is_forked:
-            return self.cache.get(self.object_store, entry, self.next_use)
         name = DiskCache.name_of(self.object_store.address, entry)
         path = self.cache.get_cached(name)
         if path is not None:
             return path
+        self.on_miss()
+        if not self.object_store.is_forked:
+            return self.cache.get(self.object_store, entry, self.next_use)
         with self._lock:
             if self._helper is None or not self._helper.is_of_this_process:
                 self._helper = Helper(self.object_store.address, self.cache)
@@ -209,7 +211,7 @@ class RemoteFiles(ReadableFiles):
         has_room = len(layers.crcs) <= entry.size - layers.data_bytes - 4
         if not self.has_ranges or not has_room or self.cache.get_cached(name) is not None:
             return None
-        found = LayerFile(self.cache, self.object_store, entry, layers, lambda name: self.next_use(name))
+        found = LayerFile(self, entry, layers)
         with self._lock:
             self._mapped[name + LAYERS_SUFFIX] = entry.path
         return found

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -288,12 +289,17 @@ def layers_of(data, num_bytes):
     return FileEntry("segments/0/hidden_states/c/0/0", len(data) + 20, 0), FileLayers(ends, crcs, len(data))
 
 
+def files_of(folder, server):
+    """Return the files of a server, as they are cached in a folder."""
+    return SimpleNamespace(
+        cache=DiskCache(folder), object_store=server, next_use=lambda name: None, on_miss=lambda: None
+    )
+
+
 @pytest.mark.parametrize("piece_bytes", [1_000, 16_000, 48_000, 80_000])
 def test_the_layers_of_a_piece_are_recorded_with_one_write(tmp_path, monkeypatch, piece_bytes):
     data = np.random.default_rng(0).bytes(80_000)
-    found = LayerFile(
-        DiskCache(tmp_path), _DyingServer(data, 1 << 30, piece_bytes), *layers_of(data, 5_000), lambda name: None
-    )
+    found = LayerFile(files_of(tmp_path, _DyingServer(data, 1 << 30, piece_bytes)), *layers_of(data, 5_000))
     writes, pwrite = [], os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, flags, at: writes.append(at) or pwrite(fd, flags, at))
     assert found.fetch([(0, 80_000)]) and found.mapped.read(0, 80_000) == data
@@ -308,12 +314,12 @@ def test_a_process_that_is_killed_leaves_the_layers_that_it_had(tmp_path, num_by
     if pid == 0:
         try:
             server = _DyingServer(data, num_bytes)
-            LayerFile(DiskCache(tmp_path), server, entry, layers, lambda name: None).fetch([(0, 80_000)])
+            LayerFile(files_of(tmp_path, server), entry, layers).fetch([(0, 80_000)])
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
     server = _DyingServer(data, 1 << 30)
-    found = LayerFile(DiskCache(tmp_path), server, entry, layers, lambda name: None)
+    found = LayerFile(files_of(tmp_path, server), entry, layers)
     assert found.fetch([(0, 80_000)])
     assert found.mapped.read(0, 80_000) == data
     whole = -(-num_bytes // 1000) * 1000 // 16_000  # the server sends pieces of 1,000 bytes
