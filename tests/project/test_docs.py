@@ -10,6 +10,8 @@ import pytest
 
 from tests.helpers import ROOT, make_traces, write_pickle, write_scores
 from tracestore.cli import COMMANDS
+from tracestore.detectors.registry import registry
+from tracestore.ingest.builtin.library import builtins
 from tracestore.ingest.layout.fields import FIELDS
 from tracestore.store.format import manifest, schema
 from tracestore.store.vocabulary import SCORES, WORDS
@@ -88,10 +90,14 @@ def test_the_site_builds_without_warnings(tmp_path):
         assert (tmp_path / "site" / "gallery" / name).stat().st_size > 10_000
     listed = (ROOT / "mkdocs.yml").read_text()
     assert all(f"{page}.md" in listed for page in pages)
-    commands, fields = ((tmp_path / "site" / f"{name}.html").read_text() for name in ("commands", "fields"))
+    names = ("commands", "fields", "inputs", "benchmark")
+    commands, fields, inputs, benchmark = ((tmp_path / "site" / f"{name}.html").read_text() for name in names)
     assert [name for name in COMMANDS if f"tracestore {name}" not in commands] == []
     made = [name for name, rule in FIELDS.items() if rule.kind != "known"]
     assert [name for name in (*made, *SCORES, *WORDS) if f"<code>{name}</code>" not in fields] == []
+    assert [b.name for b in builtins() if f"<td><code>{b.name}</code></td>" not in inputs] == []
+    own = [name for name, entry in registry().items() if entry.model is None and not entry.is_foreign]
+    assert [name for name in own if f"<td><code>{name}</code></td>" not in benchmark] == []
     # The pages load nothing from other hosts.
     for page in (tmp_path / "site").glob("*.html"):
         assert not re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=\"?https?://(?!squidfunk)", page.read_text())

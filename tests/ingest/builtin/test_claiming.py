@@ -180,7 +180,7 @@ def test_files_of_several_tools_in_one_folder(tmp_path):
 
 def test_a_file_that_two_layouts_match_is_refused_with_both_names(tmp_path):
     one, two = (
-        parse_builtin(name, 'what = "x"\ndefined = "y"\n[layout]\nhidden_states = "*.pkl : []/hs -> L S D"\n'
+        parse_builtin(name, 'files = "z"\nwhat = "x"\ndefined = "y"\n[layout]\nhidden_states = "*.pkl : []/hs -> L S D"\n'
                       '[signature."*.pkl"]\nat = "[]"\nmust = {hs = "float L S D"}\n')
         for name in ("one", "two")
     )  # fmt: skip
@@ -250,14 +250,17 @@ def test_facts_of_values(value, facts):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('what = "x"', "needs what"),
+        ('what = "x"', "needs files, defined, signature"),
         ("what", "built-in layout t"),
-        ('what = "x"\ndefined = "y"\nunknown = 1\n[signature."a"]', "unknown unknown"),
+        ('files = "z"\nwhat = "x"\ndefined = "y"\nunknown = 1\n[signature."a"]', "unknown unknown"),
         (
-            'what = "x"\ndefined = "y"\n[layout]\nhidden_states = "a"\n[signature."a"]\nmust = {x = "wide L"}',
+            'files = "z"\nwhat = "x"\ndefined = "y"\n[layout]\nhidden_states = "a"\n[signature."a"]\nmust = {x = "wide L"}',
             "kind wide",
         ),
-        ('what = "x"\ndefined = "y"\n[layout]\nhidden_states = "a"\n[signature."a"]\nconditions = ["L > S"]', "L > S"),
+        (
+            'files = "z"\nwhat = "x"\ndefined = "y"\n[layout]\nhidden_states = "a"\n[signature."a"]\nconditions = ["L > S"]',
+            "L > S",
+        ),
     ],
 )
 def test_wrong_files_of_tools(text, message):
@@ -267,7 +270,9 @@ def test_wrong_files_of_tools(text, message):
 
 
 def test_lines_without_a_signature_are_found():
-    (builtin,) = parse_builtin("t", 'what = "x"\ndefined = "y"\n[layout]\nhidden_states = "a"\n[signature."b"]')
+    (builtin,) = parse_builtin(
+        "t", 'files = "z"\nwhat = "x"\ndefined = "y"\n[layout]\nhidden_states = "a"\n[signature."b"]'
+    )
     with pytest.raises(AssertionError):
         check_builtin(builtin)
 

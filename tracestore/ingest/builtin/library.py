@@ -16,7 +16,8 @@ from tracestore.ingest.layout.places import Plan, plan_of
 from tracestore.store.format import schema
 from tracestore.store.vocabulary import FIELDS
 
-_KEYS = frozenset(("what", "defined", "instead_of", "suffixes", "vary", "reader", "layout", "signature"))
+_NEEDED = ("files", "what", "defined", "signature")
+_KEYS = frozenset((*_NEEDED, "instead_of", "suffixes", "vary", "reader", "layout"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,8 +128,8 @@ def parse_builtin(name: str, text: str) -> list[Builtin]:
         entries = tomllib.loads(text)
         if unknown := entries.keys() - _KEYS:
             raise UsageError(f"unknown {', '.join(sorted(unknown))}")
-        if not entries.get("what") or not entries.get("defined") or not entries.get("signature"):
-            raise UsageError("needs what its states are, where its tool defines them, and a signature")
+        if missing := [name for name in _NEEDED if not entries.get(name)]:
+            raise UsageError(f"needs {', '.join(missing)}")
         suffixes = [{"suffix": suffix} for suffix in entries.get("suffixes", ())]
         chosen = itertools.product(*entries.get("vary", ()), suffixes or [{}])
         return [
