@@ -10,7 +10,6 @@ import os
 import pickle
 import subprocess
 import sys
-from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -230,12 +229,3 @@ def tree_digest(folder):
         elif path.is_file():
             digest.update(path.read_bytes())
     return digest.hexdigest()
-
-
-class Immediate:
-    """Stands for a thread that has always finished."""
-
-    def submit(self, function, *arguments):
-        done = Future()
-        done.set_result(function(*arguments))
-        return done

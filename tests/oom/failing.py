@@ -115,7 +115,6 @@ def make(name, optimizer="adam", drawn="by trace", dtype=torch.float64, **option
     guard = OOMGuard(model, opt, **options)
     sequences = torch.randn(SIZE, LAYERS, DIM, dtype=dtype)
     batch, y = graphs(dtype), torch.tensor([0.0, 1.0, 1.0, 0.0])
-    noise = torch.randn(SIZE, len(model.layers_read), 4, dtype=dtype)
 
     def loss_of(begin, end):
         inputs = sequences[begin:end] if name.startswith("lstm_solo") else batch.traces(begin, end)
@@ -123,7 +122,7 @@ def make(name, optimizer="adam", drawn="by trace", dtype=torch.float64, **option
             output = model(inputs)
         else:
             masks = TraceMasks(7, begin, end - begin)
-            output = model(inputs, masks, noise[begin:end]) if name.startswith("gvae") else model(inputs, masks)
+            output = model(inputs, masks)
         return detector_loss(output, y[begin:end], 0.01)
 
     return model, guard, loss_of

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers import Immediate, make_traces, write_store
+from tests.helpers import make_traces, write_store
 from tracestore.data.loader import TraceLoader
 from tracestore.detectors.model_config import ModelConfig
 from tracestore.detectors.registry import MODELS, make_model
@@ -221,7 +221,6 @@ def feed_on(store, monkeypatch):
 
         monkeypatch.setattr(batches.DeviceBatch, "_copy", copy)
         feed.copies = device.stream()
-        feed._thread = Immediate()
         return feed
 
     return make
@@ -236,10 +235,11 @@ def test_the_next_batch_is_copied_before_the_step_of_the_current_one(feed_on):
         device.events.append("step")
         given = batch.traces(0, 2)
         assert torch.equal(given.inputs.value, batch.inputs) and torch.equal(given.y, batch.y)
+        feed.gather_ahead(1)
         del given, batch
     assert device.events == [
-        *("copy ahead", "0[0:2]", "copy ahead", "1[0:2]", "copy ahead", "2[0:2]"),
-        *("step", "wait", "step", "wait", "step", "wait"),
+        *("copy ahead", "0[0:2]", "step", "wait", "copy ahead", "1[0:2]"),
+        *("step", "wait", "copy ahead", "2[0:2]", "step", "wait"),
     ]
     assert feed.next_batches(1) == []
 
@@ -249,7 +249,8 @@ def test_a_batch_that_failed_is_copied_again_without_the_batch_ahead(feed_on):
     feed = feed_on(device)
     (batch,) = feed.next_batches(1)
     first = batch.traces(0, 2)
-    assert len([w for w in device.live if w() is not None]) == 3
+    feed.gather_ahead(1)
+    assert len([w for w in device.live if w() is not None]) == 2
     del first
     second = batch.traces(0, 2)
     assert [type(w()) for w in device.live if w() is not None] == [Copied]
@@ -264,7 +265,7 @@ def test_a_batch_that_failed_is_copied_again_without_the_batch_ahead(feed_on):
 
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_without_room_for_a_batch_ahead_each_batch_is_copied_in_its_step(feed_on, accumulated):
-    device = Device(room=accumulated)
+    device = Device(room=1)
     feed = feed_on(device)
     found, y = [], []
     while step := feed.next_batches(accumulated):
@@ -272,7 +273,10 @@ def test_without_room_for_a_batch_ahead_each_batch_is_copied_in_its_step(feed_on
             given = batch.traces(0, batch.size)
             found.append(given.inputs.value)
             y.append(given.y)
-            del given, batch
+            del batch
+            if len(found) % accumulated == 0:
+                feed.gather_ahead(accumulated)
+            del given
         del step
     assert torch.equal(torch.cat(found), feed_on(Device()).loader.gather(np.arange(6)).sequences)
     assert sum(event.startswith("no room") for event in device.events) == 1 and feed.copies is None
@@ -293,6 +297,7 @@ def test_a_step_without_room_for_the_batch_ahead_recovers_at_the_same_size(feed_
 
     for _ in range(3):
         (batch,) = feed.next_batches(1)
+        feed.gather_ahead(1)
         guard.step(2, loss_of)
     assert [(e["size_before"], e["size_after"]) for e in guard.events] == [(2, 2)] and guard.micro_batch is None
 

@@ -7,6 +7,7 @@ count, so a batch is never overwritten while something refers to it.
 import copyreg
 import math
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -86,15 +87,17 @@ def copy_together(tensors: Sequence[torch.Tensor], device: torch.device, *, non_
     list of torch.Tensor
         The copies, views of one buffer of the device.
     """
-    ends = np.cumsum([align_up(t.nbytes) for t in tensors]).tolist()
-    staged = torch.empty(max([1, *ends]), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    places = [
-        slice(end - align_up(t.nbytes), end - align_up(t.nbytes) + t.nbytes)
-        for t, end in zip(tensors, ends, strict=True)
-    ]
+    begins = [0, *accumulate(align_up(t.nbytes) for t in tensors)]
+    staged = torch.empty(max(_ALIGN, begins[-1]), dtype=torch.uint8, pin_memory=device.type == "cuda")
     # Torch would start its threads for some of these copies, which takes longer than the copies.
     whole = staged.numpy()
-    for tensor, place in zip(tensors, places, strict=True):
-        whole[place] = tensor.reshape(-1).view(torch.uint8).numpy()
+    for tensor, begin in zip(tensors, begins, strict=False):
+        if tensor.nbytes:
+            values = np.ascontiguousarray(tensor.numpy())
+            whole[begin : begin + tensor.nbytes] = values.reshape(-1).view(np.uint8)
     moved = staged.to(device, non_blocking=non_blocking)
-    return [moved[at].view(t.dtype).view(t.shape) for t, at in zip(tensors, places, strict=True)]
+    by_dtype = {dtype: moved.view(dtype) for dtype in {t.dtype for t in tensors}}
+    return [
+        by_dtype[t.dtype].as_strided(t.shape, t.contiguous().stride(), begin // t.itemsize)
+        for t, begin in zip(tensors, begins, strict=False)
+    ]

@@ -199,7 +199,9 @@ class NativePrefetcher(BatchPrefetcher):
 
     def _submit(self, ahead: BatchJob, buffer: BatchBuffer) -> BatchJob:
         ahead.set_buffer(buffer)
-        ahead.native.submit(self._threads, max(1, self._num_threads // self._num_parallel))
+        # Someone waits for the first batch: all threads gather it. Then each gathers one.
+        num_threads = self._num_threads // self._num_parallel if self._submitted else self._num_threads
+        ahead.native.submit(self._threads, max(1, num_threads))
         return ahead
 
     def _has_room_ahead(self) -> bool:

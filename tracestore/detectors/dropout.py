@@ -1,8 +1,8 @@
-"""Dropout whose masks do not depend on how a batch is split.
+"""Dropout and noise that do not depend on how a batch is split.
 
 torch draws masks row after row, so that other ranks or smaller micro-batches draw other masks.
 Here the mask of a trace is a pure function of the batch, the position of the trace in it, the
-layer and the device type. A batch that is split gives the same gradients as the whole batch.
+layer and the device type, and so is its noise, which is that of a CPU on a GPU too, up to rounding. A batch that is split gives the same gradients as the whole batch.
 """
 
 import functools
@@ -96,6 +96,32 @@ def kernel_mask(keys: np.ndarray, sizes: Sequence[int], bound: int) -> np.ndarra
     return np.concatenate(bits) < bound
 
 
+def kernel_noise(keys: np.ndarray, columns: int) -> np.ndarray:
+    """Return what the Triton kernel draws: standard normal noise ``(n, columns)``, float32, of traces with a key.
+
+    References
+    ----------
+    Box and Muller 1958, "A Note on the Generation of Random Normal Deviates".
+    """
+    with np.errstate(over="ignore"):
+        bits = splitmix64(keys[:, None] + np.arange(1, columns + 1, dtype=np.uint64) * _GOLDEN)
+    steps = np.float32(1 << 24)
+    radius = np.sqrt(-2 * np.log(((bits >> np.uint64(40)) + np.uint64(1)).astype("f4") / steps))
+    angle = (bits >> np.uint64(8) & np.uint64(0xFFFFFF)).astype("f4") * (np.float32(2 * np.pi) / steps)
+    noise: np.ndarray = radius * np.cos(angle)
+    return noise
+
+
+def draw_noise(masks: TraceMasks, stream: int, like: torch.Tensor) -> torch.Tensor:
+    """Draw standard normal noise like a tensor ``(count, ...)``, with 24 random bits in each radius and angle."""
+    columns = like[0].numel() if len(like) else 0
+    if masks_on_device(like.device):
+        noise = _run_noise_kernel(masks, stream, like.device, columns)
+    else:
+        noise = torch.from_numpy(kernel_noise(masks.keys(stream), columns))
+    return noise.to(like.device, like.dtype).view(like.shape)
+
+
 @functools.cache
 def _kernel_works(device: torch.device) -> bool:
     """Return whether the Triton kernel runs on a GPU and computes `kernel_mask`; warn if not."""
@@ -104,9 +130,11 @@ def _kernel_works(device: torch.device) -> bool:
         row_ptr = torch.tensor([0, *np.cumsum(sizes)]).to(device)
         out = _run_kernel(torch.ones(7, 40, device=device), masks, 1 << 31, 5, 0, row_ptr)
         expected = kernel_mask(masks.keys(5), [n * 40 for n in sizes], 1 << 31)
-        if np.array_equal(out.view(-1).cpu().numpy(), expected * np.float32(2)):
+        noise = _run_noise_kernel(masks, 5, out.device, 40).cpu().numpy()
+        is_noise = np.allclose(noise, kernel_noise(masks.keys(5), 40), rtol=1e-4, atol=1e-5)
+        if np.array_equal(out.view(-1).cpu().numpy(), expected * np.float32(2)) and is_noise:
             return True
-        what = "computes other masks than expected"
+        what = "computes other masks or noise than expected"
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -131,9 +159,20 @@ def _run_kernel(
 ) -> torch.Tensor:
     from tracestore.detectors.kernels import dropout_triton as kernels
 
-    if masks.state.device != x.device:
-        (masks.state,) = copy_together([masks.state], x.device, non_blocking=True)
-    return kernels.apply(x, row_ptr, masks.count, masks.state, stream, stream_step, bound)
+    return kernels.apply(x, row_ptr, masks.count, _state_on(masks, x.device), stream, stream_step, bound)
+
+
+def _run_noise_kernel(masks: TraceMasks, stream: int, device: torch.device, columns: int) -> torch.Tensor:
+    from tracestore.detectors.kernels import dropout_triton as kernels
+
+    return kernels.normal(_state_on(masks, device), stream, masks.count, columns)
+
+
+def _state_on(masks: TraceMasks, device: torch.device) -> torch.Tensor:
+    """Return the state on a GPU, where it stays."""
+    if masks.state.device != device:
+        (masks.state,) = copy_together([masks.state], device, non_blocking=True)
+    return masks.state
 
 
 class _KernelDropout(torch.autograd.Function):

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tracestore.detectors.dropout import TraceDropout, TraceMasks
+from tracestore.detectors.dropout import TraceDropout, TraceMasks, draw_noise
 from tracestore.detectors.graph.gine import GINE, mean_pool
 from tracestore.detectors.graph.graph_index import GraphIndex
 from tracestore.detectors.graph.inputs import GraphInputs
 from tracestore.detectors.graph.normalization import NORMALIZATIONS
 from tracestore.detectors.model_config import ModelConfig
-from tracestore.detectors.readers import ENCODER_STREAM, Readers
+from tracestore.detectors.readers import ENCODER_STREAM, NOISE_STREAM, Readers
 
 AUXILIARY_WEIGHT = 0.1
 GNN_DROPOUT = 0.2
@@ -225,17 +225,18 @@ class GvaeLstm(nn.Module):
         ----------
         inputs : GraphInputs
         masks : TraceMasks, optional
-            Dropout masks. Default: drawn by torch.
+            Dropout masks and noise. Default: drawn by torch.
         eps : torch.Tensor, optional
-            ``(B, layers read, latent)``, standard normal noise. Default: drawn by torch in
-            training, zero in evaluation.
+            ``(B, layers read, latent)``, standard normal noise. Default: drawn in training, zero in evaluation.
         """
         encoded = self.encoder(inputs, masks)
         pooled, skipped = encoded.split([self.config.gnn_hidden, encoded.shape[2] - self.config.gnn_hidden], dim=2)
         mu, logvar = self.mu(pooled), self.logvar(pooled).clamp(-10, 10)
         z = mu
-        if self.training or eps is not None:
-            z = mu + torch.exp(logvar / 2) * (torch.randn_like(mu) if eps is None else eps)
+        if self.training and eps is None:
+            eps = torch.randn_like(mu) if masks is None else draw_noise(masks, NOISE_STREAM, mu)
+        if eps is not None:
+            z = mu + torch.exp(logvar / 2) * eps
         # The mean over traces, not the sum: the micro-batches of a split batch add up to the whole one.
         target = pooled.detach() if self.config.detach_target else pooled
         over_columns = torch.mean if self.config.column_mean else torch.sum

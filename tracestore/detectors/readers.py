@@ -14,7 +14,7 @@ from tracestore.detectors.model_config import ModelConfig
 
 # Streams of TraceMasks: the graph encoder, then those of each reader: two layers of its head, and one per layer of
 # its LSTM.
-ENCODER_STREAM, _READERS = 0, 1
+ENCODER_STREAM, _READERS, NOISE_STREAM = 0, 1, 1 << 31
 _HEAD, _LSTM, _PER_READER = 0, 2, 1 << 16
 
 

@@ -66,11 +66,6 @@ class ModelSpec:
             options["layers"] = tuple(range(round(config.num_layers / 4), round(config.num_layers * 7 / 8)))
         return replace(config, **options)
 
-    @property
-    def is_variational(self) -> bool:
-        """Return whether training draws noise."""
-        return self.constructor == _GVAE
-
     def edge_format(self, config: ModelConfig, store: TraceStore, device_type: str) -> EdgeFormat:
         """Return the ``edge_format`` argument of TraceLoader for this detector.
 

@@ -209,7 +209,8 @@ def score_traces(
             results = guard.evaluate(batches[0].size, partial(runner.score, batches[0]))
         batch_indices = batches[0].trace_index.numpy().copy()
         del batches  # Freed before the next batch is loaded.
-        logits = np.array([logit for part, _ in results for logit in part])
+        feed.gather_ahead(1)
+        logits = np.array([logit for part, _ in results for logit in part.tolist()])
         yield batch_indices, np.where(nonfinite[batch_indices] | ~np.isfinite(logits), np.nan, logits)
 
 

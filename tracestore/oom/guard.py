@@ -237,7 +237,9 @@ class OOMGuard:
         try:
             if not self._snapshot.is_saved:
                 self._snapshot.save(seed)
-            self.optimizer.zero_grad(set_to_none=True)
+            # Optimizer.zero_grad takes ten times as long.
+            for parameter in self._parameters:
+                parameter.grad = None
             for begin in range(0, size, micro_batch):
                 end = min(size, begin + micro_batch)
                 phase = "forward"

@@ -28,6 +28,11 @@ class StepLoss:
             self._end = torch.cuda.Event()
             self._end.record()
 
+    @property
+    def is_computed(self) -> bool:
+        """Whether all parts have been computed."""
+        return self._end is None or self._end.query()
+
     def result(self) -> float:
         """Return the sum of the parts, and wait until the GPU has computed them."""
         if self._end is not None:

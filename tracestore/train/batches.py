@@ -1,8 +1,6 @@
 """Batches of one split, on the device of the model."""
 
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -32,9 +30,7 @@ from tracestore.train.step_inputs import StepInputs
 T = TypeVar("T")
 Batch = SequenceBatch | GraphBatch
 # Streams of order.epoch_key. The order of the traces uses the streams below these.
-STEP, _NOISE, _DROPOUT = 2, 3, 4
-# Batches that are copied to a GPU ahead of the step.
-_AHEAD = 2
+STEP, _MASKS = 2, 4
 
 
 class BatchFeed:
@@ -59,7 +55,7 @@ class BatchFeed:
     memory_budget : int, optional
         Bytes for the batches of the loader.
     is_training : bool
-        Whether batches have dropout masks, and the noise of a variational autoencoder.
+        Whether batches have dropout masks.
 
     Attributes
     ----------
@@ -92,7 +88,6 @@ class BatchFeed:
         self.is_reduced = False
         self.graphs: StepGraphs | None = None
         spec = MODELS[name]
-        self.has_noise = is_training and spec.is_variational
         self.model_config = spec.model_config(model_config)
         # The layers that the detector reads; those of the whole store need no list.
         self.layers = tuple(self.model_config.layers_read)
@@ -129,8 +124,7 @@ class BatchFeed:
         self._epoch = self._next = 0
         # On a GPU, copies of whole batches run ahead of the steps until the device has no room for them.
         self.copies = CopyStream(self.device) if self.device.type == "cuda" else None
-        self._thread = ThreadPoolExecutor(1, "tracestore-feed", _use_device, (self.device,))
-        self._ahead: deque[Future[list[DeviceBatch]]] = deque()
+        self._ahead: list[DeviceBatch] = []
 
     def __len__(self) -> int:
         """Return the number of batches in the epoch."""
@@ -159,22 +153,37 @@ class BatchFeed:
         """
         for _ in range(2):
             try:
-                batches: list[DeviceBatch] = []
-                while self._ahead and len(batches) < count:
-                    batches += self._ahead.popleft().result()
+                batches, self._ahead = self._ahead, []
                 batches += self._gather(count - len(batches))
-                # The next batches are gathered and copied while the device computes the step of this one.
-                while self.copies is not None and len(self._ahead) < _AHEAD:
-                    self._ahead.append(self._thread.submit(self._gather, 1))
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
             else:
                 self._next += len(batches)
                 return batches
-            self.reduce_memory()
-            self.seek(self._epoch, self._next)
+            self._gather_again()
         return None
+
+    def gather_ahead(self, count: int) -> None:
+        """Gather the next `count` batches and copy them to a GPU, while it computes the step of those before.
+
+        A thread for this would take the interpreter from the one that starts the steps.
+        """
+        if self.copies is None or self._ahead:
+            return
+        try:
+            self._ahead = self._gather(count)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        else:
+            return
+        self._gather_again()
+
+    def _gather_again(self) -> None:
+        """Reduce the memory, and continue with the batch after those that were returned."""
+        self.reduce_memory()
+        self.seek(self._epoch, self._next)
 
     def _gather(self, count: int) -> "list[DeviceBatch]":
         """Return at most so many batches, with the start of their copies to the device."""
@@ -185,14 +194,10 @@ class BatchFeed:
             batch.copy_ahead()
         return batches
 
-    def _take_ahead(self) -> "list[DeviceBatch]":
-        """Wait for the batches that are gathered ahead, and return those that did not fail."""
-        return [batch for ahead in self._ahead if ahead.exception() is None for batch in ahead.result()]
-
     def stop_copying_ahead(self) -> None:
         """Free the batches that were copied ahead, and copy each batch within its step from now on."""
         self.copies = None
-        for batch in self._take_ahead():
+        for batch in self._ahead:
             batch.copied = None
 
     def batches(self) -> Generator["DeviceBatch"]:
@@ -219,7 +224,6 @@ class BatchFeed:
 
     def reduce_memory(self) -> None:
         """Keep one batch in flight, no decoded chunks and no worker processes from now on."""
-        self._take_ahead()
         if self.num_workers:
             self.num_workers = 0
             # Ending the workers loses their batches, which are gathered again.
@@ -231,24 +235,19 @@ class BatchFeed:
 
     def close(self) -> None:
         """Stop the threads or workers of the epoch."""
-        self._take_ahead()
         self._ahead.clear()
         if self._iterator is not None:
             self._iterator.close()
             self._iterator = None
 
 
-def _use_device(device: torch.device) -> None:
-    """Let the thread of a feed use its GPU: the current device is that of a thread."""
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)
-
-
 class CopyStream:
     """Copies to a GPU on a stream of its own, next to the computation."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, side_streams(device).copies
+        # torch takes longer to find the current stream of a device than of its number.
+        self._number = torch.cuda.current_device() if device.index is None else device.index
+        self._stream = side_streams(device).copies
 
     def run(self, copy: Callable[[], T]) -> tuple[T, torch.cuda.Event]:
         """Start copies. Return their result, and the event that ends them."""
@@ -257,7 +256,7 @@ class CopyStream:
 
     def join(self, copied: torch.cuda.Event, tensors: Iterable[torch.Tensor]) -> None:
         """Let the current stream wait for copies, and keep their memory until it has used them."""
-        current = torch.cuda.current_stream(self._device)
+        current = torch.cuda.current_stream(self._number)
         current.wait_event(copied)
         for tensor in tensors:
             tensor.record_stream(current)
@@ -347,14 +346,14 @@ class DeviceBatch:
         is_whole = begin == 0 and end == self.size
         if not is_whole:
             inputs = inputs.traces(begin, end) if isinstance(inputs, GraphInputs) else inputs[begin:end]
-        # Both are a function of the traces' positions in the global batch, whatever the ranks and micro-batches.
-        masks = TraceMasks(self.key(_DROPOUT), self.offset + begin, end - begin) if feed.is_training else None
-        given = StepInputs(inputs, self.y[begin:end], masks, self._noise(begin, end) if feed.has_noise else None)
+        # A function of the traces' positions in the global batch, whatever the ranks and micro-batches.
+        masks = TraceMasks(self.key(_MASKS), self.offset + begin, end - begin) if feed.is_training else None
+        given = StepInputs(inputs, self.y[begin:end], masks)
         device = feed.device
         if device.type == "cpu":
             return given
         # A copy from pinned memory runs in the order of the stream.
-        small = [given.y, *([] if masks is None else [masks.state]), *([] if given.noise is None else [given.noise])]
+        small = [given.y, *([] if masks is None else [masks.state])]
         if isinstance(inputs, GraphInputs) and is_whole and self.can_repeat:
             given.inputs, moved = to_padded(inputs, device, small)
         else:
@@ -365,16 +364,7 @@ class DeviceBatch:
         given.y = moved[0]
         if masks is not None:
             masks.state = moved[1]
-        if given.noise is not None:
-            given.noise = moved[2]
         return given
-
-    def _noise(self, begin: int, end: int) -> torch.Tensor:
-        """Return standard normal noise of the host, ``(end - begin, layers read, latent)``."""
-        generator = torch.Generator().manual_seed(self.key(_NOISE))
-        config = self.feed.model_config
-        drawn = torch.randn(self.global_size, len(self.feed.layers), config.latent_dim, generator=generator)
-        return drawn[self.offset + begin : self.offset + end]
 
 
 class AccumulatedBatch:

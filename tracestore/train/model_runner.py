@@ -48,9 +48,8 @@ class ModelRunner:
 
     def forward(self, given: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Return float32 logits ``(B,)`` and the mean loss of some traces."""
-        drawn = [value for value in (given.masks, given.noise) if value is not None]
         with self._autocast:
-            output = self.model(given.inputs, *drawn)
+            output = self.model(given.inputs, given.masks)
         output = DetectorOutput(
             output.reader_logits.float(), {name: term.float() for name, term in output.auxiliary.items()}
         )
@@ -89,10 +88,9 @@ class ModelRunner:
         ]
         return torch.stack(losses).sum()
 
-    def score(self, batch: DeviceBatch, begin: int, end: int) -> tuple[list[float], float]:
-        """Return the logits and the summed loss of traces begin to end of a batch."""
-        logits, loss = self.forward(batch.traces(begin, end))
-        return logits.tolist(), float(loss) * (end - begin)
+    def score(self, batch: DeviceBatch, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the logits and the mean loss of traces begin to end of a batch, which a GPU may still compute."""
+        return self.forward(batch.traces(begin, end))
 
 
 def _checkpoint_activations(model: DetectorModel) -> None:
@@ -144,11 +142,12 @@ def score_split(
     total = 0.0
     for _ in range(len(feed)):
         reason = stop.reason
-        results: list[tuple[list[float], float]] = []
+        results: list[tuple[torch.Tensor, torch.Tensor]] = []
         batches = feed.next_batches(1)
         try:
             if batches and batches[0].size:
                 results = guard.evaluate(batches[0].size, partial(runner.score, batches[0]))
+                feed.gather_ahead(1)
         except Exception as error:
             # Only errors that end this rank at once may skip the collective, where the others wait.
             if not isinstance(error, InsufficientMemoryError) and not is_out_of_memory(error):
@@ -159,8 +158,8 @@ def score_split(
             return reason
         (batch,) = batches
         position = batch.number * feed.config.batch_size + batch.offset
-        scored.append((position, batch.y.tolist(), [logit for logits, _ in results for logit in logits]))
-        total += sum(loss for _, loss in results)
+        scored.append((position, batch.y.tolist(), [logit for logits, _ in results for logit in logits.tolist()]))
+        total += sum(float(loss) * len(logits) for logits, loss in results)
         del batch, batches
     gathered = ranks.all_gather((scored, total))
     ordered = sorted(entry for entries, _ in gathered for entry in entries if entry[1])

@@ -74,6 +74,13 @@ class Monitor:
             for kind, mib in _memory_mib().items():
                 self._events.add_scalar(f"memory/{kind}_mib", mib, number)
 
+    def out_of_memory(self, event: dict[str, Any]) -> None:
+        """Log an event of the guard."""
+        self.log(
+            f"out of memory in {event['phase']} of epoch {event['epoch'] + 1}, step {event['step']}: "
+            f"micro-batch {event['size_before']} -> {event['size_after']}"
+        )
+
     def epoch(self, state: TrainState, num_batches: int) -> None:
         """Report an epoch after its validation."""
         latest = {name: values[-1] for name, values in state.history.items()}

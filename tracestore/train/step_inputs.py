@@ -21,27 +21,23 @@ class StepInputs:
     y : torch.Tensor
         Labels ``(B,)``.
     masks : TraceMasks, optional
-        Dropout masks, in training.
-    noise : torch.Tensor, optional
-        ``(B, layers read, latent)``, standard normal, in training of a variational autoencoder.
+        Dropout masks, and the noise of a variational autoencoder, in training.
     """
 
     inputs: Any
     y: torch.Tensor
     masks: TraceMasks | None = None
-    noise: torch.Tensor | None = None
 
     def tensors(self) -> list[torch.Tensor]:
         """Return all tensors."""
         inputs = self.inputs.tensors() if isinstance(self.inputs, GraphInputs) else [self.inputs]
-        rest = [self.y, None if self.masks is None else self.masks.state, self.noise]
-        return [*inputs, *(tensor for tensor in rest if tensor is not None)]
+        return [*inputs, self.y, *([] if self.masks is None else [self.masks.state])]
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "StepInputs":
         """Return a copy with a function applied to each tensor, in the order of `tensors`."""
         inputs = self.inputs._map(function) if isinstance(self.inputs, GraphInputs) else function(self.inputs)
-        y, masks, noise = function(self.y), self.masks, self.noise
+        y, masks = function(self.y), self.masks
         if masks is not None:
             masks = TraceMasks(masks.key, masks.first, masks.count)
             masks.state = function(self.masks.state)  # type: ignore[union-attr]
-        return StepInputs(inputs, y, masks, None if noise is None else function(noise))
+        return StepInputs(inputs, y, masks)

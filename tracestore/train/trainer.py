@@ -182,7 +182,7 @@ class Trainer:
             self.model,
             optimizer,
             scaler=scaler,
-            on_event=self._on_event,
+            on_event=self.monitor.out_of_memory,
             on_host_memory=self.feed.reduce_memory,
             ranks=self.ranks,
             graphs=self.runner.graphs,
@@ -264,6 +264,11 @@ class Trainer:
         except InsufficientMemoryError as error:
             state.seconds += time.perf_counter() - began
             self._abort_with_checkpoint(StopReason.OUT_OF_MEMORY, str(error), state)
+        submitted = time.perf_counter()
+        self.feed.gather_ahead(self.config.grad_accum_steps)
+        if loss.is_computed:
+            # The GPU waited for the next batch, at most so long.
+            state.waited_s += time.perf_counter() - submitted
         state.seconds += time.perf_counter() - began
         self._read_loss(state)
         self._unread = UnreadLoss.of(step, loss)
@@ -370,12 +375,6 @@ class Trainer:
         }
         save_checkpoint(
             self.folder / BEST, detector_checkpoint(self.name, self.model, self.model_config, self.store, about)
-        )
-
-    def _on_event(self, event: dict[str, Any]) -> None:
-        self.monitor.log(
-            f"out of memory in {event['phase']} of epoch {event['epoch'] + 1}, step {event['step']}: "
-            f"micro-batch {event['size_before']} -> {event['size_after']}"
         )
 
     def _abort_with_checkpoint(self, reason: StopReason, text: str, state: TrainState | None) -> NoReturn:

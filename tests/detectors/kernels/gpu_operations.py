@@ -237,6 +237,7 @@ class Gpu(contextlib.ExitStack):
         yield torch.cuda, "Event", Stream
         yield torch.cuda, "stream", lambda stream: stream
         yield torch.cuda, "current_stream", Stream
+        yield torch.cuda, "current_device", lambda: 0
         yield torch.cuda, "default_stream", Stream
         yield torch.cuda, "synchronize", lambda *_: gpu.synchronize("synchronize")
         yield torch.backends.cudnn, "is_acceptable", lambda _: False

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from tests.detectors.kernels.interpreted import interpreted
 from tracestore.detectors import dropout
-from tracestore.detectors.dropout import TraceMasks, drop, kernel_mask
+from tracestore.detectors.dropout import TraceMasks, draw_noise, drop, kernel_mask, kernel_noise
+from tracestore.detectors.readers import NOISE_STREAM
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -116,3 +117,22 @@ def test_gpu_equals_numpy():
     out = drop(x, 0.25, masks, 4, row_ptr=row_ptr)
     mask = torch.from_numpy(expected(masks, 4, rows, 33, 3 << 30))
     assert torch.equal(out.cpu() != 0, mask) and torch.equal(torch.autograd.grad(out.sum(), x)[0], out)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_the_noise_of_traces_is_that_of_numpy(kernels, key):
+    masks = TraceMasks(key, 5, 4)
+    found = kernels.normal(masks.state, NOISE_STREAM, 4, 900).numpy()
+    np.testing.assert_allclose(found, kernel_noise(masks.keys(NOISE_STREAM), 900), rtol=1e-4, atol=1e-5)
+
+
+def test_noise_is_standard_normal_and_that_of_the_whole_batch():
+    """The moments of a million values lie within 5 standard errors, and neighbors and traces are independent."""
+    whole = draw_noise(TraceMasks(3, 0, 1000), NOISE_STREAM, torch.empty(1000, 4, 250))
+    values = whole.double().reshape(1000, 1000).numpy()
+    moments = [(values**power).mean() for power in (1, 2, 3, 4)]
+    np.testing.assert_allclose(moments, [0, 1, 0, 3], atol=5 * (96 / 1e6) ** 0.5)
+    for pairs in (values[:, 1:] * values[:, :-1], values[1:] * values[:-1]):
+        assert abs(pairs.mean()) < 5e-3
+    part = draw_noise(TraceMasks(3, 400, 7), NOISE_STREAM, torch.empty(7, 4, 250))
+    assert torch.equal(part, whole[400:407]) and np.abs(values).max() < 6

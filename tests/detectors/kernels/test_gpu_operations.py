@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import tracestore
-from tests.helpers import Immediate, make_traces, write_store
+from tests.helpers import make_traces, write_store
 from tracestore.detectors.model_config import ModelConfig
 from tracestore.evaluation.store_split import Split
 from tracestore.train.config import TrainConfig
@@ -36,7 +36,6 @@ def count_step(store, name, folder, **options):
         model_config = ModelConfig.from_store(store)
         trainer = Trainer(name, store, split, indices % 2, model_config, config, folder, lambda _: None)
         trainer._setup()
-        trainer.feed._thread = Immediate()
         trainer.model.train()
         state = TrainState()
         trainer.feed.seek(0, 0)

@@ -203,7 +203,6 @@ def test_padded_graphs_have_the_loss_and_gradients_of_the_batch(store, kernels, 
     trainer.feed.seek(0, 0)
     (batch,) = trainer.feed.next_batches(1)
     given = batch.traces(0, batch.size)
-    given.noise = None if given.noise is None else given.noise.double()
 
     def computed():
         trainer.model.zero_grad()

@@ -74,20 +74,18 @@ def answer_bounds(store: TraceStore, indices: Iterable[int]) -> np.ndarray:
         ``(n, 2)`` int64, the first token and the one after the last.
     """
     indices = np.fromiter(indices, np.int64)
-    bounds = np.full((len(indices), 2), -1, np.int64)
     locations = store.internals.index.locations(indices)
     # A trace is read by itself only where more than its prompt_length tells the answer, or what it says is impossible.
     primary = np.where(locations[:, [0]] >= 0, locations[:, :2], locations[:, 4:])
-    length = locations[:, 2]
+    length, prompt = locations[:, 2], np.full(len(indices), np.iinfo(np.int64).max)
     for number in np.unique(primary[:, 0]).tolist():
         segment = store.internals.segment(number)
-        if {"answer_span", "generated_mask"}.intersection(segment.optional_names):
+        if segment.has_answers:
             continue
         of_segment = primary[:, 0] == number
-        prompt = segment.row_values("prompt_length", primary[of_segment, 1])
-        count = length[of_segment]
-        begin = np.where(prompt < 0, 0, np.minimum(prompt, np.maximum(count - 1, 0)))
-        bounds[of_segment] = np.where((prompt <= count)[:, None], np.stack([begin, count], 1), -1)
+        prompt[of_segment] = segment.prompt_lengths(primary[of_segment, 1])
+    begin = np.where(prompt < 0, 0, np.minimum(prompt, np.maximum(length - 1, 0)))
+    bounds = np.where((prompt <= length)[:, None], np.stack([begin, length], 1), -1)
     for k in np.flatnonzero(bounds[:, 0] < 0).tolist():
         bounds[k] = _bounds(store[int(indices[k])])
     return bounds

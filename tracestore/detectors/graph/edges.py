@@ -29,7 +29,7 @@ class Edges(NamedTuple):
         node_ptr, weight, weight_ptr, source, *_ = self
         if self.ptr is not None:
             return
-        nodes, weights = (np.array(pointers.tolist()) for pointers in (node_ptr, weight_ptr))
+        nodes, weights = (pointers.cpu().numpy() for pointers in (node_ptr, weight_ptr))
         sizes, room = np.diff(nodes), np.diff(weights)
         needed = channels * (sizes * (sizes + 1) // 2) if source is None else 0 * sizes
         fits = nodes[0] >= 0 and weights[0] >= 0 and (sizes >= 0).all() and (room >= needed).all()

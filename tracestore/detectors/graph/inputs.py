@@ -2,11 +2,10 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple, Self
 
-import numpy as np
 import torch
 
 from tracestore.data.batch import GraphBatch, TensorBatch
@@ -117,7 +116,7 @@ class GraphInputs(TensorBatch):
 
     def tensors(self) -> list[torch.Tensor]:
         """Return all tensors, in the order of `_map`."""
-        values = (getattr(part, field.name) for part in (self, self.index) if part for field in fields(part))
+        values = (value for part in (self, self.index) if part for value in vars(part).values())
         return [value for value in values if isinstance(value, torch.Tensor)]
 
     def prepare(self, config: ModelConfig) -> "GraphInputs":
@@ -148,8 +147,8 @@ class GraphInputs(TensorBatch):
                 inputs = self.mask_edges(**masks)  # type: ignore[arg-type]
                 if config.aggregation == "mean" and config.message_passing == "fused":
                     inputs = replace(inputs, in_degree=inputs.count_edges())
-        ptr = np.array(self.node_ptr.tolist(), np.int64)
-        answer = None if self.answer is None else np.array(self.answer.tolist(), np.int64).reshape(-1, 2)
+        ptr = self.node_ptr.cpu().numpy()
+        answer = None if self.answer is None else self.answer.cpu().numpy().reshape(-1, 2)
         index = GraphIndex.build(config, ptr - ptr[0], answer, self.held_layers)
         if self.x.device.type != "cpu":
             index = index.to(self.x.device)

@@ -1,4 +1,6 @@
-"""Dropout on CUDA devices, in Triton: masks of traces, computed where they are used, forward and backward."""
+"""Dropout and noise of traces on CUDA devices, in Triton: computed where they are used, forward and backward."""
+
+import math
 
 import torch
 import triton
@@ -45,6 +47,27 @@ def _apply(
         value = value.to(tl.float32)
     kept = tl.where((z >> 32) < BOUND, value * tl.full((), SCALE, tl.float64).to(value.dtype), 0.0)
     tl.store(out + at, kept, mask=inside)
+
+
+@triton.jit(do_not_specialize=["size", "stream"])
+def _normal(out, state, size, stream, columns, TWO_PI: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    key, first = tl.load(state), tl.load(state + 1)
+    z = _mix(key.to(tl.uint64) + (first + at // columns).to(tl.uint64) * 0x9E3779B97F4A7C15)
+    z = _mix(z + (stream + 1).to(tl.uint64))
+    z = _mix(z + (at % columns + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
+    radius = tl.sqrt(-2 * tl.log(((z >> 40) + 1).to(tl.float32) * (1 / (1 << 24))))
+    angle = ((z >> 8) & 0xFFFFFF).to(tl.float32) * (TWO_PI / (1 << 24))
+    tl.store(out + at, radius * tl.cos(angle), mask=at < size)
+
+
+def normal(state: torch.Tensor, stream: int, count: int, columns: int) -> torch.Tensor:
+    """Return standard normal noise ``(count, columns)``, float32, of traces with this state; see `apply`."""
+    out = torch.empty(count, columns, device=state.device)
+    if out.numel() > 0:
+        grid = (triton.cdiv(out.numel(), BLOCK),)
+        _normal[grid](out, state, out.numel(), stream, columns, 2 * math.pi, BLOCK)
+    return out
 
 
 def apply(

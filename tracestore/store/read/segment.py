@@ -142,11 +142,26 @@ class SegmentReader:
 
     def row_values(self, name: str, rows: np.ndarray) -> np.ndarray:
         """Return the values of some rows of an array of schema.ROW_ARRAYS with one value per row."""
-        values = self.values(name)
+        return self._of_rows(name, self.values(name), rows)
+
+    def _of_rows(self, name: str, values: np.ndarray, rows: np.ndarray) -> np.ndarray:
         if len(rows) and rows.max() >= len(values):
             raise self._corrupt(f"{self.rows_path}: row {rows.max()} of {len(values)}")
         found: np.ndarray = values[rows]
         return found
+
+    @cached_property
+    def has_answers(self) -> bool:
+        """Whether rows may tell where their answers are, by more than prompt_length."""
+        return not {"answer_span", "generated_mask"}.isdisjoint(self.optional_names)
+
+    @cached_property
+    def _prompt_lengths(self) -> np.ndarray:
+        return self.values("prompt_length")
+
+    def prompt_lengths(self, rows: np.ndarray) -> np.ndarray:
+        """Return the prompt_length of some rows, which batches need again and again."""
+        return self._of_rows("prompt_length", self._prompt_lengths, rows)
 
     def array(self, name: str) -> ArrayReader:
         """Return the reader of a large array. CorruptStoreError if its files differ from what was committed."""
