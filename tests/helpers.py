@@ -50,7 +50,7 @@ def make_optional(num_tokens, seed=0):
     for name, field in schema.TOKEN_FIELDS.items():
         shape = (num_tokens, 3) if field.shape == schema.TOP_K else (num_tokens,)
         if field.dtype == "<f4":
-            values[name] = np.abs(rng.standard_normal(shape)).astype("<f4") * (1 if name == "token_entropy" else -1)
+            values[name] = np.abs(rng.standard_normal(shape)).astype("<f4") * (-1 if field.maximum < 1 else 1)
             values[name].flat[0] = np.nan
         else:
             values[name] = rng.integers(field.fill, field.maximum, shape, field.dtype, endpoint=True)

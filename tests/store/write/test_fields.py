@@ -1,5 +1,7 @@
 """The fields of a trace: one table for `create` and `convert`, and values that no trace can have."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -358,6 +360,12 @@ def test_attention_shows_the_axes_of_states(tmp_path):
     assert found.hidden_states.shape == (5, 4, 8) and len(found.tokens) == 5
 
 
+def outside(field):
+    """Return numbers that an optional field cannot have."""
+    smallest = field.fill if field.minimum is None else field.minimum
+    return [value for value in (2 * field.maximum + 1, smallest - 1, math.inf) if not math.isnan(value)]
+
+
 IMPOSSIBLE = [
     *({"prompt_length": v} for v in (6, -1, 2**31, 2**40)),
     *({"answer_span": v} for v in ((0, 6), (3, 2), (-2, 3), (6, 7))),
@@ -369,8 +377,7 @@ IMPOSSIBLE = [
     *({"seed": v} for v in (-2, 2**63)),
     *({"sample": v} for v in (-1, 2**31)),
     *({"tokens": v} for v in ([1, 2, 3, 4, -1], [2**31] * 5)),
-    *({"token_logprob": v} for v in ([0.5] * 5, [float("inf")] * 5)),
-    *({"token_entropy": v} for v in ([-0.5] * 5, [float("inf")] * 5)),
+    *({name: [v] * 5} for name, field in schema.PER_TOKEN_FIELDS.items() for v in outside(field)),
     {"top_logprobs": [[1.0]] * 5},
     *({"spans": [{"start": a, "end": b, "type": "x"}]} for a, b in ((0, 6), (3, 2), (-1, 2), (9, 12))),
     *({"layer_ids": v} for v in ([0, 0, 1], [-1, 0, 1], [0, 1])),
