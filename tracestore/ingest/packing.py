@@ -12,7 +12,8 @@ import numpy as np
 
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import InvalidInputError, TruncatedFileError, error_location
-from tracestore.ingest.files.byte_source import TRUNCATED_WHILE_READING, check_regular
+from tracestore.ingest.files.byte_source import check_regular
+from tracestore.ingest.readers.content import refusal
 from tracestore.ingest.source_reading import read_traces
 from tracestore.ingest.sources import SourceFile, SourceIdentity, source_fingerprint
 from tracestore.store.format import schema
@@ -100,10 +101,8 @@ def packed_traces(
                         keep_dtype=options.keep_dtype,
                         scratch=scratch,
                     )
-            except TruncatedFileError:
-                raise InvalidInputError(
-                    TRUNCATED_WHILE_READING, source=source.name, position=record.position, is_whole_source=True
-                ) from None
+            except TruncatedFileError as error:
+                raise refusal(error).with_location(source=source.name, position=record.position) from None
             except InvalidInputError as error:
                 if on_refused is None:
                     raise

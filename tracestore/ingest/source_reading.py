@@ -3,8 +3,8 @@
 import struct
 from collections.abc import Callable, Iterator
 
-from tracestore.errors import InvalidInputError, TruncatedFileError
-from tracestore.ingest.files.byte_source import TRUNCATED_WHILE_READING
+from tracestore.errors import InvalidInputError
+from tracestore.ingest.readers.content import READING, refusal
 from tracestore.ingest.sources import SourceFile
 from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.record import TraceRecord
@@ -69,15 +69,7 @@ def read_traces(
         # The trace behind those that were read, unless the source as a whole is refused.
         position = count + num_refused if error.position is None and count and source.export is not None else None
         raise error.with_location(source=source.name, position=position) from None
-    except TruncatedFileError:
-        raise InvalidInputError(
-            TRUNCATED_WHILE_READING, source=source.name, position=count + num_refused, is_whole_source=True
-        ) from None
-    except RecursionError:
-        raise InvalidInputError("nested deeper than a trace file", source=source.name) from None
-    except _FAULTS as error:
-        raise InvalidInputError(
-            f"not a trace file: {type(error).__name__}: {error}", source=source.name, position=count + num_refused
-        ) from None
+    except (*READING, *_FAULTS) as error:
+        raise refusal(error).with_location(source=source.name, position=count + num_refused) from None
     if not count + num_refused:
         raise InvalidInputError("found no trace", source=source.name)

@@ -94,13 +94,6 @@ class NumpyArray(Array):
         return native(np.asarray(part, self._array.dtype))
 
 
-class BytesArray(NumpyArray):
-    """Bytes without a type, as an array of uint8."""
-
-    def __init__(self, data: Any, charge: Charge = no_charge) -> None:
-        super().__init__(np.frombuffer(data, "u1") if len(data) else np.empty(0, "u1"), charge)
-
-
 class StackedArray(Array):
     """Arrays of one shape as one array with an axis more, which is the first."""
 
@@ -256,11 +249,21 @@ class ListItems(Items):
         return len(self.values)
 
 
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values whose names are paths as dicts in each other: the name "a/b" becomes ["a"]["b"].
+class _Folder(dict[str, Any]):
+    """Values below one part of a path."""
+
+
+def nested_group(
+    values: Mapping[str, Any], open_value: Callable[[Any], Value], attributes: Mapping[str, Value] = _NO_ATTRIBUTES
+) -> Group:
+    """Return values whose names are paths as groups in each other: the name "a/b" becomes ["a"]["b"].
 
     A name that is also the beginning of another's path leaves the longer name whole.
     """
+
+    def opened(value: Any) -> Value:
+        return MappingGroup(value, opened) if isinstance(value, _Folder) else open_value(value)
+
     found: dict[str, Any] = {}
     for name, value in values.items():
         parts = name.split("/")
@@ -270,13 +273,9 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
             continue
         inner = found
         for part in parts[:-1]:
-            inner = inner.setdefault(part, Folder())
+            inner = inner.setdefault(part, _Folder())
         inner[parts[-1]] = value
-    return found
-
-
-class Folder(dict[str, Any]):
-    """Values below one part of a path; see `nested`."""
+    return MappingGroup(found, opened, attributes)
 
 
 @lru_cache(maxsize=256)

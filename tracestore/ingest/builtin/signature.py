@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from tracestore.errors import UsageError, escape_unprintable
 from tracestore.ingest.execute.accounts import OWN_LINES, looks_like_label
-from tracestore.ingest.execute.values import describe, key_text
+from tracestore.ingest.execute.values import describe, key_text, member
 from tracestore.ingest.layout.patterns import AXIS_NAMES, Pattern
 from tracestore.ingest.readers.looks import RepeatedItems
 from tracestore.ingest.tree import Array, Group, Items, StreamItems, Value
@@ -154,7 +154,7 @@ class Signature:
         if not isinstance(item, Group) or not self.must:
             return None
         for key, forms in self.must.items():
-            value = _member(item, key)
+            value = member(item, key.split("/"))
             if value is None or self._compare_value(key, value, forms, sizes) is not None:
                 return None
         return self.difference(root)
@@ -250,8 +250,8 @@ class Signature:
     def _compare_members(self, item: Group, sizes: dict[str, int], counts: dict[str, int]) -> str | None:
         """Compare the values below members of lists, which the walk over keys does not reach."""
         for key, forms in self.must.items():
-            if not counts.get(key) and (member := _member(item, key)) is not None:
-                if (differs := self._compare_value(key, member, forms, sizes)) is not None:
+            if not counts.get(key) and (value := member(item, key.split("/"))) is not None:
+                if (differs := self._compare_value(key, value, forms, sizes)) is not None:
                     return differs
                 counts[key] = 1
         return None
@@ -306,18 +306,6 @@ class Signature:
             if one in sizes and two in sizes and not _COMPARISONS[sign](sizes[one], sizes[two]):
                 return f"found {one} {sizes[one]} and {two} {sizes[two]}, expected {one} {sign} {two}"
         return None
-
-
-def _member(value: Value, key: str) -> Value:
-    """Return the value at a path of keys and numbers of members, or None."""
-    for name in key.split("/"):
-        if isinstance(value, Group):
-            value = value.get(name)
-        elif isinstance(value, Items) and not value.is_stream and name.isdigit() and int(name) < (value.length or 0):
-            value = value[int(name)]
-        else:
-            return None
-    return value
 
 
 def _is_varying(found: list[dict[str, int]]) -> bool:

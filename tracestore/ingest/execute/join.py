@@ -13,14 +13,13 @@ from tracestore.ingest.execute.axes import MISSING, descend, extent, read
 from tracestore.ingest.execute.values import describe, is_missing, key_text, named, one_value, plain_of
 from tracestore.ingest.execute.walk import Cell
 from tracestore.ingest.layout.fields import KEY
-from tracestore.ingest.layout.patterns import AXIS_NAMES
+from tracestore.ingest.layout.patterns import INNER_NAMES
 from tracestore.ingest.layout.places import Place, Plan
 from tracestore.ingest.tree import Array, Items, NumpyArray, Value
 from tracestore.store.format.schema import ANSWER_FIELDS
 from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.record import TraceRecord
 
-_INNER = frozenset((*AXIS_NAMES, *"LSTGPHDE"))
 # Keys that hold the text of a field.
 _ROW_TEXTS = {
     **dict.fromkeys(("question", "prompt"), ("question",)),
@@ -71,7 +70,7 @@ class Column:
             self._own = tuple(name for name in self.names if _bound_name(name) in cell.bound or name.startswith("*"))
         key = tuple(cell.bound.get(_bound_name(name)) for name in self._own)
         cells = self._cells.setdefault(key, [])
-        if not _INNER.isdisjoint(cell.bound):
+        if not INNER_NAMES.isdisjoint(cell.bound):
             cells.append(cell)
             return
         bound = dict(zip(self._own, key, strict=True))

@@ -17,7 +17,6 @@ from tracestore.ingest.execute.arrays import (
     read_states,
     read_tokens,
 )
-from tracestore.ingest.execute.axes import layer_ids_of
 from tracestore.ingest.execute.row_padding import Padding, known, of_span
 from tracestore.ingest.execute.traces import TraceCells
 from tracestore.ingest.execute.values import (
@@ -104,11 +103,29 @@ class RecordMaker:
     def set_layers(self, record: TraceRecord, ids: tuple[int, ...] | None, stated: Sequence[int] | None) -> None:
         """Set the numbers of the layers: those that names bind, or that the layout or the file states instead."""
         stated, size = self.settings.get("L.ids") if stated is None else stated, self.settings.get("L.size")
-        if ids is not None or stated is not None or size is not None:
-            what, is_without = "layer_ids" if self._words is None else "L.ids", record.is_without_embeddings
-            record.layer_ids = layer_ids_of(
-                ids, stated, size, record.num_layers, what, is_without_embeddings=is_without
+        if ids is None and stated is None and size is None:
+            return
+        what = "layer_ids" if self._words is None else "L.ids"
+        if {type(number) for number in stated or ()} - {int}:  # of a file
+            raise InvalidInputError(f"found {list(stated or ())!s:.60}, expected integers", field=what)
+        _check_num_layers(record, len(stated) if stated is not None else size if ids is None else None)
+        ids = ids if stated is None else tuple(stated)
+        if ids is None or (size is None and all(k < 0 for k in ids)):
+            return  # unknown, or counted from the end of an unknown number
+        if size is None and min(ids) < 0:
+            raise InvalidInputError(
+                f"found the layers {list(ids)}; L.size gives the number of the model's layers", field=what
             )
+        if size is not None and max(ids) >= size:
+            raise InvalidInputError(f"found the layer {max(ids)}, expected fewer than {size}", field="L.size")
+        ids = ids if size is None else tuple(k % size for k in ids)
+        ids = ids[1:] if len(ids) == record.num_layers + 1 and record.is_without_embeddings else ids
+        if len(ids) != record.num_layers:
+            raise InvalidInputError(f"found {record.num_layers} layers, expected {list(ids)!s:.60}", field=what)
+        if ids != tuple(sorted(set(ids))):
+            found = f"found the layers {list(ids)!s:.60}, expected them in their order"
+            raise InvalidInputError(f"{found}: reverse or sort the arrays along L, and their numbers", field=what)
+        record.layer_ids = ids
 
     def set_scores(self, record: TraceRecord, given: Iterable[tuple[str, Any, bool]]) -> None:
         """Set labels and scores of fields; those of tables are stored when the accounts of the run close."""
@@ -128,6 +145,19 @@ class RecordMaker:
             else:
                 record.scores[score_of(name)] = number
         check_agreement(found)
+
+
+def _check_num_layers(record: TraceRecord, expected: int | None) -> None:
+    """Refuse another number of layers than the layout states, also that without the embeddings, which have no attention."""
+    found = record.num_layers
+    if record.is_without_embeddings and expected == found + 1:
+        raise InvalidInputError(
+            f"states of {expected} layers and attention of {found}: the first layer, the embeddings, would be left "
+            "out; ignore the attention to keep it, or state the layers without it",
+            field="L",
+        )
+    if expected not in (None, found):
+        raise InvalidInputError(f"found {found} layers, expected {expected} as stated", field="L")
 
 
 class TraceBuilder:

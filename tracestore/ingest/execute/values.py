@@ -11,6 +11,7 @@ from tracestore.errors import InvalidInputError, escape_unprintable
 from tracestore.ingest.layout.addresses import ItemValue
 from tracestore.ingest.layout.fields import LABELS, MISSING_WORD, rule_of, score_of
 from tracestore.ingest.layout.patterns import Pattern
+from tracestore.ingest.readers.text import json_tree
 from tracestore.ingest.tree import Array, Group, Items, ListItems, MappingGroup, Value, array_value, as_array
 from tracestore.store.format.labels import HALLUCINATION
 from tracestore.store.vocabulary import FIELDS, WORDS
@@ -24,20 +25,25 @@ _MISSING = ("", "nan", "none", "null", "na", "n/a", "-")
 
 def item_value(item: Value, value_of: ItemValue) -> Value:
     """Return what an item says at a path, None if it says nothing."""
-    value = item
-    for part in value_of.path:
-        name = Pattern(part).literal or part
-        if isinstance(value, Group):
-            found = value.get(name)
-            value = value.get(int(name)) if found is None and name.lstrip("-").isdecimal() else found
-        elif isinstance(value, Items) and not value.is_stream and name.lstrip("-").isdecimal():
-            k, count = int(name), value.length or 0
-            value = value[k % count] if -count <= k < count else None
-        else:
-            return None
+    value = member(item, (Pattern(part).literal or part for part in value_of.path))
     if isinstance(value, float) and math.isnan(value):
         return None
     return value if value is None or isinstance(value, str | int | float | bool) else _scalar(value)
+
+
+def member(value: Value, path: Iterable[str]) -> Value:
+    """Return the value at a path of keys and numbers of members, None if there is none."""
+    for name in path:
+        k = int(name) if name.lstrip("-").isdecimal() else None
+        if isinstance(value, Group):
+            found = value.get(name)
+            value = value.get(k) if found is None and k is not None else found
+        elif isinstance(value, Items) and not value.is_stream and k is not None:
+            count = value.length or 0
+            value = value[k % count] if -count <= k < count else None
+        else:
+            return None
+    return value
 
 
 def _scalar(value: Value) -> Value:
@@ -111,19 +117,12 @@ def number_of(text: str, field: str) -> int | float:
 def json_value(text: str, field: str, source: str | None = None) -> Value:
     """Return a text of JSON as a value of the tree; it parses whole, or is refused."""
     try:
-        return plain_value(json.loads(text))
+        return json_tree(json.loads(text))
     except (ValueError, RecursionError):
         shown = escape_unprintable(text, 40)
         raise InvalidInputError(
             f"found the text {shown!r}, which is no JSON; base64 is not read", source=source, field=field
         ) from None
-
-
-def plain_value(value: Any) -> Value:
-    """Return a value of JSON as a value of the tree."""
-    if isinstance(value, dict):
-        return MappingGroup(value, plain_value)
-    return ListItems(value, plain_value) if isinstance(value, list) else value
 
 
 def plain_of(value: Value) -> Any:

@@ -17,15 +17,12 @@ from tracestore.ingest.execute.values import (
     table_of,
 )
 from tracestore.ingest.layout.addresses import Address, AttributeStep, DeepStep, ItemsStep, ItemValue, KeyStep, Step
-from tracestore.ingest.layout.patterns import AXIS_NAMES, NUMBER_NAMES
+from tracestore.ingest.layout.patterns import INNER_NAMES, NUMBER_NAMES
 from tracestore.ingest.layout.places import RECORDS, Place
 from tracestore.ingest.tree import Array, Group, Items, MappingGroup, Value
 
 _MAX_DEPTH = 32
 _MAX_SHAPE = 256  # keys of a group whose claims are kept
-
-# What tells parts of one trace apart.
-_INNER = frozenset((*AXIS_NAMES, *"LSTGPHDE"))
 
 
 @dataclass
@@ -86,14 +83,14 @@ def tree_of(text: str, places: Iterable[Place], ignored: Iterable[Address], stat
             continue
         # The first step that tells traces apart is that of the units, unless parts of a trace lie in several.
         may_be_unit = place in states and len(states) == 1 and not place.crossed
-        may_be_unit &= _INNER.isdisjoint(place.address.files.names)
+        may_be_unit &= INNER_NAMES.isdisjoint(place.address.files.names)
         node = root
         for step in place.address.path:
             node = node.child(step)
-            may_be_unit &= _INNER.isdisjoint(step.names)
+            may_be_unit &= INNER_NAMES.isdisjoint(step.names)
             if isinstance(step, ItemsStep):
                 tells_traces = step.letter in (None, "N", "K", "chunk")
-                may_be_unit &= step.letter not in _INNER
+                may_be_unit &= step.letter not in INNER_NAMES
             else:
                 tells_traces = bool(step.names) or (isinstance(step, KeyStep) and "*" in step.text)
             if may_be_unit and tells_traces:
@@ -106,8 +103,10 @@ def tree_of(text: str, places: Iterable[Place], ignored: Iterable[Address], stat
     return root
 
 
+Bound = dict[str, Any]  # values by the names that are bound
+Children = Sequence[tuple[Step, Node]]
 # The steps that each key of a group follows, with what they bind, and the keys that none follows.
-ClaimedKeys = tuple[dict[Any, list[tuple["Step", "Node", dict[str, Any]]]], list[Any]]
+ClaimedKeys = tuple[dict[Any, list[tuple[Step, Node, Bound]]], list[Any]]
 
 _COUNTED = ItemValue("sample", ("#",))
 
@@ -120,10 +119,13 @@ class Cell(NamedTuple):
     """
 
     place: Place
-    bound: dict[str, Any]
+    bound: Bound
     value: Value
     axes: tuple[str, ...]
     in_unit: bool
+
+
+Cells = Iterator[Cell | None]  # None stands behind each unit
 
 
 class Walk:
@@ -142,7 +144,7 @@ class Walk:
         self._seen: dict[tuple[int, tuple[Any, ...]], ClaimedKeys] = {}
         self._counts: dict[tuple[Any, ...], int] = {}  # the last number of an answer by what its items say
 
-    def cells(self, node: Node, value: Value, bound: dict[str, Any], *, in_unit: bool = False) -> Iterator[Cell | None]:
+    def cells(self, node: Node, value: Value, bound: Bound, *, in_unit: bool = False) -> Cells:
         """Yield the cells at and below a node, and None behind each unit."""
         node.is_found |= value is not None
         for place in node.leaves:
@@ -165,9 +167,7 @@ class Walk:
             for key in self.claims(node, group)[1]:
                 self._on_unclaimed(node, key, group[key])
 
-    def _beside(
-        self, node: Node, children: Sequence[tuple[Step, Node]], value: Value, bound: dict[str, Any], in_unit: bool
-    ) -> Iterator[Cell | None]:
+    def _beside(self, node: Node, children: Children, value: Value, bound: Bound, in_unit: bool) -> Cells:
         """Follow steps to attributes, to members of a list, and to items at any depth."""
         for step, child in children:
             if isinstance(step, AttributeStep):
@@ -196,9 +196,7 @@ class Walk:
             self._refuse(node, (keys or items)[0][0], describe(value))
         return (value, None) if isinstance(value, Items | Array) else (None, None)
 
-    def _leaf(
-        self, node: Node, place: Place, value: Value, bound: dict[str, Any], in_unit: bool
-    ) -> Iterator[Cell | None]:
+    def _leaf(self, node: Node, place: Place, value: Value, bound: Bound, in_unit: bool) -> Cells:
         if place.name == RECORDS:
             if isinstance(value, Group):
                 rest = {str(key): value[key] for key in self.claims(node, value)[1]}
@@ -217,9 +215,7 @@ class Walk:
         else:
             yield Cell(place, bound, settled(value), axes, in_unit)
 
-    def _item(
-        self, children: Sequence[tuple[Step, Node]], item: Value, k: int, bound: dict[str, Any], in_unit: bool
-    ) -> Iterator[Cell | None]:
+    def _item(self, children: Children, item: Value, k: int, bound: Bound, in_unit: bool) -> Cells:
         has_unit = False
         for step, child in children:
             assert isinstance(step, ItemsStep)
@@ -230,7 +226,7 @@ class Walk:
         if has_unit:
             yield None
 
-    def bind(self, step: ItemsStep, node: Node, item: Value, k: int, bound: dict[str, Any]) -> dict[str, Any]:
+    def bind(self, step: ItemsStep, node: Node, item: Value, k: int, bound: Bound) -> Bound:
         """Return what is bound so far, with what an item binds by a step."""
         if step.letter is not None:
             return {**bound, step.letter: k}
@@ -257,9 +253,7 @@ class Walk:
             found[_COUNTED.name] = self._counts[key] = self._counts.get(key, -1) + 1
         return found
 
-    def items(
-        self, node: Node, step: ItemsStep | None, value: Value, bound: dict[str, Any]
-    ) -> Iterator[tuple[Value, dict[str, Any]]]:
+    def items(self, node: Node, step: ItemsStep | None, value: Value, bound: Bound) -> Iterator[tuple[Value, Bound]]:
         """Yield the items behind the only step of a node with what they bind; the value itself without a step."""
         if step is None:
             yield value, bound
@@ -273,9 +267,7 @@ class Walk:
         for key in group or ():
             self._on_unclaimed(node, key, group[key])  # type: ignore[index]
 
-    def _keys(
-        self, node: Node, children: Sequence[tuple[Step, Node]], value: Group, bound: dict[str, Any], in_unit: bool
-    ) -> Iterator[Cell | None]:
+    def _keys(self, node: Node, children: Children, value: Group, bound: Bound, in_unit: bool) -> Cells:
         wanted = {id(child) for _, child in children}
         for key, found in self.claims(node, value)[0].items():
             for _, child, match in found:
@@ -324,8 +316,8 @@ class Walk:
         return claimed, rest
 
     def _member(
-        self, node: Node, step: KeyStep, child: Node, value: Items | Array, bound: dict[str, Any], in_unit: bool
-    ) -> Iterator[Cell | None]:
+        self, node: Node, step: KeyStep, child: Node, value: Items | Array, bound: Bound, in_unit: bool
+    ) -> Cells:
         if (k := _member_number(step)) is not None:
             rows = settled(rows_of(value))
             if -(count := rows.length or 0) <= k < count:
@@ -338,9 +330,7 @@ class Walk:
         else:
             self._refuse(node, step, describe(value))
 
-    def _deep(
-        self, node: Node, value: Value, bound: dict[str, Any], in_unit: bool, depth: int = 0
-    ) -> Iterator[Cell | None]:
+    def _deep(self, node: Node, value: Value, bound: Bound, in_unit: bool, depth: int = 0) -> Cells:
         """Follow the items behind `**` at every depth where they have the keys that bind names, and search them no further."""
         if depth > _MAX_DEPTH:
             raise InvalidInputError("nested deeper than a trace file", source=self._source)
@@ -356,7 +346,7 @@ class Walk:
         raise InvalidInputError(f"{node.prefix}{step.text}: found {found}", source=self._source)
 
 
-def cells_of(place: Place, root: Value, states: Sequence[Place] = ()) -> Iterator[Cell | None]:
+def cells_of(place: Place, root: Value, states: Sequence[Place] = ()) -> Cells:
     """Yield the cells of one place of a file."""
     text = place.address.files.text
     return Walk(text, lambda *_: None).cells(tree_of(text, [place], [], list(states)), root, {})

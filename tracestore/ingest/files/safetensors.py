@@ -6,7 +6,7 @@ The library's reader for NumPy has neither bfloat16, which vLLM writes, nor view
 import fcntl
 import math
 import os
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -22,36 +22,6 @@ _DTYPES: dict[str, Any] = {
     "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "|u1", "BOOL": "|b1", "C64": "<c8",
     "BF16": schema.BFLOAT16,
 }  # fmt: skip
-
-
-class StoredTensor(NamedTuple):
-    """A tensor of a file.
-
-    Attributes
-    ----------
-    data : memoryview
-        The mapped file.
-    begin, end : int
-        Where the bytes of the tensor are.
-    dtype : str
-        Name of its dtype in the header.
-    shape : tuple of int
-        Extents of its axes.
-    """
-
-    data: memoryview
-    begin: int
-    end: int
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def values(self) -> np.ndarray:
-        """Values as a view of the mapped file."""
-        data = self.data[self.begin : self.end]
-        found = np.frombuffer(data, "u1") if len(data) else np.empty(0, "u1")
-        values: np.ndarray = found.view(_DTYPES[self.dtype]).reshape(self.shape)
-        return values
 
 
 def is_safetensors(head: bytes, size: int) -> bool:
@@ -76,8 +46,8 @@ def is_locked(path: str) -> bool:
     return False
 
 
-def stored_tensors(data: MappedFile) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Return the tensors and the metadata of a file.
+def stored_tensors(data: MappedFile) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """Return the tensors of a file as views of it, and its metadata.
 
     Raises
     ------
@@ -98,9 +68,9 @@ def stored_tensors(data: MappedFile) -> tuple[dict[str, StoredTensor], dict[str,
     if begin + position != size:
         kind = "truncated" if begin + position > size else "trailing bytes"
         raise InvalidInputError(f"{kind}: found {size:,} bytes, expected {begin + position:,}")
-    view = memoryview(data)
+    values = np.frombuffer(data, "u1", offset=begin) if position else np.empty(0, "u1")
     return {
-        name: StoredTensor(view, begin + first, begin + last, header[name]["dtype"], tuple(header[name]["shape"]))
+        name: values[first:last].view(_DTYPES[header[name]["dtype"]]).reshape(header[name]["shape"])
         for name, (first, last) in spans.items()
     }, metadata
 

@@ -12,6 +12,8 @@ from tracestore.errors import InvalidInputError, UsageError
 
 # Names that bind a place on an axis of a trace. The others belong to the key of a trace.
 AXIS_NAMES = {"layer": "L", "token": "S", "step": "P", "head": "H", "dim": "D"}
+# Names and letters that tell parts of one trace apart.
+INNER_NAMES = frozenset((*AXIS_NAMES, *"LSTGPHDE"))
 NUMBER_NAMES = frozenset((*AXIS_NAMES, "chunk", "sample"))
 _TOKEN = r"\\(?P<escaped>.)|(?P<wild>%s)|\{(?P<name>[^{}:]+)(?P<form>:-?d)?\}|(?P<literal>[^{*\\]+)"
 _PATH_TOKEN, _KEY_TOKEN = (re.compile(_TOKEN % wild, re.DOTALL) for wild in (r"\*\*/?|\*", r"\*"))

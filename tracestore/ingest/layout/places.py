@@ -9,7 +9,7 @@ from tracestore.errors import UsageError
 from tracestore.ingest.layout.addresses import Address, ItemsStep, KeyStep, Step
 from tracestore.ingest.layout.fields import KEY, RECORD_FIELDS, FieldRule
 from tracestore.ingest.layout.language import Layout, below
-from tracestore.ingest.layout.patterns import AXIS_NAMES, Pattern
+from tracestore.ingest.layout.patterns import AXIS_NAMES, INNER_NAMES, Pattern
 
 # Axes along which others lie behind each other.
 _FLAT = ("NS", "NK", "LD")
@@ -76,9 +76,8 @@ class Place:
     def trace_names(self) -> frozenset[str]:
         """The names and letters that tell traces apart: without those of axes inside a trace."""
         letters = {letter for axis in self.axes for letter in axis if letter in "NK"}
-        names = {name for name in self.address.bound if name not in AXIS_NAMES and name not in tuple("LSTGPHDE")}
         # A name with a dot is the end of a range.
-        return frozenset({name for name in names if "." not in name} | letters)
+        return frozenset({name for name in self.address.bound - INNER_NAMES if "." not in name} | letters)
 
     @cached_property
     def is_counted(self) -> bool:

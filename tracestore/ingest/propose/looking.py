@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from tracestore.ingest.execute.values import key_text, plain_value
+from tracestore.ingest.execute.values import key_text
+from tracestore.ingest.readers.text import json_tree
 from tracestore.ingest.tree import Array, Group, Items, Value
 
 MAX_ITEMS = 12  # items of a list that are looked at
@@ -64,7 +65,7 @@ def look(value: Value, depth: int = 0) -> Seen:
 def _text(value: str, depth: int) -> Seen:
     if value[:1] in ("[", "{") and len(value) <= _MAX_TEXT:
         with suppress(ValueError, RecursionError):
-            seen = look(plain_value(json.loads(value)), depth + 1)
+            seen = look(json_tree(json.loads(value)), depth + 1)
             if (seen.dims and seen.kind in "fib") or seen.kind == "map":
                 return seen
     return Seen("s", value=value)

@@ -22,7 +22,6 @@ from tracestore.ingest.files.limits import Limits
 from tracestore.ingest.files.npz import array_in_bytes
 from tracestore.ingest.tree import (
     Array,
-    BytesArray,
     Charge,
     Group,
     MappingGroup,
@@ -42,6 +41,8 @@ ARROW_MAGIC = b"ARROW1\0\0"  # of a file of Arrow, before its stream
 # What damaged bytes raise where the checks of a reader missed them: a refusal too, never a traceback.
 FAULTS: tuple[type[Exception], ...] = (ValueError, TypeError, OverflowError, IndexError, KeyError, AttributeError)
 FAULTS += (MemoryError, EOFError, NotImplementedError, struct.error, zipfile.BadZipFile, zlib.error)
+# What a user of a tree may meet in it: a file that shrinks, and endless nesting.
+READING: tuple[type[Exception], ...] = (TruncatedFileError, RecursionError)
 
 
 @dataclass
@@ -79,35 +80,36 @@ class Content:
 def refusals() -> Iterator[None]:
     """Turn whatever damaged or malicious bytes raise in a reader into InvalidInputError."""
     try:
-        with reading():
-            yield
-    except FAULTS as error:
+        yield
+    except (*FAULTS, *READING) as error:
         raise refusal(error) from None
 
 
 def refusal(error: Exception) -> InvalidInputError:
-    """Return the refusal of a file that raised one of FAULTS."""
+    """Return the refusal of a file that raised one of FAULTS or of READING."""
+    if isinstance(error, TruncatedFileError):
+        return InvalidInputError(TRUNCATED_WHILE_READING, is_whole_source=True)
+    if isinstance(error, RecursionError):
+        return InvalidInputError("nested deeper than a trace file")
     reason = " ".join(str(error).split())[:200]
     return InvalidInputError(f"not a trace file: {type(error).__name__}: {reason}")
 
 
 @contextmanager
 def reading() -> Iterator[None]:
-    """Turn what a user of a tree may meet in it into InvalidInputError: a file that shrinks, and endless nesting."""
+    """Turn READING into InvalidInputError."""
     try:
         yield
-    except TruncatedFileError:
-        raise InvalidInputError(TRUNCATED_WHILE_READING, is_whole_source=True) from None
-    except RecursionError:
-        raise InvalidInputError("nested deeper than a trace file") from None
+    except READING as error:
+        raise refusal(error) from None
 
 
 def bytes_value(data: Any, charge: Charge) -> Value:
     """Return bytes as the array of a .npy file that they hold, else as an array of uint8."""
     array = array_in_bytes(data)
-    if array is not None:
-        return array_value(array, charge)
-    return BytesArray(data, charge)
+    if array is None:
+        return NumpyArray(np.frombuffer(data, "u1") if len(data) else np.empty(0, "u1"), charge)
+    return array_value(array, charge)
 
 
 def group_value(values: Mapping[Any, Any], open_value: Callable[[Any], Value], charge: Charge) -> Value:

@@ -1,7 +1,7 @@
 """The tree of .npy files and .npz archives."""
 
 import math
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 
@@ -13,14 +13,12 @@ from tracestore.ingest.readers.objects import ObjectOpener
 from tracestore.ingest.tree import (
     Array,
     Charge,
-    Folder,
-    MappingGroup,
     Selection,
     Value,
     array_value,
     dtype_name,
     native,
-    nested,
+    nested_group,
 )
 from tracestore.store.io.scratch import Scratch
 
@@ -36,11 +34,8 @@ def read_npy(content: Content) -> Value:
 
 def read_npz(content: Content) -> Value:
     """Return the arrays of an archive by name."""
-
-    def opened(value: Any) -> Value:
-        return MappingGroup(value, opened) if isinstance(value, Folder) else _opened(value, content)
-
-    return MappingGroup(nested(stored_arrays(content.mapped, content.limits.file_bytes)), opened)
+    arrays = stored_arrays(content.mapped, content.limits.file_bytes)
+    return nested_group(arrays, lambda array: _opened(array, content))
 
 
 def _opened(array: StoredArray, content: Content) -> Value:

@@ -1,12 +1,11 @@
 """The tree of .safetensors files."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.files.safetensors import is_locked, stored_tensors
 from tracestore.ingest.readers.content import Content
-from tracestore.ingest.tree import Charge, Folder, Group, MappingGroup, Value, array_value, nested
+from tracestore.ingest.tree import Value, array_value, nested_group
 from tracestore.process import paused_collection
 
 
@@ -14,17 +13,12 @@ def read_safetensors(content: Content) -> Value:
     """Return the tensors of a file by name; the metadata of its header are attributes."""
     if is_locked(f"{content.path}.lock"):
         raise InvalidInputError("another program is still writing this file and holds its lock; convert it later")
+    charge = content.limits.charge
+
+    def opened(tensor: Any) -> Value:
+        charge()
+        return array_value(tensor, charge)
+
     with paused_collection():
         tensors, metadata = stored_tensors(content.mapped)
-        names = nested(tensors)
-    return _group(names, content.limits.charge, metadata)
-
-
-def _group(tensors: Mapping[str, Any], charge: Charge, metadata: Mapping[str, Value]) -> Group:
-    def opened(value: Any) -> Value:
-        if isinstance(value, Folder):
-            return MappingGroup(value, opened)
-        charge()
-        return array_value(value.values, charge)
-
-    return MappingGroup(tensors, opened, metadata)
+        return nested_group(tensors, opened, metadata)

@@ -35,7 +35,7 @@ def read_text(path: Path, name: str, compression: str | None, resources: ExitSta
     if name.endswith((".jsonl", ".ndjson")):
         return StreamItems(_json_lines(_lines(file)))
     if name.endswith(".json"):
-        return _open(parse_json(_whole(file), "not JSON"))
+        return json_tree(parse_json(_whole(file), "not JSON"))
     lines = _decoded(_lines(file))
     if name.endswith(".txt"):
         return StreamItems(line.rstrip("\r\n") for line in lines)
@@ -111,17 +111,17 @@ def _decoded(lines: Iterator[bytes]) -> Iterator[str]:
 def _json_lines(lines: Iterator[bytes]) -> Iterator[Value]:
     for number, line in enumerate(filter(bytes.strip, lines)):
         value = parse_json(line, f"row {number}: not JSON")
-        yield MappingGroup(value, _open) if isinstance(value, dict) else _open(value)
+        yield MappingGroup(value, json_tree) if isinstance(value, dict) else json_tree(value)
 
 
-def _open(value: Any) -> Value:
+def json_tree(value: Any) -> Value:
     """Return a value of JSON as a value of the tree."""
     if isinstance(value, dict):
         try:
-            return group_value(value, _open, no_charge)
+            return group_value(value, json_tree, no_charge)
         except FAULTS as error:
             raise refusal(error) from None
-    return ListItems(value, _open, no_charge) if isinstance(value, list) else value
+    return ListItems(value, json_tree, no_charge) if isinstance(value, list) else value
 
 
 def _rows(lines: Iterator[str], usual: str) -> Iterator[Value]:
