@@ -10,7 +10,15 @@ from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.record import TraceRecord
 
 # A fault that the checks missed must end as a refusal too, never as a traceback.
-_FAULTS = (ValueError, TypeError, OverflowError, IndexError, KeyError, struct.error)
+_FAULTS: tuple[type[Exception], ...] = (
+    ValueError,
+    TypeError,
+    OverflowError,
+    IndexError,
+    KeyError,
+    struct.error,
+    *READING,
+)
 
 
 def read_traces(
@@ -69,7 +77,7 @@ def read_traces(
         # The trace behind those that were read, unless the source as a whole is refused.
         position = count + num_refused if error.position is None and count and source.export is not None else None
         raise error.with_location(source=source.name, position=position) from None
-    except (*READING, *_FAULTS) as error:
+    except _FAULTS as error:
         raise refusal(error).with_location(source=source.name, position=count + num_refused) from None
     if not count + num_refused:
         raise InvalidInputError("found no trace", source=source.name)

@@ -53,4 +53,4 @@ def part_from_json(found: Mapping[str, Any]) -> Part:
     for name, path, error in found["others"]:
         described = PreprocessedFile(Path(path)) if error is None else UnknownFile(error_from_json(error))
         sources.setdefault(name, SourceFile(Path(path), name, described=described))
-    return Part(None, {}, sources={name: sources[name] for name in others})
+    return Part(None, {}, others={name: sources[name] for name in others})

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,7 +13,7 @@ from tracestore.ingest.builtin.library import Builtin, builtins
 from tracestore.ingest.execute.accounts import holds_array, looks_like_label
 from tracestore.ingest.execute.claims import FileGroup, is_other, list_files
 from tracestore.ingest.execute.execution import Execution
-from tracestore.ingest.exports.finding import find_export
+from tracestore.ingest.exports import find_export
 from tracestore.ingest.layout.language import Layout
 from tracestore.ingest.layout.patterns import Pattern
 from tracestore.ingest.layout.places import plan_of
@@ -72,20 +72,21 @@ class UnknownFile(Described):
         yield
 
 
+@dataclass(eq=False)
 class Part:
     """Files that one layout describes.
 
     Parameters
     ----------
     layout : Layout or None
-        None: `sources` are read without one.
+        None: `others` are read without one.
     files : Mapping
         Paths by their names below SRC.
     owned : tuple of Path
         Files that are read for another purpose.
     builtin : Builtin, optional
         The built-in layout that the files belong to.
-    sources : Mapping, optional
+    others : Mapping
         Sources without a layout, by the names of their files.
     has_scores_file : bool
     looks : FirstLooks, optional
@@ -95,30 +96,29 @@ class Part:
 
     Attributes
     ----------
-    layout, files, owned, builtin, others, has_scores_file
-        Those that were given; `others` are the sources without a layout.
+    execution : Execution or None
+        What reads the files by the layout.
     """
 
-    def __init__(
-        self,
-        layout: Layout | None,
-        files: Mapping[str, Path],
-        owned: tuple[Path, ...] = (),
-        builtin: Builtin | None = None,
-        sources: Mapping[str, SourceFile] | None = None,
-        *,
-        has_scores_file: bool = False,
-        looks: FirstLooks | None = None,
-        origin: str = "",
-    ) -> None:
-        self.origin = origin if builtin is None else f"built-in layout {builtin.name}"
-        self.layout, self.files, self.owned, self.builtin = layout, files, owned, builtin
-        self.others, self.has_scores_file = sources or {}, has_scores_file
-        check = None if builtin is None else self._checked
-        self.execution: Execution | None = None
-        if layout is not None:
-            plan = plan_of(layout) if builtin is None else builtin.plan
-            self.execution = Execution(plan, files, owned, check, has_scores_file=has_scores_file, looks=looks)
+    layout: Layout | None
+    files: Mapping[str, Path]
+    owned: tuple[Path, ...] = ()
+    builtin: Builtin | None = None
+    others: Mapping[str, SourceFile] = field(default_factory=dict)
+    _: KW_ONLY
+    has_scores_file: bool = False
+    looks: InitVar[FirstLooks | None] = None
+    origin: str = ""
+
+    def __post_init__(self, looks: FirstLooks | None) -> None:
+        check, self.execution = None, None
+        if self.builtin is not None:
+            check, self.origin = self._checked, f"built-in layout {self.builtin.name}"
+        if self.layout is not None:
+            plan = plan_of(self.layout) if self.builtin is None else self.builtin.plan
+            self.execution = Execution(
+                plan, self.files, self.owned, check, has_scores_file=self.has_scores_file, looks=looks
+            )
 
     def probe(self) -> "Part":
         """Return the part for a look at its first traces; see `Execution.probe`."""
@@ -254,7 +254,7 @@ def builtin_parts(
         else:
             sources |= {n: SourceFile(path, n, described=PreprocessedFile(path)) for n, path in own.items()}
     sources |= {n: SourceFile(left[n], n, described=UnknownFile(error)) for n, error in errors.items()}
-    return [*parts, Part(None, {}, sources=sources)]
+    return [*parts, Part(None, {}, others=sources)]
 
 
 def exported_sources(files: Mapping[str, Path]) -> tuple[dict[str, SourceFile], set[Path]]:

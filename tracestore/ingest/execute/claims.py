@@ -57,6 +57,9 @@ class FileGroup:
         return tuple(dict.fromkeys(file.path for found in self.files.values() for file in found))
 
 
+Groups = dict[tuple[Any, ...], FileGroup]  # by what the names of their files bind
+
+
 class FileKeys:
     """Tell the files of the states apart: by base name, by path below SRC where base names repeat."""
 
@@ -196,10 +199,8 @@ def _taken(pattern: Pattern, claimed: dict[str, list[FoundFile]]) -> str:
     """Return which line has a file that the pattern matches, with its name; empty if there is none."""
     pairs = ((text, file.name) for text, found in claimed.items() for file in found)
     text, name = next(((text, name) for text, name in pairs if pattern.match(name)), ("", ""))
-    shown = escape_unprintable(name, 60)
-    return f"{shown} is a file of {text}, whose line has more literal characters: a file has one line's FILES" * bool(
-        text
-    )
+    reason = f"is a file of {text}, whose line has more literal characters: a file has one line's FILES"
+    return f"{escape_unprintable(name, 60)} {reason}" if text else ""
 
 
 def _owner(name: str, patterns: dict[str, Pattern], ignored: set[str]) -> tuple[str, dict[str, Any]] | None:
@@ -233,7 +234,7 @@ def group_files(plan: Plan, claimed: dict[str, list[FoundFile]]) -> tuple[list[F
 
     Files whose names bind the same names of a trace are one source. A table is a file that shares no name with them.
     """
-    groups: dict[tuple[Any, ...], FileGroup] = {}
+    groups: Groups = {}
     names = [name for name in _file_names(plan.states[0]) if name not in plan.states[0].crossed]
     texts = [place.address.files.text for place in plan.states]
     for text in texts:
@@ -259,13 +260,7 @@ def group_files(plan: Plan, claimed: dict[str, list[FoundFile]]) -> tuple[list[F
     return ordered, tables
 
 
-def _attach(
-    place: Place,
-    files: list[FoundFile],
-    groups: dict[tuple[Any, ...], FileGroup],
-    names: list[str],
-    shared: list[str],
-) -> None:
+def _attach(place: Place, files: list[FoundFile], groups: Groups, names: list[str], shared: list[str]) -> None:
     """Add files to the sources whose names bind the same; InvalidInputError if one belongs to none (rule 11)."""
     by_key: dict[tuple[Any, ...], list[FoundFile]] = defaultdict(list)
     for file in files:

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from copy import copy
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from tracestore.ingest.execute.join import Arena, Column, RowTexts
 from tracestore.ingest.execute.records import RecordMaker, TraceBuilder
 from tracestore.ingest.execute.table_accounts import check_totals
 from tracestore.ingest.execute.traces import TraceCells, TraceColumns, traces_of
-from tracestore.ingest.execute.walk import Cell, Walk, cells_of, tree_of
+from tracestore.ingest.execute.walk import Cell, Cells, Walk, cells_of, tree_of
 from tracestore.ingest.layout.effects import check_effects
 from tracestore.ingest.layout.places import Place, Plan
 from tracestore.ingest.readers.looks import FirstLooks
@@ -26,6 +27,8 @@ from tracestore.ingest.readers.opening import open_tree
 from tracestore.ingest.tree import Array, Items, Value
 from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.record import TraceRecord
+
+Makers = Iterator[Callable[[int], TraceRecord]]  # each makes the record of a trace from its position
 
 
 class Execution:
@@ -82,7 +85,7 @@ class Execution:
     def _begin(self) -> None:
         """Set what changes while files are read."""
         self._lock = threading.RLock()
-        self._resources = contextlib.ExitStack()
+        self._resources = ExitStack()
         self._tables: dict[Place, Column] | None = None
         # Held while a trace is read, if tables hold arrays: their readers serve one thread at a time.
         self._guard: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -176,23 +179,21 @@ class Execution:
             yield record
             del record
 
-    def _joined(
-        self, group: FileGroup, account: SourceAccount, maker: RecordMaker, scratch: Scratch
-    ) -> Iterator[Callable[[int], TraceRecord]]:
+    def _joined(self, group: FileGroup, account: SourceAccount, maker: RecordMaker, scratch: Scratch) -> Makers:
         """Yield what makes each record of a source whose fields are joined; close the accounts of its columns."""
         columns = TraceColumns(self.plan, tables=self._load_tables(scratch))
-        builder, texts = TraceBuilder(maker), RowTexts(self.plan)
+        builder = TraceBuilder(maker)
 
         def made(trace: TraceCells, position: int) -> TraceRecord:
             with self._guard:
                 record = builder.record(trace, position)
-            self._check_texts(trace, record, texts)
+            self._check_texts(trace, record)
             for part, cells in trace.cells.items():
                 self.account.check_numbers(part, cells)
             return record
 
-        with contextlib.ExitStack() as resources:
-            for cells in self._units(group, columns, resources, scratch, texts):
+        with ExitStack() as resources:
+            for cells in self._units(group, columns, resources, scratch):
                 for trace in self._found(traces_of(cells, columns), account, group):
                     yield partial(made, trace)
                 with _of_whole_source():
@@ -203,9 +204,7 @@ class Execution:
                 builder.padding.close()
         self.account.add_source(self._numbers[group.name], columns.missing, columns.source)
 
-    def _direct(
-        self, group: FileGroup, account: SourceAccount, maker: RecordMaker, scratch: Scratch
-    ) -> Iterator[Callable[[int], TraceRecord]]:
+    def _direct(self, group: FileGroup, account: SourceAccount, maker: RecordMaker, scratch: Scratch) -> Makers:
         """Yield what makes each record of a source whose items hold all fields of their traces."""
         assert not isinstance(self._step, bool)
         (text,) = group.files
@@ -222,11 +221,11 @@ class Execution:
                     del item
         self.account.add_source(self._numbers[group.name], {})
 
-    def _check_texts(self, trace: TraceCells, record: TraceRecord, texts: RowTexts) -> None:
+    def _check_texts(self, trace: TraceCells, record: TraceRecord) -> None:
         """Rule 13b: questions and answers of rows in order are those of the traces."""
         if "N" not in trace.environment or "K" in trace.environment:
             return
-        texts.check(trace.environment["N"], None, record)
+        trace.columns.texts.check(trace.environment["N"], None, record)
         in_order = [column for place, column in (self._tables or {}).items() if "N" in place.trace_names]
         rows = {column.num_rows({}) for column in in_order if column.names in (("N",), ("N*",))}
         if len(rows) == 1:
@@ -244,18 +243,13 @@ class Execution:
                 environment["file"] = self._file_keys.of_file(environment["file"])
             yield trace
 
-    def _cells(self, text: str, file: FoundFile, root: Value, texts: RowTexts) -> Iterator[Cell | None]:
+    def _cells(self, text: str, file: FoundFile, root: Value, texts: RowTexts) -> Cells:
         """Yield the values of a file; `texts` takes those of rows that no line names."""
         walk = Walk(file.name, partial(self.account.refuse_unclaimed, texts))
         return walk.cells(self._trees[text], root, {**file.bound, "file": file.name})
 
     def _units(
-        self,
-        group: FileGroup,
-        columns: TraceColumns,
-        resources: contextlib.ExitStack,
-        scratch: Scratch,
-        texts: RowTexts,
+        self, group: FileGroup, columns: TraceColumns, opened: ExitStack, scratch: Scratch
     ) -> Iterator[list[Cell]]:
         """Yield the cells of the states of whole traces: of one item, or of the whole source."""
         states = dict.fromkeys(place.address.files.text for place in self.plan.states)
@@ -263,8 +257,8 @@ class Execution:
         for text in (*(text for text in group.files if text not in states), *states):
             for file in group.files[text]:
                 with error_location(file.name):
-                    root = self._check(text, file.name, resources.enter_context(self._open(file.path, scratch)))
-                    for cell in arena.kept(self._cells(text, file, root, texts), root):
+                    root = self._check(text, file.name, opened.enter_context(self._open(file.path, scratch)))
+                    for cell in arena.kept(self._cells(text, file, root, columns.texts), root):
                         if cell is None:
                             if pending:
                                 yield pending
@@ -281,11 +275,12 @@ class Execution:
         with self._lock:
             if self._tables is None:
                 columns = TraceColumns(self.plan)
+                self._row_texts = columns.texts
                 files = [(text, file) for text in sorted(self._table_files) for file in self._claimed[text]]
                 for text, file in files:
                     with error_location(file.name):
                         root = self._resources.enter_context(open_tree(file.path, scratch=scratch))
-                        for cell in filter(None, self._cells(text, file, root, self._row_texts)):
+                        for cell in filter(None, self._cells(text, file, root, columns.texts)):
                             if "file" in self.plan.keys[cell.place]:
                                 cell.bound["file"] = self._file_keys.of_row(cell.bound["file"], file)
                             columns.add(cell, file.name)

@@ -9,7 +9,7 @@ import numpy as np
 
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.execute.axes import MISSING, extent, read
-from tracestore.ingest.execute.join import Column
+from tracestore.ingest.execute.join import Column, RowTexts
 from tracestore.ingest.execute.values import describe, is_missing, named, number
 from tracestore.ingest.execute.walk import Cell
 from tracestore.ingest.layout.places import RECORDS, Place, Plan
@@ -35,6 +35,9 @@ class TraceColumns:
     tables: Mapping[Place, Column] = field(default_factory=dict)
     missing: dict[Place, set[str]] = field(default_factory=dict)
     num_answers: dict[str, int] = field(default_factory=dict)  # the last number of an answer by question
+
+    def __post_init__(self) -> None:
+        self.texts = RowTexts(self.plan)
 
     def add(self, cell: Cell, source: str) -> None:
         """Add a value of a file of the source."""

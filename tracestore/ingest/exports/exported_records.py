@@ -32,6 +32,7 @@ _ARRAYS |= {"tokens", "question_id", *schema.TOKEN_FIELDS}
 _MAX_LINE_BYTES = 1 << 30
 
 Arrays = Mapping[str, Any]
+Line = dict[str, Any]
 
 
 def read_exported(
@@ -56,7 +57,7 @@ def read_exported(
         raise InvalidInputError(f"holds {count:,} traces, expected {exported.file.num_traces:,}")
 
 
-def _lines(exported: ExportedFile) -> Iterator[dict[str, Any]]:
+def _lines(exported: ExportedFile) -> Iterator[Line]:
     """Yield the lines of the table for the traces of a file."""
     with open(exported.facts.folder / TABLE_FILE, "rb") as file:
         file.seek(exported.file.table_begin)
@@ -74,12 +75,7 @@ def _lines(exported: ExportedFile) -> Iterator[dict[str, Any]]:
 
 
 def _record(
-    exported: ExportedFile,
-    arrays: Arrays,
-    line: dict[str, Any],
-    position: int,
-    source_name: str,
-    need_attention: bool | None,
+    exported: ExportedFile, arrays: Arrays, line: Line, position: int, source_name: str, need_attention: bool | None
 ) -> TraceRecord:
     _check_id(exported, arrays, line, position)
     values = {name: arrays[name] for name in arrays if name in ("tokens", *schema.TOKEN_FIELDS)}
@@ -107,7 +103,7 @@ def _record(
     return record
 
 
-def _check_id(exported: ExportedFile, arrays: Arrays, line: dict[str, Any], position: int) -> None:
+def _check_id(exported: ExportedFile, arrays: Arrays, line: Line, position: int) -> None:
     """Raise InvalidInputError if the trace of a file is not that of its line."""
     if exported.facts.format == "datasets":  # its texts have no lone surrogates
         return
@@ -129,14 +125,14 @@ def _set_tokens(record: TraceRecord, given: dict[str, Any]) -> None:
         record.tokens_decoded = texts
 
 
-def _last_token(arrays: Arrays, line: dict[str, Any]) -> np.ndarray | None:
+def _last_token(arrays: Arrays, line: Line) -> np.ndarray | None:
     found = as_array(arrays.get("last_token", line.get("last_token")))
     if found is not None and found.ndim != 2:
         raise field_error("last_token", f"shape {found.shape}", "(L, D)")
     return found
 
 
-def _edges(arrays: Arrays, line: dict[str, Any]) -> list[tuple[np.ndarray, np.ndarray]]:
+def _edges(arrays: Arrays, line: Line) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return indices (2, E) and weights (E,) of each layer, in the direction of the original source."""
     index, weight, ptr = (np.asarray(arrays[name]) for name in ("edge_index", "edge_weight", "edge_ptr"))
     if not index.size:  # an empty list of Parquet has no type
@@ -151,7 +147,7 @@ def _edges(arrays: Arrays, line: dict[str, Any]) -> list[tuple[np.ndarray, np.nd
     return [(index[begin:end, ::step].T, weight[begin:end]) for begin, end in itertools.pairwise(ptr.tolist())]
 
 
-def _set_values(record: TraceRecord, exported: ExportedFile, line: dict[str, Any]) -> None:
+def _set_values(record: TraceRecord, exported: ExportedFile, line: Line) -> None:
     """Set the label, the scores and the group of a record."""
     columns = exported.facts.score_columns
     record.scores = {columns[name]: _number(line, name) for name in columns if line.get(name) is not None}
@@ -162,7 +158,7 @@ def _set_values(record: TraceRecord, exported: ExportedFile, line: dict[str, Any
     record.group = group
 
 
-def _number(line: dict[str, Any], name: str) -> float:
+def _number(line: Line, name: str) -> float:
     value = line[name]
     if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
         raise field_error(name, f"{value!r:.40}", "a number")

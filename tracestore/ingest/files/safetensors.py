@@ -68,7 +68,7 @@ def stored_tensors(data: MappedFile) -> tuple[dict[str, np.ndarray], dict[str, s
     if begin + position != size:
         kind = "truncated" if begin + position > size else "trailing bytes"
         raise InvalidInputError(f"{kind}: found {size:,} bytes, expected {begin + position:,}")
-    values = np.frombuffer(data, "u1", offset=begin) if position else np.empty(0, "u1")
+    values = np.frombuffer(memoryview(data), "u1", offset=begin) if position else np.empty(0, "u1")
     return {
         name: values[first:last].view(_DTYPES[header[name]["dtype"]]).reshape(header[name]["shape"])
         for name, (first, last) in spans.items()

@@ -8,12 +8,12 @@ from tracestore._core.mapping import MappedFile
 from tracestore._core.pickle import BufferReader
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.files.byte_source import MappedStream
+from tracestore.ingest.files.npy import ZIP_ENTRY
 from tracestore.ingest.pickles.pickle_reader import pickle_reader
 from tracestore.ingest.pickles.pickled_torch import PickledStorage, StorageType
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 MAX_ENTRIES = 10_000_000
-_LOCAL = struct.Struct("<4s5H3I2H")
 _BIT_DESCRIPTOR = 8
 _BIT_UTF8 = 0x800  # names are UTF-8
 _KNOWN_FLAGS = _BIT_DESCRIPTOR | _BIT_UTF8
@@ -57,11 +57,11 @@ def _entries(mapped: MappedFile) -> dict[str, memoryview]:
 def _entry_bytes(view: memoryview, info: zipfile.ZipInfo, entry: str) -> tuple[int, int]:
     """Return where the bytes of an entry begin and end; InvalidInputError if its two headers differ."""
     begin = info.header_offset
-    if begin < 0 or begin + _LOCAL.size > len(view):
+    if begin < 0 or begin + ZIP_ENTRY.size > len(view):
         raise InvalidInputError("an entry is outside the archive")
-    magic, _, flags, method, _, _, crc, size, full, name_bytes, extra = _LOCAL.unpack_from(view, begin)
-    name = bytes(view[begin + _LOCAL.size : begin + _LOCAL.size + name_bytes])
-    data = begin + _LOCAL.size + name_bytes + extra
+    magic, _, flags, method, _, _, crc, size, full, name_bytes, extra = ZIP_ENTRY.unpack_from(view, begin)
+    name = bytes(view[begin + ZIP_ENTRY.size : begin + ZIP_ENTRY.size + name_bytes])
+    data = begin + ZIP_ENTRY.size + name_bytes + extra
     same = magic == b"PK\x03\x04" and flags == info.flag_bits and method == info.compress_type
     if not same or name != info.orig_filename.encode("utf-8" if flags & _BIT_UTF8 else "cp437"):
         raise InvalidInputError(f"{entry}: its two headers differ")

@@ -12,6 +12,7 @@ from tracestore.store.vocabulary import COUNTED, SAYING
 
 Prefix = tuple[str, Path_]
 Names = Mapping[Prefix, Mapping[str, str]]
+Row = dict[str, Meaning]  # the scalars of the items of a prefix by their field
 _COLUMNS = frozenset(("question_id", "question", "generated_answer", "S.lengths", "S.offsets", "verdict"))
 _BOUND_BY_ROWS = ("layer", "token", "step", "dim")
 
@@ -186,9 +187,9 @@ class Places:
 
     # Records
 
-    def row(self, files: str, prefix: Path_) -> dict[str, Meaning]:
+    def row(self, files: str, prefix: Path_) -> Row:
         """Return the scalars of the items of a prefix by their field, the best of each."""
-        found: dict[str, Meaning] = {}
+        found: Row = {}
         for meaning in self.meanings:
             leaf, rest = meaning.leaf, meaning.leaf.path[len(prefix) :]
             is_inner = leaf.place == (files, prefix + rest) and 0 < len(rest) <= 2 and not rest[0].startswith("@")
@@ -226,16 +227,7 @@ class Places:
         is_doubtful = leaf.number_kind == "i" and (is_part or (is_index and len(files) > 1))
         return [f"{leaf.key}: integers next to names of parts may be ids of each part"] if is_doubtful else []
 
-    def _step(
-        self,
-        states: Leaf,
-        prefix: Path_,
-        row: Mapping[str, Meaning],
-        doubts: list[str],
-        *,
-        is_first: bool,
-        has_id: bool,
-    ) -> str:
+    def _step(self, states: Leaf, prefix: Path_, row: Row, doubts: list[str], *, is_first: bool, has_id: bool) -> str:
         """Return what stands for the items of a prefix on the way to the states."""
         bound = {name for names in self._names(states).values() for name in names}
         keys = {"id": "question_id"} if has_id else {}

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import chain, count
 from pathlib import Path
+from typing import NamedTuple
 
 from tracestore.ingest.files.byte_source import check_regular
 from tracestore.ingest.readers.content import reading
@@ -28,18 +29,18 @@ class FirstLooks:
         Items of a stream begin with the first one in each look. The tree stays open, unless the look has failed or has
         taken a second item.
         """
-        opened, has_failed = self._taken(path) or _OpenTree(path), False
+        opened = self._taken(path) or _opened(path)
+        is_kept = False
         try:
             with reading():
                 yield opened.root
-        except Exception:
-            has_failed = True
-            raise
+            num_items = len(opened.root.seen) if isinstance(opened.root, RepeatedItems) else 0
+            is_kept = num_items < 2 and len(self._open) < _MAX_OPEN
         finally:
-            if has_failed or opened.num_items > 1 or len(self._open) == _MAX_OPEN:
-                opened.close()
-            else:
+            if is_kept:
                 self._open[path] = opened
+            else:
+                opened.resources.close()
 
     @contextmanager
     def take(self, path: Path, scratch: Scratch) -> Iterator[Value]:
@@ -49,16 +50,13 @@ class FirstLooks:
             with open_tree(path, scratch=scratch) as root:
                 yield root
             return
-        try:
-            with reading():
-                yield opened.taken()
-        finally:
-            opened.close()
+        with opened.resources, reading():
+            yield opened.root.rest() if isinstance(opened.root, RepeatedItems) else opened.root
 
     def drop(self, path: Path) -> None:
         """Close a file that will not be read."""
         if (opened := self._open.pop(path, None)) is not None:
-            opened.close()
+            opened.resources.close()
 
     def close(self) -> None:
         """Close all files."""
@@ -70,30 +68,16 @@ class FirstLooks:
         opened = self._open.pop(path, None)
         if opened is None or opened.state == _state(path):
             return opened
-        opened.close()
+        opened.resources.close()
         return None
 
 
-class _OpenTree:
-    """The tree of an open file, with the first items of a stream that looks have taken."""
+class _OpenTree(NamedTuple):
+    """The tree of an open file, with the first items of a stream that looks have taken; what closes it, and its state."""
 
-    def __init__(self, path: Path) -> None:
-        self.state, self._resources = _state(path), ExitStack()
-        root = self._resources.enter_context(open_tree(path))
-        self.root: Value = RepeatedItems(root) if isinstance(root, Items) and root.is_stream else root
-
-    @property
-    def num_items(self) -> int:
-        """Number of items that looks have taken."""
-        return len(self.root.seen) if isinstance(self.root, RepeatedItems) else 0
-
-    def taken(self) -> Value:
-        """Return the root for the only reading."""
-        return self.root.rest() if isinstance(self.root, RepeatedItems) else self.root
-
-    def close(self) -> None:
-        """Close the file."""
-        self._resources.close()
+    root: Value
+    resources: ExitStack
+    state: tuple[int, ...]
 
 
 class RepeatedItems(Items):
@@ -122,6 +106,12 @@ class RepeatedItems(Items):
     def _consumed(self) -> Iterator[Value]:
         while self.seen:
             yield self.seen.pop(0)
+
+
+def _opened(path: Path) -> _OpenTree:
+    resources, state = ExitStack(), _state(path)
+    root = resources.enter_context(open_tree(path))
+    return _OpenTree(RepeatedItems(root) if isinstance(root, Items) and root.is_stream else root, resources, state)
 
 
 def _state(path: Path) -> tuple[int, ...]:
