@@ -10,15 +10,8 @@ from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.record import TraceRecord
 
 # A fault that the checks missed must end as a refusal too, never as a traceback.
-_FAULTS: tuple[type[Exception], ...] = (
-    ValueError,
-    TypeError,
-    OverflowError,
-    IndexError,
-    KeyError,
-    struct.error,
-    *READING,
-)
+_FAULTS: tuple[type[Exception], ...] = (ValueError, TypeError, OverflowError, IndexError, KeyError, struct.error)
+_FAULTS += READING
 
 
 def read_traces(

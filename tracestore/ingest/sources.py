@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,26 +20,30 @@ _SAMPLE_BYTES = 64 << 10
 OnRefused = Callable[[InvalidInputError], None] | None
 
 
+@dataclass(frozen=True)
 class Described:
     """Read a source that is no file of an export.
 
     Attributes
     ----------
+    read : callable
+        Yield the records of the source. The arguments are those of `Execution.read` behind the files: whether attention
+        is needed, the scratch, and what gets the error of each trace that is refused.
     fingerprint : bytes
         A digest of what the source depends on besides its files.
     what : str or None
         The place of the layers in the model, if it is stated.
     tables : object
         What reads the tables whose rows the source shares with others, None without tables.
+    error : InvalidInputError or None
+        Why the source cannot be read.
     """
 
+    read: Callable[[bool | None, Scratch, OnRefused], Iterator[TraceRecord]]
     fingerprint: bytes = b""
     what: str | None = None
     tables: object = None
-
-    @abstractmethod
-    def read(self, need_attention: bool | None, scratch: Scratch, on_refused: OnRefused) -> Iterator[TraceRecord]:
-        """Yield the records of the source; `on_refused` gets the error of each trace that is refused."""
+    error: InvalidInputError | None = None
 
 
 @dataclass(frozen=True)

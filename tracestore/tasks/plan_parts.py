@@ -8,7 +8,7 @@ from typing import Any
 
 from tracestore.errors import error_from_json, error_to_json
 from tracestore.ingest.builtin.library import builtins
-from tracestore.ingest.builtin.parts import Part, PreprocessedFile, UnknownFile, exported_sources
+from tracestore.ingest.builtin.parts import Part, exported_sources, preprocessed_file, unknown_file
 from tracestore.ingest.layout.language import parse_layout
 from tracestore.ingest.sources import SourceFile
 
@@ -33,7 +33,8 @@ def _pairs(found: Mapping[str, Any]) -> list[Any]:
 
 
 def _error_of(source: SourceFile) -> dict[str, Any] | None:
-    return error_to_json(source.described.error) if isinstance(source.described, UnknownFile) else None
+    error = None if source.described is None else source.described.error
+    return None if error is None else error_to_json(error)
 
 
 def part_from_json(found: Mapping[str, Any]) -> Part:
@@ -51,6 +52,6 @@ def part_from_json(found: Mapping[str, Any]) -> Part:
     others = {name: Path(path) for name, path, _ in found["others"]}
     sources, _ = exported_sources(others)
     for name, path, error in found["others"]:
-        described = PreprocessedFile(Path(path)) if error is None else UnknownFile(error_from_json(error))
+        described = preprocessed_file(Path(path)) if error is None else unknown_file(error_from_json(error))
         sources.setdefault(name, SourceFile(Path(path), name, described=described))
     return Part(None, {}, others={name: sources[name] for name in others})

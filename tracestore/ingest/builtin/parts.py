@@ -11,7 +11,7 @@ from tracestore.errors import InvalidInputError, NoTracesError, UsageError
 from tracestore.ingest.builtin.claiming import Claims, claim
 from tracestore.ingest.builtin.library import Builtin, builtins
 from tracestore.ingest.execute.accounts import holds_array, looks_like_label
-from tracestore.ingest.execute.claims import FileGroup, is_other, list_files
+from tracestore.ingest.execute.claims import is_other, list_files
 from tracestore.ingest.execute.execution import Execution
 from tracestore.ingest.exports import find_export
 from tracestore.ingest.layout.language import Layout
@@ -21,10 +21,9 @@ from tracestore.ingest.preprocessed import read_preprocessed
 from tracestore.ingest.readers.looks import FirstLooks
 from tracestore.ingest.readers.opening import open_tree
 from tracestore.ingest.readers.text import SUFFIXES as TEXT_SUFFIXES
-from tracestore.ingest.sources import Described, OnRefused, SourceFile
+from tracestore.ingest.sources import Described, SourceFile
 from tracestore.ingest.tree import Items, Value
 from tracestore.store.format.labels import HALLUCINATION
-from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.record import TraceRecord
 
 _PICKLES = (".pkl", ".pickle", ".p", ".joblib", ".pt", ".pth", ".ckpt")
@@ -33,43 +32,19 @@ _TRACES = (*_PICKLES, ".gz", ".bz2", ".xz", ".zst")
 Proposer = Callable[[Mapping[str, Path]], Layout | InvalidInputError]
 
 
-@dataclass(eq=False)
-class DescribedFiles(Described):
-    """The files of one source, and how a layout reads them."""
-
-    execution: Execution
-    group: FileGroup
-    fingerprint: bytes
-    what: str | None
-    tables: Execution | None
-
-    def read(self, need_attention: bool | None, scratch: Scratch, on_refused: OnRefused) -> Iterator[TraceRecord]:
-        """Yield the records of the source, as `Execution.read`."""
-        return self.execution.read(self.group, need_attention, scratch, on_refused)
+def preprocessed_file(path: Path) -> Described:
+    """Return what reads a file of sequences or graphs."""
+    return Described(lambda _, scratch, on_refused: read_preprocessed(path, scratch, on_refused), b"preprocessed")
 
 
-@dataclass(eq=False)
-class PreprocessedFile(Described):
-    """A file of sequences or graphs."""
+def unknown_file(error: InvalidInputError) -> Described:
+    """Return what stands for a file that no layout describes: reading it raises the error."""
 
-    path: Path
-    fingerprint = b"preprocessed"
-
-    def read(self, need_attention: bool | None, scratch: Scratch, on_refused: OnRefused) -> Iterator[TraceRecord]:
-        """Yield the records of the file."""
-        return read_preprocessed(self.path, scratch, on_refused)
-
-
-@dataclass(eq=False)
-class UnknownFile(Described):
-    """A file that no layout describes: reading it is refused."""
-
-    error: InvalidInputError
-
-    def read(self, need_attention: bool | None, scratch: Scratch, on_refused: OnRefused) -> Iterator[TraceRecord]:
-        """Raise the error, a copy each time: the frames of the caller stay out of it."""
-        raise self.error.with_location()
+    def read(*_: Any) -> Iterator[TraceRecord]:
+        raise error.with_location()  # a copy each time: the frames of the caller stay out of it
         yield
+
+    return Described(read, error=error)
 
 
 @dataclass(eq=False)
@@ -164,7 +139,7 @@ class Part:
         what = self.execution.layout.settings.get("L.what")
         tables = self.execution if self.execution.tables else None
         for group in self.execution.groups:
-            described = DescribedFiles(self.execution, group, fingerprint, what, tables)
+            described = Described(partial(self.execution.read, group), fingerprint, what, tables)
             first = next(iter(group.files.values()))[0]
             # A file of a built-in layout is known by its bytes alone.
             parts = () if self.builtin is not None and group.paths == (first.path,) else group.paths
@@ -252,8 +227,8 @@ def builtin_parts(
         if own and builtin.reader is None:
             parts.append(Part(builtin.layout, own, builtin=builtin, has_scores_file=has_scores_file, looks=looks))
         else:
-            sources |= {n: SourceFile(path, n, described=PreprocessedFile(path)) for n, path in own.items()}
-    sources |= {n: SourceFile(left[n], n, described=UnknownFile(error)) for n, error in errors.items()}
+            sources |= {n: SourceFile(path, n, described=preprocessed_file(path)) for n, path in own.items()}
+    sources |= {n: SourceFile(left[n], n, described=unknown_file(error)) for n, error in errors.items()}
     return [*parts, Part(None, {}, others=sources)]
 
 

@@ -211,12 +211,15 @@ class Signature:
         if not isinstance(item, Group):
             return f"found {describe(item)}, expected a mapping of {', '.join(self.must)}", sizes
         counts: dict[str, int] = {}
-        differs = self._compare_keys(item, "", sizes, counts) or self._compare_members(item, sizes, counts)
-        if differs is not None:
+        if (differs := self._compare_keys(item, "", sizes, counts)) is not None:
             return differs, sizes
-        for key, pattern, _, is_must in self._patterns:
+        for key, pattern, forms, is_must in self._patterns:
             if is_must and not counts.get(key):
-                return f"{key}: missing", sizes
+                # The walk over keys does not reach members of lists.
+                if (value := member(item, key.split("/"))) is None:
+                    return f"{key}: missing", sizes
+                if (differs := self._compare_value(key, value, forms, sizes)) is not None:
+                    return differs, sizes
             for name in pattern.names:
                 letter, number = AXIS_NAMES.get(name), counts.get(key)
                 if letter is not None and number and sizes.setdefault(letter, number) != number:
@@ -245,15 +248,6 @@ class Signature:
                     return differs
             elif not self._may_be_other(group, path, value):
                 return f"{escape_unprintable(path, 60)}: found {describe(value)}, which is no part of it"
-        return None
-
-    def _compare_members(self, item: Group, sizes: dict[str, int], counts: dict[str, int]) -> str | None:
-        """Compare the values below members of lists, which the walk over keys does not reach."""
-        for key, forms in self.must.items():
-            if not counts.get(key) and (value := member(item, key.split("/"))) is not None:
-                if (differs := self._compare_value(key, value, forms, sizes)) is not None:
-                    return differs
-                counts[key] = 1
         return None
 
     def _may_be_other(self, group: Group, path: str, value: Value) -> bool:
