@@ -11,7 +11,7 @@ from typing import Any
 
 from tracestore.errors import InvalidInputError, escape_unprintable
 from tracestore.ingest.builtin.parts import Part, sources_in_order
-from tracestore.ingest.exports import find_export
+from tracestore.ingest.exports.finding import find_export
 from tracestore.ingest.layout.fields import score_of
 from tracestore.ingest.score_files import FoundFiles
 from tracestore.ingest.sources import SourceFile
