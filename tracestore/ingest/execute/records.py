@@ -109,16 +109,9 @@ class RecordMaker:
         if {type(number) for number in stated or ()} - {int}:  # of a file
             raise InvalidInputError(f"found {list(stated or ())!s:.60}, expected integers", field=what)
         _check_num_layers(record, len(stated) if stated is not None else size if ids is None else None)
-        ids = ids if stated is None else tuple(stated)
-        if ids is None or (size is None and all(k < 0 for k in ids)):
-            return  # unknown, or counted from the end of an unknown number
-        if size is None and min(ids) < 0:
-            raise InvalidInputError(
-                f"found the layers {list(ids)}; L.size gives the number of the model's layers", field=what
-            )
-        if size is not None and max(ids) >= size:
-            raise InvalidInputError(f"found the layer {max(ids)}, expected fewer than {size}", field="L.size")
-        ids = ids if size is None else tuple(k % size for k in ids)
+        ids = _from_the_first(ids if stated is None else tuple(stated), size, what)
+        if ids is None:
+            return
         ids = ids[1:] if len(ids) == record.num_layers + 1 and record.is_without_embeddings else ids
         if len(ids) != record.num_layers:
             raise InvalidInputError(f"found {record.num_layers} layers, expected {list(ids)!s:.60}", field=what)
@@ -145,6 +138,19 @@ class RecordMaker:
             else:
                 record.scores[score_of(name)] = number
         check_agreement(found)
+
+
+def _from_the_first(ids: tuple[int, ...] | None, size: int | None, what: str) -> tuple[int, ...] | None:
+    """Return numbers of layers, of which negative ones count from the end; None if they are unknown."""
+    if ids is None or (size is None and all(k < 0 for k in ids)):
+        return None
+    if size is None and min(ids) < 0:
+        raise InvalidInputError(
+            f"found the layers {list(ids)}; L.size gives the number of the model's layers", field=what
+        )
+    if size is not None and max(ids) >= size:
+        raise InvalidInputError(f"found the layer {max(ids)}, expected fewer than {size}", field="L.size")
+    return ids if size is None else tuple(k % size for k in ids)
 
 
 def _check_num_layers(record: TraceRecord, expected: int | None) -> None:
