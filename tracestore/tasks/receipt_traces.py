@@ -10,6 +10,8 @@ import numpy as np
 from tracestore.store.format import paths, schema
 from tracestore.store.format.entries import FileEntry
 from tracestore.store.io.files import ReadableFiles
+from tracestore.store.read.index import SegmentEntry
+from tracestore.store.read.segment import SegmentReader
 from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.record import TraceRecord
 from tracestore.store.write.written import TraceBlock, WrittenSegment
@@ -62,8 +64,12 @@ class TracesOfReceipt:
         attributes = schema.Attributes(attention=self._options["attention"], options=self._options)
         for kind in np.unique(self._kinds[begin:end]).tolist():
             attributes = joined(attributes, self._attributes[kind])
-        segment = WrittenSegment(files, name, num_traces, rows, shapes, attributes)
-        reader = segment.reader
+        reader = SegmentReader(files, SegmentEntry(num_traces, rows), attributes)
+        segment = WrittenSegment(files, reader)
+        if segment.name != name:
+            raise ValueError(f"{rows.path}: not the rows that its name says")
+        for array in segment.arrays:
+            reader.check_metadata(array, *shapes[array])
         block = TraceBlock(
             segment,
             0,

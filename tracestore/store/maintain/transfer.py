@@ -15,8 +15,8 @@ from tracestore.store.read.trace import Trace
 from tracestore.store.trace_fields import PackedEdges
 from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.record import read_record
-from tracestore.store.write.segment_writer import SegmentWriter
 from tracestore.store.write.writer import StoreWriter
+from tracestore.store.write.written import WrittenSegment
 
 
 class Transfer:
@@ -28,7 +28,7 @@ class Transfer:
 
     def __init__(self, store: TraceStore, new: np.ndarray, writer: StoreWriter) -> None:
         self._store, self._new, self._writer = store, new, writer
-        self._segments: dict[int, SegmentWriter] = {}  # taken over, without some of their traces
+        self._segments: dict[int, WrittenSegment] = {}  # taken over, without some of their traces
         is_same_codec = store.internals.attributes.options["codec"] == writer.attributes.options["codec"]
         # How many traces of each segment that is taken over are not added yet.
         self._num_rows = _whole_segments(store, new) if is_same_codec else {}
@@ -59,7 +59,9 @@ class Transfer:
         for number, row in dict.fromkeys(place for place in (graph, sequence) if place[0] >= 0):
             segment = self._segment(number)
             if segment is not None:
-                packed = segment.packed(row)
+                names = ("num_tokens", "attention_layout", "last_token_row")
+                tokens, layout, last = (segment.reader.scalar(name, row) for name in names)
+                packed = _packed_row(self._store, number, row, tokens, layout, last >= 0)
                 packed.segment, packed.row = segment, row
                 if (packed.record.question_id, packed.record.sample) != (trace.question_id, trace.sample):
                     name = self._store.internals.segment(number).rows_path
@@ -77,19 +79,15 @@ class Transfer:
             took |= self._writer.append_packed(packed, scores=scores, group=group)
         return took
 
-    def _segment(self, number: int) -> SegmentWriter | None:
+    def _segment(self, number: int) -> WrittenSegment | None:
         """Return a segment that is taken over; None if its traces are copied."""
         if number in self._num_rows and number not in self._segments:
             segment = self._store.internals.segment(number)
-            columns = (segment.values(name).tolist() for name in ("num_tokens", "attention_layout", "last_token_row"))
-            packed = [
-                _packed_row(self._store, number, row, tokens, layout, last >= 0)
-                for row, (tokens, layout, last) in enumerate(zip(*columns, strict=True))
-            ]
-            if any(self._writer.index.find(p.record.question_id, p.record.sample) >= 0 for p in packed):
+            ids = segment.small.strings("question_id", 0, segment.num_rows)
+            if self._writer.index.has_any(list(zip(ids, segment.values("sample").tolist(), strict=True))):
                 del self._num_rows[number]  # Another writer has added some of the traces.
             else:
-                self._segments[number] = self._writer.take_segment(self._store.internals.files, segment, packed)
+                self._segments[number] = WrittenSegment(self._store.internals.files, segment)
         return self._segments.get(number)
 
 

@@ -1,7 +1,7 @@
 """Writing one segment: an immutable Zarr group of arrays."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,20 +10,15 @@ import numpy as np
 
 from tracestore._core.kernels import crc32c
 from tracestore._core.mapping import MappedFile
-from tracestore.errors import CorruptStoreError
 from tracestore.store.format import paths, schema
 from tracestore.store.format.entries import FileEntry
 from tracestore.store.format.ragged import encode_strings
 from tracestore.store.format.zarr_json import array_metadata, group_metadata
 from tracestore.store.format.zip_group import pack_group
-from tracestore.store.io.files import ReadableFiles
 from tracestore.store.io.fsio import fsync_path, makedirs, remove_tree, write_file
 from tracestore.store.io.shard_writer import ShardWriter
-from tracestore.store.read.segment import SegmentReader, layer_rows
+from tracestore.store.read.segment import layer_rows
 from tracestore.store.write.pack import PackedTrace, num_bytes_of
-
-# CommitTarget.take_segment
-TakeFiles = Callable[[ReadableFiles, Mapping[str, FileEntry], Path, str], None]
 
 
 class SegmentWriter:
@@ -71,20 +66,6 @@ class SegmentWriter:
         trace.has_states, trace.has_last_token = "hidden_states" in trace.arrays, "last_token" in trace.arrays
         trace.arrays = {}
         self._traces.append(trace)
-
-    def take_over(
-        self, files: ReadableFiles, stored: SegmentReader, traces: Sequence[PackedTrace], take: TakeFiles
-    ) -> None:
-        """Finish with the files of a segment of another store, which `take` gets; `traces` are its rows, without arrays."""
-        data = files.read(stored.rows)
-        if crc32c(data) != stored.rows.crc32c:
-            raise CorruptStoreError(f"{stored.rows_path}: checksum mismatch")
-        entries = {path.removeprefix(f"{stored.name}/"): entry for path, entry in stored.entries.items()}
-        entries["rows.zip"] = stored.rows
-        self.files = [(path, entry.size, entry.crc32c) for path, entry in entries.items()]
-        self.num_bytes, self._traces = sum(size for _, size, _ in self.files), list(traces)
-        self.name = _name_of(data)
-        take(files, entries, self.folder, self.name)
 
     def write_lens(self, blocks: Iterable[np.ndarray], small: Mapping[str, np.ndarray]) -> None:
         """Write the arrays of a lens: rows of the unembedding matrix, and those of schema.LENS_ARRAYS in `small`."""
@@ -169,7 +150,7 @@ class SegmentWriter:
         data = pack_group(rows | lens | self._layer_crcs(rows), attributes)
         self._write_file("rows.zip", data)
         fsync_path(self.folder)
-        self.name = _name_of(data)
+        self.name = name_of(data)
 
     def _layer_crcs(self, rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return the arrays of schema.LAYER_CRCS. Checksums that a trace lacks are computed from the written file."""
@@ -210,7 +191,8 @@ class SegmentWriter:
         self.files.append((name, len(data), crc32c(data)))
 
 
-def _name_of(rows: bytes) -> str:
+def name_of(rows: bytes) -> str:
+    """Return the name of the segment with these bytes of rows.zip."""
     return hashlib.blake2b(rows, digest_size=16).hexdigest()
 
 

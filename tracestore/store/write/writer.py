@@ -3,7 +3,7 @@
 import contextlib
 import math
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,18 +13,17 @@ from tracestore.errors import CorruptStoreError, InvalidInputError, LateConflict
 from tracestore.store.format import labels, schema
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.io import fsio
-from tracestore.store.io.files import ReadableFiles, parse_location
+from tracestore.store.io.files import parse_location
 from tracestore.store.lens import LensArrays
 from tracestore.store.read.columns import TraceValues
 from tracestore.store.read.index import SourceEntry
-from tracestore.store.read.segment import SegmentReader, read_lens
+from tracestore.store.read.segment import read_lens
 from tracestore.store.write.changes import Changes
 from tracestore.store.write.commit import add_files, load_generation, load_newest, open_target, root_metadata
 from tracestore.store.write.keys import OnConflict
 from tracestore.store.write.pack import PackedTrace, fit_lens, pack_lens, pack_record
 from tracestore.store.write.pending import Entry, Key, PendingLens, PendingSource, SegmentsAhead
 from tracestore.store.write.record import TraceRecord
-from tracestore.store.write.segment_writer import SegmentWriter
 
 COMMIT_BYTES = 128 << 20  # of pending data trigger a commit; no reader depends on it
 # Options by name. None: the default; a function returns the option of a new store.
@@ -188,7 +187,7 @@ class StoreWriter(Changes):
         """Add a trace to the open source, and return False if the store has it already.
 
         `scores` are values of named scores; each name was given to define_score() before. The trace may be in a row of
-        a segment of segments_ahead() or take_segment(). InvalidInputError if it does not fit the store.
+        a segment of segments_ahead() or of another store. InvalidInputError if it does not fit the store.
         """
         assert self._undo is not None, "no source is open"
         record, given = trace.record, TraceValues(scores, math.nan, group)
@@ -205,13 +204,6 @@ class StoreWriter(Changes):
     def segments_ahead(self) -> SegmentsAhead:
         """Return segments that another thread may write; the writer takes them over with their traces."""
         return SegmentsAhead(self.attributes.options, self._target.new_folder, self.split_bytes)
-
-    def take_segment(self, files: ReadableFiles, stored: SegmentReader, traces: Sequence[PackedTrace]) -> SegmentWriter:
-        """Take over the files of a segment of another store with equal codec and dtypes; `traces` are its rows."""
-        segment = self._new_segment(self._target.new_folder())
-        with fsio.map_os_errors(self.path, lambda: segment.num_bytes):
-            segment.take_over(files, stored, traces, self._target.take_segment)
-        return segment
 
     def keep_file(self, path: str, data: bytes) -> None:
         """See CommitTarget."""

@@ -1,6 +1,5 @@
 """Segments that other processes have written, and their traces as arrays: a commit makes no object of each."""
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,10 +15,10 @@ from tracestore.store.format import manifest as mf
 from tracestore.store.format import schema
 from tracestore.store.format.entries import FileEntry
 from tracestore.store.io.files import ReadableFiles, reading_committed
-from tracestore.store.read.index import SegmentEntry
 from tracestore.store.read.segment import SegmentReader
 from tracestore.store.write.pack import PackedTrace, fit_attributes
 from tracestore.store.write.record import TraceRecord, read_record
+from tracestore.store.write.segment_writer import name_of
 
 _NO_COUNTS = np.zeros(0, "<i8")
 
@@ -30,45 +29,29 @@ class WrittenSegment:
     Parameters
     ----------
     files : ReadableFiles
-        Those of the store that has it: the one that is written or replaced.
-    name : str
-    num_traces : int
-    rows : FileEntry
-        Its rows.zip.
-    shapes : Mapping
-        Rows of each large array and of its chunks.
-    attributes : schema.Attributes
-        Those that its arrays must have.
+        Those of the store that has it: the one that is written or replaced, or another one.
+    reader : SegmentReader
+        Its arrays.
 
     Raises
     ------
     CorruptStoreError
-        If its name is not that of its rows, or its arrays do not have these shapes and attributes.
+        If its rows.zip is damaged.
     """
 
-    def __init__(
-        self,
-        files: ReadableFiles,
-        name: str,
-        num_traces: int,
-        rows: FileEntry,
-        shapes: Mapping[str, tuple[int, int]],
-        attributes: schema.Attributes,
-    ) -> None:
-        self.source, self.name, self.rows, self.number, self.folder = files, name, rows, -1, Path()
-        with reading_committed(rows.path):
-            data = files.read(rows)
-            if crc32c(data) != rows.crc32c or hashlib.blake2b(data, digest_size=16).hexdigest() != name:
-                raise ValueError("not the rows that its name and checksum say")
-        self.reader = SegmentReader(files, SegmentEntry(num_traces, rows), attributes)
-        self.files = [(e.path.removeprefix(f"{self.reader.name}/"), e.size, e.crc32c) for e in self.entries]
+    def __init__(self, files: ReadableFiles, reader: SegmentReader) -> None:
+        self.source, self.reader, self.rows, self.number, self.folder = files, reader, reader.rows, -1, Path()
+        with reading_committed(self.rows.path):
+            data = files.read(self.rows)
+            if crc32c(data) != self.rows.crc32c:
+                raise ValueError("checksum mismatch")
+        self.name = name_of(data)
+        self.files = [(e.path.removeprefix(f"{reader.name}/"), e.size, e.crc32c) for e in self.entries]
         self.num_bytes = sum(size for _, size, _ in self.files)
-        self.num_tokens = int(self.reader.values("num_tokens").sum(dtype=np.int64))
-        names = {name for name in schema.LARGE_ARRAYS if self.reader.has(name)}
-        self.field_names = names & {*schema.STORED_FIELDS} | ({"edges"} if "edge_index" in names else set())
-        with reading_committed(rows.path):
-            for array in names:
-                self.reader.check_metadata(array, *shapes[array])
+        self.num_tokens = int(reader.values("num_tokens").sum(dtype=np.int64))
+        self.arrays = {name for name in schema.LARGE_ARRAYS if reader.has(name)}
+        self.field_names = self.arrays & {*schema.STORED_FIELDS}
+        self.field_names |= {"edges"} if "edge_index" in self.arrays else set()
 
     @property
     def entries(self) -> list[FileEntry]:
