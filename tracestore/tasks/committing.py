@@ -40,7 +40,7 @@ def unwritten(tasks: Sequence[Task]) -> list[Task]:
 
 def _is_written(files: PlanFiles, task: Task) -> bool:
     segments = listed_segments(files, task)
-    return segments is not None and all(map(files.has_segment, segments))
+    return segments is not None and None not in files.sizes(map(paths.segment_rows, segments))
 
 
 def whole_tasks(plan: TaskPlan, sources: Sequence[SourceFile]) -> list[Task]:

@@ -27,7 +27,7 @@ from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.plan_files import PlanFiles
 from tracestore.store.write.segment_writer import SegmentWriter
 from tracestore.store.write.written import TraceBlock, WrittenSegment
-from tracestore.tasks.receipt_traces import DIMENSIONS, TracesOfReceipt
+from tracestore.tasks.receipt_traces import OF_RECORD, OF_TRACE, TracesOfReceipt
 from tracestore.tasks.task_plan import Task, TaskPlan, digest_of
 
 # Of each trace, in the order of the rows of the segments: its label and values of scores (score after score), NaN if
@@ -42,9 +42,8 @@ _ARRAYS = {
     "source_bytes": "<i8",
     "facts": "<i4",
 }
-# Facts that many traces share.
-_OF_TRACE = (*DIMENSIONS, "rounded_from")
-_OF_RECORD = ("layer_ids", "extra_names", "dropped", "is_without_embeddings")
+# Errors of reading values that no receipt has.
+_DAMAGES = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError, InvalidInputError)
 
 
 @dataclass(frozen=True)
@@ -136,9 +135,7 @@ def pack_receipt(
     traces = [trace for source in sources for trace in source.packed]
     names = sorted({(name, k) for trace in traces for k, found in enumerate(_scores_of(trace)) for name in found})
     facts: dict[str, int] = {}
-    texts = (
-        json.dumps([getattr(t, n) for n in _OF_TRACE] + [getattr(t.record, n) for n in _OF_RECORD]) for t in traces
-    )
+    texts = (json.dumps([getattr(t, n) for n in OF_TRACE] + [getattr(t.record, n) for n in OF_RECORD]) for t in traces)
     rows = [[trace.record.label, *(_scores_of(trace)[k].get(name) for name, k in names)] for trace in traces]
     values = [math.nan if value is None else value for row in rows for value in row]
     arrays = {
@@ -213,7 +210,7 @@ def _damaged(path: str) -> Iterator[None]:
     """Report what is wrong with the values of a receipt as a damaged file."""
     try:
         yield
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as error:
+    except _DAMAGES as error:
         reason = escape_unprintable(f"{type(error).__name__}: {error}", 200)
         raise CorruptStoreError(f"{path}: {reason}; write its task again") from None
 

@@ -1,7 +1,6 @@
 """The traces that a receipt describes, without their arrays."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,12 +11,15 @@ from tracestore.store.format.entries import FileEntry
 from tracestore.store.io.files import ReadableFiles
 from tracestore.store.read.index import SegmentEntry
 from tracestore.store.read.segment import SegmentReader
-from tracestore.store.write.pack import PackedTrace
+from tracestore.store.write.pack import PackedTrace, fit_attributes
 from tracestore.store.write.record import TraceRecord
 from tracestore.store.write.written import TraceBlock, WrittenSegment
 from tracestore.tasks.task_plan import TaskPlan
 
 DIMENSIONS = ("num_layers", "hidden_dim", "hidden_dtype", "num_heads", "attention_dtype")
+# Facts that many traces share.
+OF_TRACE = (*DIMENSIONS, "rounded_from")
+OF_RECORD = ("layer_ids", "extra_names", "dropped", "is_without_embeddings")
 # Arrays of a segment that a commit needs.
 _ROWS = (
     *("sample", "source_position", "num_tokens", "attention_layout", "num_nonfinite", "fields"),
@@ -34,8 +36,8 @@ class TracesOfReceipt:
     ) -> None:
         self._names = [(str(name), int(k)) for name, k in document["scores"]]
         self._kinds, num_traces = arrays["facts"], len(arrays["facts"])
-        self._options, self._facts = plan.facts["store_options"], [_facts(*facts) for facts in document["facts"]]
-        self._attributes = [_attributes_of(facts, self._options) for facts in self._facts]
+        self._options = plan.facts["store_options"]
+        self._facts = [_facts(facts, self._options) for facts in document["facts"]]
         shape = num_traces, 1 + len(self._names)
         self._of_traces: dict[str, Any] = {
             "kinds": self._kinds,
@@ -63,7 +65,7 @@ class TracesOfReceipt:
         rows = FileEntry(paths.segment_rows(paths.segment(name)), size, crc)
         attributes = schema.Attributes(attention=self._options["attention"], options=self._options)
         for kind in np.unique(self._kinds[begin:end]).tolist():
-            attributes = joined(attributes, self._attributes[kind])
+            attributes = fit_attributes(attributes, self._facts[kind])
         reader = SegmentReader(files, SegmentEntry(num_traces, rows), attributes)
         segment = WrittenSegment(files, reader)
         if segment.name != name:
@@ -104,53 +106,19 @@ class TracesOfReceipt:
         return found
 
 
-def _facts(
-    num_layers: int,
-    hidden_dim: int,
-    hidden_dtype: str,
-    num_heads: int | None,
-    attention_dtype: str | None,
-    rounded_from: str | None,
-    layer_ids: Sequence[int] | None,
-    extra_names: Sequence[str],
-    dropped: Sequence[str] | None,
-    is_without_embeddings: bool,
-) -> PackedTrace:
-    """Return the facts that many traces share, in the order of _OF_TRACE and _OF_RECORD."""
-    if rounded_from not in (None, "float32", "float64", "bfloat16"):
-        raise ValueError(f"rounded from {rounded_from!r:.40}")
+def _facts(values: Sequence[Any], options: dict[str, str]) -> PackedTrace:
+    """Return the facts that many traces share, in the order of OF_TRACE and OF_RECORD."""
+    given = dict(zip((*OF_TRACE, *OF_RECORD), values, strict=True))
+    if given["rounded_from"] not in (None, "float32", "float64", "bfloat16"):
+        raise ValueError(f"rounded from {given['rounded_from']!r:.40}")
+    known = {name: given[name] for name in DIMENSIONS}
+    attributes = schema.Attributes(attention=options["attention"], options=options, **known)
+    schema.Attributes.from_json(attributes.to_json())  # checks them
     record = TraceRecord(
         "",
-        layer_ids=None if layer_ids is None else tuple(map(int, layer_ids)),
-        extra_names=tuple(map(str, extra_names)),
-        dropped=None if dropped is None else list(map(str, dropped)),
-        is_without_embeddings=is_without_embeddings,
+        layer_ids=None if given["layer_ids"] is None else tuple(map(int, given["layer_ids"])),
+        extra_names=tuple(map(str, given["extra_names"])),
+        dropped=None if given["dropped"] is None else list(map(str, given["dropped"])),
+        is_without_embeddings=given["is_without_embeddings"],
     )
-    return PackedTrace(
-        record,
-        num_layers,
-        0,
-        hidden_dim,
-        hidden_dtype,
-        num_heads=num_heads,
-        attention_dtype=attention_dtype,
-        rounded_from=rounded_from,
-    )
-
-
-def _attributes_of(facts: PackedTrace, options: dict[str, str]) -> schema.Attributes:
-    """Return the attributes of a store with traces of these facts."""
-    known = {name: getattr(facts, name) for name in DIMENSIONS}
-    given = schema.Attributes(attention=options["attention"], options=options, **known)
-    return schema.Attributes.from_json(given.to_json())
-
-
-def joined(one: schema.Attributes, other: schema.Attributes) -> schema.Attributes:
-    """Return the attributes of both; ValueError if they differ."""
-    values: dict[str, Any] = {}
-    for name in DIMENSIONS:
-        found = {getattr(attributes, name) for attributes in (one, other)} - {None}
-        if len(found) > 1:
-            raise ValueError(f"{name}: {sorted(map(str, found))}")
-        values[name] = next(iter(found), None)
-    return replace(one, **values)
+    return PackedTrace(record, num_tokens=0, **{name: given[name] for name in OF_TRACE})

@@ -141,7 +141,10 @@ class TraceBlock:
     @property
     def first_facts(self) -> PackedTrace:
         """The facts of the first trace."""
-        facts: PackedTrace = self.facts[self.kinds[0]]
+        return self._facts_of(0)
+
+    def _facts_of(self, k: int) -> PackedTrace:
+        facts: PackedTrace = self.facts[self.kinds[k]]
         return facts
 
     @cached_property
@@ -221,8 +224,7 @@ class TraceBlock:
     def _lists(self) -> dict[str, list[Any]]:
         """The rows as lists, and the extras: what makes an object of each trace."""
         lists = {name: values.tolist() for name, values in self.rows.items()}
-        names = {"values": self.values, "has_value": self.has_value, "kinds": self.kinds}
-        lists |= {name: values.tolist() for name, values in names.items()}
+        lists |= {"values": self.values.tolist(), "has_value": self.has_value.tolist()}
         last = self.first + len(self)
         with reading_committed(self.segment.rows.path):
             return lists | {"extras": self.segment.reader.small.strings("extras", self.first, last)}
@@ -237,40 +239,35 @@ class TraceBlock:
     def record(self, k: int) -> TraceRecord:
         """Return a trace without its arrays and texts."""
         rows = self._lists
-        known, bits = self.facts[rows["kinds"][k]].record, rows["fields"][k]
+        known, bits = self._facts_of(k).record, rows["fields"][k]
         label, *values = rows["values"][k]
         has_label, *has_value = rows["has_value"][k]
         scores: tuple[dict[str, float], dict[str, float]] = {}, {}
         for (name, is_deferred), value, has in zip(self.names, values, has_value, strict=True):
             if has:
                 scores[is_deferred][name] = value
-        return TraceRecord(
-            self.ids[k],
-            rows["sample"][k],
-            rows["source_position"][k],
+        return replace(
+            known,
+            question_id=self.ids[k],
+            sample=rows["sample"][k],
+            position=rows["source_position"][k],
             tokens=self._tokens[k] if bits & schema.FIELD_BITS["tokens"] else None,
             label=label if has_label else None,
             has_own_id=bool(bits & schema.FIELD_BITS["question_id"]),
-            is_without_embeddings=known.is_without_embeddings,
-            layer_ids=known.layer_ids,
             scores=scores[0],
             deferred_scores=scores[1],
             group=self.groups[k],
-            extra_names=known.extra_names,
-            dropped=known.dropped,
         )
 
     def trace(self, k: int) -> PackedTrace:
         """Return a trace without its arrays."""
         rows = self._lists
-        facts, num_tokens, layout = self.facts[rows["kinds"][k]], rows["num_tokens"][k], rows["attention_layout"][k]
-        return PackedTrace(
-            self.record(k),
-            facts.num_layers,
-            num_tokens,
-            facts.hidden_dim,
-            facts.hidden_dtype,
-            layout,
+        facts, num_tokens, layout = self._facts_of(k), rows["num_tokens"][k], rows["attention_layout"][k]
+        return replace(
+            facts,
+            record=self.record(k),
+            num_tokens=num_tokens,
+            layout=layout,
             edge_counts=_NO_COUNTS if layout == schema.LAYOUT_EDGES else None,
             num_nonfinite=rows["num_nonfinite"][k],
             extras=rows["extras"][k],
@@ -278,9 +275,6 @@ class TraceBlock:
             crcs={"hidden_states": int(self.states_crc32c[k])} if num_tokens else {},
             graph_crc=rows["graph_crc32c"][k],
             sequence_crc=rows["sequence_crc32c"][k],
-            num_heads=facts.num_heads,
-            attention_dtype=facts.attention_dtype,
-            rounded_from=facts.rounded_from,
             rounding_error=None if k else self.rounding_error,
             has_states=num_tokens > 0,
             has_last_token=rows["last_token_row"][k] >= 0,
