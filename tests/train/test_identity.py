@@ -1,16 +1,23 @@
-"""A run continues with its own traces only, and results have a digest of their traces."""
+"""A run continues with its own options and traces only, and results have a digest of their traces."""
 
+import dataclasses
 import hashlib
 import json
 import shutil
+from typing import Literal, get_args, get_origin
 
 import numpy as np
 import pytest
+import torch
 
 import tracestore
 from tests.helpers import command, error_of, make_traces, write_store
 from tests.machine import assert_within
 from tests.train.runs import FAST, ONLY, outcome, write_labeled
+from tracestore.detectors.model_config import ModelConfig
+from tracestore.evaluation.store_split import Split
+from tracestore.train.config import TrainConfig, TrainState
+from tracestore.train.trainer import Trainer
 
 
 def train(store, folder, *more, check=0, model="lstm_solo"):
@@ -120,3 +127,42 @@ def test_a_digest_takes_less_time_than_a_loop_over_the_traces(tmp_path):
     with tracestore.open(tmp_path / "s.zarr") as store:
         loop = lambda: [hashlib.blake2b(name.encode()).digest() for name in store.question_ids]  # noqa: E731
         assert_within(1, lambda: store.digest(store.indices), loop)
+
+
+# Options whose other value is not the next choice or number, what an option needs to have an effect, and those that
+# are read before a detector is trained.
+OTHER = {"shuffle_buffer": 8, "top_k": 0.5}
+NEEDS = {"shuffle_buffer": {"shuffle": "buffer"}}
+ELSEWHERE = {"score", "score_threshold", "drop_nonfinite", "allow_mixed_provenance", "logger"}
+OPTIONS = [f for f in dataclasses.fields(TrainConfig) if f.metadata["text"] is not None and f.name not in ELSEWHERE]
+
+
+def other(field):
+    """Return another value of an option than the default."""
+    if field.name in OTHER:
+        return OTHER[field.name]
+    if get_origin(field.type) is Literal:
+        return next(choice for choice in get_args(field.type) if choice != field.default)
+    return not field.default if field.type is bool else field.default + 1
+
+
+def weights(labeled, folder, options):
+    """Return the weights of a graph detector after an epoch."""
+    indices = np.arange(48)
+    with tracestore.open(labeled) as store:
+        split = Split(dict.fromkeys(("train", "val", "test"), indices), {})
+        sizes = ModelConfig.from_store(store, gnn_hidden=4, lstm_hidden=4, num_readers=1)
+        config = TrainConfig(**{"loader_threads": 1, **options})
+        folder.mkdir()
+        run = Trainer("gnn_det_lstm", store, split, np.arange(64) % 2, sizes, config, folder, lambda _: None)
+        run._setup()
+        run._train_epoch(TrainState())
+        return torch.cat([p.detach().flatten() for p in run.model.parameters()])
+
+
+@pytest.mark.parametrize("field", OPTIONS, ids=[field.name for field in OPTIONS])
+def test_an_option_changes_the_weights_unless_a_run_may_resume_with_another_value(field, labeled, tmp_path):
+    needed = NEEDS.get(field.name, {})
+    default = weights(labeled, tmp_path / "default", needed)
+    changed = weights(labeled, tmp_path / "changed", needed | {field.name: other(field)})
+    assert torch.equal(default, changed) == field.metadata["is_resumable"]
