@@ -86,8 +86,32 @@ def test_on_conflict_applies_to_labels(tmp_path):
     for choice, label in (("keep-first", 0.0), ("keep-last", 1.0)):
         store = tmp_path / f"{choice}.zarr"
         convert(tmp_path / "one.pkl", store)
-        convert(tmp_path / "two.pkl", store, "--on-conflict", choice)
+        done = convert(tmp_path / "two.pkl", store, "--on-conflict", choice)
         assert tracestore.open(store).labels.tolist() == [label, 1.0]
+        assert "different content under a question id and sample of the store: 1 trace" in done.stdout
+        other = {"sequences": np.zeros((2, 3, 4), "f2"), "labels": [1.0 - label, 1.0], "question_ids": ["a", "b"]}
+        write_pickle(tmp_path / "three.pkl", other)
+        done = convert(tmp_path / "three.pkl", store, "--on-conflict", choice, "--json")
+        assert json.loads(done.stdout)["num_conflicts"] == 2, "a trace with another label and other arrays counts once"
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("covered", [2, 1])
+def test_a_scores_file_that_is_added_later_replaces_labels_only_if_the_user_chooses(tmp_path, data, workers, covered):
+    value = {"sequences": np.ones((2, 3, 4), "f2"), "labels": [0.0, 1.0], "question_ids": ["a", "b"]}
+    write_pickle(data / "a.pkl", value)
+    convert(data, tmp_path / "s.zarr")
+    (data / "scores.csv").write_text("question_id,score\na,0.25\nb,0.75\n"[: -7 if covered == 1 else None])
+    convert(data, tmp_path / "new.zarr")
+
+    done = convert(data, tmp_path / "s.zarr", "--workers", workers, check=3)
+    assert "2 stored traces such as a have a score, label or group that the sources no longer have" in done.stderr
+    assert tracestore.open(tmp_path / "s.zarr").labels.tolist() == [0, 1]
+    convert(data, tmp_path / "s.zarr", "--workers", workers, "--on-conflict", "keep-last")
+    with tracestore.open(tmp_path / "s.zarr") as store, tracestore.open(tmp_path / "new.zarr") as new:
+        np.testing.assert_equal(store.labels, new.labels)
+        np.testing.assert_equal(store.scores, new.scores)
+        np.testing.assert_equal(store.targets(), new.targets())
 
 
 @pytest.mark.parametrize("change", ["appended", "touched", "removed"])
@@ -145,7 +169,9 @@ def test_a_changed_score_replaces_the_stored_one(tmp_path, flags, workers, score
     done = convert(folder, tmp_path / "s.zarr", *flags, "--on-conflict", choice, "--workers", workers)
 
     assert tracestore.open(tmp_path / "s.zarr").scores.tolist() == [0.875, 0.75, 0.75]
-    assert ("1 stored label replaced by changed ones" in done.stdout) == (score is not None)
+    assert ("scores, labels or groups of 1 stored trace have changed and were replaced" in done.stdout) == (
+        score is not None
+    )
 
 
 @pytest.mark.parametrize("flags", [BUILTIN, STATED], ids=["built-in layout", "stated layout"])

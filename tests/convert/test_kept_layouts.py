@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tracestore
-from tests.helpers import convert, error_of, make_traces, write_pickle, write_store
+from tests.helpers import command, convert, error_of, make_traces, write_pickle, write_store
 from tests.ingest.execute.folders import dump, states, table
 from tests.malicious_inputs.stores import Store
 from tracestore.convert import cutting
@@ -74,7 +74,7 @@ def test_changed_labels_of_a_table_replace_those_of_the_store(tmp_path, folder):
     done = convert(folder, tmp_path / "s.zarr")
 
     assert labels(tmp_path / "s.zarr") == {"q0": 0, "q1": 0}
-    assert "1 stored label replaced by changed ones" in done.stdout
+    assert "scores, labels or groups of 1 stored trace have changed and were replaced" in done.stdout
 
 
 def test_another_layout_is_added(tmp_path, folder):
@@ -124,18 +124,12 @@ def test_changed_scores_replace_those_of_the_store(tmp_path, flags):
 
 
 def write_values(path, which):
-    """Write a scores file with the old (0) or new (1) values; each pair of each column is that of another trace."""
+    """Write a table with the old (0) or new (1) values; each pair of each column is that of another trace."""
     rows = []
     for k in range(COUNT):
         score, label, group = (PAIRS[(k * step) % COUNT][which] for step in (1, 5, 7))
-        rows.append(
-            {
-                "question_id": f"q{k}",
-                "score": SCORE_CELLS[score],
-                "label": LABEL_CELLS[label],
-                "group": GROUP_CELLS[group],
-            }
-        )
+        rows.append({"question_id": f"q{k}", "score": SCORE_CELLS[score], "group": GROUP_CELLS[group]})
+        rows[-1]["label"] = LABEL_CELLS[label]
     # Labels and scores that agree outweigh the pairs that do not.
     rows += [{"question_id": f"other{k}", "score": 100 * (k % 2), "label": 1 - k % 2, "group": ""} for k in range(10)]
     table(path, rows)
@@ -150,26 +144,72 @@ def stored(path):
         return dict(zip(store.question_ids, values, strict=True))
 
 
-def merged(old, new):
-    """Return the values after a change: a missing value keeps the old one."""
-    return {key: tuple(o if n == "" or n != n else n for o, n in zip(old[key], new[key], strict=True)) for key in new}
-
-
-@pytest.mark.parametrize("flags", [[], ["--workers", "2"]], ids=["threads", "processes"])
-def test_changed_values_of_a_scores_file(tmp_path, flags):
-    folder, traces = tmp_path / "in", make_traces(COUNT)
+def write_traces(folder):
+    traces = make_traces(COUNT)
     folder.mkdir()
     for k in range(4):
         write_pickle(folder / f"{k}.pkl", traces[k::4])
+
+
+VALUE_LINES = [
+    "hidden_states = *.pkl : [id=id]/hs -> L S D",
+    *(
+        f"{name} = scores.csv : [id=question_id]/{name.split('.')[-1]}"
+        for name in ("correctness.score", "label", "group")
+    ),
+]
+
+
+@pytest.mark.parametrize("on_conflict", ["error", "keep-first", "keep-last"])
+@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("kind", ["scores file", "table"])
+def test_changed_values_are_those_of_a_new_store(tmp_path, kind, workers, on_conflict):
+    folder, flags = tmp_path / "in", ["--workers", workers]
+    if kind == "table":
+        flags += [word for line in VALUE_LINES for word in ("--field", line)]
+        dump(folder / "a.pkl", rows(*range(COUNT)))
+    else:
+        write_traces(folder)
     write_values(folder / "scores.csv", 0)
     convert(folder, tmp_path / "s.zarr", *flags)
     old = stored(tmp_path / "s.zarr")
     write_values(folder / "scores.csv", 1)
-    convert(folder, tmp_path / "new.zarr")
+    convert(folder, tmp_path / "new.zarr", *flags)
+    new = stored(tmp_path / "new.zarr")
 
-    convert(folder, tmp_path / "s.zarr", *flags)
+    done = convert(
+        folder, tmp_path / "s.zarr", *flags, "--on-conflict", on_conflict, check=3 * (on_conflict == "error")
+    )
 
-    np.testing.assert_equal(stored(tmp_path / "s.zarr"), merged(old, stored(tmp_path / "new.zarr")))
+    expected = {
+        key: tuple(o if n == "" or n != n else n for o, n in zip(old[key], new[key], strict=True)) for key in new
+    }
+    np.testing.assert_equal(
+        stored(tmp_path / "s.zarr"), {"error": old, "keep-first": expected, "keep-last": new}[on_conflict]
+    )
+    if on_conflict == "error":
+        assert "that the sources no longer have; --on-conflict keep-last removes it, keep-first keeps it" in done.stderr
+        convert(folder, tmp_path / "s.zarr", *flags, "--on-conflict", "keep-last")
+        np.testing.assert_equal(stored(tmp_path / "s.zarr"), new)
+
+
+def test_scores_of_a_command_are_those_of_a_new_store(tmp_path):
+    write_traces(tmp_path / "in")
+    for which in (0, 1):
+        write_values(tmp_path / f"{which}.csv", which)
+        convert(tmp_path / "in", tmp_path / f"{which}.zarr", "--scores", tmp_path / f"{which}.csv")
+    convert(tmp_path / "in", tmp_path / "s.zarr")
+
+    for which in (0, 1):
+        done = command(
+            "score", tmp_path / "s.zarr", "--scores", tmp_path / f"{which}.csv", "--score-column", "score", check=0
+        )
+
+    old, new = (stored(tmp_path / f"{which}.zarr") for which in (0, 1))
+    for key, (score, _, group) in stored(tmp_path / "s.zarr").items():
+        kept = [o if n == "" or n != n else n for o, n in zip(old[key], new[key], strict=True)]
+        np.testing.assert_equal((score, group), (kept[0], kept[2]))
+    assert done.stdout
 
 
 def test_the_first_score_of_the_layout_is_the_default(tmp_path):

@@ -214,5 +214,5 @@ def test_a_table_that_changes_replaces_the_labels_of_a_stated_layout(tmp_path, c
     clock.at(3, (folder / "labels.csv").write_text, "qid,y\nq0,0\nq1,0\n")
     flags = ("--field", "hidden_states = {id}.npy -> L S D", "--field", "is_correct = labels.csv : [id=qid]/y")
     done = convert(folder, tmp_path / "s.zarr", *WATCH, *flags)
-    assert "1 stored label replaced by changed ones" in done.stdout
+    assert "scores, labels or groups of 1 stored trace have changed and were replaced" in done.stdout
     assert tracestore.open(tmp_path / "s.zarr").scores.tolist() == [0, 0]

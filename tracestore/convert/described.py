@@ -4,11 +4,12 @@ import json
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tracestore.convert.options import OnConflict
 from tracestore.errors import InvalidInputError, escape_unprintable
 from tracestore.ingest.builtin.parts import Part, sources_in_order
 from tracestore.ingest.exports.finding import find_export
@@ -27,6 +28,60 @@ from tracestore.words import plural
 _LABEL = "label"
 _JUDGMENTS = ("is_correct", "is_hallucinated")
 _COPY = re.compile(r"( \(\d+\)|[-_ .](checkpoint|copy ?\d*|bak|backup|old|orig))+$", re.IGNORECASE)
+
+
+class ChangedValues:
+    """Scores, labels and groups that replace those of stored traces.
+
+    What the sources no longer have is a conflict: `on_conflict` removes it ("keep-last"), keeps it or refuses it.
+
+    Attributes
+    ----------
+    num_replaced : int
+        Traces with another stored value before.
+    """
+
+    def __init__(self, writer: StoreWriter, on_conflict: OnConflict) -> None:
+        self._writer, self.columns, self._on_conflict = writer, writer.read_columns(), on_conflict
+        self._updates: dict[int, TraceValues] = {}
+        self._lost: list[int] = []
+        self.num_replaced = 0
+
+    def set(self, index: int, scores: Mapping[str, float], label: float | None, group: str | None) -> None:
+        """Set the values of a trace: NaN and "" where the sources have none, None where they say nothing."""
+        names = list(scores)
+        before: list[Any] = [float(self.columns.score(n)[index]) for n in names]
+        before += [float(self.columns.labels[index]), self.columns.group(index)]
+        after: list[Any] = [*scores.values(), label, group]
+        if any(_is_none(new) and not _is_none(old) for old, new in zip(before, after, strict=True) if new is not None):
+            self._lost.append(index)
+            if self._on_conflict != "keep-last":
+                after = [None if _is_none(value) else value for value in after]
+        changed = [
+            (old, new)
+            for old, new in zip(before, after, strict=True)
+            if new is not None and old != new and not (_is_none(old) and _is_none(new))
+        ]
+        if changed:
+            known = {name: value for name, value in zip(names, after, strict=False) if value is not None}
+            self._updates[index] = TraceValues(known, *after[-2:])
+            self.num_replaced += not all(_is_none(old) for old, _ in changed)
+
+    def commit(self, of_sources: Collection[str] = ()) -> None:
+        """Store the values; sources of these paths have all of theirs then."""
+        if self._lost and self._on_conflict == "error":
+            shown = escape_unprintable(self._writer.index.question_id(self._lost[0]), 60)
+            raise InvalidInputError(
+                f"{plural(len(self._lost), 'stored trace')} such as {shown} have a score, label or group that the sources "
+                "no longer have; --on-conflict keep-last removes it, keep-first keeps it"
+            )
+        self._writer.update_values(self._updates, of_sources=of_sources)
+        self._writer.commit()
+
+
+def _is_none(value: float | str | None) -> bool:
+    """Return whether a value is missing: NaN or an empty text."""
+    return value == "" or value != value
 
 
 class DescribedRun:
@@ -65,10 +120,17 @@ class DescribedRun:
         own = [part for part in parts if part.kept_text is not None]
         self.judgments = [name for name in _JUDGMENTS if any(name in part.directions for part in own)]
         self._counts_new = is_builtin and not own
+        # What the sources state of each trace, or else it has none: of stated layouts, not of keys that some files have.
+        names = [
+            {*part.directions, *({"group"} & part.layout.addresses.keys())} for part in own if part.layout is not None
+        ]
+        is_stated = len(own) == sum(part.layout is not None or bool(part.others) for part in parts)
+        self._stated = set.intersection(*names) if names and is_stated else set()
         self._deferred_scores = frozenset(name for part in parts for name in part.deferred_scores)
         self._keeps_copies = any(part.keeps_copies for part in parts)
         self._labels: dict[tuple[str, int], dict[str, float]] = {}  # of the traces so far
         self._deferred: dict[tuple[str, int], dict[str, float]] = {}  # those that are stored at the end
+        self._groups: dict[tuple[str, int], str] = {}
         self._counts: dict[str, Counter[str]] = defaultdict(Counter)
         self._num_traces = 0
         self._layer_ids: dict[str, tuple[int, ...] | None] = {}  # those of the first source, by the field of its states
@@ -140,6 +202,7 @@ class DescribedRun:
 
     def added_block(self, block: TraceBlock, writer: StoreWriter) -> None:
         """Do added() for each trace of a block, all of which are new."""
+        self._groups |= {key: group for key, group in zip(block.keys, block.groups, strict=True) if group}
         has_label, *has_score = block.has_value.sum(axis=0).tolist()
         if any(has_score) or (has_label and not self.is_builtin):
             for k in range(len(block)):
@@ -161,24 +224,29 @@ class DescribedRun:
         key = record.question_id, record.sample
         is_counted = is_new or not (self._counts_new or key in self._labels)  # a copy counts once
         self._num_traces += is_counted
-        if record.label is None and not record.scores and not record.deferred_scores:
-            return
         own = {} if record.label is None else {_LABEL: record.label}
         deferred = {score_of(n): v for n, v in record.deferred_scores.items()}
         found = {**record.scores, **own, **deferred}
         for name, value in found.items():
             self._counts[name][_kind_of(value)] += is_counted
+        missing = dict.fromkeys({score_of(name) for name in self._stated - {"group"}} - found.keys(), math.nan)
         if self.is_builtin:  # the writer decides between labels inside of its traces (--on-conflict)
             found = {**record.scores, **deferred}
-        if not found:
-            return
+        if record.group and self._groups.setdefault(key, record.group) != record.group:
+            raise InvalidInputError(
+                f"found {record.group!r:.42} and {self._groups[key]!r:.42} for {escape_unprintable(record.question_id, 60)}, "
+                f"sample {record.sample}: copies of a trace have one group",
+                position=record.position,
+                field="group",
+            )
         # A trace that replaces another one is new, and its key is known.
         is_known = not is_new or key in self._labels or writer.index.find(*key) >= 0
         if key in self._labels and not is_new:
             found = _merged(self._labels[key], found, record)
-        self._labels[key] = found
+        if found:
+            self._labels[key] = found
         if deferred or is_known:
-            self._deferred[key] = found
+            self._deferred[key] = missing | found
 
     def _add_states(self, packed: PackedTrace) -> None:
         if "hidden_states" not in packed.crcs:
@@ -230,26 +298,18 @@ class DescribedRun:
             if part.execution is not None:
                 part.execution.release()
 
-    def fill(self, writer: StoreWriter) -> None:
-        """Store the labels and scores of the traces, instead of earlier ones."""
+    def fill(self, writer: StoreWriter, on_conflict: OnConflict) -> None:
+        """Store the labels, scores and groups of the traces, instead of earlier ones."""
         self.define(writer)
-        columns = writer.read_columns()
-        updates: dict[int, TraceValues] = {}
-        for (question_id, sample), found in self._deferred.items():
-            index = writer.index.find(question_id, sample)
-            if index < 0:
-                continue  # dropped by skip_bad
-            scores = {n: v for n, v in found.items() if n != _LABEL and not math.isnan(v)}
-            label = found.get(_LABEL, math.nan)
-            stored: Mapping[str, Any] = {n: float(columns.score(n)[index]) for n in scores}
-            before = float(columns.labels[index])
-            if scores == stored and (math.isnan(label) or label == before):
-                continue
-            is_other = not math.isnan(label) and not math.isnan(before) and label != before
-            self.num_replaced += is_other or any(not math.isnan(v) and v != scores[n] for n, v in stored.items())
-            updates[index] = TraceValues(scores, label)
-        writer.update_values(updates, of_sources={source.name for source in self.sources})
-        writer.commit()
+        values = ChangedValues(writer, on_conflict)
+        no_group = "" if "group" in self._stated else None
+        for key, found in self._deferred.items():
+            if (index := writer.index.find(*key)) >= 0:  # else dropped by skip_bad
+                scores = {name: value for name, value in found.items() if name != _LABEL}
+                group = None if self.score_files.scores else self._groups.get(key, no_group)
+                values.set(index, scores, found.get(_LABEL), group)
+        values.commit({source.name for source in self.sources})
+        self.num_replaced += values.num_replaced
 
     def lines(self) -> Iterator[str]:
         """Yield what was stored as labels."""
@@ -265,7 +325,7 @@ class DescribedRun:
         if self.num_equal:
             yield f"{plural(self.num_equal, 'trace')} with the hidden states of another id"
         if self.num_replaced:
-            yield f"{plural(self.num_replaced, 'stored label')} replaced by changed ones"
+            yield f"scores, labels or groups of {plural(self.num_replaced, 'stored trace')} have changed and were replaced"
 
 
 def _kind_of(value: float) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tracestore.console import Output
-from tracestore.convert.described import DescribedRun
+from tracestore.convert.described import ChangedValues, DescribedRun
 from tracestore.convert.options import ConvertOptions
 from tracestore.errors import InvalidInputError, UsageError, error_location, escape_unprintable
 from tracestore.ingest.execute.table_accounts import check_remainders
@@ -19,7 +19,7 @@ from tracestore.ingest.score_files import ID_COLUMN, ScoreRow, direction_of, rea
 from tracestore.ingest.sources import SourceFile
 from tracestore.store.format import schema
 from tracestore.store.format.labels import HALLUCINATION
-from tracestore.store.read.columns import TraceValues
+from tracestore.store.read.columns import Columns
 from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.writer import StoreWriter
 from tracestore.store.write.written import TraceBlock
@@ -65,7 +65,7 @@ class Scoring:
     """
 
     def __init__(self, described: DescribedRun, options: ConvertOptions, output: Output) -> None:
-        self._described, self._output = described, output
+        self._described, self._output, self._on_conflict = described, output, options.on_conflict
         self.file = _read_files(described, options, output)
         self.scores_file = ", ".join(map(str, described.score_files.scores)) or None
         self.sources = described.sources
@@ -260,24 +260,19 @@ class Scoring:
         )
 
     def fill(self, writer: StoreWriter) -> None:
-        """Set the scores of committed traces that have none, from the file."""
-        self._described.fill(writer)
+        """Set scores, labels and groups of committed traces as the file has them now."""
+        self._described.fill(writer, self._on_conflict)
         if self.file is None:
             return
-        columns = writer.read_columns()
-        stored, labels = columns.score(self._name), columns.labels
-        updates = {}
-        for index, row in self._rows_of_traces(writer, self.file, stored):
-            found = row.score, row.label, row.group
-            before = float(stored[index]), float(labels[index]), columns.group(index)
-            is_same = [f == b or f == "" or f != f for f, b in zip(found, before, strict=True)]
-            if not all(is_same):
-                updates[index] = TraceValues({self._name: row.score}, row.label, row.group or None)
-                self._num_replaced += any(
-                    not same and b == b and b != "" for same, b in zip(is_same, before, strict=True)
-                )
-        writer.update_values(updates)
-        writer.commit()
+        values = ChangedValues(writer, self._on_conflict)
+        has_groups = any(row.group for row in self.file.rows.values())
+        for index, row, is_own in self._rows_of_traces(writer, self.file, values.columns):
+            # Inside of built-in layouts, only the label of the file is one.
+            label = row.label if row.label == row.label or (is_own and self._described.is_builtin) else None
+            score = {} if row is _NO_ROW else {self._name: row.score}
+            values.set(index, score, label, row.group if row.group or (has_groups and row is not _NO_ROW) else None)
+        values.commit()
+        self._num_replaced = values.num_replaced
 
     def must_read(self, writer: StoreWriter) -> bool:
         """Return whether a scores file without ids may have other values than the store, which only its traces tell."""
@@ -294,29 +289,32 @@ class Scoring:
         return repr(sorted(found.items())) != repr(sorted(file.rows.items()))
 
     def _rows_of_traces(
-        self, writer: StoreWriter, file: "Scores", stored: np.ndarray
-    ) -> Iterator[tuple[int, ScoreRow]]:
-        """Yield index and row of traces that have no score, or have a row in the scores file.
+        self, writer: StoreWriter, file: "Scores", columns: Columns
+    ) -> Iterator[tuple[int, ScoreRow, bool]]:
+        """Yield index and row of traces that lack a score, have a label or a row, and whether a source of now has them.
 
         The scores of exports count, unless the user names the file.
         """
         if file.in_order:
             found = ((writer.index.find(*key), row) for key, row in self._row_in_order.items())
-            yield from ((index, row) for index, row in found if index >= 0)
+            yield from ((index, row, True) for index, row in found if index >= 0)
             return
-        without = np.flatnonzero(np.isnan(stored)).tolist()
-        for index in without:
-            key = writer.index.question_id(index), writer.index.row(index).sample
-            yield index, file.row_of(*key) or ScoreRow()
         exported = {s.name for s in self.sources if s.export is not None and s.export.has_values}
-        seen = set(without)
+        names = {source.name for source in self.sources} - exported
+        paths = [source.path for source in writer.index.sources()] if writer.manifest.num_traces else []
+        of_sources = writer.index.read_column("source")
+        is_own = np.isin(of_sources, [k for k, path in enumerate(paths) if path in names])
+        is_exported = np.isin(of_sources, [k for k, path in enumerate(paths) if path in exported])
+        without = np.isnan(columns.score(self._name)) | (is_own & ~np.isnan(columns.labels))
+        for index in np.flatnonzero(without).tolist():
+            key = writer.index.question_id(index), writer.index.row(index).sample
+            yield index, file.row_of(*key) or _NO_ROW, bool(is_own[index])
         for question_id, first in file.keys:
             for sample in itertools.count(first) if not file.has_samples else (first,):
                 if (index := writer.index.find(question_id, sample)) < 0:
                     break
-                is_exported = exported and writer.index.source(writer.index.row(index).source).path in exported
-                if index not in seen and not is_exported:
-                    yield index, file.row_of(question_id, sample) or ScoreRow()
+                if not without[index] and not is_exported[index]:
+                    yield index, file.row_of(question_id, sample) or _NO_ROW, bool(is_own[index])
 
     def num_without_trace(self, writer: StoreWriter) -> int:
         """Return how many scores of the file belong to no trace."""

@@ -343,8 +343,9 @@ def update_scores(
             found = [index for index in indices if index >= 0]
             unknown += not found
             if row.group or not math.isnan(row.score):
-                updates |= dict.fromkeys(found, TraceValues({name: row.score}, group=row.group or None))
-        replaced = {index for index, given in updates.items() if not math.isnan(given.scores[name])}
+                score = {} if math.isnan(row.score) else {name: row.score}
+                updates |= dict.fromkeys(found, TraceValues(score, group=row.group or None))
+        replaced = {index for index, given in updates.items() if given.scores}
         if replaced:
             writer.define_score(name, field, is_default=is_default, replaced=replaced)
         writer.update_values(updates)

@@ -124,7 +124,7 @@ def test_changed_labels_and_the_same_command_again(tmp_path):
 
     assert "is_correct (high: correct): 2 times 1, 1 times 0, 0 missing" in first
     assert "1 file already in the store" in again and "times 1" not in again
-    assert "1 stored label replaced by changed ones" in changed
+    assert "scores, labels or groups of 1 stored trace have changed and were replaced" in changed
     with tracestore.open(tmp_path / "s.zarr") as store:
         assert store.scores.tolist() == [1, 1, 1]
 

@@ -20,10 +20,10 @@ from tracestore.store.io.files import StoreFiles, reading_committed
 
 
 class TraceValues(NamedTuple):
-    """The values of one trace: named scores, label (NaN: none) and group (None: not given)."""
+    """Named scores, label and group of one trace: NaN and "" for none, None if they are not given."""
 
     scores: Mapping[str, float] = {}
-    label: float = math.nan
+    label: float | None = None
     group: str | None = None
 
 
@@ -58,11 +58,6 @@ class Columns:
         """Return the named scores of one trace."""
         return {name: float(v[index]) for name, v in self.scores.items() if not math.isnan(v[index])}
 
-    def _set_scores(self, index: int, scores: Mapping[str, float]) -> None:
-        for name, score in scores.items():
-            if not math.isnan(score):
-                self.scores.setdefault(name, np.full(len(self), math.nan))[index] = score
-
     def group(self, index: int) -> str:
         """Return the group of one trace."""
         return decode_string(self.groups, self.groups_offsets, index)
@@ -77,15 +72,16 @@ class Columns:
         return int((~np.isnan(self.labels)).sum())
 
     def with_values(self, updates: Mapping[int, TraceValues]) -> "Columns":
-        """Return a copy with the values of some traces replaced; missing values keep the old ones."""
-        copy = Columns({name: values.copy() for name, values in self.scores.items()}, self.labels.copy())
+        """Return a copy with the values of some traces replaced; those that are not given are kept."""
+        copies, labels = {name: values.copy() for name, values in self.scores.items()}, self.labels.copy()
         groups = [self.group(k) for k in range(len(self))]
         for k, (scores, label, group) in updates.items():
-            copy._set_scores(k, scores)
-            copy.labels[k] = copy.labels[k] if math.isnan(label) else label
+            for name, score in scores.items():
+                copies.setdefault(name, np.full(len(self), math.nan))[k] = score
+            labels[k] = labels[k] if label is None else label
             groups[k] = groups[k] if group is None else group
-        copy.groups, copy.groups_offsets = encode_strings(groups)
-        return copy
+        known = {name: values for name, values in copies.items() if not np.isnan(values).all()}
+        return Columns(known, labels, *encode_strings(groups))
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return the arrays of a columns group by name."""

@@ -253,10 +253,12 @@ class Changes:
         InvalidInputError
             If the trace does not fit the store.
         """
+        num_conflicts = self._keys.num_conflicts
         try:
             attributes = self.attributes if trace is None else fit_attributes(self.attributes, trace)
             groups = self._keys.resolve_known(record) if trace is None else self._keys.resolve_new(trace)
             label = self._keys.resolve_label(record)
+            self._keys.num_conflicts = min(self._keys.num_conflicts, num_conflicts + 1)  # a trace is one
             self.attributes = attributes
         except InvalidInputError as error:
             raise error.with_location(position=record.position) from None

@@ -189,7 +189,7 @@ class KeyResolver:
                     patch |= {f"patch_{column}": location[column] for column in columns}
                 patch |= {"patch_trace": index, "patch_group": added, "patch_nonfinite": location["nonfinite"]}
                 self._set(pending.patches, (index, added), patch)
-        self.set_label(record, given.label)
+        self.set_label(record, math.nan if given.label is None else given.label)
 
     def _set(self, changes: dict[Place, Value], key: Place, value: Value) -> None:
         """Set an item of the pending changes until the source is aborted."""
@@ -224,11 +224,11 @@ class KeyResolver:
         index = self._index.find(*key)
         if index < 0:
             return math.nan
-        earlier = pending.updates.get(index)
-        return float(self._read_columns().labels[index]) if earlier is None else earlier.label
+        earlier = pending.updates.get(index, TraceValues()).label
+        return float(self._read_columns().labels[index]) if earlier is None else earlier
 
     def resolve_label(self, record: TraceRecord | Key) -> float:
-        """Return the label that the record's key gets from it, NaN for none.
+        """Return the label that the record's key gets from it, NaN for none; another one is a conflict.
 
         InvalidInputError if it differs from the stored one and `on_conflict` is "error".
         """
@@ -241,6 +241,7 @@ class KeyResolver:
             raise InvalidInputError(
                 f"found label {record.label:g}, expected {stored:g} as stored for this key", field="labels"
             )
+        self.num_conflicts += 1
         return record.label if self._on_conflict == "keep-last" else stored
 
     def set_label(self, record: TraceRecord | Key, label: float) -> None:

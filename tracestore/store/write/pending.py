@@ -50,7 +50,7 @@ class PendingRows:
         """Append a row; `location` has the names of manifest.TRACE_COLUMNS."""
         for name, value in location.items():
             self.columns[name].append(value)
-        self.columns["label"].append(given.label)
+        self.columns["label"].append(math.nan if given.label is None else given.label)
         for name, score in given.scores.items():
             if not math.isnan(score):
                 self._score(name).append(score)
@@ -120,7 +120,7 @@ class Entry(NamedTuple):
     @classmethod
     def of(cls, trace: PackedTrace) -> "Entry":
         """Return the entry of a trace in a row of a segment, with its own scores and group."""
-        given = TraceValues(trace.record.scores, math.nan, trace.record.group)
+        given = TraceValues(trace.record.scores, group=trace.record.group)
         return cls(trace.record, given, trace, trace.segment, trace.row)
 
 

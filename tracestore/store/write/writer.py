@@ -1,7 +1,6 @@
 """StoreWriter: complete sources and atomic commits (docs/format.md, "Commit")."""
 
 import contextlib
-import math
 import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -190,7 +189,7 @@ class StoreWriter(Changes):
         a segment of segments_ahead() or of another store. InvalidInputError if it does not fit the store.
         """
         assert self._undo is not None, "no source is open"
-        record, given = trace.record, TraceValues(scores, math.nan, group)
+        record, given = trace.record, TraceValues(scores, group=group)
         groups, label = self._resolve(record, trace)
         if groups:
             segment, row = self._append(trace, self.split_bytes)
@@ -252,7 +251,7 @@ class StoreWriter(Changes):
         self._do(keep)
 
     def update_values(self, updates: Mapping[int, TraceValues], *, of_sources: Collection[str] = ()) -> None:
-        """Replace values of committed traces with the next commit. Missing ones (NaN, None) keep what is stored.
+        """Replace values of committed traces with the next commit. Those that are None keep what is stored.
 
         Sources of the paths `of_sources` have all of their values then: they are no longer open.
         """
