@@ -181,9 +181,7 @@ class EpochPlanner:
         if self.shuffle == "block":
             self.block_size = max(1, self.block_bytes // mean_trace_bytes(self.store, self.batch_format))
         self._last: tuple[int, EpochPlan] | None = None
-        self._is_mixed = self.weights is not None or self.epoch_size is not None
-        if self._is_mixed:
-            self._sizes = self._checked_sizes()
+        self._sizes = self._checked_sizes()
 
     def _checked_sizes(self) -> list[int]:
         """Return the samples of each set that the epoch mixes, and sort the traces by their store."""
@@ -207,7 +205,7 @@ class EpochPlanner:
                 self.indices = self.indices[np.argsort(owner, kind="stable")]
                 bounds = np.searchsorted(np.sort(owner), range(1, len(paths) + 2)).tolist()
             sizes = np.diff(bounds).tolist()
-        if 0 in sizes:
+        if 0 in sizes and self.num_samples:
             raise UsageError(f"{self.store.path}: a store has no trace in the epoch: {sizes}; leave it out")
         return sizes
 
@@ -233,10 +231,10 @@ class EpochPlanner:
         n = self.num_samples
         ids: order.EpochOrder | order.MixedOrder
         kind = self.shuffle, self.buffer_size, self.block_size
-        if self._is_mixed:
-            ids = order.MixedOrder(self._sizes, tuple(self.weights or [1]), n, self.seed, epoch, *kind)
-        else:
+        if self._sizes == [n]:
             ids = order.EpochOrder(n, self.seed, epoch, *kind)
+        else:
+            ids = order.MixedOrder(self._sizes, tuple(self.weights or [1]), n, self.seed, epoch, *kind)
         batches = order.Batches(n, self.batch_size, self.drop_last, self.pad_last)
         plan = EpochPlan(ids, batches, self.indices)
         if self.batch_by is None or self.max_batch_cost is None:

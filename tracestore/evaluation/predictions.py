@@ -25,8 +25,6 @@ def write_predictions(path: Path, runs: list[dict[str, Any]], store: TraceStore)
         the results.json entries by name.
     store : TraceStore
     """
-    internals = store.internals
-    are_several = len(internals.members) > 1
     names = list(runs[0]["models"]) if runs else []
     rows: list[tuple[Any, ...]] = []
     for run in runs:
@@ -37,7 +35,9 @@ def write_predictions(path: Path, runs: list[dict[str, Any]], store: TraceStore)
         for k, trace in enumerate(traces["trace_index"]):
             key = (traces["question_id"][k], traces["sample"][k], trace)
             values = (column[k] for column in columns)
-            origin = (internals.origin(trace)[0],) if are_several else ()
-            rows.append((*key, "test", fold, run["seed"], traces["label"][k], *values, *origin))
+            stored = store.internals.store_of(trace)
+            rows.append((*key, "test", fold, run["seed"], traces["label"][k], *values, *stored))
     rows.sort(key=lambda row: (row[5], row[2]))
-    write_rows(path, (*PREDICTION_COLUMNS, *names, *((STORE_COLUMN,) if are_several else ())), rows)
+    write_rows(
+        path, (*PREDICTION_COLUMNS, *names, *((STORE_COLUMN,) if len(store.internals.members) > 1 else ())), rows
+    )

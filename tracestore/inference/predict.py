@@ -323,10 +323,9 @@ def _rows(
     is_scored = ~np.isnan(logits)
     scores, predicted = probability(np.where(is_scored, logits, 0)), logits >= threshold
     questions = store.question_ids.take(indices)
-    are_several = len(store.internals.members) > 1
     for k, question, score, hit, has_score in zip(indices, questions, scores, predicted, is_scored, strict=True):
-        origin = (store.internals.origin(int(k))[0],) if are_several else ()
-        yield question, store[int(k)].sample, *((float(score), int(hit)) if has_score else ("", "")), *origin
+        values = (float(score), int(hit)) if has_score else ("", "")
+        yield question, store[int(k)].sample, *values, *store.internals.store_of(int(k))
         report.num_without_score += not has_score
         report.num_predicted += bool(hit)
 

@@ -36,22 +36,19 @@ class FileEntry:
             raise CorruptStoreError(f"{self.path}: invalid checksum {self.crc32c!r:.40}")
 
 
-class FileLayers(NamedTuple):
-    """The n layers of a file of an uncompressed array, which begins with them, one after another.
+class Layers(NamedTuple):
+    """The n layers of an uncompressed array, which its file begins with, one after another.
 
     Attributes
     ----------
     ends : np.ndarray
-        Where the layers end, in bytes: (n + 1,) int64, from 0.
+        Where the layers end, in rows or bytes: (n + 1,) int64, from 0.
     crcs : np.ndarray
         Their CRC-32C, (n,) uint32.
-    data_bytes : int
-        Size of the array with its padding, in bytes. The index of the shard follows, with at least n bytes.
     """
 
     ends: np.ndarray
     crcs: np.ndarray
-    data_bytes: int
 
 
 class PartialFile(Protocol):

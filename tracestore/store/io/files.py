@@ -12,7 +12,7 @@ from typing import Protocol, Self
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import CorruptStoreError, UsageError, escape_unprintable
 from tracestore.store.format import paths, schema
-from tracestore.store.format.entries import FileEntry, FileLayers, FilesOf, PartialFile, size_mismatch
+from tracestore.store.format.entries import FileEntry, FilesOf, Layers, PartialFile, size_mismatch
 from tracestore.store.format.manifest import MAX_MANIFEST_BYTES, Manifest, parse_manifest
 from tracestore.store.io import fsio
 from tracestore.store.io.locks import Pin
@@ -118,8 +118,11 @@ class StoreFiles(Protocol):
     def map(self, entry: FileEntry) -> MappedFile:
         """Return a memory map of a file. ValueError if it has another size than `entry`; OSError as of read()."""
 
-    def map_layers(self, entry: FileEntry, layers: FileLayers) -> PartialFile | None:
-        """Return a map of a file whose layers are fetched when they are needed; None to map the whole file."""
+    def map_layers(self, entry: FileEntry, layers: Layers, data_bytes: int) -> PartialFile | None:
+        """Return a map of a file whose layers are fetched when they are needed; None to map the whole file.
+
+        `layers` end in bytes. The index of the shard follows `data_bytes` of the array with its padding.
+        """
         return None
 
 
@@ -249,12 +252,6 @@ class LocalFiles(ReadableFiles):
         except (OSError, ValueError, KeyError, TypeError, RecursionError, CorruptStoreError):
             return False
         return bool(data.get("node_type") == "group")
-
-    def fetch(self, entries: Iterable[FileEntry]) -> None:
-        """Do nothing: the files are here."""
-
-    def close(self) -> None:
-        """Do nothing."""
 
     def read(self, entry: FileEntry) -> bytes:
         """Return all bytes of a small file; see StoreFiles."""

@@ -14,7 +14,7 @@ from tracestore._core.mapping import MappedFile
 from tracestore.errors import CorruptStoreError, StorageError
 from tracestore.store.format import schema
 from tracestore.store.format.codecs import ChunkCodec
-from tracestore.store.format.entries import FileEntry, FileLayers, PartialFile
+from tracestore.store.format.entries import FileEntry, Layers, PartialFile
 from tracestore.store.format.zarr_json import array_metadata, shard_index, sharded_array
 from tracestore.store.io.files import StoreFiles, reading_committed
 from tracestore.store.read.chunk_cache import ChunkCache, ChunkKey
@@ -91,13 +91,6 @@ class ArraySpec:
     def row_items(self) -> int:
         """Number of values of one row."""
         return math.prod(self.columns)
-
-
-class Layers(NamedTuple):
-    """The n layers of all rows of a large array: where each ends in the array, (n + 1,) from 0, and its CRC-32C (n,)."""
-
-    ends: np.ndarray
-    crcs: np.ndarray
 
 
 class _Opened(NamedTuple):
@@ -186,8 +179,8 @@ class ArrayReader:
             if entry.size < 16 * num_chunks + 4:
                 raise ValueError("shorter than its index")
             if self._codec is None and self._layers is not None and self._layers.ends[-1] == num_rows:
-                ends, crcs = self._layers
-                partial = self._files.map_layers(entry, FileLayers(ends * row_bytes, crcs, num_chunks * chunk_bytes))
+                layers = self._layers._replace(ends=self._layers.ends * row_bytes)
+                partial = self._files.map_layers(entry, layers, num_chunks * chunk_bytes)
             mapped = self._files.map(entry) if partial is None else partial.mapped
             if self._codec is not None:
                 self._offsets = self._coded_index(mapped, num_chunks, chunk_bytes)

@@ -125,6 +125,10 @@ class StoreInternals:
         k = bisect_right(first, index) - 1
         return str(self.members[k].files.location), index - first[k]
 
+    def store_of(self, index: int) -> tuple[str, ...]:
+        """Return the location of the store of a trace where several are opened as one; nothing otherwise."""
+        return (self.origin(index)[0],) if len(self.members) > 1 else ()
+
     def shared_keys(self) -> list[list[int]]:
         """Return the traces of each key (question id, sample) that several of `members` have."""
         found: dict[int, list[int]] = {}

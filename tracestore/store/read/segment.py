@@ -11,12 +11,12 @@ import numpy as np
 
 from tracestore.errors import CorruptStoreError
 from tracestore.store.format import schema
-from tracestore.store.format.entries import FileEntry
+from tracestore.store.format.entries import FileEntry, Layers
 from tracestore.store.format.extra_fields import decode_extras, decode_list
 from tracestore.store.format.zip_group import ZipGroup
 from tracestore.store.io.files import StoreFiles, reading_committed
 from tracestore.store.lens import Lens
-from tracestore.store.read.array_reader import ArrayReader, ArraySpec, Layers, check_metadata
+from tracestore.store.read.array_reader import ArrayReader, ArraySpec, check_metadata
 from tracestore.store.read.chunk_cache import ChunkCache
 from tracestore.store.read.index import SegmentEntry, StoreIndex
 

@@ -17,7 +17,7 @@ from tracestore._core.kernels import crc32c
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import CorruptStoreError
 from tracestore.platform_support import boot_id
-from tracestore.store.format.entries import FileEntry, FileLayers
+from tracestore.store.format.entries import FileEntry, Layers
 from tracestore.store.io import fsio
 from tracestore.store.remote.disk_cache import ATTEMPTS, LAYERS_SUFFIX, DiskCache, NextUse, locked_file
 from tracestore.store.remote.object_store import ObjectStore
@@ -50,17 +50,20 @@ class LayerFile:
     files : CachedFiles
     entry : FileEntry
         The committed file.
-    layers : FileLayers
+    layers : Layers
+        They end in bytes.
+    data_bytes : int
+        Size of the array with its padding. The index of the shard follows, with a byte for each layer at least.
 
     Attributes
     ----------
     mapped : MappedFile
     """
 
-    def __init__(self, files: CachedFiles, entry: FileEntry, layers: FileLayers) -> None:
+    def __init__(self, files: CachedFiles, entry: FileEntry, layers: Layers, data_bytes: int) -> None:
         self._files, self._cache, self._object_store, self._entry = files, files.cache, files.object_store, entry
         self._ends, self._crcs = array("q", layers.ends.astype("<i8").tobytes()), layers.crcs
-        self._table = layers.data_bytes
+        self._table = data_bytes
         self._seen = bytearray(len(layers.crcs))  # 1: the layer was here, and stays in this map
         self._path = self._cache.folder / (self._cache.name_of(self._object_store.address, entry) + LAYERS_SUFFIX)
         self._cache.folder.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from tracestore._core.kernels import crc32c
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import CorruptStoreError, StorageError, UsageError
 from tracestore.store.format import paths
-from tracestore.store.format.entries import FileEntry, FileLayers, FilesOf, size_mismatch
+from tracestore.store.format.entries import FileEntry, FilesOf, Layers, size_mismatch
 from tracestore.store.format.manifest import Manifest
 from tracestore.store.io import fsio
 from tracestore.store.io.files import FilePrefetcher, ReadableFiles, RemoteURL
@@ -205,13 +205,13 @@ class RemoteFiles(ReadableFiles):
         """See StoreFiles."""
         return self.cache.max_bytes
 
-    def map_layers(self, entry: FileEntry, layers: FileLayers) -> LayerFile | None:
+    def map_layers(self, entry: FileEntry, layers: Layers, data_bytes: int) -> LayerFile | None:
         """See StoreFiles."""
         name = self.cache.name_of(self.object_store.address, entry)
-        has_room = len(layers.crcs) <= entry.size - layers.data_bytes - 4
+        has_room = len(layers.crcs) <= entry.size - data_bytes - 4
         if not self.has_ranges or not has_room or self.cache.get_cached(name) is not None:
             return None
-        found = LayerFile(self, entry, layers)
+        found = LayerFile(self, entry, layers, data_bytes)
         with self._lock:
             self._mapped[name + LAYERS_SUFFIX] = entry.path
         return found

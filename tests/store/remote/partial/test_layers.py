@@ -17,7 +17,7 @@ from tests.store.remote.conftest import upload_once
 from tests.store.remote.stores import assert_same_epoch, epoch, open_with_cache
 from tracestore._core.kernels import crc32c
 from tracestore.errors import CorruptStoreError
-from tracestore.store.format.entries import FileEntry, FileLayers
+from tracestore.store.format.entries import FileEntry, Layers
 from tracestore.store.remote import layer_file
 from tracestore.store.remote.disk_cache import LAYERS_SUFFIX, DiskCache
 from tracestore.store.remote.layer_file import LayerFile
@@ -283,10 +283,10 @@ class _DyingServer:
 
 
 def layers_of(data, num_bytes):
-    """Return an entry of a file of data, and its layers of num_bytes."""
+    """Return an entry of a file of data, its layers of num_bytes, and the size of the data."""
     ends = np.arange(0, len(data) + 1, num_bytes)
     crcs = np.array([crc32c(data[begin : begin + num_bytes]) for begin in ends[:-1]], "u4")
-    return FileEntry("segments/0/hidden_states/c/0/0", len(data) + 20, 0), FileLayers(ends, crcs, len(data))
+    return FileEntry("segments/0/hidden_states/c/0/0", len(data) + 20, 0), Layers(ends, crcs), len(data)
 
 
 def files_of(folder, server):
@@ -309,17 +309,17 @@ def test_the_layers_of_a_piece_are_recorded_with_one_write(tmp_path, monkeypatch
 @pytest.mark.parametrize("num_bytes", [0, 1, 5_000, 15_999, 16_000, 16_001, 33_000, 47_000, 64_000, 78_001])
 def test_a_process_that_is_killed_leaves_the_layers_that_it_had(tmp_path, num_bytes):
     data = np.random.default_rng(num_bytes).bytes(80_000)
-    entry, layers = layers_of(data, 16_000)
+    stored = layers_of(data, 16_000)
     pid = os.fork()
     if pid == 0:
         try:
             server = _DyingServer(data, num_bytes)
-            LayerFile(files_of(tmp_path, server), entry, layers).fetch([(0, 80_000)])
+            LayerFile(files_of(tmp_path, server), *stored).fetch([(0, 80_000)])
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
     server = _DyingServer(data, 1 << 30)
-    found = LayerFile(files_of(tmp_path, server), entry, layers)
+    found = LayerFile(files_of(tmp_path, server), *stored)
     assert found.fetch([(0, 80_000)])
     assert found.mapped.read(0, 80_000) == data
     whole = -(-num_bytes // 1000) * 1000 // 16_000  # the server sends pieces of 1,000 bytes
