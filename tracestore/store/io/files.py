@@ -253,6 +253,12 @@ class LocalFiles(ReadableFiles):
             return False
         return bool(data.get("node_type") == "group")
 
+    def fetch(self, entries: Iterable[FileEntry]) -> None:
+        """Do nothing: the files are here."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
     def read(self, entry: FileEntry) -> bytes:
         """Return all bytes of a small file; see StoreFiles."""
         data = self.read_small(entry.path, entry.size)
