@@ -3,6 +3,7 @@
 import csv
 import itertools
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -75,6 +76,22 @@ def test_changed_labels_of_a_table_replace_those_of_the_store(tmp_path, folder):
 
     assert labels(tmp_path / "s.zarr") == {"q0": 0, "q1": 0}
     assert "scores, labels or groups of 1 stored trace have changed and were replaced" in done.stdout
+
+
+def test_a_damaged_store_is_replaced_by_its_own_layout(tmp_path, folder):
+    convert(folder, tmp_path / "first.zarr", *FLAGS)
+    names = [p.relative_to(tmp_path / "first.zarr") for p in (tmp_path / "first.zarr").rglob("*") if p.is_file()]
+    for k, name in enumerate(name for name in names if str(name) not in ("lock", "zarr.json")):
+        store = shutil.copytree(tmp_path / "first.zarr", tmp_path / f"{k}.zarr")
+        data = bytearray((store / name).read_bytes())
+        data[len(data) // 2] ^= 1
+        (store / name).write_bytes(data)
+        assert "damaged: " in command("verify", store, check=3).stderr
+
+        convert(folder, store, "--overwrite")
+
+        command("verify", store, check=0)
+        assert labels(store) == {"q0": 1, "q1": 0}, name
 
 
 def test_another_layout_is_added(tmp_path, folder):

@@ -3,6 +3,7 @@
 import os
 import tomllib
 from collections.abc import Container, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,13 @@ from typing import Any
 from tracestore.console import Output
 from tracestore.convert.described import DescribedRun
 from tracestore.convert.options import ConvertOptions
-from tracestore.errors import InvalidInputError, TracestoreError, UsageError
+from tracestore.errors import CorruptStoreError, InvalidInputError, UsageError
 from tracestore.ingest.builtin.parts import Part, builtin_parts, files_of
 from tracestore.ingest.execute.claims import list_files
 from tracestore.ingest.layout.language import Layout, parse_layout, read_layout
 from tracestore.ingest.score_files import FoundFiles, direction_of, find_score_files, scores_advice
 from tracestore.store.format.labels import HALLUCINATION
-from tracestore.store.read.store import open_store
+from tracestore.store.io.files import LocalFiles
 
 
 class NoSourceError(UsageError):
@@ -65,8 +66,7 @@ def described_run(
     def rest(files: Mapping[str, Path]) -> Layout | InvalidInputError:
         return _proposed(files, lines, settings, output)
 
-    may_keep = (folder / "zarr.json").is_file() and not options.overwrite
-    kept = [_with_padding(layout, options) for layout in _kept_layouts(str(folder))] if may_keep else []
+    kept = [_with_padding(layout, options) for layout in _kept_layouts(folder)]
     parts: list[Part] = []
     for named, files in groups:
         for layout in kept:
@@ -118,14 +118,14 @@ def _with_padding(layout: Layout, options: ConvertOptions) -> Layout:
     return replace(layout, settings={**layout.settings, "S.padding": "none"})
 
 
-def _kept_layouts(store: str) -> list[Layout]:
-    """Return the layouts that a store keeps, the newest first."""
-    try:
-        with open_store(store) as existing:
-            texts = existing.internals.attributes.layouts
-    except TracestoreError:
-        return []  # the writer reports what is wrong with the store
-    return [parse_layout(tomllib.loads(text), "layout of the store") for text in reversed(texts)]
+def _kept_layouts(folder: Path) -> list[Layout]:
+    """Return the layouts that a store keeps, also a damaged one, the newest first."""
+    files = LocalFiles(folder)
+    for number in files.generations():
+        with suppress(FileNotFoundError, CorruptStoreError):
+            texts = files.load_manifest(number).attributes.layouts
+            return [parse_layout(tomllib.loads(text), "layout of the store") for text in reversed(texts)]
+    return []
 
 
 def _proposed(
