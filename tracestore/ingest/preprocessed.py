@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import InvalidInputError, error_location
-from tracestore.ingest.execute.values import describe
+from tracestore.ingest.execute.values import describe, plain_of
 from tracestore.ingest.readers.opening import open_tree
 from tracestore.ingest.tree import Array, Group, Items, Value
 from tracestore.store.format import schema
@@ -79,9 +79,7 @@ def _read_graphs(root: Group, on_refused: OnRefused | None) -> Iterator[TraceRec
 def _ids(root: Group, count: int, unit: str) -> list[str]:
     if "question_ids" not in root:
         raise InvalidInputError("missing key", field="question_ids")
-    ids = _plain(root["question_ids"])
-    if isinstance(ids, np.ndarray) and ids.ndim == 1:
-        ids = ids.tolist()
+    ids = plain_of(root["question_ids"])
     if not isinstance(ids, list):
         raise field_error("question_ids", describe(root["question_ids"]), "a list of ids")
     if len(ids) != count:
@@ -95,7 +93,7 @@ def _ids(root: Group, count: int, unit: str) -> list[str]:
 
 def _labels(root: Group, count: int) -> list[float | None]:
     try:
-        values = np.asarray(_plain(root["labels"]), dtype="<f8")
+        values = np.asarray(plain_of(root["labels"]), dtype="<f8")
     except (TypeError, ValueError):
         raise field_error("labels", describe(root["labels"]), f"({count},) numbers") from None
     if values.size != count or max(values.shape, default=0) not in (0, count):
@@ -126,7 +124,7 @@ def _graph_record(layers: Value) -> TraceRecord:
                 continue
             if not isinstance(name, str):
                 raise field_error(where, "a key that is not a string", "the fields of a PyG Data")
-            extras.setdefault(name, [None] * layers.length)[k] = _plain(layer[name])
+            extras.setdefault(name, [None] * layers.length)[k] = plain_of(layer[name], Array.read)
     return TraceRecord(question_id="", hidden=hidden, edges=edges, extras=extras, dropped=[])
 
 
@@ -169,12 +167,3 @@ def _floats(value: Value, field: str, ndim: int, text: str) -> np.ndarray:
     except ValueError:
         raise field_error(field, f"dtype {value.dtype}", "float16, float32 or bfloat16") from None
     return array
-
-
-def _plain(value: Value) -> Any:
-    """Return a value as an array, or as lists, dicts, texts and numbers."""
-    if isinstance(value, Group):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, Items):
-        return [_plain(item) for item in value]
-    return value.read() if isinstance(value, Array) else value

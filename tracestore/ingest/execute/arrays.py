@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.execute.axes import Layers, numbers_of, read_block, settled_dtype, shaped
+from tracestore.ingest.execute.axes import LayerIds, Layers, numbers_of, read_block, settled_dtype, shaped
 from tracestore.ingest.execute.traces import TraceCells, passes
 from tracestore.ingest.execute.walk import Cell
 from tracestore.ingest.layout.addresses import KeyStep
@@ -22,11 +22,11 @@ _FILL_ADVICE = (
 _BORDER_ADVICE = ': S.padding = "none" states that only what the layout leaves out is padding'
 
 
-def read_states(trace: TraceCells, letters: str) -> tuple[Layers, list[int], tuple[int, ...] | None]:
+def read_states(trace: TraceCells, letters: str) -> tuple[Layers, list[int], LayerIds]:
     """Return the layers of the states, the number of tokens of each part and pass, and the numbers of the layers."""
     what, settings = trace.plan.layout.states, trace.settings
     parts: list[Layers] = []
-    ids: tuple[int, ...] | None = None
+    ids: LayerIds = None
     rows, shape = _rows_of_passes(trace), trace.array(f"shape.{what}", "V")
     for _, cells_of_part in sorted(trace.cells.items()):
         num_before = trace.num_first = sum(len(layers[0]) for layers in parts)
@@ -62,9 +62,7 @@ def _rows_of_passes(trace: TraceCells) -> list[int] | None:
     return None if found is None else found[0].tolist()
 
 
-def read_attention(
-    trace: TraceCells, num_tokens: int, ids: tuple[int, ...] | None, *, is_needed: bool
-) -> Layers | None:
+def read_attention(trace: TraceCells, num_tokens: int, ids: LayerIds, *, is_needed: bool) -> Layers | None:
     """Return the layers (H, S, S) of the attention of a trace, None without; `ids` are the layers of the states."""
     found = {k: cells for k, cells in trace.cells_of("attentions").items() if not all(map(_is_empty, cells))}
     blocks: list[Layers] = []

@@ -17,6 +17,7 @@ from tracestore.store.format import schema
 # The numbers of rows and columns that a trace takes of an axis: a position, or a slice of them.
 Fixed = Mapping[str, int | slice]
 Layers = list[np.ndarray]
+LayerIds = tuple[int, ...] | None  # the numbers of layers, None if they are unknown
 _TEXTS = "tokens_decoded"
 MISSING = object()  # no value for a trace
 _DTYPES = {"float16": "<f2", "float32": "<f4", "float64": "<f8"}
@@ -144,7 +145,7 @@ def _text(axes: Sequence[str]) -> str:
 
 def read_block(
     cells: Sequence[Cell], letters: str, fixed: Fixed, settings: Mapping[str, Any], what: str, num_before: int = 0
-) -> tuple[Layers, tuple[int, ...] | None]:
+) -> tuple[Layers, LayerIds]:
     """Return the values of cells on the axes L and `letters`, such as "SD" or "HSQ", and the numbers of the layers.
 
     An axis without L is one layer; the numbers are known where names say them. `num_before` is the number of tokens of

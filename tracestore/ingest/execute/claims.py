@@ -58,6 +58,7 @@ class FileGroup:
 
 
 Groups = dict[tuple[Any, ...], FileGroup]  # by what the names of their files bind
+Claimed = dict[str, list[FoundFile]]  # by FILES
 
 
 class FileKeys:
@@ -140,7 +141,7 @@ def _is_hidden(name: str) -> bool:
 
 def claim_files(
     plan: Plan, files: Mapping[str, Path], owned: Iterable[Path] = (), *, is_stated: bool = True
-) -> dict[str, list[FoundFile]]:
+) -> Claimed:
     """Return the files of each FILES of a layout: each belongs to the pattern with the most literal characters.
 
     Parameters
@@ -159,7 +160,7 @@ def claim_files(
     """
     patterns = {text: Pattern(text, is_path=True) for text in plan.files}
     ignored = {address.files.text for address in plan.left_out} - {p.address.files.text for p in plan.places}
-    claimed: dict[str, list[FoundFile]] = {text: [] for text in patterns}
+    claimed: Claimed = {text: [] for text in patterns}
     skipped, unowned = {os.path.realpath(path) for path in owned}, []
     for name, path in files.items():
         if (owner := _owner(name, patterns, ignored)) is not None:
@@ -179,9 +180,7 @@ def claim_files(
     return claimed
 
 
-def _check_ignored(
-    plan: Plan, patterns: dict[str, Pattern], ignored: set[str], claimed: dict[str, list[FoundFile]]
-) -> None:
+def _check_ignored(plan: Plan, patterns: dict[str, Pattern], ignored: set[str], claimed: Claimed) -> None:
     """Refuse entries of `ignore` that leave out no file, or of values in a file that no line reads."""
     for address in plan.left_out:
         text = address.files.text
@@ -195,7 +194,7 @@ def _check_ignored(
             raise InvalidInputError(f"{address}: no line reads {text}; {line}", field="ignore")
 
 
-def _taken(pattern: Pattern, claimed: dict[str, list[FoundFile]]) -> str:
+def _taken(pattern: Pattern, claimed: Claimed) -> str:
     """Return which line has a file that the pattern matches, with its name; empty if there is none."""
     pairs = ((text, file.name) for text, found in claimed.items() for file in found)
     text, name = next(((text, name) for text, name in pairs if pattern.match(name)), ("", ""))
@@ -229,7 +228,7 @@ def is_other(name: str) -> bool:
     return base.lower() in _OTHER_FILES or base.lower().endswith(_OTHER_SUFFIXES) or "." not in base
 
 
-def group_files(plan: Plan, claimed: dict[str, list[FoundFile]]) -> tuple[list[FileGroup], set[str]]:
+def group_files(plan: Plan, claimed: Claimed) -> tuple[list[FileGroup], set[str]]:
     """Return the sources, and the FILES of tables, which every source may use.
 
     Files whose names bind the same names of a trace are one source. A table is a file that shares no name with them.

@@ -17,6 +17,7 @@ from tracestore.ingest.execute.arrays import (
     read_states,
     read_tokens,
 )
+from tracestore.ingest.execute.axes import LayerIds
 from tracestore.ingest.execute.row_padding import Padding, known, of_span
 from tracestore.ingest.execute.traces import TraceCells
 from tracestore.ingest.execute.values import (
@@ -100,7 +101,7 @@ class RecordMaker:
             raise InvalidInputError(f"found D {record.hidden_dim}, expected {self.settings['D.size']}", field="D.size")
         return record
 
-    def set_layers(self, record: TraceRecord, ids: tuple[int, ...] | None, stated: Sequence[int] | None) -> None:
+    def set_layers(self, record: TraceRecord, ids: LayerIds, stated: Sequence[int] | None) -> None:
         """Set the numbers of the layers: those that names bind, or that the layout or the file states instead."""
         stated, size = self.settings.get("L.ids") if stated is None else stated, self.settings.get("L.size")
         if ids is None and stated is None and size is None:
@@ -140,7 +141,7 @@ class RecordMaker:
         check_agreement(found)
 
 
-def _from_the_first(ids: tuple[int, ...] | None, size: int | None, what: str) -> tuple[int, ...] | None:
+def _from_the_first(ids: LayerIds, size: int | None, what: str) -> LayerIds:
     """Return numbers of layers, of which negative ones count from the end; None if they are unknown."""
     if ids is None or (size is None and all(k < 0 for k in ids)):
         return None
@@ -255,9 +256,7 @@ class TraceBuilder:
             if name in made:
                 yield name, made[name], False
 
-    def _set_sequence(
-        self, trace: TraceCells, values: dict[str, Any], sizes: list[int], ids: tuple[int, ...] | None
-    ) -> None:
+    def _set_sequence(self, trace: TraceCells, values: dict[str, Any], sizes: list[int], ids: LayerIds) -> None:
         """Set attention, ids, texts and values of the tokens of all parts and passes, without padding."""
         layers = values["hidden_states"]
         num_states, has_passes = len(layers[0]), len(sizes) > 1 and len(trace.cells) == 1

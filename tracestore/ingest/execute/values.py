@@ -4,7 +4,7 @@ import contextlib
 import json
 import math
 import unicodedata
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 from tracestore.errors import InvalidInputError, escape_unprintable
@@ -125,13 +125,13 @@ def json_value(text: str, field: str, source: str | None = None) -> Value:
         ) from None
 
 
-def plain_of(value: Value) -> Any:
-    """Return a value as lists, dicts, texts and numbers."""
+def plain_of(value: Value, of_array: Callable[[Array], Any] = lambda array: array.read().tolist()) -> Any:
+    """Return a value as lists, dicts, texts and numbers; `of_array` returns what stands for an array."""
     if isinstance(value, Group):
-        return {str(key): plain_of(value[key]) for key in value}
+        return {str(key): plain_of(value[key], of_array) for key in value}
     if isinstance(value, Items):
-        return [plain_of(item) for item in value]
-    return value.read().tolist() if isinstance(value, Array) else value
+        return [plain_of(item, of_array) for item in value]
+    return of_array(value) if isinstance(value, Array) else value
 
 
 def one_value(value: Value, name: str) -> Any:
