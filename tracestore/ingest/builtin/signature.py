@@ -24,9 +24,8 @@ _PARTS = frozenset(
 )
 _KINDS = {"number": ("int", "float", "bool"), "id": ("text", "int"), "flag": ("int", "bool")}
 _PLAIN = frozenset(("text", "int", "float", "bool", "group", "array", "none", "any", "zero"))
-_COMPARISONS = {"!=": operator.ne, "<": operator.lt, "==": operator.eq}
-_CONDITION = re.compile(r"(\w) (!=|<|==) (\w)(?: unless (\S+))?")
-_NEEDS = "needs "
+_COMPARISONS = {"!=": operator.ne, "<": operator.lt}
+_CONDITION = re.compile(r"(\w) (!=|<) (\w)(?: unless (\S+))?|needs (.+)")
 _DTYPE = re.compile(r"(bfloat|float|uint|int|bool)\d*")
 # Axes that differ from another one by at most one: T ids are S states or one more, A layers of attention L or one less,
 # R are the tokens of a second pass that repeats those of the first.
@@ -114,7 +113,7 @@ class Signature:
         """Return the signature of a table of TOML."""
         forms = {part: {k: parse_form(v) for k, v in entries.get(part, {}).items()} for part in ("must", "may")}
         unknown = entries.keys() - {"at", "must", "may", "others", "others_beside", "conditions", "class"}
-        wrong = [t for t in entries.get("conditions", ()) if not t.startswith(_NEEDS) and not _CONDITION.fullmatch(t)]
+        wrong = [text for text in entries.get("conditions", ()) if not _CONDITION.fullmatch(text)]
         if unknown or wrong:
             raise UsageError(f"signature: unknown {', '.join([*sorted(unknown), *wrong])}")
         return cls(
@@ -285,18 +284,15 @@ class Signature:
 
     def _unmet(self, sizes: Mapping[str, int], item: Value, *, is_varying: bool) -> str | None:
         for text in self.conditions:
-            if text.startswith(_NEEDS):
-                keys = text.split()[1:]
-                if not is_varying and not (
-                    isinstance(item, Group) and any(facts_of(item.get(key))[0] != "none" for key in keys)
-                ):
-                    return f"found none of {', '.join(keys)}"
-                continue
             match = _CONDITION.fullmatch(text)
             assert match is not None
-            one, sign, two, key = match.groups()
-            if key is not None and (is_varying or (isinstance(item, Group) and item.get(key) is not None)):
+            one, sign, two, key, needed = match.groups()
+            keys = (key or needed or "").split()
+            is_there = isinstance(item, Group) and any(facts_of(item.get(name))[0] != "none" for name in keys)
+            if keys and (is_varying or is_there):
                 continue
+            if needed is not None:
+                return f"found none of {', '.join(keys)}"
             if one in sizes and two in sizes and not _COMPARISONS[sign](sizes[one], sizes[two]):
                 return f"found {one} {sizes[one]} and {two} {sizes[two]}, expected {one} {sign} {two}"
         return None
