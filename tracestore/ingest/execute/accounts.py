@@ -27,6 +27,7 @@ from tracestore.store.write.record import TraceRecord
 _LABEL_WORDS = frozenset(["y", "ok", "target", "targets", "truth", "bleurt", "rouge"])
 # `records` does not take them for an extra.
 OWN_LINES = frozenset(["answer", "answers", "sample", "samples"])
+_OF_TOKENS = frozenset(["prompt_length", "tokens", "tokens_decoded"])
 _MAX_PROBES = 64
 _COUNTED = frozenset(("token", "step"))
 _MAX_SHOWN = 6  # paths that the summary names
@@ -152,6 +153,7 @@ class RunAccount:
         # source the first and the last one.
         self._in_order: dict[tuple[str, str], tuple[int, tuple[int, str], tuple[int, str]]] = {}
         self.is_whole = True
+        self._needs_tokens = is_stated and plan.layout.addresses.keys() & _OF_TOKENS == {"prompt_length"}
         self._row_numbers: dict[str, int] = {}
         self._first_numbers: dict[tuple[str, int], int] = {}
         # The states lie under the same items.
@@ -167,6 +169,8 @@ class RunAccount:
                 self._check_row_number(f"{node.prefix}{key}", str(key), value)
         if not node.has_records or not isinstance(value, str | int | float):
             self.left_out.add(f"{node.prefix}{key}")
+        if self._needs_tokens and isinstance(value, Items) and not value.is_stream and value.length != 1:
+            check_no_texts(f"{node.prefix}{key}", value)
         check_unclaimed(f"{node.prefix}{key}", key, value, in_records=node.has_records)
 
     def _check_row_number(self, path: str, key: str, value: Value) -> None:
@@ -358,6 +362,13 @@ def check_unclaimed(path: str, key: Any, value: Value, *, in_records: bool) -> N
     is_own &= not isinstance(value, Group) and value is not None
     if is_own or holds_array(value):
         what = "what may be a label, a score or an answer" if is_own else describe(value)
+        raise InvalidInputError(f'{path}: no line of the layout names {what}; add a line, or ignore = ["{path}"]')
+
+
+def check_no_texts(path: str, value: Items) -> None:
+    """Rule 8: where prompt_length counts tokens that no line names, a list of texts needs one [texts without the first]."""
+    if value.length and isinstance(value[0], str):
+        what = "texts that may be the tokens that prompt_length counts"
         raise InvalidInputError(f'{path}: no line of the layout names {what}; add a line, or ignore = ["{path}"]')
 
 

@@ -1,6 +1,7 @@
 """Arrays of one trace: states, attention and ids, of all parts and passes."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -90,10 +91,8 @@ def read_tokens(trace: TraceCells, num_states: int, length: int | None, *, has_p
         return None
     ids, letter = found
     place, _ = next(trace.columns.of("tokens"))
-    if letter == "G" and place.part == 0 and len(trace.plan.layout.addresses["tokens"]) == 1:
-        raise InvalidInputError(
-            "ids from prompt_length on need those of the prompt: a list of two addresses", field="tokens"
-        )
+    if letter == "G" and trace.plan.is_of_answer:
+        letter = "S"
     if is_of_sequences(place):
         letter = "T"
     # The ids that generate() and vLLM return are always one more: one id less would move the others.
@@ -102,7 +101,8 @@ def read_tokens(trace: TraceCells, num_states: int, length: int | None, *, has_p
         ids = ids[: num_states + 1]  # a beam that ended early
     is_unpadded = letter == "S" and ids.shape == (length,) and len(ids) < num_states
     if not is_unpadded:
-        check_ids(ids, num_states, is_wider=letter in "TG", is_exact=is_exact)
+        more = 0 if trace.plan.is_of_answer else trace.prompt_length
+        check_ids(ids, num_states, is_wider=letter in "TG", is_exact=is_exact, prompt_length=more)
     return ids
 
 
@@ -112,7 +112,9 @@ def is_of_sequences(place: Place) -> bool:
     return place.address.axes is None and isinstance(last, KeyStep) and last.text == "sequences"
 
 
-def check_ids(ids: np.ndarray, num_states: int, *, is_wider: bool, is_exact: bool = False) -> None:
+def check_ids(
+    ids: np.ndarray, num_states: int, *, is_wider: bool, is_exact: bool = False, prompt_length: Any = None
+) -> None:
     """Rule 3: as many ids as states, or one more where that is known; exactly one more with `is_exact`."""
     if not num_states:
         raise InvalidInputError("found zero tokens, expected at least one", field="hidden_states")
@@ -122,7 +124,12 @@ def check_ids(ids: np.ndarray, num_states: int, *, is_wider: bool, is_exact: boo
     if ids.ndim != 1 or len(ids) not in allowed:
         found = f"{len(ids)} ids" if ids.ndim == 1 else f"the shape {ids.shape}"
         expected = " or ".join(map(str, allowed))
-        hint = "; -> T says that the last token has no states" if ids.shape[:1] == (num_states + 1,) else ""
+        hint = {
+            num_states + 1: "; -> T says that the last token has no states",
+            num_states - 1: '; ["=ID", ADDRESS] puts the id of a first token that the ids lack in front',
+        }.get(ids.shape[0] if ids.ndim == 1 else -1, "")
+        if type(prompt_length) is int and prompt_length > 1 and ids.shape[:1] == (num_states + prompt_length,):
+            hint = "; the axis G instead of S of the states says that they begin at prompt_length"
         raise InvalidInputError(f"found {found}, expected {expected} for {num_states} states{hint}", field="tokens")
 
 

@@ -90,7 +90,11 @@ def _is_simple(setting: tuple[str, Any]) -> bool:
 
 def _has_known_axes(place: Place) -> bool:
     has_none = place.address.axes is None and place.rule.kind != "known"
-    return place.part == 0 and (place.axes in _AXES[place.name] if place.name in _AXES else has_none)
+    return (
+        place.part == 0
+        and not place.is_of_answer
+        and (place.axes in _AXES[place.name] if place.name in _AXES else has_none)
+    )
 
 
 def _is_key(address: Address, before: tuple[Step, ...]) -> bool:
@@ -213,7 +217,8 @@ class DirectReader:
         if states[0].dtype.kind != "f":
             states = values[self._states] = settled_dtype(states, self._states, settings)
         if self._states == "hidden_states" and (tokens := values.get("tokens")) is not None:
-            check_ids(tokens, len(states[0]), is_wider=self._has_more_ids)
+            more = values.get("prompt_length")
+            check_ids(tokens, len(states[0]), is_wider=self._has_more_ids, prompt_length=more)
             if is_row and "S.padding" not in settings:
                 check_no_padding(tokens[: len(states[0])])
 

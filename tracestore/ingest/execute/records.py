@@ -187,15 +187,18 @@ class TraceBuilder:
         per_token = [*of_kind.get("texts", ()), *of_kind.get("array", ())]
         self._per_token = [n for n in per_token if n not in ("attentions", "tokens")]
         self._made_scores, self._made_numbers = (
-            [n for n in layout.templates if n not in _OF_NAMES and layout.rule(n).kind == kind]
+            [n for n in layout.templates if n not in (*_OF_NAMES, *layout.addresses) and layout.rule(n).kind == kind]
             for kind in ("score", "number")
         )
+        # Fields of tokens with the value of a first token in front.
+        self._in_front = (layout.templates.keys() & layout.addresses.keys()) - {"prompt_length"}
         self.padding = Padding(self.plan)
 
     def record(self, trace: TraceCells, position: int) -> TraceRecord:
         """Return the record of a trace."""
         environment, what = trace.environment, self.plan.layout.states
-        values: dict[str, Any] = {n: pattern.fill(environment) for n, pattern in self.plan.layout.templates.items()}
+        made = ((n, p) for n, p in self.plan.layout.templates.items() if n not in self.plan.layout.addresses)
+        values: dict[str, Any] = {name: pattern.fill(environment) for name, pattern in made}
         values |= {name: number_of(values[name], name) for name in self._made_numbers}
         labels = {name: values.pop(name) for name in self._made_scores}
         self._set_scalars(trace, environment, self._keys)
@@ -244,6 +247,8 @@ class TraceBuilder:
                         f"found {str(values[name])[:40]!r} and {str(value)[:40]!r}, expected one value", field=name
                     )
                 values[name] = typed_value(name, value)
+                if (added := self.plan.layout.templates.get(name)) is not None and type(values[name]) is int:
+                    values[name] += number_of(added.fill(trace.environment), name)
             if name in values and name not in ("question_id", "sample"):
                 trace.environment.setdefault(name.removeprefix(KEY), key_text(values[name]))
 
@@ -261,12 +266,17 @@ class TraceBuilder:
         layers = values["hidden_states"]
         num_states, has_passes = len(layers[0]), len(sizes) > 1 and len(trace.cells) == 1
         length = None if "NS" in trace.fixed else self._length(trace)
+        trace.prompt_length = values.get("prompt_length")
         tokens = read_tokens(trace, num_states, length, has_passes=has_passes)
         is_needed = self._maker.need_attention is not False
         attention = read_attention(trace, num_states, ids, is_needed=is_needed)
+        values |= {"prompt_length": 0} if self.plan.is_of_answer else {}
         self._set_prompt_length(trace, values, sizes)
         padded = None if tokens is None or len(tokens) < num_states else tokens
         begin, end = span = self.padding.span(trace, layers, padded, length, sizes)
+        if begin and self._in_front:
+            text = f"found {begin} tokens of padding in front of the token that = gives"
+            raise InvalidInputError(text, field=min(self._in_front))
         if has_passes and tokens is None and not self._settings.get("P.new"):
             check_new_tokens(sizes, self.plan.layout.states)
         if span != (0, num_states):

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.execute.axes import MISSING, extent, read
+from tracestore.ingest.execute.axes import MISSING, extent, numbers_of, read
 from tracestore.ingest.execute.join import Column, RowTexts
-from tracestore.ingest.execute.values import describe, is_missing, named, number
+from tracestore.ingest.execute.values import describe, is_missing, named, number, number_of
 from tracestore.ingest.execute.walk import Cell
 from tracestore.ingest.layout.places import RECORDS, Place, Plan
 from tracestore.ingest.tree import Items, as_array
+from tracestore.store.format import schema
 
 # Fields that may serve several traces (rule 12a).
 _SHARED = frozenset(("question", "question_id", "group", RECORDS))
@@ -59,7 +60,8 @@ class TraceColumns:
 class TraceCells:
     """A trace before its values are read: what it binds, the cells of its states, its position on their axes.
 
-    `num_rows` is the extent of the axis (N S), `num_first` the number of tokens of the first of two parts.
+    `num_rows` is the extent of the axis (N S), `num_first` the number of tokens of the first of two parts,
+    `prompt_length` what the line for it gives.
     """
 
     columns: TraceColumns
@@ -68,6 +70,7 @@ class TraceCells:
     fixed: dict[str, Any] = field(default_factory=dict)
     num_rows: int = 0
     num_first: int = 0
+    prompt_length: Any = None
 
     @property
     def plan(self) -> Plan:
@@ -140,7 +143,7 @@ class TraceCells:
         found = self.cells_of(name)
         arrays, letter = list[np.ndarray](), letters[0]
         for part, cells_of_part in sorted(found.items()):
-            num_before = sum(map(len, arrays))
+            num_before = sum(map(len, arrays)) + (name in self.plan.layout.templates)
             if part and self.num_first not in (0, num_before):
                 found_first = f"found {num_before} values in the first part, and {self.num_first} states in theirs"
                 raise InvalidInputError(found_first, field=name)
@@ -158,7 +161,29 @@ class TraceCells:
                 if not all(np.array_equal(copy, copies[0]) for copy in copies[1:]):
                     raise InvalidInputError("found different values for one trace", field=name)
                 arrays.append(copies[0])
-        return (arrays[0] if len(arrays) == 1 else np.concatenate(arrays), letter) if arrays else None
+        return (self._joined(arrays, found[min(found)][0].place, letter), letter) if arrays else None
+
+    def _joined(self, arrays: list[np.ndarray], place: Place, letter: str) -> np.ndarray:
+        """Return the parts of a field behind each other, those of tokens from the first token with states on."""
+        if (pattern := self.plan.layout.templates.get(place.name)) is not None:
+            text = pattern.fill(self.environment)
+            first = text if place.name == "tokens_decoded" else number_of(text, place.name)
+            arrays = [np.asarray([first], object if first is text else None), *arrays]
+        values = arrays[0] if len(arrays) == 1 else np.concatenate(list(map(numbers_of, arrays)))
+        is_of_answer, is_of_states = place.is_of_answer, letter in "STG" and self.plan.is_of_answer
+        if is_of_answer == is_of_states:
+            return values
+        field, begin = schema.TOKEN_FIELDS.get(place.name), self.prompt_length
+        if is_of_answer and field is None:
+            raise InvalidInputError(
+                "values from prompt_length on need those of the prompt: a list of two addresses", field=place.name
+            )
+        if type(begin) is not int or begin < 0:
+            raise InvalidInputError(f"found {begin}, expected where the axis G begins", field="prompt_length")
+        if field is None or is_of_states:
+            return values[begin:]
+        unknown = np.full((begin, *values.shape[1:]), field.fill, field.dtype)
+        return np.concatenate([unknown, numbers_of(values)])
 
     def number_of_answer(self, question_id: str) -> int:
         """Return the number of an answer among the rows of its question, in the order of the rows that give the ids."""

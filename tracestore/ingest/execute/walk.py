@@ -241,8 +241,7 @@ class Walk:
                 text_of = id_text if value_of.name == "id" else key_text
                 found[value_of.name] = number(value, value_of.name) if is_number else text_of(value)
                 continue
-            match = value_of.pattern.match(key_text(value))
-            if match is None:
+            if (match := value_of.pattern.match(key_text(value))) is None:
                 raise InvalidInputError(
                     f"item {k}: found {escape_unprintable(str(value), 60)!r}, expected {value_of.pattern.text}",
                     source=self._source,
@@ -318,14 +317,15 @@ class Walk:
     def _member(
         self, node: Node, step: KeyStep, child: Node, value: Items | Array, bound: Bound, in_unit: bool
     ) -> Cells:
+        if all(other.ignores for _, other in node.children):
+            self._refuse(node, step, f"{describe(value)}: ignore leaves out all of it, or nothing")
         if (k := _member_number(step)) is not None:
             rows = settled(rows_of(value))
             if -(count := rows.length or 0) <= k < count:
                 yield from self.cells(child, rows[k % count], bound, in_unit=in_unit)
         elif len(step.parts) == 1 and step.names and isinstance(value, Items) and not value.is_stream:
             for k, item in enumerate(value):  # {layer} of a list: the number of the member
-                match = step.parts[0].match(str(k))
-                if match is not None:
+                if (match := step.parts[0].match(str(k))) is not None:
                     yield from self.cells(child, item, {**bound, **match.bound}, in_unit=in_unit)
         else:
             self._refuse(node, step, describe(value))

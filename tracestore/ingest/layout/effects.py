@@ -16,6 +16,7 @@ def check_effects(plan: Plan) -> None:
         needs, has_effect = _NEEDS.get(head if head in SETTINGS_OF else name, ("", None))
         if has_effect is not None and not has_effect(plan, tail):
             raise UsageError(f"{name}: has no effect without {needs}; remove it")
+    _check_ignored(plan)
     for place in plan.others:
         if place.name.startswith("shape.") and place.name != f"shape.{plan.layout.states}":
             raise UsageError(f"{place.name}: has no effect without a line for the field; remove it")
@@ -28,6 +29,14 @@ def check_effects(plan: Plan) -> None:
         for place in plan.others:
             if place.name != RECORDS and not place.is_optional:
                 _check_names(plan, place)
+
+
+def _check_ignored(plan: Plan) -> None:
+    for entry in plan.left_out:
+        above = {entry.path[:k] for k in range(len(entry.path) + 1)}
+        for place in plan.places:
+            if place.name != RECORDS and place.address.files == entry.files and place.address.path in above:
+                raise UsageError(f"ignore: {entry}: has no effect on the line for {place.name}, which reads all of it")
 
 
 def _check_names(plan: Plan, place: Place) -> None:

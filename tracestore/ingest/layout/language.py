@@ -43,7 +43,7 @@ class Layout:
     addresses : Mapping
         Addresses of each field; two are prompt and answer behind each other.
     templates : Mapping
-        Values that are made of bound names, by field.
+        Values that are made of bound names, by field. Next to addresses: that of a first token, in front of theirs.
     records : tuple of Address
         Items whose keys are names of fields.
     ignore : tuple of Address
@@ -77,8 +77,8 @@ class Layout:
     def to_entries(self) -> dict[str, Any]:
         """Return the entries from which `parse_layout` makes an equal layout."""
         lines = {name: [str(a) for a in found] for name, found in self.addresses.items()}
+        lines |= {name: [f"={pattern.text}", *lines.get(name, ())] for name, pattern in self.templates.items()}
         entries: dict[str, Any] = {n: found[0] if len(found) == 1 else found for n, found in lines.items()}
-        entries |= {name: f"={pattern.text}" for name, pattern in self.templates.items()}
         entries |= {
             n: [str(a) for a in found] for n, found in zip(_LISTS, (self.records, self.ignore), strict=True) if found
         }
@@ -160,6 +160,7 @@ def parse_layout(entries: Mapping[str, Any], where: str = "layout") -> Layout:
     settings: dict[str, Any] = {}
     lists: dict[str, tuple[Address, ...]] = {}
     for name, value in _flat(entries).items():
+        listed = value if isinstance(value, list | tuple) and value else [value]
         try:
             if name in _LISTS:
                 lists[name] = lists.get(name, ()) + _addresses(value, 1 << 10)
@@ -167,13 +168,10 @@ def parse_layout(entries: Mapping[str, Any], where: str = "layout") -> Layout:
                 settings[name] = value
             elif name == _OTHER_STATES:
                 lists["ignore"] = lists.get("ignore", ()) + _addresses(value, 2)
-            elif isinstance(value, str) and value.startswith("="):
-                _check_name(name, (*FIELDS, *_TEMPLATES))
-                rule = rule_of(name)
-                if rule is not None and rule.kind in ("array", "texts"):
-                    raise UsageError(f"found {value!r}, expected FILES : PATH -> AXES: = makes texts and numbers")
-                templates[name] = Pattern(value[1:])
-                templates[name].parts  # noqa: B018
+            elif str(listed[0]).startswith("="):
+                templates[name] = _template(name, listed[0], is_in_front=listed is value)
+                if listed is value:
+                    addresses[name] = _addresses(value[1:], 1 if name == "prompt_length" else 2)
             else:
                 _check_name(name, FIELDS)
                 # The numbers of a shape may lie in several places.
@@ -204,6 +202,21 @@ def _addresses(value: Any, most: int) -> tuple[Address, ...]:
     if not isinstance(value, list | tuple) or not all(isinstance(v, str) for v in value) or not 0 < len(value) <= most:
         raise UsageError(f"found {str(value)[:60]!r}, expected FILES : PATH -> AXES")
     return tuple(parse_address(text) for text in value)
+
+
+def _template(name: str, text: str, *, is_in_front: bool) -> Pattern:
+    """Return what makes a value of a field, or that of a first token, which is in front of the values of an address."""
+    _check_name(name, (*FIELDS, *_TEMPLATES))
+    rule = rule_of(name)
+    if is_in_front and name != "prompt_length" and (rule is None or rule.axes != ("S",)):
+        raise UsageError(
+            f"found {text!r} in a list: = in front gives the value of a first token, or adds to prompt_length"
+        )
+    if not is_in_front and rule is not None and rule.kind in ("array", "texts"):
+        raise UsageError(f"found {text!r}, expected FILES : PATH -> AXES: = makes texts and numbers")
+    pattern = Pattern(text[1:])
+    pattern.parts  # noqa: B018
+    return pattern
 
 
 def _check_name(name: str, names: Iterable[str]) -> None:

@@ -7,10 +7,12 @@ from functools import cached_property
 
 from tracestore.errors import UsageError
 from tracestore.ingest.layout.addresses import Address, ItemsStep, KeyStep, Step
-from tracestore.ingest.layout.fields import KEY, RECORD_FIELDS, FieldRule
+from tracestore.ingest.layout.fields import KEY, RECORD_FIELDS, STATES, FieldRule
 from tracestore.ingest.layout.language import Layout, below
 from tracestore.ingest.layout.patterns import AXIS_NAMES, INNER_NAMES, Pattern
 
+# The tokens of states are their axis S, also if they begin at prompt_length.
+_OF_STATES = {"G": "S"}
 # Axes along which others lie behind each other.
 _FLAT = ("NS", "NK", "LD")
 # Names of what may bind the order of rows but says that the order is another one (rule 13a).
@@ -85,6 +87,11 @@ class Place:
         return bool(self._numbered - {"sample"})
 
     @property
+    def is_of_answer(self) -> bool:
+        """True if its values are those of the tokens from prompt_length on."""
+        return "G" in (self.address.axes or ())
+
+    @property
     def has_numbers(self) -> bool:
         """True if a number of rows, also of those with one id, is a part of what joins them."""
         return bool(self._numbered)
@@ -152,6 +159,11 @@ class Plan:
         return [address for found in self.ignored.values() for address in found]
 
     @property
+    def is_of_answer(self) -> bool:
+        """Return whether the states are those of the tokens from prompt_length on."""
+        return len(self.states) == 1 and self.states[0].is_of_answer
+
+    @property
     def is_global(self) -> bool:
         """Return whether rows of the states run on over several chunks."""
         return "chunk" in self.names
@@ -166,6 +178,7 @@ def plan_of(layout: Layout) -> Plan:
             (plan.states if name == layout.states else plan.others).append(place)
     _add_records(plan)
     plan.ignored = {address: _as_in_lines(address, plan.places) for address in layout.ignore}
+    plan.others = [place for place in plan.others if not (place.is_optional and place.address in plan.left_out)]
     for name in ("hidden_states", "last_token"):
         if name != layout.states and name in layout.addresses:
             raise UsageError(
@@ -235,6 +248,8 @@ def _place(layout: Layout, name: str, address: Address, part: int = 0, *, is_opt
             f"{name}: {address}: found ({' '.join(unknown[0])}), expected (N S), (N K) or (L D); "
             f"shape.{layout.states} gives the shape of flat numbers"
         )
+    if name == STATES[0]:
+        axes = tuple(_OF_STATES.get(axis, axis) for axis in axes)
     if axes.count("S") == 2:
         second = len(axes) - 1 - axes[::-1].index("S")
         axes = (*axes[:second], "Q", *axes[second + 1 :])

@@ -275,7 +275,8 @@ def _set_tokens(record: TraceRecord, fields: Mapping[str, Any]) -> None:
         if not isinstance(decoded, list | tuple) or not all(issubclass(kind, str) for kind in set(map(type, decoded))):
             raise field_error("tokens_decoded", describe(decoded), "a list of T strings")
         if len(decoded) != record.num_ids:
-            raise field_error("tokens_decoded", f"{len(decoded)} strings", f"{record.num_ids} as in tokens")
+            other = "tokens" if record.tokens is not None else "hidden_states"
+            raise field_error("tokens_decoded", f"{len(decoded)} strings", f"{record.num_ids} as in {other}")
         record.tokens_decoded = list(map(str, decoded))
 
 

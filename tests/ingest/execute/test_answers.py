@@ -1,0 +1,222 @@
+"""Test states, ids and values that begin behind others: a first token without id, and tokens from prompt_length on."""
+
+import numpy as np
+import pytest
+
+from tests.ingest.execute.folders import convert, dump, refuse, states
+from tracestore.errors import UsageError
+from tracestore.ingest.layout.effects import check_effects
+from tracestore.ingest.layout.language import parse_layout
+from tracestore.ingest.layout.places import plan_of
+
+ITEM = "a.pkl : [id=id]/"
+STATES = {"hidden_states": f"{ITEM}hs -> L S D"}
+ANSWER = {"hidden_states": f"{ITEM}hs -> L G D", "prompt_length": f"{ITEM}n"}
+
+
+def one(tmp_path, num_states=5, **values):
+    """Write one dict with states (L 2, S, D 8)."""
+    dump(tmp_path / "in/a.pkl", [{"id": "a", "hs": states(2, num_states, 8), **values}])
+
+
+# A first token without id
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+@pytest.mark.parametrize(
+    ("field", "first", "rest"),
+    [
+        ("tokens", 1, [5, 6, 7, 8, 9, 10, 11]),
+        ("tokens", 0, np.arange(3, 10, dtype="i4")),
+        ("tokens_decoded", "<s>", list("abcdefg")),
+        ("token_logprob", "nan", [-0.5, -1, -2.5, -3, -0.25, -4, -5]),
+        ("token_label", -1, [0, 1, 0, 1, 1, 0, 0]),
+        ("token_entropy", "0.5", np.arange(7, dtype="f2")),
+    ],
+)
+def test_a_first_token_that_no_list_holds(tmp_path, count, field, first, rest):
+    one(tmp_path, count + 1, rest=rest[:count], n=count)
+    layout = {field: [f"={first}", f"{ITEM}rest"], "prompt_length": ["=1", f"{ITEM}n"]}
+
+    trace = convert(tmp_path, STATES | layout)["a", 0]
+
+    expected = [first if field == "tokens_decoded" else float(first), *rest[:count]]
+    found = getattr(trace, field)
+    assert found == expected if field == "tokens_decoded" else np.array_equal(found, expected, equal_nan=True)
+    assert trace.prompt_length == count + 1
+    refuse(tmp_path, STATES | {"prompt_length": f"{ITEM}n", field: f"{ITEM}rest"}, f"{field}: ")
+
+
+@pytest.mark.parametrize("is_list", [True, False])
+def test_rule_08_texts_that_prompt_length_may_count(tmp_path, is_list):
+    """A line for the tokens is left out because it is refused [a first token that the texts lack]."""
+    one(tmp_path, 4, toks=["a", "b", "c"] if is_list else "a b c", n=1)
+    layout = STATES | {"prompt_length": f"{ITEM}n"}
+    if is_list:
+        refuse(tmp_path, layout | {"tokens_decoded": f"{ITEM}toks"}, "found 3 strings, expected 4 as in hidden_states")
+        refuse(tmp_path, layout, "toks: no line of the layout names texts that may be the tokens")
+        layout["ignore"] = [f"{ITEM}toks"]
+
+    assert convert(tmp_path, layout)["a", 0].prompt_length == 1
+
+
+def test_the_message_shows_the_line_for_a_first_token(tmp_path):
+    one(tmp_path, ids=[5, 6, 7, 8])
+
+    refuse(tmp_path, STATES | {"tokens": f"{ITEM}ids"}, r'found 4 ids, expected 5 .*\["=ID", ADDRESS\]')
+
+
+def test_a_first_token_behind_padding(tmp_path):
+    dump(
+        tmp_path / "in/a.pkl", {"hs": states(3, 2, 5, 8), "ids": np.asarray([[0, 5, 6, 7], [5, 6, 7, 8], [6, 7, 8, 9]])}
+    )
+    dump(tmp_path / "in/m.pkl", np.asarray([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1], [1, 1, 1, 1, 1]]))
+    layout = {
+        "hidden_states": "a.pkl : hs -> N L S D",
+        "tokens": ["=1", "a.pkl : ids -> N S"],
+        "S.mask": "m.pkl -> N S",
+    }
+
+    refuse(tmp_path, layout, "padding")
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        ({"question": ["=a", "a.pkl : []/q"]}, "= in front gives the value of a first token"),
+        ({"hidden_states": ["=1", "a.pkl : []/q"]}, "= in front"),
+        ({"attentions": ["=1", "a.pkl : []/q"]}, "= in front"),
+        ({"is_correct": ["=1", "a.pkl : []/q"]}, "= in front"),
+        ({"L.ids": ["=1", "a.pkl : []/q"]}, "= in front"),
+        ({"tokens": ["=1"]}, "expected FILES"),
+        ({"tokens": "=1"}, "= makes texts and numbers"),
+        ({"prompt_length": ["=1", "a.pkl : []/n", "a.pkl : []/m"]}, "expected FILES"),
+        ({"tokens": ["=1", "a.pkl : []/a", "a.pkl : []/b", "a.pkl : []/c"]}, "expected FILES"),
+        ({"tokens": ["a.pkl : []/a", "=1"]}, "expected|=1"),
+    ],
+)
+def test_lists_that_state_no_first_token(entries, words):
+    with pytest.raises(UsageError, match=words):
+        layout = parse_layout({"hidden_states": "a.pkl : []/hs -> L S D"} | entries)
+        raise UsageError("expected" if "=1" in str(layout.addresses["tokens"][1]) else "accepted")
+
+
+# Tokens from prompt_length on
+
+
+@pytest.mark.parametrize("prompt", [0, 1, 2, 3, 9])
+@pytest.mark.parametrize("answer", [1, 2, 5])
+def test_states_of_the_answer_take_its_ids(tmp_path, prompt, answer):
+    ids = list(range(10, 10 + prompt + answer))
+    one(tmp_path, answer, ids=ids, toks=[str(k) for k in ids], p=[-0.5 * k for k in ids], q=[1.0] * answer, n=prompt)
+    layout = {"tokens": f"{ITEM}ids", "tokens_decoded": f"{ITEM}toks", "token_logprob": f"{ITEM}p"}
+
+    trace = convert(tmp_path, ANSWER | layout | {"token_entropy": f"{ITEM}q -> G"})["a", 0]
+
+    assert trace.tokens.tolist() == ids[prompt:]
+    assert trace.tokens_decoded == [str(k) for k in ids[prompt:]]
+    assert trace.token_logprob.tolist() == [-0.5 * k for k in ids[prompt:]]
+    assert trace.prompt_length == 0
+    assert trace.num_tokens == answer
+
+
+def test_states_of_the_answer_beside_its_own_ids(tmp_path):
+    one(tmp_path, 3, ids=[7, 8, 9], n=4)
+
+    trace = convert(tmp_path, ANSWER | {"tokens": f"{ITEM}ids -> G"})["a", 0]
+
+    assert (trace.tokens.tolist(), trace.prompt_length) == ([7, 8, 9], 0)
+
+
+def test_the_last_token_of_an_answer_has_no_states(tmp_path):
+    one(tmp_path, 3, ids=[5, 6, 7, 8, 9, 10], n=2)
+    refuse(tmp_path, ANSWER | {"tokens": f"{ITEM}ids"}, "found 4 ids, expected 3")
+
+    assert convert(tmp_path, ANSWER | {"tokens": f"{ITEM}ids -> T"})["a", 0].tokens.tolist() == [7, 8, 9, 10]
+
+
+@pytest.mark.parametrize("n", [0, 1, 3, 4, 6, 7, -2, 2.5])
+def test_another_length_of_the_prompt_is_refused(tmp_path, n):
+    one(tmp_path, 3, ids=[5, 6, 7, 8, 9], n=n)
+
+    refuse(tmp_path, ANSWER | {"tokens": f"{ITEM}ids"}, "tokens: found|prompt_length: found")
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_the_message_shows_the_axis_of_the_answer(tmp_path, is_listed):
+    one(tmp_path, 3, ids=[5, 6, 7, 8, 9], n=2)
+    layout = STATES | {"tokens": f"{ITEM}ids", "prompt_length": f"{ITEM}n"}
+
+    refuse(tmp_path, layout | ({} if is_listed else {"S.padding": "zeros"}), "the axis G instead of S of the states")
+
+
+def test_states_of_the_answer_need_the_length_of_the_prompt(tmp_path):
+    one(tmp_path, 3, ids=[5, 6, 7, 8, 9])
+    layout = {"hidden_states": f"{ITEM}hs -> L G D", "tokens": f"{ITEM}ids"}
+
+    refuse(tmp_path, layout, "prompt_length: found None, expected where the axis G begins")
+
+
+@pytest.mark.parametrize("prompt", [0, 1, 2, 4])
+@pytest.mark.parametrize(
+    ("field", "values", "unknown"),
+    [
+        ("token_logprob", [-0.5, -1, -2], np.nan),
+        ("token_entropy", np.asarray([1, 2, 3], "f2"), np.nan),
+        ("token_label", [0, 1, 1], -1),
+        ("generated_mask", [1, 1, 1], 0),
+    ],
+)
+def test_values_of_the_answer_lie_behind_the_prompt(tmp_path, prompt, field, values, unknown):
+    one(tmp_path, prompt + 3, values=values, n=prompt)
+
+    trace = convert(tmp_path, STATES | {"prompt_length": f"{ITEM}n", field: f"{ITEM}values -> G"})["a", 0]
+
+    assert np.array_equal(getattr(trace, field), [unknown] * prompt + list(values), equal_nan=True)
+    assert trace.prompt_length == prompt
+
+
+@pytest.mark.parametrize("field", ["tokens", "tokens_decoded", "S.mask"])
+def test_a_field_without_a_value_for_unknown(tmp_path, field):
+    one(tmp_path, 5, values=["a", "b", "c"] if field == "tokens_decoded" else [1, 1, 1], n=2)
+
+    refuse(tmp_path, STATES | {"prompt_length": f"{ITEM}n", field: f"{ITEM}values -> G"}, "need those of the prompt")
+
+
+# Entries of `ignore` that leave out nothing, or only a part
+
+
+@pytest.mark.parametrize("part", ["hs/0", "hs/-1", "hs/{layer}", "hs/[L]", "hs", "ids/0", "ids", "hs/0/1"])
+def test_rule_08_ignore_has_no_effect_on_a_line(tmp_path, part):
+    layout = STATES | {"tokens": f"{ITEM}ids", "ignore": [f"a.pkl : []/{part}"]}
+
+    with pytest.raises(UsageError, match=r"has no effect on the line for (hidden_states|tokens)"):
+        check_effects(plan_of(parse_layout(layout)))
+
+
+@pytest.mark.parametrize("part", ["more/0", "more/-1", "more/1/2", "more/{layer}"])
+def test_rule_08_ignore_leaves_out_no_part_of_an_array(tmp_path, part):
+    """[the other parts would be left out without a word]"""
+    one(tmp_path, 5, more=states(2, 3))
+
+    refuse(tmp_path, STATES | {"ignore": [f"a.pkl : []/{part}"]}, "ignore leaves out all of it, or nothing")
+
+
+def test_rule_08_ignore_leaves_out_a_member_beside_one_that_is_read(tmp_path):
+    dump(tmp_path / "in/a.pkl", [{"id": "a", "out": (states(2, 3, 8), states(4, 9))}])
+    layout = {"hidden_states": f"{ITEM}out/0 -> L S D", "ignore": [f"{ITEM}out/1"]}
+
+    assert convert(tmp_path, layout)["a", 0].num_tokens == 3
+
+
+@pytest.mark.parametrize("records", ["a.pkl : []", "a.pkl : [id=id]"])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("question", "What?"), ("prompt_length", 2), ("tokens", [1, 2, 3, 4]), ("group", "x"), ("temperature", 0.5)],
+)
+def test_rule_08_ignore_leaves_out_a_key_of_records(tmp_path, records, field, value):
+    dump(tmp_path / "in/a.pkl", [{"id": "a", "hidden_states": states(2, 4, 8), field: value}])
+
+    (trace,) = convert(tmp_path, {"records": [records], "ignore": [f"a.pkl : []/{field}"]}).values()
+
+    assert getattr(trace, field) in (None, "")
