@@ -17,6 +17,7 @@ from tests.train.runs import FAST, ONLY, outcome, write_labeled
 from tracestore.detectors.model_config import ModelConfig
 from tracestore.evaluation.store_split import Split
 from tracestore.train.config import TrainConfig, TrainState
+from tracestore.train.standardize import fit_standardizer
 from tracestore.train.trainer import Trainer
 
 
@@ -130,11 +131,30 @@ def test_a_digest_takes_less_time_than_a_loop_over_the_traces(tmp_path):
 
 
 # Options whose other value is not the next choice or number, what an option needs to have an effect, and those that
-# are read before a detector is trained.
-OTHER = {"shuffle_buffer": 8, "top_k": 0.5}
+# choose traces or where numbers go, or give the same weights up to rounding.
+OTHER = {
+    "shuffle_buffer": 8,
+    "top_k": 0.5,
+    "layers": (0, 1),
+    "neighbors": 1,
+    "dropout": 0.5,
+    "mask_sinks": 0,
+    "pooling": "last",
+}
 NEEDS = {"shuffle_buffer": {"shuffle": "buffer"}}
-ELSEWHERE = {"score", "score_threshold", "drop_nonfinite", "allow_mixed_provenance", "logger"}
-OPTIONS = [f for f in dataclasses.fields(TrainConfig) if f.metadata["text"] is not None and f.name not in ELSEWHERE]
+ELSEWHERE = {"score", "score_threshold", "drop_nonfinite", "allow_mixed_provenance", "logger", "message_passing"}
+SIZES = {"gnn_hidden": 4, "lstm_hidden": 4, "latent_dim": 4, "num_readers": 1}
+OPTIONS = [
+    field
+    for field in (*dataclasses.fields(TrainConfig), *dataclasses.fields(ModelConfig))
+    if field.metadata.get("text") is not None and field.name not in ELSEWHERE
+]
+
+
+@pytest.fixture(scope="module")
+def with_heads(tmp_path_factory):
+    """Return the path of a store with the attention of every head."""
+    return write_labeled(tmp_path_factory.mktemp("heads") / "store.zarr", attention="heads")
 
 
 def other(field):
@@ -146,23 +166,28 @@ def other(field):
     return not field.default if field.type is bool else field.default + 1
 
 
-def weights(labeled, folder, options):
-    """Return the weights of a graph detector after an epoch."""
+def weights(path, folder, options):
+    """Return the weights of gvae_lstm after an epoch."""
+    names = {field.name for field in dataclasses.fields(ModelConfig)}
+    model = SIZES | {name: value for name, value in options.items() if name in names}
+    options = {"loader_threads": 1} | {name: value for name, value in options.items() if name not in names}
     indices = np.arange(48)
-    with tracestore.open(labeled) as store:
+    with tracestore.open(path) as store:
         split = Split(dict.fromkeys(("train", "val", "test"), indices), {})
-        sizes = ModelConfig.from_store(store, gnn_hidden=4, lstm_hidden=4, num_readers=1)
-        config = TrainConfig(**{"loader_threads": 1, **options})
+        sizes = ModelConfig.from_store(store, **model)
         folder.mkdir()
-        run = Trainer("gnn_det_lstm", store, split, np.arange(64) % 2, sizes, config, folder, lambda _: None)
+        run = Trainer(
+            "gvae_lstm", store, split, np.arange(64) % 2, sizes, TrainConfig(**options), folder, lambda _: None
+        )
         run._setup()
+        fit_standardizer(run.model, store, indices, "graph", run.ranks)
         run._train_epoch(TrainState())
         return torch.cat([p.detach().flatten() for p in run.model.parameters()])
 
 
 @pytest.mark.parametrize("field", OPTIONS, ids=[field.name for field in OPTIONS])
-def test_an_option_changes_the_weights_unless_a_run_may_resume_with_another_value(field, labeled, tmp_path):
+def test_an_option_changes_the_weights_unless_a_run_may_resume_with_another_value(field, with_heads, tmp_path):
     needed = NEEDS.get(field.name, {})
-    default = weights(labeled, tmp_path / "default", needed)
-    changed = weights(labeled, tmp_path / "changed", needed | {field.name: other(field)})
+    default = weights(with_heads, tmp_path / "default", needed)
+    changed = weights(with_heads, tmp_path / "changed", needed | {field.name: other(field)})
     assert torch.equal(default, changed) == field.metadata["is_resumable"]
