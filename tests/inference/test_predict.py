@@ -193,10 +193,10 @@ def test_scoring_splits_batches_that_do_not_fit(trained, tmp_path, monkeypatch):
     ((_, whole),) = scoring.score_traces(detector, store, **some)
     forward, limit, events = type(detector.model).forward, [2], []
 
-    def short(self, inputs):
+    def short(self, inputs, *drawn):
         if inputs.num_traces > limit[0]:
             raise MemoryError
-        return forward(self, inputs)
+        return forward(self, inputs, *drawn)
 
     monkeypatch.setattr(type(detector.model), "forward", short)
     ((_, halves),) = scoring.score_traces(detector, store, on_event=events.append, **some)
