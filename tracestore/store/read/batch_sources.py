@@ -7,7 +7,7 @@ import numpy as np
 
 from tracestore.errors import MissingFieldError, UsageError
 from tracestore.store.format import schema
-from tracestore.store.format.entries import FileEntry, FilePart
+from tracestore.store.format.entries import FileEntry, FilePart, Layers
 from tracestore.store.read.chunk_cache import ChunkKey
 from tracestore.store.read.internals import StoreInternals
 from tracestore.store.read.segment import SegmentReader
@@ -167,10 +167,11 @@ def batch_files(
             names += ["edge_index", "edge_weight"] if layout == schema.LAYOUT_EDGES else ["attention"]
         yield segment.rows
         for name in names:
-            if segment.reads_layers(name):
-                yield _part(segment, name, np.array(rows), _parts(store.num_layers, layers))
-            else:
+            found = segment.fetched_layers(name)
+            if found is None:
                 yield from segment.array_files[name]
+            else:
+                yield _part(segment, name, np.array(rows), found, _parts(store.num_layers, layers))
 
 
 def file_bytes(
@@ -208,10 +209,8 @@ def file_bytes(
     return segments, whole, parts[segments] * tokens / np.maximum(sums[segments], 1)
 
 
-def _part(segment: SegmentReader, name: str, rows: np.ndarray, parts: list[tuple[int, int]]) -> FilePart:
+def _part(segment: SegmentReader, name: str, rows: np.ndarray, found: Layers, parts: list[tuple[int, int]]) -> FilePart:
     """Return the layers of some rows that a batch needs of a large array."""
-    found = segment.layers(name)
-    assert found is not None
     # The number of the first layer of each row.
     edges = name.startswith("edge")
     first = segment.begins("edges", rows) if edges else np.searchsorted(found.ends, segment.begins(name, rows))

@@ -85,7 +85,6 @@ class SegmentReader:
         self.rows, self.rows_path = entry.rows, entry.rows.path
         self._files, self._cache, self._attributes = files, cache or ChunkCache(0), attributes
         self._arrays: dict[str, ArrayReader] = {}
-        self._layers: dict[str, Layers | None] = {}
         self._reads_layers = reads_layers and files.has_ranges
         with self._checked():
             self.small = ZipGroup(files.map(entry.rows), schema.ROW_DTYPES, schema.OPTIONAL_ROW_ARRAYS)
@@ -169,7 +168,7 @@ class SegmentReader:
         if reader is None:
             where = f"{self.name}/{name}"
             spec = self._spec(name)
-            layers = self.layers(name) if self._reads_layers else None
+            layers = self.fetched_layers(name)
             reader = self._arrays[name] = ArrayReader(self._files, self.entries, where, self._cache, spec, layers)
         return reader
 
@@ -204,27 +203,29 @@ class SegmentReader:
                 raise ValueError("found a norm, expected none")
         return found
 
-    def reads_layers(self, name: str) -> bool:
-        """Return whether the layers of a large array are fetched when they are needed."""
-        return self._reads_layers and self.layers(name) is not None
+    def fetched_layers(self, name: str) -> Layers | None:
+        """Return the layers of a large array if they are fetched when they are needed; see layers()."""
+        return self._layers.get(name) if self._reads_layers else None
 
     def layers(self, name: str) -> Layers | None:
         """Return the layers of a large array; None if the segment has no checksums of them."""
-        if name not in self._layers:
-            self._layers[name] = self._read_layers(name)
-        return self._layers[name]
+        return self._layers.get(name)
 
-    def _read_layers(self, name: str) -> Layers | None:
-        small = schema.LAYER_CRCS.get(name, "")
-        if small not in self.small:
-            return None
-        with self._checked(f"{small}: "):
-            rows = {n: self.values(n) for n in ("num_tokens", "attention_layout", "edge_ptr") if n in self.small}
-            _ = self._begins  # checks the numbers of tokens
-            sizes, crcs = layer_rows(self._attributes, rows)[name][1].reshape(-1), self.values(small)
-            if len(crcs) != len(sizes) or (sizes < 0).any():
-                raise ValueError(f"found {len(crcs)} values, expected {len(sizes)}, one per layer")
-            return Layers(np.concatenate([[0], np.cumsum(sizes)]), crcs)
+    @cached_property
+    def _layers(self) -> dict[str, Layers]:
+        if self.small.names.isdisjoint(schema.LAYER_CRCS.values()):
+            return {}
+        found = {}
+        rows = {n: self.values(n) for n in ("num_tokens", "attention_layout", "edge_ptr") if n in self.small}
+        _ = self._begins  # checks the numbers of tokens
+        with self._checked():
+            for name, (_, layers) in layer_rows(self._attributes, rows).items():
+                if (small := schema.LAYER_CRCS[name]) in self.small:
+                    sizes, crcs = layers.reshape(-1), self.values(small)
+                    if len(crcs) != len(sizes) or (sizes < 0).any():
+                        raise ValueError(f"{small}: found {len(crcs)} values, expected {len(sizes)}, one per layer")
+                    found[name] = Layers(np.concatenate([[0], np.cumsum(sizes)]), crcs)
+        return found
 
     def close_array(self, name: str) -> None:
         """Release the maps of an array. The next access opens it again."""

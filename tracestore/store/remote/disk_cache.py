@@ -247,15 +247,6 @@ class DiskCache:
                 unlock(fd)
         return total
 
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        fd = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            yield
-        finally:
-            unlock(fd)
-
     def make_room(
         self, size: int, next_use: NextUse, check: Callable[[], None], reserve: Callable[[], None] = lambda: None
     ) -> None:
@@ -267,7 +258,7 @@ class DiskCache:
                 reserve()
                 return
         while True:
-            with self._locked():
+            with locked_file(self.folder / _LOCK, os.O_CREAT, check):
                 fetching, whole = self._partials(), self._complete()  # Nothing is reserved yet.
                 held = sum(s for _, s, _ in whole)
                 over = held + fetching + size - self.max_bytes
@@ -296,7 +287,7 @@ class DiskCache:
         """Evict files, whatever the bound, if an error says that the disk is full. Return whether that freed space."""
         if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
             return False
-        with self._locked():
+        with locked_file(self.folder / _LOCK, os.O_CREAT):
             return self._evict(self._complete(), num_bytes, next_use) > 0
 
     @staticmethod

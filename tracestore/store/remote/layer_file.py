@@ -22,7 +22,7 @@ from tracestore.store.io import fsio
 from tracestore.store.remote.disk_cache import ATTEMPTS, LAYERS_SUFFIX, DiskCache, NextUse, locked_file
 from tracestore.store.remote.object_store import ObjectStore
 
-_HERE = b"\1"
+_HERE = 1
 _STAMP_BYTES = 4
 
 
@@ -101,17 +101,18 @@ class LayerFile:
 
     def missing(self, ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         """Return the runs of layers that ranges of bytes need and the file lacks, as first and last + 1."""
-        found: list[tuple[int, int]] = []
+        missing = set[int]()
         for begin, end in ranges:
             first, last = bisect_right(self._ends, begin) - 1, bisect_left(self._ends, end)
-            if begin >= end or self._seen.find(b"\0", first, last) < 0:
-                continue
-            flags = self.mapped.read(self._table + first, self._table + last)
-            if flags.count(_HERE) == len(flags):
-                self._seen[first:last] = flags
-            else:
-                found += ((first + k, first + k + 1) for k in range(len(flags)) if flags[k : k + 1] != _HERE)
-        return _joined(found)
+            if begin < end and self._seen.find(b"\0", first, last) >= 0:
+                flags = self.mapped.read(self._table + first, self._table + last)
+                self._seen[first:last] = bytes(flag == _HERE for flag in flags)
+                missing.update(first + k for k, flag in enumerate(flags) if flag != _HERE)
+        runs: list[tuple[int, int]] = []
+        for layer in sorted(missing):
+            first = runs.pop()[0] if runs and runs[-1][1] == layer else layer
+            runs.append((first, layer + 1))
+        return runs
 
     def fetch(self, ranges: Sequence[tuple[int, int]], check: Callable[[], None] = lambda: None) -> bool:
         """Fetch the layers that ranges of bytes need, neighbors with one request.
@@ -172,7 +173,7 @@ class LayerFile:
                 view, offset = view[len(part) :], offset + len(part)
                 if offset < self._ends[layer + 1]:
                     break
-                flags += _HERE if crc == self._crcs[layer] else bytes(1)
+                flags.append(_HERE if crc == self._crcs[layer] else 0)
                 layer, crc = layer + 1, 0
             os.pwrite(fd, flags, self._table + layer - len(flags))
 
@@ -189,14 +190,3 @@ class LayerFile:
 def make_holes(fd: int, size: int, data_bytes: int) -> None:
     """Give an empty file its size; the first `data_bytes` of it are holes. Tests put a pattern there."""
     os.ftruncate(fd, size)
-
-
-def _joined(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return runs in order, neighbors as one."""
-    found: list[tuple[int, int]] = []
-    for first, last in sorted(set(runs)):
-        if found and found[-1][1] >= first:
-            found[-1] = found[-1][0], max(last, found[-1][1])
-        else:
-            found.append((first, last))
-    return found
