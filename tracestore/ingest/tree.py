@@ -207,6 +207,8 @@ class StreamItems(Items):
         Their number, if it is known.
     attributes : Mapping, optional
         The attributes of the items.
+    is_lent : bool
+        As for `Items`.
     """
 
     def __init__(
@@ -214,8 +216,10 @@ class StreamItems(Items):
         items: Iterable[Value],
         length: int | None = None,
         attributes: Mapping[str, Value] = _NO_ATTRIBUTES,
+        *,
+        is_lent: bool = False,
     ) -> None:
-        self._items, self.length, self.attributes = iter(items), length, attributes
+        self._items, self.length, self.attributes, self.is_lent = iter(items), length, attributes, is_lent
 
     def __iter__(self) -> Iterator[Value]:
         return self._items

@@ -11,7 +11,7 @@ from tracestore.errors import InvalidInputError, UsageError
 from tracestore.ingest.builtin.claiming import claim
 from tracestore.ingest.builtin.library import builtins, parse_builtin
 from tracestore.ingest.builtin.signature import Signature, facts_of
-from tracestore.ingest.tree import ListItems, MappingGroup, NumpyArray
+from tracestore.ingest.tree import ListItems, MappingGroup, NumpyArray, StreamItems
 from tracestore.store.format.schema import OPTIONAL_FIELDS
 
 RNG = np.random.default_rng(5)
@@ -291,3 +291,10 @@ def test_a_signature_checks_what_is_read():
 
     assert signature.checked(items, refused.append) is items
     assert refused and "expected float (S, D)" in refused[0]
+
+
+def test_checked_items_of_a_large_buffer_are_still_views_of_it():
+    signature = Signature.parse({"at": "[]", "must": {"x": "int"}})
+    items = StreamItems([MappingGroup({"x": 1}, lambda value: value)], is_lent=True)
+    found = signature.checked(items, pytest.fail)
+    assert found.is_lent and [item["x"] for item in found] == [1]

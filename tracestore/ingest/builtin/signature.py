@@ -161,7 +161,7 @@ class Signature:
     def checked(self, root: Value, refuse: Callable[[str], None]) -> Value:
         """Return the root of a file that is being read; `refuse` gets what is another thing in its first items."""
         if isinstance(root, Items) and root.is_stream and self.at == "[]":
-            return StreamItems(self._checked(root, refuse), root.length, root.attributes)
+            return StreamItems(self._checked(root, refuse), root.length, root.attributes, is_lent=root.is_lent)
         if (differs := self._difference(self._items(root), is_claim=False)) is not None:
             refuse(differs)
         return root
@@ -203,7 +203,8 @@ class Signature:
     def _compare(self, item: Value) -> tuple[str | None, dict[str, int]]:
         sizes: dict[str, int] = {}
         if self.class_name or "" in self.must:
-            if self.class_name and not self._is_of_class(item):
+            name = str(getattr(item, "attributes", {}).get("class", ""))
+            if self.class_name and Pattern(self.class_name).match(name) is None:
                 return f"found {describe(item)}, expected {self.class_name}", sizes
             if "" in self.must:
                 return self._compare_value("", item, self.must[""], sizes), sizes
@@ -227,10 +228,6 @@ class Signature:
             if letter in sizes and base in sizes and sizes[letter] - sizes[base] not in steps:
                 return f"found {sizes[letter]} as {letter}, expected {sizes[base]} as {base}", sizes
         return None, sizes
-
-    def _is_of_class(self, item: Value) -> bool:
-        name = str(getattr(item, "attributes", {}).get("class", ""))
-        return Pattern(self.class_name).match(name) is not None
 
     def _compare_keys(self, group: Group, prefix: str, sizes: dict[str, int], counts: dict[str, int]) -> str | None:
         for name in group:

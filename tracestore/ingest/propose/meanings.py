@@ -34,6 +34,7 @@ STATES = ("hidden_states", "last_token")
 # The field of a label and the beginning of that of a score, by what 1 or a high value means.
 _FIELDS = {CORRECT: ("is_correct", "correctness"), HALLUCINATION: ("is_hallucinated", "hallucination")}
 LABELS = tuple(label for label, _ in _FIELDS.values())
+_NEEDLESS = [tuple(name.split()) for name in NEEDLESS]
 
 
 @dataclass
@@ -113,17 +114,12 @@ def _reason(leaf: Leaf, siblings: frozenset[str]) -> str:
     """Return why no trace needs a leaf, by the words of its keys, "" without a reason."""
     for k, step in enumerate(leaf.path, 1):
         words = words_of(without_names(step))
-        phrase = max((phrase for phrase in _needless() if contains(words, phrase)), key=len, default=())
+        phrase = max((phrase for phrase in _NEEDLESS if contains(words, phrase)), key=len, default=())
         is_said = leaf.rank >= 2 or k < len(leaf.path) or (len(phrase) > 1 and leaf.rank)
         is_part = phrase == ("last", "hidden", "state") and "states" not in siblings
         if phrase and is_said and leaf.kind != "s" and not is_part:
             return NEEDLESS[" ".join(phrase)]
     return ""
-
-
-@lru_cache(maxsize=1)
-def _needless() -> list[tuple[str, ...]]:
-    return [tuple(name.split()) for name in NEEDLESS]
 
 
 def _names(leaf: Leaf, siblings: frozenset[str]) -> Iterator[tuple[str, ...]]:

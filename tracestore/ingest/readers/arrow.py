@@ -43,9 +43,8 @@ def _rows(batches: Iterator[Any], limits: Limits) -> Value:
         return ListItems([], lambda value: value)
     opener = RowOpener(limits)
     metadata = {_text(key): _text(value) for key, value in (first.schema.metadata or {}).items()}
-    rows = StreamItems((row for batch in chain((first,), batches) for row in opener.rows(batch)), None, metadata)
-    rows.is_lent = True
-    return rows
+    rows = (row for batch in chain((first,), batches) for row in opener.rows(batch))
+    return StreamItems(rows, None, metadata, is_lent=True)
 
 
 def _text(data: bytes) -> str:

@@ -77,11 +77,11 @@ class Content:
 
 
 @contextmanager
-def refusals() -> Iterator[None]:
-    """Turn whatever damaged or malicious bytes raise in a reader into InvalidInputError."""
+def refusals(faults: tuple[type[Exception], ...] = (*FAULTS, *READING)) -> Iterator[None]:
+    """Turn whatever damaged or malicious bytes raise in a reader, or READING alone, into InvalidInputError."""
     try:
         yield
-    except (*FAULTS, *READING) as error:
+    except faults as error:
         raise refusal(error) from None
 
 
@@ -93,15 +93,6 @@ def refusal(error: Exception) -> InvalidInputError:
         return InvalidInputError("nested deeper than a trace file")
     reason = " ".join(str(error).split())[:200]
     return InvalidInputError(f"not a trace file: {type(error).__name__}: {reason}")
-
-
-@contextmanager
-def reading() -> Iterator[None]:
-    """Turn READING into InvalidInputError."""
-    try:
-        yield
-    except READING as error:
-        raise refusal(error) from None
 
 
 def bytes_value(data: Any, charge: Charge) -> Value:

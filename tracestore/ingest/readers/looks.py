@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tracestore.ingest.files.byte_source import check_regular
-from tracestore.ingest.readers.content import reading
+from tracestore.ingest.readers.content import READING, refusals
 from tracestore.ingest.readers.opening import open_tree
 from tracestore.ingest.tree import Items, StreamItems, Value
 from tracestore.store.io.scratch import Scratch
@@ -32,7 +32,7 @@ class FirstLooks:
         opened = self._taken(path) or _opened(path)
         is_kept = False
         try:
-            with reading():
+            with refusals(READING):
                 yield opened.root
             num_items = len(opened.root.seen) if isinstance(opened.root, RepeatedItems) else 0
             is_kept = num_items < 2 and len(self._open) < _MAX_OPEN
@@ -50,7 +50,7 @@ class FirstLooks:
             with open_tree(path, scratch=scratch) as root:
                 yield root
             return
-        with opened.resources, reading():
+        with opened.resources, refusals(READING):
             yield opened.root.rest() if isinstance(opened.root, RepeatedItems) else opened.root
 
     def drop(self, path: Path) -> None:
@@ -99,9 +99,7 @@ class RepeatedItems(Items):
 
     def rest(self) -> StreamItems:
         """Return the items from the first one on, of which none is kept."""
-        items = StreamItems(chain(self._consumed(), self._rest), self.length, self.attributes)
-        items.is_lent = self.is_lent
-        return items
+        return StreamItems(chain(self._consumed(), self._rest), self.length, self.attributes, is_lent=self.is_lent)
 
     def _consumed(self) -> Iterator[Value]:
         while self.seen:

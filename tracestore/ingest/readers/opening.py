@@ -16,7 +16,7 @@ from tracestore.ingest.files.npy import NPY_MAGIC, is_npz
 from tracestore.ingest.files.safetensors import is_safetensors
 from tracestore.ingest.pickles.torch_file import is_legacy
 from tracestore.ingest.readers import objects, tensors, text
-from tracestore.ingest.readers.content import ARROW_MAGIC, Content, reading, refusals
+from tracestore.ingest.readers.content import ARROW_MAGIC, READING, Content, refusals
 from tracestore.ingest.tree import Items, Value
 from tracestore.store.io.scratch import Scratch
 
@@ -56,7 +56,7 @@ def open_tree(path: Path, *, scratch: Scratch | None = None) -> Iterator[Value]:
         Here or when values are used: with one reason, whatever the file holds. Values that are named many times
         count each time they are decoded, against a limit that grows with the file.
     """
-    with reading(), ExitStack() as resources:
+    with refusals(READING), ExitStack() as resources:
         with refusals():
             root = _root(path, scratch or Scratch(), resources)
         yield root
