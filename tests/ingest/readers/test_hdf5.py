@@ -174,7 +174,7 @@ def test_truncated_files_are_refused(path, share):
 
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGSTOP])
 def test_a_library_that_crashes_or_hangs_refuses_the_file(path, monkeypatch, number):
-    process = hdf5_process.HDF5Process("tracestore.ingest.readers.hdf5_server")
+    process = hdf5_process.HDF5Process()
     monkeypatch.setattr(hdf5._idle, "take", lambda: process)
     with pytest.raises(InvalidInputError, match="HDF5 library"), open_tree(path) as root:
         assert root["number"] == 5

@@ -30,7 +30,7 @@ from tracestore.ingest.tree import (
 _DTYPE = re.compile(r"[<>|](?:[biufc](?:1|2|4|8|16)|[SV]\d{1,7})")
 _PAGE_BYTES = 4 << 20
 _MAX_MEMBERS = 400_000  # of a group
-_idle = Idle("tracestore.ingest.readers.hdf5_server")
+_idle = Idle()
 
 
 def read_hdf5(content: Content) -> Value:

@@ -31,28 +31,23 @@ _MAX_DATA_BYTES = 192 << 20
 _MAX_MESSAGE_BYTES = 64 << 20
 _PART_BYTES = 1 << 20  # of an array, in a message
 _POLL_S = 1.0
+_SERVER = "tracestore.ingest.readers.hdf5_server"  # the module that the process runs: it calls `serve`
 CRASHED = "the HDF5 library fails on this file: truncated or damaged"
 
 Answer = tuple[dict[str, Any], Iterator[np.ndarray]]
 
 
 class HDF5Process:
-    """A process that reads HDF5 files for this one, one at a time.
+    """A process that reads HDF5 files for this one, one at a time."""
 
-    Parameters
-    ----------
-    module : str
-        Module that the process runs: it calls `serve`.
-    """
-
-    def __init__(self, module: str) -> None:
+    def __init__(self) -> None:
         root = str(Path(__file__).resolve().parents[3])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         read_end, write_end = os.pipe()
         self._life = os.fdopen(write_end, "wb")  # closed when this process ends
         self._connection, other = Pipe()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module, str(read_end), str(other.fileno())],
+            [sys.executable, "-m", _SERVER, str(read_end), str(other.fileno())],
             pass_fds=(read_end, other.fileno()),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -103,16 +98,10 @@ class HDF5Process:
 
 
 class Idle:
-    """Processes that have no file open.
+    """Processes that have no file open."""
 
-    Parameters
-    ----------
-    module : str
-        Module that the processes run.
-    """
-
-    def __init__(self, module: str) -> None:
-        self._module, self._lock, self._pid = module, threading.Lock(), os.getpid()
+    def __init__(self) -> None:
+        self._lock, self._pid = threading.Lock(), os.getpid()
         self._processes: list[HDF5Process] = []
         atexit.register(self._end)
 
@@ -124,7 +113,7 @@ class Idle:
                 if process.is_alive:
                     return process
                 process.end()
-        return HDF5Process(self._module)
+        return HDF5Process()
 
     def put(self, process: HDF5Process) -> None:
         """Keep a process for the next file."""
