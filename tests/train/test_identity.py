@@ -130,7 +130,7 @@ def test_a_digest_takes_less_time_than_a_loop_over_the_traces(tmp_path):
         assert_within(1, lambda: store.digest(store.indices), loop)
 
 
-# Options whose other value is not the next choice or number, what an option needs to have an effect, and those that
+# Options whose other value is not the next choice or a number that is 3 higher, what an option needs to have an effect, and those that
 # choose traces or where numbers go, or give the same weights up to rounding.
 OTHER = {
     "shuffle_buffer": 8,
@@ -163,7 +163,7 @@ def other(field):
         return OTHER[field.name]
     if get_origin(field.type) is Literal:
         return next(choice for choice in get_args(field.type) if choice != field.default)
-    return not field.default if field.type is bool else field.default + 1
+    return not field.default if field.type is bool else field.default + 3
 
 
 def weights(path, folder, options):
