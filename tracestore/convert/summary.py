@@ -83,7 +83,8 @@ class SourceCounts:
             self.rounding_error = packed.rounding_error
         self.num_without_embeddings += record.is_without_embeddings
         has_states = packed.num_tokens > 0
-        self.num_without_tokens += has_states and record.tokens is None and packed.edge_counts is None
+        has_tokens = record.tokens is not None or record.tokens_decoded is not None
+        self.num_without_tokens += has_states and not has_tokens and packed.edge_counts is None
         self.num_without_last_state += (
             has_states and record.tokens is not None and len(record.tokens) == packed.num_tokens + 1
         )
@@ -103,7 +104,8 @@ class SourceCounts:
         if self.rounding_error is None:
             self.rounding_error = block.rounding_error
         has_tokens, has_edges = block.has_field("tokens"), rows["attention_layout"] == LAYOUT_EDGES
-        self.num_without_tokens += int(((num_tokens > 0) & ~has_tokens & ~has_edges).sum())
+        has_texts = has_tokens | block.has_field("tokens_decoded")
+        self.num_without_tokens += int(((num_tokens > 0) & ~has_texts & ~has_edges).sum())
         self.num_without_last_state += int(((num_tokens > 0) & has_tokens & (block.num_ids == num_tokens + 1)).sum())
         for k in np.flatnonzero(~block.has_field("question_id")).tolist():
             self.num_made_up_ids += block.ids[k].endswith(f":{rows['source_position'][k]}")

@@ -195,7 +195,7 @@ def test_labels_are_not_stored_if_the_accounts_do_not_close(tmp_path):
     table(tmp_path / "in/t.csv", [{"id": f"Q{k}", "ok": 1} for k in range(3)])
     layout = {"hidden_states": "a.pkl : [id=id]/hs -> L S D", "is_correct": "t.csv : [id=id]/ok"}
 
-    refuse(tmp_path, layout, "no id of it is that of a trace")
+    refuse(tmp_path, layout, "differ in spelling only")
 
     assert not (tmp_path / "s.zarr/manifest").exists()
 

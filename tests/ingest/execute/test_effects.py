@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import zipfile
 
 import numpy as np
 import pytest
@@ -742,3 +743,111 @@ def test_rule_13_labels_in_order_beside_a_column_of_ids(tmp_path):
     layout = {"hidden_states": "h.npy -> N L S D", "question_id": "ids.npy -> N", "is_correct": "t.csv : []/y"}
 
     refuse(tmp_path, layout | {"question": "t.csv : [id=uid]/text"}, r"\[id=uid\] in each line of the table")
+
+
+# Advice of messages
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_names_with_zeros_join_the_numbers_of_rows(tmp_path, width):
+    for k in range(4):
+        save(tmp_path / f"in/h/{k:0{width}}.npy", states(2, 3, 8, seed=k))
+    table(tmp_path / "in/t.csv", [{"row": k, "qid": f"q{k}", "ok": k % 2} for k in range(4)])
+    layout = {"question_id": "t.csv : [row=row]/qid", "is_correct": "t.csv : [row=row]/ok"}
+    if width > 1:
+        refuse(tmp_path, layout | {"hidden_states": "h/{row}.npy -> L S D"}, r"row is 0+, and \{row:d\} a number")
+        refuse(
+            tmp_path,
+            {"hidden_states": "h/{id}.npy -> L S D", "is_correct": "t.csv : [id=row]/ok", "ignore": "t.csv : []/qid"},
+            r"differ in spelling only.*\{NAME:d\} instead of",
+        )
+
+    traces = convert(tmp_path, layout | {"hidden_states": "h/{row:d}.npy -> L S D"})
+
+    assert [traces[f"q{k}", 0].score for k in range(4)] == [0, 1, 0, 1]
+
+
+def test_two_names_of_one_number_are_refused(tmp_path):
+    for name in ("7", "07", "8"):
+        save(tmp_path / f"in/{name}.npy", states(2, 3, 8, seed=len(name)))
+
+    refuse(tmp_path, {"hidden_states": "{id:d}.npy -> L S D"}, "found its value twice")
+
+
+@pytest.mark.parametrize("name", ["d.zip", "d.tar", "d.tar.gz", "d.TGZ", "d.tar.xz", "d.tar.zst", "d.7z", "x/d.rar"])
+def test_an_archive_is_unpacked_by_the_user(tmp_path, name):
+    dump(tmp_path / "in/a.pkl", rows(ids="abcd"))
+    dump(tmp_path / "in" / name, b"")
+
+    refuse(tmp_path, ROWS, "no line of the layout names .*; unpack it")
+
+
+def test_the_member_of_an_archive(tmp_path):
+    (tmp_path / "in").mkdir()
+    with zipfile.ZipFile(tmp_path / "in/d.zip", "w") as archive:
+        with archive.open("q0/hs.npy", "w") as file:
+            np.save(file, states(2, 3, 8))
+        archive.writestr("q0/meta.json", "{}")
+
+    refuse(tmp_path, {"hidden_states": "d.zip : {id}/hs -> L S D"}, "is not an array of NumPy: unpack the archive")
+
+
+@pytest.mark.parametrize("name", ["h.dat", "h.bin", "h.raw", "h.mmap", "h.MEMMAP"])
+@pytest.mark.parametrize("first", [b"P", b"\0", b"(", b"\xff"])
+def test_raw_numbers(tmp_path, name, first):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / name).write_bytes(first + bytes(95))
+    layout = {"hidden_states": f"{name} -> L S D", "dtype.hidden_states": "float16"}
+
+    refuse(tmp_path, layout, "no format that is read; raw numbers: np.save")
+
+
+def test_a_pickle_under_the_name_of_raw_numbers(tmp_path):
+    dump(tmp_path / "in/a.bin", rows(ids="abcd"))
+
+    assert len(convert(tmp_path, {"hidden_states": "a.bin : []/hs -> L S D", "question_id": "a.bin : []/id"})) == 4
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "is_left_out"),
+    [
+        ("ground_truth", "Paris", True),
+        ("ground_truth", "the 1966 World Cup", True),
+        ("groundTruth", "Alexander Fleming", True),
+        ("truth", "97", True),
+        ("gold", "Paris", True),
+        ("reference", "Paris", True),
+        ("ground_truth", "correct", False),
+        ("ground_truth", "hallucinated", False),
+        ("ground_truth", 1, False),
+        ("truth", True, False),
+        ("truth", 0.5, False),
+        ("truth_label", "Paris", False),
+        ("target", "Paris", False),
+        ("verdict", "Paris", False),
+    ],
+)
+def test_rule_08a_the_text_of_a_reference_answer_is_no_label(tmp_path, key, value, is_left_out):
+    dump(tmp_path / "in/a.pkl", [row | {key: value} for row in rows(ids="abcd")])
+    if is_left_out:
+        assert len(convert(tmp_path, ROWS)) == 4
+    else:
+        refuse(tmp_path, ROWS, "no line of the layout names what may be a label")
+
+
+@pytest.mark.parametrize("value", [[1, 2, 3], (4, 5), [[1], [2]], np.arange(3)])
+def test_the_message_says_that_a_list_holds_numbers(tmp_path, value):
+    dump(tmp_path / "in/a.pkl", [row | {"more": value} for row in rows(ids="abcd")])
+
+    refuse(tmp_path, ROWS, r"no line of the layout names numbers \(")
+
+
+@pytest.mark.parametrize("has_texts", [True, False])
+def test_texts_of_tokens_are_enough(tmp_path, has_texts):
+    dump(tmp_path / "in/a.pkl", [{"id": "a", "hs": states(2, 3, 8), "toks": ["a", "b", "c"]}])
+    layout = ["hidden_states = a.pkl : [id=id]/hs -> L S D", "tokens_decoded = a.pkl : [id=id]/toks"]
+    lines = [part for line in layout[: 1 + has_texts] for part in ("--field", line)]
+
+    done = command("convert", tmp_path / "in", tmp_path / "s.zarr", *lines)
+
+    assert ("no token ids in" in done.stdout) != has_texts

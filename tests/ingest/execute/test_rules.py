@@ -468,7 +468,7 @@ def test_rule_07_raw_bits_and_scaled_integers_are_stated(tmp_path):
 
 def test_rule_08_attention_without_a_line(tmp_path):
     write_rows(tmp_path, attn=lambda _: np.ones((2, 1, 4, 4), "f4"))
-    refuse(tmp_path, ROWS, "attn: no line of the layout names an array")
+    refuse(tmp_path, ROWS, r"attn: no line of the layout names numbers \(an array")
 
     assert len(convert(tmp_path, ROWS | {"ignore": ["*.pkl : [id=id]/attn"]})) == 3
 

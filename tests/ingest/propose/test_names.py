@@ -20,6 +20,11 @@ CASES = [
     (["q_1ffa32280d.npy", "q_d73d6203be.npy", "q_0123456789.npy"], {"{id}.npy"}),
     (["layer_12345678.npy", "layer_10000001.npy"], {"layer_{layer}.npy"}),
     (["d1d2q1.npy", "d1d2q2.npy"], {"d1d2q1.npy", "d1d2q2.npy"}),
+    (["coqa_1.pkl.gz", "coqa_2.pkl.gz"], {"{id}.pkl.gz"}),
+    (["q1.jsonl.zst", "q2.jsonl.zst"], {"{id}.jsonl.zst"}),
+    (["layer_0.npy.xz", "layer_1.npy.xz"], {"layer_{layer}.npy.xz"}),
+    (["a/q1.npy.bz2", "a/q2.npy.bz2"], {"a/{id}.npy.bz2"}),
+    (["q1.gz", "q2.gz"], {"{id}.gz"}),
     (["q0_hidden.npy", "q1_hidden.npy", "q0_attn.npy", "q1_attn.npy"], {"{id}_hidden.npy", "{id}_attn.npy"}),
 ]
 

@@ -20,7 +20,7 @@ from tracestore.ingest.execute.values import describe, named
 from tracestore.ingest.execute.walk import Cell, Node
 from tracestore.ingest.layout.places import RECORDS, Place, Plan
 from tracestore.ingest.tree import Array, Group, Items, Value, as_array
-from tracestore.store.vocabulary import is_named_as_verdict
+from tracestore.store.vocabulary import is_named_as_verdict, is_verdict
 from tracestore.store.write.record import TraceRecord
 
 # Words of keys that may be labels, scores or reference answers, besides those of `is_named_as_verdict` (rules 8a, 22a).
@@ -360,8 +360,12 @@ def check_unclaimed(path: str, key: Any, value: Value, *, in_records: bool) -> N
     """Refuse a key that no line names, if it may be a label or an answer (rule 8a) or holds an array (rule 8)."""
     is_own = looks_like_label(str(key)) or (in_records and str(key).lower() in OWN_LINES)
     is_own &= not isinstance(value, Group) and value is not None
+    # The text of a reference answer is no label.
+    is_own &= not (
+        isinstance(value, str) and "truth" in str(key).lower() and not (is_verdict(value) or is_named_as_verdict(key))
+    )
     if is_own or holds_array(value):
-        what = "what may be a label, a score or an answer" if is_own else describe(value)
+        what = "what may be a label, a score or an answer" if is_own else f"numbers ({describe(value)})"
         raise InvalidInputError(f'{path}: no line of the layout names {what}; add a line, or ignore = ["{path}"]')
 
 

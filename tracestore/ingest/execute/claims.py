@@ -23,6 +23,7 @@ _OTHER_SUFFIXES = (
     *(".md", ".py", ".ipynb", ".sh", ".log", ".yaml", ".yml", ".toml", ".cfg", ".ini", ".png", ".pdf", ".svg", ".html"),
     *(".jpg", ".lock", ".rst", ".license", ".gitignore"),
 )
+_ARCHIVES = (".zip", ".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst", ".7z", ".rar")
 _MAX_NAMES = 3
 
 
@@ -170,7 +171,8 @@ def claim_files(
             unowned.append(name)
     if unowned:
         lines = json.dumps(unowned[:_MAX_NAMES], ensure_ascii=False)
-        raise InvalidInputError(f"no line of the layout names {some_of(unowned)}; add a line, or ignore = {lines}")
+        way = "unpack it" if unowned[0].lower().endswith(_ARCHIVES) else f"add a line, or ignore = {lines}"
+        raise InvalidInputError(f"no line of the layout names {some_of(unowned)}; {way}")
     if is_stated:
         _check_ignored(plan, patterns, ignored, claimed)
     for place in plan.places:

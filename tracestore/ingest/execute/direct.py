@@ -162,7 +162,7 @@ class DirectReader:
         if "spans" in values:
             check_spans(values["spans"], [values[name] for name in ANSWER_FIELDS if name in values])
         extras = self._extras(item, keys.rest) if keys.rest else None
-        self._maker.set_id(values, bound.get("id"))
+        self._maker.set_id(values, bound)
         self._maker.set_sample(values, bound.get("sample"))
         stated = None if (found := values.pop("L.ids", None)) is None else found.tolist()
         self._check(values, is_row="N" in bound)

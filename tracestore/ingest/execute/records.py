@@ -1,7 +1,8 @@
 """Traces of one source as records: the values of all places that belong together."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,14 +65,16 @@ class RecordMaker:
         self._words = None if is_of_schema else words
         self._has_no_padding = self.settings.get("S.padding") in (None, "none")
 
-    def set_id(self, values: dict[str, Any], bound: Any) -> None:
-        """Set question_id to what its field says, else to what the trace binds, as text."""
+    def set_id(self, values: dict[str, Any], bound: Mapping[str, Any], made: Any = None) -> None:
+        """Set question_id to what its field or a template says, else to the id that the trace binds, as text."""
         if (given := values.get("question_id")) is not None:
             values["question_id"] = id_text(given)
         elif "question_id" in self.plan.layout.addresses:
-            raise InvalidInputError("the trace has no id where the layout says", field="question_id")
-        elif bound is not None and values.get("global_example_id") is None:
-            values["question_id"] = key_text(bound)
+            zeros = next((name for name, value in bound.items() if re.fullmatch(r"0\d+", str(value))), None)
+            way = f": {zeros} is {bound[zeros]}, and {{{zeros}:d}} a number without zeros in front" if zeros else ""
+            raise InvalidInputError(f"the trace has no id where the layout says{way}", field="question_id")
+        elif (own := made or bound.get("id")) is not None and values.get("global_example_id") is None:
+            values["question_id"] = key_text(own)
 
     def set_sample(self, values: dict[str, Any], bound: Any) -> None:
         """Set the number of the answer to what its field says, else to what the trace binds."""
@@ -228,7 +231,7 @@ class TraceBuilder:
     def _set_key(self, trace: TraceCells, values: dict[str, Any]) -> None:
         """Set question_id and sample of a trace from what it binds, unless fields say them."""
         environment = trace.environment
-        self._maker.set_id(values, values.pop("id", None) or environment.get("id"))
+        self._maker.set_id(values, environment, values.pop("id", None))
         if (question_id := values.get("question_id")) is not None:
             environment.setdefault("id", question_id)
             if "sample" in self._settings:

@@ -46,7 +46,8 @@ def check_remainders(name: str, rows: list[Any], unused: list[Any], missing: lis
     for key in unused:
         if (other := loose.get(loose_key(key))) is not None:
             raise InvalidInputError(
-                f"the row {_short(key)} and the trace {_short(other)} differ in spelling only; correct one of them",
+                f"the row {_short(key)} and the trace {_short(other)} differ in spelling only; correct one of them"
+                + "; {NAME:d} instead of {NAME} is a number without zeros in front" * str(other).isdecimal(),
                 field=name,
             )
     left = set(unused)
@@ -117,12 +118,12 @@ class TableAccount:
             found = f"{self.num_rows:,} rows in order belong to {self.num_used + len(missing):,} traces"
             found += "; a column of numbers joins some of the rows" if self.joined_by == "by position" else ""
             raise InvalidInputError(found, field=self.field)
+        check_remainders(self.field, self.rows, unused, missing)
         if self.num_rows and num_unused == self.num_rows:
             first = escape_unprintable(str(*self.rows[:1]), 40)
             raise InvalidInputError(
                 f"no {self.joined_by[3:]} of it is that of a trace: its first is {first!r}", field=self.field
             )
-        check_remainders(self.field, self.rows, unused, missing)
         if self.partial is not None:
             raise InvalidInputError(self.partial, field=self.field)
         rest = f", {num_unused:,} without a trace" if num_unused else ""

@@ -134,7 +134,7 @@ def damaged(error: Exception) -> InvalidInputError:
 def _member(mapped: MappedFile, archive: zipfile.ZipFile, info: zipfile.ZipInfo, name: str) -> StoredArray:
     name = name[:60]
     if not info.filename.endswith(".npy"):
-        raise InvalidInputError(f"entry {info.filename[:60]!r} is not an array of NumPy")
+        raise InvalidInputError(f"entry {info.filename[:60]!r} is not an array of NumPy: unpack the archive")
     with archive.open(info) as head:  # compares the two headers
         shape, is_fortran, dtype = read_npy_header(head, name)
         header_bytes = head.tell()

@@ -24,14 +24,14 @@ class PatternPart(NamedTuple):
 
     kind: Literal["literal", "name", "star", "deep"]
     text: str = ""
-    is_strict: bool = False  # a number without leading zeros
+    is_plain: bool = False  # a number without a sign, whose leading zeros do not count
     is_from_end: bool = False  # a number that counts from the end, with or without its sign
 
     @property
     def is_number(self) -> bool:
         """Return whether the part binds a number."""
         return self.kind == "name" and (
-            self.is_strict or self.is_from_end or self.text.partition(".")[0] in NUMBER_NAMES
+            self.is_plain or self.is_from_end or self.text.partition(".")[0] in NUMBER_NAMES
         )
 
 
@@ -171,7 +171,7 @@ class _Spans:
         if self.part.is_from_end:
             return -abs(int(text))
         is_integer = self.part.kind == "name" and self.part.text.partition(".")[0] in NUMBER_NAMES
-        return int(text) if is_integer else text
+        return int(text) if is_integer else (text.lstrip("0") or "0") if self.part.is_plain else text
 
     def _range(self, begin: int) -> tuple[int, int]:
         """Return which ends follow a position."""
@@ -180,9 +180,8 @@ class _Spans:
             low = begin + len(part.text)
             high = low if name.startswith(part.text, begin) else low - 1
         elif part.kind == "name":
-            first = begin + (part.is_number and not part.is_strict and name.startswith("-", begin))
+            first = begin + (part.is_number and not part.is_plain and name.startswith("-", begin))
             low, high = first + 1, self._stops[first]
-            high = min(high, low) if part.is_strict and name.startswith("0", first) else high
         else:
             low, high = begin, self._stops[begin]
         return bisect_left(self._ends, low), bisect_right(self._ends, high)

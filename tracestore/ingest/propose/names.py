@@ -15,6 +15,8 @@ _TOKEN = re.compile(r"(?=[a-f]*\d)(?=\d*[a-f])[a-f\d]{8,}(?![^\W_])|[^\W\d_]+|\d
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _WORD = re.compile(r"[^\W\d_]+")
 _BOUND = re.compile(r"\{[^}]*\}")
+# That of a compressed file has two parts.
+_SUFFIX = re.compile(r"(\.[a-z]\w*)?\.(gz|bz2|xz|zst|z|zlib)$|\.[^./]*$", re.IGNORECASE)
 _SPECIAL = re.compile(r"([\\*{])")
 # The number of an answer, behind the word that names it.
 SAMPLE = re.compile(r"((?:sample|response|generation|answer|gen)[_\-.=]?)(\d+)", re.IGNORECASE)
@@ -97,7 +99,8 @@ def families(names: Iterable[str], *, is_path: bool = False, keep_single: bool =
     """
     groups: dict[tuple[str, ...], dict[str, list[Piece]]] = defaultdict(dict)
     for name in names:
-        end = name.rfind(".") if is_path and name.rfind(".") > name.rfind("/") else len(name)
+        suffix = _SUFFIX.search(name) if is_path else None
+        end = len(name) if suffix is None else suffix.start()
         pieces = _with_samples(_merged([*_pieces(name[:end]), (name[end:], "")]))
         groups[tuple(text if what == "" else f"\0{what}" for text, what in pieces)][name] = pieces
     return [family for members in groups.values() for family in _families_of(members, keep_single=keep_single)]

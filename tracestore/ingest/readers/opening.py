@@ -31,6 +31,7 @@ _READERS = {
     b"\xff\xff\xff\xff": ("arrow", "read_arrow"),  # a stream
 }
 _HEAD_BYTES = 64
+_RAW = (".dat", ".bin", ".raw", ".mmap", ".memmap")  # unless they begin like a pickle
 
 
 @contextmanager
@@ -113,6 +114,8 @@ def _reader_of(mapped: MappedFile, name: str) -> Callable[[Content], Value]:
         return _reader("numpy_arrays", "read_npz") if is_npz(mapped) else objects.read_torch_zip
     if is_safetensors(head, len(mapped)):
         return tensors.read_safetensors
+    if name.lower().endswith(_RAW) and head[:1] != b"\x80":
+        raise InvalidInputError("no format that is read; raw numbers: np.save gives them a type and a shape")
     found = next((names for magic, names in _READERS.items() if head.startswith(magic)), None)
     return objects.read_mapped_pickle if found is None else _reader(*found)
 
