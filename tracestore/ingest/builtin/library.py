@@ -74,11 +74,11 @@ class Builtin:
     def signatures(self) -> dict[str, Signature]:
         """The signature of each FILES; those of items know the keys of further fields, and of optional ones in records."""
         tables = _filled(self.source["signature"], self.values)
-        found = {text: Signature.parse(table) for text, table in tables.items()}
         forms = dict.fromkeys(self.lines.values(), parse_form("number | text"))
         if "records" in self.source.get("layout", {}):
             forms |= _optional_forms()
-        return {text: signature.with_keys(forms) for text, signature in found.items()} if forms else found
+        found = {text: Signature.parse(table) for text, table in tables.items()}
+        return {text: replace(signature, may={**signature.may, **forms}) for text, signature in found.items()}
 
     @cached_property
     def layout(self) -> Layout:

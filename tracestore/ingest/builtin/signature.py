@@ -3,7 +3,7 @@
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import islice
 from typing import Any, NamedTuple
@@ -131,10 +131,6 @@ class Signature:
         named = [(key, forms, True) for key, forms in self.must.items()]
         named += [(key, forms, False) for key, forms in self.may.items()]
         return [(key, Pattern(key), forms, is_must) for key, forms, is_must in named]
-
-    def with_keys(self, keys: Mapping[str, tuple[Form, ...]]) -> "Signature":
-        """Return the signature with further keys that an item may have."""
-        return replace(self, may={**self.may, **keys})
 
     def has_first(self, root: Value) -> bool:
         """Return whether the first item of a file has the keys and values of the signature, whatever its conditions."""

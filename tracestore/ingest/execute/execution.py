@@ -115,11 +115,6 @@ class Execution:
         return digest.digest()
 
     @property
-    def is_direct(self) -> bool:
-        """Return whether the items of a file hold all fields of their traces."""
-        return self._step is not False
-
-    @property
     def tables(self) -> list[str]:
         """The FILES of tables whose rows sources share, so that one process must read these sources."""
         return sorted(self._table_files)
@@ -156,7 +151,7 @@ class Execution:
             group.name,
             need_attention,
             has_scores_file=self._has_scores_file,
-            is_of_schema=self.is_direct and not self._is_stated,
+            is_of_schema=self._step is not False and not self._is_stated,
         )
         read = self._joined if self._step is False else self._direct
         for position, make in enumerate(read(group, account, maker, scratch)):

@@ -151,13 +151,15 @@ class Column:
     @property
     def is_in_order(self) -> bool:
         """Return whether the order of its rows is a part of what joins them."""
-        return self.place.has_numbers or not {"N", "N*", "K"}.isdisjoint(self.names)
+        return bool(self.place.numbered) or not {"N", "N*", "K"}.isdisjoint(self.names)
 
     @property
     def joined_by(self) -> str:
         """The way its rows are joined: "in order", "by position", or "by" names."""
         names = ", ".join(name for name in self.names if not name.startswith("*")) or "source"
-        return "by position" if self.place.is_counted else "in order" if names in ("N", "N*") else f"by {names}"
+        if self.place.numbered - {"sample"}:
+            return "by position"
+        return "in order" if names in ("N", "N*") else f"by {names}"
 
     def scalar(self, environment: Mapping[str, Any], fixed: Mapping[str, Any]) -> Any:
         """Return the text, number or None of a trace; MISSING without a row.

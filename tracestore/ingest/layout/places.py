@@ -81,23 +81,14 @@ class Place:
         # A name with a dot is the end of a range.
         return frozenset({name for name in self.address.bound - INNER_NAMES if "." not in name} | letters)
 
-    @cached_property
-    def is_counted(self) -> bool:
-        """True if rows are joined by their own number, not by that of an answer."""
-        return bool(self._numbered - {"sample"})
-
     @property
     def is_of_answer(self) -> bool:
         """True if its values are those of the tokens from prompt_length on."""
         return "G" in (self.address.axes or ())
 
-    @property
-    def has_numbers(self) -> bool:
-        """True if a number of rows, also of those with one id, is a part of what joins them."""
-        return bool(self._numbered)
-
     @cached_property
-    def _numbered(self) -> set[str]:
+    def numbered(self) -> set[str]:
+        """The names that items bind by their own number: "sample" among those of one id, others among all."""
         steps = [step for step in self.address.path if isinstance(step, ItemsStep)]
         return {v.name for step in steps for v in step.values if v.path == ("#",)}
 
