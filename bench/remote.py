@@ -22,6 +22,7 @@ import torch_geometric  # noqa: F401 - imported before the measurement
 
 import tracestore
 from tests.store.remote.server import BUCKET, s3_server
+from tests.store.remote.stores import committed_files
 from tracestore.store.remote.object_store import ObjectStore
 
 URL = f"s3://{BUCKET}/store.zarr"
@@ -68,7 +69,7 @@ def main() -> None:
         upload(args.store, bucket)
         with tracestore.open(args.store) as store:
             wanted = ("/hidden_states/c/", "/attention/c/")
-            files = [(f.path, f.size) for f in store.internals.index.files() if any(w in f.path for w in wanted)]
+            files = [(f.path, f.size) for f in committed_files(store) if any(w in f.path for w in wanted)]
         size = sum(size for _, size in files)
 
         def cold(shuffle: str) -> float:

@@ -90,19 +90,17 @@ class StoreFiles(Protocol):
     ----------
     prefix : str
         Precedes the paths of files in errors: the location of the store and a slash, if several are opened as one.
+    cache_bytes : int or None
+        Bytes of the cache that files are fetched into; None for local files.
     """
 
     prefix: str = ""
+    cache_bytes: int | None = None
 
     @property
     def has_ranges(self) -> bool:
         """True if parts of files are fetched when they are needed."""
         return False
-
-    @property
-    def cache_bytes(self) -> int | None:
-        """Bytes of the cache that files are fetched into; None for local files."""
-        return None
 
     def read(self, entry: FileEntry) -> bytes:
         """Return all bytes of a small file.

@@ -25,7 +25,8 @@ _CLOSE_S = 1.0
 class RemoteFilePrefetcher:
     """Fetches the files of upcoming batches in the order of their use, as many as the cache has room for.
 
-    It begins when the reader needs a file that the cache lacks. It also tells the cache which batch uses a file next, which decides what is evicted.
+    It begins when the reader needs a file that the cache lacks. It also tells the cache which batch uses a file next,
+    which decides what is evicted.
     """
 
     def __init__(self, files: CachedFiles, files_of: FilesOf, start: int, total: int) -> None:

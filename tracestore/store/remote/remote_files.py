@@ -63,7 +63,7 @@ class RemoteFiles(ReadableFiles):
 
     def __init__(self, object_store: ObjectStore, cache: DiskCache) -> None:
         self.object_store, self.cache = object_store, cache
-        self.location = object_store.address
+        self.location, self.cache_bytes = object_store.address, cache.max_bytes
         self.next_use: NextUse = lambda name: None
         self.on_miss: Callable[[], None] = lambda: None
         self.own_manifest: Manifest | None = None  # that of the last commit here
@@ -199,11 +199,6 @@ class RemoteFiles(ReadableFiles):
     def has_ranges(self) -> bool:
         """See StoreFiles. A forked process, which cannot send requests, fetches whole files."""
         return self.object_store.has_ranges and not self.object_store.is_forked
-
-    @property
-    def cache_bytes(self) -> int:
-        """See StoreFiles."""
-        return self.cache.max_bytes
 
     def map_layers(self, entry: FileEntry, layers: Layers, data_bytes: int) -> LayerFile | None:
         """See StoreFiles."""
