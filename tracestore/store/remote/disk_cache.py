@@ -179,7 +179,8 @@ class DiskCache:
                     os.fsync(fd)
                 os.rename(partial, final)
                 os.fchmod(fd, 0o444)
-                fsio.remove_tree(self.folder / (name + LAYERS_SUFFIX))
+                if self.contains(name + LAYERS_SUFFIX):
+                    fsio.remove_tree(self.folder / (name + LAYERS_SUFFIX))
                 return final
             except BaseException as error:
                 fsio.remove_tree(partial)
