@@ -205,12 +205,6 @@ def _is_empty(cell: Cell) -> bool:
     return isinstance(cell.value, Items) and not cell.value.is_stream and not cell.value.length
 
 
-def check_prompt(length: int | None, num_tokens: int) -> None:
-    """Refuse a prompt that is longer than its trace, whose last token may have no states."""
-    if (length or 0) > num_tokens + 1:
-        raise InvalidInputError(f"found {length}, more than {num_tokens} tokens", field="prompt_length")
-
-
 def check_new_tokens(sizes: list[int], what: str) -> None:
     """Rule 5: passes grow by new tokens only. 5a: without ids, passes after the first have one token each."""
     if any(size != 1 for size in sizes[1:]):

@@ -230,7 +230,7 @@ def is_other(name: str) -> bool:
     return base.lower() in _OTHER_FILES or base.lower().endswith(_OTHER_SUFFIXES) or "." not in base
 
 
-def group_files(plan: Plan, claimed: Claimed) -> tuple[list[FileGroup], set[str]]:
+def group_files(plan: Plan, claimed: Claimed) -> tuple[list[FileGroup], list[str]]:
     """Return the sources, and the FILES of tables, which every source may use.
 
     Files whose names bind the same names of a trace are one source. A table is a file that shares no name with them.
@@ -258,7 +258,7 @@ def group_files(plan: Plan, claimed: Claimed) -> tuple[list[FileGroup], set[str]
     if len({group.name for group in ordered}) < len(ordered):
         for group in ordered:
             group.name = next(iter(group.files.values()))[0].name
-    return ordered, tables
+    return ordered, sorted(tables)
 
 
 def _attach(place: Place, files: list[FoundFile], groups: Groups, names: list[str], shared: list[str]) -> None:

@@ -54,6 +54,8 @@ class Execution:
     ----------
     groups : list of FileGroup
         The sources in their order.
+    tables : list of str
+        The FILES of tables whose rows sources share, so that one process must read these sources.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class Execution:
         if self._is_stated:
             check_effects(self.plan)
         self._claimed = claim_files(self.plan, files, owned, is_stated=self._is_stated)
-        self.groups, self._table_files = group_files(self.plan, self._claimed)
+        self.groups, self.tables = group_files(self.plan, self._claimed)
         self._step = direct_step(self.plan)
         self._numbers = {group.name: k for k, group in enumerate(self.groups)}
         self._file_keys = FileKeys(self.plan, self.groups)
@@ -108,22 +110,15 @@ class Execution:
     def fingerprint(self) -> bytes:
         """Return a digest of the layout and of the tables, on which every source depends."""
         digest = hashlib.blake2b(self.layout.to_toml().encode(), digest_size=16)
-        for text in sorted(self._table_files):
+        for text in self.tables:
             for file in self._claimed[text]:
                 with open(file.path, "rb") as opened:
                     digest.update(hashlib.file_digest(opened, "blake2b").digest())
         return digest.digest()
 
-    @property
-    def tables(self) -> list[str]:
-        """The FILES of tables whose rows sources share, so that one process must read these sources."""
-        return sorted(self._table_files)
-
     def scores_of_tables(self) -> set[str]:
         """Return the fields of labels and scores that tables give."""
-        return {
-            p.name for p in self.plan.others if p.rule.kind == "score" and p.address.files.text in self._table_files
-        }
+        return {p.name for p in self.plan.others if p.rule.kind == "score" and p.address.files.text in self.tables}
 
     # Reading
 
@@ -271,7 +266,7 @@ class Execution:
             if self._tables is None:
                 columns = TraceColumns(self.plan)
                 self._row_texts = columns.texts
-                files = [(text, file) for text in sorted(self._table_files) for file in self._claimed[text]]
+                files = [(text, file) for text in self.tables for file in self._claimed[text]]
                 for text, file in files:
                     with error_location(file.name):
                         root = self._resources.enter_context(open_tree(file.path, scratch=scratch))
@@ -342,7 +337,7 @@ class Execution:
 
     def finish(self) -> None:
         """Take the tables into the account, when all sources are read, and close them."""
-        sources = {text: self._claimed[text][0].name for text in self._table_files if self._claimed[text]}
+        sources = {text: self._claimed[text][0].name for text in self.tables if self._claimed[text]}
         self.account.add_tables(self._tables or {}, sources)
         self._tables = None
         self.release()

@@ -12,7 +12,6 @@ from tracestore.ingest.execute.arrays import (
     check_attention_values,
     check_ends,
     check_new_tokens,
-    check_prompt,
     check_zero_tokens,
     read_attention,
     read_states,
@@ -98,8 +97,9 @@ class RecordMaker:
             check_ends(states, self._states)
         if record.attention is not None:
             check_attention_values(record.attention[0])
-        if not is_last:
-            check_prompt(record.prompt_length, record.num_tokens)
+        length, most = record.prompt_length or 0, record.num_tokens + 1  # the last token may have no states
+        if not is_last and length > most:
+            raise InvalidInputError(f"found {length}, more than {most - 1} tokens", field="prompt_length")
         if self.settings.get("D.size") not in (None, record.hidden_dim):
             raise InvalidInputError(f"found D {record.hidden_dim}, expected {self.settings['D.size']}", field="D.size")
         return record

@@ -92,11 +92,13 @@ class Padding:
     def _span_of_mask(
         self, trace: TraceCells, flags: np.ndarray, tokens: np.ndarray | None, layers: Layers, sizes: list[int]
     ) -> Span:
-        """Return the tokens of a mask, which is as long as the states, the ids or the first pass (rule 2)."""
+        """Return the run of ones of a mask (rule 17b), as long as the states, the ids or the first pass (rule 2)."""
         num_states = len(layers[0])
         if len(flags) not in (num_states, sizes[0], 0 if tokens is None else len(tokens)):
             raise InvalidInputError(f"found {len(flags)} values, expected {num_states} as tokens", field="S.mask")
-        begin, end = span_of_mask(flags)
+        if flags.ndim != 1 or not np.isin(flags, (0, 1)).all():
+            raise InvalidInputError("found other values than 0 and 1", field="S.mask")
+        begin, end = _one_run(flags, "S.mask")
         if len(flags) < num_states:
             if end < len(flags):
                 raise InvalidInputError("the first pass is padded behind its tokens", field="S.mask")
@@ -296,13 +298,6 @@ def _one_run(flags: np.ndarray, name: str) -> Span:
         gap = begin + int(np.flatnonzero(flags[begin:end] == 0)[0])
         raise InvalidInputError(f"token {gap} inside the trace is left out, expected one run of tokens", field=name)
     return begin, end
-
-
-def span_of_mask(mask: np.ndarray) -> Span:
-    """Return the run of ones of a mask (rule 17b)."""
-    if mask.ndim != 1 or not np.isin(mask, (0, 1)).all():
-        raise InvalidInputError("found other values than 0 and 1", field="S.mask")
-    return _one_run(mask, "S.mask")
 
 
 def leaves_out_constants(layers: Sequence[np.ndarray], span: Span) -> bool:
