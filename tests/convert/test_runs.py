@@ -1,4 +1,4 @@
-"""Sources that are a run of their own: the thread that reads one writes its segments."""
+"""Sources that begin a run: the thread that reads one writes its segments."""
 
 import errno
 import os
@@ -49,6 +49,23 @@ def test_segments_are_split_as_by_the_writer(data, tmp_path, monkeypatch):
     assert tree_bytes(tmp_path / "one.zarr") == tree_bytes(tmp_path / "other.zarr")
     check(tmp_path / "one.zarr", 32)
     assert tracestore.open(tmp_path / "one.zarr").internals.manifest.num_segments > 4
+
+
+@pytest.mark.parametrize("bad", [None, 0, 1, 2, 3])
+def test_the_first_source_of_a_run_is_written_ahead(data, tmp_path, monkeypatch, bad):
+    """The others of the run follow it in its segment, also if it is refused."""
+    monkeypatch.setattr(cutting, "MIN_BYTES", sum(file.stat().st_size for file in data.iterdir()) // 2)
+    if bad is not None:
+        traces = [make_trace(50 + i, tokens=40, dim=512) for i in range(7)]
+        write_pickle(data / f"{bad}.pkl{['', '.gz'][bad % 2]}", [*traces, {"question_id": "bad"}])
+    stores, written, append = [tmp_path / "one.zarr", tmp_path / "other.zarr"], [], SegmentsAhead.append
+    monkeypatch.setattr(SegmentsAhead, "append", lambda self, trace: written.append(trace) or append(self, trace))
+    for store in stores:
+        convert(data, store, "--skip-bad")
+        monkeypatch.setattr("tracestore.convert.runner.Conversion._segments_of", lambda *_: None)
+    assert 8 <= len(written) < 31
+    assert tree_bytes(stores[0]) == tree_bytes(stores[1])
+    check(stores[0], 31 if bad is not None else 32)
 
 
 @pytest.mark.parametrize("bad", [0, 3, 7])

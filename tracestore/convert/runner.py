@@ -313,7 +313,7 @@ class Conversion:
         sources = [source for source in self.sources if not self._has(writer, source)]
         sizes = [source.file_bytes() for source in sources]
         runs = cut(sizes, [source.shared for source in sources], self.total_bytes)
-        self._alone = {sources[run[0]].name for run in runs if len(run) == 1}
+        self._first = {sources[run[0]].name for run in runs}
         pending = 0
         for k, run in enumerate(runs):
             pending += sum(sizes[run.start : run.stop])
@@ -328,8 +328,8 @@ class Conversion:
             return False  # its turn reports the error
 
     def _segments_of(self, writer: StoreWriter, source: SourceFile) -> SegmentsAhead | None:
-        """Return segments of its own for a source that is a run, unless the store may have its traces."""
-        is_new = source.name in self._alone and not writer.has_source_named(source.name)
+        """Return segments for a source that begins a run, unless the store may have its traces."""
+        is_new = source.name in self._first and not writer.has_source_named(source.name)
         return writer.segments_ahead() if is_new and writer.attributes.options["codec"] == "none" else None
 
     def _refuse(self, writer: StoreWriter, stream: TraceStream, error: InvalidInputError, progress: Progress) -> None:

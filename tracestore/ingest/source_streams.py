@@ -57,7 +57,7 @@ class SourceStream:
 
     identity() waits for the identity of the source. Iterating then yields the traces, none if
     `is_known` was true for the identity. Both raise the error of the thread. With `segments`, the thread writes the
-    traces, too.
+    traces, too, until they are consumed; from then on the consumer does, while the thread reads.
     """
 
     def __init__(
@@ -93,11 +93,11 @@ class SourceStream:
     def _read(self, options: PackOptions) -> None:
         with closing(packed_traces(self.source, options, self.refused)) as traces:  # type: ignore[type-var]
             for trace in traces:
-                if self._segments is not None:
+                if self._segments is not None and not self._in_turn:
                     self._segments.append(trace)
                 self._enqueue(trace)
                 del trace
-        if self._segments is not None:
+        if self._segments is not None and not self._in_turn:
             self._segments.pending.flush()
 
     def _enqueue(self, trace: PackedTrace) -> None:
@@ -150,6 +150,8 @@ class SourceStream:
                     break
                 taken = self._take()
             while taken:
+                if self._segments is not None and taken[0].segment is None:
+                    self._segments.append(taken[0])
                 yield taken.popleft()
         if self._error is not None:
             raise self._error
