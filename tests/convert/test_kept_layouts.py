@@ -210,6 +210,21 @@ def test_changed_values_are_those_of_a_new_store(tmp_path, kind, workers, on_con
         np.testing.assert_equal(stored(tmp_path / "s.zarr"), new)
 
 
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_labels_of_a_scores_file_change_with_a_file_that_grows(tmp_path, workers):
+    folder, traces = tmp_path / "in", make_traces(8)
+    folder.mkdir()
+    for count, given in ((6, [1, 0, 1, 0, 1, 0]), (8, [0, 0, 1, 1, 1, 0, 1, 0])):
+        for k in range(2):
+            write_pickle(folder / f"{k}.pkl", traces[:count][k::2])
+        table(folder / "scores.csv", [{"question_id": f"q{k}", "score": 0.5, "label": v} for k, v in enumerate(given)])
+        done = convert(folder, tmp_path / "s.zarr", "--workers", workers)
+
+    with tracestore.open(tmp_path / "s.zarr") as store:
+        assert {trace.question_id: trace.label for trace in store} == {f"q{k}": v for k, v in enumerate(given)}
+    assert "scores, labels or groups of 2 stored traces have changed and were replaced" in done.stdout
+
+
 def test_scores_of_a_command_are_those_of_a_new_store(tmp_path):
     write_traces(tmp_path / "in")
     for which in (0, 1):

@@ -505,8 +505,8 @@ class Conversion:
         """Print which sources were read though the store has them, in one line for each reason."""
         for what, names in self._read_again.items():
             self._output.info(
-                f"{_some(names)}: {what}; new traces are added, a trace with different content is "
-                f"{ON_CONFLICT[self._options.on_conflict]}"
+                f"{_some(names)}: {what}; new traces are added, changed scores, labels and groups replace stored ones, a "
+                f"trace with different content is {ON_CONFLICT[self._options.on_conflict]}"
             )
 
     def _report_refused_files(self) -> None:

@@ -127,6 +127,8 @@ class Scoring:
         if self.file is None:
             return found, record.group
         self.set_label(packed)
+        if self._described.is_builtin and writer.index.find(record.question_id, record.sample) >= 0:
+            record.label = None  # fill() replaces the stored one
         row = self.file.row_of(record.question_id, record.sample, record.position)
         if self.file.in_order:
             self._num_positions = max(self._num_positions, record.position + 1)

@@ -207,7 +207,7 @@ class ConvertReport:
         )
         yield (
             f"{self.store}: {plural(self.num_traces, 'trace')} in {plural(self.num_segments, 'segment')}, "
-            f"{format_size(self.bytes_in)} in, {format_size(self.bytes_out)} out, "
+            f"{format_size(self.bytes_in)} in, {format_size(self.bytes_out)} out with index and texts, "
             f"{self.num_unlabeled:,} without a label or score"
         )
         yield from filter(None, (self.labels, self.unlabeled))

@@ -92,7 +92,8 @@ class Proposal:
         for leaf in self.observation.leaves:
             shapes = dict.fromkeys("×".join("?" if n is None else str(n) for n in spot.dims) for spot in leaf.spots)
             extents = ", ".join(list(shapes)[:3]) + ", ..." * (len(shapes) > 3)
-            lines.append(f"{escape_unprintable(str(leaf))}: {_KINDS[leaf.kind]} {extents}".rstrip())
+            kind = _KINDS[leaf.number_kind] + " as text" * (leaf.number_kind != leaf.kind)
+            lines.append(f"{escape_unprintable(str(leaf))}: {kind} {extents}".rstrip())
         unread = self.observation.unread.items()
         return [*lines, *(f"{escape_unprintable(name, 60)}: not read: {why}" for name, why in unread)]
 
