@@ -1012,3 +1012,22 @@ def test_rule_24_text_parses_whole(tmp_path, text):
     table(tmp_path / "in/t.csv", [{"id": "q0", "h": text}])
 
     refuse(tmp_path, {"last_token": "t.csv : [id=id]/h -> D"}, "no JSON|expected")
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("fill", [0, np.nan])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("has_ids", [True, False])
+def test_rule_17a_states_that_are_filled_show_the_side(tmp_path, count, fill, side, has_ids):
+    """One id at the other end may be a token."""
+    hs, ids = states(2, 2, 6, 8), np.arange(12).reshape(2, 6) + 5
+    kept, left_out = (slice(count, None), slice(count)) if side == "left" else (slice(-count), slice(6 - count, None))
+    hs[0, :, left_out], ids[0, left_out] = fill, 0
+    dump(tmp_path / "in/a.pkl", {"hs": hs, "ids": ids, "n": np.asarray([6 - count, 6])})
+    layout = {"hidden_states": "a.pkl : hs -> N L S D", "S.lengths": "a.pkl : n -> N"}
+    layout |= {"tokens": "a.pkl : ids -> N S"} if has_ids else {"ignore": "a.pkl : ids"}
+
+    first = convert(tmp_path, layout, dtype="keep")["a.pkl:0", 0]
+
+    np.testing.assert_array_equal(first.hidden_states, hs[0, :, kept])
+    assert not has_ids or first.tokens.tolist() == ids[0, kept].tolist()

@@ -325,7 +325,9 @@ def span_of_length(
     spans = {"right": (0, length), "left": (size - length, size)}
     if side is not None:
         return spans[side]
-    fitting = [span for span in spans.values() if _is_padding(span, ids, layers)]
+    # States that are zero or NaN are no tokens; one id may be a token.
+    fitting = [span for span in spans.values() if _leaves_out_no_states(span, layers)]
+    fitting = fitting or [span for span in spans.values() if _leaves_out_one_id(span, ids, len(layers[0]))]
     if len(fitting) != 1:
         raise InvalidInputError(
             f'{length} of {size} tokens: S.side = "right" or "left" says at which end the padding is', field="S.lengths"
@@ -333,13 +335,14 @@ def span_of_length(
     return fitting[0]
 
 
-def _is_padding(span: Span, ids: np.ndarray | None, layers: Sequence[np.ndarray]) -> bool:
-    """Return whether what a span leaves out at one end is zero, NaN, or one token id."""
+def _leaves_out_no_states(span: Span, layers: Sequence[np.ndarray]) -> bool:
+    outside = [numbers_of(layer[k]) for layer in layers for k in (slice(None, span[0]), slice(span[1], None))]
+    return all(not part.any() for part in outside) or all(np.isnan(part).all() for part in outside)
+
+
+def _leaves_out_one_id(span: Span, ids: np.ndarray | None, num_states: int) -> bool:
     begin, end = span
-    outside = [numbers_of(layer[k]) for layer in layers for k in (slice(None, begin), slice(end, None))]
-    if all(not part.any() for part in outside) or all(np.isnan(part).all() for part in outside):
-        return True
-    if ids is None or len(ids) != len(layers[0]):
+    if ids is None or len(ids) != num_states:
         return False
     left_out = {*ids[:begin].tolist(), *ids[end:].tolist()}
     edge = ids[begin - 1 : begin + 1] if begin else ids[end - 1 : end + 1]
