@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from tests.helpers import ROOT
 from tracestore.errors import UsageError
 from tracestore.ingest.layout.addresses import ItemsStep, KeyStep, parse_address
+from tracestore.ingest.layout.effects import check_effects
 from tracestore.ingest.layout.language import fields_of_lines, parse_layout, read_layout
+from tracestore.ingest.layout.places import plan_of
 
 KINDS = tomllib.loads((ROOT / "tests/ingest/corpus/layouts.toml").read_text())
 STATES = {"hidden_states": "*.pkl : []/hs -> L S D"}
@@ -124,3 +126,16 @@ def test_names_of_any_character_survive_toml(char):
     layout = parse_layout({"hidden_states": f"a{char}.npz : {char}b -> L S D", f"words.a{char}": True})
 
     assert parse_layout(tomllib.loads(layout.to_toml())) == layout
+
+
+@pytest.mark.parametrize(
+    ("entry", "is_refused"), [("h/@_FillValue", False), ("h/x", True), ("h", True), ("other/@_FillValue", False)]
+)
+def test_attributes_of_an_array_that_a_line_reads_can_be_ignored(entry, is_refused):
+    lines = {"hidden_states": "a.h5 : h -> N S D", "question_id": "a.h5 : ids -> N", "ignore": [f"a.h5 : {entry}"]}
+    plan = plan_of(parse_layout(lines))
+    if not is_refused:
+        check_effects(plan)
+        return
+    with pytest.raises(UsageError, match="has no effect"):
+        check_effects(plan)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from tracestore.errors import UsageError
-from tracestore.ingest.layout.addresses import ItemsStep
+from tracestore.ingest.layout.addresses import AttributeStep, ItemsStep
 from tracestore.ingest.layout.fields import KEY, LABELS, SETTINGS_OF
 from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.layout.places import RECORDS, Place, Plan, given_name
@@ -33,7 +33,9 @@ def check_effects(plan: Plan) -> None:
 
 def _check_ignored(plan: Plan) -> None:
     for entry in plan.left_out:
-        above = {entry.path[:k] for k in range(len(entry.path) + 1)}
+        # A line reads no attributes of its values, unless it names them.
+        is_attribute = isinstance(entry.path[-1], AttributeStep) if entry.path else False
+        above = {entry.path[:k] for k in range(len(entry.path) if is_attribute else 0, len(entry.path) + 1)}
         for place in plan.places:
             if place.name != RECORDS and place.address.files == entry.files and place.address.path in above:
                 raise UsageError(f"ignore: {entry}: has no effect on the line for {place.name}, which reads all of it")
