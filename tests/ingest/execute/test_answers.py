@@ -83,11 +83,11 @@ def test_a_first_token_behind_padding(tmp_path):
 @pytest.mark.parametrize(
     ("entries", "words"),
     [
-        ({"question": ["=a", "a.pkl : []/q"]}, "= in front gives the value of a first token"),
-        ({"hidden_states": ["=1", "a.pkl : []/q"]}, "= in front"),
-        ({"attentions": ["=1", "a.pkl : []/q"]}, "= in front"),
-        ({"is_correct": ["=1", "a.pkl : []/q"]}, "= in front"),
-        ({"L.ids": ["=1", "a.pkl : []/q"]}, "= in front"),
+        ({"question": ["=a", "a.pkl : []/q"]}, "in a list the value of a first token"),
+        ({"hidden_states": ["=1", "a.pkl : []/q"]}, "in a list the value"),
+        ({"attentions": ["=1", "a.pkl : []/q"]}, "in a list the value"),
+        ({"is_correct": ["=1", "a.pkl : []/q"]}, "in a list the value"),
+        ({"L.ids": ["=1", "a.pkl : []/q"]}, "in a list the value"),
         ({"tokens": ["=1"]}, "expected FILES"),
         ({"tokens": "=1"}, "= makes texts and numbers"),
         ({"prompt_length": ["=1", "a.pkl : []/n", "a.pkl : []/m"]}, "expected FILES"),

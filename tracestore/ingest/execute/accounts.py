@@ -169,9 +169,8 @@ class RunAccount:
                 self._check_row_number(f"{node.prefix}{key}", str(key), value)
         if not node.has_records or not isinstance(value, str | int | float):
             self.left_out.add(f"{node.prefix}{key}")
-        if self._needs_tokens and isinstance(value, Items) and not value.is_stream and value.length != 1:
-            check_no_texts(f"{node.prefix}{key}", value)
-        check_unclaimed(f"{node.prefix}{key}", key, value, in_records=node.has_records)
+        of_tokens = self._needs_tokens and isinstance(value, Items) and not value.is_stream and value.length != 1
+        check_unclaimed(f"{node.prefix}{key}", key, value, in_records=node.has_records, may_be_of_tokens=of_tokens)
 
     def _check_row_number(self, path: str, key: str, value: Value) -> None:
         """Rule 13: rows are joined in order only if no column of ids is left unused; one from 0 to N - 1 is fine."""
@@ -356,23 +355,18 @@ def described(record: TraceRecord) -> str:
     )
 
 
-def check_unclaimed(path: str, key: Any, value: Value, *, in_records: bool) -> None:
-    """Refuse a key that no line names, if it may be a label or an answer (rule 8a) or holds an array (rule 8)."""
+def check_unclaimed(path: str, key: Any, value: Value, *, in_records: bool, may_be_of_tokens: bool) -> None:
+    """Refuse a key that no line names, if it may be a label or an answer (rule 8a), holds an array or texts of tokens (8)."""
     is_own = looks_like_label(str(key)) or (in_records and str(key).lower() in OWN_LINES)
     is_own &= not isinstance(value, Group) and value is not None
     # The text of a reference answer is no label.
     is_own &= not (
         isinstance(value, str) and "truth" in str(key).lower() and not (is_verdict(value) or is_named_as_verdict(key))
     )
-    if is_own or holds_array(value):
-        what = "what may be a label, a score or an answer" if is_own else f"numbers ({describe(value)})"
-        raise InvalidInputError(f'{path}: no line of the layout names {what}; add a line, or ignore = ["{path}"]')
-
-
-def check_no_texts(path: str, value: Items) -> None:
-    """Rule 8: where prompt_length counts tokens that no line names, a list of texts needs one [texts without the first]."""
-    if value.length and isinstance(value[0], str):
-        what = "texts that may be the tokens that prompt_length counts"
+    is_text = may_be_of_tokens and any(isinstance(text, str) for text in value)  # type: ignore[union-attr]
+    if is_own or is_text or holds_array(value):
+        what = "texts that may be the tokens that prompt_length counts" if is_text else f"numbers ({describe(value)})"
+        what = "what may be a label, a score or an answer" if is_own else what
         raise InvalidInputError(f'{path}: no line of the layout names {what}; add a line, or ignore = ["{path}"]')
 
 

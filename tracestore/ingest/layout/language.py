@@ -208,12 +208,10 @@ def _template(name: str, text: str, *, is_in_front: bool) -> Pattern:
     """Return what makes a value of a field, or that of a first token, which is in front of the values of an address."""
     _check_name(name, (*FIELDS, *_TEMPLATES))
     rule = rule_of(name)
-    if is_in_front and name != "prompt_length" and (rule is None or rule.axes != ("S",)):
-        raise UsageError(
-            f"found {text!r} in a list: = in front gives the value of a first token, or adds to prompt_length"
-        )
-    if not is_in_front and rule is not None and rule.kind in ("array", "texts"):
-        raise UsageError(f"found {text!r}, expected FILES : PATH -> AXES: = makes texts and numbers")
+    kind, axes = ("id", ()) if rule is None else (rule.kind, rule.axes)
+    if kind != "number" and axes != ("S",) if is_in_front else kind in ("array", "texts"):
+        wanted = "FILES : PATH -> AXES: = makes texts and numbers, in a list the value of a first token"
+        raise UsageError(f"found {text!r}, expected {wanted}")
     pattern = Pattern(text[1:])
     pattern.parts  # noqa: B018
     return pattern
