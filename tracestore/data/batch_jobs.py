@@ -16,7 +16,7 @@ from tracestore.data.buffers import Allocate, BatchBuffer, TorchBuffer, align_up
 from tracestore.errors import CorruptStoreError, UsageError
 from tracestore.store.format.schema import LAYOUT_CAUSAL, dtype_code, storage_dtype
 from tracestore.store.io.files import FilePrefetcher
-from tracestore.store.read.batch_sources import batch_files, chunk_keys, file_bytes, graph_sources, sequence_sources
+from tracestore.store.read.batch_sources import batch_files, chunk_keys, graph_sources, sequence_sources
 from tracestore.store.read.chunk_cache import ChunkKey
 from tracestore.store.read.store import TraceStore
 
@@ -245,11 +245,6 @@ class BatchGatherer:
             start,
             total,
         )
-
-    def file_bytes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return what a remote store fetches for batches of this form; see `batch_sources.file_bytes`."""
-        form = self.batch_format
-        return file_bytes(self.store.internals, form.source_view, form.layer_numbers(self.store))
 
     def announce(self, chosen: np.ndarray | None, num_ranks: int, *, is_scattered: bool) -> None:
         """Record that this rank is about to read its share of the chosen traces, None for all; see StoreInternals."""

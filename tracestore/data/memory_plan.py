@@ -11,6 +11,7 @@ from tracestore.data.epoch import EpochPlan, EpochPlanner, mean_trace_bytes
 from tracestore.errors import MemoryBudgetError
 from tracestore.process import ranks_here
 from tracestore.store.format import schema
+from tracestore.store.read.batch_sources import file_bytes
 from tracestore.store.read.store import DEFAULT_CACHE_BYTES, TraceStore
 from tracestore.words import format_size
 
@@ -110,7 +111,8 @@ def advise_block(planner: EpochPlanner, gatherer: BatchGatherer, rank: int, worl
     room = min(member.files.cache_bytes or 0 for member in members)
     if sum(member.manifest.num_bytes for member in members) <= room:
         return None
-    segments, whole, parts = gatherer.file_bytes()
+    form = gatherer.batch_format
+    segments, whole, parts = file_bytes(planner.store.internals, form.source_view, form.layer_numbers(planner.store))
     here = min(ranks_here(), world_size)
 
     def fetched(plan: EpochPlan) -> float:

@@ -151,7 +151,7 @@ class SegmentReader:
 
     @cached_property
     def has_answers(self) -> bool:
-        """Whether rows may tell where their answers are, by more than prompt_length."""
+        """True if rows may tell where their answers are, by more than prompt_length."""
         return not {"answer_span", "generated_mask"}.isdisjoint(self.optional_names)
 
     @cached_property

@@ -290,7 +290,7 @@ def layers_of(data, num_bytes):
 
 
 def files_of(folder, server):
-    """Return the files of a server, as they are cached in a folder."""
+    """Return the files of a server with a cache in a folder."""
     return SimpleNamespace(
         cache=DiskCache(folder), object_store=server, next_use=lambda name: None, on_miss=lambda: None
     )
