@@ -1,4 +1,4 @@
-"""The list of refused traces next to a store: STORE.refused.jsonl."""
+"""Refused traces: their list next to a store, STORE.refused.jsonl, and what a conversion says about its sources."""
 
 import hashlib
 import json
@@ -6,13 +6,19 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from tracestore.errors import InvalidInputError, UsageError
+from tracestore.console import Output
+from tracestore.convert.options import ON_CONFLICT, ConvertOptions
+from tracestore.convert.summary import MAX_REFUSED_LINES, ConvertReport
+from tracestore.errors import InvalidInputError, NoTracesError, UsageError, escape_unprintable
+from tracestore.ingest.source_streams import TraceStream
 from tracestore.store.io import fsio
 from tracestore.store.io.files import RemoteURL
+from tracestore.words import plural
 
 SUFFIX = ".refused.jsonl"
 _KEYS = {"source", "position", "field", "reason"}
 _MAX_BYTES = 1 << 30
+_MAX_NAMES = 3  # of files of a note
 
 
 def partial_fingerprint(fingerprint: str) -> str:
@@ -87,3 +93,97 @@ class RefusedTraces:
                 os.replace(temporary, self.path)
             finally:
                 temporary.unlink(missing_ok=True)
+
+
+class SourceNotes:
+    """Notes and lists of sources.
+
+    Parameters
+    ----------
+    report : ConvertReport
+        Counts what is refused.
+    options : ConvertOptions
+    output : Output
+        Receives the notes.
+
+    Attributes
+    ----------
+    without_traces : list of NoTracesError
+        One for each file without traces that was found in a folder.
+    """
+
+    _refused: RefusedTraces
+
+    def __init__(self, report: ConvertReport, options: ConvertOptions, output: Output) -> None:
+        self._report, self._options, self._output = report, options, output
+        self.without_traces: list[NoTracesError] = []
+        self._read_again: dict[str, list[str]] = {}  # names of sources that the store has, by the reason
+        self._refused_files: dict[str, list[list[InvalidInputError]]] = {}  # of which no trace is stored, by the reason
+
+    def begin(self, store: Path | RemoteURL, *, is_new: bool) -> None:
+        """Open the list of refused traces; see RefusedTraces."""
+        self._refused = RefusedTraces(store, is_new=is_new)
+
+    @property
+    def refused_file(self) -> str | None:
+        """The path of the list of refused traces, None if it is empty."""
+        return str(self._refused.path) if len(self._refused) else None
+
+    def read_again(self, name: str, reason: str) -> None:
+        """Note that a source is read though the store has it."""
+        self._read_again.setdefault(reason, []).append(name)
+
+    def refuse(self, stream: TraceStream, error: InvalidInputError) -> None:
+        """Note a source of which no trace is stored."""
+        name = stream.source.name
+        self._report.num_sources_skipped += 1
+        self._report.skipped.append({"source": name, "reason": str(error)})
+        refused = [e.with_location(source=name) for e in stream.refused] or [error]
+        self.list_refused(name, refused)
+        first = refused[0]
+        reason = first.reason if first.field is None else f"{first.field}: {first.reason}"
+        self._refused_files.setdefault(reason, []).append(refused)
+
+    def list_refused(self, name: str, errors: Sequence[InvalidInputError]) -> None:
+        """Add the refused traces of a source to the list next to the store."""
+        self._refused.replace(name, errors)
+        self._refused.write()
+        self._report.num_traces_refused += len(errors)
+
+    def print_refused(self, errors: Sequence[InvalidInputError]) -> None:
+        """Print the first refused traces of a source."""
+        for error in errors[:MAX_REFUSED_LINES]:
+            self._output.info(f"skipped {error}")
+        if len(errors) > MAX_REFUSED_LINES:
+            more = plural(len(errors) - MAX_REFUSED_LINES, "more trace")
+            self._output.info(f"skipped {more} of {errors[0].source}")
+
+    def print_without_traces(self) -> None:
+        """Print the files without traces in one line."""
+        if self.without_traces:
+            names = _some([str(error.source) for error in self.without_traces])
+            count, reason = plural(len(self.without_traces), "file"), self.without_traces[0].reason
+            self._output.info(f"skipped {count} without traces ({names}): {reason}")
+
+    def print_sources(self) -> None:
+        """Print the sources that were read again or refused: those that have one reason in one line."""
+        for what, names in self._read_again.items():
+            self._output.info(
+                f"{_some(names)}: {what}; new traces are added, changed scores, labels and groups replace stored ones, a "
+                f"trace with different content is {ON_CONFLICT[self._options.on_conflict]}"
+            )
+        groups = list(self._refused_files.items())
+        for reason, files in groups[:MAX_REFUSED_LINES]:
+            if len(files) == 1:
+                self.print_refused(files[0])
+            else:
+                shown = _some([str(errors[0].source) for errors in files])
+                self._output.info(f"skipped {plural(len(files), 'file')} ({shown}): {reason}")
+        if rest := sum(len(files) for _, files in groups[MAX_REFUSED_LINES:]):
+            self._output.info(f"skipped {plural(rest, 'more file')}; {self._refused.path} lists all")
+
+
+def _some(names: Sequence[str]) -> str:
+    """Return the first of some names of sources, and the number of the others."""
+    shown = ", ".join(escape_unprintable(name, 60) for name in names[:_MAX_NAMES])
+    return shown + (f" and {len(names) - _MAX_NAMES:,} more" if len(names) > _MAX_NAMES else "")

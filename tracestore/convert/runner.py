@@ -7,7 +7,7 @@ import errno
 import math
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import closing
 from functools import partial
 from itertools import chain
@@ -22,10 +22,10 @@ from tracestore.convert.choosing import described_run
 from tracestore.convert.cutting import commits_after, cut
 from tracestore.convert.defaults import DefaultAttention, has_attention
 from tracestore.convert.described import DescribedRun
-from tracestore.convert.options import ON_CONFLICT, ConvertOptions
-from tracestore.convert.refused import RefusedTraces, partial_fingerprint
+from tracestore.convert.options import ConvertOptions
+from tracestore.convert.refused import SourceNotes, partial_fingerprint
 from tracestore.convert.scoring import Scoring
-from tracestore.convert.summary import MAX_REFUSED_LINES, ConvertReport, SourceCounts
+from tracestore.convert.summary import ConvertReport, SourceCounts
 from tracestore.errors import (
     InvalidInputError,
     LateConflictError,
@@ -60,9 +60,6 @@ _SWITCH_INTERVAL_S = 0.0005
 _MAX_SHRINKAGE = 200
 # One thread packs a source while another one inflates the next.
 _MIN_THREADS = 2
-
-
-_MAX_NAMES = 3  # of files without traces
 
 
 def _position(error: InvalidInputError) -> float:
@@ -136,13 +133,10 @@ class Conversion:
                 self.sources = [source for source in self.sources if not new.isdisjoint(source.files)]
         self._named = {path for path in sources if path.is_file()}
         self.default_attention = DefaultAttention(self.has_attention)
-        self._refused: RefusedTraces | None = None
-        self._without_traces: list[NoTracesError] = []
         self._most_pending = 0  # bytes of sources between two commits
-        self._read_again: dict[str, list[str]] = {}  # names of sources that the store has, by the reason
-        self._refused_files: dict[str, list[list[InvalidInputError]]] = {}  # of which no trace is stored, by the reason
         self.provenances = read_provenances(sources, options, output) if provenances is None else provenances
         self.report = ConvertReport(str(self.store), scores_file=self.scoring.scores_file)
+        self._notes = SourceNotes(self.report, options, output)
         self.total_bytes = sum(source.file_bytes() for source in self.sources)
 
     def _provenance(self, source: SourceFile) -> Provenance | None:
@@ -210,8 +204,7 @@ class Conversion:
                 commit_bytes=sys.maxsize,
             ) as writer:
                 writer.check_provenance(self.known_provenances())
-                is_new = options.overwrite or writer.manifest.num_traces == 0
-                self._refused = RefusedTraces(self.store, is_new=is_new)
+                self._notes.begin(self.store, is_new=options.overwrite or writer.manifest.num_traces == 0)
                 self.scoring.begin(writer)
                 progress = Progress(self._output, "B")
                 try:
@@ -220,8 +213,7 @@ class Conversion:
                 finally:
                     committed = writer.manifest.num_traces
                     progress.clear()
-                    self._report_read_again()
-                    self._report_refused_files()
+                    self._notes.print_sources()
                 self.report.num_traces_new = writer.num_added
                 self._finish(writer, progress.elapsed_s)
                 writer.replace_existing()
@@ -298,11 +290,7 @@ class Conversion:
                     if commits:
                         self.described.commit(writer)
         progress.clear()
-        if self._without_traces:
-            count, reason = plural(len(self._without_traces), "file"), self._without_traces[0].reason
-            self._output.info(
-                f"skipped {count} without traces ({_some([str(error.source) for error in self._without_traces])}): {reason}"
-            )
+        self._notes.print_without_traces()
         for line in self.described.close(writer):
             self._output.info(line)
         self.scoring.check_ids(writer, can_refuse=self._need_ids)
@@ -335,18 +323,14 @@ class Conversion:
     def _refuse(self, writer: StoreWriter, stream: TraceStream, error: InvalidInputError, progress: Progress) -> None:
         """Leave out a source, or raise its error."""
         if isinstance(error, NoTracesError) and self._named.isdisjoint(stream.source.files):
-            self._without_traces.append(error)
+            self._notes.without_traces.append(error)
             return
         if isinstance(error, LateConflictError) or not self._options.skip_bad:
             # The complete sources before it are valid: keep them.
             self.described.commit(writer)
             raise error from None
         progress.clear()
-        self.report.num_sources_skipped += 1
-        self.report.skipped.append({"source": stream.source.name, "reason": str(error)})
-        refused = [e.with_location(source=stream.source.name) for e in stream.refused] or [error]
-        self._list_refused(stream.source.name, refused)
-        self._refused_files.setdefault(_reason_of(refused[0]), []).append(refused)
+        self._notes.refuse(stream, error)
 
     def _streams(self, writer: StoreWriter, pack_options: PackOptions) -> Iterator[TraceStream]:
         """Yield the packed traces of each source, in order."""
@@ -397,7 +381,7 @@ class Conversion:
                 what = "its scores may have changed"
             elif writer.has_source(name, size, ""):
                 what = "its labels are not all stored"
-            self._read_again.setdefault(what, []).append(name)
+            self._notes.read_again(name, what)
         added = SourceCounts()
         with fsio.map_os_errors(writer.path, lambda: writer.pending_bytes + size):
             traces = self._traces_to_store(stream)
@@ -445,9 +429,9 @@ class Conversion:
         # A source with refused traces is read again by the next conversion, which may have other options.
         writer.end_source(partial_fingerprint(digest) if added.refused else None)
         report.add(name, size, added)
-        self._list_refused(name, added.refused)
+        self._notes.list_refused(name, added.refused)
         progress.clear()
-        self._report_refused([error.with_location(source=name) for error in added.refused])
+        self._notes.print_refused([error.with_location(source=name) for error in added.refused])
 
     def _append(
         self, writer: StoreWriter, packed: PackedTrace, provenance: Provenance | None, added: SourceCounts
@@ -486,42 +470,6 @@ class Conversion:
             self._check_interrupt()
             self._append(writer, packed, provenance, added)
 
-    def _list_refused(self, name: str, errors: Sequence[InvalidInputError]) -> None:
-        """Add the refused traces of a source to the list next to the store."""
-        assert self._refused is not None
-        self._refused.replace(name, errors)
-        self._refused.write()
-        self.report.num_traces_refused += len(errors)
-
-    def _report_refused(self, errors: Sequence[InvalidInputError]) -> None:
-        """Print the first refused traces of a source."""
-        for error in errors[:MAX_REFUSED_LINES]:
-            self._output.info(f"skipped {error}")
-        if len(errors) > MAX_REFUSED_LINES:
-            more = plural(len(errors) - MAX_REFUSED_LINES, "more trace")
-            self._output.info(f"skipped {more} of {errors[0].source}")
-
-    def _report_read_again(self) -> None:
-        """Print which sources were read though the store has them, in one line for each reason."""
-        for what, names in self._read_again.items():
-            self._output.info(
-                f"{_some(names)}: {what}; new traces are added, changed scores, labels and groups replace stored ones, a "
-                f"trace with different content is {ON_CONFLICT[self._options.on_conflict]}"
-            )
-
-    def _report_refused_files(self) -> None:
-        """Print the files of which no trace is stored: those that have one reason in one line."""
-        groups = list(self._refused_files.items())
-        for reason, files in groups[:MAX_REFUSED_LINES]:
-            if len(files) == 1:
-                self._report_refused(files[0])
-            else:
-                names = _some([str(errors[0].source) for errors in files])
-                self._output.info(f"skipped {plural(len(files), 'file')} ({names}): {reason}")
-        if rest := sum(len(files) for _, files in groups[MAX_REFUSED_LINES:]):
-            assert self._refused is not None
-            self._output.info(f"skipped {plural(rest, 'more file')}; {self._refused.path} lists all")
-
     def _finish(self, writer: StoreWriter, elapsed_s: float) -> None:
         report, manifest = self.report, writer.manifest
         report.seconds = round(elapsed_s, 3)
@@ -532,11 +480,10 @@ class Conversion:
         report.num_scores_without_trace = self.scoring.num_without_trace(writer)
         report.add_labels(writer.read_columns(), writer.attributes)
         if manifest.num_traces == 0:
-            if self._without_traces:
-                raise self._without_traces[0]
+            if self._notes.without_traces:
+                raise self._notes.without_traces[0]
             raise InvalidInputError(f"no file could be converted: {report.num_sources_skipped} refused")
-        if self._refused is not None and len(self._refused):
-            report.refused_file = str(self._refused.path)
+        report.refused_file = self._notes.refused_file
         report.attention = writer.attributes.options["attention"]
         if self._options.attention is None and (note := self.default_attention.note(report.attention)):
             self._output.info(note)
@@ -556,16 +503,6 @@ def read_provenances(sources: list[Path], options: ConvertOptions, output: Outpu
     for file, provenance in found.items():
         output.info(f"provenance: {file}, model {escape_unprintable(provenance.model or 'unknown', 100)}")
     return {source: found[file] for source, file in files.items()}
-
-
-def _some(names: Sequence[str]) -> str:
-    """Return the first of some names of sources, and the number of the others."""
-    shown = ", ".join(escape_unprintable(name, 60) for name in names[:_MAX_NAMES])
-    return shown + (f" and {len(names) - _MAX_NAMES:,} more" if len(names) > _MAX_NAMES else "")
-
-
-def _reason_of(error: InvalidInputError) -> str:
-    return error.reason if error.field is None else f"{error.field}: {error.reason}"
 
 
 def _never(*_: object) -> bool:
