@@ -56,7 +56,8 @@ def seed_step(key: int, device: torch.device) -> None:
     """
     torch.default_generator.manual_seed(key)
     if device.type == "cuda":
-        torch.cuda.manual_seed(key)
+        number = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.default_generators[number].manual_seed(key)
 
 
 def flush_autograd_queue() -> None:

@@ -30,7 +30,7 @@ class StepLoss:
 
     @property
     def is_computed(self) -> bool:
-        """Whether all parts have been computed."""
+        """Return whether all parts have been computed."""
         return self._end is None or self._end.query()
 
     def result(self) -> float:

@@ -15,6 +15,7 @@ pinned and to the CPU, and operators whose size of the result depends on values.
 """
 
 import contextlib
+import types
 from collections import Counter
 
 import torch
@@ -232,7 +233,7 @@ class Gpu(contextlib.ExitStack):
         yield torch, "is_autocast_enabled", lambda *_: is_autocast_enabled("cpu")
         yield torch, "get_autocast_dtype", lambda *_: get_autocast_dtype("cpu")
         yield torch, "autocast", lambda _, *args, **options: autocast("cpu", *args, **options)
-        yield torch.cuda, "manual_seed", lambda _: None
+        yield torch.cuda, "default_generators", [types.SimpleNamespace(manual_seed=lambda _: None)]
         yield torch.cuda, "Stream", Stream
         yield torch.cuda, "Event", Stream
         yield torch.cuda, "stream", lambda stream: stream
