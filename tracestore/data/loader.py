@@ -397,7 +397,8 @@ class TraceLoader(LoaderHtml, Generic[BatchT]):
                 if self.num_threads > 0:
                     for files in remote:
                         files.advance(batch)
-                    prefetcher.fill(self.max_in_flight)
+                    # Someone waits for the first batch while others are looked up: few at first.
+                    prefetcher.fill(min(self.max_in_flight, 2 * (batch - start + 1)))
                     result: BatchT = prefetcher.next_batch()
                 else:
                     result = self.gather(traces(batch))

@@ -196,12 +196,18 @@ class StepGraphs:
             stream, current = side_streams(device).recordings, torch.cuda.current_stream(device)
             stream.wait_stream(current)
             try:
-                if graph is None:
-                    with torch.cuda.stream(stream):
+                with torch.cuda.stream(stream):
+                    if graph is None:
                         return work()
-                # Other threads may allocate pinned memory meanwhile.
-                with torch.cuda.graph(graph, stream=stream, pool=self._pool, capture_error_mode="thread_local"):
-                    return work()
+                    # torch.cuda.graph would free the pinned memory of the batches ahead, too.
+                    torch.cuda.synchronize()
+                    torch.cuda.empty_cache()
+                    # Other threads may allocate pinned memory meanwhile.
+                    graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                    try:
+                        return work()
+                    finally:
+                        graph.capture_end()
             except BaseException:
                 _end_allocations(device, self._pool)
                 raise
