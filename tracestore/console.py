@@ -164,7 +164,7 @@ class Output:
     JSON document.
     """
 
-    def __init__(self, as_json: bool) -> None:
+    def __init__(self, as_json: bool = False) -> None:
         self.as_json = as_json
 
     def info(self, text: str) -> None:

@@ -20,9 +20,6 @@ _log = logging.getLogger("tracestore.convert")
 class _Notes(Output):
     """Notes of a conversion as records of the logger `tracestore.convert`."""
 
-    def __init__(self) -> None:
-        super().__init__(as_json=False)
-
     def info(self, text: str) -> None:
         """Log a note."""
         _log.info("%s", text)

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
@@ -11,12 +10,7 @@ from tracestore.errors import DiskFullError, InvalidInputError, StoreLockedError
 from tracestore.tasks.task_plan import Task
 
 _ATTEMPTS = 3
-_ERRORS: Mapping[int, type[TracestoreError]] = {
-    2: UsageError,
-    3: InvalidInputError,
-    4: DiskFullError,
-    5: StoreLockedError,
-}
+_ERRORS = {error.exit_code: error for error in (UsageError, InvalidInputError, DiskFullError, StoreLockedError)}
 
 
 class LocalWorkers:

@@ -36,9 +36,6 @@ _OWN = ("layout", "field", "workers", "dask", "dry_run")
 class Quiet(Output):
     """Print nothing."""
 
-    def __init__(self) -> None:
-        super().__init__(as_json=False)
-
     def info(self, text: str) -> None:
         """Do nothing."""
 

@@ -31,20 +31,15 @@ def _argument(flag: re.Match[str]) -> str:
     return f"{flag[1].replace('-', '_')}={'True' if flag[2] is None else repr(flag[2])}"
 
 
-def _name_arguments(error: InvalidInputError | UsageError) -> None:
-    """Name the arguments of create() in an error of the writer, instead of the flags of commands."""
-    if isinstance(error, InvalidInputError):
-        error.reason = _FLAG.sub(_argument, error.reason)
-    error.args = tuple(_FLAG.sub(_argument, str(text)) for text in error.args)
-
-
 @contextmanager
 def _named_for_programs() -> Iterator[None]:
-    """Name arguments in errors of a block."""
+    """Name the arguments of create() in errors of a block, instead of the flags of commands."""
     try:
         yield
     except (InvalidInputError, UsageError) as error:
-        _name_arguments(error)
+        if isinstance(error, InvalidInputError):
+            error.reason = _FLAG.sub(_argument, error.reason)
+        error.args = tuple(_FLAG.sub(_argument, str(text)) for text in error.args)
         raise
 
 
@@ -194,7 +189,7 @@ class TraceWriter:
         name = f"append-{writer.manifest.num_traces + writer.num_pending:010d}"
         is_first = not self._is_chosen and not writer.manifest.generation
         need = None if is_first or self._is_refused else writer.attributes.options["attention"] != "none"
-        try:
+        with _named_for_programs():
             record = record_from_dict(trace, source_name=name, position=0, need_attention=need)
             if score is not None or scores or label is not None or group:
                 _add_arguments(record, score, scores or {}, label, group)
@@ -204,9 +199,6 @@ class TraceWriter:
                 self._append_first(record)
             else:
                 self._append(record)
-        except (InvalidInputError, UsageError) as error:
-            _name_arguments(error)
-            raise
 
     def _append_first(self, record: TraceRecord) -> None:
         """Append a record, the first of which decides whether the store has attention."""
