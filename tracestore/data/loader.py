@@ -398,7 +398,7 @@ class TraceLoader(LoaderHtml, Generic[BatchT]):
                     for files in remote:
                         files.advance(batch)
                     # Someone waits for the first batch while others are looked up: few at first.
-                    prefetcher.fill(min(self.max_in_flight, 2 * (batch - start + 1)))
+                    prefetcher.fill(min(self.max_in_flight, 4 + 2 * (batch - start)))
                     result: BatchT = prefetcher.next_batch()
                 else:
                     result = self.gather(traces(batch))

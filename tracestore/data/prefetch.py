@@ -27,6 +27,8 @@ _READ_AHEAD_BYTES = 128 << 20
 _READ_AHEAD_BATCHES = 64
 # The store counts as warm after this many batches in a row that did not wait for the disk.
 _WARM_BATCHES = 16
+# Bytes of a batch from which its copy takes longer than it takes to wake a thread.
+_SHARED_BYTES = 4 << 20
 # The cache of a compressed store learns of the chunks of this many batches.
 _HINTED_BATCHES = 32
 
@@ -199,8 +201,9 @@ class NativePrefetcher(BatchPrefetcher):
 
     def _submit(self, ahead: BatchJob, buffer: BatchBuffer) -> BatchJob:
         ahead.set_buffer(buffer)
-        # Someone waits for the first batch: all threads gather it. Then each gathers one.
-        num_threads = self._num_threads // self._num_parallel if self._submitted else self._num_threads
+        # Someone waits for the first batch: all threads gather it if it is large. Then each gathers one.
+        is_waited_for = not self._submitted and ahead.num_bytes >= _SHARED_BYTES
+        num_threads = self._num_threads if is_waited_for else self._num_threads // self._num_parallel
         ahead.native.submit(self._threads, max(1, num_threads))
         return ahead
 

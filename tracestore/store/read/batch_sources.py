@@ -1,5 +1,6 @@
 """Looking up the stored bytes that a batch of traces is gathered from."""
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -68,9 +69,9 @@ def graph_sources(store: StoreInternals, indices: np.ndarray, layers: Sequence[i
     hidden: list[Any] = []
     attention: list[Any] = []
     edges: list[tuple[np.ndarray, Any]] = []
-    segments = _segments(store, locations[:, GRAPH_SEGMENT])
+    segment_of = functools.cache(store.segment)
     for number, row, tokens, layout, _, _ in locations.tolist():
-        segment = segments[number]
+        segment = segment_of(number)
         begin = segment.begin("hidden_states", row)
         values = heads * schema.num_pairs(tokens, layout)
         for first, count in parts:
@@ -89,11 +90,6 @@ def graph_sources(store: StoreInternals, indices: np.ndarray, layers: Sequence[i
     return GraphBatchSources(num_tokens, layout, hidden, attention, edges or None, parts[0][1])
 
 
-def _segments(store: StoreInternals, numbers: np.ndarray) -> dict[int, SegmentReader]:
-    """Return the readers of some segments by number. Not -1, which says that a trace has none."""
-    return {number: store.segment(number) for number in set(numbers.tolist()) if number >= 0}
-
-
 def sequence_sources(
     store: StoreInternals, indices: np.ndarray, layers: Sequence[int] | None = None, position: int = -1
 ) -> list[Any]:
@@ -106,17 +102,16 @@ def sequence_sources(
     locations = store.index.locations(indices)
     if position != -1:
         _refuse(store, indices, locations[:, GRAPH_SEGMENT] < 0, _NO_HIDDEN_STATES)
-    is_last = (locations[:, SEQUENCE_SEGMENT] >= 0) & (position == -1)
-    segments = _segments(store, np.where(is_last, locations[:, SEQUENCE_SEGMENT], locations[:, GRAPH_SEGMENT]))
+    segment_of = functools.cache(store.segment)
     for k, (graph, row, tokens, _, sequence, sequence_row) in enumerate(locations.tolist()):
         if sequence >= 0 and position == -1:
-            segment = segments[sequence]
+            segment = segment_of(sequence)
             last, at = segment.array("last_token"), segment.begin("last_token", sequence_row)
             found = last.copy_sources(at, at + 1)
             size = last.row_items * last.dtype.itemsize // num_layers
             pieces += found if layers is None else [found[0][n * size : (n + 1) * size] for n in layers]
             continue
-        segment = segments[graph]
+        segment = segment_of(graph)
         hidden, begin = segment.array("hidden_states"), segment.begin("hidden_states", row)
         at = position + tokens if position < 0 else position
         if not 0 <= at < tokens:
