@@ -201,9 +201,10 @@ class NativePrefetcher(BatchPrefetcher):
 
     def _submit(self, ahead: BatchJob, buffer: BatchBuffer) -> BatchJob:
         ahead.set_buffer(buffer)
-        # Someone waits for the first batch: all threads gather it if it is large. Then each gathers one.
-        is_waited_for = not self._submitted and ahead.num_bytes >= _SHARED_BYTES
-        num_threads = self._num_threads if is_waited_for else self._num_threads // self._num_parallel
+        # Someone waits for the first batch. Many threads with a batch each would share the bandwidth of the memory,
+        # so that it came last: they all gather it, if it is large.
+        is_first = not self._submitted and self._num_threads > 2 and ahead.num_bytes >= _SHARED_BYTES
+        num_threads = self._num_threads if is_first else self._num_threads // self._num_parallel
         ahead.native.submit(self._threads, max(1, num_threads))
         return ahead
 
