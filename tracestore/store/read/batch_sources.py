@@ -1,6 +1,5 @@
 """Looking up the stored bytes that a batch of traces is gathered from."""
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -69,9 +68,9 @@ def graph_sources(store: StoreInternals, indices: np.ndarray, layers: Sequence[i
     hidden: list[Any] = []
     attention: list[Any] = []
     edges: list[tuple[np.ndarray, Any]] = []
-    segment_of = functools.cache(store.segment)
+    segments: dict[int, SegmentReader] = {}
     for number, row, tokens, layout, _, _ in locations.tolist():
-        segment = segment_of(number)
+        segment = segments.get(number) or segments.setdefault(number, store.segment(number))
         begin = segment.begin("hidden_states", row)
         values = heads * schema.num_pairs(tokens, layout)
         for first, count in parts:
@@ -102,16 +101,16 @@ def sequence_sources(
     locations = store.index.locations(indices)
     if position != -1:
         _refuse(store, indices, locations[:, GRAPH_SEGMENT] < 0, _NO_HIDDEN_STATES)
-    segment_of = functools.cache(store.segment)
+    segments: dict[int, SegmentReader] = {}
     for k, (graph, row, tokens, _, sequence, sequence_row) in enumerate(locations.tolist()):
         if sequence >= 0 and position == -1:
-            segment = segment_of(sequence)
+            segment = segments.get(sequence) or segments.setdefault(sequence, store.segment(sequence))
             last, at = segment.array("last_token"), segment.begin("last_token", sequence_row)
             found = last.copy_sources(at, at + 1)
             size = last.row_items * last.dtype.itemsize // num_layers
             pieces += found if layers is None else [found[0][n * size : (n + 1) * size] for n in layers]
             continue
-        segment = segment_of(graph)
+        segment = segments.get(graph) or segments.setdefault(graph, store.segment(graph))
         hidden, begin = segment.array("hidden_states"), segment.begin("hidden_states", row)
         at = position + tokens if position < 0 else position
         if not 0 <= at < tokens:
