@@ -7,6 +7,7 @@ import pytest
 
 import tracestore
 from tests.helpers import convert, error_of, make_traces, write_pickle, write_scores
+from tracestore.convert import cutting
 
 BOTH = "such as 'x0', and none of them in the traces, which have ids such as 'q0'"
 
@@ -67,6 +68,23 @@ def test_rule_12b_scores_that_would_match_in_another_spelling_or_shifted_by_one_
     write_scores(tmp_path / "scores.csv", dict.fromkeys(ids, 0.5))
     assert text in error_of("convert", tmp_path, tmp_path / "s.zarr", code=3)
     assert not (tmp_path / "s.zarr").exists()
+
+
+@pytest.mark.parametrize("ids", [["Q0", "q1", "q2"], ["q0", "q1", "Q2"], ["q1", "q2", "q3"], ["x0", "x1", "x2"]])
+@pytest.mark.parametrize("is_later", [False, True])
+def test_refused_ids_stay_refused_when_the_command_is_repeated(tmp_path, monkeypatch, ids, is_later):
+    """Each file is a run, which is committed before the ids are refused; or the scores file comes later."""
+    monkeypatch.setattr(cutting, "MIN_BYTES", 1)
+    for k, trace in enumerate(make_traces(3)):
+        write_pickle(tmp_path / f"{k}.pkl", [trace])
+    if is_later:
+        convert(tmp_path, tmp_path / "s.zarr")
+    write_scores(tmp_path / "scores.csv", {name: k / 4 for k, name in enumerate(ids)})
+    messages = {error_of("convert", tmp_path, tmp_path / "s.zarr", code=3) for _ in range(3)}
+    assert len(messages) == 1
+    write_scores(tmp_path / "scores.csv", {f"q{k}": k / 4 for k in range(3)})
+    convert(tmp_path, tmp_path / "s.zarr")
+    assert tracestore.open(tmp_path / "s.zarr").scores.tolist() == [0, 0.25, 0.5]
 
 
 def test_a_trace_without_a_score_is_kept(tmp_path):

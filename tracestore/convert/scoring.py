@@ -230,7 +230,14 @@ class Scoring:
             If none is, and the store has no labels; not without `can_refuse`. If ids without a trace and traces without a
             row differ by spelling or by one.
         """
-        if self.file is None or self.file.in_order or not self._without_row:
+        if self.file is None or self.file.in_order:
+            return
+        # An earlier run may have committed traces, and refused the ids at its end.
+        unscored = self._sources_have(writer)[0] & np.isnan(writer.read_columns().score(self._name))
+        keys_of_unscored = (_key_of(writer, index) for index in np.flatnonzero(unscored).tolist())
+        committed = dict.fromkeys(key[0] for key in keys_of_unscored if self.file.row_of(*key) is None)
+        self._without_row = committed | self._without_row
+        if not self._without_row:
             return
         keys = self.file.keys
         ids = list(dict.fromkeys(question_id for question_id, _ in keys))
@@ -301,22 +308,27 @@ class Scoring:
             found = ((writer.index.find(*key), row) for key, row in self._row_in_order.items())
             yield from ((index, row, True) for index, row in found if index >= 0)
             return
-        exported = {s.name for s in self.sources if s.export is not None and s.export.has_values}
-        names = {source.name for source in self.sources} - exported
-        paths = [source.path for source in writer.index.sources()] if writer.manifest.num_traces else []
-        of_sources = writer.index.read_column("source")
-        is_own = np.isin(of_sources, [k for k, path in enumerate(paths) if path in names])
-        is_exported = np.isin(of_sources, [k for k, path in enumerate(paths) if path in exported])
+        is_own, is_exported = self._sources_have(writer)
         without = np.isnan(columns.score(self._name)) | (is_own & ~np.isnan(columns.labels))
         for index in np.flatnonzero(without).tolist():
-            key = writer.index.question_id(index), writer.index.row(index).sample
-            yield index, file.row_of(*key) or _NO_ROW, bool(is_own[index])
+            yield index, file.row_of(*_key_of(writer, index)) or _NO_ROW, bool(is_own[index])
         for question_id, first in file.keys:
             for sample in itertools.count(first) if not file.has_samples else (first,):
                 if (index := writer.index.find(question_id, sample)) < 0:
                     break
                 if not without[index] and not is_exported[index]:
                     yield index, file.row_of(question_id, sample) or _NO_ROW, bool(is_own[index])
+
+    def _sources_have(self, writer: StoreWriter) -> tuple[np.ndarray, np.ndarray]:
+        """Return for each committed trace whether a source of now has it, without and with values of an export."""
+        exported = {s.name for s in self.sources if s.export is not None and s.export.has_values}
+        names = {source.name for source in self.sources} - exported
+        paths = [source.path for source in writer.index.sources()] if writer.manifest.num_traces else []
+        of_sources = writer.index.read_column("source")
+        own, other = (
+            np.isin(of_sources, [k for k, p in enumerate(paths) if p in found]) for found in (names, exported)
+        )
+        return own, other
 
     def num_without_trace(self, writer: StoreWriter) -> int:
         """Return how many scores of the file belong to no trace."""
@@ -340,6 +352,10 @@ class Scoring:
                 f"{escape_unprintable(key, 60)}: found inside {plural(count, 'trace')} without a score in {name}, not "
                 "used, because the scores file counts; add their scores to it"
             )
+
+
+def _key_of(writer: StoreWriter, index: int) -> tuple[str, int]:
+    return writer.index.question_id(index), writer.index.row(index).sample
 
 
 def _may_label(key: str) -> bool:
