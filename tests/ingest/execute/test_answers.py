@@ -135,6 +135,77 @@ def test_the_last_token_of_an_answer_has_no_states(tmp_path):
     assert convert(tmp_path, ANSWER | {"tokens": f"{ITEM}ids -> T"})["a", 0].tokens.tolist() == [7, 8, 9, 10]
 
 
+@pytest.mark.parametrize("prompts", [[3, 2], [2, 3], [3, 2, 3], [4, 3, 4], [1, 2]])
+@pytest.mark.parametrize("padding", [{}, {"S.padding": "zeros"}, {"S.padding": 0}, {"S.mask": "a.pkl : m -> N S"}])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_rows_that_prompt_length_cuts_at_different_columns(tmp_path, prompts, padding, side):
+    """Rows with padding in front that prompt_length leaves out have one id more, others have not."""
+    ids, mask = np.zeros((2, len(prompts), max(prompts) + 4), int)
+    for k, n in enumerate(prompts):
+        at = slice(max(prompts) - n, None) if side == "left" else slice(n + 4)
+        ids[k, at], mask[k, at] = np.arange(n + 4) + 10 * (k + 1), 1
+    dump(tmp_path / "in/a.pkl", {"hs": states(len(prompts), 2, 4, 8), "ids": ids, "n": np.asarray(prompts), "m": mask})
+    layout = {"hidden_states": "a.pkl : hs -> N L G D", "prompt_length": "a.pkl : n -> N"} | padding
+    layout |= {} if "S.mask" in padding else {"ignore": "a.pkl : m"}
+
+    for axes in ("N S", "N T"):
+        refuse(tmp_path, layout | {"tokens": f"a.pkl : ids -> {axes}"}, "tokens: (found [45] ids|.* the id 0 )")
+
+
+@pytest.mark.parametrize("field", ["hidden_states", "tokens", "tokens_decoded", "token_logprob"])
+@pytest.mark.parametrize("n", range(6))
+def test_prompt_length_is_that_of_the_first_part(tmp_path, field, n):
+    parts = {"hs": states(2, 5, 8), "ids": [1, 2, 3, 4, 5], "toks": list("abcde"), "p": [-1.0, -2.0, -3.0, -4.0, -5.0]}
+    key = {"hidden_states": "hs", "tokens": "ids", "tokens_decoded": "toks", "token_logprob": "p"}[field]
+    value = parts[key]
+    first, rest = (value[:, :2], value[:, 2:]) if field == "hidden_states" else (value[:2], value[2:])
+    dump(tmp_path / "in/a.pkl", [{"id": "a", "n": n, "hs": parts["hs"], "first": first, "rest": rest}])
+    layout = STATES | {field: [f"{ITEM}first", f"{ITEM}rest"], "prompt_length": f"{ITEM}n"}
+    layout |= {"ignore": f"{ITEM}hs"} if field == "hidden_states" else {}
+    if n != 2:
+        refuse(tmp_path, layout, f"prompt_length: found {n}, expected 2 as in the first part of {field}")
+        return
+
+    assert convert(tmp_path, layout)["a", 0].prompt_length == 2
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_prompt_length_is_that_of_the_first_part_of_all_ids(tmp_path, n):
+    """One id more or less of the prompt would be one less or more of the answer."""
+    one(tmp_path, 3 if n == 1 else 2, prompt=[5, 6], answer=[7, 8, 9] if n == 1 else [7, 8, 9, 10], n=n)
+
+    refuse(
+        tmp_path,
+        ANSWER | {"tokens": [f"{ITEM}prompt", f"{ITEM}answer -> T"]},
+        f"found {n}, expected 2 as in the first part of tokens",
+    )
+
+
+@pytest.mark.parametrize("side", ["left", "none"])
+@pytest.mark.parametrize("counted", ["tokens", "columns"])
+def test_the_first_part_of_padded_ids_has_the_prompt(tmp_path, side, counted):
+    prompt, answer = np.asarray([[0, 5, 6], [7, 8, 9]]), np.asarray([[10, 11], [12, 13]])
+    prompt[0, 0] = 0 if side == "left" else 4
+    mask = np.concatenate([prompt > 0, answer > 0], axis=1).astype(int)
+    n = mask[:, :3].sum(1) if counted == "tokens" else np.asarray([3, 3])
+    dump(tmp_path / "in/a.pkl", {"hs": states(2, 2, 5, 8), "p": prompt, "a": answer, "m": mask, "n": n})
+    layout = {"hidden_states": "a.pkl : hs -> N L S D", "tokens": ["a.pkl : p -> N S", "a.pkl : a -> N S"]}
+    layout |= {"S.mask": "a.pkl : m -> N S", "prompt_length": "a.pkl : n -> N", "S.prompt": counted}
+
+    traces = convert(tmp_path, layout)
+
+    assert [trace.prompt_length for trace in traces.values()] == [3 - (side == "left"), 3]
+
+
+@pytest.mark.parametrize("added", [1, 2, 3])
+@pytest.mark.parametrize("n", [-1, -2, "-1", -1.0])
+def test_a_first_token_is_no_part_of_an_unknown_prompt(tmp_path, added, n):
+    one(tmp_path, ids=[5, 6, 7, 8], n=n)
+    layout = {"tokens": ["=1", f"{ITEM}ids"], "prompt_length": [f"={added}", f"{ITEM}n"]}
+
+    refuse(tmp_path, STATES | layout, "prompt_length: found -")
+
+
 @pytest.mark.parametrize("n", [0, 1, 3, 4, 6, 7, -2, 2.5])
 def test_another_length_of_the_prompt_is_refused(tmp_path, n):
     one(tmp_path, 3, ids=[5, 6, 7, 8, 9], n=n)

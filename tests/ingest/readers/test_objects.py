@@ -124,6 +124,28 @@ def test_exact_notations_are_arrays(tmp_path, value):
     assert isinstance(read_tree(path)["h"], dict)
 
 
+@pytest.mark.parametrize("shape", [[3, 2], [6], [1, 6], [2, 3, 1]])
+def test_nested_lists_of_another_shape_are_no_array(tmp_path, shape):
+    path = tmp_path / "a.pkl"
+    for key in ("__ndarray__", "data"):
+        value = {key: [[0, 1, 2], [3, 4, 5]], "dtype": "float16", "shape": shape}
+        path.write_bytes(pickle.dumps({"h": value}, 4))
+        assert isinstance(read_tree(path)["h"], dict)
+
+
+def test_the_order_of_nested_lists_is_that_of_their_shape(tmp_path):
+    """json_tricks writes the order in memory; bytes in another order are not read."""
+    array, path = np.arange(6, dtype="f2").reshape(2, 3), tmp_path / "a.pkl"
+    lists = {"__ndarray__": array.tolist(), "dtype": "float16", "shape": [2, 3], "Corder": False}
+    raw = lists | {"__ndarray__": array.tobytes("F")}
+    path.write_bytes(pickle.dumps({"lists": lists, "raw": raw, "text": raw | {"__ndarray__": "AAAAQAA8AEIAQABE"}}, 4))
+
+    found = read_tree(path)
+
+    assert found["lists"].tolist() == array.tolist()
+    assert isinstance(found["raw"], dict) and isinstance(found["text"], dict)
+
+
 def test_bytes_are_arrays(tmp_path):
     path = tmp_path / "a.pkl"
     import io

@@ -96,13 +96,16 @@ def read_tokens(trace: TraceCells, num_states: int, length: int | None, *, has_p
     if is_of_sequences(place):
         letter = "T"
     # The ids that generate() and vLLM return are always one more: one id less would move the others.
-    is_exact = letter == "G" or (letter == "T" and has_passes)
+    is_exact = letter == "G" or (letter == "T" and (has_passes or trace.plan.is_of_answer))
     if letter == "T" and len(set(ids[num_states + 1 :].tolist())) < 2 and _rows_of_passes(trace) is not None:
         ids = ids[: num_states + 1]  # a beam that ended early
     is_unpadded = letter == "S" and ids.shape == (length,) and len(ids) < num_states
     if not is_unpadded:
         more = 0 if trace.plan.is_of_answer else trace.prompt_length
-        check_ids(ids, num_states, is_wider=letter in "TG", is_exact=is_exact, prompt_length=more)
+        is_of_answer = trace.plan.is_of_answer
+        check_ids(
+            ids, num_states, is_wider=letter in "TG", is_exact=is_exact, prompt_length=more, is_of_answer=is_of_answer
+        )
     return ids
 
 
@@ -113,7 +116,13 @@ def is_of_sequences(place: Place) -> bool:
 
 
 def check_ids(
-    ids: np.ndarray, num_states: int, *, is_wider: bool, is_exact: bool = False, prompt_length: Any = None
+    ids: np.ndarray,
+    num_states: int,
+    *,
+    is_wider: bool,
+    is_exact: bool = False,
+    prompt_length: Any = None,
+    is_of_answer: bool = False,
 ) -> None:
     """Rule 3: as many ids as states, or one more where that is known; exactly one more with `is_exact`."""
     if not num_states:
@@ -125,7 +134,8 @@ def check_ids(
         found = f"{len(ids)} ids" if ids.ndim == 1 else f"the shape {ids.shape}"
         expected = " or ".join(map(str, allowed))
         hint = {
-            num_states + 1: "; -> T says that the last token has no states",
+            num_states + 1: "; -> T says that the last token has no states"
+            + ", if prompt_length counts all that is in front" * is_of_answer,
             num_states - 1: '; ["=ID", ADDRESS] puts the id of a first token that the ids lack in front',
         }.get(ids.shape[0] if ids.ndim == 1 else -1, "")
         if type(prompt_length) is int and prompt_length > 1 and ids.shape[:1] == (num_states + prompt_length,):

@@ -250,7 +250,8 @@ class TraceBuilder:
                         f"found {str(values[name])[:40]!r} and {str(value)[:40]!r}, expected one value", field=name
                     )
                 values[name] = typed_value(name, value)
-                if (added := self.plan.layout.templates.get(name)) is not None and type(values[name]) is int:
+                added = self.plan.layout.templates.get(name)
+                if added is not None and type(values[name]) is int and values[name] >= 0:
                     values[name] += number_of(added.fill(trace.environment), name)
             if name in values and name not in ("question_id", "sample"):
                 trace.environment.setdefault(name.removeprefix(KEY), key_text(values[name]))
@@ -265,12 +266,13 @@ class TraceBuilder:
                 yield name, made[name], False
 
     def _set_sequence(self, trace: TraceCells, values: dict[str, Any], sizes: list[int], ids: LayerIds) -> None:
-        """Set attention, ids, texts and values of the tokens of all parts and passes, without padding."""
+        """Set attention and what each token has of all parts and passes, without padding."""
         layers = values["hidden_states"]
         num_states, has_passes = len(layers[0]), len(sizes) > 1 and len(trace.cells) == 1
         length = None if "NS" in trace.fixed else self._length(trace)
         trace.prompt_length = values.get("prompt_length")
         tokens = read_tokens(trace, num_states, length, has_passes=has_passes)
+        num_prompt_ids = trace.num_first_values
         is_needed = self._maker.need_attention is not False
         attention = read_attention(trace, num_states, ids, is_needed=is_needed)
         values |= {"prompt_length": 0} if self.plan.is_of_answer else {}
@@ -288,15 +290,33 @@ class TraceBuilder:
         if is_needed:
             values["attentions"] = attention
         values["prompt_length"] = self.padding.prompt_of(values.get("prompt_length"), span)
+        self._check_prompt(trace, values, self.plan.layout.states, trace.num_first, begin)
         if tokens is not None:
+            self._check_prompt(trace, values, "tokens", num_prompt_ids, 0 if padded is None else begin)
             values["tokens"] = of_span(tokens, span, num_states)
+        self._set_values(trace, values, span, num_states)
+
+    def _set_values(self, trace: TraceCells, values: dict[str, Any], span: tuple[int, int], num_states: int) -> None:
+        """Set texts and values of the tokens, without padding."""
         for name in self._per_token:
             if (found := trace.array(name, "ST")) is not None:
+                num_before = span[0] if len(found[0]) >= num_states else 0
+                self._check_prompt(trace, values, name, trace.num_first_values, num_before)
                 values[name] = of_span(found[0], span, num_states)
         if (texts := values.get("tokens_decoded")) is not None:
             if texts.dtype != object:
                 raise InvalidInputError("found other values than texts", field="tokens_decoded")
             values["tokens_decoded"] = texts.tolist()
+
+    def _check_prompt(
+        self, trace: TraceCells, values: Mapping[str, Any], name: str, num_first: int, num_padding: int
+    ) -> None:
+        """Refuse another length of the prompt than the first of two parts of a field has, without its padding."""
+        length = trace.prompt_length if self.plan.is_of_answer else values["prompt_length"]
+        expected = num_first - (0 if self.plan.is_of_answer else num_padding)
+        if num_first and length not in (None, expected):
+            found = f"found {length}, expected {expected} as in the first part of {name}"
+            raise InvalidInputError(found, field="prompt_length")
 
     def _length(self, trace: TraceCells) -> int | None:
         """Return the length that a line for S.lengths gives, None without one."""

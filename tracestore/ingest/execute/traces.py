@@ -61,7 +61,7 @@ class TraceCells:
     """A trace before its values are read: what it binds, the cells of its states, its position on their axes.
 
     `num_rows` is the extent of the axis (N S), `num_first` the number of tokens of the first of two parts,
-    `prompt_length` what the line for it gives.
+    `prompt_length` what the line for it gives, `num_first_values` those of the first of two parts of the last array.
     """
 
     columns: TraceColumns
@@ -71,6 +71,7 @@ class TraceCells:
     num_rows: int = 0
     num_first: int = 0
     prompt_length: Any = None
+    num_first_values: int = 0
 
     @property
     def plan(self) -> Plan:
@@ -140,10 +141,10 @@ class TraceCells:
 
     def array(self, name: str, letters: str) -> tuple[np.ndarray, str] | None:
         """Return the values of a field on one of the letters, its parts behind each other, and the letter."""
-        found = self.cells_of(name)
-        arrays, letter = list[np.ndarray](), letters[0]
+        found, arrays, letter = self.cells_of(name), list[np.ndarray](), letters[0]
         for part, cells_of_part in sorted(found.items()):
             num_before = sum(map(len, arrays)) + (name in self.plan.layout.templates)
+            self.num_first_values = num_before if part else 0
             if part and self.num_first not in (0, num_before):
                 found_first = f"found {num_before} values in the first part, and {self.num_first} states in theirs"
                 raise InvalidInputError(found_first, field=name)

@@ -24,6 +24,7 @@ from tracestore.ingest.tree import (
     Array,
     Charge,
     Group,
+    Items,
     MappingGroup,
     NumpyArray,
     Value,
@@ -124,6 +125,8 @@ def described_array(values: Mapping[Any, Any], open_value: Callable[[Any], Value
 def _described(group: Group) -> np.ndarray | None:
     if "__ndarray__" in group:
         data, kind, shape = group["__ndarray__"], _dtype(group.get("dtype")), group.get("shape")
+        if group.get("Corder") is False and not isinstance(data, Items):  # flat values in another order
+            return None
     elif group.keys() == {"data", "shape"}:
         data, kind, shape = group["data"], None, group["shape"]
         if not isinstance(as_array(data), Array):
@@ -156,7 +159,7 @@ def _shaped(data: Value, kind: np.dtype | None, shape: tuple[int, ...]) -> np.nd
         return None
     if array.dtype == np.dtype("u1") and kind is not None and array.ndim == 1 and array.size == count * kind.itemsize:
         return np.ascontiguousarray(array).view(kind).reshape(shape)
-    if array.size != count:
+    if array.size != count or (array.ndim > 1 and array.shape != shape):
         return None
     is_same = kind is None or kind == array.dtype or kind == schema.BFLOAT16
     return (array if is_same else array.astype(kind)).reshape(shape)
