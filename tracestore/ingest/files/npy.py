@@ -3,6 +3,7 @@
 import ast
 import math
 import struct
+import threading
 from typing import IO, Any
 
 import numpy as np
@@ -16,6 +17,8 @@ NPY_MAGIC = b"\x93NUMPY"
 MAX_NPY_HEADER_BYTES = 10_000
 ZIP_ENTRY = struct.Struct("<4s5H3I2H")  # what is before the name of an entry of an archive
 _TWO_BYTES = np.dtype("V2")
+# CPython 3.11 counts the depth of all expressions that threads parse together, and raises SystemError.
+_PARSING = threading.RLock()
 
 
 def is_npz(mapped: MappedFile) -> bool:
@@ -59,7 +62,9 @@ def read_npy_header(head: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, 
         length = struct.unpack("<H" if version == (1, 0) else "<I", head.read(2 if version == (1, 0) else 4))[0]
         if version not in ((1, 0), (2, 0), (3, 0)) or length > MAX_NPY_HEADER_BYTES:
             raise ValueError(f"version {version}, header of {length:,} bytes")
-        header = ast.literal_eval(head.read(length).decode("latin1").strip())
+        text = head.read(length).decode("latin1").strip()
+        with _PARSING:
+            header = ast.literal_eval(text)
         shape, order, description = header["shape"], header["fortran_order"], header["descr"]
         if type(order) is not bool or not isinstance(shape, tuple):
             raise ValueError("a wrong header")
