@@ -266,7 +266,7 @@ fuzz-short:
 torture: install
 	TRACESTORE_FAULTS=all TRACESTORE_KILLS=1000 TRACESTORE_FLIPS=10000 TRACESTORE_SEEDS=2000 \
 		OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rA tests/fault_injection
-	TRACESTORE_EXTRACT_KILLS=50 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rA -k killed tests/extract
+	TRACESTORE_EXTRACT_KILLS=50 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rA -o timeout=0 -k killed tests/extract
 	TRACESTORE_WORKER_KILLS=100 TRACESTORE_FAULTS=all OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rA -o timeout=0 -k 'kill or fault' tests/tasks
 	TRACESTORE_EXPORT_KILLS=50 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rA tests/export/test_interrupted.py
 	TRACESTORE_COORDINATORS=200 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rA tests/tasks/test_coordinators.py
