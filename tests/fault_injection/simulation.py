@@ -6,6 +6,7 @@ in its cleanup; the simulation closes its files, as the kernel would.
 """
 
 import fcntl
+import gc
 import io
 import itertools
 import os
@@ -245,6 +246,7 @@ class Simulation:
 
     def check_end(self):
         """Assert that the final store is intact, complete and free of leftovers."""
+        gc.collect()  # the frames of killed actors hold stores, and these their generations
         with StoreWriter(self.store):
             pass  # removes temporary folders and old generations
         clean_store(self.store, older_than_s=0)
