@@ -72,3 +72,36 @@ def test_rows_of_a_subset(path, tmp_path, monkeypatch):
     with tracestore.open(path) as store:
         for key in ([5, 1], [1, 5], slice(3)):
             assert to_datasets(store[key])["question_id"] == store[key].question_ids
+
+
+def test_rows_have_the_scores_of_the_store_that_was_opened(tmp_path, monkeypatch):
+    """The score is the one chosen at opening, also after the rows of another one were cached."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    from tracestore.bridges.huggingface import to_datasets
+
+    names = {"one": "correct", "two": "hallucination", "three": "correct"}
+    with tracestore.create(tmp_path / "s.zarr") as writer:
+        for name, direction in names.items():
+            writer.define_score(name, direction=direction)
+        for k, trace in enumerate(make_traces(4)):
+            writer.append(trace, scores={name: (k + 4 * n) / 16 for n, name in enumerate(names)})
+    for chosen in (*names, None, *names):
+        with tracestore.open(tmp_path / "s.zarr", score=chosen) as store:
+            for traces in (store, store[2:], store[[3, 0, 3]]):
+                rows, own = to_datasets(traces), traces.to_pandas(texts=True)
+                renamed = "hallucination_score" if names[store.score_name] == "hallucination" else "score"
+                own = own.rename(columns={"score": renamed})
+                assert {*rows.column_names} == {*own.columns, "tokens", "tokens_decoded", "last_token"}
+                for name in (renamed, *(f"score_{name}" for name in names if name != store.score_name)):
+                    assert list(rows[name]) == own[name].tolist()
+
+
+def test_no_rows(path, tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    from tracestore.bridges.huggingface import to_datasets
+
+    with tracestore.open(path) as store:
+        empty, whole = to_datasets(store[:0]), to_datasets(store)
+        assert len(empty) == 0 and empty.features == whole.features

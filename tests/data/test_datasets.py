@@ -2,6 +2,7 @@
 
 import functools
 import operator
+import pickle
 
 import numpy as np
 import pytest
@@ -141,4 +142,36 @@ def test_stateful_data_loader_continues(store_path, monkeypatch):
         assert first + rest == whole
         assert workers or len(read) == len(rest), "earlier traces were read again"
         # The next epoch has its own order.
-        assert workers or [b.question_id for b in resumed] != whole
+        assert [b.question_id for b in resumed] != whole
+
+
+@pytest.mark.parametrize(
+    ("workers", "context", "is_persistent"),
+    [
+        (0, None, False),
+        (1, "fork", False),
+        (3, "fork", False),
+        (3, "fork", True),
+        pytest.param(2, "spawn", False, marks=pytest.mark.long),
+        pytest.param(2, "spawn", True, marks=pytest.mark.long),
+    ],
+)
+def test_each_iteration_has_its_own_epoch(store_path, workers, context, is_persistent):
+    """Iterations advance the epoch, and set_epoch() chooses it, whoever reads: this process, or new or kept workers."""
+    options = {"batch_size": 5, "shuffle": "global", "seed": 3}
+    dataset = tracestore.TraceIterableDataset(store_path, **options)
+    dataset = pickle.loads(pickle.dumps(dataset))
+    loader = DataLoader(
+        dataset,
+        batch_size=None,
+        num_workers=workers,
+        multiprocessing_context=context,
+        persistent_workers=is_persistent,
+    )
+    for chosen, epoch in ((None, 0), (None, 1), (5, 5), (5, 5), (None, 6), (2, 2), (None, 3), (0, 0)):
+        if chosen is not None:
+            dataset.set_epoch(chosen)
+        expected = tracestore.TraceLoader(store_path, **options)
+        expected.set_epoch(epoch)
+        assert [b.question_id for b in loader] == [b.question_id for b in expected]
+        assert dataset.epoch == epoch + 1

@@ -217,3 +217,51 @@ def test_a_loader_reads_the_generation_of_its_store(tmp_path):
     assert len(tracestore.open(tmp_path / "s.zarr")) == 5
     assert len(tracestore.TraceLoader(store, "sequence", batch_size=2).store) == 4
     assert len(tracestore.TraceDataset(store)) == 4
+
+
+def test_whole_numbers_of_any_type(store_path):
+    """An integer of numpy or torch gives the batches and the state of the same int; another value is refused by name."""
+    names = ("seed", "batch_size", "buffer_size", "block_bytes", "epoch_size")
+    for kind in (np.int64, np.uint8, np.int32, torch.tensor, np.array):
+        options = {name: kind(7) for name in names} | {"shuffle": "buffer", "weights": np.array([1])}
+        loader = tracestore.TraceLoader(store_path, **options)
+        expected = tracestore.TraceLoader(store_path, **dict.fromkeys(names, 7), shuffle="buffer", weights=[1])
+        for one in (loader, expected):
+            one.set_epoch(kind(3) if one is loader else 3)
+        assert [b.question_id for b in loader] == [b.question_id for b in expected]
+        assert json.dumps(loader.state_dict()) == json.dumps(expected.state_dict())
+        costs = [tracestore.TraceLoader(store_path, batch_by="tokens", max_batch_cost=n) for n in (kind(7), 7)]
+        assert json.dumps(costs[0].state_dict()) == json.dumps(costs[1].state_dict())
+        samplers = [tracestore.ShuffleBufferSampler(12, n, n) for n in (kind(7), 7)]
+        assert list(samplers[0]) == list(samplers[1])
+    wrong = [(name, value) for name in names for value in (1.5, "7", None)]
+    wrong = [pair for pair in wrong if pair not in (("batch_size", None), ("epoch_size", None))]
+    wrong += [(name, 0) for name in names[1:]] + [("seed", float("nan"))]
+    for name, value in wrong:
+        with pytest.raises(UsageError, match=f"found {name} "):
+            tracestore.TraceLoader(store_path, **{name: value})
+    for value in (1.0, "1", None):
+        with pytest.raises(UsageError, match="found epoch "):
+            loader.set_epoch(value)
+    with pytest.raises(UsageError, match="layers"):
+        tracestore.TraceLoader(store_path, layers=[True, False])
+
+
+def test_labels_of_any_array(store_path):
+    for targets in ([0, 1] * 6, np.arange(12) % 2, np.arange(12) % 2 == 1, np.arange(12, dtype="f4") % 2):
+        loader = tracestore.TraceLoader(store_path, targets=targets, shuffle=False)
+        assert [y for batch in loader for y in batch.y.tolist()] == [0.0, 1.0] * 6
+    for targets in ([0, 1], [[0, 1] * 6], 0):
+        with pytest.raises(UsageError, match="found targets of shape"):
+            tracestore.TraceLoader(store_path, targets=targets)
+
+
+def test_a_threshold_is_a_number(store_path):
+    """NaN is above and below nothing: it would label every answer correct, and keep no edge."""
+    for name, view in (("score_threshold", "sequence"), ("attention_threshold", "graph")):
+        with pytest.raises(UsageError, match=f"found {name} nan"):
+            tracestore.TraceLoader(store_path, view, **{name: float("nan")})
+    with tracestore.open(store_path) as store:
+        for read in (store.targets, store[:5].targets, lambda t: store.split(score_threshold=t)):
+            with pytest.raises(UsageError, match="found score_threshold nan"):
+                read(float("nan"))

@@ -170,3 +170,41 @@ def test_representations_tell_the_sizes(subset):
     assert repr(iterable) == f"TraceIterableDataset({of_sequences}, shuffle='buffer', batch_size=2)"
     assert repr(tracestore.ShuffleBufferSampler(subset, 3)) == "ShuffleBufferSampler(5 indices, buffer_size=3, seed=0)"
     assert repr(tracestore.TraceBatchLoader(subset)) == f"TraceBatchLoader({path}, 1 batch)"
+
+
+@pytest.mark.parametrize("view", ["sequence", "tokens"])
+def test_indices_select_traces_as_a_store_does(store_path, view):
+    """A mask, numbers of any type and question ids select what they select of a store, never positions by accident."""
+    mask = np.arange(12) % 3 == 1
+    store = tracestore.open(store_path)
+    chosen = [mask, mask.tolist(), torch.tensor(mask), [4, 1], (4, 1), range(3), np.array([7, 2], "u1"), np.array([2, 7]),
+              torch.tensor([7, 2]), [-1, 0], ["q7", "q2"], "q7", np.array(["q3"]), store[[9, 3]].indices, []]  # fmt: skip
+    for indices in chosen:
+        loader = tracestore.TraceLoader(store, view, indices=indices, shuffle=False)
+        found = list(dict.fromkeys(k for batch in loader for k in batch.trace_index.tolist()))
+        assert found == store.select(indices).indices.tolist()
+    wrong = [
+        mask[:5],
+        mask.tolist()[:5],
+        [1.7, 2.2],
+        np.array([1.0]),
+        [[1, 2]],
+        3,
+        [12],
+        [-13],
+        ["q12"],
+        [None],
+        {1, 2},
+    ]
+    for indices in wrong:
+        with pytest.raises(UsageError, match="indices: "):
+            tracestore.TraceLoader(store, view, indices=indices)
+
+
+def test_one_item_at_a_time(store_path):
+    dataset = tracestore.TraceDataset(store_path)
+    for index in (np.int32(3), np.uint8(3), torch.tensor(3), np.array(3), 3, -9):
+        assert dataset[index].trace_index == 3
+    for index in (slice(0, 2), [0, 1], 1.0, "q1", None, np.array([1, 2])):
+        with pytest.raises(TypeError):
+            dataset[index]

@@ -256,3 +256,49 @@ def test_an_earlier_run_is_not_replaced_without_overwrite(labeled, tmp_path, opt
     with pytest.raises(UsageError, match="earlier run"):
         train(labeled, tmp_path, overwrite=False)
     train(labeled, tmp_path / "new", overwrite=False)
+
+
+@pytest.mark.parametrize(
+    ("first", "resumed"),
+    [
+        ({"names": ("lstm_solo", "gnn_det_lstm")}, {"names": ("lstm_solo",)}),
+        ({"names": ("lstm_solo",)}, {"names": ("gnn_det_lstm",)}),
+        ({"names": ("lstm_solo",)}, {"names": ("lstm_solo_v0",)}),
+        ({}, {"folds": 2}),
+        ({}, {"seeds": 1}),
+        ({}, {"seeds": 2}),
+        ({"seeds": 2}, {}),
+        ({"seeds": 2}, {"seeds": 1}),
+        ({"seeds": 2}, {"seeds": 2, "seed": 43}),
+        ({"seeds": 2}, {"folds": 2}),
+        ({"folds": 2}, {}),
+        ({"folds": 2}, {"seeds": 2}),
+        ({"folds": 2, "seeds": 2}, {"folds": 2}),
+    ],
+)
+def test_resume_loses_no_training(labeled, tmp_path, first, resumed):
+    """A command that leaves out a model, seed or fold of the run is refused, and the folder stays as it is."""
+    train(labeled, tmp_path, **first)
+    before = files(tmp_path)
+    seed = resumed.pop("seed", CONFIG.seed)
+    with pytest.raises(UsageError, match=r"last\.pt|best\.pt"):
+        train(labeled, tmp_path, replace(CONFIG, resume=True, seed=seed), overwrite=False, **resumed)
+    assert files(tmp_path) == before
+
+
+def test_resume_adds_models_and_seeds(labeled, tmp_path):
+    train(labeled, tmp_path, seeds=1)
+    names = ("lstm_solo", "lstm_solo_v0")
+    results = train(labeled, tmp_path, replace(CONFIG, resume=True), names, overwrite=False, seeds=2)
+    assert [(run["seed"], [*run["models"]]) for run in results["runs"]] == [(42, [*names]), (43, [*names])]
+
+
+def test_nothing_of_a_replaced_run_is_left(labeled, tmp_path, monkeypatch):
+    """Folds of an earlier run do not become those of a later one, nor do its results stay if the new one stops."""
+    train(labeled, tmp_path, replace(CONFIG, seed=1), folds=2)
+    train(labeled, tmp_path)
+    assert not (tmp_path / "folds.json").exists()
+    monkeypatch.setattr(trainer.Trainer, "run", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train(labeled, tmp_path, replace(CONFIG, seed=2))
+    assert not (tmp_path / "results.json").exists()

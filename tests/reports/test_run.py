@@ -13,7 +13,9 @@ from tests.experiment.quiet import train_quietly
 from tests.helpers import make_traces, write_store
 from tracestore.console import nan_to_none
 from tracestore.evaluation import metric_table
+from tracestore.evaluation.store_split import make_split
 from tracestore.reports import curves
+from tracestore.reports.controls import control_entries
 from tracestore.reports.run_page import RunFacts, report_page
 from tracestore.train.config import TrainConfig
 
@@ -202,3 +204,23 @@ def test_length_bins_cover_every_length_once():
     bins = curves.length_bins(lengths)
     assert sum(((lengths >= first) & (lengths <= last)).sum() for first, last in bins) == 500
     assert curves.length_bins(np.array([5, 5])) == [(5, 5)]
+
+
+@pytest.mark.parametrize("told_by", ["prompt_length", "answer_span", "generated_mask", "last_turn", "answer_inside"])
+def test_the_control_reads_the_log_probabilities_of_the_answer(tmp_path, told_by):
+    """Those of the prompt, whose order is the opposite one, do not count, whatever tells where the answer is."""
+    mask = np.array([0] * 6 + [1] * 2, np.uint8)
+    fields = {
+        "prompt_length": {"prompt_length": 6},
+        "answer_span": {"answer_span": (6, 8)},
+        "generated_mask": {"generated_mask": mask},
+        "last_turn": {"generated_mask": mask | np.array([1, 1, 0, 0, 0, 0, 0, 0], np.uint8)},
+        "answer_inside": {"prompt_length": 1, "answer_span": (6, 8)},
+    }[told_by]
+    traces = make_traces(20, tokens=8)
+    for k, trace in enumerate(traces):
+        is_wrong = k % 2
+        trace |= fields | {"token_logprob": np.array([-9.0 + 8 * is_wrong] * 6 + [-1.0 - is_wrong] * 2, "f4")}
+    with tracestore.open(write_store(tmp_path / "s.zarr", traces, label=lambda k: k % 2)) as store:
+        entries = control_entries(store, [make_split(store, store.targets(), 0)], store.targets(), 0)
+    assert entries["mean log-probability"]["test"]["auroc"] == 1

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
@@ -74,11 +75,15 @@ def to_datasets(store: TraceStore | TraceSubset, arrays: Sequence[Array] = ("las
         raise MissingFieldError(f"{store.path}: some traces hold last tokens only: ask for last_token alone")
     if "attention" in arrays and len(store) and store[0].attention_layout is None:
         raise MissingFieldError(f"{store.path}: no attention is stored")
-    features, score = _features(whole, arrays), SCORE_COLUMNS[whole.score_direction]
+    score, others = SCORE_COLUMNS[whole.score_direction], sorted({*whole.score_fields} - {whole.score_name})
+    features = _features(whole, [score, *(f"score_{name}" for name in others)], arrays)
+    if not len(store):  # a generator of no rows is an error
+        return datasets.Dataset.from_dict({name: [] for name in features}, features)
 
     def rows() -> Iterator[dict[str, Any]]:
         for trace in store:
             row = {name: getattr(trace, name) for name in _TYPES} | {score: trace.score}
+            row |= {f"score_{name}": trace.scores.get(name, math.nan) for name in others}
             row["source"], row["source_position"] = trace.source
             tokens = trace.tokens
             row = {name: without_surrogates(value) for name, value in row.items()}
@@ -92,16 +97,16 @@ def to_datasets(store: TraceStore | TraceSubset, arrays: Sequence[Array] = ("las
 
     # datasets reuses cached rows of a generator with the same fingerprint. By default it hashes the
     # path, where another store may be by now.
-    identity = repr((whole.internals.manifest, tuple(arrays), datasets.__version__)).encode()
+    identity = repr((whole.internals.manifest, whole.score_name, tuple(arrays), datasets.__version__)).encode()
     fingerprint = hashlib.blake2b(identity + store.indices.tobytes(), digest_size=16).hexdigest()
     return datasets.Dataset.from_generator(rows, features=features, fingerprint=fingerprint)
 
 
-def _features(store: TraceStore, arrays: Sequence[Array]) -> "datasets.Features":
+def _features(store: TraceStore, scores: Sequence[str], arrays: Sequence[Array]) -> "datasets.Features":
     """Return the types of the columns."""
     value, sequence = datasets.Value, datasets.Sequence
     types = {name: value(kind) for name, kind in _TYPES.items()}
-    types |= {SCORE_COLUMNS[store.score_direction]: value("float64")}
+    types |= {name: value("float64") for name in scores}
     types |= {"source": value("string"), "source_position": value("int64")}
     types |= {"tokens": sequence(value("int32")), "tokens_decoded": sequence(value("string"))}
     for name in arrays:

@@ -1,21 +1,23 @@
 """Options of commands that are fields of dataclasses, and those that several commands share."""
 
 import argparse
+import math
 import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from tracestore.console import int_ranges, positive_int
+from tracestore.console import float_where, int_ranges, positive_int
 from tracestore.store.format.labels import THRESHOLD_HELP
 from tracestore.store.format.provenance import ALLOW_FLAG, ALLOW_HELP
 
+_NUMBER = float_where(math.isfinite, "a number")
 # Arguments by the type of the field.
 _BY_TYPE: dict[Any, dict[str, Any]] = {
     bool: {"action": "store_true"},
     int: {"type": positive_int, "metavar": "N"},
-    float: {"type": float},
+    float: {"type": _NUMBER},
     tuple[int, ...]: {"type": int_ranges, "metavar": "LIST"},
 }
 
@@ -99,4 +101,4 @@ def add_score(parser: argparse.ArgumentParser) -> None:
 
 def add_score_threshold(parser: argparse.ArgumentParser) -> None:
     """Add --score-threshold."""
-    parser.add_argument("--score-threshold", type=float, metavar="T", help=THRESHOLD_HELP)
+    parser.add_argument("--score-threshold", type=_NUMBER, metavar="T", help=THRESHOLD_HELP)

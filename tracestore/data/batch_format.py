@@ -1,5 +1,6 @@
 """The form of a batch, and the bytes that its traces take. Imports no torch."""
 
+import math
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ def _integers(values: int | Sequence[int], name: str) -> int | tuple[int, ...]:
         found = tuple(map(operator.index, values))
     except TypeError:
         raise UsageError(f"found {name} {values!r:.80}, expected an integer or a list of integers") from None
-    if not found or len(set(found)) < len(found):
+    if not found or len(set(found)) < len(found) or any(isinstance(value, bool) for value in values):
         raise UsageError(f"found {name} {list(found)!r:.80}, expected at least one, each once")
     return found
 
@@ -93,6 +94,8 @@ class BatchFormat:
 
     def __post_init__(self) -> None:
         self._check_selection()
+        if math.isnan(self.attention_threshold):
+            raise UsageError("found attention_threshold nan, expected a number")
         if self.top_k is not None and not 0 < self.top_k <= 1:
             raise UsageError(f"found top_k {self.top_k}, expected a fraction above 0 and at most 1")
         if self.edge_format not in get_args(EdgeFormat):

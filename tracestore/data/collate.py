@@ -11,8 +11,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from tracestore.data.batch import SequenceBatch, layer_graph_class, pyg_classes
 from tracestore.data.epoch import rank_and_world_size
-from tracestore.data.order import EpochOrder
-from tracestore.errors import UsageError
+from tracestore.data.order import EpochOrder, whole_number
 from tracestore.extras import needs
 
 if TYPE_CHECKING:
@@ -174,9 +173,8 @@ class ShuffleBufferSampler(Sampler[int]):
         world_size: int | None = None,
     ) -> None:
         n = len(n) if isinstance(n, Sized) else n
-        if n < 0 or buffer_size < 1:
-            raise UsageError(f"found n {n} and buffer_size {buffer_size}, expected at least 0 and 1")
-        self.n, self.buffer_size, self.seed, self.epoch = n, buffer_size, seed, 0
+        self.n, self.buffer_size = whole_number("n", n, 0), whole_number("buffer_size", buffer_size, 1)
+        self.seed, self.epoch = whole_number("seed", seed), 0
         self.rank, self.world_size = rank_and_world_size(rank, world_size)
 
     def __repr__(self) -> str:
@@ -189,7 +187,7 @@ class ShuffleBufferSampler(Sampler[int]):
         ----------
         epoch : int
         """
-        self.epoch = epoch
+        self.epoch = whole_number("epoch", epoch)
 
     def __len__(self) -> int:
         return len(range(self.rank, self.n, self.world_size))

@@ -1,5 +1,6 @@
 """Datasets and a sampler for torch.utils.data.DataLoader."""
 
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from tracestore._core.blocks import MemoryPool
+from tracestore.data import shared_memory
 from tracestore.data.batch import BatchT, layer_graph_class
 from tracestore.data.batch_format import BatchFormat, Layers, Positions, View
 from tracestore.data.batch_jobs import BatchGatherer
@@ -16,7 +18,7 @@ from tracestore.data.buffers import BatchBuffer, TorchBuffer
 from tracestore.data.collate import GraphItem, SequenceItem
 from tracestore.data.epoch import EpochPlanner, rank_and_world_size
 from tracestore.data.memory_plan import cache_limit
-from tracestore.data.order import Shuffle, shuffle_name
+from tracestore.data.order import Shuffle, shuffle_name, whole_number
 from tracestore.data.tokens.job import OpenArrays, TokenGatherer
 from tracestore.data.tokens.token_table import TokenTable
 from tracestore.errors import UsageError
@@ -49,8 +51,8 @@ def open_for_batches(
     Raises
     ------
     UsageError
-        For both a subset and indices, labels of another number of traces, or scores that the default threshold does
-        not fit.
+        For both a subset and indices, indices that `TraceStore.select` refuses, labels of another number of traces, or
+        scores that the default threshold does not fit.
     """
     whole, subset = (store.store, store.indices) if isinstance(store, TraceSubset) else (store, None)
     if subset is not None and indices is not None:
@@ -59,10 +61,14 @@ def open_for_batches(
     batch_format.check(opened, subset)
     if batch_format.view == "graph" and batch_format.as_pyg:
         layer_graph_class()  # imported now, so that workers forked from this process need not import PyG
-    chosen = subset if indices is None else np.asarray(indices, np.int64)
-    if targets is None:
-        targets = opened.targets(score_threshold)
-    elif targets.shape != (len(opened),):
+    chosen = subset
+    if indices is not None:
+        try:
+            chosen = opened.select(indices).indices
+        except (IndexError, KeyError, TypeError) as error:
+            raise UsageError(f"indices: {error}") from None
+    targets = opened.targets(score_threshold) if targets is None else np.asarray(targets)
+    if targets.shape != (len(opened),):
         raise UsageError(f"found targets of shape {targets.shape}, expected ({len(opened)},): one label for each trace")
     if batch_format.view != "tokens":
         return BatchGatherer(opened, targets, batch_format), chosen, None
@@ -162,7 +168,7 @@ class TraceDataset(Dataset[Any]):
         return f"TraceDataset({self.format.describe(self.store, len(self))})"
 
     def __getitem__(self, index: int) -> Any:
-        position = range(len(self))[index]
+        position = range(len(self))[operator.index(index)]
         is_whole = self.indices is None or self.tokens is not None
         return self.item(position if is_whole else int(self.indices[position]))  # type: ignore[index]
 
@@ -288,7 +294,7 @@ class TraceIterableDataset(IterableDataset[BatchT]):
             dtype=dtype,
             cache_bytes=cache_bytes,
         )
-        self.epoch, self.batch_size = 0, batch_size
+        self._epochs, self.batch_size = shared_memory.SharedEpoch(), batch_size
         self._pool = MemoryPool()
         self._planner = EpochPlanner(
             self.items.store,
@@ -309,14 +315,19 @@ class TraceIterableDataset(IterableDataset[BatchT]):
         sizes = self.items.format.describe(self.items.store, len(self.items))
         return f"TraceIterableDataset({sizes}, shuffle={self._planner.shuffle!r}{batches})"
 
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next iteration."""
+        return self._epochs.next
+
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, which selects the order. Each iteration also advances it by one.
+        """Set the epoch, which selects the order. Each iteration also advances it by one, with worker processes too.
 
         Parameters
         ----------
         epoch : int
         """
-        self.epoch = epoch
+        self._epochs.next = whole_number("epoch", epoch)
 
     def __len__(self) -> int:
         """Return the items, or batches, that this rank gets from all its workers together."""
@@ -362,8 +373,7 @@ class _EpochIterator(Iterator[Any]):
     """
 
     def __init__(self, dataset: TraceIterableDataset[Any]) -> None:
-        self._dataset, self._epoch, self._num_done = dataset, dataset.epoch, 0
-        dataset.epoch += 1
+        self._dataset, self._epoch, self._num_done = dataset, dataset._epochs.begin(), 0
         self._rest = dataset._iterate_from(self._epoch, 0)
 
     def __next__(self) -> Any:
@@ -378,5 +388,5 @@ class _EpochIterator(Iterator[Any]):
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue where the state was taken."""
         self._epoch, self._num_done = state["epoch"], state["done"]
-        self._dataset.epoch = self._epoch + 1
+        self._dataset.set_epoch(self._epoch + 1)
         self._rest = self._dataset._iterate_from(self._epoch, self._num_done)

@@ -158,25 +158,22 @@ class EpochPlanner:
     epoch_size: int | None = None
 
     def __post_init__(self) -> None:
-        sizes = {name: getattr(self, name) for name in ("batch_size", "buffer_size", "block_bytes")}
-        if min(sizes.values()) < 1:
-            found = ", ".join(f"{name} {size}" for name, size in sizes.items())
-            raise UsageError(f"found {found}, expected at least 1")
+        for name in ("batch_size", "buffer_size", "block_bytes"):
+            setattr(self, name, order.whole_number(name, getattr(self, name), 1))
+        self.seed = order.whole_number("seed", self.seed)
         if self.shuffle not in order.SHUFFLES:
             raise UsageError(f"found shuffle {self.shuffle!r}, expected one of {', '.join(order.SHUFFLES)}")
-        by, bound, units = self.batch_by, self.max_batch_cost, get_args(BatchBy)
-        if by is not None and (by not in units or bound is None or bound < 1):
-            raise UsageError(
-                f"found batch_by {by!r} and max_batch_cost {bound}, expected one of {', '.join(units)} and at least 1"
-            )
-        if by is None and bound is not None:
+        by, units = self.batch_by, get_args(BatchBy)
+        if by is None and self.max_batch_cost is not None:
             raise UsageError(f"max_batch_cost requires batch_by, one of {', '.join(units)}")
+        if by is not None:
+            if by not in units:
+                raise UsageError(f"found batch_by {by!r}, expected one of {', '.join(units)}")
+            self.max_batch_cost = order.whole_number("max_batch_cost", self.max_batch_cost, 1)
         if self.pad_last and (self.drop_last or self.batch_by is not None):
             raise UsageError("pad_last excludes drop_last and batch_by")
         if self.tokens is not None and by is not None:
             raise UsageError("batch_by composes batches of traces; view 'tokens' takes batch_size")
-        if self.indices is not None and ((self.indices < 0) | (self.indices >= len(self.store))).any():
-            raise UsageError(f"found indices outside 0 .. {len(self.store) - 1}")
         self.block_size = 1
         if self.shuffle == "block":
             self.block_size = max(1, self.block_bytes // mean_trace_bytes(self.store, self.batch_format))
@@ -185,9 +182,9 @@ class EpochPlanner:
 
     def _checked_sizes(self) -> list[int]:
         """Return the samples of each set that the epoch mixes, and sort the traces by their store."""
-        size, weights = self.epoch_size, self.weights
-        if size is not None and (not hasattr(size, "__index__") or size < 1):
-            raise UsageError(f"found epoch_size {size!r}, expected at least 1")
+        if self.epoch_size is not None:
+            self.epoch_size = order.whole_number("epoch_size", self.epoch_size, 1)
+        weights = self.weights = None if self.weights is None else tuple(self.weights)
         if weights is None:
             sizes = [self._num_known]
         else:

@@ -18,7 +18,7 @@ from tracestore.data.buffers import BatchBuffer, TorchBuffer
 from tracestore.data.datasets import StoreLike, open_for_batches
 from tracestore.data.epoch import BatchBy, EpochPlan, EpochPlanner, rank_and_world_size
 from tracestore.data.memory_plan import advise_block, cache_limit, plan_memory
-from tracestore.data.order import Shuffle, shuffle_name
+from tracestore.data.order import Shuffle, shuffle_name, whole_number
 from tracestore.data.prefetch import BatchPrefetcher, NativePrefetcher, ThreadPrefetcher, closed_at_exit
 from tracestore.errors import MemoryBudgetError, TracestoreWarning, UsageError
 
@@ -68,7 +68,8 @@ class TraceLoader(LoaderHtml, Generic[BatchT]):
     num_threads : int
         Threads that gather. 0 gathers in the consumer's thread.
     indices : sequence of int, optional
-        Restrict the loader to the traces with these store indices. Excludes a subset.
+        Restrict the loader to the traces with these store indices, or to others that `TraceStore.select` takes: a
+        mask or question ids. Excludes a subset.
     buffer_size : int
         Ids of the window of shuffle "buffer".
     block_bytes : int
@@ -280,6 +281,7 @@ class TraceLoader(LoaderHtml, Generic[BatchT]):
         ----------
         epoch : int
         """
+        epoch = whole_number("epoch", epoch)
         if epoch != self.epoch or self._epoch_done:
             self._resume_at = self._position = 0
         self.epoch, self._epoch_done = epoch, False

@@ -6,14 +6,16 @@ batch, a worker takes whole batches.
 """
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from tracestore._core.shuffle import ShuffleBuffer
 from tracestore._core.shuffle import permute as permute_into
+from tracestore.errors import UsageError
 
 Shuffle = Literal["global", "buffer", "block", "none"]
 SHUFFLES: tuple[Shuffle, ...] = get_args(Shuffle)
@@ -27,6 +29,18 @@ def shuffle_name(shuffle: Shuffle | bool) -> Shuffle:
     if isinstance(shuffle, bool):
         return "global" if shuffle else "none"
     return shuffle
+
+
+def whole_number(name: str, value: Any, least: int | None = None) -> int:
+    """Return an integer of any type, such as one of numpy, as an int; UsageError for another value, or one below `least`."""
+    try:
+        found = operator.index(value)
+    except TypeError:
+        found = None
+    if found is None or (least is not None and found < least):
+        expected = "a whole number" if least is None else f"a whole number of at least {least}"
+        raise UsageError(f"found {name} {value!r:.80}, expected {expected}")
+    return found
 
 
 def splitmix64(value: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Batches of DataLoader workers in shared memory that is reused and never copied.
+"""What the workers of a DataLoader share with their parent: batches in memory that is never copied, and the epoch.
 
 A worker gathers into a slot and sends where the tensors lie in it. The parent maps the slot. When
 the last tensor on it dies in the parent, the slot is free for the worker's next batch. A slot is an
@@ -9,6 +9,9 @@ import os
 from collections.abc import Callable
 from multiprocessing import reduction
 from typing import Any
+
+import torch
+from torch.utils.data import get_worker_info
 
 from tracestore._core.blocks import SharedBlock
 from tracestore.data.batch import BatchLayout, TensorBatch
@@ -123,3 +126,40 @@ def _receive(pid: int, fd_of_worker: int, num_bytes: int, layout: BatchLayout, m
     finally:
         os.close(fd)
     return layout.batch(BatchBuffer(memory.acquire(received=True)), metadata)
+
+
+class SharedEpoch:
+    """The epoch of an iterable dataset, which the workers of a DataLoader share with its parent."""
+
+    def __init__(self) -> None:
+        # The epoch of the next iteration; the number of the iteration that workers are in, and its epoch.
+        self._values = torch.tensor([0, -1, 0]).share_memory_()
+        self._num_begun = 0
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._values.share_memory_()  # a copy of its own, unless it was sent to a worker
+
+    @property
+    def next(self) -> int:
+        """The epoch of the next iteration."""
+        return int(self._values[0])
+
+    @next.setter
+    def next(self, epoch: int) -> None:
+        self._values[0] = epoch
+
+    def begin(self) -> int:
+        """Return the epoch of an iteration that begins, and advance to the next one."""
+        info = get_worker_info()
+        # The workers of an iteration share a random seed, and persistent ones have begun equally many.
+        number = -1 if info is None else (info.seed - info.id + self._num_begun) & (2**63 - 1)
+        self._num_begun += info is not None
+        epoch = self.next
+        # The number is read after the epoch and written before it: a worker that finds another number is early.
+        if info is not None and int(self._values[1]) == number:
+            return int(self._values[2])
+        self._values[2] = epoch
+        self._values[1] = number
+        self.next = epoch + 1
+        return epoch

@@ -1,6 +1,6 @@
 """Folds and seeds: the trainings of a run, their folders, and their aggregated metrics."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from tracestore.store.read.store import TraceStore
 from tracestore.train.checkpoint import CHECKPOINTS
 
 SPLIT_FILE, FOLDS_FILE = "split.json", "folds.json"
+_OWN = (SPLIT_FILE, FOLDS_FILE, RESULTS_FILE)
 
 
 @dataclass(frozen=True)
@@ -66,14 +67,27 @@ def _training_files(folder: Path) -> Iterator[Path]:
 
 def holds_run(folder: Path) -> bool:
     """Return whether a training has written into the folder."""
-    own = (RESULTS_FILE, SPLIT_FILE, FOLDS_FILE)
-    return any((folder / name).exists() for name in own) or any(True for _ in _training_files(folder))
+    return any((folder / name).exists() for name in _OWN) or any(True for _ in _training_files(folder))
 
 
-def remove_checkpoints(folder: Path) -> None:
-    """Remove the checkpoints and the files of loggers of an earlier run."""
-    for path in list(_training_files(folder)):
-        path.unlink()
+def check_resumed(folder: Path, runs: Sequence[TrainingRun], models: Sequence[str]) -> None:
+    """Raise UsageError if the results of the resumed run would lose a training of the folder."""
+    if not any((folder / name).exists() for name in (SPLIT_FILE, FOLDS_FILE)):
+        return  # Checkpoints without their splits are not used.
+    planned = {run.folder / name for run in runs for name in models}
+    for path in _training_files(folder):
+        if path.name in CHECKPOINTS and path.parent not in planned:
+            raise UsageError(
+                f"--resume: {path} is of a training that this command leaves out; pass the --models, --seed, --seeds and "
+                "--folds of the run, or more models or seeds, or another --output"
+            )
+
+
+def remove_run(folder: Path) -> None:
+    """Remove results, splits, checkpoints and the files of loggers of an earlier run."""
+    # The splits are removed first: without them, --resume does not use the old checkpoints.
+    for path in (*(folder / name for name in _OWN), *_training_files(folder)):
+        path.unlink(missing_ok=True)
 
 
 def read_splits(path: Path, store: TraceStore, targets: np.ndarray, num_folds: int | None) -> list[Split]:

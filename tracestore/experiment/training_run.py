@@ -164,6 +164,8 @@ class _Experiment:
             self.targets, self.dropped = drop_nonfinite(self.store, self.targets)
         self.splits = self.ranks.on_rank_zero(self._load_or_make_splits)
         self.runs = folds.plan_runs(self.splits, self.options, self.output_dir)
+        if self.options.config.resume:
+            self.ranks.on_rank_zero(lambda: folds.check_resumed(self.output_dir, self.runs, self.options.models))
         self.entries: list[dict[str, Any]] = [{"fold": run.fold, "seed": run.seed, "models": {}} for run in self.runs]
         self.results = self._empty_results()
 
@@ -290,12 +292,10 @@ class _Experiment:
                         self._write_results()
 
     def _prepare_output_dir(self) -> None:
-        """Write the splits and remove what belongs to other splits, unless the run is resumed."""
+        """Write the splits and remove what belongs to an earlier run, unless it is resumed."""
         if self.options.config.resume and self.splits_path.exists():
             return
-        # The splits are removed first: without them, --resume does not use the old checkpoints.
-        self.splits_path.unlink(missing_ok=True)
-        folds.remove_checkpoints(self.output_dir)
+        folds.remove_run(self.output_dir)
         ids = [split.question_ids for split in self.splits]
         write_json(self.splits_path, ids if self.options.is_folded else ids[0])
 

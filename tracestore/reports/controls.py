@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from tracestore.data.tokens.answers import answer_span
 from tracestore.evaluation.evaluate import RunScores, evaluate_runs
 from tracestore.evaluation.store_split import Split
 from tracestore.store.read.store import TraceStore
@@ -67,14 +68,15 @@ def control_entries(
 
 
 def _mean_logprob(store: TraceStore, indices: np.ndarray) -> np.ndarray:
-    """Return the mean log-probability of each trace's generated tokens; the mean of all where it is unknown."""
+    """Return the mean log-probability of each trace's answer; the mean of all where it is unknown."""
     means = np.full(len(indices), np.nan)
     for position, index in enumerate(indices.tolist()):
         trace = store[index]
         values = trace.token_logprob
         if values is None:
             continue
-        values = values[trace.prompt_length or 0 :]
+        begin, end = answer_span(trace, len(values)) or (0, len(values))
+        values = values[begin:end]
         if np.isfinite(values).any():
             means[position] = values[np.isfinite(values)].mean()
     known = means[~np.isnan(means)]

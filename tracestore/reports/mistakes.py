@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from tracestore.data.tokens.answers import answer_span
 from tracestore.evaluation.evaluate import RunScores
 from tracestore.evaluation.metrics import probability
 from tracestore.pages.elements import Html, card, cards, command, element, facts, join, paragraph, tokens
@@ -86,8 +87,9 @@ def _token_values(trace: Trace) -> Html:
     texts, values = trace.tokens_decoded, trace.token_logprob
     if texts is None or values is None:
         return Html("")
-    begin = trace.prompt_length or 0
-    texts, values = texts[begin:][:_MAX_TOKENS], values[begin:][:_MAX_TOKENS]
+    begin, end = answer_span(trace, len(values)) or (0, len(values))
+    end = min(end, begin + _MAX_TOKENS)
+    texts, values = texts[begin:end], values[begin:end]
     low = min(-4.0, float(np.nanmin(values))) if np.isfinite(values).any() else -4.0
     return tokens(texts, values.tolist(), label="log-probability", low=0.0, high=low)
 

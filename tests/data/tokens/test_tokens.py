@@ -198,7 +198,7 @@ def test_an_empty_selection_has_no_batches(store):
         ({"layers": []}, "at least one"),
         ({"layers": "0"}, "expected an integer"),
         ({"batch_by": "tokens", "max_batch_cost": 9}, "view 'tokens' takes batch_size"),
-        ({"indices": [23]}, "outside 0 .. 22"),
+        ({"indices": [23]}, "trace 23 of 23"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(store, options, message):

@@ -63,8 +63,6 @@ class TokenTable:
     def __init__(self, store: TraceStore, batch_format: BatchFormat, indices: np.ndarray | None = None) -> None:
         self._arguments = store, batch_format, indices
         traces = np.arange(len(store), dtype=np.int64) if indices is None else indices
-        if ((traces < 0) | (traces >= len(store))).any():
-            raise UsageError(f"found indices outside 0 .. {len(store) - 1}")
         self.layers = np.array(batch_format.layer_numbers(store) or range(store.num_layers), np.int64)
         locations = store.internals.index.locations(traces)
         num_tokens = locations[:, NUM_TOKENS]

@@ -133,10 +133,12 @@ def used_scores(scores: np.ndarray, labels: np.ndarray) -> np.ndarray:
 def threshold_or_default(threshold: float | None, scores: np.ndarray, labels: np.ndarray, where: str) -> float:
     """Return the score threshold: the given one, else DEFAULT_THRESHOLD, which is one for scores in [0, 1] only.
 
-    UsageError, which begins with `where`, if labels would be derived from scores outside [0, 1] without a threshold.
+    UsageError for NaN, and, beginning with `where`, if labels would be derived from scores outside [0, 1] without one.
     """
     if threshold is None and (found := _outside_unit_range(used_scores(scores, labels))):
         raise UsageError(f"{where}: {found}")
+    if threshold is not None and np.isnan(threshold):
+        raise UsageError("found score_threshold nan, expected a number")
     return DEFAULT_THRESHOLD if threshold is None else threshold
 
 
