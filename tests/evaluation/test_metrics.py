@@ -42,6 +42,18 @@ def labels_and_scores(draw, sets=1):
     return y, np.array([draw(values) for _ in range(sets)], float)
 
 
+@given(labels_and_scores())
+def test_youden_threshold_is_the_best_score(drawn):
+    """Also for scores that order the traces worse than chance."""
+    y, (score,) = drawn
+
+    def youden(threshold):
+        return (score[y == 1] >= threshold).mean() - (score[y == 0] >= threshold).mean()
+
+    threshold = metrics.youden_threshold(y, score)
+    assert threshold in score and youden(threshold) == pytest.approx(max(youden(value) for value in score))
+
+
 def test_known_values():
     y, score = np.array([0, 0, 1, 1]), np.array([0.1, 0.4, 0.35, 0.8])
     assert metrics.auroc(y, score) == 0.75 and np.isnan(metrics.auroc(y[:2], score[:2]))

@@ -24,6 +24,7 @@ import tracestore
 from tests.helpers import ROOT, command, convert, make_trace, read_all, read_traces
 from tracestore.errors import InvalidInputError, UsageError
 from tracestore.extract import extraction
+from tracestore.extract.extraction import extract_to_folder, plan_batches
 from tracestore.extract.judges import containment
 from tracestore.extract.questions import FACTS, GENERATED, Question, read_questions
 from tracestore.store.io.files import LocalFiles
@@ -551,3 +552,17 @@ def test_resumes_after_a_kill_before_the_first_commit(tiny_model, questions, tmp
 def test_remote_folder_of_files_is_a_usage_error(tiny_model, questions):
     done = extract(tiny_model, questions, "s3://bucket/traces", check=2)
     assert done.stderr.count("\n") == 1 and "ends with .zarr" in done.stderr
+
+
+@pytest.mark.parametrize("limit", range(1, 11))
+def test_a_lower_limit_keeps_the_traces(tmp_path, limit):
+    """No question is answered again, and no file of the longer run is replaced by a shorter one."""
+    questions = [Question(f"q{k}", f"What is {k}?", ("answer",)) for k in range(10)]
+
+    def answer(chosen):
+        return [make_trace(int(question.question_id[1:])) for question in chosen]
+
+    assert len(list(extract_to_folder(tmp_path, plan_batches(questions, 4), answer))) == 10
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert list(extract_to_folder(tmp_path, plan_batches(questions[:limit], 4), answer)) == [None] * limit
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before

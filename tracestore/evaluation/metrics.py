@@ -162,16 +162,15 @@ def percentile_interval(values: np.ndarray, level: float = LEVEL) -> tuple[float
 
 
 def youden_threshold(y: np.ndarray, score: np.ndarray) -> float:
-    """Return the threshold with the largest sensitivity + specificity - 1.
+    """Return the score with the largest sensitivity + specificity - 1 as a threshold.
 
     References
     ----------
     Youden 1950, "Index for Rating Diagnostic Tests".
     """
     positive, negative, thresholds = counts_above(y, score)
-    best = int(np.argmax(positive / positive[-1] - negative / negative[-1]))
-    threshold = thresholds[best]
-    return float(threshold if np.isfinite(threshold) else np.max(score))
+    # The lowest score, which selects all traces, is as good as the first threshold, which selects none.
+    return float(thresholds[1:][np.argmax((positive / positive[-1] - negative / negative[-1])[1:])])
 
 
 def counts_above(y: np.ndarray, score: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

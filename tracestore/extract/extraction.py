@@ -256,11 +256,11 @@ def _key(question: Question) -> tuple[str, int]:
 
 
 def _is_finished(scores: Path, batch: QuestionBatch, judges: Sequence[str]) -> bool:
-    """Return whether a file has the traces of a batch, with these scores.
+    """Return whether a file has the traces of a batch, with these scores; with a lower --limit it has more.
 
-    With another --limit, --samples or --judge it has not, and is rewritten.
+    With a higher --limit, or another --samples or --judge, it has not, and is rewritten.
     """
-    rows = json.loads(scores.read_text(encoding="utf-8"))
+    rows = json.loads(scores.read_text(encoding="utf-8"))[: len(batch.questions)]
     return [(*row[:2], list(row[2])) for row in rows] == [(*_key(q), list(judges)) for q in batch.questions]
 
 
