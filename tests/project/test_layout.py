@@ -140,7 +140,7 @@ ALLOWED: dict[str, set[str]] = {
     "run_results": {"store.format", "store.io"},
     "experiment": {*STORE, *TRAIN, "planning", "reports", "run_results"},
     "bridges": {*STORE, "data"},
-    "reports": {*STORE, *TRAIN, "__init__"},
+    "reports": {*STORE, *TRAIN, "__init__", "data.tokens"},
     "trace_view": STORE,
     "store_page": {*STORE, "trace_view", "__init__"},
     "serve": {*STORE, "trace_view", "run_results"},
