@@ -4,6 +4,7 @@ import contextlib
 import gc
 import importlib.util
 import os
+import shutil
 import signal
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import HealthCheck, settings
 from tests.helpers import make_traces, write_pickle, write_scores, write_store
 from tracestore import process
 from tracestore.evaluation import metrics
+from tracestore.store.remote import retries
 
 # A shell that starts the tests in the background makes them ignore SIGINT. The processes that the tests
 # interrupt would inherit that.
@@ -26,6 +28,9 @@ def _sync_nothing(fd):
 
 
 os.fsync = _sync_nothing
+
+# The servers of the tests fail as often as a test says, and recover at once.
+retries._FIRST_PAUSE_S = 0.01
 
 # Most of the time of a small training is in its intervals. tests/evaluation has the number that users get.
 NUM_RESAMPLES, metrics.BOOTSTRAP_SAMPLES = metrics.BOOTSTRAP_SAMPLES, 100
@@ -118,10 +123,17 @@ def folder(tmp_path, traces):
     return data
 
 
+@pytest.fixture(scope="session")
+def written_store(tmp_path_factory):
+    """Write a store of the twelve traces in two segments, the last two traces without a score, that no test changes."""
+    path = tmp_path_factory.mktemp("written") / "store.zarr"
+    return write_store(path, make_traces(12), score=lambda k: None if k >= 10 else k / 10, commit_after=[6])
+
+
 @pytest.fixture
-def store_path(tmp_path, traces):
-    """Write a store of the twelve traces in two segments, the last two traces without a score."""
-    return write_store(tmp_path / "store.zarr", traces, score=lambda k: None if k >= 10 else k / 10, commit_after=[6])
+def store_path(tmp_path, written_store):
+    """Copy that store."""
+    return shutil.copytree(written_store, tmp_path / "store.zarr")
 
 
 @pytest.fixture(scope="session")

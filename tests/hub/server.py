@@ -9,9 +9,9 @@ import hashlib
 import json
 import threading
 from collections import Counter
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from tests.hub.http_servers import Handler, Server
 from tests.hub.lies import tell
 
 TOKEN = "hf_valid"
@@ -43,15 +43,10 @@ class Hub:
         self.parents, self.requests, self.fault = [], Counter(), lambda method, path: None
         self.lie = lambda method, path: None
         self._lock = threading.Lock()
-        self._server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        server = Server(type("Handler", (_Handler,), {"hub": self}))
+        self.url, self.close = server.url, server.close
         # As on the Hub, large files are on another host.
-        self.large_url = f"http://localhost:{self._server.server_address[1]}/large"
-        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
-
-    def close(self):
-        self._server.shutdown()
-        self._server.server_close()
+        self.large_url = f"http://localhost:{server.server_port}/large"
 
     def files(self, repo, revision="main"):
         """Return the bytes of each file of a data set by path."""
@@ -76,25 +71,14 @@ class Hub:
         return name
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def handle_error(self, *_):
-        """Ignore clients that close a connection before its answer."""
-
-
 def _oid(data, is_large):
     if is_large:
         return hashlib.sha256(data).hexdigest()
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Handler(Handler):
     hub = None
-
-    def log_message(self, *_):
-        pass
 
     def answer(self, value=None, status=200, **headers):
         body = value if isinstance(value, bytes) else json.dumps(value).encode()

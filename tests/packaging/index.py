@@ -39,7 +39,7 @@ def serve_index(folder: Path) -> Iterator[str]:
         def log_message(self, *args: object) -> None: ...
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder))) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}/"
         server.shutdown()

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from tests.store.remote.server import BUCKET, Proxy, s3_server
+from tests.store.remote.server import BUCKET, Proxy, shared_server
 from tests.store.remote.stores import make_store, upload
 
 pytest.importorskip("obstore")
@@ -17,8 +17,7 @@ _numbers = itertools.count()
 @pytest.fixture(scope="session")
 def server():
     """URL of an S3 server for all tests."""
-    with s3_server() as url:
-        yield url
+    return shared_server()
 
 
 LOGIN = {"AWS_ACCESS_KEY_ID": "user", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}

@@ -1,5 +1,7 @@
 """An S3 server in a separate process, and a proxy that injects faults."""
 
+import atexit
+import functools
 import http.client
 import json
 import os
@@ -11,10 +13,11 @@ import threading
 import time
 import urllib.request
 from collections import Counter
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
+
+from tests.hub.http_servers import Handler, Server
 
 BUCKET = "bucket"
 
@@ -31,11 +34,11 @@ def wait_until_it_answers(url, method="GET"):
 
 def wait_until(call, *errors):
     """Call a function until it does not raise one of these errors, and return its result."""
-    for _ in range(300):
+    for _ in range(1500):
         try:
             return call()
         except errors:
-            time.sleep(0.1)
+            time.sleep(0.02)
     raise RuntimeError("the server does not answer")
 
 
@@ -74,6 +77,14 @@ def s3_server():
             process.wait()
 
 
+@functools.cache
+def shared_server():
+    """Return the URL of the server for all tests of this process."""
+    stack = ExitStack()
+    atexit.register(stack.close)
+    return stack.enter_context(s3_server())
+
+
 class Proxy:
     """Forwards requests to a server and injects faults.
 
@@ -94,12 +105,7 @@ class Proxy:
         host, port = server.removeprefix("http://").split(":")
         proxy = self
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def log_message(self, *_):
-                pass
-
+        class Forwarding(Handler):
             def handle_one_request(self):
                 try:
                     super().handle_one_request()
@@ -155,16 +161,9 @@ class Proxy:
 
             do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = answer
 
-        class Server(ThreadingHTTPServer):
-            daemon_threads = True
-
-            def handle_error(self, *_):
-                pass
-
         self.ended = threading.Event()
-        self._server = Server(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+        self._server = Server(Forwarding)
+        self.url = self._server.url
 
     def next_fault(self, method, path):
         with self._lock:
@@ -178,5 +177,4 @@ class Proxy:
 
     def close(self):
         self.ended.set()
-        self._server.shutdown()
-        self._server.server_close()
+        self._server.close()

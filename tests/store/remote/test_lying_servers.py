@@ -29,8 +29,6 @@ def store(tmp_path):
 def serve(store, tmp_path, monkeypatch):
     """Return a function that starts a server, which lies about paths that contain a text."""
     monkeypatch.setenv("TRACESTORE_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("TRACESTORE_REMOTE_TIMEOUT", "0.4")
-    monkeypatch.setenv("TRACESTORE_REMOTE_RETRY_TIMEOUT", "0.8")
     servers = []
 
     def start(lie, part):
@@ -45,8 +43,16 @@ def serve(store, tmp_path, monkeypatch):
         server.close()
 
 
+@pytest.fixture
+def impatient(monkeypatch):
+    """Let a request fail soon."""
+    monkeypatch.setenv("TRACESTORE_REMOTE_TIMEOUT", "0.2")
+    monkeypatch.setenv("TRACESTORE_REMOTE_RETRY_TIMEOUT", "0.3")
+
+
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.long
+@pytest.mark.usefixtures("impatient")
 def test_a_lie_about_a_file_of_the_store(serve, store, tmp_path, name):
     url = serve(NAMES[name], "/hidden_states/c/")
     with bounded():
@@ -59,6 +65,7 @@ def test_a_lie_about_a_file_of_the_store(serve, store, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ALL)
+@pytest.mark.usefixtures("impatient")
 def test_a_lie_about_the_manifest(serve, tmp_path, name):
     """Its size is not known; 4 MiB are the limit."""
     url = serve(NAMES[name], "/manifest/0")
@@ -71,6 +78,7 @@ def test_a_lie_about_the_manifest(serve, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ALL)
+@pytest.mark.usefixtures("impatient")
 def test_a_lie_about_the_listing(serve, tmp_path, name):
     url = serve(NAMES[name], "/manifest/")
     with bounded():

@@ -1,16 +1,15 @@
 """Malicious servers: no file outside the cache, bounded time and memory, errors of one line."""
 
 import os
-import threading
 import time
 import urllib.request
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
 
 import tracestore
 from tests.helpers import command, make_traces, write_pickle, write_store
+from tests.hub.http_servers import Handler, Server
 from tests.machine import bounded
 from tests.malicious_inputs.stores import Store
 from tests.store.remote.stores import upload
@@ -30,12 +29,7 @@ class FolderServer:
     """A web server for a folder. `answer(handler, data)` sends the response for a file or a listing."""
 
     def __init__(self, root, answer):
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def log_message(self, *_):
-                pass
-
+        class OfFolder(Handler):
             def do_GET(self):
                 path = root / self.path.partition("?")[0].lstrip("/").split("/", 1)[-1]
                 if path.is_dir():
@@ -56,21 +50,15 @@ class FolderServer:
                 self.send_header("Content-Length", "0")
                 self.end_headers()
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/store.zarr"
-        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
-
-    def close(self):
-        self._server.shutdown()
-        self._server.server_close()
+        server = Server(OfFolder)
+        self.url, self.close = f"{server.url}/store.zarr", server.close
 
 
 @pytest.fixture
 def serve(local_store, tmp_path, monkeypatch):
     monkeypatch.setenv("TRACESTORE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("TRACESTORE_REMOTE_TIMEOUT", "0.5")
-    monkeypatch.setenv("TRACESTORE_REMOTE_RETRY_TIMEOUT", "1.5")
+    monkeypatch.setenv("TRACESTORE_REMOTE_RETRY_TIMEOUT", "0.6")
     servers = []
 
     def start(answer):

@@ -1,12 +1,12 @@
 """Number of requests of a commit, and faults at each of them."""
 
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 import tracestore
 from tests.helpers import make_traces
+from tests.hub.http_servers import Handler, Server
 from tests.store.remote.stores import committed_files
 from tests.tiers import long
 from tracestore.store.maintain.verify import verify_store
@@ -39,12 +39,7 @@ class Sink:
         self.requests, self.num_bytes, lock = [], 0, threading.Lock()
         sink = self
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def log_message(self, *_):
-                pass
-
+        class Counting(Handler):
             def answer(self):
                 left = int(self.headers.get("Content-Length") or 0)
                 with lock:
@@ -63,13 +58,8 @@ class Sink:
 
             do_PUT = do_POST = do_GET = do_HEAD = answer
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
-
-    def close(self):
-        self._server.shutdown()
-        self._server.server_close()
+        server = Server(Counting)
+        self.url, self.close = server.url, server.close
 
 
 @pytest.mark.parametrize("share", [1.0, *long(0.6)])

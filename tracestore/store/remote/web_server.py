@@ -203,7 +203,12 @@ class _BoundedHandler(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
 
     def __init__(self, patience_s: float) -> None:
         urllib.request.AbstractHTTPHandler.__init__(self)
-        self._patience_s, self._tls = patience_s, ssl.create_default_context()
+        self._patience_s = patience_s
+
+    @functools.cached_property
+    def _tls(self) -> ssl.SSLContext:
+        """The certificates of this machine, which take 40 ms to read."""
+        return ssl.create_default_context()
 
     def http_open(self, req: urllib.request.Request) -> Any:
         return self.do_open(functools.partial(self._connection, http.client.HTTPConnection), req)
