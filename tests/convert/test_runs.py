@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 
 import pytest
 
@@ -15,16 +16,20 @@ from tracestore.store.write.pending import SegmentsAhead
 from tracestore.store.write.writer import StoreWriter
 
 
-@pytest.fixture
-def data(tmp_path, monkeypatch):
-    """A folder of files of which each is a run."""
-    monkeypatch.setattr(cutting, "MIN_BYTES", 1)
-    folder = tmp_path / "data"
-    folder.mkdir()
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
     for k in range(4):
         traces = [make_trace(10 * k + i, tokens=40, dim=512) for i in range(8)]
         write_pickle(folder / f"{k}.pkl{['', '.gz'][k % 2]}", traces)
     return folder
+
+
+@pytest.fixture
+def data(tmp_path, monkeypatch, written):
+    """A folder of files of which each is a run."""
+    monkeypatch.setattr(cutting, "MIN_BYTES", 1)
+    return shutil.copytree(written, tmp_path / "data")
 
 
 def check(store, num_traces):

@@ -34,7 +34,13 @@ def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TRACESTORE_CACHE_DIR", str(tmp_path / "cache"))
 
 
+@pytest.fixture(scope="session")
+def published_store(tmp_path_factory):
+    """Write the store that no test changes."""
+    return write_published(tmp_path_factory.mktemp("published") / "s.zarr")
+
+
 @pytest.fixture
-def store(tmp_path):
+def store(published_store):
     """Open the store."""
-    return tracestore.open(write_published(tmp_path / "s.zarr"))
+    return tracestore.open(published_store)
