@@ -26,7 +26,8 @@ def kernels(monkeypatch):
 
 def test_kernels_that_agree_are_used_without_a_warning(kernels, recwarn):
     assert self_check.fused_kernels_work(torch.device("cpu"))
-    assert not recwarn.list
+    # Others warn of files that a test before has left open.
+    assert not [w for w in recwarn.list if issubclass(w.category, RuntimeWarning)]
 
 
 @pytest.mark.parametrize("wrong", ["sums", "gradients", "nan", "error"])
