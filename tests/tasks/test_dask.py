@@ -19,7 +19,7 @@ from tests.machine import wait_until
 from tracestore import cli
 from tracestore.tasks import dask_workers, write_task
 
-pytest.importorskip("distributed")
+distributed = pytest.importorskip("distributed")
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +58,13 @@ def cluster(folder):
             process.wait()
 
 
+@pytest.fixture(scope="module")
+def address():
+    """Run a cluster of two processes for several tests; yield its address."""
+    with distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as found:
+        yield found.scheduler_address
+
+
 @pytest.mark.long
 def test_a_cluster_gives_the_same_bytes_and_errors_as_one_process(data, tmp_path):
     convert(data, tmp_path / "one.zarr", "--workers", 1)
@@ -77,11 +84,12 @@ def test_a_cluster_gives_the_same_bytes_and_errors_as_one_process(data, tmp_path
         assert len(tracestore.open(tmp_path / "bad.zarr")) == 5
 
 
-@pytest.mark.parametrize("attention", ["mean", "heads", "none"])
-def test_a_local_cluster_gives_the_same_bytes(data, tmp_path, attention):
+@pytest.mark.parametrize(("attention", "is_local"), [("mean", True), ("heads", False), ("none", False)])
+def test_a_cluster_of_this_machine_gives_the_same_bytes(request, data, tmp_path, attention, is_local):
+    words = ("local", "--workers", 2) if is_local else [request.getfixturevalue("address")]
     convert(data, tmp_path / "one.zarr", "--attention", attention)
-    convert(data, tmp_path / "local.zarr", "--dask", "local", "--workers", 2, "--attention", attention)
-    assert tree_bytes(tmp_path / "local.zarr") == tree_bytes(tmp_path / "one.zarr")
+    convert(data, tmp_path / "cluster.zarr", "--attention", attention, "--dask", *words)
+    assert tree_bytes(tmp_path / "cluster.zarr") == tree_bytes(tmp_path / "one.zarr")
 
 
 @pytest.mark.long
@@ -157,7 +165,7 @@ def test_files_of_a_worker_that_are_visible_late_are_waited_for(data, tmp_path, 
     assert tree_bytes(tmp_path / "s.zarr") == tree_bytes(tmp_path / "one.zarr")
 
 
-def test_graphs_and_sequences_pass_through_a_cluster(tmp_path):
+def test_graphs_and_sequences_pass_through_a_cluster(address, tmp_path):
     data = tmp_path / "data"
     data.mkdir()
     traces = make_traces(3)
@@ -167,11 +175,11 @@ def test_graphs_and_sequences_pass_through_a_cluster(tmp_path):
     value = {"sequences": last, "labels": torch.tensor([0.0, 1.0, 1.0]), "question_ids": ids}
     torch.save(value, data / "preprocessed_0.pt")
     convert(data, tmp_path / "one.zarr", "--workers", 1)
-    convert(data, tmp_path / "local.zarr", "--dask", "local", "--workers", 1)
-    assert tree_bytes(tmp_path / "local.zarr") == tree_bytes(tmp_path / "one.zarr")
+    convert(data, tmp_path / "cluster.zarr", "--dask", address)
+    assert tree_bytes(tmp_path / "cluster.zarr") == tree_bytes(tmp_path / "one.zarr")
 
 
-def test_sources_that_share_a_table_are_one_task(tmp_path):
+def test_sources_that_share_a_table_are_one_task(address, tmp_path):
     data = tmp_path / "data"
     data.mkdir()
     for k in range(3):
@@ -180,6 +188,6 @@ def test_sources_that_share_a_table_are_one_task(tmp_path):
     lines = ["hidden_states = {id}.npy -> L S D", "is_correct = labels.csv : [id=qid]/is_correct"]
     flags = [word for line in lines for word in ("--field", line)]
     convert(data, tmp_path / "one.zarr", *flags, "--workers", 1)
-    convert(data, tmp_path / "local.zarr", *flags, "--dask", "local", "--workers", 1)
-    assert tree_bytes(tmp_path / "local.zarr") == tree_bytes(tmp_path / "one.zarr")
-    assert tracestore.open(tmp_path / "local.zarr").scores.tolist() == [1, 0, 1]
+    convert(data, tmp_path / "cluster.zarr", *flags, "--dask", address)
+    assert tree_bytes(tmp_path / "cluster.zarr") == tree_bytes(tmp_path / "one.zarr")
+    assert tracestore.open(tmp_path / "cluster.zarr").scores.tolist() == [1, 0, 1]

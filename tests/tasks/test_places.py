@@ -86,6 +86,8 @@ def test_the_bytes_do_not_depend_on_the_place_and_the_number_of_workers(data, tm
 @pytest.mark.parametrize("is_new", [False, *long(True)])
 @pytest.mark.parametrize("words", [["--workers", 2], *long(["--plan"], ["--dask", "local", "--workers", 2])])
 def test_tasks_replace_a_store(data, tmp_path, place, words, is_new):
+    for path in sorted(data.iterdir())[3:]:
+        path.unlink()
     if not is_new:
         write_store(place, make_traces(3, seed=9))
     run_tasks(data, tmp_path / "one.zarr")

@@ -13,7 +13,7 @@ from tests.helpers import command, convert, error_of, make_trace, tree_bytes, wr
 from tests.tasks.test_tasks import files_of
 from tracestore.errors import UsageError
 from tracestore.store.format import paths
-from tracestore.tasks import commit_tasks, plan_tasks
+from tracestore.tasks import commit_tasks, plan_tasks, task_files
 from tracestore.tasks.task_files import read_tasks, write_tasks
 
 
@@ -132,13 +132,15 @@ def test_lines_of_tasks_come_from_standard_input(data, tmp_path, monkeypatch):
 def reveal(names):
     """Give files their names in the store one after the other, as another machine sees them."""
     for hidden, path in names:
-        time.sleep(0.02)
+        time.sleep(0.01)
         hidden.rename(path)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_commit_waits_for_what_a_file_system_shows_late(data, tmp_path, seed):
+def test_commit_waits_for_what_a_file_system_shows_late(data, tmp_path, monkeypatch, seed):
     """Receipts before or after their segments, in any order; until all are visible, nothing is committed."""
+    monkeypatch.setattr(task_files, "_POLL_S", 0.01)
+    monkeypatch.setattr(task_files, "_MAX_POLL_S", 0.01)
     store, file, hidden = tmp_path / "s.zarr", tmp_path / "plan.json", tmp_path / "hidden"
     convert(data, tmp_path / "one.zarr")
     convert(data, store, "--plan", file)
@@ -150,7 +152,7 @@ def test_commit_waits_for_what_a_file_system_shows_late(data, tmp_path, seed):
     reveal(names[:6])
     assert json.loads(command("status", file, "--json", check=0).stdout)["num_written"] < 6
     before = tree_bytes(store)
-    assert "are not written" in error_of("commit", file, "--wait", 0.3, code=2)
+    assert "are not written" in error_of("commit", file, "--wait", 0.1, code=2)
     assert tree_bytes(store) == before
     shown = threading.Thread(target=reveal, args=(names[6:],))
     shown.start()

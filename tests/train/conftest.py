@@ -17,7 +17,7 @@ def labeled(tmp_path_factory):
     return write_labeled(tmp_path_factory.mktemp("labeled") / "store.zarr")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def driver():
     """Return a function that calls functions of tests/train/crash_tests.py in its own process."""
     process = subprocess.Popen(

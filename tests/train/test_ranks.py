@@ -50,7 +50,7 @@ def test_torchrun(labeled, tmp_path):
 
 @pytest.mark.parametrize("signum", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL])
 def test_a_signal_or_kill_of_one_rank_ends_all(driver, labeled, tmp_path, signum):
-    flags = ["--store", labeled, *SMALL, *ONLY["lstm_solo"], "--epochs", 6]
+    flags = ["--store", labeled, *SMALL, *ONLY["lstm_solo"], "--epochs", 3]
     found = driver("rank_signaled", flags, tmp_path, int(signum))
     first, second = found["stderr"]
     if signum == signal.SIGTERM:
