@@ -31,7 +31,11 @@ def small_tasks(monkeypatch):
 
 @pytest.fixture
 def data(tmp_path):
-    folder = tmp_path / "data"
+    return write_data(tmp_path / "data")
+
+
+def write_data(folder):
+    """Write six sources of four traces each; return the folder."""
     folder.mkdir()
     for k in range(6):
         traces = [make_trace(10 * k + i, tokens=3 + i) | {"rare": i, "temperature": 0.5} for i in range(4)]
