@@ -20,6 +20,13 @@ from pathlib import Path
 from tests.hub.http_servers import Handler, Server
 
 BUCKET = "bucket"
+# moto lists its modules at each request, which takes half of its time.
+MOTO = """
+from moto import backends, server
+names = {*backends.list_of_moto_modules()}
+backends.list_of_moto_modules = lambda: names
+server.main()
+"""
 
 
 def free_port():
@@ -58,7 +65,7 @@ def seaweedfs(program, folder, port):
 def s3_server():
     """Start moto, or the `weed` that TRACESTORE_WEED names, with an empty bucket, and yield the URL."""
     port, weed = free_port(), os.environ.get("TRACESTORE_WEED")
-    words = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    words = [sys.executable, "-c", MOTO, "-H", "127.0.0.1", "-p", str(port)]
     with tempfile.TemporaryDirectory() as folder:
         if weed is not None:
             words = seaweedfs(weed, Path(folder), port)
