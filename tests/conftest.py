@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.helpers import make_traces, write_pickle, write_scores, write_store
+from tests.machine import folder_in_memory
 from tracestore import process
 from tracestore.evaluation import metrics
 from tracestore.store.remote import retries
@@ -56,6 +57,15 @@ OPTIONAL = {
     "pyarrow",
     "datasets",
 }
+
+
+def pytest_addoption(parser):
+    parser.addoption("--in-memory", action="store_true", help="keep the folders of tests in memory, if it has room")
+
+
+def pytest_configure(config):
+    if config.getoption("--in-memory") and (folder := folder_in_memory()):
+        os.environ["PYTEST_DEBUG_TEMPROOT"] = str(folder)
 
 
 def _skip_if_optional(error):
