@@ -1,6 +1,8 @@
 """Subsets of a store: selecting, filtering and splitting, as a user would write it."""
 
+import math
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -172,6 +174,35 @@ def test_filter_refuses_conditions_without_a_meaning(store):
         store.filter(label=1)
     with pytest.raises(UsageError, match="condition on score returned float64"):
         store.filter(score=lambda s: s * 2)
+
+
+@pytest.mark.parametrize(
+    ("column", "values"),
+    [
+        ("num_tokens", ["4", ["4"], 4.0 + 1j, slice(3, 4), math.nan, [4, None], b"4", [4, math.nan], object()]),
+        ("score", ["0.3", ["0.3"], math.nan, {0.3, None}, np.array([np.nan]), np.datetime64(3, "s")]),
+        ("y", ["1", "hallucinated", [None], math.nan]),
+        ("has_nonfinite", ["False", "no", [None]]),
+        ("question_id", [3, [3, 5], b"q3", math.nan, Path("q3"), ["q3", None], {3.0}, np.array([3]), True]),
+        ("group", [0, math.nan, ["g", None]]),
+        ("source", [Path("append-0000000000"), 0]),
+    ],
+)
+def test_filter_refuses_values_that_no_value_can_equal(store, column, values):
+    """They would select no trace, or those that numpy compares as texts."""
+    for value in values:
+        with pytest.raises(UsageError, match=f"the condition on {column}: found .*, expected (numbers|texts), or None"):
+            store.filter(**{column: value})
+
+
+def test_filter_takes_values_of_any_library(store):
+    for four in (4, 4.0, np.int8(4), np.float16(4), np.array(4), [4], (4,), {4}, range(4, 5), np.array([4], "u1"), [4, 4.5],
+                 np.array([[4]])):  # fmt: skip
+        assert store.filter(num_tokens=four).indices.tolist() == [3, 8]
+    for third in ("q3", np.str_("q3"), ["q3"], ("q3", "x"), {"q3"}, np.array(["q3"]), np.array(["q3"], object)):
+        assert store.filter(question_id=third).indices.tolist() == [3]
+    for nothing in ([], (), set(), np.zeros(0), range(0)):
+        assert len(store.filter(num_tokens=nothing)) == len(store.filter(question_id=nothing)) == 0
 
 
 @pytest.mark.parametrize("by", [None, "question", "group"])

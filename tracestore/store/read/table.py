@@ -64,7 +64,7 @@ def column(store: StoreInternals, name: str, indices: np.ndarray) -> np.ndarray:
 def matches(values: np.ndarray, wanted: Any, name: str) -> np.ndarray:
     """Return which values of a column (n,) meet a condition of `TraceCollection.filter`, as a mask (n,).
 
-    UsageError if a callable returns something else than a mask.
+    UsageError if a callable returns something else than a mask, or for a value that no value of the column can equal.
     """
     if callable(wanted):
         mask = np.asarray(wanted(values))
@@ -77,12 +77,17 @@ def matches(values: np.ndarray, wanted: Any, name: str) -> np.ndarray:
     if wanted is None:
         missing: np.ndarray = values == "" if values.dtype == object else values != values
         return missing
-    if isinstance(wanted, str) or not hasattr(wanted, "__len__"):
-        wanted = [wanted]
+    is_one = isinstance(wanted, str | bytes) or not hasattr(wanted, "__len__") or getattr(wanted, "ndim", 1) == 0
+    members = [wanted] if is_one else list(wanted)
+    found, kinds, expected = np.array(members), "biuf", "numbers"
     if values.dtype == object:
-        members = set(wanted)
-        return np.array([value in members for value in values.tolist()], bool)
-    return np.isin(values, list(wanted))
+        kinds, expected = "U", "texts"
+    if members and (found.dtype.kind not in kinds or (found != found).any()):
+        raise UsageError(f"the condition on {name}: found {wanted!r:.80}, expected {expected}, or None for no value")
+    if values.dtype == object:
+        chosen = set(members)
+        return np.array([value in chosen for value in values.tolist()], bool)
+    return np.isin(values, found)
 
 
 def positions(key: Any, count: int, question_ids: Callable[[], list[str]]) -> np.ndarray:
