@@ -206,3 +206,21 @@ def test_scoring_splits_batches_that_do_not_fit(trained, tmp_path, monkeypatch):
     with pytest.raises(TracestoreError) as caught:
         score(run / "gnn_det_lstm/best.pt", path, tmp_path / "s.csv")
     assert caught.value.exit_code == 75 and not (tmp_path / "s.csv").exists()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_note_where_the_store_does_not_tell_its_answers(tmp_path, name):
+    """A detector that reads answers reads whole traces instead, which it was not trained on; the reverse too."""
+    stores = {}
+    for kind, fields in (("unknown", {}), ("known", {"prompt_length": 1}), ("span", {"answer_span": (1, 3)})):
+        traces = [trace | fields for trace in make_traces(40, tokens=3)]
+        stores[kind] = write_store(tmp_path / f"{kind}.zarr", traces, score=lambda k: k % 2)
+    reads_answers = MODELS[name].view == "graph" and not name.endswith("_v0")
+    for kind, others in (("known", ["unknown"]), ("unknown", ["known", "span"])):
+        train_quietly(stores[kind], tmp_path / kind, [name], TrainConfig(epochs=1, loader_threads=1), SMALL)
+        detector = scoring.load_detector(tmp_path / kind / name / "best.pt")
+        for other, path in stores.items():
+            found = detector.differences(tracestore.open(path))
+            found_of = "unknown" if other == "unknown" else "known"
+            expected = f"trained on answer positions {kind!r}, this store has {found_of!r}"
+            assert found == ([expected] if reads_answers and other in others else [])

@@ -6,11 +6,12 @@ from typing import Any
 import torch
 
 import tracestore
+from tracestore.detectors.interface import answer_positions
 from tracestore.detectors.model_config import ModelConfig
 from tracestore.detectors.models import DetectorModel
 from tracestore.store.read.store import TraceStore
 
-DETECTOR_VERSION = 5
+DETECTOR_VERSION = 6
 
 
 def detector_checkpoint(
@@ -26,7 +27,7 @@ def detector_checkpoint(
         Its weights are stored, with the statistics of its Standardizer.
     config : ModelConfig
     store : TraceStore
-        The training data; its shape, attention layout and provenance are stored.
+        The training data; its shape, attention layout and provenance are stored, and whether it tells where answers are.
     training : dict
         Further entries: threshold (of the logit), temperature, attention_threshold, top_k,
         precision, epoch and val_auroc.
@@ -44,6 +45,7 @@ def detector_checkpoint(
             "hidden_dtype": store.hidden_dtype,
             "attention": store.attention_mode,
             "attention_layout": store.attention_layout,
+            "answer_positions": answer_positions(store),
             "provenance": [p.to_json() for p in store.provenance],
         },
         **training,

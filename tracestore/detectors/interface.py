@@ -180,6 +180,11 @@ def missing_fields(store: TraceStore, names: tuple[str, ...]) -> Iterator[str]:
             yield f"{store.path}: {_LACKS[name][1]}"
 
 
+def answer_positions(store: TraceStore) -> str:
+    """Return "known" if the first traces of a store tell where their answers are, else "unknown"."""
+    return "unknown" if any(missing_fields(store, ("answer",))) else "known"
+
+
 def describe(detector: Detector) -> dict[str, Any]:
     """Return the static properties of a detector, values of JSON."""
     names = ("kind", "layers", "cost", "reference", "source")

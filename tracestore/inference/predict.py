@@ -12,6 +12,7 @@ import torch
 from tracestore.data.batch_format import BatchFormat
 from tracestore.data.epoch import mean_trace_bytes
 from tracestore.detectors.checkpoint_file import DETECTOR_VERSION
+from tracestore.detectors.interface import answer_positions
 from tracestore.detectors.model_config import ModelConfig, Precision
 from tracestore.detectors.models import DetectorModel
 from tracestore.detectors.registry import MODELS, make_model
@@ -53,7 +54,7 @@ class TrainedDetector:
     options : TrainConfig
         Attention threshold, top_k and precision of the training.
     trained_on : dict
-        Shape and attention layout of the training store.
+        Form of the attention of the training store, and whether the positions of its answers are known.
     provenance : tuple of Provenance
         That of the training store.
     """
@@ -87,6 +88,9 @@ class TrainedDetector:
         if MODELS[self.name].view == "sequence":
             return []
         found = {"attention": store.attention_mode, "attention_layout": store.attention_layout}
+        config = MODELS[self.name].model_config(self.config)
+        if "answer" in (config.pooling, config.skip):
+            found["answer_positions"] = answer_positions(store)
         return [
             f"trained on {name.replace('_', ' ')} {self.trained_on[name]!r}, this store has {value!r}"
             for name, value in found.items()
@@ -124,7 +128,7 @@ def load_detector(path: Path) -> TrainedDetector | FittedDetector:
         threshold, temperature, attention_threshold = numbers = [float(saved[name]) for name in names]
         if saved["precision"] not in get_args(Precision) or not np.isfinite(numbers).all():
             raise ValueError
-        trained_on = {name: saved["store"][name] for name in ("attention", "attention_layout")}
+        trained_on = {name: saved["store"][name] for name in ("attention", "attention_layout", "answer_positions")}
         return TrainedDetector(
             saved["name"],
             model.eval(),
