@@ -26,7 +26,7 @@ from tracestore.errors import InvalidInputError, UsageError
 from tracestore.extract import extraction
 from tracestore.extract.extraction import extract_to_folder, plan_batches
 from tracestore.extract.judges import containment
-from tracestore.extract.questions import FACTS, GENERATED, Question, read_questions
+from tracestore.extract.questions import FACTS, GENERATED, Question, read_questions, with_samples
 from tracestore.store.io.files import LocalFiles
 
 
@@ -566,3 +566,53 @@ def test_a_lower_limit_keeps_the_traces(tmp_path, limit):
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert list(extract_to_folder(tmp_path, plan_batches(questions[:limit], 4), answer)) == [None] * limit
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"samples": 2}, "traces_batch_0000.pkl: has an answer to 'q2', sample 0"),
+        ({"per_file": 3}, "traces_batch_0001.pkl: has an answer to 'q6', sample 0"),
+        ({"per_file": 1}, "traces_batch_0001.pkl: has an answer to 'q4', sample 0"),
+        ({"first": 1}, "traces_batch_0000.pkl: has an answer to 'q0', sample 0"),
+        ({"first": 9}, "traces_batch_0000.pkl: has an answer to 'q0', sample 0"),
+        ({"reverse": True}, "traces_batch_0000.pkl: has an answer to 'q0', sample 0"),
+        ({"limit": 2, "judges": ("rouge_l",)}, "traces_batch_0000.pkl: has an answer to 'q2', sample 0"),
+        (
+            {"limit": 4, "judges": ("rouge_l",)},
+            "traces_batch_0001.pkl: has scores of the judge containment_f1, not rouge_l",
+        ),
+        ({"shard": (0, 2), "judges": ("rouge_l",)}, "traces_batch_0001.pkl: has scores of the judge containment_f1"),
+        ({"judges": ("token_f1", "containment_f1"), "limit": 8}, "traces_batch_0002.pkl: has scores of the judge"),
+    ],
+)
+def test_another_run_in_the_folder_loses_no_answer(tmp_path, options, message):
+    """Nor does it mix the scores of two judges in one column; the folder stays as it is, and nothing is answered."""
+    questions = [Question(f"q{k}", f"What is {k}?", ("answer",)) for k in range(10)]
+
+    def answer(chosen):
+        return [make_trace(int(question.question_id[1:])) for question in chosen]
+
+    assert len(list(extract_to_folder(tmp_path, plan_batches(questions, 4), answer))) == 10
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    chosen = questions[options.get("first", 0) : options.get("limit", 10)][:: -1 if options.get("reverse") else 1]
+    batches = plan_batches(
+        with_samples(chosen, options.get("samples", 1)), options.get("per_file", 4), options.get("shard", (0, 1))
+    )
+    judges = {"judges": options["judges"]} if "judges" in options else {}
+    with pytest.raises(UsageError, match=re.escape(message)):
+        list(extract_to_folder(tmp_path, batches, lambda _: 1 / 0, **judges))
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_more_questions_and_other_judges_in_the_folder(tmp_path):
+    questions = [Question(f"q{k}", f"What is {k}?", ("answer",)) for k in range(10)]
+
+    def answer(chosen):
+        return [make_trace(int(question.question_id[1:])) for question in chosen]
+
+    for limit, judges, made in ((6, ("rouge_l",), 6), (10, ("rouge_l",), 6), (10, ("token_f1", "rouge_l"), 10)):
+        done = list(extract_to_folder(tmp_path, plan_batches(questions[:limit], 4), answer, judges=judges))
+        assert sum(is_correct is not None for is_correct in done) == made
+    with (tmp_path / "scores.csv").open() as file:
+        assert [[*row][2:4] for row in csv.DictReader(file)] == [["score", "rouge_l"]] * 10

@@ -115,10 +115,11 @@ def extract_to_folder(
     Raises
     ------
     UsageError
-        The folder cannot be used, its provenance conflicts, or it holds a file of the same name that extraction did
-        not write.
+        The folder cannot be used, its provenance conflicts, it holds a file of the same name that extraction did not
+        write, or an earlier run had other judges, or answers that its file would lose.
     """
     _require_own_files(folder, batches)
+    _require_compatible_files(folder, batches, judges)
     try:
         (folder / _SCORES_FOLDER).mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError, PermissionError) as error:
@@ -258,7 +259,7 @@ def _key(question: Question) -> tuple[str, int]:
 def _is_finished(scores: Path, batch: QuestionBatch, judges: Sequence[str]) -> bool:
     """Return whether a file has the traces of a batch, with these scores; with a lower --limit it has more.
 
-    With a higher --limit, or another --samples or --judge, it has not, and is rewritten.
+    With a higher --limit, or other judges, it has not, and is rewritten.
     """
     rows = json.loads(scores.read_text(encoding="utf-8"))[: len(batch.questions)]
     return [(*row[:2], list(row[2])) for row in rows] == [(*_key(q), list(judges)) for q in batch.questions]
@@ -277,6 +278,26 @@ def _require_own_files(folder: Path, batches: Sequence[QuestionBatch]) -> None:
     for path in foreign:
         if path.exists():
             raise UsageError(f"{path}: exists and was not written by tracestore extract; choose another --output")
+
+
+def _require_compatible_files(folder: Path, batches: Sequence[QuestionBatch], judges: Sequence[str]) -> None:
+    """Raise UsageError if a file would lose an answer, or scores.csv would mix judges in its first column."""
+    planned = {_scores_path(folder, batch): batch for batch in batches}
+    for path in sorted((folder / _SCORES_FOLDER).glob("*.json")):
+        rows, batch = json.loads(path.read_text(encoding="utf-8")), planned.get(path)
+        if batch is None:
+            others = sorted({judge for row in rows for judge in list(row[2])[:1]} - {judges[0]})
+            reason = f"has scores of the judge {others[0]}, not {judges[0]}" if others else ""
+        else:
+            kept = {_key(question) for question in batch.questions}
+            lost = [] if _is_finished(path, batch, judges) else [row for row in rows if tuple(row[:2]) not in kept]
+            reason = (
+                f"has an answer to {lost[0][0]!r}, sample {lost[0][1]}, which this command leaves out" if lost else ""
+            )
+        if reason:
+            raise UsageError(
+                f"{folder / path.stem}: {reason}; pass the options of the earlier run, or another --output"
+            )
 
 
 def _merge_scores(folder: Path) -> None:
