@@ -8,9 +8,9 @@ import torch
 from torch.utils.data import DataLoader, Subset, random_split
 
 import tracestore
-from tests.helpers import convert, make_traces, write_pickle
+from tests.helpers import convert, make_trace, make_traces, write_pickle, write_store
 from tracestore.data.batch import SequenceBatch
-from tracestore.errors import MissingFieldError, UsageError
+from tracestore.errors import CorruptStoreError, MissingFieldError, UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -208,3 +208,33 @@ def test_one_item_at_a_time(store_path):
     for index in (slice(0, 2), [0, 1], 1.0, "q1", None, np.array([1, 2])):
         with pytest.raises(TypeError):
             dataset[index]
+
+
+@pytest.mark.parametrize("commits", [1, 3])
+@pytest.mark.parametrize("count", [4, 12, 14, 30])
+def test_a_store_that_was_replaced_is_not_read_with_the_old_indices(tmp_path, commits, count):
+    """Neither a loader of an open store, nor a copy in another process, takes the new store for the old one."""
+    path = tmp_path / "s.zarr"
+    write_store(path, make_traces(12), score=lambda k: k % 2, commit_after=range(commits - 1))
+    store = tracestore.open(path)
+    train = store.split(seed=1).train
+    objects = (store, train, tracestore.TraceDataset(train), tracestore.TraceIterableDataset(store))
+    pickled = [pickle.dumps(value) for value in objects]
+    write_store(path, make_traces(count, seed=9), score=0.0, overwrite=True, commit_after=range(commits - 1))
+    reads = [store.reopen, *(lambda v=v: tracestore.TraceLoader(v) for v in (store, train)),
+             lambda: tracestore.TraceDataset(train), *(lambda d=d: pickle.loads(d) for d in pickled)]  # fmt: skip
+    for read in reads:
+        with pytest.raises(CorruptStoreError, match=r"s\.zarr: generation \d is gone; open the store again"):
+            read()
+    assert store[0].question_id == "q0"  # what is open stays readable
+
+
+def test_a_store_that_grew_has_the_same_first_traces(tmp_path):
+    path = tmp_path / "s.zarr"
+    write_store(path, make_traces(12), score=lambda k: k % 2)
+    with tracestore.open(path) as store:
+        pickled = pickle.dumps((store, store[[7, 2]]))
+    for k in range(12, 15):
+        write_store(path, [make_trace(k)], append=True)
+    whole, subset = pickle.loads(pickled)
+    assert len(whole) == 15 and subset.question_ids == ["q7", "q2"]

@@ -7,6 +7,7 @@ unnamed file, so nothing is left behind when a process is killed.
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing import reduction
 from typing import Any
 
@@ -133,12 +134,17 @@ class SharedEpoch:
 
     def __init__(self) -> None:
         # The epoch of the next iteration; the number of the iteration that workers are in, and its epoch.
-        self._values = torch.tensor([0, -1, 0]).share_memory_()
+        self._values = torch.tensor([0, -1, 0])
         self._num_begun = 0
+        self._share()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._values.share_memory_()  # a copy of its own, unless it was sent to a worker
+        self._share()  # a copy of its own, unless it was sent to a worker
+
+    def _share(self) -> None:
+        with suppress(RuntimeError):  # Without /dev/shm, a DataLoader cannot have workers.
+            self._values.share_memory_()
 
     @property
     def next(self) -> int:

@@ -5,10 +5,11 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from tracestore._core.kernels import crc32c
 from tracestore.errors import CorruptStoreError, UsageError
 from tracestore.store.format.entries import FileEntry, FilePart
 from tracestore.store.format.labels import CORRECT, threshold_or_default
@@ -256,3 +257,20 @@ class StoreInternals:
                         del self._segments[number]
                     else:
                         segment.close_array(inner.partition("/")[0])
+
+
+class StorePin(NamedTuple):
+    """What a store must have to be read with the indices of another TraceStore."""
+
+    location: str
+    generation: int
+    num_traces: int
+    num_segments: int
+    segments_crc32c: int
+
+    @classmethod
+    def of(cls, store: StoreInternals, num_segments: int | None = None) -> "StorePin":
+        """Return the pin of a store, with the checksum of its first segments, by default of all."""
+        segments, manifest = store.index.segments()[:num_segments], store.manifest
+        sums = crc32c(np.array([segment.rows.crc32c for segment in segments], np.uint32))
+        return cls(str(store.files.location), manifest.generation, manifest.num_traces, len(segments), sums)

@@ -16,7 +16,7 @@ from tracestore.store.lens import Lens
 from tracestore.store.read import table
 from tracestore.store.read.batch_sources import GRAPH_ROW, GRAPH_SEGMENT, LAYOUT, NUM_TOKENS
 from tracestore.store.read.index import QuestionIds
-from tracestore.store.read.internals import StoreInternals, open_files
+from tracestore.store.read.internals import StoreInternals, StorePin, open_files
 from tracestore.store.read.joined import JoinedInternals
 from tracestore.store.read.subset import TraceCollection, TraceSubset
 from tracestore.store.read.trace import Trace
@@ -31,9 +31,9 @@ class TraceStore(TraceCollection):
     """One generation of a store, opened for reading and pinned until close().
 
     ``store[i]`` and ``store[question_id]`` are a Trace. Slices, boolean masks, index arrays, lists of question ids,
-    `select`, `filter` and `split` give a lazy `TraceSubset`, which every loader takes like a store. Opening
-    maps the index and reads no trace; each process maps the other files when it first uses them. A store is safe to
-    use from threads and across fork. It can be pickled: the copy opens the same generation if that still exists.
+    `select`, `filter` and `split` give a lazy `TraceSubset`, which every loader takes like a store. Opening maps the
+    index and reads no trace; each process maps the other files when it first uses them. A store is safe to use from
+    threads and across fork. A pickled copy opens the same generation, or if it is gone one with further traces.
 
     Use `tracestore.open` to open a store.
 
@@ -55,20 +55,14 @@ class TraceStore(TraceCollection):
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen, (self._pins(), self.internals.chunk_cache.max_bytes, self.internals.score_name)
-
-    def _pins(self) -> "list[_Pin]":
-        return [
-            (str(member.files.location), member.manifest.generation, member.manifest.num_traces)
-            for member in self.internals.members
-        ]
+        return _reopen, (_pins(self), self.internals.chunk_cache.max_bytes, self.internals.score_name)
 
     def reopen(self, cache_bytes: int = DEFAULT_CACHE_BYTES) -> "TraceStore":
         """Open the same generation again, with maps and a chunk cache of its own.
 
-        CorruptStoreError if a writer has removed the generation.
+        CorruptStoreError if a writer has removed the generation, or another store has its name.
         """
-        return _checked(TraceStore(self.internals.reopen(cache_bytes)), self._pins())
+        return _checked(TraceStore(self.internals.reopen(cache_bytes)), _pins(self))
 
     def __enter__(self) -> "TraceStore":
         return self
@@ -298,21 +292,23 @@ class TraceStore(TraceCollection):
         return table.facts(self.internals)
 
 
-# Location, generation and number of traces of each store of a TraceStore.
-_Pin = tuple[str, int, int]
+def _pins(store: TraceStore) -> list[StorePin]:
+    return [StorePin.of(member) for member in store.internals.members]
 
 
-def _reopen(pins: list[_Pin], cache_bytes: int, score: str | None) -> TraceStore:
+def _reopen(pins: list[StorePin], cache_bytes: int, score: str | None) -> TraceStore:
     """Open the store of a pickled TraceStore."""
-    locations, generations = [pin[0] for pin in pins], [pin[1] for pin in pins]
+    locations, generations = [pin.location for pin in pins], [pin.generation for pin in pins]
     return _checked(TraceStore(_open(locations, cache_bytes, score, generations, True)), pins)
 
 
-def _checked(store: TraceStore, pins: list[_Pin]) -> TraceStore:
-    """Raise CorruptStoreError if a store is an older one than its pin, or moves the traces of those after it."""
-    for (_, opened, found), (path, generation, expected) in zip(store._pins(), pins, strict=True):
-        if opened != generation and (found < expected or (len(pins) > 1 and found != expected)):
-            raise CorruptStoreError(f"{path}: generation {generation} is gone")
+def _checked(store: TraceStore, pins: list[StorePin]) -> TraceStore:
+    """Raise CorruptStoreError if a store has other traces than its pin, or moves the traces of those after it."""
+    for member, pin in zip(store.internals.members, pins, strict=True):
+        found = StorePin.of(member, pin.num_segments)
+        is_longer = found.num_traces > pin.num_traces
+        if found[3:] != pin[3:] or found.num_traces < pin.num_traces or (is_longer and len(pins) > 1):
+            raise CorruptStoreError(f"{pin.location}: generation {pin.generation} is gone; open the store again")
     return store
 
 
