@@ -46,7 +46,7 @@ def same(a, b, view):
 )
 def test_batches_of_workers_keep_their_values(store, view, context):
     """A slot whose batch is held is not overwritten while the workers continue."""
-    expected = list(batches(store, view))
+    expected = batches(store, view)
     loader = batches(store, view, num_workers=2, multiprocessing_context=context)
     # Each epoch has new workers; a process that is not forked starts for seconds.
     epochs = [list(loader) for _ in range(2 if context == "fork" else 1)]
