@@ -63,13 +63,8 @@ def usages(tmp_path):
             "from tracestore import TraceDataset",
             "from tracestore.train import OOMGuard",
         ],
-        "pictures": [
-            ["view", store, "q0", "--save", tmp_path / "q0.png"],
-        ],
-        "extract": [
-            ["extract", "--model", "package:json", *questions],
-            "from tracestore.extract import capture",
-        ],
+        "pictures": [["view", store, "q0", "--save", tmp_path / "q0.png"]],
+        "extract": [["extract", "--model", "package:json", *questions], "from tracestore.extract import capture"],
         "remote": [["info", "s3://bucket/store.zarr"], "import tracestore; tracestore.open('s3://bucket/store.zarr')"],
         "inputs": [["convert", tmp_path / name, tmp_path / "new.zarr"] for name in ("a.h5", "a.arrow", "a.parquet")],
         "hub": [

@@ -45,12 +45,7 @@ def test_items_follow_the_contract(store_path):
 
 
 @pytest.mark.parametrize(
-    "view,context",
-    [
-        ("sequence", "fork"),
-        ("graph", "fork"),
-        pytest.param("sequence", "spawn", marks=pytest.mark.long),
-    ],
+    "view,context", [("sequence", "fork"), ("graph", "fork"), pytest.param("sequence", "spawn", marks=pytest.mark.long)]
 )
 def test_workers_fork_and_spawn(store_path, context, view):
     collate = tracestore.collate_sequences if view == "sequence" else tracestore.collate_graphs
@@ -162,11 +157,7 @@ def test_each_iteration_has_its_own_epoch(store_path, workers, context, is_persi
     dataset = tracestore.TraceIterableDataset(store_path, **options)
     dataset = pickle.loads(pickle.dumps(dataset))
     loader = DataLoader(
-        dataset,
-        batch_size=None,
-        num_workers=workers,
-        multiprocessing_context=context,
-        persistent_workers=is_persistent,
+        dataset, batch_size=None, num_workers=workers, multiprocessing_context=context, persistent_workers=is_persistent
     )
     for chosen, epoch in ((None, 0), (None, 1), (5, 5), (5, 5), (None, 6), (2, 2), (None, 3), (0, 0)):
         if chosen is not None:

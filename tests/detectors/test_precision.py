@@ -93,17 +93,7 @@ def test_tiny_cases_draw_no_random_numbers():
 def test_bfloat16_trains_and_scores_on_every_processor(labeled, tmp_path, monkeypatch, isa):
     for name, value in isa.items():
         monkeypatch.setenv(name, value)
-    flags = [
-        "--store",
-        labeled,
-        "--output-dir",
-        tmp_path / "r",
-        *FAST,
-        *ONLY["lstm_solo"],
-        "--epochs",
-        1,
-        "--no-probe",
-    ]
+    flags = ["--store", labeled, "--output-dir", tmp_path / "r", *FAST, *ONLY["lstm_solo"], "--epochs", 1, "--no-probe"]
     done = run_cli("tools/train.py", *flags, "--precision", "bf16", check=0)
     if isa:
         assert "no LSTM kernel" in done.stdout

@@ -89,16 +89,7 @@ def test_heads_and_layers_in_training_planning_and_prediction(labeled, tmp_path,
     command("train", *run, "--resume", check=0)
     for name in ONLY:
         scores = tmp_path / f"{name}.csv"
-        command(
-            "predict",
-            "--checkpoint",
-            results / name / "best.pt",
-            "--store",
-            heads,
-            "--output",
-            scores,
-            check=0,
-        )
+        command("predict", "--checkpoint", results / name / "best.pt", "--store", heads, "--output", scores, check=0)
         scored = {r["question_id"]: r["hallucination_score"] for r in csv.DictReader(scores.open())}
         tested = list(csv.DictReader((results / "predictions.csv").open()))
         assert {r["question_id"]: float(r[name]) for r in tested} == pytest.approx(

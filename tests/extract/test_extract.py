@@ -42,17 +42,7 @@ def questions(tmp_path):
 
 def extract(model, questions, out, *args, check=0):
     return command(
-        "extract",
-        "--model",
-        model,
-        "--questions",
-        questions,
-        "--out",
-        out,
-        "--max-new-tokens",
-        6,
-        *args,
-        check=check,
+        "extract", "--model", model, "--questions", questions, "--out", out, "--max-new-tokens", 6, *args, check=check
     )
 
 

@@ -107,8 +107,7 @@ def logdets(trace):
 
 
 @pytest.mark.parametrize(
-    ("name", "formula"),
-    [("lookback_lens", lookback), ("lap_eigvals", eigenvalues), ("llm_check_regression", logdets)],
+    ("name", "formula"), [("lookback_lens", lookback), ("lap_eigvals", eigenvalues), ("llm_check_regression", logdets)]
 )
 def test_regression_on_features_of_all_maps(name, formula, store):
     detector = make(name).fit(store, TRAIN, LABELS[TRAIN])

@@ -276,11 +276,7 @@ def joined_attention(steps, row=0, skip=0):
 
 def expect_output(output, row=0, keep=slice(None), **changes):
     """Return the expected trace of one row of a forward pass: all layers with the embeddings, all heads."""
-    trace = {
-        "question_id": None,
-        "hidden_states": states_of(output.hidden_states, row, keep),
-        "has_embeddings": True,
-    }
+    trace = {"question_id": None, "hidden_states": states_of(output.hidden_states, row, keep), "has_embeddings": True}
     if output.attentions is not None:
         trace["attention"] = attention_of(output.attentions, row, keep)
     return trace | changes

@@ -184,11 +184,7 @@ def chunked(tmp_path, sizes, firsts, count=None):
             save(tmp_path / f"in/layer_{layer}_{first}.npy", states(size, 8, seed=10 * first + layer))
     count = sum(sizes) if count is None else count
     table(tmp_path / "in/t.csv", [{"q": f"statement {k}", "y": k % 2} for k in range(count)])
-    return {
-        "last_token": "layer_{layer}_{chunk}.npy -> N D",
-        "question": "t.csv : []/q",
-        "is_correct": "t.csv : []/y",
-    }
+    return {"last_token": "layer_{layer}_{chunk}.npy -> N D", "question": "t.csv : []/q", "is_correct": "t.csv : []/y"}
 
 
 @pytest.mark.parametrize("firsts", [(0, 4, 8), (0, 1, 2)])

@@ -575,10 +575,7 @@ def test_values_that_are_no_ids(tmp_path, value, is_bound):
 def test_rule_12_a_list_of_answers_that_is_too_short(tmp_path, count, where):
     """Nothing shows which answer has no label."""
     labels = {name: [1, 0, 1][:count] for name in "ab"}
-    dump(
-        tmp_path / "in/a.pkl",
-        {n: {"hs": [states(2, 3, 8, seed=k) for k in range(3)], "ok": labels[n]} for n in "ab"},
-    )
+    dump(tmp_path / "in/a.pkl", {n: {"hs": [states(2, 3, 8, seed=k) for k in range(3)], "ok": labels[n]} for n in "ab"})
     layout = {"hidden_states": "a.pkl : {id}/hs -> K L S D", "is_correct": "a.pkl : {id}/ok -> K"}
     if where != "beside":
         table(tmp_path / "in/t.json", labels)

@@ -231,12 +231,7 @@ def test_rule_03a_padding_before_a_prompt_needs_a_mask(tmp_path, rows, message, 
 
 @pytest.mark.parametrize(
     "known",
-    [
-        {},
-        {"S.padding": 0},
-        {"S.lengths": "a.pkl : lengths -> N", "S.side": "right"},
-        {"S.mask": "a.pkl : mask -> N T"},
-    ],
+    [{}, {"S.padding": 0}, {"S.lengths": "a.pkl : lengths -> N", "S.side": "right"}, {"S.mask": "a.pkl : mask -> N T"}],
 )
 @pytest.mark.parametrize("row", [[5, 6, 7, 2, 0], [5, 6, 2, 0, 0]])
 def test_rule_03a_the_id_without_a_state_is_no_padding(tmp_path, known, row):

@@ -184,12 +184,7 @@ def test_first_axis_without_numbers_of_layers_rule_18(tmp_path):
 
 @pytest.mark.parametrize(
     "more",
-    [
-        {},
-        {"answers": ["one", "two", "three"]},
-        {"input_ids": np.zeros((3, 4), "i8")},
-        {"question": "which one?"},
-    ],
+    [{}, {"answers": ["one", "two", "three"]}, {"input_ids": np.zeros((3, 4), "i8")}, {"question": "which one?"}],
 )
 def test_several_answers_taken_for_layers_rule_18(tmp_path, more):
     """States (K, S, D) of several answers, padded to the longest, under the name of those of all layers."""

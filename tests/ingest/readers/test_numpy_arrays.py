@@ -116,10 +116,7 @@ def test_void_of_archives_and_of_bytes_is_no_bfloat16(tmp_path, is_packed):
             assert root["x"].read((1,)).view("<u2").tolist() == [3, 4, 5]
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["zeros", "overlapping entries", "objects", "texts"],
-)
+@pytest.mark.parametrize("name", ["zeros", "overlapping entries", "objects", "texts"])
 def test_amplified_files_end(tmp_path, name):
     path = tmp_path / "a.npz"
     if name == "zeros":

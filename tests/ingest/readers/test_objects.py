@@ -165,8 +165,7 @@ def test_frames_are_rows(tmp_path):
     frame = pd.DataFrame({"id": ["q1", "q2"], "n": [1, 2], "h": [np.ones(2, "f4"), np.zeros(2, "f4")]})
     path.write_bytes(pickle.dumps(frame, 4))
     assert equal(
-        read_tree(path),
-        [{"id": "q1", "n": 1, "h": np.ones(2, "f4")}, {"id": "q2", "n": 2, "h": np.zeros(2, "f4")}],
+        read_tree(path), [{"id": "q1", "n": 1, "h": np.ones(2, "f4")}, {"id": "q2", "n": 2, "h": np.zeros(2, "f4")}]
     )
 
 

@@ -240,12 +240,7 @@ def cuts() -> Iterator[Case]:
         for offset in offsets:
             yield Case(f"cut_{kind}_{offset}", suffix, data[:offset])
         if suffix == ".pkl":
-            for name, rest in {
-                "stop": b".",
-                "newline": b"\n",
-                "nul": b"\0",
-                "zeros": bytes(4096),
-            }.items():
+            for name, rest in {"stop": b".", "newline": b"\n", "nul": b"\0", "zeros": bytes(4096)}.items():
                 yield Case(f"{kind}_then_{name}", suffix, data + rest, "trailing")
             yield Case(f"{kind}_then_pickle", suffix, data + whole(b"]"), is_read=True)
             yield Case(f"{kind}_then_number", suffix, data + whole(b"K\x01"))

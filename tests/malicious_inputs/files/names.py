@@ -27,148 +27,42 @@ from tests.malicious_inputs.files.case import (
 
 # Their classes are read as data, without a call: the fields of an object with the name of the class.
 _OTHER_LIBRARIES = ("pip", "pandas", "joblib", "cloudpickle", "dill", "sklearn", "transformers", "__main__", "cffi")
+_DANGEROUS = """
+    runpy.run_path runpy.run_module pty.spawn webbrowser.open ctypes.CDLL ctypes.string_at faulthandler._sigsegv
+    faulthandler._read_null os.abort os._exit os.kill os.execv os.fork os.remove os.putenv signal.raise_signal
+    sys.exit sys.setrecursionlimit builtins.breakpoint builtins.input builtins.globals builtins.setattr
+    builtins.delattr builtins.vars builtins.memoryview builtins.bytearray builtins.object builtins.type
+    builtins.super builtins.dict builtins.set builtins.complex __builtin__.apply __builtin__.file types.FunctionType
+    types.CodeType types.ModuleType marshal.loads shelve.open dbm.open socket.socket socket.create_connection
+    urllib.request.urlopen http.client.HTTPConnection asyncio.run multiprocessing.context.Process threading.Thread
+    atexit.register weakref.finalize site.addsitedir importlib.reload _frozen_importlib.__import__ imp.load_source
+    zipimport.zipimporter pydoc.pipepager pydoc.locate commands.getoutput nt.system popen2.popen3 platform.popen
+    distutils.spawn.spawn pip.main ensurepip.bootstrap numpy.load numpy.fromfile numpy.memmap
+    numpy.core.multiarray.fromfile numpy._core.multiarray.frombuffer numpy.core.multiarray.scalar.__globals__
+    numpy.core._multiarray_umath._reconstruct numpy.ma.core._mareconstruct numpy.matrixlib.defmatrix.matrix
+    numpy.recarray numpy.rec.array numpy.random._pickle.__generator_ctor numpy.void numpy.object_
+    numpy.lib.format.read_array numpy.f2py.compile torch.load torch.save torch.hub.load torch.jit.load
+    torch.ops.load_library torch._utils._rebuild_tensor torch._utils._rebuild_from_type_v2
+    torch._tensor._rebuild_from_type_v2 torch._utils._rebuild_sparse_tensor torch._utils._rebuild_qtensor
+    torch._utils._rebuild_device_tensor_from_numpy torch._utils._rebuild_wrapper_subclass
+    torch._utils._rebuild_xla_tensor torch.nn.parameter.Parameter torch.Tensor torch.tensor torch.from_file
+    torch.QInt8Storage torch.TypedStorage torch.storage.TypedStorage torch.package.PackageImporter
+    torch.distributed.rpc.rpc_sync torch.utils.cpp_extension.load
+    torch.multiprocessing.reductions.rebuild_storage_fd torch.serialization._legacy_load
+    torch_geometric.data.data.BaseData torch_geometric.data.HeteroData torch_geometric.data.data.Data.__init__
+    torch_geometric.data.storage.NodeStorage torch_geometric.io.fs.torch_load torch_geometric.typing.WITH_PT20
+    tracestore.create tracestore.open tracestore.ingest.pickles.pickle_reader.pickle_reader
+    tracestore.store.write.writer.StoreWriter pandas.read_pickle pandas.core.frame.DataFrame joblib.load
+    cloudpickle.loads cloudpickle.cloudpickle._make_function dill._dill._create_function dill.loads pickle.Unpickler
+    sklearn.tree._tree.Tree transformers.pipeline collections.OrderedDict.fromkeys collections.defaultdict
+    collections.deque collections.Counter collections.namedtuple _collections_abc.Mapping uuid._get_command_stdout
+    smtplib.SMTP lib2to3.pgen2.grammar.Grammar.loads __main__.Trace cffi.FFI
+"""
 
 
 def dangerous_names() -> Iterator[Case]:
     """Yield callables that run code, crash, connect or read; the name alone must be refused."""
-    names = [
-        "runpy.run_path",
-        "runpy.run_module",
-        "pty.spawn",
-        "webbrowser.open",
-        "ctypes.CDLL",
-        "ctypes.string_at",
-        "faulthandler._sigsegv",
-        "faulthandler._read_null",
-        "os.abort",
-        "os._exit",
-        "os.kill",
-        "os.execv",
-        "os.fork",
-        "os.remove",
-        "os.putenv",
-        "signal.raise_signal",
-        "sys.exit",
-        "sys.setrecursionlimit",
-        "builtins.breakpoint",
-        "builtins.input",
-        "builtins.globals",
-        "builtins.setattr",
-        "builtins.delattr",
-        "builtins.vars",
-        "builtins.memoryview",
-        "builtins.bytearray",
-        "builtins.object",
-        "builtins.type",
-        "builtins.super",
-        "builtins.dict",
-        "builtins.set",
-        "builtins.complex",
-        "__builtin__.apply",
-        "__builtin__.file",
-        "types.FunctionType",
-        "types.CodeType",
-        "types.ModuleType",
-        "marshal.loads",
-        "shelve.open",
-        "dbm.open",
-        "socket.socket",
-        "socket.create_connection",
-        "urllib.request.urlopen",
-        "http.client.HTTPConnection",
-        "asyncio.run",
-        "multiprocessing.context.Process",
-        "threading.Thread",
-        "atexit.register",
-        "weakref.finalize",
-        "site.addsitedir",
-        "importlib.reload",
-        "_frozen_importlib.__import__",
-        "imp.load_source",
-        "zipimport.zipimporter",
-        "pydoc.pipepager",
-        "pydoc.locate",
-        "commands.getoutput",
-        "nt.system",
-        "popen2.popen3",
-        "platform.popen",
-        "distutils.spawn.spawn",
-        "pip.main",
-        "ensurepip.bootstrap",
-        "numpy.load",
-        "numpy.fromfile",
-        "numpy.memmap",
-        "numpy.core.multiarray.fromfile",
-        "numpy._core.multiarray.frombuffer",
-        "numpy.core.multiarray.scalar.__globals__",
-        "numpy.core._multiarray_umath._reconstruct",
-        "numpy.ma.core._mareconstruct",
-        "numpy.matrixlib.defmatrix.matrix",
-        "numpy.recarray",
-        "numpy.rec.array",
-        "numpy.random._pickle.__generator_ctor",
-        "numpy.void",
-        "numpy.object_",
-        "numpy.lib.format.read_array",
-        "numpy.f2py.compile",
-        "torch.load",
-        "torch.save",
-        "torch.hub.load",
-        "torch.jit.load",
-        "torch.ops.load_library",
-        "torch._utils._rebuild_tensor",
-        "torch._utils._rebuild_from_type_v2",
-        "torch._tensor._rebuild_from_type_v2",
-        "torch._utils._rebuild_sparse_tensor",
-        "torch._utils._rebuild_qtensor",
-        "torch._utils._rebuild_device_tensor_from_numpy",
-        "torch._utils._rebuild_wrapper_subclass",
-        "torch._utils._rebuild_xla_tensor",
-        "torch.nn.parameter.Parameter",
-        "torch.Tensor",
-        "torch.tensor",
-        "torch.from_file",
-        "torch.QInt8Storage",
-        "torch.TypedStorage",
-        "torch.storage.TypedStorage",
-        "torch.package.PackageImporter",
-        "torch.distributed.rpc.rpc_sync",
-        "torch.utils.cpp_extension.load",
-        "torch.multiprocessing.reductions.rebuild_storage_fd",
-        "torch.serialization._legacy_load",
-        "torch_geometric.data.data.BaseData",
-        "torch_geometric.data.HeteroData",
-        "torch_geometric.data.data.Data.__init__",
-        "torch_geometric.data.storage.NodeStorage",
-        "torch_geometric.io.fs.torch_load",
-        "torch_geometric.typing.WITH_PT20",
-        "tracestore.create",
-        "tracestore.open",
-        "tracestore.ingest.pickles.pickle_reader.pickle_reader",
-        "tracestore.store.write.writer.StoreWriter",
-        "pandas.read_pickle",
-        "pandas.core.frame.DataFrame",
-        "joblib.load",
-        "cloudpickle.loads",
-        "cloudpickle.cloudpickle._make_function",
-        "dill._dill._create_function",
-        "dill.loads",
-        "pickle.Unpickler",
-        "sklearn.tree._tree.Tree",
-        "transformers.pipeline",
-        "collections.OrderedDict.fromkeys",
-        "collections.defaultdict",
-        "collections.deque",
-        "collections.Counter",
-        "collections.namedtuple",
-        "_collections_abc.Mapping",
-        "uuid._get_command_stdout",
-        "smtplib.SMTP",
-        "lib2to3.pgen2.grammar.Grammar.loads",
-        "__main__.Trace",
-        "cffi.FFI",
-    ]
-    for name in names:
+    for name in _DANGEROUS.split():
         module, _, attribute = name.rpartition(".")
         is_data = name.partition(".")[0] in _OTHER_LIBRARIES and not name.endswith("DataFrame")
         word = NO_LAYOUT if is_data else name

@@ -23,18 +23,7 @@ from tests.malicious_inputs.files.case import (
 from tests.malicious_inputs.files.containers import gz
 
 CODES = {op.code.encode("latin1"): op for op in pickletools.opcodes}
-REFUSED = {
-    "INST",
-    "OBJ",
-    "NEWOBJ_EX",
-    "EXT1",
-    "EXT2",
-    "EXT4",
-    "PERSID",
-    "DUP",
-    "NEXT_BUFFER",
-    "READONLY_BUFFER",
-}
+REFUSED = {"INST", "OBJ", "NEWOBJ_EX", "EXT1", "EXT2", "EXT4", "PERSID", "DUP", "NEXT_BUFFER", "READONLY_BUFFER"}
 # A complete argument, by the name of its reader in pickletools.
 ARGUMENTS = {
     "uint1": b"\x01",

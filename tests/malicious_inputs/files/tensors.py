@@ -224,10 +224,7 @@ def storages() -> Iterator[Case]:
 def sequence_files() -> Iterator[Case]:
     """Yield dicts of sequences that break the schema."""
     changes = {
-        "no_ids": (
-            dct(sequences=tensor(storage("0", 4), (2, 1, 2), (2, 2, 1)), labels=lst(num(0), num(1))),
-            NO_LAYOUT,
-        ),
+        "no_ids": (dct(sequences=tensor(storage("0", 4), (2, 1, 2), (2, 2, 1)), labels=lst(num(0), num(1))), NO_LAYOUT),
         "no_labels": (
             dct(sequences=tensor(storage("0", 4), (2, 1, 2), (2, 2, 1)), question_ids=lst(uni("a"), uni("b"))),
             NO_LAYOUT,

@@ -913,12 +913,7 @@ def scores_by_sample(path: Path) -> None:
 # Optional fields
 
 
-@variants(
-    {
-        "optional_fields_of_all_rows": {"rows": range(4)},
-        "optional_fields_of_some_rows": {"rows": (1, 2)},
-    }
-)
+@variants({"optional_fields_of_all_rows": {"rows": range(4)}, "optional_fields_of_some_rows": {"rows": (1, 2)}})
 def optional_fields(path: Path, *, rows: Sequence[int]) -> None:
     traces = make_traces(4, tokens=lambda k: k + 1)
     for k in rows:

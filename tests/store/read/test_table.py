@@ -18,8 +18,7 @@ def path(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"segments": 3}, {"codec": "blosc-zstd"}, {"codec": "zstd", "segments": 2}, {"dtype": "keep"}],
+    "options", [{}, {"segments": 3}, {"codec": "blosc-zstd"}, {"codec": "zstd", "segments": 2}, {"dtype": "keep"}]
 )
 def test_features_are_the_last_tokens(tmp_path, options):
     with tracestore.open(make_store(tmp_path / "s.zarr", **options)) as store:
@@ -46,9 +45,7 @@ def test_features_of_bfloat16_are_float32(tmp_path):
     traces = make_traces(5)
     hidden = [[torch.from_numpy(h.astype("f4")).bfloat16() for h in t["hidden_states"]] for t in traces]
     write_store(
-        tmp_path / "b.zarr",
-        [t | {"hidden_states": h} for t, h in zip(traces, hidden, strict=True)],
-        dtype="keep",
+        tmp_path / "b.zarr", [t | {"hidden_states": h} for t, h in zip(traces, hidden, strict=True)], dtype="keep"
     )
     with tracestore.open(tmp_path / "b.zarr") as store:
         expected = [torch.from_numpy(t["hidden_states"][1][-1].astype("f4")).bfloat16().float().numpy() for t in traces]

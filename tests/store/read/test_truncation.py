@@ -204,12 +204,7 @@ def test_files_truncated_while_open(tmp_path, case):
     whole = make_store(tmp_path / "whole.zarr", **CASES[case])
     store = tmp_path / "s.zarr"
     shutil.copytree(whole, store)
-    wanted = (
-        "hidden_states/c/0/0",
-        "attention/c/0",
-        "last_token/c/0/0/0",
-        "rows.zip",
-    )
+    wanted = ("hidden_states/c/0/0", "attention/c/0", "last_token/c/0/0/0", "rows.zip")
     if EVERY:
         wanted = ("",)
     elif case == "edges":

@@ -14,14 +14,7 @@ import pytest
 
 import tracestore
 from tests.helpers import ROOT
-from tests.store.remote.stores import (
-    SEGMENTS,
-    assert_same_epoch,
-    cached,
-    committed_files,
-    epoch,
-    open_with_cache,
-)
+from tests.store.remote.stores import SEGMENTS, assert_same_epoch, cached, committed_files, epoch, open_with_cache
 from tracestore.store.io import fsio
 from tracestore.store.remote.disk_cache import DiskCache
 

@@ -3,15 +3,7 @@
 import numpy as np
 
 from tests.ingest.corpus.registry import kind
-from tests.ingest.corpus.samples import (
-    dump,
-    expect_generated,
-    generate,
-    joined_states,
-    left_padded,
-    prompts,
-    save_pt,
-)
+from tests.ingest.corpus.samples import dump, expect_generated, generate, joined_states, left_padded, prompts, save_pt
 
 
 def runs(count=3, **options):

@@ -45,8 +45,7 @@ def loader_and_advice(store, **options):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "codec", "share"),
-    [(130, "none", 2.0), (130, "none", 0.25), (30, "none", 2.0), (30, "blosc-zstd", 2.0)],
+    ("tokens", "codec", "share"), [(130, "none", 2.0), (130, "none", 0.25), (30, "none", 2.0), (30, "blosc-zstd", 2.0)]
 )
 def test_no_advice_where_a_global_order_costs_as_much(tmp_path, remote, tokens, codec, share):
     """Local stores, caches with room, and layers that are fetched one by one."""

@@ -191,12 +191,7 @@ def csv_columns_by_layer_and_dimension(s):
 def jsonl_zst_row_per_step(folder, samples):
     """Write .jsonl.zst with a line per generated token: request_id, step, token_id, logprob, hidden_states (L, D)."""
     rows = [
-        {
-            "request_id": s.question_id,
-            "step": j,
-            "token_id": int(s.tokens[j]),
-            "hidden_states": s.hidden[:, j].tolist(),
-        }
+        {"request_id": s.question_id, "step": j, "token_id": int(s.tokens[j]), "hidden_states": s.hidden[:, j].tolist()}
         for s in samples
         for j in range(len(s.tokens))
     ]

@@ -16,10 +16,7 @@ def json_of_extract_features(folder, samples):
         {
             "linex_index": i,
             "features": [
-                {
-                    "token": word,
-                    "layers": [{"index": k - 3, "values": s.hidden[k, j].tolist()} for k in (2, 1, 0)],
-                }
+                {"token": word, "layers": [{"index": k - 3, "values": s.hidden[k, j].tolist()} for k in (2, 1, 0)]}
                 for j, word in enumerate(s.words)
             ],
         }

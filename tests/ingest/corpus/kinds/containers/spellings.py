@@ -229,13 +229,7 @@ def jsonl_tgi_details(s):
         "details": {
             "finish_reason": "length",
             "tokens": [
-                {
-                    "id": int(t),
-                    "text": w,
-                    "logprob": -0.5,
-                    "special": False,
-                    "hidden_states": s.hidden[:, j].tolist(),
-                }
+                {"id": int(t), "text": w, "logprob": -0.5, "special": False, "hidden_states": s.hidden[:, j].tolist()}
                 for j, (t, w) in enumerate(zip(s.tokens, s.words, strict=True))
             ],
         },
