@@ -31,6 +31,14 @@ __all__ = ["proxy", "remote", "server"]
 FAULTS = ["lost", "503", "cut"]
 
 
+@pytest.fixture
+def few(data):
+    """Return the folder with three of the sources: a task sends an object store 30 requests."""
+    for path in sorted(data.iterdir())[3:]:
+        path.unlink()
+    return data
+
+
 @pytest.fixture(params=["folder", "objects"])
 def place(request, tmp_path, remote):
     """Return the path or the URL of a store that does not exist."""
@@ -67,17 +75,17 @@ def check_same(store, expected):
 
 
 @pytest.mark.parametrize("workers", [1, *long(2, 4)])
-def test_the_bytes_do_not_depend_on_the_place_and_the_number_of_workers(data, tmp_path, place, workers):
-    run_tasks(data, tmp_path / "one.zarr")
+def test_the_bytes_do_not_depend_on_the_place_and_the_number_of_workers(few, tmp_path, place, workers):
+    run_tasks(few, tmp_path / "one.zarr")
     if workers > 1:
-        convert(data, place, "--workers", workers)
+        convert(few, place, "--workers", workers)
     else:
         file = tmp_path / "plan.json"
-        convert(data, place, "--plan", file)
-        assert "0 of 6 tasks" in command("status", file, check=0).stdout
+        convert(few, place, "--plan", file)
+        assert "0 of 3 tasks" in command("status", file, check=0).stdout
         for _ in range(2):
             command("work", file, check=0)
-        assert "6 of 6 tasks" in command("status", file, check=0).stdout
+        assert "3 of 3 tasks" in command("status", file, check=0).stdout
         command("commit", file, check=0)
     assert seen(place) == files_of(tmp_path / "one.zarr")
     assert verify_store(place).damaged == {}
@@ -85,28 +93,26 @@ def test_the_bytes_do_not_depend_on_the_place_and_the_number_of_workers(data, tm
 
 @pytest.mark.parametrize("is_new", [False, *long(True)])
 @pytest.mark.parametrize("words", [["--workers", 2], *long(["--plan"], ["--dask", "local", "--workers", 2])])
-def test_tasks_replace_a_store(data, tmp_path, place, words, is_new):
-    for path in sorted(data.iterdir())[3:]:
-        path.unlink()
+def test_tasks_replace_a_store(few, tmp_path, place, words, is_new):
     if not is_new:
         write_store(place, make_traces(3, seed=9))
-    run_tasks(data, tmp_path / "one.zarr")
+    run_tasks(few, tmp_path / "one.zarr")
     if words == ["--plan"]:
         file = tmp_path / "plan.json"
-        convert(data, place, "--overwrite", "--plan", file)
+        convert(few, place, "--overwrite", "--plan", file)
         for name in ("work", "commit"):
             if not is_new:
                 with tracestore.open(place) as store:
                     assert len(store) == 3
             command(name, file, check=0)
     else:
-        convert(data, place, "--overwrite", *words)
+        convert(few, place, "--overwrite", *words)
     check_same(place, tmp_path / "one.zarr")
     assert set(named(place).values()) >= {d for p, d in named(tmp_path / "one.zarr").items() if "segments/" in p}
     if not is_remote(place):
         assert not [path for path in tree_bytes(tmp_path) if path.startswith(".tmp-")]
         assert verify_store(place).leftovers == []
-    convert(data, place, "--overwrite", "--workers", 2)  # again
+    convert(few, place, "--overwrite", "--workers", 2)  # again
     check_same(place, tmp_path / "one.zarr")
 
 
@@ -122,14 +128,14 @@ def test_a_refused_source_leaves_the_store_that_is_replaced(data, tmp_path):
     check_same(store, tmp_path / "one.zarr")
 
 
-def test_clean_keeps_what_a_plan_on_an_object_store_needs(data, remote):
-    tasks = plan_tasks(data, remote)
+def test_clean_keeps_what_a_plan_on_an_object_store_needs(few, remote):
+    tasks = plan_tasks(few, remote)
     for task in tasks:
         write_task(task)
-    for kept, count in ((files_of_plans(remote), 0), ((), 13)):
+    for kept, count in ((files_of_plans(remote), 0), ((), 7)):
         assert len(clean_store(remote, older_than_s=-5, dry_run=True, kept=kept).removed) == count
     assert clean_store(remote, older_than_s=-5, kept=files_of_plans(remote)).removed == []
-    assert commit_tasks(tasks).num_traces == 24
+    assert commit_tasks(tasks).num_traces == 12
 
 
 # Requests between those that are tried; `make torture` tries all.
@@ -163,18 +169,14 @@ def kill_at(monkeypatch):
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("is_done", [False, True])
 @pytest.mark.long
-def test_a_coordinator_on_an_object_store_is_killed_at_each_request(
-    data, tmp_path, remote, kill_at, overwrite, is_done
-):
-    for path in sorted(data.iterdir())[3:]:
-        path.unlink()
-    run_tasks(data, tmp_path / "one.zarr")
+def test_a_coordinator_on_an_object_store_is_killed_at_each_request(few, tmp_path, remote, kill_at, overwrite, is_done):
+    run_tasks(few, tmp_path / "one.zarr")
     number = most = 0
     while number <= most:
         store = f"{remote}{number}"
         if overwrite:
             write_store(store, make_traces(2, seed=9))
-        tasks = plan_tasks(data, store, ConvertOptions(overwrite=overwrite))
+        tasks = plan_tasks(few, store, ConvertOptions(overwrite=overwrite))
         for task in tasks:
             write_task(task)
         kill_at(number, is_done)
@@ -183,7 +185,7 @@ def test_a_coordinator_on_an_object_store_is_killed_at_each_request(
         except Killed:
             most = number + STEP
         kill_at()
-        convert(data, store, *["--overwrite"] * overwrite, "--workers", 2)
+        convert(few, store, *["--overwrite"] * overwrite, "--workers", 2)
         check_same(store, tmp_path / "one.zarr")
         number += STEP
     assert most > 20
@@ -220,11 +222,9 @@ def test_a_fault_at_each_put_of_tasks(data, tmp_path, proxy, remote, fault):
 
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.long
-def test_a_process_that_writes_a_folder_is_killed(data, tmp_path, overwrite):
+def test_a_process_that_writes_a_folder_is_killed(few, tmp_path, overwrite):
     """The path holds the old store or the new one, and the same command completes the new one."""
-    for path in sorted(data.iterdir())[3:]:
-        path.unlink()
-    run_tasks(data, tmp_path / "one.zarr")
+    run_tasks(few, tmp_path / "one.zarr")
     write_store(tmp_path / "old.zarr", make_traces(2, seed=9))
     number, is_killed = 0, True
     while is_killed:
@@ -232,11 +232,11 @@ def test_a_process_that_writes_a_folder_is_killed(data, tmp_path, overwrite):
         store.parent.mkdir()
         if overwrite:
             shutil.copytree(tmp_path / "old.zarr", store)
-        is_killed = kill_in_child(number, lambda store=store: run_tasks(data, store, overwrite=overwrite))
+        is_killed = kill_in_child(number, lambda store=store: run_tasks(few, store, overwrite=overwrite))
         if overwrite:
             with tracestore.open(store) as found:
                 assert len(found) in (2, 12)
-        convert(data, store, *["--overwrite"] * overwrite)
+        convert(few, store, *["--overwrite"] * overwrite)
         check_same(store, tmp_path / "one.zarr")
         assert [path.name for path in store.parent.iterdir()] == ["s.zarr"]
         shutil.rmtree(store.parent)
@@ -266,9 +266,9 @@ def kill_in_child(number, run):
     os._exit(0)
 
 
-def test_two_coordinators_on_an_object_store_add_each_source_once(data, tmp_path, remote):
+def test_two_coordinators_on_an_object_store_add_each_source_once(few, tmp_path, remote):
     file = tmp_path / "plan.json"
-    convert(data, remote, "--plan", file)
+    convert(few, remote, "--plan", file)
     command("work", file, check=0)
     words = [sys.executable, "-m", "tracestore", "commit", str(file)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -276,7 +276,7 @@ def test_two_coordinators_on_an_object_store_add_each_source_once(data, tmp_path
     errors = [process.communicate(timeout=60)[1].decode() for process in processes]
     assert 0 in [process.returncode for process in processes], errors
     with tracestore.open(remote) as store:
-        assert len(store) == 24 and len(list(store.internals.index.sources())) == 6
+        assert len(store) == 12 and len(list(store.internals.index.sources())) == 3
     assert verify_store(remote).damaged == {}
 
 
