@@ -150,3 +150,25 @@ def test_a_float32_model_that_gets_float16_batches_is_told_what_to_do(path, tmp_
     assert "float16" in note and 'pass dtype="float32" to the loader' in note
     trainer = make_trainer(lightning, max_epochs=1, default_root_dir=tmp_path, enable_checkpointing=False)
     trainer.fit(Model(), datamodule=TraceDataModule(path, batch_size=4, dtype="float32"))
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 5, 16, 100])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"drop_last": True}, {"pad_last": True}, {"epoch_size": 7}, {"epoch_size": 50}, {"weights": [2]},
+     {"weights": [1], "epoch_size": 3, "pad_last": True}, {"batch_by": "tokens", "max_batch_cost": 6, "drop_last": True}],
+)  # fmt: skip
+def test_validation_and_test_have_each_trace_once(path, options, batch_size):
+    """Options that leave out or repeat traces are those of training: metrics are of whole splits."""
+    pytest.importorskip("lightning")
+    from tracestore.bridges.lightning import TraceDataModule
+
+    module = TraceDataModule(path, batch_size=batch_size, **options)
+    for name in ("val", "test", "predict"):
+        loader = getattr(module, f"{name}_dataloader")()
+        expected = module.split["test" if name == "predict" else name].tolist()
+        for _ in range(2):
+            assert [k for batch in loader for k in batch.trace_index.tolist()] == expected
+    assert len(module.train_dataloader()) == len(
+        tracestore.TraceLoader(path, indices=module.split["train"], batch_size=batch_size, seed=42, **options)
+    )

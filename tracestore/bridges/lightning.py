@@ -20,6 +20,10 @@ with needs("bridges"):
     from tracestore.data.loader import TraceLoader
 
 
+# Options with which an epoch has not each trace once.
+_OF_TRAINING = ("drop_last", "pad_last", "weights", "epoch_size")
+
+
 class _TrainingLoader(TraceLoader):
     """Loader that starts a new epoch even if the last one was left early.
 
@@ -62,7 +66,8 @@ class TraceDataModule(LightningDataModule):
         others need a threshold.
     **options
         Further options of `tracestore.TraceLoader`, such as `dtype`, `num_threads` or
-        `attention_threshold`.
+        `attention_threshold`. `drop_last`, `pad_last`, `weights` and `epoch_size` are those of training:
+        validation and test have each of their traces once.
 
     Attributes
     ----------
@@ -122,6 +127,7 @@ class TraceDataModule(LightningDataModule):
     ) -> TraceLoader:
         self.setup()
         assert self.store is not None
+        left_out = () if split == "train" else _OF_TRAINING
         return loader_class(
             self.store,
             self.view,
@@ -130,7 +136,7 @@ class TraceDataModule(LightningDataModule):
             seed=self.seed,
             score_threshold=self.score_threshold,
             indices=self.split[split],
-            **self._options,
+            **{name: value for name, value in self._options.items() if name not in left_out},
         )
 
     def train_dataloader(self) -> TraceLoader:
