@@ -212,3 +212,21 @@ def test_provenance_names_the_selected_layers(lm):
     for layers in ([3], [0], [-3], [2, 1], [1, 1]):
         with pytest.raises(UsageError, match="layers: found"):
             provenance_of(lm, replace(OPTIONS, select=Select(layers)))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(
+    "settings",
+    [{"repetition_penalty": 50.0}, {"no_repeat_ngram_size": 1}, {"num_beams": 3}, {"min_new_tokens": 7},
+     {"suppress_tokens": list(range(0, 60, 2))}, {"bad_words_ids": [[3], [5], [7]]}, {"do_sample": True, "top_k": 1},
+     {"temperature": 30.0, "top_p": 0.1}, {"max_length": 1}, {"sequence_bias": [[[4], 20.0]]}, {"typical_p": 0.1}],
+)  # fmt: skip
+def test_settings_of_the_model_change_no_answer(lm, monkeypatch, settings, temperature):
+    """The tokens are the most likely ones, or draws at the temperature: what the provenance of the traces says."""
+    expected = answers(lm, temperature=temperature, max_new_tokens=8)
+    for name, value in settings.items():
+        monkeypatch.setattr(lm.model.generation_config, name, value)
+    own = lm.model.generation_config
+    found = answers(lm, temperature=temperature, max_new_tokens=8)
+    assert [t["tokens"].tolist() for t in found] == [t["tokens"].tolist() for t in expected]
+    assert lm.model.generation_config is own

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from tracestore.extract.answer_end import AnswerEnd
 from tracestore.extract.model import LanguageModel
@@ -51,19 +51,21 @@ def generate(
     end_tokens = _end_tokens(lm)
     ends = [AnswerEnd(lm.tokenizer, end_tokens) for _ in prompts]
     processors = LogitsProcessorList([_Draw(ends, temperature, generators)] if temperature else [])
-    lm.model.generate(
-        ids,
-        attention_mask=mask,
-        max_new_tokens=max_new_tokens,
-        # _Draw leaves one token of each row.
-        do_sample=False,
-        temperature=None,
-        top_p=None,
-        top_k=None,
-        logits_processor=processors,
-        stopping_criteria=StoppingCriteriaList([_StopAtEnd(ends, ids.shape[1])]),
-        pad_token_id=pad,
-    )
+    own = lm.model.generation_config
+    # Penalties, beams and other settings that a model brings along would choose other tokens.
+    lm.model.generation_config = GenerationConfig(eos_token_id=own.eos_token_id)
+    try:
+        lm.model.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=max_new_tokens,
+            do_sample=False,  # _Draw leaves one token of each row.
+            logits_processor=processors,
+            stopping_criteria=StoppingCriteriaList([_StopAtEnd(ends, ids.shape[1])]),
+            pad_token_id=pad,
+        )
+    finally:
+        lm.model.generation_config = own
     return ends
 
 
