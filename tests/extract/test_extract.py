@@ -606,3 +606,50 @@ def test_more_questions_and_other_judges_in_the_folder(tmp_path):
         assert sum(is_correct is not None for is_correct in done) == made
     with (tmp_path / "scores.csv").open() as file:
         assert [[*row][2:4] for row in csv.DictReader(file)] == [["score", "rouge_l"]] * 10
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"answers": {"text": ["Paris"], "answer_start": [3]}}, "answers: found .*, expected a text"),
+        ({"answers": [["Paris", "paris"]]}, "answers: found"),
+        ({"answers": [{"aliases": ["Paris"]}]}, "answers: found"),
+        ({"answers": ["Paris", None]}, "answers: found None"),
+        ({"question": [{"role": "user", "content": "Where?"}]}, "question: found"),
+        ({"question": {"text": "Where?"}}, "question: found"),
+        ({"question": ["Where?", None]}, "question: found None"),
+        ({"question": [["Where?"]]}, "question: found"),
+        ({"question_id": ["q"]}, "question_id: found"),
+        ({"question_id": {"id": 1}}, "question_id: found"),
+        ({"group": ["a", "b"]}, "group: found"),
+        ({"group": {"name": "a"}}, "group: found"),
+        ({"answers": []}, "missing answers"),
+        ({"question": ""}, "missing question"),
+        ({"question_id": None}, "missing question_id"),
+    ],
+)
+def test_values_of_questions_are_texts(tmp_path, row, message):
+    """An object or a nested list would become a text of Python, which no answer contains and no user asks."""
+    (tmp_path / "q.jsonl").write_text(
+        json.dumps({"question_id": "q", "question": "Where?", "answers": ["Paris"]} | row)
+    )
+    with pytest.raises(InvalidInputError, match=f"question 0: {message}"):
+        read_questions(tmp_path / "q.jsonl")
+
+
+def test_cells_without_a_column_are_refused(tmp_path):
+    """A comma in a text without quotes would move the answers."""
+    path = tmp_path / "q.csv"
+    path.write_text("question_id,question,answers\nq0,Where is Rome?,Italy\nq1,Where is Paris, France?,Europe\n")
+    with pytest.raises(InvalidInputError, match="question 1: more cells than columns"):
+        read_questions(path)
+
+
+def test_numbers_of_questions_are_texts(tmp_path):
+    rows = [{"question_id": 0, "question": "How many?", "answers": [4, 4.5, "four"], "group": 3},
+            {"question_id": 1, "question": ["How many?", 7], "answers": 8}]  # fmt: skip
+    (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert read_questions(tmp_path / "q.jsonl") == [
+        Question("0", "How many?", ("4", "4.5", "four"), "3"),
+        Question("1", "7", ("8",), earlier=("How many?",)),
+    ]

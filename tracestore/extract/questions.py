@@ -86,25 +86,39 @@ def read_questions(source: str | Path) -> list[Question]:
     questions = []
     seen: set[str] = set()
     for number, row in enumerate(rows):
-        if not isinstance(row, dict):
-            found = type(row).__name__
-            raise InvalidInputError(f"question {number}: found {found}, expected an object", source=path.name)
-        missing = [k for k in ("question_id", "question", "answers") if not row.get(k)]
-        if missing:
-            raise InvalidInputError(f"question {number}: missing {', '.join(missing)}", source=path.name)
-        answers = row["answers"]
-        accepted = answers if isinstance(answers, list) else str(answers).split("|")
-        key = str(row["question_id"])
-        if key in seen:
-            raise InvalidInputError(f"question {number}: duplicate question_id {key!r}", source=path.name)
-        seen.add(key)
-        turns = row["question"] if isinstance(row["question"], list) else [row["question"]]
-        *earlier, text = map(str, turns)
-        group = str(row.get("group") or "")
-        questions.append(Question(key, text, tuple(map(str, accepted)), group, tuple(earlier)))
+        try:
+            questions.append(_question(row))
+            if questions[-1].question_id in seen:
+                raise ValueError(f"duplicate question_id {questions[-1].question_id!r}")
+        except ValueError as error:
+            raise InvalidInputError(f"question {number}: {error}", source=path.name) from None
+        seen.add(questions[-1].question_id)
     if not questions:
         raise InvalidInputError("the file holds no question", source=path.name)
     return questions
+
+
+def _question(row: Any) -> Question:
+    """Return the question of a row; ValueError if its values are not those of one."""
+    if not isinstance(row, dict):
+        raise ValueError(f"found {type(row).__name__}, expected an object")
+    if None in row:
+        raise ValueError("more cells than columns; put texts with a comma in quotes")
+    if missing := [name for name in ("question_id", "question", "answers") if row.get(name) in (None, "", [])]:
+        raise ValueError(f"missing {', '.join(missing)}")
+    answers = row["answers"].split("|") if isinstance(row["answers"], str) else row["answers"]
+    *earlier, text = _texts("question", row["question"])
+    (key,), (group,) = _texts("question_id", [row["question_id"]]), _texts("group", [row.get("group") or ""])
+    return Question(key, text, tuple(_texts("answers", answers)), group, tuple(earlier))
+
+
+def _texts(name: str, values: Any) -> list[str]:
+    """Return a text or number, or a list of them, as texts; ValueError for other values, such as objects in JSON."""
+    values = values if isinstance(values, list) else [values]
+    for value in values:
+        if not isinstance(value, str | int | float):
+            raise ValueError(f"{name}: found {value!r:.60}, expected a text")
+    return list(map(str, values))
 
 
 # Returns a question and its answer for values that are drawn from ranges.
