@@ -200,12 +200,19 @@ def test_two_coordinators_of_different_plans_with_common_keys(memory, on_conflic
         shutil.rmtree(store)
 
 
-def test_a_commit_makes_no_object_of_each_trace(tmp_path, monkeypatch):
-    """The number of objects depends on that of the tasks, whether a source has 3 traces or 300."""
+@pytest.mark.parametrize("num_states", [300, 2, 1])
+def test_a_commit_makes_no_object_of_each_trace(tmp_path, monkeypatch, num_states):
+    """The number of objects depends on that of the tasks, whether a source has 3 traces or 300, of as many states."""
     made, init = [], PackedTrace.__init__
+    states = [make_trace(k, tokens=2)["hidden_states"] for k in range(num_states)]
     for count in (3, 300):
         sources = {
-            f"{k}.pkl": [make_trace(1000 * k + i, tokens=2) | {"label": i % 2} for i in range(count)] for k in (0, 1)
+            f"{k}.pkl": [
+                make_trace(1000 * k + i, tokens=2)
+                | {"label": i % 2, "hidden_states": states[i] if k == 0 and i < num_states else states[0]}
+                for i in range(count)
+            ]
+            for k in (0, 1)
         }
         tasks = written(tmp_path / str(count), tmp_path / f"{count}.zarr", sources)
         created = []

@@ -185,13 +185,23 @@ class DescribedRun:
         return record.scores
 
     def fits(self, block: TraceBlock) -> bool:
-        """Return whether no trace of a block has the states of another trace."""
-        ids = block.ids_of_states
-        return len(ids) == (block.rows["num_tokens"] > 0).sum() and self._ids_of_states.keys().isdisjoint(ids)
+        """Return whether add() refuses no trace of a block."""
+        return not any(self._is_copy(*ids) for ids in self._equal(block)[1])
+
+    def _equal(self, block: TraceBlock) -> tuple[dict[int, str], list[tuple[str, str]]]:
+        """Return the id of the first trace with each states of a block, and the other ids beside that id."""
+        first = dict(reversed(block.states))
+        known = first.keys() & self._ids_of_states.keys()
+        if not known and len(first) == len(block.states):
+            return first, []
+        first |= {states: self._ids_of_states[states] for states in known}
+        return first, [(first[states], name) for states, name in block.states if first[states] != name]
 
     def add_block(self, block: TraceBlock, writer: StoreWriter) -> None:
         """Do add() for each trace of a block for which fits() is true."""
-        self._ids_of_states |= block.ids_of_states
+        first, equal = self._equal(block)
+        self._ids_of_states |= first
+        self.num_equal += len(equal)
         self._define_scores(block.score_names(), writer)
 
     def _define_scores(self, names: Iterable[str], writer: StoreWriter) -> None:
@@ -256,12 +266,16 @@ class DescribedRun:
         if other == question_id:
             return
         self.num_equal += 1
-        if without_copy_mark(other) == without_copy_mark(question_id) and not self._keeps_copies:
+        if self._is_copy(other, question_id):
             raise InvalidInputError(
                 f"{escape_unprintable(question_id, 60)} has the states of {escape_unprintable(other, 60)}: a copy; "
                 'remove it, or duplicates = "keep"',
                 position=packed.record.position,
             )
+
+    def _is_copy(self, one: str, other: str) -> bool:
+        """Return whether two ids of equal states are refused: one name is marked as a copy of the other."""
+        return not self._keeps_copies and without_copy_mark(one) == without_copy_mark(other)
 
     def define(self, writer: StoreWriter) -> None:
         """Define the scores of tables in the store, which keeps stated layouts."""

@@ -153,11 +153,11 @@ class TraceBlock:
         return list(zip(self.ids, self.rows["sample"].tolist(), strict=True))
 
     @cached_property
-    def ids_of_states(self) -> dict[int, str]:
-        """The question id of each trace with hidden states, by their checksum and number of tokens."""
+    def states(self) -> list[tuple[int, str]]:
+        """The checksum and number of tokens of the hidden states of each trace that has them, and its question id."""
         num_tokens = self.rows["num_tokens"]
         states = (self.states_crc32c.astype("<i8") << 32 | num_tokens)[num_tokens > 0]
-        return dict(zip(states.tolist(), compress(self.ids, (num_tokens > 0).tolist()), strict=True))
+        return list(zip(states.tolist(), compress(self.ids, (num_tokens > 0).tolist()), strict=True))
 
     def has_field(self, name: str) -> np.ndarray:
         """Return which traces have a field of schema.FIELD_BITS, bool (N,)."""
