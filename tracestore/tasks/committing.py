@@ -159,9 +159,11 @@ def commit_plan(
         except InvalidInputError:
             plan.remove(whole_tasks(plan, commit.sources))
             raise
-        # Another coordinator of the plan may still read them, but no later plan must find what was refused.
-        is_whole = not (report.num_sources_skipped or report.num_traces_refused)
-        plan.remove(plan.tasks() if workers is None and is_whole else ())
+        if workers is not None or report.num_sources_skipped or report.num_traces_refused:
+            plan.remove()  # No later plan must find what was refused.
+        else:
+            # Another coordinator of the plan may still read the receipts, which the next plan removes.
+            plan.files.remove([paths.plan(plan.digest)])
     return report
 
 

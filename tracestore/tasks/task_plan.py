@@ -28,7 +28,7 @@ from tracestore.store.write.plan_files import PlanFiles, open_plan_files
 from tracestore.store.write.writer import StoreWriter
 from tracestore.tasks.plan_parts import part_from_json, part_to_json
 
-_MAX_PLAN_BYTES = 1 << 30
+_MAX_PLAN_BYTES, _DIGEST_BYTES = 1 << 30, 16
 # Options of the process, not of the plan.
 _OWN = ("layout", "field", "workers", "dask", "dry_run")
 
@@ -83,9 +83,6 @@ class Task:
         except (ValueError, TypeError, KeyError, RecursionError):
             pass
         raise UsageError("not a task of tracestore")
-
-
-_DIGEST_BYTES = 16
 
 
 def digest_of(data: bytes) -> str:
@@ -223,15 +220,20 @@ class TaskPlan:
 
     def remove(self, kept: Iterable[Task] = ()) -> None:
         """Remove the plan, and all receipts but those of other plans and of `kept`."""
-        own, found = paths.plan(self.digest), self.files.times()
-        others = kept_plans(self.files, [path for path in found if path != own])
-        known = {paths.receipt(task.hash) for tasks in (kept, *map(TaskPlan.tasks, others)) for task in tasks}
-        self.files.remove([own, *(path for path in found if path.endswith(".zip") and path not in known)])
+        self.files.remove([paths.plan(self.digest)])
+        _remove_receipts(self.files, kept)
 
 
-def kept_plans(files: PlanFiles, found: Iterable[str] | None = None) -> Iterator[TaskPlan]:
-    """Yield the plans that a store keeps, or those in `found`, without damaged ones, which no task can use."""
-    for path in files.times() if found is None else found:
+def _remove_receipts(files: PlanFiles, kept: Iterable[Task] = ()) -> None:
+    """Remove all receipts but those of the plans that a store keeps, and of `kept`."""
+    found = files.times()
+    known = {paths.receipt(task.hash) for tasks in (kept, *map(TaskPlan.tasks, kept_plans(files))) for task in tasks}
+    files.remove(path for path in found if path.endswith(".zip") and path not in known)
+
+
+def kept_plans(files: PlanFiles) -> Iterator[TaskPlan]:
+    """Yield the plans that a store keeps, without damaged ones, which no task can use."""
+    for path in files.times():
         if path.endswith(".json"):
             with suppress(CorruptStoreError, FileNotFoundError):  # Another process may remove it.
                 yield TaskPlan.load(files, path)
@@ -375,6 +377,7 @@ def new_plan(
             output.info(note)
         plan = TaskPlan(files, json.dumps(facts, sort_keys=True, indent=0).encode())
         writer.keep_file(paths.plan(plan.digest), plan.data)
+    _remove_receipts(files)
     return plan
 
 

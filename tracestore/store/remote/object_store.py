@@ -37,11 +37,12 @@ T = TypeVar("T")
 
 
 class ListedObject(NamedTuple):
-    """An object of a listing: its path, its size in bytes, and when it was written, in seconds since 1970."""
+    """An object of a listing: its path, its size in bytes, when it was written in seconds since 1970, its entity tag."""
 
     path: str
     size: int
     written: float
+    tag: str
 
 
 # The process that started the client threads. They do not survive a fork.
@@ -317,7 +318,10 @@ class ObjectStore(Server):
         def listed() -> list[ListedObject]:
             objects: list[ListedObject] = []
             for found in self._obstore.list(self._store, folder):
-                objects += (ListedObject(str(o["path"]), int(o["size"]), o["last_modified"].timestamp()) for o in found)
+                objects += (
+                    ListedObject(str(o["path"]), int(o["size"]), o["last_modified"].timestamp(), str(o.get("e_tag")))
+                    for o in found
+                )
                 # 1,000 names a request: a listing that takes longer has no end.
                 is_slow = time.monotonic() - began > self.patience_s * (1 + len(objects) / 10_000)
                 if len(objects) > _MAX_NAMES or is_slow:

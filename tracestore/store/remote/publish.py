@@ -1,6 +1,7 @@
 """The object store that a writer commits to: its objects are put first, then the manifest unless it exists."""
 
 import contextlib
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -16,11 +17,16 @@ from tracestore.store.io.files import ReadableFiles, RemoteURL, is_same_location
 from tracestore.store.io.local_folders import local_dir
 from tracestore.store.io.writing_folder import HasWritingFolder, WritingFolder, remove_abandoned
 from tracestore.store.remote.object_store import ObjectStore
-from tracestore.store.remote.remote_files import RemoteFiles, cache_of_environment, list_generations
+from tracestore.store.remote.remote_files import RemoteFiles, cache_of_environment
 
 _UPLOADS = 16
 # Also the lock of a store on a disk that was uploaded.
 _OWN_NAMES = {*paths.TOP_FOLDERS, paths.RECEIPTS, "zarr.json", "lock"}
+
+
+def _newest(number: int) -> bytes:
+    """Return the bytes of manifest/newest."""
+    return b"%010d\n" % number
 
 
 class RemoteTarget(HasWritingFolder):
@@ -50,13 +56,13 @@ class RemoteTarget(HasWritingFolder):
         self._added: set[str] = set()  # what this writer has put
         self._numbers: list[int] = []  # generations, newest first, after the last commit
         self._known: dict[int, mf.Manifest] = {}
-        self._roots: dict[int, bytes] = {}  # of generations
+        self._roots: dict[int | None, bytes] = {}  # of generations
         self._whole: set[int] = set()  # generations whose writers have left nothing undone
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
         """Create the temporary folder, and look for a store."""
-        numbers = list_generations(self._object_store)
+        numbers = self._list()
         if not numbers and set(self._object_store.list_names()) - _OWN_NAMES:
             raise UsageError(f"{self.location}: holds other objects and is not a store")
         if numbers and not self._exist_ok and not self._overwrite:
@@ -67,6 +73,17 @@ class RemoteTarget(HasWritingFolder):
             self._writing = WritingFolder(self.path)
         self._look(numbers)
         yield
+
+    def _list(self) -> list[int]:
+        """Return the generations, newest first."""
+        found = self._object_store.list_objects("manifest")
+        tags = {listed.path.removeprefix("manifest/"): listed.tag for listed in found}
+        numbers = sorted(map(int, filter(paths.is_generation, tags)), reverse=True)
+        # Most servers give an object the MD5 of its bytes as tag; others are asked.
+        expected = hashlib.md5(_newest(numbers[0]), usedforsecurity=False).hexdigest() if numbers else ""
+        if tags.get("newest") == f'"{expected}"':
+            self._whole.add(numbers[0])
+        return numbers
 
     def _look(self, numbers: list[int]) -> None:
         """Begin with the newest generation."""
@@ -89,7 +106,7 @@ class RemoteTarget(HasWritingFolder):
     def has_changed(self, known: mf.Manifest) -> bool:
         """See CommitTarget. Whether another writer was first shows when the manifest is put."""
         if self._is_behind:
-            self._look(list_generations(self._object_store))
+            self._look(self._list())
             return True
         return False
 
@@ -148,7 +165,7 @@ class RemoteTarget(HasWritingFolder):
         # Old manifests are removed. If others have committed and removed the one of this number between the look and
         # the put, the put succeeds, although their newer generations do not have these changes.
         # Such a removal follows the second newer generation.
-        self._numbers = list_generations(self._object_store)
+        self._numbers = self._list()
         if self._numbers and self._numbers[0] > manifest.generation + 1:
             self._object_store.delete([path])
             self._is_behind = True
@@ -170,22 +187,22 @@ class RemoteTarget(HasWritingFolder):
         """See CommitTarget."""
         self._known[manifest.generation] = manifest
         if self._newest:
+            if self._newest not in self._whole and not self._names_newest():
+                self._finish(manifest, root)
             self._roots[self._newest] = root
-            self._complete(self._newest)
+            self._whole.add(self._newest)
 
     def settle(self, manifest: mf.Manifest, root: bytes) -> None:
         """See CommitTarget."""
         objects, number = self._object_store, manifest.generation
-        self._known[number], self._roots[number] = manifest, root
+        self._known[number] = manifest
         newest, previous = (*self._numbers, 0, 0)[:2]
         if newest != number:
             return  # The writer of the newer one does the rest.
-        self._complete(previous)
-        objects.put("manifest/newest", f"{number:010d}\n".encode())
-        if self._roots.get(previous) != root:
-            objects.put("zarr.json", root)
-        objects.put(paths.manifest_copy(number), manifest.to_bytes())
-        self._whole.add(number)
+        if previous and previous not in self._whole:  # Its writer may have been killed.
+            with contextlib.suppress(CorruptStoreError, FileNotFoundError):
+                objects.put(paths.manifest_copy(previous), self._manifest(previous).to_bytes())
+        self._finish(manifest, root, previous)
         try:
             kept = {file.path for k in self._numbers[:2] for file in self._manifest(k).small_files()}
         except (CorruptStoreError, FileNotFoundError):
@@ -197,18 +214,21 @@ class RemoteTarget(HasWritingFolder):
             removed.append(paths.manifest_copy(k))
         objects.delete(removed + [paths.manifest(k) for k in self._numbers[2:]])
 
-    def _complete(self, number: int) -> None:
-        """Put what a killed writer of a generation has left undone: its number, the root, the copy of the manifest."""
-        objects, copy = self._object_store, paths.manifest_copy(number)
-        if number and number not in self._whole and objects.size(copy) is None:
-            with contextlib.suppress(CorruptStoreError, FileNotFoundError):
-                data = self._manifest(number).to_bytes()
-                if number == self._newest:
-                    objects.put("manifest/newest", f"{number:010d}\n".encode())
-                if number in self._roots:
-                    objects.put("zarr.json", self._roots[number])
-                objects.put(copy, data)
+    def _finish(self, manifest: mf.Manifest, root: bytes, previous: int | None = None) -> None:
+        """Put what follows a manifest: the root, unless it is that of `previous`, the copy, and last manifest/newest."""
+        objects, number = self._object_store, manifest.generation
+        if self._roots.get(previous) != root:
+            objects.put("zarr.json", root)
+        objects.put(paths.manifest_copy(number), manifest.to_bytes())
+        objects.put("manifest/newest", _newest(number))
+        self._roots[number] = root
         self._whole.add(number)
+
+    def _names_newest(self) -> bool:
+        """Return whether manifest/newest is that of the newest generation."""
+        with contextlib.suppress(FileNotFoundError):
+            return self._object_store.read("manifest/newest") == _newest(self._newest)
+        return False
 
     def _manifest(self, number: int) -> mf.Manifest:
         if number not in self._known or number == self.replaced_generation:

@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,7 +59,7 @@ class PlanFiles:
             os.close(fd)
 
     def sizes(self, found: Iterable[str]) -> Iterable[int | None]:
-        """Return the sizes of files, None for a missing one; CorruptStoreError for what is not a file."""
+        """Return the sizes of files of segments, None for a missing one; CorruptStoreError for what is not a file."""
         return map(self._size, found)
 
     def _size(self, path: str) -> int | None:
@@ -100,9 +101,13 @@ class _RemotePlanFiles(PlanFiles):
             return MappedFile(path, name=path, fd=file.fileno())
 
     def sizes(self, found: Iterable[str]) -> list[int | None]:
-        # Also of those that the cache has: others may have removed the objects.
+        # Also of those that the cache has: others may have removed the objects. A list has all files of a segment.
+        listed = list(found)
+        folders = dict.fromkeys("/".join(path.split("/")[:2]) for path in listed)
         with ThreadPoolExecutor(_REQUESTS) as pool:
-            return list(pool.map(self._objects.size, found))
+            objects = chain.from_iterable(pool.map(self._objects.list_objects, folders))
+            sizes = {entry.path: entry.size for entry in objects}
+        return [sizes.get(path) for path in listed]
 
     def remove(self, found: Iterable[str]) -> None:
         self._objects.delete(list(found))
