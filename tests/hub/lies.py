@@ -5,6 +5,7 @@ has closed the connection.
 """
 
 import contextlib
+import functools
 import gzip
 import time
 from pathlib import Path
@@ -175,10 +176,15 @@ def broken_without_end(handler, data):
     _without_end(handler)
 
 
+@functools.cache
+def bomb():
+    """Return a compressed bomb. Making it takes longer than an impatient client waits."""
+    return gzip.compress(bytes(32 << 20))
+
+
 def compressed_bomb(handler, data):
-    bomb = gzip.compress(bytes(32 << 20))
-    _head(handler, Content_Encoding="gzip", Content_Length=len(bomb))
-    handler.wfile.write(bomb)
+    _head(handler, Content_Encoding="gzip", Content_Length=len(bomb()))
+    handler.wfile.write(bomb())
 
 
 # The exit codes of a command that reads a file whose size it knows.

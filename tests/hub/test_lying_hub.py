@@ -6,7 +6,7 @@ import json
 import pytest
 
 from tests.helpers import command, make_traces, write_store
-from tests.hub.lies import LIES, disk_bytes
+from tests.hub.lies import LIES, bomb, disk_bytes
 from tests.hub.server import TOKEN
 from tests.machine import bounded
 from tests.store.remote.test_lying_servers import ALL, NAMES
@@ -30,6 +30,7 @@ def pushed(hub, tmp_path, monkeypatch):
 @pytest.fixture
 def impatient(pushed, monkeypatch):
     """Let a request fail soon. Return a function that gives requests the time of those of a user."""
+    bomb()
     monkeypatch.setenv("TRACESTORE_REMOTE_TIMEOUT", "0.2")
     monkeypatch.setenv("TRACESTORE_REMOTE_RETRY_TIMEOUT", "0.3")
     return lambda: [monkeypatch.delenv(f"TRACESTORE_REMOTE_{name}TIMEOUT") for name in ("", "RETRY_")]

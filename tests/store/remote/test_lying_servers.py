@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.helpers import command, make_traces, write_store
-from tests.hub.lies import LIES, disk_bytes, tell
+from tests.hub.lies import LIES, bomb, disk_bytes, tell
 from tests.machine import bounded
 from tests.store.remote.test_malicious_server import FolderServer, send_all
 from tests.tiers import long
@@ -46,6 +46,7 @@ def serve(store, tmp_path, monkeypatch):
 @pytest.fixture
 def impatient(monkeypatch):
     """Let a request fail soon."""
+    bomb()
     monkeypatch.setenv("TRACESTORE_REMOTE_TIMEOUT", "0.2")
     monkeypatch.setenv("TRACESTORE_REMOTE_RETRY_TIMEOUT", "0.3")
 
