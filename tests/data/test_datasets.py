@@ -152,7 +152,7 @@ def test_stateful_data_loader_continues(store_path, monkeypatch):
     ],
 )
 def test_each_iteration_has_its_own_epoch(store_path, workers, context, is_persistent):
-    """Iterations advance the epoch, and set_epoch() chooses it, whoever reads: this process, or new or kept workers."""
+    """Iterations advance the epoch, and set_epoch() chooses it, in this process, and in new and kept workers."""
     options = {"batch_size": 5, "shuffle": "global", "seed": 3}
     dataset = tracestore.TraceIterableDataset(store_path, **options)
     dataset = pickle.loads(pickle.dumps(dataset))

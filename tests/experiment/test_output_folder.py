@@ -277,7 +277,7 @@ def test_an_earlier_run_is_not_replaced_without_overwrite(labeled, tmp_path, opt
     ],
 )
 def test_resume_loses_no_training(labeled, tmp_path, first, resumed):
-    """A command that leaves out a model, seed or fold of the run is refused, and the folder stays as it is."""
+    """A command that leaves out a model, seed or fold of the run is refused, and leaves the folder unchanged."""
     train(labeled, tmp_path, **first)
     before = files(tmp_path)
     seed = resumed.pop("seed", CONFIG.seed)

@@ -577,7 +577,7 @@ def test_a_lower_limit_keeps_the_traces(tmp_path, limit):
     ],
 )
 def test_another_run_in_the_folder_loses_no_answer(tmp_path, options, message):
-    """Nor does it mix the scores of two judges in one column; the folder stays as it is, and nothing is answered."""
+    """It mixes no scores of two judges in one column either; the folder is unchanged, and no question is answered."""
     questions = [Question(f"q{k}", f"What is {k}?", ("answer",)) for k in range(10)]
 
     def answer(chosen):

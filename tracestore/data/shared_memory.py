@@ -1,4 +1,4 @@
-"""What the workers of a DataLoader share with their parent: batches in memory that is never copied, and the epoch.
+"""Batches of DataLoader workers in shared memory that is reused and never copied, and the epoch that they share.
 
 A worker gathers into a slot and sends where the tensors lie in it. The parent maps the slot. When
 the last tensor on it dies in the parent, the slot is free for the worker's next batch. A slot is an

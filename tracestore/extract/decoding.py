@@ -52,7 +52,7 @@ def generate(
     ends = [AnswerEnd(lm.tokenizer, end_tokens) for _ in prompts]
     processors = LogitsProcessorList([_Draw(ends, temperature, generators)] if temperature else [])
     own = lm.model.generation_config
-    # Penalties, beams and other settings that a model brings along would choose other tokens.
+    # Penalties, beams and other settings that a model contains would choose other tokens.
     lm.model.generation_config = GenerationConfig(eos_token_id=own.eos_token_id)
     try:
         lm.model.generate(

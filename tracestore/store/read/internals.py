@@ -260,7 +260,7 @@ class StoreInternals:
 
 
 class StorePin(NamedTuple):
-    """What a store must have to be read with the indices of another TraceStore."""
+    """State of a store that makes the indices of a TraceStore valid for another one."""
 
     location: str
     generation: int
