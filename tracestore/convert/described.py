@@ -12,13 +12,14 @@ from typing import Any
 from tracestore.convert.options import OnConflict
 from tracestore.errors import InvalidInputError, escape_unprintable
 from tracestore.ingest.builtin.parts import Part, sources_in_order
+from tracestore.ingest.execute.execution import Execution
 from tracestore.ingest.exports.finding import find_export
 from tracestore.ingest.layout.fields import score_of
 from tracestore.ingest.score_files import FoundFiles
 from tracestore.ingest.sources import SourceFile
 from tracestore.store.format.labels import CORRECT, HALLUCINATION, ScoreField
 from tracestore.store.format.provenance import Provenance
-from tracestore.store.read.columns import TraceValues
+from tracestore.store.read.columns import Columns, TraceValues
 from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.record import TraceRecord
 from tracestore.store.write.writer import StoreWriter
@@ -49,9 +50,7 @@ class ChangedValues:
 
     def set(self, index: int, scores: Mapping[str, float], label: float | None, group: str | None) -> None:
         """Set the values of a trace: NaN and "" where the sources have none, None where they say nothing."""
-        names = list(scores)
-        before: list[Any] = [float(self.columns.score(n)[index]) for n in names]
-        before += [float(self.columns.labels[index]), self.columns.group(index)]
+        names, before = list(scores), stored_values(self.columns, index, scores)
         after: list[Any] = [*scores.values(), label, group]
         if any(_is_none(new) and not _is_none(old) for old, new in zip(before, after, strict=True) if new is not None):
             self._lost.append(index)
@@ -79,6 +78,12 @@ class ChangedValues:
         self._writer.commit()
 
 
+def stored_values(columns: Columns, index: int, scores: Iterable[str]) -> list[Any]:
+    """Return some scores, the label and the group of a committed trace."""
+    found = [float(columns.score(name)[index]) for name in scores]
+    return [*found, float(columns.labels[index]), columns.group(index)]
+
+
 def _is_none(value: float | str | None) -> bool:
     """Return whether a value is missing: NaN or an empty text."""
     return value == "" or value != value
@@ -104,6 +109,10 @@ class DescribedRun:
         Those that were given.
     sources : list of SourceFile
         In the order of their files.
+    read : set of str
+        The names of those that were read and stored.
+    keeps_copies : bool
+        Whether copies are meant.
     judgments : list of str
         The fields that judge the answers, of layouts that are not built in.
     """
@@ -127,15 +136,16 @@ class DescribedRun:
         is_stated = len(own) == sum(part.layout is not None or bool(part.others) for part in parts)
         self._stated = set.intersection(*names) if names and is_stated else set()
         self._deferred_scores = frozenset(name for part in parts for name in part.deferred_scores)
-        self._keeps_copies = any(part.keeps_copies for part in parts)
+        self.keeps_copies = any(part.keeps_copies for part in parts)
         self._labels: dict[tuple[str, int], dict[str, float]] = {}  # of the traces so far
         self._deferred: dict[tuple[str, int], dict[str, float]] = {}  # those that are stored at the end
         self._groups: dict[tuple[str, int], str] = {}
         self._counts: dict[str, Counter[str]] = defaultdict(Counter)
         self._num_traces = 0
-        self._layer_ids: dict[str, tuple[int, ...] | None] = {}  # those of the first source, by the field of its states
+        self._layer_ids: list[tuple[int, ...] | None] = []  # those of the first source, when it is known
         self._ids_of_states: dict[int, str] = {}  # by the checksum and the number of tokens
         self.num_replaced = self.num_equal = 0
+        self.read: set[str] = set()
 
     def shared_note(self, num_alone: int) -> str:
         """Return the note that sources which share tables are one task, with `num_alone` tasks without the tables."""
@@ -156,15 +166,29 @@ class DescribedRun:
         return True if True in found else None if None in found else False
 
     def check_layers(self, record: TraceRecord) -> None:
-        """Rule 1: every source with states of the same tokens has the same numbers of layers."""
-        what = "hidden_states" if record.hidden is not None else "last_token"
-        known = self._layer_ids.setdefault(what, record.layer_ids)
+        """Rule 1: every source has the same numbers of layers."""
+        self._layer_ids = self._layer_ids or [record.layer_ids]
+        (known,) = self._layer_ids
         if record.layer_ids != known:
             expected = "none" if known is None else list(known)
             found = "none" if record.layer_ids is None else list(record.layer_ids)
             raise InvalidInputError(
                 f"found {found!s:.80}, expected {expected!s:.80} as in the first source", field="layer_ids"
             )
+
+    def look_back(self, unread: Sequence[str]) -> None:
+        """Let the accounts know the first trace of the sources that are not read, because the store has them."""
+        for part in self.parts:
+            if part.execution is not None and (record := part.execution.look_back(unread)) is not None:
+                self.check_layers(record)
+
+    def lacks_lines(self) -> bool:
+        """Return whether the sources that were read have nothing for a line or an entry, which others may have."""
+        executions = [e for part in self.parts if (e := part.execution) is not None and e.account.num_read]
+        return any(e.account.not_found() is not None or self._needs_equal(e) for e in executions)
+
+    def _needs_equal(self, execution: Execution) -> bool:
+        return execution.layout.settings.get("duplicates") == "keep" and not self.num_equal
 
     def provenance(self, source: SourceFile, known: Provenance | None) -> Provenance | None:
         """Return the provenance of a source, with the place of its layers that the layout states (rule 1b)."""
@@ -275,7 +299,7 @@ class DescribedRun:
 
     def _is_copy(self, one: str, other: str) -> bool:
         """Return whether two ids of equal states are refused: one name is marked as a copy of the other."""
-        return not self._keeps_copies and without_copy_mark(one) == without_copy_mark(other)
+        return not self.keeps_copies and without_copy_mark(one) == without_copy_mark(other)
 
     def define(self, writer: StoreWriter) -> None:
         """Define the scores of tables in the store, which keeps stated layouts."""
@@ -301,8 +325,7 @@ class DescribedRun:
             execution = part.execution
             if execution is None:
                 continue
-            is_kept = execution.layout.settings.get("duplicates") == "keep"
-            if is_kept and execution.account.is_read and not self.num_equal:
+            if execution.account.is_read and self._needs_equal(execution):
                 raise InvalidInputError("no trace has the states of another one; remove it", field="duplicates")
             yield from execution.close(lambda text: writer.index.find(text, 0) >= 0)
 
@@ -316,14 +339,24 @@ class DescribedRun:
         """Store the labels, scores and groups of the traces, instead of earlier ones."""
         self.define(writer)
         values = ChangedValues(writer, on_conflict)
-        no_group = "" if "group" in self._stated else None
-        for key, found in self._deferred.items():
+        for key in self._deferred:
             if (index := writer.index.find(*key)) >= 0:  # else dropped by skip_bad
-                scores = {name: value for name, value in found.items() if name != _LABEL}
-                group = None if self.score_files.scores else self._groups.get(key, no_group)
-                values.set(index, scores, found.get(_LABEL), group)
-        values.commit({source.name for source in self.sources})
+                values.set(index, *self._values(key))
+        values.commit(self.read)
         self.num_replaced += values.num_replaced
+
+    def _values(self, key: tuple[str, int]) -> tuple[dict[str, float], float | None, str | None]:
+        """Return the scores, the label and the group that fill() gives a committed trace."""
+        found, no_group = self._deferred.get(key, {}), "" if "group" in self._stated else None
+        scores = {name: value for name, value in found.items() if name != _LABEL}
+        return scores, found.get(_LABEL), None if self.score_files.scores else self._groups.get(key, no_group)
+
+    def replaces(self, key: tuple[str, int], index: int, columns: Columns) -> bool:
+        """Return whether fill() replaces or removes a stored score, label or group of a trace that was added."""
+        scores, *others = self._values(key)
+        before = stored_values(columns, index, scores)
+        pairs = zip(before, [*scores.values(), *others], strict=True)
+        return any(new is not None and not _is_none(old) and old != new for old, new in pairs)
 
     def lines(self) -> Iterator[str]:
         """Yield what was stored as labels."""

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tracestore.console import Output
-from tracestore.convert.choosing import described_run
-from tracestore.convert.defaults import MAX_TRACES, DefaultAttention, has_attention
+from tracestore.convert.choosing import MAX_TRACES, DefaultAttention, described_run, has_attention
 from tracestore.convert.options import ConvertOptions
 from tracestore.convert.scoring import Scoring
 from tracestore.errors import InvalidInputError, NoTracesError, escape_unprintable

@@ -7,6 +7,7 @@ import errno
 import math
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import closing
 from functools import partial
@@ -18,13 +19,13 @@ import numpy as np
 
 from tracestore import process
 from tracestore.console import Output, Progress
-from tracestore.convert.choosing import described_run
+from tracestore.convert.choosing import DefaultAttention, described_run, has_attention
 from tracestore.convert.cutting import commits_after, cut
-from tracestore.convert.defaults import DefaultAttention, has_attention
 from tracestore.convert.described import DescribedRun
 from tracestore.convert.options import ConvertOptions
 from tracestore.convert.refused import SourceNotes, partial_fingerprint
 from tracestore.convert.scoring import Scoring
+from tracestore.convert.shared_traces import SharedTraces, UnreadSourceError
 from tracestore.convert.summary import ConvertReport, SourceCounts
 from tracestore.errors import (
     InvalidInputError,
@@ -48,6 +49,7 @@ from tracestore.store.io.provenance_file import find_provenance_files, read_prov
 from tracestore.store.read.index import SourceEntry
 from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.pending import SegmentsAhead
+from tracestore.store.write.record import TraceRecord
 from tracestore.store.write.writer import StoreWriter
 from tracestore.store.write.written import TraceBlock
 from tracestore.words import format_size, plural
@@ -96,6 +98,8 @@ class Conversion:
         What `read_provenances` returns, if it is known.
     scoring : Scoring, optional
         The scores of `described`, if they are known.
+    reads_all : bool
+        Read the sources that the store has, too.
 
     Raises
     ------
@@ -116,8 +120,11 @@ class Conversion:
         described: DescribedRun | None = None,
         provenances: Mapping[Path, Provenance] | None = None,
         scoring: Scoring | None = None,
+        *,
+        reads_all: bool = False,
     ) -> None:
-        self._options, self._output = options, output
+        self._options, self._output, self._reads_all = options, output, reads_all
+        self._arguments = (sources, store, options, output, whole)
         # While files are still being written, those with the ids of a table may follow.
         self._need_ids = whole is None and not options.skip_bad
         self.is_interrupted = False
@@ -131,6 +138,7 @@ class Conversion:
             # A table may belong to every source.
             if new <= of_sources.union(self.described.score_files.scores):
                 self.sources = [source for source in self.sources if not new.isdisjoint(source.files)]
+        self._num_named = Counter(source.name for source in self.scoring.sources)
         self._named = {path for path in sources if path.is_file()}
         self.default_attention = DefaultAttention(self.has_attention)
         self._most_pending = 0  # bytes of sources between two commits
@@ -179,12 +187,24 @@ class Conversion:
         """
         # SIGINT is checked between traces. Raised anywhere else, Python may print a traceback from a
         # clean-up, or end by the signal.
-        with (
-            process.signal_handler(signal.SIGINT, self._interrupt),
-            process.switch_interval(_SWITCH_INTERVAL_S),
-            process.frozen_garbage(),  # imported modules need not be scanned again with every trace
-        ):
-            return self._run()
+        try:
+            with (
+                process.signal_handler(signal.SIGINT, self._interrupt),
+                process.switch_interval(_SWITCH_INTERVAL_S),
+                process.frozen_garbage(),  # imported modules need not be scanned again with every trace
+            ):
+                return self._run()
+        except UnreadSourceError:
+            self._output.info("all files are read again: unchanged ones may have traces or values of the changed ones")
+            again = self._again()
+        try:
+            return again.run()
+        finally:
+            self.report, self.is_interrupted = again.report, again.is_interrupted
+
+    def _again(self) -> "Conversion":
+        """Return a conversion of the same sources that reads all of them."""
+        return Conversion(*self._arguments, reads_all=True)
 
     def _run(self) -> ConvertReport:
         options = self._options
@@ -263,9 +283,12 @@ class Conversion:
     def _convert_all(self, writer: StoreWriter, progress: Progress) -> None:
         threads = max(_MIN_THREADS, self._options.workers)
         stored, budget = writer.attributes.options, self._options.memory_budget
-        must_read = self.scoring.must_read(writer)
-        self._is_known: Callable[[str, int, str], bool] = _never if must_read else writer.has_source
+        must_read = self._reads_all or self.scoring.must_read(writer)
+        self._is_known: Callable[[str, int, str], bool] = _never if must_read else partial(self.is_known, writer)
         ends = self._ends(writer)
+        self._shared = SharedTraces(writer, [source.name for source in self.scoring.sources], self._unread)
+        if len(self._unread) < len(self.scoring.sources):
+            self.described.look_back(self._unread)
         if not isinstance(self.store, Path):
             budget = budget_beside(writer.scratch, budget, self._most_pending)
         pack_options = PackOptions(
@@ -291,6 +314,8 @@ class Conversion:
                         self.described.commit(writer)
         progress.clear()
         self._notes.print_without_traces()
+        if self._unread and self.described.lacks_lines():
+            raise UnreadSourceError
         for line in self.described.close(writer):
             self._output.info(line)
         self.scoring.check_ids(writer, can_refuse=self._need_ids)
@@ -299,6 +324,7 @@ class Conversion:
     def _ends(self, writer: StoreWriter) -> dict[str, bool]:
         """Return the sources behind which segments end, by name, and whether the conversion commits there."""
         sources = [source for source in self.sources if not self._has(writer, source)]
+        self._unread = list((self._num_named - Counter(source.name for source in sources)).elements())
         sizes = [source.file_bytes() for source in sources]
         runs = cut(sizes, [source.shared for source in sources], self.total_bytes)
         self._first = {sources[run[0]].name for run in runs}
@@ -308,6 +334,10 @@ class Conversion:
             self._most_pending = max(self._most_pending, pending)
             pending *= not commits_after(k, len(runs))
         return {sources[run[-1]].name: commits_after(k, len(runs)) for k, run in enumerate(runs[:-1])}
+
+    def is_known(self, writer: StoreWriter, name: str, size: int, fingerprint: str) -> bool:
+        """Return whether a source need not be read, because the store has it."""
+        return writer.has_source(name, size, fingerprint, among=self._num_named[name])
 
     def _has(self, writer: StoreWriter, source: SourceFile) -> bool:
         try:
@@ -325,6 +355,8 @@ class Conversion:
         if isinstance(error, NoTracesError) and self._named.isdisjoint(stream.source.files):
             self._notes.without_traces.append(error)
             return
+        if self._reads_all:
+            writer.forget_source(stream.source.name)  # it is not read for its own sake
         if isinstance(error, LateConflictError) or not self._options.skip_bad:
             # The complete sources before it are valid: keep them.
             self.described.commit(writer)
@@ -378,7 +410,7 @@ class Conversion:
             if writer.has_source(name, size, partial_fingerprint(digest)):
                 what = "some of its traces were refused"
             elif writer.has_source(name, size, digest):
-                what = "its scores may have changed"
+                what = "another file has changed" if self._reads_all else "its scores may have changed"
             elif writer.has_source(name, size, ""):
                 what = "its labels are not all stored"
             self._notes.read_again(name, what)
@@ -392,6 +424,7 @@ class Conversion:
             if record is not None:
                 self.described.check_layers(record)
             self.scoring.begin_source(stream.source)
+            self._shared.begin_source(name)
             writer.begin_source(name, size, digest, provenance)
             try:
                 whole: Iterator[PackedTrace | TraceBlock] = chain(filter(None, (first,)), traces)
@@ -428,6 +461,8 @@ class Conversion:
         report.num_conflicts += writer.num_source_conflicts
         # A source with refused traces is read again by the next conversion, which may have other options.
         writer.end_source(partial_fingerprint(digest) if added.refused else None)
+        self._shared.end_source()
+        self.described.read.add(name)
         report.add(name, size, added)
         self._notes.list_refused(name, added.refused)
         progress.clear()
@@ -437,8 +472,11 @@ class Conversion:
         self, writer: StoreWriter, packed: PackedTrace, provenance: Provenance | None, added: SourceCounts
     ) -> None:
         """Add a trace to the open source, or to the refused ones."""
-        record = packed.record
+        record, conflicts = packed.record, writer.num_source_conflicts
+        known = writer.index.find(record.question_id, record.sample)
         try:
+            if not self.described.keeps_copies:
+                self._shared.check_copy(packed)
             scores, group = self.scoring.values(writer, packed)
             ids = None if provenance is None else provenance.layer_ids
             if record.layer_ids is not None and record.layer_ids != ids:
@@ -446,6 +484,8 @@ class Conversion:
                 raise InvalidInputError(found, position=record.position, field="layer_ids")
             is_new = writer.append_packed(packed, scores=scores, group=group)
             self.described.added(record, writer, is_new=is_new)
+            if known >= 0:
+                self._check_shared(writer, record, known, is_conflict=writer.num_source_conflicts > conflicts)
         except InvalidInputError as error:
             error.reason += _ADVICE.get(error.field or "", "")
             if not self._options.skip_bad:
@@ -454,13 +494,20 @@ class Conversion:
         else:
             added.count(packed, is_new=is_new)
 
+    def _check_shared(self, writer: StoreWriter, record: TraceRecord, index: int, *, is_conflict: bool) -> None:
+        """Account for a committed trace of the open source, which other sources may have, too."""
+        replaces = self.described.replaces((record.question_id, record.sample), index, writer.read_columns())
+        keeps_last = self._options.on_conflict == "keep-last"
+        if replaces or keeps_last:
+            self._shared.check(index, is_changed=replaces or is_conflict, is_last=not replaces)
+
     def _append_block(
         self, writer: StoreWriter, block: TraceBlock, provenance: Provenance | None, added: SourceCounts
     ) -> None:
         """Add traces that are written: all at once if they are new and fit, or else one after the other."""
         ids = None if provenance is None else provenance.layer_ids
         fits = all(block.facts[kind].record.layer_ids in (None, ids) for kind in np.unique(block.kinds).tolist())
-        if fits and self.scoring.fits(block) and writer.fits(block):
+        if fits and self._shared.fits(block) and self.scoring.fits(block) and writer.fits(block):
             labeled, scored = self.scoring.add_block(writer, block)
             writer.append_block(scored)
             self.described.added_block(labeled, writer)

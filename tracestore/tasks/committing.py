@@ -1,10 +1,12 @@
 """Commit what tasks have written. Only metadata is read and written."""
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from os import PathLike
+from pathlib import Path
 from typing import Any, Protocol
 
 from tracestore.console import Output
@@ -18,6 +20,7 @@ from tracestore.ingest.sources import SourceFile
 from tracestore.store.format import paths
 from tracestore.store.io import fsio
 from tracestore.store.io.local_folders import local_dir
+from tracestore.store.io.writing_folder import remove_abandoned
 from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.plan_files import PlanFiles, open_plan_files
 from tracestore.store.write.writer import StoreWriter
@@ -159,6 +162,10 @@ def commit_plan(
         except InvalidInputError:
             plan.remove(whole_tasks(plan, commit.sources))
             raise
+        finally:
+            if isinstance(plan.store, Path):
+                with suppress(FileNotFoundError):
+                    remove_abandoned(plan.store)  # of workers that were killed
         if workers is not None or report.num_sources_skipped or report.num_traces_refused:
             plan.remove()  # No later plan must find what was refused.
         else:
@@ -177,6 +184,10 @@ class _Commit(Conversion):
         super().__init__(plan.arguments, str(plan.store), options, output, **known)
         self._plan, self._tasks, self._workers = plan, plan.tasks(), workers
         self._futures: dict[Task, Future] = {}
+
+    def _again(self) -> Conversion:
+        described, provenances = self._plan.described(), self.provenances
+        return Conversion(*self._arguments, described=described, provenances=provenances, reads_all=True)
 
     def has_attention(self) -> bool | None:
         """Return what the plan has found."""
@@ -197,6 +208,8 @@ class _Commit(Conversion):
     def _ends(self, writer: StoreWriter) -> dict[str, bool]:
         """Return where tasks end, and whether a commit follows: positions that depend on the plan alone."""
         count = len(self._tasks)
+        planned = Counter(name for task in self._tasks for name in task.sources)
+        self._unread = list((self._num_named - planned).elements())
         return {task.sources[-1]: commits_after(task.number, count) for task in self._tasks[:-1]}
 
     def _streams(self, writer: StoreWriter, pack_options: PackOptions) -> Iterator[TraceStream]:
@@ -241,7 +254,7 @@ class _Commit(Conversion):
     def _check_order(self, writer: StoreWriter, written: WrittenSource) -> None:
         """Refuse a source of which another conversion may have committed newer content since the plan."""
         name, expected = written.source.name, (written.size, written.fingerprint)
-        if writer.has_source(name, *expected) or not writer.has_source_named(name):
+        if self.is_known(writer, name, *expected) or not writer.has_source_named(name):
             return
         try:
             if identify(written.source)[:2] != expected:

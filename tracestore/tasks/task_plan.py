@@ -350,7 +350,7 @@ def new_plan(
         stored = dict(writer.attributes.options)
         found = list(map(identity_of, conversion.sources))
         sources = [(k, source.name, *found[k][:2]) for k, source in enumerate(conversion.sources)]
-        sources = [source for source in sources if not writer.has_source(*source[1:])]
+        sources = [source for source in sources if not conversion.is_known(writer, *source[1:])]
         shared = [conversion.sources[k].shared for k, *_ in sources]
         sizes = [size for *_, size, _ in sources]
         runs = cut(sizes, shared, conversion.total_bytes)

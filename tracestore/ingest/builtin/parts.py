@@ -141,8 +141,9 @@ class Part:
         for group in self.execution.groups:
             described = Described(partial(self.execution.read, group), fingerprint, what, tables)
             first = next(iter(group.files.values()))[0]
-            # A file of a built-in layout is known by its bytes alone.
-            parts = () if self.builtin is not None and group.paths == (first.path,) else group.paths
+            # A file of a built-in layout is known by its bytes alone, unless options add to the layout.
+            is_plain = self.builtin is not None and not (self.builtin.lines or self.builtin.settings)
+            parts = () if is_plain and group.paths == (first.path,) else group.paths
             yield first.path, SourceFile(group.paths[0], group.name, parts=parts, described=described)
 
     def _checked(self, text: str, name: str, root: Value) -> Value:

@@ -230,6 +230,10 @@ class RunAccount:
                 field=self._plan.layout.states,
             )
 
+    def follow(self, earlier: "RunAccount") -> None:
+        """Let tokens and steps begin as in an earlier run."""
+        self._first_numbers.update(earlier._first_numbers)
+
     def keep_first(self, number: int, record: TraceRecord) -> None:
         """Keep the first trace of a source for the summary, if no earlier source has one."""
         with self._lock:
@@ -270,7 +274,8 @@ class RunAccount:
         """
         if self.first is not None:
             yield self.first[1]
-        self._check_found()
+        if self.is_read and (error := self.not_found()) is not None:
+            raise error
         if not self._is_stated:  # by a person, who knows what the lines leave out
             self.left_out |= {
                 str(a) for a in self._plan.left_out if a.path and self._trees[a.files.text].at(a.path).is_found
@@ -287,10 +292,10 @@ class RunAccount:
         if self.left_out:
             yield f"not named by the layout and left out: {some_of(sorted(self.left_out), _MAX_SHOWN)}"
 
-    def _check_found(self) -> None:
-        """Refuse lines and entries of `ignore` at whose path no file has a value: it may be misspelled."""
-        if not self.is_read or not self._is_stated:
-            return
+    def not_found(self) -> InvalidInputError | None:
+        """Return the error of a line or an entry of `ignore` at whose path no file has a value: it may be misspelled."""
+        if not self._is_stated:
+            return None
         for found, name, entry in (
             *(([p.address], p.name, None) for p in self._plan.others if not p.is_optional),
             *((found, "ignore", entry) for entry, found in self._plan.ignored.items() if entry.path),
@@ -298,7 +303,8 @@ class RunAccount:
             if not any(self._trees[address.files.text].at(address.path).is_found for address in found):
                 near = get_close_matches(str(entry or found[0]), self.left_out, 1)
                 way = f"; {near[0]} is near" if near else "; remove the entry" if entry else ""
-                raise InvalidInputError(f"{entry or found[0]}: the files hold no such value{way}", field=name)
+                return InvalidInputError(f"{entry or found[0]}: the files hold no such value{way}", field=name)
+        return None
 
     def to_json(self) -> dict[str, Any]:
         """Return what the sources of a task have added, for the process that closes the accounts of the run."""

@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from copy import copy
 from functools import partial
@@ -27,6 +27,8 @@ from tracestore.ingest.readers.opening import open_tree
 from tracestore.ingest.tree import Array, Items, Value
 from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.record import TraceRecord
+
+_NUMBERED = frozenset(("layer", "token", "step"))  # the numbers of a trace are those of all traces
 
 Makers = Iterator[Callable[[int], TraceRecord]]  # each makes the record of a trace from its position
 
@@ -104,6 +106,19 @@ class Execution:
         probe._open = lambda path, _: self._looks.look(path)
         probe._begin()
         return probe
+
+    def look_back(self, names: Collection[str]) -> TraceRecord | None:
+        """Return the first trace of the first of some sources that are not read, if others must have its numbers."""
+        bound = {name for place in self.plan.states for name in place.address.bound}
+        group = next((group for group in self.groups if group.name in names), None)
+        if group is None or not (bound & _NUMBERED or "L.ids" in self.layout.addresses):
+            return None
+        probe, record = self.probe(), None
+        records: Any = probe.read(group, False, Scratch())
+        with probe._resources, contextlib.suppress(InvalidInputError), contextlib.closing(records):
+            record = next(records, None)
+            self.account.follow(probe.account)
+        return record
 
     # Files
 

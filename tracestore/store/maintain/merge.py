@@ -223,8 +223,8 @@ def _merge_source(
     except BaseException:
         writer.abort_source()
         raise
-    if is_known and not writer.source_has_changes:
-        writer.abort_source()  # The source is listed already.
+    if not writer.source_has_changes and writer.has_source_named(source.path):
+        writer.abort_source()  # A source of its name is listed already, maybe a newer one.
     else:
         writer.end_source()
     report.num_traces_new += added

@@ -1,5 +1,6 @@
 """Selecting traces of a store by question, segment or source."""
 
+from collections import Counter
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -89,6 +90,7 @@ def by_source(store: TraceStore, wanted: np.ndarray) -> Iterator[tuple[int, np.n
     counts = np.bincount(owners, minlength=store.internals.manifest.num_sources)
     order = wanted[np.argsort(owners[wanted], kind="stable")]
     edges = np.searchsorted(owners[order], np.arange(len(counts) + 1))
+    files = Counter(source.path for source in store.internals.index.sources())
     for number, count in enumerate(counts.tolist()):
         indices = order[edges[number] : edges[number + 1]]
         if len(wanted) == len(store):
@@ -96,4 +98,5 @@ def by_source(store: TraceStore, wanted: np.ndarray) -> Iterator[tuple[int, np.n
         elif len(indices):
             # `num_traces` exceeds `count` if the source also added arrays to traces of other sources.
             source = store.internals.index.source(number)
-            yield number, indices, len(indices) == count == source.num_traces and source.num_skipped == 0
+            is_whole = len(indices) == count == source.num_traces and source.num_skipped == 0
+            yield number, indices, is_whole and files[source.path] == 1  # a changed file has others

@@ -9,7 +9,7 @@ from tracestore.store.format.manifest import Manifest
 from tracestore.store.format.provenance import Provenance, require_compatible
 from tracestore.store.read.columns import Columns
 from tracestore.store.read.generation import PinnedGeneration
-from tracestore.store.read.index import StoreIndex
+from tracestore.store.read.index import SourceEntry, StoreIndex
 from tracestore.store.write.commit import CommitTarget
 from tracestore.store.write.keys import KeyResolver, OnConflict
 from tracestore.store.write.pack import PackedTrace, fit_attributes
@@ -45,6 +45,7 @@ class Changes:
     """
 
     _generation: PinnedGeneration
+    _num_steps: int  # before the open source
     attributes: schema.Attributes
 
     def __init__(self, target: CommitTarget, on_conflict: OnConflict, allow_mixed_provenance: bool) -> None:
@@ -52,15 +53,18 @@ class Changes:
         self._on_conflict: OnConflict = on_conflict
         self._allow_mixed_provenance = allow_mixed_provenance
         self.num_added = 0
-        self._sources: dict[str, set[tuple[int, str]]] = {}
+        self._sources: dict[str, list[SourceEntry]] = {}  # those of each path that differ, the newest one last
+        self._paths: list[str] = []  # of all sources
 
     def _start(self, generation: PinnedGeneration, num_known: int = 0) -> None:
         """Begin without changes on a generation; the keys of its first sources are known."""
         self._generation = generation
         if num_known == 0:
-            self._sources = {}
+            self._sources, self._paths = {}, []
         for source in generation.index.sources(num_known):
-            self._sources.setdefault(source.path, set()).add((source.size, source.fingerprint))
+            known = [s for s in self._sources.get(source.path, ()) if source.fingerprint not in ("", s.fingerprint)]
+            self._sources[source.path] = [*known, source]
+            self._paths.append(source.path)
         self._drop()
 
     def _drop(self) -> None:
@@ -155,13 +159,28 @@ class Changes:
         pending.segments = kept
         return False
 
-    def has_source(self, path: str, size: int, fingerprint: str) -> bool:
-        """Return whether exactly this file is committed already."""
-        return (size, fingerprint) in self._sources.get(path, ())
+    def has_source(self, path: str, size: int, fingerprint: str, among: int = 1) -> bool:
+        """Return whether exactly this file is among the last committed ones of its path."""
+        found = self._sources.get(path, ())
+        return any((source.size, source.fingerprint) == (size, fingerprint) for source in found[-among:])
 
     def has_source_named(self, path: str) -> bool:
         """Return whether a file of this name is committed, whatever its contents."""
         return path in self._sources
+
+    def forget_source(self, path: str) -> None:
+        """Let no file of this path be known any more."""
+        if any(source.fingerprint for source in self._sources.get(path, ())):
+            self._begin(PendingSource(path, 0, ""))
+            self._end(None)
+
+    def sharing_sources(self) -> set[str]:
+        """Return the paths of the committed sources of which another source has added a trace."""
+        return {path for path, sources in self._sources.items() if any(s.num_skipped for s in sources)}
+
+    def source_of(self, index: int) -> str:
+        """Return the path of the source that has added a committed trace."""
+        return self._paths[self.index.read_column("source")[index]]
 
     def check_provenance(self, provenances: Iterable[Provenance]) -> None:
         """Raise UsageError if sources with these provenances conflict with each other or with the store."""
@@ -190,7 +209,7 @@ class Changes:
             source.path = f"append-{self.manifest.num_traces + len(pending.rows):010d}"
         self.attributes, source.provenance = attributes.with_provenance(stated)
         source.num_traces = source.num_skipped = 0
-        self._undo = []
+        self._undo, self._num_steps = [], num_steps
         self._keys.begin_source(self._undo)
 
         def restore() -> None:
@@ -211,9 +230,20 @@ class Changes:
     def _end(self, fingerprint: str | None) -> None:
         """Accept the open source, with another fingerprint if given."""
         assert self._undo is not None
-        source, self._undo = self._pending.sources[-1], None
+        source = self._pending.sources[-1]
         source.fingerprint = fingerprint or source.fingerprint
-        self._pending.steps.append(lambda: self._repeat(source))
+        if self._list():
+            self._pending.steps.append(lambda: self._repeat(source))
+
+    def _list(self) -> bool:
+        """End the open source; if it changes nothing and its file is known, leave it out and return False."""
+        source = self._pending.sources[-1]
+        is_listed = bool(source.fingerprint) and self.has_source(source.path, source.size, source.fingerprint)
+        if is_listed and not self.source_has_changes and len(self._pending.steps) == self._num_steps:
+            self._abort()
+            return False
+        self._undo = None
+        return True
 
     def _repeat(self, source: PendingSource) -> None:
         """Resolve the keys of a source again, whose rows are in the pending segments."""
@@ -233,11 +263,7 @@ class Changes:
         except BaseException:
             self._abort()
             raise
-        is_listed = bool(source.fingerprint) and self.has_source(source.path, source.size, source.fingerprint)
-        if is_listed and not self.source_has_changes:
-            self._abort()  # Another writer has added it.
-        else:
-            self._undo = None
+        self._list()  # Another writer may have added it.
 
     def _resolve(self, record: TraceRecord | Key, trace: PackedTrace | None) -> tuple[set[int], float]:
         """Return the field groups and the label that the key of a trace gets from it.
@@ -287,9 +313,12 @@ class Changes:
     def _accept(self, entry: Entry, groups: set[int], label: float) -> None:
         """Add a trace to the open source; `groups` and `label` are those of resolve()."""
         source = self._pending.sources[-1]
+        if (owner := self._keys.source_of(entry.record)) is not None:
+            first = len(self._paths)
+            path = self._paths[owner] if owner < first else self._pending.sources[owner - first].path
+            source.num_skipped += path != source.path
         if not groups:
             self._keys.set_label(entry.record, label)
-            source.num_skipped += 1
             return
         assert entry.trace is not None
         assert entry.segment is not None

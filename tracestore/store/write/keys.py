@@ -112,6 +112,14 @@ class KeyResolver:
             )
         return set()
 
+    def source_of(self, record: TraceRecord | Key) -> int | None:
+        """Return the number of the source that has added the record's key, None if the key is new."""
+        key = (record.question_id, record.sample)
+        if (row := self._pending.keys.get(key)) is not None:
+            return int(self._pending.rows.columns["source"][row])
+        index = self._index.find(*key)
+        return None if index < 0 else int(self._index.read_column("source")[index])
+
     def _stored_location(self, record: TraceRecord | Key) -> Mapping[str, int] | None:
         """Return the values of the index columns of the record's key, or None if the key is new."""
         key = (record.question_id, record.sample)

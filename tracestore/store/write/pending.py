@@ -139,7 +139,7 @@ class PendingSource:
     provenance : int
         Position of `stated` in the attribute provenance.
     num_traces, num_skipped : int
-        Rows that it gave, and traces that the store had.
+        Rows that it gave, and traces whose key another source has added.
     entries : list of Entry or TraceBlock
         What repeats it on a newer generation.
     """

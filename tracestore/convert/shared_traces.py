@@ -1,0 +1,97 @@
+"""Traces that a source has in common with sources that a conversion does not read, because they have not changed."""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+import numpy as np
+
+from tracestore.convert.described import without_copy_mark
+from tracestore.store.read.batch_sources import NUM_TOKENS
+from tracestore.store.write.pack import PackedTrace
+from tracestore.store.write.writer import StoreWriter
+from tracestore.store.write.written import TraceBlock
+
+
+class UnreadSourceError(Exception):
+    """A source that is not read may decide what is stored: all sources have to be read."""
+
+
+class SharedTraces:
+    """The committed traces that other sources than the one that is read may have.
+
+    Parameters
+    ----------
+    writer : StoreWriter
+    present : sequence of str
+        The names of all sources of the conversion, in their order.
+    unread : sequence of str
+        Those that the conversion does not read.
+    """
+
+    def __init__(self, writer: StoreWriter, present: Sequence[str], unread: Sequence[str]) -> None:
+        self._writer, self._num_traces = writer, writer.manifest.num_traces
+        last = {name: k for k, name in enumerate(present)}
+        self._order = {name: k for k, name in reversed([*enumerate(present)])}  # the first source of each name
+        self._unread = {name: last[name] for name in unread}
+        sharing = writer.sharing_sources()
+        self._last_sharing = max((self._unread[name] for name in sharing & self._unread.keys()), default=-1)
+        self._absent = sharing - self._order.keys()
+        self._source = ""
+        self._outdated: set[str] = set()  # the absent sources of traces that the open source has changed
+        self._forgotten: set[str] = set()
+
+    def begin_source(self, name: str) -> None:
+        """Begin a source."""
+        self._source = name
+        self._outdated.clear()
+
+    def end_source(self) -> None:
+        """Let absent sources of changed traces be read if they return: the newest one of their names is unknown."""
+        for path in sorted(self._outdated - self._forgotten):
+            self._writer.forget_source(path)
+        self._forgotten |= self._outdated
+
+    def check(self, index: int, *, is_changed: bool = True, is_last: bool = False) -> None:
+        """Account for a committed trace of the open source; `is_changed`: it gets other values than other sources may have.
+
+        Raises
+        ------
+        UnreadSourceError
+            If a source that is not read may have the trace, too; with `is_last` one behind the open source.
+        """
+        owner = self._writer.source_of(index)
+        if max(self._last_sharing, self._unread.get(owner, -1)) > (self._order[self._source] if is_last else -1):
+            raise UnreadSourceError
+        if is_changed:
+            self._outdated |= self._absent if owner in self._order else {owner, *self._absent}
+
+    def check_copy(self, packed: PackedTrace) -> None:
+        """Account for a trace that may be a copy of a committed one with another id (rule 10b); see check()."""
+        index, question_id = self._writer.index, packed.record.question_id
+        for other in self._copies(question_id) if "hidden_states" in packed.crcs else ():
+            has_length = index.locations(np.array([other]))[0, NUM_TOKENS] == packed.num_tokens
+            if has_length and index.question_id(other) != question_id:
+                self.check(other)
+
+    def fits(self, block: TraceBlock) -> bool:
+        """Return whether check_copy() finds nothing for the traces of a block."""
+        return self._num_traces == 0 or all(next(self._copies(name), None) is None for name in block.ids)
+
+    def _copies(self, question_id: str) -> Iterator[int]:
+        """Yield the committed traces whose ids differ from an id by a mark of copies."""
+        name, index = without_copy_mark(question_id), self._writer.index
+        yield from self._marked.get(name, ())
+        if name != question_id:
+            found = (index.find(name, sample) for sample in itertools.count())
+            yield from itertools.takewhile(lambda k: k >= 0, found)
+
+    @cached_property
+    def _marked(self) -> dict[str, list[int]]:
+        """The traces of before whose ids have a mark of copies, by the ids without it."""
+        found: dict[str, list[int]] = defaultdict(list)
+        for k, question_id in enumerate(self._writer.index.question_ids(np.arange(self._num_traces))):
+            if (name := without_copy_mark(question_id)) != question_id:
+                found[name].append(k)
+        return found
