@@ -45,11 +45,11 @@ def test_an_address_is_written_as_it_was_read(text):
     assert str(parse_address(text)) == text
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_layouts_of_the_corpus_survive_toml(name):
-    layout = parse_layout(KINDS[name])
+def test_layouts_of_the_corpus_survive_toml():
+    for name, entries in KINDS.items():
+        layout = parse_layout(entries)
 
-    assert parse_layout(tomllib.loads(layout.to_toml())) == layout
+        assert parse_layout(tomllib.loads(layout.to_toml())) == layout, name
 
 
 @pytest.mark.parametrize(
