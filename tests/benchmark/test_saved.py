@@ -19,12 +19,6 @@ from tracestore.train.checkpoint import load_checkpoint, save_checkpoint
 LABELS = np.arange(COUNT) % 2
 
 
-@pytest.fixture
-def store(tmp_path):
-    """Open a store of 60 questions in 12 groups."""
-    return tracestore.open(write_published(tmp_path / "s.zarr"))
-
-
 @pytest.mark.parametrize("name", select("features"))
 def test_saved_detector_gives_the_same_scores(name, store, tmp_path):
     detector = make_detector(name, **FAST.get(name, {})).fit(store, np.arange(40), LABELS[:40])
