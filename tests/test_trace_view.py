@@ -123,7 +123,7 @@ def test_usage_errors_are_one_line(store, tmp_path):
     for args, message in (
         ((store, "q99"), "no such id: q99"),
         ((store, "99"), "no such id: 99"),
-        ((store, "q1", "--sample", 1), "no such id"),
+        ((store, "q1", "--sample", 1), "no such id: q1, sample 1"),
         ((store, "q1", "--sample", 99999999999), "expected a whole number from 0"),
         ((store, "q1", "--layer", 3), "expected 0 to 2"),
         ((store, "q1", "--head", 2), "expected 0 to 1"),

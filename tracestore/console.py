@@ -283,8 +283,6 @@ def run_command(prog: str, command: Callable[[], int], *, as_json: bool = False)
             return ended.code or 0
         except TracestoreError as error:
             raised, text, code = error, str(error), error.exit_code
-        except KeyError as error:
-            raised, text, code = error, f"no such id: {error.args[0] if error.args else error}", UsageError.exit_code
         except KeyboardInterrupt as error:
             raised, text, code = error, str(error) or "interrupted", 128 + signal.SIGINT
         except MemoryError as error:

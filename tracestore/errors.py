@@ -43,6 +43,14 @@ class UsageError(TracestoreError):
     exit_code = 2
 
 
+class UnknownTraceError(UsageError, KeyError):
+    """No trace has a question id, or that id with a sample. `args` holds the id, and the sample unless it is 0."""
+
+    def __str__(self) -> str:
+        question_id, *sample = self.args
+        return f"no such id: {question_id}{f', sample {sample[0]}' if sample else ''}"
+
+
 class MissingFieldError(UsageError):
     """The store lacks the requested data (graphs, sequences or scores)."""
 

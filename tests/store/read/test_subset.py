@@ -9,7 +9,8 @@ import pytest
 
 import tracestore
 from tests.helpers import convert, make_trace, make_traces, write_pickle, write_store
-from tracestore.errors import MissingFieldError, TrainingError, UsageError
+from tracestore.console import run_command
+from tracestore.errors import MissingFieldError, TrainingError, UnknownTraceError, UsageError
 from tracestore.evaluation.store_split import make_split
 from tracestore.store.read.segment import SegmentReader
 
@@ -337,3 +338,29 @@ def test_traces_with_nan_are_left_out_by_a_filter(tmp_path):
     with tracestore.open(write_store(tmp_path / "s.zarr", traces, score=lambda k: k % 2)) as store:
         assert store.filter(has_nonfinite=False).indices.tolist() == [0, 1, 2, 4, 5, 6, 7]
         assert store.filter(has_nonfinite=True, y=0).indices.tolist() == [3]
+
+
+def test_an_unknown_id_is_named_with_its_sample(store):
+    """The error is a KeyError, and another KeyError of a command is not taken for it."""
+    subset = store[3:7]
+    for traces, missing in ((store, "q99"), (subset, "q2")):
+        for read in (traces.index_of, traces.__getitem__, traces.select, lambda q, t=traces: t.select(["q4", q])):
+            with pytest.raises(KeyError) as caught:
+                read(missing)
+            assert str(caught.value) == f"no such id: {missing}" and caught.value.args == (missing,)
+            assert isinstance(caught.value, UsageError)
+        with pytest.raises(KeyError, match="no such id: q4, sample 3"):
+            traces.index_of("q4", 3)
+
+
+@pytest.mark.parametrize(("error", "text", "code"), [
+    (UnknownTraceError("q7"), "no such id: q7", 2), (UnknownTraceError("a b", 2), "no such id: a b, sample 2", 2),
+    (KeyError("model"), "unexpected KeyError: 'model' (TRACESTORE_DEBUG=1 shows where)", 1),
+    (KeyError(), "unexpected KeyError: (TRACESTORE_DEBUG=1 shows where)", 1),
+])  # fmt: skip
+def test_commands_tell_an_unknown_id_from_other_errors(capsys, error, text, code):
+    def command():
+        raise error
+
+    assert run_command("tracestore view", command) == code
+    assert capsys.readouterr().err == f"tracestore view: {text}\n"

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tracestore.errors import CorruptStoreError, MissingFieldError, UsageError
+from tracestore.errors import CorruptStoreError, MissingFieldError, UnknownTraceError, UsageError
 from tracestore.store.format import schema
 from tracestore.store.format.labels import ScoreField, describe, unlabeled_note
 from tracestore.store.format.provenance import Provenance
@@ -224,12 +224,12 @@ class TraceStore(TraceCollection):
 
         Raises
         ------
-        KeyError
+        UnknownTraceError
             With the id, if the trace is absent.
         """
         index = self.internals.index.find(str(question_id), sample)
         if index < 0:
-            raise KeyError(question_id)
+            raise UnknownTraceError(question_id, *([sample] if sample else []))
         return index
 
     def __contains__(self, question_id: object) -> bool:

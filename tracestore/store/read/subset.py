@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, overload
 
 import numpy as np
 
-from tracestore.errors import MissingFieldError, UsageError
+from tracestore.errors import MissingFieldError, UnknownTraceError, UsageError
 from tracestore.split import FRACTIONS, SPLITS, assign_splits, checked_fractions, labeled_positions
 from tracestore.store.format.labels import derive
 from tracestore.store.io.files import Locations, RemoteURL
@@ -163,7 +163,7 @@ class TraceCollection(ABC):
         ------
         IndexError
             If there is no such position, or the mask has another length.
-        KeyError
+        UnknownTraceError
             With the first question id that is absent.
         TypeError
             For values of another type.
@@ -472,7 +472,7 @@ class TraceSubset(TraceCollection):
         """Return the first position of a question's trace in the subset; see `TraceStore.index_of`."""
         positions = np.flatnonzero(self._indices == self.store.index_of(question_id, sample))
         if len(positions) == 0:
-            raise KeyError(question_id)
+            raise UnknownTraceError(question_id, *([sample] if sample else []))
         return int(positions[0])
 
     def __contains__(self, question_id: object) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tracestore._core.gather import CopyJob
-from tracestore.errors import UsageError
+from tracestore.errors import UnknownTraceError, UsageError
 from tracestore.extras import needs
 from tracestore.store.format import schema
 from tracestore.store.read.batch_sources import (
@@ -118,7 +118,7 @@ def positions(key: Any, count: int, question_ids: Callable[[], list[str]]) -> np
             found[question_id].append(position)
     for question_id, samples in found.items():
         if not samples:
-            raise KeyError(question_id)
+            raise UnknownTraceError(question_id)
     return np.array([position for samples in found.values() for position in samples], np.int64)
 
 
