@@ -133,6 +133,13 @@ def write_rows(text: str, measured: Measured, where: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def count_missed(text: str) -> str:
+    """Return the page with the number of its rows that miss a bound."""
+    found = re.findall(r"^\| [^|]+ \| ([^|]+) \|[^|]*\|[^|]*\| [^|]+ \|$", text, re.MULTILINE)
+    num_missed = sum("**missed**" in result for result in found if result != "result")
+    return re.sub(r"in \d+ of \d+ rows", f"in {num_missed} of {len(found) - found.count('result')} rows", text)
+
+
 def machine() -> str:
     """Describe the machine, its load in the last five minutes, and the versions that matter."""
     cpuinfo = Path("/proc/cpuinfo")
@@ -147,7 +154,7 @@ def main() -> None:
     """Run the program."""
     measured = read_results(ROOT / "build/asv/results")
     for page in PAGES:
-        text = write_rows(page.read_text(encoding="utf-8"), measured, f"R {date.today():%m-%d}")
+        text = count_missed(write_rows(page.read_text(encoding="utf-8"), measured, f"R {date.today():%m-%d}"))
         page.write_text(re.sub(r"^\*\*R\*\*, .*$", lambda _: machine(), text, flags=re.MULTILINE), encoding="utf-8")
 
 

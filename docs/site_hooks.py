@@ -107,16 +107,7 @@ def detectors() -> str:
     return "\n".join(rows)
 
 
-def layouts() -> str:
-    """Return the table of the built-in layouts."""
-    from tracestore.ingest.builtin.library import builtins
-
-    files = {builtin.name: builtin.source["files"] for builtin in builtins()}
-    return "\n".join(("| layout | files |", "|---|---|", *(f"| `{name}` | {text} |" for name, text in files.items())))
-
-
 MADE = {
-    "the built-in layouts": layouts,
     "the published detectors": detectors,
     "the help of every command": commands,
     "the table of fields": fields,

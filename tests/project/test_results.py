@@ -68,6 +68,13 @@ def test_a_missed_bound_is_marked_before_rounding(results):
     assert value.text({("b",): 0.0501}) == "50.1 ms (**missed**)" and value.bound() == "50 ms"
 
 
+def test_the_page_counts_the_rows_that_miss_a_bound(results):
+    found = [row["result"] for row in rows(RESULTS)]
+    num_missed = sum("**missed**" in result for result in found)
+    text = RESULTS.read_text(encoding="utf-8")
+    assert f"in {num_missed} of {len(found)} rows" in text and results.count_missed(text) == text
+
+
 def test_the_newest_results_of_asv_are_read(results, tmp_path):
     folder = tmp_path / "machine"
     folder.mkdir()
