@@ -77,6 +77,17 @@ def test_method_follows_the_number_of_groups():
     assert pairs[0]["p"] is None and pairs[0]["p_holm"] is None and pairs[0]["difference"] == 0
 
 
+def test_questions_without_a_group_are_no_groups():
+    runs = make_runs()
+    for run in runs:
+        run.group[:] = ""
+    found = Resampling(runs, "group", 0)
+    assert found.interval() is None and "0 groups" in found.reason
+    assert Resampling(runs, "question", 0).interval() is not None
+    runs[0].group[0] = "g"
+    assert Resampling(runs, "group", 0).method == "bootstrap"
+
+
 def test_fold_that_has_one_class_without_a_group_is_left_out():
     runs = make_runs(num_groups=6)
     for run in runs:

@@ -39,7 +39,6 @@ class TorchModel(Detector):
     standardize: bool = True
     _trained: TrainedDetector | None = field(default=None, init=False, repr=False)
 
-    layers: ClassVar[str] = "all"
     cost: ClassVar[str] = "training takes minutes"
     reference: ClassVar[str] = "docs/training.md"
 
@@ -47,6 +46,11 @@ class TorchModel(Detector):
     def fields(self) -> tuple[str, ...]:  # type: ignore[override]
         """The fields of the model's view."""
         return ("last_token",) if MODELS[self.name].view == "sequence" else ("hidden_states", "attention")
+
+    @property
+    def layers(self) -> str:  # type: ignore[override]
+        """The layers that the model reads by default."""
+        return "from a quarter to seven eighths of the depth" if MODELS[self.name].reads_middle else "all"
 
     def fit(self, store: TraceStore, indices: np.ndarray, labels: np.ndarray) -> Self:
         """Train the model with the guarded trainer."""

@@ -34,7 +34,8 @@ class Resampling:
 
     def __init__(self, runs: Sequence[RunScores], unit: str, seed: int) -> None:
         resampler = BootstrapResampler(runs, seed, unit)
-        count = resampler.num_questions
+        has_groups = any((run.group != "").any() for run in runs)
+        count = resampler.num_questions if unit == "question" or has_groups else 0
         self.estimate = float(resampler.estimate()[0])
         is_jackknife = unit == "group" and count < BOOTSTRAP_GROUPS
         too_few_groups = None if count >= MIN_GROUPS else f"{count} groups, fewer than {MIN_GROUPS}"
