@@ -68,7 +68,7 @@ class ConvertOptions:
 
     layout: Any = option(
         None,
-        "where the fields of the traces lie in the files, see docs/inputs.md (default: a built-in layout, or the one that the files prove)",
+        "where the fields of the traces lie in the files, see docs/inputs.md (default: the layout that the store keeps, a built-in one, or the one that the files prove)",
         metavar="FILE.toml",
     )
     field: Any = option(

@@ -623,7 +623,7 @@ def test_rule_12_unused_rows_and_traces_without_a_row_are_counted(tmp_path):
     with TestCase().assertLogs("tracestore") as logged:
         traces = convert(tmp_path, layout)
 
-    counted = "is_correct: 2 rows of labels.csv joined by id, 1 without a trace, 1 traces without a row"
+    counted = "is_correct: 2 rows of labels.csv joined by id, 1 without a trace, 1 trace without a row"
     assert any(counted in line for line in logged.output)
     assert [traces[f"q{k}", 0].score for k in range(2)] == [1, 0]
     assert np.isnan(traces["q2", 0].score)

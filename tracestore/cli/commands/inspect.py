@@ -48,7 +48,7 @@ def run(args: argparse.Namespace, output: Output) -> None:
             "layout": None if proposal.layout is None else proposal.layout.to_entries(),
             "candidates": [{"layout": c.layout.to_entries(), "gives": c.describe()} for c in proposal.candidates],
         }
-        text.append(proposal.message())
+        text.append(proposal.message(has_tree=False))  # it is printed in front
         toml = proposal.to_toml()
     output.print_json(found)
     if not args.json:

@@ -41,7 +41,8 @@ def run(args: argparse.Namespace, output: Output) -> None:
             print(task.hash, flush=True)
         return
     first, step = args.shard
-    chosen = read_tasks(args.file)[first::step]
+    tasks = read_tasks(args.file)
+    chosen = tasks[first::step]
 
     def report(task: Task) -> None:
         output.info(f"task {task.number:,} is written")
@@ -56,7 +57,10 @@ def run(args: argparse.Namespace, output: Output) -> None:
             report(task)
     num_bytes = sum(task.num_bytes for task in chosen)
     output.print_json({"tasks": len(chosen), "bytes": num_bytes})
-    output.info(f"{plural(len(chosen), 'task')} of {format_size(num_bytes)} written; tracestore commit adds them")
+    if chosen:
+        output.info(f"{plural(len(chosen), 'task')} of {format_size(num_bytes)} written; tracestore commit adds them")
+    else:
+        output.info(f"shard {first}/{step} has no task: the plan has {plural(len(tasks), 'task')}")
 
 
 def _write(task: Task, memory_budget: int) -> None:

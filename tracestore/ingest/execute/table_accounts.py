@@ -9,6 +9,7 @@ from typing import Any
 from tracestore.errors import InvalidInputError, escape_unprintable
 from tracestore.ingest.execute.join import EMPTY_ADVICE, Column
 from tracestore.ingest.layout.places import Place
+from tracestore.words import plural
 
 
 def end_text(row: tuple[Any, ...]) -> str:
@@ -55,10 +56,10 @@ def check_remainders(name: str, rows: list[Any], unused: list[Any], missing: lis
     if first is None or own is None or abs(first - own) != 1:
         return
     if unused or (first, own) == (1, 0):
-        found = f"the row {_short(unused[0])} and the trace" if unused else "the trace"
+        found = f"the row {_short(unused[0])} and the trace" if unused else "only the trace"
         raise InvalidInputError(
-            f"{found} {_short(missing[0])} {'are' if unused else 'is'} left over: numbered from 0 and from 1"
-            f"{'' if unused else EMPTY_ADVICE}",
+            f"{found} {_short(missing[0])} {'are' if unused else 'is'} left over: numbered from 0 and from 1, "
+            f"it seems{'' if unused else EMPTY_ADVICE}",
             field=name,
         )
 
@@ -127,7 +128,7 @@ class TableAccount:
         if self.partial is not None:
             raise InvalidInputError(self.partial, field=self.field)
         rest = f", {num_unused:,} without a trace" if num_unused else ""
-        rest += f", {len(missing):,} traces without a row" if missing else ""
+        rest += f", {plural(len(missing), 'trace')} without a row" if missing else ""
         return f"{self.field}: {self.num_used:,} rows of {self.source} joined {self.joined_by}{rest}{self.ends}"
 
 

@@ -49,9 +49,9 @@ class Proposal:
         is_only = len(self.candidates) == 1 and not self.num_more
         return self.candidates[0].layout if is_only and self.candidates[0].is_proved else None
 
-    def message(self) -> str:
+    def message(self, *, has_tree: bool = True) -> str:
         """Return the layout, or the text of a refusal: the candidates as lines to paste, or what was found."""
-        return "\n".join(self._described(Candidate.lines))
+        return "\n".join(self._described(Candidate.lines, has_tree=has_tree))
 
     def to_toml(self) -> str:
         """Return the layout as TOML, without one the candidates or what was found as comments."""
@@ -60,10 +60,10 @@ class Proposal:
         found = self._described(lambda candidate: candidate.layout.to_toml().splitlines())
         return "".join(f"# {line}".rstrip() + "\n" for line in found)
 
-    def _described(self, lines_of: Callable[[Candidate], list[str]]) -> list[str]:
+    def _described(self, lines_of: Callable[[Candidate], list[str]], *, has_tree: bool = True) -> list[str]:
         count = len(self.candidates)
         if not count:
-            return self._found()
+            return self._found(has_tree=has_tree)
         head = "Several layouts fit the files." if count > 1 else "The files do not prove this layout."
         text = [f"{head} Add the lines of one of them, if it is right:"]
         if self.layout is not None:
@@ -97,9 +97,9 @@ class Proposal:
         unread = self.observation.unread.items()
         return [*lines, *(f"{escape_unprintable(name, 60)}: not read: {why}" for name, why in unread)]
 
-    def _found(self) -> list[str]:
-        lines = self.tree()
-        text = ["No layout fits the files. They hold:", *(f"  {line}" for line in lines[:_MAX_LINES])]
+    def _found(self, *, has_tree: bool) -> list[str]:
+        lines = self.tree() if has_tree else []
+        text = [f"No layout fits the files.{' They hold:' * has_tree}", *(f"  {line}" for line in lines[:_MAX_LINES])]
         if len(lines) > _MAX_LINES:
             text.append(f"  and {len(lines) - _MAX_LINES} more places")
         reasons = [f"A layout was refused: {reason}" for reason in dict.fromkeys(self.refusals)]
