@@ -441,5 +441,9 @@ def test_files_that_are_read_again_are_one_line(tmp_path):
     done = convert(tmp_path / "in", tmp_path / "s.zarr")
 
     (line,) = [line for line in done.stdout.splitlines() if "since it was committed" in line]
-    assert line.startswith("0.pkl, 1.pkl, 2.pkl and 2 more: the file or a table has changed")
+    assert line.startswith("0.pkl, 1.pkl, 2.pkl and 2 more: labels.csv or the layout has changed")
     assert "is_correct (high: correct): 2 times 1, 3 times 0, 0 missing" in done.stdout
+    dump(tmp_path / "in/1.pkl", [{"id": "q1", "hs": states(2, 4, 8, seed=9)}])
+    done = convert(tmp_path / "in", tmp_path / "s.zarr", "--on-conflict", "keep-last")
+    (line,) = [line for line in done.stdout.splitlines() if "since it was committed" in line]
+    assert line.startswith("1.pkl: the file has changed")

@@ -23,7 +23,8 @@ _MAX_NAMES = 3  # of files of a note
 
 def partial_fingerprint(fingerprint: str) -> str:
     """Return the fingerprint of a source of which some traces were refused, so that it is read again."""
-    return hashlib.blake2b(f"partial {fingerprint}".encode(), digest_size=16).hexdigest()
+    half = len(fingerprint) // 2  # the second one is that of the files
+    return hashlib.blake2b(f"partial {fingerprint}".encode(), digest_size=half // 2).hexdigest() + fingerprint[half:]
 
 
 class RefusedTraces:

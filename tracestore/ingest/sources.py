@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import InvalidInputError
@@ -76,7 +76,7 @@ class SourceFile:
         return self.parts or (self.path,)
 
     @property
-    def shared(self) -> object:
+    def shared(self) -> Any:
         """Return what one process must read for all sources that have it, None for nothing."""
         return None if self.described is None else self.described.tables
 
@@ -107,20 +107,22 @@ class SourceIdentity(NamedTuple):
 
 
 def source_fingerprint(source: SourceFile) -> tuple[int, str]:
-    """Return size and fingerprint of the files of a source, and of what it depends on besides."""
+    """Return size and fingerprint of the files of a source, and of what it depends on besides.
+
+    The second half of the fingerprint is that of the files alone, where the source depends on more.
+    """
     if source.export is not None:
         size, text = fingerprint(source.path)
         return size, hashlib.blake2b(f"{text} {source.export.facts.digest}".encode(), digest_size=16).hexdigest()
     if not source.parts:
         return fingerprint(source.path)
-    digest, size = hashlib.blake2b(digest_size=16), 0
-    if source.described is not None:
-        digest.update(source.described.fingerprint)
+    digest, size = hashlib.blake2b(digest_size=8), 0
     for path in source.files:
         num_bytes, text = fingerprint(path)
         digest.update(f"{path.name}\0{text}\0".encode())
         size += num_bytes
-    return size, digest.hexdigest()
+    needed = b"" if source.described is None else source.described.fingerprint
+    return size, hashlib.blake2b(needed, digest_size=8).hexdigest() + digest.hexdigest()
 
 
 def fingerprint(path: Path) -> tuple[int, str]:

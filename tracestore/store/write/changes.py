@@ -164,6 +164,11 @@ class Changes:
         found = self._sources.get(path, ())
         return any((source.size, source.fingerprint) == (size, fingerprint) for source in found[-among:])
 
+    def has_files(self, path: str, size: int, fingerprint: str) -> bool:
+        """Return whether the last source of a path has these files: the second half of its fingerprint is that of files."""
+        half, found = len(fingerprint) // 2, self._sources.get(path, ())
+        return any((source.size, source.fingerprint[half:]) == (size, fingerprint[half:]) for source in found[-1:])
+
     def has_source_named(self, path: str) -> bool:
         """Return whether a file of this name is committed, whatever its contents."""
         return path in self._sources
