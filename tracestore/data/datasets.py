@@ -242,7 +242,8 @@ class TraceIterableDataset(IterableDataset[BatchT]):
         Leave out a last batch that is short.
     rank, world_size : int, optional
         This rank and the number of ranks. By default from torch.distributed if it is initialized,
-        else from the environment variables RANK and WORLD_SIZE.
+        else from the environment variables RANK and WORLD_SIZE. Libraries that divide an iterable dataset among
+        ranks themselves, such as accelerate and the Trainer of transformers, need 0 and 1.
     layers, positions, score_threshold, attention_threshold, top_k, dtype, cache_bytes
         See `TraceDataset`; `top_k` is a fraction in (0, 1].
 
