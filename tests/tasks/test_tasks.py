@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import random
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -469,7 +470,11 @@ def test_commands(data, tmp_path):
     assert worker.wait(60) == 0
     assert len(tracestore.open(store)) == 24
     for name in ("status", "commit"):
-        assert "it is committed" in error_of(name, file, code=2)
+        assert "it is committed, and the store has all sources of its tasks" in error_of(name, file, code=2)
+    (tmp_path / "copy").mkdir()
+    shutil.move(store / "receipts", tmp_path / "copy")
+    assert "it is committed, or was removed" in error_of("commit", file, code=2)
+    shutil.move(tmp_path / "copy/receipts", store)
     convert(data, store, "--plan", file)
     for name in ("work", "status", "commit"):
         command(name, file, check=0)

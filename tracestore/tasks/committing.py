@@ -21,11 +21,19 @@ from tracestore.store.format import paths
 from tracestore.store.io import fsio
 from tracestore.store.io.local_folders import local_dir
 from tracestore.store.io.writing_folder import remove_abandoned
+from tracestore.store.read.store import open_store
 from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.plan_files import PlanFiles, open_plan_files
 from tracestore.store.write.writer import StoreWriter
 from tracestore.store.write.written import TraceBlock
-from tracestore.tasks.receipt import FoundReceipt, WrittenSource, listed_segments, read_receipt, usable_receipt
+from tracestore.tasks.receipt import (
+    FoundReceipt,
+    WrittenSource,
+    listed_segments,
+    listed_sources,
+    read_receipt,
+    usable_receipt,
+)
 from tracestore.tasks.task_plan import Quiet, Task, TaskPlan, kept_plans
 
 _POLL_S = 0.02
@@ -66,6 +74,27 @@ def files_of_plans(store: str | PathLike[str]) -> set[str]:
     return found
 
 
+def read_plan(tasks: Sequence[Task]) -> TaskPlan:
+    """Return the plan of tasks; the errors of `TaskPlan.read`. That of a missing plan tells if it is committed."""
+    try:
+        return TaskPlan.read(tasks[0])
+    except UsageError:
+        if not _has_sources(tasks):
+            raise
+    store = tasks[0].store
+    raise UsageError(f"{store}: has no such plan: it is committed, and the store has all sources of its tasks")
+
+
+def _has_sources(tasks: Sequence[Task]) -> bool:
+    """Return whether the store has all sources of the receipts, with all labels."""
+    files = open_plan_files(tasks[0].store)
+    with suppress(FileNotFoundError, NotADirectoryError, TracestoreError):
+        listed = set[tuple[str, int, str]]().union(*(listed_sources(files, task) for task in tasks))
+        with open_store(tasks[0].store) as store:
+            return listed <= {(s.path, s.size, s.fingerprint) for s in store.internals.index.sources()}
+    return False
+
+
 def commit_tasks(tasks: Sequence[Task], *, output: Output | None = None) -> ConvertReport | None:
     """Add what the tasks of a plan have written to the store. Call it again after an interruption.
 
@@ -92,7 +121,7 @@ def commit_tasks(tasks: Sequence[Task], *, output: Output | None = None) -> Conv
     """
     if not tasks:
         return None
-    plan, tasks = TaskPlan.read(tasks[0]), sorted(set(tasks), key=lambda task: task.number)
+    plan, tasks = read_plan(tasks), sorted(set(tasks), key=lambda task: task.number)
     if tasks != plan.tasks():
         raise UsageError(f"{plan.store}: expected the {len(plan.tasks()):,} tasks of one plan, found {len(tasks):,}")
     found = plan.files.times()

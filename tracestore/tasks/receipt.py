@@ -267,6 +267,12 @@ def listed_segments(files: PlanFiles, task: Task) -> list[str] | None:
     return None
 
 
+def listed_sources(files: PlanFiles, task: Task) -> set[tuple[str, int, str]]:
+    """Return name, size and fingerprint of the sources in the receipt of a task."""
+    with _opened(files, task) as (document, *_):
+        return {(found["name"], found["size"], found["fingerprint"]) for found in document["sources"]}
+
+
 def _written(found: Mapping[str, Any], source: SourceFile, traces: TracesOfReceipt) -> WrittenSource:
     blocks = traces.take(found["num_traces"])
     error = None if found["error"] is None else error_from_json(found["error"])

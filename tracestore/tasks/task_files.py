@@ -14,8 +14,8 @@ from tracestore.store.io import fsio
 from tracestore.store.io.destinations import check_output_file
 from tracestore.store.io.files import parse_location
 from tracestore.store.write.plan_files import open_plan_files
-from tracestore.tasks.committing import unwritten
-from tracestore.tasks.task_plan import Task, TaskPlan
+from tracestore.tasks.committing import read_plan, unwritten
+from tracestore.tasks.task_plan import Task
 from tracestore.words import plural
 
 _SUFFIXES = (".json", ".jsonl")
@@ -100,9 +100,9 @@ class Status:
 
 
 def status_of(tasks: Sequence[Task]) -> Status:
-    """Return how many tasks are written, and the rate since the plan was made; the errors of TaskPlan.read."""
+    """Return how many tasks are written, and the rate since the plan was made; the errors of `read_plan`."""
     if tasks:
-        TaskPlan.read(tasks[0])
+        read_plan(tasks)
     missing = unwritten(tasks)
     done = [task for task in tasks if task not in missing]
     num_bytes, written = sum(task.num_bytes for task in tasks), sum(task.num_bytes for task in done)
