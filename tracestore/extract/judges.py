@@ -11,14 +11,21 @@ from tracestore.store.format.labels import ScoreField
 from tracestore.words import squad_words
 
 _ARTICLES = ("a", "an", "the")
+# Numbers with separators of thousands, and with decimals; no lists, dates or versions such as 1,2,3 and 12.5.1990.
+_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!,?\d)")
+_DECIMALS = re.compile(r"(?<![\d.,])(\d+)[.,](\d+)(?![.,]?\d)")
+# Stands for the decimal point, as no punctuation.
+_POINT = "\N{DECIMAL SEPARATOR KEY SYMBOL}"
 # Punctuation besides ASCII that the evaluation of TriviaQA removes.
 _TRIVIAQA_PUNCTUATION = string.punctuation + "‘’´`"
 
 
 def loose_words(text: str) -> list[str]:
-    """Return the words in lower case without accents, punctuation and articles."""
+    """Return the words in lower case without accents, punctuation and articles. A number such as 1,500 or 2.5 is a word."""
     text = unicodedata.normalize("NFKD", text.lower())
     text = "".join(c for c in text if not unicodedata.combining(c))
+    text = _THOUSANDS.sub(lambda number: number[0].replace(",", ""), text)
+    text = _DECIMALS.sub(rf"\1{_POINT}\2", text)
     text = re.sub(f"[{re.escape(string.punctuation)}’‘“”–—]", " ", text)
     return [word for word in text.split() if word not in _ARTICLES]
 
