@@ -118,6 +118,15 @@ def test_the_pages_for_contributors_name_what_exists():
     folders = {p.parent.relative_to(package).as_posix() for p in package.rglob("__init__.py")}
     listed = re.findall(r"`([\w/]+)`", packages)
     assert {f for f in folders if f not in (".", "store", "cli/commands", "detectors/graph")} == set(listed)
+    code = "\n".join(
+        path.read_text(encoding="utf-8") for suffix in ("py", "pyx") for path in package.rglob(f"*.{suffix}")
+    )
+    classes = set(re.findall(r"\b[A-Z][a-z]+(?:[A-Z][a-z]+)+\b", text)) - {"PyTorch"}
+    assert {
+        name for name in classes if not re.search(rf"^class {name}\b|^cdef class {name}\b", code, re.MULTILINE)
+    } == set()
+    for name in re.findall(r"`((?:[a-z0-9_]+/)+[a-z0-9_]+\.(?:py|pyx|c))`", text):
+        assert any((folder / name).exists() for folder in (ROOT, package, package / "ingest")), name
     for name in re.findall(r"`((?:[a-z_]+/)+(?:[a-z_]+\.(?:py|c|h))?)`", changes):
         assert any((folder / name).exists() for folder in (ROOT, package, ROOT / "tests")), name
 

@@ -8,6 +8,7 @@ from tracestore.pages.elements import Html, element, join, number, paragraph, ta
 from tracestore.serve.forms import address, alert, form, number_field, part, select, short_text
 from tracestore.serve.search import ANY, LABELS, SCORE, STORED, TOKENS, Query, TraceSearch, label_name
 from tracestore.store.read.table import facts as facts_of
+from tracestore.words import plural
 
 PAGE_ROWS = 100
 # Maximum number of groups in a list to choose from.
@@ -24,7 +25,7 @@ def store_facts(search: TraceSearch) -> list[tuple[str, object]]:
         ("store", info["path"]),
         ("traces", f"{info['num_traces']:,} with {info['num_tokens']:,} tokens"),
         ("labels", f"{int((targets >= 0.5).sum()):,} hallucinated, {int((targets < 0.5).sum()):,} correct"),
-        ("score", f"{info['score']}: {len(known):,} traces{mean}" if info["score"] else None),
+        ("score", f"{info['score']}: {plural(len(known), 'trace')}{mean}" if info["score"] else None),
         ("hidden states", f"{info['num_layers'] or 0} layers of {info['hidden_dim'] or 0}, {info['hidden_dtype']}"),
         ("attention", ", ".join(str(info[k]) for k in ("attention", "attention_layout", "attention_dtype") if info[k])),
         ("heads", info["num_heads"]),

@@ -12,6 +12,7 @@ from tracestore.pages.elements import Html, details, element, join, number, para
 from tracestore.pages.plots import Series, plot
 from tracestore.serve.forms import address, alert, form, hidden_fields, number_field, number_of, part
 from tracestore.serve.search import CORRECT, HALLUCINATED, UNLABELED, Query, TraceSearch, label_name
+from tracestore.words import plural
 
 # Maximum number of traces in the projection.
 MAX_POINTS = 1_000
@@ -48,7 +49,7 @@ class Projection:
             f"{share:.0%} of the variance. A click on a point opens its trace."
         )
         if not len(points):
-            message = f"{found:,} traces found; a projection needs at least three."
+            message = f"{plural(found, 'trace')} found; a projection needs at least three."
         link = paragraph(element("a", "List these traces", href=address("/store", arguments)))
         head = [element("p", message, role="status", class_="message"), link]
         if not len(points):

@@ -129,7 +129,7 @@ class TableAccount:
             raise InvalidInputError(self.partial, field=self.field)
         rest = f", {num_unused:,} without a trace" if num_unused else ""
         rest += f", {plural(len(missing), 'trace')} without a row" if missing else ""
-        return f"{self.field}: {self.num_used:,} rows of {self.source} joined {self.joined_by}{rest}{self.ends}"
+        return f"{self.field}: {plural(self.num_used, 'row')} of {self.source} joined {self.joined_by}{rest}{self.ends}"
 
 
 def table_account(column: Column, source: str, missing: list[str]) -> TableAccount:
