@@ -7,7 +7,8 @@ import tracestore
 from tests.helpers import make_traces, write_store
 from tests.train.runs import write_labeled
 from tracestore.benchmark.run import _with_references
-from tracestore.detectors.registry import make_detector
+from tracestore.detectors.model_config import ModelConfig
+from tracestore.detectors.registry import MODELS, make_detector
 from tracestore.evaluation.metrics import auroc
 from tracestore.evaluation.store_split import inner_bins, trace_keys
 
@@ -24,6 +25,13 @@ def test_model_is_trained_on_the_given_traces_and_scores_others(name, tmp_path):
     assert set(detector.chosen) == {"threshold", "temperature"} and detector.parameters["epochs"] == 3
     again = make_detector(name, epochs=3).fit(store, np.arange(48), labels[:48])
     np.testing.assert_array_equal(again.score(store, order), scores)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_state_the_layers_that_they_read(name, tmp_path):
+    store = tracestore.open(write_store(tmp_path / "s.zarr", make_traces(2)))
+    config = MODELS[name].model_config(ModelConfig.from_store(store))
+    assert (make_detector(name).layers == "all") == (len(config.layers_read) == store.num_layers)
 
 
 def test_model_is_trained_on_the_given_labels_whatever_the_scores(tmp_path):

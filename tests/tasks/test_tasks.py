@@ -462,6 +462,7 @@ def test_commands(data, tmp_path):
     convert(data, store, "--plan", file)
     assert "0 of 6 tasks" in command("status", file, check=0).stdout
     assert command("work", file, "--shard", "1/2", check=0).stdout.count("task ") == 3
+    assert "shard 6/7 has no task: the plan has 6 tasks" in command("work", file, "--shard", "6/7", check=0).stdout
     status = json.loads(command("status", file, "--json", check=0).stdout)
     assert (status["num_written"], status["missing"]) == (3, [0, 2, 4])
     assert "3 of 6 tasks are not written" in error_of("commit", file, code=2)

@@ -63,7 +63,7 @@ def test_files_without_states_are_described(tmp_path):
 
     text = command("inspect", tmp_path / "in", check=0).stdout
 
-    assert "a.json : []/question: text" in text
+    assert text.count("a.json : []/question: text") == 1
     assert "No array of floating-point numbers is named as hidden states" in text
 
 
