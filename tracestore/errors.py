@@ -6,13 +6,19 @@ standard error and exits with the exception's `exit_code`.
 
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 # torch names the dtypes of operands that it cannot combine, each operation in its own words: "mat1 and mat2 must have
 # the same dtype, but got Half and Float", "input dtype (torch.float16) does not match weight dtype (torch.float32)".
 _REDUCED, _FULL = r"\b(?:half|bfloat16|float16)\b", r"\bfloat(?:32)?\b"
 _MIXED_DTYPES = re.compile(f"{_REDUCED}.*{_FULL}|{_FULL}.*{_REDUCED}", re.IGNORECASE | re.DOTALL)
+
+
+def some_of(names: Sequence[str], most: int = 3, max_length: int = 600) -> str:
+    """Return the first names, of which each has at most `max_length` characters, and how many follow."""
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(escape_unprintable(name, max_length) for name in names[:most]) + more
 
 
 def escape_unprintable(text: str, max_length: int = 600) -> str:

@@ -12,7 +12,7 @@ from tracestore.console import Output
 from tracestore.convert.choosing import MAX_TRACES, DefaultAttention, described_run, has_attention
 from tracestore.convert.options import ConvertOptions
 from tracestore.convert.scoring import Scoring
-from tracestore.errors import InvalidInputError, NoTracesError, escape_unprintable
+from tracestore.errors import InvalidInputError, NoTracesError, escape_unprintable, some_of
 from tracestore.ingest.builtin.parts import Part
 from tracestore.ingest.layout.language import Layout
 from tracestore.ingest.packing import PackOptions, packed_traces
@@ -21,8 +21,6 @@ from tracestore.store.io.local_folders import local_dir
 from tracestore.store.read.store import open_store
 from tracestore.store.write.pack import PackedTrace
 from tracestore.words import plural
-
-_MAX_NAMES = 3
 
 
 @dataclass
@@ -51,19 +49,14 @@ class DescribedPart:
 
     def lines(self, layout: Layout | None) -> Iterator[str]:
         """Yield the description as lines of text."""
-        yield f"{_names(self.files)}: {self.origin}" if self.origin else _names(self.files)
+        shown = some_of(self.files, max_length=60)
+        yield f"{shown}: {self.origin}" if self.origin else shown
         for line in "" if layout is None else layout.to_toml().splitlines():
             yield f"  {escape_unprintable(line)}"
         for number, text in enumerate(self.stored):
             yield f"  trace {number} would be stored: {text}"
         for reason, names in self.refused.items():
-            yield f"  refused: {_names(names)}: {reason}"
-
-
-def _names(names: list[str]) -> str:
-    """Return the first names, and the number of the others."""
-    shown = ", ".join(escape_unprintable(name, 60) for name in names[:_MAX_NAMES])
-    return shown + (f" and {len(names) - _MAX_NAMES:,} more" if len(names) > _MAX_NAMES else "")
+            yield f"  refused: {some_of(names, max_length=60)}: {reason}"
 
 
 @dataclass

@@ -9,7 +9,7 @@ from pathlib import Path
 from tracestore.console import Output
 from tracestore.convert.options import ON_CONFLICT, ConvertOptions
 from tracestore.convert.summary import MAX_REFUSED_LINES, ConvertReport
-from tracestore.errors import InvalidInputError, NoTracesError, UsageError, escape_unprintable
+from tracestore.errors import InvalidInputError, NoTracesError, UsageError, some_of
 from tracestore.ingest.source_streams import TraceStream
 from tracestore.store.io import fsio
 from tracestore.store.io.files import RemoteURL
@@ -18,7 +18,6 @@ from tracestore.words import plural
 SUFFIX = ".refused.jsonl"
 _KEYS = {"source", "position", "field", "reason"}
 _MAX_BYTES = 1 << 30
-_MAX_NAMES = 3  # of files of a note
 
 
 def partial_fingerprint(fingerprint: str) -> str:
@@ -162,7 +161,7 @@ class SourceNotes:
     def print_without_traces(self) -> None:
         """Print the files without traces in one line."""
         if self.without_traces:
-            names = _some([str(error.source) for error in self.without_traces])
+            names = some_of([str(error.source) for error in self.without_traces], max_length=60)
             count, reason = plural(len(self.without_traces), "file"), self.without_traces[0].reason
             self._output.info(f"skipped {count} without traces ({names}): {reason}")
 
@@ -170,21 +169,15 @@ class SourceNotes:
         """Print the sources that were read again or refused: those that have one reason in one line."""
         for what, names in self._read_again.items():
             self._output.info(
-                f"{_some(names)}: {what}; new traces are added, changed scores, labels and groups replace stored ones, a "
-                f"trace with different content is {ON_CONFLICT[self._options.on_conflict]}"
+                f"{some_of(names, max_length=60)}: {what}; new traces are added, changed scores, labels and groups replace "
+                f"stored ones, a trace with different content is {ON_CONFLICT[self._options.on_conflict]}"
             )
         groups = list(self._refused_files.items())
         for reason, files in groups[:MAX_REFUSED_LINES]:
             if len(files) == 1:
                 self.print_refused(files[0])
             else:
-                shown = _some([str(errors[0].source) for errors in files])
+                shown = some_of([str(errors[0].source) for errors in files], max_length=60)
                 self._output.info(f"skipped {plural(len(files), 'file')} ({shown}): {reason}")
         if rest := sum(len(files) for _, files in groups[MAX_REFUSED_LINES:]):
             self._output.info(f"skipped {plural(rest, 'more file')}; {self._refused.path} lists all")
-
-
-def _some(names: Sequence[str]) -> str:
-    """Return the first of some names of sources, and the number of the others."""
-    shown = ", ".join(escape_unprintable(name, 60) for name in names[:_MAX_NAMES])
-    return shown + (f" and {len(names) - _MAX_NAMES:,} more" if len(names) > _MAX_NAMES else "")

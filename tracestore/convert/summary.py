@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 
 from tracestore.convert.options import ON_CONFLICT, OnConflict
-from tracestore.errors import InvalidInputError, escape_unprintable
+from tracestore.errors import InvalidInputError, escape_unprintable, some_of
 from tracestore.store.format.labels import describe, disagreements, unlabeled_note
 from tracestore.store.format.schema import LAYOUT_EDGES, Attributes
 from tracestore.store.read.columns import Columns
@@ -46,9 +46,7 @@ _TOTALS = (
 
 def _counts(keys: Mapping[str, int]) -> str:
     """Return the first keys with their numbers of traces."""
-    counts = [f"{escape_unprintable(key, 60)} ({count:,})" for key, count in keys.items()]
-    more = f" and {len(counts) - _MAX_NAMES:,} more" if len(counts) > _MAX_NAMES else ""
-    return ", ".join(counts[:_MAX_NAMES]) + more
+    return some_of([f"{escape_unprintable(key, 60)} ({count:,})" for key, count in keys.items()], _MAX_NAMES)
 
 
 @dataclass

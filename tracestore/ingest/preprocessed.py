@@ -48,10 +48,8 @@ def _read_sequences(root: Group) -> Iterator[TraceRecord]:
     sequences = _floats(root["sequences"], "sequences", 3, "(N, L, D)")
     if 0 in sequences.shape:
         raise field_error("sequences", f"shape {sequences.shape}", "(N, L, D) with no axis of length 0")
-    if "labels" not in root:
-        raise InvalidInputError("missing key", field="labels")
-    labels = _labels(root, len(sequences))
-    for position, question_id in enumerate(_ids(root, len(sequences), "sequence")):
+    labels = _column(root, "labels", label_value, len(sequences))
+    for position, question_id in enumerate(_column(root, "question_ids", question_id_text, len(sequences))):
         yield TraceRecord(
             question_id=question_id, position=position, last_token=sequences[position], label=labels[position]
         )
@@ -61,8 +59,8 @@ def _read_graphs(root: Group, on_refused: OnRefused | None) -> Iterator[TraceRec
     graphs = root["graphs"]
     if not isinstance(graphs, Items) or not graphs.length:
         raise field_error("graphs", describe(graphs), "a list with one list of layers per trace")
-    ids = _ids(root, graphs.length, "trace")
-    labels = _labels(root, graphs.length) if "labels" in root else [None] * graphs.length
+    ids = _column(root, "question_ids", question_id_text, graphs.length)
+    labels = _column(root, "labels", label_value, graphs.length) if "labels" in root else [None] * graphs.length
     for position in range(graphs.length):
         try:
             with error_location(position=position):
@@ -76,32 +74,15 @@ def _read_graphs(root: Group, on_refused: OnRefused | None) -> Iterator[TraceRec
         yield record
 
 
-def _ids(root: Group, count: int, unit: str) -> list[str]:
-    if "question_ids" not in root:
-        raise InvalidInputError("missing key", field="question_ids")
-    ids = plain_of(root["question_ids"])
-    if not isinstance(ids, list):
-        raise field_error("question_ids", describe(root["question_ids"]), "a list of ids")
-    if len(ids) != count:
-        raise field_error("question_ids", f"{len(ids)} ids", f"{count}, one per {unit}")
-    texts = []
-    for position, value in enumerate(ids):
-        with error_location(position=position):
-            texts.append(question_id_text(value, "question_ids"))
-    return texts
-
-
-def _labels(root: Group, count: int) -> list[float | None]:
-    try:
-        values = np.asarray(plain_of(root["labels"]), dtype="<f8")
-    except (TypeError, ValueError):
-        raise field_error("labels", describe(root["labels"]), f"({count},) numbers") from None
-    if values.size != count or max(values.shape, default=0) not in (0, count):
-        raise field_error("labels", f"shape {values.shape}", f"({count},)")
+def _column(root: Group, name: str, value_of: Callable[[Any, str], Any], count: int) -> list[Any]:
+    """Return the value of each of `count` traces."""
+    values = plain_of(_required(root, name))
+    if not isinstance(values, list) or len(values) != count:
+        raise field_error(name, describe(root[name]), f"{count} values, one per trace")
     found = []
-    for position, value in enumerate(values.reshape(-1).tolist()):
+    for position, value in enumerate(values):
         with error_location(position=position):
-            found.append(label_value(value, "labels"))
+            found.append(value_of(value, name))
     return found
 
 
@@ -116,7 +97,7 @@ def _graph_record(layers: Value) -> TraceRecord:
         where = f"graphs[{k}]"
         if not isinstance(layer, Group):
             raise field_error(where, describe(layer), "a PyG Data")
-        x, index, weight = (_required(layer, name, where) for name in _GRAPH_ARRAYS)
+        x, index, weight = (_required(layer, name, f"{where}.") for name in _GRAPH_ARRAYS)
         hidden.append(_nodes(layer, x, where, hidden))
         edges.append(_edges(index, weight, where))
         for name in layer:
@@ -128,10 +109,10 @@ def _graph_record(layers: Value) -> TraceRecord:
     return TraceRecord(question_id="", hidden=hidden, edges=edges, extras=extras, dropped=[])
 
 
-def _required(layer: Group, name: str, where: str) -> Value:
-    value = layer.get(name)
+def _required(group: Group, name: str, where: str = "") -> Value:
+    value = group.get(name)
     if value is None:
-        raise InvalidInputError("missing key", field=f"{where}.{name}")
+        raise InvalidInputError("missing key", field=f"{where}{name}")
     return value
 
 

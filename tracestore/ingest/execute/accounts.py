@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from tracestore.errors import InvalidInputError, error_location, escape_unprintable
+from tracestore.errors import InvalidInputError, error_location, escape_unprintable, some_of
 from tracestore.ingest.execute.axes import numbers_of
-from tracestore.ingest.execute.claims import some_of
 from tracestore.ingest.execute.join import Column, RowTexts
 from tracestore.ingest.execute.table_accounts import TableAccount, check_totals, end_text, table_account
 from tracestore.ingest.execute.traces import TraceColumns

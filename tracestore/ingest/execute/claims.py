@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tracestore.errors import InvalidInputError, UsageError, escape_unprintable
+from tracestore.errors import InvalidInputError, UsageError, escape_unprintable, some_of
 from tracestore.ingest.execute.values import key_text
 from tracestore.ingest.layout.patterns import AXIS_NAMES, Pattern
 from tracestore.ingest.layout.places import Place, Plan, wild_prefixes
@@ -63,31 +63,27 @@ Claimed = dict[str, list[FoundFile]]  # by FILES
 
 
 class FileKeys:
-    """Tell the files of the states apart: by base name, by path below SRC where base names repeat."""
+    """Tell the files of the states apart: `keys` are base names, or paths below SRC where base names repeat."""
 
     def __init__(self, plan: Plan, groups: Iterable[FileGroup]) -> None:
         names = [file.name for group in groups for p in plan.states for file in group.files[p.address.files.text]]
         bases = [name.rpartition("/")[2] for name in names]
         is_unique = len(set(bases)) == len(set(names))
-        self._keys = dict(zip(names, bases if is_unique else names, strict=True))
+        self.keys = dict(zip(names, bases if is_unique else names, strict=True))
         # A row may name a file without its folders, or without its suffix.
         self._by_stem: dict[str, list[str]] = defaultdict(list)
-        for name, key in self._keys.items():
+        for name, key in self.keys.items():
             base = name.rpartition("/")[2]
             for text in {base, base.partition(".")[0]}:
                 self._by_stem[text].append(key)
-
-    def of_file(self, name: str) -> str:
-        """Return the key of a file."""
-        return self._keys.get(name, name)
 
     def of_row(self, text: str, table: FoundFile) -> str:
         """Return the key of the file that a row of a table names: by its path below SRC or the table, else by its base name."""
         folder = table.name.rpartition("/")[0]
         path = text.replace("\\", "/").removeprefix("./")
         for name in (path, f"{folder}/{path}"):
-            if name in self._keys:
-                return self._keys[name]
+            if name in self.keys:
+                return self.keys[name]
         found = self._by_stem.get(path.rpartition("/")[2], ())
         return found[0] if len(found) == 1 else path
 
@@ -216,12 +212,6 @@ def _owner(name: str, patterns: dict[str, Pattern], ignored: set[str]) -> tuple[
     bound = {n: key_text(v) if isinstance(v, str) else v for n, v in matches[best[0]].bound.items()}
     wild = zip(wild_prefixes(best[0]), matches[best[0]].wild, strict=True)
     return best[0], bound | {f"*{prefix}": value for prefix, value in wild}
-
-
-def some_of(names: list[str], most: int = _MAX_NAMES) -> str:
-    """Return the first names, and how many follow."""
-    more = f" and {len(names) - most:,} more" if len(names) > most else ""
-    return ", ".join(map(escape_unprintable, names[:most])) + more
 
 
 def is_other(name: str) -> bool:

@@ -19,7 +19,7 @@ from tracestore.ingest.execute.join import Arena, Column, RowTexts
 from tracestore.ingest.execute.records import RecordMaker, TraceBuilder
 from tracestore.ingest.execute.table_accounts import check_totals
 from tracestore.ingest.execute.traces import TraceCells, TraceColumns, traces_of
-from tracestore.ingest.execute.walk import Cell, Cells, Walk, cells_of, tree_of
+from tracestore.ingest.execute.walk import Cell, Cells, Walk, tree_of
 from tracestore.ingest.layout.effects import check_effects
 from tracestore.ingest.layout.places import Place, Plan
 from tracestore.ingest.readers.looks import FirstLooks
@@ -245,7 +245,7 @@ class Execution:
             if "N" in environment:
                 environment["N*"] = self._offset(group) + account.count_row(environment)
             if "file" in environment:
-                environment["file"] = self._file_keys.of_file(environment["file"])
+                environment["file"] = self._file_keys.keys.get(environment["file"], environment["file"])
             yield trace
 
     def _cells(self, text: str, file: FoundFile, root: Value, texts: RowTexts) -> Cells:
@@ -340,7 +340,8 @@ class Execution:
 
     def _num_rows(self, file: FoundFile, place: Place) -> int:
         with error_location(file.name), open_tree(file.path, scratch=Scratch()) as root:
-            cells = cells_of(place, root, self.plan.states)
+            node = tree_of(place.address.files.text, [place], [], self.plan.states)
+            cells = Walk(file.name, lambda *_: None).cells(node, root, {})
             return sum(extent(cell.value, cell.axes, "N") or 1 for cell in cells if cell is not None)
 
     # Accounts

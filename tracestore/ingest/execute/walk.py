@@ -346,12 +346,6 @@ class Walk:
         raise InvalidInputError(f"{node.prefix}{step.text}: found {found}", source=self._source)
 
 
-def cells_of(place: Place, root: Value, states: Sequence[Place] = ()) -> Cells:
-    """Yield the cells of one place of a file."""
-    text = place.address.files.text
-    return Walk(text, lambda *_: None).cells(tree_of(text, [place], [], list(states)), root, {})
-
-
 def _column_names(items: Sequence[tuple[ItemsStep, Node]]) -> set[str]:
     """Return the names of the columns that items bind, or that lie below them."""
     bound = {value_of.path[0] for step, _ in items for value_of in step.values} - {"#"}

@@ -14,6 +14,7 @@ from tracestore.ingest.propose.names import words_of
 from tracestore.ingest.propose.orders import Axes, Frame, fitting, states_axes, unusual
 from tracestore.ingest.propose.proofs import ARRAYS, RANGES, TEXTS, Case, Line
 from tracestore.store.format import schema
+from tracestore.store.vocabulary import SAYING
 
 _MAX_DRAFTS = 48
 _FIELDS = frozenset((*TEXTS, *ARRAYS, *RANGES, "question_id", "prompt_length"))
@@ -71,7 +72,7 @@ class Drafter:
 
     def states(self) -> list[Meaning]:
         """Return the leaves that may be the states."""
-        named = [m for m in self.meanings if m.field in STATES and not m.is_pooled]
+        named = [m for m in self.meanings if m.field in STATES and not m.words & SAYING["pooled vectors"]]  # rule 21
         if not named:
             unnamed = [m for m in self.meanings if not m.field and not m.reason and m.leaf.kind == "f" and m.leaf.rank]
             named = sorted(unnamed, key=lambda m: -m.leaf.rank)[:2]

@@ -70,11 +70,6 @@ class Meaning:
         return frozenset(word for step in steps for word in words_of(without_names(step)))
 
     @property
-    def is_pooled(self) -> bool:
-        """Return whether a word says that vectors are no tokens (rule 21)."""
-        return bool(self.words & SAYING["pooled vectors"])
-
-    @property
     def order(self) -> tuple[int, int]:
         """The place of the name among those of its field: the more usual ones first."""
         names = (self.field.replace("_", " "), *SYNONYMS.get(self.field, ()))
