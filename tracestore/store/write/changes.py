@@ -185,7 +185,7 @@ class Changes:
 
     def source_of(self, index: int) -> str:
         """Return the path of the source that has added a committed trace."""
-        return self._paths[self.index.read_column("source")[index]]
+        return self._paths[int(self.index.read_column("source")[index])]
 
     def check_provenance(self, provenances: Iterable[Provenance]) -> None:
         """Raise UsageError if sources with these provenances conflict with each other or with the store."""
