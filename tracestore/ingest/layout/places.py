@@ -26,7 +26,7 @@ _TEXT_NAMES = ("question", "generated_answer", "generated_answer_clean", "genera
 RECORDS = "records"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # a key of many dicts: its hash takes no time
 class Place:
     """One address of a field.
 
