@@ -70,7 +70,7 @@ class Scoring:
         self.scores_file = ", ".join(map(str, described.score_files.scores)) or None
         self.sources = described.sources
         for facts in {s.export.facts.folder: s.export.facts for s in self.sources if s.export is not None}.values():
-            output.info(f"export: {facts.folder}, format {facts.format}")
+            output.info(f"export: {facts.folder}, format {facts.manifest.format}")
             if options.scores is None:
                 facts.check_scores_file()
         if options.scores is not None:

@@ -91,7 +91,6 @@ class TableAccount:
         The first keys of all rows, and of those without a trace.
     missing : list of str
         The keys of the traces without a row.
-    num_rows, num_used : int
     partial : str or None
         A list of answers of which only some belong to traces, or answers that are numbered otherwise.
     ends : str
@@ -104,8 +103,6 @@ class TableAccount:
     rows: list[Any]
     unused: list[Any]
     missing: list[str]
-    num_rows: int
-    num_used: int
     partial: str | None
     ends: str
 
@@ -114,22 +111,22 @@ class TableAccount:
         unused, missing = self.unused, self.missing
         if self.joined_by == "by id":
             unused = [key for key in unused if not has_id(str(key))]
-        num_unused = self.num_rows - self.num_used - len(self.unused) + len(unused)
-        if self.joined_by in ("in order", "by position") and (num_unused or missing) and is_whole:
-            found = f"{self.num_rows:,} rows in order belong to {self.num_used + len(missing):,} traces"
+        num_rows, num_used = len(self.rows), len(self.rows) - len(self.unused)
+        if self.joined_by in ("in order", "by position") and (unused or missing) and is_whole:
+            found = f"{num_rows:,} rows in order belong to {num_used + len(missing):,} traces"
             found += "; a column of numbers joins some of the rows" if self.joined_by == "by position" else ""
             raise InvalidInputError(found, field=self.field)
         check_remainders(self.field, self.rows, unused, missing)
-        if self.num_rows and num_unused == self.num_rows:
-            first = escape_unprintable(str(*self.rows[:1]), 40)
+        if num_rows and len(unused) == num_rows:
+            first = escape_unprintable(str(self.rows[0]), 40)
             raise InvalidInputError(
                 f"no {self.joined_by[3:]} of it is that of a trace: its first is {first!r}", field=self.field
             )
         if self.partial is not None:
             raise InvalidInputError(self.partial, field=self.field)
-        rest = f", {num_unused:,} without a trace" if num_unused else ""
+        rest = f", {len(unused):,} without a trace" if unused else ""
         rest += f", {plural(len(missing), 'trace')} without a row" if missing else ""
-        return f"{self.field}: {plural(self.num_used, 'row')} of {self.source} joined {self.joined_by}{rest}{self.ends}"
+        return f"{self.field}: {plural(num_used, 'row')} of {self.source} joined {self.joined_by}{rest}{self.ends}"
 
 
 def table_account(column: Column, source: str, missing: list[str]) -> TableAccount:
@@ -140,11 +137,9 @@ def table_account(column: Column, source: str, missing: list[str]) -> TableAccou
         field=column.place.name,
         source=source,
         joined_by=column.joined_by,
-        rows=[key[0] for key in rows if key],
-        unused=[key[0] for key in unused if key],
+        rows=[key[0] if key else "" for key in rows],
+        unused=[key[0] if key else "" for key in unused],
         missing=missing,
-        num_rows=len(rows),
-        num_used=len(rows) - len(unused),
         partial=column.partial_answers(unused) or (column.misnumbered_answers(rows) if missing else None),
         ends=f": the first {end_text(column.ends[0])}, the last {end_text(column.ends[1])}" if column.ends else "",
     )

@@ -141,33 +141,32 @@ class ExportFacts:
     Attributes
     ----------
     folder : Path
-    format : str
+    manifest : ExportManifest
     scores : dict of ScoreField
-        The named scores, and `score_columns` as in ExportManifest.
+        The named scores.
     default_score : str or None
-    digest : str
-        Of the table, so that an export with the same arrays and other values is another source.
-    scores_file : SideFile or None
-        The table of scores for other programs, which a user may have changed.
+    provenances : tuple of Provenance
     is_head_mean : bool
         Whether the attention in its files is the mean over heads.
     """
 
     folder: Path
-    format: str
+    manifest: ExportManifest
     scores: Mapping[str, ScoreField]
-    score_columns: Mapping[str, str]
     default_score: str | None
-    digest: str
-    scores_file: SideFile | None
+    provenances: tuple[Provenance, ...]
     is_head_mean: bool
+
+    @property
+    def digest(self) -> str:
+        """Digest of the table, so that an export with the same arrays and other values is another source."""
+        return next((f"{file.crc32c:08x}" for file in self.manifest.side_files if file.name == TABLE_FILE), "")
 
     def check_scores_file(self) -> None:
         """Raise InvalidInputError if the table of scores is not that of the export, whose values are used."""
-        if self.scores_file is None:
-            return
-        path = self.folder / self.scores_file.name
-        if not path.is_file() or side_file(path) != self.scores_file:
+        path = self.folder / SCORES_FILE
+        listed = next((file for file in self.manifest.side_files if file.name == SCORES_FILE), None)
+        if listed is not None and (not path.is_file() or side_file(path) != listed):
             raise InvalidInputError(
                 f"{path.name} is not that of the export; to use a table of your own: --scores FILE, to use the scores "
                 f"of the export: restore {path.name}",
@@ -184,13 +183,17 @@ class ExportedFile:
 
     facts: ExportFacts
     file: DataFile
-    provenance: Provenance | None = None
     has_values: bool = True
 
     @property
     def path(self) -> Path:
         """Path of the file."""
         return self.facts.folder / self.file.name
+
+    @property
+    def provenance(self) -> Provenance | None:
+        """Provenance of its traces."""
+        return None if self.file.provenance is None else self.facts.provenances[self.file.provenance]
 
 
 def read_export(folder: Path) -> tuple[list[ExportedFile], frozenset[Path]]:
@@ -218,16 +221,12 @@ def read_export(folder: Path) -> tuple[list[ExportedFile], frozenset[Path]]:
             found = "has changed" if path.is_file() else "is missing"
             reason = f"{file.name} {found} since the export; restore it, or export the store again"
             raise InvalidInputError(reason, source=where)
-    facts, provenances = _facts(folder, manifest)
-    files = [
-        ExportedFile(facts, file, None if file.provenance is None else provenances[file.provenance])
-        for file in manifest.files
-    ]
+    facts = _facts(folder, manifest)
     names = (EXPORT_FILE, *(file.name for file in listed))
-    return files, frozenset(folder / name for name in names)
+    return [ExportedFile(facts, file) for file in manifest.files], frozenset(folder / name for name in names)
 
 
-def _facts(folder: Path, manifest: ExportManifest) -> tuple[ExportFacts, tuple[Provenance, ...]]:
+def _facts(folder: Path, manifest: ExportManifest) -> ExportFacts:
     path = folder / STORE_FILE
     try:
         data: Any = fsio.read_json(path, _MAX_BYTES)
@@ -237,24 +236,10 @@ def _facts(folder: Path, manifest: ExportManifest) -> tuple[ExportFacts, tuple[P
             raise ValueError("scores that are not described")
         if any((file.provenance or -1) >= len(provenances) for file in manifest.files):
             raise ValueError("a provenance that is not described")
+        return ExportFacts(folder, manifest, scores, default, provenances, data.get("attention") == "mean")
     except (ValueError, TypeError, KeyError) as error:
         reason = f"damaged: {' '.join(str(error).split())[:100]}; export the store again"
         raise InvalidInputError(reason, source=str(path)) from None
-    named = {file.name: file for file in manifest.side_files}
-    digest = f"{named[TABLE_FILE].crc32c:08x}" if TABLE_FILE in named else ""
-    return (
-        ExportFacts(
-            folder,
-            manifest.format,
-            scores,
-            manifest.score_columns,
-            default,
-            digest,
-            named.get(SCORES_FILE),
-            is_head_mean=data.get("attention") == "mean",
-        ),
-        provenances,
-    )
 
 
 def side_file(path: Path) -> SideFile:

@@ -46,7 +46,7 @@ def read_exported(
         If the file and its lines of the table do not belong together, or one of them is damaged.
     """
     lines, count = _lines(exported), 0
-    for arrays in _READERS[exported.facts.format](exported.path, scratch):
+    for arrays in _READERS[exported.facts.manifest.format](exported.path, scratch):
         line = next(lines, None)
         if line is None:
             raise InvalidInputError(f"holds more than the {count:,} traces that the export lists")
@@ -97,7 +97,7 @@ def _record(
     record.optional = optional_fields(optional, record.num_ids, record.answer)
     record.extras = line["extras"]
     record.is_head_mean = record.attention is not None and exported.facts.is_head_mean
-    record.is_borrowed = exported.facts.format == "datasets"
+    record.is_borrowed = exported.facts.manifest.format == "datasets"
     if exported.has_values:
         _set_values(record, exported, line)
     return record
@@ -105,7 +105,7 @@ def _record(
 
 def _check_id(exported: ExportedFile, arrays: Arrays, line: Line, position: int) -> None:
     """Raise InvalidInputError if the trace of a file is not that of its line."""
-    if exported.facts.format == "datasets":  # its texts have no lone surrogates
+    if exported.facts.manifest.format == "datasets":  # its texts have no lone surrogates
         return
     if arrays.get("question_id", line.get("question_id")) != line.get("question_id"):
         raise InvalidInputError(f"holds another trace than its line of {TABLE_FILE}", position=position)
@@ -149,7 +149,7 @@ def _edges(arrays: Arrays, line: Line) -> list[tuple[np.ndarray, np.ndarray]]:
 
 def _set_values(record: TraceRecord, exported: ExportedFile, line: Line) -> None:
     """Set the label, the scores and the group of a record."""
-    columns = exported.facts.score_columns
+    columns = exported.facts.manifest.score_columns
     record.scores = {columns[name]: _number(line, name) for name in columns if line.get(name) is not None}
     record.label = None if line.get("label") is None else _number(line, "label")
     group = line.get("group", "")
