@@ -224,7 +224,7 @@ class TaskPlan:
         _remove_receipts(self.files, kept)
 
 
-def _remove_receipts(files: PlanFiles, kept: Iterable[Task] = ()) -> None:
+def _remove_receipts(files: PlanFiles, kept: Iterable[Task]) -> None:
     """Remove all receipts but those of the plans that a store keeps, and of `kept`."""
     found = files.times()
     known = {paths.receipt(task.hash) for tasks in (kept, *map(TaskPlan.tasks, kept_plans(files))) for task in tasks}
@@ -376,8 +376,8 @@ def new_plan(
         if options.attention is None and (note := attention.note(stored["attention"])):
             output.info(note)
         plan = TaskPlan(files, json.dumps(facts, sort_keys=True, indent=0).encode())
+        _remove_receipts(files, plan.tasks())
         writer.keep_file(paths.plan(plan.digest), plan.data)
-    _remove_receipts(files)
     return plan
 
 
