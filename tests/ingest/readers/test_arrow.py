@@ -1,6 +1,7 @@
 """Test the tree of Arrow files and streams and of Parquet files."""
 
 import gzip
+import json
 import struct
 
 import numpy as np
@@ -228,3 +229,36 @@ def test_twice_the_input_takes_twice_the_time(tmp_path, name):
         path.write_bytes(FILES[name](table))
         paths.append(path)
     check_time(*paths)
+
+
+@pytest.mark.parametrize("new", [ipc, parquet])
+@pytest.mark.parametrize(
+    "names", [["correct", "hallucinated"], ["hallucinated", "correct"], ["no", "yes"], ["0", "1"], ["a", "b", "c"]]
+)
+def test_numbers_of_classes_are_their_names(tmp_path, new, names):
+    numbers = [1, 0, -1, None, len(names) - 1]
+    features = {"y": {"names": names, "_type": "ClassLabel"}, "n": {"dtype": "int64", "_type": "Value"}}
+    header = {"huggingface": json.dumps({"info": {"features": features}})}
+    data = new(pa.table({"y": numbers, "n": numbers}).replace_schema_metadata(header))
+    (tmp_path / "a.arrow").write_bytes(data)
+    found = [names[1], names[0], None, None, names[-1]]
+    assert [(row["y"], row["n"]) for row in read_tree(tmp_path / "a.arrow")] == list(zip(found, numbers, strict=True))
+
+
+OTHER_HEADERS = ["", "{", "[]", "null", '{"info": 1}', '{"info": {"features": {"y": 1}}}', "[" * 100_000]
+OTHER_HEADERS += ['{"info": {"features": {"y": {"_type": "ClassLabel", "names": 3}}}}']
+OTHER_HEADERS += ['{"info": {"features": {"z": {"_type": "ClassLabel", "names": ["a", "b"]}}}}']
+
+
+@pytest.mark.parametrize("header", OTHER_HEADERS)
+def test_a_header_that_describes_no_classes(tmp_path, header):
+    (tmp_path / "a.arrow").write_bytes(ipc(pa.table({"y": [1, 0]}).replace_schema_metadata({"huggingface": header})))
+    assert [row["y"] for row in read_tree(tmp_path / "a.arrow")] == [1, 0]
+
+
+@pytest.mark.parametrize("numbers", [[2], [1 << 40], [0.5], ["a"], [[0]]])
+def test_a_number_of_no_class_is_refused(tmp_path, numbers):
+    features = {"y": {"names": ["a", "b"], "_type": "ClassLabel"}}
+    header = {"huggingface": json.dumps({"info": {"features": features}})}
+    (tmp_path / "a.arrow").write_bytes(ipc(pa.table({"y": numbers}).replace_schema_metadata(header)))
+    assert refusal(tmp_path / "a.arrow")

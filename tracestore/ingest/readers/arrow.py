@@ -1,7 +1,8 @@
 """The tree of Arrow files and streams and of Parquet files: rows, whose values are decoded when they are used."""
 
+import json
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -41,10 +42,20 @@ def _rows(batches: Iterator[Any], limits: Limits) -> Value:
     first = next(batches, None)
     if first is None:
         return ListItems([], lambda value: value)
-    opener = RowOpener(limits)
+    opener = RowOpener(limits, _class_names(first.schema))
     metadata = {_text(key): _text(value) for key, value in (first.schema.metadata or {}).items()}
     rows = (row for batch in chain((first,), batches) for row in opener.rows(batch))
     return StreamItems(rows, None, metadata, is_lent=True)
+
+
+def _class_names(schema: Any) -> dict[str, list[str]]:
+    """Return the names of the classes of each column of labels, as the library `datasets` describes it."""
+    try:
+        features = json.loads(schema.metadata[b"huggingface"])["info"]["features"].items()
+        labels = [(name, kind["names"]) for name, kind in features if kind.get("_type") == "ClassLabel"]
+        return {name: list(map(str, names)) for name, names in labels if name in schema.names}
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
+        return {}
 
 
 def _text(data: bytes) -> str:
@@ -162,12 +173,14 @@ class RowOpener:
     ----------
     limits : Limits
         Limits of the file.
+    class_names : Mapping
+        For columns of numbers of classes: the name of each.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, class_names: Mapping[str, list[str]]) -> None:
         import pyarrow as pa
 
-        self._types, self._limits, self._cells = pa.types, limits, 0
+        self._types, self._limits, self._cells, self._class_names = pa.types, limits, 0, class_names
         # By classes of scalars, from which others are derived.
         self._readers: dict[type, Callable[[Any], Value]] = {
             pa.Scalar: self._plain,
@@ -197,12 +210,21 @@ class RowOpener:
             columns = dict(zip(batch.schema.names, batch.columns, strict=True))
         if len(columns) < batch.num_columns:
             raise InvalidInputError("found two columns of one name")
+        columns |= {name: (columns[name], names) for name, names in self._class_names.items()}
         for row in range(batch.num_rows):
             self.charge()
             yield MappingGroup(columns, partial(self._cell, row))
 
     def _cell(self, row: int, column: Any) -> Value:
-        return self.value(column[row])
+        if not isinstance(column, tuple):
+            return self.value(column[row])
+        numbers, names = column
+        with refusals():
+            number = self.value(numbers[row])
+            # A negative number stands for no class.
+            name = None if number is None or number < 0 else names[number]
+        self.charge(len(name or ""))
+        return name
 
     def value(self, scalar: Any) -> Value:
         """Return a scalar of pyarrow as a value of the tree."""
