@@ -399,6 +399,46 @@ def test_rule_3a_an_id_that_ends_another_row(tmp_path, rows):
     assert [list(trace.tokens) for trace in traces] == [row[: row.index(2) + 1] if 2 in row else row for row in rows]
 
 
+def write_passes(tmp_path, rows, num_prompt=3):
+    """Write rows of ids with passes of generate()."""
+    sizes = [num_prompt, *[1] * (len(rows[0]) - num_prompt - 1)]
+    passes = [[states(len(rows), n, 8, seed=7 * p + k) for k in range(2)] for p, n in enumerate(sizes)]
+    dump(tmp_path / "in/a.pkl", {"hs": passes, "ids": np.array(rows)})
+    return {"hidden_states": "a.pkl : hs -> P L N S D", "tokens": "a.pkl : ids -> N T"}
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [[11, 12, 0, 21, 22, 2, 0], [13, 14, 15, 31, 32, 33, 2]],
+        [[11, 0, 0, 21, 22, 23, 2], [13, 14, 15, 31, 32, 2, 0]],
+        [[11, 0, 0, 21, 22, 2, 0], [13, 14, 0, 31, 32, 33, 2]],
+        [[13, 14, 15, 31, 2, 0, 0], [13, 14, 0, 31, 32, 33, 2]],
+    ],
+)
+@pytest.mark.parametrize("pad", [0, [0, 2], [0, -1]])
+def test_rule_3a_padding_inside_of_prompts(tmp_path, rows, pad):
+    """Prompts padded behind their tokens, without a mask [padding as tokens of the prompt]."""
+    refuse(tmp_path, write_passes(tmp_path, rows) | {"S.pad": pad}, "the id 0 that fills rows is inside a prompt")
+
+
+@pytest.mark.parametrize("pad", [[2, 2], [7, 2], [5, 2]])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [[11, 12, 13, 21, 2, 0, 0], [13, 14, 15, 31, 32, 33, 2]],
+        [[11, 12, 13, 2, 0, 0, 0], [13, 14, 15, 31, 32, 2, 0]],
+        [[13, 14, 15, 31, 32, 33, 2], [11, 12, 13, 21, 22, 2, 0]],
+        [[13, 14, 15, 31, 2, 9, 9]],
+    ],
+)
+def test_rule_3a_ids_behind_the_end(tmp_path, rows, pad):
+    """The id of the padding is another one than the layout says [padding as tokens of the answer]."""
+    refuse(
+        tmp_path, write_passes(tmp_path, rows) | {"S.pad": pad}, "the id 2 that ends rows by the layout stands before"
+    )
+
+
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("lengths", [(4, 3), (4, 2), (4, 1), (3, 4), (4, 4)])
 def test_texts_of_padded_rows(tmp_path, side, lengths):

@@ -30,6 +30,18 @@ def passes(*sizes, rows=2, layers=2, dim=6):
     return [[states(rows, size, dim, seed=10 * p + k) for k in range(layers)] for p, size in enumerate(sizes)]
 
 
+@pytest.mark.parametrize(
+    "ids", [[-1, -2], [-2, -4], [-1, -2, -3], [-1, -3, -2], [-2, -2], [-3, -1, -2], [31, 16], [8, 8], [3, 1, 2], [0, 0]]
+)
+@pytest.mark.parametrize("where", ["stated", "file"])
+def test_rule_01_layers_in_their_order(tmp_path, ids, where):
+    """Layers from the last one to the first [layers in reverse]."""
+    dump(tmp_path / "in/a.pkl", [{**row, "hs": states(len(ids), 4, 8, seed=k)} for k, row in enumerate(rows())])
+    table(tmp_path / "in/m.json", {"layers": ids})
+    known = {"L.ids": ids, "ignore": ["m.json"]} if where == "stated" else {"L.ids": "m.json : layers"}
+    refuse(tmp_path, ROWS | known, "expected them in their order")
+
+
 def test_rule_01_the_same_numbers_of_layers_everywhere(tmp_path):
     for name, layers in (("a", (0, 1, 2)), ("b", (0, 2))):
         for k in layers:
@@ -757,6 +769,20 @@ def test_rule_13_a_column_of_ids_is_not_left_unused(tmp_path):
     table(tmp_path / "in/t.csv", [{"id": name, "ok": 1} for name in "bca"])
     layout = {"hidden_states": "h.npy -> N L S D", "is_correct": "t.csv : []/ok"}
     refuse(tmp_path, layout, "this column of ids is left out")
+
+    for name in (
+        "slot",
+        "pos",
+        "order",
+        "row",
+        "array_idx",
+        "tensor_index",
+        "hidden_row",
+        "dataset_idx",
+        "global_index",
+    ):
+        table(tmp_path / "in/t.csv", [{name: k, "ok": 1} for k in (1, 0, 2)])
+        refuse(tmp_path, layout, "this column of ids is left out")
 
     table(tmp_path / "in/t.csv", [{"index": k, "ok": 1} for k in range(3)])
     assert len(convert(tmp_path, layout)) == 3

@@ -43,6 +43,27 @@ def test_a_pattern_binds(pattern, name, bound):
 
 
 @pytest.mark.parametrize(
+    "text", ["-{layer}", "layer_-{layer}", "a/-{token}", "l.-{layer}.npy", "x -{step}", "(-{layer})"]
+)
+def test_a_sign_in_front_of_a_number_is_an_error(text):
+    with pytest.raises(UsageError, match="leave it out"):
+        Pattern(text).match("x")
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "bound"),
+    [
+        ("layer-{layer}", "layer-3", {"layer": 3}),
+        ("-{layer:-d}", "-3", {"layer": -3}),
+        ("-{id}", "-3", {"id": "3"}),
+        ("a_-{n:d}", "a_-3", {"n": "3"}),
+    ],
+)
+def test_a_hyphen_that_is_no_sign(text, name, bound):
+    assert Pattern(text).match(name).bound == bound
+
+
+@pytest.mark.parametrize(
     ("pattern", "name"),
     [
         ("{a}_{b}", "x_y_z"),

@@ -32,8 +32,8 @@ _COUNTED = frozenset(("token", "step"))
 _MAX_SHOWN = 6  # paths that the summary names
 _MAX_NORMS = 8  # about as many tokens of a trace give its median norm
 _ID_COLUMNS = re.compile(
-    r"(?i)((question|trace|example|row|line|item|sample|prompt|data|orig(inal)?)_?)?"
-    r"(ids?|qid|u?uid|guid|idx|index|number|no)|row|position"
+    r"(?i)((question|trace|example|row|line|item|sample|prompt|data(set)?|orig(inal)?|global|array|tensor|vector"
+    r"|hidden|states?|embedding|activation)_?)?(ids?|qid|u?uid|guid|idx|index|number|no|row)|position|pos|slot|order"
 )
 _UNNAMED = ("", "Unnamed: 0")  # the index of a table, of which a program may have left out rows
 _LAYER_NUMBERS = re.compile(r"(?i)layers?([_-]?(ids?|idx|ind(ex|ices)|num(ber)?s?|list))?")
@@ -188,7 +188,7 @@ class RunAccount:
             name = path.rpartition("[]/")[0]
             raise InvalidInputError(
                 f"{path}: rows are joined in order, and this column of ids is left out; {name}[id={key}] in each line of "
-                "the table joins by it, a line question_id takes it"
+                f"the table joins by it, [N={key}] by the place of the states, a line question_id takes it"
             )
 
     @property

@@ -113,15 +113,16 @@ class RecordMaker:
         if {type(number) for number in stated or ()} - {int}:  # of a file
             raise InvalidInputError(f"found {list(stated or ())!s:.60}, expected integers", field=what)
         _check_num_layers(record, len(stated) if stated is not None else size if ids is None else None)
-        ids = _from_the_first(ids if stated is None else tuple(stated), size, what)
+        given = ids if stated is None else tuple(stated)
+        ids = _from_the_first(given, size, what)
+        if (order := ids or given or ()) != tuple(sorted(set(order))):
+            found = f"found the layers {list(order)!s:.60}, expected them in their order"
+            raise InvalidInputError(f"{found}: reverse or sort the arrays along L, and their numbers", field=what)
         if ids is None:
             return
         ids = ids[1:] if len(ids) == record.num_layers + 1 and record.is_without_embeddings else ids
         if len(ids) != record.num_layers:
             raise InvalidInputError(f"found {record.num_layers} layers, expected {list(ids)!s:.60}", field=what)
-        if ids != tuple(sorted(set(ids))):
-            found = f"found the layers {list(ids)!s:.60}, expected them in their order"
-            raise InvalidInputError(f"{found}: reverse or sort the arrays along L, and their numbers", field=what)
         record.layer_ids = ids
 
     def set_scores(self, record: TraceRecord, given: Iterable[tuple[str, Any, bool]]) -> None:

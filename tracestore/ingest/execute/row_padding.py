@@ -184,6 +184,9 @@ class Padding:
             return num_states
         if num_prompt is not None:
             self._inner.update(ids[num_prompt : end - 1].tolist())
+            if fill in ids[1:num_prompt] and fill != self._end and not self._is_masked:
+                found = f"the id {fill} that fills rows is inside a prompt: S.mask or S.lengths states the padding"
+                raise InvalidInputError(found, field="S.pad")
         if end == len(ids):
             self._last.add(last)
             self._doubled_end = last if last in ids[-2:-1] else self._doubled_end
@@ -216,6 +219,9 @@ class Padding:
                 f"some rows begin with the id {self._fill} that fills rows: S.mask or S.lengths states the padding",
                 field="S.pad",
             )
+        if self._end in self._inner:
+            found = f"the id {self._end} that ends rows by the layout stands before other ids that were generated"
+            raise InvalidInputError(f"{found}: S.lengths states where rows end", field="S.pad")
         also = (self._before & self._last) - self._inner
         if self._end is not None:
             if self._end == self._fill and also:

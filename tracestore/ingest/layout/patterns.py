@@ -225,6 +225,9 @@ def _check_names(text: str, parts: list[PatternPart]) -> None:
     if repeated := next((name for name in names if names.count(name) > 1), None):
         raise UsageError(f"{text}: {{{repeated}}} occurs twice")
     for one, two in itertools.pairwise(parts):
+        is_signed = two.is_number and not two.is_plain and not two.is_from_end
+        if is_signed and one.kind == "literal" and re.search(r"(?<![^\W_])-$", one.text):
+            raise UsageError(f"{text}: the - is the sign of the number, which {{{two.text}}} binds: leave it out")
         if one.kind == "name" and two.kind == "name":
             raise UsageError(f"{text}: {{{one.text}}}{{{two.text}}} needs a character between the names")
 
