@@ -351,10 +351,11 @@ def test_one_layer_and_one_trace_rule_18(tmp_path):
 # Steps that names number
 
 
-def steps(sizes):
+def steps(sizes, seed=0):
     """Return the layers of each step by name."""
     return {
-        f"step_{n}": {f"layer_{k}": states(size, 8, seed=9 * n + k) for k in (3, 7)} for n, size in enumerate(sizes)
+        f"step_{n}": {f"layer_{k}": states(size, 8, seed=99 * seed + 9 * n + k) for k in (3, 7)}
+        for n, size in enumerate(sizes)
     }
 
 
@@ -366,7 +367,7 @@ def test_steps_by_name_are_passes_rule_16(tmp_path):
 
 @pytest.mark.parametrize("more", [0, 1])
 def test_tokens_of_steps_by_name_rule_3(tmp_path, more):
-    found = [{"id": f"q{k}", "states": steps([4, 1, 1]), "tokens": np.arange(6 + more) + k} for k in range(3)]
+    found = [{"id": f"q{k}", "states": steps([4, 1, 1], k), "tokens": np.arange(6 + more) + k} for k in range(3)]
     dump(tmp_path / "in/a.pkl", found)
     assert [trace.num_tokens for trace in accept(tmp_path).values()] == [6, 6, 6]
 

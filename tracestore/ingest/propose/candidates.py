@@ -97,6 +97,8 @@ def _not_shown(layout: Layout, draft: Draft, outcome: Outcome) -> list[str]:
     unproved = [text for text in draft.unproved if text not in shown]
     if outcome.has_gaps:
         unproved.append("L: tokens are zero in some layers alone: texts of several lengths, or files that lack an end")
+    if outcome.has_copies:
+        unproved.append("N: two traces have equal states, as a copy in another file or place has them")
     if outcome.first_id.isdecimal() and any(" without a " in line for line in outcome.joins):
         unproved.append("integers are the ids of tables with other rows")
     has_passes = any("P" in (address.axes or ()) for address in layout.addresses[layout.states])

@@ -99,7 +99,7 @@ class Drafter:
 
     def _with_axes(self, states: Meaning, identity: Identity, axes: Axes) -> Iterator[Draft]:
         """Yield the drafts of states with their axes: each choice of the other axes, and of the meaning of labels."""
-        frame = Frame(states.leaf, axes, self.places.letters(states.leaf, identity))
+        frame = Frame(self.places.with_ids(states.leaf, identity), axes, self.places.letters(states.leaf, identity))
         address = self.places.address(frame.leaf, identity, frame.leaf)
         if address is None:
             return
@@ -109,6 +109,7 @@ class Drafter:
         for chosen in itertools.product(*choices):
             lines = dict(chosen)
             entries: dict[str, Any] = {name: Line(address, axes).text} | {n: line.text for n, line in lines.items()}
+            entries |= {f"words.{word}": "missing" for meaning in used for word in meaning.missing}
             if "{verdict}" in address:
                 entries["is_correct"] = "={verdict}"
             draft = Draft(entries, Case(self.places, states, identity, frame, lines, name).unproved())
@@ -150,7 +151,7 @@ class Drafter:
 
     def _lines(self, meaning: Meaning, name: str, identity: Identity, frame: Frame) -> list[Line]:
         """Return the lines of a leaf as a field, with every order of the axes that fits."""
-        leaf = meaning.leaf
+        leaf = self.places.with_ids(meaning.leaf, identity)
         is_joined = self._is_joined(leaf, identity, frame, name)
         text = self.places.address(leaf, identity, frame.leaf) if is_joined else None
         if text is None:

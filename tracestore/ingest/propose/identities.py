@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from tracestore.ingest.execute.values import key_text
 from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.propose.leaves import ITEMS, Leaf, Observation, Path_
 from tracestore.ingest.propose.looking import texts_of
@@ -115,6 +116,11 @@ class Places:
         elif len(texts) < 3 and not any(char.isdigit() for text in texts for char in text):
             doubts.append("the names may be no ids")
         renamed = self._renamed(names, main)
+        numbers = {text.lstrip("0") or "0" for text in texts if text.isdecimal()}
+        rows = {text for m in self.meanings if m.field == "question_id" for text in texts_of(m.leaf.scalars)}
+        if len(numbers) == len(texts) and rows.isdisjoint(texts) and not rows.isdisjoint(numbers):
+            renamed.setdefault(main, {})["id"] = "id:d"
+            texts, doubts = sorted(numbers), [*doubts, "the ids of a table have no zeros in front"]
         return Identity("ids", dict(identity.items), renamed, doubts=doubts, ids=frozenset(texts_of(texts)))
 
     def _by_file(self, states: Leaf, names: Names) -> Iterator[Identity]:
@@ -285,6 +291,22 @@ class Places:
         """Return the words of the list whose items have the ids of traces: they say nothing of what is in a trace."""
         lists = [k for k in leaf.items_at if "[id=" in identity.items.get((leaf.files, leaf.path[: k + 1]), "")]
         return {word for k in lists if k for word in words_of(leaf.path[k - 1])}
+
+    def with_ids(self, leaf: Leaf, identity: Identity) -> Leaf:
+        """Return a leaf whose spots bind the id, or the file, that their rows say."""
+        for k in leaf.items_at:
+            prefix = leaf.path[: k + 1]
+            text = identity.items.get((leaf.files, prefix), "")[1:-1].partition(",")[0]
+            name, _, key = text.partition("=")
+            column = (leaf.files, (*prefix, *key.split("/")))
+            cells = [spot for m in self.meanings if m.leaf.place == column for spot in m.leaf.spots]
+            if name in ("id", "file") and cells:
+                row = f"[{k}]{'/'.join(leaf.path[:k])}"
+                ids = {(s.where["F"], s.where[row]): key_text(s.value) for s in cells if s.value is not None}
+                ids = {at: _stem(text) if name == "file" else text for at, text in ids.items()}
+                spots = [(spot, ids.get((spot.where["F"], spot.where[row]), "")) for spot in leaf.spots]
+                return replace(leaf, spots=[replace(spot, where={**spot.where, "id": text}) for spot, text in spots])
+        return leaf
 
     def _joined_rows(self, place: Prefix, identity: Identity) -> str | None:
         """Return how the rows of a table are joined to the states, None if they are not."""

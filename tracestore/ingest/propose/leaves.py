@@ -11,7 +11,7 @@ from typing import Any
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.execute.values import key_text
 from tracestore.ingest.propose.looking import Seen, look
-from tracestore.ingest.propose.names import Family, escape, families, without_names, words_of
+from tracestore.ingest.propose.names import Family, escape, families, is_integer, without_names, words_of
 from tracestore.ingest.readers.opening import open_tree
 from tracestore.store.vocabulary import COUNTED
 
@@ -68,9 +68,9 @@ class Leaf:
 
     @cached_property
     def key(self) -> str:
-        """The last key that is no pattern alone, or the name of the file."""
-        keys = [without_names(step) for step in reversed(self.path)]
-        return next(filter(words_of, keys), without_names(self.files.rpartition("/")[2].partition(".")[0]))
+        """The last key that is no pattern alone, or the name of the file or of its folder."""
+        keys = [*reversed(self.path), *(name.partition(".")[0] for name in reversed(self.files.split("/")))]
+        return next(filter(words_of, map(without_names, keys)), "")
 
     @cached_property
     def scalars(self) -> list[Any]:
@@ -217,7 +217,7 @@ def _are_fields(family: Family) -> bool:
 def _numbers_of_layers(family: Family, path: Path_, maps: Contexts) -> Family:
     """Return numbers that are keys of arrays inside a trace as those of layers."""
     texts = [bound.get("id", "") for bound in family.members.values()]
-    if family.names != ("id",) or not all(text.isdecimal() for text in texts):
+    if family.names != ("id",) or not all(map(is_integer, texts)):
         return family
     where, seen = maps[0]
     is_inside = any(name == "id" or name[0] == "[" for name in where)

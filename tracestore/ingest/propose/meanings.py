@@ -52,6 +52,8 @@ class Meaning:
         The fields that a label or score may be: two if no word gives the meaning of a high value.
     is_doubtful : bool
         Whether a label or score may be the output of a detector, or words without a meaning.
+    missing : tuple of str
+        Words without a meaning among words of judges, which may stand for no label.
     reason : str
         Why no trace needs the leaf.
     """
@@ -61,6 +63,7 @@ class Meaning:
     num_words: int = 0
     verdicts: tuple[str, ...] = ()
     is_doubtful: bool = False
+    missing: tuple[str, ...] = ()
     reason: str = ""
 
     @cached_property
@@ -93,8 +96,12 @@ def meaning_of(leaf: Leaf, siblings: frozenset[str]) -> Meaning:
         return found
     for words in _names(leaf, siblings):
         found.verdicts, found.is_doubtful = _verdicts(leaf, words, siblings)
+        if found.verdicts and leaf.number_kind == "s":
+            known, others = _words_of_judges(leaf.scalars)
+            found.missing = others if known and len(others) < 3 else ()
         field, size = ("verdict", 0) if found.verdicts else _field(words, leaf)
-        if field in STATES and SAYING["no states"] & set(words):
+        is_other = "no states" if field in STATES else "no attention" if field == "attentions" else ""
+        if is_other and SAYING[is_other] & set(words):
             return found
         if field:
             found.field, found.num_words = field, size
@@ -200,15 +207,25 @@ def _is_score(leaf: Leaf, words: Sequence[str], name: str) -> bool:
 
 def _of_words(values: Sequence[Any], direction: str | None) -> tuple[str | None, bool]:
     """Return the meaning of a column of words, and whether it is doubtful: some mean the same under every field."""
-    follows: set[bool] = set()  # whether words follow the field
+    follows, others = _words_of_judges(values)
+    if not follows:
+        return (None, True) if others else (direction, False)
+    return (CORRECT if follows == {False} else direction), bool(others)
+
+
+def _words_of_judges(values: Sequence[Any]) -> tuple[set[bool], tuple[str, ...]]:
+    """Return whether words of judges follow the field, and the other words."""
+    follows: set[bool] = set()
+    others: dict[str, None] = {}
     for value in values:
         try:
             one, other = (label_value(value, "", way, {}) for way in (CORRECT, HALLUCINATION))
         except InvalidInputError:
-            return None, True
+            others[" ".join(str(value).split())] = None
+            continue
         if not math.isnan(one):
             follows.add(one == other)
-    return (CORRECT if follows == {False} else direction), False
+    return follows, tuple(others)
 
 
 def may_be_label(leaf: Leaf) -> bool:

@@ -10,8 +10,11 @@ from functools import lru_cache
 from tracestore.ingest.layout.fields import FIELDS
 from tracestore.store.vocabulary import COUNTED, NEEDLESS, SAYING, SCORES, SPLITS, SYNONYMS, score_of_word
 
-# A digest, such as 1ffa3228, is one piece.
-_TOKEN = re.compile(r"(?=[a-f]*\d)(?=\d*[a-f])[a-f\d]{8,}(?![^\W_])|[^\W\d_]+|\d+|[\W_]+")
+# A digest, such as 1ffa3228, is one piece. So is a negative number: its sign follows no letter or digit.
+_NEGATIVE = r"(?<![^\W_])-(?=\d)"
+_TOKEN = re.compile(
+    rf"(?=[a-f]*\d)(?=\d*[a-f])[a-f\d]{{8,}}(?![^\W_])|[^\W\d_]+|(?:{_NEGATIVE})?\d+|(?:(?!{_NEGATIVE})[\W_])+"
+)
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _WORD = re.compile(r"[^\W\d_]+")
 _BOUND = re.compile(r"\{[^}]*\}")
@@ -25,6 +28,11 @@ SAMPLE = re.compile(r"((?:sample|response|generation|answer|gen)[_\-.=]?)(\d+)",
 def words_of(name: str) -> tuple[str, ...]:
     """Return the words of a name in lower case, without numbers."""
     return tuple(word.lower() for word in _WORD.findall(_CAMEL.sub("_", name)))
+
+
+def is_integer(text: str) -> bool:
+    """Return whether a text is an integer, with a sign if it is negative."""
+    return text.removeprefix("-").isdecimal()
 
 
 def without_names(step: str) -> str:
@@ -112,15 +120,15 @@ def _pieces(name: str) -> list[Piece]:
     tokens = [*_TOKEN.findall(name), "", ""]
     counted = ""  # what the next number counts
     for token, following, second in zip(tokens, tokens[1:], tokens[2:], strict=False):
-        if token.isalnum() and not token.isalpha():
-            found.append((token, counted if counted and token.isdigit() else "?"))
+        if token.lstrip("-").isalnum() and not token.isalpha():
+            found.append((token, counted if counted and is_integer(token) else "?"))
             counted = ""
         elif not token[0].isalpha():
             found.append((token, "."))
             counted = "" if len(token) > 2 or "/" in token else counted
         else:
             is_glued = following[:1].isdigit()
-            what, counted = _word(token, is_counting=is_glued or second[:1].isdigit(), is_glued=is_glued)
+            what, counted = _word(token, is_counting=is_glued or is_integer(second), is_glued=is_glued)
             found.append((token, what))
     return found
 
@@ -186,6 +194,8 @@ def _families_of(members: dict[str, list[Piece]], *, keep_single: bool) -> list[
     }
     first = zip(names, next(iter(members.values())), strict=True)
     pattern = "".join(f"{{{name}}}" if name else escape(text) for name, (text, _) in first)
+    if "-{layer}" in pattern and not any(int(texts["layer"]) == 0 for texts in bound.values()):
+        doubt = "the hyphen in front of the layers may be a sign"
     if "id" in names and _has_pieces([texts["id"] for texts in bound.values()]):
         doubt = "the id has a piece without which ids repeat"
     return [Family(pattern, bound, doubt)]
@@ -198,7 +208,7 @@ def _names_of(columns: Sequence[list[Piece]], *, keep_single: bool) -> tuple[lis
         for column in columns
     ]
     ids = [k for k, column in enumerate(columns) if varying[k] and column[0][1] == "?"]
-    numbers = {k for k in ids if all(text.isdecimal() for text, _ in columns[k])}
+    numbers = {k for k in ids if all(is_integer(text) for text, _ in columns[k])}
     # The part that tells most names apart is the id, one with letters before a number.
     main = max(ids, key=lambda k: (k not in numbers, len(set(columns[k])), k), default=None)
     names: list[str] = []

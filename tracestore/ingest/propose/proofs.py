@@ -72,6 +72,11 @@ class Case:
     def _has(self, *names: str) -> bool:
         return any(name in self.lines for name in names)
 
+    def _keys(self, *names: str) -> list[str]:
+        """Return the last keys of the addresses of fields."""
+        paths = [self.lines[name].address.rpartition(" : ")[2] for name in names if name in self.lines]
+        return [path.rpartition("/")[2] for path in paths]
+
     @cached_property
     def _address(self) -> str:
         """The address of the states."""
@@ -147,6 +152,12 @@ class Case:
         16), and in a stack by a mask or lengths (rule 17); T by passes (rule 3).
         """
         found = []
+        is_plain = not self.frame.has_passes and self._has("tokens", "tokens_decoded")
+        if is_plain and any(SAYING["generated"] & set(words_of(key)) for key in self._keys("tokens", "tokens_decoded")):
+            found.append("tokens: a state may belong to the token before the one that it generated")
+        are_heads = self._has("attentions") and self.lines["attentions"].axes[-3:-2] == ("L",)
+        if are_heads and not any(SAYING["averaged"] & set(words_of(key)) for key in self._keys("attentions")):
+            found.append("attentions: no word says that heads are averaged: L may be the heads of one layer")
         if {"N", "(N S)"} & set(self.frame.axes):
             if not self._has("question_id", *TEXTS, "S.lengths", "S.offsets"):
                 found.append(NUMBER_OF_TRACES)

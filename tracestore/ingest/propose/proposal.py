@@ -130,8 +130,8 @@ def propose(files: Mapping[str, Path], settings: Mapping[str, Any] | None = None
             proposal.refusals.append(str(error))
             continue
         layouts.setdefault(layout.to_toml(), (layout, draft))
-    # Those that explain most come first.
-    ordered = sorted(layouts.values(), key=lambda pair: len(pair[1].left_out))
+    # Those that explain most come first: a file that is left out counts more than what is below one.
+    ordered = sorted(layouts.values(), key=lambda pair: sum(1 + (" : " not in text) for text in pair[1].left_out))
     first = _first_files(files, observation)
     found = _tried(proposal, ordered, files, first)
     found.sort(key=lambda candidate: len(candidate.unproved))
@@ -156,6 +156,12 @@ def _first_files(files: Mapping[str, Path], observation: Observation) -> dict[st
     return {name: path for name, path in files.items() if name not in left_out}
 
 
+def _explains_more(one: Sequence[str], other: Sequence[str]) -> bool:
+    """Return whether what one layout leaves out is a part of what another one leaves out."""
+    is_part = all(any(text == whole or text.startswith(f"{whole} : ") for whole in other) for text in one)
+    return is_part and set(one) != set(other)
+
+
 def _tried(
     proposal: Proposal, pairs: Sequence[tuple[Layout, Draft]], files: Mapping[str, Path], first: Mapping[str, Path]
 ) -> list[Candidate]:
@@ -167,7 +173,7 @@ def _tried(
     refused: dict[str, list[tuple[int, str]]] = defaultdict(list)
     tries = 0
     for layout, draft in pairs:
-        if any(set(candidate.left_out) < set(draft.left_out) for candidate in found):
+        if any(_explains_more(candidate.left_out, draft.left_out) for candidate in found):
             continue
         tries += 1
         if tries > _MAX_TRIES:

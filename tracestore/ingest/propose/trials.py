@@ -47,6 +47,8 @@ class Outcome:
         Whether there is attention, and each row of it sums to 1.
     has_gaps : bool
         Whether tokens are zero in some layers and not in all.
+    has_copies : bool
+        Whether two traces have equal states of several tokens.
     has_passes : bool
         Whether each trace has passes of generation: one of several tokens, then of one; their number differs.
     digest : bytes
@@ -65,6 +67,7 @@ class Outcome:
     has_last_ids: bool = True
     has_whole_rows: bool = True
     has_gaps: bool = False
+    has_copies: bool = False
     has_passes: bool = False
     digest: bytes = b""
 
@@ -94,12 +97,14 @@ def try_layout(layout: Layout, files: Mapping[str, Path], *, is_partial: bool = 
     outcome = Outcome(is_last_token=layout.states == "last_token", is_partial=is_partial)
     labels: dict[str, list[float]] = {name: [] for name in layout.directions()}
     sizes: list[tuple[int, int]] = []  # of each trace: tokens, and those of the prompt
+    states: list[bytes] = []
     digest = hashlib.blake2b(str(sorted(layout.directions().items())).encode())
     try:
         for record in _records(execution, outcome):
             sizes.append((record.num_tokens, record.prompt_length or 0))
             digest.update(_content([getattr(record, name) for name in _VALUES]))
             _look_at(record, outcome)
+            states.append(hashlib.blake2b(_content(record.hidden)).digest())
             found = {**record.scores, **record.deferred_scores, "label": record.label}
             for name, values in labels.items():
                 value = found.get(name, found.get(score_of(name)))
@@ -113,6 +118,7 @@ def try_layout(layout: Layout, files: Mapping[str, Path], *, is_partial: bool = 
     outcome.num_tokens = (min(sizes)[0], max(sizes)[0])
     outcome.has_passes = all(prompt > 1 for _, prompt in sizes) and len({size - prompt for size, prompt in sizes}) > 1
     outcome.digest = digest.digest()
+    outcome.has_copies = not outcome.is_last_token and len(set(states)) < len(states)
     outcome.counts = {name: (values.count(1), values.count(0), len(values)) for name, values in labels.items()}
     return outcome
 
