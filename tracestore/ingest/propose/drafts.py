@@ -1,15 +1,16 @@
 """Drafts: layouts that the names and extents of a folder allow, and what is not proved of each."""
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.propose.identities import Identity, Places
 from tracestore.ingest.propose.leaves import Leaf, Observation
 from tracestore.ingest.propose.leftovers import left_over
-from tracestore.ingest.propose.meanings import LABELS, STATES, Meaning, may_be_label, meaning_of
+from tracestore.ingest.propose.meanings import LABELS, STATES, Meaning, is_of_bits, may_be_label, meaning_of
 from tracestore.ingest.propose.names import words_of
 from tracestore.ingest.propose.orders import Axes, Frame, fitting, states_axes, unusual
 from tracestore.ingest.propose.proofs import ARRAYS, RANGES, TEXTS, Case, Line
@@ -62,6 +63,7 @@ class Drafter:
         for leaf in leaves:
             siblings.setdefault((leaf.files, leaf.path[:-1]), set()).update(words_of(leaf.key))
         self.meanings = [meaning_of(leaf, frozenset(siblings[leaf.files, leaf.path[:-1]])) for leaf in leaves]
+        self._shapes = {m.leaf.place: shape for m in self.meanings if (shape := self._shape_of(m)) is not None}
         # The only column of 0 and 1 may be a label if no other key is named as one: its meaning is asked.
         unnamed = [
             m for m in self.meanings if not m.field and not m.reason and m.leaf.rank < 2 and may_be_label(m.leaf)
@@ -69,6 +71,25 @@ class Drafter:
         if len(unnamed) == 1 and not any(m.verdicts for m in self.meanings):
             unnamed[0].field, unnamed[0].verdicts, unnamed[0].is_doubtful = "verdict", LABELS, True
         self.places = Places(observation, self.meanings)
+
+    def _shape_of(self, states: Meaning) -> Meaning | None:
+        """Return the list of extents next to flat states, and give the states these axes; None without such a list."""
+        leaf = states.leaf
+        if states.field not in STATES or leaf.rank != 1:
+            return None
+        for meaning in self.meanings:
+            is_beside = meaning.leaf.files == leaf.files and meaning.leaf.path[:-1] == leaf.path[:-1]
+            if is_beside and meaning.leaf.rank == 1 and "shape" in words_of(meaning.leaf.key):
+                pairs = list(zip(leaf.spots, meaning.leaf.spots, strict=False))
+                ranks = {spot.dims for _, spot in pairs}
+                is_shape = all(
+                    one.where == spot.where and math.prod(spot.value or ()) == one.dims[0] for one, spot in pairs
+                )
+                if len(ranks) == 1 and is_shape:
+                    spots = [replace(one, dims=tuple(spot.value)) for one, spot in pairs]
+                    states.leaf = replace(leaf, rank=len(spots[0].dims), spots=spots)
+                    return meaning
+        return None
 
     def states(self) -> list[Meaning]:
         """Return the leaves that may be the states."""
@@ -85,6 +106,7 @@ class Drafter:
                 found: list[Draft] = []
                 for axes in self._axes(states, identity):
                     found += itertools.islice(self._with_axes(states, identity, axes), _MAX_DRAFTS)
+                found += [parts for draft in found if (parts := _in_parts(draft)) is not None]
                 yield from sorted(found, key=lambda d: (d.cost, len(d.left_out), len(d.unproved)))
 
     def _axes(self, states: Meaning, identity: Identity) -> list[Axes]:
@@ -104,12 +126,17 @@ class Drafter:
         if address is None:
             return
         name = "hidden_states" if frame.has_tokens else "last_token"
-        used = [states]
+        shape = self._shapes.get(states.leaf.place)
+        used = [states, *([] if shape is None else [shape])]
         choices = [*self._fields(states, identity, frame, used), *self._verdicts(identity, frame, used)]
         for chosen in itertools.product(*choices):
             lines = dict(chosen)
             entries: dict[str, Any] = {name: Line(address, axes).text} | {n: line.text for n, line in lines.items()}
             entries |= {f"words.{word}": "missing" for meaning in used for word in meaning.missing}
+            if shape is not None:
+                entries[f"shape.{name}"] = self.places.address(shape.leaf, identity, frame.leaf)
+            if states.leaf.kind in "iv" and is_of_bits(states.leaf):
+                entries[f"dtype.{name}"] = "bfloat16"
             if "{verdict}" in address:
                 entries["is_correct"] = "={verdict}"
             draft = Draft(entries, Case(self.places, states, identity, frame, lines, name).unproved())
@@ -186,6 +213,25 @@ class Drafter:
         if identity.mode == "stack":
             return leaf.rank > 0 or has_items
         return has_items or bool(leaf.bound - AXIS_NAMES.keys())
+
+
+def _in_parts(draft: Draft) -> Draft | None:
+    """Return a draft that has the answers, too, where it has the prompts alone; None if it has no states of prompts."""
+    for word in sorted(SAYING["generated"]):
+        parts = {}
+        for name, text in draft.entries.items():
+            address, arrow, axes = str(text).partition(" -> ")
+            other = address.replace("prompt", word)
+            if other != address and other in draft.left_out:
+                parts[name] = [text, other + arrow + axes]
+        if "hidden_states" in parts:
+            taken = {line.partition(" -> ")[0] for _, line in parts.values()}
+            rest = [text for text in draft.left_out if text not in taken]
+            ignored = [text for text in draft.entries["ignore"] if text not in taken]
+            entries = draft.entries | parts | {"ignore": ignored}
+            doubts = [*draft.unproved, f"hidden_states: the {word} may not follow the prompt"]
+            return replace(draft, entries={k: v for k, v in entries.items() if v}, unproved=doubts, left_out=rest)
+    return None
 
 
 def _needs_id(meaning: Meaning, identity: Identity) -> bool:

@@ -152,10 +152,15 @@ def _field(words: tuple[str, ...], leaf: Leaf) -> tuple[str, int]:
     return best
 
 
+def is_of_bits(leaf: Leaf) -> bool:
+    """Return whether the name of a leaf says that its values are bits of bfloat16."""
+    return not {"bf16", "bfloat16"}.isdisjoint(leaf.key.lower().split("_"))
+
+
 def _takes(field: str, leaf: Leaf) -> bool:
     kinds, least, most = _TAKES[field]
-    if "dim" in leaf.bound and field == "hidden_states":
-        kinds, least = kinds + "i", 0
+    if field in STATES and ("dim" in leaf.bound or is_of_bits(leaf)):
+        kinds, least = kinds + "i", 0 if "dim" in leaf.bound else least
     return leaf.number_kind in kinds and least <= leaf.rank <= most
 
 

@@ -10,11 +10,11 @@ from functools import lru_cache
 from tracestore.ingest.layout.fields import FIELDS
 from tracestore.store.vocabulary import COUNTED, NEEDLESS, SAYING, SCORES, SPLITS, SYNONYMS, score_of_word
 
-# A digest, such as 1ffa3228, is one piece. So is a negative number: its sign follows no letter or digit.
+# The names of types, digests, such as 1ffa3228, and negative numbers are one piece. A sign follows no letter or digit.
+_TYPE = r"(?:bf|fp|bfloat|float)(?:16|32)(?![^\W_])"
+_DIGEST = r"(?=[a-f]*\d)(?=\d*[a-f])[a-f\d]{8,}(?![^\W_])"
 _NEGATIVE = r"(?<![^\W_])-(?=\d)"
-_TOKEN = re.compile(
-    rf"(?=[a-f]*\d)(?=\d*[a-f])[a-f\d]{{8,}}(?![^\W_])|[^\W\d_]+|(?:{_NEGATIVE})?\d+|(?:(?!{_NEGATIVE})[\W_])+"
-)
+_TOKEN = re.compile(rf"{_TYPE}|{_DIGEST}|[^\W\d_]+|(?:{_NEGATIVE})?\d+|(?:(?!{_NEGATIVE})[\W_])+")
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _WORD = re.compile(r"[^\W\d_]+")
 _BOUND = re.compile(r"\{[^}]*\}")
@@ -120,7 +120,9 @@ def _pieces(name: str) -> list[Piece]:
     tokens = [*_TOKEN.findall(name), "", ""]
     counted = ""  # what the next number counts
     for token, following, second in zip(tokens, tokens[1:], tokens[2:], strict=False):
-        if token.lstrip("-").isalnum() and not token.isalpha():
+        if re.fullmatch(_TYPE, token):
+            found.append((token, ""))
+        elif token.lstrip("-").isalnum() and not token.isalpha():
             found.append((token, counted if counted and is_integer(token) else "?"))
             counted = ""
         elif not token[0].isalpha():

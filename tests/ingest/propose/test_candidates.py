@@ -1,0 +1,97 @@
+"""Test kinds of folders whose layout is a candidate to paste: each gives the values of the files."""
+
+import numpy as np
+import pytest
+
+import tracestore
+from tests.ingest.execute.folders import dump, save, states, table
+from tests.ingest.propose.folders import accept, check_candidates, refuse
+
+
+def stores_of(tmp_path):
+    """Return the traces of the store that each candidate gives, by id."""
+    pasted = check_candidates(tmp_path, refuse(tmp_path))
+    return [{trace.question_id: trace for trace in tracestore.open(path)} for _, path in pasted]
+
+
+def assert_states(trace, expected):
+    np.testing.assert_allclose(trace.hidden_states, expected, rtol=2e-3, atol=1e-3)
+
+
+# Prompt and answer
+
+
+@pytest.mark.parametrize("word", ["answer", "response", "completion", "generated", "generation"])
+@pytest.mark.parametrize("form", ["prompt_hidden_states", "hidden_states_prompt", "prompt_states"])
+@pytest.mark.parametrize("has_ids", [True, False])
+def test_a_prompt_and_its_answer(tmp_path, word, form, has_ids):
+    parts = [(states(3, 4, 8, seed=k), states(3, 2 + k, 8, seed=9 + k)) for k in range(3)]
+    found = []
+    for k, (prompt, answer) in enumerate(parts):
+        ids = {"prompt_ids": [5, 6, 7, 8 + k], f"{word}_ids": list(range(20, 22 + k))} if has_ids else {}
+        found.append({"id": f"q{k}", form: prompt, form.replace("prompt", word): answer, **ids})
+    dump(tmp_path / "in/a.pkl", found)
+    traces = stores_of(tmp_path)[0]
+    for k, pair in enumerate(parts):
+        assert_states(traces[f"q{k}"], np.concatenate(pair, axis=1))
+        assert traces[f"q{k}"].prompt_length == 4
+        assert not has_ids or traces[f"q{k}"].tokens.tolist() == [5, 6, 7, 8 + k, *range(20, 22 + k)]
+
+
+def test_files_of_a_prompt_and_its_answer(tmp_path):
+    for k in range(3):
+        save(tmp_path / f"in/q{k}_prompt.npy", states(3, 4, 8, seed=k))
+        save(tmp_path / f"in/q{k}_answer.npy", states(3, 2 + k, 8, seed=9 + k))
+    expected = np.concatenate([states(3, 4, 8, seed=1), states(3, 3, 8, seed=10)], axis=1)
+    assert_states(stores_of(tmp_path)[0]["q1"], expected)
+
+
+# Flat values, and bits
+
+
+@pytest.mark.parametrize("name", ["shape", "hidden_shape", "states_shape", "shape_of_states", "hidden_states_shape"])
+@pytest.mark.parametrize("axes", [(0, 1, 2), (1, 0, 2)])
+def test_flat_states_and_their_shape(tmp_path, name, axes):
+    arrays = [states(3, 4 + k, 8, seed=k) for k in range(3)]
+    found = []
+    for k, array in enumerate(arrays):
+        moved = array.transpose(axes)
+        found.append({"id": f"q{k}", "hidden_states": moved.ravel(), name: list(moved.shape), "tokens": [5] * (4 + k)})
+    dump(tmp_path / "in/a.pkl", found)
+    traces = accept(tmp_path)
+    for k, array in enumerate(arrays):
+        assert_states(traces[f"q{k}", 0], array)
+
+
+@pytest.mark.parametrize("shape", [[3, 4], [3, 4, 9], [4, 3, 8, 2], [], [96, 2]])
+def test_a_shape_of_something_else(tmp_path, shape):
+    found = [{"id": f"q{k}", "hidden_states": states(96, seed=k), "shape": shape, "tokens": [5] * 4} for k in range(3)]
+    dump(tmp_path / "in/a.pkl", found)
+    assert not any(
+        "shape" in str(one.layout.to_entries()) for one in refuse(tmp_path).candidates if one.layout.settings
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["hidden_bf16", "bf16_hidden_states", "hidden_states_bfloat16", "acts_bf16", "resid_bf16"]
+)
+def test_bits_of_bfloat16_by_their_name(tmp_path, name):
+    arrays = [states(3, 4 + k, 8, seed=k) for k in range(3)]
+    bits = [(array.view("u4") >> 16).astype("u2") for array in arrays]
+    dump(tmp_path / "in/a.pkl", [{"id": f"q{k}", name: one, "tokens": [5] * (4 + k)} for k, one in enumerate(bits)])
+    traces = stores_of(tmp_path)[0]
+    for k, one in enumerate(bits):
+        assert_states(traces[f"q{k}"], (one.astype("u4") << 16).view("f4"))
+
+
+# Ids
+
+
+@pytest.mark.parametrize("width", [2, 3, 5])
+def test_numbers_of_files_with_zeros_in_front(tmp_path, width):
+    for k in range(3):
+        save(tmp_path / f"in/hidden_states/{k:0{width}d}.npy", states(3, 4 + k, 8, seed=k))
+    table(tmp_path / "in/labels.csv", [{"id": k, "is_correct": k % 2} for k in range(3)])
+    traces = stores_of(tmp_path)[0]
+    assert [traces[str(k)].score for k in range(3)] == [0, 1, 0]
+    assert_states(traces["2"], states(3, 6, 8, seed=2))
