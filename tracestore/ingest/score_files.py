@@ -24,7 +24,7 @@ _ID_COLUMNS = (ID_COLUMN, *(name.replace(" ", "_") for name in SYNONYMS[ID_COLUM
 # Columns whose words have a meaning, and whose numbers do not. They count if there is none of SCORES.
 WORD_COLUMNS = ("verdict", "judgment", "judge", "judge_label", "label", "labels")
 _WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[\s\-]+")
-_TABLES = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".npy", ".npz", ".parquet")
+_TABLES = (".csv", ".tsv", ".json", ".jsonl", ".ndjson")
 _MAX_HEADER_ROWS = 100  # whose keys are the columns of a table
 
 

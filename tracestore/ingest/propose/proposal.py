@@ -83,7 +83,8 @@ class Proposal:
             why = next(iter([*first.unproved, *(f"{text} is left out" for text in first.left_out)]), "several fit")
             count = plural(len(self.candidates) + self.num_more, "layout")
             return f"{count} would fit, and none is proved ({why}); --field lines choose one, tracestore inspect prints them"
-        why = self.refusals[0] if self.refusals else "no array is named as hidden states"
+        unread = [f"{name}: {why}" for name, why in self.observation.unread.items()]
+        why = [*self.refusals, *unread, "no array is named as hidden states"][0]
         return f"no layout fits: {why}; tracestore inspect prints the arrays, --field lines name them"
 
     def tree(self) -> list[str]:

@@ -22,7 +22,7 @@ _MAX_TRACES = 2000
 _MAX_BYTES = 64 << 20
 # The values of a record; its other fields belong to the reading.
 _VALUES = (
-    *("question_id", "sample", "hidden", "attention", "last_token", "tokens", "tokens_decoded", "strings", "layer_ids"),
+    *("question_id", "sample", "attention", "last_token", "tokens", "tokens_decoded", "strings", "layer_ids"),
     *("prompt_length", "optional", "extras", "label", "scores", "deferred_scores", "group"),
 )
 
@@ -102,9 +102,9 @@ def try_layout(layout: Layout, files: Mapping[str, Path], *, is_partial: bool = 
     try:
         for record in _records(execution, outcome):
             sizes.append((record.num_tokens, record.prompt_length or 0))
-            digest.update(_content([getattr(record, name) for name in _VALUES]))
-            _look_at(record, outcome)
             states.append(hashlib.blake2b(_content(record.hidden)).digest())
+            digest.update(states[-1] + _content([getattr(record, name) for name in _VALUES]))
+            _look_at(record, outcome)
             found = {**record.scores, **record.deferred_scores, "label": record.label}
             for name, values in labels.items():
                 value = found.get(name, found.get(score_of(name)))
