@@ -132,3 +132,11 @@ def test_fractions_are_a_score_not_a_label(tmp_path):
 
     assert "correctness.rouge_to_target =" in done.stdout
     assert "is_correct" not in done.stdout
+
+
+@pytest.mark.parametrize("name", ["states.dat", "states.bin", "h.raw"])
+def test_a_refusal_says_what_to_do_with_raw_numbers(tmp_path, name):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / name).write_bytes(states(4, 8).astype("f2").tobytes())
+    (tmp_path / "in/index.json").write_text('{"shape": [4, 8], "dtype": "float16"}')
+    assert f"{name}: no format that is read; raw numbers: np.save" in proposal_of(tmp_path).refusal()
