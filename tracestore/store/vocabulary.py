@@ -352,7 +352,7 @@ pooled vectors: mean, avg, average, pool, pooled, pooling, cls, max
 no states: weight, bias, grad, grads, gradient, gradients, std, var, logits, prob, probs, loss, norms, distance,
   similarity, cosine, coef, sae, latents, key, value, query, keys, values
 no attention: rollout, flow, max, min, entropy, std, var, grad, grads, gradient, gradients, ratio, lookback
-averaged: mean, avg, average, averaged
+averaged: mean, avg, average, averaged, attentions
 generated: generated, generation, gen, new, answer, response, completion
 vague labels: label, labels, y, target, targets, score, scores
 detectors: p, prob, proba, probability, selfcheck, detector, predicted, logit, entropy

@@ -435,7 +435,9 @@ def test_rule_3a_padding_inside_of_prompts(tmp_path, rows, pad):
 def test_rule_3a_ids_behind_the_end(tmp_path, rows, pad):
     """The id of the padding is another one than the layout says [padding as tokens of the answer]."""
     refuse(
-        tmp_path, write_passes(tmp_path, rows) | {"S.pad": pad}, "the id 2 that ends rows by the layout stands before"
+        tmp_path,
+        write_passes(tmp_path, rows) | {"S.pad": pad},
+        "the id 2 that ends rows by the layout stands before|id . twice",
     )
 
 

@@ -102,7 +102,7 @@ def test_heads_are_averaged_where_there_is_one_attention_per_layer(tmp_path):
     dump(
         tmp_path / "in/a.pkl",
         {
-            f"q{k}": {"hidden_states": states(3, 4 + k, 8, seed=k), "mean_attention": attention(3, 4 + k, 4 + k)}
+            f"q{k}": {"hidden_states": states(3, 4 + k, 8, seed=k), "attentions": attention(3, 4 + k, 4 + k)}
             for k in range(3)
         },
     )

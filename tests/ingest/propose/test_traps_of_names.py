@@ -127,14 +127,14 @@ def averaged(name):
     return found
 
 
-@pytest.mark.parametrize("name", ["attention_mean", "attn_mean", "mean_attention", "avg_attn", "attentions_averaged"])
+@pytest.mark.parametrize("name", ["attention_mean", "attn_mean", "mean_attention", "avg_attn", "attentions"])
 def test_a_word_says_that_heads_are_averaged(tmp_path, name):
     dump(tmp_path / "in/a.pkl", averaged(name))
     np.testing.assert_allclose(accept(tmp_path)["q1", 0].attention[0], attention(6, 6), atol=2e-3)
 
 
 @pytest.mark.parametrize(
-    "name", ["attention", "attentions", "attn", "attn_weights", "attention_weights", "attention_maps", "att", "attns"]
+    "name", ["attention", "attn", "attn_weights", "attention_weights", "attention_maps", "att", "attns"]
 )
 def test_as_many_heads_of_one_layer_as_layers_rule_18(tmp_path, name):
     dump(tmp_path / "in/a.pkl", averaged(name))

@@ -219,7 +219,7 @@ class Padding:
                 f"some rows begin with the id {self._fill} that fills rows: S.mask or S.lengths states the padding",
                 field="S.pad",
             )
-        if self._end in self._inner:
+        if self._end in self._inner and (self._end == self._fill or not self._is_filled):
             found = f"the id {self._end} that ends rows by the layout stands before other ids that were generated"
             raise InvalidInputError(f"{found}: S.lengths states where rows end", field="S.pad")
         also = (self._before & self._last) - self._inner

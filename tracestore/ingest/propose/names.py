@@ -17,6 +17,8 @@ _NEGATIVE = r"(?<![^\W_])-(?=\d)"
 _TOKEN = re.compile(rf"{_TYPE}|{_DIGEST}|[^\W\d_]+|(?:{_NEGATIVE})?\d+|(?:(?!{_NEGATIVE})[\W_])+")
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _WORD = re.compile(r"[^\W\d_]+")
+# The doubt of numbers in names of files and keys next to an id.
+NUMBERS_OF_NAMES = "no word says that the numbers of names are layers"
 _BOUND = re.compile(r"\{[^}]*\}")
 # That of a compressed file has two parts.
 _SUFFIX = re.compile(r"(\.[a-z]\w*)?\.(gz|bz2|xz|zst|z|zlib)$|\.[^./]*$", re.IGNORECASE)
@@ -218,7 +220,7 @@ def _names_of(columns: Sequence[list[Piece]], *, keep_single: bool) -> tuple[lis
     for k, column in enumerate(columns):
         what = "id" if k == main else column[0][1]
         if what == "?" and k in numbers and "layer" not in names:
-            what, doubt = "layer", "no word says that the numbers of names are layers"
+            what, doubt = "layer", NUMBERS_OF_NAMES
         elif what == "?" or what in names:
             what = f"part{k}"
         names.append(what if varying[k] else "")

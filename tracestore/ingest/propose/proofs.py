@@ -8,7 +8,7 @@ from typing import NamedTuple
 from tracestore.ingest.propose.identities import Identity, Places
 from tracestore.ingest.propose.leaves import NUMBERS, Leaf, Spot
 from tracestore.ingest.propose.meanings import Meaning
-from tracestore.ingest.propose.names import without_names, words_of
+from tracestore.ingest.propose.names import NUMBERS_OF_NAMES, without_names, words_of
 from tracestore.ingest.propose.orders import Axes, Frame
 from tracestore.store.format import schema
 from tracestore.store.vocabulary import COUNTED, SAYING, score_of_word
@@ -20,7 +20,7 @@ PROOFS_OF_S = frozenset(("tokens", "tokens_decoded", "attentions", "S.mask", *RA
 _ANSWERS = frozenset(("generated_answer", "generated_answer_clean"))
 # Names of the states of all layers: no heads, parts of a layer or kinds of embeddings have them.
 _ALL_LAYERS = frozenset(
-    ("hidden", "hidden_states", "all_hidden_states", "layer_hidden_states", "decoder_hidden_states")
+    ("hidden", "states", "hidden_states", "all_hidden_states", "layer_hidden_states", "decoder_hidden_states")
 )
 # What a mask proves whose rows differ and leave whole rows of attention.
 NUMBER_OF_TRACES = "N: no ids, questions, answers or lengths give the number of traces"
@@ -66,7 +66,11 @@ class Case:
     def unproved(self) -> list[str]:
         """Return what is not proved."""
         layers = [] if self._are_all_layers else self._of_layers()
-        doubts = [doubt for doubt in self.identity.doubts if doubt != NUMBERS or not self._are_all_layers]
+        doubts = [
+            doubt
+            for doubt in self.identity.doubts
+            if doubt not in (NUMBERS, NUMBERS_OF_NAMES) or not self._are_all_layers
+        ]
         return [*doubts, *self._of_files(), *self._of_names(), *layers, *self._of_axes(), *self._of_values()]
 
     def _has(self, *names: str) -> bool:
@@ -111,7 +115,11 @@ class Case:
         has_samples = any(text in self._address for text in ("{sample}", "sample=", "[K]"))
         words = self.states.words - (SAYING["answers"] if has_samples else set())
         words -= self.places.words_of_traces(self.frame.leaf, self.identity)
-        return name in _ALL_LAYERS and has_ids and self._is_one_text and not words & SAYING["several"]
+        name += "s" * (name == "hidden_state" and "layer" in self.frame.leaf.bound)
+        # Answers have different numbers of tokens; arrays that a number in their name tells apart have one in each trace.
+        is_named = bool(words_of(without_names((self.frame.leaf.files, *self.frame.leaf.path)[-1])))
+        is_numbered = is_named and "layer" in self.frame.leaf.bound and len(self.frame.num_tokens - {None}) > 1
+        return name in _ALL_LAYERS and has_ids and (self._is_one_text or is_numbered) and not words & SAYING["several"]
 
     def _of_files(self) -> list[str]:
         """Return what the names of files leave open: the id of a trace, a row that is its own, the class of answers."""
