@@ -166,6 +166,9 @@ class Padding:
         # The columns of the first pass of generation, and whether the row may end with padding that no line states.
         num_prompt = sizes[0] if len(sizes) > 1 and len(trace.cells) == 1 else None
         is_of_array = not trace.fixed.keys().isdisjoint("NK")
+        if num_prompt and self._fill in ids[1:num_prompt] and self._fill != self._end and not self._is_masked:
+            found = f"the id {self._fill} that fills rows is inside a prompt: S.mask or S.lengths states the padding"
+            raise InvalidInputError(found, field="S.pad")
         may_be_padded = trace.is_row and (num_prompt is not None or (is_of_array and len(ids) > num_states))
         return self._end_before_padding(ids, num_states, num_prompt, may_be_padded=may_be_padded)
 
@@ -184,9 +187,6 @@ class Padding:
             return num_states
         if num_prompt is not None:
             self._inner.update(ids[num_prompt : end - 1].tolist())
-            if fill in ids[1:num_prompt] and fill != self._end and not self._is_masked:
-                found = f"the id {fill} that fills rows is inside a prompt: S.mask or S.lengths states the padding"
-                raise InvalidInputError(found, field="S.pad")
         if end == len(ids):
             self._last.add(last)
             self._doubled_end = last if last in ids[-2:-1] else self._doubled_end
@@ -220,8 +220,8 @@ class Padding:
                 field="S.pad",
             )
         if self._end in self._inner and (self._end == self._fill or not self._is_filled):
-            found = f"the id {self._end} that ends rows by the layout stands before other ids that were generated"
-            raise InvalidInputError(f"{found}: S.lengths states where rows end", field="S.pad")
+            text = f"the id {self._end} that ends rows by the layout stands before other ids that were generated"
+            raise InvalidInputError(f"{text}: S.lengths states where rows end", field="S.pad")
         also = (self._before & self._last) - self._inner
         if self._end is not None:
             if self._end == self._fill and also:

@@ -68,7 +68,7 @@ def _is_asked(meaning: Meaning, identity: Identity, states: Meaning) -> bool:
         if is_other or not identity.ids.issuperset(texts_of(leaf.scalars)):
             return True
     may_be_verdict = may_be_label(leaf) or (leaf.files != states.leaf.files and may_be_score(leaf))
-    return not meaning.reason and (leaf.rank > 0 or ((not meaning.field or meaning.verdicts) and may_be_verdict))
+    return not meaning.reason and (leaf.rank > 0 or (may_be_verdict and (not meaning.field or bool(meaning.verdicts))))
 
 
 def _reason(address: str, meanings: Sequence[Meaning]) -> str:

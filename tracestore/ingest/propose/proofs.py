@@ -71,7 +71,8 @@ class Case:
             for doubt in self.identity.doubts
             if doubt not in (NUMBERS, NUMBERS_OF_NAMES) or not self._are_all_layers
         ]
-        return [*doubts, *self._of_files(), *self._of_names(), *layers, *self._of_axes(), *self._of_values()]
+        axes = [*layers, *self._of_words(), *self._of_axes()]
+        return [*doubts, *self._of_files(), *self._of_names(), *axes, *self._of_values()]
 
     def _has(self, *names: str) -> bool:
         return any(name in self.lines for name in names)
@@ -153,12 +154,8 @@ class Case:
         is_proved = self._has("attentions", "L.ids") or self.places.is_output(self.frame.leaf, self.frame.axes)
         return [] if is_proved else ["L: the extent alone gives the axis of the layers"]
 
-    def _of_axes(self) -> list[str]:
-        """Return what is not proved of N, S and T.
-
-        N is proved by ids, texts or lengths (rule 15); S by tokens, a mask, lengths, or as the one axis that varies (rule
-        16), and in a stack by a mask or lengths (rule 17); T by passes (rule 3).
-        """
+    def _of_words(self) -> list[str]:
+        """Return what words leave open: whose state an id is of, and whether weights are those of heads."""
         found = []
         is_plain = not self.frame.has_passes and self._has("tokens", "tokens_decoded")
         if is_plain and any(SAYING["generated"] & set(words_of(key)) for key in self._keys("tokens", "tokens_decoded")):
@@ -166,6 +163,15 @@ class Case:
         are_heads = self._has("attentions") and self.lines["attentions"].axes[-3:-2] == ("L",)
         if are_heads and not any(SAYING["averaged"] & set(words_of(key)) for key in self._keys("attentions")):
             found.append("attentions: no word says that heads are averaged: L may be the heads of one layer")
+        return found
+
+    def _of_axes(self) -> list[str]:
+        """Return what is not proved of N, S and T.
+
+        N is proved by ids, texts or lengths (rule 15); S by tokens, a mask, lengths, or as the one axis that varies (rule
+        16), and in a stack by a mask or lengths (rule 17); T by passes (rule 3).
+        """
+        found = []
         if {"N", "(N S)"} & set(self.frame.axes):
             if not self._has("question_id", *TEXTS, "S.lengths", "S.offsets"):
                 found.append(NUMBER_OF_TRACES)

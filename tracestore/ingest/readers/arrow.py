@@ -220,7 +220,7 @@ class RowOpener:
             return self.value(column[row])
         numbers, names = column
         with refusals():
-            number = self.value(numbers[row])
+            number = numbers[row].as_py()
             # A negative number stands for no class.
             name = None if number is None or number < 0 else names[number]
         self.charge(len(name or ""))
