@@ -225,23 +225,26 @@ def test_labels_of_a_scores_file_change_with_a_file_that_grows(tmp_path, workers
     assert "scores, labels or groups of 2 stored traces have changed and were replaced" in done.stdout
 
 
-def test_scores_of_a_command_are_those_of_a_new_store(tmp_path):
+@pytest.mark.parametrize("on_conflict", ["error", "keep-first", "keep-last"])
+def test_scores_of_a_command_are_those_of_a_new_store(tmp_path, on_conflict):
     write_traces(tmp_path / "in")
     for which in (0, 1):
         write_values(tmp_path / f"{which}.csv", which)
         convert(tmp_path / "in", tmp_path / f"{which}.zarr", "--scores", tmp_path / f"{which}.csv")
     convert(tmp_path / "in", tmp_path / "s.zarr")
 
-    for which in (0, 1):
+    for which, flags in ((0, []), (1, ["--on-conflict", on_conflict])):
         done = command(
-            "score", tmp_path / "s.zarr", "--scores", tmp_path / f"{which}.csv", "--score-column", "score", check=0
+            *("score", tmp_path / "s.zarr", "--scores", tmp_path / f"{which}.csv", "--score-column", "score", *flags),
+            check=3 * (which == 1 and on_conflict == "error"),
         )
 
     old, new = (stored(tmp_path / f"{which}.zarr") for which in (0, 1))
     for key, (score, _, group) in stored(tmp_path / "s.zarr").items():
         kept = [o if n == "" or n != n else n for o, n in zip(old[key], new[key], strict=True)]
-        np.testing.assert_equal((score, group), (kept[0], kept[2]))
-    assert done.stdout
+        expected = {"error": old[key], "keep-first": kept, "keep-last": new[key]}[on_conflict]
+        np.testing.assert_equal((score, group), (expected[0], expected[2]))
+    assert "that the sources no longer have" in done.stdout + done.stderr or "was removed" in done.stdout
 
 
 def test_the_first_score_of_the_layout_is_the_default(tmp_path):

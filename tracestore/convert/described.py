@@ -4,12 +4,10 @@ import json
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from tracestore.convert.options import OnConflict
 from tracestore.errors import InvalidInputError, escape_unprintable
 from tracestore.ingest.builtin.parts import Part, sources_in_order
 from tracestore.ingest.execute.execution import Execution
@@ -17,9 +15,11 @@ from tracestore.ingest.exports.finding import find_export
 from tracestore.ingest.layout.fields import score_of
 from tracestore.ingest.score_files import FoundFiles
 from tracestore.ingest.sources import SourceFile
+from tracestore.ingest.stored_values import ChangedValues, is_none, stored_values
 from tracestore.store.format.labels import CORRECT, HALLUCINATION, ScoreField
 from tracestore.store.format.provenance import Provenance
-from tracestore.store.read.columns import Columns, TraceValues
+from tracestore.store.read.columns import Columns
+from tracestore.store.write.keys import OnConflict
 from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.record import TraceRecord
 from tracestore.store.write.writer import StoreWriter
@@ -29,64 +29,6 @@ from tracestore.words import plural
 _LABEL = "label"
 _JUDGMENTS = ("is_correct", "is_hallucinated")
 _COPY = re.compile(r"( \(\d+\)|[-_ .](checkpoint|copy ?\d*|bak|backup|old|orig))+$", re.IGNORECASE)
-
-
-class ChangedValues:
-    """Scores, labels and groups that replace those of stored traces.
-
-    What the sources no longer have is a conflict: `on_conflict` removes it ("keep-last"), keeps it or refuses it.
-
-    Attributes
-    ----------
-    num_replaced : int
-        Traces with another stored value before.
-    """
-
-    def __init__(self, writer: StoreWriter, on_conflict: OnConflict) -> None:
-        self._writer, self.columns, self._on_conflict = writer, writer.read_columns(), on_conflict
-        self._updates: dict[int, TraceValues] = {}
-        self._lost: list[int] = []
-        self.num_replaced = 0
-
-    def set(self, index: int, scores: Mapping[str, float], label: float | None, group: str | None) -> None:
-        """Set the values of a trace: NaN and "" where the sources have none, None where they say nothing."""
-        names, before = list(scores), stored_values(self.columns, index, scores)
-        after: list[Any] = [*scores.values(), label, group]
-        if any(_is_none(new) and not _is_none(old) for old, new in zip(before, after, strict=True) if new is not None):
-            self._lost.append(index)
-            if self._on_conflict != "keep-last":
-                after = [None if _is_none(value) else value for value in after]
-        changed = [
-            (old, new)
-            for old, new in zip(before, after, strict=True)
-            if new is not None and old != new and not (_is_none(old) and _is_none(new))
-        ]
-        if changed:
-            known = {name: value for name, value in zip(names, after, strict=False) if value is not None}
-            self._updates[index] = TraceValues(known, *after[-2:])
-            self.num_replaced += not all(_is_none(old) for old, _ in changed)
-
-    def commit(self, of_sources: Collection[str] = ()) -> None:
-        """Store the values; sources of these paths have all of theirs then."""
-        if self._lost and self._on_conflict == "error":
-            shown = escape_unprintable(self._writer.index.question_id(self._lost[0]), 60)
-            raise InvalidInputError(
-                f"{plural(len(self._lost), 'stored trace')} such as {shown} have a score, label or group that the sources "
-                "no longer have; --on-conflict keep-last removes it, keep-first keeps it"
-            )
-        self._writer.update_values(self._updates, of_sources=of_sources)
-        self._writer.commit()
-
-
-def stored_values(columns: Columns, index: int, scores: Iterable[str]) -> list[Any]:
-    """Return some scores, the label and the group of a committed trace."""
-    found = [float(columns.score(name)[index]) for name in scores]
-    return [*found, float(columns.labels[index]), columns.group(index)]
-
-
-def _is_none(value: float | str | None) -> bool:
-    """Return whether a value is missing: NaN or an empty text."""
-    return value == "" or value != value
 
 
 class DescribedRun:
@@ -144,7 +86,8 @@ class DescribedRun:
         self._num_traces = 0
         self._layer_ids: list[tuple[int, ...] | None] = []  # those of the first source, when it is known
         self._ids_of_states: dict[int, str] = {}  # by the checksum and the number of tokens
-        self.num_replaced = self.num_equal = 0
+        self.num_equal = 0
+        self._changes: list[str] = []  # of stored traces
         self.read: set[str] = set()
 
     def shared_note(self, num_alone: int) -> str:
@@ -343,7 +286,7 @@ class DescribedRun:
             if (index := writer.index.find(*key)) >= 0:  # else dropped by skip_bad
                 values.set(index, *self._values(key))
         values.commit(self.read)
-        self.num_replaced += values.num_replaced
+        self._changes = list(values.lines())
 
     def _values(self, key: tuple[str, int]) -> tuple[dict[str, float], float | None, str | None]:
         """Return the scores, the label and the group that fill() gives a committed trace."""
@@ -356,7 +299,7 @@ class DescribedRun:
         scores, *others = self._values(key)
         before = stored_values(columns, index, scores)
         pairs = zip(before, [*scores.values(), *others], strict=True)
-        return any(new is not None and not _is_none(old) and old != new for old, new in pairs)
+        return any(new is not None and not is_none(old) and old != new for old, new in pairs)
 
     def lines(self) -> Iterator[str]:
         """Yield what was stored as labels."""
@@ -371,8 +314,7 @@ class DescribedRun:
             yield f"{name} (high: {meaning}): {text}, {self._num_traces - known:,} missing"
         if self.num_equal:
             yield f"{plural(self.num_equal, 'trace')} with the hidden states of another id"
-        if self.num_replaced:
-            yield f"scores, labels or groups of {plural(self.num_replaced, 'stored trace')} have changed and were replaced"
+        yield from self._changes
 
 
 def _kind_of(value: float) -> str:

@@ -5,18 +5,19 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from itertools import starmap
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tracestore.console import Output
-from tracestore.convert.described import ChangedValues, DescribedRun
+from tracestore.convert.described import DescribedRun
 from tracestore.convert.options import ConvertOptions
-from tracestore.errors import InvalidInputError, UsageError, error_location, escape_unprintable
-from tracestore.ingest.execute.table_accounts import check_remainders
-from tracestore.ingest.score_files import ID_COLUMN, ScoreRow, direction_of, read_table
+from tracestore.errors import InvalidInputError, UsageError, escape_unprintable
+from tracestore.ingest.score_files import ID_COLUMN, ScoreRow, direction_of
 from tracestore.ingest.sources import SourceFile
+from tracestore.ingest.stored_values import ChangedValues, without_row_note
 from tracestore.store.format import schema
 from tracestore.store.format.labels import HALLUCINATION
 from tracestore.store.read.columns import Columns
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from tracestore.ingest.scores import Scores
 
 _NO_ROW = ScoreRow()
-_MAX_ROWS = 100  # in which the message names a column with the ids of the traces
 
 
 class Scoring:
@@ -81,13 +81,14 @@ class Scoring:
                 f"{self.file.path} has no ids and fits one trace file, found {len(self.sources):,}; "
                 f"write a table with {ID_COLUMN}"
             )
-        self._num_positions = self._num_replaced = self._num_labels = 0
+        self._num_positions = self._num_labels = 0
+        self._changes: list[str] = []  # of stored traces
         self._row_in_order: dict[
             tuple[str, int], ScoreRow
         ] = {}  # of the traces that were read, without ids in the file
         self._name = ""  # of the file's scores in the store
-        self._without_row: dict[str, None] = {}  # ids of traces that the file lacks
-        self._matched: set[str] = set()  # ids of traces that it has
+        self._without_row: dict[tuple[str, int], None] = {}  # keys of traces that the file lacks
+        self._matched: set[tuple[str, int]] = set()  # keys of rows that traces have
         self._unscored: Counter[str] = Counter()  # by the key of values that may be labels, in traces without a score
         if self.file is None:
             _check_flags(options)
@@ -133,9 +134,9 @@ class Scoring:
         if self.file.in_order:
             self._num_positions = max(self._num_positions, record.position + 1)
         elif row is None:
-            self._without_row[record.question_id] = None
+            self._without_row[record.question_id, record.sample] = None
         else:
-            self._matched.add(record.question_id)
+            self._matched.add(self.file.key_of(record.question_id, record.sample))
         row = row or _NO_ROW
         if self.file.in_order:
             self._row_in_order[record.question_id, record.sample] = row
@@ -167,8 +168,9 @@ class Scoring:
         labels, scores = (np.array([getattr(row, name) for row in rows]) for name in ("label", "score"))
         is_used = self._described.is_builtin | np.isnan(own)
         self._num_labels += int((is_used & ~np.isnan(labels)).sum())
-        self._without_row |= dict.fromkeys(q for q, row in zip(block.ids, rows, strict=True) if row is _NO_ROW)
-        self._matched.update(q for q, row in zip(block.ids, rows, strict=True) if row is not _NO_ROW)
+        self._without_row |= dict.fromkeys(key for key, row in zip(block.keys, rows, strict=True) if row is _NO_ROW)
+        has_row = (key for key, row in zip(block.keys, rows, strict=True) if row is not _NO_ROW)
+        self._matched.update(starmap(self.file.key_of, has_row))
         for k in np.flatnonzero(np.isnan(scores)).tolist():
             self._count_unscored(block.trace(k))
         labeled = block.with_labels(np.where(is_used, labels, own))
@@ -235,38 +237,17 @@ class Scoring:
         # An earlier run may have committed traces, and refused the ids at its end.
         unscored = self._sources_have(writer)[0] & np.isnan(writer.read_columns().score(self._name))
         keys_of_unscored = (_key_of(writer, index) for index in np.flatnonzero(unscored).tolist())
-        committed = dict.fromkeys(key[0] for key in keys_of_unscored if self.file.row_of(*key) is None)
-        self._without_row = committed | self._without_row
-        if not self._without_row:
+        committed = dict.fromkeys(key for key in keys_of_unscored if self.file.row_of(*key) is None)
+        if not (missing := committed | self._without_row):
             return
-        keys = self.file.keys
-        ids = list(dict.fromkeys(question_id for question_id, _ in keys))
-        found = self._matched.union(q for q, sample in keys if writer.index.find(q, sample) >= 0)
-        unused = [question_id for question_id in ids if question_id not in found]
-        if can_refuse:
-            with error_location(self.file.path.name):
-                check_remainders(ID_COLUMN, ids, unused, list(self._without_row))
-        if not ids or len(unused) < len(ids):
+        matched = self._matched.union(key for key in self.file.keys if writer.index.find(*key) >= 0)
+        message = self.file.check_ids(matched, missing, is_whole=can_refuse)
+        if message is None:
             return
         is_labeled = bool(writer.manifest.num_scored or np.isfinite(writer.read_columns().labels).any())
         if can_refuse and not is_labeled:
-            raise InvalidInputError(self._no_match(self.file, ids), source=self.file.path.name)
-        self._output.info(f"{self.file.path.name}: {self._no_match(self.file, ids)}")
-
-    def _no_match(self, file: "Scores", ids: list[str]) -> str:
-        """Return an example of both sides, and the flag to use."""
-        with read_table(file.path) as table:
-            rows = list(itertools.islice(table.rows, _MAX_ROWS))
-        columns = dict.fromkeys(name for row in rows for name, value in row.items() if str(value) in self._without_row)
-        own, other = (escape_unprintable(next(iter(found)), 40) for found in (ids, self._without_row))
-        advice = "write the ids of the traces into it, or name another key of the traces with a line for question_id"
-        if columns:
-            name = escape_unprintable(next(iter(columns)), 60)
-            advice = f"its column {name} has them: --id-column {name}"
-        return (
-            f"found {plural(len(ids), 'id')} such as {own!r}, and none of them in the traces, which have ids such as "
-            f"{other!r}; {advice}"
-        )
+            raise InvalidInputError(message, source=self.file.path.name)
+        self._output.info(f"{self.file.path.name}: {message}")
 
     def fill(self, writer: StoreWriter) -> None:
         """Set scores, labels and groups of committed traces as the file has them now."""
@@ -274,14 +255,20 @@ class Scoring:
         if self.file is None:
             return
         values = ChangedValues(writer, self._on_conflict)
-        has_groups = any(row.group for row in self.file.rows.values())
+        has_groups, with_row = self.file.has_groups, set[int]()
         for index, row, is_own in self._rows_of_traces(writer, self.file, values.columns):
             # Inside of built-in layouts, only the label of the file is one.
             label = row.label if row.label == row.label or (is_own and self._described.is_builtin) else None
             score = {} if row is _NO_ROW else {self._name: row.score}
             values.set(index, score, label, row.group if row.group or (has_groups and row is not _NO_ROW) else None)
+            if row is not _NO_ROW:
+                with_row.add(index)
         values.commit()
-        self._num_replaced = values.num_replaced
+        has_score = self._sources_have(writer)[0] & ~np.isnan(values.columns.score(self._name))
+        num_kept = 0 if self.file.in_order else len(set(np.flatnonzero(has_score).tolist()) - with_row)
+        name = escape_unprintable(self.file.path.name, 60)
+        self._changes = [f"{name}: {line}" for line in values.lines()]
+        self._changes += without_row_note(num_kept, name, self._name)
 
     def must_read(self, writer: StoreWriter) -> bool:
         """Return whether a scores file without ids may have other values than the store, which only its traces tell."""
@@ -340,8 +327,7 @@ class Scoring:
         if self.file is None:
             return
         name = escape_unprintable(self.file.path.name, 60)
-        if self._num_replaced:
-            yield f"{name}: scores, labels or groups of {plural(self._num_replaced, 'stored trace')} have changed and were replaced"
+        yield from self._changes
         if self._num_labels:
             yield (
                 f"label (1: {HALLUCINATION}): found in {name} for {plural(self._num_labels, 'trace')} and used before the "

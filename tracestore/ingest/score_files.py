@@ -21,6 +21,8 @@ from tracestore.store.vocabulary import PRIMARY_SCORES, SCORES, SYNONYMS
 ID_COLUMN, GROUP_COLUMN = "question_id", "group"
 # Columns of the question ids, by their normalized names; the first one of a table counts.
 _ID_COLUMNS = (ID_COLUMN, *(name.replace(" ", "_") for name in SYNONYMS[ID_COLUMN]))
+# Those of the sample. Other names, such as sample_id, are also those of rows.
+_SAMPLE_COLUMNS = ("sample", "sample_idx", "sample_index", "sample_number", "answer_idx", "generation_idx")
 # Columns whose words have a meaning, and whose numbers do not. They count if there is none of SCORES.
 WORD_COLUMNS = ("verdict", "judgment", "judge", "judge_label", "label", "labels")
 _WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[\s\-]+")
@@ -49,6 +51,12 @@ def id_column_of(header: Sequence[str]) -> str | None:
     """Return the column of the question ids: question_id, or the first of its other names."""
     found = {normalized(name): name for name in reversed(header)}
     return next((found[name] for name in _ID_COLUMNS if name in found), None)
+
+
+def sample_column_of(header: Sequence[str], id_column: str | None) -> str | None:
+    """Return the column of the numbers of answers, next to that of the question ids."""
+    found = {normalized(name): name for name in reversed(header) if name != id_column}
+    return next((found[name] for name in _SAMPLE_COLUMNS if name in found), None)
 
 
 def score_columns_of(header: Sequence[str]) -> list[str]:

@@ -1,15 +1,16 @@
-"""Read scores files (CSV with question_id and a column of scores), and update the scores of a store."""
+"""Read scores files: CSV with question_id and a column of scores, and others."""
 
 import dataclasses
+import itertools
 import math
 import re
+from collections.abc import Collection, Container
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from tracestore.errors import InvalidInputError, UsageError
+from tracestore.errors import InvalidInputError, UsageError, error_location, escape_unprintable
+from tracestore.ingest.execute.table_accounts import check_remainders
 from tracestore.ingest.execute.values import label_value, number, score_value
 from tracestore.ingest.score_files import (
     GROUP_COLUMN,
@@ -21,6 +22,7 @@ from tracestore.ingest.score_files import (
     id_column_of,
     normalized,
     read_table,
+    sample_column_of,
     score_columns_of,
 )
 from tracestore.store.format.labels import (
@@ -29,16 +31,13 @@ from tracestore.store.format.labels import (
     HALLUCINATION,
     PREDICTION_COLUMNS,
     ScoreField,
-    describe,
-    unlabeled_note,
 )
-from tracestore.store.read.columns import TraceValues
-from tracestore.store.read.store import open_store
 from tracestore.store.vocabulary import score_of_word
-from tracestore.store.write.writer import StoreWriter
+from tracestore.words import plural
 
 _MIN_LABELS = 10  # fewer may be those of the answers with wrong scores
 _MAX_SAMPLE = 2**31
+_MAX_ROWS = 100  # in which the message names a column with the ids of the traces
 # The question id and sample of a trace; in files without ids its place in the order of the traces.
 Key = tuple[str, int] | int
 
@@ -50,7 +49,7 @@ def score_name(column: str) -> str:
 
 @dataclass
 class Scores:
-    """The rows of a file by the keys of traces: samples are 0 if the file has no `sample` column.
+    """The rows of a file by the keys of traces: samples are 0 if the file has no column of samples.
 
     Labels are those of a column next to the scores.
     """
@@ -58,7 +57,7 @@ class Scores:
     path: Path
     column: str
     direction: str
-    has_samples: bool
+    sample_column: str | None
     rows: dict[Key, ScoreRow] = dataclasses.field(default_factory=dict)
     id_column: str | None = ID_COLUMN
     group_column: str = GROUP_COLUMN
@@ -69,6 +68,11 @@ class Scores:
     def in_order(self) -> bool:
         """Return whether the rows have no ids and are in the order of the traces."""
         return self.id_column is None
+
+    @property
+    def has_samples(self) -> bool:
+        """Return whether a row is of one sample of its question, and not of every sample."""
+        return self.sample_column is not None
 
     @property
     def name(self) -> str:
@@ -97,9 +101,78 @@ class Scores:
                     f"found a second {column} {found!r} for question {question!r}, expected {expected!r} as before"
                 )
 
+    @property
+    def has_groups(self) -> bool:
+        """Return whether a row has a group."""
+        return any(row.group for row in self.rows.values())
+
+    def key_of(self, question_id: str, sample: int) -> tuple[str, int]:
+        """Return the key of the row of a trace."""
+        return question_id, sample if self.has_samples else 0
+
     def row_of(self, question_id: str, sample: int = 0, position: int = 0) -> ScoreRow | None:
         """Return the row of a trace, at a position in the order of the traces."""
-        return self.rows.get(position if self.in_order else (question_id, sample if self.has_samples else 0))
+        return self.rows.get(position if self.in_order else self.key_of(question_id, sample))
+
+    def check_ids(self, matched: Container[Key], missing: Collection[tuple[str, int]], *, is_whole: bool) -> str | None:
+        """Check rules 12b and 12c: some rows are those of traces, and the others differ by more than spelling.
+
+        Parameters
+        ----------
+        matched : container of Key
+            The keys of rows that traces have.
+        missing : collection of (str, int)
+            Question ids and samples of the traces without a row.
+        is_whole : bool
+            False if more traces may follow: rule 12b is not checked.
+
+        Returns
+        -------
+        str or None
+            What is wrong if no row is that of a trace.
+
+        Raises
+        ------
+        InvalidInputError
+            If ids or samples of rows without a trace and of traces without a row differ by spelling, or by one.
+        """
+        if self.in_order or not missing:
+            return None
+        keys, without_row = self.keys, dict.fromkeys(question_id for question_id, _ in missing)
+        ids, unused = dict.fromkeys(question_id for question_id, _ in keys), [key for key in keys if key not in matched]
+        if is_whole:
+            with_trace = {*without_row, *(question_id for question_id, _ in {*keys}.difference(unused))}
+            unknown = [
+                question_id for question_id in dict.fromkeys(q for q, _ in unused) if question_id not in with_trace
+            ]
+            with error_location(self.path.name):
+                check_remainders(ID_COLUMN, list(ids), unknown, [q for q in without_row if q not in ids])
+                self._check_samples({s for _, s in unused}, {s for q, s in missing if q in ids})
+        return self._no_match(next(iter(keys)), missing) if len(unused) == len(keys) > 0 else None
+
+    def _check_samples(self, unused: set[int], missing: set[int]) -> None:
+        if self.has_samples and unused - missing:
+            rows = sorted({sample for _, sample in self.keys})
+            check_remainders("sample", rows, sorted(unused - missing), sorted(missing - unused))
+
+    def _no_match(self, own: tuple[str, int], missing: Collection[tuple[str, int]]) -> str:
+        """Return an example of both sides, and the flag to use."""
+        ids = {question_id for question_id, _ in missing}
+        with read_table(self.path) as table:
+            rows = list(itertools.islice(table.rows, _MAX_ROWS))
+        columns = dict.fromkeys(name for row in rows for name, value in row.items() if str(value) in ids)
+        advice = "write the ids of the traces into it, or name another key of the traces with a line for question_id"
+        if columns and self.id_column not in columns:
+            name = escape_unprintable(next(iter(columns)), 60)
+            advice = f"its column {name} has them: --id-column {name}"
+        shown, other = (
+            f"{escape_unprintable(question_id, 40)!r}" + f", sample {sample}" * (own[0] in ids)
+            for question_id, sample in (own, next(iter(missing)))
+        )
+        return (
+            f"found {plural(len({q for q, _ in self.keys}), 'id')} such as {shown}, and none of them in the traces, which "
+            f"have ids such as {other}; {advice}"
+        )
 
     def check_labels(self) -> None:
         """Raise UsageError if the labels contradict the scores, so that a label of 1 cannot mean a hallucinated answer."""
@@ -173,8 +246,10 @@ def read_scores(
     try:
         with read_table(path) as table:
             scores = _columns(path, table, score_column, group_column, score_direction, id_column)
+            header = {*table.header}
             for position, row in enumerate(table.rows):
                 try:
+                    _check_late_columns(scores, row.keys() - header)
                     scores.add(*_row(scores, row, position))
                 except InvalidInputError as error:
                     raise InvalidInputError(f"row {position}: {error.reason}", field=error.field) from None
@@ -214,17 +289,24 @@ def _columns(
     if len(candidates) > 1:
         choices = " or ".join(f"--score-column {column}" for column in candidates)
         raise UsageError(f"{path.name}: found columns {' and '.join(candidates)}; choose {choices}")
-    column = candidates[0]
+    column, samples = candidates[0], sample_column_of(header, ids)
     direction = score_direction or direction_of(column)
     if column == "label" and tuple(header[: len(PREDICTION_COLUMNS)]) == PREDICTION_COLUMNS:
         direction = HALLUCINATION
-    scores = Scores(path, column, direction or CORRECT, "sample" in header, id_column=ids)
+    scores = Scores(path, column, direction or CORRECT, samples, id_column=ids)
     scores.group_column, scores.is_direction_known = group_column or GROUP_COLUMN, direction is not None
     if score_column is None and column != "label" and "label" in header:
         scores.label_column = "label"
     if direction is None and normalized(column) not in WORD_COLUMNS:
         raise _ambiguous_direction(path, column)
     return scores
+
+
+def _check_late_columns(scores: Scores, names: set[str]) -> None:
+    """Refuse columns that count and that the first rows, which are the header, do not have."""
+    names = {name for name in names if name == "label" or sample_column_of([name], scores.id_column)}
+    if names:
+        raise InvalidInputError(f"found {min(names)}, which the first rows do not have; write it into the first row")
 
 
 def _ambiguous_direction(path: Path, column: str) -> UsageError:
@@ -263,106 +345,10 @@ def _row(scores: Scores, row: dict[str, Any], position: int) -> tuple[Key, Score
     label = math.nan if scores.label_column is None else _label(scores, row.get(scores.label_column))
     if scores.id_column is None:
         return position, ScoreRow(score, "", label)
-    question, sample = row.get(scores.id_column), number(row.get("sample", 0), "sample")
+    question = row.get(scores.id_column)
+    sample = 0 if scores.sample_column is None else number(row.get(scores.sample_column), "sample")
     if not isinstance(question, str | int) or isinstance(question, bool):
         raise InvalidInputError(f"found {question!r:.42} in {scores.id_column}, expected an id")
     if not 0 <= sample < _MAX_SAMPLE:
         raise InvalidInputError(f"found sample {sample}, expected 0 to 2^31 - 1")
     return (str(question), sample), ScoreRow(score, "" if group is None else str(group).strip(), label)
-
-
-@dataclass(frozen=True)
-class ScoreReport:
-    """Counts of an update; the JSON document of `tracestore score --json`."""
-
-    store: str
-    num_updated: int
-    num_scored: int
-    num_traces: int
-    num_scores_without_trace: int
-    generation: int
-    score: str
-    default_score: str | None
-    score_direction: str
-    labels: str
-    num_labels_unused: int
-    unlabeled: str | None
-
-
-def update_scores(
-    path: str | Path,
-    scores: Scores,
-    *,
-    name: str | None = None,
-    source: str | None = None,
-    version: str | None = None,
-    is_default: bool = False,
-) -> ScoreReport:
-    """Set a named score and the groups of the traces of a store, and commit.
-
-    Parameters
-    ----------
-    path : str or Path
-        The store: a folder or a URL of an object store.
-    scores : Scores
-        If it has no samples, a score applies to every sample of its question.
-    name : str, optional
-        Name of the score. Default: the default score of the store, or the column's name if it has none.
-    source, version : str, optional
-        Where the values come from. Default: file and column.
-    is_default : bool
-        Make it the default score. The first score of a store is in any case.
-
-    Returns
-    -------
-    ScoreReport
-
-    Raises
-    ------
-    UsageError
-        If there is no store, or the name is not valid.
-    """
-    field = dataclasses.replace(scores.score_field, version=version)
-    field = field if source is None else dataclasses.replace(field, source=source)
-    # Open first: the writer would create a missing store.
-    open_store(path).close()
-    with StoreWriter(path) as writer:
-        columns = writer.read_columns()
-        name = name or writer.attributes.default_score or scores.name
-        scores.check_count(writer.manifest.num_traces)
-        by_id: dict[str, list[int]] = {}
-        for index in range(0 if scores.has_samples else len(columns)):
-            by_id.setdefault(writer.index.question_id(index), []).append(index)
-        updates: dict[int, TraceValues] = {}
-        unknown = 0
-        for key, row in scores.rows.items():
-            if isinstance(key, int):
-                indices = [key]
-            else:
-                indices = [writer.index.find(*key)] if scores.has_samples else by_id.get(key[0], [-1])
-            found = [index for index in indices if index >= 0]
-            unknown += not found
-            if row.group or not math.isnan(row.score):
-                score = {} if math.isnan(row.score) else {name: row.score}
-                updates |= dict.fromkeys(found, TraceValues(score, group=row.group or None))
-        replaced = {index for index, given in updates.items() if given.scores}
-        if replaced:
-            writer.define_score(name, field, is_default=is_default, replaced=replaced)
-        writer.update_values(updates)
-        writer.commit()
-        columns = writer.read_columns()
-        stored = columns.score(name)
-        return ScoreReport(
-            store=str(path),
-            num_updated=len(updates),
-            num_scored=int((~np.isnan(stored)).sum()),
-            num_traces=writer.manifest.num_traces,
-            num_scores_without_trace=unknown,
-            generation=writer.manifest.generation,
-            score=name,
-            default_score=writer.attributes.default_score,
-            score_direction=field.direction,
-            labels=describe(stored, columns.labels, None, field.direction),
-            unlabeled=unlabeled_note(columns.scores, columns.labels, writer.attributes.default_score),
-            num_labels_unused=sum(not math.isnan(row.label) for row in scores.rows.values()),
-        )

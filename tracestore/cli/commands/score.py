@@ -8,8 +8,9 @@ from pathlib import Path
 
 from tracestore.cli.flags import add_flags, add_store, values
 from tracestore.console import Output, Parser
-from tracestore.convert.options import ConvertOptions
-from tracestore.ingest.scores import read_scores, update_scores
+from tracestore.convert.options import ON_CONFLICT, ConvertOptions
+from tracestore.ingest.scores import read_scores
+from tracestore.ingest.stored_values import update_scores
 from tracestore.words import plural
 
 # Options that `convert` has too.
@@ -26,6 +27,8 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--version", metavar="TEXT", help="version of the source (default: none)")
     text = "make it the score that training and other commands use; the first score of a store is in any case"
     parser.add_argument("--default", action="store_true", help=text)
+    text = "a stored score or group whose cell is empty in the file: refuse, keep or remove it"
+    parser.add_argument("--on-conflict", choices=ON_CONFLICT, default="error", help=text)
     add_store(parser)
 
 
@@ -39,6 +42,7 @@ def run(args: argparse.Namespace, output: Output) -> None:
         source=args.source,
         version=args.version,
         is_default=args.default,
+        on_conflict=args.on_conflict,
     )
     output.print_json(report)
     # Without --name the values replace the default score, whatever the name of their column.
@@ -49,7 +53,7 @@ def run(args: argparse.Namespace, output: Output) -> None:
         f"{plural(report.num_updated, 'trace')} updated, {report.num_scored:,} of {report.num_traces:,} "
         f"with the score {report.score}{renamed}; {plural(report.num_scores_without_trace, 'score')} without a trace"
     )
-    for line in filter(None, (report.labels, report.unlabeled)):
+    for line in filter(None, (*report.notes, report.labels, report.unlabeled)):
         output.info(line)
     if report.num_labels_unused:
         output.info(f"{plural(report.num_labels_unused, 'label')} of the file not used: only `convert` stores labels")
