@@ -1,5 +1,6 @@
 """The commands merge and subset: fields of traces, duplicates, scores and errors."""
 
+import itertools
 import json
 
 import numpy as np
@@ -85,6 +86,22 @@ def test_duplicates_add_missing_scores(tmp_path):
     assert again.num_traces_new == 0 and again.num_duplicates == 6
     segments = {k: v for k, v in before.items() if k.startswith("segments/")}
     assert segments == {k: v for k, v in tree_bytes(tmp_path / "m.zarr").items() if k.startswith("segments/")}
+
+
+@pytest.mark.parametrize("scores", list(itertools.product((None, 0.25), (None, 0.25, 0.75))))
+@pytest.mark.parametrize("groups", list(itertools.product(("", "a"), ("", "a", "b"))))
+def test_duplicates_keep_their_group_and_add_a_missing_one(tmp_path, scores, groups):
+    """Whatever their scores are: a group keeps questions of one split together."""
+    for k in range(2):
+        write_store(tmp_path / f"{k}.zarr", make_traces(2), score=scores[k], group=groups[k])
+    done = command("merge", tmp_path / "0.zarr", tmp_path / "1.zarr", tmp_path / "m.zarr", check=0)
+    with tracestore.open(tmp_path / "m.zarr") as merged:
+        assert [trace.group for trace in merged] == [groups[0] or groups[1]] * 2
+        score = scores[0] if scores[0] is not None else scores[1]
+        assert [trace.scores for trace in merged] == [{} if score is None else {"score": score}] * 2
+    is_other = groups == ("a", "b")
+    assert ("2 duplicates with a different group" in done.stdout) == is_other
+    assert ("2 duplicates with a different score" in done.stdout) == (scores == (0.25, 0.75))
 
 
 def test_incompatible_stores_and_conflicting_traces_are_refused(tmp_path):

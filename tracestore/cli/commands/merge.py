@@ -51,10 +51,9 @@ def copy_traces(args: argparse.Namespace, output: Output, copy: Callable[..., Me
     )
     if report.num_scores_filled:
         output.info(f"{plural(report.num_scores_filled, 'duplicate')} without a score got one")
-    if report.num_scores_differing:
-        output.info(
-            f"{plural(report.num_scores_differing, 'duplicate')} with a different score: the score of {args.dst} was kept"
-        )
+    for what, count in (("score", report.num_scores_differing), ("group", report.num_groups_differing)):
+        if count:
+            output.info(f"{plural(count, 'duplicate')} with a different {what}: the {what} of {args.dst} was kept")
     why = f"the default score of {args.dst} is {report.default_score}"
     for source, count in report.labels_lost.items():
         output.info(f"{source}: {plural(count, 'trace')} without a label in {args.dst}: {why}")

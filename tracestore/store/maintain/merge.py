@@ -26,7 +26,7 @@ _PLACE_COLUMNS = ("graph_segment", "graph_row", "sequence_segment", "sequence_ro
 
 @dataclass
 class MergeReport:
-    """Counts of a merge. `num_scores_differing` counts duplicates whose different score was ignored.
+    """Counts of a merge. `num_scores_differing` and `num_groups_differing` count duplicates of which another value is kept.
 
     `lens` is "none" if no source has a lens, "copied" if the destination holds the lens of the sources, and
     "different" if nothing was copied because the lenses of the sources differ from each other or from that of the
@@ -39,6 +39,7 @@ class MergeReport:
     num_duplicates: int = 0
     num_scores_filled: int = 0
     num_scores_differing: int = 0
+    num_groups_differing: int = 0
     lens: str = "none"
     default_score: str | None = None
     labels_lost: dict[str, int] = field(default_factory=dict)
@@ -59,7 +60,7 @@ def merge_stores(
     """Add traces of `sources`, in order, with scores and sources to the store `destination`.
 
     A new destination gets the options of the first source. A trace that the destination has with equal content is a
-    duplicate; it adds its score and group if no score is stored. An interrupted merge continues when it is run again. `progress`
+    duplicate; it adds the scores and the group that are not stored. An interrupted merge continues when it is run again. `progress`
     receives the number of traces done and the total.
 
     Parameters
@@ -244,14 +245,18 @@ def _is_all_there_is(store: TraceStore, indices: np.ndarray) -> bool:
 
 def _fill_scores(writer: StoreWriter, store: TraceStore, wanted: np.ndarray, report: MergeReport) -> None:
     columns, updates = writer.read_columns(), {}
-    for trace in (store[index] for index in wanted.tolist()) if store.score_fields else ():
+    has_values = bool(store.score_fields) or len(store.internals.columns.groups) > 0
+    for trace in (store[index] for index in wanted.tolist()) if has_values else ():
         found = writer.index.find(trace.question_id, trace.sample)
-        stored = columns.scores_of(found) if found >= 0 else trace.scores
+        if found < 0:
+            continue
+        stored, group = columns.scores_of(found), columns.group(found)
         missing = {name: score for name, score in trace.scores.items() if name not in stored}
-        if missing:
-            updates[found] = TraceValues(missing, group=trace.group or None)
+        if missing or (trace.group and not group):
+            updates[found] = TraceValues(missing, group=group or trace.group)
+        report.num_scores_filled += bool(missing)
         report.num_scores_differing += any(stored[name] != s for name, s in trace.scores.items() if name in stored)
-    report.num_scores_filled += len(updates)
+        report.num_groups_differing += bool(group) and trace.group not in ("", group)
     writer.update_values(updates)
     writer.commit()
 
