@@ -2,12 +2,14 @@
 
 import gzip
 import random
+import threading
 import time
 
 import pytest
 
 from tests.helpers import make_traces, write_pickle
 from tracestore.errors import InvalidInputError
+from tracestore.ingest import source_streams
 from tracestore.ingest.builtin.parts import find_sources
 from tracestore.ingest.files import byte_source
 from tracestore.ingest.packing import PackOptions, packed_traces
@@ -63,6 +65,32 @@ def test_a_blocked_reader_ends_without_being_cancelled(sources, monkeypatch):
     monkeypatch.setattr(SourceStream, "cancel", lambda self: None)
     streams.close()
     assert stream._is_ended
+
+
+@pytest.mark.parametrize(("suffix", "budget", "at_once"), [(".pkl.gz", 0, 1), (".pkl.gz", 1 << 30, 4), (".pkl", 0, 4)])
+def test_readers_of_compressed_files_count_in_the_memory_limit(tmp_path, monkeypatch, suffix, budget, at_once):
+    for k in range(4):
+        write_pickle(tmp_path / f"{k}{suffix}", make_traces(4)[k : k + 1])
+    sources = find_sources([tmp_path], tmp_path / "s.zarr")
+    is_reading, most, changed = 0, 0, threading.Condition()
+
+    def read(*args):
+        nonlocal is_reading, most
+        with changed:
+            is_reading += 1
+            most = max(most, is_reading)
+            changed.notify_all()
+            changed.wait_for(lambda: most >= at_once, 60)  # for the others, which may be as many
+        if at_once == 1:
+            time.sleep(0.05)
+        yield from packed_traces(*args)
+        with changed:
+            is_reading -= 1
+
+    monkeypatch.setattr(source_streams, "packed_traces", read)
+    found = [(stream, list(stream)) for stream in streams_of(sources, budget)]
+    assert [trace.record.question_id for _, traces in found for trace in traces] == [f"q{k}" for k in range(4)]
+    assert most == at_once and found[-1][0]._gate.reader_bytes == 0
 
 
 def test_a_packed_trace_holds_no_buffer_of_its_source(sources):

@@ -55,7 +55,7 @@ class ConvertOptions:
     dask : str, optional
         Address of a Dask scheduler, or "local".
     memory_budget : int
-        Bytes of memory for traces that wait; at least 64 MiB.
+        Bytes of memory for traces that wait, and for the readers of compressed files; at least 64 MiB.
     on_conflict : {"error", "keep-first", "keep-last"}
         Handling of a trace whose key exists with different content.
     skip_bad : bool

@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import islice
+from pathlib import Path
 from typing import Protocol
 
 from tracestore.errors import InvalidInputError
+from tracestore.ingest.files.decompress import compression_of
 from tracestore.ingest.packing import PackOptions, identify, packed_traces
 from tracestore.ingest.sources import SourceFile, SourceIdentity
 from tracestore.store.write.pack import PackedTrace
@@ -22,6 +24,9 @@ from tracestore.store.write.pending import SegmentsAhead
 _POLL_INTERVAL_S = 0.2
 # The consumer takes so many bytes at once. Switching between threads for each small trace took longer than its work.
 _SMALL_BYTES, _SMALL_TRACES = 64 << 10, 32
+# What the reader of a compressed pickle holds at most: objects of finished traces, a trace, chunks. Traces compress by
+# less than the ratio, so that the readers of small files hold less.
+_READER_BYTES, _MOST_COMPRESSION = 64 << 20, 16
 
 
 class Cancelled(Exception):
@@ -29,7 +34,7 @@ class Cancelled(Exception):
 
 
 class MemoryGate:
-    """Limits the memory of packed traces that wait, over all sources.
+    """Limits the memory of packed traces that wait, over all sources, and as much memory of the readers of files.
 
     A quarter of the memory is reserved for the source that is being written, so that later
     sources cannot block it. Callers hold the lock of `changed`.
@@ -38,12 +43,16 @@ class MemoryGate:
     def __init__(self, max_bytes: int) -> None:
         self.changed = threading.Condition()
         self._max_bytes, self._max_bytes_of_later = max_bytes, max_bytes - max_bytes // 4
-        self.used_bytes = 0
+        self.used_bytes = self.reader_bytes = 0
         self.is_closed = False  # set without the lock when no trace is consumed any more
 
     def has_room(self, num_bytes: int, *, in_turn: bool) -> bool:
         """Return whether that many more bytes may wait."""
         return self.used_bytes + num_bytes <= (self._max_bytes if in_turn else self._max_bytes_of_later)
+
+    def has_room_for_reader(self, num_bytes: int) -> bool:
+        """Return whether another file may be read, by a reader that holds that many bytes."""
+        return self.reader_bytes + num_bytes <= self._max_bytes
 
     def add(self, num_bytes: int, *, notify: bool = True) -> None:
         """Change the number of waiting bytes."""
@@ -91,6 +100,21 @@ class SourceStream:
                 self._changed.notify_all()
 
     def _read(self, options: PackOptions) -> None:
+        held = _reader_bytes(self.source)
+        with self._changed:
+            while not (self._in_turn or self._is_cancelled or self._gate.has_room_for_reader(held)):
+                self._changed.wait(_POLL_INTERVAL_S)
+            if self._is_cancelled:
+                raise Cancelled
+            self._gate.reader_bytes += held
+        try:
+            self._read_traces(options)
+        finally:
+            with self._changed:
+                self._gate.reader_bytes -= held
+                self._changed.notify_all()
+
+    def _read_traces(self, options: PackOptions) -> None:
         with closing(packed_traces(self.source, options, self.refused)) as traces:  # type: ignore[type-var]
             for trace in traces:
                 if self._segments is not None and not self._in_turn:
@@ -182,6 +206,20 @@ class SourceStream:
         """Remove the segments that the writer has not taken over; nothing more is written to them."""
         if self._segments is not None:
             self._segments.discard()
+
+
+def _reader_bytes(source: SourceFile) -> int:
+    """Return about how much memory the reader of a source holds: nothing if its files are mapped."""
+    try:
+        sizes = [path.stat().st_size for path in source.files if _is_compressed(path)]
+    except OSError:
+        return 0  # the reader reports it
+    return min(_READER_BYTES, _MOST_COMPRESSION * sum(sizes))
+
+
+def _is_compressed(path: Path) -> bool:
+    with open(path, "rb") as file:
+        return compression_of(file.read(8)) is not None
 
 
 class TraceStream(Protocol):
