@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, field, is_dataclass
 from typing import Any, NoReturn, TypeVar
 
+from tracestore import process
 from tracestore.errors import TracestoreError, TracestoreWarning, UsageError, escape_unprintable
 from tracestore.extras import needs
 
@@ -266,8 +267,20 @@ def run_command(prog: str, command: Callable[[], int], *, as_json: bool = False)
     """Run a command and return its exit code. Print an error as one line on standard error.
 
     With `as_json` an error is also printed as a JSON document on standard output. Warnings of libraries are
-    hidden. TRACESTORE_DEBUG=1 lets unexpected exceptions propagate.
+    hidden. TRACESTORE_DEBUG=1 lets unexpected exceptions propagate. If the reader of the output has gone, the
+    command ends silently, with the exit code of SIGPIPE.
     """
+    try:
+        code = _exit_code(prog, command, as_json)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not process.discard_closed_output():
+            raise
+        code = 128 + signal.SIGPIPE
+    return code
+
+
+def _exit_code(prog: str, command: Callable[[], int], as_json: bool) -> int:
     raised: BaseException
     with warnings.catch_warnings():
         warnings.resetwarnings()
@@ -295,6 +308,11 @@ def run_command(prog: str, command: Callable[[], int], *, as_json: bool = False)
                 f"unexpected {type(error).__name__}: {error} (TRACESTORE_DEBUG=1 shows where)",
                 1,
             )
+    cause: BaseException | None = raised
+    while cause is not None and not isinstance(cause, BrokenPipeError):
+        cause = cause.__context__
+    if cause is not None and process.discard_closed_output():
+        return 128 + signal.SIGPIPE
     print(f"{prog}: {escape_unprintable(text)}", file=sys.stderr, flush=True)
     if as_json:
         document = {"error": {"type": type(raised).__name__, "message": text, "exit_code": code}}

@@ -1,4 +1,4 @@
-"""Settings of the process: allocator, garbage collector, thread switching, signals and environment.
+"""Settings of the process: allocator, garbage collector, thread switching, signals, output and environment.
 
 Only a program that owns its process may call `configure_program`, `reuse_freed_memory`, `imports_uncollected` and
 `exit_ignoring_sigint`. The other context managers restore the previous settings and are safe in a library.
@@ -8,6 +8,7 @@ import atexit
 import ctypes
 import gc
 import os
+import select
 import signal
 import sys
 import threading
@@ -20,11 +21,10 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 
 def configure_program() -> None:
-    """Let SIGPIPE end the process silently, shorten the spinning of OpenMP threads, and disable tqdm.
+    """Shorten the spinning of OpenMP threads, and disable tqdm.
 
     Call this before torch is imported: libgomp and tqdm read their settings once.
     """
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     # Loading a GGUF file draws a progress bar with tqdm, even into logs.
     os.environ.setdefault("TQDM_DISABLE", "1")
     # By default a libgomp thread spins for 300,000 rounds at a barrier. With another program on one of
@@ -33,6 +33,26 @@ def configure_program() -> None:
     # there, train.devices.torch_threads() shortens the spinning further while other programs are busy.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
+
+def discard_closed_output() -> bool:
+    """Let output whose reader has gone go nowhere, and return whether there is such output.
+
+    SIGPIPE itself stays ignored: it would also end a process that writes to a worker or server that has ended.
+    """
+    closed = [number for number in (1, 2) if _has_lost_reader(number)]
+    for number in closed:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, number)
+        os.close(null)
+    return bool(closed)
+
+
+def _has_lost_reader(number: int) -> bool:
+    """Return whether a file descriptor is the end of a pipe without a reader."""
+    poll = select.poll()
+    poll.register(number, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def reuse_freed_memory(max_bytes: int) -> None:

@@ -65,11 +65,7 @@ def test_program_configures_the_allocator(folder, tmp_path, monkeypatch, capsys)
     budgets = []
     monkeypatch.setattr("tracestore.cli.commands.convert.reuse_freed_memory", budgets.append)
     monkeypatch.setattr(sys, "argv", ["tracestore", "convert", str(folder), str(tmp_path / "s.zarr")])
-    before = signal.getsignal(signal.SIGPIPE)
-    try:
-        assert cli.main() == 0
-    finally:
-        signal.signal(signal.SIGPIPE, before)
+    assert cli.main() == 0
     assert budgets == [512 << 20]
 
 
@@ -84,11 +80,37 @@ def test_command_imports_no_heavy_libraries(store_path):
     assert run_cli("-c", code, "info", store_path, check=0).stderr == "['tracestore.cli.commands.info']\n"
 
 
-def test_closed_standard_output_ends_a_program_silently(store_path):
-    script = f"{sys.executable} -m tracestore info {store_path}; echo $? >&2"
-    process = subprocess.Popen(["bash", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
-    process.stdout.close()
-    assert process.stderr.read() == b"141\n" and process.wait() == 0
+@pytest.mark.parametrize(
+    "program", [("-m", "tracestore"), ("-c", "import sys, tracestore.cli; sys.exit(tracestore.cli.main())")]
+)
+@pytest.mark.parametrize("words", ["info {store}", "info {store} --json", "verify nowhere.zarr"])
+def test_closed_output_ends_a_program_silently(store_path, program, words):
+    """No process reads standard output, or the line of an error on standard error."""
+    read, write = os.pipe()
+    os.close(read)
+    streams = {"stderr" if "nowhere" in words else "stdout": write}
+    words = words.format(store=store_path).split()
+    done = subprocess.run([sys.executable, *program, *words], cwd=ROOT, **{"stderr": subprocess.PIPE, **streams})
+    os.close(write)
+    assert done.returncode == 128 + signal.SIGPIPE and not done.stderr
+
+
+def test_a_closed_connection_is_an_error_of_a_program():
+    """Workers that are killed and servers that close a connection do not end the program that writes to them."""
+    code = """
+import os, sys
+from tracestore import cli, console, process
+process.configure_program()
+
+def command():
+    read, write = os.pipe()
+    os.close(read)
+    os.write(write, b"x")
+
+sys.exit(console.run_command("program", command))
+"""
+    done = run_cli("-c", code, check=1)
+    assert "BrokenPipeError" in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_program_ends_with_its_threads_callbacks_and_output_but_clears_no_modules():

@@ -91,7 +91,7 @@ def test_closed_connections_do_not_stop_the_server(served):
     message = f"GET /assets/bokeh.min.js HTTP/1.1\r\nHost: 127.0.0.1:{served.port}\r\n"
     message += f"Cookie: tracestore-{served.port}={served.token}\r\n\r\n"
     for _ in range(20):
-        # Several responses: the first write to a closed connection is an error, the next one a SIGPIPE.
+        # Several responses: the first write to a closed connection is an error, the next one raises a signal.
         with socket.create_connection(("127.0.0.1", served.port)) as visitor:
             visitor.sendall(8 * message.encode())
     assert request(served, "/store", cookie=served.token)[0] == 200

@@ -320,7 +320,7 @@ def test_only_clean_lists_segments(data, proxy, remote, monkeypatch):
 
 @pytest.mark.parametrize("is_done", [False, True])
 def test_a_plan_removes_the_receipts_that_no_plan_names(data, place, is_done):
-    """Of a commit that is done they stay until then, for another coordinator."""
+    """Those of a commit that is done stay until then, for another coordinator."""
     first, second = (plan_tasks(file, place) for file in sorted(data.iterdir())[:2])
     for task in (*first, *second):
         write_task(task)

@@ -156,7 +156,7 @@ class DescribedRun:
         return not any(self._is_copy(*ids) for ids in self._equal(block)[1])
 
     def _equal(self, block: TraceBlock) -> tuple[dict[int, str], list[tuple[str, str]]]:
-        """Return the id of the first trace with each states of a block, and the other ids beside that id."""
+        """Return the id of the first trace with each states of a block, and the other ids with them."""
         first = dict(reversed(block.states))
         known = first.keys() & self._ids_of_states.keys()
         if not known and len(first) == len(block.states):

@@ -12,7 +12,6 @@ import hmac
 import logging
 import os
 import secrets
-import signal
 import sys
 import traceback
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +25,6 @@ from tornado.web import Application, RequestHandler
 
 from tracestore.errors import UsageError, escape_unprintable
 from tracestore.pages.document import SERVER_POLICY
-from tracestore.process import signal_handler
 from tracestore.serve.app import Viewer
 
 ADDRESS = "127.0.0.1"
@@ -186,9 +184,7 @@ class ServeServer:
         """Serve until interrupted."""
         logger = logging.getLogger("tornado")
         logger.handlers, logger.propagate = [_OneLineHandler(logging.ERROR)], False
-        # A browser that closes its connection during a response must not end the server.
-        with signal_handler(signal.SIGPIPE, signal.SIG_IGN):
-            try:
-                self._loop.start()
-            finally:
-                self._server.stop()
+        try:
+            self._loop.start()
+        finally:
+            self._server.stop()
