@@ -79,7 +79,7 @@ def test_score_replaces_scores_without_writing_segments(folder, tmp_path):
     convert(folder, tmp_path / "s.zarr")
     before = {k: v for k, v in tree_bytes(tmp_path / "s.zarr").items() if k.startswith("segments/")}
     write_scores(tmp_path / "new.csv", {"q0": 0.125, "elsewhere": 1}, "bleurt_score")
-    done = command("score", tmp_path / "s.zarr", "--scores", tmp_path / "new.csv", "--json", check=0)
+    done = command("score", tmp_path / "s.zarr", "--scores", tmp_path / "new.csv", "--name", "score", "--json", check=0)
     assert json.loads(done.stdout)["num_scores_without_trace"] == 1
     assert tracestore.open(tmp_path / "s.zarr").scores[0] == 0.125
     assert before == {k: v for k, v in tree_bytes(tmp_path / "s.zarr").items() if k.startswith("segments/")}

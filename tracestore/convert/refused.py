@@ -169,8 +169,8 @@ class SourceNotes:
         """Print the sources that were read again or refused: those that have one reason in one line."""
         for what, names in self._read_again.items():
             self._output.info(
-                f"{some_of(names, max_length=60)}: {what}; new traces are added, changed scores, labels and groups replace "
-                f"stored ones, a trace with different content is {ON_CONFLICT[self._options.on_conflict]}"
+                f"{some_of(names, max_length=60)}: {what}; new traces are added, changed scores, groups and labels of tables "
+                f"replace stored ones, a trace with another label or content is {ON_CONFLICT[self._options.on_conflict]}"
             )
         groups = list(self._refused_files.items())
         for reason, files in groups[:MAX_REFUSED_LINES]:

@@ -72,6 +72,7 @@ def _position(error: InvalidInputError) -> float:
 _ADVICE = {
     "num_layers": "; if the first axis of the states counts tokens, their line of the layout ends with -> S L D",
     "question_id": " (a line for question_id may add what tells them apart, see --on-conflict for one trace that changed)",
+    "labels": " (--on-conflict replaces or keeps the stored one)",
 }
 
 

@@ -128,7 +128,7 @@ def commit_tasks(tasks: Sequence[Task], *, output: Output | None = None) -> Conv
     if missing := [task for task in tasks if paths.receipt(task.hash) not in found]:
         raise UsageError(
             f"{plan.store}: {len(missing):,} of {len(tasks):,} tasks are not written, such as that of "
-            f"{missing[0].sources[0]}"
+            f"{missing[0].sources[0]}; tracestore work writes them"
         )
     return commit_plan(plan, output or Quiet())
 
