@@ -71,7 +71,7 @@ def test_a_changed_file_under_a_committed_name_is_reported(tmp_path, data):
     convert(data, tmp_path / "s.zarr")
     write_pickle(data / "a.pkl", make_traces(4))
     done = convert(data, tmp_path / "s.zarr", "--json")
-    assert "a.pkl: the file has changed since it was committed" in done.stderr
+    assert "a.pkl: the file or its time has changed since it was committed" in done.stderr
     summary = json.loads(done.stdout)
     assert summary["num_sources_modified"] == 1 and summary["num_duplicates"] == 3 and summary["num_traces_new"] == 1
     write_pickle(data / "a.pkl", [changed(make_trace(0))])

@@ -449,4 +449,4 @@ def test_files_that_are_read_again_are_one_line(tmp_path):
     dump(tmp_path / "in/1.pkl", [{"id": "q1", "hs": states(2, 4, 8, seed=9)}])
     done = convert(tmp_path / "in", tmp_path / "s.zarr", "--on-conflict", "keep-last")
     (line,) = [line for line in done.stdout.splitlines() if "since it was committed" in line]
-    assert line.startswith("1.pkl: the file has changed")
+    assert line.startswith("1.pkl: the file or its time has changed")

@@ -405,7 +405,7 @@ class Conversion:
             return
         if writer.has_source_named(name):
             report.num_sources_modified += 1
-            what = "the file has changed since it was committed"
+            what = "the file or its time has changed since it was committed"
             if stream.source.shared is not None and writer.has_files(name, size, digest):
                 what = f"{', '.join(stream.source.shared.tables)} or the layout has changed since it was committed"
             if writer.has_source(name, size, partial_fingerprint(digest)):

@@ -112,17 +112,28 @@ def source_fingerprint(source: SourceFile) -> tuple[int, str]:
     The second half of the fingerprint is that of the files alone, where the source depends on more.
     """
     if source.export is not None:
-        size, text = fingerprint(source.path)
+        size, text = _fingerprint_with_time(source.path)
         return size, hashlib.blake2b(f"{text} {source.export.facts.digest}".encode(), digest_size=16).hexdigest()
     if not source.parts:
-        return fingerprint(source.path)
+        return _fingerprint_with_time(source.path)
     digest, size = hashlib.blake2b(digest_size=8), 0
     for path in source.files:
-        num_bytes, text = fingerprint(path)
+        num_bytes, text = _fingerprint_with_time(path)
         digest.update(f"{path.name}\0{text}\0".encode())
         size += num_bytes
     needed = b"" if source.described is None else source.described.fingerprint
     return size, hashlib.blake2b(needed, digest_size=8).hexdigest() + digest.hexdigest()
+
+
+def _fingerprint_with_time(path: Path) -> tuple[int, str]:
+    """Return size and fingerprint of a file; that of a file larger than its samples depends on when it was written, too.
+
+    A label that changes among arrays of megabytes is hardly ever in a sample.
+    """
+    size, text = fingerprint(path)
+    if size > _SAMPLES * _SAMPLE_BYTES:
+        text = hashlib.blake2b(f"{text} {os.stat(path).st_mtime_ns}".encode(), digest_size=16).hexdigest()
+    return size, text
 
 
 def fingerprint(path: Path) -> tuple[int, str]:

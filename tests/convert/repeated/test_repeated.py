@@ -1,6 +1,7 @@
 """The same command again, and folders that change between conversions."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -210,3 +211,25 @@ def test_a_store_is_that_of_the_folder_as_it_is(tmp_path, seed):
     """Each conversion refuses a file, or stores what a new store has."""
     log, wrong = run(seed, tmp_path)
     assert not wrong, [*log, *wrong]
+
+
+@pytest.mark.parametrize("k", range(1, 20, 2))
+def test_a_label_that_changes_inside_a_large_file_is_found(tmp_path, k):
+    """The size stays, and the samples of the fingerprint may miss the byte that differs; so does the time of a copy."""
+    data, store = tmp_path / "data", tmp_path / "s.zarr"
+    data.mkdir()
+    traces = [make_trace(i, tokens=20, dim=2048) | {"is_correct": True} for i in range(20)]
+    path = write_pickle(data / "a.pkl", traces)
+    convert(data, store)
+    size = path.stat().st_size
+    assert size > 1 << 20 and "(1 file already in the store" in convert(data, store).stdout
+    write_pickle(path, [{**trace, "is_correct": i != k} for i, trace in enumerate(traces)])
+    assert path.stat().st_size == size
+    assert "1 stored trace" in convert(data, store).stdout
+    assert np.flatnonzero(tracestore.open(store).scores == 0).tolist() == [k]
+    assert "(1 file already in the store" in convert(data, store).stdout
+    os.utime(path)
+    before = tree_bytes(store / "segments")
+    assert "its time has changed" in convert(data, store).stdout
+    assert tree_bytes(store / "segments") == before
+    assert "(1 file already in the store" in convert(data, store).stdout
