@@ -272,7 +272,8 @@ def run_command(prog: str, command: Callable[[], int], *, as_json: bool = False)
     """
     try:
         code = _exit_code(prog, command, as_json)
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except BrokenPipeError:
         if not process.discard_closed_output():
             raise

@@ -3,11 +3,12 @@
 import functools
 import operator
 import pickle
+import time
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 
 import tracestore
 from tests.helpers import make_traces, write_store
@@ -166,3 +167,43 @@ def test_each_iteration_has_its_own_epoch(store_path, workers, context, is_persi
         expected.set_epoch(epoch)
         assert [b.question_id for b in loader] == [b.question_id for b in expected]
         assert dataset.epoch == epoch + 1
+
+
+class SlowStart(tracestore.TraceIterableDataset):
+    """The last worker begins each iteration late."""
+
+    def __iter__(self):
+        if (info := get_worker_info()) is not None and info.id == info.num_workers - 1:
+            time.sleep(0.2)
+        return super().__iter__()
+
+
+def ids_of(loader):
+    return [question_id for batch in loader for question_id in batch.question_id]
+
+
+@pytest.mark.parametrize("is_persistent", [False, True])
+@pytest.mark.parametrize("begin", ["abandoned", "abandoned twice", "two at once", "equal seeds", "in this process"])
+def test_workers_of_an_iteration_have_one_epoch(store_path, begin, is_persistent):
+    """An iteration has each trace once, also if its workers begin at different times, next to another one."""
+    dataset = SlowStart(store_path, batch_size=2, shuffle="global", seed=3)
+    loader = DataLoader(dataset, batch_size=None, num_workers=3, persistent_workers=is_persistent)
+    expected = sorted(tracestore.open(store_path).question_ids)
+    if begin.startswith("abandoned"):
+        for _ in range(1 + begin.endswith("twice")):
+            next(iter(loader))
+    elif begin == "two at once":
+        other = DataLoader(dataset, batch_size=None, num_workers=3, persistent_workers=is_persistent)
+        first, second = iter(loader), iter(other)
+        assert sorted(ids_of(second)) == expected and sorted(ids_of(first)) == expected
+    elif begin == "equal seeds":
+        orders = []
+        for epoch in (5, 9, 9):
+            torch.manual_seed(0)
+            dataset.set_epoch(epoch)
+            orders.append(ids_of(loader))
+            assert sorted(orders[-1]) == expected
+        assert orders[0] != orders[1] == orders[2]
+    else:
+        ids_of(dataset)
+    assert sorted(ids_of(loader)) == expected

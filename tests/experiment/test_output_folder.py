@@ -47,6 +47,14 @@ def test_files_of_others_are_kept(labeled, tmp_path):
     assert all((tmp_path / name).read_bytes() == b"other" for name in names)
 
 
+def test_a_run_in_a_folder_of_another_one_is_its_own(labeled, tmp_path):
+    train(labeled, tmp_path / "seed-7", replace(CONFIG, seed=7))
+    before = files(tmp_path / "seed-7")
+    train(labeled, tmp_path)
+    train(labeled, tmp_path, replace(CONFIG, resume=True, epochs=2))
+    assert files(tmp_path / "seed-7") == before
+
+
 def test_a_new_run_replaces_an_earlier_one(labeled, tmp_path):
     train(labeled, tmp_path, replace(CONFIG, seed=1), names=("lstm_solo", "gnn_det_lstm"))
     train(labeled, tmp_path)

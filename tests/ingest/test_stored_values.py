@@ -167,14 +167,25 @@ def test_samples_that_count_from_one_are_refused(tmp_path, samples, words):
     assert "sample: the row '3' and the trace '0' are left over: numbered from 0 and from 1" in done.stderr
 
 
-NAMES = ["sample", "Sample", "SAMPLE", " sample", "sample_idx", "sampleIdx", "sample index", "sample_number", "answer_idx", "generation_idx"]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_column_of_samples_has_several_names(tmp_path, samples, name):
+@pytest.mark.parametrize("name", ["sample", "Sample", "SAMPLE", " sample"])
+def test_a_column_of_samples_has_one_name(tmp_path, samples, name):
     command("merge", samples, tmp_path / "s.zarr", check=0)
     score(tmp_path / "s.zarr", f"question_id,{name},score\nq0,1,0.25\nq1,2,0.75\n")
     np.testing.assert_equal(values(tmp_path / "s.zarr"), [math.nan, 0.25, *[math.nan] * 3, 0.75])
+
+
+@pytest.mark.parametrize("name", ["sample_idx", "sample_index", "answer_idx", "row", "choice"])
+def test_numbers_of_rows_and_choices_are_no_samples(store, name):
+    score(store, f"{name},question_id,score\n" + "".join(f"{k + 1},q{k},{k / 8}\n" for k in range(6)))
+    np.testing.assert_equal(values(store)[:6], [k / 8 for k in range(6)])
+
+
+@pytest.mark.parametrize("names", [["q1"], ["q3"], ["q1", "q2"], ["q1", "q2", "q3"], ["q2", "q4"], ["q0"]])
+def test_a_file_may_score_some_of_the_traces(store, names):
+    before = values(store)
+    score(store, "question_id,score\n" + "".join(f"{name},0.125\n" for name in names), "--name", "score")
+    expected = [0.125 if f"q{k}" in names else value for k, value in enumerate(before)]
+    np.testing.assert_equal(values(store), expected)
 
 
 @pytest.mark.parametrize("rows", [[{}, {"sample": 1}], [{"sample": 1}, {}], [{}] * 150 + [{"sample": 1}]])

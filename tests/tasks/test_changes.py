@@ -303,3 +303,30 @@ def test_a_task_whose_segment_or_receipt_is_lost_is_written_again(committed, wha
     assert "6 of 6 tasks" in command("status", file, check=0).stdout
     command("commit", file, check=0)
     assert len(tracestore.open(store)) == 24 and verify_store(store).damaged == {}
+
+
+def test_a_commit_that_reads_all_files_again_refuses_attention(tmp_path):
+    """The plan has found none in the first traces; a store without attention drops it only if that is said."""
+    data, file = tmp_path / "data", tmp_path / "plan.json"
+    data.mkdir()
+
+    def save(name, keys, *, seed=0, last=()):
+        traces = [make_trace(k, tokens=4, seed=seed) for k in keys]
+        for trace in traces:
+            del trace["attentions"]
+        write_pickle(data / name, [*traces, *last])
+
+    def run(*words, check):
+        return command(*words, check=check).stderr
+
+    save("a.pkl", [1, 2])
+    save("c.pkl", [3, 2], seed=1)
+    words = ("convert", data, tmp_path / "s.zarr", "--on-conflict", "keep-last")
+    run(*words, check=0)
+    save("a.pkl", [1, 2], seed=2)
+    save("d.pkl", range(10, 14), last=[make_trace(20, tokens=4)])
+    shutil.copytree(tmp_path / "s.zarr", tmp_path / "t.zarr")
+    assert "attention" in run("convert", data, tmp_path / "t.zarr", "--on-conflict", "keep-last", check=3)
+    run(*words, "--plan", file, check=0)
+    run("work", file, check=0)
+    assert "attention" in run("commit", file, check=3)

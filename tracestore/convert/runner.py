@@ -316,6 +316,7 @@ class Conversion:
         progress.clear()
         self._notes.print_without_traces()
         if self._unread and self.described.lacks_lines():
+            self._check_interrupt()
             raise UnreadSourceError
         for line in self.described.close(writer):
             self._output.info(line)
@@ -338,7 +339,7 @@ class Conversion:
 
     def is_known(self, writer: StoreWriter, name: str, size: int, fingerprint: str) -> bool:
         """Return whether a source need not be read, because the store has it."""
-        return writer.has_source(name, size, fingerprint, among=self._num_named[name])
+        return bool(fingerprint) and writer.has_source(name, size, fingerprint, among=self._num_named[name])
 
     def _has(self, writer: StoreWriter, source: SourceFile) -> bool:
         try:

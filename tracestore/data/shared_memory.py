@@ -5,6 +5,7 @@ the last tensor on it dies in the parent, the slot is free for the worker's next
 unnamed file, so nothing is left behind when a process is killed.
 """
 
+import multiprocessing
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,6 +25,8 @@ _SIZE_STEP = 4 << 20
 _MAX_IDLE = 4
 # Attribute of a batch that lies in a slot.
 _HANDLE = "_shared_handle"
+# Processes and iterations of workers that a SharedEpoch tells apart at a time.
+_EPOCH_ROWS = 1021
 
 
 class Slot:
@@ -130,12 +133,16 @@ def _receive(pid: int, fd_of_worker: int, num_bytes: int, layout: BatchLayout, m
 
 
 class SharedEpoch:
-    """The epoch of an iterable dataset, which the workers of a DataLoader share with its parent."""
+    """The epoch of an iterable dataset, which the workers of a DataLoader share with their parent, and with no other process."""
 
     def __init__(self) -> None:
-        # The epoch of the next iteration; the number of the iteration that workers are in, and its epoch.
-        self._values = torch.tensor([0, -1, 0])
-        self._num_begun = 0
+        self._creator, self._num_begun = os.getpid(), 0
+        # Of each process that iterates: its id and the epoch of its next iteration.
+        self._next = torch.full((_EPOCH_ROWS, 2), -1)
+        self._next[self._creator % _EPOCH_ROWS] = torch.tensor([self._creator, 0])
+        # Iterations of workers: number, epoch, serial; serials that were given; the last serial of each worker's id.
+        self._begun = torch.full((_EPOCH_ROWS, 3), -1)
+        self._serial, self._last = torch.zeros(1, dtype=torch.int64), torch.full((_EPOCH_ROWS,), -1)
         self._share()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -144,28 +151,44 @@ class SharedEpoch:
 
     def _share(self) -> None:
         with suppress(RuntimeError):  # Without /dev/shm, a DataLoader cannot have workers.
-            self._values.share_memory_()
+            for values in (self._next, self._begun, self._serial, self._last):
+                values.share_memory_()
+
+    @staticmethod
+    def _owner() -> int:
+        parent = multiprocessing.parent_process()
+        return os.getpid() if get_worker_info() is None or parent is None else int(parent.pid or 0)
 
     @property
     def next(self) -> int:
         """The epoch of the next iteration."""
-        return int(self._values[0])
+        for process in (self._owner(), self._creator):
+            found, epoch = self._next[process % _EPOCH_ROWS].tolist()
+            if found == process:
+                return int(epoch)
+        return 0
 
     @next.setter
     def next(self, epoch: int) -> None:
-        self._values[0] = epoch
+        owner = self._owner()
+        self._next[owner % _EPOCH_ROWS, 1] = epoch
+        self._next[owner % _EPOCH_ROWS, 0] = owner
 
     def begin(self) -> int:
         """Return the epoch of an iteration that begins, and advance to the next one."""
-        info = get_worker_info()
-        # The workers of an iteration share a random seed, and persistent ones have begun equally many.
-        number = -1 if info is None else (info.seed - info.id + self._num_begun) & (2**63 - 1)
-        self._num_begun += info is not None
-        epoch = self.next
-        # The number is read after the epoch and written before it: a worker that finds another number is early.
-        if info is not None and int(self._values[1]) == number:
-            return int(self._values[2])
-        self._values[2] = epoch
-        self._values[1] = number
+        info, epoch, serial = get_worker_info(), self.next, int(self._serial)
+        if info is not None:
+            # The workers of an iteration share a random seed, and kept ones have begun equally many. A seed that was
+            # set again gives the same number: then this worker's id has begun with the serial of the row before.
+            number = (info.seed - info.id + self._num_begun + (info.num_workers << 40)) & (2**63 - 1)
+            self._num_begun += 1
+            row, worker = self._begun[number % _EPOCH_ROWS], info.id % _EPOCH_ROWS
+            # Epoch and serial are read before the row and written after it: a worker that finds another number is early.
+            if int(row[0]) == number and int(row[2]) != int(self._last[worker]):
+                self._last[worker] = row[2]
+                return int(row[1])
+            row[1], row[2] = epoch, serial
+            row[0] = number
+            self._last[worker], self._serial[0] = serial, serial + 1
         self.next = epoch + 1
         return epoch

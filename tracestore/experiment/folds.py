@@ -59,6 +59,8 @@ def _training_files(folder: Path) -> Iterator[Path]:
     names (lstm_solo/preprocessed_0.pt).
     """
     for run_folder in (folder, *folder.glob("seed-*"), *folder.glob("fold-*/seed-*")):
+        if run_folder != folder and any((run_folder / name).exists() for name in (SPLIT_FILE, FOLDS_FILE)):
+            continue  # a run of its own
         for name in MODELS:
             yield from (path for c in CHECKPOINTS if (path := run_folder / name / c).exists())
             for pattern in ("events.out.tfevents.*", "run-*.json"):

@@ -13,7 +13,7 @@ from tracestore.words import squad_words
 _ARTICLES = ("a", "an", "the")
 # Numbers with separators of thousands, and with decimals; no lists, dates or versions such as 1,2,3 and 12.5.1990.
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!,?\d)")
-_DECIMALS = re.compile(r"(?<![\d.,])(\d+)[.,](\d+)(?![.,]?\d)")
+_DECIMALS = re.compile(r"(?<![\d.,])(?:(\d+)\.(\d+)|(\d{1,3}),(\d{1,2}))(?![.,]?\d)")
 # Stands for the decimal point, as no punctuation.
 _POINT = "\N{DECIMAL SEPARATOR KEY SYMBOL}"
 # Punctuation besides ASCII that the evaluation of TriviaQA removes.
@@ -25,7 +25,7 @@ def loose_words(text: str) -> list[str]:
     text = unicodedata.normalize("NFKD", text.lower())
     text = "".join(c for c in text if not unicodedata.combining(c))
     text = _THOUSANDS.sub(lambda number: number[0].replace(",", ""), text)
-    text = _DECIMALS.sub(rf"\1{_POINT}\2", text)
+    text = _DECIMALS.sub(lambda number: re.sub("[.,]", _POINT, number[0]), text)
     text = re.sub(f"[{re.escape(string.punctuation)}’‘“”–—]", " ", text)
     return [word for word in text.split() if word not in _ARTICLES]
 

@@ -21,8 +21,8 @@ from tracestore.store.vocabulary import PRIMARY_SCORES, SCORES, SYNONYMS
 ID_COLUMN, GROUP_COLUMN = "question_id", "group"
 # Columns of the question ids, by their normalized names; the first one of a table counts.
 _ID_COLUMNS = (ID_COLUMN, *(name.replace(" ", "_") for name in SYNONYMS[ID_COLUMN]))
-# Those of the sample. Other names, such as sample_id, are also those of rows.
-_SAMPLE_COLUMNS = ("sample", "sample_idx", "sample_index", "sample_number", "answer_idx", "generation_idx")
+# That of the sample. Other names, such as sample_idx and answer_idx, are also those of rows and of choices.
+_SAMPLE_COLUMNS = ("sample",)
 # Columns whose words have a meaning, and whose numbers do not. They count if there is none of SCORES.
 WORD_COLUMNS = ("verdict", "judgment", "judge", "judge_label", "label", "labels")
 _WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[\s\-]+")

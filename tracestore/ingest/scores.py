@@ -146,7 +146,9 @@ class Scores:
                 question_id for question_id in dict.fromkeys(q for q, _ in unused) if question_id not in with_trace
             ]
             with error_location(self.path.name):
-                check_remainders(ID_COLUMN, list(ids), unknown, [q for q in without_row if q not in ids])
+                left = [question_id for question_id in without_row if question_id not in ids]
+                if unknown or len(left) == 1:  # any other part of the traces may have rows
+                    check_remainders(ID_COLUMN, list(ids), unknown, left)
                 self._check_samples({s for _, s in unused}, {s for q, s in missing if q in ids})
         return self._no_match(next(iter(keys)), missing) if len(unused) == len(keys) > 0 else None
 

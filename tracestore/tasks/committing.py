@@ -216,7 +216,9 @@ class _Commit(Conversion):
 
     def _again(self) -> Conversion:
         described, provenances = self._plan.described(), self.provenances
-        return Conversion(*self._arguments, described=described, provenances=provenances, reads_all=True)
+        sources, store, options, *rest = self._arguments
+        options = replace(options, attention=self._plan.options.attention)  # what the tasks stored says nothing of it
+        return Conversion(sources, store, options, *rest, described=described, provenances=provenances, reads_all=True)
 
     def has_attention(self) -> bool | None:
         """Return what the plan has found."""

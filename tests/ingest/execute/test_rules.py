@@ -214,6 +214,18 @@ def test_rule_03a_rows_prove_that_an_id_fills_and_ends_them(tmp_path, rows):
         assert (traces[name, 0].tokens.tolist(), traces[name, 0].num_tokens) == (ids, len(ids) - 1)
 
 
+@pytest.mark.parametrize("row", [[0, 12, 11, 21, 22, 2, 0], [0, 0, 12, 21, 22, 2, 0]])
+def test_rule_03a_prompts_padded_at_the_left_are_no_padding_inside_of_prompts(tmp_path, row):
+    """S.padding states the padding in front, S.pad that behind an end [one prompt shorter by two]."""
+    sequences = np.array([row, [13, 14, 15, 31, 32, 33, 2]])
+    dump(tmp_path / "in/a.pkl", {"hs": passes(3, 1, 1, 1), "sequences": sequences, "ids": ["a", "b"]})
+    layout = PASSES | {"tokens": "a.pkl : sequences -> N T", "question_id": "a.pkl : ids -> N", "S.pad": [0, 2]}
+
+    traces = convert(tmp_path, layout | {"S.padding": 0})
+
+    assert traces["a", 0].tokens.tolist() == [k for k in row if k]
+
+
 @pytest.mark.parametrize("end", [-1, 0, 3])
 def test_rule_03a_the_id_before_the_padding_is_the_stated_one(tmp_path, end):
     sequences = np.array([[5, 6, 7, 8, 9], [5, 6, 2, 0, 0]])

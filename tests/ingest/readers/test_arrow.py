@@ -238,6 +238,7 @@ def test_twice_the_input_takes_twice_the_time(tmp_path, name):
 def test_numbers_of_classes_are_their_names(tmp_path, new, names):
     numbers = [1, 0, -1, None, len(names) - 1]
     features = {"y": {"names": names, "_type": "ClassLabel"}, "n": {"dtype": "int64", "_type": "Value"}}
+    features["messages"] = [{"role": {"dtype": "string", "_type": "Value"}}]  # as older versions write lists
     header = {"huggingface": json.dumps({"info": {"features": features}})}
     data = new(pa.table({"y": numbers, "n": numbers}).replace_schema_metadata(header))
     (tmp_path / "a.arrow").write_bytes(data)

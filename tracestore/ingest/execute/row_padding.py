@@ -84,7 +84,7 @@ class Padding:
         if filled not in (None, (begin, end)):
             raise InvalidInputError(f"found the tokens {filled}, expected {(begin, end)} as masked", field="S.padding")
         if tokens is not None:
-            end = min(end, self._end_of_row(trace, tokens, num_states, sizes))
+            end = min(end, self._end_of_row(trace, tokens, (begin, num_states), sizes))
         if trace.is_row and fill != "none" and len(sizes) == 1:
             check_border(layers, (begin, end), self._plan.layout.states)
         return begin, end
@@ -161,12 +161,13 @@ class Padding:
         if not is_end_known and len(ids) > 1 and ids[-1] == ids[-2]:
             self._doubled_end = int(ids[-1])
 
-    def _end_of_row(self, trace: TraceCells, ids: np.ndarray, num_states: int, sizes: list[int]) -> int:
-        """Return the number of states before the padding behind an early end."""
+    def _end_of_row(self, trace: TraceCells, ids: np.ndarray, span: Span, sizes: list[int]) -> int:
+        """Return the number of states before the padding behind an early end; padding before the span is known."""
+        begin, num_states = span
         # The columns of the first pass of generation, and whether the row may end with padding that no line states.
         num_prompt = sizes[0] if len(sizes) > 1 and len(trace.cells) == 1 else None
         is_of_array = not trace.fixed.keys().isdisjoint("NK")
-        if num_prompt and self._fill in ids[1:num_prompt] and self._fill != self._end and not self._is_masked:
+        if num_prompt and self._fill in ids[begin + 1 : num_prompt] and self._fill != self._end and not self._is_masked:
             found = f"the id {self._fill} that fills rows is inside a prompt: S.mask or S.lengths states the padding"
             raise InvalidInputError(found, field="S.pad")
         may_be_padded = trace.is_row and (num_prompt is not None or (is_of_array and len(ids) > num_states))

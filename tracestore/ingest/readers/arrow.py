@@ -52,8 +52,8 @@ def _class_names(schema: Any) -> dict[str, list[str]]:
     """Return the names of the classes of each column of labels, as the library `datasets` describes it."""
     try:
         features = json.loads(schema.metadata[b"huggingface"])["info"]["features"].items()
-        labels = [(name, kind["names"]) for name, kind in features if kind.get("_type") == "ClassLabel"]
-        return {name: list(map(str, names)) for name, names in labels if name in schema.names}
+        labels = [(name, kind) for name, kind in features if isinstance(kind, dict) and name in schema.names]
+        return {name: list(map(str, kind["names"])) for name, kind in labels if kind.get("_type") == "ClassLabel"}
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
         return {}
 

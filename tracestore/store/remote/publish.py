@@ -225,9 +225,9 @@ class RemoteTarget(HasWritingFolder):
         self._whole.add(number)
 
     def _names_newest(self) -> bool:
-        """Return whether manifest/newest is that of the newest generation."""
-        with contextlib.suppress(FileNotFoundError):
-            return self._object_store.read("manifest/newest") == _newest(self._newest)
+        """Return whether manifest/newest is that of the newest generation, or of one that came after the listing."""
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            return int(self._object_store.read("manifest/newest")) >= self._newest
         return False
 
     def _manifest(self, number: int) -> mf.Manifest:
