@@ -216,9 +216,11 @@ class _Commit(Conversion):
 
     def _again(self) -> Conversion:
         described, provenances = self._plan.described(), self.provenances
-        sources, store, options, *rest = self._arguments
-        options = replace(options, attention=self._plan.options.attention)  # what the tasks stored says nothing of it
-        return Conversion(sources, store, options, *rest, described=described, provenances=provenances, reads_all=True)
+        sources, store, options, output, whole = self._arguments
+        options = replace(options, attention=self._plan.options.attention)  # tasks store what they were told to
+        return Conversion(
+            sources, store, options, output, whole, described=described, provenances=provenances, reads_all=True
+        )
 
     def has_attention(self) -> bool | None:
         """Return what the plan has found."""
