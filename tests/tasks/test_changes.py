@@ -306,7 +306,7 @@ def test_a_task_whose_segment_or_receipt_is_lost_is_written_again(committed, wha
 
 
 def test_a_commit_that_reads_all_files_again_refuses_attention(tmp_path):
-    """The plan has found none in the first traces; a store without attention drops it only if an option says so."""
+    """The plan has found none in the first traces; a store without attention drops it only if an option chooses that."""
     data, file = tmp_path / "data", tmp_path / "plan.json"
     data.mkdir()
 

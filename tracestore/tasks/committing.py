@@ -217,7 +217,7 @@ class _Commit(Conversion):
     def _again(self) -> Conversion:
         described, provenances = self._plan.described(), self.provenances
         sources, store, options, output, whole = self._arguments
-        options = replace(options, attention=self._plan.options.attention)  # tasks store what they were told to
+        options = replace(options, attention=self._plan.options.attention)  # that of the tasks is resolved
         return Conversion(
             sources, store, options, output, whole, described=described, provenances=provenances, reads_all=True
         )
