@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from tracestore.errors import RemoteError, StoreLockedError, UsageError
 from tracestore.store.maintain.clean import clean_store
 from tracestore.store.maintain.verify import verify_store
 from tracestore.store.remote.object_store import ObjectStore
+from tracestore.store.remote.publish import RemoteTarget
 
 
 def objects_of(address):
@@ -381,3 +383,13 @@ def test_extraction_writes_to_a_remote_store(remote, tmp_path):
     assert asked == [f"q{k}" for k in range(5)]
     with tracestore.open(remote) as store:
         assert list(store.question_ids) == asked
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"), [(b"0000000004\n", False), (b"0000000005\n", True), (b"0000000006\n", True), (b"x", False)]
+)
+def test_a_writer_that_lists_late_puts_no_older_generation_back(content, expected):
+    """Another writer may have committed and put manifest/newest since the listing."""
+    target = RemoteTarget.__new__(RemoteTarget)
+    target._newest, target._object_store = 5, SimpleNamespace(read=lambda _: content)
+    assert target._names_newest() is expected
