@@ -110,7 +110,10 @@ def measure(what: str, store: Path, work: Path, checkouts: dict[str, Path], roun
                     lambda: subprocess.run(command, **options)
                 )
             elif what == "predict":
-                words = ["--checkpoint", work / "gnn_det_lstm/best.pt", "--store", store, "--output", f"{folder}.csv"]
+                words = train_words(store, folder, "gnn_det_lstm", 1)
+                subprocess.run([sys.executable, *map(str, words)], cwd=checkout, check=True, stdout=subprocess.DEVNULL)
+                checkpoint = folder / "gnn_det_lstm/best.pt"
+                words = ["--checkpoint", checkpoint, "--store", store, "--output", f"{folder}.csv"]
                 programs[name] = stack.enter_context(Program(checkout, "-c", PREDICT, "predict", *words)).turn
             else:
                 program = Program(checkout, *train_words(store, folder, what, MANY))
@@ -138,9 +141,6 @@ def main() -> None:
     if args.baseline is not None:
         checkouts["baseline"] = args.baseline.resolve()
     with tempfile.TemporaryDirectory() as work:
-        if "predict" in args.what:
-            words = train_words(store, Path(work), "gnn_det_lstm", 1)
-            subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         for what in args.what:
             seconds = measure(what, store, Path(work), checkouts, args.rounds)
             row = [f"{state} {value:.3f} s" for state, value in seconds.items()]

@@ -99,7 +99,7 @@ class ConvertOptions:
     )
     allow_mixed_provenance: bool = option(False, ALLOW_HELP)
     attention: Literal["mean", "heads", "none"] | None = option(
-        None, "attention to store (default: mean over heads; none if no trace has attention)"
+        None, "attention to store (default: mean over heads; none if the first traces have none)"
     )
     padding: Literal["mask", "none"] = option(
         "mask", "padding of batches: given by attention_mask or lengths, or none if batches without them have none"

@@ -29,7 +29,7 @@ def partial_fingerprint(fingerprint: str) -> str:
 class RefusedTraces:
     """The refused traces of all conversions into a store, one JSON object per line.
 
-    A source that is read again replaces its lines. For a store at a URL the file is in the working folder.
+    A source that is read again replaces its lines. For a store at a URL the file is in the scratch folder.
 
     Parameters
     ----------

@@ -2,7 +2,9 @@
 
 torch draws masks row after row, so that other ranks or smaller micro-batches draw other masks.
 Here the mask of a trace is a pure function of the batch, the position of the trace in it, the
-layer and the device type, and so is its noise, which is that of a CPU on a GPU too, up to rounding. A batch that is split gives the same gradients as the whole batch.
+layer and the device type. Its noise is a function of the same values but the device type: a GPU
+draws the noise of a CPU up to rounding. A batch that is split gives the same gradients as the
+whole batch.
 """
 
 import functools

@@ -1,6 +1,6 @@
 """Read the sources of a planned conversion and write their traces into its store, which `commit` makes visible.
 
-Example: tracestore work plan.json --shard 0/4 --workers 2
+Example: tracestore work tasks.json --shard 0/4 --workers 2
 """
 
 import argparse
