@@ -221,7 +221,6 @@ class Conversion:
                 can_resume=self._is_current_source,
                 on_conflict=options.on_conflict,
                 allow_mixed_provenance=options.allow_mixed_provenance,
-                expected_bytes=self.total_bytes,
                 commit_bytes=sys.maxsize,
             ) as writer:
                 writer.check_provenance(self.known_provenances())
@@ -309,7 +308,7 @@ class Conversion:
                 except InvalidInputError as error:
                     self._refuse(writer, stream, error.with_location(source=stream.source.name), progress)
                 if (commits := ends.get(stream.source.name)) is not None:
-                    with fsio.map_os_errors(writer.path, lambda: writer.pending_bytes):
+                    with fsio.map_os_errors(writer.path):
                         writer.end_segments()
                     if commits:
                         self.described.commit(writer)
@@ -417,7 +416,7 @@ class Conversion:
                 what = "its labels are not all stored"
             self._notes.read_again(name, what)
         added = SourceCounts()
-        with fsio.map_os_errors(writer.path, lambda: writer.pending_bytes + size):
+        with fsio.map_os_errors(writer.path, lambda: size):
             traces = self._traces_to_store(stream)
             first = next(traces, None)
             facts = first.first_facts if isinstance(first, TraceBlock) else first

@@ -1,11 +1,14 @@
 """Opening of files: only regular files, and only up to the expected size."""
 
+import errno
 import os
+import re
 
 import pytest
 
 from tests.helpers import command, segment_of, tree_digest, write_scores
-from tracestore.errors import CorruptStoreError
+from tracestore.errors import CorruptStoreError, DiskFullError
+from tracestore.store.io import fsio
 from tracestore.store.io.files import LocalFiles
 
 
@@ -45,3 +48,13 @@ def test_small_files_are_read_up_to_a_limit(single_generation):
         files.read_small("zarr.json", 10)
     with pytest.raises(FileNotFoundError):
         files.read_small("manifest/0000000099", 10)
+
+
+@pytest.mark.parametrize(("needed", "shown"), [(None, "more"), (700, "more"), (7000, "about 7,000")])
+def test_a_full_disk_never_needs_less_than_what_is_free(tmp_path, monkeypatch, needed, shown):
+    monkeypatch.setattr(fsio, "free_bytes", lambda path: 1000)
+    with (
+        pytest.raises(DiskFullError, match=re.escape(f"{tmp_path}: 1,000 bytes are free, {shown} were needed")),
+        fsio.map_os_errors(tmp_path, None if needed is None else lambda: needed),
+    ):
+        raise OSError(errno.ENOSPC, "No space left on device")

@@ -104,7 +104,7 @@ def test_a_full_disk_is_an_error(remote_store, tmp_path, monkeypatch):
 
     with tracestore.open(remote_store) as store:
         monkeypatch.setattr("tracestore.store.io.fsio.pwritev_all", full)
-        with pytest.raises(tracestore.DiskFullError, match="bytes were needed"):
+        with pytest.raises(tracestore.DiskFullError, match="bytes are free, more were needed"):
             _ = store[0].hidden_states
     assert not [n for n in os.listdir(tmp_path / "cache") if n.startswith(".part-")]
 

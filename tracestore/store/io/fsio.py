@@ -239,8 +239,9 @@ def remove_tree(path: Path) -> None:
 def map_os_errors(path: Path, needed_bytes: Callable[[], int] | None = None) -> Iterator[None]:
     """Convert an OSError of the block to an error of tracestore.
 
-    ENOSPC and EDQUOT become DiskFullError, whose message quotes needed_bytes(). Missing permissions
-    and invalid paths become UsageError, and all other errors StorageError.
+    ENOSPC and EDQUOT become DiskFullError, whose message quotes needed_bytes() if that is more than what is free: the
+    bytes of compressed sources are not. Missing permissions and invalid paths become UsageError, and all other errors
+    StorageError.
     """
     try:
         yield
@@ -248,9 +249,11 @@ def map_os_errors(path: Path, needed_bytes: Callable[[], int] | None = None) -> 
         if error.errno is None:
             raise
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            free = free_bytes(path)
-            needed = f"about {needed_bytes():,} bytes were needed, " if needed_bytes else ""
-            raise DiskFullError(f"no space left on the file system of {path}: {needed}{free:,} are free") from error
+            free, needed = free_bytes(path), needed_bytes() if needed_bytes else 0
+            amount = f"about {needed:,}" if needed > free else "more"
+            raise DiskFullError(
+                f"no space left on the file system of {path}: {free:,} bytes are free, {amount} were needed"
+            ) from error
         name = error.filename or path
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP):
             raise UsageError(f"cannot write {name}: {error.strerror}") from error

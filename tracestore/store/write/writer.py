@@ -55,8 +55,6 @@ class StoreWriter(Changes):
         returns True for each of its sources.
     allow_mixed_provenance : bool
         Accept sources whose provenance conflicts.
-    expected_bytes : int, optional
-        Estimate of the data to be added, for the error message if the file system is full.
     commit_bytes, split_bytes : int
         Size of all pending segments that triggers a commit at the end of a source; maximum size of a segment.
 
@@ -82,7 +80,6 @@ class StoreWriter(Changes):
         on_conflict: OnConflict = "error",
         can_resume: Callable[[SourceEntry], bool] | None = None,
         allow_mixed_provenance: bool = False,
-        expected_bytes: int | None = None,
         commit_bytes: int = COMMIT_BYTES,
         split_bytes: int = schema.SEGMENT_SPLIT_BYTES,
     ) -> None:
@@ -92,7 +89,7 @@ class StoreWriter(Changes):
         self.commit_bytes, self.split_bytes = commit_bytes, split_bytes
         options: Options = {"attention": attention, "dtype": dtype, "codec": codec}
         self._is_open = True
-        with fsio.map_os_errors(self.path, None if expected_bytes is None else lambda: expected_bytes):
+        with fsio.map_os_errors(self.path):
             try:
                 with self._target.opened():
                     if not (self._target.is_begun and self._resume(options, can_resume)):
@@ -313,7 +310,7 @@ class StoreWriter(Changes):
         if self._pending.is_empty:
             return
         refused: list[InvalidInputError] = []
-        with fsio.map_os_errors(self.path, lambda: self.pending_bytes):
+        with fsio.map_os_errors(self.path):
             try:
                 self.end_segments()
                 with self._target.lock():

@@ -260,7 +260,7 @@ def test_a_full_disk_without_a_file_to_evict_is_an_error(large_url, tmp_path, mo
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(layer_file, "make_holes", full)
-    with pytest.raises(tracestore.DiskFullError, match="bytes were needed"):
+    with pytest.raises(tracestore.DiskFullError, match="bytes are free, more were needed"):
         _ = store[6].hidden_states
 
 
