@@ -240,3 +240,19 @@ def test_an_empty_subset_replaces_nothing(tmp_path):
     with pytest.raises(UsageError, match="no trace is chosen"):
         merge_stores([one], two, chosen=[np.zeros(0, np.int64)], overwrite=True)
     assert len(tracestore.open(two)) == 2
+
+
+def test_a_merge_lists_the_newest_source_of_a_name_last(tmp_path):
+    """A file was changed, and the change was taken back."""
+    versions = [make_traces(1), make_traces(2)]
+    for k in (0, 1, 0):
+        path = write_pickle(tmp_path / "a.pkl", versions[k])
+        convert(path, tmp_path / "s.zarr")
+        merge_stores([tmp_path / "s.zarr"], tmp_path / "m.zarr")
+    listed = [
+        [(source.size, source.fingerprint) for source in tracestore.open(tmp_path / name).internals.index.sources()]
+        for name in ("s.zarr", "m.zarr")
+    ]
+    assert len(listed[0]) == 3 and listed[0] == listed[1]
+    merge_stores([tmp_path / "s.zarr"], tmp_path / "m.zarr")
+    assert len(list(tracestore.open(tmp_path / "m.zarr").internals.index.sources())) == 3

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from tracestore.store.io.fsio import require_free_bytes
 from tracestore.store.maintain.selection import by_source
 from tracestore.store.maintain.transfer import Transfer
 from tracestore.store.read.columns import TraceValues
+from tracestore.store.read.index import SourceEntry
 from tracestore.store.read.joined import joined_score_fields, require_same_options
 from tracestore.store.read.store import TraceStore, open_store
 from tracestore.store.write.writer import COMMIT_BYTES, StoreWriter
@@ -135,6 +137,7 @@ def merge_stores(
                 raise error.with_location(source=str(store.path)) from None
         writer.commit()
         for store, indices in copies:
+            _list_newest_sources(writer, store, indices)
             _fill_scores(writer, store, indices, report)
         _compare_labels(writer, copies, report)
         writer.replace_existing()
@@ -230,6 +233,20 @@ def _merge_source(
         writer.end_source()
     report.num_traces_new += added
     report.num_duplicates += duplicates
+
+
+def _list_newest_sources(writer: StoreWriter, store: TraceStore, indices: np.ndarray) -> None:
+    """List the newest source of each path again behind earlier ones of a whole store, which may be listed behind it."""
+    entries: dict[str, list[SourceEntry]] = defaultdict(list)
+    for source in store.internals.index.sources() if len(indices) == len(store) else ():
+        if source.fingerprint:
+            entries[source.path].append(source)
+    for path, (*earlier, newest) in entries.items():
+        if writer.has_source(path, newest.size, newest.fingerprint):
+            continue
+        if any(writer.has_source(path, source.size, source.fingerprint) for source in earlier):
+            writer.begin_source(path, newest.size, newest.fingerprint, newest.provenance)
+            writer.end_source()
 
 
 def _is_all_there_is(store: TraceStore, indices: np.ndarray) -> bool:
