@@ -125,6 +125,7 @@ class Conversion:
         reads_all: bool = False,
     ) -> None:
         self._options, self._output, self._reads_all = options, output, reads_all
+        self._at_end: Callable[[StoreWriter, ConvertReport], None] = lambda *_: None  # when everything is committed
         self._arguments = (sources, store, options, output, whole)
         # While files are still being written, those with the ids of a table may follow.
         self._need_ids = whole is None and not options.skip_bad
@@ -197,7 +198,9 @@ class Conversion:
                 return self._run()
         except UnreadSourceError:
             self._output.info("all files are read again: unchanged ones may have traces or values of the changed ones")
+            self.described.release()
             again = self._again()
+            again.report.num_traces_new, again._at_end = self.report.num_traces_new, self._at_end
         try:
             return again.run()
         finally:
@@ -232,11 +235,12 @@ class Conversion:
                     self.scoring.fill(writer)
                 finally:
                     committed = writer.manifest.num_traces
+                    self.report.num_traces_new += writer.num_added
                     progress.clear()
                     self._notes.print_sources()
-                self.report.num_traces_new = writer.num_added
                 self._finish(writer, progress.elapsed_s)
                 writer.replace_existing()
+                self._at_end(writer, self.report)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(
                 f"interrupted: {plural(committed, 'trace')} committed; run the same command to continue"

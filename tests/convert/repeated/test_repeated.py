@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import tracestore
 from tests.convert.repeated.sequences import run, values
 from tests.helpers import command, convert, error_of, make_trace, tree_bytes, write_pickle
 from tracestore.convert import cutting
+from tracestore.convert.runner import Conversion
 
 _LINES = {
     "hidden_states": "{file}.npz : hs -> L S D",
@@ -172,6 +174,25 @@ def test_only_changed_files_are_read(data):
         assert json.loads(done.stdout)["num_sources_skipped_existing"] == 3
     save(data / "9.npz", 9, "q9", 0)
     assert json.loads(command(*words(data), "--json", check=0).stdout)["num_sources_skipped_existing"] == 4
+
+
+def test_a_second_reading_counts_what_the_first_one_has_committed(data, monkeypatch):
+    """It begins without files that are open for the first one."""
+    for k, name in enumerate(("0", "1", "b", "z")):
+        write_pickle(data / f"{name}.pkl", [make_trace(k)])
+    tracestore.convert_files(data, data.parent / "s.zarr")
+    write_pickle(data / "a.pkl", [make_trace(9)])
+    write_pickle(data / "b.pkl", [make_trace(2), make_trace(3, seed=5)])
+    opened, again = [], Conversion._again
+
+    def counted(conversion):
+        opened.append(f"{data}/" in Path("/proc/self/maps").read_text())
+        return again(conversion)
+
+    monkeypatch.setattr(Conversion, "_again", counted)
+    report = tracestore.convert_files(data, data.parent / "s.zarr", on_conflict="keep-last")
+    assert opened == [False]
+    assert report.num_traces_new == 1 and report.num_traces == 5
 
 
 def test_other_options_are_not_ignored(data):
