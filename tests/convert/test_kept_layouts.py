@@ -358,6 +358,20 @@ def test_labels_of_an_interrupted_conversion_are_stored_by_the_next_one(tmp_path
     assert convert_field(tmp_path / "in", tmp_path / "old.zarr", field, line).num_sources_skipped_existing == 4
 
 
+def test_another_file_of_the_same_name_stays_open(tmp_path, monkeypatch):
+    """The conversion of one folder is interrupted; that of another one stores none of its labels."""
+    for k, name in enumerate(("one", "two")):
+        dump(tmp_path / name / "0.pkl", [{"id": f"q{k}", "hs": states(2, 4, 8, seed=k)}])
+        table(tmp_path / name / "labels.csv", [{"id": f"q{k}", "value": k}])
+    store, line = tmp_path / "s.zarr", "labels.csv : [id=id]/value"
+    convert_field(tmp_path / "one", store, "label", line, commits=1, monkeypatch=monkeypatch)
+    convert_field(tmp_path / "two", store, "label", line)
+    assert lint_store(store).counts["open_source"] == 1
+
+    convert_field(tmp_path / "one", store, "label", line)
+    assert values(store) == {"q0": (0, {}), "q1": (1, {})}
+
+
 @pytest.mark.parametrize(
     "bad", [None, {}, 3, [1, 2], [[0]], [[1, 1]], [[1, 0]], [[0, 2], [1, 2]], [[-1, 1]], [[0, 3]], [[0, True]]]
 )

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from tracestore.errors import InvalidInputError, escape_unprintable
 from tracestore.ingest.builtin.parts import Part, sources_in_order
 from tracestore.ingest.execute.execution import Execution
@@ -281,11 +283,16 @@ class DescribedRun:
     def fill(self, writer: StoreWriter, on_conflict: OnConflict) -> None:
         """Store the labels, scores and groups of the traces, instead of earlier ones."""
         self.define(writer)
-        values = ChangedValues(writer, on_conflict)
+        values, num_traces = ChangedValues(writer, on_conflict), writer.manifest.num_traces
+        is_unread = np.arange(num_traces) < num_traces - writer.num_added
         for key in self._deferred:
             if (index := writer.index.find(*key)) >= 0:  # else dropped by skip_bad
                 values.set(index, *self._values(key))
-        values.commit(self.read)
+                is_unread[index] = False
+        # Another file of the same name may have been left open.
+        unread = set(writer.index.read_column("source")[is_unread].tolist())
+        closed = [number for number in writer.attributes.open_numbers() if number not in unread]
+        values.commit([number for number in closed if writer.index.source(number).path in self.read])
         self._changes = list(values.lines())
 
     def _values(self, key: tuple[str, int]) -> tuple[dict[str, float], float | None, str | None]:

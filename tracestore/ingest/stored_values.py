@@ -72,15 +72,15 @@ class ChangedValues:
             self._updates[index] = TraceValues(known, *after[-2:])
             self.num_replaced += not all(is_none(old) for old, _ in changed)
 
-    def commit(self, of_sources: Collection[str] = ()) -> None:
-        """Store the values; sources of these paths have all of theirs then."""
+    def commit(self, closed: Collection[int] = ()) -> None:
+        """Store the values; the sources of these numbers have all of theirs then."""
         if self._lost and self._on_conflict == "error":
             shown = escape_unprintable(self._writer.index.question_id(self._lost[0]), 60)
             raise InvalidInputError(
                 f"{plural(len(self._lost), 'stored trace')} such as {shown} have a score, label or group that the sources "
                 "no longer have; --on-conflict keep-last removes it, keep-first keeps it"
             )
-        self._writer.update_values(self._updates, of_sources=of_sources)
+        self._writer.update_values(self._updates, closed=closed)
         self._writer.commit()
 
     def lines(self) -> Iterator[str]:

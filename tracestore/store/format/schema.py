@@ -322,6 +322,10 @@ class Attributes:
         lens = None if self.lens is None else self.lens.to_json()
         return values | {"options": options, "scores": scores, "provenance": provenance, "lens": lens}
 
+    def open_numbers(self) -> list[int]:
+        """Return the numbers of the open sources."""
+        return [number for first, end in self.open_sources for number in range(first, end)]
+
     @classmethod
     def from_json(cls, data: object) -> "Attributes":
         """Return the attributes in a JSON object; raise ValueError if they are not valid in this format."""

@@ -222,10 +222,9 @@ class _Linter:
     def open_sources(self) -> None:
         """Check for sources whose labels and scores are not all stored."""
         internals = self.store.internals
-        for first, end in internals.attributes.open_sources:
-            for number in range(first, end):
-                path = escape_unprintable(internals.index.source(number).path, 80)
-                self.report.add("open_source", None, f"labels and scores of {path} are not all stored")
+        for number in internals.attributes.open_numbers():
+            path = escape_unprintable(internals.index.source(number).path, 80)
+            self.report.add("open_source", None, f"labels and scores of {path} are not all stored")
 
     def classes(self, score_threshold: float | None) -> None:
         try:

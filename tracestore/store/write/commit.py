@@ -182,7 +182,7 @@ def add_files(
     With `are_open` the new sources are open.
     """
     old, segments = base.manifest, pending.all_segments
-    attributes = replace(attributes, open_sources=_open_sources(base, pending, are_open=are_open))
+    attributes = replace(attributes, open_sources=_open_sources(old, pending, are_open=are_open))
     if pending.lens is not None:
         lens = pending.lens.place(old.num_segments + len(segments) - 1, pending.lens_provenance)
         attributes = replace(attributes, lens=lens)
@@ -220,11 +220,8 @@ def add_files(
     return new
 
 
-def _open_sources(base: PinnedGeneration, pending: Pending, *, are_open: bool) -> tuple[tuple[int, int], ...]:
-    old = base.manifest
-    numbers = [number for first, end in old.attributes.open_sources for number in range(first, end)]
-    if pending.closed_sources:
-        numbers = [number for number in numbers if base.index.source(number).path not in pending.closed_sources]
+def _open_sources(old: mf.Manifest, pending: Pending, *, are_open: bool) -> tuple[tuple[int, int], ...]:
+    numbers = [number for number in old.attributes.open_numbers() if number not in pending.closed_sources]
     if are_open:
         numbers += range(old.num_sources, old.num_sources + len(pending.sources))
     firsts = [k for k, number in enumerate(numbers) if k == 0 or number != numbers[k - 1] + 1]

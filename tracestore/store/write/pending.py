@@ -200,8 +200,8 @@ class Pending:
 
     `keys` maps a key (question id, sample) to its position in `rows`. `patches` maps (trace, field group) to
     new locations of committed traces, by the names of manifest.PATCH_COLUMNS. `updates` maps committed
-    traces to new values of their columns; missing ones (NaN, None) keep the old value. `closed_sources` has the paths
-    of sources that are no longer open. `steps` repeats all changes on a newer generation.
+    traces to new values of their columns; missing ones (NaN, None) keep the old value. `closed_sources` has the
+    numbers of sources that are no longer open. `steps` repeats all changes on a newer generation.
     """
 
     steps: list[Callable[[], None]] = field(default_factory=list)
@@ -211,7 +211,7 @@ class Pending:
     patches: dict[tuple[int, int], dict[str, int]] = field(default_factory=dict)
     updates: dict[int, TraceValues] = field(default_factory=dict)
     sources: list[PendingSource] = field(default_factory=list)
-    closed_sources: set[str] = field(default_factory=set)
+    closed_sources: set[int] = field(default_factory=set)
     segments: list[SegmentWriter | WrittenSegment] = field(default_factory=list)
     lens: PendingLens | None = None
     lens_provenance: int = -1

@@ -247,14 +247,13 @@ class StoreWriter(Changes):
 
         self._do(keep)
 
-    def update_values(self, updates: Mapping[int, TraceValues], *, of_sources: Collection[str] = ()) -> None:
+    def update_values(self, updates: Mapping[int, TraceValues], *, closed: Collection[int] = ()) -> None:
         """Replace values of committed traces with the next commit. Those that are None keep what is stored.
 
-        Sources of the paths `of_sources` have all of their values then: they are no longer open.
+        The sources of the numbers `closed` have all of their values then: they are no longer open.
         """
         self._do(lambda: self._pending.updates.update(updates))
-        if self.attributes.open_sources:
-            self._do(lambda: self._pending.closed_sources.update(of_sources))
+        self._do(lambda: self._pending.closed_sources.update(closed))
 
     def choose_attention(self, attention: str) -> None:
         """Set the option `attention` of a store that has no commit, and no hidden states of all tokens."""
@@ -301,7 +300,7 @@ class StoreWriter(Changes):
     def commit(self, *, are_open: bool = False) -> None:
         """Make all pending changes durable; after an exception the last generation is unchanged.
 
-        New sources that `are_open` are read again by a conversion, until update_values() has their paths.
+        New sources that `are_open` are read again by a conversion, until update_values() closes them.
         After a RemoteError the call can be repeated. StoreLockedError if another writer has replaced the store.
         LateConflictError if sources conflict with what another writer has committed since they were appended: they are
         left out, and all other sources are committed.
