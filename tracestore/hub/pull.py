@@ -22,7 +22,7 @@ from tracestore.store.read.index import StoreIndex
 from tracestore.store.read.segment import SegmentReader
 from tracestore.store.remote.object_store import ObjectStore
 from tracestore.store.remote.threads import in_threads
-from tracestore.store.write.commit import write_root
+from tracestore.store.write.commit import root_metadata
 
 _REQUESTS = 4
 # Files in transfer are in this folder.
@@ -240,7 +240,7 @@ class _Download:
         newest = self._folder / paths.manifest(manifest.generation)
         fsio.makedirs(newest.parent)
         fsio.replace_file(newest, manifest.to_bytes())
-        write_root(self._folder, manifest.attributes)
+        fsio.replace_file(self._folder / "zarr.json", root_metadata(manifest.attributes))
         report = verify_store(self._folder)
         if report.damaged:
             name, problem = min(report.damaged.items())

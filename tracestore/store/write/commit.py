@@ -17,7 +17,6 @@ from tracestore.store.format.entries import FileEntry
 from tracestore.store.format.ragged import encode_strings
 from tracestore.store.format.zarr_json import group_metadata
 from tracestore.store.format.zip_group import pack_group
-from tracestore.store.io import fsio
 from tracestore.store.io.files import ReadableFiles, RemoteURL
 from tracestore.store.io.folder_target import FolderTarget
 from tracestore.store.read.columns import join_columns, read_columns
@@ -30,17 +29,6 @@ from tracestore.store.write.written import WrittenSegment
 def root_metadata(attributes: schema.Attributes) -> bytes:
     """Return the bytes of the store's root zarr.json."""
     return group_metadata({"tracestore": attributes.to_json()})
-
-
-def write_root(store: Path, attributes: schema.Attributes) -> None:
-    """Write the root zarr.json of a store that is being made, unless it has these attributes already."""
-    root, expected = store / "zarr.json", root_metadata(attributes)
-    try:
-        if root.read_bytes() == expected:
-            return
-    except FileNotFoundError:
-        pass
-    fsio.replace_file(root, expected)
 
 
 class CommitTarget(Protocol):
