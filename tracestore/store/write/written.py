@@ -42,7 +42,7 @@ class WrittenSegment:
     def __init__(self, files: ReadableFiles, reader: SegmentReader) -> None:
         self.source, self.reader, self.rows, self.number, self.folder = files, reader, reader.rows, -1, Path()
         with reading_committed(self.rows.path):
-            data = files.read(self.rows)
+            data = reader.small.mapped.read(0, self.rows.size)
             if crc32c(data) != self.rows.crc32c:
                 raise ValueError("checksum mismatch")
         self.name = name_of(data)
