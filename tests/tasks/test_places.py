@@ -298,7 +298,7 @@ def test_the_commit_of_a_task_sends_few_requests(data, tmp_path, proxy, remote, 
         proxy.requests.clear()
         assert commit_tasks(tasks).num_traces == 4 * (k + 1)
         num_parts = k.bit_count()
-        assert sum(proxy.requests.values()) <= 16 + 2 * num_parts, proxy.requests
+        assert sum(proxy.requests.values()) <= 14 + 2 * num_parts, proxy.requests
         assert not [path for method, path in proxy.requests if method == "HEAD"]
 
 

@@ -51,7 +51,8 @@ def unwritten(tasks: Sequence[Task]) -> list[Task]:
 
 def _is_written(files: PlanFiles, task: Task) -> bool:
     segments = listed_segments(files, task)
-    return segments is not None and None not in files.sizes(map(paths.segment_rows, segments))
+    rows = None if segments is None else set(map(paths.segment_rows, segments))
+    return rows is not None and rows <= files.sizes(rows).keys()
 
 
 def whole_tasks(plan: TaskPlan, sources: Sequence[SourceFile]) -> list[Task]:
@@ -67,7 +68,7 @@ def whole_tasks(plan: TaskPlan, sources: Sequence[SourceFile]) -> list[Task]:
 def files_of_plans(store: str | PathLike[str]) -> set[str]:
     """Return the paths of the plans that a store keeps, of their receipts, and of the segments of these."""
     found, files = set[str](), open_plan_files(store)
-    for plan in kept_plans(files):
+    for plan in kept_plans(files, files.times()):
         tasks = plan.tasks()
         found |= {paths.plan(plan.digest), *(paths.receipt(task.hash) for task in tasks)}
         found.update(path for task in tasks for path in listed_segments(files, task) or ())
@@ -124,12 +125,8 @@ def commit_tasks(tasks: Sequence[Task], *, output: Output | None = None) -> Conv
     plan, tasks = read_plan(tasks), sorted(set(tasks), key=lambda task: task.number)
     if tasks != plan.tasks():
         raise UsageError(f"{plan.store}: expected the {len(plan.tasks()):,} tasks of one plan, found {len(tasks):,}")
-    found = plan.files.times()
-    if missing := [task for task in tasks if paths.receipt(task.hash) not in found]:
-        raise UsageError(
-            f"{plan.store}: {len(missing):,} of {len(tasks):,} tasks are not written, such as that of "
-            f"{missing[0].sources[0]}; tracestore work writes them"
-        )
+    if tasks[1:]:  # That of a single one is read at once.
+        plan.require_written(tasks)
     return commit_plan(plan, output or Quiet())
 
 
@@ -195,11 +192,6 @@ def commit_plan(
             if isinstance(plan.store, Path):
                 with suppress(FileNotFoundError):
                     remove_abandoned(plan.store)  # of workers that were killed
-        if workers is not None or report.num_sources_skipped or report.num_traces_refused:
-            plan.remove()  # No later plan must find what was refused.
-        else:
-            # Another coordinator of the plan may still read the receipts, which the next plan removes.
-            plan.files.remove([paths.plan(plan.digest)])
     return report
 
 
@@ -211,6 +203,7 @@ class _Commit(Conversion):
     ) -> None:
         options = replace(plan.commit_options(), workers=num_workers)
         super().__init__(plan.arguments, str(plan.store), options, output, **known)
+        self._at_end = self._remove_plan
         self._plan, self._tasks, self._workers = plan, plan.tasks(), workers
         self._futures: dict[Task, Future] = {}
 
@@ -221,6 +214,13 @@ class _Commit(Conversion):
         return Conversion(
             sources, store, options, output, whole, described=described, provenances=provenances, reads_all=True
         )
+
+    def _remove_plan(self, writer: StoreWriter, report: ConvertReport) -> None:
+        if self._workers is not None or report.num_sources_skipped or report.num_traces_refused:
+            writer.remove_files(self._plan.with_receipts())  # No later plan must find what was refused.
+        else:
+            # Another coordinator of the plan may still read the receipts, which the next plan removes.
+            writer.remove_files([paths.plan(self._plan.digest)])
 
     def has_attention(self) -> bool | None:
         """Return what the plan has found."""
@@ -302,10 +302,9 @@ class _Commit(Conversion):
             try:
                 return read_receipt(self._plan, task, self.sources)
             except (FileNotFoundError, CorruptStoreError) as error:
-                if time.monotonic() >= until or paths.plan(task.plan) not in self._plan.files.times():
-                    if isinstance(error, CorruptStoreError):
-                        raise
-                    text = "is gone: another process has committed or removed the plan; repeat the command"
-                    raise UsageError(f"{error.filename}: {text}") from None
+                is_late = time.monotonic() >= until
+                self._plan.require_written([task] if is_late else [])
+                if is_late and isinstance(error, CorruptStoreError):
+                    raise
             self._check_interrupt()
             time.sleep(_POLL_S)

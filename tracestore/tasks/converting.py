@@ -12,7 +12,8 @@ from tracestore.convert.summary import ConvertReport
 from tracestore.store.write.plan_files import open_plan_files
 from tracestore.tasks.committing import Workers, commit_plan, unwritten, whole_tasks
 from tracestore.tasks.local_workers import LocalWorkers
-from tracestore.tasks.task_plan import TaskPlan, identity_of, kept_plan, new_plan
+from tracestore.tasks.plan_parts import identity_of
+from tracestore.tasks.task_plan import TaskPlan, kept_plan, new_plan
 
 
 def convert(

@@ -1,16 +1,18 @@
-"""The layouts of a plan with their files, as JSON for other processes."""
+"""The layouts of a plan with their files, as JSON for other processes, and what tells these files from changed ones."""
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tracestore.errors import error_from_json, error_to_json
+from tracestore.errors import InvalidInputError, error_from_json, error_to_json
 from tracestore.ingest.builtin.library import builtins
 from tracestore.ingest.builtin.parts import Part, exported_sources, preprocessed_file, unknown_file
+from tracestore.ingest.exports import EXPORT_FILE, STORE_FILE
 from tracestore.ingest.layout.language import parse_layout
-from tracestore.ingest.sources import SourceFile
+from tracestore.ingest.packing import identify
+from tracestore.ingest.sources import SourceFile, SourceIdentity, fingerprint
 
 
 def part_to_json(part: Part) -> dict[str, Any]:
@@ -55,3 +57,22 @@ def part_from_json(found: Mapping[str, Any]) -> Part:
         described = preprocessed_file(Path(path)) if error is None else unknown_file(error_from_json(error))
         sources.setdefault(name, SourceFile(Path(path), name, described=described))
     return Part(None, {}, others={name: sources[name] for name in others})
+
+
+def fingerprints_of(files: Iterable[Path]) -> list[Any]:
+    """Return the absolute paths of files, with what differs once one is written to."""
+    return [[str(path.absolute()), list(fingerprint(path))] for path in files]
+
+
+def facts_of_exports(sources: Sequence[SourceFile]) -> list[Path]:
+    """Return the files that state the facts of the exports among the sources."""
+    folders = dict.fromkeys(s.export.facts.folder for s in sources if s.export is not None)
+    return [folder / name for folder in folders for name in (EXPORT_FILE, STORE_FILE)]
+
+
+def identity_of(source: SourceFile) -> SourceIdentity:
+    """Return the identity of a source; an empty one if it cannot be read, so that its task refuses it."""
+    try:
+        return identify(source)
+    except InvalidInputError:
+        return SourceIdentity(0, "", 0)

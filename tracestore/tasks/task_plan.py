@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import version
@@ -17,16 +17,15 @@ from tracestore.convert.described import DescribedRun
 from tracestore.convert.options import ConvertOptions
 from tracestore.convert.runner import Conversion, read_provenances
 from tracestore.errors import CorruptStoreError, InvalidInputError, UsageError
-from tracestore.ingest.exports import EXPORT_FILE, STORE_FILE
-from tracestore.ingest.packing import PackOptions, identify
+from tracestore.ingest.packing import PackOptions
 from tracestore.ingest.score_files import FoundFiles
-from tracestore.ingest.sources import SourceFile, SourceIdentity, fingerprint
+from tracestore.ingest.sources import fingerprint
 from tracestore.store.format import paths
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.io.ownership import check_store_destination
 from tracestore.store.write.plan_files import PlanFiles, open_plan_files
 from tracestore.store.write.writer import StoreWriter
-from tracestore.tasks.plan_parts import part_from_json, part_to_json
+from tracestore.tasks.plan_parts import facts_of_exports, fingerprints_of, identity_of, part_from_json, part_to_json
 
 _MAX_PLAN_BYTES, _DIGEST_BYTES = 1 << 30, 16
 # Options of the process, not of the plan.
@@ -218,22 +217,37 @@ class TaskPlan:
         attention = self.options.attention or stored["attention"]
         return replace(self.options, attention=attention, dtype=stored["dtype"], codec=stored["codec"])
 
+    def require_written(self, tasks: Sequence[Task] = ()) -> None:
+        """Raise UsageError unless the store has the plan, and a receipt of each of these tasks."""
+        found = self.files.times()
+        if paths.plan(self.digest) not in found:
+            raise UsageError(f"{self.store}: another process has committed or removed the plan; repeat the command")
+        if missing := [task for task in tasks if paths.receipt(task.hash) not in found]:
+            raise UsageError(
+                f"{self.store}: {len(missing):,} of {len(self.facts['tasks']):,} tasks are not written, such as that of "
+                f"{missing[0].sources[0]}; tracestore work writes them"
+            )
+
+    def with_receipts(self, kept: Iterable[Task] = ()) -> list[str]:
+        """Return the paths of the plan, and of all receipts but those of other plans and of `kept`."""
+        own, found = paths.plan(self.digest), self.files.times()
+        return [own, *_unused_receipts(self.files, [path for path in found if path != own], kept)]
+
     def remove(self, kept: Iterable[Task] = ()) -> None:
-        """Remove the plan, and all receipts but those of other plans and of `kept`."""
-        self.files.remove([paths.plan(self.digest)])
-        _remove_receipts(self.files, kept)
+        """Remove the plan with its receipts; see with_receipts()."""
+        self.files.remove(self.with_receipts(kept))
 
 
-def _remove_receipts(files: PlanFiles, kept: Iterable[Task]) -> None:
-    """Remove all receipts but those of the plans that a store keeps, and of `kept`."""
-    found = files.times()
-    known = {paths.receipt(task.hash) for tasks in (kept, *map(TaskPlan.tasks, kept_plans(files))) for task in tasks}
-    files.remove(path for path in found if path.endswith(".zip") and path not in known)
+def _unused_receipts(files: PlanFiles, found: Collection[str], kept: Iterable[Task]) -> list[str]:
+    """Return those paths of receipts among some that are not of a plan among them, or of `kept`."""
+    plans = map(TaskPlan.tasks, kept_plans(files, found))
+    known = {paths.receipt(task.hash) for tasks in (kept, *plans) for task in tasks}
+    return [path for path in found if path.endswith(".zip") and path not in known]
 
 
-def kept_plans(files: PlanFiles) -> Iterator[TaskPlan]:
-    """Yield the plans that a store keeps, without damaged ones, which no task can use."""
-    for path in files.times():
+def kept_plans(files: PlanFiles, found: Iterable[str]) -> Iterator[TaskPlan]:
+    """Yield the plans among paths that were found, without damaged ones, which no task can use."""
+    for path in found:
         if path.endswith(".json"):
             with suppress(CorruptStoreError, FileNotFoundError):  # Another process may remove it.
                 yield TaskPlan.load(files, path)
@@ -318,7 +332,7 @@ def _given(arguments: Sequence[Path], options: ConvertOptions) -> dict[str, Any]
 def kept_plan(arguments: Sequence[Path], files: PlanFiles, options: ConvertOptions, output: Output) -> TaskPlan | None:
     """Return the plan of these sources and options that a store keeps; remove it if it is outdated, and return None."""
     given = _given(arguments, options)
-    for plan in kept_plans(files):
+    for plan in kept_plans(files, files.times()):
         if given.items() <= plan.facts.items():
             if plan.is_current():
                 return plan
@@ -366,8 +380,8 @@ def new_plan(
             "parts": list(map(part_to_json, described.parts)),
             "order": [str(path.absolute()) for path in described.order],
             "is_builtin": described.is_builtin,
-            "scores": _fingerprints(described.score_files.scores),
-            "exports": _fingerprints(_exports_of(conversion.sources)),
+            "scores": fingerprints_of(described.score_files.scores),
+            "exports": fingerprints_of(facts_of_exports(conversion.sources)),
             "unread": [str(path.absolute()) for path in described.score_files.unread],
             "provenances": [[str(p.absolute()), found.to_json()] for p, found in conversion.provenances.items()],
             "tasks": [[sources[k] for k in run] for run in runs],
@@ -376,24 +390,6 @@ def new_plan(
         if options.attention is None and (note := attention.note(stored["attention"])):
             output.info(note)
         plan = TaskPlan(files, json.dumps(facts, sort_keys=True, indent=0).encode())
-        _remove_receipts(files, plan.tasks())
+        files.remove(_unused_receipts(files, files.times(), plan.tasks()))
         writer.keep_file(paths.plan(plan.digest), plan.data)
     return plan
-
-
-def _fingerprints(files: Iterable[Path]) -> list[Any]:
-    return [[str(path.absolute()), list(fingerprint(path))] for path in files]
-
-
-def _exports_of(sources: Sequence[SourceFile]) -> list[Path]:
-    """Return the files that state the facts of the exports among the sources."""
-    folders = dict.fromkeys(s.export.facts.folder for s in sources if s.export is not None)
-    return [folder / name for folder in folders for name in (EXPORT_FILE, STORE_FILE)]
-
-
-def identity_of(source: SourceFile) -> SourceIdentity:
-    """Return the identity of a source; an empty one if it cannot be read, so that its task refuses it."""
-    try:
-        return identify(source)
-    except InvalidInputError:
-        return SourceIdentity(0, "", 0)

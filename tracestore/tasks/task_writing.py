@@ -7,7 +7,7 @@ from contextlib import closing
 from pathlib import Path
 
 from tracestore.convert.runner import Conversion
-from tracestore.errors import InvalidInputError, TruncatedFileError, UsageError
+from tracestore.errors import InvalidInputError, TruncatedFileError
 from tracestore.ingest.files.byte_source import TRUNCATED_WHILE_READING
 from tracestore.ingest.packing import PackOptions
 from tracestore.ingest.source_streams import TraceStream, read_sources
@@ -19,7 +19,7 @@ from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.pending import SegmentsAhead
 from tracestore.store.write.segment_writer import SegmentWriter
 from tracestore.store.write.written import WrittenSegment
-from tracestore.tasks.receipt import Receipt, WrittenSource, pack_receipt, read_receipt, usable_receipt
+from tracestore.tasks.receipt import Receipt, WrittenSource, pack_receipt, usable_receipt
 from tracestore.tasks.task_plan import Quiet, Task, TaskPlan
 
 
@@ -64,15 +64,14 @@ def write_task(task: Task, *, memory_budget: int | None = None) -> Receipt:
             writing = _TaskWriting(plan, conversion, plan.pack_options(target.scratch, budget), target)
             writing.write([WrittenSource(sources[k], k, *found) for k, _, *found in plan.facts["tasks"][task.number]])
             path, data = paths.receipt(task.hash), writing.receipt(task)
-            if paths.plan(task.plan) not in plan.files.times():
-                raise UsageError(
-                    f"{plan.store}: another process has committed the plan, or it was removed; repeat convert"
-                )
-            if not target.create_file(path, data) and usable_receipt(plan, task, sources) is None:
+            plan.require_written()
+            if not target.create_file(path, data):
+                if (found := usable_receipt(plan, task, sources)) is not None:
+                    return found.summary(task)
                 target.keep_file(path, data)
+            return writing.summary(task)
         finally:
             target.close()
-    return read_receipt(plan, task, sources).summary(task)
 
 
 class _TaskWriting:
@@ -146,6 +145,11 @@ class _TaskWriting:
                 raise InvalidInputError(TRUNCATED_WHILE_READING) from None
             raise
         return packed
+
+    def summary(self, task: Task) -> Receipt:
+        """Return the counts of the receipt."""
+        num_bytes = sum(size for segment in self._pending.all_segments for _, size, _ in segment.files)
+        return Receipt(task.hash, len(self._written), sum(len(source.packed) for source in self._written), num_bytes)
 
     def receipt(self, task: Task) -> bytes:
         """Return the bytes of the receipt."""

@@ -199,6 +199,11 @@ class FolderTarget(HasWritingFolder):
         fsio.makedirs(place.parent)
         self._replace(place, data)
 
+    def remove_files(self, found: Sequence[str]) -> None:
+        """See CommitTarget."""
+        for path in found:
+            remove_own(self.path, path)
+
     def _replace(self, place: Path, data: bytes) -> None:
         fsio.retry_eintr(os.rename, self._folder.write_small(data), place)
         fsio.fsync_path(place.parent)

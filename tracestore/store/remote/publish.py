@@ -56,8 +56,9 @@ class RemoteTarget(HasWritingFolder):
         self._added: set[str] = set()  # what this writer has put
         self._numbers: list[int] = []  # generations, newest first, after the last commit
         self._known: dict[int, mf.Manifest] = {}
-        self._roots: dict[int | None, bytes] = {}  # of generations
-        self._whole: set[int] = set()  # generations whose writers have left nothing undone
+        # zarr.json, if it is known, of generations whose writers have left nothing undone, and of a new store
+        self._roots: dict[int | None, bytes | None] = {}
+        self._superseded: list[str] = []  # what the last commit has superseded and remove_files() removes
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
@@ -82,7 +83,7 @@ class RemoteTarget(HasWritingFolder):
         # Most servers give an object the MD5 of its bytes as tag; others are asked.
         expected = hashlib.md5(_newest(numbers[0]), usedforsecurity=False).hexdigest() if numbers else ""
         if tags.get("newest") == f'"{expected}"':
-            self._whole.add(numbers[0])
+            self._roots.setdefault(numbers[0])
         return numbers
 
     def _look(self, numbers: list[int]) -> None:
@@ -97,6 +98,7 @@ class RemoteTarget(HasWritingFolder):
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
         """See CommitTarget. Objects that were put stay: an equal segment may be another writer's by now."""
+        self.remove_files([])
         yield
 
     def newest(self) -> int:
@@ -156,6 +158,11 @@ class RemoteTarget(HasWritingFolder):
         """See CommitTarget."""
         self._object_store.put(path, data)
 
+    def remove_files(self, found: Sequence[str]) -> None:
+        """See CommitTarget. It is one request."""
+        removed, self._superseded = [*self._superseded, *found], []
+        self._object_store.delete(removed)
+
     def create_manifest(self, manifest: mf.Manifest) -> bool:
         """See CommitTarget. The answer of the server may be lost: the bytes tell whose manifest it is."""
         path = paths.manifest(manifest.generation)
@@ -187,10 +194,9 @@ class RemoteTarget(HasWritingFolder):
         """See CommitTarget."""
         self._known[manifest.generation] = manifest
         if self._newest:
-            if self._newest not in self._whole and not self._names_newest():
+            if self._newest not in self._roots and not self._names_newest():
                 self._finish(manifest, root)
             self._roots[self._newest] = root
-            self._whole.add(self._newest)
 
     def settle(self, manifest: mf.Manifest, root: bytes) -> None:
         """See CommitTarget."""
@@ -199,7 +205,7 @@ class RemoteTarget(HasWritingFolder):
         newest, previous = (*self._numbers, 0, 0)[:2]
         if newest != number:
             return  # The writer of the newer one does the rest.
-        if previous and previous not in self._whole:  # Its writer may have been killed.
+        if previous and previous not in self._roots:  # Its writer may have been killed.
             with contextlib.suppress(CorruptStoreError, FileNotFoundError):
                 objects.put(paths.manifest_copy(previous), self._manifest(previous).to_bytes())
         self._finish(manifest, root, previous)
@@ -212,7 +218,7 @@ class RemoteTarget(HasWritingFolder):
             with contextlib.suppress(CorruptStoreError, FileNotFoundError):
                 removed += [file.path for file in self._manifest(k).small_files() if file.path not in kept]
             removed.append(paths.manifest_copy(k))
-        objects.delete(removed + [paths.manifest(k) for k in self._numbers[2:]])
+        self._superseded = removed + [paths.manifest(k) for k in self._numbers[2:]]
 
     def _finish(self, manifest: mf.Manifest, root: bytes, previous: int | None = None) -> None:
         """Put what follows a manifest: the root, unless it is that of `previous`, the copy, and last manifest/newest."""
@@ -222,7 +228,6 @@ class RemoteTarget(HasWritingFolder):
         objects.put(paths.manifest_copy(number), manifest.to_bytes())
         objects.put("manifest/newest", _newest(number))
         self._roots[number] = root
-        self._whole.add(number)
 
     def _names_newest(self) -> bool:
         """Return whether manifest/newest is that of the newest generation, or of one that came after the listing."""
@@ -243,8 +248,9 @@ class RemoteTarget(HasWritingFolder):
         return False
 
     def close(self) -> None:
-        """Remove the temporary files."""
+        """Remove the temporary files, and what the last commit has superseded."""
         if self._writing is not None:
             with fsio.map_os_errors(self.path):
                 self._writing.close()
             self._writing = None
+        self.remove_files([])

@@ -99,6 +99,9 @@ class CommitTarget(Protocol):
     def keep_file(self, path: str, data: bytes) -> None:
         """Create or replace a file that no generation names, with `overwrite` in the store that is to be replaced."""
 
+    def remove_files(self, found: Sequence[str]) -> None:
+        """Remove files that no generation names, if they exist, with those that the last commit has superseded."""
+
     def create_manifest(self, manifest: mf.Manifest) -> bool:
         """Make a manifest the newest generation. Return False, with nothing changed, if another one has its number."""
 

@@ -58,19 +58,15 @@ class PlanFiles:
         finally:
             os.close(fd)
 
-    def sizes(self, found: Iterable[str]) -> Iterable[int | None]:
-        """Return the sizes of files of segments, None for a missing one; CorruptStoreError for what is not a file."""
-        return map(self._size, found)
-
-    def _size(self, path: str) -> int | None:
-        try:
-            fd = self._local.open(path)
-        except FileNotFoundError:
-            return None
-        try:
-            return os.fstat(fd).st_size
-        finally:
-            os.close(fd)
+    def sizes(self, found: Iterable[str]) -> dict[str, int]:
+        """Return the sizes of the files of segments that exist; CorruptStoreError for what is not a file."""
+        sizes: dict[str, int] = {}
+        for path in found:
+            with suppress(FileNotFoundError):
+                fd = self._local.open(path)
+                sizes[path] = os.fstat(fd).st_size
+                os.close(fd)
+        return sizes
 
     def remove(self, found: Iterable[str]) -> None:
         """Remove files; a missing one is no error."""
@@ -80,8 +76,9 @@ class PlanFiles:
     def check(self, entries: Iterable[FileEntry]) -> None:
         """Raise CorruptStoreError if a file is missing or has another size."""
         listed = list(entries)
-        for entry, size in zip(listed, self.sizes([entry.path for entry in listed]), strict=True):
-            if size != entry.size:
+        sizes = self.sizes(entry.path for entry in listed)
+        for entry in listed:
+            if (size := sizes.get(entry.path)) != entry.size:
                 raise CorruptStoreError(f"{entry.path}: missing") if size is None else size_mismatch(entry, size)
 
 
@@ -100,14 +97,12 @@ class _RemotePlanFiles(PlanFiles):
             file.flush()
             return MappedFile(path, name=path, fd=file.fileno())
 
-    def sizes(self, found: Iterable[str]) -> list[int | None]:
+    def sizes(self, found: Iterable[str]) -> dict[str, int]:
         # Also of those that the cache has: others may have removed the objects. A list has all files of a segment.
-        listed = list(found)
-        folders = dict.fromkeys("/".join(path.split("/")[:2]) for path in listed)
+        folders = dict.fromkeys("/".join(path.split("/")[:2]) for path in found)
         with ThreadPoolExecutor(_REQUESTS) as pool:
             objects = chain.from_iterable(pool.map(self._objects.list_objects, folders))
-            sizes = {entry.path: entry.size for entry in objects}
-        return [sizes.get(path) for path in listed]
+            return {entry.path: entry.size for entry in objects}
 
     def remove(self, found: Iterable[str]) -> None:
         self._objects.delete(list(found))

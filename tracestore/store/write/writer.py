@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -204,6 +204,10 @@ class StoreWriter(Changes):
     def keep_file(self, path: str, data: bytes) -> None:
         """See CommitTarget."""
         self._target.keep_file(path, data)
+
+    def remove_files(self, found: Sequence[str]) -> None:
+        """See CommitTarget."""
+        self._target.remove_files(found)
 
     def define_score(
         self, name: str, field: labels.ScoreField, *, is_default: bool = False, replaced: Collection[int] = ()
