@@ -30,18 +30,6 @@ def passes(*sizes, rows=2, layers=2, dim=6):
     return [[states(rows, size, dim, seed=10 * p + k) for k in range(layers)] for p, size in enumerate(sizes)]
 
 
-@pytest.mark.parametrize(
-    "ids", [[-1, -2], [-2, -4], [-1, -2, -3], [-1, -3, -2], [-2, -2], [-3, -1, -2], [31, 16], [8, 8], [3, 1, 2], [0, 0]]
-)
-@pytest.mark.parametrize("where", ["stated", "file"])
-def test_rule_01_layers_in_their_order(tmp_path, ids, where):
-    """Layers from the last one to the first [layers in reverse]."""
-    dump(tmp_path / "in/a.pkl", [{**row, "hs": states(len(ids), 4, 8, seed=k)} for k, row in enumerate(rows())])
-    table(tmp_path / "in/m.json", {"layers": ids})
-    known = {"L.ids": ids, "ignore": ["m.json"]} if where == "stated" else {"L.ids": "m.json : layers"}
-    refuse(tmp_path, ROWS | known, "expected them in their order")
-
-
 def test_rule_01_the_same_numbers_of_layers_everywhere(tmp_path):
     for name, layers in (("a", (0, 1, 2)), ("b", (0, 2))):
         for k in layers:

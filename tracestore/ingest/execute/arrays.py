@@ -63,22 +63,22 @@ def _rows_of_passes(trace: TraceCells) -> list[int] | None:
     return None if found is None else found[0].tolist()
 
 
-def read_attention(trace: TraceCells, num_tokens: int, ids: LayerIds, *, is_needed: bool) -> Layers | None:
-    """Return the layers (H, S, S) of the attention of a trace, None without; `ids` are the layers of the states."""
+def read_attention(trace: TraceCells, num_tokens: int, *, is_needed: bool) -> tuple[Layers | None, LayerIds]:
+    """Return the layers (H, S, S) of the attention of a trace, None without, and the layers that names bind."""
     found = {k: cells for k, cells in trace.cells_of("attentions").items() if not all(map(_is_empty, cells))}
     blocks: list[Layers] = []
+    numbers: list[LayerIds] = []
     for part, cells_of_part in sorted(found.items()) if is_needed else ():
         fixed = trace.fixed_of(cells_of_part[0].place)
         for cells, inner in passes(cells_of_part, fixed, _rows_of_passes(trace), None if part else ()):
             layers, own = read_block(cells, "HSQ", inner, trace.settings, "attentions")
             blocks.append(layers)
-            # The states may have the embeddings in front, or be numbered with them.
-            is_shifted = ids == tuple(range(len(ids or ()))) and own == ids[:-1]
-            if ids and own and own not in (ids, ids[1:]) and not is_shifted:
-                raise InvalidInputError(f"found the layers {list(own)}, expected {list(ids)}", field="attentions")
+            numbers.append(own)
+            if own != numbers[0]:
+                raise InvalidInputError(f"found the layers {own}, expected {numbers[0]} as before", field="attentions")
     if trace.settings.get("P.repeats"):
         blocks = blocks[-1:]
-    return joined_attention(blocks, num_tokens) if blocks else None
+    return (joined_attention(blocks, num_tokens), numbers[0]) if blocks else (None, None)
 
 
 def read_tokens(trace: TraceCells, num_states: int, length: int | None, *, has_passes: bool) -> np.ndarray | None:

@@ -166,10 +166,11 @@ class DirectReader:
         self._maker.set_sample(values, bound.get("sample"))
         stated = None if (found := values.pop("L.ids", None)) is None else found.tolist()
         self._check(values, is_row="N" in bound)
+        ids = self._maker.layers.sort(values, {self._states: None, "attentions": None}, stated)
         record = self._maker.record(values, position, is_row="N" in bound)
         if extras:
             record.extras.update(extras)
-        self._maker.set_layers(record, None, stated)
+        self._maker.set_layers(record, ids, stated)
         if keys.scores:
             self._maker.set_scores(record, self._scores(item, keys.scores))
         return record

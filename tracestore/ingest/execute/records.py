@@ -18,6 +18,7 @@ from tracestore.ingest.execute.arrays import (
     read_tokens,
 )
 from tracestore.ingest.execute.axes import LayerIds
+from tracestore.ingest.execute.layer_numbers import LayerOrder
 from tracestore.ingest.execute.row_padding import Padding, known, of_span
 from tracestore.ingest.execute.traces import TraceCells
 from tracestore.ingest.execute.values import (
@@ -62,6 +63,7 @@ class RecordMaker:
         self._source, self._states = source_name, plan.layout.states
         words = {n.partition(".")[2]: v for n, v in self.settings.items() if n.startswith("words.")}
         self._words = None if is_of_schema else words
+        self.layers = LayerOrder(plan.layout, is_of_schema=is_of_schema)
         self._has_no_padding = self.settings.get("S.padding") in (None, "none")
 
     def set_id(self, values: dict[str, Any], bound: Mapping[str, Any], made: Any = None) -> None:
@@ -105,24 +107,14 @@ class RecordMaker:
         return record
 
     def set_layers(self, record: TraceRecord, ids: LayerIds, stated: Sequence[int] | None) -> None:
-        """Set the numbers of the layers: those that names bind, or that the layout or the file states instead."""
-        stated, size = self.settings.get("L.ids") if stated is None else stated, self.settings.get("L.size")
-        if ids is None and stated is None and size is None:
-            return
-        what = "layer_ids" if self._words is None else "L.ids"
-        if {type(number) for number in stated or ()} - {int}:  # of a file
-            raise InvalidInputError(f"found {list(stated or ())!s:.60}, expected integers", field=what)
-        _check_num_layers(record, len(stated) if stated is not None else size if ids is None else None)
-        given = ids if stated is None else tuple(stated)
-        ids = _from_the_first(given, size, what)
-        if (order := ids or given or ()) != tuple(sorted(set(order))):
-            found = f"found the layers {list(order)!s:.60}, expected them in their order"
-            raise InvalidInputError(f"{found}: reverse or sort the arrays along L, and their numbers", field=what)
-        if ids is None:
+        """Set the numbers of the layers, which are unknown where they count from the end; `stated` are those of the file."""
+        stated = self.settings.get("L.ids") if stated is None else stated
+        _check_num_layers(record, len(stated) if stated is not None else None if ids else self.settings.get("L.size"))
+        if ids is None or ids[0] < 0:
             return
         ids = ids[1:] if len(ids) == record.num_layers + 1 and record.is_without_embeddings else ids
         if len(ids) != record.num_layers:
-            raise InvalidInputError(f"found {record.num_layers} layers, expected {list(ids)!s:.60}", field=what)
+            raise InvalidInputError(f"found {record.num_layers} layers, expected {list(ids)!s:.60}", field="L")
         record.layer_ids = ids
 
     def set_scores(self, record: TraceRecord, given: Iterable[tuple[str, Any, bool]]) -> None:
@@ -143,19 +135,6 @@ class RecordMaker:
             else:
                 record.scores[score_of(name)] = number
         check_agreement(found)
-
-
-def _from_the_first(ids: LayerIds, size: int | None, what: str) -> LayerIds:
-    """Return numbers of layers, of which negative ones count from the end; None if they are unknown."""
-    if ids is None or (size is None and all(k < 0 for k in ids)):
-        return None
-    if size is None and min(ids) < 0:
-        raise InvalidInputError(
-            f"found the layers {list(ids)}; L.size gives the number of the model's layers", field=what
-        )
-    if size is not None and max(ids) >= size:
-        raise InvalidInputError(f"found the layer {max(ids)}, expected fewer than {size}", field="L.size")
-    return ids if size is None else tuple(k % size for k in ids)
 
 
 def _check_num_layers(record: TraceRecord, expected: int | None) -> None:
@@ -211,14 +190,15 @@ class TraceBuilder:
         self._set_scalars(trace, values, self._scalars)
         check_spans(values.get("spans"), [values[n] for n in ANSWER_FIELDS if n in values])
         is_last = what == "last_token"
-        layers, sizes, ids = read_states(trace, "D" if is_last else "SD")
-        values[what] = np.stack(layers) if is_last else layers
-        if not is_last:
-            self._set_sequence(trace, values, sizes, ids)
+        values[what], sizes, ids = read_states(trace, "D" if is_last else "SD")
+        own = None if is_last else self._set_sequence(trace, values, sizes)
+        of_file = trace.array("L.ids", "L")
+        stated = None if of_file is None else of_file[0].tolist()
+        ids = self._maker.layers.sort(values, {what: ids, "attentions": own}, stated)
+        values[what] = np.stack(values[what]) if is_last else values[what]
         values = {name: value for name, value in values.items() if value is not None}
         record = self._maker.record(values, position, is_row=trace.is_row and len(sizes) == 1)
-        stated = trace.array("L.ids", "L")
-        self._maker.set_layers(record, ids, None if stated is None else stated[0].tolist())
+        self._maker.set_layers(record, ids, stated)
         if "attentions" in values:
             place, _ = next(trace.columns.of("attentions"))
             record.is_head_mean = not {"head", "H"} & {*place.address.bound, *place.axes}
@@ -266,8 +246,8 @@ class TraceBuilder:
             if name in made:
                 yield name, made[name], False
 
-    def _set_sequence(self, trace: TraceCells, values: dict[str, Any], sizes: list[int], ids: LayerIds) -> None:
-        """Set attention and what each token has of all parts and passes, without padding."""
+    def _set_sequence(self, trace: TraceCells, values: dict[str, Any], sizes: list[int]) -> LayerIds:
+        """Set attention and what each token has, without padding; return the layers that names of attention bind."""
         layers = values["hidden_states"]
         num_states, has_passes = len(layers[0]), len(sizes) > 1 and len(trace.cells) == 1
         length = None if "NS" in trace.fixed else self._length(trace)
@@ -275,7 +255,7 @@ class TraceBuilder:
         tokens = read_tokens(trace, num_states, length, has_passes=has_passes)
         num_prompt_ids = trace.num_first_values
         is_needed = self._maker.need_attention is not False
-        attention = read_attention(trace, num_states, ids, is_needed=is_needed)
+        attention, own = read_attention(trace, num_states, is_needed=is_needed)
         values |= {"prompt_length": 0} if self.plan.is_of_answer else {}
         self._set_prompt_length(trace, values, sizes)
         padded = None if tokens is None or len(tokens) < num_states else tokens
@@ -296,6 +276,7 @@ class TraceBuilder:
             self._check_prompt(trace, values, "tokens", num_prompt_ids, 0 if padded is None else begin)
             values["tokens"] = of_span(tokens, span, num_states)
         self._set_values(trace, values, span, num_states)
+        return own
 
     def _set_values(self, trace: TraceCells, values: dict[str, Any], span: tuple[int, int], num_states: int) -> None:
         """Set texts and values of the tokens, without padding."""
