@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.helpers import convert, make_trace, make_traces, write_pickle
+from tests.ingest.execute.folders import dump, save, states, table
 
 
 def lines_of(done):
@@ -83,3 +84,102 @@ def test_a_trace_is_described_as_it_is_stored(tmp_path):
     done = convert(tmp_path / "a.pkl", tmp_path / "s.zarr", "--dry-run", "--attention", "heads")
     assert "question_id 'q4', sample 2, L 3, S 5, D 8 float16, 5 tokens, causal attention of 2 heads" in done.stdout
     assert ", label 1" in done.stdout
+
+
+STATES = {"hidden_states": "*.pkl : [id=id]/hs -> L S D"}
+LABELS = STATES | {"is_correct": "t.json : [id=id]/ok"}
+IN_ORDER = {"hidden_states": "a.npy -> N L S D", "S.padding": "none", "is_correct": "t.json : []/ok"}
+
+
+def items(*names):
+    """Return a trace for each name."""
+    return [{"id": name, "hs": states(2, 4, 8, seed=k)} for k, name in enumerate(names)]
+
+
+def labels(*names):
+    """Return rows of labels."""
+    return [{"id": name, "ok": k % 2} for k, name in enumerate(names)]
+
+
+def _zero_token():
+    found = items(*"abcdef")
+    found[5]["hs"][:, 1] = 0
+    return found
+
+
+# By what is wrong: the files, the layout, other options. A conversion refuses each, as does a look at all traces.
+REFUSED = {
+    "a table of other ids": ({"a.pkl": items("a", "b"), "t.json": labels("x", "y")}, LABELS, []),
+    "ids in another spelling": ({"a.pkl": items("a", "q1"), "t.json": labels("a", "Q1")}, LABELS, []),
+    "a row twice": ({"a.pkl": items("a"), "t.json": [*labels("a"), {"id": "a", "ok": 1}]}, LABELS, []),
+    "a label that is none": ({"a.pkl": items("a"), "t.json": [{"id": "a", "ok": 7}]}, LABELS, []),
+    "rows that lack one": ({"a.npy": states(3, 2, 4, 8), "t.json": labels("a", "b")}, IN_ORDER, []),
+    "a late trace": ({"a.pkl": _zero_token()}, STATES, []),
+    "a late trace without an id": ({"a.pkl": [*items(*"abcd"), {"hs": states(2, 4, 8)}]}, STATES, []),
+    "an id in two files": ({"a.pkl": items("a", "b"), "b.pkl": items("c", "a")}, STATES, []),
+    "a marked copy": ({"a.pkl": items("q1"), "b.pkl": items("q1 (1)")}, STATES, []),
+    "other layers in a file": (
+        {f"{name}_{k}.npy": states(4, 8, seed=k) for name, layers in (("a", (0, 1)), ("b", (0, 2))) for k in layers},
+        {"hidden_states": "{id}_{layer}.npy -> S D"},
+        [],
+    ),
+    "a path without values": ({"a.pkl": items("a")}, STATES | {"question": "*.pkl : [id=id]/q"}, []),
+    "an entry without a copy": ({"a.pkl": items("a", "b")}, STATES | {"duplicates": "keep"}, []),
+    "a scores file of other ids": ({"a.pkl": items("a")}, STATES, ["question_id,bleurt_score", "x,0.5"]),
+}
+
+
+def write(folder, files, layout, scores):
+    """Write the files and the layout; return the words of the command."""
+    for name, value in files.items():
+        {"pkl": dump, "npy": save, "json": table}[name.partition(".")[2]](folder / name, value)
+    lines = [f"{name} = {address}" for name, address in layout.items()]
+    words = [word for line in lines for word in ("--field", line)]
+    if scores:
+        (folder.parent / "scores.csv").write_text("\n".join(scores))
+        words += ["--scores", folder.parent / "scores.csv"]
+    return [folder, folder.parent / "s.zarr", *words]
+
+
+@pytest.mark.parametrize(("files", "layout", "scores"), REFUSED.values(), ids=REFUSED)
+def test_what_a_conversion_refuses(tmp_path, files, layout, scores):
+    words = write(tmp_path / "in", files, layout, scores)
+
+    done = convert(*words, "--dry-run", check=3)
+
+    error, own = convert(*words, check=3).stderr.splitlines()[-1], done.stderr.splitlines()[-1]
+    assert own == error or ("question_id: " in own and own.partition(": ")[0] == error.partition(": ")[0])
+
+
+ACCEPTED = {
+    "by id": ({"a.pkl": items(*"abcdef"), "b.pkl": items("g"), "t.json": labels(*"bcdefghi")}, LABELS, []),
+    "in order": ({"a.npy": states(3, 2, 4, 8), "t.json": labels(*"abc")}, IN_ORDER | {"ignore": "t.json : []/id"}, []),
+    "scores": ({"a.pkl": items("a", "b")}, STATES, ["question_id,bleurt_score", "a,0.5"]),
+    "equal copies": ({"a.pkl": items("a", "b"), "b.pkl": items("a")}, STATES, []),
+}
+
+
+@pytest.mark.parametrize(("files", "layout", "scores"), ACCEPTED.values(), ids=ACCEPTED)
+def test_how_a_conversion_joins_rows_and_counts_labels(tmp_path, files, layout, scores):
+    words = write(tmp_path / "in", files, layout, scores)
+
+    done = lines_of(convert(*words, "--dry-run"))
+    report = json.loads(convert(*words, "--dry-run", "--json").stdout)
+
+    def summary(lines):
+        return [
+            line for line in lines if line.startswith(("first", "is_correct (", "1 trace with")) or " joined " in line
+        ]
+
+    found = summary(lines_of(convert(*words)))
+    assert found and found == summary(done) == summary(report["summary"])
+    assert found == summary(lines_of(convert(*words, "--dry-run")))  # of a store that has the traces
+
+
+def test_refused_traces_are_left_out(tmp_path):
+    words = write(tmp_path / "in", {"a.pkl": _zero_token(), "t.json": labels(*"abcdef")}, LABELS, [])
+
+    done = convert(*words, "--dry-run", "--skip-bad").stdout
+
+    assert "is_correct: 5 rows of t.json joined by id, 1 without a trace" in done and "token 1 is zero" in done
+    assert "is_correct: 5 rows of t.json joined by id, 1 without a trace" in convert(*words, "--skip-bad").stdout

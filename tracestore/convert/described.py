@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +27,8 @@ from tracestore.store.write.record import TraceRecord
 from tracestore.store.write.writer import StoreWriter
 from tracestore.store.write.written import TraceBlock
 from tracestore.words import plural
+
+Find = Callable[[str, int], int]
 
 _LABEL = "label"
 _JUDGMENTS = ("is_correct", "is_hallucinated")
@@ -148,10 +150,9 @@ class DescribedRun:
         InvalidInputError
             Rule 10b: the states are those of another id, and one name is marked as a copy of the other.
         """
-        record = packed.record
-        self._add_states(packed)
-        self._define_scores(record.scores, writer)
-        return record.scores
+        self.add_states(packed)
+        self._define_scores(packed.record.scores, writer)
+        return packed.record.scores
 
     def fits(self, block: TraceBlock) -> bool:
         """Return whether add() refuses no trace of a block."""
@@ -179,21 +180,29 @@ class DescribedRun:
             if field is not None:
                 self._define(writer, field)
 
-    def added_block(self, block: TraceBlock, writer: StoreWriter) -> None:
+    def added_block(self, block: TraceBlock, find: Find) -> None:
         """Do added() for each trace of a block, all of which are new."""
         self._groups |= {key: group for key, group in zip(block.keys, block.groups, strict=True) if group}
         has_label, *has_score = block.has_value.sum(axis=0).tolist()
         if any(has_score) or (has_label and not self.is_builtin):
             for k in range(len(block)):
-                self.added(block.record(k), writer, is_new=True)
+                self.added(block.record(k), find, is_new=True)
             return
         self._num_traces += len(block)
         labels = Counter(block.values[block.has_value[:, 0], 0].tolist())
         for label, count in labels.items():
             self._counts[_LABEL][_kind_of(label)] += count
 
-    def added(self, record: TraceRecord, writer: StoreWriter, *, is_new: bool) -> None:
+    def added(self, record: TraceRecord, find: Find, *, is_new: bool) -> None:
         """Keep the labels of a stored trace that a table gives, or that replace those of the same trace.
+
+        Parameters
+        ----------
+        record : TraceRecord
+        find : callable
+            Return the position of an id and sample in the store, or -1.
+        is_new : bool
+            False for a copy.
 
         Raises
         ------
@@ -219,7 +228,7 @@ class DescribedRun:
                 field="group",
             )
         # A trace that replaces another one is new, and its key is known.
-        is_known = not is_new or key in self._labels or writer.index.find(*key) >= 0
+        is_known = not is_new or key in self._labels or find(*key) >= 0
         if key in self._labels and not is_new:
             found = _merged(self._labels[key], found, record)
         if found:
@@ -227,7 +236,8 @@ class DescribedRun:
         if deferred or is_known:
             self._deferred[key] = missing | found
 
-    def _add_states(self, packed: PackedTrace) -> None:
+    def add_states(self, packed: PackedTrace) -> None:
+        """Rule 10b: refuse the states of another id, of which one is marked as a copy of the other; count other copies."""
         if "hidden_states" not in packed.crcs:
             return
         question_id, states = packed.record.question_id, packed.crcs["hidden_states"] << 32 | packed.num_tokens
@@ -264,7 +274,7 @@ class DescribedRun:
         """Commit the sources so far; they are open if labels of theirs are stored at the end."""
         writer.commit(are_open=bool(self._deferred))
 
-    def close(self, writer: StoreWriter) -> Iterator[str]:
+    def close(self, has_id: Callable[[str], bool]) -> Iterator[str]:
         """Close the accounts, and yield the lines of `Execution.close`."""
         for part in self.parts:
             execution = part.execution
@@ -272,7 +282,7 @@ class DescribedRun:
                 continue
             if execution.account.is_read and self._needs_equal(execution):
                 raise InvalidInputError("no trace has the states of another one; remove it", field="duplicates")
-            yield from execution.close(lambda text: writer.index.find(text, 0) >= 0)
+            yield from execution.close(has_id)
 
     def release(self) -> None:
         """Close the files that were looked at, if another process reads them."""

@@ -1,15 +1,15 @@
-"""`tracestore convert --dry-run`: the layouts of the files, and what would be stored of their first traces."""
+"""`tracestore convert --dry-run`: the layouts of the files, their checks, and what would be stored of the first traces."""
 
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from tracestore.console import Output
 from tracestore.convert.choosing import MAX_TRACES, DefaultAttention, described_run, has_attention
+from tracestore.convert.described import DescribedRun, Find
 from tracestore.convert.options import ConvertOptions
 from tracestore.convert.scoring import Scoring
 from tracestore.errors import InvalidInputError, NoTracesError, escape_unprintable, some_of
@@ -68,10 +68,11 @@ class DryRunReport:
     num_sources: int = 0
     num_sources_refused: int = 0
     parts: list[DescribedPart] = field(default_factory=list)
+    summary: list[str] = field(default_factory=list)  # of all traces: how rows were joined, how many labels there are
 
 
 def dry_run(sources: list[Path], store: str, options: ConvertOptions, output: Output) -> DryRunReport:
-    """Describe the first traces of each source without writing anything.
+    """Read and check all traces as a conversion does, and describe the first ones of each source; write nothing.
 
     Parameters
     ----------
@@ -87,57 +88,126 @@ def dry_run(sources: list[Path], store: str, options: ConvertOptions, output: Ou
     Raises
     ------
     InvalidInputError
-        After all descriptions, if a source is refused and `skip_bad` is false.
+        After all descriptions, if a conversion would be refused.
     """
     folder = local_dir(store)
     run = described_run(sources, folder, options, output)
-    Scoring(run, options, output)  # refuses scores files that a conversion refuses
+    scoring = Scoring(run, options, output)
     attention: str | None
     attention, dtype = options.attention, options.dtype or "float16"
-    if "://" not in store and (folder / "zarr.json").is_file() and not options.overwrite:
-        with open_store(store) as existing:
-            stored = existing.internals.attributes.options
+    find: Find = _find_nothing
+    with ExitStack() as resources:
+        resources.callback(run.release)
+        if "://" not in store and (folder / "zarr.json").is_file() and not options.overwrite:
+            internals = resources.enter_context(open_store(store)).internals
+            stored, find = internals.attributes.options, internals.index.find
             attention, dtype = options.attention or stored["attention"], options.dtype or stored["dtype"]
-    stated = run.states_attention()
-    default = DefaultAttention((lambda: stated) if stated is not None else partial(has_attention, run.probes()))
-    attention = attention or default.of_new_store()
-    pack_options = PackOptions(
-        attention=attention,
-        keep_dtype=dtype == "keep",
-        refuse_attention=options.attention is None and default.is_refused(attention),
-    )
-    report = DryRunReport(store, attention=attention, num_sources=len(run.sources))
-    refused: list[InvalidInputError] = []
-    for part in run.parts:
-        found = _described(part, pack_options, refused)
-        report.parts += [found] if found.files else []
-        for line in found.lines(part.layout) if found.files else ():
+        stated = run.states_attention()
+        default = DefaultAttention((lambda: stated) if stated is not None else partial(has_attention, run.probes()))
+        attention = attention or default.of_new_store()
+        pack_options = PackOptions(
+            attention=attention,
+            keep_dtype=dtype == "keep",
+            skip_bad=options.skip_bad,
+            refuse_attention=options.attention is None and default.is_refused(attention),
+        )
+        report = DryRunReport(store, attention=attention, num_sources=len(run.sources))
+        check = _Check(run, scoring, find, keeps_one=options.on_conflict != "error")
+        for part in run.parts:
+            found = _described(part, pack_options, check)
+            report.parts += [found] if found.files else []
+            for line in found.lines(part.layout) if found.files else ():
+                output.info(line)
+        refused = report.num_sources_refused = len(check.refused)
+        errors = [error for error in check.refused if not isinstance(error, NoTracesError)]
+        is_refused = refused and not options.skip_bad and (errors or refused == len(run.sources))
+        for line in () if is_refused else check.close():
+            report.summary.append(line)
             output.info(line)
-        if part.execution is not None:
-            part.execution.release()
-    report.num_sources_refused = len(refused)
     if options.attention is None and (note := default.note(attention)):
         output.info(note)
-    output.info(f"{plural(len(run.sources), 'file')}, {len(refused):,} refused; nothing was written")
-    errors = [error for error in refused if not isinstance(error, NoTracesError)]
-    if refused and not options.skip_bad and (errors or len(refused) == len(run.sources)):
-        raise (errors or refused)[0]
+    output.info(f"{plural(len(run.sources), 'file')}, {refused:,} refused; nothing was written")
+    if is_refused:
+        raise (errors or check.refused)[0]
     return report
 
 
-def _described(part: Part, options: PackOptions, refused: list[InvalidInputError]) -> DescribedPart:
-    """Return the description of a part; append the errors of its sources."""
+def _find_nothing(*_: object) -> int:
+    return -1
+
+
+class _Check:
+    """Check the traces of all sources together, as a conversion does.
+
+    Parameters
+    ----------
+    run : DescribedRun
+    scoring : Scoring
+    find : callable
+        Return the position of an id and sample in the existing store, or -1.
+    keeps_one : bool
+        Whether --on-conflict chooses one of two traces of a key.
+
+    Attributes
+    ----------
+    refused : list of InvalidInputError
+        The errors of refused sources.
+    """
+
+    def __init__(self, run: DescribedRun, scoring: Scoring, find: Find, *, keeps_one: bool) -> None:
+        self._run, self._scoring, self._find, self._keeps_one = run, scoring, find, keeps_one
+        self.refused: list[InvalidInputError] = []
+        self._seen: dict[tuple[str, int], dict[str, int]] = {}  # checksums of the arrays
+        self._is_labeled = False
+
+    def add(self, packed: PackedTrace, *, is_first: bool) -> None:
+        """Check a trace of a source."""
+        record, key = packed.record, (packed.record.question_id, packed.record.sample)
+        if is_first:
+            self._run.check_layers(record)
+        if (known := self._seen.setdefault(key, packed.crcs)) != packed.crcs and not self._keeps_one:
+            found = f"{escape_unprintable(key[0], 60)}, sample {key[1]}, occurs twice with other values"
+            raise InvalidInputError(found, position=record.position, field="question_id")
+        self._run.add_states(packed)
+        if self._scoring.file is not None:
+            self._scoring.join(packed, self._scoring.file)
+        self._is_labeled |= record.label is not None or bool(record.scores or record.deferred_scores)
+        self._run.added(record, self._find, is_new=known is packed.crcs)
+
+    def close(self) -> Iterator[str]:
+        """Close the accounts of all sources, and yield what a conversion prints of them."""
+        yield from self._run.close(lambda text: self._find(text, 0) >= 0)
+        file, message = self._scoring.file, self._scoring.check_joined()
+        if file is not None and message is not None:
+            if not self._is_labeled:
+                raise InvalidInputError(message, source=file.path.name)
+            yield f"{file.path.name}: {message}"
+        yield from self._run.lines()
+
+    def check_count(self) -> None:
+        """Close the account of a source."""
+        self._scoring.check_count()
+
+
+def _described(part: Part, options: PackOptions, check: _Check) -> DescribedPart:
+    """Return the description of a part, all traces of which are checked."""
     found = DescribedPart(part.origin, {} if part.layout is None else part.layout.to_entries())
     for _, source in part.sources():
         found.files.append(source.name)
         texts: list[str] = []
+        bad: list[InvalidInputError] = []
         try:
-            with closing(packed_traces(source, options)) as traces:  # type: ignore[type-var]
-                texts += map(_stored, islice(traces, MAX_TRACES))
+            with closing(packed_traces(source, options, bad)) as traces:  # type: ignore[type-var]
+                for number, packed in enumerate(traces):
+                    texts += [_stored(packed)] if number < MAX_TRACES else []
+                    check.add(packed, is_first=not number)
+            check.check_count()
         except InvalidInputError as error:
-            located = error.with_location(source=source.name)
-            refused.append(located)
-            found.refused.setdefault(located.reason, []).append(source.name)
+            check.refused.append(error.with_location(source=source.name))
+            bad.append(error)
+        for one in bad:
+            reason = one.with_location(source=source.name).reason
+            found.refused.setdefault(reason, []).append(source.name)
         found.stored = found.stored or texts
     return found
 

@@ -63,7 +63,7 @@ class ConvertOptions:
     overwrite : bool
         Replace the store.
     dry_run : bool
-        Describe the first traces of each file, and write nothing.
+        Read and check all files, describe the first traces of each, and write nothing.
     """
 
     layout: Any = option(
@@ -122,7 +122,7 @@ class ConvertOptions:
     skip_bad: bool = option(False, "continue after a trace that is refused, and list it in DST.refused.jsonl")
     overwrite: bool = option(False, "replace the store")
     dry_run: bool = option(
-        False, "print the layout of the files and what would be stored of their first traces; write nothing"
+        False, "check all files, and print their layout and what would be stored of the first traces; write nothing"
     )
 
     def __post_init__(self) -> None:

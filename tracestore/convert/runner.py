@@ -321,7 +321,7 @@ class Conversion:
         if self._unread and self.described.lacks_lines():
             self._check_interrupt()
             raise UnreadSourceError
-        for line in self.described.close(writer):
+        for line in self.described.close(lambda text: writer.index.find(text) >= 0):
             self._output.info(line)
         self.scoring.check_ids(writer, can_refuse=self._need_ids)
         self.described.commit(writer)
@@ -488,7 +488,7 @@ class Conversion:
                 found = f"found {list(record.layer_ids)!s:.80}, expected {list(ids or ())!s:.80} as in the first trace"
                 raise InvalidInputError(found, position=record.position, field="layer_ids")
             is_new = writer.append_packed(packed, scores=scores, group=group)
-            self.described.added(record, writer, is_new=is_new)
+            self.described.added(record, writer.index.find, is_new=is_new)
             if known >= 0:
                 self._check_shared(writer, record, known, is_conflict=writer.num_source_conflicts > conflicts)
         except InvalidInputError as error:
@@ -515,7 +515,7 @@ class Conversion:
         if fits and self._shared.fits(block) and self.scoring.fits(block) and writer.fits(block):
             labeled, scored = self.scoring.add_block(writer, block)
             writer.append_block(scored)
-            self.described.added_block(labeled, writer)
+            self.described.added_block(labeled, writer.index.find)
             added.count_block(block)
             return
         for packed in block:

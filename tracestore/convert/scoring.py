@@ -127,22 +127,31 @@ class Scoring:
         found = self._described.add(packed, writer)
         if self.file is None:
             return found, record.group
-        self.set_label(packed)
+        row = self.join(packed, self.file)
         if self._described.is_builtin and writer.index.find(record.question_id, record.sample) >= 0:
             record.label = None  # fill() replaces the stored one
-        row = self.file.row_of(record.question_id, record.sample, record.position)
-        if self.file.in_order:
-            self._num_positions = max(self._num_positions, record.position + 1)
-        elif row is None:
-            self._without_row[record.question_id, record.sample] = None
-        else:
-            self._matched.add(self.file.key_of(record.question_id, record.sample))
-        row = row or _NO_ROW
         if self.file.in_order:
             self._row_in_order[record.question_id, record.sample] = row
         if math.isnan(row.score):
             self._count_unscored(packed)
         return {**found, self._name: row.score}, row.group
+
+    def join(self, packed: PackedTrace, file: "Scores") -> ScoreRow:
+        """Return the row of a trace in a scores file, whose label it gets, and count it."""
+        self.set_label(packed)
+        record = packed.record
+        row = file.row_of(record.question_id, record.sample, record.position)
+        if file.in_order:
+            self._num_positions = max(self._num_positions, record.position + 1)
+        elif row is None:
+            self._without_row[record.question_id, record.sample] = None
+        else:
+            self._matched.add(file.key_of(record.question_id, record.sample))
+        return row or _NO_ROW
+
+    def check_joined(self) -> str | None:
+        """Check rules 12b and 12c of the traces so far; return what is wrong if no row of the scores file is theirs."""
+        return None if self.file is None else self.file.check_ids(self._matched, self._without_row, is_whole=True)
 
     def fits(self, block: TraceBlock) -> bool:
         """Return whether add_block() can do values() for each trace of a block."""

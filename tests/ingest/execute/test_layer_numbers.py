@@ -165,7 +165,7 @@ def test_rule_04_a_layer_without_attention_is_not_the_embeddings(tmp_path, numbe
 
 @pytest.mark.parametrize("numbers", list(itertools.permutations((0, 1, 2, 3)))[1::5])
 def test_embeddings_and_layers_in_another_order_are_refused(tmp_path, numbers):
-    """Which array of L + 1 are the embeddings is not known."""
+    """Refuse to guess which of L + 1 arrays are the embeddings."""
     item = {"hs": np.stack([layer(k, 5, 16) for k in numbers]), "at": np.stack([attention(k) for k in (1, 2, 3)])}
     dump(tmp_path / "in/a.pkl", [{"id": "q0"} | item])
     layout = {"hidden_states": f"{ITEM}hs", "attentions": f"{ITEM}at -> L S S", "L.ids": list(numbers)}
