@@ -385,32 +385,6 @@ def test_malformed_open_sources_are_corruption(tmp_path, bad):
         tracestore.open(path)
 
 
-def scores_in_order(path, values):
-    if path.suffix == ".npy":
-        np.save(path, np.array(values))
-    else:
-        path.write_text(json.dumps(values))
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("name", ["score.npy", "score.json"])
-def test_changed_scores_without_ids_replace_those_of_the_store(tmp_path, name, workers):
-    traces, path = tmp_path / "a.pkl", tmp_path / name
-    write_pickle(traces, [{k: v for k, v in trace.items() if k != "question_id"} for trace in make_traces(4)])
-    flags = ["--scores", path, "--score-direction", "correct", "--workers", workers]
-    scores_in_order(path, [0.1, 0.9, 0.2, 0.8])
-    convert(traces, tmp_path / "s.zarr", *flags)
-    scores_in_order(path, [0.9, 0.9, 0.2, 0.7])
-
-    done = convert(traces, tmp_path / "s.zarr", *flags)
-
-    assert tracestore.open(tmp_path / "s.zarr").scores.tolist() == [0.9, 0.9, 0.2, 0.7]
-    assert "scores, labels or groups of 2 stored traces have changed and were replaced" in done.stdout
-    assert "1 file already in the store" in convert(traces, tmp_path / "s.zarr", *flags).stdout
-    scores_in_order(path, [0.9, 0.9, 0.2])
-    assert "found 3 scores without ids, expected 4" in error_of("convert", traces, tmp_path / "s.zarr", *flags, code=3)
-
-
 @pytest.mark.parametrize(
     ("header", "flags", "refused"),
     [

@@ -43,37 +43,31 @@ def test_scores_in_every_format(tmp_path, name):
     assert (values, direction) == (SCORES, "correct") and f"{name}, column" in out
 
 
-@pytest.mark.parametrize("name", ["score.npy", "scores.npz", "ids.npz"])
-def test_arrays_of_scores(tmp_path, name):
-    write_pickle(tmp_path / "t.pkl", make_traces(3))
-    if name.endswith(".npy"):
-        np.save(tmp_path / name, np.array(SCORES))
-    else:
-        named = {"question_ids": np.array([0, 1, 2])} if name == "ids.npz" else {}
-        np.savez(tmp_path / name, score=np.array(SCORES), **named)
-    if name == "ids.npz":
-        write_pickle(tmp_path / "t.pkl", [t | {"question_id": k} for k, t in enumerate(make_traces(3))])
-    assert scores_of(tmp_path, "--scores", tmp_path / name)[0] == SCORES
+def test_arrays_of_scores_and_ids(tmp_path):
+    write_pickle(tmp_path / "t.pkl", [t | {"question_id": k} for k, t in enumerate(make_traces(3))])
+    np.savez(tmp_path / "ids.npz", score=np.array(SCORES), question_ids=np.array([0, 1, 2]))
+    assert scores_of(tmp_path, "--scores", tmp_path / "ids.npz")[0] == SCORES
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_scores_in_order_have_to_be_as_many_as_traces(tmp_path, count):
-    write_pickle(tmp_path / "t.pkl", make_traces(3))
-    np.save(tmp_path / "score.npy", np.zeros(count))
-    flags = ["--scores", tmp_path / "score.npy"]
-    message = error_of("convert", tmp_path, tmp_path / "s.zarr", *flags, code=3)
-    assert f"score.npy: found {count} scores without ids, expected 3" in message
-    convert(tmp_path / "t.pkl", tmp_path / "t.zarr")
-    message = error_of("score", tmp_path / "t.zarr", "--scores", tmp_path / "score.npy", code=3)
-    assert "expected 3, one per trace" in message
+@pytest.mark.parametrize("name", ["score.npy", "score.json", "scores.npz"])
+def test_scores_without_ids_are_refused(tmp_path, name):
+    traces, path = tmp_path / "t.pkl", tmp_path / name
+    write_pickle(traces, make_traces(3))
+    write = {
+        "score.npy": lambda: np.save(path, np.array(SCORES)),
+        "score.json": lambda: path.write_text(json.dumps(SCORES)),
+        "scores.npz": lambda: np.savez(path, score=np.array(SCORES)),
+    }
+    write[name]()
+    expected = {
+        "score.npy": "found values without ids; write a table with the columns question_id and score",
+        "score.json": "row 0: found float, expected an object",
+        "scores.npz": "found columns score, expected question_id among them",
+    }[name]
+    convert(traces, tmp_path / "t.zarr")
 
-
-def test_scores_in_order_need_one_trace_file(tmp_path):
-    np.save(tmp_path / "score.npy", np.zeros(3))
-    for k in range(2):
-        write_pickle(tmp_path / f"{k}.pkl", make_traces(3))
-    flags = ["--scores", tmp_path / "score.npy"]
-    assert "fits one trace file, found 2" in error_of("convert", tmp_path, tmp_path / "s.zarr", *flags, code=2)
+    assert expected in error_of("convert", traces, tmp_path / "s.zarr", "--scores", path, code=3)
+    assert expected in error_of("score", tmp_path / "t.zarr", "--scores", path, code=3)
 
 
 @pytest.mark.parametrize(

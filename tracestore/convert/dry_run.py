@@ -184,9 +184,6 @@ class _Check:
             yield f"{file.path.name}: {message}"
         yield from self._run.lines()
 
-    def check_count(self) -> None:
-        """Close the account of a source."""
-        self._scoring.check_count()
 
 
 def _described(part: Part, options: PackOptions, check: _Check) -> DescribedPart:
@@ -201,7 +198,6 @@ def _described(part: Part, options: PackOptions, check: _Check) -> DescribedPart
                 for number, packed in enumerate(traces):
                     texts += [_stored(packed)] if number < MAX_TRACES else []
                     check.add(packed, is_first=not number)
-            check.check_count()
         except InvalidInputError as error:
             check.refused.append(error.with_location(source=source.name))
             bad.append(error)

@@ -287,8 +287,7 @@ class Conversion:
     def _convert_all(self, writer: StoreWriter, progress: Progress) -> None:
         threads = max(_MIN_THREADS, self._options.workers)
         stored, budget = writer.attributes.options, self._options.memory_budget
-        must_read = self._reads_all or self.scoring.must_read(writer)
-        self._is_known: Callable[[str, int, str], bool] = _never if must_read else partial(self.is_known, writer)
+        self._is_known: Callable[[str, int, str], bool] = _never if self._reads_all else partial(self.is_known, writer)
         ends = self._ends(writer)
         self._shared = SharedTraces(writer, [source.name for source in self.scoring.sources], self._unread)
         if len(self._unread) < len(self.scoring.sources):
@@ -449,8 +448,6 @@ class Conversion:
                 writer.flush_source()
                 if not identity.matches(stream.source):
                     raise InvalidInputError("another program modified the file while it was read", source=name)
-                if not added.refused and not stream.refused:
-                    self.scoring.check_count()
                 added.refused = sorted([*added.refused, *stream.refused], key=_position)
                 if added.refused and not added.num_new + added.num_duplicates:
                     raise added.refused[0].with_location(source=name)

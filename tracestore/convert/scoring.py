@@ -15,7 +15,7 @@ from tracestore.console import Output
 from tracestore.convert.described import DescribedRun
 from tracestore.convert.options import ConvertOptions
 from tracestore.errors import InvalidInputError, UsageError, escape_unprintable
-from tracestore.ingest.score_files import ID_COLUMN, ScoreRow, direction_of
+from tracestore.ingest.score_files import ScoreRow, direction_of
 from tracestore.ingest.sources import SourceFile
 from tracestore.ingest.stored_values import ChangedValues, without_row_note
 from tracestore.store.format import schema
@@ -76,16 +76,8 @@ class Scoring:
         if options.scores is not None:
             self.sources = [source.without_values() for source in self.sources]
         self._export: ExportFacts | None = None  # of the source, if its values are used
-        if self.file is not None and self.file.in_order and len(self.sources) != 1:
-            raise UsageError(
-                f"{self.file.path} has no ids and fits one trace file, found {len(self.sources):,}; "
-                f"write a table with {ID_COLUMN}"
-            )
-        self._num_positions = self._num_labels = 0
+        self._num_labels = 0
         self._changes: list[str] = []  # of stored traces
-        self._row_in_order: dict[
-            tuple[str, int], ScoreRow
-        ] = {}  # of the traces that were read, without ids in the file
         self._name = ""  # of the file's scores in the store
         self._without_row: dict[tuple[str, int], None] = {}  # keys of traces that the file lacks
         self._matched: set[tuple[str, int]] = set()  # keys of rows that traces have
@@ -130,8 +122,6 @@ class Scoring:
         row = self.join(packed, self.file)
         if self._described.is_builtin and writer.index.find(record.question_id, record.sample) >= 0:
             record.label = None  # fill() replaces the stored one
-        if self.file.in_order:
-            self._row_in_order[record.question_id, record.sample] = row
         if math.isnan(row.score):
             self._count_unscored(packed)
         return {**found, self._name: row.score}, row.group
@@ -140,10 +130,8 @@ class Scoring:
         """Return the row of a trace in a scores file, whose label it gets, and count it."""
         self.set_label(packed)
         record = packed.record
-        row = file.row_of(record.question_id, record.sample, record.position)
-        if file.in_order:
-            self._num_positions = max(self._num_positions, record.position + 1)
-        elif row is None:
+        row = file.row_of(record.question_id, record.sample)
+        if row is None:
             self._without_row[record.question_id, record.sample] = None
         else:
             self._matched.add(file.key_of(record.question_id, record.sample))
@@ -157,8 +145,6 @@ class Scoring:
         """Return whether add_block() can do values() for each trace of a block."""
         if self._export is not None:
             return True
-        if self.file is not None and self.file.in_order:
-            return False
         is_equal = True
         if self.file is not None and not self._described.is_builtin:
             own, labels = block.labels(), np.array([row.label for row in self._rows_of(block, self.file)])
@@ -198,7 +184,7 @@ class Scoring:
         record, file = packed.record, self.file
         if file is None or self._export is not None:
             return
-        row = file.row_of(record.question_id, record.sample, record.position)
+        row = file.row_of(record.question_id, record.sample)
         label = None if row is None or math.isnan(row.label) else row.label
         if not self._described.is_builtin and record.label is not None:
             if label not in (None, record.label):
@@ -227,11 +213,6 @@ class Scoring:
         is_named = self.file is not None and not packed.record.has_own_id and (stem, 0) in self.file.rows
         return stem if is_named else None
 
-    def check_count(self) -> None:
-        """Raise InvalidInputError if a scores file without ids has more or fewer scores than the source traces."""
-        if self.file is not None:
-            self.file.check_count(self._num_positions)
-
     def check_ids(self, writer: StoreWriter, *, can_refuse: bool) -> None:
         """Check rules 12b and 12c of the scores file: some of its ids are those of traces, in the same spelling.
 
@@ -241,7 +222,7 @@ class Scoring:
             If none is, and the store has no labels; not without `can_refuse`. If ids without a trace and traces without a
             row differ by spelling or by one.
         """
-        if self.file is None or self.file.in_order:
+        if self.file is None:
             return
         # An earlier run may have committed traces, and refused the ids at its end.
         unscored = self._sources_have(writer)[0] & np.isnan(writer.read_columns().score(self._name))
@@ -249,7 +230,7 @@ class Scoring:
         committed = dict.fromkeys(key for key in keys_of_unscored if self.file.row_of(*key) is None)
         if not (missing := committed | self._without_row):
             return
-        matched = self._matched.union(key for key in self.file.keys if writer.index.find(*key) >= 0)
+        matched = self._matched.union(key for key in self.file.rows if writer.index.find(*key) >= 0)
         message = self.file.check_ids(matched, missing, is_whole=can_refuse)
         if message is None:
             return
@@ -274,24 +255,10 @@ class Scoring:
                 with_row.add(index)
         values.commit()
         has_score = self._sources_have(writer)[0] & ~np.isnan(values.columns.score(self._name))
-        num_kept = 0 if self.file.in_order else len(set(np.flatnonzero(has_score).tolist()) - with_row)
+        num_kept = len(set(np.flatnonzero(has_score).tolist()) - with_row)
         name = escape_unprintable(self.file.path.name, 60)
         self._changes = [f"{name}: {line}" for line in values.lines()]
         self._changes += without_row_note(num_kept, name, self._name)
-
-    def must_read(self, writer: StoreWriter) -> bool:
-        """Return whether a scores file without ids may have other values than the store, which only its traces tell."""
-        file = self.file
-        if file is None or not file.in_order:
-            return False
-        numbers = [k for k, source in enumerate(writer.index.sources()) if source.path == self.sources[0].name]
-        traces = np.flatnonzero(np.isin(writer.index.read_column("source"), numbers)).tolist()
-        positions, columns = writer.index.read_column("source_position"), writer.read_columns()
-        stored = columns.score(self._name)
-        found = {
-            int(positions[k]): ScoreRow(float(stored[k]), columns.group(k), float(columns.labels[k])) for k in traces
-        }
-        return repr(sorted(found.items())) != repr(sorted(file.rows.items()))
 
     def _rows_of_traces(
         self, writer: StoreWriter, file: "Scores", columns: Columns
@@ -300,15 +267,11 @@ class Scoring:
 
         The scores of exports count, unless the user names the file.
         """
-        if file.in_order:
-            found = ((writer.index.find(*key), row) for key, row in self._row_in_order.items())
-            yield from ((index, row, True) for index, row in found if index >= 0)
-            return
         is_own, is_exported = self._sources_have(writer)
         without = np.isnan(columns.score(self._name)) | (is_own & ~np.isnan(columns.labels))
         for index in np.flatnonzero(without).tolist():
             yield index, file.row_of(*_key_of(writer, index)) or _NO_ROW, bool(is_own[index])
-        for question_id, first in file.keys:
+        for question_id, first in file.rows:
             for sample in itertools.count(first) if not file.has_samples else (first,):
                 if (index := writer.index.find(question_id, sample)) < 0:
                     break
@@ -328,7 +291,7 @@ class Scoring:
 
     def num_without_trace(self, writer: StoreWriter) -> int:
         """Return how many scores of the file belong to no trace."""
-        return 0 if self.file is None else sum(writer.index.find(q, s) < 0 for q, s in self.file.keys)
+        return 0 if self.file is None else sum(writer.index.find(q, s) < 0 for q, s in self.file.rows)
 
     def lines(self) -> Iterator[str]:
         """Yield what was found inside the traces and in the scores file."""

@@ -86,13 +86,10 @@ class ScoreTable:
         Names of the columns.
     rows : iterator of dict
         The cells of each row by the names of their columns.
-    has_ids : bool
-        False if the rows have no ids and are in the order of the traces.
     """
 
     header: list[str]
     rows: Iterator[dict[str, Any]]
-    has_ids: bool = True
 
 
 @contextlib.contextmanager
@@ -110,14 +107,12 @@ def read_table(path: Path) -> Iterator[ScoreTable]:
 
 
 def _table(root: Value, path: Path) -> ScoreTable:
-    """Return the rows of a tree: rows of objects, objects by id, values by id or in order, or columns."""
+    """Return the rows of a tree: rows of objects, objects by id, values by id, or columns."""
     if isinstance(root, Group):
         return _table_of_group(root, path)
-    if isinstance(root, Items) and (root.is_stream or any(isinstance(row, Group) for row in root)):
+    if isinstance(root, Items):
         return _rows(root)
-    if (column := _column(root)) is None:
-        raise InvalidInputError("found no array (N,) of scores")
-    return _columns({_column_of_file(path): column})
+    raise InvalidInputError(f"found values without ids; write a table with the columns {ID_COLUMN} and score")
 
 
 def _table_of_group(root: Group, path: Path) -> ScoreTable:
@@ -166,7 +161,7 @@ def _columns(columns: dict[str, list[Any]]) -> ScoreTable:
     if len(counts) > 1:
         raise InvalidInputError(f"found columns of {', '.join(map(str, sorted(counts)))} rows, expected equally many")
     rows = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
-    return ScoreTable(list(columns), rows, has_ids=id_column_of(list(columns)) is not None)
+    return ScoreTable(list(columns), rows)
 
 
 def _column_of_file(path: Path) -> str:
@@ -243,11 +238,10 @@ def scores_advice(path: Path) -> str | None:
         return None
     try:
         with read_table(path) as table:
-            has_ids = table.has_ids and id_column_of(table.header) is not None
-            columns = score_columns_of(table.header)
+            columns = score_columns_of(table.header) if id_column_of(table.header) is not None else []
     except (InvalidInputError, OSError):
         return None
-    if not has_ids or not columns:
+    if not columns:
         return None
     column = f" --score-column {columns[0]}" if len(columns) > 1 else ""
     direction = " --score-direction correct or hallucination" * (normalized(columns[0]) in ("label", "labels"))

@@ -38,8 +38,7 @@ from tracestore.words import plural
 _MIN_LABELS = 10  # fewer may be those of the answers with wrong scores
 _MAX_SAMPLE = 2**31
 _MAX_ROWS = 100  # in which the message names a column with the ids of the traces
-# The question id and sample of a trace; in files without ids its place in the order of the traces.
-Key = tuple[str, int] | int
+Key = tuple[str, int]  # the question id and sample of a trace
 
 
 def score_name(column: str) -> str:
@@ -59,15 +58,10 @@ class Scores:
     direction: str
     sample_column: str | None
     rows: dict[Key, ScoreRow] = dataclasses.field(default_factory=dict)
-    id_column: str | None = ID_COLUMN
+    id_column: str = ID_COLUMN
     group_column: str = GROUP_COLUMN
     is_direction_known: bool = True
     label_column: str | None = None
-
-    @property
-    def in_order(self) -> bool:
-        """Return whether the rows have no ids and are in the order of the traces."""
-        return self.id_column is None
 
     @property
     def has_samples(self) -> bool:
@@ -84,11 +78,6 @@ class Scores:
         """Meaning and source of the scores."""
         return ScoreField(self.direction, f"{self.path.name}, column {self.column}"[:1024])
 
-    @property
-    def keys(self) -> list[tuple[str, int]]:
-        """Question ids and samples of the rows; none of rows in the order of the traces."""
-        return [key for key in self.rows if not isinstance(key, int)]
-
     def add(self, key: Key, row: ScoreRow) -> None:
         """Add a row; raise InvalidInputError if its key has another one."""
         known = self.rows.setdefault(key, row)
@@ -96,9 +85,8 @@ class Scores:
             (self.column, self.group_column, self.label_column), row, known, strict=True
         ):
             if found is not expected and found != expected:
-                question = key if isinstance(key, int) else key[0]
                 raise InvalidInputError(
-                    f"found a second {column} {found!r} for question {question!r}, expected {expected!r} as before"
+                    f"found a second {column} {found!r} for question {key[0]!r}, expected {expected!r} as before"
                 )
 
     @property
@@ -110,9 +98,9 @@ class Scores:
         """Return the key of the row of a trace."""
         return question_id, sample if self.has_samples else 0
 
-    def row_of(self, question_id: str, sample: int = 0, position: int = 0) -> ScoreRow | None:
-        """Return the row of a trace, at a position in the order of the traces."""
-        return self.rows.get(position if self.in_order else self.key_of(question_id, sample))
+    def row_of(self, question_id: str, sample: int = 0) -> ScoreRow | None:
+        """Return the row of a trace."""
+        return self.rows.get(self.key_of(question_id, sample))
 
     def check_ids(self, matched: Container[Key], missing: Collection[tuple[str, int]], *, is_whole: bool) -> str | None:
         """Check rules 12b and 12c: some rows are those of traces, and the others differ by more than spelling.
@@ -136,9 +124,9 @@ class Scores:
         InvalidInputError
             If ids or samples of rows without a trace and of traces without a row differ by spelling, or by one.
         """
-        if self.in_order or not missing:
+        if not missing:
             return None
-        keys, without_row = self.keys, dict.fromkeys(question_id for question_id, _ in missing)
+        keys, without_row = list(self.rows), dict.fromkeys(question_id for question_id, _ in missing)
         ids, unused = dict.fromkeys(question_id for question_id, _ in keys), [key for key in keys if key not in matched]
         if is_whole:
             with_trace = {*without_row, *(question_id for question_id, _ in {*keys}.difference(unused))}
@@ -154,7 +142,7 @@ class Scores:
 
     def _check_samples(self, unused: set[int], missing: set[int]) -> None:
         if self.has_samples and unused - missing:
-            rows = sorted({sample for _, sample in self.keys})
+            rows = sorted({sample for _, sample in self.rows})
             check_remainders("sample", rows, sorted(unused - missing), sorted(missing - unused))
 
     def _no_match(self, own: tuple[str, int], missing: Collection[tuple[str, int]]) -> str:
@@ -172,7 +160,7 @@ class Scores:
             for question_id, sample in (own, next(iter(missing)))
         )
         return (
-            f"found {plural(len({q for q, _ in self.keys}), 'id')} such as {shown}, and none of them in the traces, which "
+            f"found {plural(len({q for q, _ in self.rows}), 'id')} such as {shown}, and none of them in the traces, which "
             f"have ids such as {other}; {advice}"
         )
 
@@ -189,12 +177,6 @@ class Scores:
                 f"{self.direction}); choose --score-column {self.column} or --score-column {self.label_column}"
             )
 
-    def check_count(self, count: int) -> None:
-        """Raise InvalidInputError unless rows in the order of the traces are as many."""
-        if self.in_order and len(self.rows) != count:
-            found = f"found {len(self.rows):,} scores without ids, expected {count:,}, one per trace"
-            raise InvalidInputError(found, source=self.path.name)
-
     def join(self, other: "Scores") -> None:
         """Add the rows of another file."""
         if (other.name, other.direction, other.has_samples) != (self.name, self.direction, self.has_samples):
@@ -202,8 +184,6 @@ class Scores:
                 f"{self.path} has {self.column} ({self.direction}), {other.path} {other.column} ({other.direction}); "
                 "convert their folders one after the other with --scores"
             )
-        if self.in_order or other.in_order:
-            raise UsageError(f"{other.path} has no ids, expected {ID_COLUMN} in each of several scores files")
         for key, row in other.rows.items():
             try:
                 self.add(key, row)
@@ -252,7 +232,7 @@ def read_scores(
             for position, row in enumerate(table.rows):
                 try:
                     _check_late_columns(scores, row.keys() - header)
-                    scores.add(*_row(scores, row, position))
+                    scores.add(*_row(scores, row))
                 except InvalidInputError as error:
                     raise InvalidInputError(f"row {position}: {error.reason}", field=error.field) from None
         scores.check_labels()
@@ -280,7 +260,7 @@ def _columns(
     for name in filter(None, (id_column, score_column, group_column)):
         if name not in header:
             raise InvalidInputError(f"{found}, expected {name} among them")
-    if ids is None and table.has_ids:
+    if ids is None:
         raise InvalidInputError(
             f"{found}, expected {ID_COLUMN} among them; name the column of the ids with --id-column"
         )
@@ -340,13 +320,11 @@ def _label(scores: Scores, value: Any) -> float:
         ) from None
 
 
-def _row(scores: Scores, row: dict[str, Any], position: int) -> tuple[Key, ScoreRow]:
+def _row(scores: Scores, row: dict[str, Any]) -> tuple[Key, ScoreRow]:
     """Return the key and the values of a row of the file."""
     group = row.get(scores.group_column)
     score = _score(scores, row.get(scores.column))
     label = math.nan if scores.label_column is None else _label(scores, row.get(scores.label_column))
-    if scores.id_column is None:
-        return position, ScoreRow(score, "", label)
     question = row.get(scores.id_column)
     sample = 0 if scores.sample_column is None else number(row.get(scores.sample_column), "sample")
     if not isinstance(question, str | int) or isinstance(question, bool):

@@ -176,7 +176,6 @@ def update_scores(
     # Open first: the writer would create a missing store.
     open_store(path).close()
     with StoreWriter(path) as writer:
-        scores.check_count(writer.manifest.num_traces)
         values, before = ChangedValues(writer, on_conflict), writer.attributes
         is_named, name = name is not None, name or before.default_score or scores.name
         rows, num_unused = _rows_of_traces(writer, scores)
@@ -232,9 +231,9 @@ def _rows_of_traces(writer: StoreWriter, scores: Scores) -> tuple[dict[int, Scor
     """Return the rows by the store indices of their traces, and the number of rows without a trace."""
     samples = writer.index.read_column("sample")
     keys = list(zip(writer.index.question_ids(np.arange(len(samples))), samples.tolist(), strict=True))
-    rows = {k: row for k, key in enumerate(keys) if (row := scores.row_of(*key, k)) is not None}
+    rows = {k: row for k, key in enumerate(keys) if (row := scores.row_of(*key)) is not None}
     used = {scores.key_of(*keys[k]) for k in rows}
     missing = [key for k, key in enumerate(keys) if k not in rows]
     if (message := scores.check_ids(used, missing, is_whole=True)) is not None:
         raise InvalidInputError(message, source=scores.path.name)
-    return rows, 0 if scores.in_order else len(scores.rows) - len(used)
+    return rows, len(scores.rows) - len(used)
