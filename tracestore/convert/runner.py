@@ -379,24 +379,9 @@ class Conversion:
             segments_of=partial(self._segments_of, writer),
         )
 
-    def traces(self, stream: TraceStream) -> Iterator[PackedTrace]:
-        """Yield the traces of a source. The only one of a file without an id gets the name of the file if that is one."""
-        traces = iter(stream)
-        if (first := next(traces, None)) is None:
-            return
-        second = None
-        if (file_id := self.scoring.id_of_file(first, stream.source.name)) is not None:
-            second = next(traces, None)
-            if second is None:
-                first.set_question_id(file_id)
-        for packed in chain(filter(None, (first, second)), traces):
-            first = second = None
-            yield packed
-            del packed
-
     def _traces_to_store(self, stream: TraceStream) -> Iterator[PackedTrace | TraceBlock]:
         """Yield the traces of a source, one by one or in blocks."""
-        return self.traces(stream)
+        return iter(stream)
 
     def _convert_one(self, writer: StoreWriter, stream: TraceStream, progress: Progress) -> None:
         report, name = self.report, stream.source.name

@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import starmap
-from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -206,12 +205,6 @@ class Scoring:
             stored = writer.attributes.scores.get(name)
             if stored is None or stored.direction != export.scores[name].direction:
                 writer.define_score(name, export.scores[name])
-
-    def id_of_file(self, packed: PackedTrace, source: str) -> str | None:
-        """Return the name of a file if it is an id of the scores file, and the first trace of the file has no id."""
-        stem = PurePosixPath(source).name.partition(".")[0]
-        is_named = self.file is not None and not packed.record.has_own_id and (stem, 0) in self.file.rows
-        return stem if is_named else None
 
     def check_ids(self, writer: StoreWriter, *, can_refuse: bool) -> None:
         """Check rules 12b and 12c of the scores file: some of its ids are those of traces, in the same spelling.

@@ -44,6 +44,9 @@ _TOTALS = (
 )  # fmt: skip
 
 
+_ROUNDING = "; the relative error of values from 6.1e-05 on is at most 0.049 %"  # float16 has 11 digits
+
+
 def _counts(keys: Mapping[str, int]) -> str:
     """Return the first keys with their numbers of traces."""
     return some_of([f"{escape_unprintable(key, 60)} ({count:,})" for key, count in keys.items()], _MAX_NAMES)
@@ -62,7 +65,6 @@ class SourceCounts:
     num_without_last_state: int = 0
     num_made_up_ids: int = 0
     rounded_from: str | None = None
-    rounding_error: float | None = None
     dropped: Counter[str] = field(default_factory=Counter)
     extras: Counter[str] = field(default_factory=Counter)
     refused: list[InvalidInputError] = field(default_factory=list)
@@ -77,8 +79,6 @@ class SourceCounts:
             return
         self.num_new += 1
         self.rounded_from = self.rounded_from or packed.rounded_from
-        if self.rounding_error is None:
-            self.rounding_error = packed.rounding_error
         self.num_without_embeddings += record.is_without_embeddings
         has_states = packed.num_tokens > 0
         has_tokens = record.tokens is not None or record.tokens_decoded is not None
@@ -99,8 +99,6 @@ class SourceCounts:
         self.num_bytes += int(block.source_bytes.sum())
         self.num_nonfinite += int((rows["num_nonfinite"] > 0).sum())
         self.num_new += len(block)
-        if self.rounding_error is None:
-            self.rounding_error = block.rounding_error
         has_tokens, has_edges = block.has_field("tokens"), rows["attention_layout"] == LAYOUT_EDGES
         has_texts = has_tokens | block.has_field("tokens_decoded")
         self.num_without_tokens += int(((num_tokens > 0) & ~has_texts & ~has_edges).sum())
@@ -138,7 +136,6 @@ class ConvertReport:
     dropped: dict[str, int] = field(default_factory=dict)  # number of traces by key
     extras: dict[str, int] = field(default_factory=dict)  # number of traces by key that is no field
     num_sources_rounded: dict[str, int] = field(default_factory=dict)  # by dtype, to float16
-    rounding_error: float | None = None  # the largest relative one, in the first trace of each source
     bytes_in: int = 0
     bytes_out: int = 0
     seconds: float = 0.0
@@ -163,7 +160,7 @@ class ConvertReport:
         for field_name in _ADDED:
             setattr(self, field_name, getattr(self, field_name) + getattr(found, field_name))
         rounded = {found.rounded_from: 1} if found.rounded_from else {}
-        self._add_details(found.dropped, found.extras, rounded, found.rounding_error)
+        self._add_details(found.dropped, found.extras, rounded)
 
     def add_labels(self, columns: Columns, attributes: Attributes) -> None:
         """Describe the labels that the columns of the store give with its default score."""
@@ -180,21 +177,17 @@ class ConvertReport:
         """Add the counts of an earlier conversion of the same store."""
         for item in fields(self):
             value = getattr(before, item.name)
-            if item.name not in (*_TOTALS, "rounding_error") and isinstance(value, int | float | list):
+            if item.name not in _TOTALS and isinstance(value, int | float | list):
                 setattr(self, item.name, value + getattr(self, item.name))
-        self._add_details(before.dropped, before.extras, before.num_sources_rounded, before.rounding_error)
+        self._add_details(before.dropped, before.extras, before.num_sources_rounded)
 
-    def _add_details(
-        self, dropped: Mapping[str, int], extras: Mapping[str, int], rounded: Mapping[str, int], error: float | None
-    ) -> None:
+    def _add_details(self, dropped: Mapping[str, int], extras: Mapping[str, int], rounded: Mapping[str, int]) -> None:
         for total, added in ((self.dropped, dropped), (self.extras, extras)):
             for key, count in added.items():
                 if key in total or len(total) < _MAX_KEYS:
                     total[key] = total.get(key, 0) + count
         for dtype, count in rounded.items():
             self.num_sources_rounded[dtype] = self.num_sources_rounded.get(dtype, 0) + count
-        if error is not None:
-            self.rounding_error = max(self.rounding_error or 0.0, error)
 
     def lines(self, on_conflict: OnConflict) -> Iterator[str]:
         """Yield the report as lines of text."""
@@ -220,11 +213,6 @@ class ConvertReport:
             yield f"{plural(self.num_traces_refused, 'trace')} refused, listed in {self.refused_file}"
         for dtype, count in self.num_sources_rounded.items():
             advice = "" if dtype == "float64" else "; --dtype keep keeps them"  # no store holds float64
-            yield f"{dtype} values of {plural(count, 'file')} were rounded to float16{advice}"
-        if self.rounding_error is not None:
-            yield (
-                f"largest relative error of rounding: {100 * self.rounding_error:.2g} % "
-                "(first trace of each file, values of at least 6.1e-05)"
-            )
+            yield f"{dtype} values of {plural(count, 'file')} were rounded to float16{advice}{_ROUNDING}"
         if self.num_scores_without_trace:
             yield f"{plural(self.num_scores_without_trace, 'score')} without a trace"

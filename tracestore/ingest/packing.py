@@ -16,14 +16,9 @@ from tracestore.ingest.files.byte_source import check_regular
 from tracestore.ingest.readers.content import refusal
 from tracestore.ingest.source_reading import read_traces
 from tracestore.ingest.sources import SourceFile, SourceIdentity, source_fingerprint
-from tracestore.store.format import schema
 from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.pack import PackedTrace, pack_record
 from tracestore.store.write.record import MISSING_ATTENTION, TraceRecord
-
-_ERROR_BLOCK = 1 << 16
-# float16 holds values from _MIN_NORMAL to _MAX_FLOAT16 with its full precision.
-_MIN_NORMAL, _MAX_FLOAT16 = 2.0**-14, 65504.0
 
 
 @dataclass(frozen=True)
@@ -88,13 +83,10 @@ def packed_traces(
             num_read += 1
             hidden_bytes = sum(layer.nbytes for layer in record.hidden or ())
             record.is_borrowed |= _is_borrowed(record, hidden_bytes)
-            # Measured for one trace of a source, because it takes longer than the conversion.
-            is_measured = num_read == 1 and not options.keep_dtype
             source_bytes = hidden_bytes + sum(array.nbytes for array in record.attention or ())
             try:
                 with error_location(source.name, record.position):
                     check_attention(record, options)
-                    rounded = _rounded_arrays(record, options.attention) if is_measured else []
                     packed = pack_record(
                         record,
                         attention=options.attention,
@@ -109,9 +101,7 @@ def packed_traces(
                 on_refused(error)
                 continue
             del record
-            # After packing, which reports pages of a mapped file that are gone.
-            packed.rounding_error, packed.source_bytes = rounding_error(rounded), source_bytes
-            del rounded
+            packed.source_bytes = source_bytes
             yield packed
             del packed
 
@@ -147,35 +137,6 @@ def _is_view(layer: np.ndarray, total_bytes: int) -> bool:
     if isinstance(base, bytes):
         return len(base) > layer.nbytes
     return not isinstance(base.obj if isinstance(base, memoryview) else base, MappedFile | mmap)
-
-
-def _rounded_arrays(record: TraceRecord, attention: str) -> list[np.ndarray]:
-    """Return the arrays of a record that are stored as float16. A head mean is computed, not rounded."""
-    arrays = [*(record.hidden or ())] if record.last_token is None else [record.last_token]
-    arrays += [*(record.attention or ())] if attention == "heads" else []
-    return arrays + ([weight for _, weight in record.edges or ()] if attention != "none" else [])
-
-
-def rounding_error(arrays: list[np.ndarray]) -> float | None:
-    """Return the largest relative error of rounding arrays to float16, None if nothing is rounded.
-
-    Values below 2**-14, which float16 holds with fewer digits, do not count.
-    """
-    largest = None
-    for array in arrays:
-        if schema.dtype_name(array.dtype) not in ("float32", "float64"):
-            # float16 has more digits than bfloat16.
-            largest = largest if array.dtype != schema.BFLOAT16 else largest or 0.0
-            continue
-        values = array.reshape(-1)
-        for begin in range(0, len(values), _ERROR_BLOCK):
-            block = values[begin : begin + _ERROR_BLOCK]
-            size = np.abs(block)
-            is_counted = (size >= _MIN_NORMAL) & (size <= _MAX_FLOAT16)
-            size = size[is_counted]
-            errors = np.abs(size - size.astype("<f2").astype(size.dtype)) / size
-            largest = max(largest or 0.0, float(errors.max(initial=0.0)))
-    return largest
 
 
 def identify(source: SourceFile) -> SourceIdentity:

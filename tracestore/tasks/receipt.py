@@ -157,7 +157,6 @@ def pack_receipt(
                 "size": source.size,
                 "fingerprint": source.fingerprint,
                 "num_traces": len(source.packed),
-                "rounding_error": source.packed[0].rounding_error if source.packed else None,
                 "refused": list(map(error_to_json, source.refused)),
                 "error": None if source.error is None else error_to_json(source.error),
             }
@@ -277,8 +276,6 @@ def _written(found: Mapping[str, Any], source: SourceFile, traces: TracesOfRecei
     blocks = traces.take(found["num_traces"])
     error = None if found["error"] is None else error_from_json(found["error"])
     refused = list(map(error_from_json, found["refused"]))
-    if blocks and found["rounding_error"] is not None:
-        blocks[0].rounding_error = float(found["rounding_error"])
     if bool(blocks) == (error is not None):
         raise ValueError(f"{found['num_traces']} traces and the error {error}")
     return WrittenSource(

@@ -124,7 +124,7 @@ class _TaskWriting:
         roll_back, packed, first = self._pending.savepoint(), list[PackedTrace](), len(self._pending.segments)
         self._conversion.scoring.begin_source(stream.source)
         try:
-            for trace in self._conversion.traces(stream):
+            for trace in stream:
                 label = trace.record.label
                 with contextlib.suppress(InvalidInputError):  # The commit refuses the trace, and sets the label again.
                     self._conversion.scoring.set_label(trace)

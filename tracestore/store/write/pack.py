@@ -53,8 +53,6 @@ class PackedTrace:
         CRC-32C of the arrays of each field group, 0 without them.
     rounded_from : str or None
         Dtype of the source if arrays were rounded to float16 that --dtype keep would keep.
-    rounding_error : float or None
-        Largest relative error of the rounded values, if measured.
     has_states, has_last_token : bool
         Whether its segment has its hidden states, and its last token. False until it is appended.
     source_bytes : int
@@ -82,17 +80,11 @@ class PackedTrace:
     num_heads: int | None = None
     attention_dtype: str | None = None
     rounded_from: str | None = None
-    rounding_error: float | None = None
     has_states: bool = False
     has_last_token: bool = False
     source_bytes: int = 0
     segment: Any = None
     row: int = -1
-
-    def set_question_id(self, question_id: str) -> None:
-        """Set the id of a trace whose source has none in it."""
-        self.record.question_id, self.record.has_own_id = question_id, True
-        self.field_bits |= schema.FIELD_BITS["question_id"]
 
     @property
     def num_bytes(self) -> int:

@@ -106,8 +106,6 @@ class TraceBlock:
     groups : list of str
     states_crc32c, source_bytes : np.ndarray
         CRC-32C of the hidden states, and bytes of the arrays in the source (N,).
-    rounding_error : float or None
-        Of the first trace.
     """
 
     segment: WrittenSegment
@@ -123,7 +121,6 @@ class TraceBlock:
     groups: list[str]
     states_crc32c: np.ndarray
     source_bytes: np.ndarray
-    rounding_error: float | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -275,7 +272,6 @@ class TraceBlock:
             crcs={"hidden_states": int(self.states_crc32c[k])} if num_tokens else {},
             graph_crc=rows["graph_crc32c"][k],
             sequence_crc=rows["sequence_crc32c"][k],
-            rounding_error=None if k else self.rounding_error,
             has_states=num_tokens > 0,
             has_last_token=rows["last_token_row"][k] >= 0,
             source_bytes=int(self.source_bytes[k]),
