@@ -217,12 +217,6 @@ def test_labels_of_answers_without_a_score_arrive_later(tmp_path, source):
     assert tracestore.open(tmp_path / "s.zarr").targets().tolist() == [1, 0, 1, 1]
 
 
-def test_labels_in_the_order_of_the_traces(tmp_path, source):
-    np.savez(tmp_path / "s.npz", score=np.array(SCORES), label=np.array([1, 0, 1, 0]))
-    convert(source, tmp_path / "s.zarr", "--scores", tmp_path / "s.npz")
-    assert tracestore.open(tmp_path / "s.zarr").labels.tolist() == [1, 0, 1, 0]
-
-
 @pytest.mark.parametrize("column", ["score", "hallucination_score"])
 def test_labels_that_contradict_the_scores_are_refused(tmp_path, column):
     source = write_pickle(tmp_path / "a.pkl", make_traces(10))
