@@ -17,7 +17,7 @@ from tracestore.ingest.files.safetensors import is_safetensors
 from tracestore.ingest.pickles.torch_file import is_legacy
 from tracestore.ingest.readers import objects, tensors, text
 from tracestore.ingest.readers.content import ARROW_MAGIC, READING, Content, refusals
-from tracestore.ingest.tree import Items, Value
+from tracestore.ingest.tree import Items, RepeatedItems, Value
 from tracestore.store.io.scratch import Scratch
 
 _COMPRESSED = re.compile(r"\.(?:gz|bz2|xz|zst|z|zlib)$")
@@ -61,6 +61,13 @@ def open_tree(path: Path, *, scratch: Scratch | None = None) -> Iterator[Value]:
         with refusals():
             root = _root(path, scratch or Scratch(), resources)
         yield root
+
+
+@contextmanager
+def look(path: Path) -> Iterator[Value]:
+    """Open a file as a tree whose items begin with the first one each time, also those of a stream."""
+    with open_tree(path) as root:
+        yield RepeatedItems(root) if isinstance(root, Items) and root.is_stream else root
 
 
 def _root(path: Path, scratch: Scratch, resources: ExitStack) -> Value:
