@@ -6,8 +6,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import pytest
 
-from tracestore.ingest.files.npy import read_npy_header
+from tracestore.errors import InvalidInputError
+from tracestore.ingest.files.npy import check_array, read_npy_header
 
 
 class Cycle:
@@ -27,7 +29,7 @@ def test_threads_read_headers_together():
 
     def read(_):
         Cycle()
-        return read_npy_header(io.BytesIO(file.getvalue()), "a")
+        return read_npy_header(file.getvalue(), "a")
 
     found, threshold = set(), gc.get_threshold()
     gc.set_threshold(5)
@@ -38,4 +40,36 @@ def test_threads_read_headers_together():
     finally:
         gc.set_threshold(*threshold)
 
-    assert found == {((2, 3), False, np.dtype("f4"))}
+    assert found == {((2, 3), False, np.dtype("f4"), 128)}
+
+
+HEADERS = [
+    "{'descr': '<f4', 'fortran_order': False, 'shape': (2, 3)",
+    "{'descr': (",
+    "  {'descr': '<f4'}",
+    "(" * 3000,
+    "[" * 200 + "]" * 200,
+    "{'descr': '<f4', 'fortran_order': 0, 'shape': (2,)}",
+    "{'descr': '<f4', 'fortran_order': False, 'shape': [2]}",
+    "{'descr': '<f4', 'fortran_order': False, 'shape': (2.0,)}",
+    "{'descr': 'a wrong one', 'fortran_order': False, 'shape': (2,)}",
+    "{'descr': [('a', '<f4'), 7], 'fortran_order': False, 'shape': (2,)}",
+    "{'descr': [('a', [('b', '<f4')])], 'fortran_order': False, 'shape': (2,)}",
+    "{'descr': [('a', '|O')], 'fortran_order': False, 'shape': (2,)}",
+    "{'descr': ('<f4', (2,)), 'fortran_order': False, 'shape': (2,)}",
+    "{'descr': '<M8[s]', 'fortran_order': False, 'shape': (2,)}",
+    "{'descr': '<f4', 'fortran_order': False, 'shape': (-2,)}",
+    "{'descr': '<f4', 'fortran_order': False, 'shape': (9" + "0" * 40 + ",)}",
+    "{'descr': '<f4', 'fortran_order': False, 'shape': (2,)}" + " " * 11_000,
+]
+
+
+@pytest.mark.parametrize("header", HEADERS)
+@pytest.mark.parametrize("version", [1, 2, 3])
+@pytest.mark.filterwarnings("ignore:Reading")
+def test_a_wrong_header_is_refused(header, version):
+    text = header.encode()
+    data = b"\x93NUMPY" + bytes((version, 0)) + len(text).to_bytes(2 if version == 1 else 4, "little") + text
+    with pytest.raises(InvalidInputError):
+        shape, _, dtype, _ = read_npy_header(data, "a")
+        check_array("a", shape, dtype, 8)

@@ -1,10 +1,9 @@
 """Headers of arrays in the format .npy, and arrays in bytes that hold such a file."""
 
-import ast
+import io
 import math
 import struct
 import threading
-from typing import IO, Any
 
 import numpy as np
 
@@ -14,7 +13,9 @@ from tracestore.errors import InvalidInputError
 # Kinds of dtypes that an array may have: bool, integers, floats, complex numbers, texts.
 DTYPE_KINDS = "biufcSU"
 NPY_MAGIC = b"\x93NUMPY"
-MAX_NPY_HEADER_BYTES = 10_000
+_MAX_HEADER_BYTES = 10_000
+NPY_HEAD_BYTES = _MAX_HEADER_BYTES + 16  # with what is before the header
+_READ_HEADER = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 ZIP_ENTRY = struct.Struct("<4s5H3I2H")  # what is before the name of an entry of an archive
 _TWO_BYTES = np.dtype("V2")
 # CPython 3.11 counts the depth of all expressions that threads parse together, and raises SystemError.
@@ -55,36 +56,18 @@ def check_array(name: str, shape: tuple[int, ...], dtype: np.dtype, num_bytes: i
     return dtype
 
 
-def read_npy_header(head: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """Return shape, whether the order is that of Fortran, and dtype of the array that follows in a stream."""
+def read_npy_header(data: bytes, name: str) -> tuple[tuple[int, ...], bool, np.dtype, int]:
+    """Return shape, whether the order is that of Fortran, dtype and where the values begin of an array in `.npy` bytes.
+
+    `data` are its first NPY_HEAD_BYTES. Fields of records that hold records are refused by `check_array`.
+    """
+    head = io.BytesIO(data)
     try:
         version = np.lib.format.read_magic(head)
-        length = struct.unpack("<H" if version == (1, 0) else "<I", head.read(2 if version == (1, 0) else 4))[0]
-        if version not in ((1, 0), (2, 0), (3, 0)) or length > MAX_NPY_HEADER_BYTES:
-            raise ValueError(f"version {version}, header of {length:,} bytes")
-        text = head.read(length).decode("latin1").strip()
+        if (read := _READ_HEADER.get(version)) is None:
+            raise ValueError(f"version {version}")
         with _PARSING:
-            header = ast.literal_eval(text)
-        shape, order, description = header["shape"], header["fortran_order"], header["descr"]
-        if type(order) is not bool or not isinstance(shape, tuple):
-            raise ValueError("a wrong header")
-        if not isinstance(description, str) and not _is_record(description):
-            raise ValueError("a dtype with nested fields")
-        if not all(type(n) is int for n in shape):
-            raise ValueError("a wrong shape")
-        return shape, order, np.dtype(description)
-    except (ValueError, TypeError, KeyError, SyntaxError, struct.error, MemoryError, RecursionError) as error:
+            shape, is_fortran, dtype = read(head, max_header_size=_MAX_HEADER_BYTES)
+        return shape, is_fortran, dtype, head.tell()
+    except Exception as error:  # also those of tokenize
         raise InvalidInputError(f"not an array of NumPy: {' '.join(str(error).split())[:120]}", field=name) from None
-
-
-def _is_record(description: Any) -> bool:
-    """Return whether the dtype of a header is a list of named dtypes, each with an optional shape."""
-    if not isinstance(description, list) or not description:
-        return False
-    return all(
-        isinstance(field, tuple)
-        and len(field) in (2, 3)
-        and all(isinstance(part, str) for part in field[:2])
-        and all(isinstance(part, tuple) and all(type(n) is int and n > 0 for n in part) for part in field[2:])
-        for field in description
-    )

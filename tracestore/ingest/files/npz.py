@@ -1,6 +1,5 @@
 """Arrays of .npy files and .npz archives: byte ranges of the mapped file, or streams that are inflated."""
 
-import io
 import struct
 import zipfile
 import zlib
@@ -16,7 +15,7 @@ from tracestore._core.pickle import BufferReader, ByteReader
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.files.byte_source import MappedStream, value_reader
 from tracestore.ingest.files.limits import max_inflated
-from tracestore.ingest.files.npy import MAX_NPY_HEADER_BYTES, NPY_MAGIC, ZIP_ENTRY, check_array, read_npy_header
+from tracestore.ingest.files.npy import NPY_HEAD_BYTES, NPY_MAGIC, ZIP_ENTRY, check_array, read_npy_header
 from tracestore.store.format import schema
 from tracestore.store.io.scratch import Scratch
 
@@ -79,9 +78,8 @@ class StoredArray:
 
 def stored_npy(mapped: MappedFile, begin: int, end: int, name: str) -> StoredArray:
     """Return the array of a .npy file that is a range of a mapped file."""
-    head = io.BytesIO(mapped.read(begin, min(end, begin + MAX_NPY_HEADER_BYTES + 16)))
-    shape, is_fortran, dtype = read_npy_header(head, name)
-    begin += head.tell()
+    shape, is_fortran, dtype, size = read_npy_header(mapped.read(begin, min(end, begin + NPY_HEAD_BYTES)), name)
+    begin += size
     return StoredArray(name, shape, is_fortran, dtype, end - begin, memoryview(mapped)[begin:end])
 
 
@@ -90,10 +88,9 @@ def array_in_bytes(value: Any) -> np.ndarray | None:
     if not isinstance(value, bytes | bytearray | memoryview) or bytes(value[: len(NPY_MAGIC)]) != NPY_MAGIC:
         return None
     view = memoryview(value).cast("B")
-    head = io.BytesIO(bytes(view[: MAX_NPY_HEADER_BYTES + 16]))
     try:
-        shape, is_fortran, dtype = read_npy_header(head, "array")
-        data = view[head.tell() :]
+        shape, is_fortran, dtype, size = read_npy_header(bytes(view[:NPY_HEAD_BYTES]), "array")
+        data = view[size:]
         array = StoredArray("array", shape, is_fortran, dtype, len(data), data).view()
     except InvalidInputError:
         return None
@@ -136,8 +133,7 @@ def _member(mapped: MappedFile, archive: zipfile.ZipFile, info: zipfile.ZipInfo,
     if not info.filename.endswith(".npy"):
         raise InvalidInputError(f"entry {info.filename[:60]!r} is not an array of NumPy: unpack the archive")
     with archive.open(info) as head:  # compares the two headers
-        shape, is_fortran, dtype = read_npy_header(head, name)
-        header_bytes = head.tell()
+        shape, is_fortran, dtype, header_bytes = read_npy_header(head.read(NPY_HEAD_BYTES), name)
     if info.compress_type == zipfile.ZIP_STORED:
         begin = info.header_offset + ZIP_ENTRY.size
         begin += sum(ZIP_ENTRY.unpack(mapped.read(info.header_offset, begin))[-2:])
