@@ -105,19 +105,19 @@ class Pattern:
                 return None
         if ends[0] != 0:
             return None
-        begins, at = [0], 0
+        # Of all ways, one begins and ends every part first, and one last: if these bind the same, so do the others.
+        at = last = 0
         match = Match({}, [])
         for one in spans:
-            begin, at = at, one.first(at)[0]
+            begin, last_begin = at, last
+            at, last = one.ends(begin)[0], one.ends(last_begin)[1]
             if one.part.kind == "name":
                 value = match.bound[one.part.text] = one.value(begin, at)
-                found = (one.value(k, end) for k in begins for end in one.first(k))
-                if (other := next((v for v in found if v != value), None)) is not None:
+                if (at, value) != (last, other := one.value(last_begin, last)):
                     two = f"{one.part.text} is {value} or {other}"
                     raise InvalidInputError(f"{name}: {self.text} matches it in two ways: {two}")
             elif one.part.kind != "literal":
                 match.wild.append(name[begin:at])
-            begins = one.following(begins)
         return match
 
 
@@ -148,22 +148,7 @@ class _Spans:
         if self.part.kind == "literal":
             places = (end - len(self.part.text) for end in ends)
             return [begin for begin in places if begin >= 0 and self._name.startswith(self.part.text, begin)]
-        return [begin for begin in range(len(self._name) + 1) if self.first(begin)]
-
-    def first(self, begin: int) -> list[int]:
-        """Return the first two ends of the part from a position on."""
-        low, high = self._range(begin)
-        return self._ends[low : min(high, low + 2)]
-
-    def following(self, begins: list[int]) -> list[int]:
-        """Return every end of the part from one of the positions on, which are in their order."""
-        found: list[int] = []
-        done = 0
-        for begin in begins:
-            low, high = self._range(begin)
-            found += self._ends[max(low, done) : high]
-            done = max(done, high)
-        return found
+        return [begin for begin in range(len(self._name) + 1) if self.ends(begin)]
 
     def value(self, begin: int, end: int) -> str | int:
         """Return what the part binds at a place."""
@@ -173,8 +158,8 @@ class _Spans:
         is_integer = self.part.kind == "name" and self.part.text.partition(".")[0] in NUMBER_NAMES
         return int(text) if is_integer else (text.lstrip("0") or "0") if self.part.is_plain else text
 
-    def _range(self, begin: int) -> tuple[int, int]:
-        """Return which ends follow a position."""
+    def ends(self, begin: int) -> list[int]:
+        """Return the first and the last end of the part from a position on, none if the rest does not match."""
         part, name = self.part, self._name
         if part.kind == "literal":
             low = begin + len(part.text)
@@ -184,7 +169,8 @@ class _Spans:
             low, high = first + 1, self._stops[first]
         else:
             low, high = begin, self._stops[begin]
-        return bisect_left(self._ends, low), bisect_right(self._ends, high)
+        first, last = bisect_left(self._ends, low), bisect_right(self._ends, high)
+        return [self._ends[first], self._ends[last - 1]] if first < last else []
 
 
 # The built-in layouts repeat most of their patterns.
