@@ -25,13 +25,7 @@ from tracestore.ingest.score_files import (
     sample_column_of,
     score_columns_of,
 )
-from tracestore.store.format.labels import (
-    CORRECT,
-    DEFAULT_SCORE_NAME,
-    HALLUCINATION,
-    PREDICTION_COLUMNS,
-    ScoreField,
-)
+from tracestore.store.format.labels import CORRECT, DEFAULT_SCORE_NAME, HALLUCINATION, PREDICTION_COLUMNS, ScoreField
 from tracestore.store.vocabulary import score_of_word
 from tracestore.words import plural
 

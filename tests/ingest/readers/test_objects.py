@@ -9,6 +9,7 @@ import types
 import numpy as np
 import pytest
 
+import tracestore
 from tests.ingest.readers.trees import check_mutations, check_time, plain, read_tree, refusal, refusal_in_child
 from tests.malicious_inputs.files.bombs import valid_files
 from tests.malicious_inputs.files.corpus import malicious_files, small_files
@@ -106,44 +107,18 @@ def test_objects_are_groups_of_their_attributes(tmp_path):
         assert plain(root["x"]).tolist() == [0, 1, 2] and root.attributes == {"class": "types.SimpleNamespace"}
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        {"dtype": "float16", "shape": [2, 3], "data": np.arange(6, dtype="f2").tobytes()},
-        {"dtype": "<f2", "shape": (2, 3), "values": list(range(6))},
-        {"data": np.arange(6, dtype="f2"), "shape": [2, 3]},
-        {"__ndarray__": [[0, 1, 2], [3, 4, 5]], "dtype": "float16", "shape": [2, 3]},
-    ],
-)
-def test_exact_notations_are_arrays(tmp_path, value):
+@pytest.mark.parametrize("kind", ["bytes", "array", "list"])
+def test_lines_state_the_shape_of_flat_values_in_a_mapping(tmp_path, kind):
+    states = np.arange(24, dtype="f2").reshape(2, 3, 4) + 1
+    data = {"bytes": states.tobytes(), "array": states.ravel(), "list": states.ravel().tolist()}[kind]
     path = tmp_path / "a.pkl"
-    path.write_bytes(pickle.dumps({"h": value}, 4))
-    found = read_tree(path)["h"]
-    assert found.dtype == np.float16 and found.tolist() == [[0, 1, 2], [3, 4, 5]]
-    path.write_bytes(pickle.dumps({"h": {**value, "shape": [2, 4]}}, 4))
-    assert isinstance(read_tree(path)["h"], dict)
+    path.write_bytes(pickle.dumps([{"id": "q", "h": {"dtype": "float16", "shape": states.shape, "data": data}}], 4))
+    layout = {"hidden_states": "a.pkl : [id=id]/h/data -> L S D", "shape.hidden_states": "a.pkl : [id=id]/h/shape"}
+    layout |= {"dtype.hidden_states": "float16"} if kind == "bytes" else {}
 
+    tracestore.convert_files(path, tmp_path / "s.zarr", layout=layout)
 
-@pytest.mark.parametrize("shape", [[3, 2], [6], [1, 6], [2, 3, 1]])
-def test_nested_lists_of_another_shape_are_no_array(tmp_path, shape):
-    path = tmp_path / "a.pkl"
-    for key in ("__ndarray__", "data"):
-        value = {key: [[0, 1, 2], [3, 4, 5]], "dtype": "float16", "shape": shape}
-        path.write_bytes(pickle.dumps({"h": value}, 4))
-        assert isinstance(read_tree(path)["h"], dict)
-
-
-def test_the_order_of_nested_lists_is_that_of_their_shape(tmp_path):
-    """json_tricks writes the order in memory; bytes in another order are not read."""
-    array, path = np.arange(6, dtype="f2").reshape(2, 3), tmp_path / "a.pkl"
-    lists = {"__ndarray__": array.tolist(), "dtype": "float16", "shape": [2, 3], "Corder": False}
-    raw = lists | {"__ndarray__": array.tobytes("F")}
-    path.write_bytes(pickle.dumps({"lists": lists, "raw": raw, "text": raw | {"__ndarray__": "AAAAQAA8AEIAQABE"}}, 4))
-
-    found = read_tree(path)
-
-    assert found["lists"].tolist() == array.tolist()
-    assert isinstance(found["raw"], dict) and isinstance(found["text"], dict)
+    assert tracestore.open(tmp_path / "s.zarr")[0].hidden_states.tolist() == states.tolist()
 
 
 def test_bytes_are_arrays(tmp_path):

@@ -5,7 +5,6 @@ import gzip
 import json
 import lzma
 
-import numpy as np
 import pytest
 
 from tests.ingest.readers.trees import check_mutations, check_time, plain, read_tree, refusal, refusal_in_child
@@ -83,15 +82,6 @@ def test_lines_of_text_are_items(tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes(b"q1\r\nq2")
     assert read_tree(path) == ["q1", "q2"]
-
-
-def test_arrays_in_json_are_arrays(tmp_path):
-    path = tmp_path / "a.json"
-    path.write_text(json.dumps({"h": {"__ndarray__": [[1, 2], [3, 4]], "dtype": "float32", "shape": [2, 2]}}))
-    found = read_tree(path)["h"]
-    assert found.dtype == np.float32 and found.tolist() == [[1, 2], [3, 4]]
-    path.write_text(json.dumps({"h": {"data": "AAA8AEAA", "dtype": "float16", "shape": [3]}}))
-    assert read_tree(path)["h"].tolist() == np.frombuffer(b"\0\0\x3c\0\x40\0", "<f2").tolist()
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from tracestore._core.mapping import MappedFile
 from tracestore.errors import InvalidInputError
 from tracestore.extras import needs
 from tracestore.ingest.files.limits import Limits, max_inflated
-from tracestore.ingest.readers.content import ARROW_MAGIC, FAULTS, Content, bytes_value, group_value, refusal, refusals
+from tracestore.ingest.readers.content import ARROW_MAGIC, FAULTS, Content, bytes_value, refusal, refusals
 from tracestore.ingest.readers.parquet_pages import row_groups
 from tracestore.ingest.tree import Group, ListItems, MappingGroup, NumpyArray, StreamItems, Value
 
@@ -265,14 +265,14 @@ class RowOpener:
         names = [field.name for field in scalar.type]
         if len(set(names)) < len(names):
             raise InvalidInputError("found two fields of one name")
-        return group_value(dict(scalar), self.value, self.charge)
+        return MappingGroup(dict(scalar), self.value)
 
     def _map(self, scalar: Any) -> Value:
         pairs = scalar.values
         keys = [self._read(key) for key in pairs.field(0)]
         if len(set(keys)) < len(keys) or not all(isinstance(key, str | int | float | bool) for key in keys):
             raise InvalidInputError("found a map with a key twice, or with keys that are no names")
-        return group_value(dict(zip(keys, pairs.field(1), strict=True)), self.value, self.charge)
+        return MappingGroup(dict(zip(keys, pairs.field(1), strict=True)), self.value)
 
     def _union(self, scalar: Any) -> Value:
         raise InvalidInputError("found a column of a union type, expected one type for each column")

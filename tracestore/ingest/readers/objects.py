@@ -16,15 +16,8 @@ from tracestore.ingest.pickles.pickled_frames import PandasObject
 from tracestore.ingest.pickles.pickled_objects import PickledDict, PickledObject, UnknownClass
 from tracestore.ingest.pickles.pickled_torch import PickledGraph, PickledTensor
 from tracestore.ingest.pickles.pickled_values import PickledArray, PickledDtype, SafeClass
-from tracestore.ingest.readers.content import FAULTS, Content, bytes_value, described_array, refusal
-from tracestore.ingest.tree import (
-    Charge,
-    ListItems,
-    MappingGroup,
-    StreamItems,
-    Value,
-    array_value,
-)
+from tracestore.ingest.readers.content import FAULTS, Content, bytes_value, refusal
+from tracestore.ingest.tree import Charge, ListItems, MappingGroup, StreamItems, Value, array_value
 
 _PROTO = 0x80
 _SCALARS = frozenset((int, float, bool, type(None)))
@@ -46,7 +39,7 @@ class ObjectOpener:
         kind, charge = type(value), self._charge
         if kind is dict:
             charge()
-            return self._group(value)
+            return ObjectGroup(_keyed(value), self, charge)
         if kind in _SCALARS:
             charge()
             return value  # type: ignore[no-any-return]
@@ -63,14 +56,6 @@ class ObjectOpener:
             return self._special(value)
         except FAULTS as error:
             raise refusal(error) from None
-
-    def _group(self, value: dict[Any, Any]) -> Value:
-        try:
-            keyed = _keyed(value)
-            array = described_array(keyed, self, self._charge) if "shape" in keyed or "__ndarray__" in keyed else None
-        except FAULTS as error:
-            raise refusal(error) from None
-        return ObjectGroup(keyed, self, self._charge) if array is None else array
 
     def _special(self, value: Any) -> Value:
         if isinstance(value, PickledArray | PickledTensor | JoblibArray):

@@ -14,8 +14,7 @@ import numpy as np
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.files.byte_source import InflatedChunks
 from tracestore.ingest.files.json_text import parse_json
-from tracestore.ingest.readers.content import FAULTS, group_value, refusal
-from tracestore.ingest.tree import ListItems, MappingGroup, NumpyArray, StreamItems, Value, no_charge
+from tracestore.ingest.tree import ListItems, MappingGroup, NumpyArray, StreamItems, Value
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
 MAX_LINE_BYTES = 64 << 20
@@ -111,17 +110,14 @@ def _decoded(lines: Iterator[bytes]) -> Iterator[str]:
 def _json_lines(lines: Iterator[bytes]) -> Iterator[Value]:
     for number, line in enumerate(filter(bytes.strip, lines)):
         value = parse_json(line, f"row {number}: not JSON")
-        yield MappingGroup(value, json_tree) if isinstance(value, dict) else json_tree(value)
+        yield json_tree(value)
 
 
 def json_tree(value: Any) -> Value:
     """Return a value of JSON as a value of the tree."""
     if isinstance(value, dict):
-        try:
-            return group_value(value, json_tree, no_charge)
-        except FAULTS as error:
-            raise refusal(error) from None
-    return ListItems(value, json_tree, no_charge) if isinstance(value, list) else value
+        return MappingGroup(value, json_tree)
+    return ListItems(value, json_tree) if isinstance(value, list) else value
 
 
 def _rows(lines: Iterator[str], usual: str) -> Iterator[Value]:
