@@ -13,7 +13,7 @@ import numpy as np
 from tracestore.errors import InvalidInputError, escape_unprintable
 from tracestore.ingest.builtin.parts import Part, sources_in_order
 from tracestore.ingest.execute.execution import Execution
-from tracestore.ingest.exports.finding import find_export
+from tracestore.ingest.exports.export_manifest import find_export
 from tracestore.ingest.layout.fields import score_of
 from tracestore.ingest.score_files import FoundFiles
 from tracestore.ingest.sources import SourceFile

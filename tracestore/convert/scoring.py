@@ -14,6 +14,7 @@ from tracestore.console import Output
 from tracestore.convert.described import DescribedRun
 from tracestore.convert.options import ConvertOptions
 from tracestore.errors import InvalidInputError, UsageError, escape_unprintable
+from tracestore.ingest.exports.export_manifest import ExportFacts
 from tracestore.ingest.score_files import ScoreRow, direction_of
 from tracestore.ingest.sources import SourceFile
 from tracestore.ingest.stored_values import ChangedValues, without_row_note
@@ -26,7 +27,6 @@ from tracestore.store.write.written import TraceBlock
 from tracestore.words import plural
 
 if TYPE_CHECKING:
-    from tracestore.ingest.exports.export_manifest import ExportFacts
     from tracestore.ingest.scores import Scores
 
 _NO_ROW = ScoreRow()
@@ -199,7 +199,7 @@ class Scoring:
             packed.field_bits |= schema.FIELD_BITS["label"]
             self._num_labels += 1
 
-    def _define_scores(self, writer: StoreWriter, export: "ExportFacts") -> None:
+    def _define_scores(self, writer: StoreWriter, export: ExportFacts) -> None:
         """Define the named scores of an export in the store, its default score first."""
         for name in sorted(export.scores, key=lambda name: name != export.default_score):
             stored = writer.attributes.scores.get(name)

@@ -5,15 +5,13 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import InvalidInputError
+from tracestore.ingest.exports.export_manifest import ExportedFile
 from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.record import TraceRecord
-
-if TYPE_CHECKING:
-    from tracestore.ingest.exports.export_manifest import ExportedFile
 
 _SAMPLES = 16
 _SAMPLE_BYTES = 64 << 10
@@ -67,7 +65,7 @@ class SourceFile:
     path: Path
     name: str
     parts: tuple[Path, ...] = ()
-    export: "ExportedFile | None" = field(default=None, compare=False)
+    export: ExportedFile | None = field(default=None, compare=False)
     described: Described | None = field(default=None, compare=False)
 
     @property

@@ -13,7 +13,7 @@ from tracestore.ingest.builtin.library import Builtin, builtins
 from tracestore.ingest.execute.accounts import holds_array, looks_like_label
 from tracestore.ingest.execute.claims import is_other, list_files
 from tracestore.ingest.execute.execution import Execution
-from tracestore.ingest.exports.finding import find_export
+from tracestore.ingest.exports.export_manifest import find_export
 from tracestore.ingest.layout.language import Layout
 from tracestore.ingest.layout.patterns import Pattern
 from tracestore.ingest.layout.places import plan_of

@@ -6,6 +6,7 @@ and what all traces share is in STORE_FILE.
 """
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -224,6 +225,11 @@ def read_export(folder: Path) -> tuple[list[ExportedFile], frozenset[Path]]:
     facts = _facts(folder, manifest)
     names = (EXPORT_FILE, *(file.name for file in listed))
     return [ExportedFile(facts, file) for file in manifest.files], frozenset(folder / name for name in names)
+
+
+def find_export(folder: Path) -> tuple[list[ExportedFile], frozenset[Path]] | None:
+    """Return the files of the export in a folder as `read_export` does, None if the folder holds none."""
+    return read_export(folder) if os.path.lexists(folder / EXPORT_FILE) else None
 
 
 def _facts(folder: Path, manifest: ExportManifest) -> ExportFacts:
