@@ -35,7 +35,7 @@ def test_an_address_has_files_path_and_axes():
         "a.pkl : x",
         r"a\ : b.pkl : c\/d/e",
         "a.h5 : {id}/@question",
-        "a.pkl : **/[chunk]/x -> (N S) D",
+        "a.pkl : */[chunk]/x -> (N S) D",
         'a.pkl : [request_id="{id}-0"]/x',
         "a.pkl : [n=#, layer=l]/-1/x -> 1 S D",
         "a.pkl : {id},{layer} -> S D",
@@ -57,6 +57,7 @@ def test_layouts_of_the_corpus_survive_toml():
     [
         ({"hidden_state": "a.npy"}, "did you mean hidden_states"),
         (STATES | {"hidden_states": " -> L"}, "expected FILES"),
+        (STATES | {"hidden_states": "a.pkl : **/h"}, "any folders of FILES"),
         (STATES | {"tokens": "a.npy -> N X"}, "letters of N K L"),
         (STATES | {"tokens": "a.pkl : [q]/x"}, "expected \\[\\], \\[K\\]"),
         (STATES | {"tokens": "{id}.npz : {id}"}, "id is bound twice"),

@@ -16,12 +16,11 @@ from tracestore.ingest.execute.values import (
     settled,
     table_of,
 )
-from tracestore.ingest.layout.addresses import Address, AttributeStep, DeepStep, ItemsStep, ItemValue, KeyStep, Step
+from tracestore.ingest.layout.addresses import Address, AttributeStep, ItemsStep, ItemValue, KeyStep, Step
 from tracestore.ingest.layout.patterns import INNER_NAMES, NUMBER_NAMES
 from tracestore.ingest.layout.places import RECORDS, Place
 from tracestore.ingest.tree import Array, Group, Items, MappingGroup, Value
 
-_MAX_DEPTH = 32
 _MAX_SHAPE = 256  # keys of a group whose claims are kept
 
 
@@ -168,13 +167,11 @@ class Walk:
                 self._on_unclaimed(node, key, group[key])
 
     def _beside(self, node: Node, children: Children, value: Value, bound: Bound, in_unit: bool) -> Cells:
-        """Follow steps to attributes, to members of a list, and to items at any depth."""
+        """Follow steps to attributes and to members of a list."""
         for step, child in children:
             if isinstance(step, AttributeStep):
                 found = getattr(value, "attributes", {}).get(step.name)
                 yield from self.cells(child, found, bound, in_unit=in_unit)
-            elif isinstance(step, DeepStep):
-                yield from self._deep(child, value, bound, in_unit)
             elif isinstance(step, KeyStep) and isinstance(value, Items | Array):
                 yield from self._member(node, step, child, value, bound, in_unit)
 
@@ -330,18 +327,6 @@ class Walk:
         else:
             self._refuse(node, step, describe(value))
 
-    def _deep(self, node: Node, value: Value, bound: Bound, in_unit: bool, depth: int = 0) -> Cells:
-        """Follow the items behind `**` at every depth where they have the keys that bind names, and search them no further."""
-        if depth > _MAX_DEPTH:
-            raise InvalidInputError("nested deeper than a trace file", source=self._source)
-        inner = value.values() if isinstance(value, Group) else value if isinstance(value, Items) else ()
-        for k, item in enumerate(inner):
-            fitting = [pair for pair in node.children if isinstance(item, Group) and _has_all(pair[0], item)]
-            if fitting:
-                yield from self._item(fitting, item, k, bound, in_unit)
-            else:
-                yield from self._deep(node, item, bound, in_unit, depth + 1)
-
     def _refuse(self, node: Node, step: Step, found: str) -> Any:
         raise InvalidInputError(f"{node.prefix}{step.text}: found {found}", source=self._source)
 
@@ -350,13 +335,6 @@ def _column_names(items: Sequence[tuple[ItemsStep, Node]]) -> set[str]:
     """Return the names of the columns that items bind, or that lie below them."""
     bound = {value_of.path[0] for step, _ in items for value_of in step.values} - {"#"}
     return bound | {step.text for _, item in items for step, _ in item.children if isinstance(step, KeyStep)}
-
-
-def _has_all(step: Step, item: Value) -> bool:
-    """Return whether an item says everything that a step binds by it."""
-    return isinstance(step, ItemsStep) and all(
-        value_of.path == ("#",) or item_value(item, value_of) is not None for value_of in step.values
-    )
 
 
 def _longest(found: list[Any]) -> list[Any]:

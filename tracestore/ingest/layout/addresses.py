@@ -33,14 +33,6 @@ class KeyStep:
 
 
 @dataclass(frozen=True)
-class DeepStep:
-    """Any number of keys and items."""
-
-    text: str = "**"
-    names: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class AttributeStep:
     """An attribute of a container, or an entry of its header."""
 
@@ -82,7 +74,7 @@ class ItemsStep:
         return tuple(name for value_of in self.values for name in value_of.names)
 
 
-Step = KeyStep | DeepStep | AttributeStep | ItemsStep
+Step = KeyStep | AttributeStep | ItemsStep
 
 
 @dataclass(frozen=True)
@@ -161,7 +153,7 @@ def _steps(text: str) -> Iterator[Step]:
         if not piece:
             raise UsageError(f"{text!r}: empty key between two /; \\/ is a / in a key")
         if piece == "**":
-            yield DeepStep()
+            raise UsageError(f"{text!r}: ** is any folders of FILES; a path has a name or * for each key")
         elif piece.startswith("@") and len(piece) > 1:
             yield AttributeStep(piece[1:])
         elif piece.startswith("["):

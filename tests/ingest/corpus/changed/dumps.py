@@ -6,7 +6,7 @@ from functools import cached_property
 import numpy as np
 
 from tests.ingest.corpus.changed.files import Opaque, read_file, write_file
-from tracestore.ingest.layout.addresses import DeepStep, ItemsStep, KeyStep
+from tracestore.ingest.layout.addresses import ItemsStep, KeyStep
 from tracestore.ingest.layout.language import parse_layout
 from tracestore.ingest.layout.patterns import Pattern
 from tracestore.ingest.layout.places import plan_of
@@ -141,7 +141,7 @@ def _below(file, parent, key, steps, bound, axes):
         yield Slot(file, parent, key, bound, axes)
         return
     step, rest = steps[0], steps[1:]
-    if isinstance(step, DeepStep) or isinstance(value, Opaque):
+    if isinstance(value, Opaque):
         return
     if isinstance(step, KeyStep) and isinstance(value, dict) and len(step.parts) == 1:
         for inner in list(value):
