@@ -495,9 +495,9 @@ class Conversion:
         ids = None if provenance is None else provenance.layer_ids
         fits = all(block.facts[kind].record.layer_ids in (None, ids) for kind in np.unique(block.kinds).tolist())
         if fits and self._shared.fits(block) and self.scoring.fits(block) and writer.fits(block):
-            labeled, scored = self.scoring.add_block(writer, block)
-            writer.append_block(scored)
-            self.described.added_block(labeled, writer.index.find)
+            self.scoring.add_block(writer, block)
+            writer.append_block(block)
+            self.described.added_block(block, writer.index.find)
             added.count_block(block)
             return
         for packed in block:

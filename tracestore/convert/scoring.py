@@ -5,7 +5,6 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from itertools import starmap
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -141,38 +140,15 @@ class Scoring:
         return None if self.file is None else self.file.check_ids(self._matched, self._without_row, is_whole=True)
 
     def fits(self, block: TraceBlock) -> bool:
-        """Return whether add_block() can do values() for each trace of a block."""
-        if self._export is not None:
-            return True
-        is_equal = True
-        if self.file is not None and not self._described.is_builtin:
-            own, labels = block.labels(), np.array([row.label for row in self._rows_of(block, self.file)])
-            is_equal = not ((own != labels) & (own == own) & (labels == labels)).any()
-        return is_equal and self._described.fits(block)
+        """Return whether add_block() can do values() for each trace of a block: not where a scores file has a row for each."""
+        return self._export is not None or (self.file is None and self._described.fits(block))
 
-    def add_block(self, writer: StoreWriter, block: TraceBlock) -> tuple[TraceBlock, TraceBlock]:
-        """Do values() for each trace of a block; return it with the labels of the file, and also with its scores."""
+    def add_block(self, writer: StoreWriter, block: TraceBlock) -> None:
+        """Do values() for each trace of a block for which fits() is true."""
         if self._export is not None:
             self._define_scores(writer, self._export)
-            return block, block
-        self._described.add_block(block, writer)
-        if self.file is None:
-            return block, block
-        rows, own = self._rows_of(block, self.file), block.labels()
-        labels, scores = (np.array([getattr(row, name) for row in rows]) for name in ("label", "score"))
-        is_used = self._described.is_builtin | np.isnan(own)
-        self._num_labels += int((is_used & ~np.isnan(labels)).sum())
-        self._without_row |= dict.fromkeys(key for key, row in zip(block.keys, rows, strict=True) if row is _NO_ROW)
-        has_row = (key for key, row in zip(block.keys, rows, strict=True) if row is not _NO_ROW)
-        self._matched.update(starmap(self.file.key_of, has_row))
-        for k in np.flatnonzero(np.isnan(scores)).tolist():
-            self._count_unscored(block.trace(k))
-        labeled = block.with_labels(np.where(is_used, labels, own))
-        return labeled, labeled.with_score(self._name, scores, [row.group for row in rows])
-
-    @staticmethod
-    def _rows_of(block: TraceBlock, file: "Scores") -> list[ScoreRow]:
-        return [file.row_of(*key) or _NO_ROW for key in block.keys]
+        else:
+            self._described.add_block(block, writer)
 
     def _count_unscored(self, packed: PackedTrace) -> None:
         extras = json.loads(packed.extras or "{}")

@@ -165,20 +165,6 @@ class TraceBlock:
         """Return the labels (N,), NaN for none."""
         return np.where(self.has_value[:, 0], self.values[:, 0], np.nan)
 
-    def with_labels(self, labels: np.ndarray) -> "TraceBlock":
-        """Return the traces with these labels (N,) instead, NaN for none."""
-        values, has_value = self.values.copy(), self.has_value.copy()
-        values[:, 0], has_value[:, 0] = labels, ~np.isnan(labels)
-        return replace(self, values=values, has_value=has_value)
-
-    def with_score(self, name: str, values: np.ndarray, groups: list[str]) -> "TraceBlock":
-        """Return the traces with this score (N,) and these groups instead, NaN and "" for none."""
-        kept = [0, *(k for k, found in enumerate(self.names, 1) if found != (name, 0))]
-        names = [*(self.names[k - 1] for k in kept[1:]), (name, 0)]
-        has_value = np.column_stack([self.has_value[:, kept], ~np.isnan(values)])
-        values = np.column_stack([self.values[:, kept], values])
-        return replace(self, names=names, values=values, has_value=has_value, groups=groups)
-
     def scores(self) -> dict[str, np.ndarray]:
         """Return the scores (N,) that are stored at once, NaN where missing."""
         values = np.where(self.has_value, self.values, np.nan)
