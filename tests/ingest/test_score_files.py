@@ -143,15 +143,19 @@ def test_predictions_are_no_scores_and_other_tables_are_refused(tmp_path):
     assert "judged.csv" in error_of("convert", tmp_path, tmp_path / "t.zarr", code=3)
 
 
-def test_the_name_of_a_file_is_the_id_of_its_only_trace_if_the_scores_use_it(tmp_path):
-    for name, count in (("q0", 1), ("q1", 2), ("x", 1)):
-        traces = [{k: v for k, v in t.items() if k != "question_id"} for t in make_traces(count)]
+def test_the_name_of_a_file_is_an_id_by_a_layout_alone(tmp_path):
+    for name in ("q0", "q1"):
+        traces = [{k: v for k, v in t.items() if k != "question_id"} for t in make_traces(1)]
         write_pickle(tmp_path / f"{name}.pkl", traces)
     (tmp_path / "scores.csv").write_text("question_id,score\nq0,0.25\nq1,0.75\n")
-    scores_of(tmp_path)
+    message = error_of("convert", tmp_path, tmp_path / "s.zarr", code=3)
+    assert "found 2 ids such as 'q0', and none of them in the traces, which have ids such as 'q0.pkl:0'" in message
+
+    flags = ["--field", "records = {id}.pkl : []", "--scores", tmp_path / "scores.csv"]
+    convert(tmp_path, tmp_path / "s.zarr", *flags)
+
     with tracestore.open(tmp_path / "s.zarr") as store:
-        assert store.question_ids == ["q0", "q1.pkl:0", "q1.pkl:1", "x.pkl:0"]
-        assert store[0].score == 0.25 and np.isnan(store[1].score)
+        assert store.question_ids == ["q0", "q1"] and store.scores.tolist() == [0.25, 0.75]
 
 
 def test_the_score_command_reads_the_same_formats(tmp_path):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tracestore.errors import InvalidInputError
+from tracestore.ingest.readers.opening import RepeatedItems
 from tracestore.ingest.tree import (
     Array,
     Group,
@@ -13,7 +14,6 @@ from tracestore.ingest.tree import (
     ListItems,
     MappingGroup,
     NumpyArray,
-    RepeatedItems,
     StreamItems,
     array_value,
     as_array,

@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from itertools import chain, count
 from typing import Any, Protocol, Union, cast
 
 import numpy as np
@@ -224,32 +223,6 @@ class StreamItems(Items):
 
     def __iter__(self) -> Iterator[Value]:
         return self._items
-
-
-class RepeatedItems(Items):
-    """Items of a stream that begin with the first one each time."""
-
-    def __init__(self, items: Items) -> None:
-        self._rest, self._seen = iter(items), list[Value]()
-        self.length, self.attributes, self.is_lent = items.length, items.attributes, items.is_lent
-
-    def __iter__(self) -> Iterator[Value]:
-        """Yield the items from the first one on, and keep them."""
-        for k in count():
-            if k == len(self._seen):
-                try:
-                    self._seen.append(next(self._rest))
-                except StopIteration:
-                    return
-            yield self._seen[k]
-
-    def rest(self) -> StreamItems:
-        """Return the items from the first one on, of which none is kept."""
-        return StreamItems(chain(self._consumed(), self._rest), self.length, self.attributes, is_lent=self.is_lent)
-
-    def _consumed(self) -> Iterator[Value]:
-        while self._seen:
-            yield self._seen.pop(0)
 
 
 class ListItems(Items):

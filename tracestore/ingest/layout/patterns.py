@@ -106,14 +106,14 @@ class Pattern:
         if ends[0] != 0:
             return None
         # Of all ways, one begins and ends every part first, and one last: if these bind the same, so do the others.
-        at = last = 0
+        at = late = 0
         match = Match({}, [])
         for one in spans:
-            begin, last_begin = at, last
-            at, last = one.ends(begin)[0], one.ends(last_begin)[1]
+            begin, late_begin = at, late
+            at, late = one.ends(begin)[0], one.ends(late_begin)[1]
             if one.part.kind == "name":
                 value = match.bound[one.part.text] = one.value(begin, at)
-                if (at, value) != (last, other := one.value(last_begin, last)):
+                if (at, value) != (late, other := one.value(late_begin, late)):
                     two = f"{one.part.text} is {value} or {other}"
                     raise InvalidInputError(f"{name}: {self.text} matches it in two ways: {two}")
             elif one.part.kind != "literal":
