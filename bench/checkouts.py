@@ -1,0 +1,121 @@
+"""Compare this checkout with another one, built in place: conversion, opening, batches and processor time.
+
+python bench/checkouts.py OTHER DIR [--what NAME ...] [--rounds 9]
+
+Every measurement is a process of its own, and the checkouts alternate. A row has the median seconds of both, and the
+ratio of this checkout to the other: of the medians, of the processor time, and the range of the single rounds. Use a
+DIR on a tmpfs, and compare a checkout with itself to learn the noise of the machine.
+"""
+
+import argparse
+import os
+import pickle
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+from benchmarks.common import ROOT, SMALL, make_store, make_trace, open_source, timed
+
+# Traces and files of each source.
+SOURCES = {
+    "24 MB": (8, 1, ".pkl", SMALL),
+    "277 MB": (90, 10, ".pkl", SMALL),
+    "50 MB .pkl.gz": (18, 3, ".pkl.gz", SMALL),
+    "tiny": (20_000, 4, ".pkl", {"layers": 2, "dim": 32, "heads": 1}),
+}
+OPEN = """
+import statistics, sys, time, tracestore
+def once():
+    begin = time.perf_counter()
+    tracestore.open(sys.argv[1]).close()
+    return time.perf_counter() - begin
+once()
+print(statistics.median(once() for _ in range(300)))
+"""
+EPOCHS = """
+import sys, time, tracestore
+loader = tracestore.TraceLoader(sys.argv[1], batch_size=16, view=sys.argv[2], seed=1, shuffle=True)
+def once():
+    begin = time.perf_counter()
+    for batch in loader:
+        pass
+    return time.perf_counter() - begin
+once()
+print(min(once() for _ in range(7)))
+"""
+READING = {"opening": (OPEN,), "sequence": (EPOCHS, "sequence"), "graph": (EPOCHS, "graph")}
+
+
+def write_sources(folder: Path, count: int, num_files: int, suffix: str, shape: dict[str, int]) -> None:
+    """Write pickles of lists of traces."""
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    for begin in range(0, count, -(-count // num_files)):
+        numbers = range(begin, min(count, begin + -(-count // num_files)))
+        sizes = (2 if shape["dim"] < 100 else int(rng.integers(30, 71)) for _ in numbers)
+        with open_source(folder / f"traces_{begin:05}{suffix}", "wb") as file:
+            pickle.dump([make_trace(k, tokens, **shape) for k, tokens in zip(numbers, sizes, strict=True)], file, 4)
+
+
+def measure(checkout: Path, what: str, folder: Path) -> tuple[float, float]:
+    """Return the seconds of one measurement, and the processor time of its process."""
+    environment = os.environ | {"PYTHONPATH": str(checkout)}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    store = folder / ("out.zarr" if what in SOURCES else "store.zarr")
+    if what in SOURCES:
+        words = ["-m", "tracestore.convert", str(folder / what), str(store)]
+    else:
+        code, *more = READING[what]
+        words = ["-c", code, str(store), *more]
+    lines: list[str] = []
+
+    def run() -> None:
+        command = [sys.executable, *words]
+        ended = subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+        lines.extend(ended.stdout.splitlines())
+
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = timed(run)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    if what in SOURCES:
+        shutil.rmtree(store)
+    else:
+        seconds = float(lines[-1])
+    return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def main() -> None:
+    """Print a row for each measurement."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("other", type=Path)
+    parser.add_argument("folder", type=Path, metavar="DIR")
+    names = [*SOURCES, *READING]
+    parser.add_argument("--what", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument("--rounds", type=int, default=9)
+    args = parser.parse_args()
+    args.folder.mkdir(exist_ok=True)
+    if not (args.folder / "store.zarr").exists():
+        make_store(args.folder / "store.zarr", SMALL["layers"], SMALL["dim"], 90)
+    checkouts = [args.other.resolve(), ROOT]
+    for what in args.what:
+        if what in SOURCES and not (args.folder / what).exists():
+            write_sources(args.folder / what, *SOURCES[what])
+        rounds = []
+        for number in range(-1, args.rounds):  # the first round fills caches
+            pair = {c: measure(c, what, args.folder) for c in checkouts[:: 1 if number % 2 else -1]}
+            rounds.append([*pair[checkouts[0]], *pair[checkouts[1]]])
+        other, other_processor, this, this_processor = map(statistics.median, zip(*rounds[1:], strict=True))
+        single = [row[2] / row[0] for row in rounds[1:]]
+        print(
+            f"{what:16}{other:.4f} s, {this:.4f} s, ratio {this / other:.3f}, processor time "
+            f"{this_processor / other_processor:.3f}, rounds {min(single):.2f} to {max(single):.2f}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
