@@ -17,7 +17,7 @@ COMMAND_GROUPS = {
         "score": "add or replace scores without rewriting traces",
         "merge": "copy the traces of several stores into one",
         "subset": "copy some traces of a store into another store",
-        "clean": "remove files of a store that no generation names",
+        "clean": "remove files of a store that no generation or plan names",
     },
     "look": {
         "info": "print the properties of a store",

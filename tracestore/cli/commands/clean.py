@@ -1,4 +1,4 @@
-"""Remove files of a store that no generation names: those of writers that were stopped before they committed.
+"""Remove files of a store that no generation or plan names: those of writers that were stopped before they committed.
 
 Example: tracestore clean store.zarr --dry-run
 """
