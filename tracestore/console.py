@@ -131,14 +131,32 @@ class _HelpFormatter(argparse.HelpFormatter):
         return f"{text[:-1]}; default: {shown})" if text.endswith(")") else f"{text} (default: {shown})"
 
 
+class _StoreOnce(argparse._StoreAction):
+    """Store the value of an option, and refuse a second file, name or list: both may be meant, one has an effect.
+
+    Of numbers and choices the last one counts, so that a command line can begin with defaults.
+    """
+
+    _filled: argparse.Namespace | None = None
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, flag: str | None = None) -> None:
+        is_open = flag is not None and self.choices is None and not isinstance(values, int | float)
+        if is_open and self._filled is namespace and getattr(namespace, self.dest) != values:
+            raise argparse.ArgumentError(self, "found two values, expected one")
+        self._filled = namespace
+        super().__call__(parser, namespace, values, flag)
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line, with a suggestion for a misspelled word.
 
-    Help texts show defaults.
+    Help texts show defaults. An option that takes one file, name or list refuses another.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{"formatter_class": _HelpFormatter} | options)
+        for name in (None, "store"):
+            self.register("action", name, _StoreOnce)
 
     def error(self, message: str) -> NoReturn:
         """Raise UsageError with the message."""

@@ -18,6 +18,7 @@ from tracestore.cli.flags import option_names
 from tracestore.cli.help import OPTION_GROUPS
 from tracestore.convert.options import ConvertOptions
 from tracestore.detectors.model_config import ModelConfig
+from tracestore.errors import UsageError
 from tracestore.experiment.train_options import TrainOptions
 from tracestore.extract.questions import FACTS
 from tracestore.train.config import StepOptions, TrainConfig
@@ -166,6 +167,37 @@ def test_both_spellings_are_the_same(other):
 def test_a_flag_of_a_store_needs_a_value():
     done = command("info", "--store", check=2)
     assert "arguments are required: STORE" in done.stderr and done.stderr.count("\n") == 1
+
+
+def two_values(action):
+    """Return two words that an option accepts, or none if there are none."""
+
+    def is_valid(word):
+        try:
+            return action.type is None or action.type(word) is not None
+        except (argparse.ArgumentTypeError, ValueError, UsageError):
+            return False
+
+    return [*filter(is_valid, action.choices or ("1", "2", "0/2", "1/2", "1MiB", "2MiB", "lstm_solo", "gvae_lstm"))][:2]
+
+
+def test_an_option_of_one_file_name_or_list_refuses_two():
+    """Both may be meant, and one would have no effect. Of numbers and choices the last one counts."""
+    refused, accepted = set(), set()
+    for name in COMMANDS:
+        for action in cli.command_parser(name)._actions:
+            takes_one = action.option_strings and action.nargs != 0 and not isinstance(action, argparse._AppendAction)
+            if takes_one and len(words := two_values(action)) == 2:
+                flag = action.option_strings[0]
+                try:
+                    cli.command_parser(name).parse_args([f"{flag}={word}" for word in words])
+                except UsageError as error:
+                    (refused if f"{flag}" in str(error) and "found two values" in str(error) else accepted).add(flag)
+    assert {"--scores", "--output", "--models", "--layers", "--ids", "--checkpoint", "--name", "--shard"} <= refused
+    assert {"--seed", "--epochs", "--attention", "--memory-budget", "--score-threshold", "--device"} <= accepted
+    parsed = cli.command_parser("score").parse_args(["--scores=a.csv", "s.zarr", "--scores=a.csv"])
+    assert str(parsed.scores) == "a.csv"
+    assert cli.command_parser("train").parse_args(["--seed=1", "s.zarr", "--seed=2"]).seed == 2
 
 
 @pytest.mark.parametrize("name", ["train", "extract"])
