@@ -281,21 +281,23 @@ def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     print(f"warning: {escape_unprintable(str(message))}", file=sys.stderr)
 
 
-def run_command(prog: str, command: Callable[[], int], *, as_json: bool = False) -> int:
+def run_command(prog: str, command: Callable[[], int], *, as_json: bool = False, is_program: bool = False) -> int:
     """Run a command and return its exit code. Print an error as one line on standard error.
 
     With `as_json` an error is also printed as a JSON document on standard output. Warnings of libraries are
     hidden. TRACESTORE_DEBUG=1 lets unexpected exceptions propagate. If the reader of the output has gone, the
-    command ends silently, with the exit code of SIGPIPE.
+    command ends silently, with the exit code of SIGPIPE; with `is_program`, what is still buffered is discarded.
     """
     try:
         code = _exit_code(prog, command, as_json)
         if sys.stdout is not None:
             sys.stdout.flush()
     except BrokenPipeError:
-        if not process.discard_closed_output():
+        if not process.closed_output():
             raise
         code = 128 + signal.SIGPIPE
+    if is_program:
+        process.discard_closed_output()
     return code
 
 
@@ -330,7 +332,7 @@ def _exit_code(prog: str, command: Callable[[], int], as_json: bool) -> int:
     cause: BaseException | None = raised
     while cause is not None and not isinstance(cause, BrokenPipeError):
         cause = cause.__context__
-    if cause is not None and process.discard_closed_output():
+    if cause is not None and process.closed_output():
         return 128 + signal.SIGPIPE
     print(f"{prog}: {escape_unprintable(text)}", file=sys.stderr, flush=True)
     if as_json:

@@ -1,7 +1,7 @@
 """Settings of the process: allocator, garbage collector, thread switching, signals, output and environment.
 
-Only a program that owns its process may call `configure_program`, `reuse_freed_memory`, `imports_uncollected` and
-`exit_ignoring_sigint`. The other context managers restore the previous settings and are safe in a library.
+Only a program that owns its process may call `configure_program`, `discard_closed_output`, `reuse_freed_memory`,
+`imports_uncollected` and `exit_ignoring_sigint`. The other context managers restore the previous settings and are safe in a library.
 """
 
 import atexit
@@ -35,24 +35,23 @@ def configure_program() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
-def discard_closed_output() -> bool:
-    """Let output whose reader has gone go nowhere, and return whether there is such output.
+def closed_output() -> list[int]:
+    """Return which of standard output and standard error are the ends of pipes without a reader.
 
     SIGPIPE itself stays ignored: it would also end a process that writes to a worker or server that has ended.
     """
-    closed = [number for number in (1, 2) if _has_lost_reader(number)]
-    for number in closed:
+    poll = select.poll()
+    for number in (1, 2):
+        poll.register(number, 0)
+    return [number for number, event in poll.poll(0) if event & select.POLLERR]
+
+
+def discard_closed_output() -> None:
+    """Let output whose reader has gone go nowhere, so that the interpreter does not report it at the end."""
+    for number in closed_output():
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, number)
         os.close(null)
-    return bool(closed)
-
-
-def _has_lost_reader(number: int) -> bool:
-    """Return whether a file descriptor is the end of a pipe without a reader."""
-    poll = select.poll()
-    poll.register(number, 0)
-    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def reuse_freed_memory(max_bytes: int) -> None:

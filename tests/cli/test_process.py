@@ -95,6 +95,31 @@ def test_closed_output_ends_a_program_silently(store_path, program, words):
     assert done.returncode == 128 + signal.SIGPIPE and not done.stderr
 
 
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("words", ["info {store}", "info nowhere.zarr", "nothing"])
+def test_command_with_argv_leaves_closed_output_as_it_is(store_path, number, words):
+    """The output is that of the host, which may write on or handle the error."""
+    code = f"""
+import os, sys
+from tracestore.cli import main
+closed = os.fstat({number}).st_ino
+code = main(sys.argv[1:])
+os.write(REPORT, f"{{code}} {{os.fstat({number}).st_ino == closed}}".encode())
+os._exit(0)
+"""
+    read, write = os.pipe()
+    os.close(read)
+    report, into = os.pipe()
+    is_error, words = "{store}" not in words, words.format(store=store_path).split()
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL} | {("stdout", "stderr")[number - 1]: write}
+    code = code.replace("REPORT", str(into))
+    subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, pass_fds=[into], **streams)
+    os.close(write), os.close(into)
+    with open(report) as file:
+        code, is_same = file.read().split()
+    assert is_same == "True" and (code == str(128 + signal.SIGPIPE)) == (is_error == (number == 2))
+
+
 def test_a_closed_connection_is_an_error_of_a_program():
     """Workers that are killed and servers that close a connection do not end the program that writes to them."""
     code = """

@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ----------
     argv : sequence of str, optional
         The arguments. Default: those of the process, which may then change settings of the process.
-        With `argv`, signal handlers, warning filters and the allocator keep their settings.
+        With `argv`, output, signal handlers, warning filters and the allocator keep their settings.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.parse_args(words[:1])  # exits on help, version or an unknown command
         parser.error("the first word must be a COMMAND")
 
-    return console.run_command("tracestore", command)
+    return console.run_command("tracestore", command, is_program=argv is None)
 
 
 def run_script(name: str, prog: str) -> NoReturn:
@@ -65,7 +65,8 @@ def _run(name: str, prog: str, words: list[str], *, is_program: bool) -> int:
                 raise
             return error.exit_code
 
-    return console.run_command(prog, command, as_json=prints_errors and "--json" in words)
+    as_json = prints_errors and "--json" in words
+    return console.run_command(prog, command, as_json=as_json, is_program=is_program)
 
 
 def _command(name: str, parser: CommandParser) -> tuple[ModuleType, Parser]:
