@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import tracestore
+from tracestore.errors import UsageError
 
 
 def observer(lightning):
@@ -172,3 +173,48 @@ def test_validation_and_test_have_each_trace_once(path, options, batch_size):
     assert len(module.train_dataloader()) == len(
         tracestore.TraceLoader(path, indices=module.split["train"], batch_size=batch_size, seed=42, **options)
     )
+
+
+@pytest.mark.parametrize("view", ["sequence", "tokens"])
+@pytest.mark.parametrize("world_size", range(1, 7))
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 4, 5, 16])
+def test_each_rank_has_a_trace_of_each_batch(path, batch_size, world_size, view):
+    """The mean loss of no traces is NaN, and so is then the mean over all ranks."""
+    pytest.importorskip("lightning")
+    from tracestore.bridges.lightning import TraceDataModule
+
+    def loaders(name, **options):
+        given = {"view": view, "batch_size": batch_size, "world_size": world_size, **options}
+        modules = [TraceDataModule(path, rank=rank, **given) for rank in range(given["world_size"])]
+        return [getattr(module, f"{name}_dataloader")() for module in modules]
+
+    for name in ("val", "test"):
+        ranks = loaders(name)
+        count = ranks[0].planner.num_samples
+        if count < world_size:
+            with pytest.raises(UsageError, match=f"{count} traces for {world_size} ranks"):
+                iter(ranks[0])
+            continue
+        slices = [[batch.trace_index.tolist() for batch in loader] for loader in ranks]
+        assert all(len(part) for parts in slices for part in parts) and len(set(map(len, slices))) == 1
+        whole = [k for parts in zip(*slices, strict=True) for part in parts for k in part]
+        assert whole == [k for batch in loaders(name, world_size=1)[0] for k in batch.trace_index.tolist()]
+    for options in ({}, {"drop_last": True}, {"pad_last": True}):
+        ranks = loaders("train", **options)
+        sizes = np.diff([ranks[0].planner.plan(0).batches.bounds(k) for k in range(len(ranks[0]))])
+        if world_size > 1 and sizes.size and sizes.min() < world_size:
+            for loader in ranks:
+                with pytest.raises(UsageError, match=f"for {world_size} ranks.* drop_last or pad_last"):
+                    iter(loader)
+        else:
+            assert all(len(batch) for loader in ranks for batch in loader)
+
+
+def test_batches_of_a_cost_have_a_trace_for_each_rank_or_are_refused(path):
+    pytest.importorskip("lightning")
+    from tracestore.bridges.lightning import TraceDataModule
+
+    options = {"batch_by": "tokens", "rank": 1, "world_size": 2}
+    assert len(list(TraceDataModule(path, max_batch_cost=10**6, **options).train_dataloader())) == 1
+    with pytest.raises(UsageError, match="has 1 trace for 2 ranks"):
+        iter(TraceDataModule(path, max_batch_cost=1, **options).train_dataloader())

@@ -1,17 +1,19 @@
 """A store as a Lightning DataModule."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 
 from tracestore.data.batch_format import View
 from tracestore.data.order import Shuffle
-from tracestore.errors import explain_dtype
+from tracestore.errors import UsageError, explain_dtype
 from tracestore.extras import needs
 from tracestore.split import SPLITS
 from tracestore.store.read.store import TraceStore, open_store
 from tracestore.store.read.subset import TraceSubset
+from tracestore.words import plural
 
 with needs("bridges"):
     from lightning import LightningDataModule
@@ -24,7 +26,29 @@ with needs("bridges"):
 _OF_TRAINING = ("drop_last", "pad_last", "weights", "epoch_size")
 
 
-class _TrainingLoader(TraceLoader):
+class _RankLoader(TraceLoader):
+    """Loader whose batches have a trace for each rank: the mean loss of no traces is NaN."""
+
+    def __iter__(self) -> Iterator[Any]:
+        iterator = super().__iter__()
+        batches = self.planner.plan(self.epoch).batches
+        for number in range(len(batches)) if self.world_size > 1 else ():
+            begin, end = batches.bounds(number)
+            if end - begin < self.world_size:
+                raise UsageError(
+                    f"batch {number} of {len(batches)} has {plural(end - begin, 'trace')} for {self.world_size} ranks, "
+                    "so that some have none; use fewer ranks or larger batches, and drop_last or pad_last for training"
+                )
+        return iterator
+
+
+def _size_for_ranks(num_samples: int, batch_size: int, num_ranks: int) -> int:
+    """Return the batch size, or one near it with which the last batch has a sample for each rank."""
+    sizes = (*range(batch_size, num_ranks - 1, -1), *range(max(batch_size, num_ranks), num_samples + 1))
+    return next((size for size in sizes if num_samples % size == 0 or num_samples % size >= num_ranks), batch_size)
+
+
+class _TrainingLoader(_RankLoader):
     """Loader that starts a new epoch even if the last one was left early.
 
     Lightning leaves an epoch early with ``limit_train_batches``.
@@ -57,7 +81,8 @@ class TraceDataModule(LightningDataModule):
     view : {"sequence", "graph"}
         The form of the batches, see `tracestore.TraceLoader`.
     batch_size : int
-        Traces of a batch over all ranks.
+        Traces of a batch over all ranks. Validation and test with several ranks take a size near it with
+        which each rank has a trace of each batch; training refuses a batch without one.
     seed : int
         Seed of the split and of the order.
     score_threshold : float, optional
@@ -123,21 +148,26 @@ class TraceDataModule(LightningDataModule):
         self,
         split: Literal["train", "val", "test"],
         shuffle: Shuffle,
-        loader_class: type[TraceLoader] = TraceLoader,
+        loader_class: type[TraceLoader] = _RankLoader,
     ) -> TraceLoader:
         self.setup()
         assert self.store is not None
         left_out = () if split == "train" else _OF_TRAINING
-        return loader_class(
+        make_loader = partial(
+            loader_class,
             self.store,
             self.view,
-            batch_size=self.batch_size,
             shuffle=shuffle,
             seed=self.seed,
             score_threshold=self.score_threshold,
             indices=self.split[split],
             **{name: value for name, value in self._options.items() if name not in left_out},
         )
+        loader = make_loader(batch_size=self.batch_size)
+        if split != "train" and loader.world_size > 1:
+            size = _size_for_ranks(loader.planner.num_samples, self.batch_size, loader.world_size)
+            loader = make_loader(batch_size=size)
+        return loader
 
     def train_dataloader(self) -> TraceLoader:
         """Return the loader of the training split, shuffled. The same loader at each call."""
