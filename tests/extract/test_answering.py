@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from transformers import GenerationConfig
 
 import tracestore
 from tracestore.errors import UsageError
@@ -102,6 +103,26 @@ def test_only_the_recording_pass_uses_eager_attention(lm):
         assert set(used) == {"sdpa"}
     finally:
         handle.remove()
+
+
+@pytest.mark.parametrize(
+    "settings, cache",
+    [({}, "DynamicCache"), ({"use_cache": False}, "NoneType"), ({"cache_implementation": "static"}, "StaticCache"),
+     ({"repetition_penalty": 5.0, "num_beams": 3, "do_sample": True}, "DynamicCache")],
+)  # fmt: skip
+def test_the_cache_is_that_of_the_model_and_the_tokens_are_not(lm, monkeypatch, settings, cache):
+    prompts, used = [[5, 9, 20], [7, 8]], []
+    expected = [end.tokens for end in generate(lm, prompts, max_new_tokens=6)]
+    own = GenerationConfig(eos_token_id=lm.model.generation_config.eos_token_id, **settings)
+    monkeypatch.setattr(lm.model, "generation_config", own)
+    handle = lm.model.register_forward_pre_hook(
+        lambda *call: used.append(type(call[2].get("past_key_values")).__name__), with_kwargs=True
+    )
+    try:
+        assert [end.tokens for end in generate(lm, prompts, max_new_tokens=6)] == expected
+    finally:
+        handle.remove()
+    assert set(used) == {cache} and lm.model.generation_config is own
 
 
 def test_decoded_tokens_are_linear_in_the_length_of_answers(lm, monkeypatch):

@@ -13,6 +13,8 @@ from tracestore.extract.model import LanguageModel
 
 # Half the distance of uniform random numbers in float32. Smaller ones are rounded to 0, whose logarithm is infinite.
 _SMALLEST_NOISE = 2**-25
+# Settings of the cache of keys and values, which a model may need.
+_OF_CACHE = ("use_cache", "cache_implementation", "cache_config")
 
 
 def seed_of_answer(seed: int, question_id: str, sample: int) -> int:
@@ -53,7 +55,8 @@ def generate(
     processors = LogitsProcessorList([_Draw(ends, temperature, generators)] if temperature else [])
     own = lm.model.generation_config
     # Penalties, beams and other settings that a model contains would choose other tokens.
-    lm.model.generation_config = GenerationConfig(eos_token_id=own.eos_token_id)
+    kept = {name: getattr(own, name) for name in ("eos_token_id", *_OF_CACHE)}
+    lm.model.generation_config = GenerationConfig(**kept)
     try:
         lm.model.generate(
             ids,
