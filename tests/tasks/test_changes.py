@@ -12,9 +12,11 @@ from tests.helpers import command, convert, error_of, make_trace, read_all, tree
 from tracestore.convert.options import ConvertOptions
 from tracestore.errors import InvalidInputError, UsageError
 from tracestore.ingest import sources
+from tracestore.ingest.sources import SourceIdentity
 from tracestore.store.format import paths
 from tracestore.store.maintain.verify import verify_store
 from tracestore.store.write.plan_files import open_plan_files
+from tracestore.store.write.writer import StoreWriter
 from tracestore.tasks import commit_tasks, plan_tasks, task_plan, write_task
 from tracestore.tasks.receipt import listed_segments
 from tracestore.tasks.task_files import read_tasks
@@ -54,6 +56,23 @@ def test_a_source_that_could_not_be_read_is_read_again(data, tmp_path, how, skip
     assert (report.num_traces, report.num_sources_skipped) == (24, 0)
     with tracestore.open(tmp_path / "s.zarr") as store, tracestore.open(tmp_path / "one.zarr") as one:
         assert repr(read_all(store)) == repr(read_all(one))
+
+
+def test_a_source_that_cannot_be_read_is_planned_although_the_store_has_forgotten_it(data, tmp_path, monkeypatch):
+    """Neither has a fingerprint, and so they say nothing of each other."""
+    convert(data, tmp_path / "s.zarr")
+    with StoreWriter(tmp_path / "s.zarr") as writer:
+        writer.forget_source("batch_2.pkl")
+        writer.commit()
+        assert writer.has_source("batch_2.pkl", 0, "")
+    identity_of = task_plan.identity_of
+
+    def unreadable(source):
+        return SourceIdentity(0, "", 0) if source.name == "batch_2.pkl" else identity_of(source)
+
+    monkeypatch.setattr(task_plan, "identity_of", unreadable)
+    tasks = plan_tasks(data, tmp_path / "s.zarr")
+    assert [source for task in tasks for source in task.sources] == ["batch_2.pkl"]
 
 
 def test_a_refused_commit_removes_the_receipts_with_errors(data, tmp_path):
