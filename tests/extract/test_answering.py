@@ -1,5 +1,6 @@
 """Test what is recorded of an answer, and how it is generated, with a model of two layers and random weights."""
 
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -251,3 +252,41 @@ def test_settings_of_the_model_change_no_answer(lm, monkeypatch, settings, tempe
     found = answers(lm, temperature=temperature, max_new_tokens=8)
     assert [t["tokens"].tolist() for t in found] == [t["tokens"].tolist() for t in expected]
     assert lm.model.generation_config is own
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_batch_equals_questions_answered_alone(tiny_model, temperature):
+    from tracestore.extract.answering import AnswerOptions, answer_questions
+    from tracestore.extract.model import load_model
+
+    lm = load_model(str(tiny_model), device="cpu")
+    texts = ["?", "What is it that is so very much longer?", "Who?", "What is it that is so very much longer?"]
+    questions = [Question(f"q{k}", text, ("a",)) for k, text in enumerate(texts)]
+    options = AnswerOptions("Say it", 12, temperature=temperature, top_logprobs=3)
+    together = answer_questions(lm, questions, options)
+    alone = [answer_questions(lm, [question], options)[0] for question in questions]
+    assert len({len(t["tokens"]) for t in alone}) > 1
+    for one, other in zip(together, alone, strict=True):
+        assert one.keys() == other.keys()
+        close = {"token_logprob", "token_entropy", "top_logprobs"}
+        for name in one.keys() - {"hidden_states", "attentions", *close}:
+            assert np.array_equal(one[name], other[name]), name
+        for name in close:
+            assert np.allclose(one[name], other[name], atol=1e-5, equal_nan=True), name
+        for name in ("hidden_states", "attentions"):
+            for a, b in zip(one[name], other[name], strict=True):
+                assert a.shape == b.shape and a.dtype == b.dtype == np.float16
+                assert np.allclose(a, b, rtol=2e-3, atol=2e-3)
+
+
+def test_the_revision_of_a_local_model_depends_on_its_weights(tiny_model, tmp_path):
+    from tracestore.extract.model import load_model
+
+    copy = tmp_path / tiny_model.name
+    shutil.copytree(tiny_model, copy)
+    one, two = load_model(str(tiny_model)), load_model(str(copy))
+    assert (one.name, one.revision) == (two.name, two.revision)
+    weights = bytearray((copy / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (copy / "model.safetensors").write_bytes(weights)
+    assert load_model(str(copy)).revision != one.revision

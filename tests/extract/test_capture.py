@@ -13,17 +13,12 @@ def make_model(kind, **options):
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
+    common = {"vocab_size": 50, "eos_token_id": 0, "bos_token_id": 0, "pad_token_id": 0}
     if kind == "llama":
-        config = LlamaConfig(
-            vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=4,
-            num_key_value_heads=2, eos_token_id=0, bos_token_id=0, pad_token_id=0,
-        )  # fmt: skip
-        network = LlamaForCausalLM
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+        network, config = LlamaForCausalLM, LlamaConfig(**common, **sizes, num_key_value_heads=2)
     else:
-        config = GPT2Config(
-            vocab_size=50, n_embd=16, n_layer=3, n_head=4, eos_token_id=0, bos_token_id=0, pad_token_id=0
-        )  # fmt: skip
-        network = GPT2LMHeadModel
+        network, config = GPT2LMHeadModel, GPT2Config(**common, n_embd=16, n_layer=3, n_head=4)
     return network._from_config(config, **({"attn_implementation": "eager"} | options)).eval()
 
 
@@ -34,14 +29,19 @@ def forward(model, ids):
     return [h[0] for h in out.hidden_states[1:]], [a[0] for a in out.attentions]
 
 
-def assert_trace(trace, model, ids, atol=2e-3):
-    """Assert that a trace holds the outputs of one forward pass."""
+def assert_trace(trace, model, ids, *, layers=(0, 1, 2), last=None, heads="all"):
+    """Assert that a trace holds the outputs of one forward pass, of its last tokens, or of all."""
     hidden, attention = forward(model, ids)
-    assert trace["tokens"].tolist() == ids.tolist() and trace["tokens"].dtype == np.int32
-    assert len(trace["hidden_states"]) == len(trace["attentions"]) == 3
-    for found, expected in zip(trace["hidden_states"] + trace["attentions"], hidden + attention, strict=True):
-        assert found.dtype == np.float16 and found.shape == tuple(expected.shape)
-        np.testing.assert_allclose(found.astype("f4"), expected.numpy(), atol=atol)
+    first = 0 if last is None else len(ids) - last
+    assert trace["tokens"].tolist() == ids[first:].tolist() and trace["tokens"].dtype == np.int32
+    expected = [hidden[k][first:] for k in layers]
+    if heads != "none":
+        squares = [attention[k][:, first:, first:] for k in layers]
+        expected += [s.mean(0, keepdim=True) for s in squares] if heads == "mean" else squares
+    found = [*trace["hidden_states"], *trace.get("attentions", ())]
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == np.float16 and a.shape == tuple(b.shape)
+        np.testing.assert_allclose(a.astype("f4"), b.numpy(), atol=2e-3)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -81,17 +81,16 @@ def padded(rows, side):
     return {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize(("kind", "positions"), [("llama", "all"), ("gpt2", "all"), ("llama", 2)])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_is_left_out(kind, side):
+def test_padding_is_left_out(kind, side, positions):
     model = make_model(kind)
     rows = [torch.arange(1, 4), torch.arange(5, 12), torch.arange(3, 8)]
-    with torch.inference_mode(), capture(model) as states:
+    with torch.inference_mode(), capture(model, select=Select(positions=positions)) as states:
         model(**padded(rows, side))
         traces = states.traces()
-        for trace, row in zip(traces, rows, strict=True):
-            assert_trace(trace, model, row)
-            states.clear()
+    for trace, row in zip(traces, rows, strict=True):
+        assert_trace(trace, model, row, last=len(row) if positions == "all" else positions)
 
 
 def test_lengths_cut_finished_rows(tmp_path):
@@ -137,17 +136,6 @@ def test_caller_controls_the_output_of_the_model():
         pass
 
 
-def test_records_hidden_states_only():
-    model, ids = make_model("llama", attn_implementation="sdpa"), torch.arange(1, 8)[None]
-    with torch.inference_mode(), capture(model, select=Select(heads="none"), dtype=torch.float32) as states:
-        answer = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False)
-        trace = states.trace()
-    assert "attentions" not in trace and trace["tokens"].tolist() == answer[0, :-1].tolist()
-    hidden, _ = forward(make_model("llama"), answer[0, :-1])
-    for found, expected in zip(trace["hidden_states"], hidden, strict=True):
-        np.testing.assert_allclose(found, expected.numpy(), atol=1e-5)
-
-
 def test_wrong_use_raises_usage_error():
     model, ids = make_model("llama"), torch.arange(1, 8)[None]
     with torch.inference_mode(), capture(model) as states:
@@ -179,34 +167,14 @@ def generated(model, ids, **options):
 @pytest.mark.parametrize("positions", ["answer", 4, 100])
 @pytest.mark.parametrize("heads", ["all", "mean", "none"])
 def test_records_the_selection(positions, heads):
-    model, ids = make_model("llama"), torch.arange(1, 8)[None]
+    """Hidden states alone need no eager attention."""
+    model = make_model("llama", attn_implementation="sdpa" if heads == "none" else "eager")
+    ids = torch.arange(1, 8)[None]
     with torch.inference_mode(), capture(model, select=Select((1, -1), positions, heads)) as states:
         answer = generated(model, ids)[:-1]
         trace = states.trace()
-    first = {"answer": 7, 4: len(answer) - 4, 100: 0}[positions]
-    hidden, attention = forward(model, answer)
-    assert trace["tokens"].tolist() == answer[first:].tolist()
-    for found, layer in zip(trace["hidden_states"], (0, 2), strict=True):
-        np.testing.assert_allclose(found.astype("f4"), hidden[layer][first:].numpy(), atol=2e-3)
-    assert ("attentions" in trace) == (heads != "none")
-    for found, layer in zip(trace.get("attentions", ()), (0, 2), strict=heads != "none"):
-        expected = attention[layer][:, first:, first:].numpy()
-        expected = expected.mean(0, keepdims=True) if heads == "mean" else expected
-        np.testing.assert_allclose(found.astype("f4"), expected, atol=2e-3)
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_last_positions_of_padded_rows(side):
-    model = make_model("llama")
-    rows = [torch.arange(1, 4), torch.arange(5, 12)]
-    with torch.inference_mode(), capture(model, select=Select(positions=2)) as states:
-        model(**padded(rows, side))
-        traces = states.traces()
-    for trace, row in zip(traces, rows, strict=True):
-        hidden, attention = forward(model, row)
-        assert trace["tokens"].tolist() == row[-2:].tolist()
-        np.testing.assert_allclose(trace["hidden_states"][1].astype("f4"), hidden[1][-2:].numpy(), atol=2e-3)
-        np.testing.assert_allclose(trace["attentions"][1].astype("f4"), attention[1][:, -2:, -2:].numpy(), atol=2e-3)
+    last = {"answer": len(answer) - 7, 4: 4, 100: len(answer)}[positions]
+    assert_trace(trace, make_model("llama"), answer, layers=(0, 2), last=last, heads=heads)
 
 
 def test_recording_of_the_last_positions_stays_small():
@@ -258,10 +226,7 @@ def test_modules_of_a_hugging_face_model_by_name(use_cache):
     with torch.inference_mode(), capture(model, select=select) as states:
         answer = generated(model, ids, use_cache=use_cache)[:-1]
         trace = states.trace()
-    hidden, _ = forward(make_model("gpt2"), answer)
-    assert trace["tokens"].tolist() == answer.tolist()
-    for found, layer in zip(trace["hidden_states"], (0, 2), strict=True):
-        np.testing.assert_allclose(found.astype("f4"), hidden[layer].numpy(), atol=2e-3)
+    assert_trace(trace, make_model("gpt2"), answer, layers=(0, 2), heads="none")
 
 
 def test_wrong_selections_are_usage_errors():

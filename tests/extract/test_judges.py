@@ -111,3 +111,35 @@ def test_scores_have_six_decimals_and_the_names_of_judges():
         "containment": 1.0,
     }
     assert set(JUDGES) == {"containment_f1", "containment", "token_f1", "exact_match", "triviaqa_match", "rouge_l"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "accepted", "expected"),
+    [
+        ("It is 2.5.", "5", 0),
+        ("It is 2.5.", "2.5", 1),
+        ("2,5", "2.5", 1),
+        ("Born:1990,1991", "1991", 1),
+        ("1,500", "500", 0),
+        ("The result is 1,500.", "1500", 1),
+        ("1500", "1,500", 1),
+        ("1,234,567 people", "234", 0),
+        ("1,234.5", "234", 0),
+        ("1,234.5", "1234.5", 1),
+        ("0.25", "25", 0),
+        ("$12.50", "12", 0),
+        ("12.50 dollars", "12.50", 1),
+        ("5, 6 and 7", "6", 1),
+        ("1,2,3", "2", 1),
+        ("born on 12.5.1990", "1990", 1),
+        ("in 1990.", "1990", 1),
+        ("1914-1918", "1914", 1),
+        ("at 10:45", "10:45", 1),
+        ("30,000 to 40,000", "40000", 1),
+        ("Paris,France", "France", 1),
+        ("3.11.2", "11", 1),
+    ],
+)
+def test_containment_takes_a_number_as_one_word(answer, accepted, expected):
+    """A part of a number, such as its decimals, is another number."""
+    assert containment(answer, (accepted,)) == expected
