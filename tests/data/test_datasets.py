@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 import tracestore
+from tests.data.batches import assert_same_batches
 from tests.helpers import make_traces, write_store
 from tracestore.data import datasets
 from tracestore.store.format import schema
@@ -18,20 +19,16 @@ from tracestore.store.format import schema
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 
-@pytest.mark.parametrize("view", ["sequence", "graph"])
-def test_collate_equals_the_loader(variant, view):
+COLLATE = {"sequence": tracestore.collate_sequences, "graph": tracestore.collate_graphs}
+
+
+@pytest.mark.parametrize("view", COLLATE)
+def test_a_data_loader_gives_the_batches_of_the_loader(variant, view):
     store, _ = variant
-    collate = tracestore.collate_sequences if view == "sequence" else tracestore.collate_graphs
-    loader = DataLoader(tracestore.TraceDataset(store, view), batch_size=4, collate_fn=collate)
-    for a, b in zip(loader, tracestore.TraceLoader(store, view, batch_size=4, shuffle="none"), strict=True):
-        names = ["sequences"] if view == "sequence" else ["x", "edge_index", "edge_attr", "batch", "ptr"]
-        for name in [*names, "trace_index"]:
-            assert torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype, name
-        for name in ("y", "score"):
-            assert torch.equal(a[name].isnan(), b[name].isnan()) and torch.allclose(
-                a[name].nan_to_num(), b[name].nan_to_num()
-            )
-        assert a.question_id == b.question_id
+    dataset = tracestore.TraceDataset(store, view)
+    collated = DataLoader(dataset, batch_size=4, collate_fn=COLLATE[view])
+    assert_same_batches(collated, tracestore.TraceLoader(store, view, batch_size=4, shuffle=False))
+    assert_same_batches(DataLoader(dataset), tracestore.TraceLoader(store, view, batch_size=1, shuffle=False))
 
 
 def test_items_follow_the_contract(store_path):
@@ -49,23 +46,12 @@ def test_items_follow_the_contract(store_path):
     "view,context", [("sequence", "fork"), ("graph", "fork"), pytest.param("sequence", "spawn", marks=pytest.mark.long)]
 )
 def test_workers_fork_and_spawn(store_path, context, view):
-    collate = tracestore.collate_sequences if view == "sequence" else tracestore.collate_graphs
-    store = tracestore.open(store_path)
-    expected = list(tracestore.TraceLoader(store, view, batch_size=5, shuffle="none"))
-    dataset = tracestore.TraceDataset(store, view)
+    dataset = tracestore.TraceDataset(store_path, view)
     _ = dataset[0]  # maps are open before the fork
-    loader = DataLoader(
-        dataset,
-        batch_size=5,
-        collate_fn=collate,
-        num_workers=2,
-        multiprocessing_context=context,
-        persistent_workers=True,
-    )
-    name = "sequences" if view == "sequence" else "x"
+    options = {"num_workers": 2, "multiprocessing_context": context, "persistent_workers": True}
+    loader = DataLoader(dataset, batch_size=5, collate_fn=COLLATE[view], **options)
     for _epoch in range(2):
-        for a, b in zip(loader, expected, strict=True):
-            assert torch.equal(a[name], b[name])
+        assert_same_batches(loader, tracestore.TraceLoader(store_path, view, batch_size=5, shuffle=False))
 
 
 @pytest.mark.parametrize("batch_size", [None, 5])

@@ -91,8 +91,7 @@ def test_batches_by_cost(store, cost):
     limit = {"tokens": 20, "nodes": 60, "edges": 150, "bytes": 5000}[cost]
     loader = make(store, view="graph", batch_by=cost, max_batch_cost=limit)
     batches = ids(loader)
-    assert sorted(flat([list(b) for b in batches])) == list(range(N)) and len(batches) == len(make(
-        store, view="graph", batch_by=cost, max_batch_cost=limit))  # fmt: skip
+    assert sorted(flat([list(b) for b in batches])) == list(range(N)) and len(batches) == len(loader)
     sizes = per_trace.get(cost, loader.format.bytes_per_trace(opened, np.arange(N)))
     costs = [int(sizes[b].sum()) for b in batches]
     assert all(c <= limit or len(b) == 1 for c, b in zip(costs, batches, strict=True))
@@ -140,16 +139,3 @@ def test_batches_that_are_held_are_never_overwritten(tmp_path):
         assert torch.allclose(grad, total)
     del held, view, copy, product, total, array, edges, batch, first, grad
     assert loader._pool.used_bytes == 0
-
-
-def test_float32_is_converted_while_gathering(store):
-    plain = list(make(store, view="graph", shuffle="none"))
-    wide = list(make(store, view="graph", shuffle="none", dtype="float32"))
-    import torch
-
-    for a, b in zip(plain, wide, strict=True):
-        assert b.x.dtype == b.edge_attr.dtype == torch.float32
-        assert torch.equal(a.x.float(), b.x) and torch.equal(a.edge_attr.float(), b.edge_attr)
-    assert make(store, dtype="float32").gather([3]).sequences.dtype == torch.float32
-    with pytest.raises(UsageError, match="dtype"):
-        make(store, dtype="bfloat16")

@@ -17,30 +17,18 @@ def numbers(layers, num_layers=3):
     return [n % num_layers for n in ([layers] if isinstance(layers, int) else layers)]
 
 
-@pytest.mark.parametrize("layers", LAYERS)
-def test_sequences_hold_the_chosen_layers(variant, layers):
+@pytest.mark.parametrize(
+    ("layers", "position"), [*((layers, "last") for layers in LAYERS), (None, 0), (None, -1), ([2, 0], 0)]
+)
+def test_sequences_hold_the_chosen_layers_and_position(variant, layers, position):
     store, _ = variant
-    loader = tracestore.TraceLoader(store, "sequence", layers=layers, batch_size=4)
-    for batch in loader:
-        for index, sequence in zip(batch.trace_index.tolist(), batch.sequences, strict=True):
-            np.testing.assert_array_equal(sequence.numpy(), store[index].last_token[numbers(layers)])
-    dataset = tracestore.TraceDataset(store, layers=layers)
-    np.testing.assert_array_equal(dataset[4][0].numpy(), store[4].last_token[numbers(layers)])
-
-
-@pytest.mark.parametrize("position", [0, -1, "last"])
-@pytest.mark.parametrize("layers", [None, [2, 0]])
-def test_sequences_hold_the_chosen_position(variant, position, layers):
-    store, _ = variant
-    loader = tracestore.TraceLoader(store, "sequence", layers=layers, positions=position, batch_size=4)
+    options = {"layers": layers, "positions": position}
     at = -1 if position == "last" else position
-    for batch in loader:
+    expected = [t.hidden_states[slice(None) if layers is None else numbers(layers), at] for t in store]
+    for batch in tracestore.TraceLoader(store, "sequence", **options, batch_size=4):
         for index, sequence in zip(batch.trace_index.tolist(), batch.sequences, strict=True):
-            expected = store[index].hidden_states[:, at][slice(None) if layers is None else layers]
-            np.testing.assert_array_equal(sequence.numpy(), expected)
-    np.testing.assert_array_equal(
-        tracestore.TraceDataset(store, positions=position)[4][0].numpy(), store[4].hidden_states[:, at]
-    )
+            np.testing.assert_array_equal(sequence.numpy(), expected[index])
+    np.testing.assert_array_equal(tracestore.TraceDataset(store, **options)[4][0].numpy(), expected[4])
 
 
 @pytest.mark.parametrize("layers", LAYERS)

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import tracestore
+from tests.data.batches import assert_same_batches
 from tests.helpers import make_traces, write_store
 from tests.machine import wait_until
 from tracestore.data import shared_memory
@@ -26,13 +27,6 @@ def store(tmp_path):
 def batches(store, view, **options):
     dataset = tracestore.TraceIterableDataset(store, view, batch_size=4, shuffle="global", seed=2)
     return DataLoader(dataset, batch_size=None, **options)
-
-
-def same(a, b, view):
-    names = ["sequences"] if view == "sequence" else ["x", "edge_index", "edge_attr", "batch", "ptr"]
-    return (
-        all(torch.equal(a[n], b[n]) for n in [*names, "y", "score", "trace_index"]) and a.question_id == b.question_id
-    )
 
 
 @pytest.mark.parametrize(
@@ -52,7 +46,7 @@ def test_batches_of_workers_keep_their_values(store, view, context):
     epochs = [list(loader) for _ in range(2 if context == "fork" else 1)]
     for held in epochs:
         assert len(held) == 10
-        assert all(same(a, b, view) for a, b in zip(held, expected, strict=True))
+        assert_same_batches(held, expected)
     if view == "graph":
         assert len(epochs[0][0].to_data_list()) == 16
 

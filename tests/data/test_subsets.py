@@ -28,19 +28,6 @@ def tensor_of(batch):
 
 
 @pytest.mark.parametrize("view", ["sequence", "graph"])
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_data_loader_with_default_arguments(store_path, view, workers):
-    dataset = tracestore.TraceDataset(store_path, view)
-    batches = list(DataLoader(dataset, num_workers=workers))
-    expected = tracestore.TraceLoader(store_path, view, batch_size=1, shuffle=False)
-    assert len(batches) == 12
-    for batch, other in zip(batches, expected, strict=True):
-        assert type(batch) is type(other) and torch.equal(tensor_of(batch), tensor_of(other))
-        assert batch.trace_index.tolist() == other.trace_index.tolist() and batch.question_id == other.question_id
-        assert torch.equal(batch.y.nan_to_num(-1), other.y.nan_to_num(-1))
-
-
-@pytest.mark.parametrize("view", ["sequence", "graph"])
 def test_torch_selects_from_a_dataset(store_path, view):
     dataset = tracestore.TraceDataset(store_path, view)
     (batch,) = DataLoader(Subset(dataset, [5, 1]), batch_size=4)
@@ -102,6 +89,8 @@ def test_a_state_belongs_to_its_subset(subset):
     tracestore.TraceLoader(subset.store, batch_size=2, indices=CHOSEN).load_state_dict(state)
     with pytest.raises(UsageError, match="indices_crc32c"):
         tracestore.TraceLoader(subset[::-1], batch_size=2).load_state_dict(state)
+    with pytest.raises(UsageError, match="another loader: batch_size"):
+        tracestore.TraceLoader(subset, batch_size=3).load_state_dict(state)
     with pytest.raises(UsageError, match="found a subset and indices"):
         tracestore.TraceLoader(subset, indices=[0])
 

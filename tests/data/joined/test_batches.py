@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import tracestore
+from tests.data.batches import assert_same_batches
 from tests.helpers import make_trace, write_store
 from tracestore._core.index import LocationTable
 from tracestore.data.batch_format import EdgeMasks
@@ -33,28 +34,6 @@ VIEWS = {
     "buffer": {"shuffle": "buffer", "buffer_size": 5},
     "in this thread": {"num_threads": 0},
 }
-
-
-def fields_of(batch):
-    """Return every field of a batch, with tensors as bytes."""
-    names = getattr(batch, "__dataclass_fields__", None) or batch.to_dict()
-    values = {name: getattr(batch, name) for name in names if not name.startswith("_")}
-    return {
-        name: (v.dtype, tuple(v.shape), v.contiguous().view(torch.uint8).numpy().tobytes())
-        if isinstance(v, torch.Tensor) and v.ndim
-        else v.tobytes()
-        if isinstance(v, np.ndarray)
-        else v
-        for name, v in values.items()
-    }
-
-
-def assert_same_batches(one, other):
-    count = 0
-    for a, b in zip(one, other, strict=True):
-        assert fields_of(a) == fields_of(b)
-        count += 1
-    assert count
 
 
 @pytest.mark.parametrize("options", VIEWS.values(), ids=VIEWS.keys())
@@ -226,8 +205,7 @@ def test_pickled_stores_and_worker_processes(joined):
     assert copy.question_ids == one[5:20].question_ids and copy.path == one.path
     datasets = [tracestore.TraceDataset(store, "graph") for store in joined]
     for workers in (0, 2):
-        for a, b in zip(*(DataLoader(d, batch_size=5, num_workers=workers) for d in datasets), strict=True):
-            assert fields_of(a) == fields_of(b)
+        assert_same_batches(*(DataLoader(d, batch_size=5, num_workers=workers) for d in datasets))
     iterable = [tracestore.TraceIterableDataset(store, batch_size=4, seed=1) for store in joined]
     assert_same_batches(*(DataLoader(d, batch_size=None, num_workers=2) for d in iterable))
 

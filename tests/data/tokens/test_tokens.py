@@ -50,28 +50,17 @@ def chosen_positions(trace, positions, optional):
     return [every[p] for p in ([positions] if isinstance(positions, int) else positions)]
 
 
+POSITIONS = [None, "all", "last", "answer", "prompt", 0, -2, [0, 1], [2, 0], [-1, 0, 1]]
+POSITIONS += [slice(1, None), slice(None, None, -2)]
+
+
 @given(
     st.integers(0, 2**16),
     st.lists(st.integers(3, 9), min_size=1, max_size=6),
     st.sampled_from([1, 3, 8, 33]),
     st.sampled_from(schema.CODECS),
     st.sampled_from([None, 0, -1, [2], [2, 0], [0, 1, 2]]),
-    st.sampled_from(
-        [
-            None,
-            "all",
-            "last",
-            "answer",
-            "prompt",
-            0,
-            -2,
-            [0, 1],
-            [2, 0],
-            [-1, 0, 1],
-            slice(1, None),
-            slice(None, None, -2),
-        ]
-    ),
+    st.sampled_from(POSITIONS),
     st.sampled_from(["global", "buffer", "block", "none"]),
     st.sampled_from([None, "float32"]),
     st.sampled_from([0, 2]),
