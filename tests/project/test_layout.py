@@ -13,171 +13,78 @@ import pytest
 from tests.helpers import ROOT
 
 PACKAGE, TESTS = ROOT / "tracestore", ROOT / "tests"
-# Every package may import these modules.
-BASE = {"errors", "extras", "console", "pages", "process", "cgroup", "platform_support", "split", "words"}
-STORE = {
-    "_core",
-    "store.trace_fields",
-    "store.format",
-    "store.html",
-    "store.lens",
-    "store.io",
-    "store.remote",
-    "store.read",
-    "store.vocabulary",
-    "store.write",
-    "store.maintain",
-}
-TRAIN = {"data", "oom", "detectors", "evaluation", "train"}
-# The detectors' wing and what else only commands may import.
-WING = {
-    "detectors",
-    "detectors.graph",
-    "detectors.kernels",
-    "detectors.published",
-    "evaluation",
-    "train",
-    "inference",
-    "planning",
-    "features",
-    "benchmark",
-    "experiment",
-    "reports",
-}
+# Names in capitals are groups. Every package may import itself, the modules of BASE, and what its row lists. Only
+# commands import the detectors' wing; the packages of TORCH import torch.
+ROWS = """
+BASE: errors extras console pages process cgroup platform_support split words
+PARTS: _core store.trace_fields store.format store.html store.lens store.io store.remote store.read store.vocabulary
+    store.write
+STORE: PARTS store.maintain
+TRAIN: data oom detectors evaluation train
+WING: detectors detectors.graph detectors.kernels detectors.published evaluation train inference planning features
+    benchmark experiment reports
+TORCH: TRAIN data.tokens detectors.graph detectors.kernels inference planning experiment reports benchmark
+    detectors.published extract export bridges
+_core:
+store:
+store.trace_fields: _core store.format
+store.format: _core
+store.io: _core store.format
+store.html: store.format
+store.lens: store.format
+store.vocabulary: store.format
+store.remote: _core store.format store.io
+store.read: _core store.trace_fields store.format store.html store.lens store.io store.remote
+store.write: PARTS
+store.maintain: STORE
+ingest.tree: store.format
+ingest.files: _core store.format store.io
+ingest.pickles: _core store.format store.io ingest.files
+ingest.readers: _core store.format store.io ingest.files ingest.pickles ingest.tree
+ingest: STORE ingest.execute ingest.files ingest.pickles ingest.readers ingest.tree
+ingest.layout: store.format store.vocabulary
+ingest.execute: store.format store.io store.vocabulary store.write ingest.layout ingest.readers ingest.tree
+ingest.propose: store.format store.io store.vocabulary store.write ingest.execute ingest.layout ingest.readers
+    ingest.tree
+ingest.builtin: STORE ingest ingest.execute ingest.files ingest.layout ingest.pickles ingest.readers ingest.tree
+convert: STORE ingest ingest.builtin ingest.execute ingest.files ingest.layout ingest.propose
+tasks: STORE convert ingest ingest.builtin ingest.exports ingest.files ingest.layout
+export: STORE ingest ingest.builtin
+hub: STORE
+extract: STORE __init__ export ingest
+data: STORE data.tokens
+data.tokens: STORE data
+oom: _core
+detectors: STORE __init__ data detectors.graph detectors.kernels oom
+detectors.kernels:
+detectors.graph: STORE data detectors
+evaluation: STORE data detectors
+train: STORE TRAIN data.tokens detectors.graph
+inference: STORE TRAIN detectors.graph
+planning: STORE TRAIN
+features: STORE data.tokens
+detectors.published: STORE detectors evaluation features oom
+benchmark: STORE TRAIN detectors.published features inference ingest reports
+run_results: store.format store.io
+experiment: STORE TRAIN planning reports run_results
+bridges: STORE data
+reports: STORE TRAIN __init__ data.tokens
+trace_view: STORE
+store_page: STORE __init__ trace_view
+serve: STORE run_results trace_view
+cli: _core store.format store.io __init__ cli.commands
+cli.commands: STORE TRAIN __init__ benchmark cli convert experiment export extract hub inference ingest ingest.builtin
+    ingest.execute ingest.propose planning reports serve store_page tasks trace_view
+__main__: cli
+__init__: STORE data export tasks
+"""
+ALLOWED: dict[str, set[str]] = {}
+for row in re.sub(r"\n +", " ", ROWS).split("\n")[1:-1]:
+    name, _, words = row.partition(":")
+    ALLOWED[name] = {package for word in words.split() for package in ALLOWED.get(word * word.isupper(), {word})}
+BASE, _, _, _, WING, TORCH = (ALLOWED.pop(name) for name in ("BASE", "PARTS", "STORE", "TRAIN", "WING", "TORCH"))
+ALLOWED |= dict.fromkeys(BASE, BASE)
 FOR_COMMANDS = {*WING, "serve", "hub"}
-# A package may import itself, BASE and the packages listed here.
-ALLOWED: dict[str, set[str]] = {
-    **dict.fromkeys(BASE, BASE),
-    "_core": set(),
-    "store": set(),
-    "store.trace_fields": {"_core", "store.format"},
-    "store.format": {"_core"},
-    "store.io": {"_core", "store.format"},
-    "store.html": {"store.format"},
-    "store.lens": {"store.format"},
-    "store.vocabulary": {"store.format"},
-    "store.remote": {"_core", "store.format", "store.io"},
-    "store.read": {
-        "_core",
-        "store.trace_fields",
-        "store.format",
-        "store.html",
-        "store.lens",
-        "store.io",
-        "store.remote",
-    },
-    "store.write": STORE - {"store.maintain"},
-    "store.maintain": STORE,
-    "ingest.tree": {"store.format"},
-    "ingest.files": {"_core", "store.format", "store.io"},
-    "ingest.pickles": {"_core", "store.format", "store.io", "ingest.files"},
-    "ingest.readers": {"_core", "store.format", "store.io", "ingest.files", "ingest.pickles", "ingest.tree"},
-    "ingest": {*STORE, "ingest.execute", "ingest.files", "ingest.pickles", "ingest.tree", "ingest.readers"},
-    "ingest.layout": {"store.format", "store.vocabulary"},
-    "ingest.execute": {
-        "store.format",
-        "store.io",
-        "store.vocabulary",
-        "store.write",
-        "ingest.layout",
-        "ingest.readers",
-        "ingest.tree",
-    },
-    "ingest.propose": {
-        "store.format",
-        "store.io",
-        "store.vocabulary",
-        "store.write",
-        "ingest.execute",
-        "ingest.layout",
-        "ingest.readers",
-        "ingest.tree",
-    },
-    "ingest.builtin": {
-        *STORE,
-        "ingest",
-        "ingest.files",
-        "ingest.pickles",
-        "ingest.tree",
-        "ingest.readers",
-        "ingest.layout",
-        "ingest.execute",
-    },
-    "convert": {
-        *STORE,
-        "ingest",
-        "ingest.builtin",
-        "ingest.files",
-        "ingest.layout",
-        "ingest.execute",
-        "ingest.propose",
-    },
-    "tasks": {*STORE, "convert", "ingest", "ingest.builtin", "ingest.exports", "ingest.files", "ingest.layout"},
-    "export": {*STORE, "ingest", "ingest.builtin"},
-    "hub": STORE,
-    "extract": {*STORE, "export", "ingest", "__init__"},
-    "data": {*STORE, "data.tokens"},
-    "data.tokens": {*STORE, "data"},
-    "oom": {"_core"},
-    "detectors": {*STORE, "data", "detectors.graph", "detectors.kernels", "oom", "__init__"},
-    "detectors.kernels": set(),
-    "detectors.graph": {*STORE, "data", "detectors"},
-    "evaluation": {*STORE, "data", "detectors"},
-    "train": {*STORE, *TRAIN, "data.tokens", "detectors.graph"},
-    "inference": {*STORE, *TRAIN, "detectors.graph"},
-    "planning": {*STORE, *TRAIN},
-    "features": {*STORE, "data.tokens"},
-    "detectors.published": {*STORE, "features", "detectors", "evaluation", "oom"},
-    "benchmark": {*STORE, *TRAIN, "features", "detectors.published", "inference", "ingest", "reports"},
-    "run_results": {"store.format", "store.io"},
-    "experiment": {*STORE, *TRAIN, "planning", "reports", "run_results"},
-    "bridges": {*STORE, "data"},
-    "reports": {*STORE, *TRAIN, "__init__", "data.tokens"},
-    "trace_view": STORE,
-    "store_page": {*STORE, "trace_view", "__init__"},
-    "serve": {*STORE, "trace_view", "run_results"},
-    "cli": {"_core", "cli.commands", "store.format", "store.io", "__init__"},
-    "cli.commands": {
-        *STORE,
-        *TRAIN,
-        "cli",
-        "benchmark",
-        "convert",
-        "experiment",
-        "export",
-        "extract",
-        "hub",
-        "inference",
-        "ingest",
-        "ingest.builtin",
-        "ingest.execute",
-        "ingest.propose",
-        "planning",
-        "reports",
-        "serve",
-        "store_page",
-        "tasks",
-        "trace_view",
-        "__init__",
-    },
-    "__main__": {"cli"},
-    "__init__": {*STORE, "data", "export", "tasks"},
-}
-TORCH = {
-    *TRAIN,
-    "data.tokens",
-    "detectors.graph",
-    "detectors.kernels",
-    "inference",
-    "planning",
-    "experiment",
-    "reports",
-    "benchmark",
-    "detectors.published",
-    "extract",
-    "export",
-    "bridges",
-}
 # Modules whose functions import torch when they are called.
 TORCH_ON_CALL = {"store.trace_fields"}
 MAX_MODULES = 12
