@@ -11,7 +11,6 @@ from tests.malicious_inputs.files.case import (
     dct,
     dtype,
     empty_array,
-    fields,
     glob,
     halves,
     lst,
@@ -96,7 +95,7 @@ def object_arrays() -> Iterator[Case]:
         "itself": (nums(1), b"](h\x0ae"),
     }.items():
         code = empty_array() + b"q\x0a" + tup(num(1), shape, o, b"\x89", data) + b"b"
-        yield Case(f"object_array_{name}", ".pkl", traces(dct(**fields(hidden_states=lst(code), note=code))))
+        yield Case(f"object_array_{name}", ".pkl", traces(trace(hidden_states=lst(code), note=code)))
 
 
 def shapes() -> Iterator[Case]:
@@ -186,7 +185,7 @@ def array_states() -> Iterator[Case]:
         "text_size": (dtype("U4"), raw(b"abc")),
         "bad_utf32": (dtype("U1"), raw(b"\xff\xff\xff\xff")),
     }.items():
-        yield Case(f"scalar_{name}", ".pkl", traces(dct(**fields(note=call(SCALAR, *arguments)))))
+        yield Case(f"scalar_{name}", ".pkl", traces(trace(note=call(SCALAR, *arguments))))
 
 
 # Values of another type that mean one thing, as in a table.

@@ -9,7 +9,6 @@ from tests.malicious_inputs.files.case import (
     call,
     dct,
     dtype,
-    fields,
     glob,
     halves,
     lst,
@@ -23,7 +22,6 @@ from tests.malicious_inputs.files.case import (
     whole,
 )
 from tests.malicious_inputs.files.containers import (
-    FOUR_HALVES,
     GRAPH_STORAGES,
     archive,
     graphs,
@@ -55,7 +53,7 @@ def deep() -> Iterator[Case]:
         for kind, code in kinds.items():
             yield Case(f"deep_{kind}_{depth}", ".pkl", whole(code))
             if depth < 1_000_000:
-                data, is_read = traces(dct(**fields(note=code))), kind in ("tuples", "lists")
+                data, is_read = traces(trace(note=code)), kind in ("tuples", "lists")
                 yield Case(f"deep_{kind}_{depth}_in_a_field", ".pkl", data, is_read=is_read)
         yield Case(f"deep_tuple_key_{depth}", ".pkl", whole(b"})" + b"\x85" * depth + b"Ns"))
         yield Case(f"deep_tuple_shape_{depth}", ".pkl", whole(glob("torch", "Size") + b")" + b"\x85" * depth + b"R"))
@@ -81,10 +79,10 @@ def laughs() -> Iterator[Case]:
         steps = b"".join(step % (k, k, k + 1) for k in range(64))
         value = start + steps
         yield from both(f"laughs_{kind}", whole(value))
-        yield from both(f"laughs_{kind}_in_a_field", traces(dct(**fields(note=value))))
-        yield Case(f"laughs_{kind}_in_tokens", ".pkl", traces(dct(**fields(tokens=value))), None)
-        yield Case(f"laughs_{kind}_in_hidden", ".pkl", traces(dct(**fields(hidden_states=value))))
-        yield Case(f"laughs_{kind}_in_decoded", ".pkl", traces(dct(**fields(tokens_decoded=value))))
+        yield from both(f"laughs_{kind}_in_a_field", traces(trace(note=value)))
+        yield Case(f"laughs_{kind}_in_tokens", ".pkl", traces(trace(tokens=value)), None)
+        yield Case(f"laughs_{kind}_in_hidden", ".pkl", traces(trace(hidden_states=value)))
+        yield Case(f"laughs_{kind}_in_decoded", ".pkl", traces(trace(tokens_decoded=value)))
         yield Case(f"laughs_{kind}_in_pt", ".pt", pt(dct(sequences=value, labels=value, question_ids=value), {}))
     text = uni("x" * 200) + b"q\x000"
     yield Case("laughs_of_text", ".pkl", whole(text + lst(trace(note=lst(*[b"h\x00"] * 300_000)))))
@@ -113,9 +111,9 @@ def cycles() -> Iterator[Case]:
     }
     for name, value in values.items():
         yield Case(f"cycle_{name}", ".pkl", whole(value))
-        yield Case(f"cycle_{name}_in_a_field", ".pkl", traces(dct(**fields(note=value))), is_read=name != "dict")
-        yield Case(f"cycle_{name}_in_hidden", ".pkl", traces(dct(**fields(hidden_states=value))))
-        yield Case(f"cycle_{name}_in_tokens", ".pkl", traces(dct(**fields(tokens=value))))
+        yield Case(f"cycle_{name}_in_a_field", ".pkl", traces(trace(note=value)), is_read=name != "dict")
+        yield Case(f"cycle_{name}_in_hidden", ".pkl", traces(trace(hidden_states=value)))
+        yield Case(f"cycle_{name}_in_tokens", ".pkl", traces(trace(tokens=value)))
         yield Case(f"cycle_{name}_in_pt", ".pt", pt(dct(sequences=value, labels=b"]", question_ids=b"]"), {}))
         yield Case(f"cycle_{name}_in_graphs", ".pt", pt(graphs(graphs=value), {}))
     yield Case("root_holds_itself", ".pkl", whole(b"]q\x00h\x00a"))
@@ -228,7 +226,7 @@ def valid_files() -> dict[str, tuple[str, bytes]]:
         "bare": (".pkl", whole(trace())),
         "old": (".pkl", old),
         "zip_sequences": (".pt", pt()),
-        "legacy_sequences": (".pt", legacy(legacy_sequences(), {"0": FOUR_HALVES})),
+        "legacy_sequences": (".pt", legacy(legacy_sequences())),
         "zip_graphs": (".pt", archive(pt_entries(graphs(), GRAPH_STORAGES))),
     }
 

@@ -13,13 +13,13 @@ from tests.malicious_inputs.files.case import (
     Case,
     call,
     dct,
-    fields,
     glob,
     lst,
     named,
     num,
     nums,
     raw,
+    trace,
     traces,
     tup,
     uni,
@@ -33,47 +33,32 @@ def text_calls(marker: str) -> Iterator[tuple[str, str, tuple[bytes, ...]]]:
     """Yield module, name and arguments of calls that create the marker."""
     touch, python = uni(f"touch {marker}"), uni(f"open({marker!r}, 'w').close()")
     argv, path, mode = lst(uni("touch"), uni(marker)), uni(marker), uni("w")
-    yield "os", "system", (touch,)
-    yield "posix", "system", (touch,)
-    yield "os", "popen", (touch,)
+    for name in ("os.system", "posix.system", "os.popen", "subprocess.getoutput"):
+        yield *name.split("."), (touch,)
     yield "os", "mkdir", (path,)
     yield "os", "symlink", (uni("target"), path)
     yield "os", "open", (path, num(0o102))
     yield "os", "mkfifo", (path,)
-    yield "subprocess", "call", (argv,)
-    yield "subprocess", "run", (argv,)
-    yield "subprocess", "check_call", (argv,)
-    yield "subprocess", "check_output", (argv,)
-    yield "subprocess", "getoutput", (touch,)
-    yield "builtins", "eval", (python,)
-    yield "builtins", "exec", (python,)
-    yield "__builtin__", "eval", (python,)
+    for name in ("call", "run", "check_call", "check_output"):
+        yield "subprocess", name, (argv,)
+    for name in ("builtins.eval", "builtins.exec", "__builtin__.eval", "timeit.timeit", "cProfile.run", "profile.run"):
+        yield *name.split("."), (python,)
     yield "__builtin__", "execfile", (path,)
-    yield "builtins", "open", (path, mode)
-    yield "io", "open", (path, mode)
-    yield "_io", "open", (path, mode)
+    for module in ("builtins", "io", "_io", "codecs", "gzip", "bz2", "lzma", "tarfile"):
+        yield module, "open", (path, mode)
     yield "io", "FileIO", (path, mode)
-    yield "codecs", "open", (path, mode)
-    yield "gzip", "open", (path, mode)
-    yield "bz2", "open", (path, mode)
-    yield "lzma", "open", (path, mode)
     yield "zipfile", "ZipFile", (path, mode)
-    yield "tarfile", "open", (path, mode)
     yield "sqlite3", "connect", (path,)
     yield "logging", "FileHandler", (path,)
     yield "shutil", "copyfile", (uni("/etc/hostname"), path)
-    yield "timeit", "timeit", (python,)
-    yield "cProfile", "run", (python,)
-    yield "profile", "run", (python,)
     yield "bdb", "Bdb.run", (call(named("bdb", "Bdb")), python)
     yield "pdb", "run", (python,)
-    yield "pathlib", "Path.touch", (call(glob("pathlib", "Path"), path),)
-    yield "pathlib", "Path.mkdir", (call(glob("pathlib", "Path"), path),)
+    for name in ("Path.touch", "Path.mkdir"):
+        yield "pathlib", name, (call(glob("pathlib", "Path"), path),)
     yield "os", "system.__call__", (touch,)
     yield "builtins", "eval.__call__", (python,)
-    yield "pickle", "loads", (raw(b"cos\nsystem\n(" + touch + b"tR."),)
-    yield "_pickle", "loads", (raw(b"cos\nsystem\n(" + touch + b"tR."),)
-    yield "pickle", "_loads", (raw(b"cos\nsystem\n(" + touch + b"tR."),)
+    for name in ("pickle.loads", "_pickle.loads", "pickle._loads"):
+        yield *name.split("."), (raw(b"cos\nsystem\n(" + touch + b"tR."),)
     yield "numpy", "save", (path, num(1))
     yield "numpy", "savetxt", (path, lst(num(1)))
     yield "numpy.testing._private.utils", "runstring", (python, b"}")
@@ -97,26 +82,20 @@ def forms(marker: str) -> Iterator[Case]:
     system = {"global": glob("os", "system"), "stack_global": named("os", "system")}
     for form, target in system.items():
         code = call(target, touch)
-        yield Case(f"{form}_in_a_field", ".pkl", traces(dct(**fields(note=code))), "os.system", True)
-        yield Case(f"{form}_in_place_of_hidden", ".pkl", traces(dct(**fields(hidden_states=code))), "os.system", True)
-        yield Case(f"{form}_second_trace", ".pkl", traces(dct(**fields()), code), "os.system", True)
-        yield Case(f"{form}_popped_before_stop", ".pkl", whole(code + b"0" + lst(dct(**fields()))), "os.system", True)
+        yield Case(f"{form}_in_a_field", ".pkl", traces(trace(note=code)), "os.system", True)
+        yield Case(f"{form}_in_place_of_hidden", ".pkl", traces(trace(hidden_states=code)), "os.system", True)
+        yield Case(f"{form}_second_trace", ".pkl", traces(trace(), code), "os.system", True)
+        yield Case(f"{form}_popped_before_stop", ".pkl", whole(code + b"0" + lst(trace())), "os.system", True)
         yield Case(f"{form}_as_key", ".pkl", whole(b"}" + code + b"Ns"), "os.system", True)
-        yield Case(f"{form}_in_gzip", ".pkl.gz", gz(traces(dct(**fields(note=code)))), "os.system")
+        yield Case(f"{form}_in_gzip", ".pkl.gz", gz(traces(trace(note=code))), "os.system")
         yield Case(f"{form}_named_pt", ".pt", whole(code), "os.system", True)
-        yield Case(
-            f"{form}_memo_fetched", ".pkl", whole(target + b"q\x050h\x05" + tup(touch) + b"R"), "os.system", True
-        )
-        yield Case(f"{form}_only_named", ".pkl", traces(dct(**fields(note=target))), "os.system")
-    yield Case(
-        "stack_global_memo_names",
-        ".pkl",
-        whole(uni("os") + b"q\x010" + uni("system") + b"q\x020h\x01h\x02\x93" + tup(touch) + b"R"),
-        "os.system",
-        True,
-    )
+        fetched = target + b"q\x050h\x05" + tup(touch) + b"R"
+        yield Case(f"{form}_memo_fetched", ".pkl", whole(fetched), "os.system", True)
+        yield Case(f"{form}_only_named", ".pkl", traces(trace(note=target)), "os.system")
+    names = uni("os") + b"q\x010" + uni("system") + b"q\x020h\x01h\x02\x93"
+    yield Case("stack_global_memo_names", ".pkl", whole(names + tup(touch) + b"R"), "os.system", True)
     yield Case("inst", ".pkl", b"(" + touch + b"ios\nsystem\n.", None, True)
-    yield Case("inst_in_a_field", ".pkl", traces(dct(**fields(note=b"(" + touch + b"ios\nsystem\n"))), None, True)
+    yield Case("inst_in_a_field", ".pkl", traces(trace(note=b"(" + touch + b"ios\nsystem\n")), None, True)
     yield Case("obj", ".pkl", whole(b"(" + glob("os", "system") + touch + b"o"), "os.system", True)
     yield Case("obj_allowed_class", ".pkl", whole(b"(" + NDARRAY + nums(1) + b"o"))
     popen = glob("subprocess", "Popen")
@@ -143,70 +122,40 @@ class Touch:
 
 def chains(marker: str) -> Iterator[Case]:
     """Yield calls that are composed of harmless-looking functions."""
-    touch = uni(f"touch {marker}")
-    getattr_ = glob("builtins", "getattr")
-    os_module = call(glob("importlib", "import_module"), uni("os"))
-    values = {
-        "getattr": (call(call(getattr_, os_module, uni("system")), touch), "builtins.getattr"),
-        "import": (
-            call(call(getattr_, call(glob("builtins", "__import__"), uni("os")), uni("system")), touch),
-            "builtins.getattr",
-        ),
-        "import_module": (
-            call(call(call(glob("operator", "attrgetter"), uni("system")), os_module), touch),
-            "operator.attrgetter",
-        ),
-        "partial": (call(call(glob("functools", "partial"), glob("os", "system"), touch)), "functools.partial"),
-        "methodcaller": (
-            call(call(glob("operator", "methodcaller"), uni("system"), touch), os_module),
-            "operator.methodcaller",
-        ),
-        "resolve_name": (call(call(glob("pkgutil", "resolve_name"), uni("os:system")), touch), "pkgutil.resolve_name"),
-        "map": (
-            call(glob("builtins", "list"), call(glob("builtins", "map"), glob("os", "system"), lst(touch))),
-            "builtins.map",
-        ),
-        "compile": (
-            call(
-                glob("builtins", "exec"),
-                call(glob("builtins", "compile"), uni(f"open({marker!r},'w')"), uni("x"), uni("exec")),
-            ),
-            "builtins.exec",
-        ),
-        "reduce": (
-            call(glob("functools", "reduce"), glob("builtins", "getattr"), lst(os_module, uni("system"))),
-            "functools.reduce",
-        ),
-        "thread_pool": (call(glob("concurrent.futures.thread", "_WorkItem.run"), b"N"), "_WorkItem"),
-        "copyreg": (
-            call(glob("copyreg", "_reconstructor"), glob("subprocess", "Popen"), glob("builtins", "object"), b"N"),
-            None,
-        ),
-        "copy_reg": (
-            call(glob("copy_reg", "_reconstructor"), glob("subprocess", "Popen"), glob("__builtin__", "object"), b"N"),
-            None,
-        ),
+    touch, system = uni(f"touch {marker}"), uni("system")
+
+    def function(name: str, *arguments: bytes) -> bytes:
+        module, _, attribute = name.rpartition(".")
+        return call(glob(module, attribute), *arguments)
+
+    os_system, popen, getattr_ = (glob(*n.split(".")) for n in ("os.system", "subprocess.Popen", "builtins.getattr"))
+    os_module = function("importlib.import_module", uni("os"))
+    compiled = function("builtins.compile", uni(f"open({marker!r},'w')"), uni("x"), uni("exec"))
+    mapped = function("builtins.map", os_system, lst(touch))
+    state = tup(os_system, tup(touch), b"}", b"}") + b"b"
+    running = {
+        "getattr": (call(call(getattr_, os_module, system), touch), "builtins.getattr"),
+        "import": (call(call(getattr_, function("builtins.__import__", uni("os")), system), touch), "builtins.getattr"),
+        "import_module": (call(call(function("operator.attrgetter", system), os_module), touch), "operator.attrgetter"),
+        "partial": (call(function("functools.partial", os_system, touch)), "functools.partial"),
+        "methodcaller": (call(function("operator.methodcaller", system, touch), os_module), "operator.methodcaller"),
+        "resolve_name": (call(function("pkgutil.resolve_name", uni("os:system")), touch), "pkgutil.resolve_name"),
+        "map": (function("builtins.list", mapped), "builtins.map"),
+        "compile": (function("builtins.exec", compiled), "builtins.exec"),
         "build_partial": (
-            call(glob("functools", "partial"), glob("builtins", "print"))
-            + tup(glob("os", "system"), tup(touch), b"}", b"}")
-            + b"b)R",
+            function("functools.partial", glob("builtins", "print")) + state + b")R",
             "functools.partial",
         ),
     }
-    runs = {
-        "getattr",
-        "import",
-        "import_module",
-        "partial",
-        "methodcaller",
-        "resolve_name",
-        "map",
-        "compile",
-        "build_partial",
+    others = {
+        "reduce": (function("functools.reduce", getattr_, lst(os_module, system)), "functools.reduce"),
+        "thread_pool": (call(glob("concurrent.futures.thread", "_WorkItem.run"), b"N"), "_WorkItem"),
+        "copyreg": (function("copyreg._reconstructor", popen, glob("builtins", "object"), b"N"), None),
+        "copy_reg": (function("copy_reg._reconstructor", popen, glob("__builtin__", "object"), b"N"), None),
     }
-    for name, (code, word) in values.items():
-        yield Case(f"chain_{name}", ".pkl", whole(code), word, name in runs)
-        yield Case(f"chain_{name}_in_a_field", ".pkl", traces(dct(**fields(note=code))), word, name in runs)
+    for name, (code, word) in (running | others).items():
+        yield Case(f"chain_{name}", ".pkl", whole(code), word, name in running)
+        yield Case(f"chain_{name}_in_a_field", ".pkl", traces(trace(note=code)), word, name in running)
 
 
 def in_torch_files(marker: str) -> Iterator[Case]:
@@ -215,12 +164,8 @@ def in_torch_files(marker: str) -> Iterator[Case]:
     yield Case("zip_root", ".pt", pt(code), "os.system")
     yield Case("zip_field", ".pt", pt(sequences(note=code)), "os.system")
     yield Case("zip_persistent_id", ".pt", pt(code + b"Q"), "os.system")
-    yield Case(
-        "zip_storage_class",
-        ".pt",
-        pt(sequences(tup(uni("storage"), glob("os", "system"), uni("0"), uni("cpu"), num(4)) + b"Q")),
-        "os.system",
-    )
+    storage_of_system = tup(uni("storage"), glob("os", "system"), uni("0"), uni("cpu"), num(4)) + b"Q"
+    yield Case("zip_storage_class", ".pt", pt(sequences(storage_of_system)), "os.system")
     yield Case("zip_second_pickle", ".pt", zip_archive([*pt_entries(code, {}), *pt_entries(code, {}, "other")]), None)
     yield Case("legacy_object", ".pt", legacy(code, {}), "os.system")
     yield Case("legacy_keys", ".pt", legacy(sequences(b"N"), {}, keys=whole(code)), "os.system")
@@ -228,13 +173,8 @@ def in_torch_files(marker: str) -> Iterator[Case]:
     head = b"\x80\x02\x8a\x0a" + MAGIC.to_bytes(10, "little") + b"."
     yield Case("legacy_protocol", ".pt", head + whole(code), "os.system")
     yield Case("legacy_magic", ".pt", whole(code + b"0\x8a\x0a" + MAGIC.to_bytes(10, "little")), "os.system", True)
-    inner = legacy(code, {})
-    yield Case(
-        "load_from_bytes",
-        ".pkl",
-        traces(dct(**fields(note=call(glob("torch.storage", "_load_from_bytes"), raw(inner))))),
-        "os.system",
-    )
+    loaded = call(glob("torch.storage", "_load_from_bytes"), raw(legacy(code, {})))
+    yield Case("load_from_bytes", ".pkl", traces(trace(note=loaded)), "os.system")
 
 
 def all_cases(marker: str) -> Iterator[Case]:

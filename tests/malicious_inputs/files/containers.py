@@ -2,22 +2,23 @@
 
 import struct
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from isal import isal_zlib
 
-from tests.malicious_inputs.files.case import dct, glob, lst, num, nums, tup, uni, whole
+from tests.malicious_inputs.files.case import call, dct, glob, lst, num, nums, tup, uni, whole
 
 MAGIC = 0x1950A86A20F9469CFC6C
 REBUILD = glob("torch._utils", "_rebuild_tensor_v2")
+NO_HOOKS = glob("collections", "OrderedDict") + b")R"
 
 
 def gz(data: bytes, *, level: int = 1, flags: int = 0, crc: int | None = None, size: int | None = None) -> bytes:
     packer = zlib.compressobj(level, zlib.DEFLATED, -15)
     body = packer.compress(data) + packer.flush()
-    tail = struct.pack(
-        "<II", zlib.crc32(data) if crc is None else crc, (len(data) if size is None else size) & 0xFFFFFFFF
-    )
+    size = len(data) if size is None else size
+    tail = struct.pack("<II", zlib.crc32(data) if crc is None else crc, size & 0xFFFFFFFF)
     return b"\x1f\x8b\x08%c\0\0\0\0\0\xff" % flags + body + tail
 
 
@@ -68,44 +69,15 @@ def archive(entries: list[Entry], *, end: dict[str, int] | None = None, align: i
         begin = len(out)
         at = begin + 30 + len(entry.name)
         extra = b"FB" + struct.pack("<H", (-(at + 4)) % align) + b"Z" * ((-(at + 4)) % align)
-        zeros = entry.descriptor is not None
-        out += struct.pack(
-            "<4s5H3I2H",
-            b"PK\3\4",
-            20,
-            local["flags"],
-            local["method"],
-            0,
-            0x21,
-            0 if zeros else local["crc"],
-            0 if zeros else local["packed"],
-            0 if zeros else local["full"],
-            len(local["name"]),
-            len(extra),
-        )
-        out += local["name"] + extra + entry.data + (entry.descriptor or b"")
+        sizes = [0 if entry.descriptor is not None else local[field] for field in ("crc", "packed", "full")]
+        lengths = len(local["name"]), len(extra)
+        out += struct.pack("<4s5H", b"PK\3\4", 20, local["flags"], local["method"], 0, 0x21)
+        out += struct.pack("<3I2H", *sizes, *lengths) + local["name"] + extra + entry.data + (entry.descriptor or b"")
         more = central.get("extra", b"")
-        directory += struct.pack(
-            "<4s6H3I5H2I",
-            b"PK\1\2",
-            20,
-            20,
-            central["flags"],
-            central["method"],
-            0,
-            0x21,
-            central["crc"],
-            central["packed"],
-            central["full"],
-            len(central["name"]),
-            len(more),
-            0,
-            0,
-            0,
-            0,
-            begin if entry.offset is None else entry.offset,
-        )
-        directory += central["name"] + more
+        directory += struct.pack("<4s6H", b"PK\1\2", 20, 20, central["flags"], central["method"], 0, 0x21)
+        directory += struct.pack("<3I", central["crc"], central["packed"], central["full"])
+        directory += struct.pack("<5H", len(central["name"]), len(more), 0, 0, 0)
+        directory += struct.pack("<2I", 0, begin if entry.offset is None else entry.offset) + central["name"] + more
     tail = {"count": len(entries), "size": len(directory), "begin": len(out)} | (end or {})
     closing = struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, tail["count"], tail["count"], tail["size"], tail["begin"], 0)
     return bytes(out + directory + closing)
@@ -115,16 +87,13 @@ def storage(key: str, numel: int, kind: str = "HalfStorage", module: str = "torc
     return tup(uni("storage"), glob(module, kind), uni(key), uni("cpu"), num(numel)) + b"Q"
 
 
-def tensor(
-    store: bytes, size: tuple[int, ...], stride: tuple[int, ...], offset: int = 0, rebuild: bytes = REBUILD
-) -> bytes:
-    hooks = glob("collections", "OrderedDict") + b")R"
-    return rebuild + tup(store, num(offset), nums(*size), nums(*stride), b"\x89", hooks) + b"R"
+def tensor(store: bytes, size: Sequence[int] = (2, 1, 2), stride: Sequence[int] = (2, 2, 1), offset: int = 0) -> bytes:
+    return call(REBUILD, store, num(offset), nums(*size), nums(*stride), b"\x89", NO_HOOKS)
 
 
 def sequences(value: bytes | None = None, **changes: bytes) -> bytes:
     """Return a dict of sequences: two traces of one layer and two columns in storage 0."""
-    value = value or tensor(storage("0", 4), (2, 1, 2), (2, 2, 1))
+    value = value or tensor(storage("0", 4))
     valid = {
         "sequences": value,
         "labels": lst(b"G" + bytes(8), b"G\x3f\xf0" + bytes(6)),
@@ -151,7 +120,7 @@ def pt(value: bytes | None = None, storages: dict[str, bytes] | None = None) -> 
 
 def legacy(
     value: bytes,
-    storages: dict[str, bytes],
+    storages: dict[str, bytes] | None = None,
     *,
     keys: bytes | None = None,
     counts: dict[str, int] | None = None,
@@ -160,6 +129,7 @@ def legacy(
     protocol: int = 1001,
 ) -> bytes:
     """Return a file as of torch.save(..., _use_new_zipfile_serialization=False)."""
+    storages = {"0": FOUR_HALVES} if storages is None else storages
     out = b"\x80\x02\x8a\x0a" + MAGIC.to_bytes(10, "little") + b"." + b"\x80\x02" + num(protocol) + b"."
     out += system or b"\x80\x02" + dct(protocol_version=num(1001), little_endian=b"\x88", type_sizes=b"}") + b"."
     out += b"\x80\x02" + value + b"." + (keys or whole(lst(*(uni(k) for k in storages))))
@@ -173,7 +143,7 @@ def legacy_storage(key: str, numel: int, kind: str = "HalfStorage", view: bytes 
 
 
 def legacy_sequences() -> bytes:
-    return sequences(tensor(legacy_storage("0", 4), (2, 1, 2), (2, 2, 1)))
+    return sequences(tensor(legacy_storage("0", 4)))
 
 
 DATA = glob("torch_geometric.data.data", "Data")

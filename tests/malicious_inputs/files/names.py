@@ -12,13 +12,13 @@ from tests.malicious_inputs.files.case import (
     dct,
     dtype,
     empty_array,
-    fields,
     glob,
     lst,
     named,
     num,
     nums,
     raw,
+    trace,
     traces,
     tup,
     uni,
@@ -142,7 +142,7 @@ def allowed_misused() -> Iterator[Case]:
         yield Case(f"{name}_with_a_state", ".pkl", whole(target + dct(__setstate__=uni("x"), __dict__=b"}") + b"b"))
         yield Case(f"{name}_called_with_a_list", ".pkl", whole(target + b"]R"))
         yield Case(f"{name}_new_with_arguments", ".pkl", whole(target + nums(1) + b"\x81"))
-        yield Case(f"{name}_as_a_value", ".pkl", traces(dct(**fields(note=target))), is_read=name in _TEXTS)
+        yield Case(f"{name}_as_a_value", ".pkl", traces(trace(note=target)), is_read=name in _TEXTS)
     states = {"dict": dct(__class__=NDARRAY), "slots": tup(b"}", dct(__reduce__=uni("x"))), "none": b"N", "empty": b")"}
     for name, state in states.items():
         yield Case(f"array_state_{name}", ".pkl", whole(empty_array() + state + b"b"))
@@ -150,9 +150,7 @@ def allowed_misused() -> Iterator[Case]:
         yield Case(f"dict_state_{name}", ".pkl", whole(b"}" + state + b"b"))
         yield Case(f"list_state_{name}", ".pkl", whole(b"]" + state + b"b"))
     yield Case("array_called", ".pkl", whole(call(array(nums(1), dtype("f2"), b"ab"), num(1))))
-    yield Case(
-        "encode_rot13", ".pkl", traces(dct(**fields(note=call(glob("_codecs", "encode"), uni("a"), uni("rot13")))))
-    )
+    yield Case("encode_rot13", ".pkl", traces(trace(note=call(glob("_codecs", "encode"), uni("a"), uni("rot13")))))
     yield Case("encode_hex", ".pkl", whole(call(glob("_codecs", "encode"), uni("a"), uni("hex"))))
     yield Case("encode_beyond", ".pkl", whole(call(glob("_codecs", "encode"), uni("Ā"), uni("latin1"))))
     yield Case("bytes_of_a_number", ".pkl", whole(call(glob("builtins", "bytes"), num(1 << 40))))

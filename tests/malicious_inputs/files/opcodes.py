@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from tests.malicious_inputs.files.case import (
     PROTO,
     Case,
-    dct,
     dtype,
-    fields,
     glob,
     halves,
     lst,
     num,
     raw,
+    trace,
     traces,
     tup,
     uni,
@@ -84,7 +83,7 @@ def inside_a_trace() -> Iterator[Case]:
         "READONLY_BUFFER": raw(b"a") + b"\x98",
     }
     for name, code in operands.items():
-        yield Case(f"refused_{name}", ".pkl", traces(dct(**fields(note=code))))
+        yield Case(f"refused_{name}", ".pkl", traces(trace(note=code)))
 
 
 def wrong_operands() -> Iterator[Case]:
@@ -208,7 +207,7 @@ def numbers_and_text() -> Iterator[Case]:
         "tuple_key_dict": b"(" + tup(num(1)) + b"Nd",
     }
     for name, code in values.items():
-        yield Case(name, ".pkl", traces(dct(**fields(note=code))))
+        yield Case(name, ".pkl", traces(trace(note=code)))
 
 
 def roots() -> Iterator[Case]:

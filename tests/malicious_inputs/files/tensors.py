@@ -6,16 +6,17 @@ from collections.abc import Iterator
 from tests.malicious_inputs.files.case import (
     NO_LAYOUT,
     Case,
+    build,
     call,
     dct,
     dtype,
-    fields,
     glob,
     halves,
     lst,
     num,
     nums,
     raw,
+    trace,
     traces,
     tup,
     uni,
@@ -41,6 +42,16 @@ from tests.malicious_inputs.files.containers import (
     storage,
     tensor,
 )
+
+HALF, PARAMETER = glob("torch", "HalfStorage"), glob("torch._utils", "_rebuild_parameter")
+V3, LOADER = glob("torch._utils", "_rebuild_tensor_v3"), glob("torch.storage", "_load_from_bytes")
+# Size, stride, gradient and hooks of a valid tensor.
+LAYOUT = (nums(2, 1, 2), nums(2, 2, 1), b"\x89", b"}")
+
+
+def persistent(*items: bytes) -> bytes:
+    """Refer to a storage by a persistent id."""
+    return tup(*items) + b"Q"
 
 
 def tensors() -> Iterator[Case]:
@@ -72,44 +83,32 @@ def tensors() -> Iterator[Case]:
         value = sequences(tensor(storage("0", 4), size, stride, offset))
         yield Case(f"tensor_{name}", ".pt", pt(value))
         value = sequences(tensor(legacy_storage("0", 4), size, stride, offset))
-        yield Case(f"legacy_tensor_{name}", ".pt", legacy(value, {"0": FOUR_HALVES}))
-        store = call(glob("torch.storage", "_load_from_bytes"), raw(legacy(legacy_storage("0", 4), {"0": FOUR_HALVES})))
+        yield Case(f"legacy_tensor_{name}", ".pt", legacy(value))
         if name != "two_axes":
-            yield Case(
-                f"plain_tensor_{name}",
-                ".pkl",
-                traces(dct(**fields(hidden_states=lst(tensor(store, size, stride, offset))))),
-            )
+            states = lst(tensor(call(LOADER, raw(legacy(legacy_storage("0", 4)))), size, stride, offset))
+            yield Case(f"plain_tensor_{name}", ".pkl", traces(trace(hidden_states=states)))
     first = storage("0", 4)
     odd = {
-        "offset_bool": REBUILD + tup(first, b"\x88", nums(1, 1, 2), nums(2, 2, 1), b"\x89", b"}") + b"R",
-        "offset_none": REBUILD + tup(first, b"N", nums(2, 1, 2), nums(2, 2, 1), b"\x89", b"}") + b"R",
-        "offset_float": REBUILD + tup(first, b"G" + bytes(8), nums(2, 1, 2), nums(2, 2, 1), b"\x89", b"}") + b"R",
-        "size_text": REBUILD + tup(first, num(0), uni("212"), nums(2, 2, 1), b"\x89", b"}") + b"R",
-        "size_floats": REBUILD + tup(first, num(0), tup(b"G" + bytes(8)), nums(1), b"\x89", b"}") + b"R",
-        "hooks": REBUILD + tup(first, num(0), nums(2, 1, 2), nums(2, 2, 1), b"\x89", dct(hook=num(1))) + b"R",
-        "three_arguments": REBUILD + tup(first, num(0), nums(2, 1, 2)) + b"R",
-        "storage_is_array": tensor(halves(4), (2, 1, 2), (2, 2, 1)),
-        "storage_is_tensor": tensor(tensor(first, (4,), (1,)), (2, 1, 2), (2, 2, 1)),
-        "storage_is_class": tensor(glob("torch", "HalfStorage"), (2, 1, 2), (2, 2, 1)),
-        "storage_is_bytes": tensor(raw(FOUR_HALVES), (2, 1, 2), (2, 2, 1)),
-        "v3_no_dtype": glob("torch._utils", "_rebuild_tensor_v3")
-        + tup(first, num(0), nums(2, 1, 2), nums(2, 2, 1), b"\x89", b"}")
-        + b"R",
-        "v3_dtype_text": glob("torch._utils", "_rebuild_tensor_v3")
-        + tup(first, num(0), nums(2, 1, 2), nums(2, 2, 1), b"\x89", b"}", uni("float16"))
-        + b"R",
-        "v3_wider_dtype": glob("torch._utils", "_rebuild_tensor_v3")
-        + tup(first, num(0), nums(2, 1, 2), nums(2, 2, 1), b"\x89", b"}", glob("torch", "float64"))
-        + b"R",
-        "parameter_of_list": call(glob("torch._utils", "_rebuild_parameter"), b"]", b"\x88", b"}"),
-        "parameter_hooks": call(
-            glob("torch._utils", "_rebuild_parameter"), tensor(first, (2, 1, 2), (2, 2, 1)), b"\x88", dct(h=num(1))
-        ),
-        "untyped_without_v3": tensor(storage("0", 8, "UntypedStorage", "torch.storage"), (2, 1, 2), (2, 2, 1)),
+        "offset_bool": call(REBUILD, first, b"\x88", nums(1, 1, 2), nums(2, 2, 1), b"\x89", b"}"),
+        "offset_none": call(REBUILD, first, b"N", *LAYOUT),
+        "offset_float": call(REBUILD, first, b"G" + bytes(8), *LAYOUT),
+        "size_text": call(REBUILD, first, num(0), uni("212"), nums(2, 2, 1), b"\x89", b"}"),
+        "size_floats": call(REBUILD, first, num(0), tup(b"G" + bytes(8)), nums(1), b"\x89", b"}"),
+        "hooks": call(REBUILD, first, num(0), nums(2, 1, 2), nums(2, 2, 1), b"\x89", dct(hook=num(1))),
+        "three_arguments": call(REBUILD, first, num(0), nums(2, 1, 2)),
+        "storage_is_array": tensor(halves(4)),
+        "storage_is_tensor": tensor(tensor(first, (4,), (1,))),
+        "storage_is_class": tensor(HALF),
+        "storage_is_bytes": tensor(raw(FOUR_HALVES)),
+        "v3_no_dtype": call(V3, first, num(0), *LAYOUT),
+        "v3_dtype_text": call(V3, first, num(0), *LAYOUT, uni("float16")),
+        "v3_wider_dtype": call(V3, first, num(0), *LAYOUT, glob("torch", "float64")),
+        "parameter_of_list": call(PARAMETER, b"]", b"\x88", b"}"),
+        "parameter_hooks": call(PARAMETER, tensor(first), b"\x88", dct(h=num(1))),
+        "untyped_without_v3": tensor(storage("0", 8, "UntypedStorage", "torch.storage")),
         "integers": tensor(storage("0", 1, "LongStorage"), (1, 1, 1), (1, 1, 1)),
         "only_a_storage": first,
-        "only_a_class": glob("torch", "HalfStorage"),
+        "only_a_class": HALF,
         "size_class": call(glob("torch", "Size"), nums(-1)),
         "device": call(glob("torch", "device"), uni("cuda")),
     }
@@ -127,38 +126,27 @@ def storages() -> Iterator[Case]:
         "numel_huge": storage("0", 1 << 62),
         "numel_negative": storage("0", -4),
         "numel_overflow": storage("0", (1 << 64) + 4),
-        "numel_text": tup(uni("storage"), glob("torch", "HalfStorage"), uni("0"), uni("cpu"), uni("4")) + b"Q",
+        "numel_text": persistent(uni("storage"), HALF, uni("0"), uni("cpu"), uni("4")),
         "type_wider": storage("0", 4, "DoubleStorage"),
         "type_narrower": storage("0", 4, "ByteStorage"),
-        "type_not_one": tup(uni("storage"), glob("torch", "float16"), uni("0"), uni("cpu"), num(4)) + b"Q",
-        "type_text": tup(uni("storage"), uni("HalfStorage"), uni("0"), uni("cpu"), num(4)) + b"Q",
-        "word": tup(uni("module"), glob("torch", "HalfStorage"), uni("0"), uni("cpu"), num(4)) + b"Q",
-        "short": tup(uni("storage"), glob("torch", "HalfStorage"), uni("0")) + b"Q",
+        "type_not_one": persistent(uni("storage"), glob("torch", "float16"), uni("0"), uni("cpu"), num(4)),
+        "type_text": persistent(uni("storage"), uni("HalfStorage"), uni("0"), uni("cpu"), num(4)),
+        "word": persistent(uni("module"), HALF, uni("0"), uni("cpu"), num(4)),
+        "short": persistent(uni("storage"), HALF, uni("0")),
         "empty": b")Q",
         "list": b"]Q",
         "text": uni("0") + b"Q",
-        "key_number": tup(uni("storage"), glob("torch", "HalfStorage"), num(0), uni("cpu"), num(4)) + b"Q",
+        "key_number": persistent(uni("storage"), HALF, num(0), uni("cpu"), num(4)),
         "key_missing": storage("7", 4),
         "key_empty": storage("", 4),
     }
     for name, key in keys.items():
-        yield Case(f"storage_{name}", ".pt", pt(sequences(tensor(key, (2, 1, 2), (2, 2, 1)))))
-        yield Case(
-            f"legacy_storage_{name}",
-            ".pt",
-            legacy(
-                sequences(tensor(key[:-2] + b"NtQ" if key.endswith(b"tQ") else key, (2, 1, 2), (2, 2, 1))),
-                {"0": FOUR_HALVES},
-            ),
-        )
-    again = tensor(storage("0", 4), (2, 1, 2), (2, 2, 1))
-    yield Case(
-        "storage_two_types",
-        ".pt",
-        pt(sequences(again, note=tensor(storage("0", 4, "ShortStorage"), (4,), (1,)))),
-        "two ways",
-    )
-    yield Case("storage_two_sizes", ".pt", pt(sequences(again, note=tensor(storage("0", 2), (2,), (1,)))), "two ways")
+        yield Case(f"storage_{name}", ".pt", pt(sequences(tensor(key))))
+        own = key[:-2] + b"NtQ" if key.endswith(b"tQ") else key
+        yield Case(f"legacy_storage_{name}", ".pt", legacy(sequences(tensor(own))))
+    for name, other in {"types": storage("0", 4, "ShortStorage"), "sizes": storage("0", 2)}.items():
+        note = tensor(other, (4 if name == "types" else 2,), (1,))
+        yield Case(f"storage_two_{name}", ".pt", pt(sequences(tensor(storage("0", 4)), note=note)), "two ways")
     good = legacy_sequences()
     cases = {
         "keys_none": {"keys": whole(b"N")},
@@ -179,56 +167,42 @@ def storages() -> Iterator[Case]:
         "system_without": {"system": whole(b"}")},
     }
     for name, change in cases.items():
-        yield Case(f"legacy_{name}", ".pt", legacy(good, {"0": FOUR_HALVES}, **change))
+        yield Case(f"legacy_{name}", ".pt", legacy(good, **change))
     view = legacy_storage("0", 4, view=tup(uni("1"), num(0), num(4)))
-    yield Case(
-        "legacy_view_metadata", ".pt", legacy(sequences(tensor(view, (2, 1, 2), (2, 2, 1))), {"0": FOUR_HALVES}), "view"
-    )
-    yield Case(
-        "legacy_untyped",
-        ".pt",
-        legacy(sequences(tensor(legacy_storage("0", 8, "UntypedStorage"), (2, 1, 2), (2, 2, 1))), {"0": FOUR_HALVES}),
-    )
+    untyped = legacy_storage("0", 8, "UntypedStorage")
+    yield Case("legacy_view_metadata", ".pt", legacy(sequences(tensor(view))), "view")
+    yield Case("legacy_untyped", ".pt", legacy(sequences(tensor(untyped))))
     yield Case("legacy_no_storage", ".pt", legacy(good, {}))
     yield Case("legacy_short_storage", ".pt", legacy(good, {"0": FOUR_HALVES[:-1]}, counts={"0": 4}), "truncated")
-    loader = glob("torch.storage", "_load_from_bytes")
-    one = legacy(legacy_storage("0", 4), {"0": FOUR_HALVES})
+    one = legacy(legacy_storage("0", 4))
     inner = {
         "of_zip": pt(storage("0", 4)),
-        "of_tensor": legacy(tensor(legacy_storage("0", 4), (4,), (1,)), {"0": FOUR_HALVES}),
-        "of_itself": legacy(call(loader, raw(one)), {}),
+        "of_tensor": legacy(tensor(legacy_storage("0", 4), (4,), (1,))),
+        "of_itself": legacy(call(LOADER, raw(one)), {}),
         "of_pickle": whole(b"]"),
         "of_garbage": b"garbage",
         "of_nothing": b"",
         "cut": one[:-3],
         "trailing": one + b"x",
-        "count": legacy(legacy_storage("0", 4), {"0": FOUR_HALVES}, counts={"0": 1 << 40}),
+        "count": legacy(legacy_storage("0", 4), counts={"0": 1 << 40}),
     }
     for name, data in inner.items():
-        store = call(loader, raw(data))
-        yield Case(
-            f"from_bytes_{name}", ".pkl", traces(dct(**fields(hidden_states=lst(tensor(store, (2, 2), (2, 1))))))
-        )
+        states = lst(tensor(call(LOADER, raw(data)), (2, 2), (2, 1)))
+        yield Case(f"from_bytes_{name}", ".pkl", traces(trace(hidden_states=states)))
     for name, argument in {"text": uni("x"), "number": num(1 << 40), "none": b"N", "array": halves(4)}.items():
-        yield Case(f"from_bytes_of_{name}", ".pkl", whole(call(loader, argument)))
-    yield Case("from_bytes_in_zip", ".pt", pt(sequences(call(loader, raw(one)))))
-    yield Case("from_bytes_in_legacy", ".pt", legacy(sequences(call(loader, raw(one))), {}))
-    yield Case(
-        "storage_in_plain_pickle",
-        ".pkl",
-        traces(dct(**fields(hidden_states=lst(tensor(storage("0", 4), (2, 2), (2, 1)))))),
-        "persistent",
-    )
+        yield Case(f"from_bytes_of_{name}", ".pkl", whole(call(LOADER, argument)))
+    yield Case("from_bytes_in_zip", ".pt", pt(sequences(call(LOADER, raw(one)))))
+    yield Case("from_bytes_in_legacy", ".pt", legacy(sequences(call(LOADER, raw(one))), {}))
+    states = lst(tensor(storage("0", 4), (2, 2), (2, 1)))
+    yield Case("storage_in_plain_pickle", ".pkl", traces(trace(hidden_states=states)), "persistent")
 
 
 def sequence_files() -> Iterator[Case]:
     """Yield dicts of sequences that break the schema."""
+    value, ids = tensor(storage("0", 4)), lst(uni("a"), uni("b"))
     changes = {
-        "no_ids": (dct(sequences=tensor(storage("0", 4), (2, 1, 2), (2, 2, 1)), labels=lst(num(0), num(1))), NO_LAYOUT),
-        "no_labels": (
-            dct(sequences=tensor(storage("0", 4), (2, 1, 2), (2, 2, 1)), question_ids=lst(uni("a"), uni("b"))),
-            NO_LAYOUT,
-        ),
+        "no_ids": (dct(sequences=value, labels=lst(num(0), num(1))), NO_LAYOUT),
+        "no_labels": (dct(sequences=value, question_ids=ids), NO_LAYOUT),
         "few_ids": (sequences(question_ids=lst(uni("a"))), NO_LAYOUT),
         "ids_numbers_float": (sequences(question_ids=lst(b"G" + bytes(8), uni("b"))), NO_LAYOUT),
         "ids_empty_text": (sequences(question_ids=lst(uni(""), uni("b"))), "question_ids"),
@@ -248,30 +222,26 @@ def sequence_files() -> Iterator[Case]:
         yield Case(f"sequences_{name}", ".pt", pt(value), word)
 
 
+def stored(state: bytes) -> bytes:
+    """Return the storage of a PyG object."""
+    return build(new(GLOBAL_STORAGE), state)
+
+
 def graph_files() -> Iterator[Case]:
     """Yield dicts of graphs: PyG objects that are cyclic, incomplete or inconsistent."""
-    edge = lambda *nodes: struct.pack(f"<{len(nodes)}q", *nodes)  # noqa: E731
-    loop = new(DATA) + b"q\xc8" + dct(_store=b"h\xc8") + b"b"
-    mapping_loop = (
-        new(DATA)
-        + b"q\xc8"
-        + dct(_store=new(GLOBAL_STORAGE) + b"q\xc9" + dct(_mapping=dct(x=b"h\xc8"), _parent=b"h\xc8") + b"b")
-        + b"b"
-    )
+    node, loop = new(DATA) + b"q\xc8", b"q\xc9" + dct(_mapping=dct(x=b"h\xc8"), _parent=b"h\xc8")
     values = {
-        "store_is_itself": loop,
-        "field_is_the_graph": mapping_loop,
+        "store_is_itself": build(node, dct(_store=b"h\xc8")),
+        "field_is_the_graph": build(node, dct(_store=stored(loop))),
         "no_state": new(DATA),
-        "state_none": new(DATA) + b"Nb",
-        "state_list": new(DATA) + b"]b",
-        "state_tuple": new(DATA) + tup(b"}", b"}") + b"b",
-        "no_mapping": new(DATA) + dct(_store=new(GLOBAL_STORAGE) + b"}b") + b"b",
-        "mapping_list": new(DATA) + dct(_store=new(GLOBAL_STORAGE) + dct(_mapping=b"]") + b"b") + b"b",
-        "mapping_is_itself": new(DATA)
-        + dct(_store=new(GLOBAL_STORAGE) + b"q\xc9" + dct(_mapping=b"h\xc9") + b"b")
-        + b"b",
-        "store_never_built": new(DATA) + dct(_store=new(GLOBAL_STORAGE)) + b"b",
-        "store_number": new(DATA) + dct(_store=num(1)) + b"b",
+        "state_none": build(new(DATA), b"N"),
+        "state_list": build(new(DATA), b"]"),
+        "state_tuple": build(new(DATA), tup(b"}", b"}")),
+        "no_mapping": build(new(DATA), dct(_store=stored(b"}"))),
+        "mapping_list": build(new(DATA), dct(_store=stored(dct(_mapping=b"]")))),
+        "mapping_is_itself": build(new(DATA), dct(_store=stored(b"q\xc9" + dct(_mapping=b"h\xc9")))),
+        "store_never_built": build(new(DATA), dct(_store=new(GLOBAL_STORAGE))),
+        "store_number": build(new(DATA), dct(_store=num(1))),
         "made_with_arguments": DATA + nums(1) + b"\x81",
         "called": call(DATA, num(1)),
         "only_a_class": DATA,
@@ -301,19 +271,16 @@ def graph_files() -> Iterator[Case]:
     }
     for name, layer in values.items():
         yield Case(f"graph_{name}", ".pt", archive(pt_entries(graphs(layer), GRAPH_STORAGES)))
-    for name, nodes in {
+    ends = {
         "outside": (0, 2),
         "negative": (-1, 0),
         "huge": (0, 1 << 40),
         "wraps": (0, 1 << 32),
         "least": (-(1 << 63), 0),
-    }.items():
-        yield Case(
-            f"graph_edge_{name}",
-            ".pt",
-            archive(pt_entries(graphs(), GRAPH_STORAGES | {"i": edge(*nodes)})),
-            "edge_index",
-        )
+    }
+    for name, nodes in ends.items():
+        files = pt_entries(graphs(), GRAPH_STORAGES | {"i": struct.pack("<2q", *nodes)})
+        yield Case(f"graph_edge_{name}", ".pt", archive(files), "edge_index")
     tops = {
         "no_ids": (dct(graphs=lst(lst(graph()))), NO_LAYOUT),
         "few_ids": (graphs(question_ids=b"]"), NO_LAYOUT),
