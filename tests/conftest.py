@@ -129,7 +129,6 @@ def traces():
 def folder(tmp_path, traces):
     """Write a typical traces_data/ folder: two pickles and a scores file."""
     data = tmp_path / "traces_data"
-    data.mkdir()
     write_pickle(data / "trivia_qa_traces_batch_0000.pkl", traces[:7])
     write_pickle(data / "trivia_qa_traces_batch_0001.pkl.gz", traces[7:])
     write_scores(data / "ground_truth_scores.csv", {t["question_id"]: k / 12 for k, t in enumerate(traces)})

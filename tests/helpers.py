@@ -86,7 +86,8 @@ def as_torch(trace, dtype=None):
 
 
 def write_pickle(path, value, protocol=4):
-    """Pickle a value, compressed if the path ends with .gz; return the path."""
+    """Pickle a value, compressed if the path ends with .gz, into a folder that may be new; return the path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "wb") as file:
         pickle.dump(value, file, protocol=protocol)
@@ -168,6 +169,11 @@ def command(*words, check=None):
 def convert(*args, check=0):
     """Run `tracestore convert` in this process."""
     return command("convert", *args, check=check)
+
+
+def field_flags(*lines):
+    """Return the options of a command that state the lines of a layout."""
+    return [word for line in lines for word in ("--field", line)]
 
 
 def error_of(*words, code):

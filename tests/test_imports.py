@@ -12,7 +12,6 @@ REPORT = f"; import sys; print(sorted({HEAVY} & set(sys.modules)))"
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
     folder = tmp_path_factory.mktemp("imports")
-    (folder / "traces").mkdir()
     write_pickle(folder / "traces/a.pkl", make_traces(40))
     write_scores(folder / "traces/scores.csv", {f"q{k}": k % 2 for k in range(40)})
     convert(folder / "traces", folder / "s.zarr")

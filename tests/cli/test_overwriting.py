@@ -254,7 +254,6 @@ def test_predictions_are_never_ground_truth(work, monkeypatch):
 @pytest.mark.parametrize("kind", ["predict", "train", "benchmark"])
 def test_convert_takes_no_predictions_for_scores(name, kind, made, tmp_path):
     folder = tmp_path / "t"
-    folder.mkdir()
     write_pickle(folder / "a.pkl", make_traces(6))
     if kind == "predict":
         words = ["predict", "--checkpoint", made / "r1/lstm_solo/best.pt", "--store", made / "s.zarr"]

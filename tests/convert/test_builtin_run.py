@@ -9,7 +9,7 @@ import torch
 from safetensors.numpy import save_file
 
 import tracestore
-from tests.helpers import as_torch, convert, error_of, make_trace, make_traces, write_pickle, write_scores
+from tests.helpers import as_torch, convert, error_of, field_flags, make_trace, make_traces, write_pickle, write_scores
 
 
 @pytest.fixture
@@ -132,7 +132,6 @@ def test_a_named_file_without_a_trace_is_refused(tmp_path, folder):
 
 def test_folders_with_files_of_the_same_name(tmp_path):
     for k, name in enumerate(("one", "two")):
-        (tmp_path / name).mkdir()
         write_pickle(tmp_path / name / "a.pkl", make_traces(4)[2 * k : 2 * k + 2])
 
     convert(tmp_path / "one", tmp_path / "two", tmp_path / "s.zarr")
@@ -176,7 +175,7 @@ def test_padding_none_states_that_rows_without_a_mask_have_no_padding(tmp_path, 
     )
 
     lines = ["hidden_states = out.pt : hidden_states -> P L N S D", "tokens = out.pt : sequences -> N T"]
-    flags = [word for line in lines for word in ("--field", line)]
+    flags = field_flags(*lines)
 
     message = error_of("convert", folder, tmp_path / "s.zarr", *flags, code=3)
     convert(folder, tmp_path / "s.zarr", *flags, "--padding", "none")

@@ -195,7 +195,6 @@ def test_a_full_disk_leaves_the_store_intact(folder, tmp_path):
 
 def test_the_message_of_an_interrupt_says_how_to_continue(tmp_path):
     data = tmp_path / "data"
-    data.mkdir()
     for k in range(3):
         write_pickle(data / f"b{k}.pkl.gz", [make_trace(20 * k + i, tokens=64, dim=256, layers=12) for i in range(20)])
     process = subprocess.Popen(
@@ -228,7 +227,6 @@ def test_the_message_of_an_interrupt_says_how_to_continue(tmp_path):
     ],
 )
 def test_map_and_axes_print_the_lines_of_a_layout(tmp_path, flags, lines):
-    (tmp_path / "in").mkdir()
     write_pickle(tmp_path / "in" / "a.pkl", make_traces(1))
     message = error_of("convert", tmp_path / "in", tmp_path / "s.zarr", *flags, code=2)
     assert lines in message and not (tmp_path / "s.zarr").exists()
@@ -236,7 +234,6 @@ def test_map_and_axes_print_the_lines_of_a_layout(tmp_path, flags, lines):
 
 def test_many_files_without_traces_print_one_line(tmp_path):
     folder = tmp_path / "in"
-    folder.mkdir()
     for k in range(20):
         write_pickle(folder / f"q{k}.pkl", make_traces(k + 1)[k:])
         (folder / f"q{k}.json").write_text('{"model": "m"}')

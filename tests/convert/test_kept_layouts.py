@@ -1,6 +1,5 @@
 """Test converting again: kept layouts; labels, scores and groups that have changed; interruptions between commits."""
 
-import csv
 import itertools
 import json
 import shutil
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 
 import tracestore
-from tests.helpers import command, convert, error_of, make_traces, write_pickle, write_store
+from tests.helpers import command, convert, error_of, field_flags, make_traces, write_pickle, write_store
 from tests.ingest.execute.folders import dump, states, table
 from tests.malicious_inputs.stores import Store
 from tracestore.convert import cutting
@@ -18,7 +17,7 @@ from tracestore.store.maintain.lint import lint_store
 from tracestore.store.write.writer import StoreWriter
 
 LINES = ["hidden_states = *.pkl : [id=id]/hs -> L S D", "is_correct = labels.csv : [id=id]/ok"]
-FLAGS = [word for line in LINES for word in ("--field", line)]
+FLAGS = field_flags(*LINES)
 SCORE_CELLS = ["0", "-0.0", "1", "0.25", "nan", ""]
 LABEL_CELLS = ["0", "1", "0.0", "true", "nan", ""]
 GROUP_CELLS = ["0", "1", "a", "0.0", "nan", ""]
@@ -68,16 +67,6 @@ def test_a_file_that_no_kept_line_names_is_refused(tmp_path, folder):
     assert "more.npy" in error_of("convert", folder, tmp_path / "s.zarr", code=3)
 
 
-def test_changed_labels_of_a_table_replace_those_of_the_store(tmp_path, folder):
-    convert(folder, tmp_path / "s.zarr", *FLAGS)
-    write_labels(folder, [0, 0])
-
-    done = convert(folder, tmp_path / "s.zarr")
-
-    assert labels(tmp_path / "s.zarr") == {"q0": 0, "q1": 0}
-    assert "scores, labels or groups of 1 stored trace have changed and were replaced" in done.stdout
-
-
 def test_a_damaged_store_is_replaced_by_its_own_layout(tmp_path, folder):
     convert(folder, tmp_path / "first.zarr", *FLAGS)
     names = [p.relative_to(tmp_path / "first.zarr") for p in (tmp_path / "first.zarr").rglob("*") if p.is_file()]
@@ -111,25 +100,17 @@ def test_a_store_of_families_keeps_no_layout(tmp_path):
     assert tracestore.open(tmp_path / "s.zarr").internals.attributes.layouts == ()
 
 
-def write_scores(path, scores, groups=None):
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(["question_id", "score", *(["group"] if groups else [])])
-        for k, score in enumerate(scores):
-            writer.writerow([f"q{k}", score, *([groups[k]] if groups else [])])
-
-
 @pytest.mark.parametrize(
     "flags", [[], ["--on-conflict", "keep-last"], ["--scores"]], ids=["found", "keep-last", "named"]
 )
 def test_changed_scores_replace_those_of_the_store(tmp_path, flags):
-    (tmp_path / "in").mkdir()
     write_pickle(tmp_path / "in/a.pkl", make_traces(4))
     path = tmp_path / "in/scores.csv"
     flags = [*flags, path] if flags == ["--scores"] else flags
-    write_scores(path, [0.1, 0.2, 0.3], ["a", "a", "b"])
+    header = "question_id,score,group\n"
+    path.write_text(f"{header}q0,0.1,a\nq1,0.2,a\nq2,0.3,b\n")
     convert(tmp_path / "in", tmp_path / "s.zarr", *flags)
-    write_scores(path, [0.1, 0.0, 0.3, 0.0], ["a", "a", "c", "d"])
+    path.write_text(f"{header}q0,0.1,a\nq1,0.0,a\nq2,0.3,c\nq3,0.0,d\n")
 
     done = convert(tmp_path / "in", tmp_path / "s.zarr", *flags)
 
@@ -163,17 +144,15 @@ def stored(path):
 
 def write_traces(folder):
     traces = make_traces(COUNT)
-    folder.mkdir()
     for k in range(4):
         write_pickle(folder / f"{k}.pkl", traces[k::4])
 
 
 VALUE_LINES = [
-    "hidden_states = *.pkl : [id=id]/hs -> L S D",
-    *(
-        f"{name} = scores.csv : [id=question_id]/{name.split('.')[-1]}"
-        for name in ("correctness.score", "label", "group")
-    ),
+    LINES[0],
+    "correctness.score = scores.csv : [id=question_id]/score",
+    "label = scores.csv : [id=question_id]/label",
+    "group = scores.csv : [id=question_id]/group",
 ]
 
 
@@ -183,7 +162,7 @@ VALUE_LINES = [
 def test_changed_values_are_those_of_a_new_store(tmp_path, kind, workers, on_conflict):
     folder, flags = tmp_path / "in", ["--workers", workers]
     if kind == "table":
-        flags += [word for line in VALUE_LINES for word in ("--field", line)]
+        flags += field_flags(*VALUE_LINES)
         dump(folder / "a.pkl", rows(*range(COUNT)))
     else:
         write_traces(folder)

@@ -25,7 +25,6 @@ def traces(first=0, count=4, **values):
 
 def source(folder, name, first=0, count=4, **values):
     """Write traces into a folder of their own."""
-    (folder / name).mkdir()
     write_pickle(folder / name / f"{name}.pkl", traces(first, count, **values))
     return folder / name
 

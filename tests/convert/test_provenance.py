@@ -11,7 +11,6 @@ FLAG = "--allow-mixed-provenance"
 
 
 def write_folder(folder, traces, provenance=None):
-    folder.mkdir()
     write_pickle(folder / "t.pkl", traces)
     if provenance is not None:
         (folder / "provenance.json").write_text(json.dumps(provenance))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tracestore
-from tests.helpers import command, convert, error_of, make_trace, make_traces, tree_bytes, write_pickle
+from tests.helpers import command, convert, error_of, field_flags, make_trace, make_traces, tree_bytes, write_pickle
 from tracestore.cli import main
 from tracestore.convert import cutting
 from tracestore.store.write.writer import StoreWriter
@@ -134,7 +134,6 @@ def test_conflicts_are_refused_one_by_one(tmp_path):
 def test_a_conflict_with_another_writer_ends_a_conversion(tmp_path, monkeypatch, capsys):
     """Also with --skip-bad: a commit leaves complete sources out. The next run reads them again."""
     data, store, commit = tmp_path / "data", tmp_path / "s.zarr", StoreWriter.commit
-    data.mkdir()
     write_pickle(data / "a.pkl", make_traces(3))
     write_pickle(data / "b.pkl", [make_trace(5)])
 
@@ -193,12 +192,11 @@ def test_overwrite_begins_a_new_list(tmp_path, traces):
 
 
 def test_files_that_are_refused_for_one_reason_are_one_line(tmp_path):
-    (tmp_path / "in").mkdir()
     for k in range(30):
         write_pickle(tmp_path / "in" / f"b{k}.pkl", [without(make_trace(k), "hidden_states")])
     write_pickle(tmp_path / "in" / "a.pkl", make_traces(2))
     write_pickle(tmp_path / "in" / "c.pkl", [make_trace(90) | {"tokens": np.arange(90)}])
-    layout = [word for line in LINES for word in ("--field", line)]
+    layout = field_flags(*LINES)
 
     done = convert(tmp_path / "in", tmp_path / "s.zarr", "--skip-bad", *layout)
 
@@ -209,11 +207,10 @@ def test_files_that_are_refused_for_one_reason_are_one_line(tmp_path):
 
 
 def test_many_reasons_are_some_lines_and_a_count(tmp_path):
-    (tmp_path / "in").mkdir()
     for k in range(25):
         write_pickle(tmp_path / "in" / f"b{k}.pkl", [make_trace(k) | {"tokens": np.arange(50 + k)}])
     write_pickle(tmp_path / "in" / "a.pkl", make_traces(2))
-    layout = [word for line in LINES for word in ("--field", line)]
+    layout = field_flags(*LINES)
 
     done = convert(tmp_path / "in", tmp_path / "s.zarr", "--skip-bad", *layout)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import tracestore
-from tests.helpers import convert, error_of, make_traces, write_pickle, write_scores
+from tests.helpers import convert, error_of, field_flags, make_traces, write_pickle, write_scores
 from tracestore.convert import cutting
 
 BOTH = "such as 'x0', and none of them in the traces, which have ids such as 'q0'"
@@ -33,7 +33,7 @@ def test_rows_of_a_stated_table_without_an_id_of_the_traces_are_refused(tmp_path
     lines += ["attentions = t.pkl : []/attentions -> L H S S", "tokens = t.pkl : []/tokens -> T"]
     lines += ["tokens_decoded = t.pkl : []/tokens_decoded -> T", "is_correct = labels.jsonl : [id=id]/y"]
     lines += ["ignore = t.pkl : []/generated_answer_clean"]
-    flags = [word for line in lines for word in ("--field", line)]
+    flags = field_flags(*lines)
     assert "labels.jsonl" in error_of("convert", tmp_path, tmp_path / "s.zarr", *flags, code=3)
     assert not (tmp_path / "s.zarr").exists() or np.isnan(tracestore.open(tmp_path / "s.zarr").scores).all()
 
@@ -96,7 +96,6 @@ def test_a_trace_without_a_score_is_kept(tmp_path):
 
 def test_ids_of_a_scores_file_may_be_in_the_store_already(tmp_path):
     for k, name in enumerate("ab"):
-        (tmp_path / name).mkdir()
         write_pickle(tmp_path / name / "t.pkl", make_traces(2 * k + 2)[2 * k :])
         (tmp_path / name / "scores.csv").write_text("question_id,score\nq0,0.5\n")
         done = convert(tmp_path / name, tmp_path / "s.zarr")

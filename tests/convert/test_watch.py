@@ -2,7 +2,6 @@
 
 import fcntl
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -13,9 +12,10 @@ import pytest
 from safetensors.numpy import save_file
 
 import tracestore
-from tests.helpers import ROOT, convert, error_of, make_traces, write_pickle
+from tests.helpers import ROOT, convert, error_of, field_flags, make_traces, write_pickle
 from tracestore.convert import watch
 
+LABELED = field_flags("hidden_states = {id}.npy -> L S D", "is_correct = labels.csv : [id=qid]/y")
 WATCH = ("--watch", "--watch-timeout", "10", "--attention", "none")
 
 
@@ -47,6 +47,12 @@ def clock(monkeypatch):
     return clock
 
 
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "in").mkdir()
+    return tmp_path / "in"
+
+
 def connector_arrays(k):
     """Return the tensors that vLLM's connector writes for a request."""
     rng = np.random.default_rng(k)
@@ -66,9 +72,7 @@ def write_in_parts(folder, k):
             yield
 
 
-def test_files_of_a_growing_folder_are_converted(tmp_path, clock):
-    folder = tmp_path / "in"
-    folder.mkdir()
+def test_files_of_a_growing_folder_are_converted(tmp_path, folder, clock):
     for k in range(6):
         parts = write_in_parts(folder, k)
         for second in range(4):
@@ -84,9 +88,7 @@ def test_files_of_a_growing_folder_are_converted(tmp_path, clock):
     assert report["generation"] > 1 and report["skipped"] == []
 
 
-def test_a_file_without_a_lock_is_converted_when_it_is_whole(tmp_path, clock):
-    folder = tmp_path / "in"
-    folder.mkdir()
+def test_a_file_without_a_lock_is_converted_when_it_is_whole(tmp_path, folder, clock):
     save_file(connector_arrays(0), tmp_path / "whole")
     data = (tmp_path / "whole").read_bytes()
     (folder / "a.safetensors").write_bytes(data[:-10])
@@ -95,9 +97,7 @@ def test_a_file_without_a_lock_is_converted_when_it_is_whole(tmp_path, clock):
     assert len(tracestore.open(tmp_path / "s.zarr")) == 1
 
 
-def test_other_files_are_converted_when_they_do_not_change_any_more(tmp_path, clock):
-    folder = tmp_path / "in"
-    folder.mkdir()
+def test_other_files_are_converted_when_they_do_not_change_any_more(tmp_path, folder, clock):
     traces = make_traces(4)
     write_pickle(folder / "0.pkl", traces[:2])
     clock.at(3, lambda: write_pickle(folder / "1.pkl", traces[2:]))
@@ -106,9 +106,7 @@ def test_other_files_are_converted_when_they_do_not_change_any_more(tmp_path, cl
     assert "already in the store" in done.stdout and "0 files already" in done.stdout.splitlines()[-2]
 
 
-def test_counts_of_several_conversions_are_added(tmp_path, clock):
-    folder = tmp_path / "in"
-    folder.mkdir()
+def test_counts_of_several_conversions_are_added(tmp_path, folder, clock):
     traces = [trace | {"topic": "a"} for trace in make_traces(6, dtype="f4")]
     write_pickle(folder / "0.pkl", make_traces(2))
     for k in (1, 2):
@@ -119,9 +117,7 @@ def test_counts_of_several_conversions_are_added(tmp_path, clock):
     assert report["num_sources_rounded"] == {"float32": 2} and report["extras"] == {"topic": 4}
 
 
-def test_a_refused_file_ends_the_watch_or_is_skipped_once(tmp_path, clock):
-    folder = tmp_path / "in"
-    folder.mkdir()
+def test_a_refused_file_ends_the_watch_or_is_skipped_once(tmp_path, folder, clock):
     (folder / "bad.pkl").write_bytes(b"nonsense")
     assert "bad.pkl" in error_of("convert", folder, tmp_path / "s.zarr", *WATCH, code=3)
     clock.at(3, lambda: save_file(connector_arrays(1), folder / "a.safetensors"))
@@ -129,9 +125,7 @@ def test_a_refused_file_ends_the_watch_or_is_skipped_once(tmp_path, clock):
     assert done.stdout.count("skipped bad.pkl") == 1 and len(tracestore.open(tmp_path / "t.zarr")) == 1
 
 
-def test_overwrite_replaces_the_store_once(tmp_path, clock):
-    folder = tmp_path / "in"
-    folder.mkdir()
+def test_overwrite_replaces_the_store_once(tmp_path, folder, clock):
     convert(write_pickle(tmp_path / "old.pkl", make_traces(2, dim=4)), tmp_path / "s.zarr", "--attention", "none")
     write_pickle(folder / "0.pkl", make_traces(2))
     clock.at(3, lambda: write_pickle(folder / "1.pkl", make_traces(4)[2:]))
@@ -139,20 +133,17 @@ def test_overwrite_replaces_the_store_once(tmp_path, clock):
     assert len(tracestore.open(tmp_path / "s.zarr")) == 4
 
 
-def test_wrong_usage(tmp_path):
-    (tmp_path / "in").mkdir()
+def test_wrong_usage(tmp_path, folder):
     short = ("--watch", "--watch-timeout", "0.1")
-    assert "no trace file within 0.1 s" in error_of("convert", tmp_path / "in", tmp_path / "s.zarr", *short, code=2)
+    assert "no trace file within 0.1 s" in error_of("convert", folder, tmp_path / "s.zarr", *short, code=2)
     assert "no such file" in error_of("convert", tmp_path / "none", tmp_path / "s.zarr", *short, code=2)
-    message = error_of("convert", tmp_path / "in", tmp_path / "s.zarr", "--watch-timeout", "1", code=2)
+    message = error_of("convert", folder, tmp_path / "s.zarr", "--watch-timeout", "1", code=2)
     assert "needs --watch" in message
 
 
-def test_ctrl_c_ends_the_watch_and_the_same_command_continues(tmp_path):
-    folder = tmp_path / "in"
-    folder.mkdir()
+def test_ctrl_c_ends_the_watch_and_the_same_command_continues(tmp_path, folder):
     save_file(connector_arrays(0), folder / "0.safetensors")
-    words = [
+    words = (
         sys.executable,
         "-m",
         "tracestore",
@@ -162,11 +153,8 @@ def test_ctrl_c_ends_the_watch_and_the_same_command_continues(tmp_path):
         "--watch",
         "--attention",
         "none",
-    ]
-    process = subprocess.Popen(
-        list(map(str, words)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ
     )
-    assert process.stdout is not None
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     for line in process.stdout:
         if "without a label or score" in line:  # the last line of the first conversion
             break
@@ -178,40 +166,30 @@ def test_ctrl_c_ends_the_watch_and_the_same_command_continues(tmp_path):
     assert len(tracestore.open(tmp_path / "s.zarr")) == 2
 
 
-def test_files_of_a_stated_layout_wait_for_the_table_that_it_names(tmp_path, clock):
-    folder = tmp_path / "in"
-    folder.mkdir()
+def test_files_of_a_stated_layout_wait_for_the_table_that_it_names(tmp_path, folder, clock):
     states = np.random.default_rng(0).standard_normal((3, 2, 4, 5)).astype("f2")
     np.save(folder / "q0.npy", states[0])
-    lines = ["hidden_states = {id}.npy -> L S D", "is_correct = labels.csv : [id=qid]/y"]
     table = "qid,y\nq0,1\nq1,0\nq2,1\n"
     clock.at(3, (folder / "labels.csv").write_text, table)
     for k in (1, 2):
         np.save(tmp_path / f"q{k}.npy", states[k])
         clock.at(3 * (k + 1), (tmp_path / f"q{k}.npy").rename, folder / f"q{k}.npy")
-    flags = [word for line in lines for word in ("--field", line)]
-    done = convert(folder, tmp_path / "s.zarr", *WATCH, *flags)
+    done = convert(folder, tmp_path / "s.zarr", *WATCH, *LABELED)
     assert "waiting for other files: is_correct: no file matches labels.csv" in done.stdout
     with tracestore.open(tmp_path / "s.zarr") as store:
         assert {q: store[q].score for q in store.question_ids} == {"q0": 1, "q1": 0, "q2": 1}
 
 
-def test_files_that_never_fit_end_the_watch_with_the_reason(tmp_path):
-    folder = tmp_path / "in"
-    folder.mkdir()
+def test_files_that_never_fit_end_the_watch_with_the_reason(tmp_path, folder):
     np.save(folder / "q0.npy", np.ones((2, 3, 4), "f2"))
-    flags = ("--field", "hidden_states = {id}.npy -> L S D", "--field", "is_correct = labels.csv : [id=qid]/y")
-    assert "labels.csv" in error_of("convert", folder, tmp_path / "s.zarr", *WATCH, *flags, code=3)
+    assert "labels.csv" in error_of("convert", folder, tmp_path / "s.zarr", *WATCH, *LABELED, code=3)
 
 
-def test_a_table_that_changes_replaces_the_labels_of_a_stated_layout(tmp_path, clock):
-    folder = tmp_path / "in"
-    folder.mkdir()
+def test_a_table_that_changes_replaces_the_labels_of_a_stated_layout(tmp_path, folder, clock):
     for k in range(2):
         np.save(folder / f"q{k}.npy", np.full((2, 3, 4), k + 1, "f2"))
     (folder / "labels.csv").write_text("qid,y\nq0,1\nq1,0\n")
     clock.at(3, (folder / "labels.csv").write_text, "qid,y\nq0,0\nq1,0\n")
-    flags = ("--field", "hidden_states = {id}.npy -> L S D", "--field", "is_correct = labels.csv : [id=qid]/y")
-    done = convert(folder, tmp_path / "s.zarr", *WATCH, *flags)
+    done = convert(folder, tmp_path / "s.zarr", *WATCH, *LABELED)
     assert "scores, labels or groups of 1 stored trace have changed and were replaced" in done.stdout
     assert tracestore.open(tmp_path / "s.zarr").scores.tolist() == [0, 0]

@@ -24,7 +24,6 @@ def traces():
 @pytest.fixture
 def data(tmp_path, traces):
     folder = tmp_path / "traces_data"
-    folder.mkdir()
     write_pickle(folder / "trivia_qa_traces_batch_0000.pkl", traces[:3])
     write_pickle(folder / "trivia_qa_traces_batch_0001.pkl.gz", traces[3:6])
     write_pickle(folder / "trivia_qa_traces_batch_0002.pkl", traces[6:])

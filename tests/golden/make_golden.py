@@ -43,7 +43,6 @@ def finish(store: Path) -> None:
 def make_first() -> None:
     """Make the inputs and the stores of the first version, whose segments have numbers as names."""
     inputs = HERE / "inputs"
-    inputs.mkdir()
     traces = make_traces(5)
     write_pickle(inputs / "protocol0.pkl", traces[:2], 0)
     write_pickle(inputs / "protocol2_torch.pkl.gz", [as_torch(t) for t in traces[2:3]], 2)

@@ -33,7 +33,6 @@ def blocks(page):
 def test_commands_and_code_of_a_page_run(tmp_path, page):
     traces = make_traces(60, tokens=5)
     data = tmp_path / "traces_data"
-    data.mkdir()
     write_pickle(data / "trivia_qa_traces_batch_0000.pkl", traces[:40])
     write_pickle(data / "trivia_qa_traces_batch_0001.pkl.gz", traces[40:])
     write_scores(data / "scores.csv", {t["question_id"]: k % 2 for k, t in enumerate(traces)}, "bleurt_score")

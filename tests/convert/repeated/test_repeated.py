@@ -238,7 +238,6 @@ def test_a_store_is_that_of_the_folder_as_it_is(tmp_path, seed):
 def test_a_label_that_changes_inside_a_large_file_is_found(tmp_path, k):
     """The size stays, and the samples of the fingerprint may miss the byte that differs; so does the time of a copy."""
     data, store = tmp_path / "data", tmp_path / "s.zarr"
-    data.mkdir()
     traces = [make_trace(i, tokens=20, dim=2048) | {"is_correct": True} for i in range(20)]
     path = write_pickle(data / "a.pkl", traces)
     convert(data, store)

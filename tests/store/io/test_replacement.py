@@ -11,7 +11,6 @@ from tracestore.store.maintain.verify import verify_store
 
 def test_overwrite_keeps_the_store_until_all_sources_are_accepted(store_path, tmp_path):
     before = tree_digest(store_path)
-    (tmp_path / "new").mkdir()
     write_pickle(tmp_path / "new/a.pkl", make_traces(2))
     (tmp_path / "new/b.pkl").write_bytes(b"not a pickle")
     convert(tmp_path / "new", store_path, "--overwrite", check=3)
@@ -28,7 +27,6 @@ def test_overwrite_keeps_the_store_until_all_sources_are_accepted(store_path, tm
 
 def test_leftovers_of_an_overwrite_with_other_sources_are_not_used(store_path, tmp_path):
     bad = tmp_path / "bad"
-    bad.mkdir()
     write_pickle(bad / "a.pkl", make_traces(2))
     (bad / "b.pkl").write_bytes(b"not a pickle")
     convert(bad, store_path, "--overwrite", check=3)

@@ -185,7 +185,6 @@ def test_a_segment_of_another_trace_than_the_index_says_is_refused(stores, tmp_p
 
 def test_sources_that_share_segments_are_committed_together(tmp_path, monkeypatch):
     """Two files in a segment, and one file in two segments."""
-    (tmp_path / "data").mkdir()
     for k in range(4):
         write_pickle(tmp_path / "data" / f"{k}.pkl", make_traces(12)[3 * k : 3 * k + 3])
     convert(tmp_path / "data", tmp_path / "s.zarr")
