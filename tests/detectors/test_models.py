@@ -9,7 +9,7 @@ from torch_geometric.data import Batch, Data
 from torch_geometric.nn import GINEConv, global_mean_pool
 
 import tracestore
-from tests.helpers import make_graphs, make_trace, make_traces, write_store
+from tests.helpers import convert, make_graphs, make_trace, make_traces, write_store
 from tracestore.data.loader import TraceLoader
 from tracestore.detectors.dropout import TraceMasks
 from tracestore.detectors.graph.inputs import GraphInputs
@@ -29,36 +29,23 @@ def loader_of(request, tmp_path):
     traces = make_traces(7, tokens=lambda k: 1 + 3 * k % 11, layers=LAYERS, dim=DIM, heads=3, causal=is_causal)
     write_store(tmp_path / "m.zarr", traces, score=lambda k: k % 2, attention=attention)
     edges = {"causal": "packed", "heads": "heads", "square": "coo"}[request.param]
-    return lambda threshold=0.0: next(
-        iter(
-            TraceLoader(
-                tmp_path / "m.zarr",
-                "graph",
-                batch_size=7,
-                edge_format=edges,
-                attention_threshold=threshold,
-                as_pyg=False,
-            )
-        )
-    )
+    return lambda threshold=0.0: batch_of(tmp_path / "m.zarr", edge_format=edges, attention_threshold=threshold)
+
+
+def batch_of(path, view="graph", **options):
+    """Return a batch of all traces of a store."""
+    return next(iter(TraceLoader(path, view, batch_size=7, shuffle="none", as_pyg=False, **options)))
+
+
+def assert_divisible(model, inputs):
+    """Require that the parts of a batch of 6 traces have the logits of the batch."""
+    pieces = [model(inputs.traces(a, b)).logits for a, b in ((0, 1), (1, 4), (4, 6))]
+    torch.testing.assert_close(model(inputs).logits, torch.cat(pieces), rtol=1e-5, atol=1e-6)
 
 
 def config(**changes):
-    return ModelConfig(
-        LAYERS,
-        DIM,
-        **(
-            {
-                "dropout": 0.0,
-                "gnn_hidden": 16,
-                "latent_dim": 12,
-                "lstm_hidden": 10,
-                "num_lstm_layers": 2,
-                "standardize": False,
-            }
-            | changes
-        ),
-    )
+    sizes = {"dropout": 0.0, "gnn_hidden": 16, "latent_dim": 12, "lstm_hidden": 10, "num_lstm_layers": 2}
+    return ModelConfig(LAYERS, DIM, **(sizes | {"standardize": False} | changes))
 
 
 def plain_lstm(model):
@@ -189,7 +176,7 @@ def test_the_float32_error_is_at_most_twice_that_of_pyg(tmp_path, name, seed):
         for layer in trace["attentions"]:
             layer /= layer.sum(-1, keepdims=True)
     write_store(tmp_path / "m.zarr", traces, score=lambda k: k % 2)
-    batch = next(iter(TraceLoader(tmp_path / "m.zarr", "graph", batch_size=6, edge_format="packed", as_pyg=False)))
+    batch = batch_of(tmp_path / "m.zarr", edge_format="packed")
 
     def run(kind, dtype, order):
         torch.manual_seed(seed)
@@ -227,57 +214,33 @@ def test_edge_lists_equal_triangles(tmp_path):
     """Compare the same traces from pickles (triangles) and from PyG graphs (edge lists)."""
     traces = [make_trace(k, tokens=2 + k, layers=LAYERS, dim=DIM) for k in range(5)]
     write_store(tmp_path / "a.zarr", traces)
-    graphs = {
-        "graphs": [make_graphs(t) for t in traces],
-        "labels": [0.0] * 5,
-        "question_ids": [f"q{k}" for k in range(5)],
-    }
-    torch.save(graphs, tmp_path / "g.pt")
-    from tests.helpers import convert
-
+    graphs, ids = [make_graphs(t) for t in traces], [f"q{k}" for k in range(5)]
+    torch.save({"graphs": graphs, "labels": [0.0] * 5, "question_ids": ids}, tmp_path / "g.pt")
     convert(tmp_path / "g.pt", tmp_path / "b.zarr")
     torch.manual_seed(1)
     model = make_model("gnn_det_lstm", config()).eval()
-    logits = []
-    for name, edges in (("a.zarr", "packed"), ("a.zarr", "coo"), ("b.zarr", "coo")):
-        batch = next(
-            iter(TraceLoader(tmp_path / name, "graph", batch_size=5, shuffle="none", edge_format=edges, as_pyg=False))
-        )
-        logits.append(model(GraphInputs.from_batch(batch)).logits)
-    assert torch.allclose(logits[0], logits[1], rtol=1e-5, atol=1e-6) and torch.allclose(
-        logits[0], logits[2], rtol=1e-5, atol=1e-6
-    )
+    forms = (("a.zarr", "packed"), ("a.zarr", "coo"), ("b.zarr", "coo"))
+    batches = [batch_of(tmp_path / name, edge_format=edges) for name, edges in forms]
+    first, *others = [model(GraphInputs.from_batch(batch)).logits for batch in batches]
+    for logits in others:
+        torch.testing.assert_close(logits, first, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("edges", ["packed", "coo"])
 def test_top_k_and_micro_batches(tmp_path, edges):
     write_store(tmp_path / "m.zarr", make_traces(6, tokens=lambda k: 1 + 2 * k, layers=LAYERS, dim=DIM))
-    loader = TraceLoader(
-        tmp_path / "m.zarr", "graph", batch_size=6, shuffle="none", top_k=0.4, edge_format=edges, as_pyg=False
-    )
-    batch = next(iter(loader))
+    batch = batch_of(tmp_path / "m.zarr", top_k=0.4, edge_format=edges)
     inputs = GraphInputs.from_batch(batch, -float("inf") if edges == "packed" else 0.0)
-    plain = next(iter(TraceLoader(tmp_path / "m.zarr", "graph", batch_size=6, shuffle="none", top_k=0.4, as_pyg=False)))
-    source, target = inputs.coo()[0]
-    assert torch.equal(torch.stack([source, target]), plain.edge_index)
-    model = make_model("gnn_det_lstm", config()).eval()
-    whole = model(inputs).logits
-    pieces = [model(inputs.traces(a, b)).logits for a, b in ((0, 1), (1, 4), (4, 6))]
-    assert torch.allclose(whole, torch.cat(pieces), rtol=1e-5, atol=1e-6)
+    assert torch.equal(inputs.coo()[0], batch_of(tmp_path / "m.zarr", top_k=0.4).edge_index)
+    assert_divisible(make_model("gnn_det_lstm", config()).eval(), inputs)
 
 
 @pytest.mark.parametrize("codec", ["none", "blosc-zstd"])
 def test_heads_and_micro_batches(tmp_path, codec):
     """The weights equal the stored triangles of every head; edges are pairs whose mean exceeds the threshold."""
-    write_store(
-        tmp_path / "m.zarr",
-        make_traces(6, tokens=lambda k: 1 + 2 * k, layers=LAYERS, dim=DIM, heads=3),
-        attention="heads",
-        codec=codec,
-    )
-    loader = TraceLoader(tmp_path / "m.zarr", "graph", batch_size=6, shuffle="none", edge_format="heads", as_pyg=False)
-    batch = next(iter(loader))
-    inputs = GraphInputs.from_batch(batch, 0.3)
+    traces = make_traces(6, tokens=lambda k: 1 + 2 * k, layers=LAYERS, dim=DIM, heads=3)
+    write_store(tmp_path / "m.zarr", traces, attention="heads", codec=codec)
+    inputs = GraphInputs.from_batch(batch_of(tmp_path / "m.zarr", edge_format="heads"), 0.3)
     with tracestore.open(tmp_path / "m.zarr") as store:
         stored = [np.asarray(store[k].attention_packed).reshape(-1) for k in range(6)]
         dense = np.asarray(store[5].attention)
@@ -289,10 +252,7 @@ def test_heads_and_micro_batches(tmp_path, codec):
     found = (torch.stack([source, target]).T[last] - inputs.node_ptr[-2]).tolist()
     assert [tuple(pair) for pair in found] == expected
     assert torch.equal(weight[last], torch.from_numpy(np.stack([dense[-1][:, i, j] for j, i in expected])))
-    model = make_model("gnn_det_lstm", config(edge_features="heads", num_heads=3)).eval()
-    whole = model(inputs).logits
-    pieces = [model(inputs.traces(a, b)).logits for a, b in ((0, 1), (1, 4), (4, 6))]
-    assert torch.allclose(whole, torch.cat(pieces), rtol=1e-5, atol=1e-6)
+    assert_divisible(make_model("gnn_det_lstm", config(edge_features="heads", num_heads=3)).eval(), inputs)
 
 
 @pytest.mark.parametrize("standardize", [False, True])
@@ -305,12 +265,7 @@ def test_selected_layers_equal_a_store_of_these_layers(tmp_path, form, standardi
         traces = make_traces(5, tokens=lambda k: 1 + 2 * k, layers=LAYERS, dim=DIM, heads=2)
         traces = [t | {n: [t[n][j] for j in layers] for n in ("hidden_states", "attentions")} for t in traces]
         write_store(tmp_path / name, traces, attention="heads" if form == "heads" else "mean")
-        batches = {
-            view: next(
-                iter(TraceLoader(tmp_path / name, view, batch_size=5, shuffle="none", edge_format=form, as_pyg=False))
-            )
-            for view in ("graph", "sequence")
-        }
+        batches = {view: batch_of(tmp_path / name, view, edge_format=form) for view in ("graph", "sequence")}
         sizes = {"dropout": 0.0, "gnn_hidden": 16, "lstm_hidden": 10, "standardize": standardize} | features
         for detector, inputs in (
             ("gnn_det_lstm", GraphInputs.from_batch(batches["graph"], 0.2)),
