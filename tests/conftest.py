@@ -43,20 +43,8 @@ settings.load_profile("any-speed")
 # Libraries that the tests of store, ingest and conversion run without, for example on a Python that has no
 # wheel of torch. If torch is installed, a missing library is a failure.
 WITHOUT_TORCH = importlib.util.find_spec("torch") is None
-OPTIONAL = {
-    "torch",
-    "torch_geometric",
-    "sklearn",
-    "scipy",
-    "matplotlib",
-    "distributed",
-    "obstore",
-    "moto",
-    "pandas",
-    "h5py",
-    "pyarrow",
-    "datasets",
-}
+OPTIONAL = {"torch", "torch_geometric", "sklearn", "scipy", "matplotlib", "distributed", "obstore", "moto", "pandas"}
+OPTIONAL |= {"h5py", "pyarrow", "datasets"}
 
 
 def pytest_addoption(parser):

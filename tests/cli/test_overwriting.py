@@ -222,15 +222,8 @@ def test_an_output_folder_keeps_the_input(work):
     rows = [f"q{k},{k % 2}" for k in range(64)]
     (out / "scores.csv").write_text("\n".join(["question_id,hallucination_score", *rows, ""]))
     before = (out / "scores.csv").read_bytes()
-    words = [
-        "benchmark",
-        work / "s.zarr",
-        "--output-dir",
-        out,
-        "--scores",
-        f"judge={out / 'scores.csv'}",
-        "--overwrite",
-    ]
+    words = ["benchmark", work / "s.zarr", "--output-dir", out, "--scores", f"judge={out / 'scores.csv'}"]
+    words += ["--overwrite"]
     assert "a file that this command reads" in error_of(*words, code=2)
     assert (out / "scores.csv").read_bytes() == before
 

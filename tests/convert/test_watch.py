@@ -143,17 +143,8 @@ def test_wrong_usage(tmp_path, folder):
 
 def test_ctrl_c_ends_the_watch_and_the_same_command_continues(tmp_path, folder):
     save_file(connector_arrays(0), folder / "0.safetensors")
-    words = (
-        sys.executable,
-        "-m",
-        "tracestore",
-        "convert",
-        folder,
-        tmp_path / "s.zarr",
-        "--watch",
-        "--attention",
-        "none",
-    )
+    words = (sys.executable, "-m", "tracestore", "convert", folder, tmp_path / "s.zarr", "--watch", "--attention")
+    words += ("none",)
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     for line in process.stdout:
         if "without a label or score" in line:  # the last line of the first conversion

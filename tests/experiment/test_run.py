@@ -175,17 +175,8 @@ def test_a_generous_memory_budget_changes_nothing(labeled, tmp_path):
 
 
 def test_sigint_ends_the_run_within_seconds(labeled, tmp_path):
-    command = [
-        sys.executable,
-        "tools/train.py",
-        "--store",
-        labeled,
-        "--output-dir",
-        tmp_path / "r",
-        *FAST,
-        "--epochs",
-        500,
-    ]
+    command = [sys.executable, "tools/train.py", "--store", labeled, "--output-dir", tmp_path / "r", *FAST, "--epochs"]
+    command += [500]
     process = subprocess.Popen(
         [str(c) for c in command],
         cwd=ROOT,

@@ -78,16 +78,8 @@ def assert_arrays(found, trace):
 
 def assert_row(row, trace, scores):
     """Assert that a row, without its missing values, has every text, number and score of a trace."""
-    names = (
-        "question_id",
-        "sample",
-        "num_tokens",
-        "prompt_length",
-        "question",
-        "tokens_decoded",
-        "temperature",
-        "seed",
-    )
+    names = ("question_id", "sample", "num_tokens", "prompt_length", "question", "tokens_decoded", "temperature")
+    names += ("seed",)
     for name in names:
         assert row.get(name) == getattr(trace, name), name
     assert row.get("generated_answer_clean") == trace.answer and row.get("group", "") == trace.group

@@ -17,21 +17,8 @@ from tests.malicious_inputs.files.opcodes import ARGUMENTS, CODES
 INTERESTING = (0, 1, -1, 2, 127, 128, 255, 256, 1 << 15, 1 << 16, (1 << 31) - 1, 1 << 31, -(1 << 31), 1 << 32)
 INTERESTING += ((1 << 62), (1 << 63) - 1, 1 << 63, (1 << 64) - 1, -(1 << 63))
 TEXTS = ("", "x", "hidden_states", "attentions", "tokens", "tokens_decoded", "question_id", "sequences", "graphs")
-TEXTS += (
-    "labels",
-    "question_ids",
-    "_store",
-    "_mapping",
-    "_parent",
-    "storage",
-    "f2",
-    "<f4",
-    "O",
-    "U3",
-    "S0",
-    "V2",
-    "\ud800",
-)
+TEXTS += ("labels", "question_ids", "_store", "_mapping", "_parent", "storage", "f2", "<f4", "O", "U3", "S0", "V2")
+TEXTS += ("\ud800",)
 SNIPPETS = [
     *(code + ARGUMENTS.get(op.arg.name, b"") if op.arg else code for code, op in CODES.items()),
     *map(uni, TEXTS),
@@ -58,24 +45,8 @@ SNIPPETS = [
 
 
 # Pieces of lines of layouts.
-WORDS = (
-    " : ",
-    " -> ",
-    "{id}",
-    "{layer}",
-    "{n:d}",
-    "[]",
-    "[id=q]",
-    "[chunk]",
-    "**",
-    "*",
-    "/",
-    "@",
-    "\\",
-    '"',
-    "=",
-    "\n",
-)
+WORDS = (" : ", " -> ", "{id}", "{layer}", "{n:d}", "[]", "[id=q]", "[chunk]", "**", "*", "/", "@", "\\", '"', "=")
+WORDS += ("\n",)
 WORDS += ("hidden_states = ", "tokens = ", "is_correct = ", "S.mask = ", "words.ja = ", "ignore = ", "records = ")
 WORDS += ("N", "L S D", "(N S)", "T", "0", "-1", "#", ",", ".", " ", "é", "true", "[1, 2]")
 

@@ -28,44 +28,10 @@ from tracestore.store.format.ragged import encode_strings
 from tracestore.store.format.zip_group import ZipGroup, pack_group
 from tracestore.store.maintain.merge import merge_stores
 
-NUMBERS = [
-    -(2**63),
-    -(2**31),
-    -2,
-    -1,
-    0,
-    1,
-    2,
-    3,
-    7,
-    255,
-    2**15,
-    2**31 - 1,
-    2**31,
-    2**32,
-    2**40,
-    2**62,
-    2**63,
-    2**64,
-    10**400,
-]
-VALUES = [
-    *NUMBERS,
-    0.5,
-    -1.0,
-    1e308,
-    True,
-    None,
-    "",
-    "x",
-    "../../../etc/passwd",
-    "/etc/passwd",
-    "\0",
-    [],
-    [[]],
-    {},
-    {"a": 1},
-]
+NUMBERS = [-(2**63), -(2**31), -2, -1, 0, 1, 2, 3, 7, 255, 2**15, 2**31 - 1, 2**31, 2**32, 2**40, 2**62, 2**63, 2**64]
+NUMBERS += [10**400]
+VALUES = [*NUMBERS, 0.5, -1.0, 1e308, True, None, "", "x", "../../../etc/passwd", "/etc/passwd", "\0", [], [[]], {}]
+VALUES += [{"a": 1}]
 PATHS = ["../escape", "/etc/passwd", "segments/../../../escape", "zarr.json", "lock", "segments/00000000/evil.pth", "",
          "segments/00000000/hidden_states/c/0/../../../../x", "a\nb", "manifest/0000000001"]  # fmt: skip
 

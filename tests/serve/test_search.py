@@ -161,15 +161,8 @@ def test_invalid_results_are_one_line(store, results_folder, tmp_path, name, tex
 
 def test_scores_of_a_benchmark_are_ranks_of_their_fold(store, tmp_path):
     # Scores of the second fold are larger; two of the first are equal; one trace has none.
-    rows = [
-        (4, 1, 0, -3.5),
-        (5, 0, 0, -7),
-        (6, 0, 0, -3.5),
-        (7, 1, 1, 90),
-        (8, 0, 1, 80),
-        (9, 0, 1, ""),
-        (999, 0, 1, 85),
-    ]
+    rows = [(4, 1, 0, -3.5), (5, 0, 0, -7), (6, 0, 0, -3.5), (7, 1, 1, 90), (8, 0, 1, 80), (9, 0, 1, "")]
+    rows += [(999, 0, 1, 85)]
     lines = [f"q{k},0,{label},g,{fold},{score},0" for k, label, fold, score in rows]
     header = "question_id,sample,label,group,fold:question,gnn:question,length:group"
     (tmp_path / "scores.csv").write_text("\n".join([header, *lines, ""]))

@@ -62,20 +62,8 @@ class Folder:
     def edit(self):
         """Change the folder at random; return what was done."""
         rng, names = self.rng, sorted(self.files)
-        ops = [
-            "add",
-            "label",
-            "label",
-            "group",
-            "f1",
-            "content",
-            "empty",
-            "copy",
-            "copy",
-            "rename",
-            "remove",
-            "restore",
-        ]
+        ops = ["add", "label", "label", "group", "f1", "content", "empty", "copy", "copy", "rename", "remove"]
+        ops += ["restore"]
         op = rng.choice(ops) if names else "add"
         name = rng.choice(names) if names else ""
         k = rng.randrange(len(self.files[name])) if names else 0
