@@ -154,18 +154,8 @@ def test_head_means_equal_those_of_the_store():
     rng = np.random.default_rng(3)
     sizes, layers, heads = [5, 1, 17], 2, 3
     stored = [rng.random((layers, heads, s * (s + 1) // 2)).astype("f2") for s in sizes]
-    weights = Weights(
-        [raw(s) for s in stored],
-        np.array(sizes),
-        np.ones(3, "u1"),
-        layers,
-        heads,
-        kernels.F16,
-        kernels.F16,
-        0.0,
-        0.0,
-        2,
-    )
+    arrays = [raw(s) for s in stored], np.array(sizes), np.ones(3, "u1")
+    weights = Weights(*arrays, layers, heads, kernels.F16, kernels.F16, 0.0, 0.0, 2)
     packed = weights.pack().view("f2")
     expected = []
     for trace in stored:

@@ -97,17 +97,8 @@ def test_heads_and_layers_in_training_planning_and_prediction(labeled, tmp_path,
         )
     command("plan", heads, *more, check=0)
     # lstm_solo reads no edges, so it accepts the other store.
-    command(
-        "predict",
-        "--checkpoint",
-        results / "lstm_solo/best.pt",
-        "--store",
-        labeled,
-        "--output",
-        scores,
-        "--overwrite",
-        check=0,
-    )
+    checkpoint = results / "lstm_solo/best.pt"
+    command("predict", "--checkpoint", checkpoint, "--store", labeled, "--output", scores, "--overwrite", check=0)
     bad = [*more, "--layers", "0,3"] if "--layers" in options else more
     kept = (results / "gnn_det_lstm/best.pt").read_bytes()
     for done in (

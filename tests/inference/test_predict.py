@@ -127,17 +127,8 @@ def test_unreadable_stores_are_refused(trained, tmp_path):
 def test_invalid_checkpoints_are_refused(trained, tmp_path):
     store, run, _ = trained
     good = torch.load(run / "lstm_solo/best.pt", weights_only=True)
-    assert {
-        "version",
-        "tracestore",
-        "torch",
-        "name",
-        "model",
-        "model_config",
-        "store",
-        "threshold",
-        "temperature",
-    } <= set(good)
+    expected = {"version", "tracestore", "torch", "name", "model", "model_config", "store", "threshold", "temperature"}
+    assert expected <= set(good)
     whole = (run / "lstm_solo/best.pt").read_bytes()
 
     def saved(**changes):

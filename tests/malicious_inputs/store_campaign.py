@@ -261,14 +261,8 @@ def campaign(
                 fault = "the canary was changed"
             if fault is None and elsewhere and tree_digest(work / "elsewhere") != elsewhere:
                 fault = "the target of a link was changed"
-            if fault is None and set(os.listdir(work)) - {
-                "canary",
-                "elsewhere",
-                "out",
-                "store.zarr",
-                ".tmp-store.zarr",
-                "cache",
-            }:
+            expected = {"canary", "elsewhere", "out", "store.zarr", ".tmp-store.zarr", "cache"}
+            if fault is None and set(os.listdir(work)) - expected:
                 fault = f"left {sorted(os.listdir(work))}"
             if fault is not None:
                 faults.append(

@@ -47,7 +47,7 @@ def test_texts_of_every_form_are_found(tmp_path):
             writer.append(trace)
     with tracestore.open(tmp_path / "s.zarr") as store:
         search = TraceSearch(store)
-        for words in (
+        every = (
             "",
             "nul",
             "inside",
@@ -62,7 +62,8 @@ def test_texts_of_every_form_are_found(tmp_path):
             "z",
             "sq",
             "q",
-        ):
+        )
+        for words in every:
             wanted = words.replace("\0", " ").casefold().split()
             found = [[t.question_id, t.question or "", t.answer or ""] for t in store]
             folded = ["\n".join(f).replace("\0", " ").casefold() for f in found]

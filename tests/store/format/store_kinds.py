@@ -43,36 +43,14 @@ from tracestore.store.write.writer import StoreWriter
 
 KINDS: dict[str, Callable[[Path], None]] = {}
 # Kinds that differ little from another one.
-SIMILAR = (
-    "bfloat16_to_float16_mean",
-    "codec_blosc_lz4_float32_heads",
-    "codec_zstd",
-    "continued_after_a_kill_before_the_first_commit",
-    "default_score_without_values",
-    "edges_blosc",
-    "edges_legacy_file",
-    "edges_reversed",
-    "edges_with_labels_and_fields",
-    "index_parts_merged",
-    "integer_ids",
-    "killed",
-    "labels_of_later_sources",
-    "lens_zstd",
-    "merged_provenances",
-    "mixed_layouts_mean",
-    "optional_fields_of_one_segment",
-    "overwritten",
-    "pickles_then_sequences",
-    "replaced_in_one_run",
-    "repaired_manifest",
-    "rounded_to_float16_heads",
-    "scores_by_sample",
-    "scores_of_hallucination",
-    "several_files_per_segment",
-    "split_source",
-    "square_mean",
-    "subset_by_split",
-)
+SIMILAR = """
+bfloat16_to_float16_mean codec_blosc_lz4_float32_heads codec_zstd continued_after_a_kill_before_the_first_commit
+default_score_without_values edges_blosc edges_legacy_file edges_reversed edges_with_labels_and_fields
+index_parts_merged integer_ids killed labels_of_later_sources lens_zstd merged_provenances mixed_layouts_mean
+optional_fields_of_one_segment overwritten pickles_then_sequences replaced_in_one_run repaired_manifest
+rounded_to_float16_heads scores_by_sample scores_of_hallucination several_files_per_segment split_source
+square_mean subset_by_split
+"""
 
 
 def kind(function: Callable[[Path], None]) -> Callable[[Path], None]:

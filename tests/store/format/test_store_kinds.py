@@ -27,7 +27,9 @@ class Kind(NamedTuple):
     expected: list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module", params=[*(name for name in KINDS if name not in SIMILAR), *long(*SIMILAR)])
+@pytest.fixture(
+    scope="module", params=[*(name for name in KINDS if name not in SIMILAR.split()), *long(*SIMILAR.split())]
+)
 def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kind:
     """A store of each kind."""
     path = tmp_path_factory.mktemp("kind") / "s.zarr"

@@ -16,17 +16,8 @@ def test_a_copy_equals_the_trace_and_needs_no_files(tmp_path, case):
     store = tracestore.open(make_store(tmp_path / "s.zarr", **CASES[case]))
     trace = store[3]
     copied = trace.copy()
-    for name in [
-        "question_id",
-        "sample",
-        "source",
-        "score",
-        "num_tokens",
-        "question",
-        "answer",
-        "extras",
-        "tokens_decoded",
-    ]:
+    names = ("question_id", "sample", "source", "score", "num_tokens", "question", "answer", "extras", "tokens_decoded")
+    for name in names:
         assert np.array_equal([getattr(copied, name)], [getattr(trace, name)], equal_nan=name == "score"), name
     arrays = ["hidden_states", "last_token", "attention", "attention_packed", "tokens"]
     for name in arrays[:3] if case == "edges" else arrays:

@@ -23,6 +23,8 @@ from tests.ingest.corpus.samples import (
     write_table,
 )
 
+FIVE = {"count": 5, "layers": 3, "dim": 16, "lengths": (6, 9, 7, 8, 10)}
+SEVEN = {"count": 7, "layers": 2, "dim": 16, "lengths": (6, 9, 5, 8, 10, 11, 13)}
 kind = functools.partial(registry.kind, register=registry.UNSEEN)
 
 
@@ -179,7 +181,7 @@ def pt_residual_stream_and_pattern_per_prompt(folder, samples):
     return [s.expect("attention words question", hidden_states=rounded(s.hidden), question_id=None) for s in samples]
 
 
-@kind(count=7, layers=2, dim=16, ids="boolq_{}", lengths=(6, 9, 5, 8, 10, 11, 13), seed=79)
+@kind(**SEVEN, ids="boolq_{}", seed=79)
 def pkl_batches_of_chosen_layers_and_results(folder, samples):
     """Write pickles of padded batches (B, L, S, D) of layers 8 and 16 with a mask, and results.csv with labels by id."""
     for number, part in enumerate((samples[:4], samples[4:])):
@@ -214,16 +216,7 @@ def npz_by_id_with_annotations(folder, samples):
     write_table(folder / "annotations.csv", [texts_of(s, "question_id question response") | label(s) for s in samples])
 
 
-@kind(
-    "pandas",
-    count=5,
-    layers=3,
-    dim=16,
-    ids="squad_{}",
-    lengths=(6, 9, 7, 8, 10),
-    seed=82,
-    expect="id question answer score",
-)
+@kind("pandas", **FIVE, ids="squad_{}", seed=82, expect="id question answer score")
 def npy_padded_with_sorted_table(folder, samples):
     """Write one padded .npy (N, L, S, D) and a CSV sorted by score, with the row and token count of each question."""
     import pandas as pd
@@ -251,16 +244,7 @@ def h5_left_padded_layers_with_labels(folder, samples):
         file["hallucination"] = np.array([not correct(s) for s in samples], "i1")
 
 
-@kind(
-    "h5py",
-    count=5,
-    layers=3,
-    dim=16,
-    ids="trivia_{}",
-    lengths=(6, 9, 7, 8, 10),
-    seed=84,
-    expect="id question answer attention score",
-)
+@kind("h5py", **FIVE, ids="trivia_{}", seed=84, expect="id question answer attention score")
 def h5_group_per_sample_with_bleurt(folder, samples):
     """Write HDF5 with a group per sample: states and attention of all heads, texts as attributes, a scalar score."""
     import h5py
@@ -308,16 +292,7 @@ def st_per_question_with_header_and_labels(folder, samples):
     return [s.expect("id question answer tokens", score=float(correct(s))) for s in samples]
 
 
-@kind(
-    "safetensors",
-    count=7,
-    layers=2,
-    dim=16,
-    ids="{}",
-    lengths=(6, 9, 5, 8, 10, 11, 13),
-    seed=87,
-    expect="id tokens question",
-)
+@kind("safetensors", **SEVEN, ids="{}", seed=87, expect="id tokens question")
 def st_flat_tokens_of_two_layers_for_autoencoder(folder, samples):
     """Write safetensors shards of all tokens (T, D) of layers 6 and 13 with prompt_ids (T,), and prompts.json."""
     from safetensors.numpy import save_file

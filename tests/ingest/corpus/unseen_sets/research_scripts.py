@@ -23,6 +23,9 @@ from tests.ingest.corpus.samples import (
     write_table,
 )
 
+FIVE = {"count": 5, "layers": 3, "lengths": (7, 10, 6, 9, 8)}
+NINE = {"count": 9, "lengths": (10, 7, 13, 8, 11)}
+OTHER_FIVE = FIVE | {"lengths": (6, 9, 7, 10, 8)}
 kind = functools.partial(registry.kind, register=registry.UNSEEN)
 
 
@@ -57,9 +60,7 @@ def triviaqa_probe_tensor(folder, samples):
     return [s.expect_last("id question answer", score=float(is_right(s))) for s in samples]
 
 
-@kind(
-    count=5, layers=3, dim=14, ids="halueval-{}", lengths=(7, 10, 6, 9, 8), seed=602, expect="id question answer label"
-)
+@kind(**FIVE, dim=14, ids="halueval-{}", seed=602, expect="id question answer label")
 def hooked_blocks_by_question(folder, samples):
     """Write a pickle keyed by question: float16 outputs (1, S, D) of three hooked blocks under their module names."""
     data = {}
@@ -170,16 +171,7 @@ def states_folder_with_csv(folder):
     return traces
 
 
-@kind(
-    count=5,
-    layers=3,
-    dim=16,
-    heads=4,
-    ids="ioi_{}",
-    lengths=(7, 10, 6, 9, 8),
-    seed=609,
-    expect="id tokens words attention",
-)
+@kind(**FIVE, dim=16, heads=4, ids="ioi_{}", seed=609, expect="id tokens words attention")
 def lens_cache_records(folder, samples):
     """Write a .pt list of TransformerLens caches as dicts: resid_post and patterns of each block, and string tokens."""
     records = []
@@ -256,16 +248,7 @@ def one_layer_h5(folder, samples):
         file.create_dataset("scores", data=np.array([s.score for s in samples], "f4"))
 
 
-@kind(
-    "h5py",
-    count=5,
-    layers=3,
-    dim=14,
-    ids="fever_{}",
-    lengths=(6, 9, 7, 10, 8),
-    seed=615,
-    expect="id question answer label",
-)
+@kind("h5py", **OTHER_FIVE, dim=14, ids="fever_{}", seed=615, expect="id question answer label")
 def layer_groups_h5(folder, samples):
     """Write HDF5 with a group a layer that holds a data set (S, D) a question, and hallucinations in a CSV."""
     import h5py
@@ -292,17 +275,7 @@ def vllm_requests_judged(folder, samples):
     return [graded(s, "id tokens", hidden_states=rounded(s.hidden)) for s in samples]
 
 
-@kind(
-    "safetensors",
-    count=5,
-    layers=3,
-    dim=12,
-    heads=4,
-    ids="hotpot_{}",
-    lengths=(6, 9, 7, 10, 8),
-    seed=617,
-    expect="id question attention label",
-)
+@kind("safetensors", **OTHER_FIVE, dim=12, heads=4, ids="hotpot_{}", seed=617, expect="id question attention label")
 def tensors_named_by_question(folder, samples):
     """Write one safetensors file with ID.hidden_states and ID.attention_weights, and labels.json by question."""
     from safetensors.numpy import save_file
@@ -316,16 +289,7 @@ def tensors_named_by_question(folder, samples):
     write_json(folder / "labels.json", labels)
 
 
-@kind(
-    "safetensors",
-    count=9,
-    layers=3,
-    dim=16,
-    ids="xsum-{}",
-    lengths=(10, 7, 13, 8, 11),
-    seed=618,
-    expect="id tokens score",
-)
+@kind("safetensors", **FIVE | NINE, dim=16, ids="xsum-{}", seed=618, expect="id tokens score")
 def padded_safetensors_shards(folder, samples):
     """Write two shards of safetensors with a padded tensor (B, S, D) a layer, mask and input_ids, and an index."""
     from safetensors.torch import save_file
