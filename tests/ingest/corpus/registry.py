@@ -72,28 +72,35 @@ PARTS = {"main": MAIN, "unseen": UNSEEN, "outside": OUTSIDE}
 def kind(*needs, refused=False, register=MAIN, expect=None, expect_last=None, rows=None, **options):
     """Register a function as a kind. Its name is the name of the folder, its docstring describes the files.
 
-    A function with the parameter `samples` gets those of `make_samples` with the options. It returns the expected
-    traces, or `expect` or `expect_last` name the fields that are expected of each sample; see `Sample`. If `rows` is
-    the name of a file, the function returns the row of one sample, and the file holds the list of all rows.
+    A function with the parameter `samples` gets those of `make_samples` with the options. It returns or yields the
+    expected traces, or `expect` or `expect_last` name the fields that are expected of each sample; see `Sample`. If
+    `rows` is the name of a file, which holds a list of rows, the function returns the row of one sample, or yields
+    pairs of a row and an expected trace.
     """
 
     def decorate(write):
         assert not any(write.__name__ in part for part in PARTS.values()), write.__name__
         assert write.__doc__, write.__name__
 
+        parameters = inspect.signature(write).parameters
+        is_row = rows is not None and not inspect.isgeneratorfunction(write)
+
         @functools.wraps(write)
-        def write_samples(folder):
-            samples = make_samples(**options)
-            if rows is None:
-                found = write(folder, samples)
-            else:
-                write_rows(folder / rows, [write(sample) for sample in samples])
+        def write_folder(folder):
+            samples = make_samples(**options) if is_row or "samples" in parameters else []
+            given = {"folder": folder, "samples": samples}
+            found = None if is_row else write(**{name: given[name] for name in parameters})
+            if inspect.isgenerator(found):
+                found = list(found)
+            if rows is not None:
+                pairs = [(write(sample), None) for sample in samples] if is_row else found
+                write_rows(folder / rows, [row for row, _ in pairs])
+                found = [trace for _, trace in pairs]
             if expect is not None:
                 return [sample.expect(expect) for sample in samples]
             return found if expect_last is None else [sample.expect_last(expect_last) for sample in samples]
 
-        has_samples = rows is not None or "samples" in inspect.signature(write).parameters
-        register[write.__name__] = Kind(write.__name__, write_samples if has_samples else write, needs, refused)
+        register[write.__name__] = Kind(write.__name__, write_folder, needs, refused)
         return write
 
     return decorate

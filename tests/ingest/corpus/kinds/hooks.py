@@ -39,50 +39,38 @@ def expect_cache(cache, tokens=None, attention=True, **changes):
 @kind("transformer_lens")
 def transformerlens_cache(folder):
     """Write dict(cache) of HookedTransformer.run_with_cache with every activation, a file per prompt."""
-    traces = []
     for i, (_, cache) in enumerate(cached_runs()):
         save_pt(folder / f"prompt_{i}.pt", dict(cache.cache_dict))
-        traces.append(expect_cache(cache))
-    return traces
+        yield expect_cache(cache)
 
 
-@kind("transformer_lens")
-def transformerlens_selected(folder):
+@kind("transformer_lens", rows="caches.pkl")
+def transformerlens_selected():
     """Write resid_post and pattern of run_with_cache with a names filter, with tokens and id, in one pickle."""
-    rows, traces = [], []
     selected = lambda name: name.endswith(("hook_resid_post", "hook_pattern"))  # noqa: E731
     for i, (tokens, cache) in enumerate(cached_runs(names=selected)):
         arrays = {name: value.numpy() for name, value in cache.items()}
-        rows.append({"question_id": f"q{i}", "tokens": tokens.numpy(), "cache": arrays})
-        traces.append(expect_cache(cache, tokens, question_id=f"q{i}"))
-    dump(folder / "caches.pkl", rows)
-    return traces
+        row = {"question_id": f"q{i}", "tokens": tokens.numpy(), "cache": arrays}
+        yield row, expect_cache(cache, tokens, question_id=f"q{i}")
 
 
 @kind("transformer_lens")
 def transformerlens_without_batch(folder):
     """Write cache.remove_batch_dim(): (S, D) per block, resid_post only."""
-    traces = []
     for i, (_, cache) in enumerate(cached_runs(names=lambda name: name.endswith("hook_resid_post"))):
-        traces.append(expect_cache(cache, attention=False))
+        yield expect_cache(cache, attention=False)
         cache.remove_batch_dim()
         save_pt(folder / f"{i:03d}.pth", dict(cache.items()))
-    return traces
 
 
-@kind("transformer_lens")
-def transformerlens_accumulated(folder):
+@kind("transformer_lens", rows="accumulated.pt")
+def transformerlens_accumulated():
     """Write cache.accumulated_resid(): a stack (L + 1, 1, S, D) with its labels."""
-    rows, traces = [], []
     for i, (tokens, cache) in enumerate(cached_runs()):
         stack, labels = cache.accumulated_resid(layer=-1, incl_mid=False, return_labels=True)
-        rows.append({"id": f"p{i}", "hidden_states": stack, "labels": labels, "tokens": tokens})
+        row = {"id": f"p{i}", "hidden_states": stack, "labels": labels, "tokens": tokens}
         hidden = stack[:, 0].numpy()
-        traces.append(
-            {"question_id": f"p{i}", "hidden_states": hidden, "has_embeddings": True, "tokens": tokens.tolist()}
-        )
-    save_pt(folder / "accumulated.pt", rows)
-    return traces
+        yield row, {"question_id": f"p{i}", "hidden_states": hidden, "has_embeddings": True, "tokens": tokens.tolist()}
 
 
 @kind(expect="")

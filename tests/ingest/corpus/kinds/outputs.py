@@ -19,39 +19,30 @@ from tests.ingest.corpus.samples import (
 @kind("transformers")
 def llama_output_objects(folder):
     """Write a CausalLMOutputWithPast per file: logits, hidden states with the embeddings, attentions."""
-    traces = []
     for i, ids in enumerate(prompts()):
         output = forward(ids)
         save_pt(folder / f"output_{i}.pt", output)
-        traces.append(expect_output(output))
-    return traces
+        yield expect_output(output)
 
 
-@kind("transformers")
-def llama_outputs_in_pickle(folder):
+@kind("transformers", rows="outputs.pkl")
+def llama_outputs_in_pickle():
     """Write a list of dicts with the output object under "output", with id and question."""
-    rows, traces = [], []
     for i, ids in enumerate(prompts()):
         output = forward(ids)
-        rows.append({"question_id": f"q{i}", "question": f"Q {i}?", "output": output})
-        traces.append(expect_output(output, question_id=f"q{i}", question=f"Q {i}?"))
-    dump(folder / "outputs.pkl", rows)
-    return traces
+        row = {"question_id": f"q{i}", "question": f"Q {i}?", "output": output}
+        yield row, expect_output(output, question_id=f"q{i}", question=f"Q {i}?")
 
 
-@kind("transformers")
-def llama_output_with_cache(folder):
+@kind("transformers", rows="outputs.pt")
+def llama_output_with_cache():
     """Write output objects that carry a DynamicCache of keys and values, with input_ids."""
     import torch
 
-    rows, traces = [], []
     for ids in prompts(2):
         with torch.no_grad():
             output = tiny_model()(ids, output_hidden_states=True, output_attentions=True, use_cache=True)
-        rows.append({"input_ids": ids, "outputs": output})
-        traces.append(expect_output(output, tokens=ids[0].tolist()))
-    save_pt(folder / "outputs.pt", rows)
-    return traces
+        yield {"input_ids": ids, "outputs": output}, expect_output(output, tokens=ids[0].tolist())
 
 
 @kind("transformers")
@@ -94,47 +85,36 @@ def llama_left_padded_output(folder):
     ]
 
 
-@kind("transformers")
-def base_model_outputs(folder):
+@kind("transformers", rows="base.pth")
+def base_model_outputs():
     """Write BaseModelOutputWithPast of the model without its head, bfloat16, no attentions."""
     import torch
 
-    rows, traces = [], []
     for i, ids in enumerate(prompts()):
         with torch.no_grad():
             output = tiny_model("llama", "bfloat16").model(ids, output_hidden_states=True, use_cache=False)
-        rows.append({"idx": i, "model_output": output})
-        traces.append({"question_id": str(i), "hidden_states": states_of(output.hidden_states), "has_embeddings": True})
+        row = {"idx": i, "model_output": output}
+        yield row, {"question_id": str(i), "hidden_states": states_of(output.hidden_states), "has_embeddings": True}
     tiny_model.cache_clear()
-    save_pt(folder / "base.pth", rows)
-    return traces
 
 
-@kind("transformers")
-def bert_masked_lm_outputs(folder):
+@kind("transformers", rows="bert.pt")
+def bert_masked_lm_outputs():
     """Write MaskedLMOutput of BERT: attention in both directions."""
-    rows, traces = [], []
     for i, ids in enumerate(prompts()):
         import torch
 
         with torch.no_grad():
             output = tiny_model("bert")(ids, output_hidden_states=True, output_attentions=True)
-        rows.append({"id": f"s{i}", "output": output})
-        traces.append(expect_output(output, question_id=f"s{i}"))
-    save_pt(folder / "bert.pt", rows)
-    return traces
+        yield {"id": f"s{i}", "output": output}, expect_output(output, question_id=f"s{i}")
 
 
-@kind("transformers")
-def output_as_dict(folder):
+@kind("transformers", rows="outputs.pt")
+def output_as_dict():
     """Write dict(output) in a list."""
-    rows, traces = [], []
     for ids in prompts():
         output = forward(ids)
-        rows.append(dict(output) | {"input_ids": ids})
-        traces.append(expect_output(output, tokens=ids[0].tolist()))
-    save_pt(folder / "outputs.pt", rows)
-    return traces
+        yield dict(output) | {"input_ids": ids}, expect_output(output, tokens=ids[0].tolist())
 
 
 @kind("transformers")
@@ -145,39 +125,34 @@ def output_object_list(folder):
     return [expect_output(output) for output in outputs]
 
 
-@kind("transformers")
-def stacked_without_embeddings(folder):
+@kind("transformers", rows="stacked.pt")
+def stacked_without_embeddings():
     """Write torch.stack(output.hidden_states[1:]).squeeze(1): the embeddings are left out, attentions stacked as well."""
     import torch
 
-    rows, traces = [], []
     for i, ids in enumerate(prompts()):
         output = forward(ids)
         hidden, attention = torch.stack(output.hidden_states[1:]).squeeze(1), torch.stack(output.attentions).squeeze(1)
-        rows.append({"question_id": f"q{i}", "hidden_states": hidden, "attentions": attention, "tokens": ids[0]})
-        traces.append(
+        row = {"question_id": f"q{i}", "hidden_states": hidden, "attentions": attention, "tokens": ids[0]}
+        yield (
+            row,
             {
                 "question_id": f"q{i}",
                 "hidden_states": hidden.numpy(),
                 "attention": attention.numpy(),
                 "tokens": ids[0].tolist(),
-            }
+            },
         )
-    save_pt(folder / "stacked.pt", rows)
-    return traces
 
 
-@kind("transformers")
-def stacked_with_embeddings(folder):
+@kind("transformers", rows="stacked.pkl")
+def stacked_with_embeddings():
     """Write np.stack of all L + 1 states (L + 1, S, D) and of L attentions (L, H, S, S); pickle."""
-    rows, traces = [], []
     for i, ids in enumerate(prompts()):
         output = forward(ids)
         hidden, attention = states_of(output.hidden_states), attention_of(output.attentions)
-        rows.append({"id": f"q{i}", "hidden_states": hidden, "attentions": attention, "input_ids": ids[0].tolist()})
-        traces.append(expect_output(output, question_id=f"q{i}", tokens=ids[0].tolist()))
-    dump(folder / "stacked.pkl", rows)
-    return traces
+        row = {"id": f"q{i}", "hidden_states": hidden, "attentions": attention, "input_ids": ids[0].tolist()}
+        yield row, expect_output(output, question_id=f"q{i}", tokens=ids[0].tolist())
 
 
 @kind("transformers")
@@ -194,29 +169,23 @@ def embeddings_and_head_mean(folder):
     return traces
 
 
-@kind("transformers")
-def last_layer_of_output(folder):
+@kind("transformers", rows="last_layer.pt")
+def last_layer_of_output():
     """Write output.hidden_states[-1] alone, (1, S, D) bfloat16, with the logits of the last token."""
-    rows, traces = [], []
     for i, ids in enumerate(prompts()):
         output = forward(ids)
         last = output.hidden_states[-1].bfloat16()
-        rows.append({"question_id": f"q{i}", "last_hidden_state": last, "logits": output.logits[0, -1]})
-        traces.append({"question_id": f"q{i}", "hidden_states": last.float().numpy()})
-    save_pt(folder / "last_layer.pt", rows)
-    return traces
+        row = {"question_id": f"q{i}", "last_hidden_state": last, "logits": output.logits[0, -1]}
+        yield row, {"question_id": f"q{i}", "hidden_states": last.float().numpy()}
 
 
 @kind("transformers")
 def last_token_of_output(folder):
     """Write [h[0, -1] for h in output.hidden_states]: the last token alone with the embeddings, by question."""
-    rows, traces = {}, []
+    rows = {}
     for i, ids in enumerate(prompts()):
         output = forward(ids)
         vectors = [h[0, -1].numpy() for h in output.hidden_states]
         rows[f"q{i}"] = {"question": f"Q {i}?", "hidden_states": vectors}
-        traces.append(
-            {"question_id": f"q{i}", "question": f"Q {i}?", "hidden_states": None, "last_token": np.stack(vectors)}
-        )
+        yield ({"question_id": f"q{i}", "question": f"Q {i}?", "hidden_states": None, "last_token": np.stack(vectors)})
     dump(folder / "last.pkl", rows)
-    return traces

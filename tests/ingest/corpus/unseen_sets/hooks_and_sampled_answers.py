@@ -76,7 +76,7 @@ def pkl_gz_hooks_while_generating(folder):
     """Write a compressed pickle by question id: hooks of `generate()`, joined to (S, D) float16 per layer number."""
     import torch
 
-    data, traces = {}, []
+    data = {}
     for i, ids in enumerate(prompts(5, (8, 9, 7, 10, 12), seed=72)):
         with hooks(range(3)) as captured:
             output = generate(ids, new=6, attentions=False, suppress_tokens=[0, 1])
@@ -87,30 +87,27 @@ def pkl_gz_hooks_while_generating(folder):
         data[f"nq_{100 + 7 * i}"] = shared | row | {"finished": datetime.datetime(2025, 3, 1, 12, i)}
         expected = {"tokens": sequence[:-1], "sequence": sequence, "answer": answer, "score": float(i % 2 == 0)}
         hidden = np.stack(list(layers.values())).astype("f4")
-        traces.append({"question_id": f"nq_{100 + 7 * i}", "hidden_states": hidden} | shared | expected)
+        yield {"question_id": f"nq_{100 + 7 * i}", "hidden_states": hidden} | shared | expected
     dump(folder / "generations.pkl.gz", data)
-    return traces
 
 
 @kind("transformers")
 def pt_generated_answers_with_labels(folder):
     """Write a .pt list of dicts with texts, a label, and sequences, hidden states and attentions of `generate()`."""
-    rows, traces = [], []
+    rows = []
     for i, ids in enumerate(prompts(5, (8, 9, 7, 10, 12), seed=73)):
         output = generate(ids, new=6, suppress_tokens=[0, 1])
         texts = {"id": f"tqa-{i:04}", "question": f"Which river flows by city {i}?", "answer": f"River {i}."}
         states = {"sequences": output.sequences, "hidden_states": output.hidden_states}
         rows.append(texts | states | {"attentions": output.attentions, "is_hallucination": i in (1, 2)})
         expected = {"question_id": texts["id"], "question": texts["question"], "answer": texts["answer"]}
-        traces.append(expect_generated(output, label=float(i in (1, 2)), **expected))
+        yield expect_generated(output, label=float(i in (1, 2)), **expected)
     save_pt(folder / "outputs" / "triviaqa_outputs.pt", rows)
-    return traces
 
 
 @kind("transformers")
 def pkl_five_sampled_sequences_per_question(folder):
     """Write a pickle per question: `generate(num_return_sequences=5)` of GPT-2 with its texts and their labels."""
-    traces = []
     for i, ids in enumerate(prompts(3, (8, 9, 7), seed=74)):
         options = {"do_sample": True, "num_return_sequences": 5, "suppress_tokens": [0, 1]}
         output = generate(ids, 6, "gpt2", attentions=False, **options)
@@ -126,8 +123,7 @@ def pkl_five_sampled_sequences_per_question(folder):
         for k in range(5):
             texts = {"question_id": row["question_id"], "question": row["question"], "answer": row["responses"][k]}
             texts |= {"sample": k, "score": float(row["correct"][k])}
-            traces.append(expect_generated(output, k, attention=False, **texts))
-    return traces
+            yield expect_generated(output, k, attention=False, **texts)
 
 
 @kind("joblib", count=4, layers=3, dim=16, ids="coqa_{}", seed=75, expect="id question answer tokens score")
@@ -144,19 +140,16 @@ def joblib_answer_tokens_before_layers(folder, samples):
     joblib.dump(rows, folder / "coqa_features.joblib", compress=3)
 
 
-@kind(count=6, layers=4, dim=16, lengths=(7, 9, 5, 8, 10, 11), seed=76)
-def bz2_rows_of_sampled_answers(folder, samples):
+@kind(count=6, layers=4, dim=16, lengths=(7, 9, 5, 8, 10, 11), seed=76, rows="sampled_answers.pkl.bz2")
+def bz2_rows_of_sampled_answers(samples):
     """Write a bz2 pickle with a row per sampled answer: question_id, sample_idx, log-probabilities, list of layers."""
-    rows, traces = [], []
     for i, s in enumerate(samples):
         ids = {"question_id": f"webq-{i // 2}", "sample_idx": i % 2}
         texts = {"question": f"What is fact number {i // 2}?", "answer": s.answer}
         states = {"token_ids": s.tokens, "token_logprobs": -np.abs(s.hidden[0, :, 0]), "hidden_states": [*s.hidden]}
-        rows.append(ids | texts | states | {"temperature": 0.7, "correct": correct(s)})
+        row = ids | texts | states | {"temperature": 0.7, "correct": correct(s)}
         changes = {"question_id": ids["question_id"], "sample": i % 2, "question": texts["question"]}
-        traces.append(s.expect("tokens answer", score=float(correct(s)), **changes))
-    dump(folder / "sampled_answers.pkl.bz2", rows)
-    return traces
+        yield row, s.expect("tokens answer", score=float(correct(s)), **changes)
 
 
 @kind(count=7, layers=3, dim=16, ids="halueval-{}", seed=77, expect_last="id label")
@@ -271,11 +264,9 @@ def h5_last_tokens_of_sampled_answers(folder, samples):
         file["questions"] = [row[0].question for row in rows]
         file["answers"] = np.array([[s.answer for s in row] for row in rows], dtype=object)
         file["correct"] = np.array([[correct(s) for s in row] for row in rows])
-    traces = []
     for n, row in enumerate(rows):
         shared = {"question_id": f"hotpot_{n}", "question": row[0].question}
-        traces += [s.expect_last("answer", sample=k, score=float(correct(s)), **shared) for k, s in enumerate(row)]
-    return traces
+        yield from [s.expect_last("answer", sample=k, score=float(correct(s)), **shared) for k, s in enumerate(row)]
 
 
 @kind("safetensors", count=5, layers=4, dim=16, ids="gsm8k_{}", lengths=(6, 9, 7, 8, 10), seed=86)
@@ -335,14 +326,13 @@ def parquet_vector_per_sampled_answer(folder, samples):
     """Write Parquet with a row per sampled answer: question_id, sample_id, texts, last-token vector, label."""
     import pandas as pd
 
-    rows, traces = [], []
+    rows = []
     for i, s in enumerate(samples):
         shared = {"question_id": f"bioasq_{i // 4}", "question": f"What is fact number {i // 4}?"}
         answer = {"sample_id": i % 4, "response": s.answer, "log_likelihood": -1.5 - i}
         rows.append(shared | answer | {"last_token_embedding": s.hidden[0, -1], "correct": correct(s)})
-        traces.append(s.expect_last("answer", sample=i % 4, score=float(correct(s)), **shared))
+        yield s.expect_last("answer", sample=i % 4, score=float(correct(s)), **shared)
     pd.DataFrame(rows).to_parquet(folder / "samples.parquet")
-    return traces
 
 
 @kind("pyarrow", count=7, layers=2, dim=16, ids="p{}", lengths=(6, 9, 5, 8, 10, 11, 13), seed=91)

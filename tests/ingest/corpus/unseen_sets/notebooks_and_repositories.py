@@ -55,18 +55,17 @@ def row_ranges(samples):
 @kind()
 def inside_sampled_answers(folder):
     """Write a pickle of INSIDE: a question with K sampled answers, last tokens stacked over the answers (K, L, D)."""
-    rows, traces = [], []
+    rows = []
     for i in range(2):
         samples = make_samples(4, seed=i + 10)
         answers = [f"Answer {k} to {i}" for k in range(4)]
         row = {"id": f"nq_{i}", "question": samples[0].question, "generations": answers, "perplexity": 1.5 + i}
         rows.append(row | {"last_token_embeddings": np.stack([s.hidden[:, -1] for s in samples]).astype("f2")})
-        traces += [
+        yield from [
             s.expect_last(question_id=f"nq_{i}", sample=k, question=samples[0].question, answer=answers[k])
             for k, s in enumerate(samples)
         ]
     dump(folder / "0.pkl", rows)
-    return traces
 
 
 @kind("transformers")
@@ -81,16 +80,14 @@ def pt_hidden_and_attention_tuples(folder):
 def llm_check_columns(folder):
     """Write columns of LLM-Check: logits, hidden_acts, attns as lists of lists of layers, tok_lens of the answers."""
     data = {"logits": [], "hidden_acts": [], "attns": [], "tok_lens": [], "responses": []}
-    traces = []
     for i, ids in enumerate(prompts(5, lengths=(6, 9, 5, 11, 7))):
         output = forward(ids)
         hidden, heads = ([layer[0] for layer in layers] for layers in (output.hidden_states, output.attentions))
         row = (output.logits[0], hidden, heads, [3, ids.shape[1]], f"Response {i}")
         for column, value in zip(data.values(), row, strict=True):
             column.append(value)
-        traces.append(expect_output(output, answer=f"Response {i}"))
+        yield expect_output(output, answer=f"Response {i}")
     dump(folder / "fava_llama.pkl", data)
-    return traces
 
 
 @kind(count=5, ids="ex{}", expect="id question answer label")
@@ -104,7 +101,6 @@ def pkl_by_data_set_and_split(folder, samples):
 @kind("transformers")
 def pt_file_per_generation_step(folder):
     """Write a folder per question: step_0.pt with layers (1, P, D), step_1.pt ... step_11.pt (1, 1, D), meta.json."""
-    traces = []
     for i, ids in enumerate(prompts()):
         output = generate(ids, new=12 + i, attentions=False)
         base = folder / f"tqa-{i}"
@@ -113,8 +109,7 @@ def pt_file_per_generation_step(folder):
         texts = {"question": f"Who is {i}?", "answer": f"Person {i}"}
         write_json(base / "meta.json", texts | {"num_generated_tokens": 12 + i})
         hidden = joined_states(output.hidden_states)
-        traces.append({"question_id": base.name, "hidden_states": hidden, "has_embeddings": True} | texts)
-    return traces
+        yield {"question_id": base.name, "hidden_states": hidden, "has_embeddings": True} | texts
 
 
 @kind(count=5, expect="id")
@@ -239,13 +234,11 @@ def st_flattened_output(folder):
     """Write the tuples of an output object by number in a file per id: hidden_states.0, attentions.0, input_ids."""
     from safetensors.torch import save_file
 
-    traces = []
     for i, ids in enumerate(prompts()):
         output = forward(ids, dtype="bfloat16")
         tensors = {f"{field}.{k}": h for field in ("hidden_states", "attentions") for k, h in enumerate(output[field])}
         save_file(tensors | {"input_ids": ids}, folder / f"popqa_{i}.safetensors")
-        traces.append(expect_output(output, question_id=f"popqa_{i}", tokens=ids[0].tolist()))
-    return traces
+        yield expect_output(output, question_id=f"popqa_{i}", tokens=ids[0].tolist())
 
 
 @kind("safetensors", "huggingface_hub", count=4, expect="id attention")

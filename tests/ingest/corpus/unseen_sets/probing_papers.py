@@ -43,7 +43,7 @@ def pt_lists_with_shared_affixes(folder, samples):
 @kind("transformers")
 def pkl_generate_batches_appended(folder):
     """Write a pickle.dump per left-padded batch of generate(): ids, texts, mask of the prompts, sequences, half arrays."""
-    batches, traces = [], []
+    batches = []
     for n, lengths in enumerate([(7, 9, 5), (8, 10)]):
         input_ids, mask = left_padded(prompts(len(lengths), lengths, seed=n))
         output = generate(input_ids, new=6, attentions=False, attention_mask=mask)
@@ -56,9 +56,8 @@ def pkl_generate_batches_appended(folder):
         for row, name in enumerate(ids):
             texts = {"question_id": name, "question": f"Question of {name}?", "answer": f"Answer of {name}."}
             skip = int((mask[row] == 0).sum())
-            traces.append(expect_generated(output, row, skip, attention=False, **texts))
+            yield expect_generated(output, row, skip, attention=False, **texts)
     dump(folder / "generations.pkl", *batches)
-    return traces
 
 
 @kind("joblib", count=11, dim=20, ids="halueval_{}", expect_last="id label")
@@ -77,7 +76,6 @@ def joblib_splits_of_layer_features(folder, samples):
 @kind("torch")
 def pt_answers_with_parallel_labels(folder):
     """Write a file per question: responses, hidden_states (a list of (L, S, D)) and is_correct with an item per answer."""
-    traces = []
     for n in range(3):
         answers = make_samples(4, layers=3, dim=16, lengths=(11, 9, 14, 10), seed=20 + n)
         value = {
@@ -89,8 +87,7 @@ def pt_answers_with_parallel_labels(folder):
         }
         save_pt(folder / "sampled" / f"coqa_{n}.pt", value)
         changes = {"question_id": f"coqa_{n}", "question": f"What is fact number {n}?"}
-        traces += [s.expect("answer", score=correctness(s), sample=k, **changes) for k, s in enumerate(answers)]
-    return traces
+        yield from [s.expect("answer", score=correctness(s), sample=k, **changes) for k, s in enumerate(answers)]
 
 
 @kind(count=7, layers=4, dim=24, ids="nq_{}", expect="id mean tokens question label")
@@ -120,7 +117,7 @@ def pkl_sequence_classifier_outputs(folder):
     special = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "num_labels": 3}
     config = tf.LlamaConfig(**sizes, **special, attn_implementation="eager")
     judge = tf.LlamaForSequenceClassification(config).eval()
-    batches, traces = [], []
+    batches = []
     for n, lengths in enumerate([(7, 12, 9, 11, 8), (10, 6)]):
         ids, mask = pad([x[0].numpy() for x in prompts(len(lengths), lengths, seed=n)])
         inputs = {"input_ids": tensor(ids), "attention_mask": tensor(mask)}
@@ -130,9 +127,8 @@ def pkl_sequence_classifier_outputs(folder):
         batches.append({"uid": uids, "inputs": inputs, "outputs": output})
         for row, size in enumerate(lengths):
             tokens = ids[row, :size].tolist()
-            traces.append(expect_output(output, row, slice(size), question_id=uids[row], tokens=tokens))
+            yield expect_output(output, row, slice(size), question_id=uids[row], tokens=tokens)
     dump(folder / "judge_outputs.pkl", batches)
-    return traces
 
 
 @kind("torch", count=10, dim=32, ids="sfq_{}")
@@ -149,15 +145,14 @@ def pt_chunks_by_row_range(folder, samples):
 @kind("transformers")
 def bz2_sampled_outputs_by_question(folder):
     """Write .pkl.bz2 with a dict from question id to the outputs of generate() of several sampled answers."""
-    outputs, traces = {}, []
+    outputs = {}
     for n, ids in enumerate(prompts(3, (7, 10, 8), seed=5)):
         name = f"truthfulqa_{n}"
         outputs[name] = [generate(ids, new=5 + k, do_sample=True, temperature=0.5 + k) for k in range(2)]
         for k, output in enumerate(outputs[name]):
             output.past_key_values = None
-            traces.append(expect_generated(output, question_id=name, sample=k))
+            yield expect_generated(output, question_id=name, sample=k)
     dump(folder / "sampled_generations.pkl.bz2", outputs)
-    return traces
 
 
 @kind(count=5, layers=4, dim=20)
@@ -174,7 +169,6 @@ def pkl_gz_by_question_text(folder, samples):
 @kind()
 def npz_data_sets_with_lines(folder):
     """Write triviaqa.npz with activations (N, L, D) and layers, triviaqa.jsonl in the same order, and so for nq."""
-    traces = []
     for seed, (name, count) in enumerate((("triviaqa", 7), ("nq", 5))):
         samples = make_samples(count, dim=16, ids=name + "_{}", seed=seed)
         last = np.stack([s.hidden[:, -1] for s in samples])
@@ -182,8 +176,7 @@ def npz_data_sets_with_lines(folder):
         judged = [{"prediction": s.answer, "correct": bool(correctness(s))} for s in samples]
         rows = [record(s, "qid question", **more) for s, more in zip(samples, judged, strict=True)]
         write_lines(folder / f"{name}.jsonl", rows)
-        traces += [s.expect_last("id question answer", score=correctness(s)) for s in samples]
-    return traces
+        yield from [s.expect_last("id question answer", score=correctness(s)) for s in samples]
 
 
 @kind(count=6, layers=4, dim=24, ids="cnn_{}", lengths=(12, 9, 15, 11), expect="id mean question answer score")
@@ -198,7 +191,6 @@ def npy_padded_with_lengths_in_table(folder, samples):
 @kind("transformers")
 def npz_and_json_per_sample(folder):
     """Write 00000.npz with hidden_states (L + 1, S, D), attentions and input_ids, and 00000.json with texts and label."""
-    traces = []
     for n, ids in enumerate(prompts(5, (7, 11, 9, 6, 8), seed=9)):
         output = forward(ids, "gpt2")
         trace = expect_output(output, tokens=ids[0].tolist(), prompt_length=5)
@@ -207,8 +199,7 @@ def npz_and_json_per_sample(folder):
         np.savez_compressed(folder / "samples" / f"{n:05d}.npz", input_ids=ids[0].numpy(), **arrays)
         texts = {"question_id": f"popqa-{n}", "question": f"Who wrote book {n}?", "answer": f"Author {n}"}
         write_json(folder / "samples" / f"{n:05d}.json", texts | {"prompt_length": 5, "is_hallucination": n % 2 == 1})
-        traces.append(trace | texts | {"label": float(n % 2)})
-    return traces
+        yield trace | texts | {"label": float(n % 2)}
 
 
 @kind("h5py")
@@ -216,7 +207,6 @@ def h5_samples_below_questions(folder):
     """Write tqa_0/sample_0/hidden_states (L, S, D) and token_ids, the question, response and is_correct as attributes."""
     import h5py
 
-    traces = []
     with h5py.File(folder / "generations.h5", "w") as file:
         for n in range(3):
             group = file.create_group(f"tqa_{n}")
@@ -228,8 +218,7 @@ def h5_samples_below_questions(folder):
                 sub.attrs["response"] = s.answer
                 sub.attrs["is_correct"] = bool(correctness(s))
                 changes = {"question_id": f"tqa_{n}", "sample": k, "question": f"What is fact number {n}?"}
-                traces.append(s.expect("tokens answer", score=correctness(s), **changes))
-    return traces
+                yield s.expect("tokens answer", score=correctness(s), **changes)
 
 
 @kind("h5py", count=6, dim=20, ids="drop_{}", lengths=(10, 14, 9, 12), expect="id question answer label")
@@ -357,13 +346,12 @@ def parquet_wide_features_per_layer(folder, samples):
 @kind()
 def jsonl_line_per_sampled_answer(folder):
     """Write .jsonl.bz2 with question_id, sample_id, prompt, completion, tokens, states, head-averaged attention, correct."""
-    rows, traces = [], []
+    rows = []
     for n in range(2):
         for k, s in enumerate(make_samples(3, layers=4, dim=10, lengths=(7, 9, 6), seed=60 + n)):
             row = {"question_id": f"asqa-{n}", "sample_id": k, "prompt": f"Fact {n}?", "completion": s.answer}
             states = {"hidden_states": s.hidden.tolist(), "attention": s.attention.mean(1).tolist()}
             rows.append(row | {"tokens": s.words} | states | {"correct": bool(correctness(s))})
             changes = {"question_id": f"asqa-{n}", "sample": k, "question": f"Fact {n}?"}
-            traces.append(s.expect("mean words answer", score=correctness(s), **changes))
+            yield s.expect("mean words answer", score=correctness(s), **changes)
     write_lines(folder / "sampled_answers.jsonl.bz2", rows)
-    return traces

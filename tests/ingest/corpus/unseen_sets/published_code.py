@@ -234,7 +234,6 @@ def h5_sampled_generations(folder):
     """Write q0/generations/0 ... with hidden_states (L, S, D), token_ids; text and rougeL as attributes of each."""
     import h5py
 
-    traces = []
     with h5py.File(folder / "sampled_answers.hdf5", "w") as file:
         file.attrs["model"] = "llama-2-7b-chat"
         for i in range(2):
@@ -247,8 +246,7 @@ def h5_sampled_generations(folder):
                 group.attrs["text"] = s.answer
                 group.attrs["rougeL"] = s.score
                 changes = {"question_id": f"coqa_{i}", "sample": k, "question": f"Who came number {i}?"}
-                traces.append(s.expect("answer tokens score", **changes))
-    return traces
+                yield s.expect("answer tokens score", **changes)
 
 
 @kind("safetensors", count=5, layers=4, expect="id answer attention tokens")
@@ -291,16 +289,15 @@ def st_data_sets_in_one_file(folder):
     """Write cities.layer_8 (N, D) ... and the same of larger_than in one file; cities.csv and larger_than.csv in order."""
     from safetensors.torch import save_file
 
-    tensors, traces = {}, []
+    tensors = {}
     for name, count, seed in (("cities", 7, 30), ("larger_than", 4, 31)):
         samples = make_samples(count, ids=name + "_{}", seed=seed)
         for k, layer in enumerate(LAYERS):
             tensors[f"{name}.layer_{layer}"] = tensor(last_tokens(samples)[:, k], "float16")
         rows = [record(s, "id question", hallucination=wrong(s)) for s in samples]
         write_table(folder / "datasets" / f"{name}.csv", rows)
-        traces += [s.expect_last("id question label") for s in samples]
+        yield from [s.expect_last("id question label") for s in samples]
     save_file(tensors, folder / "last_token_activations.safetensors")
-    return traces
 
 
 @kind("datasets", "transformers", count=5, ids="tqa-{}")

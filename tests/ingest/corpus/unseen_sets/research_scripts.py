@@ -73,23 +73,22 @@ def hooked_blocks_by_question(folder, samples):
 @kind(count=10, layers=4, dim=12, lengths=(6, 9, 7, 11, 8), seed=603)
 def sampled_generations(folder, samples):
     """Write a pickled list of questions with two sampled generations each, hidden states as a list of (S, D) layers."""
-    rows, traces = [], []
+    rows = []
     for i in range(5):
         generations = []
         for j, s in enumerate(samples[2 * i : 2 * i + 2]):
             states = [tensor(layer) for layer in s.hidden]
             generations.append({"answer": s.answer, "hidden_states": states, "is_correct": is_right(s)})
             question = f"Who wrote book {i}?"
-            traces.append(graded(s, "answer", question_id=f"nq_{i}", sample=j, question=question))
+            yield graded(s, "answer", question_id=f"nq_{i}", sample=j, question=question)
         rows.append({"id": f"nq_{i}", "question": question, "temperature": 0.7, "generations": generations})
     dump(folder / "samples_t0.7.pkl", rows)
-    return traces
 
 
 @kind("transformers")
 def greedy_generate_records(folder):
     """Write a .pt list of records with the nested hidden states and sequences of generate(), and a date of the run."""
-    records, traces = [], []
+    records = []
     for i, ids in enumerate(prompts(5, lengths=(9, 7, 12, 8, 10), seed=604)):
         output = generate(ids, new=6, attentions=False)
         known = {"question": f"Which river is number {i}?", "answer": f"River {i}.", "prompt_length": ids.shape[1]}
@@ -97,9 +96,8 @@ def greedy_generate_records(folder):
         states = {"sequences": output.sequences, "hidden_states": output.hidden_states}
         records.append({"id": f"popqa-{i}", **known, **states, "accuracy": i % 2, "created": created})
         known |= {"question_id": f"popqa-{i}", "score": float(i % 2)}
-        traces.append(expect_generated(output, attention=False, **known))
+        yield expect_generated(output, attention=False, **known)
     save_pt(folder / "popqa_greedy.pt", records)
-    return traces
 
 
 @kind("joblib", count=7, layers=3, dim=18, ids="truthful_{}", lengths=(6, 9, 8), seed=605, expect_last="id label")
@@ -139,7 +137,6 @@ def appended_gzip_lists(folder, samples):
 def padded_forward_batches(folder):
     """Write one .pt a batch of forward passes with left padding: tuples of (B, S, D) and (B, H, S, S), and the mask."""
     ids = prompts(11, lengths=(7, 12, 9, 8, 10), seed=607)
-    traces = []
     for n, start in enumerate((0, 6)):
         batch = ids[start : start + 6]
         input_ids, mask = left_padded(batch)
@@ -150,14 +147,13 @@ def padded_forward_batches(folder):
         save_pt(folder / f"batch_{n:03d}.pt", data)
         for row, name in enumerate(names):
             tokens = batch[row][0].tolist()
-            traces.append(expect_output(output, row, mask[row].bool().numpy(), question_id=name, tokens=tokens))
-    return traces
+            yield expect_output(output, row, mask[row].bool().numpy(), question_id=name, tokens=tokens)
 
 
 @kind("transformers")
 def states_folder_with_csv(folder):
     """Write states/ID.pt with the outputs of a forward pass of GPT-2 and token strings, texts and verdicts in a CSV."""
-    rows, traces = [], []
+    rows = []
     for i, ids in enumerate(prompts(5, lengths=(6, 9, 7, 10, 8), seed=608)):
         output = forward(ids, "gpt2")
         name, right = f"sciq_{31 + 7 * i}", i in (0, 3)
@@ -166,9 +162,8 @@ def states_folder_with_csv(folder):
         save_pt(folder / "states" / f"{name}.pt", data)
         written = {"question": f"What, then, is unit {i}?", "answer": f"Unit {i}, of course"}
         rows.append({"id": name, **written, "correct": right})
-        traces.append(expect_output(output, question_id=name, tokens_decoded=words, score=float(right), **written))
+        yield expect_output(output, question_id=name, tokens_decoded=words, score=float(right), **written)
     write_table(folder / "answers.csv", rows)
-    return traces
 
 
 @kind(**FIVE, dim=16, heads=4, ids="ioi_{}", seed=609, expect="id tokens words attention")

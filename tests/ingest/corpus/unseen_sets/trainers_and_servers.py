@@ -108,7 +108,6 @@ def pyg_processed_data(folder, samples):
 @kind("transformers")
 def pt_beam_search(folder):
     """Write GenerateBeamDecoderOnlyOutput per question: beam_indices name the row of each step of the best answer."""
-    traces = []
     for i, ids in enumerate(prompts(4, lengths=(6, 9, 5, 8))):
         output = generate(ids, new=5, num_beams=4)
         save_pt(folder / f"nq-{i}.pt", {k: v for k, v in output.items() if k != "past_key_values"})
@@ -116,8 +115,7 @@ def pt_beam_search(folder):
         once = forward(output.sequences[:, :-1])
         hidden, heads = (np.stack([x[0].numpy() for x in y]) for y in (once.hidden_states, once.attentions))
         trace = {"question_id": f"nq-{i}", "hidden_states": hidden, "attention": heads, "has_embeddings": True}
-        traces.append(trace | {"tokens": output.sequences[0, :-1].tolist(), "sequence": output.sequences[0].tolist()})
-    return traces
+        yield trace | {"tokens": output.sequences[0, :-1].tolist(), "sequence": output.sequences[0].tolist()}
 
 
 @kind(count=12)
@@ -276,15 +274,14 @@ def parquet_row_per_generation(folder):
     """Write a row per question_id and generation_idx: response, last_hidden_state as lists (L, D), is_correct."""
     import pandas as pd
 
-    rows, traces = [], []
+    rows = []
     for i, s in enumerate(make_samples(10)):
         number, k = divmod(i, 5)
         s.question_id, s.question = f"triviaqa_{number}", f"Who wrote book {number}?"
         more = {"generation_idx": k, "last_hidden_state": s.hidden[:, -1].tolist(), "is_correct": bool(correctness(s))}
         rows.append(record(s, "question_id question response", **more))
-        traces.append(s.expect_last("id question answer", sample=k, score=correctness(s)))
+        yield s.expect_last("id question answer", sample=k, score=correctness(s))
     pd.DataFrame(rows).to_parquet(folder / "generations.parquet", index=False)
-    return traces
 
 
 @kind("pandas", count=4, expect="id question label")

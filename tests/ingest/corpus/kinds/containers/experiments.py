@@ -30,17 +30,14 @@ def npy_layers_of_splits(folder, samples):
         np.save(folder / f"{name}_labels.npy", np.array([wrong(s) for s in part]))
 
 
-@kind("transformers")
-def hook_passes_of_generation(folder):
+@kind("transformers", rows="hooks.pt")
+def hook_passes_of_generation():
     """Write what hooks collect in generate(): {"model.layers.0": [(1, P, D), (1, 1, D), ...]} for each question."""
-    rows, traces = [], []
     for i, ids in enumerate(prompts()):
         output = generate(ids, attentions=False)
         passes = {f"model.layers.{k}": [step[k + 1] for step in output.hidden_states] for k in range(3)}
-        rows.append({"id": f"q{i}", "activations": passes})
-        traces.append({"question_id": f"q{i}", "hidden_states": joined_states(output.hidden_states)[1:]})
-    save_pt(folder / "hooks.pt", rows)
-    return traces
+        row = {"id": f"q{i}", "activations": passes}
+        yield row, {"question_id": f"q{i}", "hidden_states": joined_states(output.hidden_states)[1:]}
 
 
 @kind()
@@ -82,7 +79,7 @@ def pt_files_below_two_tables(folder, samples):
 @kind()
 def pkl_most_likely_answer_and_responses(folder):
     """Write validation_generations.pkl of semantic entropy: embeddings of the most likely answer and of sampled ones."""
-    value, traces = {}, []
+    value = {}
     for s in make_samples(3):
         last = tensor(s.hidden[:, -1:])
         likely = {"response": s.answer, "token_log_likelihoods": [-0.1, -0.2], "embedding": last}
@@ -92,13 +89,12 @@ def pkl_most_likely_answer_and_responses(folder):
             "most_likely_answer": likely | {"accuracy": 1.0 - wrong(s)},
             "responses": [("x", [-0.3], last, 0.0), ("y", [-0.5], last, 1.0)],
         }
-        traces += [
+        yield from [
             s.expect_last("id question answer", score=1.0 - wrong(s), sample=0),
             s.expect_last("id question", answer="x", sample=1),
             s.expect_last("id question", answer="y", sample=2),
         ]
     dump(folder / "validation_generations.pkl", value)
-    return traces
 
 
 @kind(count=5, layers=1, expect="id label")

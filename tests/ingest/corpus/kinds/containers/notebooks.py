@@ -44,17 +44,14 @@ def pkl_pooling_outputs(s):
     )
 
 
-@kind("transformers")
-def pkl_generated_ids_and_steps(folder):
+@kind("transformers", rows="generated.pkl")
+def pkl_generated_ids_and_steps():
     """Write prompt, generated_text, generated_ids and all_hidden_states of generate()."""
-    rows, traces = [], []
     for i, ids in enumerate(prompts()):
         output = generate(ids, attentions=False)
         texts = {"prompt": f"Q{i}", "generated_text": f"A{i}", "generated_ids": output.sequences[0].tolist()}
-        rows.append(texts | {"all_hidden_states": output.hidden_states})
-        traces.append(expect_generated(output, attention=False, question=f"Q{i}", answer=f"A{i}"))
-    dump(folder / "generated.pkl", rows)
-    return traces
+        row = texts | {"all_hidden_states": output.hidden_states}
+        yield row, expect_generated(output, attention=False, question=f"Q{i}", answer=f"A{i}")
 
 
 @kind(count=4)
