@@ -5,8 +5,8 @@ import torch
 
 
 def fields_of(batch):
-    """Return every field of a batch, with tensors as bytes."""
-    names = getattr(batch, "__dataclass_fields__", None) or batch.to_dict()
+    """Return every field of a batch, with tensors as bytes; without the number of nodes, which PyG's collate adds."""
+    names = getattr(batch, "__dataclass_fields__", None) or batch.to_dict().keys() - {"num_nodes"}
     values = {name: getattr(batch, name) for name in names if not name.startswith("_")}
     return {
         name: (v.dtype, tuple(v.shape), v.contiguous().view(torch.uint8).numpy().tobytes())

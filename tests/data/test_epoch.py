@@ -90,8 +90,8 @@ def test_batches_by_cost(store, cost):
     per_trace = {"tokens": tokens, "nodes": tokens * layers, "edges": layers * tokens * (tokens + 1) // 2}
     limit = {"tokens": 20, "nodes": 60, "edges": 150, "bytes": 5000}[cost]
     loader = make(store, view="graph", batch_by=cost, max_batch_cost=limit)
-    batches = ids(loader)
-    assert sorted(flat([list(b) for b in batches])) == list(range(N)) and len(batches) == len(loader)
+    num_batches, batches = len(loader), ids(loader)
+    assert sorted(flat([list(b) for b in batches])) == list(range(N)) and len(batches) == num_batches
     sizes = per_trace.get(cost, loader.format.bytes_per_trace(opened, np.arange(N)))
     costs = [int(sizes[b].sum()) for b in batches]
     assert all(c <= limit or len(b) == 1 for c, b in zip(costs, batches, strict=True))
