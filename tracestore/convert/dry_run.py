@@ -185,7 +185,6 @@ class _Check:
         yield from self._run.lines()
 
 
-
 def _described(part: Part, options: PackOptions, check: _Check) -> DescribedPart:
     """Return the description of a part, all traces of which are checked."""
     found = DescribedPart(part.origin, {} if part.layout is None else part.layout.to_entries())

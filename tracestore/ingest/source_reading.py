@@ -72,5 +72,5 @@ def read_traces(
         raise error.with_location(source=source.name, position=position) from None
     except _FAULTS as error:
         raise refusal(error).with_location(source=source.name, position=count + num_refused) from None
-    if not count + num_refused:
+    if not (count + num_refused or source.may_be_empty):
         raise InvalidInputError("found no trace", source=source.name)

@@ -35,6 +35,8 @@ class Described:
         What reads the tables whose rows the source shares with others, None without tables.
     error : InvalidInputError or None
         Why the source cannot be read.
+    may_be_empty : bool
+        Whether the layout may leave out all of its traces.
     """
 
     read: Callable[[bool | None, Scratch, OnRefused], Iterator[TraceRecord]]
@@ -42,6 +44,7 @@ class Described:
     what: str | None = None
     tables: object = None
     error: InvalidInputError | None = None
+    may_be_empty: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,11 @@ class SourceFile:
     def shared(self) -> Any:
         """Return what one process must read for all sources that have it, None for nothing."""
         return None if self.described is None else self.described.tables
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Return whether the layout may leave out all of its traces."""
+        return self.described is not None and self.described.may_be_empty
 
     def without_values(self) -> "SourceFile":
         """Return the source without the labels, scores and groups of an export."""

@@ -136,7 +136,7 @@ class _TaskWriting:
             self._pending.flush()
             if not identity.matches(stream.source):
                 raise InvalidInputError("another program modified the file while it was read")
-            if not packed:
+            if not packed and not stream.source.may_be_empty:
                 raise stream.refused[0] if stream.refused else InvalidInputError("found no trace")
         except BaseException as error:
             wait(self._named.values())

@@ -133,7 +133,9 @@ class Part:
         what = self.execution.layout.settings.get("L.what")
         tables = self.execution if self.execution.tables else None
         for group in self.execution.groups:
-            described = Described(partial(self.execution.read, group), fingerprint, what, tables)
+            may_be_empty = bool(self.execution.plan.kept_names)
+            read = partial(self.execution.read, group)
+            described = Described(read, fingerprint, what, tables, may_be_empty=may_be_empty)
             first = next(iter(group.files.values()))[0]
             # A file of a built-in layout is known by its bytes alone, unless options add to the layout.
             is_plain = self.builtin is not None and not (self.builtin.lines or self.builtin.settings)

@@ -13,6 +13,7 @@ import numpy as np
 from tracestore.errors import InvalidInputError, error_location, escape_unprintable, some_of
 from tracestore.ingest.execute.axes import numbers_of
 from tracestore.ingest.execute.join import Column, RowTexts
+from tracestore.ingest.execute.kept import KeptValues
 from tracestore.ingest.execute.table_accounts import TableAccount, check_totals, end_text, table_account
 from tracestore.ingest.execute.traces import TraceColumns
 from tracestore.ingest.execute.values import describe, named
@@ -158,6 +159,7 @@ class RunAccount:
         # The states lie under the same items.
         self._prefixes = {p.position_prefix for p in plan.states if p.position_prefix is not None}
         self.left_out: set[str] = set()
+        self.kept = KeptValues(plan)
         self.first: tuple[int, str] | None = None  # the first trace of the first source that was read
 
     def refuse_unclaimed(self, texts: RowTexts, node: Node, key: str, value: Value) -> None:
@@ -288,6 +290,7 @@ class RunAccount:
                 yield f"{address} is ignored: the layers are stored in the order of the arrays, without numbers"
         for (name, files), (count, first, last) in self._in_order.items():
             yield f"{name}: {count:,} rows of {files} joined in order: the first {first[1]}, the last {last[1]}"
+        yield from self.kept.lines()
         if self.left_out:
             yield f"not named by the layout and left out: {some_of(sorted(self.left_out), _MAX_SHOWN)}"
 
@@ -295,6 +298,8 @@ class RunAccount:
         """Return the error of a line or an entry of `ignore` at whose path no file has a value: it may be misspelled."""
         if not self._is_stated:
             return None
+        if (error := self.kept.not_found()) is not None:
+            return error
         for found, name, entry in (
             *(([p.address], p.name, None) for p in self._plan.others if not p.is_optional),
             *((found, "ignore", entry) for entry, found in self._plan.ignored.items() if entry.path),
@@ -311,6 +316,7 @@ class RunAccount:
             "num_read": self.num_read,
             "is_whole": self.is_whole,
             "left_out": sorted(self.left_out),
+            "kept": self.kept.to_json(),
             "first": self.first,
             "first_numbers": [[*key, kind] for key, kind in self._first_numbers.items()],
             "found": [node.is_found for node in self._nodes()],
@@ -323,6 +329,7 @@ class RunAccount:
         self.num_read += int(found["num_read"])
         self.is_whole &= found["is_whole"] is True
         self.left_out.update(map(str, found["left_out"]))
+        self.kept.add_json(found["kept"])
         if found["first"] is not None:
             number, text = found["first"]
             self.first = min(filter(None, (self.first, (int(number), str(text)))))

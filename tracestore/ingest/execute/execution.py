@@ -29,7 +29,8 @@ from tracestore.store.write.record import TraceRecord
 
 _NUMBERED = frozenset(("layer", "token", "step"))  # the numbers of a trace are those of all traces
 
-Makers = Iterator[Callable[[int], TraceRecord]]  # each makes the record of a trace from its position
+# Each makes the record of a trace from its position; None for a trace that is left out.
+Makers = Iterator[Callable[[int], TraceRecord | None]]
 
 
 class Execution:
@@ -156,10 +157,13 @@ class Execution:
             has_scores_file=self._has_scores_file,
             is_of_schema=self._step is not False and not self._is_stated,
         )
+        is_first = True
         read = self._joined if self._step is False else self._direct
         for position, make in enumerate(read(group, account, maker, scratch)):
             try:
                 record = make(position)
+                if record is None:
+                    continue
                 if self._is_stated:
                     account.add_key(record)
             except InvalidInputError as error:
@@ -172,19 +176,22 @@ class Execution:
                 continue
             finally:
                 del make
-            if position == 0:
+            if is_first:
                 self.account.keep_first(self._numbers[group.name], record)
+            is_first = False
             yield record
             del record
 
     def _joined(self, group: FileGroup, account: SourceAccount, maker: RecordMaker, scratch: Scratch) -> Makers:
         """Yield what makes each record of a source whose fields are joined; close the accounts of its columns."""
         columns = TraceColumns(self.plan, tables=self._load_tables(scratch))
-        builder = TraceBuilder(maker)
+        builder = TraceBuilder(maker, self.account.kept)
 
-        def made(trace: TraceCells, position: int) -> TraceRecord:
+        def made(trace: TraceCells, position: int) -> TraceRecord | None:
             with self._guard:
                 record = builder.record(trace, position)
+            if record is None:
+                return None
             self._check_texts(trace, record)
             for part, cells in trace.cells.items():
                 self.account.check_numbers(part, cells)
@@ -243,7 +250,8 @@ class Execution:
 
     def _cells(self, text: str, file: FoundFile, root: Value, texts: RowTexts) -> Cells:
         """Yield the values of a file; `texts` takes those of rows that no line names."""
-        walk = Walk(file.name, partial(self.account.refuse_unclaimed, texts))
+        kept = self.account.kept
+        walk = Walk(file.name, partial(self.account.refuse_unclaimed, texts), kept.has if kept else None)
         return walk.cells(self._trees[text], root, {**file.bound, "file": file.name})
 
     def _units(

@@ -115,6 +115,10 @@ class Column:
             self.used[key] = self.used.get(key, 0) + 1
         return self.used[key]
 
+    def leave_out(self, environment: Mapping[str, Any]) -> None:
+        """Let a row belong to a trace that is left out, if it serves no other one."""
+        self.used.setdefault(_key(self.names, environment), 0)
+
     def rows(self) -> Iterator[tuple[Any, ...]]:
         """Yield the keys of all rows that hold a value, axes N and K unrolled."""
         for key, cells in self._cells.items():

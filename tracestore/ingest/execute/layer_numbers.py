@@ -77,7 +77,7 @@ class LayerOrder:
     def _from_the_first(self, numbers: Sequence[int]) -> list[int]:
         """Return numbers of layers, of which negative ones count from the end where `L.size` is known."""
         size, what = self._size, self._what
-        if {type(number) for number in numbers} - {int}:  # of a file
+        if {type(number) for number in numbers} != {int}:  # of a file
             raise InvalidInputError(f"found {list(numbers)!s:.60}, expected integers", field=what)
         if size is None and min(numbers) < 0 <= max(numbers):
             raise InvalidInputError(

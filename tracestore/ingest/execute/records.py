@@ -18,6 +18,7 @@ from tracestore.ingest.execute.arrays import (
     read_tokens,
 )
 from tracestore.ingest.execute.axes import LayerIds
+from tracestore.ingest.execute.kept import KeptValues
 from tracestore.ingest.execute.layer_numbers import LayerOrder
 from tracestore.ingest.execute.row_padding import Padding, known, of_span
 from tracestore.ingest.execute.traces import TraceCells
@@ -150,22 +151,31 @@ def _check_num_layers(record: TraceRecord, expected: int | None) -> None:
         raise InvalidInputError(f"found {found} layers, expected {expected} as stated", field="L")
 
 
+def _needs_key(plan: Plan, name: str) -> bool:
+    """Return whether the id or the number of the answer, which lines give, joins the values of a name."""
+    return any({"id", "sample"} & ({*plan.keys[p]} - plan.names) for p in plan.others if p.name == name)
+
+
 class TraceBuilder:
     """Build the records of a source whose fields are joined.
 
     Parameters
     ----------
     maker : RecordMaker
+    kept : KeptValues
     """
 
-    def __init__(self, maker: RecordMaker) -> None:
-        self._maker, self.plan, self._settings = maker, maker.plan, maker.settings
+    def __init__(self, maker: RecordMaker, kept: KeptValues) -> None:
+        self._maker, self.plan, self._settings, self._kept = maker, maker.plan, maker.settings, kept
         layout = self.plan.layout
         names = [n for n in dict.fromkeys(p.name for p in self.plan.others) if n not in (RECORDS, *_OF_KEY)]
         of_kind: dict[str, list[str]] = {}
         for name in names:
             of_kind.setdefault(KEY if name.startswith(KEY) else layout.rule(name).kind, []).append(name)
-        self._keys, self._scores = of_kind.get(KEY, []), of_kind.get("score", [])
+        self._scores = of_kind.get("score", [])
+        # Keys that are joined by the id or the number of the answer follow these.
+        self._later_keys = [n for n in of_kind.get(KEY, ()) if _needs_key(self.plan, n)]
+        self._keys = [n for n in of_kind.get(KEY, ()) if n not in self._later_keys]
         self._scalars = [n for kind in ("text", "id", "number", "json") for n in of_kind.get(kind, ())]
         per_token = [*of_kind.get("texts", ()), *of_kind.get("array", ())]
         self._per_token = [n for n in per_token if n not in ("attentions", "tokens")]
@@ -177,8 +187,8 @@ class TraceBuilder:
         self._in_front = (layout.templates.keys() & layout.addresses.keys()) - {"prompt_length"}
         self.padding = Padding(self.plan)
 
-    def record(self, trace: TraceCells, position: int) -> TraceRecord:
-        """Return the record of a trace."""
+    def record(self, trace: TraceCells, position: int) -> TraceRecord | None:
+        """Return the record of a trace, None for one that is left out."""
         environment, what = trace.environment, self.plan.layout.states
         made = ((n, p) for n, p in self.plan.layout.templates.items() if n not in self.plan.layout.addresses)
         values: dict[str, Any] = {name: pattern.fill(environment) for name, pattern in made}
@@ -187,6 +197,10 @@ class TraceBuilder:
         self._set_scalars(trace, environment, self._keys)
         self._set_scalars(trace, values, _OF_KEY)
         self._set_key(trace, values)
+        self._set_scalars(trace, environment, self._later_keys)
+        if self._kept and not self._kept.has_trace(environment):
+            trace.columns.leave_out(environment)
+            return None
         self._set_scalars(trace, values, self._scalars)
         check_spans(values.get("spans"), [values[n] for n in ANSWER_FIELDS if n in values])
         is_last = what == "last_token"
@@ -203,11 +217,15 @@ class TraceBuilder:
             place, _ = next(trace.columns.of("attentions"))
             record.is_head_mean = not {"head", "H"} & {*place.address.bound, *place.axes}
         self._maker.set_scores(record, self._found_scores(trace, labels))
+        self._set_extras(trace, record)
+        return record
+
+    def _set_extras(self, trace: TraceCells, record: TraceRecord) -> None:
+        """Set what `records` take of the items besides fields."""
         for _, column in trace.columns.of(RECORDS):
-            for cell in column.cells(environment):
+            for cell in column.cells(trace.environment):
                 if isinstance(cell.value, Group):
                     record.extras |= {k: v for k, v in cell.value.items() if k not in record.extras}
-        return record
 
     def _set_key(self, trace: TraceCells, values: dict[str, Any]) -> None:
         """Set question_id and sample of a trace from what it binds, unless fields say them."""

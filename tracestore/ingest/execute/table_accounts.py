@@ -95,6 +95,8 @@ class TableAccount:
         A list of answers of which only some belong to traces, or answers that are numbered otherwise.
     ends : str
         The first and the last row, where their order is a part of what joins them.
+    num_left_out : int
+        The number of rows of traces that are left out.
     """
 
     field: str
@@ -105,13 +107,14 @@ class TableAccount:
     missing: list[str]
     partial: str | None
     ends: str
+    num_left_out: int = 0
 
     def close(self, has_id: Callable[[str], bool], *, is_whole: bool) -> str:
         """Return how the rows were joined; InvalidInputError if they do not fit."""
         unused, missing = self.unused, self.missing
         if self.joined_by == "by id":
             unused = [key for key in unused if not has_id(str(key))]
-        num_rows, num_used = len(self.rows), len(self.rows) - len(self.unused)
+        num_rows, num_used = len(self.rows), len(self.rows) - len(self.unused) - self.num_left_out
         if self.joined_by in ("in order", "by position") and (unused or missing) and is_whole:
             found = f"{num_rows:,} rows in order belong to {num_used + len(missing):,} traces"
             found += "; a column of numbers joins some of the rows" if self.joined_by == "by position" else ""
@@ -124,7 +127,8 @@ class TableAccount:
             )
         if self.partial is not None:
             raise InvalidInputError(self.partial, field=self.field)
-        rest = f", {len(unused):,} without a trace" if unused else ""
+        rest = f", {self.num_left_out:,} of traces that are left out" if self.num_left_out else ""
+        rest += f", {len(unused):,} without a trace" if unused else ""
         rest += f", {plural(len(missing), 'trace')} without a row" if missing else ""
         return f"{self.field}: {plural(num_used, 'row')} of {self.source} joined {self.joined_by}{rest}{self.ends}"
 
@@ -142,4 +146,5 @@ def table_account(column: Column, source: str, missing: list[str]) -> TableAccou
         missing=missing,
         partial=column.partial_answers(unused) or (column.misnumbered_answers(rows) if missing else None),
         ends=f": the first {end_text(column.ends[0])}, the last {end_text(column.ends[1])}" if column.ends else "",
+        num_left_out=sum(column.used.get(key) == 0 for key in rows),
     )

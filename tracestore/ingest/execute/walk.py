@@ -136,10 +136,17 @@ class Walk:
         Name of the file, for messages.
     on_unclaimed : callable
         Called with the node, key and value of each key that no line names.
+    keeps : callable, optional
+        Called with what an item binds and the text of its place; returns whether it is kept. By default all are.
     """
 
-    def __init__(self, source: str, on_unclaimed: Callable[[Node, str, Value], None]) -> None:
-        self._source, self._on_unclaimed = source, on_unclaimed
+    def __init__(
+        self,
+        source: str,
+        on_unclaimed: Callable[[Node, str, Value], None],
+        keeps: Callable[[Bound, str], bool] | None = None,
+    ) -> None:
+        self._source, self._on_unclaimed, self._keeps = source, on_unclaimed, keeps
         self._seen: dict[tuple[int, tuple[Any, ...]], ClaimedKeys] = {}
         self._counts: dict[tuple[Any, ...], int] = {}  # the last number of an answer by what its items say
 
@@ -216,15 +223,16 @@ class Walk:
         has_unit = False
         for step, child in children:
             assert isinstance(step, ItemsStep)
-            found = self.bind(step, child, item, k, bound)
+            if (found := self.bind(step, child, item, k, bound)) is None:
+                continue
             begins = child.is_unit and not in_unit
             yield from self.cells(child, item, found, in_unit=in_unit or begins or has_unit)
             has_unit |= begins
         if has_unit:
             yield None
 
-    def bind(self, step: ItemsStep, node: Node, item: Value, k: int, bound: Bound) -> Bound:
-        """Return what is bound so far, with what an item binds by a step."""
+    def bind(self, step: ItemsStep, node: Node, item: Value, k: int, bound: Bound) -> Bound | None:
+        """Return what is bound so far, with what an item binds by a step; None for an item that is left out."""
         if step.letter is not None:
             return {**bound, step.letter: k}
         found = dict(bound)
@@ -244,6 +252,8 @@ class Walk:
                     source=self._source,
                 )
             found |= match.bound
+        if self._keeps is not None and not self._keeps(found, node.prefix.removesuffix("/")):
+            return None
         if _COUNTED in step.values:  # the number of the answer among the items that say the same otherwise
             key = (id(node), *(v for name, v in found.items() if name != _COUNTED.name))
             found[_COUNTED.name] = self._counts[key] = self._counts.get(key, -1) + 1
@@ -258,7 +268,8 @@ class Walk:
         rows, group = self._opened(node, self._parsed(node, value) if isinstance(value, str) else value)
         child = node.child(step)
         for k, item in enumerate(rows_of(rows)) if rows is not None else ():
-            yield item, self.bind(step, child, item, k, bound)
+            if (found := self.bind(step, child, item, k, bound)) is not None:
+                yield item, found
             item = None
         for key in group or ():
             self._on_unclaimed(node, key, group[key])  # type: ignore[index]

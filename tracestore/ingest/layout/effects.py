@@ -23,7 +23,8 @@ def check_effects(plan: Plan) -> None:
         if place.name == "S.lengths" and _is_flat(plan) and _has(plan, *_BORDERS):
             raise UsageError("S.lengths: has no effect where other lines give where each trace begins; remove it")
         is_key = place.name.startswith(KEY)
-        if is_key and not any(given_name(place) in plan.keys[other] for other in plan.others):
+        given = given_name(place)
+        if is_key and given not in plan.kept_names and not any(given in plan.keys[other] for other in plan.others):
             raise UsageError(f"{place.name}: has no effect without a line that joins by it; remove it")
     if plan.names:
         for place in plan.others:
@@ -43,7 +44,7 @@ def _check_ignored(plan: Plan) -> None:
 
 def _check_names(plan: Plan, place: Place) -> None:
     joined = {name.rstrip("*") for name in plan.keys[place]}
-    if unused := sorted(place.trace_names - joined):
+    if unused := sorted(place.trace_names - joined - plan.kept_names):
         states = ", ".join(sorted(plan.names))
         raise UsageError(
             f"{place.name}: {place.address}: {', '.join(unused)} joins nothing: {plan.layout.states} binds {states}"
@@ -90,6 +91,10 @@ _NEEDS: dict[str, tuple[str, Callable[[Plan, str], bool] | None]] = {
     "words": ("a label", lambda plan, _: bool({*plan.layout.addresses, *plan.layout.templates} & set(LABELS))),
     "share": ("a line for the field", lambda plan, name: name in plan.layout.templates or _has(plan, name)),
     "scale": ("a line for the field", lambda plan, name: name == plan.layout.states),
+    "keep": (
+        "a line that binds the name, as in [id=id, status=status]",
+        lambda plan, name: any(name in place.address.bound or given_name(place) == name for place in plan.places),
+    ),
     "dtype": ("a line for the field", lambda plan, name: name == plan.layout.states),
 }
 

@@ -59,6 +59,8 @@ SETTINGS: dict[str, tuple[type, ...] | tuple[str, ...]] = {
 }
 # Prefix of the fields that bind a name by their value: later lines join by it.
 KEY = "key."
+# Prefix of the entries that keep rows and traces by the value of a name.
+KEEP = "keep."
 # The meaning of a word that is no label.
 MISSING_WORD = "missing"
 # Prefixes of settings with the name of a field or a word behind them, and the type of their value.
@@ -67,6 +69,7 @@ SETTINGS_OF: dict[str, tuple[type, ...]] = {
     "share": (list,),
     "scale": (float, int),
     "dtype": (str,),
+    "keep": (str, int, list),
 }
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 

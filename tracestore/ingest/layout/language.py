@@ -20,7 +20,7 @@ from tracestore.ingest.layout.fields import (
     FieldRule,
     rule_of,
 )
-from tracestore.ingest.layout.patterns import Pattern
+from tracestore.ingest.layout.patterns import INNER_NAMES, Pattern, is_name
 
 _MAX_BYTES = 1 << 20
 _MAX_AXES = 4  # of states
@@ -261,6 +261,12 @@ def _check_setting_of(name: str, value: Any) -> None:
         raise UsageError(f"found {value!r}, expected one of {', '.join(DTYPES)}")
     if head in ("dtype", "scale") and tail not in STATES:
         raise UsageError(f"expected {head}.{STATES[0]} or {head}.{STATES[1]}")
+    if head == "keep" and (
+        not is_name(tail)
+        or tail in INNER_NAMES
+        or not all(isinstance(v, str | int) for v in (value if value and isinstance(value, list) else [value]))
+    ):
+        raise UsageError(f"found {value!r}, expected keep.NAME = VALUE or [VALUE, ...] for a name such as status")
     if head == "share" and rule_of(tail) is None:
         raise UsageError("no such field")
 

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from tracestore.errors import UsageError
 from tracestore.ingest.layout.addresses import Address, ItemsStep, KeyStep, Step
-from tracestore.ingest.layout.fields import KEY, RECORD_FIELDS, STATES, FieldRule
+from tracestore.ingest.layout.fields import KEEP, KEY, RECORD_FIELDS, STATES, FieldRule
 from tracestore.ingest.layout.language import Layout, below
 from tracestore.ingest.layout.patterns import AXIS_NAMES, INNER_NAMES, Pattern
 
@@ -148,6 +148,11 @@ class Plan:
     def left_out(self) -> list[Address]:
         """The places that `ignore` leaves out."""
         return [address for found in self.ignored.values() for address in found]
+
+    @property
+    def kept_names(self) -> frozenset[str]:
+        """The names whose values keep rows and traces."""
+        return frozenset(n.removeprefix(KEEP) for n in self.layout.settings if n.startswith(KEEP))
 
     @property
     def is_of_answer(self) -> bool:
