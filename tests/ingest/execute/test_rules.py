@@ -536,16 +536,31 @@ def test_rule_09_lengths_sum_to_the_axis(tmp_path, lengths, is_right):
         ([(0, 3), (3, 11)], "end at 11"),
     ],
 )
-def test_rule_09_ranges_are_disjoint_and_cover_the_axis(tmp_path, ranges, words):
-    save(tmp_path / "in/h.npy", states(12, 2, 8))
-    table(tmp_path / "in/t.csv", [{"id": f"q{k}", "a": a, "b": b} for k, (a, b) in enumerate(ranges)])
+@pytest.mark.parametrize("known", ["S.ends", "S.lengths"])
+@pytest.mark.parametrize("order", [1, -1])
+def test_rule_09_ranges_are_disjoint_and_cover_the_axis(tmp_path, ranges, words, known, order):
+    array, of_lengths = states(12, 2, 8), known == "S.lengths"
+    save(tmp_path / "in/h.npy", array)
+    found = [{"id": f"q{k}", "a": a, "b": b - a * of_lengths} for k, (a, b) in enumerate(ranges)]
+    table(tmp_path / "in/t.csv", found[::order])
     layout = {"hidden_states": "h.npy -> (N S) L D", "question_id": "t.csv : []/id"}
-    layout |= {"S.starts": "t.csv : []/a", "S.ends": "t.csv : []/b"}
+    layout |= {"S.starts": "t.csv : []/a", known: "t.csv : []/b"}
 
     if words:
         refuse(tmp_path, layout, words)
     else:
-        assert [t.num_tokens for t in convert(tmp_path, layout).values()] == [3, 9]
+        traces = convert(tmp_path, layout)
+        for k, (begin, end) in enumerate(ranges):
+            expected = array[begin:end].swapaxes(0, 1)
+            np.testing.assert_allclose(traces[f"q{k}", 0].hidden_states, expected, rtol=2e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("lengths", [[3, 9, 0], [3], [3.0, 9.0], [3, None], ["3", "9 tokens"]])
+def test_rule_09_lengths_next_to_starts(tmp_path, lengths):
+    dump(tmp_path / "in/a.pkl", {"hs": states(12, 2, 8), "begins": [0, 3], "sizes": lengths})
+    layout = {"hidden_states": "a.pkl : hs -> (N S) L D", "S.starts": "a.pkl : begins -> N"}
+
+    refuse(tmp_path, layout | {"S.lengths": "a.pkl : sizes -> N"}, "S.lengths|S.starts|number of a row")
 
 
 @pytest.mark.parametrize("ids", [(1, "1"), ("a", "a"), (1, 1.0), (" a", "a")])

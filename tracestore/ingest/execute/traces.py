@@ -20,7 +20,7 @@ from tracestore.store.format import schema
 _SHARED = frozenset(("question", "question_id", "group", RECORDS))
 
 # What gives the rows of each trace on an axis.
-_RANGES = ("S.offsets", "S.lengths", "S.owner", "S.starts", "S.ends")
+_RANGES = ("S.offsets", "S.starts", "S.lengths", "S.owner", "S.ends")
 
 
 @dataclass
@@ -349,7 +349,7 @@ def _ranges_of(known: dict[str, np.ndarray], total: int) -> list[tuple[int, int]
     Parameters
     ----------
     known : dict
-        Arrays by their fields: S.offsets, S.lengths, S.owner, or S.starts and S.ends.
+        Arrays by their fields: S.offsets, S.lengths, S.owner, or S.starts and S.ends or S.lengths.
     total : int
         Extent of the axis.
 
@@ -360,9 +360,12 @@ def _ranges_of(known: dict[str, np.ndarray], total: int) -> list[tuple[int, int]
     """
     name = next((name for name in _RANGES if name in known), None)
     values = {name: _integers(array, name) for name, array in known.items()}
-    starts, ends = (values.get(of, []) for of in ("S.starts", "S.ends"))
+    starts, ends, lengths = (values.get(of, []) for of in ("S.starts", "S.ends", "S.lengths"))
+    if name == "S.starts" and len(lengths) == len(starts):
+        ends = [*map(sum, zip(starts, lengths, strict=True))]
     if name is None or (name in ("S.starts", "S.ends") and len(starts) != len(ends)):
-        raise InvalidInputError("traces behind each other need S.offsets, S.lengths, S.owner, or S.starts and S.ends")
+        needed = "S.offsets, S.lengths, S.owner, or S.starts and as many S.ends or S.lengths"
+        raise InvalidInputError(f"traces behind each other need {needed}")
     spans: list[tuple[int, int]]
     if name == "S.offsets":
         spans = list(itertools.pairwise([0] * (values[name][:1] != [0]) + values[name]))
