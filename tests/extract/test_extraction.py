@@ -23,7 +23,7 @@ ANSWER = answers_of("answer")
 
 
 def run(folder, questions=QUESTIONS, answer=ANSWER, per_file=4, shard=(0, 1), **options):
-    """Extract into a folder; return what is said of each question."""
+    """Extract into a folder; return the result of each question."""
     return list(extract_to_folder(folder, plan_batches(questions, per_file, shard), answer, **options))
 
 
