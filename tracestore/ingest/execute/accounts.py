@@ -296,9 +296,8 @@ class RunAccount:
 
     def not_found(self) -> InvalidInputError | None:
         """Return the error of a line or an entry of `ignore` at whose path no file has a value: it may be misspelled."""
-        if not self._is_stated:
-            return None
-        if (error := self.kept.not_found()) is not None:
+        error = self.kept.not_found() if self._is_stated else None
+        if error is not None or not self._is_stated:
             return error
         for found, name, entry in (
             *(([p.address], p.name, None) for p in self._plan.others if not p.is_optional),

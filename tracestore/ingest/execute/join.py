@@ -59,6 +59,7 @@ class Column:
         self._served: dict[tuple[Any, ...], Any] = {}  # the first trace of each row, where copies are dropped
         self._numbers: dict[tuple[Any, ...], int] | None = None  # of rows among those of the same value
         self._lists: set[tuple[Any, ...]] | None = None  # the keys of lists of answers
+        self._has_made_ids: bool | None = None  # instead of those that names bind; None if no row shows it
         self._missed: float = math.inf  # the first number of an answer without a row
         self._files: dict[tuple[Any, ...], str] = {}  # by the key of a stack of rows
 
@@ -83,6 +84,26 @@ class Column:
         elif cell.value is not None and cells[0].value != cell.value:
             where = named(map(_bound_name, self._own), key) or "the file"
             raise InvalidInputError(f"found two values of {where}", field=self.place.name)
+
+    def own_environment(self, environment: dict[str, Any], made_id: str | None) -> dict[str, Any]:
+        """Return what a trace binds, with the id that the layout makes where the rows have those ids.
+
+        Raises
+        ------
+        InvalidInputError
+            If the rows have the ids that names bind, too.
+        """
+        if made_id is None or "id" not in (self._own or ()):
+            return environment
+        both = (environment, environment | {"id": made_id})
+        found = [is_made for is_made in (False, True) if self.cells(both[is_made])]
+        if len({*found, self._has_made_ids} - {None}) > 1:
+            known = f"{environment['id']} as in names and of {made_id} as question_id says"
+            raise InvalidInputError(
+                f"found rows of {known}: another name than id tells them apart", field=self.place.name
+            )
+        self._has_made_ids = found[0] if found else self._has_made_ids
+        return both[self._has_made_ids is not False]
 
     def cells(self, environment: Mapping[str, Any]) -> list[Cell]:
         """Return the values that belong to a trace."""

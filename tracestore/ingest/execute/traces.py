@@ -10,17 +10,14 @@ import numpy as np
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.execute.axes import MISSING, extent, numbers_of, read
 from tracestore.ingest.execute.join import Column, RowTexts
-from tracestore.ingest.execute.values import describe, is_missing, named, number, number_of
+from tracestore.ingest.execute.row_ranges import RANGES, ranges_of, rows_along_n
+from tracestore.ingest.execute.values import is_missing, named, number_of
 from tracestore.ingest.execute.walk import Cell
 from tracestore.ingest.layout.places import RECORDS, Place, Plan
-from tracestore.ingest.tree import Items, as_array
 from tracestore.store.format import schema
 
 # Fields that may serve several traces (rule 12a).
 _SHARED = frozenset(("question", "question_id", "group", RECORDS))
-
-# What gives the rows of each trace on an axis.
-_RANGES = ("S.offsets", "S.starts", "S.lengths", "S.owner", "S.ends")
 
 
 @dataclass
@@ -67,7 +64,8 @@ class TraceCells:
     """A trace before its values are read: what it binds, the cells of its states, its position on their axes.
 
     `num_rows` is the extent of the axis (N S), `num_first` the number of tokens of the first of two parts,
-    `prompt_length` what the line for it gives, `num_first_values` those of the first of two parts of the last array.
+    `prompt_length` what the line for it gives, `num_first_values` those of the first of two parts of the last array,
+    `made_id` the id that the layout makes of another one.
     """
 
     columns: TraceColumns
@@ -78,6 +76,7 @@ class TraceCells:
     num_first: int = 0
     prompt_length: Any = None
     num_first_values: int = 0
+    made_id: str | None = None
 
     @property
     def plan(self) -> Plan:
@@ -105,17 +104,18 @@ class TraceCells:
         """Return how many traces the row of this trace serves now; copies that are dropped are one trace."""
         is_dropped = self.settings.get("duplicates") == "drop"
         copy = (self.environment.get("id"), self.environment.get("sample")) if is_dropped else None
-        return column.use(self.environment, copy, value)
+        return column.use(column.own_environment(self.environment, self.made_id), copy, value)
 
     def _count(self, place: Place, column: Column, *, is_there: bool) -> None:
         """Count a trace for which a table has no row."""
         if not is_there and place in self.columns.tables:
-            key = next((self.environment[name] for name in column.names if name in self.environment), "")
+            environment = column.own_environment(self.environment, self.made_id)
+            key = next((environment[name] for name in column.names if name in environment), "")
             self.columns.missing.setdefault(place, set()).add(str(key))
 
     def scalar(self, place: Place, column: Column) -> Any:
         """Return the text or number of a column for the trace, None without one."""
-        value = column.scalar(self.environment, self.fixed_of(place))
+        value = column.scalar(column.own_environment(self.environment, self.made_id), self.fixed_of(place))
         self._count(place, column, is_there=value is not MISSING)
         if value is MISSING:
             return None
@@ -132,7 +132,8 @@ class TraceCells:
         """Return the values of a field by the part of the field that they are."""
         found: dict[int, list[Cell]] = {}
         for place, column in self.columns.of(name):
-            cells = [cell for cell in column.cells(self.environment) if not is_missing(cell.value)]
+            environment = column.own_environment(self.environment, self.made_id)
+            cells = [cell for cell in column.cells(environment) if not is_missing(cell.value)]
             self._count(place, column, is_there=bool(cells))
             if not cells:
                 continue
@@ -275,8 +276,8 @@ def _unrolled(trace: TraceCells) -> Iterator[TraceCells]:
         return
     if "NS" in cell.axes:
         size = extent(cell.value, cell.axes, "NS") or 0
-        known = {n: _all_rows(column, trace.environment) for n in _RANGES for _, column in trace.columns.of(n)}
-        for n, (begin, end) in enumerate(_ranges_of(known, size)):
+        known = {n: rows_along_n(column, trace.environment) for n in RANGES for _, column in trace.columns.of(n)}
+        for n, (begin, end) in enumerate(ranges_of(known, size)):
             yield _at(trace, {"N": n, "NS": slice(begin, end)}, {"N": n}, size)
         return
     counts = _counts(trace)
@@ -325,85 +326,3 @@ def _num_questions(trace: TraceCells, count: int) -> int:
             f"found {count} on the axis (N K), and no field that says N", field=trace.plan.layout.states
         )
     return total
-
-
-def _all_rows(column: Column, environment: Mapping[str, Any]) -> np.ndarray:
-    """Return the values of a column along N."""
-    cells = column.cells(environment)
-    if cells and (array := as_array(cells[0].value)) is not None:
-        return array.read()
-    if cells and column.place.name in ("S.offsets", "S.owner"):
-        values = cells[0].value if isinstance(cells[0].value, Items) else [cells[0].value]
-        other = next((value for value in values if not isinstance(value, int)), None)
-        raise InvalidInputError(f"found {describe(other)}, expected integers", field=column.place.name)
-    count = column.num_rows(environment) or 0
-    values = [column.scalar({**environment, "N": n, "N*": n}, {"N": n}) for n in range(count)]
-    if any(type(value) is str for value in values):  # a table of texts
-        values = [number(value, "row") for value in values]
-    return np.asarray(values)
-
-
-def _ranges_of(known: dict[str, np.ndarray], total: int) -> list[tuple[int, int]]:
-    """Return the tokens of each trace on an axis along which all lie behind each other (rule 9).
-
-    Parameters
-    ----------
-    known : dict
-        Arrays by their fields: S.offsets, S.lengths, S.owner, or S.starts and S.ends or S.lengths.
-    total : int
-        Extent of the axis.
-
-    Raises
-    ------
-    InvalidInputError
-        If the ranges do not cover the axis, or overlap.
-    """
-    name = next((name for name in _RANGES if name in known), None)
-    values = {name: _integers(array, name) for name, array in known.items()}
-    starts, ends, lengths = (values.get(of, []) for of in ("S.starts", "S.ends", "S.lengths"))
-    if name == "S.starts" and len(lengths) == len(starts):
-        ends = [*map(sum, zip(starts, lengths, strict=True))]
-    if name is None or (name in ("S.starts", "S.ends") and len(starts) != len(ends)):
-        needed = "S.offsets, S.lengths, S.owner, or S.starts and as many S.ends or S.lengths"
-        raise InvalidInputError(f"traces behind each other need {needed}")
-    spans: list[tuple[int, int]]
-    if name == "S.offsets":
-        spans = list(itertools.pairwise([0] * (values[name][:1] != [0]) + values[name]))
-    elif name == "S.lengths":
-        spans = list(itertools.pairwise(itertools.accumulate(values[name], initial=0)))
-    elif name == "S.owner":
-        spans = _runs(values[name])
-    else:
-        spans = list(zip(starts, ends, strict=True))
-    _check_cover(spans, total, name)
-    return spans
-
-
-def _runs(owners: list[int]) -> list[tuple[int, int]]:
-    """Return the runs of equal numbers, which are sorted."""
-    if owners != sorted(owners):
-        raise InvalidInputError("found rows of one trace in several places", field="S.owner")
-    ends = list(itertools.accumulate(len(list(run)) for _, run in itertools.groupby(owners)))
-    return list(zip([0, *ends], ends, strict=False))
-
-
-def _check_cover(spans: list[tuple[int, int]], total: int, name: str) -> None:
-    """Rule 9: ranges are disjoint and cover the axis; each has a token."""
-    position = 0
-    for k, (begin, end) in enumerate(sorted(spans)):
-        if begin != position:
-            what = "overlap" if begin < position else "leave a gap"
-            raise InvalidInputError(f"ranges {what} at row {min(begin, position):,}", field=name)
-        if end <= begin:
-            raise InvalidInputError(f"trace {k} has no tokens: {begin} to {end}", field=name)
-        position = end
-    if position != total:
-        raise InvalidInputError(
-            f"ranges end at {position:,}, expected {total:,} rows; cut rows behind the last trace", field=name
-        )
-
-
-def _integers(array: np.ndarray, name: str) -> list[int]:
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise InvalidInputError(f"found {array.dtype.name} {array.shape}, expected integers", field=name)
-    return [int(value) for value in array.tolist()]

@@ -276,7 +276,8 @@ def _add_records(plan: Plan) -> None:
 def _join(plan: Plan) -> None:
     """Set the names that join each place; order the places so that what binds a name comes before its use."""
     layout = plan.layout
-    known = {*plan.names, "file", *({"id", "sample"} & {*layout.templates, *layout.settings})}
+    made = {DERIVED.get(name, name) for name in {"id", *DERIVED} & {*layout.templates, *layout.settings}}
+    known = {*plan.names, "file", *made}
     known |= ({"chunk"} if plan.is_global else set()) | ({"sample"} if "K" in plan.names else set())
     waiting, plan.others = plan.others, []
     while waiting:

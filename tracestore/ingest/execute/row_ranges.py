@@ -1,0 +1,97 @@
+"""The rows of each trace on an axis along which the tokens of all traces lie behind each other (rule 9)."""
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from tracestore.errors import InvalidInputError
+from tracestore.ingest.execute.join import Column
+from tracestore.ingest.execute.values import describe, number
+from tracestore.ingest.tree import Items, as_array
+
+# What gives the rows of each trace.
+RANGES = ("S.offsets", "S.starts", "S.lengths", "S.owner", "S.ends")
+
+
+def rows_along_n(column: Column, environment: Mapping[str, Any]) -> np.ndarray:
+    """Return the values of a column along N."""
+    cells = column.cells(environment)
+    if cells and (array := as_array(cells[0].value)) is not None:
+        return array.read()
+    if cells and column.place.name in ("S.offsets", "S.owner"):
+        values = cells[0].value if isinstance(cells[0].value, Items) else [cells[0].value]
+        other = next((value for value in values if not isinstance(value, int)), None)
+        raise InvalidInputError(f"found {describe(other)}, expected integers", field=column.place.name)
+    count = column.num_rows(environment) or 0
+    values = [column.scalar({**environment, "N": n, "N*": n}, {"N": n}) for n in range(count)]
+    if any(type(value) is str for value in values):  # a table of texts
+        values = [number(value, "row") for value in values]
+    return np.asarray(values)
+
+
+def ranges_of(known: dict[str, np.ndarray], total: int) -> list[tuple[int, int]]:
+    """Return the tokens of each trace on an axis along which all lie behind each other (rule 9).
+
+    Parameters
+    ----------
+    known : dict
+        Arrays by their fields: S.offsets, S.lengths, S.owner, or S.starts and S.ends or S.lengths.
+    total : int
+        Extent of the axis.
+
+    Raises
+    ------
+    InvalidInputError
+        If the ranges do not cover the axis, or overlap.
+    """
+    name = next((name for name in RANGES if name in known), None)
+    values = {name: _integers(array, name) for name, array in known.items()}
+    starts, ends, lengths = (values.get(of, []) for of in ("S.starts", "S.ends", "S.lengths"))
+    if name == "S.starts" and len(lengths) == len(starts):
+        ends = [*map(sum, zip(starts, lengths, strict=True))]
+    if name is None or (name in ("S.starts", "S.ends") and len(starts) != len(ends)):
+        needed = "S.offsets, S.lengths, S.owner, or S.starts and as many S.ends or S.lengths"
+        raise InvalidInputError(f"traces behind each other need {needed}")
+    spans: list[tuple[int, int]]
+    if name == "S.offsets":
+        spans = list(itertools.pairwise([0] * (values[name][:1] != [0]) + values[name]))
+    elif name == "S.lengths":
+        spans = list(itertools.pairwise(itertools.accumulate(values[name], initial=0)))
+    elif name == "S.owner":
+        spans = _runs(values[name])
+    else:
+        spans = list(zip(starts, ends, strict=True))
+    _check_cover(spans, total, name)
+    return spans
+
+
+def _runs(owners: list[int]) -> list[tuple[int, int]]:
+    """Return the runs of equal numbers, which are sorted."""
+    if owners != sorted(owners):
+        raise InvalidInputError("found rows of one trace in several places", field="S.owner")
+    ends = list(itertools.accumulate(len(list(run)) for _, run in itertools.groupby(owners)))
+    return list(zip([0, *ends], ends, strict=False))
+
+
+def _check_cover(spans: list[tuple[int, int]], total: int, name: str) -> None:
+    """Rule 9: ranges are disjoint and cover the axis; each has a token."""
+    position = 0
+    for k, (begin, end) in enumerate(sorted(spans)):
+        if begin != position:
+            what = "overlap" if begin < position else "leave a gap"
+            raise InvalidInputError(f"ranges {what} at row {min(begin, position):,}", field=name)
+        if end <= begin:
+            raise InvalidInputError(f"trace {k} has no tokens: {begin} to {end}", field=name)
+        position = end
+    if position != total:
+        raise InvalidInputError(
+            f"ranges end at {position:,}, expected {total:,} rows; cut rows behind the last trace", field=name
+        )
+
+
+def _integers(array: np.ndarray, name: str) -> list[int]:
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise InvalidInputError(f"found {array.dtype.name} {array.shape}, expected integers", field=name)
+    return [int(value) for value in array.tolist()]
