@@ -113,7 +113,7 @@ class _TaskWriting:
                 self._named[segment] = self._naming.submit(self._add, segment)
 
     def _add(self, segment: SegmentWriter | WrittenSegment) -> None:
-        segment.finish()
+        segment.finish(self._target.sync_tree)
         self._target.add_segment(segment.folder, segment.name, segment.files)
 
     def _write_one(self, stream: TraceStream, written: WrittenSource) -> list[PackedTrace]:

@@ -71,6 +71,13 @@ def fsync_path(path: Path) -> None:
         os.close(fd)
 
 
+def fsync_tree(folder: Path) -> None:
+    """Synchronize all files and folders in a folder, and the folder, with the disk."""
+    for parent, _, names in os.walk(folder, topdown=False):
+        for name in (*sorted(names), ""):
+            fsync_path(Path(parent, name))
+
+
 def write_all(fd: int, data: memoryview) -> None:
     """Write all of `data`; a single os.write may write less."""
     while len(data):
@@ -96,21 +103,25 @@ def pwritev_all(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
 
 
 @contextlib.contextmanager
-def created(path: Path, *, mode: int = 0o444) -> Iterator[int]:
-    """Create a file and yield its descriptor. After the block the file is synchronized with the disk, not its folder."""
+def created(path: Path, *, mode: int = 0o444, is_synced: bool = True) -> Iterator[int]:
+    """Create a file and yield its descriptor. After the block the file is synchronized with the disk, not its folder.
+
+    Without `is_synced` the caller does that, or removes the file again.
+    """
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
         with with_filename(path):
             yield fd
             os.fchmod(fd, mode)
-            os.fsync(fd)
+            if is_synced:
+                os.fsync(fd)
     finally:
         os.close(fd)
 
 
-def write_file(path: Path, data: bytes | memoryview, *, mode: int = 0o444) -> None:
-    """Create a file with these bytes and synchronize it with the disk, but not its folder."""
-    with created(path, mode=mode) as fd:
+def write_file(path: Path, data: bytes | memoryview, *, mode: int = 0o444, is_synced: bool = True) -> None:
+    """Create a file with these bytes; see created()."""
+    with created(path, mode=mode, is_synced=is_synced) as fd:
         write_all(fd, memoryview(data))
 
 

@@ -136,7 +136,7 @@ class ShardWriter:
             self._fd = -1
 
     def finish(self) -> tuple[int, int]:
-        """Pad the last inner chunk, write the shard index and synchronize the file.
+        """Pad the last inner chunk, write the shard index and close the file.
 
         Returns
         -------
@@ -163,6 +163,5 @@ class ShardWriter:
         fd = self._open()
         with with_filename(self.path):
             os.fchmod(fd, 0o444)
-            os.fsync(fd)
         self.close_fd()
         return self._written, self._crc

@@ -72,13 +72,16 @@ class HasWritingFolder:
         """See CommitTarget."""
         return self._folder.new_folder()
 
+    def sync_tree(self, folder: Path) -> None:
+        """See CommitTarget."""
+        fsio.fsync_tree(folder)
+
     def take_segment(self, files: ReadableFiles, entries: Mapping[str, FileEntry], folder: Path, name: str) -> None:
         """See CommitTarget."""
         for inner, entry in entries.items():
             fsio.makedirs((folder / inner).parent)
             files.link(entry, folder / inner)
-        for path, _, _ in os.walk(folder):
-            fsio.fsync_path(Path(path))
+        self.sync_tree(folder)
 
 
 def _locks(store: Path) -> Iterator[tuple[str, locks.WriterLock | None]]:

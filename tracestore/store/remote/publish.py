@@ -118,6 +118,9 @@ class RemoteTarget(HasWritingFolder):
     def sync_segments(self) -> None:
         """See CommitTarget. Nothing to do: an object is durable."""
 
+    def sync_tree(self, folder: Path) -> None:
+        """See CommitTarget. Nothing to do: the files are removed when they are uploaded."""
+
     def add_segment(self, folder: Path, name: str, files: Sequence[tuple[str, int, int]]) -> None:
         """See CommitTarget."""
         path = paths.segment(name)

@@ -1,7 +1,6 @@
 """The changes that a writer has collected on one generation, which another one may follow before they are committed."""
 
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 from tracestore.errors import InvalidInputError, StoreLockedError, UsageError
 from tracestore.store.format import schema
@@ -300,20 +299,16 @@ class Changes:
         if trace.segment is not None:
             self._pending.place(trace.segment, self.manifest.num_segments, self._target.new_folder)
             return trace.segment, trace.row
-        segment = next(iter(self._pending.segments[-1:]), None)
+        segments = self._pending.segments
+        segment = next(iter(segments[-1:]), None)
         if segment is not None and len(segment) and segment.num_bytes + trace.num_bytes > split_bytes:
             segment.close_fd()
             segment = None
         if not isinstance(segment, SegmentWriter) or segment.name:
-            segment = self._new_segment(self._target.new_folder())
+            number = self.manifest.num_segments + len(segments)
+            segments.append(segment := SegmentWriter(self._target.new_folder(), number, self.attributes))
         segment.append(trace, self.attributes)
         return segment, len(segment) - 1
-
-    def _new_segment(self, folder: Path) -> SegmentWriter:
-        """Add a segment in a folder, which does not exist."""
-        segments = self._pending.segments
-        segments.append(new := SegmentWriter(folder, self.manifest.num_segments + len(segments), self.attributes))
-        return new
 
     def _accept(self, entry: Entry, groups: set[int], label: float) -> None:
         """Add a trace to the open source; `groups` and `label` are those of resolve()."""

@@ -81,6 +81,9 @@ class CommitTarget(Protocol):
     def newest(self) -> int:
         """Return the number of the newest generation; 0 if the writer begins a store."""
 
+    def sync_tree(self, folder: Path) -> None:
+        """Make the files in a temporary folder durable, if add_segment() gives them their names."""
+
     def take_segment(self, files: ReadableFiles, entries: Mapping[str, FileEntry], folder: Path, name: str) -> None:
         """Prepare a segment of another store for add_segment(); `entries` has its files by their paths in it."""
 

@@ -1,7 +1,7 @@
 """Writing one segment: an immutable Zarr group of arrays."""
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from tracestore.store.format.entries import FileEntry
 from tracestore.store.format.ragged import encode_strings
 from tracestore.store.format.zarr_json import array_metadata, group_metadata
 from tracestore.store.format.zip_group import pack_group
-from tracestore.store.io.fsio import fsync_path, makedirs, remove_tree, write_file
+from tracestore.store.io.fsio import makedirs, remove_tree, write_file
 from tracestore.store.io.shard_writer import ShardWriter
 from tracestore.store.read.segment import layer_rows
 from tracestore.store.write.pack import PackedTrace, num_bytes_of
@@ -136,8 +136,8 @@ class SegmentWriter:
         _, size, crc = self.files[-1]
         return FileEntry(paths.segment_rows(paths.segment(self.name)), size, crc)
 
-    def finish(self) -> None:
-        """Write the remaining files and synchronize all of them. No-op in a finished segment."""
+    def finish(self, sync: Callable[[Path], None]) -> None:
+        """Write the remaining files, and call CommitTarget.sync_tree() with the folder. No-op in a finished segment."""
         if self.name:
             return
         self.files = []
@@ -149,7 +149,7 @@ class SegmentWriter:
         rows = _row_arrays(self._traces)
         data = pack_group(rows | lens | self._layer_crcs(rows), attributes)
         self._write_file("rows.zip", data)
-        fsync_path(self.folder)
+        sync(self.folder)
         self.name = name_of(data)
 
     def _layer_crcs(self, rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -175,19 +175,14 @@ class SegmentWriter:
         if stream.num_rows:
             size, crc = stream.finish()
             self.files.append((stream.path.relative_to(self.folder).as_posix(), size, crc))
-            for folder in (stream.path.parent, *stream.path.parents):
-                if folder == self.folder / name:
-                    break
-                fsync_path(folder)
         _, _, is_bfloat16 = self.attributes.array_type(name)
         attributes = {"tracestore": {"dtype": "bfloat16"}} if is_bfloat16 else {}
         shape = (stream.num_rows, *stream.columns)
         meta = array_metadata(shape, stream.chunk_rows, stream.dtype, stream.codec, attributes)
         self._write_file(f"{name}/zarr.json", meta)
-        fsync_path(self.folder / name)
 
     def _write_file(self, name: str, data: bytes) -> None:
-        write_file(self.folder / name, data)
+        write_file(self.folder / name, data, is_synced=False)
         self.files.append((name, len(data), crc32c(data)))
 
 

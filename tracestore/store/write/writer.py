@@ -299,7 +299,7 @@ class StoreWriter(Changes):
     def end_segments(self) -> None:
         """Let the next trace begin a segment."""
         for segment in self._pending.all_segments:
-            segment.finish()
+            segment.finish(self._target.sync_tree)
 
     def commit(self, *, are_open: bool = False) -> None:
         """Make all pending changes durable; after an exception the last generation is unchanged.

@@ -68,7 +68,7 @@ class WrittenSegment:
         trace.graph_crc, trace.sequence_crc = (reader.scalar(f"{n}_crc32c", row) for n in mf.GROUP_NAMES)
         return trace
 
-    def finish(self) -> None:
+    def finish(self, sync: Any = None) -> None:
         """Do nothing: it is complete."""
 
     flush = close_fd = remove = finish  # remove: another commit may name it.
