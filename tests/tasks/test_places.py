@@ -365,6 +365,17 @@ def test_scratch_of_writers(data, tmp_path, remote, monkeypatch):
     assert not (tmp_path / "cache" / ".writing").exists()
 
 
+def test_segments_are_synchronized_if_their_files_stay(data, tmp_path, remote, monkeypatch):
+    synced = set()
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.add(os.readlink(f"/proc/self/fd/{fd}").rpartition("/")[2]))
+    for store, names in ((remote, set()), (tmp_path / "s.zarr", {"rows.zip", "0"})):
+        tasks = plan_tasks(data, store)
+        for task in tasks:
+            write_task(task)
+        assert commit_tasks(tasks).num_traces == convert_files(data, f"{store}-2").num_traces == 24
+        assert synced & {"rows.zip", "0"} == names
+
+
 def test_scratch_in_memory_counts_as_memory(data, tmp_path, remote, monkeypatch):
     """The budget covers the segments that wait for their upload, of a process and of each worker."""
     monkeypatch.setattr(local_folders, "is_in_memory", lambda folder: "cache" in str(folder))

@@ -407,7 +407,7 @@ class Conversion:
         with fsio.map_os_errors(writer.path, lambda: size):
             traces = self._traces_to_store(stream)
             first = next(traces, None)
-            facts = first.first_facts if isinstance(first, TraceBlock) else first
+            facts = first.facts_of(0) if isinstance(first, TraceBlock) else first
             record = None if facts is None else facts.record
             provenance = with_layers(self._provenance(stream.source), None if record is None else record.layer_ids)
             if record is not None:

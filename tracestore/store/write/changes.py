@@ -220,7 +220,9 @@ class Changes:
             self.attributes = attributes
             del pending.steps[num_steps:]
             pending.sources.pop()
-            pending.remove_rows(num_rows)
+            pending.rows.remove(num_rows)
+            while len(pending.keys) > num_rows:
+                pending.keys.popitem()
 
         self._undo.append(restore)
         pending.sources.append(source)

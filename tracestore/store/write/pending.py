@@ -257,12 +257,6 @@ class Pending:
 
         return roll_back
 
-    def remove_rows(self, first: int) -> None:
-        """Remove the rows from `first` on, with their keys."""
-        self.rows.remove(first)
-        while len(self.keys) > first:
-            self.keys.popitem()
-
     def flush(self) -> None:
         """Write the buffered arrays of the last segment, whose memory can be released then."""
         for segment in self.segments[-1:]:

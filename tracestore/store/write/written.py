@@ -135,12 +135,8 @@ class TraceBlock:
         rows = {name: values[part] for name, values in self.rows.items()}
         return replace(self, first=self.first + part.start, rows=rows, **parts)
 
-    @property
-    def first_facts(self) -> PackedTrace:
-        """The facts of the first trace."""
-        return self._facts_of(0)
-
-    def _facts_of(self, k: int) -> PackedTrace:
+    def facts_of(self, k: int) -> PackedTrace:
+        """Return the facts of a trace."""
         facts: PackedTrace = self.facts[self.kinds[k]]
         return facts
 
@@ -222,7 +218,7 @@ class TraceBlock:
     def record(self, k: int) -> TraceRecord:
         """Return a trace without its arrays and texts."""
         rows = self._lists
-        known, bits = self._facts_of(k).record, rows["fields"][k]
+        known, bits = self.facts_of(k).record, rows["fields"][k]
         label, *values = rows["values"][k]
         has_label, *has_value = rows["has_value"][k]
         scores: tuple[dict[str, float], dict[str, float]] = {}, {}
@@ -245,7 +241,7 @@ class TraceBlock:
     def trace(self, k: int) -> PackedTrace:
         """Return a trace without its arrays."""
         rows = self._lists
-        facts, num_tokens, layout = self._facts_of(k), rows["num_tokens"][k], rows["attention_layout"][k]
+        facts, num_tokens, layout = self.facts_of(k), rows["num_tokens"][k], rows["attention_layout"][k]
         return replace(
             facts,
             record=self.record(k),
