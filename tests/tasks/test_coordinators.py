@@ -58,11 +58,12 @@ def bytes_of_coordinator(logs, folder):
 
 @pytest.mark.long
 @pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
-@pytest.mark.parametrize(("shape", "num_traces", "part"), [((33, 11, 4096), 88, 0.001), ((30, 60, 800), 84, 0.00125)])
-def test_the_coordinator_moves_metadata_only(memory, shape, num_traces, part):
+@pytest.mark.parametrize(("shape", "num_traces"), [((33, 11, 4096), 88), ((30, 60, 800), 84)])
+def test_the_coordinator_moves_metadata_only(memory, shape, num_traces):
     """Traces of 3 MB in tasks of 128 MiB: it reads and writes nothing of sources and arrays, and little of metadata.
 
-    The files of a task and a commit have 48 kB without a trace, and 1.3 kB a trace of 60 tokens.
+    The files of a task and a commit have 48 kB without a trace, and 1.3 kB a trace of 60 tokens. Receipts and rows.zip
+    are mapped, and not counted.
     """
     rng = np.random.default_rng(0)
     (memory / "data").mkdir()
@@ -81,7 +82,7 @@ def test_the_coordinator_moves_metadata_only(memory, shape, num_traces, part):
         num_bytes = store.internals.manifest.num_bytes
     assert not [path for path in moved if path.startswith("data/") or "/c/" in path]
     print(f"{sum(moved.values()):,} of {num_bytes:,} bytes: {100 * sum(moved.values()) / num_bytes:.3f} %")
-    assert 0 < sum(moved.values()) < part * num_bytes, moved.most_common(10)
+    assert 0 < sum(moved.values()) < 0.0005 * num_bytes, moved.most_common(10)
 
 
 def at_the_same_time(*calls):

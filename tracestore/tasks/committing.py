@@ -268,8 +268,10 @@ class _Commit(Conversion):
     def _submit(self) -> None:
         """Let the workers write all tasks that have no receipt without an error."""
         if self._workers is not None:
-            missing = [task for task in self._tasks if usable_receipt(self._plan, task, self.sources) is None]
-            self._futures = {task: self._workers.submit(task) for task in missing}
+            found = self._plan.files.times()
+            for task in self._tasks:
+                if paths.receipt(task.hash) not in found or usable_receipt(self._plan, task, self.sources) is None:
+                    self._futures[task] = self._workers.submit(task)
 
     def _wait(self, task: Task, future: Future) -> None:
         """Wait until a task is written; between two looks, Ctrl-C is noticed."""
