@@ -199,7 +199,7 @@ def read_all(store):
                 "hidden": trace.hidden_states.tobytes(),
                 "attention": trace.attention.tobytes(),
                 "last": trace.last_token.tobytes(),
-                "tokens": trace.tokens.tolist(),
+                "tokens": None if trace.tokens is None else trace.tokens.tolist(),
                 "decoded": trace.tokens_decoded,
                 "answer": trace.answer,
                 "score": trace.score,

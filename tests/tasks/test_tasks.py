@@ -124,7 +124,10 @@ def of_scores(folder):
 
 
 def of_duplicates(folder):
-    write_pickle(folder / "batch_6.pkl", [make_trace(0, tokens=3) | {"rare": 0, "temperature": 0.5}, make_trace(99)])
+    others = [{k: v for k, v in make_trace(98).items() if k not in names} for names in (["tokens"], ["tokens_decoded"])]
+    others[1]["question_id"] = "q97"
+    first = make_trace(0, tokens=3) | {"rare": 0, "temperature": 0.5}
+    write_pickle(folder / "batch_6.pkl", [first, make_trace(99), *others])
     return {}
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from tracestore.convert.options import ON_CONFLICT, OnConflict
 from tracestore.errors import InvalidInputError, escape_unprintable, some_of
 from tracestore.store.format.labels import describe, disagreements, unlabeled_note
-from tracestore.store.format.schema import LAYOUT_EDGES, Attributes
+from tracestore.store.format.schema import FIELD_BITS, LAYOUT_EDGES, Attributes
 from tracestore.store.read.columns import Columns
 from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.written import TraceBlock
@@ -81,8 +81,8 @@ class SourceCounts:
         self.rounded_from = self.rounded_from or packed.rounded_from
         self.num_without_embeddings += record.is_without_embeddings
         has_states = packed.num_tokens > 0
-        has_tokens = record.tokens is not None or record.tokens_decoded is not None
-        self.num_without_tokens += has_states and not has_tokens and packed.edge_counts is None
+        has_texts = packed.field_bits & (FIELD_BITS["tokens"] | FIELD_BITS["tokens_decoded"])
+        self.num_without_tokens += has_states and not has_texts and packed.edge_counts is None
         self.num_without_last_state += (
             has_states and record.tokens is not None and len(record.tokens) == packed.num_tokens + 1
         )

@@ -208,13 +208,6 @@ class TraceBlock:
         with reading_committed(self.segment.rows.path):
             return lists | {"extras": self.segment.reader.small.strings("extras", self.first, last)}
 
-    @cached_property
-    def _tokens(self) -> list[np.ndarray]:
-        reader = self.segment.reader
-        begins = reader.values("tokens_offsets")[self.first : self.first + len(self)]
-        tokens = reader.values("tokens")
-        return [tokens[a : a + n] for a, n in zip(begins.tolist(), self.num_ids.tolist(), strict=True)]
-
     def record(self, k: int) -> TraceRecord:
         """Return a trace without its arrays and texts."""
         rows = self._lists
@@ -230,7 +223,6 @@ class TraceBlock:
             question_id=self.ids[k],
             sample=rows["sample"][k],
             position=rows["source_position"][k],
-            tokens=self._tokens[k] if bits & schema.FIELD_BITS["tokens"] else None,
             label=label if has_label else None,
             has_own_id=bool(bits & schema.FIELD_BITS["question_id"]),
             scores=scores[0],
@@ -239,12 +231,14 @@ class TraceBlock:
         )
 
     def trace(self, k: int) -> PackedTrace:
-        """Return a trace without its arrays."""
-        rows = self._lists
+        """Return a trace without its arrays, but with its token ids."""
+        rows, record = self._lists, self.record(k)
+        if rows["fields"][k] & schema.FIELD_BITS["tokens"]:
+            record.tokens = self.segment.reader.tokens(self.first + k)
         facts, num_tokens, layout = self.facts_of(k), rows["num_tokens"][k], rows["attention_layout"][k]
         return replace(
             facts,
-            record=self.record(k),
+            record=record,
             num_tokens=num_tokens,
             layout=layout,
             edge_counts=_NO_COUNTS if layout == schema.LAYOUT_EDGES else None,
