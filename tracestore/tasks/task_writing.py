@@ -1,7 +1,7 @@
 """Write the sources of a task into segments, and its receipt."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from pathlib import Path
@@ -154,10 +154,8 @@ class _TaskWriting:
     def receipt(self, task: Task) -> bytes:
         """Return the bytes of the receipt."""
         segments = [segment for segment in self._pending.all_segments if isinstance(segment, SegmentWriter)]
-        return pack_receipt(task, self._written, segments, list(self._accounts()))
-
-    def _accounts(self) -> Iterator[object]:
-        for part in self._conversion.described.parts:
-            if part.execution is not None:
-                part.execution.finish()
-            yield None if part.execution is None else part.execution.account.to_json()
+        executions = [part.execution for part in self._conversion.described.parts]
+        for execution in filter(None, executions):
+            execution.finish()
+        accounts = [None if execution is None else execution.account.to_json() for execution in executions]
+        return pack_receipt(task, self._written, segments, accounts)

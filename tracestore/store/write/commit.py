@@ -142,14 +142,6 @@ def open_target(
     return RemoteTarget(location, overwrite=overwrite, exist_ok=exist_ok)
 
 
-def empty_generation(target: CommitTarget, options: Mapping[str, str]) -> PinnedGeneration:
-    """Return the generation of a store without commits."""
-    manifest = mf.Manifest(
-        target.replaced_generation, schema.Attributes(attention=options["attention"], options=dict(options))
-    )
-    return PinnedGeneration(manifest, StoreIndex(target.files, manifest), (), None)
-
-
 def load_generation(target: CommitTarget, number: int) -> PinnedGeneration:
     """Open the newest generation, which must survive a power failure before anything refers to it."""
     try:
@@ -164,8 +156,11 @@ def load_generation(target: CommitTarget, number: int) -> PinnedGeneration:
 
 def load_newest(target: CommitTarget, options: Mapping[str, str]) -> PinnedGeneration:
     """Open the newest generation, or that of a store with these options if there is none."""
-    number = target.newest()
-    return load_generation(target, number) if number else empty_generation(target, options)
+    if number := target.newest():
+        return load_generation(target, number)
+    attributes = schema.Attributes(attention=options["attention"], options=dict(options))
+    manifest = mf.Manifest(target.replaced_generation, attributes)
+    return PinnedGeneration(manifest, StoreIndex(target.files, manifest), (), None)
 
 
 def add_files(
