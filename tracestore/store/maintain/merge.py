@@ -241,10 +241,10 @@ def _list_newest_sources(writer: StoreWriter, store: TraceStore, indices: np.nda
     for source in store.internals.index.sources() if len(indices) == len(store) else ():
         if source.fingerprint:
             entries[source.path].append(source)
-    for path, (*earlier, newest) in entries.items():
-        if writer.has_source(path, newest.size, newest.fingerprint):
-            continue
-        if any(writer.has_source(path, source.size, source.fingerprint) for source in earlier):
+    for path, found in entries.items():
+        newest = found[-1]
+        are_last = [writer.has_source(path, source.size, source.fingerprint) for source in found]
+        if any(are_last) and not are_last[-1]:
             writer.begin_source(path, newest.size, newest.fingerprint, newest.provenance)
             writer.end_source()
 
