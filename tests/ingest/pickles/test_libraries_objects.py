@@ -5,13 +5,24 @@ import io
 import numpy as np
 import pytest
 
-from tests.helpers import error_of, write_pickle
+import tracestore
+from tests.helpers import convert, write_pickle
 from tests.ingest.readers.trees import read_tree
 from tracestore.errors import InvalidInputError
+from tracestore.ingest.pickles.sparse import PickledSparse
 
 RNG = np.random.default_rng(0)
 HIDDEN = RNG.standard_normal((2, 4, 5)).astype("f4")
 ATTENTION = np.tril(RNG.random((2, 4, 4)).astype("f4"))
+
+
+def stored(path):
+    """Convert a file of one trace without tokens and return it from the store."""
+    lines = (f"hidden_states = {path.name} : []/hidden_states -> L S D", f"question_id = {path.name} : []/question_id")
+    lines += (f"attentions = {path.name} : []/attentions -> L S S",)
+    store = path.with_suffix(".zarr")
+    convert(path, store, *(word for line in lines for word in ("--field", line)))
+    return tracestore.open(store)[0]
 
 
 def test_frames_are_rows_with_their_index(tmp_path):
@@ -63,19 +74,34 @@ def test_dates_of_numpy_are_refused(tmp_path, dtype, protocol):
             read_tree(write_pickle(tmp_path / "in.pkl", value, protocol))
 
 
-@pytest.mark.parametrize("layout", ["csr_matrix", "coo_array"])
-def test_sparse_attention_of_scipy_is_refused(tmp_path, layout):
+@pytest.mark.parametrize("layout", ["csr_matrix", "csc_array", "coo_matrix"])
+def test_sparse_attention_of_scipy(tmp_path, layout):
     sparse = pytest.importorskip("scipy.sparse")
     layers = [getattr(sparse, layout)(layer) for layer in ATTENTION]
     path = write_pickle(tmp_path / "in.pkl", [{"question_id": "q", "hidden_states": HIDDEN, "attentions": layers}])
-    message = error_of("convert", path, tmp_path / "s.zarr", "--field", f"records = {path.name} : []", code=3)
-    assert "attentions: found a mapping of" in message and "expected the axes" in message
+    np.testing.assert_array_equal(stored(path).attention, ATTENTION.astype("f2"))
 
 
-def test_sparse_tensors_are_refused(tmp_path):
+@pytest.mark.parametrize("name", ["to_sparse", "to_sparse_csr", "to_sparse_csc"])
+def test_sparse_tensors(tmp_path, name):
     torch = pytest.importorskip("torch")
+    layers = [getattr(torch.from_numpy(layer), name)() for layer in ATTENTION]
     file = io.BytesIO()
-    torch.save([{"hidden_states": torch.from_numpy(HIDDEN[0]).to_sparse()}], file)
+    torch.save([{"question_id": "q", "hidden_states": torch.from_numpy(HIDDEN), "attentions": layers}], file)
     (tmp_path / "in.pt").write_bytes(file.getvalue())
-    with pytest.raises(InvalidInputError, match="_rebuild_sparse_tensor"):
-        read_tree(tmp_path / "in.pt")
+    np.testing.assert_array_equal(stored(tmp_path / "in.pt").attention, ATTENTION.astype("f2"))
+
+
+def test_sparse_matrices_are_checked():
+    index, values = np.array([0, 1]), np.array([1.0, 2.0])
+    wrong = {
+        "outside": ("coo", (2, 2), (index, index + 1), values),
+        "other indices": ("coo", (2, 2), (index[:1], index), values),
+        "than values": ("csr", (2, 2), (np.array([0, 1, 3]), index), values),
+        "of shape": ("coo", (1 << 20, 1 << 20), (index, index), values),
+    }
+    for text, (layout, shape, indices, data) in wrong.items():
+        with pytest.raises(InvalidInputError, match=text):
+            sparse = PickledSparse(layout)
+            sparse.set(shape, indices, data)
+            sparse.resolve()

@@ -156,6 +156,10 @@ def test_files_of_torch(tmp_path):
                 assert root["x"].read().tolist() == [[0, 3], [1, 4], [2, 5]]
                 assert root["x"].read((slice(1, 3), 0)).tolist() == [1, 2]
                 assert root["b"][0].dtype == "bfloat16" and root["b"][1] == 3
+    torch.save(torch.eye(3).to_sparse(), tmp_path / "sparse.pt")
+    assert read_tree(tmp_path / "sparse.pt").tolist() == np.eye(3).tolist()
+    torch.save((1.5 * torch.eye(3)).to(torch.bfloat16).to_sparse(), tmp_path / "short.pt")
+    assert read_tree(tmp_path / "short.pt").tolist() == (1.5 * np.eye(3)).tolist()
 
 
 @pytest.mark.parametrize(

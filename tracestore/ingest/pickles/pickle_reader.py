@@ -5,7 +5,7 @@ from typing import Any
 
 from tracestore._core.pickle import ByteReader, SafeUnpickler
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.pickles import joblib_arrays, pickled_objects, pickled_torch, pickled_values
+from tracestore.ingest.pickles import joblib_arrays, pickled_objects, pickled_torch, pickled_values, sparse
 from tracestore.ingest.pickles import pickled_frames as frames
 from tracestore.ingest.pickles.pickled_values import PickledArray, PickledDtype, PickledValue, SafeGlobal
 
@@ -13,7 +13,7 @@ from tracestore.ingest.pickles.pickled_values import PickledArray, PickledDtype,
 RETAINED_BYTES = 32 << 20
 # (module, name) -> stand-in. Of the other names, those of the standard library and of numpy and torch are refused.
 ALLOWED: dict[tuple[str, str], SafeGlobal] = pickled_objects.GLOBALS | pickled_values.GLOBALS | pickled_torch.GLOBALS
-ALLOWED |= frames.GLOBALS
+ALLOWED |= sparse.GLOBALS | frames.GLOBALS
 
 
 def pickle_reader(
@@ -50,7 +50,7 @@ def pickle_reader(
     def find_class(module: Any, name: Any) -> SafeGlobal:
         if not isinstance(module, str) or not isinstance(name, str):
             raise InvalidInputError("a class is named by a value that is not a string")
-        known = allowed.get((module, name)) or frames.pandas_class(module, name)
+        known = allowed.get((module, name)) or sparse.scipy_class(module, name) or frames.pandas_class(module, name)
         known = known or pickled_objects.unknown_class(module, name)
         if known is None:
             raise InvalidInputError(

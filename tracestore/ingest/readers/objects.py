@@ -1,5 +1,6 @@
 """The tree of pickles and files of torch.save, over the values that the reader of untrusted pickles makes."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -16,8 +17,19 @@ from tracestore.ingest.pickles.pickled_frames import PandasObject
 from tracestore.ingest.pickles.pickled_objects import PickledDict, PickledObject, UnknownClass
 from tracestore.ingest.pickles.pickled_torch import PickledGraph, PickledTensor
 from tracestore.ingest.pickles.pickled_values import PickledArray, PickledDtype, SafeClass
-from tracestore.ingest.readers.content import FAULTS, Content, bytes_value, refusal
-from tracestore.ingest.tree import Charge, ListItems, MappingGroup, StreamItems, Value, array_value
+from tracestore.ingest.pickles.sparse import PickledSparse
+from tracestore.ingest.readers.content import FAULTS, Content, bytes_value, refusal, refusals
+from tracestore.ingest.tree import (
+    Array,
+    Charge,
+    ListItems,
+    MappingGroup,
+    Selection,
+    StreamItems,
+    Value,
+    array_value,
+    dtype_name,
+)
 
 _PROTO = 0x80
 _SCALARS = frozenset((int, float, bool, type(None)))
@@ -65,6 +77,8 @@ class ObjectOpener:
             return array_value(value, self._charge)
         if isinstance(value, bytes | bytearray | memoryview):
             return bytes_value(value, self._charge)
+        if isinstance(value, PickledSparse):
+            return SparseArray(value, self._charge)
         if isinstance(value, PandasObject):
             columns = value.values()
             return self._rows(columns) if isinstance(columns, dict) else self(columns)
@@ -146,6 +160,23 @@ def _arrays_of_one_dtype(values: list[Any]) -> list[np.ndarray] | None:
         return None
     is_other = [type(array) is not _NDARRAY or array.dtype is not dtype or not array.ndim for array in arrays]
     return None if True in is_other else arrays
+
+
+class SparseArray(Array):
+    """A sparse matrix, which becomes dense when it is read."""
+
+    def __init__(self, matrix: PickledSparse, charge: Charge) -> None:
+        if matrix.size is None:
+            raise InvalidInputError("found a sparse matrix without values")
+        self._matrix, self._charge, self.shape = matrix, charge, matrix.size
+        values = matrix.values.dtype
+        self.dtype = "float32" if values.kind == "V" else dtype_name(values)
+
+    def read(self, selection: Selection = ()) -> np.ndarray:
+        """Return a selection of the dense matrix."""
+        self._charge(0, math.prod(self.shape) * 8, 0)
+        with refusals():
+            return np.asarray(self._matrix.resolve()[selection])
 
 
 def _keyed(values: dict[Any, Any]) -> Mapping[Any, Any]:

@@ -168,6 +168,18 @@ def pooling_responses(folder, samples):
         write_json(folder / f"pool-{s.question_id}.json", value)
 
 
+@kind("scipy", expect="id mean", rows="traces.pkl")
+def sparse_attention(s):
+    """Write attention of each layer as a scipy CSR matrix (head mean), hidden states as arrays."""
+    from scipy.sparse import csr_matrix
+
+    return {
+        "question_id": s.question_id,
+        "hidden_states": list(s.hidden),
+        "attentions": [csr_matrix(a) for a in s.attention.mean(1)],
+    }
+
+
 @kind(expect="id", rows="traces.pkl")
 def prompt_and_response_states(s):
     """Write the states of the prompt and of the response in two arrays, to be joined."""

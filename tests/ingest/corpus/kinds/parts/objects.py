@@ -176,36 +176,48 @@ def pkl_batch_of_responses(folder, samples):
 # Sparse attention
 
 
-@kind("scipy", refused=True)
-def pkl_scipy_sparse_attention(folder, samples):
+@kind("scipy", expect="id mean", rows="sparse.pkl")
+def pkl_scipy_sparse_attention(s):
     """Write attention averaged over heads as a scipy.sparse.csr_matrix per layer."""
     from scipy import sparse
 
-    rows = [
-        {
-            "question_id": s.question_id,
-            "hidden_states": s.hidden,
-            "attentions": [sparse.csr_matrix(a) for a in s.attention.mean(1)],
-        }
-        for s in samples
-    ]
-    dump(folder / "sparse.pkl", rows)
-    return []
+    return {
+        "question_id": s.question_id,
+        "hidden_states": s.hidden,
+        "attentions": [sparse.csr_matrix(a) for a in s.attention.mean(1)],
+    }
 
 
-@kind("torch", refused=True)
-def pt_sparse_attention(folder, samples):
+@kind("scipy", expect="id attention", rows="sparse.pkl")
+def pkl_scipy_arrays_per_head(s):
+    """Write a scipy.sparse.coo_array per layer and head."""
+    from scipy import sparse
+
+    return {
+        "id": s.question_id,
+        "hidden_states": list(s.hidden),
+        "attentions": [[sparse.coo_array(a) for a in heads] for heads in s.attention],
+    }
+
+
+@kind("torch", expect="id attention", rows="sparse.pt")
+def pt_sparse_attention(s):
     """Write attention (L, H, S, S) of each trace as a sparse COO tensor."""
-    rows = [
-        {
-            "question_id": s.question_id,
-            "hidden_states": tensor(s.hidden),
-            "attentions": tensor(s.attention).to_sparse(),
-        }
-        for s in samples
-    ]
-    save_pt(folder / "sparse.pt", rows)
-    return []
+    return {
+        "question_id": s.question_id,
+        "hidden_states": tensor(s.hidden),
+        "attentions": tensor(s.attention).to_sparse(),
+    }
+
+
+@kind("torch", expect="id mean", rows="sparse.pt")
+def pt_sparse_csr_per_layer(s):
+    """Write the mean over heads of each layer as a sparse CSR tensor."""
+    return {
+        "question_id": s.question_id,
+        "hidden_states": tensor(s.hidden),
+        "attention": [tensor(a).to_sparse_csr() for a in s.attention.mean(1)],
+    }
 
 
 @kind(expect="id mean")
