@@ -71,8 +71,6 @@ def refused(path, text, *flags, code=3, name="new.csv"):
 def empty_cells(folder):
     """Return files without a value of q1, by what stands in its place."""
     pq.write_table(pa.table({"question_id": ["q0", "q1"], "score": [0.9, None]}), folder / "x.parquet")
-    order = np.array([0.9, math.nan, *OLD[2:]])
-    np.save(folder / "x.npy", order)
     rows = [{"question_id": "q0", "score": 0.9}, {"question_id": "q1"}]
     null = [rows[0], rows[1] | {"score": None}]
     texts = {
@@ -86,27 +84,22 @@ def empty_cells(folder):
         "null by id": ("scores.json", b'{"q0": 0.9, "q1": null}'),
         "semicolons": ("x.csv", "\ufeffquestion_id;score\nq0;0.9\nq1;\n".encode()),
         "Parquet": ("x.parquet", (folder / "x.parquet").read_bytes()),
-        "in order": ("x.npy", (folder / "x.npy").read_bytes()),
     }  # fmt: skip
 
 
-CELLS = ["", " ", "nan", "NA", "-", "null", "no key", "null in JSON", "null in JSON Lines", "null by id", "semicolons", "Parquet", "in order"]  # fmt: skip
+CELLS = ["", " ", "nan", "NA", "-", "null", "no key", "null in JSON", "null in JSON Lines", "null by id", "semicolons", "Parquet"]  # fmt: skip
 
 
 @pytest.mark.parametrize("cell", CELLS)
 def test_an_empty_cell_removes_a_score_only_if_the_user_chooses(tmp_path, store, cell):
     name, text = empty_cells(tmp_path)[cell]
-    flags = ["--score-column", "score", "--score-direction", "correct"] * (cell == "in order")
-    if name == "x.npy":
-        flags = ["--score-column", "x", "--score-direction", "correct"]
-
-    message = refused(store, text, *flags, name=name)
+    message = refused(store, text, name=name)
     assert "1 stored trace such as q1" in message and "keep-last removes it, keep-first keeps it" in message
 
-    done = score(store, text, *flags, *KEEPS, name=name)
+    done = score(store, text, *KEEPS, name=name)
     assert values(store) == [0.9, *OLD[1:]] and "1 stored trace with a score" in done.stdout
 
-    done = score(store, text, *flags, *REMOVES, "--json", name=name)
+    done = score(store, text, *REMOVES, "--json", name=name)
     np.testing.assert_equal(values(store), [0.9, math.nan, *OLD[2:]])
     report = json.loads(done.stdout)
     assert (report["num_removed"], report["num_updated"], report["num_scored"]) == (1, 1, N - 1)
