@@ -120,13 +120,14 @@ def test_a_consumer_that_counts_batches_gets_the_next_epoch(store_path, num_thre
     for epoch in range(3):
         loader.set_epoch(epoch)
         order.append([b.question_id for b in loader])
+        assert loader.epoch == epoch + 1
     counted = tracestore.TraceLoader(store_path, batch_size=5, num_threads=num_threads)
     kept = []
     for epoch in range(3):
         kept.append(iter(counted))
         assert [next(kept[-1]).question_id for _ in range(len(counted))] == order[epoch]
         if epoch:  # draining an earlier iterator changes nothing
-            assert next(kept[epoch - 1], None) is None
+            assert next(kept[epoch - 1], None) is None and counted.epoch == epoch
     counted.set_epoch(1)
     for _ in range(2):
         assert [b.question_id for b, _ in zip(counted, range(len(counted)), strict=False)] == order[1]

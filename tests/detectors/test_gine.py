@@ -176,6 +176,16 @@ def test_product_of_the_sums_for_any_chunk_size(form, mean, monkeypatch):
             assert torch.allclose(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
+def test_chunks_cover_the_graphs_once():
+    ptr = pointers([3, 0, 900, 4, 5, 0]).tolist()
+    for limit in (1 << 24, 1 << 12, 32, 0):
+        chunks = list(gine_op._chunks(ptr, limit))
+        assert [r for rows, _ in chunks for r in range(rows.start, rows.stop)] == list(range(912))
+        graphs = [g for _, p in chunks for g in range(p.start, p.stop - 1)]
+        assert graphs == list(range(6))
+        assert all(rows.stop - rows.start <= limit or p.stop - p.start == 2 for rows, p in chunks)
+
+
 @pytest.mark.parametrize("form", ["triangles", "lists", "heads"])
 def test_results_are_bitwise_equal_for_any_number_of_threads(form):
     inputs = FORMS[form](70, torch.float32)
