@@ -2,8 +2,9 @@
 
 import errno
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
+from typing import TypeVar
 
 import torch
 
@@ -11,6 +12,7 @@ from tracestore.oom.error_texts import AMBIGUOUS_TEXTS, DEVICE_TEXTS, HOST_TEXTS
 from tracestore.oom.memory_limits import allocatable_bytes
 from tracestore.platform_support import shared_memory_folder
 
+T = TypeVar("T")
 # Below this, an ambiguous error counts as out of memory. Thread stacks, packed weights and
 # scratch buffers of oneDNN are of this order.
 SHORT_BYTES = 64 << 20
@@ -120,6 +122,16 @@ def is_out_of_memory(error: BaseException) -> bool:
     """
     outcome = classify(error)
     return memory_is_short() if outcome == StepOutcome.AMBIGUOUS else outcome != StepOutcome.OTHER_ERROR
+
+
+def unless_out_of_memory(call: Callable[[], T]) -> T | None:
+    """Return what a call returns, or None if memory ran out: no traceback keeps what it has made then."""
+    try:
+        return call()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    return None
 
 
 def resolve(outcome: StepOutcome, parameters: Sequence[torch.Tensor]) -> StepOutcome:

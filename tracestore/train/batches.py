@@ -1,6 +1,7 @@
 """Batches of one split, on the device of the model."""
 
 from collections.abc import Callable, Generator, Iterable, Iterator
+from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -19,7 +20,7 @@ from tracestore.detectors.graph.inputs import GraphInputs, edge_threshold
 from tracestore.detectors.graph.padding import can_pad, to_padded
 from tracestore.detectors.model_config import ModelConfig
 from tracestore.detectors.registry import MODELS
-from tracestore.oom.oom_errors import is_out_of_memory
+from tracestore.oom.oom_errors import unless_out_of_memory
 from tracestore.store.read.store import TraceStore
 from tracestore.train.config import TrainConfig
 from tracestore.train.distributed import DistributedContext
@@ -152,15 +153,12 @@ class BatchFeed:
         None: memory ran out twice.
         """
         for _ in range(2):
-            try:
-                batches, self._ahead = self._ahead, []
-                batches += self._gather(count - len(batches))
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-            else:
-                self._next += len(batches)
-                return batches
+            batches, self._ahead = self._ahead, []
+            more = unless_out_of_memory(partial(self._gather, count - len(batches)))
+            if more is not None:
+                self._next += len(batches) + len(more)
+                return batches + more
+            del batches
             self._gather_again()
         return None
 
@@ -171,14 +169,11 @@ class BatchFeed:
         """
         if self.copies is None or self._ahead:
             return
-        try:
-            self._ahead = self._gather(count)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
+        ahead = unless_out_of_memory(partial(self._gather, count))
+        if ahead is None:
+            self._gather_again()
         else:
-            return
-        self._gather_again()
+            self._ahead = ahead
 
     def _gather_again(self) -> None:
         """Reduce the memory, and continue with the batch after those that were returned."""
@@ -329,16 +324,8 @@ class DeviceBatch:
         copies = self.feed.copies
         if copies is None or self.copied is not None or not self.size:
             return
-        try:
-            self.copied = copies.run(lambda: self._copy(0, self.size))
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            is_full = True
-        else:
-            is_full = False
-        if is_full:
-            # Outside of the handler, whose traceback keeps what was copied.
+        self.copied = unless_out_of_memory(lambda: copies.run(lambda: self._copy(0, self.size)))
+        if self.copied is None:
             self.feed.copies = None
 
     def _copy(self, begin: int, end: int) -> StepInputs:

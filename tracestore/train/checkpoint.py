@@ -76,10 +76,8 @@ class CheckpointedRun:
         """
         try:
             return self._restore(saved)
-        except UsageError:
-            raise
         except Exception as error:
-            if is_out_of_memory(error):
+            if isinstance(error, UsageError) or is_out_of_memory(error):
                 raise
             raise UsageError(f"is not complete: {type(error).__name__}; train without --resume") from None
 
@@ -165,10 +163,8 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
             value = torch.load(file, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise UsageError(f"{path}: no such checkpoint") from None
-    except UsageError:
-        raise
     except Exception as error:
-        if is_out_of_memory(error):
+        if isinstance(error, UsageError) or is_out_of_memory(error):
             raise
         raise UsageError(f"{path}: not a checkpoint of this program: {type(error).__name__}") from None
     if not isinstance(value, dict) or "model" not in value:

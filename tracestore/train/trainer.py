@@ -30,7 +30,7 @@ from tracestore.evaluation.evaluate import evaluate_split
 from tracestore.evaluation.metrics import auroc, fit_temperature, youden_threshold
 from tracestore.evaluation.store_split import Split
 from tracestore.oom.guard import OOMGuard
-from tracestore.oom.oom_errors import is_out_of_memory
+from tracestore.oom.oom_errors import is_out_of_memory, unless_out_of_memory
 from tracestore.oom.snapshot import seed_step
 from tracestore.split import SPLITS
 from tracestore.store.read.store import TraceStore
@@ -128,17 +128,16 @@ class Trainer:
             vars(self).pop(attribute, None)
         gc.collect()
         self.on_fatal_oom()
-        try:
-            if not (self.folder / LAST).exists():
-                self._setup()
-                self._save_last(TrainState())
-        except Exception as error:
+        if not (self.folder / LAST).exists():
             # If the model alone does not fit, there is nothing to save.
-            if not is_out_of_memory(error):
-                raise
+            unless_out_of_memory(self._save_untrained)
         raise InsufficientMemoryError(
             f"{self.name}: {escape_unprintable(reason, 200)}; free memory, then: {self.resume_command}"
         )
+
+    def _save_untrained(self) -> None:
+        self._setup()
+        self._save_last(TrainState())
 
     def _run(self) -> dict[str, Any]:
         self._setup()
