@@ -10,6 +10,7 @@ import argparse
 import functools
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,9 +55,21 @@ def make_inputs(shape: str) -> GraphInputs:
     return GraphInputs(torch.from_numpy(x), torch.from_numpy(nodes), weight, torch.from_numpy(pairs), L, None, limit)
 
 
+def select_layers(inputs: GraphInputs, layers: Sequence[int]) -> GraphInputs:
+    """Return the graphs of some layers."""
+    graphs = [t * inputs.num_layers + k for t in range(inputs.num_traces) for k in layers]
+    parts: dict[str, torch.Tensor] = {}
+    for values, ptr in (("x", "node_ptr"), ("weight", "weight_ptr")):
+        sizes = getattr(inputs, ptr).diff()
+        pieces = getattr(inputs, values).split(sizes.tolist())
+        parts[values] = torch.cat([pieces[g] for g in graphs])
+        parts[ptr] = torch.nn.functional.pad(sizes[graphs].cumsum(0), (1, 0))
+    return replace(inputs, **parts, num_layers=len(layers), layers=tuple(layers))  # type: ignore[arg-type]
+
+
 def layer_inputs(inputs: GraphInputs, layer: int) -> GraphInputs:
     """Return one layer of every trace, with edge lists."""
-    one = inputs.select_layers([layer])
+    one = select_layers(inputs, [layer])
     edge_index, weight = one.coo()
     return replace(one, weight=weight[:, 0], edge_index=edge_index, threshold=0.0)
 
@@ -72,7 +85,7 @@ class Step:
         if isinstance(inputs, GraphInputs):
             # As training gets them from the loader: the layers that the model reads, prepared.
             config = self.model.encoder.config
-            self.inputs: Any = inputs.select_layers(self.model.layers_read).prepare(config)
+            self.inputs: Any = select_layers(inputs, self.model.layers_read).prepare(config)
             on_gpu = torch.device(device).type == "cuda" and kind == "fused" and can_pad(self.inputs)
             self.inputs = to_padded(self.inputs, torch.device(device))[0] if on_gpu else self.inputs.to(device)
         else:

@@ -10,6 +10,7 @@ from torch_geometric.nn import GINEConv, global_mean_pool
 
 import tracestore
 from tests.helpers import convert, make_graphs, make_trace, make_traces, write_store
+from tests.train.runs import select_layers
 from tracestore.data.loader import TraceLoader
 from tracestore.detectors.dropout import TraceMasks
 from tracestore.detectors.graph.inputs import GraphInputs
@@ -39,6 +40,7 @@ def batch_of(path, view="graph", **options):
 
 def assert_divisible(model, inputs):
     """Require that the parts of a batch of 6 traces have the logits of the batch."""
+    inputs = select_layers(inputs, model.layers_read)
     pieces = [model(inputs.traces(a, b)).logits for a, b in ((0, 1), (1, 4), (4, 6))]
     torch.testing.assert_close(model(inputs).logits, torch.cat(pieces), rtol=1e-5, atol=1e-6)
 
@@ -221,7 +223,7 @@ def test_edge_lists_equal_triangles(tmp_path):
     model = make_model("gnn_det_lstm", config()).eval()
     forms = (("a.zarr", "packed"), ("a.zarr", "coo"), ("b.zarr", "coo"))
     batches = [batch_of(tmp_path / name, edge_format=edges) for name, edges in forms]
-    first, *others = [model(GraphInputs.from_batch(batch)).logits for batch in batches]
+    first, *others = [model(select_layers(GraphInputs.from_batch(b), model.layers_read)).logits for b in batches]
     for logits in others:
         torch.testing.assert_close(logits, first, rtol=1e-5, atol=1e-6)
 
@@ -265,10 +267,11 @@ def test_selected_layers_equal_a_store_of_these_layers(tmp_path, form, standardi
         traces = make_traces(5, tokens=lambda k: 1 + 2 * k, layers=LAYERS, dim=DIM, heads=2)
         traces = [t | {n: [t[n][j] for j in layers] for n in ("hidden_states", "attentions")} for t in traces]
         write_store(tmp_path / name, traces, attention="heads" if form == "heads" else "mean")
-        batches = {view: batch_of(tmp_path / name, view, edge_format=form) for view in ("graph", "sequence")}
+        options = {"layers": chosen, "edge_format": form}
+        batches = {view: batch_of(tmp_path / name, view, **options) for view in ("graph", "sequence")}
         sizes = {"dropout": 0.0, "gnn_hidden": 16, "lstm_hidden": 10, "standardize": standardize} | features
         for detector, inputs in (
-            ("gnn_det_lstm", GraphInputs.from_batch(batches["graph"], 0.2)),
+            ("gnn_det_lstm", GraphInputs.from_batch(batches["graph"], 0.2, layers=chosen)),
             ("lstm_solo", batches["sequence"].sequences),
         ):
             torch.manual_seed(0)

@@ -5,6 +5,7 @@ import weakref
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.train.runs import select_layers
 from tracestore.detectors.dropout import TraceMasks
 from tracestore.detectors.graph.gine import GraphInputs
 from tracestore.detectors.model_config import ModelConfig
@@ -114,7 +115,7 @@ def make(name, optimizer="adam", drawn="by trace", dtype=torch.float64, **option
     opt = make_optimizer(optimizer, model.parameters())
     guard = OOMGuard(model, opt, **options)
     sequences = torch.randn(SIZE, LAYERS, DIM, dtype=dtype)
-    batch, y = graphs(dtype), torch.tensor([0.0, 1.0, 1.0, 0.0])
+    batch, y = select_layers(graphs(dtype), model.layers_read), torch.tensor([0.0, 1.0, 1.0, 0.0])
 
     def loss_of(begin, end):
         inputs = sequences[begin:end] if name.startswith("lstm_solo") else batch.traces(begin, end)

@@ -1,10 +1,12 @@
-"""Stores, flags and results of small training runs."""
+"""Stores, flags and results of small training runs, and graphs of some layers."""
 
 import hashlib
 import json
 import os
 import struct
 from collections import defaultdict
+from dataclasses import replace
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -115,3 +117,34 @@ def mlflow_steps(folder):
 
 
 STEPS_OF = {"tensorboard": tensorboard_steps, "wandb": wandb_steps, "mlflow": mlflow_steps}
+
+
+def select_layers(inputs, layers):
+    """Return `GraphInputs` with copies of the graphs of some layers of the language model."""
+    held = inputs.held_layers
+    places = [held.index(layer) for layer in layers]
+    graphs = [t * inputs.num_layers + place for t in range(inputs.num_traces) for place in places]
+    node_ptr, weight_ptr = inputs.node_ptr.tolist(), inputs.weight_ptr.tolist()
+    nodes, weights = ([slice(ptr[g], ptr[g + 1]) for g in graphs] for ptr in (node_ptr, weight_ptr))
+
+    def pointers(slices):
+        ends = accumulate((s.stop - s.start for s in slices), initial=0)
+        return torch.tensor(list(ends), device=inputs.x.device)
+
+    edge_index = None
+    new_node_ptr = pointers(nodes)
+    if inputs.edge_index is not None:
+        moved = zip(weights, nodes, new_node_ptr.tolist(), strict=False)
+        edge_index = torch.cat([inputs.edge_index[:, w] + (begin - n.start) for w, n, begin in moved], dim=1)
+    return replace(
+        inputs,
+        x=torch.cat([inputs.x[s] for s in nodes]),
+        node_ptr=new_node_ptr,
+        weight=torch.cat([inputs.weight[s] for s in weights]),
+        weight_ptr=pointers(weights),
+        num_layers=len(layers),
+        edge_index=edge_index,
+        layers=tuple(layers),
+        in_degree=None if inputs.in_degree is None else torch.cat([inputs.in_degree[s] for s in nodes]),
+        index=None,
+    )

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.helpers import make_traces, write_store
+from tests.train.runs import select_layers
 from tracestore.data.loader import TraceLoader
 from tracestore.detectors.model_config import ModelConfig
 from tracestore.detectors.registry import MODELS, make_model
@@ -96,10 +97,10 @@ def test_batches_of_fewer_layers_give_the_results_of_batches_of_all(store, name)
     (batch,) = feed.next_batches(1)
     whole = next(iter(all_layers(feed)))
     if view == "sequence":
-        expected = model(whole.sequences).logits
+        expected = model(whole.sequences[:, list(model.layers_read)]).logits
     else:
         every = type(batch.inputs).from_batch(whole, 0.0, batch.inputs.answer)
-        expected = model(every).logits
+        expected = model(select_layers(every, model.layers_read)).logits
     assert torch.equal(model(batch.traces(0, batch.size).inputs).logits, expected)
 
 
@@ -113,15 +114,19 @@ def test_graphs_of_one_layer_are_standardized_as_that_layer(store, message_passi
     inputs = feed_of(store, "gnn_det_lstm").next_batches(1)[0].inputs
     inputs = type(inputs).from_batch(whole, 0.0, inputs.answer)
     encoder = model.encoder
-    one_by_one = [encoder.encode(inputs.select_layers([k])) for k in model.layers_read]
-    torch.testing.assert_close(torch.cat(one_by_one, dim=1), encoder(inputs), rtol=1e-10, atol=1e-10)
+    one_by_one = [encoder.encode(select_layers(inputs, [k])) for k in model.layers_read]
+    torch.testing.assert_close(
+        torch.cat(one_by_one, dim=1), encoder(select_layers(inputs, model.layers_read)), rtol=1e-10, atol=1e-10
+    )
 
 
 def test_a_detector_refuses_batches_that_lack_a_layer(store):
     model = make_model("gnn_det_lstm", ModelConfig.from_store(store, **SIZES))
     inputs = feed_of(store, "gnn_det_lstm").next_batches(1)[0].inputs
-    with pytest.raises(ValueError, match="layer 9 is not among"):
-        model(inputs.select_layers([8]))
+    whole = type(inputs).from_batch(next(iter(all_layers(feed_of(store, "gnn_det_lstm")))), 0.0, inputs.answer)
+    for other in (select_layers(inputs, [8]), whole):
+        with pytest.raises(ValueError, match="found graphs of the layers"):
+            model(other)
     with pytest.raises(ValueError, match="sequences of 3 layers, expected 30"):
         make_model("lstm_solo", ModelConfig.from_store(store, **SIZES))(torch.zeros(2, 3, 16))
 
@@ -155,15 +160,14 @@ def test_the_loader_prepares_what_the_model_would_derive(store, options, rule):
     (batch,) = feed.next_batches(1)
     whole = next(iter(all_layers(feed, **rule)))
     plain = type(batch.inputs).from_batch(whole, batch.inputs.threshold, batch.inputs.answer)
-    expected = plain.select_layers(feed.layers).prepare(feed.model_config)
+    expected = select_layers(plain, feed.layers).prepare(feed.model_config)
     mine = batch.inputs
     if expected.in_degree is None:  # sums and PyG need no degrees, which the loader counts with the masks
         mine = replace(mine, in_degree=None)
     assert equal_inputs(mine, expected)
     for begin, end in ((0, 1), (2, 5), (5, 6)):
-        assert equal_inputs(
-            mine.traces(begin, end), plain.traces(begin, end).select_layers(feed.layers).prepare(feed.model_config)
-        )
+        part = select_layers(plain.traces(begin, end), feed.layers)
+        assert equal_inputs(mine.traces(begin, end), part.prepare(feed.model_config))
 
 
 class Device:

@@ -2,7 +2,6 @@
 
 import importlib.util
 from argparse import BooleanOptionalAction
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_origin
 
@@ -154,9 +153,9 @@ class ModelConfig:
         return "heads"
 
     @property
-    def layers_read(self) -> Sequence[int]:
+    def layers_read(self) -> tuple[int, ...]:
         """Layers of the language model that the detector reads, ascending."""
-        return range(self.num_layers) if self.layers is None else self.layers
+        return tuple(range(self.num_layers)) if self.layers is None else self.layers
 
     @property
     def edge_dim(self) -> int:

@@ -87,25 +87,23 @@ class LstmSolo(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.layers_read, self.num_layers = config.layers_read, config.num_layers
+        self.layers_read = config.layers_read
         # The name is a part of the keys of checkpoints.
         self.standardiser = Standardizer(config)
         self.readers = Readers(config.hidden_dim, config)
 
     def forward(self, sequences: torch.Tensor, masks: TraceMasks | None = None) -> DetectorOutput:
-        """Return logits for sequences of any float dtype, of all layers or of those that the model reads.
+        """Return logits for sequences of any float dtype.
 
         Parameters
         ----------
         sequences : torch.Tensor
-            ``(B, L, D)`` or ``(B, layers read, D)``.
+            ``(B, layers read, D)``.
         masks : TraceMasks, optional
             Dropout masks. Default: drawn by torch.
         """
         if sequences.shape[1] != len(self.layers_read):
-            if sequences.shape[1] != self.num_layers:
-                raise ValueError(f"found sequences of {sequences.shape[1]} layers, expected {self.num_layers}")
-            sequences = sequences[:, list(self.layers_read)]
+            raise ValueError(f"found sequences of {sequences.shape[1]} layers, expected {len(self.layers_read)}")
         x = self.standardiser(sequences.to(next(self.parameters()).dtype), self.layers_read)
         return DetectorOutput(self.readers(x, masks))
 
@@ -138,8 +136,10 @@ class GraphEncoder(nn.Module):
         return self.config.gnn_hidden + (self.config.hidden_dim if self.config.skip != "none" else 0)
 
     def forward(self, inputs: GraphInputs, masks: TraceMasks | None = None) -> torch.Tensor:
-        """Return the encoded graphs (B, layers read, width) of inputs that hold at least these layers."""
-        return self.encode(inputs.select_layers(self.layers), masks)
+        """Return the encoded graphs (B, layers read, width). ValueError for graphs of other layers."""
+        if inputs.held_layers != self.layers:
+            raise ValueError(f"found graphs of the layers {inputs.held_layers}, expected {self.layers}")
+        return self.encode(inputs, masks)
 
     def encode(self, inputs: GraphInputs, masks: TraceMasks | None = None) -> torch.Tensor:
         """Return the encoded graphs of the layers that the inputs hold, (B, layers, width)."""

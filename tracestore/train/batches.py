@@ -91,7 +91,7 @@ class BatchFeed:
         spec = MODELS[name]
         self.model_config = spec.model_config(model_config)
         # The layers that the detector reads; those of the whole store need no list.
-        self.layers = tuple(self.model_config.layers_read)
+        self.layers = self.model_config.layers_read
         self.device = torch.device(config.device)
         c = self.model_config
         edge_format = spec.edge_format(c, store, self.device.type)

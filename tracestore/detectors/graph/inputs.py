@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -189,46 +188,6 @@ class GraphInputs(TensorBatch):
         )
         return part if self.index is None else part.prepare(self.index.config)
 
-    def select_layers(self, layers: Sequence[int]) -> "GraphInputs":
-        """Return the graphs of some layers of the language model: these inputs if they hold just those, else a copy.
-
-        Raises
-        ------
-        ValueError
-            The inputs lack one of the layers.
-        """
-        held = self.held_layers
-        if held == tuple(layers):
-            return self
-        if missing := sorted(set(layers) - set(held)):
-            raise ValueError(f"layer {missing[0]} is not among those of the graphs, {list(held)}")
-        places = [held.index(layer) for layer in layers]
-        graphs = [t * self.num_layers + place for t in range(self.num_traces) for place in places]
-        node_ptr, weight_ptr = self.node_ptr.tolist(), self.weight_ptr.tolist()
-        nodes, weights = ([slice(ptr[g], ptr[g + 1]) for g in graphs] for ptr in (node_ptr, weight_ptr))
-
-        def pointers(slices: list[slice]) -> torch.Tensor:
-            ends = accumulate((s.stop - s.start for s in slices), initial=0)
-            return torch.tensor(list(ends), device=self.x.device)
-
-        edge_index = None
-        new_node_ptr = pointers(nodes)
-        if self.edge_index is not None:
-            moved = zip(weights, nodes, new_node_ptr.tolist(), strict=False)
-            edge_index = torch.cat([self.edge_index[:, w] + (begin - n.start) for w, n, begin in moved], dim=1)
-        return replace(
-            self,
-            x=torch.cat([self.x[s] for s in nodes]),
-            node_ptr=new_node_ptr,
-            weight=torch.cat([self.weight[s] for s in weights]),
-            weight_ptr=pointers(weights),
-            num_layers=len(layers),
-            edge_index=edge_index,
-            layers=tuple(layers),
-            in_degree=None if self.in_degree is None else torch.cat([self.in_degree[s] for s in nodes]),
-            index=None,
-        )
-
     def edges(self, *, mean: bool = False) -> Edges:
         """Return the edge arguments of the operators in gine_op, for sums of messages or for their means."""
         source, target = (None, None) if self.edge_index is None else (self.edge_index[0], self.edge_index[1])
@@ -246,10 +205,6 @@ class GraphInputs(TensorBatch):
         channels = torch.arange(self.edge_dim, device=self.x.device)
         weight = self.weight[position[:, None] + channels * spacing[:, None]]
         return torch.stack([pairs.source[keep], target]) + self.node_ptr[0], weight
-
-    def last_rows(self) -> torch.Tensor:
-        """Return the row of x of the last token of each graph, (G,)."""
-        return self.node_ptr[1:] - 1 - self.node_ptr[0]
 
     def graph_of_rows(self) -> torch.Tensor:
         """Return the graph of each row of x, (N,)."""
