@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map_only
 
 import tracestore
 from tracestore.detectors.apart import DetectorApart
@@ -93,7 +94,7 @@ def content(
         "tracestore": tracestore.__version__,
         "name": name,
         "parameters": json.dumps(detector.parameters),
-        "model": _to_tensors(detector.state()),
+        "model": tree_map_only(np.ndarray, _to_tensor, detector.state()),
         "slope": slope,
         "intercept": intercept,
         "threshold": threshold,
@@ -128,7 +129,7 @@ def from_content(saved: Mapping[str, Any], path: object) -> FittedDetector:
         origin = tuple(map(Provenance.from_json, saved["store"]["provenance"]))
         is_foreign = name in registry() and registry()[name].is_foreign
         detector = DetectorApart(name, options) if is_foreign else make_detector(name, **options)
-        detector.load_state(_to_arrays(saved["model"]))
+        detector.load_state(tree_map_only(torch.Tensor, torch.Tensor.numpy, saved["model"]))
     except Exception as error:
         if isinstance(error, UsageError) or is_out_of_memory(error):
             raise
@@ -136,17 +137,5 @@ def from_content(saved: Mapping[str, Any], path: object) -> FittedDetector:
     return FittedDetector(name, detector, slope, intercept, threshold, (layers, columns), origin)
 
 
-def _to_tensors(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return torch.from_numpy(np.require(value, requirements=["C", "W"]))
-    if isinstance(value, dict):
-        return {key: _to_tensors(item) for key, item in value.items()}
-    return [_to_tensors(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _to_arrays(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.numpy()
-    if isinstance(value, dict):
-        return {key: _to_arrays(item) for key, item in value.items()}
-    return [_to_arrays(item) for item in value] if isinstance(value, list) else value
+def _to_tensor(array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.require(array, requirements=["C", "W"]))
