@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from tracestore.detectors.interface import Detector
+from tracestore.detectors.interface import Detector, Kind
 from tracestore.errors import TrainingError
 from tracestore.evaluation.metrics import auroc
 from tracestore.store.read.store import TraceStore
@@ -65,7 +65,7 @@ class Fitted(Detector):
 class Unfitted(Fitted):
     """Base of scores that nothing is fitted for."""
 
-    kind = "untrained"
+    kind: ClassVar[Kind] = "untrained"
     layers: ClassVar[str] = "none"
     gives_logits: ClassVar[bool] = False
 

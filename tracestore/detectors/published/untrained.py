@@ -38,21 +38,11 @@ class TokenStatistic(Unfitted):
 
     cost: ClassVar[str] = "none beyond generation"
 
-    @property
-    def kind(self) -> Any:  # type: ignore[override]
-        """Controls are length and mean log-probability."""
-        return "control" if self.statistic in ("length", "mean_logprob") else "untrained"
-
-    @property
-    def fields(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The field of the statistic."""
-        read = {"length": (), "mean_entropy": ("token_entropy",)}
-        return ("answer", *read.get(self.statistic, ("token_logprob",)))
-
-    @property
-    def reference(self) -> str:  # type: ignore[override]
-        """The paper of the statistic."""
-        return _REFERENCES[self.statistic]
+    def __post_init__(self) -> None:
+        read = {"length": (), "mean_entropy": ("token_entropy",)}.get(self.statistic, ("token_logprob",))
+        self.kind = "control" if self.statistic in ("length", "mean_logprob") else "untrained"  # type: ignore[misc]
+        self.fields = ("answer", *read)  # type: ignore[misc]
+        self.reference = _REFERENCES[self.statistic]  # type: ignore[misc]
 
     def score(self, store: TraceStore, indices: np.ndarray) -> np.ndarray:
         """Return the statistic, negative where a low one marks a hallucination."""
@@ -82,15 +72,10 @@ class LLMCheck(Fitted):
     gives_logits: ClassVar[bool] = False
     reference: ClassVar[str] = "Sriramanan et al. 2024, LLM-Check, NeurIPS (hidden score, attention score)"
 
-    @property
-    def cost(self) -> str:  # type: ignore[override]
-        """Cost of one layer."""
-        return "a Gram matrix and its determinant" if self.score_of == "hidden" else "a sum over the diagonal"
-
-    @property
-    def fields(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Hidden states or attention, and the answer."""
-        return ("hidden_states" if self.score_of == "hidden" else "attention", "answer")
+    def __post_init__(self) -> None:
+        is_hidden = self.score_of == "hidden"
+        self.fields = ("hidden_states" if is_hidden else "attention", "answer")  # type: ignore[misc]
+        self.cost = "a Gram matrix and its determinant" if is_hidden else "a sum over the diagonal"  # type: ignore[misc]
 
     def _values(self, store: TraceStore, indices: np.ndarray) -> np.ndarray:
         if self.score_of == "hidden":
