@@ -17,7 +17,7 @@ from threadpoolctl import threadpool_limits
 from tracestore.benchmark.activity import Activity
 from tracestore.detectors.apart import as_scores, one_line, plain, run_apart
 from tracestore.detectors.interface import Detector
-from tracestore.detectors.published.linear import fit_linear
+from tracestore.detectors.logistic import fit_linear
 from tracestore.detectors.registry import make_detector, registry
 from tracestore.detectors.saved import content
 from tracestore.errors import RunInterruptedError, UsageError, escape_unprintable

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from tracestore.data.loader import TraceLoader
-from tracestore.detectors.logistic import fit_logistic
+from tracestore.detectors.logistic import fit_linear
 from tracestore.errors import TrainingError
 from tracestore.evaluation.evaluate import evaluate_split
 from tracestore.evaluation.metrics import auroc, fit_temperature, youden_threshold
@@ -17,6 +17,8 @@ from tracestore.store.format.labels import DEFAULT_THRESHOLD
 from tracestore.store.read.store import TraceStore
 
 INVERSE_REGULARIZATION = 0.01
+# In the memory of float32, logits that are exact to 1e-4.
+_PRECISION: dict[str, Any] = {"tol": 1e-6, "is_wide": False, "solver": "newton-cg"}
 # Upper limit for the features that are held at a time: those of a few layers.
 _FEATURE_BYTES = 1 << 30
 
@@ -89,7 +91,7 @@ def run_probe(store: TraceStore, split: Split, targets: np.ndarray, seed: int) -
         if not all(np.isfinite(features).all() for features in x.values()):
             by_layer.append(math.nan)
             continue
-        model = fit_logistic(x["train"], y["train"], INVERSE_REGULARIZATION)
+        model = fit_linear(x["train"], y["train"], INVERSE_REGULARIZATION, **_PRECISION)
         val = model.logits(x["val"])
         by_layer.append(auroc(y["val"], val))
         if best is None or by_layer[-1] > best[0]:

@@ -7,8 +7,9 @@ import tracestore
 from tests.detectors.published.conftest import COUNT, make_labeled
 from tests.detectors.published.test_published import newton
 from tests.helpers import write_store
+from tracestore.detectors.logistic import fit_linear
 from tracestore.detectors.published.haloscope import LABELED_BINS, QUANTILES, membership_scores
-from tracestore.detectors.published.linear import FIRST_C, fit_linear
+from tracestore.detectors.published.linear import FIRST_C
 from tracestore.detectors.registry import make_detector
 from tracestore.errors import TrainingError
 from tracestore.evaluation.metrics import auroc

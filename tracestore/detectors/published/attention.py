@@ -6,7 +6,8 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from tracestore.detectors.published.linear import INNER_BINS, Fitted, Linear, choose, fit_linear
+from tracestore.detectors.logistic import Linear, fit_linear
+from tracestore.detectors.published.linear import INNER_BINS, Fitted, choose
 from tracestore.detectors.published.probes import usable
 from tracestore.evaluation.store_split import inner_bins
 from tracestore.features.feature_table import DEFAULT_TOP_K, features

@@ -5,7 +5,8 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from tracestore.detectors.published.linear import FIRST_C, Fitted, Linear, fit_linear
+from tracestore.detectors.logistic import Linear, fit_linear
+from tracestore.detectors.published.linear import FIRST_C, Fitted, candidate
 from tracestore.detectors.published.probes import finite_last_tokens, usable
 from tracestore.errors import TrainingError
 from tracestore.evaluation.metrics import auroc
@@ -73,7 +74,7 @@ class HaloScope(Fitted):
             estimated = (zeta[unlabeled] > np.quantile(zeta[unlabeled], quantile)).astype(int)
             if not 0 < estimated.sum() < len(estimated):
                 continue
-            value = auroc(y[labeled], fit_linear(x[unlabeled], estimated, FIRST_C, is_exact=False).logits(x[labeled]))
+            value = auroc(y[labeled], candidate(FIRST_C)(x[unlabeled], estimated)(x[labeled]))
             if value > best:
                 best, self._quantile, classes = value, quantile, estimated
         if best < 0:

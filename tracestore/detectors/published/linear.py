@@ -1,12 +1,13 @@
-"""Standardization and logistic regression, with layer and regularization chosen inside of the training split."""
+"""Choice of layer and regularization of logistic regressions inside of the training split."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any, ClassVar, Self
 
 import numpy as np
 
 from tracestore.detectors.interface import Detector, Kind
+from tracestore.detectors.logistic import Linear, fit_linear
 from tracestore.errors import TrainingError
 from tracestore.evaluation.metrics import auroc
 from tracestore.store.read.store import TraceStore
@@ -14,34 +15,12 @@ from tracestore.store.read.store import TraceStore
 # Candidates of the inverse regularization C, and the one with which layers are compared.
 GRID = (0.0003, 0.001, 0.003, 0.01, 0.1)
 FIRST_C = 0.003
+# Largest gradient of a regression that is compared with others.
+_CANDIDATE_TOL = 1e-2
 # Bins of the cross-validation inside of the training split.
 INNER_BINS = 3
 # Fits a model to rows and labels, and returns the function that gives its logits for rows.
 Fit = Callable[[np.ndarray, np.ndarray], Callable[[np.ndarray], np.ndarray]]
-
-
-@dataclass(frozen=True)
-class Linear:
-    """A logistic regression on standardized columns: logit = ((x - mean) / scale) @ weight + intercept.
-
-    Attributes
-    ----------
-    mean, scale, weight : np.ndarray
-        ``(D,)``.
-    intercept : float
-    """
-
-    mean: np.ndarray
-    scale: np.ndarray
-    weight: np.ndarray
-    intercept: float
-
-    def logits(self, x: np.ndarray) -> np.ndarray:
-        """Return the logits ``(n,)`` float64 of rows ``(n, D)``; NaN for rows with NaN or infinite values."""
-        finite = np.isfinite(x).all(1)
-        out = np.full(len(x), np.nan)
-        out[finite] = (x[finite] - self.mean) / self.scale @ self.weight + self.intercept
-        return out
 
 
 class Fitted(Detector):
@@ -87,29 +66,6 @@ def _decode(value: Any) -> Any:
             raise ValueError("other shapes")
         return Linear(mean, scale, weight, float(intercept))
     return [_decode(item) for item in value] if isinstance(value, list) else value
-
-
-def fit_linear(x: np.ndarray, y: np.ndarray, c: float, *, is_exact: bool = True) -> Linear:
-    """Fit scikit-learn's logistic regression with an L2 penalty to standardized columns.
-
-    Parameters
-    ----------
-    x : np.ndarray
-        ``(n, D)``, finite.
-    y : np.ndarray
-        ``(n,)``, 0 or 1.
-    c : float
-        Inverse of the regularization strength.
-    is_exact : bool
-        Compute in float64, to a gradient below 1e-7. False: in the dtype of x, to 0.01, which orders candidates.
-    """
-    from sklearn.linear_model import LogisticRegression
-    from sklearn.preprocessing import StandardScaler
-
-    x = x.astype(np.float64) if is_exact else x
-    scaler = StandardScaler().fit(x)
-    model = LogisticRegression(C=c, max_iter=2000, tol=1e-7 if is_exact else 1e-2).fit(scaler.transform(x), y)
-    return Linear(scaler.mean_, scaler.scale_, model.coef_[0].astype(np.float64), float(model.intercept_[0]))
 
 
 def choose(
@@ -183,4 +139,4 @@ def cross_validated(x: np.ndarray, y: np.ndarray, bins: np.ndarray, fit: Fit) ->
 
 def candidate(c: float) -> Fit:
     """Return how regressions with an inverse regularization are fitted to compare candidates."""
-    return lambda x, y: fit_linear(x, y, c, is_exact=False).logits
+    return lambda x, y: fit_linear(x, y, c, tol=_CANDIDATE_TOL, is_wide=False).logits

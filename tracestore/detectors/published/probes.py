@@ -5,15 +5,8 @@ from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 
-from tracestore.detectors.published.linear import (
-    INNER_BINS,
-    Fitted,
-    Linear,
-    candidate,
-    choose,
-    cross_fitted,
-    fit_linear,
-)
+from tracestore.detectors.logistic import Linear, fit_linear
+from tracestore.detectors.published.linear import INNER_BINS, Fitted, candidate, choose, cross_fitted
 from tracestore.errors import TrainingError
 from tracestore.evaluation.store_split import inner_bins
 from tracestore.features.feature_table import features
@@ -63,25 +56,13 @@ class LayerProbe(Fitted):
 
     reference: ClassVar[str] = "Alain and Bengio 2017, arXiv:1610.01644"
 
-    @property
-    def kind(self) -> Any:  # type: ignore[override]
-        """Control for the prompt's last token, which is known before there is an answer."""
-        return "control" if self.pooling == "prompt_last" else "trained"
-
-    @property
-    def fields(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The fields of the pooling."""
-        return ("last_token",) if self.pooling == "last" else ("hidden_states", "answer")
-
-    @property
-    def layers(self) -> str:  # type: ignore[override]
-        """State how many layers are read."""
-        return "all" if self.num_layers is None else f"{self.num_layers}, chosen by cross-validation"
-
-    @property
-    def cost(self) -> str:  # type: ignore[override]
-        """A product for each layer."""
-        return f"{'L' if self.num_layers is None else self.num_layers} x a product of D values"
+    def __post_init__(self) -> None:
+        # The last token of the prompt is known before there is an answer.
+        self.kind = "control" if self.pooling == "prompt_last" else "trained"  # type: ignore[misc]
+        self.fields = ("last_token",) if self.pooling == "last" else ("hidden_states", "answer")  # type: ignore[misc]
+        is_all = self.num_layers is None
+        self.layers = "all" if is_all else f"{self.num_layers}, chosen by cross-validation"  # type: ignore[misc]
+        self.cost = f"{'L' if is_all else self.num_layers} x a product of D values"  # type: ignore[misc]
 
     def fit(self, store: TraceStore, indices: np.ndarray, labels: np.ndarray) -> Self:
         """Choose layers and regularization by cross-validation on the traces, then fit to all of them."""
@@ -119,15 +100,9 @@ class ProbeAndLogprob(LayerProbe):
 
     reference: ClassVar[str] = "stacking: Wolpert 1992, Neural Networks 5"
 
-    @property
-    def kind(self) -> Any:  # type: ignore[override]
-        """Always trained."""
-        return "trained"
-
-    @property
-    def fields(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Fields of the probe, and log-probabilities."""
-        return (*super().fields, "token_logprob")
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.kind, self.fields = "trained", (*self.fields, "token_logprob")  # type: ignore[misc]
 
     def fit(self, store: TraceStore, indices: np.ndarray, labels: np.ndarray) -> Self:
         """Fit the probe, then the regression on its cross-fitted logits and the log-probabilities."""
