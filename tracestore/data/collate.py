@@ -117,17 +117,9 @@ def _without_trace(graph: "Data") -> "Data":
     return plain
 
 
-def _collate_sequence_items(items: Sequence[SequenceItem], *, collate_fn_map: Any = None) -> SequenceBatch:
-    return collate_sequences(items)
-
-
-def _collate_graph_items(items: Sequence[GraphItem], *, collate_fn_map: Any = None) -> "Batch":
-    return collate_graphs(items)
-
-
 # torch's default_collate looks the type of an item up here, so that a DataLoader needs no collate_fn.
-default_collate_fn_map[SequenceItem] = _collate_sequence_items
-default_collate_fn_map[GraphItem] = _collate_graph_items
+default_collate_fn_map[SequenceItem] = lambda items, *, collate_fn_map=None: collate_sequences(items)
+default_collate_fn_map[GraphItem] = lambda items, *, collate_fn_map=None: collate_graphs(items)
 
 
 class ShuffleBufferSampler(Sampler[int]):
