@@ -145,6 +145,11 @@ def test_wrong_use_raises_usage_error():
         states.clear()
         with pytest.raises(UsageError, match="begin with the whole prompt"):
             model(ids[:, :1], past_key_values=past)
+        two = model(ids.repeat(2, 1), use_cache=True).past_key_values
+        states.clear()
+        model(ids)
+        with pytest.raises(UsageError, match="the batch size changed"):
+            model(ids[:, :1].repeat(2, 1), past_key_values=two)
         model(ids.repeat(2, 1))
         with pytest.raises(UsageError, match="2 rows"):
             states.trace()
