@@ -1,12 +1,9 @@
 """Test the types of the tree that readers yield."""
 
-import itertools
-
 import numpy as np
 import pytest
 
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.readers.opening import RepeatedItems
 from tracestore.ingest.tree import (
     Array,
     Group,
@@ -148,11 +145,3 @@ def test_groups_open_values_when_they_are_used():
     assert len(group) == 2 and list(group) == ["a", ("q", 3)] and ("q", 3) in group and not opened
     assert group["a"] == 1 and opened == [1] and group.attributes == {"model": "m"}
     assert isinstance(as_array(array_value(np.zeros(2))), NumpyArray)
-
-
-def test_repeated_items_begin_with_the_first_one_until_the_rest_is_taken():
-    items = RepeatedItems(StreamItems(iter([1, 2, 3]), 3))
-
-    assert next(iter(items)) == 1
-    assert list(itertools.islice(items, 2)) == [1, 2]
-    assert items.length == 3 and list(items.rest()) == [1, 2, 3]

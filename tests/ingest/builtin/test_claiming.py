@@ -11,7 +11,6 @@ from tracestore.errors import InvalidInputError, UsageError
 from tracestore.ingest.builtin.claiming import claim
 from tracestore.ingest.builtin.library import builtins, parse_builtin
 from tracestore.ingest.builtin.signature import Signature, facts_of
-from tracestore.ingest.readers.opening import look
 from tracestore.ingest.tree import ListItems, MappingGroup, NumpyArray, StreamItems
 from tracestore.store.format.schema import OPTIONAL_FIELDS
 
@@ -212,7 +211,8 @@ def test_a_special_case_of_a_tool(tmp_path):
 
 def test_of_many_alike_files_some_are_looked_at(tmp_path, monkeypatch):
     opened = []
-    monkeypatch.setattr("tracestore.ingest.builtin.claiming.look", lambda path: opened.append(path) or look(path))
+    monkeypatch.setattr("tracestore.ingest.readers.looks.open_tree", lambda path: opened.append(path) or real(path))
+    from tracestore.ingest.readers.opening import open_tree as real
 
     for k in range(300):
         write(tmp_path / f"r-{k}.safetensors", request())

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.builtin.library import Builtin
-from tracestore.ingest.readers.opening import look
+from tracestore.ingest.readers.looks import FirstLooks
 from tracestore.ingest.tree import Value
 from tracestore.store.vocabulary import score_of_word
 
@@ -40,7 +40,7 @@ class Claims:
         return type(error)(f"{self.near[name]}; {error}") if name in self.near else error
 
 
-def claim(files: Mapping[str, Path], known: Sequence[Builtin]) -> Claims:
+def claim(files: Mapping[str, Path], known: Sequence[Builtin], looks: FirstLooks | None = None) -> Claims:
     """Return which built-in layout owns each file.
 
     Parameters
@@ -49,21 +49,23 @@ def claim(files: Mapping[str, Path], known: Sequence[Builtin]) -> Claims:
         Paths by their names below SRC.
     known : sequence of Builtin
         The layouts.
+    looks : FirstLooks, optional
+        Keeps files open that have an owner. By default all are closed.
 
     Raises
     ------
     InvalidInputError
         If two of them match a file.
     """
-    claims = Claims()
+    claims, opened = Claims(), looks or FirstLooks()
     in_classes = _in_classes(files)
     claims.rest |= dict.fromkeys(in_classes)
     for names in _alike(name for name in files if name not in in_classes).values():
         looked = names[:: -(-len(names) // _MAX_LOOKS)]
-        found = [_owner(name, files[name], known) for name in looked]
+        found = [_owner(name, files[name], known, opened) for name in looked]
         is_same = all(owner is found[0] and isinstance(owner, Builtin) for owner in found)
         if not is_same and len(looked) < len(names):
-            looked, found = names, [_owner(name, files[name], known) for name in names]
+            looked, found = names, [_owner(name, files[name], known, opened) for name in names]
         owners = dict.fromkeys(names, found[0]) if is_same else dict(zip(looked, found, strict=True))
         for name, owner in owners.items():
             if isinstance(owner, Builtin):
@@ -74,6 +76,8 @@ def claim(files: Mapping[str, Path], known: Sequence[Builtin]) -> Claims:
                 claims.rest[name] = owner
     for builtin in list(claims.owned):
         _release_incomplete(claims, builtin)
+    for name in files if looks is None else claims.rest:
+        opened.drop(files[name])
     return claims
 
 
@@ -98,7 +102,9 @@ def _alike(files: Iterable[str]) -> dict[str, list[str]]:
     return groups
 
 
-def _owner(name: str, path: Path, known: Sequence[Builtin]) -> Builtin | InvalidInputError | str | None:
+def _owner(
+    name: str, path: Path, known: Sequence[Builtin], looks: FirstLooks
+) -> Builtin | InvalidInputError | str | None:
     """Return the owner of a file; without one why the nearest does not read it, or None; an error if it is unreadable."""
     matching = _matching(name, known)
     if not matching:
@@ -106,7 +112,7 @@ def _owner(name: str, path: Path, known: Sequence[Builtin]) -> Builtin | Invalid
     found: dict[str, tuple[int, Builtin]] = {}
     near: str | None = None
     try:
-        with look(path) as root:
+        with looks.look(path) as root:
             # Where the first item is one of a signature, no other signature is that of the items behind it.
             first = [(b, text) for b, text in matching if b.signatures[text].has_first(root)]
             for builtin, text in first or matching:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,6 +18,7 @@ from tracestore.ingest.layout.language import Layout
 from tracestore.ingest.layout.patterns import Pattern
 from tracestore.ingest.layout.places import plan_of
 from tracestore.ingest.preprocessed import read_preprocessed
+from tracestore.ingest.readers.looks import FirstLooks
 from tracestore.ingest.readers.opening import open_tree
 from tracestore.ingest.readers.text import SUFFIXES as TEXT_SUFFIXES
 from tracestore.ingest.sources import Described, SourceFile
@@ -63,6 +64,8 @@ class Part:
     others : Mapping
         Sources without a layout, by the names of their files.
     has_scores_file : bool
+    looks : FirstLooks, optional
+        As for `Execution`.
     origin : str
         Where the layout comes from, in words.
 
@@ -79,15 +82,18 @@ class Part:
     others: Mapping[str, SourceFile] = field(default_factory=dict)
     _: KW_ONLY
     has_scores_file: bool = False
+    looks: InitVar[FirstLooks | None] = None
     origin: str = ""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, looks: FirstLooks | None) -> None:
         check, self.execution = None, None
         if self.builtin is not None:
             check, self.origin = self._checked, f"built-in layout {self.builtin.name}"
         if self.layout is not None:
             plan = plan_of(self.layout) if self.builtin is None else self.builtin.plan
-            self.execution = Execution(plan, self.files, self.owned, check, has_scores_file=self.has_scores_file)
+            self.execution = Execution(
+                plan, self.files, self.owned, check, has_scores_file=self.has_scores_file, looks=looks
+            )
 
     def probe(self) -> "Part":
         """Return the part for a look at its first traces; see `Execution.probe`."""
@@ -210,7 +216,8 @@ def builtin_parts(
     sources, taken = exported_sources(files)
     taken |= {path.absolute() for path in owned}
     left = {n: p for n, p in files.items() if n not in sources and p.absolute() not in taken and not is_other(n)}
-    claims = claim(left, [builtin.extended(lines, settings or {}) for builtin in builtins(left)])
+    looks = FirstLooks()
+    claims = claim(left, [builtin.extended(lines, settings or {}) for builtin in builtins(left)], looks)
     errors, found = _of_rest(claims, left, {path.absolute() for path in arguments}, rest)
     parts = []
     if found is not None:
@@ -221,7 +228,7 @@ def builtin_parts(
     for builtin, own in claims.owned.items():
         own = {name: path for name, path in own.items() if name in left}
         if own and builtin.reader is None:
-            parts.append(Part(builtin.layout, own, builtin=builtin, has_scores_file=has_scores_file))
+            parts.append(Part(builtin.layout, own, builtin=builtin, has_scores_file=has_scores_file, looks=looks))
         else:
             sources |= {n: SourceFile(path, n, described=preprocessed_file(path)) for n, path in own.items()}
     sources |= {n: SourceFile(left[n], n, described=unknown_file(error)) for n, error in errors.items()}

@@ -22,6 +22,7 @@ from tracestore.ingest.execute.traces import TraceCells, TraceColumns, traces_of
 from tracestore.ingest.execute.walk import Cell, Cells, Walk, tree_of
 from tracestore.ingest.layout.effects import check_effects
 from tracestore.ingest.layout.places import Place, Plan
+from tracestore.ingest.readers.looks import FirstLooks
 from tracestore.ingest.readers.opening import open_tree
 from tracestore.ingest.tree import Array, Items, Value
 from tracestore.store.io.scratch import Scratch
@@ -49,6 +50,8 @@ class Execution:
         a built-in layout have one.
     has_scores_file : bool
         Whether a scores file replaces the labels and scores in the items of traces, which then become extras.
+    looks : FirstLooks, optional
+        Files that are still open because they were looked at.
 
     Attributes
     ----------
@@ -66,6 +69,7 @@ class Execution:
         check: Callable[[str, str, Value], Value] | None = None,
         *,
         has_scores_file: bool = False,
+        looks: FirstLooks | None = None,
     ) -> None:
         self.layout, self.plan, self._has_scores_file = plan.layout, plan, has_scores_file
         self._check = check or (lambda _text, _name, root: root)
@@ -79,6 +83,8 @@ class Execution:
         self._step = direct_step(self.plan)
         self._numbers = {group.name: k for k, group in enumerate(self.groups)}
         self._file_keys = FileKeys(self.plan, self.groups)
+        self._looks = looks or FirstLooks()
+        self._open: Callable[[Path, Scratch], contextlib.AbstractContextManager[Value]] = self._looks.take
         self._begin()
 
     def _begin(self) -> None:
@@ -98,6 +104,7 @@ class Execution:
     def probe(self) -> "Execution":
         """Return an execution with accounts of its own, for a look at the first traces of files that are read later."""
         probe = copy(self)
+        probe._open = lambda path, _: self._looks.look(path)
         probe._begin()
         return probe
 
@@ -216,7 +223,7 @@ class Execution:
         root, step = self._trees[text], self._step
         on_unclaimed = partial(self.account.refuse_unclaimed, RowTexts(self.plan))
         for file in group.files[text]:
-            with error_location(file.name), open_tree(file.path, scratch=scratch) as opened:
+            with error_location(file.name), self._open(file.path, scratch) as opened:
                 value = self._check(text, file.name, opened)
                 walk = Walk(file.name, on_unclaimed)
                 node = root if step is None else root.child(step)
@@ -263,7 +270,7 @@ class Execution:
         for text in (*(text for text in group.files if text not in states), *states):
             for file in group.files[text]:
                 with error_location(file.name):
-                    root = self._check(text, file.name, opened.enter_context(open_tree(file.path, scratch=scratch)))
+                    root = self._check(text, file.name, opened.enter_context(self._open(file.path, scratch)))
                     for cell in arena.kept(self._cells(text, file, root, columns.texts), root):
                         if cell is None:
                             if pending:
@@ -360,8 +367,9 @@ class Execution:
         self.release()
 
     def release(self) -> None:
-        """Close the tables; `close` does so, too."""
+        """Close the tables, and the files that were looked at alone; `close` does so, too."""
         self._resources.close()
+        self._looks.close()
 
 
 @contextlib.contextmanager

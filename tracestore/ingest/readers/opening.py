@@ -4,7 +4,6 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from importlib import import_module
-from itertools import chain, count
 from pathlib import Path
 from typing import cast
 
@@ -18,7 +17,7 @@ from tracestore.ingest.files.safetensors import is_safetensors
 from tracestore.ingest.pickles.torch_file import is_legacy
 from tracestore.ingest.readers import objects, tensors, text
 from tracestore.ingest.readers.content import ARROW_MAGIC, READING, Content, refusals
-from tracestore.ingest.tree import Items, StreamItems, Value
+from tracestore.ingest.tree import Items, Value
 from tracestore.store.io.scratch import Scratch
 
 _COMPRESSED = re.compile(r"\.(?:gz|bz2|xz|zst|z|zlib)$")
@@ -62,39 +61,6 @@ def open_tree(path: Path, *, scratch: Scratch | None = None) -> Iterator[Value]:
         with refusals():
             root = _root(path, scratch or Scratch(), resources)
         yield root
-
-
-class RepeatedItems(Items):
-    """Items of a stream that begin with the first one each time."""
-
-    def __init__(self, items: Items) -> None:
-        self._rest, self._seen = iter(items), list[Value]()
-        self.length, self.attributes, self.is_lent = items.length, items.attributes, items.is_lent
-
-    def __iter__(self) -> Iterator[Value]:
-        """Yield the items from the first one on, and keep them."""
-        for k in count():
-            if k == len(self._seen):
-                try:
-                    self._seen.append(next(self._rest))
-                except StopIteration:
-                    return
-            yield self._seen[k]
-
-    def rest(self) -> StreamItems:
-        """Return the items from the first one on, of which none is kept."""
-        return StreamItems(chain(self._consumed(), self._rest), self.length, self.attributes, is_lent=self.is_lent)
-
-    def _consumed(self) -> Iterator[Value]:
-        while self._seen:
-            yield self._seen.pop(0)
-
-
-@contextmanager
-def look(path: Path) -> Iterator[Value]:
-    """Open a file as a tree whose items begin with the first one each time, also those of a stream."""
-    with open_tree(path) as root:
-        yield RepeatedItems(root) if isinstance(root, Items) and root.is_stream else root
 
 
 def _root(path: Path, scratch: Scratch, resources: ExitStack) -> Value:
