@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tests.ingest.execute.folders import convert, dump, refuse, states
+from tracestore.errors import UsageError
 
 COUNT, LAYERS, TOKENS, WIDTH = 3, 2, 4, 6
 STACK = states(COUNT, LAYERS, TOKENS, WIDTH)
@@ -110,3 +111,40 @@ def test_positions_of_beams(tmp_path):
         expected = np.concatenate([steps[0][k][3], steps[1][k][3]])
         np.testing.assert_allclose(traces["b", 0].hidden_states[k], expected, atol=2e-3)
     assert traces["b", 0].tokens.tolist() == [5, 6, 7, 11, 2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "entries"),
+    [
+        ("bfloat16", {"dtype.attentions": "bfloat16"}),
+        ("float16", {"dtype.attentions": "float16"}),
+        ("float32", {"dtype.attentions": "float32"}),
+        ("uint8", {"scale.attentions": 1 / 255}),
+    ],
+)
+@pytest.mark.parametrize("mode", ["mean", "heads"])
+def test_raw_bits_of_attention(tmp_path, kind, entries, mode):
+    attention = np.tril(abs(states(2, 3, 5, 5)) + 0.1)
+    attention /= attention.sum(-1, keepdims=True)
+    bits = {
+        "bfloat16": (attention.view("u4") >> 16).astype("u2"),
+        "float16": attention.astype("f2").view("u2"),
+        "float32": attention.view("u4"),
+        "uint8": np.round(attention * 255).astype("u1"),
+    }[kind]
+    dump(tmp_path / "in/a.pkl", [{"id": "q0", "hs": states(2, 5, 8), "at": bits}])
+    layout = {"hidden_states": "a.pkl : [id=id]/hs -> L S D", "attentions": "a.pkl : [id=id]/at -> L H S S"}
+    refuse(tmp_path, layout, "attentions: found values|attentions|expected")
+
+    trace = convert(tmp_path, layout | entries, attention=mode)["q0", 0]
+
+    expected = attention if mode == "heads" else attention.mean(1)
+    np.testing.assert_allclose(np.asarray(trace.attention, "f4").reshape(expected.shape), expected, atol=6e-3)
+    wrong = {"bfloat16": "float32", "float32": "float16", "float16": "float32", "uint8": "float16"}[kind]
+    refuse(tmp_path, layout | {"dtype.attentions": wrong}, "attentions: found", overwrite=True)
+
+
+def test_entries_of_attention_need_it(tmp_path):
+    dump(tmp_path / "in/a.pkl", [{"id": "q0", "hs": states(2, 5, 8)}])
+    with pytest.raises(UsageError, match=r"dtype.attentions: has no effect"):
+        convert(tmp_path, {"hidden_states": "a.pkl : [id=id]/hs -> L S D", "dtype.attentions": "float16"})

@@ -73,6 +73,10 @@ def _has(plan: Plan, *names: str) -> bool:
     return any(place.name in names for place in plan.others)
 
 
+def _has_numbers(plan: Plan, name: str) -> bool:
+    return name == plan.layout.states or (name == "attentions" and _has(plan, name))
+
+
 # What each setting needs, in words and as a condition of the plan and of the name behind its dot.
 _NEEDS: dict[str, tuple[str, Callable[[Plan, str], bool] | None]] = {
     "S.side": (
@@ -90,12 +94,12 @@ _NEEDS: dict[str, tuple[str, Callable[[Plan, str], bool] | None]] = {
     "P.new": ("passes of the states", lambda plan, _: _states(plan, "P")),
     "words": ("a label", lambda plan, _: bool({*plan.layout.addresses, *plan.layout.templates} & set(LABELS))),
     "share": ("a line for the field", lambda plan, name: name in plan.layout.templates or _has(plan, name)),
-    "scale": ("a line for the field", lambda plan, name: name == plan.layout.states),
+    "scale": ("a line for the field", lambda plan, name: _has_numbers(plan, name)),
     "keep": (
         "a line that binds the name, as in [id=id, status=status]",
         lambda plan, name: any(name in place.address.bound or given_name(place) == name for place in plan.places),
     ),
-    "dtype": ("a line for the field", lambda plan, name: name == plan.layout.states),
+    "dtype": ("a line for the field", lambda plan, name: _has_numbers(plan, name)),
 }
 
 # What tells where traces end that lie behind each other.

@@ -259,8 +259,8 @@ def _check_setting_of(name: str, value: Any) -> None:
         raise UsageError(f'found {value!r}, expected true, false or "{MISSING_WORD}"')
     if head == "dtype" and value not in DTYPES:
         raise UsageError(f"found {value!r}, expected one of {', '.join(DTYPES)}")
-    if head in ("dtype", "scale") and tail not in STATES:
-        raise UsageError(f"expected {head}.{STATES[0]} or {head}.{STATES[1]}")
+    if head in ("dtype", "scale") and tail not in (*STATES, "attentions"):
+        raise UsageError(f"expected {head}.{STATES[0]}, {head}.{STATES[1]} or {head}.attentions")
     if head == "keep" and (
         not is_name(tail)
         or tail in INNER_NAMES
