@@ -1,7 +1,7 @@
 """The traces of a source, and the values of their fields by what joins them."""
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -137,7 +137,8 @@ class TraceCells:
             self._count(place, column, is_there=bool(cells))
             if not cells:
                 continue
-            if self._use(place, column) > 1 and place.rule.kind != "known":
+            is_prompt = self.plan.of_answers and place.part < len(self.plan.layout.addresses.get(name, ())) - 1
+            if self._use(place, column) > 1 and place.rule.kind != "known" and not is_prompt:
                 raise InvalidInputError(f"one value of {place.address} serves several traces", field=name)
             if "NS" in cells[0].axes and (size := extent(cells[0].value, cells[0].axes, "NS")) != self.num_rows:
                 raise InvalidInputError(
@@ -256,17 +257,38 @@ def traces_of(cells: Sequence[Cell], columns: TraceColumns) -> Iterator[TraceCel
     plan = columns.plan
     names = (*sorted(plan.names), *sorted(plan.wild))
     groups: dict[tuple[Any, ...], TraceCells] = {}
+    prompts: dict[tuple[Any, ...], list[Cell]] = {}  # that several answers have
+    of_prompt = [name for name in names if name not in plan.of_answers]
     for cell in cells:
+        if plan.of_answers and cell.place.part == 0:
+            prompts.setdefault(tuple(cell.bound.get(name) for name in of_prompt), []).append(cell)
+            continue
         key = tuple(cell.bound.get(name) for name in names)
         if (trace := groups.get(key)) is None:
             environment = {n: v for n, v in cell.bound.items() if n in names or n == "file"}
             trace = groups[key] = TraceCells(columns, environment, {})
         trace.cells.setdefault(cell.place.part, []).append(cell)
+    _add_prompts(groups.values(), prompts, of_prompt)
     for trace in groups.values():
         if missing := [p.part for p in plan.states if p.part not in trace.cells]:
             where = named(trace.environment, trace.environment.values()) or "the trace"
             raise InvalidInputError(f"{where} has no part {missing[0]}", field=plan.layout.states)
         yield from _unrolled(trace)
+
+
+def _add_prompts(
+    traces: Collection[TraceCells], prompts: Mapping[tuple[Any, ...], list[Cell]], names: Sequence[str]
+) -> None:
+    """Give answers the prompt that binds the same; refuse one without an answer."""
+    unused = set(prompts)
+    for trace in traces if prompts else ():
+        key = tuple(trace.environment.get(name) for name in names)
+        if key in prompts:
+            trace.cells[0] = prompts[key]
+            unused.discard(key)
+    if unused:
+        where = named(names, min(unused, key=str)) or "the source"
+        raise InvalidInputError(f"{where} has a prompt and no answer", field="hidden_states")
 
 
 def _unrolled(trace: TraceCells) -> Iterator[TraceCells]:

@@ -119,6 +119,8 @@ class Plan:
         Every other place, those that bind names for later ones first.
     names : frozenset of str
         What the states bind for each trace.
+    of_answers : frozenset of str
+        Those that only the answers bind, which then share their prompt: "sample" or "K".
     keys : dict
         By place: the names that join it to a trace.
     ignored : dict
@@ -130,6 +132,7 @@ class Plan:
     others: list[Place] = field(default_factory=list)
     ignored: dict[Address, list[Address]] = field(default_factory=dict)
     names: frozenset[str] = frozenset()
+    of_answers: frozenset[str] = frozenset()
     wild: frozenset[str] = frozenset()
     keys: dict[Place, tuple[str, ...]] = field(default_factory=dict)
 
@@ -187,7 +190,8 @@ def plan_of(layout: Layout) -> Plan:
             )
     if len(plan.states) > 1 and any(_RANK.search(place.address.files.text) for place in plan.states):
         raise UsageError(f"{layout.states}: files of ranks are no prompt and answer, whose tokens two addresses join")
-    plan.names = frozenset.intersection(*(place.trace_names for place in plan.states))
+    plan.of_answers = _of_answers(plan.states[0], plan.states[-1])
+    plan.names = frozenset.intersection(*(place.trace_names for place in plan.states)) | plan.of_answers
     plan.wild = frozenset.intersection(*(place.wild for place in plan.states)) - plan.states[0].crossed
     for place in plan.states:
         if extra := place.trace_names - plan.names - {"N", "K"}:
@@ -197,6 +201,13 @@ def plan_of(layout: Layout) -> Plan:
             )
     _join(plan)
     return plan
+
+
+def _of_answers(prompt: Place, answer: Place) -> frozenset[str]:
+    """Return the names that tell answers with one prompt apart."""
+    names = answer.trace_names - prompt.trace_names
+    is_shared = prompt.trace_names < answer.trace_names and names <= {"sample", "K"}
+    return names & answer.address.bound if is_shared else frozenset()
 
 
 def _as_in_lines(entry: Address, places: Iterable[Place]) -> list[Address]:
