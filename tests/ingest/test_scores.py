@@ -59,6 +59,18 @@ def test_the_column_name_determines_the_direction(tmp_path, source, column, labe
         assert tracestore.open(tmp_path / f"{name}.zarr").targets().tolist() == labels, name
 
 
+@pytest.mark.parametrize("column", ["is_correct", "correct", "is_hallucinated", "is_wrong", "bleurt"])
+@pytest.mark.parametrize("value", [-1, 100, 0.5, "", "no"])
+def test_a_judgment_is_no_other_number(tmp_path, source, column, value):
+    """[-1 stands for an answer that was not judged]"""
+    scores = write_csv(tmp_path / "scores.csv", ["question_id", column], [["q0", 1], ["q1", value]])
+    is_refused = column != "bleurt" and type(value) is int
+
+    done = convert(source, tmp_path / "s.zarr", "--scores", scores, check=3 * is_refused)
+
+    assert not is_refused or f"row 1: found {value}, expected 0 to 1, or an empty cell" in done.stderr
+
+
 @pytest.mark.parametrize("words", [["convert"], ["score"]])
 def test_an_ambiguous_column_needs_score_direction(tmp_path, source, words):
     convert(source, tmp_path / "s.zarr")

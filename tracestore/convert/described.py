@@ -21,6 +21,7 @@ from tracestore.ingest.stored_values import ChangedValues, is_none, stored_value
 from tracestore.store.format.labels import CORRECT, HALLUCINATION, ScoreField
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.read.columns import Columns
+from tracestore.store.vocabulary import JUDGMENTS
 from tracestore.store.write.keys import OnConflict
 from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.record import TraceRecord
@@ -31,7 +32,6 @@ from tracestore.words import plural
 Find = Callable[[str, int], int]
 
 _LABEL = "label"
-_JUDGMENTS = ("is_correct", "is_hallucinated")
 _COPY = re.compile(r"( \(\d+\)|[-_ .](checkpoint|copy ?\d*|bak|backup|old|orig))+$", re.IGNORECASE)
 
 
@@ -73,7 +73,7 @@ class DescribedRun:
         self._directions = {n: d for part in parts for n, d in part.directions.items()}
         # A layout that is stated, proved or kept, and not built in, is kept in the store.
         own = [part for part in parts if part.kept_text is not None]
-        self.judgments = [name for name in _JUDGMENTS if any(name in part.directions for part in own)]
+        self.judgments = [name for name in JUDGMENTS if any(name in part.directions for part in own)]
         self._counts_new = is_builtin and not own
         # What the sources state of each trace, or else it has none: of stated layouts, not of keys that some files have.
         names = [

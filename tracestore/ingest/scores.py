@@ -300,6 +300,9 @@ def _score(scores: Scores, value: Any) -> float:
     score = score_value(value, scores.column)
     if not scores.is_direction_known and not math.isnan(score):
         raise _ambiguous_direction(scores.path, scores.column)
+    is_judgment = scores.name.startswith("is_") or scores.name in ("correct", "hallucinated")
+    if is_judgment and not (math.isnan(score) or 0 <= score <= 1):
+        raise InvalidInputError(f"found {score:g}, expected 0 to 1, or an empty cell", field=scores.column)
     return score
 
 

@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import InvalidInputError, UsageError, escape_unprintable
+from tracestore.ingest.execute.values import check_agreement
 from tracestore.ingest.score_files import ScoreRow
 from tracestore.ingest.scores import Scores
 from tracestore.store.format.labels import CORRECT, describe, unlabeled_note
 from tracestore.store.read.columns import Columns, TraceValues
 from tracestore.store.read.store import open_store
+from tracestore.store.vocabulary import JUDGMENTS
 from tracestore.store.write.keys import OnConflict
 from tracestore.store.write.writer import StoreWriter
 from tracestore.words import plural
@@ -57,6 +59,9 @@ class ChangedValues:
     def set(self, index: int, scores: Mapping[str, float], label: float | None, group: str | None) -> None:
         """Set the values of a trace: NaN and "" where the sources have none, None where they say nothing."""
         names, before = list(scores), stored_values(self.columns, index, scores)
+        if not scores.keys().isdisjoint(JUDGMENTS):
+            stored = zip(JUDGMENTS, stored_values(self.columns, index, JUDGMENTS), strict=False)  # and label, group
+            check_agreement({**dict(stored), **scores}, self._writer.index.question_id(index))
         after: list[Any] = [*scores.values(), label, group]
         if any(is_none(new) and not is_none(old) for old, new in zip(before, after, strict=True) if new is not None):
             self._lost.append(index)

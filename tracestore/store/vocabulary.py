@@ -96,6 +96,7 @@ _CORRECT = (
     *("rougel_score", "rougel_fmeasure", "rougel_f1", "rouge_l_f1", "meteor_score", "bertscore_f1", "bert_score_f1"),
     *("is_supported", "correct_prediction"),
 )
+JUDGMENTS = ("is_correct", "is_hallucinated")
 SCORES = PRIMARY_SCORES | dict.fromkeys(_HALLUCINATION, HALLUCINATION) | dict.fromkeys(_CORRECT, CORRECT)
 
 _STATES = (

@@ -238,6 +238,20 @@ def test_rule_22a_a_number_is_a_word_however_it_is_written(tmp_path, value, word
     assert [traces[name, 0].scores["is_correct"] for name in "abcd"] == [0, 0, 0, 0]
 
 
+@pytest.mark.parametrize("words", [("true", "false"), ("True", "False"), ("TRUE", "FALSE"), ("1", "0")])
+@pytest.mark.parametrize("values", [(True, False), (np.True_, np.False_), ("True", "False"), ("true", "false")])
+def test_rule_22a_a_truth_value_is_a_word_however_it_is_written(tmp_path, words, values):
+    """True is a wrong answer in the column [labels that are exchanged]."""
+    if words == ("1", "0") and isinstance(values[0], str):
+        pytest.skip("texts are no numbers")
+    dump(tmp_path / "in/a.pkl", [record | {"y": y} for record, y in zip(rows(ids="abcd"), values * 2, strict=True)])
+    words = {f"words.{words[0]}": False, f"words.{words[1]}": True}
+
+    traces = convert(tmp_path, ROWS | {"is_correct": "a.pkl : []/y"} | words)
+
+    assert [traces[name, 0].scores["is_correct"] for name in "abcd"] == [0, 1, 0, 1]
+
+
 @pytest.mark.parametrize("value", ["none", "MISSING", 1, ["missing"]])
 def test_rule_22a_other_meanings_of_words(value):
     with pytest.raises(UsageError, match=r"words\.x: found"):

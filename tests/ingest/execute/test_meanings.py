@@ -8,7 +8,7 @@ from unittest import TestCase
 import numpy as np
 import pytest
 
-from tests.ingest.execute.folders import convert, dump, refuse, states, table
+from tests.ingest.execute.folders import convert, dump, refuse, save, states, table
 from tracestore.errors import UsageError
 from tracestore.ingest.layout.language import parse_layout
 
@@ -133,6 +133,10 @@ def test_rule_13_the_index_of_a_table_increases(tmp_path, numbers, is_read, colu
         ([1, "1", "b"], ["1", "b", "c"]),
         ([0, 1, 2], ["1", "2", "3"]),
         (["q 1", "q2", "q3"], ["q1", "q2", "q3"]),
+        (["q-1", "q-2", "q_3"], ["q_1", "q_2", "q_3"]),
+        ([0, 1, 3, 4], ["1", "2", "4", "5"]),
+        ([0, 1, 2, 4, 5, 9], ["1", "2", "5", "6"]),
+        (["a_0", "a_1", "a_3", "b_0", "b_1"], ["a_1", "a_2", "a_4", "b_1", "b_2"]),
     ],
 )
 def test_rule_12b_ids_in_another_spelling(tmp_path, ids, rows):
@@ -543,13 +547,50 @@ def test_rule_12b_rows_are_numbered_from_1_and_one_is_missing(tmp_path, prefix, 
     refuse(tmp_path, STATES | {"is_correct": "t.csv : [id=id]/ok"}, "left over: numbered from 0 and from 1")
 
 
+@pytest.mark.parametrize("name", ["split", "dataset"])
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([("a", 1), ("a", 2), ("b", 1), ("b", 2)], "numbered from 0 and from 1"),
+        ([("A", 0), ("A", 1), ("b", 0), ("b", 1)], "A.*' and the trace .*a.*' differ in spelling only"),
+        ([("a", 0), ("a", 7), ("b", 0), ("b", 1)], None),
+    ],
+)
+def test_rule_12b_rows_say_two_names(tmp_path, name, rows, message):
+    """Remainders are compared by all of what joins them, wherever the id is in the alphabet."""
+    for word in "ab":
+        dump(tmp_path / f"in/{word}.pkl", [{"id": k, "hs": states(2, 3, 8, seed=ord(word) + k)} for k in range(2)])
+    table(tmp_path / "in/t.csv", [{"w": word, "n": k, "ok": k % 2} for word, k in rows])
+    layout = {"hidden_states": f"{{{name}}}.pkl : [id=id]/hs -> L S D", "id": f"={{{name}}}-{{id}}"}
+    layout |= {"is_correct": f"t.csv : [{name}=w, id=n]/ok"}
+    if message:
+        refuse(tmp_path, layout, message)
+        return
+
+    scores = {key: trace.score for key, trace in convert(tmp_path, layout).items()}
+
+    np.testing.assert_equal(scores, {("a-0", 0): 0, ("a-1", 0): np.nan, ("b-0", 0): 0, ("b-1", 0): 1})
+
+
+@pytest.mark.parametrize("rows", [[0, 1, 3, 4, 5], [3, 5, 7], [5, 6, 7], [0, 9], [2, 7]])
+def test_rule_12b_some_rows_have_no_trace_and_some_traces_no_row(tmp_path, rows):
+    """A trace failed, and some have no label: nothing shows that rows are numbered otherwise."""
+    dump(tmp_path / "in/a.pkl", [{"id": k, "hs": states(2, 3, 8, seed=k)} for k in (0, 1, 2, 3, 4, 6, 7)])
+    table(tmp_path / "in/t.csv", [{"id": k, "ok": k % 2} for k in rows])
+
+    traces = convert(tmp_path, STATES | {"is_correct": "t.csv : [id=id]/ok"})
+
+    scores = {int(key): trace.score for (key, _), trace in traces.items()}
+    np.testing.assert_equal(scores, {k: k % 2 if k in rows else np.nan for k in scores})
+
+
 @pytest.mark.parametrize("count", [2, 3])
 def test_rule_12b_answers_are_numbered_from_1(tmp_path, count):
     dump(tmp_path / "in/a.pkl", {name: [states(2, 3, 8, seed=k) for k in range(count)] for name in "ab"})
     table(tmp_path / "in/t.csv", [{"id": name, "n": k, "ok": 1} for name in "ab" for k in range(1, count)])
     layout = {"hidden_states": "a.pkl : {id}/[K] -> L S D", "is_correct": "t.csv : [id=id, sample=n]/ok"}
 
-    refuse(tmp_path, layout, "number answers from 1, the traces from 0")
+    refuse(tmp_path, layout, "numbered from 0 and from 1")
 
 
 @pytest.mark.parametrize("first", [1, 2, 5])
@@ -612,19 +653,133 @@ def test_values_that_are_no_ids(tmp_path, value, is_bound):
     )
 
 
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("where", ["beside", "json", "items"])
-def test_rule_12_a_list_of_answers_that_is_too_short(tmp_path, count, where):
-    """Nothing shows which answer has no label."""
-    labels = {name: [1, 0, 1][:count] for name in "ab"}
-    dump(tmp_path / "in/a.pkl", {n: {"hs": [states(2, 3, 8, seed=k) for k in range(3)], "ok": labels[n]} for n in "ab"})
-    layout = {"hidden_states": "a.pkl : {id}/hs -> K L S D", "is_correct": "a.pkl : {id}/ok -> K"}
-    if where != "beside":
-        table(tmp_path / "in/t.json", labels)
-        layout["is_correct"] = "t.json : {id} -> K" if where == "json" else "t.json : {id}/[K]"
-        layout["ignore"] = "a.pkl : {id}/ok"
+VALUES_OF_ANSWERS = {
+    "is_correct": [1, 0, 1, 1],
+    "generated_answer": ["one", "two", "three", "four"],
+    "prompt_length": [1, 2, 1, 1],
+    "tokens": [[5, 6, 7]] * 4,
+    "token_logprob": [[-1.0, -2.0, -3.0]] * 4,
+}
 
-    refuse(tmp_path, layout, f"is_correct: the list has no value of the answer {count}")
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("where", ["beside", "json", "items", "rows"])
+@pytest.mark.parametrize("field", VALUES_OF_ANSWERS)
+def test_rule_12_a_list_of_answers_that_is_too_short(tmp_path, count, where, field):
+    """Nothing shows which answer has no value."""
+    values = {name: VALUES_OF_ANSWERS[field][: count if name == "b" else 3] for name in "ab"}
+    dump(tmp_path / "in/a.pkl", {n: {"hs": [states(2, 3, 8, seed=k) for k in range(3)], "ok": values[n]} for n in "ab"})
+    layout = {"hidden_states": "a.pkl : {id}/hs -> K L S D"}
+    axes = ["S"] * (field in ("tokens", "token_logprob"))
+    layout[field] = " ".join(["a.pkl : {id}/ok -> K", *axes])
+    if where != "beside":
+        table(tmp_path / "in/t.json", values)
+        line = "t.json : {id}" if where == "json" else "t.json : {id}/[K]"
+        layout[field] = f"{line} -> {' '.join(['K'] * (where == 'json') + axes)}".removesuffix(" -> ")
+        layout["ignore"] = "a.pkl : {id}/ok"
+    if where == "rows":
+        table(tmp_path / "in/t.json", [{"qid": name, "ok": value} for name in "ab" for value in values[name]])
+        layout[field] = "t.json : [id=qid, sample=#]/ok"
+
+    refuse(tmp_path, layout, f"{field}: the list has no value of the answer {count}")
+
+
+def test_rule_12_rows_in_the_order_of_answers_that_are_too_many(tmp_path):
+    """[the label of an answer that was left out]"""
+    dump(tmp_path / "in/a.pkl", [{"id": name, "hs": states(2, 3, 8, seed=k)} for k, name in enumerate("aabb")])
+    table(tmp_path / "in/t.csv", [{"id": name, "ok": k % 2} for k, name in enumerate("aabbb")])
+    layout = {"hidden_states": "a.pkl : [id=id, sample=#]/hs -> L S D"}
+
+    refuse(tmp_path, layout | {"is_correct": "t.csv : [id=id, sample=#]/ok"}, "belongs to no trace, others of the list")
+
+
+@pytest.mark.parametrize(
+    ("paths", "is_read"),
+    [
+        (["m/q1.npy", "m/q2.npy"], True),
+        (["/data/x/m/q1.npy", "m/q2"], True),
+        (["q1.npy", "q2"], True),
+        (["other/q1.npy", "other/q2.npy"], False),
+        (["/data/m/q1.npy", "/data/other/q2.npy"], None),
+        (["q1.1.npy", "q2"], None),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["", ".5"])
+def test_files_that_rows_name(tmp_path, paths, is_read, suffix):
+    """Folders of another model, and numbers behind a dot [the label of another run]."""
+    for k in (1, 2):
+        save(tmp_path / f"in/m/q{k}{suffix}.npy", states(2, 3, 8, seed=k))
+    table(tmp_path / "in/t.csv", [{"path": path, "ok": k} for k, path in enumerate(paths)])
+    layout = {"hidden_states": "m/{id}.npy -> L S D", "is_correct": "t.csv : [file=path]/ok"}
+    if suffix or is_read is False:
+        refuse(tmp_path, layout, "no file of it is that of a trace")
+        return
+
+    scores = [trace.score for trace in convert(tmp_path, layout).values()]
+
+    wrong = next((k for k, path in enumerate(paths) if "other" in path or "1.1" in path), None)
+    np.testing.assert_equal(scores, [np.nan if k == wrong else k for k in range(2)])
+
+
+@pytest.mark.parametrize("others", ["shifted", "more", "less", "spelling", "equal"])
+@pytest.mark.parametrize("by", ["[id=id]", "[]"])
+def test_a_table_of_records_has_accounts(tmp_path, others, by):
+    """Its texts and numbers belong to traces, too [the question of another trace]."""
+    items(tmp_path)
+    ids = {"shifted": "bcde", "more": "xabcd", "less": "abc", "spelling": ["A", "b", "c", "d"], "equal": "abcd"}[others]
+    found = [{"id": name, "question": f"What is {name}?", "topic": f"about {name}"} for name in ids]
+    table(tmp_path / "in/t.json", found if by == "[id=id]" else [{**row, "id": None} for row in found])
+    layout = IN_ORDER | {"records": f"t.json : {by}"}
+    is_read = others == "equal" or (by == "[]" and others in ("shifted", "spelling"))
+    is_read |= by == "[id=id]" and others in ("shifted", "more", "less")
+    if not is_read:
+        refuse(tmp_path, layout, "records: t.json : .* rows belong to 4 traces|differ in spelling only")
+        return
+
+    traces = convert(tmp_path, layout)
+
+    for k, ((name, _), trace) in enumerate(traces.items()):
+        own = ids[k] if by == "[]" else name if name in ids else None
+        assert trace.question == (own and f"What is {own}?")
+        assert trace.extras.get("topic") == (own and f"about {own}")
+
+
+@pytest.mark.parametrize("form", ["rows", "dict"])
+@pytest.mark.parametrize(
+    ("texts", "is_other"),
+    [
+        (["What is b?", "What is c?", "What is d?", "What is a?"], True),
+        (["What is a?", "What is c?", "What is b?", "What is d?"], True),
+        (["What is a?", "What is b?", "What is c?", "What is d?"], False),
+        (["Q: what is A? A:", "Q: what is B? A:", "Q: what is C? A:", "Q: what is D? A:"], False),
+        (["a", "x", "y", "z"], False),
+    ],
+)
+def test_rule_13b_ids_that_number_other_questions(tmp_path, texts, is_other, form):
+    """Two programs have numbered the questions of a data set that each had shuffled [labels of other questions]."""
+    items(tmp_path, q=[f"What is {name}?" for name in "abcd"])
+    found = [{"id": "abcd"[k], "question": text, "ok": k % 2} for k, text in enumerate(texts)]
+    table(tmp_path / "in/t.json", found if form == "rows" else {row.pop("id"): row for row in found})
+    line = "t.json : [id=id]/" if form == "rows" else "t.json : {id}/"
+    layout = STATES | {"question": f"{ITEM}q", "is_correct": f"{line}ok"}
+    if is_other:
+        refuse(tmp_path, layout, "question is 'What is .*', and the trace has 'What is .*': rows in another order")
+        layout["ignore"] = f"{line}question"
+
+    assert [trace.score for trace in convert(tmp_path, layout).values()] == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("length", [2, 3, 4])
+def test_rule_05b_a_stated_length_is_that_of_the_first_pass(tmp_path, length):
+    """[an answer that begins with the last token of the prompt]"""
+    layout = write_passes(tmp_path, [[11, 12, 13, 21, 22, 2]]) | {"prompt_length": f"={length}"}
+    if length != 3:
+        refuse(
+            tmp_path, layout, "prompt_length: found .*, expected 3 as in the first part|part of the prompt was cached"
+        )
+        return
+
+    assert [trace.prompt_length for trace in convert(tmp_path, layout).values()] == [3]
 
 
 @pytest.mark.parametrize("entries", [{}, {"S.side": "left"}, {"S.pad": [0, 0]}, {"S.pad": [0, 0], "S.side": "left"}])
@@ -710,3 +865,33 @@ def test_rule_01_the_summary_says_that_numbers_from_the_end_are_not_stored(tmp_p
 
     assert ("L.size = N gives those" in "".join(logged.output)) == (not more)
     assert all(len(trace.last_token) == 2 for trace in traces.values())
+
+
+@pytest.mark.parametrize("container", ["group", "array", "safetensors", "layers"])
+def test_rule_08a_attributes_that_may_be_labels(tmp_path, container):
+    """[labels that are dropped]"""
+    h5py, safetensors = pytest.importorskip("h5py"), pytest.importorskip("safetensors.numpy")
+    (tmp_path / "in").mkdir()
+    if container in ("group", "array"):
+        with h5py.File(tmp_path / "in/a.h5", "w") as file:
+            file.attrs["accuracy"] = 0.5
+            for k in range(2):
+                file[f"q{k}/hs"] = states(2, 3, 8, seed=k)
+                file[f"q{k}" if container == "group" else f"q{k}/hs"].attrs["is_correct"] = k
+        layout, place = {"hidden_states": "a.h5 : {id}/hs -> L S D"}, f"a.h5 : {{id}}/{'hs/' * (container == 'array')}"
+    else:
+        for k in range(2):
+            values = {"hs": states(2, 3, 8, seed=k)} | ({"more": states(3)} if container == "layers" else {})
+            path = tmp_path / "in" / f"q{k}.safetensors"
+            safetensors.save_file(values, path, metadata={"is_correct": str(k), "format": "pt"})
+        layout, place = {"hidden_states": "{id}.safetensors : hs -> L S D"}, "{id}.safetensors : "
+        if container == "layers":
+            layout = {"hidden_states": "q{layer}.safetensors : hs -> N S D", "S.padding": "none"}
+            layout["ignore"] = "q{layer}.safetensors : more"
+            assert len(convert(tmp_path, layout)) == 2  # of a layer, which has no label
+            return
+    refuse(tmp_path, layout, f"{place}@is_correct: no line of the layout names what may be a label")
+
+    assert len(convert(tmp_path, layout | {"ignore": f"{place}@is_correct"})) == 2
+    traces = convert(tmp_path, layout | {"is_correct": f"{place}@is_correct"}, overwrite=True)
+    assert [trace.score for trace in traces.values()] == [0, 1]

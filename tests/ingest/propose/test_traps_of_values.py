@@ -543,3 +543,34 @@ def test_values_of_layers_and_positions(tmp_path):
 def test_values_that_may_be_no_states_rule_8(tmp_path, found):
     dump(tmp_path / "in/a.pkl", found)
     refuse(tmp_path)
+
+
+@pytest.mark.parametrize("ids", [[2, 0, 3, 1], ["q2", "q0", "q3", "q1"], [1, 3, 2, 4], ["0", "1", "10", "11"]])
+@pytest.mark.parametrize("where", ["npz", "npy"])
+@pytest.mark.parametrize("suffix", ["json", "npy"])
+def test_ids_number_rows_in_another_order_rule_13a(tmp_path, ids, where, suffix):
+    """Rows that a loader has shuffled, and labels in the order of the data set [labels of other traces]."""
+    ids = [*ids, *map(str, range(2, 10))] if ids[-1] == "11" else ids
+    count, folder = len(ids), tmp_path / "in"
+    arrays = {f"last_token_layer_{k}": states(count, 8, seed=k) for k in (8, 16)}
+    folder.mkdir()
+    if where == "npz":
+        np.savez(folder / "a.npz", **arrays, idx=np.array(ids))
+    for name, array in {**arrays, "idx": np.array(ids)}.items() if where == "npy" else ():
+        np.save(folder / f"{name}.npy", array)
+    if suffix == "json":
+        table(folder / "labels.json", [{"is_correct": k % 2, "question": f"Q{k}"} for k in range(count)])
+    else:
+        np.save(folder / "is_correct.npy", np.arange(count) % 2)
+
+    refuse(tmp_path, "the ids may number rows in another order")
+
+
+@pytest.mark.parametrize("ids", [[0, 1, 2, 3], [7, 1, 9, 3], ["c", "a", "d", "b"], ["a1", "b0", "a0", "b1"]])
+def test_ids_do_not_number_rows(tmp_path, ids):
+    arrays = {f"last_token_layer_{k}": states(4, 8, seed=k) for k in (8, 16)}
+    (tmp_path / "in").mkdir()
+    np.savez(tmp_path / "in/a.npz", **arrays, idx=np.array(ids))
+    np.save(tmp_path / "in/is_correct.npy", np.array([0, 1, 1, 0]))
+
+    assert [trace.score for trace in accept(tmp_path).values()] == [0, 1, 1, 0]

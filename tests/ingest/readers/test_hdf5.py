@@ -123,6 +123,20 @@ def shared_text(path, count, length):
     return path
 
 
+@pytest.mark.parametrize("where", ["array", "field"])
+def test_numbers_that_stand_for_names_are_refused(tmp_path, where):
+    """[CORRECT is 0]"""
+    dtype = h5py.enum_dtype({"CORRECT": 0, "HALLUCINATED": 1}, basetype="i1")
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("ok", (3,), dtype if where == "array" else np.dtype([("id", "i4"), ("ok", dtype)]))
+        file["plain"] = [True, False]
+
+    with open_tree(tmp_path / "a.h5") as root:
+        assert plain(root["plain"]).tolist() == [True, False]
+        with pytest.raises(InvalidInputError, match="numbers that stand for names"):
+            plain(root["ok"])
+
+
 @pytest.mark.parametrize(("count", "length"), [(500_000, 16_000), (20_000, 1_000_000), (4_000, 60_000)])
 def test_texts_that_share_their_bytes_end(tmp_path, count, length):
     assert refusal_in_child(shared_text(tmp_path / "a.h5", count, length))

@@ -17,8 +17,8 @@ from tracestore.ingest.execute.kept import KeptValues
 from tracestore.ingest.execute.table_accounts import TableAccount, check_totals, end_text, table_account
 from tracestore.ingest.execute.traces import TraceColumns
 from tracestore.ingest.execute.values import describe, named
-from tracestore.ingest.execute.walk import Cell, Node
-from tracestore.ingest.layout.places import RECORDS, Place, Plan
+from tracestore.ingest.execute.walk import Bound, Cell, Node
+from tracestore.ingest.layout.places import Place, Plan
 from tracestore.ingest.tree import Array, Group, Items, Value, as_array
 from tracestore.store.vocabulary import is_named_as_verdict, is_verdict
 from tracestore.store.write.record import TraceRecord
@@ -106,7 +106,7 @@ class SourceAccount:
     def _is_uncounted(self, place: Place) -> bool:
         """Return whether rows of a field may serve no trace, as those of beams."""
         is_of_beams = place.name == "attentions" and "P.rows" in self._plan.layout.addresses
-        return is_of_beams or place.is_optional or place.name == RECORDS
+        return is_of_beams or place.is_optional
 
     def _check(self, level: Mapping[Place, Column], stacks: Iterable[tuple[Any, ...]]) -> None:
         """Rule 13: as many rows in order as traces."""
@@ -162,12 +162,12 @@ class RunAccount:
         self.kept = KeptValues(plan)
         self.first: tuple[int, str] | None = None  # the first trace of the first source that was read
 
-    def refuse_unclaimed(self, texts: RowTexts, node: Node, key: str, value: Value) -> None:
+    def refuse_unclaimed(self, texts: RowTexts, node: Node, key: str, value: Value, bound: Bound) -> None:
         """Rule 8: every array has a line or is ignored. Rule 8a: so has what may be a label or a score."""
-        if _IN_ORDER.search(node.prefix):
-            texts.add(node.prefix, str(key), value)
-            if node.prefix.removesuffix("[]/") not in self._prefixes:
-                self._check_row_number(f"{node.prefix}{key}", str(key), value)
+        if node.prefix.endswith(("]/", "}/")):
+            texts.add(node.prefix, str(key), value, bound)
+        if _IN_ORDER.search(node.prefix) and node.prefix.removesuffix("[]/") not in self._prefixes:
+            self._check_row_number(f"{node.prefix}{key}", str(key), value)
         if not node.has_records or not isinstance(value, str | int | float):
             self.left_out.add(f"{node.prefix}{key}")
         of_tokens = self._needs_tokens and isinstance(value, Items) and not value.is_stream and value.length != 1
@@ -256,7 +256,7 @@ class RunAccount:
         """
         for place, column in tables.items():
             # Rule 9 closes the accounts of what is known of an axis.
-            if not place.is_optional and place.name != RECORDS and place.rule.kind != "known":
+            if not place.is_optional and place.rule.kind != "known":
                 source = sources[place.address.files.text]
                 self.tables.append(table_account(column, source, sorted(self._missing.get(place, ()))))
 

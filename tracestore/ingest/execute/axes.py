@@ -292,3 +292,12 @@ def settled_dtype(layers: Layers, what: str, settings: Mapping[str, Any]) -> Lay
 def numbers_of(array: np.ndarray) -> np.ndarray:
     """Return an array with a dtype of NumPy: bfloat16 as float32."""
     return (array["bfloat16"].astype("<u4") << 16).view("<f4") if array.dtype == schema.BFLOAT16 else array
+
+
+def one_per_token(cells: Sequence[Cell], name: str, what: str) -> list[Cell]:
+    """Return the cells of a trace in the order of its tokens; rows of one token, such as those of its layers, are equal."""
+    found: dict[int, Cell] = {}
+    for cell in cells:
+        if found.setdefault(cell.bound[name], cell).value != cell.value:
+            raise InvalidInputError(f"found two values of {name} {cell.bound[name]}", field=what)
+    return [found[k] for k in sorted(found)]

@@ -16,6 +16,7 @@ from tracestore.ingest.layout.places import Place, Plan, wild_prefixes
 from tracestore.store.io.provenance_file import PROVENANCE_FILE
 
 _DIGITS = re.compile(r"(\d+)")
+_SUFFIX = re.compile(r"\.[a-z]\w*(\.(gz|bz2|xz|zst))?$", re.IGNORECASE)
 _SKIPPED = ("__MACOSX",)
 # Files that hold no data of traces, whatever a layout says.
 _OTHER_FILES = (PROVENANCE_FILE, "readme.txt", "license.txt", "requirements.txt")
@@ -72,20 +73,22 @@ class FileKeys:
         self.keys = dict(zip(names, bases if is_unique else names, strict=True))
         # A row may name a file without its folders, or without its suffix.
         self._by_stem: dict[str, list[str]] = defaultdict(list)
-        for name, key in self.keys.items():
+        for name in self.keys:
             base = name.rpartition("/")[2]
-            for text in {base, base.partition(".")[0]}:
-                self._by_stem[text].append(key)
+            for text in {base, _SUFFIX.sub("", base)}:
+                self._by_stem[text].append(name)
 
     def of_row(self, text: str, table: FoundFile) -> str:
-        """Return the key of the file that a row of a table names: by its path below SRC or the table, else by its base name."""
+        """Return the key of the file that a row of a table names: by its path below SRC or the table, else by the end of it."""
         folder = table.name.rpartition("/")[0]
         path = text.replace("\\", "/").removeprefix("./")
         for name in (path, f"{folder}/{path}"):
             if name in self.keys:
                 return self.keys[name]
-        found = self._by_stem.get(path.rpartition("/")[2], ())
-        return found[0] if len(found) == 1 else path
+        *above, base = path.split("/")
+        ends = ((name, zip(above[::-1], name.split("/")[-2::-1], strict=False)) for name in self._by_stem.get(base, ()))
+        found = [name for name, pairs in ends if all(one == two for one, two in pairs)]
+        return self.keys[found[0]] if len(found) == 1 else path
 
 
 def natural_key(name: str) -> list[Any]:

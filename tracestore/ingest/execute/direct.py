@@ -21,7 +21,7 @@ from tracestore.ingest.execute.values import (
     settled,
     typed_value,
 )
-from tracestore.ingest.execute.walk import Cell, Node, Walk
+from tracestore.ingest.execute.walk import Bound, Cell, Node, Walk
 from tracestore.ingest.layout.addresses import Address, ItemsStep, KeyStep, Step
 from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.layout.places import RECORDS, Place, Plan
@@ -116,11 +116,11 @@ class DirectReader:
     walk : Walk
         The walk through the file.
     on_unclaimed : callable
-        Called with the node, key and value of each key that no line names.
+        Called with the node, key and value of each key that no line names, and what is bound there.
     """
 
     def __init__(
-        self, maker: RecordMaker, node: Node, walk: Walk, on_unclaimed: Callable[[Node, str, Value], None]
+        self, maker: RecordMaker, node: Node, walk: Walk, on_unclaimed: Callable[[Node, str, Value, Bound], None]
     ) -> None:
         self._maker, self._node, self._walk, self._on_unclaimed = maker, node, walk, on_unclaimed
         self._states = maker.plan.layout.states
@@ -204,7 +204,7 @@ class DirectReader:
         found = {}
         for key in rest:
             value = item[key]
-            self._on_unclaimed(self._node, key, value)
+            self._on_unclaimed(self._node, key, value, {})
             if self._node.has_records and isinstance(value, _EXTRAS):
                 found[str(key)] = value
         return found

@@ -234,17 +234,15 @@ class Execution:
         self.account.add_source(self._numbers[group.name], {})
 
     def _check_texts(self, trace: TraceCells, record: TraceRecord) -> None:
-        """Rule 13b: questions and answers of rows in order are those of the traces."""
-        if "N" not in trace.environment or "K" in trace.environment:
-            return
-        trace.columns.texts.check(trace.environment["N"], None, record)
+        """Rule 13b: questions and answers of rows are those of the traces."""
+        bound = trace.environment
+        trace.columns.texts.check(bound, record)
         in_order = [column for place, column in (self._tables or {}).items() if "N" in place.trace_names]
         rows = {column.num_rows({}) for column in in_order if column.names in (("N",), ("N*",))}
-        if len(rows) == 1:
-            row = trace.environment["N*" if self.plan.is_global else "N"]
-            total = rows.pop() or 0
-            self._row_texts.check(row, total, record)
-            self._row_texts.check_ids(row, total, record.question_id)
+        row = bound.get("N*" if self.plan.is_global else "N") if len(rows) == 1 and "K" not in bound else None
+        self._row_texts.check({**bound, "N": row}, record)
+        if row is not None:
+            self._row_texts.check_ids(row, rows.pop() or 0, record.question_id)
 
     def _found(self, traces: Iterator[TraceCells], account: SourceAccount, group: FileGroup) -> Iterator[TraceCells]:
         for trace in traces:

@@ -1,10 +1,9 @@
 """Columns of values by what they bind, their values for one trace, and checks of what was joined."""
 
 import itertools
-import math
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,7 +11,7 @@ from tracestore.errors import InvalidInputError, escape_unprintable
 from tracestore.ingest.execute.axes import MISSING, descend, extent, read
 from tracestore.ingest.execute.values import describe, is_missing, key_text, named, one_value, plain_of
 from tracestore.ingest.execute.walk import Cell
-from tracestore.ingest.layout.fields import KEY
+from tracestore.ingest.layout.fields import KEY, STATES
 from tracestore.ingest.layout.patterns import INNER_NAMES
 from tracestore.ingest.layout.places import Place, Plan
 from tracestore.ingest.tree import Array, Items, NumpyArray, Value
@@ -21,11 +20,11 @@ from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.record import TraceRecord
 
 # Keys that hold the text of a field.
+_QUESTION = ("question",)
 _ROW_TEXTS = {
-    **dict.fromkeys(("question", "prompt"), ("question",)),
+    **dict.fromkeys(("question", "prompt"), _QUESTION),
     **dict.fromkeys((*ANSWER_FIELDS, "response", "completion", "generation"), ANSWER_FIELDS),
 }
-EMPTY_ADVICE = "; a row with an empty value says that there is none"
 _MAX_CACHED = 1 << 20  # numbers of an array along N that are read at once
 # Up to this many bytes of arrays wait for the rest of their traces without a copy: a trace for each row needs none.
 _WAITING_BYTES = 16 << 20
@@ -60,7 +59,6 @@ class Column:
         self._numbers: dict[tuple[Any, ...], int] | None = None  # of rows among those of the same value
         self._lists: set[tuple[Any, ...]] | None = None  # the keys of lists of answers
         self._has_made_ids: bool | None = None  # instead of those that names bind; None if no row shows it
-        self._missed: float = math.inf  # the first number of an answer without a row
         self._files: dict[tuple[Any, ...], str] = {}  # by the key of a stack of rows
 
     def add(self, cell: Cell, source: str) -> None:
@@ -140,6 +138,10 @@ class Column:
         """Let a row belong to a trace that is left out, if it serves no other one."""
         self.used.setdefault(_key(self.names, environment), 0)
 
+    def text_of(self, bound: Mapping[str, Any]) -> str:
+        """Return the key of a row or trace as a text."""
+        return ", ".join(str(bound.get(name, "")) for name in self.names if name[0] != "*")
+
     def rows(self) -> Iterator[tuple[Any, ...]]:
         """Yield the keys of all rows that hold a value, axes N and K unrolled."""
         for key, cells in self._cells.items():
@@ -154,24 +156,18 @@ class Column:
 
     def partial_answers(self, unused: list[tuple[Any, ...]]) -> str | None:
         """Return what is wrong with a list of answers of which only some belong to traces: its numbers may be others."""
-        if "K" not in self.names:
+        if (answer := self._answer) is None:
             return None
-        at = self.names.index("K")
+        at = self.names.index(answer)
         used = {key[:at] + key[at + 1 :] for key in self.used}
         if (partial := next((key for key in unused if key[:at] + key[at + 1 :] in used), None)) is None:
             return None
         return f"{named(self.names, partial)} belongs to no trace, others of the list do"
 
-    def misnumbered_answers(self, rows: list[tuple[Any, ...]]) -> str | None:
-        """Return what is wrong with rows that number answers from 1, if those of traces are numbered from 0."""
-        if "sample" not in self.names:
-            return None
-        first = min((int(key[self.names.index("sample")]) for key in rows), default=0)
-        if first <= self._missed:
-            return None
-        return (
-            f"the rows number answers from {first}, the traces from {self._missed}, and some have no row{EMPTY_ADVICE}"
-        )
+    @property
+    def _answer(self) -> str | None:
+        """The name by which the order of rows numbers the answers to a question, None without one."""
+        return next((n for n in self.names if n == "K" or (n == "sample" and n in self.place.numbered)), None)
 
     @property
     def is_in_order(self) -> bool:
@@ -194,9 +190,7 @@ class Column:
         cells = self.cells(environment)
         value: Any = self._value(cells[0], fixed) if cells else MISSING
         if value is MISSING:
-            self._check_list(environment)
-            if "sample" in self.names and (number := str(environment.get("sample"))).isdecimal():
-                self._missed = min(self._missed, int(number))
+            self.check_list(environment)
             return value
         for cell in cells[1:]:
             if (other := self._value(cell, fixed)) != value:
@@ -206,15 +200,15 @@ class Column:
                 )
         return value
 
-    def _check_list(self, environment: Mapping[str, Any]) -> None:
-        """Rule 12: a list of labels or scores has one for each answer, None where one is missing."""
-        if "K" not in self.names or self.place.rule.kind != "score":
+    def check_list(self, environment: Mapping[str, Any]) -> None:
+        """Rule 12: values in the order of answers are as many, None where one is missing."""
+        if (answer := self._answer) is None:
             return
         if self._lists is None:
-            at = [k for k, name in enumerate(self._own or ()) if name != "K"]
+            at = [k for k, name in enumerate(self._own or ()) if name != answer]
             self._lists = {tuple(key[k] for k in at) for key in self._cells}
-        if tuple(environment.get(name) for name in self._own or () if name != "K") in self._lists:
-            raise InvalidInputError(f"the list has no value of the answer {environment['K']}", field=self.place.name)
+        if tuple(environment.get(name) for name in self._own or () if name != answer) in self._lists:
+            raise InvalidInputError(f"the list has no value of the answer {environment[answer]}", field=self.place.name)
 
     def _value(self, cell: Cell, fixed: Mapping[str, Any]) -> Any:
         what = self.place.name
@@ -251,24 +245,40 @@ class Column:
         return sum(_key(names, dict(zip(self._own, key, strict=True))) == wanted for key in self._cells) or None
 
 
+class _Texts(NamedTuple):
+    """The texts of a column by what joins its rows, the fields that they may be, and all of them."""
+
+    fields: tuple[str, ...]
+    names: tuple[str, ...]
+    rows: dict[tuple[Any, ...], str]
+    found: set[str]
+
+
 class RowTexts:
-    """Questions and answers of rows in order that no line names: they show whether the rows are those of the traces."""
+    """Questions and answers of rows that no line names: they show whether the rows are those of the traces."""
 
     def __init__(self, plan: Plan) -> None:
-        self._places = {(place.name, place.position_prefix) for place in plan.others}
-        self._texts: dict[str, tuple[tuple[str, ...], list[Value]]] = {}
-        self._hashes: dict[str, array[int]] = {}  # of the texts of a column
+        self._places = [(place.name, str(place.address)) for place in plan.places]
+        self._texts: dict[str, _Texts] = {}
+        self._hashes: dict[str, array[int]] = {}  # of the other texts of rows in order, by their columns
 
-    def add(self, prefix: str, key: str, value: Value) -> None:
-        """Add the text of the next row of a list or table; a text in the same row as the field proves nothing."""
-        if key in _ROW_TEXTS:
-            if (path := f"{prefix}{key}") not in self._texts:
-                list_prefix = prefix.removesuffix("[]/")
-                fields = tuple(name for name in _ROW_TEXTS[key] if (name, list_prefix) not in self._places)
-                self._texts[path] = (fields, [])
-            self._texts[path][1].append(value)
-        elif value is None or isinstance(value, str):
+    def add(self, prefix: str, key: str, value: Value, bound: Mapping[str, Any]) -> None:
+        """Add a text of the next row of a list or table; a text in the same row as the field proves nothing."""
+        if key in _ROW_TEXTS and ("N" in bound or _ROW_TEXTS[key] == _QUESTION):
+            texts = self._texts.get(path := f"{prefix}{key}") or self._texts.setdefault(
+                path, self._new(prefix, key, bound)
+            )
+            if texts.fields and isinstance(value, str) and value.strip():
+                texts.rows[tuple(bound[name] for name in texts.names)] = value
+                texts.found.add(_folded(value))
+        elif "N" in bound and (value is None or isinstance(value, str)):
             self._hashes.setdefault(f"{prefix}{key}", array("q")).append(hash(value and key_text(value)))
+
+    def _new(self, prefix: str, key: str, bound: Mapping[str, Any]) -> _Texts:
+        own = {name for name, address in self._places if address.startswith(prefix)}
+        is_told = "N" in bound or own.isdisjoint(STATES)
+        names = tuple(name for name in bound if not (name == "file" or name[0] == "*" or name in INNER_NAMES))
+        return _Texts(tuple(name for name in _ROW_TEXTS[key] if is_told and name not in own), names, {}, set())
 
     def check_ids(self, row: int, total: int, question_id: str) -> None:
         """Rule 13: a text of a row is not the id of another trace; a column that lacks an id holds other texts."""
@@ -281,19 +291,22 @@ class RowTexts:
                     )
                 self._hashes.pop(path, None)
 
-    def check(self, row: int, total: int | None, record: TraceRecord) -> None:
+    def check(self, environment: Mapping[str, Any], record: TraceRecord) -> None:
         """Rule 13b: texts that both sides hold are equal or contained, row by row.
 
-        `total` is the number of rows where it is known; texts of some of the rows only are not compared.
+        Of rows that names join, only the question of another row shows that the names mean other traces.
         """
-        for path, (fields, texts) in self._texts.items():
-            text = texts[row] if row < len(texts) and len(texts) == (total or row + 1) else None
+        for path, (fields, names, rows, found) in self._texts.items():
+            text = rows.get(_key(names, environment))
             own = [record.strings[name] for name in fields if record.strings.get(name)]
-            if isinstance(text, str) and text.strip() and own and not any(_contains(text, one) for one in own):
-                found, expected = (escape_unprintable(part, 40) for part in (text, own[0]))
+            if text is None or not own or any(_contains(text, one) for one in own):
+                continue
+            if ("K" not in environment) if "N" in names else (_folded(own[0]) in found):
+                shown, expected = (escape_unprintable(part, 40) for part in (text, own[0]))
+                where = named(["row" if name == "N" else name for name in names], _key(names, environment))
                 raise InvalidInputError(
-                    f"row {row} of {path} is {found!r}, and the trace has {expected!r}: rows in another order? "
-                    f'ignore = ["{path}"] if not'
+                    f"{where} of {path} is {shown!r}, and the trace has {expected!r}: rows "
+                    f'in another order? ignore = ["{path}"] if not'
                 )
 
 
@@ -341,8 +354,12 @@ def _key(names: Iterable[str], bound: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(bound.get(name) for name in names)
 
 
+def _folded(text: str) -> str:
+    return " ".join(text.split()).casefold()
+
+
 def _contains(one: str, two: str) -> bool:
-    one, two = (" ".join(text.split()).casefold() for text in (one, two))
+    one, two = _folded(one), _folded(two)
     return one in two or two in one
 
 

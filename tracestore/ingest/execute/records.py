@@ -222,10 +222,9 @@ class TraceBuilder:
 
     def _set_extras(self, trace: TraceCells, record: TraceRecord) -> None:
         """Set what `records` take of the items besides fields."""
-        for _, column in trace.columns.of(RECORDS):
-            for cell in column.cells(trace.environment):
-                if isinstance(cell.value, Group):
-                    record.extras |= {k: v for k, v in cell.value.items() if k not in record.extras}
+        for cell in trace.items_of(RECORDS):
+            if isinstance(cell.value, Group):
+                record.extras |= {k: v for k, v in cell.value.items() if k not in record.extras}
 
     def _set_key(self, trace: TraceCells, values: dict[str, Any]) -> None:
         """Set question_id and sample of a trace from what it binds, unless fields say them."""
@@ -336,15 +335,13 @@ class TraceBuilder:
         A stated length that is more than the first pass belongs to a prompt of which a part was cached.
         """
         stated = values.get("prompt_length")
-        if stated is not None and len(sizes) > 1 and len(trace.cells) == 1 and stated > sizes[0]:
-            raise InvalidInputError(
-                f"found {stated}, and a first pass of {sizes[0]} tokens: part of the prompt was cached, so that its "
-                "tokens have no states",
-                field="prompt_length",
-            )
-        if stated is not None or len(sizes) < 2:
-            return
-        if len(trace.cells) > 1:
+        if len(sizes) > 1 and len(trace.cells) == 1:
+            if stated is not None and stated > sizes[0]:
+                raise InvalidInputError(
+                    f"found {stated}, and a first pass of {sizes[0]} tokens: part of the prompt was cached, so that its "
+                    "tokens have no states",
+                    field="prompt_length",
+                )
+            trace.num_first = sizes[0] if sizes[0] > 1 and all(size == 1 for size in sizes[1:]) else 0
+        if stated is None and trace.num_first:
             values["prompt_length"] = trace.num_first
-        elif sizes[0] > 1 and all(size == 1 for size in sizes[1:]):
-            values["prompt_length"] = sizes[0]

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from tracestore.errors import InvalidInputError, escape_unprintable
-from tracestore.ingest.execute.join import EMPTY_ADVICE, Column
+from tracestore.ingest.execute.join import Column
 from tracestore.ingest.layout.places import Place
 from tracestore.words import plural
+
+Numbers = set[tuple[str, int]]  # of keys, with the rest of them
 
 
 def end_text(row: tuple[Any, ...]) -> str:
@@ -30,16 +32,16 @@ def check_totals(tables: Mapping[Place, Column], total: int) -> None:
 
 def loose_key(value: Any) -> str:
     """Return a key without leading zeros, `.0`, blanks, case and marks: what rule 12b compares."""
-    text = re.sub(r"\s+", "", unicodedata.normalize("NFKC", str(value))).casefold()
-    text = re.sub(r"\.0+$", "", text)
+    text = re.sub(r"\s+", "", unicodedata.normalize("NFKC", str(value))).casefold().replace("_", "-")
+    text = re.sub(r"\.0+(?=$|,)", "", text)
     return re.sub(r"(?<![0-9])0+(?=[0-9])", "", text)
 
 
 def check_remainders(name: str, rows: list[Any], unused: list[Any], missing: list[Any]) -> None:
     """Rule 12b: rows without a trace and traces without a row are refused if they would match in another spelling.
 
-    They are refused, too, if rows and traces are runs of integers of which one begins at 0 and the other at 1: also if
-    only the trace 0 has no row, because there is a row too few.
+    They are refused, too, if one side begins at 0 and the other at 1: also if only the trace 0 has no row, because there
+    is a row too few.
     """
     if not missing:
         return
@@ -52,25 +54,43 @@ def check_remainders(name: str, rows: list[Any], unused: list[Any], missing: lis
                 field=name,
             )
     left = set(unused)
-    first, own = _run(rows), _run([*(key for key in rows if key not in left), *missing])
-    if first is None or own is None or abs(first - own) != 1:
-        return
-    if unused or (first, own) == (1, 0):
+    if _are_shifted(rows, [*(key for key in rows if key not in left), *missing]):
         found = f"the row {_short(unused[0])} and the trace" if unused else "only the trace"
         raise InvalidInputError(
-            f"{found} {_short(missing[0])} {'are' if unused else 'is'} left over: numbered from 0 and from 1, "
-            f"it seems{'' if unused else EMPTY_ADVICE}",
+            f"{found} {_short(missing[0])} {'are' if unused else 'is'} left over: numbered from 0 and from 1, it seems; "
+            "a row with an empty value says that there is none",
             field=name,
         )
 
 
-def _run(keys: list[Any]) -> int | None:
-    """Return the first number of keys that are a run of integers behind one text, None for others."""
-    found = [re.fullmatch(r"(\D*)(\d+)", str(key)) for key in keys]
-    if not all(found) or len({m[1] for m in found if m}) > 1:
-        return None
-    numbers = {int(m[2]) for m in found if m}
-    return min(numbers) if max(numbers) - min(numbers) + 1 == len(numbers) else None
+def _are_shifted(rows: list[Any], own: list[Any]) -> bool:
+    """Return whether a number of rows runs by one before or behind that of traces, with the same gaps."""
+    row_parts, own_parts = ([re.split(r"(\d+)", str(key)) for key in keys] for keys in (rows, own))
+    for at in range(-2, -max(map(len, row_parts), default=0), -2):
+        numbers, own_numbers = _numbered(row_parts, at), _numbered(own_parts, at)
+        both = dict(numbers).keys() & dict(own_numbers)
+        numbers, own_numbers = ({pair for pair in pairs if pair[0] in both} for pairs in (numbers, own_numbers))
+        first_own, has_left = _firsts(own_numbers), bool(numbers - own_numbers)
+        for step in (-1, 1):
+            moved = {(text, number + step) for text, number in numbers}
+            first = _firsts(moved)
+            if len(first) == len(dict(first)) == len(first_own):  # without gaps
+                is_shifted = first == first_own and (has_left or not any(number for _, number in first))
+            else:
+                is_shifted = has_left and moved <= own_numbers and first <= first_own
+            if moved and is_shifted:
+                return True
+    return False
+
+
+def _numbered(parts: list[list[str]], at: int) -> Numbers:
+    """Return a number of each key, with the rest of the key."""
+    return {("".join([*key[:at], "#", *key[at + 1 :]]), int(key[at])) for key in parts if len(key) >= -at}
+
+
+def _firsts(numbers: Numbers) -> Numbers:
+    """Return where each run of numbers begins."""
+    return {(text, number) for text, number in numbers if (text, number - 1) not in numbers}
 
 
 def _short(key: Any) -> str:
@@ -87,12 +107,12 @@ class TableAccount:
         The field that the table gives, and the name of the file.
     joined_by : str
         See `Column.joined_by`.
-    rows, unused : list
-        The first keys of all rows, and of those without a trace.
+    rows, unused : list of str
+        The keys of all rows, and of those without a trace.
     missing : list of str
         The keys of the traces without a row.
     partial : str or None
-        A list of answers of which only some belong to traces, or answers that are numbered otherwise.
+        A list of answers of which only some belong to traces.
     ends : str
         The first and the last row, where their order is a part of what joins them.
     num_left_out : int
@@ -102,8 +122,8 @@ class TableAccount:
     field: str
     source: str
     joined_by: str
-    rows: list[Any]
-    unused: list[Any]
+    rows: list[str]
+    unused: list[str]
     missing: list[str]
     partial: str | None
     ends: str
@@ -113,7 +133,7 @@ class TableAccount:
         """Return how the rows were joined; InvalidInputError if they do not fit."""
         unused, missing = self.unused, self.missing
         if self.joined_by == "by id":
-            unused = [key for key in unused if not has_id(str(key))]
+            unused = [key for key in unused if not has_id(key)]
         num_rows, num_used = len(self.rows), len(self.rows) - len(self.unused) - self.num_left_out
         if self.joined_by in ("in order", "by position") and (unused or missing) and is_whole:
             found = f"{num_rows:,} rows in order belong to {num_used + len(missing):,} traces"
@@ -121,7 +141,7 @@ class TableAccount:
             raise InvalidInputError(found, field=self.field)
         check_remainders(self.field, self.rows, unused, missing)
         if num_rows and len(unused) == num_rows:
-            first = escape_unprintable(str(self.rows[0]), 40)
+            first = escape_unprintable(self.rows[0], 40)
             raise InvalidInputError(
                 f"no {self.joined_by[3:]} of it is that of a trace: its first is {first!r}", field=self.field
             )
@@ -141,10 +161,10 @@ def table_account(column: Column, source: str, missing: list[str]) -> TableAccou
         field=column.place.name,
         source=source,
         joined_by=column.joined_by,
-        rows=[key[0] if key else "" for key in rows],
-        unused=[key[0] if key else "" for key in unused],
+        rows=[column.text_of(dict(zip(column.names, key, strict=True))) for key in rows],
+        unused=[column.text_of(dict(zip(column.names, key, strict=True))) for key in unused],
         missing=missing,
-        partial=column.partial_answers(unused) or (column.misnumbered_answers(rows) if missing else None),
+        partial=column.partial_answers(unused),
         ends=f": the first {end_text(column.ends[0])}, the last {end_text(column.ends[1])}" if column.ends else "",
         num_left_out=sum(column.used.get(key) == 0 for key in rows),
     )

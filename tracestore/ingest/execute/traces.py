@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.execute.axes import MISSING, extent, numbers_of, read
+from tracestore.ingest.execute.axes import MISSING, extent, numbers_of, one_per_token, read
 from tracestore.ingest.execute.join import Column, RowTexts
 from tracestore.ingest.execute.row_ranges import RANGES, ranges_of, rows_along_n
 from tracestore.ingest.execute.values import is_missing, named, number_of
@@ -63,9 +63,9 @@ class TraceColumns:
 class TraceCells:
     """A trace before its values are read: what it binds, the cells of its states, its position on their axes.
 
-    `num_rows` is the extent of the axis (N S), `num_first` the number of tokens of the first of two parts,
-    `prompt_length` what the line for it gives, `num_first_values` those of the first of two parts of the last array,
-    `made_id` the id that the layout makes of another one.
+    `num_rows` is the extent of the axis (N S), `num_first` the number of tokens of the first of two parts
+    or of the prompt's pass, `prompt_length` what the line for it gives, `num_first_values` the values of the first of two
+    parts of the last array, `made_id` the id that the layout makes of another one.
     """
 
     columns: TraceColumns
@@ -110,8 +110,7 @@ class TraceCells:
         """Count a trace for which a table has no row."""
         if not is_there and place in self.columns.tables:
             environment = column.own_environment(self.environment, self.made_id)
-            key = next((environment[name] for name in column.names if name in environment), "")
-            self.columns.missing.setdefault(place, set()).add(str(key))
+            self.columns.missing.setdefault(place, set()).add(column.text_of(environment))
 
     def scalar(self, place: Place, column: Column) -> Any:
         """Return the text or number of a column for the trace, None without one."""
@@ -128,12 +127,22 @@ class TraceCells:
             )
         return value
 
+    def items_of(self, name: str) -> Iterator[Cell]:
+        """Yield the values of a field that may serve several traces."""
+        for place, column in self.columns.of(name):
+            cells = column.cells(column.own_environment(self.environment, self.made_id))
+            self._count(place, column, is_there=bool(cells))
+            self._use(place, column)
+            yield from cells
+
     def cells_of(self, name: str) -> dict[int, list[Cell]]:
         """Return the values of a field by the part of the field that they are."""
         found: dict[int, list[Cell]] = {}
         for place, column in self.columns.of(name):
             environment = column.own_environment(self.environment, self.made_id)
-            cells = [cell for cell in column.cells(environment) if not is_missing(cell.value)]
+            if not (all_cells := column.cells(environment)):
+                column.check_list(environment)
+            cells = [cell for cell in all_cells if not is_missing(cell.value)]
             self._count(place, column, is_there=bool(cells))
             if not cells:
                 continue
@@ -163,7 +172,7 @@ class TraceCells:
                 letter = next((axis[-1] for axis in axes if len(axis) > 1 and axis[0] == "N"), letter)
                 counted = next((n for n in ("token", *letters) if n in cells[0].bound), None)
                 if counted is not None:
-                    ordered = _one_per_token(cells, counted, name)
+                    ordered = one_per_token(cells, counted, name)
                     arrays.append(np.stack([read(cell.value, cell.axes, fixed, name)[0] for cell in ordered]))
                     continue
                 copies = [np.atleast_1d(read(cell.value, cell.axes, fixed, name)[0]) for cell in cells]
@@ -204,15 +213,6 @@ class TraceCells:
         numbers = self.columns.num_answers
         numbers[question_id] = numbers.get(question_id, -1) + 1
         return numbers[question_id]
-
-
-def _one_per_token(cells: Sequence[Cell], name: str, what: str) -> list[Cell]:
-    """Return the cells of a trace in the order of its tokens; rows of one token, such as those of its layers, are equal."""
-    found: dict[int, Cell] = {}
-    for cell in cells:
-        if found.setdefault(cell.bound[name], cell).value != cell.value:
-            raise InvalidInputError(f"found two values of {name} {cell.bound[name]}", field=what)
-    return [found[k] for k in sorted(found)]
 
 
 def passes(

@@ -204,7 +204,7 @@ def label_value(value: Any, name: str, direction: str, words: Mapping[str, bool 
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return math.nan
     text = " ".join(key_text(value).split())
-    if words and (stated := _stated(text, words)) is not None:
+    if words and (stated := _stated(value, text, words)) is not None:
         return math.nan if stated == MISSING_WORD else float(stated)
     if isinstance(value, bool | int | float) and value in (0, 1):
         return float(value)
@@ -220,11 +220,15 @@ def label_value(value: Any, name: str, direction: str, words: Mapping[str, bool 
     raise InvalidInputError(f"found {shown!r}, expected 0, 1 or a known word; {lines} states its meaning", field=name)
 
 
-def _stated(text: str, words: Mapping[str, bool | str]) -> bool | str | None:
-    """Return what a word stands for, None if no line states it; 1 and 1.0 are one number."""
-    if text in words or (number := _number(text)) is None:
-        return words.get(text)
-    return next((truth for word, truth in words.items() if _number(word) == number), None)
+def _stated(value: Any, text: str, words: Mapping[str, bool | str]) -> bool | str | None:
+    """Return what a value stands for, None if no line states it; 1, 1.0 and True are one number, True and true one word."""
+    if text in words:
+        return words[text]
+    number, folded = float(value) if type(value) is bool else _number(text), text.casefold()
+    same = [truth for word, truth in words.items() if number is not None and _number(word) == number]
+    if folded in _RELATIVE or folded in WORDS:
+        same += [truth for word, truth in words.items() if word.casefold() == folded]
+    return next(iter(same), None)
 
 
 def _number(text: str) -> float | None:
@@ -249,11 +253,13 @@ def score_value(value: Any, name: str) -> float:
     return number
 
 
-def check_agreement(scores: Mapping[str, float]) -> None:
-    """Rule 14: `is_correct` and `is_hallucinated` agree wherever both have a value."""
-    one, two = scores.get("is_correct", math.nan), scores.get("is_hallucinated", math.nan)
-    if not math.isnan(one) and not math.isnan(two) and one == two:
-        raise InvalidInputError(f"found is_correct {one:g} and is_hallucinated {two:g}, expected that they agree")
+def check_agreement(scores: Mapping[str, float], question_id: str = "") -> None:
+    """Rule 14: `is_correct`, `is_hallucinated` and `label` agree wherever two have a value; an id is that of a stored trace."""
+    found = {name: scores[name] for name in LABELS if scores.get(name) in (0, 1)}
+    if len({value == (name == "is_correct") for name, value in found.items()}) > 1:
+        of = f" of {escape_unprintable(question_id, 60)}, one of them stored" * bool(question_id)
+        shown = " and ".join(f"{name} {value:g}" for name, value in found.items())
+        raise InvalidInputError(f"found {shown}{of}, expected that they agree")
 
 
 def check_spans(spans: Any, answers: Iterable[str]) -> None:

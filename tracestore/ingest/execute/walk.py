@@ -20,6 +20,7 @@ from tracestore.ingest.layout.addresses import Address, AttributeStep, ItemsStep
 from tracestore.ingest.layout.patterns import INNER_NAMES, NUMBER_NAMES
 from tracestore.ingest.layout.places import RECORDS, Place
 from tracestore.ingest.tree import Array, Group, Items, MappingGroup, Value
+from tracestore.store.vocabulary import is_named_as_verdict
 
 _MAX_SHAPE = 256  # keys of a group whose claims are kept
 
@@ -135,7 +136,7 @@ class Walk:
     source : str
         Name of the file, for messages.
     on_unclaimed : callable
-        Called with the node, key and value of each key that no line names.
+        Called with the node, key and value of each key that no line names, and what is bound there.
     keeps : callable, optional
         Called with what an item binds and the text of its place; returns whether it is kept. By default all are.
     """
@@ -143,11 +144,12 @@ class Walk:
     def __init__(
         self,
         source: str,
-        on_unclaimed: Callable[[Node, str, Value], None],
+        on_unclaimed: Callable[[Node, str, Value, Bound], None],
         keeps: Callable[[Bound, str], bool] | None = None,
     ) -> None:
         self._source, self._on_unclaimed, self._keeps = source, on_unclaimed, keeps
         self._seen: dict[tuple[int, tuple[Any, ...]], ClaimedKeys] = {}
+        self._attributed: set[int] = set()  # nodes whose first value had its attributes checked
         self._counts: dict[tuple[Any, ...], int] = {}  # the last number of an answer by what its items say
 
     def cells(self, node: Node, value: Value, bound: Bound, *, in_unit: bool = False) -> Cells:
@@ -155,6 +157,7 @@ class Walk:
         node.is_found |= value is not None
         for place in node.leaves:
             yield from self._leaf(node, place, value, bound, in_unit)
+        self._add_attributes(node, value, bound)
         if not node.children or value is None:
             return
         if isinstance(value, str) and not all(isinstance(s, AttributeStep) for s, _ in node.children):
@@ -171,7 +174,18 @@ class Walk:
                 yield from self._keys(node, children, group, bound, in_unit)
         if group is not None and not node.ignores:
             for key in self.claims(node, group)[1]:
-                self._on_unclaimed(node, key, group[key])
+                self._on_unclaimed(node, key, group[key], bound)
+
+    def _add_attributes(self, node: Node, value: Value, bound: Bound) -> None:
+        """Report attributes of the first value at a place of traces that may be labels and that no line names."""
+        if id(node) in self._attributed or value is None or node.ignores:
+            return
+        self._attributed.add(id(node))
+        if any(name != "file" and name[0] != "*" and name not in INNER_NAMES for name in bound):
+            claimed = {step.name for step, _ in node.children if isinstance(step, AttributeStep)}
+            for name in getattr(value, "attributes", {}).keys() - claimed:
+                if is_named_as_verdict(name):
+                    self._on_unclaimed(node, f"@{name}", value.attributes[name], bound)  # type: ignore[union-attr]
 
     def _beside(self, node: Node, children: Children, value: Value, bound: Bound, in_unit: bool) -> Cells:
         """Follow steps to attributes and to members of a list."""
@@ -262,6 +276,7 @@ class Walk:
     def items(self, node: Node, step: ItemsStep | None, value: Value, bound: Bound) -> Iterator[tuple[Value, Bound]]:
         """Yield the items behind the only step of a node with what they bind; the value itself without a step."""
         if step is None:
+            self._add_attributes(node, value, bound)
             yield value, bound
             return
         node.is_found = True
@@ -272,7 +287,7 @@ class Walk:
                 yield item, found
             item = None
         for key in group or ():
-            self._on_unclaimed(node, key, group[key])  # type: ignore[index]
+            self._on_unclaimed(node, key, group[key], bound)  # type: ignore[index]
 
     def _keys(self, node: Node, children: Children, value: Group, bound: Bound, in_unit: bool) -> Cells:
         wanted = {id(child) for _, child in children}

@@ -32,7 +32,7 @@ class FieldRule:
 
 STATES = ("hidden_states", "last_token")
 # Scores whose values are 0, 1, missing or words.
-LABELS = ("label", "is_correct", "is_hallucinated")
+LABELS = ("label", *vocabulary.JUDGMENTS)
 _KNOWN: dict[str, tuple[str, ...]] = {
     "S.mask": ("S",),
     "S.lengths": (),

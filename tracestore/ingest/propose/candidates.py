@@ -101,6 +101,8 @@ def _not_shown(layout: Layout, draft: Draft, outcome: Outcome) -> list[str]:
         unproved.append("N: two traces have equal states, as a copy in another file or place has them")
     if outcome.first_id.isdecimal() and any(" without a " in line for line in outcome.joins):
         unproved.append("integers are the ids of tables with other rows")
+    if outcome.moved:
+        unproved.append(f"{', '.join(outcome.moved)}: joined in order, and the ids may number rows in another order")
     has_passes = any("P" in (address.axes or ()) for address in layout.addresses[layout.states])
     if has_passes and not outcome.has_last_ids:
         unproved.append("tokens: the last id of generate() has no states and does not repeat: ids may be padding")

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ from tracestore.ingest.execute.axes import numbers_of
 from tracestore.ingest.execute.execution import Execution
 from tracestore.ingest.layout.fields import score_of
 from tracestore.ingest.layout.language import Layout, parse_layout
-from tracestore.ingest.layout.places import plan_of
+from tracestore.ingest.layout.places import Plan, plan_of
 from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.record import TraceRecord
 
@@ -51,6 +52,8 @@ class Outcome:
         Whether two traces have equal states of several tokens.
     has_passes : bool
         Whether each trace has passes of generation: one of several tokens, then of one; their number differs.
+    moved : list of str
+        The fields of other files that are joined in order, where the ids are the numbers of rows in another order.
     digest : bytes
         Digest of the values of all traces and of the meaning of scores: equal for layouts that give the same.
     """
@@ -69,6 +72,7 @@ class Outcome:
     has_gaps: bool = False
     has_copies: bool = False
     has_passes: bool = False
+    moved: list[str] = field(default_factory=list)
     digest: bytes = b""
 
     @property
@@ -98,10 +102,12 @@ def try_layout(layout: Layout, files: Mapping[str, Path], *, is_partial: bool = 
     labels: dict[str, list[float]] = {name: [] for name in layout.directions()}
     sizes: list[tuple[int, int]] = []  # of each trace: tokens, and those of the prompt
     states: list[bytes] = []
+    ids: list[str] = []
     digest = hashlib.blake2b(str(sorted(layout.directions().items())).encode())
     try:
         for record in _records(execution, outcome):
             sizes.append((record.num_tokens, record.prompt_length or 0))
+            ids.append(record.question_id)
             states.append(hashlib.blake2b(_content(record.hidden)).digest())
             digest.update(states[-1] + _content([getattr(record, name) for name in _VALUES]))
             _look_at(record, outcome)
@@ -117,6 +123,7 @@ def try_layout(layout: Layout, files: Mapping[str, Path], *, is_partial: bool = 
         execution.release()
     outcome.num_tokens = (min(sizes)[0], max(sizes)[0])
     outcome.has_passes = all(prompt > 1 for _, prompt in sizes) and len({size - prompt for size, prompt in sizes}) > 1
+    outcome.moved = _moved(execution.plan, ids)
     outcome.digest = digest.digest()
     outcome.has_copies = not outcome.is_last_token and len(set(states)) < len(states)
     outcome.counts = {name: (values.count(1), values.count(0), len(values)) for name, values in labels.items()}
@@ -163,6 +170,17 @@ def _records(execution: Execution, outcome: Outcome) -> Iterator[TraceRecord]:
             outcome.num_traces += 1
             num_bytes += size[0] * size[1] * record.num_tokens * 4
             yield record
+
+
+def _moved(plan: Plan, ids: Sequence[str]) -> list[str]:
+    """Return the labels and texts of other files that are joined in order, if the ids number rows in another order."""
+    found = [match for text in ids if (match := re.fullmatch(r"(\D*)(\d+)", text))]
+    numbers, texts = [int(match[2]) for match in found], {match[1] for match in found}
+    if len(found) < len(ids) or len(texts) > 1 or numbers == sorted(numbers) or max(numbers) > len(numbers):
+        return []
+    own = {p.address.files for p in plan.places if p.name in (plan.layout.states, "question_id")}
+    of_rows = (p for p in plan.others if "N" in p.trace_names and p.rule.kind in ("score", "text"))
+    return sorted({p.name for p in of_rows if p.address.files not in own})
 
 
 def _look_at(record: TraceRecord, outcome: Outcome) -> None:

@@ -113,6 +113,8 @@ def check_dataset(dataset: Any, name: str) -> None:
     if dtype.kind == "O":
         if h5py.check_string_dtype(dtype) is None and h5py.check_vlen_dtype(dtype) is None:
             raise InvalidInputError("found references to objects, expected numbers or texts", field=name[:60])
+    elif any(map(h5py.check_enum_dtype, (dtype, *(dtype[field] for field in dtype.names or ())))):
+        raise InvalidInputError("found numbers that stand for names, expected numbers or texts", field=name[:60])
     else:
         check_dtype(name[:60], dtype)
     stored = dataset.id.get_storage_size()
