@@ -147,7 +147,7 @@ class RunAccount:
         self._plan, self._trees, self._num_sources, self._is_stated = plan, trees, num_sources, is_stated
         self.num_read = 0  # sources that were read to their end
         self._lock = threading.Lock()
-        self._missing: dict[Place, set[str]] = {}
+        self._missing: dict[Place, set[tuple[str, str]]] = {}
         self.tables: list[TableAccount] = []
         # By field and FILES: how many rows of the sources' own files are joined in order, and with the number of their
         # source the first and the last one.
@@ -199,7 +199,7 @@ class RunAccount:
         return self.num_read == self._num_sources
 
     def add_source(
-        self, number: int, missing: Mapping[Place, set[str]], columns: Mapping[Place, Column] | None = None
+        self, number: int, missing: Mapping[Place, set[tuple[str, str]]], columns: Mapping[Place, Column] | None = None
     ) -> None:
         """Add the keys of the traces of a source for which a table has no row, and its columns that are in order."""
         with self._lock:
@@ -258,7 +258,7 @@ class RunAccount:
             # Rule 9 closes the accounts of what is known of an axis.
             if not place.is_optional and place.rule.kind != "known":
                 source = sources[place.address.files.text]
-                self.tables.append(table_account(column, source, sorted(self._missing.get(place, ()))))
+                self.tables.append(table_account(column, source, self._missing.get(place, ())))
 
     def close(self, has_id: Callable[[str], bool]) -> Iterator[str]:
         """Close the accounts of the run, and yield a line for each table.

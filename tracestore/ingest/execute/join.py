@@ -58,7 +58,7 @@ class Column:
         self._served: dict[tuple[Any, ...], Any] = {}  # the first trace of each row, where copies are dropped
         self._numbers: dict[tuple[Any, ...], int] | None = None  # of rows among those of the same value
         self._lists: set[tuple[Any, ...]] | None = None  # the keys of lists of answers
-        self._has_made_ids: bool | None = None  # instead of those that names bind; None if no row shows it
+        self.has_made_ids: bool | None = None  # instead of those that names bind; None if no row shows it
         self._files: dict[tuple[Any, ...], str] = {}  # by the key of a stack of rows
 
     def add(self, cell: Cell, source: str) -> None:
@@ -95,13 +95,13 @@ class Column:
             return environment
         both = (environment, environment | {"id": made_id})
         found = [is_made for is_made in (False, True) if self.cells(both[is_made])]
-        if len({*found, self._has_made_ids} - {None}) > 1:
+        if len({*found, self.has_made_ids} - {None}) > 1:
             known = f"{environment['id']} as in names and of {made_id} as question_id says"
             raise InvalidInputError(
                 f"found rows of {known}: another name than id tells them apart", field=self.place.name
             )
-        self._has_made_ids = found[0] if found else self._has_made_ids
-        return both[self._has_made_ids is not False]
+        self.has_made_ids = found[0] if found else self.has_made_ids
+        return both[self.has_made_ids is not False]
 
     def cells(self, environment: Mapping[str, Any]) -> list[Cell]:
         """Return the values that belong to a trace."""

@@ -2,7 +2,7 @@
 
 import re
 import unicodedata
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,7 +153,7 @@ class TableAccount:
         return f"{self.field}: {plural(num_used, 'row')} of {self.source} joined {self.joined_by}{rest}{self.ends}"
 
 
-def table_account(column: Column, source: str, missing: list[str]) -> TableAccount:
+def table_account(column: Column, source: str, missing: Iterable[tuple[str, str]]) -> TableAccount:
     """Return the account of a table in a file; `missing` are the keys of the traces without a row."""
     rows = list(dict.fromkeys(column.rows()))
     unused = [key for key in rows if key not in column.used]
@@ -163,7 +163,7 @@ def table_account(column: Column, source: str, missing: list[str]) -> TableAccou
         joined_by=column.joined_by,
         rows=[column.text_of(dict(zip(column.names, key, strict=True))) for key in rows],
         unused=[column.text_of(dict(zip(column.names, key, strict=True))) for key in unused],
-        missing=missing,
+        missing=sorted({texts[column.has_made_ids is True] for texts in missing}),
         partial=column.partial_answers(unused),
         ends=f": the first {end_text(column.ends[0])}, the last {end_text(column.ends[1])}" if column.ends else "",
         num_left_out=sum(column.used.get(key) == 0 for key in rows),

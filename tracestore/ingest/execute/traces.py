@@ -24,14 +24,14 @@ _SHARED = frozenset(("question", "question_id", "group", RECORDS))
 class TraceColumns:
     """The columns that one trace may use: of its unit, of its source and of the tables of the run.
 
-    `missing` holds, by the place of a table, the keys of the traces for which it has no row.
+    `missing` holds, by the place of a table, the keys of the traces for which it has no row: by names, and by made ids.
     """
 
     plan: Plan
     unit: dict[Place, Column] = field(default_factory=dict)
     source: dict[Place, Column] = field(default_factory=dict)
     tables: Mapping[Place, Column] = field(default_factory=dict)
-    missing: dict[Place, set[str]] = field(default_factory=dict)
+    missing: dict[Place, set[tuple[str, str]]] = field(default_factory=dict)
     num_answers: dict[str, int] = field(default_factory=dict)  # the last number of an answer by question
 
     def __post_init__(self) -> None:
@@ -109,8 +109,9 @@ class TraceCells:
     def _count(self, place: Place, column: Column, *, is_there: bool) -> None:
         """Count a trace for which a table has no row."""
         if not is_there and place in self.columns.tables:
-            environment = column.own_environment(self.environment, self.made_id)
-            self.columns.missing.setdefault(place, set()).add(column.text_of(environment))
+            made = {"id": self.made_id} if self.made_id else {}
+            texts = column.text_of(self.environment), column.text_of(self.environment | made)
+            self.columns.missing.setdefault(place, set()).add(texts)
 
     def scalar(self, place: Place, column: Column) -> Any:
         """Return the text or number of a column for the trace, None without one."""
