@@ -163,7 +163,7 @@ def table_account(column: Column, source: str, missing: Iterable[tuple[str, str]
         joined_by=column.joined_by,
         rows=[column.text_of(dict(zip(column.names, key, strict=True))) for key in rows],
         unused=[column.text_of(dict(zip(column.names, key, strict=True))) for key in unused],
-        missing=sorted({texts[column.has_made_ids is True] for texts in missing}),
+        missing=sorted({texts[column.has_made_ids is not False] for texts in missing}),
         partial=column.partial_answers(unused),
         ends=f": the first {end_text(column.ends[0])}, the last {end_text(column.ends[1])}" if column.ends else "",
         num_left_out=sum(column.used.get(key) == 0 for key in rows),
