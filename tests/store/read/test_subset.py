@@ -138,18 +138,6 @@ def test_every_sample_of_a_question_is_selected(sampled):
     assert sampled["q1"].sample == 0
 
 
-def test_a_question_with_any_sample_is_in_a_store(tmp_path):
-    keys = [("a", 0), ("b", 1), ("b", 5), ("a", 7), ("c", 2**31 - 1)]
-    traces = [make_trace(0, tokens=1) | {"question_id": name, "sample": sample} for name, sample in keys]
-    with tracestore.open(write_store(tmp_path / "s.zarr", traces)) as store:
-        assert [name in store for name in ("a", "b", "c", "d", "", 0, ("a", 0))] == [True] * 3 + [False] * 4
-        for chosen in (store[1:], store[1:2], store[2:3], store[4:]):
-            assert [name in chosen for name in "abc"] == [name in chosen.question_ids for name in "abc"]
-    write_store(tmp_path / "t.zarr", [make_trace(0, tokens=1) | {"question_id": "e", "sample": 9}])
-    with tracestore.open([tmp_path / "s.zarr", tmp_path / "t.zarr"]) as both:
-        assert [name in both for name in "abcde"] == [True, True, True, False, True]
-
-
 def test_filter_by_columns(store):
     assert store.filter(score=0.3).indices.tolist() == [3]
     assert store.filter(score=None).indices.tolist() == [10, 11]

@@ -4,7 +4,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple, TypeVar, overload
 
 import numpy as np
@@ -215,11 +215,6 @@ class StoreIndex:
             return any(find_key(self._keys, text.encode("utf-8", "surrogatepass"), k)[0] >= 0 for text, k in keys)
         except ValueError:
             return any(self.find(*key) >= 0 for key in keys)  # names the damaged part
-
-    @cached_property
-    def samples(self) -> list[int]:
-        """The sample numbers that occur."""
-        return list(map(int, np.unique(self.read_column("sample"))))
 
     def _look_up(self, look_up: Callable[[np.ndarray], T], indices: np.ndarray) -> T:
         """Look some traces up. CorruptStoreError names the index that is damaged."""

@@ -233,8 +233,7 @@ class TraceStore(TraceCollection):
         return index
 
     def __contains__(self, question_id: object) -> bool:
-        index = self.internals.index
-        return isinstance(question_id, str) and any(index.find(question_id, sample) >= 0 for sample in index.samples)
+        return isinstance(question_id, str) and self.internals.index.find(question_id, 0) >= 0
 
     def _subset(self, positions: np.ndarray) -> TraceSubset:
         return TraceSubset(self, positions)
