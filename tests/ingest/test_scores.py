@@ -40,7 +40,7 @@ def test_the_column_name_determines_the_direction(tmp_path, source, column, labe
     scores = write_csv(tmp_path / "scores.csv", ["question_id", column])
     counts = "1 of 4 below 0.5" if labels == CORRECT else "3 of 4 at or above 0.5"
     done = convert(source, tmp_path / "s.zarr", "--scores", scores)
-    assert f"{counts}: labeled hallucination" in done.stdout
+    assert f"{counts}: labeled hallucination; train --score-threshold chooses" in done.stdout
     with tracestore.open(tmp_path / "s.zarr") as store:
         assert store.scores.tolist() == SCORES, "values are stored unchanged"
         assert store.targets().tolist() == labels

@@ -351,7 +351,7 @@ sample: response, generation, answer, sample
 _SAYING = """
 pooled vectors: mean, avg, average, pool, pooled, pooling, cls, max
 no states: weight, bias, grad, grads, gradient, gradients, std, var, logits, prob, probs, loss, norms, distance,
-  similarity, cosine, coef, sae, latents, key, value, query, keys, values
+  similarity, cosine, coef, sae, latents, scale, key, value, query, keys, values
 no attention: rollout, flow, max, min, entropy, std, var, grad, grads, gradient, gradients, ratio, lookback
 averaged: mean, avg, average, averaged, attentions
 generated: generated, generation, gen, new, answer, response, completion
@@ -360,6 +360,8 @@ detectors: p, prob, proba, probability, selfcheck, detector, predicted, logit, e
 choices: choices, options, option, prediction, predictions, gold, pred, choice
 claims: correct, hallucinated, hallucination, truthful, factual, faithful, hallu, hallucinates, wrong, incorrect, right,
   flag, label
+references: gold, golden, reference, references, ground, truth, possible, correct, incorrect, best, acceptable, expected,
+  alias, aliases
 vague texts: text, content, output, outputs, input, inputs
 parts of a text: sent, sents, sentence, sentences, step, steps, claim, claims, chunk, chunks, sample, samples, gen, gens, k
 several: samples, sampled, beams, beam, generations, candidates, responses, answers, seeds, seed, heads, head, models,
@@ -367,7 +369,9 @@ several: samples, sampled, beams, beam, generations, candidates, responses, answ
 answers: samples, generations, responses, answers, outputs, completions, candidates, sampled, choices
 tokens: tokens, steps, token, features, positions
 parts of a run: rank, gpu, proc, process, worker, part, shard, batch, chunk, split
-settings: config, settings, args, metadata, metrics, index, state, info, dataset, manifest, hparams, params
+numbers of rows: row, index, idx, slot, position, pos
+settings: config, settings, args, metadata, metrics, index, state, info, dataset, manifest, hparams, params,
+  layout
 traces: sample, question, example, doc, prompt, trace, item, row, ep, episode, request, answer, response
 plain: model, transformer, data, results, result, meta, metadata, info, file
 """

@@ -37,10 +37,6 @@ def numbered(tmp_path, ids=("a", "b", "a", "a"), names="0123"):
     [
         ({"S.side": "left"}, "S.side: has no effect without S.lengths"),
         ({"S.side": "left", "S.lengths": "a.pkl : []/n", "hidden_states": "a.pkl : hs -> (N S) L D"}, "S.side: has no"),
-        (
-            {"S.lengths": "a.pkl : n", "S.offsets": "a.pkl : o", "hidden_states": "a.pkl : hs -> (N S) L D"},
-            "S.lengths: has no effect where",
-        ),
         ({"S.pad": 2}, "S.pad: has no effect without tokens"),
         ({"S.padding": "nan", "hidden_states": "a.pkl : hs -> (N S) L D"}, "S.padding: has no effect"),
         ({"P.repeats": True}, "P.repeats: has no effect without passes"),

@@ -205,7 +205,8 @@ class RunAccount:
         with self._lock:
             self.num_read += 1
             for place, column in (columns or {}).items() if self._is_stated else ():
-                if column.ends and place.position_prefix not in self._prefixes and place.rule.kind != "known":
+                is_known = place.position_prefix in self._prefixes or place.rule.kind == "known"
+                if column.ends and column.used and not is_known:
                     first, last = ((number, end_text(row)) for row in column.ends)
                     self._add_in_order((place.name, place.address.files.text), len(column.used), first, last)
             for place, keys in missing.items():

@@ -49,7 +49,7 @@ def ranges_of(known: dict[str, np.ndarray], total: int) -> list[tuple[int, int]]
     name = next((name for name in RANGES if name in known), None)
     values = {name: _integers(array, name) for name, array in known.items()}
     starts, ends, lengths = (values.get(of, []) for of in ("S.starts", "S.ends", "S.lengths"))
-    if name == "S.starts" and len(lengths) == len(starts):
+    if name == "S.starts" and "S.ends" not in values and len(lengths) == len(starts):
         ends = [*map(sum, zip(starts, lengths, strict=True))]
     if name is None or (name in ("S.starts", "S.ends") and len(starts) != len(ends)):
         needed = "S.offsets, S.lengths, S.owner, or S.starts and as many S.ends or S.lengths"
@@ -64,6 +64,8 @@ def ranges_of(known: dict[str, np.ndarray], total: int) -> list[tuple[int, int]]
     else:
         spans = list(zip(starts, ends, strict=True))
     _check_cover(spans, total, name)
+    if lengths and lengths != [end - begin for begin, end in spans]:
+        raise InvalidInputError(f"found other lengths than {name}: rows in another order?", field="S.lengths")
     return spans
 
 

@@ -123,7 +123,7 @@ class TraceCells:
         if self._use(place, column, value) > 1 and not is_shared and f"share.{place.name}" not in self.settings:
             raise InvalidInputError(
                 f"one row of {place.address} serves several traces; the field needs what tells them apart, or "
-                f'share.{place.name} = ["sample"], or duplicates = "drop" if they are copies of one trace',
+                f'share.{place.name} = ["sample"], or duplicates = "drop" for equal copies, not for parts of one trace',
                 field=place.name,
             )
         return value

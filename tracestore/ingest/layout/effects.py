@@ -20,8 +20,6 @@ def check_effects(plan: Plan) -> None:
     for place in plan.others:
         if place.name.startswith("shape.") and place.name != f"shape.{plan.layout.states}":
             raise UsageError(f"{place.name}: has no effect without a line for the field; remove it")
-        if place.name == "S.lengths" and _is_flat(plan) and _has(plan, *_BORDERS):
-            raise UsageError("S.lengths: has no effect where other lines give where each trace ends; remove it")
         is_key = place.name.startswith(KEY)
         given = given_name(place)
         if is_key and given not in plan.kept_names and not any(given in plan.keys[other] for other in plan.others):
@@ -101,9 +99,6 @@ _NEEDS: dict[str, tuple[str, Callable[[Plan, str], bool] | None]] = {
     ),
     "dtype": ("a line for the field", lambda plan, name: _has_numbers(plan, name)),
 }
-
-# What tells where traces end that lie behind each other.
-_BORDERS = ("S.offsets", "S.ends", "S.owner")
 
 
 def _is_left_of_ids(plan: Plan) -> bool:

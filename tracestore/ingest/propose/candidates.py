@@ -26,7 +26,7 @@ _EXTENTS = re.compile(
 # Those that a file with a row too few causes, too: they show it only of an order that is less usual than one that fits.
 _SIZES = re.compile(
     r"\) in one layer, expected|\) at [A-Z] \d+, expected|S\.lengths: found \d+, expected 1 to \d"
-    r"|ranges end at [\d,]+, expected"
+    r"|ranges end at [\d,]+, expected|the trace has no id where|\d rows belong to \d"
 )
 # What the executor asks of padding.
 _ASKS_SIDE = "S.side ="

@@ -10,7 +10,14 @@ from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.propose.identities import Identity, Places
 from tracestore.ingest.propose.leaves import Leaf, Observation
 from tracestore.ingest.propose.leftovers import left_over
-from tracestore.ingest.propose.meanings import LABELS, STATES, Meaning, is_of_bits, may_be_label, meaning_of
+from tracestore.ingest.propose.meanings import (
+    LABELS,
+    STATES,
+    Meaning,
+    is_of_bits,
+    may_be_label,
+    meaning_of,
+)
 from tracestore.ingest.propose.names import words_of
 from tracestore.ingest.propose.orders import Axes, Frame, fitting, states_axes, unusual
 from tracestore.ingest.propose.proofs import ARRAYS, RANGES, TEXTS, Case, Line
@@ -96,6 +103,7 @@ class Drafter:
         named = [m for m in self.meanings if m.field in STATES and not m.words & SAYING["pooled vectors"]]  # rule 21
         if not named:
             unnamed = [m for m in self.meanings if not m.field and not m.reason and m.leaf.kind == "f" and m.leaf.rank]
+            unnamed = [m for m in unnamed if SAYING["no states"].isdisjoint(words_of(m.leaf.key))]
             named = sorted(unnamed, key=lambda m: -m.leaf.rank)[:2]
         return sorted(named, key=lambda m: (-m.num_words, -m.leaf.rank))[:4]
 
@@ -145,12 +153,19 @@ class Drafter:
             if ignored:
                 entries["ignore"] = ignored
             yield draft
+            # Next to words of one side, the only other word may be their opposite.
+            for meaning in used:
+                if len(meaning.missing) == 1 and (is_correct := meaning.is_correct_otherwise) is not None:
+                    (word,) = meaning.missing
+                    words = {f"words.{word}": is_correct == ("correct" in meaning.verdicts[0])}
+                    doubts = [*draft.unproved, f"{word}: no known word, read as the opposite of the others"]
+                    yield replace(draft, entries=entries | words, unproved=doubts)
 
     def _fields(self, states: Meaning, identity: Identity, frame: Frame, used: list[Meaning]) -> list[list[_Choice]]:
         """Return the lines that each field but the labels may have; add the leaves that have one to `used`."""
         found: dict[str, tuple[Meaning, list[Line]]] = {}
         # Leaves next to the states come first.
-        for meaning in sorted(self.meanings, key=lambda m: (m.leaf.files != states.leaf.files, -m.num_words)):
+        for meaning in sorted(self.meanings, key=lambda m: (m.leaf.files != states.leaf.files, -m.num_words, m.order)):
             name = meaning.field
             if meaning is states or name in found or name not in _FIELDS:
                 continue
@@ -241,7 +256,7 @@ def _needs_id(meaning: Meaning, identity: Identity) -> bool:
 def _is_stacked(leaf: Leaf, identity: Identity) -> bool:
     """Return whether N is an axis of a leaf, not its items."""
     steps = [identity.items.get((leaf.files, leaf.path[: k + 1]), "[]") for k in leaf.items_at]
-    return "[]" not in steps and identity.mode == "stack"
+    return not any(step == "[]" or "N=" in step for step in steps) and identity.mode == "stack"
 
 
 def _is_prompt_of(found: Mapping[str, tuple[Meaning, list[Line]]]) -> bool:

@@ -1,5 +1,6 @@
 """Places of leaves as addresses: how items and names identify traces, and how tables are joined."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -15,6 +16,8 @@ Prefix = tuple[str, Path_]
 Names = Mapping[Prefix, Mapping[str, str]]
 Row = dict[str, Meaning]  # the scalars of the items of a prefix by their field
 _COLUMNS = frozenset(("question_id", "question", "generated_answer", "S.lengths", "S.offsets", "verdict"))
+_SHARD = re.compile(r"\{chunk\}[-_. ]?of[-_. ]?\d")
+_ORDER_OF_FILES = "rows may be in another order than the files"  # rule 13a
 _BOUND_BY_ROWS = ("layer", "token", "step", "dim")
 
 
@@ -58,8 +61,12 @@ class Places:
         """Yield the ways in which the traces of states may be told apart, with how tables are joined to them."""
         places = {(m.leaf.files, m.leaf.path[: k + 1]) for m in self.meanings for k in m.leaf.items_at}
         for identity in self._identities(states):
-            rows = {place: self._joined_rows(place, identity) for place in sorted(places - identity.items.keys())}
+            rows = {
+                place: self._joined_rows(place, identity, states) for place in sorted(places - identity.items.keys())
+            }
             identity.items |= {place: text for place, text in rows.items() if text is not None}
+            if rows and all("chunk=" in text for text in rows.values() if text is not None):
+                identity.doubts = [doubt for doubt in identity.doubts if doubt != _ORDER_OF_FILES]
             yield identity
 
     def _identities(self, states: Leaf) -> Iterator[Identity]:
@@ -85,8 +92,7 @@ class Places:
         elif not records and (not outer or is_batch):
             yield replace(identity, mode="stack", items={})
             if any("chunk" in bound for bound in names.values()):
-                doubts = [*identity.doubts, "rows may be in another order than the files"]  # rule 13a
-                yield Identity("stack", doubts=doubts)
+                yield Identity("stack", doubts=[*identity.doubts, _ORDER_OF_FILES])
         if not records and outer == [(states.files, ())]:
             yield from self._by_file(states, names)
 
@@ -121,6 +127,9 @@ class Places:
         if len(numbers) == len(texts) and rows.isdisjoint(texts) and not rows.isdisjoint(numbers):
             renamed.setdefault(main, {})["id"] = "id:d"
             texts, doubts = sorted(numbers), [*doubts, "the ids of a table have no zeros in front"]
+        elif rows.isdisjoint(texts) and (front := _front_of(main, texts, rows)):
+            renamed.setdefault(main, {})[front + "{id}"] = "{id}"
+            texts = [front + text for text in texts]
         return Identity("ids", dict(identity.items), renamed, doubts=doubts, ids=frozenset(texts_of(texts)))
 
     def _by_file(self, states: Leaf, names: Names) -> Iterator[Identity]:
@@ -187,6 +196,8 @@ class Places:
                     changed["id"] = answers[0][1] + "{sample}"
             if "chunk" in bound:
                 changed["chunk"] = "n" if "id" not in bound else "part"
+                if _SHARD.search(place[0]):
+                    changed["chunk"] = "*"  # the shards of one data set, cut by size
             if changed:
                 found[place] = changed
         return found
@@ -308,19 +319,43 @@ class Places:
                 return replace(leaf, spots=[replace(spot, where={**spot.where, "id": text}) for spot, text in spots])
         return leaf
 
-    def _joined_rows(self, place: Prefix, identity: Identity) -> str | None:
+    def _joined_rows(self, place: Prefix, identity: Identity, states: Leaf) -> str | None:
         """Return how the rows of a table are joined to the states, None if they are not."""
         files, prefix = place
         if prefix.count(ITEMS) > 1:
             return None
         if identity.mode != "ids":
-            return "[]"
+            return (self._position(place, identity, states) if identity.mode == "stack" else None) or "[]"
         key = self.row(files, prefix).get("question_id")
         values = frozenset(texts_of(key.leaf.scalars)) if key is not None else frozenset()
         if key is None or (identity.ids and not values & identity.ids and len(identity.ids) <= len(values)):
             return None
         identity.doubts += [d for d in self._other_ids(key.leaf, prefix) if d not in identity.doubts]
         return f"[id={'/'.join(key.leaf.path[len(prefix) :])}]"
+
+    def _position(self, place: Prefix, identity: Identity, states: Leaf) -> str | None:
+        """Return how columns with the numbers of batches and their rows join a table with other ids, None without them."""
+        ids = self.row(*place).get("question_id")
+        columns = {
+            "N"
+            if SAYING["numbers of rows"].issuperset(words_of(leaf.key))
+            else COUNTED.get(words_of(leaf.key)[0]): leaf
+            for leaf in (meaning.leaf for meaning in self.meanings if meaning is not ids)
+            if (leaf.files, leaf.path[:-1]) == place and leaf.number_kind == "i" and not leaf.rank
+        }
+        if ids is None or "N" not in columns:
+            return None
+        key, values = columns["N"].path[-1], list(map(int, columns["N"].scalars))
+        if "chunk" in columns:
+            numbers = list(map(int, columns["chunk"].scalars))
+            members = self.observation.families[states.files, ()].members.values()
+            is_joined = {*numbers} <= {int(bound.get("chunk", -1)) for bound in members} and not identity.names
+            is_joined &= len({*zip(numbers, values, strict=False)}) == len(values)
+            return f"[chunk={columns['chunk'].path[-1]}, N={key}]" if is_joined else None
+        if columns["N"].is_counter or len({value for value in values if value >= 0}) < len(values):
+            return None
+        identity.doubts.append(f"{key}: the numbers may be those of another order")
+        return f"[N={key}]"
 
 
 def _stem(name: str) -> str:
@@ -330,8 +365,15 @@ def _stem(name: str) -> str:
 def _named(text: str, names: Mapping[str, str] | None) -> str:
     """Return a pattern with other names, or with a pattern instead of a name."""
     for old, new in (names or {}).items():
-        text = text.replace(f"{{{old}}}", new if "{" in new else f"{{{new}}}")
+        text = text.replace(old if "{" in old else f"{{{old}}}", new if "{" in new or new == "*" else f"{{{new}}}")
     return text
+
+
+def _front_of(place: Prefix, texts: Sequence[str], rows: set[str]) -> str:
+    """Return the text in front of the ids in names with which the ids of a table begin, "" if there is none."""
+    front = re.findall(r"([^/{}\\]*)\{id\}", (place[1] or place[:1])[-1])
+    fronts = [front[0][k:] for k in range(len(front[0]))] if front else []
+    return next((one for one in fronts if not rows.isdisjoint(one + text for text in texts)), "")
 
 
 def _words_of_answers(files: str, prefix: Path_) -> set[str]:

@@ -95,6 +95,11 @@ class Leaf:
             return "f" if [float(value) for value in values] else "s"
         return "s"
 
+    @property
+    def is_counter(self) -> bool:
+        """Return whether the values are 0, 1, 2 and so on."""
+        return self.number_kind == "i" and list(map(int, self.scalars)) == list(range(len(self.scalars)))
+
     def __str__(self) -> str:
         return self.files + (f" : {'/'.join(self.path)}" if self.path else "")
 

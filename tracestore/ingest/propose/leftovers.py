@@ -62,6 +62,9 @@ def _is_refused(leaf: Leaf, prefix: Path_) -> bool:
 def _is_asked(meaning: Meaning, identity: Identity, states: Meaning) -> bool:
     """Return whether a leaf that needs no line may say something of a trace, such as another id or a score."""
     leaf = meaning.leaf
+    is_table = leaf.files != states.leaf.files and identity.mode == "stack" and not leaf.rank
+    if is_table and SAYING["numbers of rows"].issuperset(words_of(leaf.key)) and leaf.is_counter:
+        return False  # the number of each row repeats its place
     if meaning.field == "question_id":
         texts = [(spot.where.get("id"), texts_of([spot.value])) for spot in leaf.spots if not leaf.rank]
         is_other = any(name is not None and found not in ([], [name]) for name, found in texts)

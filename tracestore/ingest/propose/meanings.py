@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -12,7 +13,16 @@ from tracestore.ingest.propose.leaves import Leaf
 from tracestore.ingest.propose.names import contains, without_names, words_of
 from tracestore.store.format import schema
 from tracestore.store.format.labels import CORRECT, HALLUCINATION
-from tracestore.store.vocabulary import COUNTED, FIELDS, NEEDLESS, SAYING, SCORES, SYNONYMS, is_named_as_verdict
+from tracestore.store.vocabulary import (
+    COUNTED,
+    FIELDS,
+    NEEDLESS,
+    SAYING,
+    SCORES,
+    SYNONYMS,
+    is_named_as_verdict,
+    score_of_word,
+)
 
 # Values that a field takes: kinds, and the least and the largest number of axes.
 _TAKES: dict[str, tuple[str, int, int]] = {
@@ -73,6 +83,12 @@ class Meaning:
         return frozenset(word for step in steps for word in words_of(without_names(step)))
 
     @property
+    def is_correct_otherwise(self) -> bool | None:
+        """Return whether an answer is correct that no known word of the column judges; None if they have two sides."""
+        sides = {score_of_word(str(value), CORRECT) for value in self.leaf.scalars} - {None}
+        return 0.0 in sides if len(sides) == 1 else None
+
+    @property
     def order(self) -> tuple[int, int]:
         """The place of the name among those of its field: the more usual ones first."""
         names = (self.field.replace("_", " "), *SYNONYMS.get(self.field, ()))
@@ -102,6 +118,9 @@ def meaning_of(leaf: Leaf, siblings: frozenset[str]) -> Meaning:
         field, size = ("verdict", 0) if found.verdicts else _field(words, leaf)
         is_other = "no states" if field in STATES else "no attention" if field == "attentions" else ""
         if is_other and SAYING[is_other] & set(words):
+            return found
+        if field.startswith("generated_") and SAYING["references"] & found.words:
+            found.reason = "a reference answer"
             return found
         if field:
             found.field, found.num_words = field, size
@@ -183,7 +202,8 @@ def _verdicts(leaf: Leaf, words: Sequence[str], siblings: frozenset[str]) -> tup
     is_named = name in SCORES or is_named_as_verdict(name) or words[-1] in SAYING["vague labels"]
     if not is_named or leaf.rank > 1 or leaf.kind == "v":
         return (), False
-    direction = None if is_vague else SCORES.get(name)
+    # A column `wrong` holds 1 for a wrong answer.
+    direction = HALLUCINATION if score_of_word(name, None) == 0 else None if is_vague else SCORES.get(name)
     is_doubtful = bool(SAYING["detectors"].intersection(words))
     if leaf.number_kind == "s":
         is_label = True
@@ -248,8 +268,24 @@ def may_be_score(leaf: Leaf) -> bool:
     return leaf.rank <= 1 and len(values) > 1 and not all(value.is_integer() for value in values)
 
 
+def contradictions(field: str, leaves: Sequence[Leaf]) -> Iterator[str]:
+    """Yield how often the first leaf of a label contradicts one of the others, by the ids of their values."""
+    values = [{str(spot.where.get("id", "")): spot.value for spot in leaf.spots} for leaf in leaves]
+    for leaf, others in zip(leaves[1:], values[1:], strict=True):
+        both = values[0].keys() & others.keys() - {""}
+        labels = [{_label(values[0][name], field), _label(others[name], field)} for name in both]
+        if count := sum(len(pair - {None}) > 1 for pair in labels):
+            yield f"{field}: {leaf} contradicts {leaves[0]} for {count} of {len(both)} ids"
+
+
 def _is_verdict(value: Any) -> bool:
-    try:
-        return not math.isnan(label_value(value, "", CORRECT, {}))
-    except InvalidInputError:
-        return False
+    return _label(value, LABELS[0]) in (0, 1)
+
+
+def _label(value: Any, field: str) -> float | None:
+    """Return a value as a label of a field, None if it is none."""
+    way = HALLUCINATION if "hallu" in field else CORRECT
+    with suppress(InvalidInputError):
+        label = label_value(value, "", way, {})
+        return None if math.isnan(label) else label
+    return None

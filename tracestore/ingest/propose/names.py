@@ -13,8 +13,10 @@ from tracestore.store.vocabulary import COUNTED, NEEDLESS, SAYING, SCORES, SPLIT
 # The names of types, digests, such as 1ffa3228, and negative numbers are one piece. A sign follows no letter or digit.
 _TYPE = r"(?:bf|fp|bfloat|float)(?:16|32)(?![^\W_])"
 _DIGEST = r"(?=[a-f]*\d)(?=\d*[a-f])[a-f\d]{8,}(?![^\W_])"
+# The number of shards behind that of one: part-00001-of-00003.
+_TOTAL = r"[-_. ]?of[-_. ]?\d+(?![^\W_])"
 _NEGATIVE = r"(?<![^\W_])-(?=\d)"
-_TOKEN = re.compile(rf"{_TYPE}|{_DIGEST}|[^\W\d_]+|(?:{_NEGATIVE})?\d+|(?:(?!{_NEGATIVE})[\W_])+")
+_TOKEN = re.compile(rf"{_TYPE}|(?<=\d){_TOTAL}|{_DIGEST}|[^\W\d_]+|(?:{_NEGATIVE})?\d+|(?:(?!{_NEGATIVE})[\W_])+")
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _WORD = re.compile(r"[^\W\d_]+")
 # The doubt of numbers in names of files and keys next to an id.
@@ -122,9 +124,10 @@ def _pieces(name: str) -> list[Piece]:
     tokens = [*_TOKEN.findall(name), "", ""]
     counted = ""  # what the next number counts
     for token, following, second in zip(tokens, tokens[1:], tokens[2:], strict=False):
-        if re.fullmatch(_TYPE, token):
+        if re.fullmatch(rf"{_TYPE}|{_TOTAL}", token):
             found.append((token, ""))
         elif token.lstrip("-").isalnum() and not token.isalpha():
+            counted = counted or ("chunk" if re.fullmatch(_TOTAL, following) else "")
             found.append((token, counted if counted and is_integer(token) else "?"))
             counted = ""
         elif not token[0].isalpha():

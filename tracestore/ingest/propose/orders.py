@@ -176,7 +176,7 @@ def _wanted(name: str, frame: Frame, *, is_stacked: bool) -> tuple[list[str], li
     """Return the letters that the axes of a field must be, and those that they may be."""
     optional, required = map(list, _LETTERS.get(name, ("1", "")))
     required += ["N"] * (is_stacked and "N" in frame.axes) + ["P"] * (name == "attentions" and "P" in frame.axes)
-    if "(N S)" in frame.axes and "S" in required:
+    if "(N S)" in frame.axes and "S" in required and is_stacked:
         required = ["(N S)" if letter == "S" else letter for letter in required if letter != "N"]
     return required, optional
 
@@ -186,11 +186,14 @@ def _num_layers(axes: Axes, leaf: Leaf) -> int | None:
 
 
 def _is_attention(axes: Axes) -> bool:
-    """Return whether rows and columns of attention are behind each other, with heads in front of them."""
+    """Return whether rows and columns of attention are behind each other, with heads in front; a pass has layers first."""
     if "S" not in axes:
         return True
     first = axes.index("S")
-    return axes[first + 1 : first + 2] == ("S",) and not ({"H", "L"} <= set(axes) and axes.index("H") > first)
+    is_pass = "P" not in axes or not {"H", "L"} <= set(axes) or axes[1] == "L"
+    return (
+        is_pass and axes[first + 1 : first + 2] == ("S",) and not ({"H", "L"} <= set(axes) and axes.index("H") > first)
+    )
 
 
 def _is_size(letter: str, dim: int | None, sizes: Sizes, frame: Frame, name: str) -> bool:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from tracestore.ingest.propose.identities import Identity, Places
 from tracestore.ingest.propose.leaves import NUMBERS, Leaf, Spot
-from tracestore.ingest.propose.meanings import Meaning
+from tracestore.ingest.propose.meanings import Meaning, contradictions
 from tracestore.ingest.propose.names import NUMBERS_OF_NAMES, without_names, words_of
 from tracestore.ingest.propose.orders import Axes, Frame
 from tracestore.store.format import schema
@@ -215,6 +215,7 @@ class Case:
         found = []
         for name in TEXTS:
             same = [m for m in self.places.meanings if m.field == name and m.leaf.kind == "s"]
+            same = [m for m in same if m.leaf.bound or m.leaf.path[0][:1] != "@"]  # no attribute of a whole file
             keys = {"_".join(words_of(m.leaf.key)) for m in same} - {name}
             if self._has(name) and (keys & SAYING["vague texts"] or (len(same) > 1 and len(keys) == len(same))):
                 found.append(f"{name}: another text may be meant: {', '.join(sorted(keys))}")
@@ -223,6 +224,9 @@ class Case:
         scores = sorted(name for name in self.lines if name.startswith(("correctness.", "hallucination.")))
         if len(scores) > 1:
             found.append(f"{', '.join(scores)}: no word tells which score counts")
+        for name in self.lines:
+            same = [self.places.with_ids(m.leaf, self.identity) for m in self.places.meanings if m.verdicts == (name,)]
+            found += contradictions(name, same)
         doubtful = [m.leaf.key for m in self.places.meanings if m.is_doubtful]
         return [*found, *(f"{key}: may be what a detector says, or words without a meaning" for key in doubtful)]
 

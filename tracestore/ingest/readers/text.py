@@ -109,7 +109,8 @@ def _decoded(lines: Iterator[bytes]) -> Iterator[str]:
 
 def _json_lines(lines: Iterator[bytes]) -> Iterator[Value]:
     for number, line in enumerate(filter(bytes.strip, lines)):
-        value = parse_json(line, f"row {number}: not JSON")
+        end = "" if line.endswith(b"\n") else " or a last line that is cut off"
+        value = parse_json(line, f"row {number}: not JSON{end}")
         yield json_tree(value)
 
 

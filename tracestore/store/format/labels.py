@@ -178,6 +178,8 @@ def describe(scores: np.ndarray, labels: np.ndarray, threshold: float | None, di
         parts.append(f"{count:,} of {len(used):,} {where} {threshold:g}: labeled hallucination")
         if len(used) > 1 and count in (0, len(used)):
             parts.append("all of one class, which --score-threshold and --score-direction decide")
+        elif not np.isin(used, (0, 1)).all():
+            parts.append("train --score-threshold chooses another threshold")
     if len(stored):
         parts.append(f"{int((stored >= 0.5).sum()):,} of {plural(len(stored), 'stored label')}: hallucination")
     return "; ".join(parts)

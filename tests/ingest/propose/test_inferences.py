@@ -1,0 +1,237 @@
+"""Test inferences from names and tables in ordinary folders, each next to a folder in which the same inference would be wrong."""
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from tests.ingest.execute.folders import convert, dump, save, states, table
+from tests.ingest.propose.folders import accept, proposal_of, refuse
+from tests.ingest.propose.test_traps import rows
+from tracestore.errors import InvalidInputError
+
+
+@pytest.mark.parametrize("key", ["gold_answers", "possible_answers", "reference_answers", "answer_aliases"])
+def test_reference_answers_are_not_generated(tmp_path, key):
+    found = [row | {"answer": f"It is {k}.", key: ["No.", "Yes."]} for k, row in enumerate(rows())]
+    dump(tmp_path / "in/a.pkl", found)
+    accept(tmp_path)
+    assert proposal_of(tmp_path).layout.to_entries()["generated_answer"] == "a.pkl : [id=id]/answer"
+
+
+def test_a_list_of_answers_without_a_word_of_references_is_asked(tmp_path):
+    dump(tmp_path / "in/a.pkl", [row | {"answer": "It is.", "answers": ["No.", "Yes."]} for row in rows()])
+    refuse(tmp_path, "another text may be meant")
+
+
+def test_an_attribute_of_a_file_is_no_answer(tmp_path):
+    (tmp_path / "in").mkdir()
+    arrays = {f"q{k}.layer_{n}": states(4 + k, 8, seed=k + 9 * n) for k in range(3) for n in range(2)}
+    save_file(arrays, tmp_path / "in/a.safetensors", metadata={"content": "hidden states"})
+    found = [{"id": f"q{k}", "completion": "Yes.", "token_ids": list(range(4 + k)), "correct": True} for k in range(3)]
+    table(tmp_path / "in/records.json", found)
+    assert accept(tmp_path)["q2", 0].score == 1
+
+
+def _shards(tmp_path, keys, lengths=(4, 6, 5)):
+    """Write layers of traces to two shards; each list of keys is a shard: an id and the layers that it holds of it."""
+    (tmp_path / "in").mkdir()
+    for number, shard in enumerate(keys, 1):
+        arrays = {
+            f"{name}.layer.{n}": states(lengths[int(name[-1])], 8, seed=n + 9 * number)
+            for name, layers in shard
+            for n in layers
+        }
+        ids = {f"{name}.input_ids": np.arange(lengths[int(name[-1])]) for name, layers in shard if 0 in layers}
+        save_file(arrays | ids, tmp_path / f"in/acts-{number:05d}-of-00002.safetensors")
+
+
+def test_shards_cut_by_size(tmp_path):
+    _shards(tmp_path, [[("q0", (0, 1)), ("q1", (0,))], [("q1", (1,)), ("q2", (0, 1))]])
+    assert accept(tmp_path)["q1", 0].hidden_states.shape == (2, 6, 8)
+
+
+def test_shards_that_number_their_own_traces_are_refused(tmp_path):
+    _shards(tmp_path, [[("0", (0, 1)), ("1", (0, 1))], [("0", (0, 1)), ("1", (0, 1))]], (4, 4))
+    assert not refuse(tmp_path).candidates
+
+
+def test_numbers_of_parts_of_a_text_are_no_ids(tmp_path):
+    (tmp_path / "in").mkdir()
+    for k in range(3):
+        np.savez(tmp_path / f"in/part-{k + 1}-of-3.npz", hidden_states=states(2, 4 + k, 8), input_ids=np.arange(4 + k))
+    refuse(tmp_path, "no ids")
+
+
+@pytest.mark.parametrize(
+    ("prefix", "expected"), [("webq-test-", ["webq-test-1", "webq-test-2"]), ("test-", ["test-1", "test-2"])]
+)
+def test_ids_of_a_table_have_what_stands_in_front_of_names(tmp_path, prefix, expected):
+    for k in (1, 2):
+        for layer in range(2):
+            save(tmp_path / f"in/layer_{layer}/webq-test-{k}.npy", states(4 + k, 8, seed=k + 9 * layer))
+    found = [{"qid": f"{prefix}{k}", "input_ids": list(range(4 + k)), "correct": k == 1} for k in (1, 2)]
+    table(tmp_path / "in/t.json", found)
+    assert [accept(tmp_path)[name, 0].score for name in expected] == [1, 0]
+
+
+def test_ids_of_a_table_without_what_stands_in_front_of_names(tmp_path):
+    for k in (1, 2):
+        save(tmp_path / f"in/webq-test-{k}.npy", states(2, 4 + k, 8, seed=k))
+    table(tmp_path / "in/t.json", [{"qid": f"webq-train-{k}", "input_ids": list(range(4 + k))} for k in (1, 2)])
+    assert not any("[id=qid]" in line for one in refuse(tmp_path).candidates for line in one.lines())
+
+
+@pytest.mark.parametrize("key", ["wrong", "incorrect"])
+def test_a_column_wrong_says_that_answers_are_wrong(tmp_path, key):
+    dump(tmp_path / "in/a.pkl", [row | {"pred": "Yes.", "gold": "No."} for row in rows(**{key: [0, 1, 1]})])
+    assert proposal_of(tmp_path).layout.to_entries()["is_hallucinated"] == f"a.pkl : [id=id]/{key}"
+
+
+def test_a_count_of_wrong_answers_is_no_label(tmp_path):
+    dump(tmp_path / "in/a.pkl", rows(wrong=[0, 1, 2]))
+    assert not refuse(tmp_path).candidates
+
+
+def _stack(tmp_path, row, *, number=0, lengths=(4, 6, 5)):
+    """Write a padded stack with its ids of tokens and a mask; return rows of a table, with the number of each row."""
+    size = max(lengths)
+    mask = np.arange(size) < np.array(lengths)[:, None]
+    hidden = states(len(lengths), 2, size, 8, seed=number) * mask[:, None, :, None]
+    save(tmp_path / f"in/hidden_states{number or ''}.npy", hidden)
+    save(tmp_path / f"in/input_ids{number or ''}.npy", np.arange(5, 5 + size) * mask)
+    save(tmp_path / f"in/attention_mask{number or ''}.npy", mask.astype("i8"))
+    return [{row: k, "id": f"q{k}", "question": f"Is it {k}?", "is_correct": k % 2} for k in range(len(lengths))]
+
+
+@pytest.mark.parametrize("row", ["index", "row", "idx"])
+def test_a_column_that_counts_the_rows_in_front_of_ids(tmp_path, row):
+    table(tmp_path / "in/labels.csv", _stack(tmp_path, row))
+    assert [accept(tmp_path)[f"q{k}", 0].score for k in range(3)] == [0, 1, 0]
+
+
+def test_rows_that_are_sorted_by_another_column_are_joined_by_their_number(tmp_path):
+    table(tmp_path / "in/labels.csv", _stack(tmp_path, "row")[::-1])
+    (only,) = refuse(tmp_path, "the numbers may be those of another order").candidates
+    assert only.outcome.first_id == "q0"
+    assert only.layout.to_entries()["is_correct"] == "labels.csv : [N=row]/is_correct"
+
+
+def test_numbers_of_a_larger_data_set_are_no_rows(tmp_path):
+    found = _stack(tmp_path, "index")
+    table(tmp_path / "in/labels.csv", [row | {"index": 7 * row["index"] + 2} for row in found])
+    assert not any("[N=index]" in line for one in refuse(tmp_path).candidates for line in one.lines())
+
+
+def _batches(tmp_path, batches):
+    """Write two batches of two rows, and a table with the numbers of batches and rows; batches has those of each id."""
+    (tmp_path / "in").mkdir()
+    for number in range(2):
+        mask = np.arange(6) < np.array([[6], [4 + number]])
+        save_file(
+            {
+                "hidden_states": states(2, 2, 6, 8, seed=number) * mask[:, None, :, None].astype("f4"),
+                "input_ids": np.arange(5, 11) * mask,
+                "attention_mask": mask.astype("i8"),
+            },
+            tmp_path / f"in/batch_{number}.safetensors",
+        )
+    found = [{"qid": f"q{k}", "batch": b, "row": r, "is_correct": k % 2} for k, (b, r) in enumerate(batches)]
+    table(tmp_path / "in/t.json", found)
+
+
+def test_columns_with_the_numbers_of_batches_and_rows(tmp_path):
+    _batches(tmp_path, [(1, 1), (0, 0), (1, 0), (0, 1)])
+    traces = accept(tmp_path)
+    assert [traces[f"q{k}", 0].num_tokens for k in range(4)] == [5, 6, 6, 4]
+    np.testing.assert_allclose(traces["q2", 0].hidden_states, states(2, 2, 6, 8, seed=1)[0], rtol=2e-3, atol=1e-3)
+
+
+def test_numbers_of_other_batches(tmp_path):
+    _batches(tmp_path, [(0, 0), (1, 0), (2, 0), (3, 0)])
+    assert not any("[chunk=batch" in line for one in refuse(tmp_path).candidates for line in one.lines())
+
+
+def _flat(tmp_path, order, **columns):
+    """Write states of traces behind each other with offsets, and a table with rows in an order and further columns."""
+    lengths = (4, 6, 5)
+    save(tmp_path / "in/hidden.npy", states(sum(lengths), 2, 8))
+    save(tmp_path / "in/token_ids.npy", np.arange(sum(lengths)))
+    found = [{"qid": f"q{k}", **{name: values[k] for name, values in columns.items()}} for k in order]
+    table(tmp_path / "in/meta.json", [row | {"hallucinated": k == 1} for k, row in zip(order, found, strict=True)])
+
+
+def test_offsets_next_to_numbers_of_tokens(tmp_path):
+    _flat(tmp_path, (0, 1, 2), n_tokens=(4, 6, 5))
+    save(tmp_path / "in/offsets.npy", np.array([0, 4, 10, 15]))
+    traces = accept(tmp_path)
+    assert [traces[f"q{k}", 0].num_tokens for k in range(3)] == [4, 6, 5]
+
+
+def test_offsets_with_rows_in_another_order_than_numbers_of_tokens(tmp_path):
+    _flat(tmp_path, (1, 0, 2), n_tokens=(4, 6, 5))
+    save(tmp_path / "in/offsets.npy", np.array([0, 4, 10, 15]))
+    assert not any(
+        "meta.json" in line for one in refuse(tmp_path).candidates for line in one.lines() if "(N S)" in line
+    )
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
+def test_first_tokens_with_numbers_of_tokens(tmp_path, order):
+    _flat(tmp_path, order, start=(0, 4, 10), n_tokens=(4, 6, 5))
+    traces = accept(tmp_path)
+    assert [traces[f"q{k}", 0].tokens[0] for k in range(3)] == [0, 4, 10]
+    assert [traces[f"q{k}", 0].score for k in range(3)] == [0, 1, 0]
+
+
+def test_lengths_that_contradict_offsets_are_refused(tmp_path):
+    _flat(tmp_path, (0, 1, 2), n_tokens=(4, 5, 6))
+    save(tmp_path / "in/offsets.npy", np.array([0, 4, 10, 15]))
+    layout = {"hidden_states": "hidden.npy -> (N S) L D", "S.offsets": "offsets.npy"}
+    layout |= {
+        "S.lengths": "meta.json : []/n_tokens",
+        "ignore": ["token_ids.npy"],
+        "is_hallucinated": "meta.json : []/hallucinated",
+    }
+    with pytest.raises(InvalidInputError, match=r"found other lengths than S\.offsets"):
+        convert(tmp_path, layout | {"question_id": "meta.json : []/qid"})
+
+
+def _labels(tmp_path, other):
+    """Write traces with a file each, and two tables of the same label."""
+    for k in range(3):
+        save(tmp_path / f"in/acts/q{k}.npy", states(2, 4 + k, 8, seed=k))
+    table(tmp_path / "in/labels.json", [{"id": f"q{k}", "hallucinated": k == 1} for k in range(3)])
+    table(tmp_path / "in/annotations.csv", [{"id": f"q{k}", "hallucinated": v} for k, v in enumerate(other)])
+
+
+def test_two_tables_with_contradicting_labels(tmp_path):
+    _labels(tmp_path, (0, 0, 0))
+    refuse(tmp_path, "labels.json : []/hallucinated contradicts annotations.csv : []/hallucinated for 1 of 3 ids")
+
+
+def test_two_tables_with_equal_labels(tmp_path):
+    _labels(tmp_path, (0, 1, 0))
+    assert "contradicts" not in refuse(tmp_path).message()
+
+
+@pytest.mark.parametrize(("words", "correct"), [(("hallucinated", "ok"), [0, 1, 1]), (("correct", "bad"), [1, 0, 0])])
+def test_the_only_word_next_to_words_of_one_side(tmp_path, words, correct):
+    dump(tmp_path / "in/a.pkl", rows(label=[words[0], words[1], words[1]]))
+    found = refuse(tmp_path, f"{words[1]}: no known word").candidates
+    first = next(one for one in found if "no known word" in str(one.unproved))
+    traces = convert(tmp_path, first.layout.to_entries())
+    assert [traces[f"q{k}", 0].score for k in range(3)] == correct
+    assert any(f"words.{words[1]} = missing" in line for one in found for line in one.lines())
+
+
+def test_a_word_next_to_words_of_both_sides_is_no_label(tmp_path):
+    dump(tmp_path / "in/a.pkl", rows(label=["correct", "incorrect", "partial"]))
+    assert "no known word" not in refuse(tmp_path).message()
+
+
+def test_scales_of_quantized_states_are_no_states(tmp_path):
+    for k in range(3):
+        path = tmp_path / f"in/q{k}.npz"
+        path.parent.mkdir(exist_ok=True)
+        np.savez(path, h=np.ones((3, 4, 8), "u1"), h_scale=np.arange(3, dtype="f4"))
+    assert not refuse(tmp_path, "No array of floating-point numbers is named").candidates
