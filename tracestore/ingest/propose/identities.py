@@ -122,15 +122,23 @@ class Places:
         elif len(texts) < 3 and not any(char.isdigit() for text in texts for char in text):
             doubts.append("the names may be no ids")
         renamed = self._renamed(names, main)
+        texts = self._as_in_table(main, texts, renamed, doubts)
+        return Identity("ids", dict(identity.items), renamed, doubts=doubts, ids=frozenset(texts_of(texts)))
+
+    def _as_in_table(
+        self, main: Prefix, texts: list[str], renamed: dict[Prefix, dict[str, str]], doubts: list[str]
+    ) -> list[str]:
+        """Return the ids of names as a table has them; add what the names bind for it."""
         numbers = {text.lstrip("0") or "0" for text in texts if text.isdecimal()}
         rows = {text for m in self.meanings if m.field == "question_id" for text in texts_of(m.leaf.scalars)}
         if len(numbers) == len(texts) and rows.isdisjoint(texts) and not rows.isdisjoint(numbers):
             renamed.setdefault(main, {})["id"] = "id:d"
-            texts, doubts = sorted(numbers), [*doubts, "the ids of a table have no zeros in front"]
-        elif rows.isdisjoint(texts) and (front := _front_of(main, texts, rows)):
+            doubts.append("the ids of a table have no zeros in front")
+            return sorted(numbers)
+        if rows.isdisjoint(texts) and (front := _front_of(main, texts, rows)):
             renamed.setdefault(main, {})[front + "{id}"] = "{id}"
-            texts = [front + text for text in texts]
-        return Identity("ids", dict(identity.items), renamed, doubts=doubts, ids=frozenset(texts_of(texts)))
+            return [front + text for text in texts]
+        return texts
 
     def _by_file(self, states: Leaf, names: Names) -> Iterator[Identity]:
         """Yield the identity of files that a table names."""
