@@ -44,6 +44,12 @@ STATES = ("hidden_states", "last_token")
 # The field of a label and the beginning of that of a score, by what 1 or a high value means.
 _FIELDS = {CORRECT: ("is_correct", "correctness"), HALLUCINATION: ("is_hallucinated", "hallucination")}
 LABELS = tuple(label for label, _ in _FIELDS.values())
+# Words that a name of a field does not hold; those of references also not in front of it.
+_AGAINST = {
+    **dict.fromkeys(STATES, "no states"),
+    "attentions": "no attention",
+    **dict.fromkeys(("generated_answer", "generated_answer_clean", "generated_text"), "references"),
+}
 _NEEDLESS = [tuple(name.split()) for name in NEEDLESS]
 
 
@@ -116,11 +122,9 @@ def meaning_of(leaf: Leaf, siblings: frozenset[str]) -> Meaning:
             known, others = _words_of_judges(leaf.scalars)
             found.missing = others if known and len(others) < 3 else ()
         field, size = ("verdict", 0) if found.verdicts else _field(words, leaf)
-        is_other = "no states" if field in STATES else "no attention" if field == "attentions" else ""
-        if is_other and SAYING[is_other] & set(words):
-            return found
-        if field.startswith("generated_") and SAYING["references"] & found.words:
-            found.reason = "a reference answer"
+        against = _AGAINST.get(field, "")
+        if not SAYING.get(against, frozenset()).isdisjoint(found.words if against == "references" else words):
+            found.reason = "a reference answer" * (against == "references")
             return found
         if field:
             found.field, found.num_words = field, size
