@@ -1,6 +1,6 @@
 """Proofs: what of a draft rules 15 to 23 do not support, in words."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -209,6 +209,14 @@ class Case:
             for leaf, spot in own
             for sizes in self.frame.matching(leaf, spot)
         )
+
+    def _of_labels(self) -> Iterator[str]:
+        """Yield how often tables contradict each other."""
+        for name in self.lines:
+            leaves = [
+                self.places.with_ids(m.leaf, self.identity) for m in self.places.meanings if m.verdicts == (name,)
+            ]
+            yield from contradictions(name, leaves)
 
     def _of_values(self) -> list[str]:
         """Return the texts, lengths, labels and scores that may be others."""
