@@ -205,8 +205,7 @@ class RunAccount:
         with self._lock:
             self.num_read += 1
             for place, column in (columns or {}).items() if self._is_stated else ():
-                is_known = place.position_prefix in self._prefixes or place.rule.kind == "known"
-                if column.ends and column.used and not is_known:
+                if column.ends and place.position_prefix not in self._prefixes and place.rule.kind != "known":
                     first, last = ((number, end_text(row)) for row in column.ends)
                     self._add_in_order((place.name, place.address.files.text), len(column.used), first, last)
             for place, keys in missing.items():
@@ -290,7 +289,7 @@ class RunAccount:
             if address.path and _LAYER_NUMBERS.fullmatch(address.path[-1].text):
                 yield f"{address} is ignored: the layers are stored in the order of the arrays, without numbers"
         for (name, files), (count, first, last) in self._in_order.items():
-            yield f"{name}: {count:,} rows of {files} joined in order: the first {first[1]}, the last {last[1]}"
+            yield f"{name}: {f'{count:,} ' * (count > 0)}rows of {files} joined in order: the first {first[1]}, the last {last[1]}"
         yield from self.kept.lines()
         if self.left_out:
             yield f"not named by the layout and left out: {some_of(sorted(self.left_out), _MAX_SHOWN)}"

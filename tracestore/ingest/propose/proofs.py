@@ -210,6 +210,11 @@ class Case:
             for sizes in self.frame.matching(leaf, spot)
         )
 
+    def _texts(self, name: str) -> list[Meaning]:
+        """Return the texts that may be a field; an attribute of a whole file is none."""
+        found = [m for m in self.places.meanings if m.field == name and m.leaf.kind == "s"]
+        return [m for m in found if m.leaf.bound or not m.leaf.path or m.leaf.path[0][:1] != "@"]
+
     def _of_labels(self) -> Iterator[str]:
         """Yield how often tables contradict each other."""
         for name in self.lines:
@@ -222,8 +227,7 @@ class Case:
         """Return the texts, lengths, labels and scores that may be others."""
         found = []
         for name in TEXTS:
-            same = [m for m in self.places.meanings if m.field == name and m.leaf.kind == "s"]
-            same = [m for m in same if m.leaf.bound or m.leaf.path[0][:1] != "@"]  # no attribute of a whole file
+            same = self._texts(name)
             keys = {"_".join(words_of(m.leaf.key)) for m in same} - {name}
             if self._has(name) and (keys & SAYING["vague texts"] or (len(same) > 1 and len(keys) == len(same))):
                 found.append(f"{name}: another text may be meant: {', '.join(sorted(keys))}")
