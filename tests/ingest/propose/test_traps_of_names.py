@@ -13,15 +13,18 @@ from tests.ingest.propose.test_traps import attention, rows
 LAYERS = 4
 
 
-def layers_of(trace, names):
+def layers_of(trace, names, key="hidden_states"):
     """Return the layers of a record by names that count from the end: the name of the last one comes first."""
-    return {names(-1 - k): layer for k, layer in enumerate(reversed(trace["hidden_states"]))}
+    return {names(-1 - k): layer for k, layer in enumerate(reversed(trace[key]))}
 
 
-def listed(names):
-    """Return records, and the same ones with a dict of layers."""
+def listed(names, of_attention="layer_{}".format):
+    """Return records, and the same ones with dicts of layers: stacked attention may have another order than names."""
     traces = rows(layers=LAYERS, key="hidden_states")
-    return traces, [{**trace, "hidden_states": layers_of(trace, names)} for trace in traces]
+    return traces, [
+        trace | {"hidden_states": layers_of(trace, names), "attn": layers_of(trace, of_attention, "attn")}
+        for trace in traces
+    ]
 
 
 # Layers that count from the end
@@ -58,7 +61,13 @@ def test_files_of_layers_from_the_end_rule_1(tmp_path):
 
 
 def test_a_hyphen_behind_the_word_may_be_a_sign_rule_1(tmp_path):
-    dump(tmp_path / "in/a.pkl", listed("layer{}".format)[1])
+    dump(
+        tmp_path / "in/a.pkl",
+        [
+            trace | {"hidden_states": layers_of(trace, "layer{}".format)}
+            for trace in rows(layers=LAYERS, key="hidden_states")
+        ],
+    )
     assert any("may be a sign" in one for one in refuse(tmp_path).candidates[0].unproved)
 
 
