@@ -30,8 +30,9 @@ def further_labels_per_token(dump, rng):
     parents = [s.parent for s in dump.states() if type(s.parent) is dict and s.parent is not dump.files]
     if not parents or any(isinstance(s.key, int) for s in dump.states()):
         return None
+    size = 6 if len(dump.expected) == 5 else 5  # as many numbers as traces could be their labels
     for parent in parents:
-        parent["token_labels"] = rng.integers(0, 2, 5)
+        parent["token_labels"] = rng.integers(0, 2, size)
     return NONE if not dump.layout.get("ignore") and len(parents) == len(dump.states()) else None
 
 
