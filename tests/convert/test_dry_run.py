@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from tests.helpers import convert, make_trace, make_traces, write_pickle
+import tracestore
+from tests.helpers import command, convert, make_trace, make_traces, write_pickle
 from tests.ingest.execute.folders import dump, save, states, table
 
 
@@ -123,6 +124,13 @@ REFUSED = {
         {"hidden_states": "{id}_{layer}.npy -> S D"},
         [],
     ),
+    "another hidden size": ({"a.pkl": items("a"), "b.pkl": [{"id": "b", "hs": states(2, 4, 6)}]}, STATES, []),
+    "another number of layers": ({"a.pkl": items("a"), "b.pkl": [{"id": "b", "hs": states(3, 4, 8)}]}, STATES, []),
+    "layers that differ within a file": (
+        {"a.pkl": [one | {"ids": [1, 2 + k]} for k, one in enumerate(items("a", "b"))]},
+        STATES | {"L.ids": "a.pkl : [id=id]/ids"},
+        [],
+    ),
     "a path without values": ({"a.pkl": items("a")}, STATES | {"question": "*.pkl : [id=id]/q"}, []),
     "an entry without a copy": ({"a.pkl": items("a", "b")}, STATES | {"duplicates": "keep"}, []),
     "a scores file of other ids": ({"a.pkl": items("a")}, STATES, ["question_id,bleurt_score", "x,0.5"]),
@@ -183,3 +191,35 @@ def test_refused_traces_are_left_out(tmp_path):
 
     assert "is_correct: 5 rows of t.json joined by id, 1 without a trace" in done and "token 1 is zero" in done
     assert "is_correct: 5 rows of t.json joined by id, 1 without a trace" in convert(*words, "--skip-bad").stdout
+
+
+@pytest.mark.parametrize("row", ["x,0.5", "Q1,0.5"])
+def test_a_scores_file_of_other_ids_with_skip_bad(tmp_path, row):
+    words = write(tmp_path / "in", {"a.pkl": items("q1")}, STATES, ["question_id,bleurt_score", row])
+
+    done, own = convert(*words, "--skip-bad"), convert(*words, "--dry-run", "--skip-bad")
+
+    (said,) = (line for line in lines_of(done) if line.startswith("scores.csv: "))
+    assert said in lines_of(own)
+
+
+def test_a_scores_file_without_a_row_for_new_files_of_a_labeled_store(tmp_path):
+    words = write(tmp_path / "in", {"a.pkl": items("a", "b")}, STATES, ["question_id,bleurt_score", "a,0.5", "b,1"])
+    convert(*words)
+    dump(tmp_path / "in/b.pkl", items("c"))
+
+    convert(*words, "--dry-run")
+
+    convert(*words)
+
+
+def test_equal_states_of_an_export(tmp_path):
+    """Marks of copies in ids are those of the store."""
+    with tracestore.create(tmp_path / "a.zarr") as writer:
+        for name in ("q2", "q2 (1)"):
+            writer.append({"question_id": name, "hidden_states": list(states(2, 4, 8))}, score=1)
+    command("export", tmp_path / "a.zarr", tmp_path / "in", check=0)
+
+    convert(tmp_path / "in", tmp_path / "s.zarr", "--dry-run")
+
+    convert(tmp_path / "in", tmp_path / "s.zarr")

@@ -93,6 +93,13 @@ def of_copies(folder):
     return [*lines, 'duplicates = "keep"']
 
 
+def of_kept(folder):
+    """Leave out all traces of some files."""
+    for k in range(5):
+        np.save(folder / f"{'bad' if k in (1, 2) else 'ok'}_q{k}.npy", states(k))
+    return ["hidden_states = {status}_{id}.npy -> L S D", "keep.status = ok"]
+
+
 def of_proposal(folder):
     for k in range(5):
         np.savez(folder / f"q{k}.npz", hidden_states=states(k, tokens=5 + k, layers=3), input_ids=np.arange(5 + k))
@@ -101,7 +108,7 @@ def of_proposal(folder):
 
 
 CASES = [
-    of_table, of_rows_in_order, of_layers, of_items, of_scores, of_labels_twice, of_skipped, of_copies, of_proposal
+    of_table, of_rows_in_order, of_layers, of_items, of_scores, of_labels_twice, of_skipped, of_copies, of_kept, of_proposal
 ]  # fmt: skip
 
 
@@ -130,7 +137,7 @@ def test_tasks_give_what_convert_gives(tmp_path, case):
     one, store = tmp_path / "one.zarr", tmp_path / "s.zarr"
     expected = json.loads(convert(folder, one, "--json", *words).stdout)
     tasks = run(folder, store, tmp_path / "plan.json", words)
-    assert (len(tasks) > 1) == (case in (of_layers, of_items, of_scores, of_labels_twice))
+    assert (len(tasks) > 1) == (case in (of_layers, of_items, of_scores, of_labels_twice, of_kept))
     found = vars(commit_tasks(tasks))
     assert {n: v for n, v in found.items() if n not in OWN} == {n: v for n, v in expected.items() if n not in OWN}
     if case is of_labels_twice:  # The rows of refused traces stay in the segments of tasks.

@@ -11,15 +11,17 @@ from tracestore.console import Output
 from tracestore.convert.choosing import MAX_TRACES, DefaultAttention, described_run, has_attention
 from tracestore.convert.described import DescribedRun, Find
 from tracestore.convert.options import ConvertOptions
+from tracestore.convert.runner import ADVICE
 from tracestore.convert.scoring import Scoring
 from tracestore.errors import InvalidInputError, NoTracesError, escape_unprintable, some_of
 from tracestore.ingest.builtin.parts import Part
 from tracestore.ingest.layout.language import Layout
 from tracestore.ingest.packing import PackOptions, packed_traces
+from tracestore.ingest.sources import SourceFile
 from tracestore.store.format import schema
 from tracestore.store.io.local_folders import local_dir
 from tracestore.store.read.store import open_store
-from tracestore.store.write.pack import PackedTrace
+from tracestore.store.write.pack import PackedTrace, fit_attributes
 from tracestore.words import plural
 
 
@@ -96,11 +98,14 @@ def dry_run(sources: list[Path], store: str, options: ConvertOptions, output: Ou
     attention: str | None
     attention, dtype = options.attention, options.dtype or "float16"
     find: Find = _find_nothing
+    attributes, is_labeled = schema.Attributes(), False
     with ExitStack() as resources:
         resources.callback(run.release)
         if "://" not in store and (folder / "zarr.json").is_file() and not options.overwrite:
             internals = resources.enter_context(open_store(store)).internals
-            stored, find = internals.attributes.options, internals.index.find
+            attributes, find = internals.attributes, internals.index.find
+            is_labeled = bool(internals.manifest.num_scored or internals.manifest.num_labeled)
+            stored = attributes.options
             attention, dtype = options.attention or stored["attention"], options.dtype or stored["dtype"]
         stated = run.states_attention()
         default = DefaultAttention((lambda: stated) if stated is not None else partial(has_attention, run.probes()))
@@ -112,7 +117,7 @@ def dry_run(sources: list[Path], store: str, options: ConvertOptions, output: Ou
             refuse_attention=options.attention is None and default.is_refused(attention),
         )
         report = DryRunReport(store, attention=attention, num_sources=len(run.sources))
-        check = _Check(run, scoring, find, keeps_one=options.on_conflict != "error")
+        check = _Check(run, scoring, options, attributes, find, is_labeled=is_labeled)
         for part in run.parts:
             found = _described(part, pack_options, check)
             report.parts += [found] if found.files else []
@@ -143,10 +148,13 @@ class _Check:
     ----------
     run : DescribedRun
     scoring : Scoring
+    options : ConvertOptions
+    attributes : Attributes
+        Those of the existing store.
     find : callable
         Return the position of an id and sample in the existing store, or -1.
-    keeps_one : bool
-        Whether --on-conflict chooses one of two traces of a key.
+    is_labeled : bool
+        Whether a trace of the existing store has a label or a score.
 
     Attributes
     ----------
@@ -154,32 +162,59 @@ class _Check:
         The errors of refused sources.
     """
 
-    def __init__(self, run: DescribedRun, scoring: Scoring, find: Find, *, keeps_one: bool) -> None:
-        self._run, self._scoring, self._find, self._keeps_one = run, scoring, find, keeps_one
+    def __init__(
+        self,
+        run: DescribedRun,
+        scoring: Scoring,
+        options: ConvertOptions,
+        attributes: schema.Attributes,
+        find: Find,
+        *,
+        is_labeled: bool,
+    ) -> None:
+        self._run, self._scoring, self._options, self._find = run, scoring, options, find
+        self._attributes, self._is_labeled = attributes, is_labeled
+        self._layer_ids: tuple[int, ...] | None = None  # of the first trace of the source
         self.refused: list[InvalidInputError] = []
         self._seen: dict[tuple[str, int], dict[str, int]] = {}  # checksums of the arrays
-        self._is_labeled = False
+
+    def begin(self, source: SourceFile) -> SourceFile:
+        """Begin a source; return it without the values that a scores file replaces."""
+        source = source if self._options.scores is None else source.without_values()
+        self._scoring.begin_source(source)
+        return source
 
     def add(self, packed: PackedTrace, *, is_first: bool) -> None:
-        """Check a trace of a source."""
+        """Check a trace of the source."""
         record, key = packed.record, (packed.record.question_id, packed.record.sample)
         if is_first:
             self._run.check_layers(record)
-        if (known := self._seen.setdefault(key, packed.crcs)) != packed.crcs and not self._keeps_one:
+            self._layer_ids = record.layer_ids
+        if record.layer_ids not in (None, self._layer_ids):
+            found = f"found {record.layer_ids!s:.80}, expected {self._layer_ids!s:.80} as in the first trace"
+            raise InvalidInputError(found, position=record.position, field="layer_ids")
+        try:
+            self._attributes = fit_attributes(self._attributes, packed)
+        except InvalidInputError as error:
+            raise error.with_location(position=record.position) from None
+        known = self._seen.setdefault(key, packed.crcs)
+        if known != packed.crcs and self._options.on_conflict == "error":
             found = f"{escape_unprintable(key[0], 60)}, sample {key[1]}, occurs twice with other values"
             raise InvalidInputError(found, position=record.position, field="question_id")
-        self._run.add_states(packed)
-        if self._scoring.file is not None:
-            self._scoring.join(packed, self._scoring.file)
+        if not self._scoring.is_of_export:
+            self._run.add_states(packed)
+            if self._scoring.file is not None:
+                self._scoring.join(packed, self._scoring.file)
         self._is_labeled |= record.label is not None or bool(record.scores or record.deferred_scores)
         self._run.added(record, self._find, is_new=known is packed.crcs)
 
     def close(self) -> Iterator[str]:
         """Close the accounts of all sources, and yield what a conversion prints of them."""
         yield from self._run.close(lambda text: self._find(text, 0) >= 0)
-        file, message = self._scoring.file, self._scoring.check_joined()
+        file, is_whole = self._scoring.file, not self._options.skip_bad
+        message = self._scoring.check_joined(self._find, is_whole=is_whole)
         if file is not None and message is not None:
-            if not self._is_labeled:
+            if is_whole and not self._is_labeled:
                 raise InvalidInputError(message, source=file.path.name)
             yield f"{file.path.name}: {message}"
         yield from self._run.lines()
@@ -189,6 +224,7 @@ def _described(part: Part, options: PackOptions, check: _Check) -> DescribedPart
     """Return the description of a part, all traces of which are checked."""
     found = DescribedPart(part.origin, {} if part.layout is None else part.layout.to_entries())
     for _, source in part.sources():
+        source = check.begin(source)
         found.files.append(source.name)
         texts: list[str] = []
         bad: list[InvalidInputError] = []
@@ -196,7 +232,13 @@ def _described(part: Part, options: PackOptions, check: _Check) -> DescribedPart
             with closing(packed_traces(source, options, bad)) as traces:  # type: ignore[type-var]
                 for number, packed in enumerate(traces):
                     texts += [_stored(packed)] if number < MAX_TRACES else []
-                    check.add(packed, is_first=not number)
+                    try:
+                        check.add(packed, is_first=not number)
+                    except InvalidInputError as error:
+                        error.reason += ADVICE.get(error.field or "", "")
+                        if not options.skip_bad:
+                            raise
+                        bad.append(error)
         except InvalidInputError as error:
             check.refused.append(error.with_location(source=source.name))
             bad.append(error)

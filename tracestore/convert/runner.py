@@ -69,7 +69,7 @@ def _position(error: InvalidInputError) -> float:
 
 
 # What to do about a trace that does not fit the store, by the field of the error.
-_ADVICE = {
+ADVICE = {  # by the field of an error
     "num_layers": "; if the first axis of the states counts tokens, their line of the layout ends with -> S L D",
     "question_id": " (a line for question_id may add what tells them apart, see --on-conflict for one trace that changed)",
     "labels": " (--on-conflict replaces or keeps the stored one)",
@@ -474,7 +474,7 @@ class Conversion:
             if known >= 0:
                 self._check_shared(writer, record, known, is_conflict=writer.num_source_conflicts > conflicts)
         except InvalidInputError as error:
-            error.reason += _ADVICE.get(error.field or "", "")
+            error.reason += ADVICE.get(error.field or "", "")
             if not self._options.skip_bad:
                 raise
             added.refused.append(error)

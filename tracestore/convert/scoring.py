@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tracestore.console import Output
-from tracestore.convert.described import DescribedRun
+from tracestore.convert.described import DescribedRun, Find
 from tracestore.convert.options import ConvertOptions
 from tracestore.errors import InvalidInputError, UsageError, escape_unprintable
 from tracestore.ingest.exports.export_manifest import ExportFacts
@@ -135,9 +135,17 @@ class Scoring:
             self._matched.add(file.key_of(record.question_id, record.sample))
         return row or _NO_ROW
 
-    def check_joined(self) -> str | None:
-        """Check rules 12b and 12c of the traces so far; return what is wrong if no row of the scores file is theirs."""
-        return None if self.file is None else self.file.check_ids(self._matched, self._without_row, is_whole=True)
+    @property
+    def is_of_export(self) -> bool:
+        """Whether the traces of the source have their values from an export."""
+        return self._export is not None
+
+    def check_joined(self, find: Find, *, is_whole: bool) -> str | None:
+        """Check rules 12b and 12c of the traces so far and the stored ones; return what is wrong if no row is theirs."""
+        if self.file is None or not self._without_row:
+            return None
+        matched = self._matched.union(key for key in self.file.rows if find(*key) >= 0)
+        return self.file.check_ids(matched, self._without_row, is_whole=is_whole)
 
     def fits(self, block: TraceBlock) -> bool:
         """Return whether add_block() can do values() for each trace of a block: not where a scores file has a row for each."""

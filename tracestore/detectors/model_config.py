@@ -155,7 +155,7 @@ class ModelConfig:
     @property
     def layers_read(self) -> tuple[int, ...]:
         """Layers of the language model that the detector reads, ascending."""
-        return tuple(range(self.num_layers)) if self.layers is None else self.layers
+        return tuple(range(self.num_layers) if self.layers is None else self.layers)
 
     @property
     def edge_dim(self) -> int:

@@ -94,7 +94,7 @@ def content(
         "tracestore": tracestore.__version__,
         "name": name,
         "parameters": json.dumps(detector.parameters),
-        "model": tree_map_only(np.ndarray, _to_tensor, detector.state()),
+        "model": _to_tensors(detector.state()),
         "slope": slope,
         "intercept": intercept,
         "threshold": threshold,
@@ -137,5 +137,10 @@ def from_content(saved: Mapping[str, Any], path: object) -> FittedDetector:
     return FittedDetector(name, detector, slope, intercept, threshold, (layers, columns), origin)
 
 
-def _to_tensor(array: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(np.require(array, requirements=["C", "W"]))
+def _to_tensors(value: Any) -> Any:
+    """Return a state with tensors for arrays, and plain dicts and lists, which torch.load reads as data."""
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(np.require(value, requirements=["C", "W"]))
+    if isinstance(value, dict):
+        return {key: _to_tensors(item) for key, item in value.items()}
+    return [_to_tensors(item) for item in value] if isinstance(value, list | tuple) else value

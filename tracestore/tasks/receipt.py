@@ -276,7 +276,7 @@ def _written(found: Mapping[str, Any], source: SourceFile, traces: TracesOfRecei
     blocks = traces.take(found["num_traces"])
     error = None if found["error"] is None else error_from_json(found["error"])
     refused = list(map(error_from_json, found["refused"]))
-    if bool(blocks) == (error is not None):
+    if bool(blocks) if error is not None else not (blocks or source.may_be_empty):
         raise ValueError(f"{found['num_traces']} traces and the error {error}")
     return WrittenSource(
         source, found["position"], found["size"], found["fingerprint"], blocks=blocks, refused=refused, error=error

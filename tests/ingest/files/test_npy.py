@@ -73,3 +73,11 @@ def test_a_wrong_header_is_refused(header, version):
     with pytest.raises(InvalidInputError):
         shape, _, dtype, _ = read_npy_header(data, "a")
         check_array("a", shape, dtype, 8)
+
+
+def test_a_header_of_version_3(tmp_path):
+    """NumPy writes it for names of fields beyond latin1; they are read as latin1."""
+    with open(tmp_path / "a.npy", "wb") as file:
+        np.lib.format.write_array(file, np.arange(6, dtype="<f4").reshape(2, 3), version=(3, 0))
+    shape, _, dtype, _ = read_npy_header((tmp_path / "a.npy").read_bytes(), "a")
+    assert (shape, dtype) == ((2, 3), np.dtype("<f4"))

@@ -10,7 +10,7 @@ from tests.ingest.propose.test_traps import rows
 from tracestore.errors import InvalidInputError
 
 
-@pytest.mark.parametrize("key", ["gold_answers", "possible_answers", "reference_answers", "answer_aliases"])
+@pytest.mark.parametrize("key", ["gold_answers", "possible_answers", "reference_answers"])
 def test_reference_answers_are_not_generated(tmp_path, key):
     found = [row | {"answer": f"It is {k}.", key: ["No.", "Yes."]} for k, row in enumerate(rows())]
     dump(tmp_path / "in/a.pkl", found)
@@ -18,9 +18,20 @@ def test_reference_answers_are_not_generated(tmp_path, key):
     assert proposal_of(tmp_path).layout.to_entries()["generated_answer"] == "a.pkl : [id=id]/answer"
 
 
-def test_a_list_of_answers_without_a_word_of_references_is_asked(tmp_path):
-    dump(tmp_path / "in/a.pkl", [row | {"answer": "It is.", "answers": ["No.", "Yes."]} for row in rows()])
+@pytest.mark.parametrize("key", ["answers", "answer_aliases", "best_generation", "possible_completion"])
+def test_an_answer_next_to_other_ones_is_asked(tmp_path, key):
+    """Next to its aliases, or to what was generated, `answer` is that of the data set."""
+    text = "No." if key in ("best_generation", "possible_completion") else ["No.", "Yes."]
+    dump(tmp_path / "in/a.pkl", [row | {"answer": "It is.", key: text} for row in rows()])
     refuse(tmp_path, "another text may be meant")
+
+
+@pytest.mark.parametrize("name", ["best_checkpoint/a.pkl", "correct.pkl"])
+def test_a_name_of_a_file_makes_no_answer_a_reference(tmp_path, name):
+    dump(tmp_path / "in" / name, [row | {"answer": f"It is {k}."} for k, row in enumerate(rows())])
+    proposal = proposal_of(tmp_path)
+    found = [proposal.layout] if proposal.layout else [one.layout for one in proposal.candidates]
+    assert all(one.to_entries()["generated_answer"].endswith("/answer") for one in found)
 
 
 def test_an_attribute_of_a_file_is_no_answer(tmp_path):
@@ -62,6 +73,14 @@ def test_numbers_of_parts_of_a_text_are_no_ids(tmp_path):
     refuse(tmp_path, "no ids")
 
 
+def test_the_number_of_a_question_is_no_shard(tmp_path):
+    (tmp_path / "in").mkdir()
+    for k in range(3):
+        found = {f"layer_{n}": states(4 + k, 8, seed=k + 9 * n) for n in range(2)}
+        np.savez(tmp_path / f"in/question_{k + 1}_of_3.npz", **found, input_ids=np.arange(4 + k))
+    assert {name for name, _ in accept(tmp_path)} == {"question_1", "question_2", "question_3"}
+
+
 @pytest.mark.parametrize(
     ("prefix", "expected"), [("webq-test-", ["webq-test-1", "webq-test-2"]), ("test-", ["test-1", "test-2"])]
 )
@@ -71,7 +90,18 @@ def test_ids_of_a_table_have_what_stands_in_front_of_names(tmp_path, prefix, exp
             save(tmp_path / f"in/layer_{layer}/webq-test-{k}.npy", states(4 + k, 8, seed=k + 9 * layer))
     found = [{"qid": f"{prefix}{k}", "input_ids": list(range(4 + k)), "correct": k == 1} for k in (1, 2)]
     table(tmp_path / "in/t.json", found)
-    assert [accept(tmp_path)[name, 0].score for name in expected] == [1, 0]
+    (only,) = refuse(tmp_path, "ids of the table begin with this part of the names").candidates
+    traces = convert(tmp_path, only.layout.to_entries())
+    assert [traces[name, 0].score for name in expected] == [1, 0]
+
+
+@pytest.mark.parametrize("prefix", ["t-", "st-", "-"])
+def test_ids_of_a_table_begin_with_a_word_of_names(tmp_path, prefix):
+    for k in (1, 2):
+        for layer in range(2):
+            save(tmp_path / f"in/layer_{layer}/webq-test-{k}.npy", states(4 + k, 8, seed=k + 9 * layer))
+    table(tmp_path / "in/t.json", [{"qid": f"{prefix}{k}", "correct": k == 1} for k in (1, 2)])
+    assert not any("[id=qid]" in line for one in refuse(tmp_path).candidates for line in one.lines())
 
 
 def test_ids_of_a_table_without_what_stands_in_front_of_names(tmp_path):
@@ -81,14 +111,15 @@ def test_ids_of_a_table_without_what_stands_in_front_of_names(tmp_path):
     assert not any("[id=qid]" in line for one in refuse(tmp_path).candidates for line in one.lines())
 
 
-@pytest.mark.parametrize("key", ["wrong", "incorrect"])
+@pytest.mark.parametrize("key", ["wrong", "incorrect", "inaccurate", "unfaithful"])
 def test_a_column_wrong_says_that_answers_are_wrong(tmp_path, key):
     dump(tmp_path / "in/a.pkl", [row | {"pred": "Yes.", "gold": "No."} for row in rows(**{key: [0, 1, 1]})])
     assert proposal_of(tmp_path).layout.to_entries()["is_hallucinated"] == f"a.pkl : [id=id]/{key}"
 
 
-def test_a_count_of_wrong_answers_is_no_label(tmp_path):
-    dump(tmp_path / "in/a.pkl", rows(wrong=[0, 1, 2]))
+@pytest.mark.parametrize("key", ["wrong", "inaccurate", "unfaithful"])
+def test_a_count_of_wrong_answers_is_no_label(tmp_path, key):
+    dump(tmp_path / "in/a.pkl", rows(**{key: [0, 1, 2]}))
     assert not refuse(tmp_path).candidates
 
 
@@ -141,7 +172,8 @@ def _batches(tmp_path, batches):
 
 def test_columns_with_the_numbers_of_batches_and_rows(tmp_path):
     _batches(tmp_path, [(1, 1), (0, 0), (1, 0), (0, 1)])
-    traces = accept(tmp_path)
+    (only,) = refuse(tmp_path, "chunk=batch, N=row: the numbers may be those of another order").candidates
+    traces = convert(tmp_path, only.layout.to_entries())
     assert [traces[f"q{k}", 0].num_tokens for k in range(4)] == [5, 6, 6, 4]
     np.testing.assert_allclose(traces["q2", 0].hidden_states, states(2, 2, 6, 8, seed=1)[0], rtol=2e-3, atol=1e-3)
 
@@ -173,6 +205,23 @@ def test_offsets_with_rows_in_another_order_than_numbers_of_tokens(tmp_path):
     assert not any(
         "meta.json" in line for one in refuse(tmp_path).candidates for line in one.lines() if "(N S)" in line
     )
+
+
+@pytest.mark.parametrize("ends", [{}, {"n_tokens": (5, 5, 5)}, {"end": (10, 5, 15)}])
+def test_offsets_with_rows_that_begin_elsewhere(tmp_path, ends):
+    """Lengths that are equal show no order of rows; where the rows begin does."""
+    save(tmp_path / "in/hidden.npy", states(15, 2, 8))
+    save(tmp_path / "in/token_ids.npy", np.arange(15))
+    save(tmp_path / "in/offsets.npy", np.array([0, 5, 10, 15]))
+    columns = {"start": (5, 0, 10)} | ends
+    found = [{"qid": name, **{c: v[k] for c, v in columns.items()}} for k, name in enumerate("bac")]
+    table(tmp_path / "in/meta.json", [row | {"hallucinated": row["qid"] == "b"} for row in found])
+    for one in refuse(tmp_path).candidates:
+        for trace in convert(tmp_path, one.layout.to_entries()).values():
+            assert (
+                trace.question_id not in ("a", "b", "c")
+                or trace.tokens[0] == {"a": 0, "b": 5, "c": 10}[trace.question_id]
+            )
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])

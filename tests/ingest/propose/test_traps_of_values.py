@@ -566,6 +566,16 @@ def test_ids_number_rows_in_another_order_rule_13a(tmp_path, ids, where, suffix)
     refuse(tmp_path, "the ids may number rows in another order")
 
 
+def test_ids_of_which_a_part_is_looked_at_number_rows_rule_13a(tmp_path):
+    count, folder = 2100, tmp_path / "in"
+    folder.mkdir()
+    arrays = {f"last_token_layer_{k}": states(count, 4, seed=k) for k in (8, 16)}
+    np.savez(folder / "a.npz", **arrays, idx=np.random.default_rng(0).permutation(count))
+    np.save(folder / "is_correct.npy", np.arange(count) % 2)
+
+    refuse(tmp_path, "the ids may number rows in another order")
+
+
 @pytest.mark.parametrize("ids", [[0, 1, 2, 3], [7, 1, 9, 3], ["c", "a", "d", "b"], ["a1", "b0", "a0", "b1"]])
 def test_ids_do_not_number_rows(tmp_path, ids):
     arrays = {f"last_token_layer_{k}": states(4, 8, seed=k) for k in (8, 16)}

@@ -16,7 +16,7 @@ from tracestore.ingest.layout.places import Place, Plan, wild_prefixes
 from tracestore.store.io.provenance_file import PROVENANCE_FILE
 
 _DIGITS = re.compile(r"(\d+)")
-_SUFFIX = re.compile(r"\.[a-z]\w*(\.(gz|bz2|xz|zst))?$", re.IGNORECASE)
+_SUFFIX = re.compile(r"\.[a-z]\w*$", re.IGNORECASE)
 _SKIPPED = ("__MACOSX",)
 # Files that hold no data of traces, whatever a layout says.
 _OTHER_FILES = (PROVENANCE_FILE, "readme.txt", "license.txt", "requirements.txt")
@@ -71,12 +71,13 @@ class FileKeys:
         bases = [name.rpartition("/")[2] for name in names]
         is_unique = len(set(bases)) == len(set(names))
         self.keys = dict(zip(names, bases if is_unique else names, strict=True))
-        # A row may name a file without its folders, or without its suffix.
+        # A row may name a file without its folders, or without its suffixes.
         self._by_stem: dict[str, list[str]] = defaultdict(list)
         for name in self.keys:
-            base = name.rpartition("/")[2]
-            for text in {base, _SUFFIX.sub("", base)}:
+            text = name.rpartition("/")[2]
+            while name not in self._by_stem[text]:
                 self._by_stem[text].append(name)
+                text = _SUFFIX.sub("", text)
 
     def of_row(self, text: str, table: FoundFile) -> str:
         """Return the key of the file that a row of a table names: by its path below SRC or the table, else by the end of it."""

@@ -199,7 +199,7 @@ class TraceBuilder:
         self._set_key(trace, values)
         self._set_scalars(trace, environment, self._later_keys)
         if self._kept and not self._kept.has_trace(environment):
-            trace.columns.leave_out(environment)
+            trace.columns.leave_out(environment, trace.made_id)
             return None
         self._set_scalars(trace, values, self._scalars)
         check_spans(values.get("spans"), [values[n] for n in ANSWER_FIELDS if n in values])
@@ -343,5 +343,5 @@ class TraceBuilder:
                     field="prompt_length",
                 )
             trace.num_first = sizes[0] if sizes[0] > 1 and all(size == 1 for size in sizes[1:]) else 0
-        if stated is None and trace.num_first:
+        if stated is None and len(sizes) > 1 and (trace.num_first or len(trace.cells) > 1):
             values["prompt_length"] = trace.num_first

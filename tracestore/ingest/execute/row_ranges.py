@@ -66,6 +66,9 @@ def ranges_of(known: dict[str, np.ndarray], total: int) -> list[tuple[int, int]]
     _check_cover(spans, total, name)
     if lengths and lengths != [end - begin for begin, end in spans]:
         raise InvalidInputError(f"found other lengths than {name}: rows in another order?", field="S.lengths")
+    for of, own in (("S.starts", [span[0] for span in spans]), ("S.ends", [span[1] for span in spans])):
+        if values.get(of, own) != own:
+            raise InvalidInputError(f"found other rows than {name}: rows in another order?", field=of)
     return spans
 
 

@@ -78,7 +78,7 @@ def _are_shifted(rows: list[Any], own: list[Any]) -> bool:
                 is_shifted = first == first_own and (has_left or not any(number for _, number in first))
             else:
                 is_shifted = has_left and moved <= own_numbers and first <= first_own
-            if moved and is_shifted:
+            if is_shifted and moved & (own_numbers - numbers):  # some moved row is that of a trace without one
                 return True
     return False
 

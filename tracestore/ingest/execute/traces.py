@@ -44,11 +44,11 @@ class TraceColumns:
             column = level[cell.place] = Column(cell.place, self.plan.keys[cell.place])
         column.add(cell, source)
 
-    def leave_out(self, environment: Mapping[str, Any]) -> None:
+    def leave_out(self, environment: dict[str, Any], made_id: str | None) -> None:
         """Take the rows of a trace that is left out: they belong to no other one."""
         for level in (self.unit, self.source, self.tables):
             for column in level.values():
-                column.leave_out(environment)
+                column.leave_out(column.own_environment(environment, made_id))
 
     def of(self, name: str) -> Iterator[tuple[Place, Column]]:
         """Yield the columns of a field, with their places."""

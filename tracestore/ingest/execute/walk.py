@@ -241,6 +241,9 @@ class Walk:
                 continue
             begins = child.is_unit and not in_unit
             yield from self.cells(child, item, found, in_unit=in_unit or begins or has_unit)
+            if _COUNTED in step.values and isinstance(item, Group):  # a row without the key is a row without a value
+                for lacking in _lacking(child, item):
+                    yield from self.cells(lacking, None, found, in_unit=in_unit or begins or has_unit)
             has_unit |= begins
         if has_unit:
             yield None
@@ -355,6 +358,12 @@ class Walk:
 
     def _refuse(self, node: Node, step: Step, found: str) -> Any:
         raise InvalidInputError(f"{node.prefix}{step.text}: found {found}", source=self._source)
+
+
+def _lacking(node: Node, item: Group) -> list[Node]:
+    """Return the places of keys that a row does not have."""
+    steps = [(step, child) for step, child in node.children if isinstance(step, KeyStep)]
+    return [child for step, child in steps if all(_match_key(step, key) is None for key in item)]
 
 
 def _column_names(items: Sequence[tuple[ItemsStep, Node]]) -> set[str]:

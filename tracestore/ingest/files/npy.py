@@ -15,7 +15,11 @@ DTYPE_KINDS = "biufcSU"
 NPY_MAGIC = b"\x93NUMPY"
 _MAX_HEADER_BYTES = 10_000
 NPY_HEAD_BYTES = _MAX_HEADER_BYTES + 16  # with what is before the header
-_READ_HEADER = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+_READ_HEADER = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+    (3, 0): np.lib.format.read_array_header_2_0,
+}
 ZIP_ENTRY = struct.Struct("<4s5H3I2H")  # what is before the name of an entry of an archive
 _TWO_BYTES = np.dtype("V2")
 # CPython 3.11 counts the depth of all expressions that threads parse together, and raises SystemError.

@@ -18,6 +18,7 @@ Row = dict[str, Meaning]  # the scalars of the items of a prefix by their field
 _COLUMNS = frozenset(("question_id", "question", "generated_answer", "S.lengths", "S.offsets", "verdict"))
 _SHARD = re.compile(r"\{chunk\}[-_. ]?of[-_. ]?\d")
 _ORDER_OF_FILES = "rows may be in another order than the files"  # rule 13a
+_OF_NUMBERS = frozenset(("id", "idx", "index", "number", "no", "num"))  # behind the word of what is counted
 _BOUND_BY_ROWS = ("layer", "token", "step", "dim")
 
 
@@ -137,6 +138,7 @@ class Places:
             return sorted(numbers)
         if rows.isdisjoint(texts) and (front := _front_of(main, texts, rows)):
             renamed.setdefault(main, {})[front + "{id}"] = "{id}"
+            doubts.append(f"{front}: ids of the table begin with this part of the names")
             return [front + text for text in texts]
         return texts
 
@@ -344,13 +346,14 @@ class Places:
     def _position(self, place: Prefix, identity: Identity, states: Leaf) -> str | None:
         """Return how columns with the numbers of batches and their rows join a table with other ids, None without them."""
         ids = self.row(*place).get("question_id")
-        columns = {
-            "N"
-            if SAYING["numbers of rows"].issuperset(words_of(leaf.key))
-            else COUNTED.get(words_of(leaf.key)[0]): leaf
-            for leaf in (meaning.leaf for meaning in self.meanings if meaning is not ids)
-            if (leaf.files, leaf.path[:-1]) == place and leaf.number_kind == "i" and not leaf.rank
-        }
+        columns: dict[str | None, Leaf] = {}
+        for leaf in (meaning.leaf for meaning in self.meanings if meaning is not ids):
+            if (leaf.files, leaf.path[:-1]) == place and leaf.number_kind == "i" and not leaf.rank:
+                first, *others = words_of(leaf.key)
+                if SAYING["numbers of rows"].issuperset((first, *others)):
+                    columns["N"] = leaf
+                elif _OF_NUMBERS.issuperset(others):
+                    columns[COUNTED.get(first)] = leaf
         if ids is None or "N" not in columns:
             return None
         key, values = columns["N"].path[-1], list(map(int, columns["N"].scalars))
@@ -359,11 +362,13 @@ class Places:
             members = self.observation.families[states.files, ()].members.values()
             is_joined = {*numbers} <= {int(bound.get("chunk", -1)) for bound in members} and not identity.names
             is_joined &= len({*zip(numbers, values, strict=False)}) == len(values)
-            return f"[chunk={columns['chunk'].path[-1]}, N={key}]" if is_joined else None
-        if columns["N"].is_counter or len({value for value in values if value >= 0}) < len(values):
-            return None
-        identity.doubts.append(f"{key}: the numbers may be those of another order")
-        return f"[N={key}]"
+            joined = f"chunk={columns['chunk'].path[-1]}, N={key}"
+        else:
+            is_joined = not columns["N"].is_counter and len({value for value in values if value >= 0}) == len(values)
+            joined = f"N={key}"
+        if is_joined:
+            identity.doubts.append(f"{joined}: the numbers may be those of another order")
+        return f"[{joined}]" if is_joined else None
 
 
 def _stem(name: str) -> str:
@@ -380,7 +385,8 @@ def _named(text: str, names: Mapping[str, str] | None) -> str:
 def _front_of(place: Prefix, texts: Sequence[str], rows: set[str]) -> str:
     """Return the text in front of the ids in names with which the ids of a table begin, "" if there is none."""
     front = re.findall(r"([^/{}\\]*)\{id\}", (place[1] or place[:1])[-1])
-    fronts = [front[0][k:] for k in range(len(front[0]))] if front else []
+    begins = [match.start() for match in re.finditer(r"(?<![^\W_])[^\W_]", front[0])] if front else []  # of words
+    fronts = [front[0][k:] for k in begins]
     return next((one for one in fronts if not rows.isdisjoint(one + text for text in texts)), "")
 
 

@@ -89,6 +89,14 @@ class Meaning:
         return frozenset(word for step in steps for word in words_of(without_names(step)))
 
     @property
+    def own_words(self) -> frozenset[str]:
+        """The words of the keys below those that tell traces apart; without a key, of the file."""
+        last = max((k for k, step in enumerate(self.leaf.path) if step == "[]" or "{" in step), default=-1)
+        steps = self.leaf.path[last + 1 :] or self.leaf.path[-1:] or (self.leaf.files,)
+        steps = steps if any(map(words_of, steps)) else (self.leaf.key,)
+        return frozenset(word for step in steps for word in words_of(without_names(step)))
+
+    @property
     def is_correct_otherwise(self) -> bool | None:
         """Return whether an answer is correct that no known word of the column judges; None if they have two sides."""
         sides = {score_of_word(str(value), CORRECT) for value in self.leaf.scalars} - {None}
@@ -123,7 +131,10 @@ def meaning_of(leaf: Leaf, siblings: frozenset[str]) -> Meaning:
             found.missing = others if known and len(others) < 3 else ()
         field, size = ("verdict", 0) if found.verdicts else _field(words, leaf)
         against = _AGAINST.get(field, "")
-        if not SAYING.get(against, frozenset()).isdisjoint(found.words if against == "references" else words):
+        if not SAYING.get(against, frozenset()).isdisjoint(found.own_words if against == "references" else words):
+            if against == "references" and not (SAYING["generated"] - {"answer"}).isdisjoint(words):
+                found.field, found.num_words = field, size  # the best of several generations
+                return found
             found.reason = "a reference answer" * (against == "references")
             return found
         if field:
@@ -213,7 +224,11 @@ def _verdicts(leaf: Leaf, words: Sequence[str], siblings: frozenset[str]) -> tup
         is_label = True
         direction, is_doubtful = _of_words(leaf.scalars, direction)
     else:
-        is_label = _is_claim(name.split("_")) or (direction is None and not _is_score(leaf, words, name))
+        is_label = (
+            _is_claim(name.split("_"))
+            or score_of_word(name, None) == 0
+            or (direction is None and not _is_score(leaf, words, name))
+        )
         is_plain = all(str(value).casefold() in ("true", "false") for value in leaf.scalars)
         if name == "correct" and not is_plain and siblings & SAYING["choices"]:
             direction = None

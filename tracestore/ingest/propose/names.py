@@ -127,7 +127,8 @@ def _pieces(name: str) -> list[Piece]:
         if re.fullmatch(rf"{_TYPE}|{_TOTAL}", token):
             found.append((token, ""))
         elif token.lstrip("-").isalnum() and not token.isalpha():
-            counted = counted or ("chunk" if re.fullmatch(_TOTAL, following) else "")
+            is_trace = any(what == "#" for _, what in found[-2:])  # question_1_of_3
+            counted = counted or ("chunk" if re.fullmatch(_TOTAL, following) and not is_trace else "")
             found.append((token, counted if counted and is_integer(token) else "?"))
             counted = ""
         elif not token[0].isalpha():

@@ -236,11 +236,7 @@ class Case:
         scores = sorted(name for name in self.lines if name.startswith(("correctness.", "hallucination.")))
         if len(scores) > 1:
             found.append(f"{', '.join(scores)}: no word tells which score counts")
-        for name in self.lines:
-            leaves = [
-                self.places.with_ids(m.leaf, self.identity) for m in self.places.meanings if m.verdicts == (name,)
-            ]
-            found += contradictions(name, leaves)
+        found += self._of_labels()
         doubtful = [m.leaf.key for m in self.places.meanings if m.is_doubtful]
         return [*found, *(f"{key}: may be what a detector says, or words without a meaning" for key in doubtful)]
 

@@ -123,7 +123,7 @@ def try_layout(layout: Layout, files: Mapping[str, Path], *, is_partial: bool = 
         execution.release()
     outcome.num_tokens = (min(sizes)[0], max(sizes)[0])
     outcome.has_passes = all(prompt > 1 for _, prompt in sizes) and len({size - prompt for size, prompt in sizes}) > 1
-    outcome.moved = _moved(execution.plan, ids)
+    outcome.moved = _moved(execution.plan, ids, is_partial=outcome.is_partial)
     outcome.digest = digest.digest()
     outcome.has_copies = not outcome.is_last_token and len(set(states)) < len(states)
     outcome.counts = {name: (values.count(1), values.count(0), len(values)) for name, values in labels.items()}
@@ -172,11 +172,16 @@ def _records(execution: Execution, outcome: Outcome) -> Iterator[TraceRecord]:
             yield record
 
 
-def _moved(plan: Plan, ids: Sequence[str]) -> list[str]:
+def _moved(plan: Plan, ids: Sequence[str], *, is_partial: bool) -> list[str]:
     """Return the labels and texts of other files that are joined in order, if the ids number rows in another order."""
     found = [match for text in ids if (match := re.fullmatch(r"(\D*)(\d+)", text))]
     numbers, texts = [int(match[2]) for match in found], {match[1] for match in found}
-    if len(found) < len(ids) or len(texts) > 1 or numbers == sorted(numbers) or max(numbers) > len(numbers):
+    if (
+        len(found) < len(ids)
+        or len(texts) > 1
+        or numbers == sorted(numbers)
+        or (max(numbers) > len(numbers) and not is_partial)
+    ):
         return []
     own = {p.address.files for p in plan.places if p.name in (plan.layout.states, "question_id")}
     of_rows = (p for p in plan.others if "N" in p.trace_names and p.rule.kind in ("score", "text"))
