@@ -895,3 +895,55 @@ def test_rule_08a_attributes_that_may_be_labels(tmp_path, container):
     assert len(convert(tmp_path, layout | {"ignore": f"{place}@is_correct"})) == 2
     traces = convert(tmp_path, layout | {"is_correct": f"{place}@is_correct"}, overwrite=True)
     assert [trace.score for trace in traces.values()] == [0, 1]
+
+
+def test_an_empty_prompt_has_a_length(tmp_path):
+    for k, size in enumerate((0, 3)):
+        save(tmp_path / f"in/q{k}_p.npy", states(2, size, 8, seed=k))
+        save(tmp_path / f"in/q{k}_a.npy", states(2, 4, 8, seed=k + 5))
+
+    traces = convert(tmp_path, {"hidden_states": ["{id}_p.npy -> L S D", "{id}_a.npy -> L S D"]})
+
+    assert [traces[f"q{k}", 0].prompt_length for k in range(2)] == [0, 3]
+
+
+def test_rule_12_a_numbered_row_without_the_key_is_one_without_a_value(tmp_path):
+    for name in ("q1_0", "q1_1", "q2_0", "q2_1"):
+        save(tmp_path / f"in/{name}.npy", states(2, 4, 8))
+    found = [{"qid": "q1", "ok": 1}, {"qid": "q1"}, {"qid": "q2", "ok": 0}, {"qid": "q2", "ok": 1}]
+    (tmp_path / "in/t.jsonl").write_text("\n".join(map(json.dumps, found)))
+
+    layout = {"hidden_states": "{id}_{sample}.npy -> L S D", "is_correct": "t.jsonl : [id=qid, sample=#]/ok"}
+    traces = convert(tmp_path, layout)
+
+    np.testing.assert_equal([trace.score for trace in traces.values()], [1, np.nan, 0, 1])
+
+
+@pytest.mark.parametrize(
+    ("rows", "names"),
+    [
+        ([f"train_{k}" for k in range(6)], [*(f"train_{k}" for k in range(1, 6)), *(f"test_{k}" for k in range(3))]),
+        (range(6), [*range(1, 6), "x"]),
+        (["d1-5", "d1-6", "d2-5", "d2-6"], ["d1-6", "d2-6", "d3-6", "zz"]),
+    ],
+)
+def test_rule_12b_rows_of_traces_that_failed_are_not_shifted(tmp_path, rows, names):
+    for name in names:
+        save(tmp_path / f"in/h/{name}.npy", states(2, 4, 8))
+    table(tmp_path / "in/t.csv", [{"qid": row, "ok": k % 2} for k, row in enumerate(rows)])
+
+    traces = convert(tmp_path, {"hidden_states": "h/{id}.npy -> L S D", "is_correct": "t.csv : [id=qid]/ok"})
+
+    own = {str(row): k % 2 for k, row in enumerate(rows)}
+    np.testing.assert_equal([trace.score for trace in traces.values()], [own.get(name, np.nan) for name, _ in traces])
+
+
+@pytest.mark.parametrize("path", ["q{}", "q{}.hidden", "q{}.hidden.npy"])
+def test_a_file_with_two_suffixes_that_a_row_names(tmp_path, path):
+    for k in range(2):
+        save(tmp_path / f"in/q{k}.hidden.npy", states(2, 4, 8))
+    table(tmp_path / "in/t.csv", [{"path": path.format(k), "ok": k} for k in range(2)])
+
+    traces = convert(tmp_path, {"hidden_states": "{id}.hidden.npy -> L S D", "is_correct": "t.csv : [file=path]/ok"})
+
+    assert [trace.score for trace in traces.values()] == [0, 1]

@@ -229,3 +229,27 @@ def test_lines_of_the_command(tmp_path, workers):
     assert parse_layout(read_layout(None, lines).to_entries()) == read_layout(None, lines)
     (tmp_path / "l.toml").write_text(read_layout(None, lines).to_toml())
     assert read_layout(tmp_path / "l.toml") == read_layout(None, lines)
+
+
+@pytest.mark.parametrize("labels", ["[id=qid]", "[id=qid, sample=#]"])
+def test_rows_of_left_out_traces_have_made_ids(tmp_path, labels):
+    """Neither refused as shifted or too many, nor counted as rows without a trace."""
+    for k in range(4):
+        save(tmp_path / f"in/h/r{k}.npy" if labels == "[id=qid]" else tmp_path / f"in/h/a_{k}.npy", states(2, 4, 8))
+    names = [f"r{k}" for k in range(4)] if labels == "[id=qid]" else ["a"] * 4
+    table(
+        tmp_path / "in/m.csv",
+        [{"rid": name, "n": k, "state": "bad" if not k else "ok"} for k, name in enumerate(names)],
+    )
+    table(tmp_path / "in/t.csv", [{"qid": f"tqa_{name}", "ok": k % 2} for k, name in enumerate(names)])
+    files, joined = ("{id}", "[id=rid]") if labels == "[id=qid]" else ("{id}_{sample}", "[id=rid, sample=n]")
+    layout = {"hidden_states": f"h/{files}.npy -> L S D", "question_id": "=tqa_{id}", "keep.status": "ok"}
+    layout |= {"key.status": f"m.csv : {joined}/state", "is_correct": f"t.csv : {labels}/ok"}
+    if labels == "[id=qid]":
+        layout["ignore"] = ["m.csv : [id=rid]/n"]
+
+    with TestCase().assertLogs("tracestore") as found:
+        traces = convert(tmp_path, layout)
+
+    assert [trace.score for trace in traces.values()] == [1, 0, 1]
+    assert any("1 of traces that are left out" in line for line in found.output)
