@@ -911,7 +911,11 @@ def test_rule_14_a_judgment_agrees_with_that_of_an_earlier_conversion(tmp_path, 
     convert(tmp_path, ROWS | {one: line} | more)
     other = "is_correct" if one == "is_hallucinated" else "is_hallucinated"
 
-    refuse(tmp_path, ROWS | {other: line} | more, "found is_correct . and is_hallucinated . of q0, one of them stored")
+    refuse(
+        tmp_path,
+        ROWS | {other: line} | more,
+        "found is_correct . and is_hallucinated . of q0, one of them stored \\(lines for both",
+    )
 
     assert [trace.scores for trace in tracestore.open(tmp_path / "s.zarr")] == [{one: k % 2} for k in range(3)]
 
