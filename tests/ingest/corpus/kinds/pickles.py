@@ -83,12 +83,11 @@ def pkl_appended_dicts(folder, samples):
     dump(folder / "hidden_states.pkl", *[record(s, tokens=s.tokens) for s in samples])
 
 
-@kind(count=5, refused=True)
+@kind(count=5, expect="id answer")
 def pkl_header_then_batches(folder, samples):
     """Write several pickle.dump calls: a dict of settings first, then lists of traces."""
     header = {"model_name": "Qwen/Qwen2.5-7B", "num_layers": 3, "batch_size": 2}
     dump(folder / "dump.pkl", header, [record(s) for s in samples[:2]], [record(s) for s in samples[2:]])
-    return []
 
 
 @kind(count=2, expect="id tokens answer", rows="triviaqa_batch_0000.pkl.gz")

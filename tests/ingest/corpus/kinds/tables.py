@@ -217,7 +217,7 @@ def jsonl_last_token_vectors(folder, samples):
     write_lines(folder / "vectors.ndjson", rows)
 
 
-@kind(count=2, refused=True)
+@kind(count=2, expect="id")
 def jsonl_base64(folder, samples):
     """Write arrays as base64 of float32 bytes with dtype and shape."""
     rows = []
@@ -225,7 +225,6 @@ def jsonl_base64(folder, samples):
         data = base64.b64encode(s.hidden.tobytes()).decode()
         rows.append({"id": s.question_id, "hidden_states": {"dtype": "float32", "shape": s.hidden.shape, "data": data}})
     write_lines(folder / "traces.jsonl", rows)
-    return []
 
 
 @kind(count=2, expect="id question")
