@@ -101,8 +101,8 @@ def test_a_file_next_to_the_traces_that_nothing_describes_is_refused_before_a_co
     if name.endswith(".npy"):
         np.save(folder / name, np.ones((3, 2, 4, 4), "f2"))
     else:
-        row = {"qid": "q0", "wrong": 1}
-        (folder / name).write_text("qid,wrong\nq0,1\n" if name.endswith("csv") else json.dumps(row) + "\n")
+        row = {"qid": "q0", "tier": 1}
+        (folder / name).write_text("qid,tier\nq0,1\n" if name.endswith("csv") else json.dumps(row) + "\n")
 
     message = error_of("convert", folder, tmp_path / "s.zarr", code=3)
 

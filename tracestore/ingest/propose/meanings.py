@@ -224,11 +224,7 @@ def _verdicts(leaf: Leaf, words: Sequence[str], siblings: frozenset[str]) -> tup
         is_label = True
         direction, is_doubtful = _of_words(leaf.scalars, direction)
     else:
-        is_label = (
-            _is_claim(name.split("_"))
-            or score_of_word(name, None) == 0
-            or (direction is None and not _is_score(leaf, words, name))
-        )
+        is_label = _is_claim(name.split("_")) or (direction is None and not _is_score(leaf, words, name))
         is_plain = all(str(value).casefold() in ("true", "false") for value in leaf.scalars)
         if name == "correct" and not is_plain and siblings & SAYING["choices"]:
             direction = None
@@ -239,8 +235,9 @@ def _verdicts(leaf: Leaf, words: Sequence[str], siblings: frozenset[str]) -> tup
 
 
 def _is_claim(words: Sequence[str]) -> bool:
-    """Return whether a name reads as a label: is_correct, hallucinated, truthful."""
-    return words[0] in ("is", "has") or words[-1] in SAYING["claims"]
+    """Return whether a name reads as a label: is_correct, hallucinated, truthful, inaccurate."""
+    is_word = words[-1] in SAYING["claims"] or score_of_word("_".join(words), None) == 0
+    return is_word or words[0] in ("is", "has")
 
 
 def _is_score(leaf: Leaf, words: Sequence[str], name: str) -> bool:
