@@ -360,7 +360,7 @@ detectors: p, prob, proba, probability, selfcheck, detector, predicted, logit, e
 choices: choices, options, option, prediction, predictions, gold, pred, choice
 claims: correct, hallucinated, hallucination, truthful, factual, faithful, hallu, hallucinates, wrong, incorrect, right,
   flag, label
-references: gold, golden, reference, references, ground, truth, possible, correct, incorrect, best, acceptable, expected
+references: gold, golden, reference, references, ground, truth, possible, correct, incorrect, acceptable, expected
 vague texts: text, content, output, outputs, input, inputs
 parts of a text: sent, sents, sentence, sentences, step, steps, claim, claims, chunk, chunks, sample, samples, gen, gens, k
 several: samples, sampled, beams, beam, generations, candidates, responses, answers, seeds, seed, heads, head, models,

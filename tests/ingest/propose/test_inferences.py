@@ -18,6 +18,15 @@ def test_reference_answers_are_not_generated(tmp_path, key):
     assert proposal_of(tmp_path).layout.to_entries()["generated_answer"] == "a.pkl : [id=id]/answer"
 
 
+@pytest.mark.parametrize("key", ["best_answer", "best_response"])
+def test_the_best_answer_is_that_of_the_model(tmp_path, key):
+    """Without another answer, the best of several generations is the answer; it is never left out in silence."""
+    dump(tmp_path / "in/a.pkl", [row | {key: f"It is {k}."} for k, row in enumerate(rows())])
+    proposal = proposal_of(tmp_path)
+    for layout in [proposal.layout] if proposal.layout else [one.layout for one in proposal.candidates]:
+        assert layout.to_entries()["generated_answer"] == f"a.pkl : [id=id]/{key}"
+
+
 @pytest.mark.parametrize("key", ["answers", "answer_aliases", "best_generation", "possible_completion"])
 def test_an_answer_next_to_other_ones_is_asked(tmp_path, key):
     """Next to its aliases, or to what was generated, `answer` is that of the data set."""
