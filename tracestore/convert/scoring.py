@@ -137,7 +137,7 @@ class Scoring:
 
     @property
     def is_of_export(self) -> bool:
-        """Whether the traces of the source have their values from an export."""
+        """Tell whether the traces of the source have their values from an export."""
         return self._export is not None
 
     def check_joined(self, find: Find, *, is_whole: bool) -> str | None:
