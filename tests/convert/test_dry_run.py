@@ -208,9 +208,9 @@ def test_a_scores_file_without_a_row_for_new_files_of_a_labeled_store(tmp_path):
     convert(*words)
     dump(tmp_path / "in/b.pkl", items("c"))
 
-    convert(*words, "--dry-run")
+    assert "2 files, 0 refused" in convert(*words, "--dry-run").stdout
 
-    convert(*words)
+    assert "1 trace added" in convert(*words).stdout
 
 
 def test_equal_states_of_an_export(tmp_path):
@@ -220,6 +220,6 @@ def test_equal_states_of_an_export(tmp_path):
             writer.append({"question_id": name, "hidden_states": list(states(2, 4, 8))}, score=1)
     command("export", tmp_path / "a.zarr", tmp_path / "in", check=0)
 
-    convert(tmp_path / "in", tmp_path / "s.zarr", "--dry-run")
+    assert " 0 refused" in convert(tmp_path / "in", tmp_path / "s.zarr", "--dry-run").stdout
 
-    convert(tmp_path / "in", tmp_path / "s.zarr")
+    assert "2 traces added" in convert(tmp_path / "in", tmp_path / "s.zarr").stdout
