@@ -31,12 +31,12 @@ def test_loader_of_sequences_needs_no_pyg(store):
 
 
 @pytest.mark.long
-def test_training_all_models_imports_neither_pyg_nor_scikit_learn(store, tmp_path):
+def test_training_without_the_probe_imports_neither_pyg_nor_scikit_learn(store, tmp_path):
     code = (
         "import atexit, runpy, sys\n"
         f"atexit.register(lambda: print(sorted({HEAVY} & set(sys.modules))))\n"
         f"sys.argv = ['train.py', '--store', {str(store)!r}, '--output-dir', {str(tmp_path / 'r')!r}, '--epochs', '1',\n"
-        "    '--gnn-hidden', '8', '--latent-dim', '4', '--lstm-hidden', '8', '--num-threads', '1']\n"
+        "    '--gnn-hidden', '8', '--latent-dim', '4', '--lstm-hidden', '8', '--num-threads', '1', '--no-probe']\n"
         "runpy.run_path('tools/train.py', run_name='__main__')"
     )
     done = run_cli("-c", code, check=0)
