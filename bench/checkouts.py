@@ -2,7 +2,7 @@
 
 python bench/checkouts.py OTHER DIR [--what NAME ...] [--rounds 9]
 
-Every measurement is a process of its own, and the checkouts alternate. A row has the median seconds of both, and the
+Every measurement is a process of its own, and the checkouts alternate; each reads the store that it wrote. A row has the median seconds of both, and the
 ratio of this checkout to the other: of the medians, of the processor time, and the range of the single rounds. Use a
 DIR on a tmpfs, and compare a checkout with itself to learn the noise of the machine.
 """
@@ -16,9 +16,10 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from zlib import crc32
 
 import numpy as np
-from benchmarks.common import ROOT, SMALL, make_store, make_trace, open_source, timed
+from benchmarks.common import ROOT, SMALL, make_trace, open_source, timed
 
 # Traces and files of each source.
 SOURCES = {
@@ -27,6 +28,7 @@ SOURCES = {
     "50 MB .pkl.gz": (18, 3, ".pkl.gz", SMALL),
     "tiny": (20_000, 4, ".pkl", {"layers": 2, "dim": 32, "heads": 1}),
 }
+READ = "277 MB"  # the source of the stores that are read
 OPEN = """
 import statistics, sys, time, tracestore
 def once():
@@ -61,22 +63,32 @@ def write_sources(folder: Path, count: int, num_files: int, suffix: str, shape: 
             pickle.dump([make_trace(k, tokens, **shape) for k, tokens in zip(numbers, sizes, strict=True)], file, 4)
 
 
-def measure(checkout: Path, what: str, folder: Path) -> tuple[float, float]:
-    """Return the seconds of one measurement, and the processor time of its process."""
+def output_of(checkout: Path, *words: str) -> list[str]:
+    """Return the lines that a Python with a checkout prints."""
     environment = os.environ | {"PYTHONPATH": str(checkout)}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    store = folder / ("out.zarr" if what in SOURCES else "store.zarr")
-    if what in SOURCES:
-        words = ["-m", "tracestore.convert", str(folder / what), str(store)]
-    else:
-        code, *more = READING[what]
-        words = ["-c", code, str(store), *more]
+    return subprocess.check_output([sys.executable, *words], cwd=checkout, env=environment, text=True).splitlines()
+
+
+def convert(checkout: Path, source: Path, store: Path) -> None:
+    """Convert a source with a checkout."""
+    output_of(checkout, "-m", "tracestore.convert", str(source), str(store))
+
+
+def measure(checkout: Path, what: str, folder: Path) -> tuple[float, float]:
+    """Return the seconds of one measurement, and the processor time of its process."""
+    store = folder / f"{'out' if what in SOURCES else 'read'}_{crc32(bytes(checkout))}.zarr"
     lines: list[str] = []
 
     def run() -> None:
-        command = [sys.executable, *words]
-        ended = subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.PIPE, text=True)
-        lines.extend(ended.stdout.splitlines())
+        if what in SOURCES:
+            convert(checkout, folder / what, store)
+        else:
+            code, *more = READING[what]
+            lines.extend(output_of(checkout, "-c", code, str(store), *more))
+
+    if what in READING and not store.exists():
+        convert(checkout, folder / READ, store)
 
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = timed(run)
@@ -98,12 +110,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()
     args.folder.mkdir(exist_ok=True)
-    if not (args.folder / "store.zarr").exists():
-        make_store(args.folder / "store.zarr", SMALL["layers"], SMALL["dim"], 90)
     checkouts = [args.other.resolve(), ROOT]
     for what in args.what:
-        if what in SOURCES and not (args.folder / what).exists():
-            write_sources(args.folder / what, *SOURCES[what])
+        source = what if what in SOURCES else READ
+        if not (args.folder / source).exists():
+            write_sources(args.folder / source, *SOURCES[source])
         rounds = []
         for number in range(-1, args.rounds):  # the first round fills caches
             pair = {c: measure(c, what, args.folder) for c in checkouts[:: 1 if number % 2 else -1]}

@@ -3,10 +3,9 @@
 import os
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
 from mmap import mmap
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,8 +20,7 @@ from tracestore.store.write.pack import PackedTrace, pack_record
 from tracestore.store.write.record import MISSING_ATTENTION, TraceRecord
 
 
-@dataclass(frozen=True)
-class PackOptions:
+class PackOptions(NamedTuple):
     """Options for packing traces; the same for every source of a store.
 
     Parameters

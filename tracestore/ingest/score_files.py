@@ -171,8 +171,7 @@ def _column_of_file(path: Path) -> str:
     return next((n for n in names if f"_{stem}".endswith((f"_{n}", f"_{n}s"))), path.stem)
 
 
-@dataclass(frozen=True)
-class FoundFiles:
+class FoundFiles(NamedTuple):
     """The scores files among the files of a conversion.
 
     Attributes

@@ -7,10 +7,10 @@ has a thread while it is read; a limit applies to all packed traces that wait.
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Protocol
 
 from tracestore.errors import InvalidInputError
@@ -276,14 +276,24 @@ def read_sources(
     SourceStream
         One per source, in order. Closing the iterator ends the threads.
     """
-    pool = ThreadPoolExecutor(workers, thread_name_prefix="tracestore-read")
     gate = MemoryGate(options.max_waiting)
     started, later = deque[SourceStream](), iter(sources)
+    tasks: SimpleQueue[SourceStream | None] = SimpleQueue()
+
+    def read_tasks() -> None:
+        while (stream := tasks.get()) is not None and not gate.is_closed:
+            stream.read_into_queue(options, is_known)
+
+    # Importing concurrent.futures, and logging with it, takes longer than reading a small file.
+    names = (f"tracestore-read-{k}" for k in range(min(workers, len(sources))))
+    threads = [threading.Thread(target=read_tasks, name=name, daemon=True) for name in names]
     try:
+        for thread in threads:
+            thread.start()
         while True:
             for source in islice(later, 2 * workers - len(started)):
                 started.append(SourceStream(source, gate, on_wait, segments_of(source)))
-                pool.submit(started[-1].read_into_queue, options, is_known)
+                tasks.put(started[-1])
             if not started:
                 return
             yield started[0]
@@ -293,6 +303,10 @@ def read_sources(
         for stream in started:
             stream.cancel()
         gate.is_closed = True
-        pool.shutdown(cancel_futures=True)
+        for _ in threads:
+            tasks.put(None)
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
         for stream in started:
             stream.discard()

@@ -18,8 +18,7 @@ _SAMPLE_BYTES = 64 << 10
 OnRefused = Callable[[InvalidInputError], None] | None
 
 
-@dataclass(frozen=True)
-class Described:
+class Described(NamedTuple):
     """Read a source that is no file of an export.
 
     Attributes
@@ -88,7 +87,7 @@ class SourceFile:
 
     def without_values(self) -> "SourceFile":
         """Return the source without the labels, scores and groups of an export."""
-        return self if self.export is None else replace(self, export=replace(self.export, has_values=False))
+        return self if self.export is None else replace(self, export=self.export._replace(has_values=False))
 
     def file_bytes(self) -> int:
         """Return the size of its files; 0 for one that is missing or not regular."""

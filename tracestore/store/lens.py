@@ -2,8 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -23,8 +22,7 @@ def block_rows(hidden_dim: int) -> int:
     return max(1, _BLOCK_VALUES // hidden_dim)
 
 
-@dataclass(frozen=True)
-class LensArrays:
+class LensArrays(NamedTuple):
     """A final norm and an unembedding matrix to be stored.
 
     Attributes

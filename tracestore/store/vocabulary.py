@@ -5,7 +5,6 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -23,8 +22,7 @@ FLOATS, INTEGERS, NUMBERS, TEXT = "floats", "integers", "numbers", "text"
 LABEL, SCORE, OBJECT = "label", "score", "object"
 
 
-@dataclass(frozen=True)
-class Field:
+class Field(NamedTuple):
     """A field of a trace.
 
     Attributes

@@ -5,7 +5,6 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
@@ -304,6 +303,8 @@ class RunAccount:
             *((found, "ignore", entry) for entry, found in self._plan.ignored.items() if entry.path),
         ):
             if not any(self._trees[address.files.text].at(address.path).is_found for address in found):
+                from difflib import get_close_matches  # only wrong layouts need it
+
                 near = get_close_matches(str(entry or found[0]), self.left_out, 1)
                 way = f"; {near[0]} is near" if near else "; remove the entry" if entry else ""
                 return InvalidInputError(f"{entry or found[0]}: the files hold no such value{way}", field=name)

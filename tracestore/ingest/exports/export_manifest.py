@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tracestore._core.kernels import crc32c
 from tracestore._core.mapping import MappedFile
@@ -135,8 +135,7 @@ class ExportManifest:
         return self
 
 
-@dataclass(frozen=True)
-class ExportFacts:
+class ExportFacts(NamedTuple):
     """Hold the values that the traces of an export share.
 
     Attributes
@@ -175,8 +174,7 @@ class ExportFacts:
             )
 
 
-@dataclass(frozen=True)
-class ExportedFile:
+class ExportedFile(NamedTuple):
     """A data file of a complete export.
 
     `has_values`: its labels, scores and groups are used, because no scores file replaces them.

@@ -5,7 +5,6 @@ import stat
 import tempfile
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -33,6 +32,8 @@ class InflatedChunks:
     """
 
     def __init__(self, path: Path, is_ahead: Callable[[], bool] = lambda: True, compression: str = "gzip") -> None:
+        from concurrent.futures import Future, ThreadPoolExecutor  # only compressed files need it
+
         self.disk_bytes = os.stat(path).st_size
         self.inflated_bytes = 0
         self._limit = min(MAX_INFLATED_BYTES, max_inflated(self.disk_bytes))

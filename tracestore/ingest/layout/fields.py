@@ -1,7 +1,6 @@
 """The fields that a layout may state, with the axes that their values have unless the line states others."""
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from tracestore.ingest.layout.patterns import NUMBER_NAMES
 from tracestore.store import vocabulary
@@ -10,8 +9,7 @@ from tracestore.store.format.labels import CORRECT, HALLUCINATION
 Kind = Literal["array", "texts", "text", "id", "number", "json", "score", "known"]
 
 
-@dataclass(frozen=True)
-class FieldRule:
+class FieldRule(NamedTuple):
     """The kind of a field and the axes of its values.
 
     Attributes

@@ -8,7 +8,6 @@ import datetime
 import re
 import struct
 import sys
-import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -61,7 +60,11 @@ class PickledObject(PickledValue):
     def plain(self) -> Any:
         """Return the object as a text if it has one, else the object."""
         number = self.fields.get("int") if self.name == "uuid.UUID" else None
-        return str(uuid.UUID(int=number)) if type(number) is int and 0 <= number < 1 << 128 else self
+        if type(number) is not int or not 0 <= number < 1 << 128:
+            return self
+        from uuid import UUID  # few pickles hold one
+
+        return str(UUID(int=number))
 
 
 class PickledDict(PickledObject):

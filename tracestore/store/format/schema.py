@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -48,8 +48,7 @@ STRING_FIELDS = ("question_id", *TEXT_FIELDS, "extras")
 LARGE_ARRAYS = ("hidden_states", "last_token", "attention", "edge_index", "edge_weight", "unembedding")
 
 
-@dataclass(frozen=True)
-class OptionalField:
+class OptionalField(NamedTuple):
     """A field that few traces have. Its arrays in rows.zip are absent from a segment where no row has it.
 
     Attributes

@@ -6,7 +6,6 @@ import errno
 import io
 import json
 import os
-import secrets
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -291,7 +290,7 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
         If no file can be created at `path`.
     """
     check_destination(path)
-    temporary = path.with_name(TEMPORARY_PREFIX + secrets.token_hex(8))
+    temporary = path.with_name(TEMPORARY_PREFIX + os.urandom(8).hex())
     unnamed = open_unnamed(path.parent)
     try:
         with temporary.open("xb") if unnamed is None else open(unnamed, "wb") as file:

@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -23,7 +22,7 @@ class WritingFolder:
     def __init__(self, store: Path) -> None:
         self._store, self._numbers = store, itertools.count(1)
         while True:
-            self.name = f"{paths.TEMPORARY_PREFIX}{secrets.token_hex(8)}"
+            self.name = f"{paths.TEMPORARY_PREFIX}{os.urandom(8).hex()}"
             self.path = store / self.name
             try:
                 fsio.retry_eintr(os.mkdir, self.path)

@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,8 +63,7 @@ def _entry(entries: Mapping[str, FileEntry], path: str) -> FileEntry:
     return entries[path]
 
 
-@dataclass(frozen=True)
-class ArraySpec:
+class ArraySpec(NamedTuple):
     """The properties that the format gives an array.
 
     Attributes

@@ -3,7 +3,6 @@
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, overload
 
@@ -21,8 +20,7 @@ from tracestore.store.io.files import StoreFiles, reading_committed
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class TraceRow:
+class TraceRow(NamedTuple):
     """The location of each part of one trace. A segment of -1 means that the trace lacks the part."""
 
     graph_segment: int
@@ -44,8 +42,7 @@ class TraceRow:
         return self.sequence_segment, self.sequence_row
 
 
-@dataclass(frozen=True)
-class SourceEntry:
+class SourceEntry(NamedTuple):
     """A committed input file: its path below SRC, size, digest of samples of its bytes, and provenance if known."""
 
     path: str
@@ -56,8 +53,7 @@ class SourceEntry:
     provenance: Provenance | None
 
 
-@dataclass(frozen=True)
-class SegmentEntry:
+class SegmentEntry(NamedTuple):
     """A committed segment: its number of traces, and the file with its small arrays and its list of files."""
 
     num_traces: int
@@ -94,8 +90,7 @@ _LEAST = dict.fromkeys(("graph_segment", "sequence_segment"), -1)
 _MOST = {"layout": max(schema.LAYOUT_NAMES), "nonfinite": 1}
 
 
-@dataclass(frozen=True)
-class _Origin:
+class _Origin(NamedTuple):
     """The store of an index part, and the numbers of its first trace, segment and source among all stores."""
 
     manifest: mf.Manifest

@@ -7,7 +7,6 @@ last four bytes name the start of the machine, and the layers of a file from bef
 """
 
 import os
-import secrets
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
@@ -27,7 +26,7 @@ _STAMP_BYTES = 4
 
 
 # Names the start of this machine, or of this process if that is unknown. It does not end with 0.
-STAMP = (crc32c(boot_id() or secrets.token_bytes(16)) | 1 << 24).to_bytes(_STAMP_BYTES, "little")
+STAMP = (crc32c(boot_id() or os.urandom(16)) | 1 << 24).to_bytes(_STAMP_BYTES, "little")
 
 
 class CachedFiles(Protocol):

@@ -131,7 +131,7 @@ class KeyResolver:
         index = self._index.find(*key)
         if index < 0:
             return None
-        values = vars(self._index.row(index)) | {}
+        values = self._index.row(index)._asdict()
         for group, name in enumerate(mf.GROUP_NAMES):
             patch = self._pending.patches.get((index, group))
             if patch is not None:

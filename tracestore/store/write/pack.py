@@ -147,7 +147,7 @@ def pack_lens(lens: LensArrays, *, keep_dtype: bool) -> LensArrays:
         for block in lens.blocks():
             yield _stored(block, keep_dtype, "unembedding", Scratch())
 
-    return replace(lens, dtype=lens.dtype if keep_dtype else "float16", blocks=blocks)
+    return lens._replace(dtype=lens.dtype if keep_dtype else "float16", blocks=blocks)
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:
