@@ -15,7 +15,7 @@ from dataclasses import asdict, field, is_dataclass
 from typing import Any, NoReturn, TypeVar
 
 from tracestore import process
-from tracestore.errors import TracestoreError, TracestoreWarning, UsageError, escape_unprintable
+from tracestore.errors import TracestoreError, TracestoreWarning, UsageError, escape_unprintable, nearest
 from tracestore.extras import needs
 
 T = TypeVar("T")
@@ -170,10 +170,8 @@ class Parser(argparse.ArgumentParser):
             word, known = (message.split()[2:] or [""])[0].split("=")[0], sorted(self._option_string_actions)
         else:
             return ""
-        from difflib import get_close_matches  # only wrong usage needs it
-
-        close = get_close_matches(word, known, n=1)
-        return f"; did you mean {close[0]}?" if close else ""
+        close = nearest(word, known)
+        return f"; did you mean {close}?" if close else ""
 
 
 class Output:

@@ -6,7 +6,7 @@ standard error and exits with the exception's `exit_code`.
 
 import copy
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 # torch names the dtypes of operands that it cannot combine, each operation in its own words: "mat1 and mat2 must have
@@ -19,6 +19,13 @@ def some_of(names: Sequence[str], most: int = 3, max_length: int = 600) -> str:
     """Return the first names, of which each has at most `max_length` characters, and how many follow."""
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
     return ", ".join(escape_unprintable(name, max_length) for name in names[:most]) + more
+
+
+def nearest(name: str, names: Iterable[str]) -> str | None:
+    """Return which of `names` was probably meant, None if none is near."""
+    from difflib import get_close_matches  # only wrong names need it
+
+    return next(iter(get_close_matches(name, list(names), 1)), None)
 
 
 def escape_unprintable(text: str, max_length: int = 600) -> str:

@@ -84,18 +84,20 @@ def import_on_use(package: str, modules: Mapping[str, Sequence[str]], extra: str
     package : str
         The full name of the package.
     modules : mapping of str to sequence of str
-        The names by their modules.
+        The names by their modules; "name as other" has another name in the package.
     extra : str, optional
         See `needs`.
     """
 
     def import_name(name: str) -> Any:
-        for module, names in modules.items():
-            if name in names:
-                with needs(extra):
-                    value = getattr(importlib.import_module(module), name)
-                setattr(sys.modules[package], name, value)
-                return value
+        for module, entries in modules.items():
+            for entry in entries:
+                attribute, _, other = entry.partition(" as ")
+                if name == (other or attribute):
+                    with needs(extra):
+                        value = getattr(importlib.import_module(module), attribute)
+                    setattr(sys.modules[package], name, value)
+                    return value
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     return import_name

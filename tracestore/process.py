@@ -21,9 +21,9 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 
 def configure_program() -> None:
-    """Shorten the spinning of OpenMP threads, and disable tqdm.
+    """Shorten the spinning of the threads of OpenMP and OpenBLAS, and disable tqdm.
 
-    Call this before torch is imported: libgomp and tqdm read their settings once.
+    Call this before NumPy and torch are imported: the libraries read their settings once.
     """
     # Loading a GGUF file draws a progress bar with tqdm, even into logs.
     os.environ.setdefault("TQDM_DISABLE", "1")
@@ -33,6 +33,9 @@ def configure_program() -> None:
     # there, train.devices.torch_threads() shortens the spinning further while other programs are busy.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    # By default a thread of OpenBLAS spins for 0.1 s, first when NumPy is imported: a quarter of the processor time of
+    # converting a small file. 2**22 cycles are long enough between the calls of a decomposition; 2**16 were not.
+    os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "22")
 
 
 def closed_output() -> list[int]:

@@ -15,7 +15,6 @@ from tracestore.ingest.score_files import ScoreRow
 from tracestore.ingest.scores import Scores
 from tracestore.store.format.labels import CORRECT, describe, unlabeled_note
 from tracestore.store.read.columns import Columns, TraceValues
-from tracestore.store.read.store import open_store
 from tracestore.store.vocabulary import JUDGMENTS
 from tracestore.store.write.keys import OnConflict
 from tracestore.store.write.writer import StoreWriter
@@ -178,8 +177,9 @@ def update_scores(
     """
     field = dataclasses.replace(scores.score_field, version=version)
     field = field if source is None else dataclasses.replace(field, source=source)
-    # Open first: the writer would create a missing store.
-    open_store(path).close()
+    from tracestore.store.read.store import open_store  # a conversion reads no store
+
+    open_store(path).close()  # first: the writer would create a missing store
     with StoreWriter(path) as writer:
         values, before = ChangedValues(writer, on_conflict), writer.attributes
         is_named, name = name is not None, name or before.default_score or scores.name

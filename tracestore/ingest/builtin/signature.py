@@ -132,10 +132,19 @@ class Signature:
         named += [(key, forms, False) for key, forms in self.may.items()]
         return [(key, Pattern(key), forms, is_must) for key, forms, is_must in named]
 
+    @cached_property
+    def _plain_keys(self) -> frozenset[str]:
+        """The keys without wildcards that the item itself must have."""
+        return frozenset(p.literal for key, p, _, is_must in self._patterns if is_must and p.literal and "/" not in key)
+
     def has_first(self, root: Value) -> bool:
         """Return whether the first item of a file has the keys and values of the signature, whatever its conditions."""
         first = next(self._items(root), None)
-        return first is not None and bool(self.must or self.class_name) and self._compare(first)[0] is None
+        if first is None or not (self.must or self.class_name):
+            return False
+        # Most signatures are told apart by a key that is not there.
+        is_near = not isinstance(first, Group) or self._plain_keys <= {key_text(name) for name in first}
+        return is_near and self._compare(first)[0] is None
 
     def difference(self, root: Value) -> str | None:
         """Return what in the first item of a file is another thing than the signature says, None if nothing is."""

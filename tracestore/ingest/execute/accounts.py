@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tracestore.errors import InvalidInputError, error_location, escape_unprintable, some_of
+from tracestore.errors import InvalidInputError, error_location, escape_unprintable, nearest, some_of
 from tracestore.ingest.execute.axes import numbers_of
 from tracestore.ingest.execute.join import Column, RowTexts
 from tracestore.ingest.execute.kept import KeptValues
@@ -303,10 +303,8 @@ class RunAccount:
             *((found, "ignore", entry) for entry, found in self._plan.ignored.items() if entry.path),
         ):
             if not any(self._trees[address.files.text].at(address.path).is_found for address in found):
-                from difflib import get_close_matches  # only wrong layouts need it
-
-                near = get_close_matches(str(entry or found[0]), self.left_out, 1)
-                way = f"; {near[0]} is near" if near else "; remove the entry" if entry else ""
+                near = nearest(str(entry or found[0]), self.left_out)
+                way = f"; {near} is near" if near else "; remove the entry" if entry else ""
                 return InvalidInputError(f"{entry or found[0]}: the files hold no such value{way}", field=name)
         return None
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tracestore.errors import UsageError, escape_unprintable
+from tracestore.errors import UsageError, escape_unprintable, nearest
 from tracestore.ingest.layout.addresses import Address, parse_address
 from tracestore.ingest.layout.fields import (
     DTYPES,
@@ -220,10 +220,8 @@ def _template(name: str, text: str, *, is_in_front: bool) -> Pattern:
 def _check_name(name: str, names: Iterable[str]) -> None:
     if name in names or rule_of(name) is not None:
         return
-    from difflib import get_close_matches  # only wrong names need it
-
-    near = get_close_matches(name, [*names, *SETTINGS, *_LISTS], 1)
-    hint = f"; did you mean {near[0]}?" if near else f"; the fields are {', '.join(RECORD_FIELDS[:9])}, ..."
+    near = nearest(name, [*names, *SETTINGS, *_LISTS])
+    hint = f"; did you mean {near}?" if near else f"; the fields are {', '.join(RECORD_FIELDS[:9])}, ..."
     raise UsageError(f"no such field{hint}")
 
 
