@@ -73,6 +73,20 @@ def test_another_store_of_the_same_ids_and_labels_is_refused(change, tmp_path):
     error_of(*words, "--epochs", 2, "--resume", code=2)  # one that is not finished
 
 
+@pytest.mark.parametrize("of", ["an older version", "a newer version"])
+def test_a_run_with_other_options_is_of_another_version(of, tmp_path):
+    store, last = write_labeled(tmp_path / "s.zarr"), tmp_path / "r/lstm_solo/last.pt"
+    train(store, tmp_path / "r")
+    saved = torch.load(last, weights_only=True)
+    if of == "an older version":
+        del saved["config"]["lr"]
+    else:
+        saved["config"]["momentum"] = 0.9
+    torch.save(saved, last)
+    error = train(store, tmp_path / "r", "--resume", check=2).stderr
+    assert "last.pt is of another version of tracestore; train without --resume" in error
+
+
 @pytest.mark.parametrize("how", ["copied", "moved", "appended", "merged", "compressed", "rewritten in segments"])
 def test_the_same_traces_in_another_store_continue(how, tmp_path):
     store, again = write_labeled(tmp_path / "s.zarr"), tmp_path / "again.zarr"

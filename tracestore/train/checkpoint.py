@@ -82,14 +82,15 @@ class CheckpointedRun:
             raise UsageError(f"is not complete: {type(error).__name__}; train without --resume") from None
 
     def _restore(self, saved: dict[str, Any]) -> TrainState:
-        if saved.get("version") != CHECKPOINT_VERSION:
+        # An option that another version added or removed changes the keys.
+        if saved.get("version") != CHECKPOINT_VERSION or saved["config"].keys() != self.identity.keys():
             raise UsageError("is of another version of tracestore; train without --resume")
         for key, value in self.identity.items():
-            if saved["config"].get(key) != value:
+            if saved["config"][key] != value:
                 if key in _OF_STORE:
                     raise UsageError(f"was trained on {_OF_STORE[key]}; continue with the store of the run")
                 flag = key.removeprefix("model_").replace("_", "-")
-                raise UsageError(f"was trained with {flag} {saved['config'].get(key)}, not {value}")
+                raise UsageError(f"was trained with {flag} {saved['config'][key]}, not {value}")
         if not self.allow_mixed_provenance:
             known = [Provenance.from_json(p) for p in saved["provenance"]]
             require_compatible(known, self.provenance, "is of another store")
