@@ -89,23 +89,17 @@ def test_the_site_builds_without_warnings(tmp_path):
         assert (tmp_path / "site" / "gallery" / name).stat().st_size > 10_000
     listed = (ROOT / "mkdocs.yml").read_text()
     assert all(f"{page}.md" in listed for page in pages)
-    names = ("commands", "fields", "benchmark")
-    commands, fields, benchmark = ((tmp_path / "site" / f"{name}.html").read_text() for name in names)
+    names = ("commands", "fields", "benchmark", "builtin_layout")
+    commands, fields, benchmark, layouts = ((tmp_path / "site" / f"{name}.html").read_text() for name in names)
     assert [name for name in COMMANDS if f"tracestore {name}" not in commands] == []
     made = [name for name, rule in FIELDS.items() if rule.kind != "known"]
     assert [name for name in (*made, *SCORES, *WORDS) if f"<code>{name}</code>" not in fields] == []
     own = [name for name, entry in registry().items() if entry.model is None and not entry.is_foreign]
     assert [name for name in own if f"<td><code>{name}</code></td>" not in benchmark] == []
+    assert [b.name for b in builtins() if f"<td><code>{b.name}</code></td>" not in layouts] == []
     # The pages load nothing from other hosts.
     for page in (tmp_path / "site").glob("*.html"):
         assert not re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=\"?https?://(?!squidfunk)", page.read_text())
-
-
-def test_the_table_of_built_in_layouts_has_all():
-    page = (ROOT / "tracestore/ingest/builtin/tools/README.md").read_text(encoding="utf-8")
-    rows = page.split("| layout | files |\n|---|---|\n")[1].split("\n\n")[0]
-    found = {builtin.name: builtin.source["files"] for builtin in builtins()}
-    assert rows.splitlines() == [f"| `{name}` | {files} |" for name, files in found.items()]
 
 
 def test_the_pages_for_contributors_name_what_exists():

@@ -13,25 +13,34 @@ from tracestore.ingest.builtin.library import Builtin
 
 def check_builtin(builtin: Builtin) -> None:
     """Parse all of a layout, and assert that its lines and its signatures name the same files."""
-    signatures = {text: builtin.signatures[text] for text, pattern in builtin.patterns.items() if pattern.parts}
-    assert builtin.reader is not None or set(builtin.plan.files) == signatures.keys()
+    signatures = {text for text, pattern in builtin.patterns.items() if pattern.parts and builtin.signatures[text]}
+    if builtin.reader is None:
+        found = set(builtin.plan.files)
+        assert found == signatures, (
+            f"FILES of lines alone {found - signatures}, of signatures alone {signatures - found}"
+        )
 
 
 def write(path, value):
-    """Write a value in the container of the path's suffix; a text becomes a text file."""
+    """Write a value in the container of the path's suffix; a text is written unchanged."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if isinstance(value, str):
         path.write_text(value)
-    elif path.suffix == ".safetensors":
-        save_file(value, path)
-    elif path.suffix in (".pt", ".ckpt"):
-        torch.save(value, path)
-    elif path.suffix == ".npy":
-        np.save(path, value)
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(value))
-    elif path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in value))
     else:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "wb") as file:
-            pickle.dump(value, file)
+        WRITERS[path.suffix](path, value)
+
+
+def _write_pickle(path, value):
+    with (gzip.open if path.suffix == ".gz" else open)(path, "wb") as file:
+        pickle.dump(value, file)
+
+
+WRITERS = {
+    ".safetensors": lambda path, value: save_file(value, path),
+    **dict.fromkeys((".pt", ".ckpt"), lambda path, value: torch.save(value, path)),
+    ".npy": np.save,
+    ".npz": lambda path, value: np.savez(path, **value),
+    ".json": lambda path, value: path.write_text(json.dumps(value)),
+    ".jsonl": lambda path, value: path.write_text("".join(json.dumps(row) + "\n" for row in value)),
+    **dict.fromkeys((".pkl", ".gz"), _write_pickle),
+}
