@@ -259,6 +259,10 @@ def test_facts_of_values(value, facts):
             "kind wide",
         ),
         (
+            'files = "z"\nwhat = "x"\ndefined = "y"\n[layout]\nhidden_states = "a"\n[signature."a"]\nmust = {x = 1}',
+            "'1': found the kind 1, expected one of any, array, bool",
+        ),
+        (
             'files = "z"\nwhat = "x"\ndefined = "y"\n[layout]\nhidden_states = "a"\n[signature."a"]\nconditions = ["L > S"]',
             "L > S",
         ),

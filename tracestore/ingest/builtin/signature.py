@@ -111,7 +111,7 @@ class Signature:
     @classmethod
     def parse(cls, entries: Mapping[str, Any]) -> "Signature":
         """Return the signature of a table of TOML."""
-        forms = {part: {k: parse_form(v) for k, v in entries.get(part, {}).items()} for part in ("must", "may")}
+        forms = {part: {k: parse_form(str(v)) for k, v in entries.get(part, {}).items()} for part in ("must", "may")}
         unknown = entries.keys() - {"at", "must", "may", "others", "others_beside", "conditions", "class"}
         wrong = [text for text in entries.get("conditions", ()) if not _CONDITION.fullmatch(text)]
         if unknown or wrong:
