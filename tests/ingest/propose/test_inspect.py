@@ -1,7 +1,11 @@
 """Test `tracestore inspect`: what it prints and writes, and a folder that is too large to be read whole."""
 
+import contextlib
+import gzip
 import json
 import shlex
+import sqlite3
+import tarfile
 
 import numpy as np
 import pytest
@@ -139,4 +143,58 @@ def test_a_refusal_says_what_to_do_with_raw_numbers(tmp_path, name):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / name).write_bytes(states(4, 8).astype("f2").tobytes())
     (tmp_path / "in/index.json").write_text('{"shape": [4, 8], "dtype": "float16"}')
-    assert f"{name}: no format that is read; raw numbers: np.save" in proposal_of(tmp_path).refusal()
+    assert f"{name}: raw numbers are not read: numpy.fromfile reads them, numpy.save" in proposal_of(tmp_path).refusal()
+
+
+def _tar(path):
+    with tarfile.open(path, "w") as archive:
+        archive.add(__file__, "q0.npy")
+
+
+def _sqlite(path):
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        database.execute("create table t (id text)")
+        database.commit()
+
+
+def _matlab(path):
+    path.write_bytes(b"MATLAB 5.0 MAT-file Platform: posix".ljust(124) + b"\0\1IM" + bytes(64))
+
+
+@pytest.mark.parametrize("suffix", ["", ".dat"])
+@pytest.mark.parametrize(
+    ("write", "way"),
+    [(_tar, "an archive: unpack it"), (_sqlite, "a SQLite database: export"), (_matlab, "a MATLAB file: load it with")],
+)
+def test_a_container_that_is_not_read_is_named(tmp_path, write, way, suffix):
+    (tmp_path / "in").mkdir()
+    write(tmp_path / f"in/data.x{suffix}")
+
+    refusal = proposal_of(tmp_path).refusal()
+
+    assert refusal.startswith(f"no layout fits: data.x{suffix}: {way}")
+    assert "tracestore inspect" not in refusal
+    if write is _tar and not suffix:
+        packed = tmp_path / "in/data.tgz"
+        packed.write_bytes(gzip.compress((tmp_path / "in/data.x").read_bytes()))
+        assert f"data.tgz: not read: {way}" in proposal_of(tmp_path).message()
+
+
+def test_an_array_with_the_mark_of_an_archive_is_an_array(tmp_path):
+    (tmp_path / "in").mkdir()
+    array = np.zeros((4, 200), "u1")
+    array.reshape(-1)[257 - 128 :][:5] = list(b"ustar")
+    np.save(tmp_path / "in/a.npy", array)
+
+    assert (tmp_path / "in/a.npy").read_bytes()[257:262] == b"ustar"
+    assert "a.npy: integers 4×200" in "\n".join(proposal_of(tmp_path).tree())
+
+
+def test_raw_numbers_next_to_a_table_are_named(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/h.bin").write_bytes(states(4, 8).tobytes())
+    (tmp_path / "in/index.json").write_text('{"items": [{"id": "a"}, {"id": "b"}], "dtype": "float32"}')
+
+    done = command("convert", tmp_path / "in", tmp_path / "s.zarr", check=3)
+
+    assert "h.bin: raw numbers are not read: numpy.fromfile reads them" in done.stderr

@@ -292,6 +292,8 @@ def _of_rest(
     if isinstance(found, Layout):
         return errors, (found, described)
     if beside is not None:
+        for unread, error in list(errors.items())[:1]:  # it may hold the arrays
+            found = type(found)(f"{found}; {unread}: {error}")
         raise claims.explained(beside, found).with_location(source=beside)
     reasons = {n: claims.explained(n, found if n in unknown else NoTracesError("holds no array")) for n in others}
     return errors | reasons, None

@@ -85,7 +85,11 @@ class Proposal:
             return f"{count} would fit, and none is proved ({why}); --field lines choose one, tracestore inspect prints them"
         unread = [f"{name}: {why}" for name, why in self.observation.unread.items()]
         why = [*self.refusals, *unread, "no array is named as hidden states"][0]
-        return f"no layout fits: {why}; tracestore inspect prints the arrays, --field lines name them"
+        has_arrays = any(
+            spot.dims for leaf in self.observation.leaves for spot in leaf.spots if leaf.number_kind in "fv"
+        )
+        way = "; tracestore inspect prints the arrays, --field lines name them" * has_arrays
+        return f"no layout fits: {why}{way}"
 
     def tree(self) -> list[str]:
         """Return the places of values with their extents as lines."""

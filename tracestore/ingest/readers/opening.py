@@ -30,8 +30,15 @@ _READERS = {
     ARROW_MAGIC: ("arrow", "read_arrow"),
     b"\xff\xff\xff\xff": ("arrow", "read_arrow"),  # a stream
 }
-_HEAD_BYTES = 64
+# Containers that are not read: the offset and the bytes by which each is recognized, and what to do.
+_NOT_READ = (
+    (257, b"ustar", "an archive: unpack it"),
+    (0, b"SQLite format 3\0", "a SQLite database: export its tables as CSV or Parquet"),
+    (0, b"MATLAB 5.0 MAT-file", "a MATLAB file: load it with scipy.io.loadmat and save its arrays with numpy.savez"),
+)
+_HEAD_BYTES = 512
 _RAW = (".dat", ".bin", ".raw", ".mmap", ".memmap")  # unless they begin like a pickle
+_RAW_WAY = "raw numbers are not read: numpy.fromfile reads them, numpy.save gives them a type and a shape"
 
 
 @contextmanager
@@ -114,9 +121,13 @@ def _reader_of(mapped: MappedFile, name: str) -> Callable[[Content], Value]:
         return _reader("numpy_arrays", "read_npz") if is_npz(mapped) else objects.read_torch_zip
     if is_safetensors(head, len(mapped)):
         return tensors.read_safetensors
-    if name.lower().endswith(_RAW) and head[:1] != b"\x80":
-        raise InvalidInputError("no format that is read; raw numbers: np.save gives them a type and a shape")
     found = next((names for magic, names in _READERS.items() if head.startswith(magic)), None)
+    if head[:1] != b"\x80":  # of a pickle
+        way = _RAW_WAY if name.lower().endswith(_RAW) else None
+        if found is None:
+            way = next((text for at, magic, text in _NOT_READ if head.startswith(magic, at)), way)
+        if way is not None:
+            raise InvalidInputError(way)
     return objects.read_mapped_pickle if found is None else _reader(*found)
 
 
