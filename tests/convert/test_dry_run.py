@@ -223,3 +223,38 @@ def test_equal_states_of_an_export(tmp_path):
     assert " 0 refused" in convert(tmp_path / "in", tmp_path / "s.zarr", "--dry-run").stdout
 
     assert "2 traces added" in convert(tmp_path / "in", tmp_path / "s.zarr").stdout
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "text"),
+    [
+        ((4, 4, 6), "L S D", "L and S have"),
+        ((4, 6, 4), "S L D", "S and D have"),
+        ((4, 6, 4), "L S D", "L and D have"),
+        ((4, 4, 4), "L S D", "L, S and D have"),
+        ((3, 4, 6), "L S D", None),
+        ((1, 1, 6), "L S D", None),
+    ],
+)
+def test_axes_of_equal_size_are_said(shape, axes, text, tmp_path):
+    for name in "ab":
+        save(tmp_path / f"in/{name}.npy", states(*shape, seed=ord(name)))
+    line = "nothing in the files checks their order"
+    flags = ("--field", f"hidden_states = {{id}}.npy -> {axes}", "--dry-run")
+
+    printed = convert(tmp_path / "in", tmp_path / "s.zarr", *flags).stdout
+
+    assert printed.count(line) == (text is not None)
+    assert text is None or f"{text} the same size in every trace: {line}" in printed
+    if shape == (4, 4, 6):
+        save(tmp_path / "in/c.npy", states(4, 3, 6))
+        assert line not in convert(tmp_path / "in", tmp_path / "s.zarr", *flags).stdout
+
+
+def test_axes_of_equal_size_that_names_tell_apart(tmp_path):
+    for k in range(4):
+        save(tmp_path / f"in/q_{k}.npy", states(4, 6, seed=k))
+    flags = ("--field", "hidden_states = {id}_{layer}.npy -> S D", "--dry-run")
+    assert "same size" not in convert(tmp_path / "in", tmp_path / "s.zarr", *flags).stdout
+    write_pickle(tmp_path / "a.pkl", [make_trace(0, tokens=3, layers=3)])
+    assert "same size" not in convert(tmp_path / "a.pkl", tmp_path / "t.zarr", "--dry-run").stdout

@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+import tracestore
+from tests.helpers import command, field_flags
 from tests.ingest.execute.folders import convert, dump, refuse, states
 from tracestore.errors import UsageError
 
@@ -60,6 +62,65 @@ def test_answers_behind_each_other(tmp_path):
     assert list(traces) == [(name, k) for name in "abc" for k in range(2)]
     assert [trace.answer for trace in traces.values()] == ["x", "y"] * 3
     np.testing.assert_allclose(traces["b", 1].last_token, states(6, LAYERS, WIDTH)[3], atol=2e-3)
+
+
+@pytest.mark.parametrize("of_labels", ["N K", "K N", "(N K)", "(K N)"])
+@pytest.mark.parametrize(("of_states", "rows"), [("(N K)", "0, 1"), ("(K N)", "0, 3"), ("N K", None), ("K N", None)])
+@pytest.mark.parametrize("num_answers", [2, 3])
+def test_the_first_letter_changes_slowest(of_states, rows, of_labels, num_answers, tmp_path):
+    """Every order of questions and answers gives the same traces; three answers to three questions have equal sizes."""
+
+    def placed(array, axes):
+        array = array if axes.strip("()")[0] == "N" else array.swapaxes(0, 1)
+        return array.reshape(-1, *array.shape[2:]) if axes[0] == "(" else array
+
+    hidden, labels = states(3, num_answers, LAYERS, WIDTH), np.arange(3 * num_answers).reshape(3, -1) % 4 == 0
+    dump(tmp_path / "in/a.pkl", {"h": placed(hidden, of_states), "ids": list("abc"), "y": placed(labels, of_labels)})
+    layout = {"last_token": f"a.pkl : h -> {of_states} L D", "question_id": "a.pkl : ids -> N"}
+    layout["is_correct"] = f"a.pkl : y -> {of_labels}"
+    if rows is None and of_labels[0] == "(":
+        refuse(tmp_path, layout, "expected one value per trace")
+        return
+    answers = {
+        "0, 1": ", ".join(map(str, range(num_answers))),
+        "0, 3": ", ".join(map(str, range(0, 3 * num_answers, 3))),
+    }
+    shown = {None: "", **{key: f", its answers in the rows {text} of a.pkl : h" for key, text in answers.items()}}[rows]
+
+    output = command(
+        "convert",
+        tmp_path / "in",
+        tmp_path / "s.zarr",
+        *field_flags(*(f"{name} = {text}" for name, text in layout.items())),
+    ).stdout
+    traces = {(trace.question_id, trace.sample): trace for trace in tracestore.open(tmp_path / "s.zarr")}
+
+    assert len(traces) == 3 * num_answers and shown in output
+    for (name, k), trace in traces.items():
+        np.testing.assert_allclose(trace.last_token, hidden["abc".index(name), k], atol=2e-3)
+        assert trace.scores["is_correct"] == labels["abc".index(name), k]
+
+
+@pytest.mark.parametrize("field", ["is_correct", "generated_answer"])
+@pytest.mark.parametrize("axes", ["(N K)", "(K N)"])
+@pytest.mark.parametrize("count", [4, 8])
+def test_rule_09_values_behind_each_other_are_as_many_as_states(axes, field, count, tmp_path):
+    dump(tmp_path / "in/a.pkl", {"h": states(6, LAYERS, WIDTH), "ids": list("abc"), "v": [1, 0] * (count // 2)})
+    layout = {"last_token": f"a.pkl : h -> {axes} L D", "question_id": "a.pkl : ids -> N"}
+
+    text = axes.replace("(", r"\(").replace(")", r"\)")
+    refuse(tmp_path, layout | {field: f"a.pkl : v -> {axes}"}, f"found {count} on the axis {text}, expected 6")
+
+
+def test_ids_behind_the_states_of_answers(tmp_path):
+    dump(
+        tmp_path / "in/a.pkl", {"h": states(6, LAYERS, 4, WIDTH), "ids": list("abc"), "t": np.arange(30).reshape(6, 5)}
+    )
+    layout = {"hidden_states": "a.pkl : h -> (N K) L S D", "question_id": "a.pkl : ids -> N"}
+
+    traces = convert(tmp_path, layout | {"tokens": "a.pkl : t -> (N K) T"})
+
+    assert traces["b", 1].tokens.tolist() == [15, 16, 17, 18, 19]
 
 
 @pytest.mark.parametrize("axes", ["L S D", "N S D", "N L S D H", "N L 1 D", "N L S"])

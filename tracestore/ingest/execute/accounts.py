@@ -1,18 +1,15 @@
 """Accounts of sources and runs: keys, rows, and what no line of a layout names."""
 
-import math
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
-
 from tracestore.errors import InvalidInputError, error_location, escape_unprintable, nearest, some_of
-from tracestore.ingest.execute.axes import numbers_of
 from tracestore.ingest.execute.join import Column, RowTexts
 from tracestore.ingest.execute.kept import KeptValues
+from tracestore.ingest.execute.shown_traces import ShownTraces
 from tracestore.ingest.execute.table_accounts import TableAccount, check_totals, end_text, table_account
 from tracestore.ingest.execute.traces import TraceColumns
 from tracestore.ingest.execute.values import describe, named
@@ -30,7 +27,6 @@ _OF_TOKENS = frozenset(["prompt_length", "tokens", "tokens_decoded"])
 _MAX_PROBES = 64
 _COUNTED = frozenset(("token", "step"))
 _MAX_SHOWN = 6  # paths that the summary names
-_MAX_NORMS = 8  # about as many tokens of a trace give its median norm
 _ID_COLUMNS = re.compile(
     r"(?i)((question|trace|example|row|line|item|sample|prompt|data(set)?|orig(inal)?|global|array|tensor|vector"
     r"|hidden|states?|embedding|activation)_?)?(ids?|qid|u?uid|guid|idx|index|number|no|row)|position|pos|slot|order"
@@ -46,6 +42,7 @@ class SourceAccount:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self.num_refused = 0
+        self.answers: range | None = None  # the rows of the states of all answers to the question of the last trace
         self._keys: set[tuple[str, int]] = set()
         self._rows: dict[tuple[Any, ...], int] = {}
         self._stacks: dict[tuple[Any, ...], dict[str, Any]] = {}
@@ -123,7 +120,7 @@ class SourceAccount:
 
 
 class RunAccount:
-    """The accounts of a run: what no line names, the rows of its tables, and the first trace.
+    """The accounts of a run: what no line names, the rows of its tables, and what its summary shows of the traces.
 
     Parameters
     ----------
@@ -159,7 +156,7 @@ class RunAccount:
         self._prefixes = {p.position_prefix for p in plan.states if p.position_prefix is not None}
         self.left_out: set[str] = set()
         self.kept = KeptValues(plan)
-        self.first: tuple[int, str] | None = None  # the first trace of the first source that was read
+        self.shown = ShownTraces(plan)
 
     def refuse_unclaimed(self, texts: RowTexts, node: Node, key: str, value: Value, bound: Bound) -> None:
         """Rule 8: every array has a line or is ignored. Rule 8a: so has what may be a label or a score."""
@@ -234,15 +231,6 @@ class RunAccount:
         """Let tokens and steps begin as in an earlier run."""
         self._first_numbers.update(earlier._first_numbers)
 
-    def keep_first(self, number: int, record: TraceRecord) -> None:
-        """Keep the first trace of a source for the summary, if no earlier source has one."""
-        with self._lock:
-            if self.first is None or number < self.first[0]:
-                # Names that count from the end give no number of the model's layer.
-                is_lost = record.layer_ids is None and any("layer" in p.address.bound for p in self._plan.states)
-                way = ", numbers of layers not stored: L.size = N gives those that count from the end" * is_lost
-                self.first = (number, described(record) + way)
-
     def add_tables(self, tables: Mapping[Place, Column], sources: Mapping[str, str]) -> None:
         """Keep how the rows of the tables were joined, when all sources are read.
 
@@ -272,8 +260,7 @@ class RunAccount:
         InvalidInputError
             Rules 12b and 12c: rows and traces that are left over would match by another spelling, or nothing matches.
         """
-        if self.first is not None:
-            yield self.first[1]
+        yield from self.shown.lines(is_stated=self._is_stated)
         if self.is_read and (error := self.not_found()) is not None:
             raise error
         if not self._is_stated:  # by a person, who knows what the lines leave out
@@ -315,7 +302,7 @@ class RunAccount:
             "is_whole": self.is_whole,
             "left_out": sorted(self.left_out),
             "kept": self.kept.to_json(),
-            "first": self.first,
+            "shown": self.shown.to_json(),
             "first_numbers": [[*key, kind] for key, kind in self._first_numbers.items()],
             "found": [node.is_found for node in self._nodes()],
             "tables": [asdict(table) for table in self.tables],
@@ -328,9 +315,7 @@ class RunAccount:
         self.is_whole &= found["is_whole"] is True
         self.left_out.update(map(str, found["left_out"]))
         self.kept.add_json(found["kept"])
-        if found["first"] is not None:
-            number, text = found["first"]
-            self.first = min(filter(None, (self.first, (int(number), str(text)))))
+        self.shown.add_json(found["shown"])
         for name, part, kind in found["first_numbers"]:
             self._check_first_number(str(name), int(part), int(kind), int(kind))
         for node, is_found in zip(self._nodes(), found["found"], strict=True):
@@ -346,23 +331,6 @@ class RunAccount:
         while pending:
             yield (node := pending.pop())
             pending += [child for _, child in node.children]
-
-
-def described(record: TraceRecord) -> str:
-    """Return a trace in a line: what a reader compares with the source."""
-    layers, width = record.num_layers, record.hidden_dim
-    states = record.hidden if record.hidden is not None else list(record.last_token[:, None])  # type: ignore[index]
-    step = max(1, len(states[0]) // _MAX_NORMS)
-    norms = np.concatenate([np.linalg.norm(numbers_of(layer[::step]).astype("f4"), axis=-1) for layer in states])
-    labels = {**record.scores, **record.deferred_scores}
-    if record.label is not None:
-        labels["label"] = record.label
-    shown = "".join(f"{name} {value:g}, " for name, value in labels.items() if not math.isnan(value))
-    tokens = f"S {record.num_tokens}" if record.hidden is not None else "last token"
-    return (
-        f"first trace: {escape_unprintable(record.question_id, 60)}, {shown}L {layers}, {tokens}, D {width}, "
-        f"median norm {float(np.sort(norms)[len(norms) // 2]):.3g}"
-    )
 
 
 def check_unclaimed(path: str, key: Any, value: Value, *, in_records: bool, may_be_of_tokens: bool) -> None:

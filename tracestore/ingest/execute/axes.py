@@ -136,7 +136,7 @@ def _chosen(axis: str, size: int, fixed: Fixed, what: str) -> int | slice:
 
 def _kept(axis: str) -> str:
     """Return the letter that is left of an axis of several when one of its traces is taken."""
-    return axis[-1] if len(axis) > 1 and axis[0] == "N" else axis
+    return axis[-1] if axis == "NS" else axis
 
 
 def _text(axes: Sequence[str]) -> str:

@@ -184,7 +184,8 @@ class Execution:
             finally:
                 del make
             if is_first:
-                self.account.keep_first(self._numbers[group.name], record)
+                self.account.shown.add_first(self._numbers[group.name], record, account.answers)
+            self.account.shown.add(record)
             is_first = False
             yield record
             del record
@@ -199,6 +200,7 @@ class Execution:
                 record = builder.record(trace, position)
             if record is None:
                 return None
+            account.answers = trace.answers
             self._check_texts(trace, record)
             for part, cells in trace.cells.items():
                 self.account.check_numbers(part, cells)

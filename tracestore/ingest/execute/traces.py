@@ -18,6 +18,7 @@ from tracestore.store.format import schema
 
 # Fields that may serve several traces (rule 12a).
 _SHARED = frozenset(("question", "question_id", "group", RECORDS))
+FLAT_ANSWERS = ("NK", "KN")  # axes along which the answers to all questions lie; the first letter changes slowest
 
 
 @dataclass
@@ -63,9 +64,10 @@ class TraceColumns:
 class TraceCells:
     """A trace before its values are read: what it binds, the cells of its states, its position on their axes.
 
-    `num_rows` is the extent of the axis (N S), `num_first` the number of tokens of the first of two parts
+    `num_rows` is the extent of the axis (N S), (N K) or (K N), `num_first` the number of tokens of the first of two parts
     or of the prompt's pass, `prompt_length` what the line for it gives, `num_first_values` the values of the first of two
-    parts of the last array, `made_id` the id that the layout makes of another one.
+    parts of the last array, `made_id` the id that the layout makes of another one, `answers` the rows of all answers to
+    its question.
     """
 
     columns: TraceColumns
@@ -77,6 +79,7 @@ class TraceCells:
     prompt_length: Any = None
     num_first_values: int = 0
     made_id: str | None = None
+    answers: range | None = None
 
     @property
     def plan(self) -> Plan:
@@ -119,6 +122,7 @@ class TraceCells:
         self._count(place, column, is_there=value is not MISSING)
         if value is MISSING:
             return None
+        self._check_rows(place, column)
         is_shared = place.rule.kind not in ("score", "text") or place.name in _SHARED
         if self._use(place, column, value) > 1 and not is_shared and f"share.{place.name}" not in self.settings:
             raise InvalidInputError(
@@ -150,12 +154,18 @@ class TraceCells:
             is_prompt = self.plan.of_answers and place.part < len(self.plan.layout.addresses.get(name, ())) - 1
             if self._use(place, column) > 1 and place.rule.kind != "known" and not is_prompt:
                 raise InvalidInputError(f"one value of {place.address} serves several traces", field=name)
-            if "NS" in cells[0].axes and (size := extent(cells[0].value, cells[0].axes, "NS")) != self.num_rows:
-                raise InvalidInputError(
-                    f"found {size} on the axis (N S), expected {self.num_rows:,} as states", field=name
-                )
+            self._check_rows(place, column)
             found.setdefault(place.part, cells)
         return found
+
+    def _check_rows(self, place: Place, column: Column) -> None:
+        """Rule 9: values behind each other are as many as the states."""
+        for axis in ("NS", *FLAT_ANSWERS):
+            if axis in place.axes:
+                cell = column.cells(column.own_environment(self.environment, self.made_id))[0]
+                if (size := extent(cell.value, cell.axes, axis)) != self.num_rows:
+                    found = f"found {size} on the axis ({' '.join(axis)}), expected {self.num_rows:,} as states"
+                    raise InvalidInputError(found, field=place.name)
 
     def array(self, name: str, letters: str) -> tuple[np.ndarray, str] | None:
         """Return the values of a field on one of the letters, its parts behind each other, and the letter."""
@@ -170,7 +180,7 @@ class TraceCells:
             for cells, fixed in passes(cells_of_part, fixed_of_part, firsts=None if part else ()):
                 axes = cells[0].axes
                 letter = next((c for c in letters if c in axes), letters[0])
-                letter = next((axis[-1] for axis in axes if len(axis) > 1 and axis[0] == "N"), letter)
+                letter = "S" if "NS" in axes else letter
                 counted = next((n for n in ("token", *letters) if n in cells[0].bound), None)
                 if counted is not None:
                     ordered = one_per_token(cells, counted, name)
@@ -306,11 +316,16 @@ def _unrolled(trace: TraceCells) -> Iterator[TraceCells]:
     counts = _counts(trace)
     for _, column in trace.columns.of("P.rows"):
         counts["N"] = column.num_rows(trace.environment) or 0  # beams that were returned, of those of each pass
-    if "NK" in counts:
-        size = counts["NK"] // _num_questions(trace, counts["NK"])
-        for at in range(counts["NK"]):
-            position = {"N": at // size, "K": at % size}
-            yield _at(trace, {**position, "NK": at}, position)
+    if flat := next((axis for axis in FLAT_ANSWERS if axis in counts), None):
+        total = counts[flat]
+        num_questions = _num_questions(trace, total, flat)
+        num_answers = total // num_questions
+        for n, k in itertools.product(range(num_questions), range(num_answers)):
+            rows = {"NK": n * num_answers + k, "KN": k * num_questions + n}
+            found = _at(trace, {"N": n, "K": k, **rows}, {"N": n, "K": k}, total)
+            first = n * num_answers
+            found.answers = range(n, total, num_questions) if flat == "KN" else range(first, first + num_answers)
+            yield found
         return
     for at_all in itertools.product(*map(range, counts.values())):
         position = dict(zip(counts, at_all, strict=True))
@@ -325,7 +340,7 @@ def _at(trace: TraceCells, fixed: dict[str, Any], position: Mapping[str, int], s
 def _counts(trace: TraceCells) -> dict[str, int]:
     """Return the extents of the axes N and K of the states, which are equal in all of their cells."""
     counts: dict[str, int] = {}
-    for letter in ("N", "K", "NK"):
+    for letter in ("N", "K", *FLAT_ANSWERS):
         cells = [cell for part in trace.cells.values() for cell in part if letter in cell.axes]
         found = {extent(cell.value, cell.axes, letter) for cell in cells}
         if len(found) > 1 or None in found:
@@ -338,14 +353,14 @@ def _counts(trace: TraceCells) -> dict[str, int]:
     return counts
 
 
-def _num_questions(trace: TraceCells, count: int) -> int:
-    """Return the N of an axis (N K), which is that of another field."""
+def _num_questions(trace: TraceCells, count: int, axis: str) -> int:
+    """Return the N of an axis (N K) or (K N), which is that of another field."""
     stack = {n: v for n, v in trace.environment.items() if n not in ("N", "K")}
     levels = (trace.columns.unit, trace.columns.source, trace.columns.tables)
     columns = [column for level in levels for column in level.values() if "N" in column.names]
     rows = {column.num_rows(stack) for column in columns if "K" not in column.place.trace_names} - {None}
     if len(rows) != 1 or count % (total := rows.pop() or 1):
         raise InvalidInputError(
-            f"found {count} on the axis (N K), and no field that says N", field=trace.plan.layout.states
+            f"found {count} on the axis ({' '.join(axis)}), and no field that says N", field=trace.plan.layout.states
         )
     return total

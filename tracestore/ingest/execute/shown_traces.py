@@ -1,0 +1,89 @@
+"""Keep what the summary of a run shows of its traces, for a reader who compares it with the files."""
+
+import itertools
+import math
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from tracestore.errors import escape_unprintable, some_of
+from tracestore.ingest.execute.axes import numbers_of
+from tracestore.ingest.layout.places import Plan
+from tracestore.store.write.record import TraceRecord
+
+_MAX_ROWS = 6
+_MAX_NORMS = 8  # about as many tokens of a trace give its median norm
+
+
+class ShownTraces:
+    """Keep the first trace of the first source that is read, and the axes whose sizes are equal in every trace.
+
+    Parameters
+    ----------
+    plan : Plan
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan, self._lock = plan, threading.Lock()
+        self._first: tuple[int, str] | None = None
+        letters = [letter for letter in "LSD" if any(letter in place.axes for place in plan.states)]
+        self._equal = {f"{one}{two}" for one, two in itertools.combinations(letters, 2)}
+
+    def add_first(self, number: int, record: TraceRecord, answers: range | None) -> None:
+        """Keep the first trace of a source, with the rows of all answers to its question, if no earlier one has one."""
+        with self._lock:
+            if self._first is None or number < self._first[0]:
+                # Names that count from the end give no number of the model's layer.
+                is_lost = record.layer_ids is None and any("layer" in p.address.bound for p in self._plan.states)
+                more = ", numbers of layers not stored: L.size = N gives those that count from the end" * is_lost
+                if answers is not None:
+                    rows = some_of(list(map(str, answers)), _MAX_ROWS)
+                    more += f", its answers in the rows {rows} of {self._plan.states[-1].address}"
+                self._first = (number, _described(record) + more)
+
+    def add(self, record: TraceRecord) -> None:
+        """Compare the sizes of the axes of a trace; axes of size 1 have no order."""
+        for pair in tuple(self._equal):
+            layers = record.num_layers + record.is_without_embeddings
+            sizes = {"L": layers, "S": record.num_tokens, "D": record.hidden_dim}
+            if sizes[pair[0]] != sizes[pair[1]] or sizes[pair[0]] == 1:
+                self._equal.discard(pair)
+
+    def lines(self, *, is_stated: bool) -> Iterator[str]:
+        """Yield the lines of the summary."""
+        if self._first is not None:
+            yield self._first[1]
+            if self._equal and is_stated:
+                letters = [letter for letter in "LSD" if any(letter in pair for pair in self._equal)]
+                text = f"{', '.join(letters[:-1])} and {letters[-1]}"
+                yield f"{text} have the same size in every trace: nothing in the files checks their order"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what the sources of a task have added."""
+        return {"first": self._first, "equal": sorted(self._equal)}
+
+    def add_json(self, found: Mapping[str, Any]) -> None:
+        """Add what a task has found."""
+        if found["first"] is not None:
+            number, text = found["first"]
+            self._first = min(filter(None, (self._first, (int(number), str(text)))))
+        self._equal &= set(map(str, found["equal"]))
+
+
+def _described(record: TraceRecord) -> str:
+    """Return a trace in a line."""
+    layers, width = record.num_layers, record.hidden_dim
+    states = record.hidden if record.hidden is not None else list(record.last_token[:, None])  # type: ignore[index]
+    step = max(1, len(states[0]) // _MAX_NORMS)
+    norms = np.concatenate([np.linalg.norm(numbers_of(layer[::step]).astype("f4"), axis=-1) for layer in states])
+    labels = {**record.scores, **record.deferred_scores}
+    if record.label is not None:
+        labels["label"] = record.label
+    shown = "".join(f"{name} {value:g}, " for name, value in labels.items() if not math.isnan(value))
+    tokens = f"S {record.num_tokens}" if record.hidden is not None else "last token"
+    return (
+        f"first trace: {escape_unprintable(record.question_id, 60)}, {shown}L {layers}, {tokens}, D {width}, "
+        f"median norm {float(np.sort(norms)[len(norms) // 2]):.3g}"
+    )
