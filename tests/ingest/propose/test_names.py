@@ -31,7 +31,7 @@ CASES = [
 
 @pytest.mark.parametrize(("names", "patterns"), CASES)
 def test_patterns_of_files(names, patterns):
-    found = families(names, is_path=True, keep_single=False)
+    found = families(names, is_path=True)
 
     assert {family.pattern for family in found} == patterns
     for family in found:
@@ -42,7 +42,7 @@ def test_patterns_of_files(names, patterns):
 
 
 def test_a_name_without_a_pattern_is_escaped():
-    (family,) = families(["a{b}*.npz"], is_path=True, keep_single=False)
+    (family,) = families(["a{b}*.npz"], is_path=True)
     assert Pattern(family.pattern, is_path=True).literal == "a{b}*.npz"
 
 

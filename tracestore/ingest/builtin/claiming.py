@@ -136,9 +136,7 @@ def _owner(
 
 def _matching(name: str, known: Sequence[Builtin]) -> list[tuple[Builtin, str]]:
     """Return the built-in layouts that have a pattern of a file's name, with the pattern."""
-    texts = {text: pattern for b in known for text, pattern in b.patterns.items()}
-    fitting = {text for text, pattern in texts.items() if pattern.match(name) is not None}
-    return [(b, text) for b in known for text in b.patterns if text in fitting]
+    return [(b, text) for b in known for text, pattern in b.patterns.items() if pattern.match(name) is not None]
 
 
 def _near(root: Value, matching: Iterable[tuple[Builtin, str]]) -> str | None:

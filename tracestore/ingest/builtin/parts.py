@@ -5,7 +5,7 @@ from copy import copy
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from tracestore.errors import InvalidInputError, NoTracesError, UsageError
 from tracestore.ingest.builtin.claiming import Claims, claim
@@ -150,22 +150,14 @@ class Part:
 
     def _checked(self, text: str, name: str, root: Value) -> Value:
         assert self.builtin is not None
-        return self.builtin.signatures[text].checked(root, partial(_refuse, self.builtin.name))
-
-
-def _refuse(name: str, difference: str) -> NoReturn:
-    raise InvalidInputError(
-        f"{difference}: not as the other files of the built-in layout {name}; --layout describes it"
-    )
+        return self.builtin.signatures[text].checked(root, self.builtin.name)
 
 
 def files_of(layout: Layout, files: Mapping[str, Path]) -> dict[str, Path]:
     """Return the files that the lines of a layout name; none if no states are among them."""
     plan = plan_of(layout)
-    found: dict[str, set[str]] = {}
-    for text in plan.files:
-        pattern = Pattern(text, is_path=True)
-        found[text] = {name for name in files if pattern.match(name) is not None}
+    patterns = [Pattern(text, is_path=True) for text in plan.files]
+    found = {p.text: {name for name in files if p.match(name) is not None} for p in patterns}
     if not all(found[place.address.files.text] for place in plan.states):
         return {}
     names = set().union(*found.values())
@@ -264,10 +256,8 @@ def find_sources(arguments: list[Path], store: Path) -> list[SourceFile]:
     files = list_files(arguments, store)
     tables = [path for path in files.values() if path.name.endswith(TEXT_SUFFIXES)]
 
-    def rest(_: Mapping[str, Path]) -> InvalidInputError:
-        return InvalidInputError("no built-in layout describes it; convert it by a layout of its own")
-
-    parts = builtin_parts(files, arguments, tables, {}, rest, has_scores_file=False)
+    error = InvalidInputError("no built-in layout describes it; convert it by a layout of its own")
+    parts = builtin_parts(files, arguments, tables, {}, lambda _: error, has_scores_file=False)
     sources = sources_in_order(parts, {path: k for k, path in enumerate(files.values())})
     if not sources:
         raise UsageError(f"{arguments[0]}: no trace file in this folder")

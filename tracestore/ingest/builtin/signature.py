@@ -2,13 +2,13 @@
 
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import islice
 from typing import Any, NamedTuple
 
-from tracestore.errors import UsageError, escape_unprintable
+from tracestore.errors import InvalidInputError, UsageError, escape_unprintable
 from tracestore.ingest.execute.accounts import OWN_LINES, looks_like_label
 from tracestore.ingest.execute.values import describe, key_text, member
 from tracestore.ingest.layout.patterns import AXIS_NAMES, Pattern
@@ -163,19 +163,22 @@ class Signature:
                 return None
         return self.difference(root)
 
-    def checked(self, root: Value, refuse: Callable[[str], None]) -> Value:
-        """Return the root of a file that is being read; `refuse` gets what is another thing in its first items."""
+    def checked(self, root: Value, name: str) -> Value:
+        """Return the root of a file of the built-in layout `name` that is being read; check its first items."""
         if isinstance(root, Items) and root.is_stream and self.at == "[]":
-            return StreamItems(self._checked(root, refuse), root.length, root.attributes, is_lent=root.is_lent)
-        if (differs := self._difference(self._items(root), is_claim=False)) is not None:
-            refuse(differs)
+            return StreamItems(self._checked(root, name), root.length, root.attributes, is_lent=root.is_lent)
+        self._check(self._items(root), name)
         return root
 
-    def _checked(self, items: Items, refuse: Callable[[str], None]) -> Iterator[Value]:
+    def _checked(self, items: Items, name: str) -> Iterator[Value]:
         repeated = RepeatedItems(items)
-        if (differs := self._difference(iter(repeated), is_claim=False)) is not None:
-            refuse(differs)
+        self._check(iter(repeated), name)
         yield from repeated.rest()
+
+    def _check(self, items: Iterator[Value], name: str) -> None:
+        if (differs := self._difference(items, is_claim=False)) is not None:
+            advice = f"not as the other files of the built-in layout {name}; --layout describes it"
+            raise InvalidInputError(f"{differs}: {advice}")
 
     def _difference(self, items: Iterator[Value], *, is_claim: bool) -> str | None:
         """Return what differs in the first item; None if one of the first items is as described.

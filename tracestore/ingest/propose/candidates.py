@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,19 +155,15 @@ def _without_refuted(found: list[Candidate], files: Mapping[str, Path]) -> list[
     Under a mask with rows of different lengths, only one order of the axes leaves whole rows of attention, and zeros
     where the mask leaves tokens out.
     """
-    orders: dict[str, list[tuple[Candidate, set[str]]]] = defaultdict(list)
-    for candidate in found:
-        orders[in_any_order(candidate.draft)].append((candidate, set()))
-    for others in orders.values():
-        for candidate, shown in others if len(others) > 1 else ():
-            shown |= _shown_orders(candidate, files)
-    refuted = [
+    orders = [in_any_order(candidate.draft) for candidate in found]
+    are_alone = [orders.count(order) == 1 for order in orders]
+    shown = [set[str]() if alone else _shown_orders(c, files) for c, alone in zip(found, are_alone, strict=True)]
+    rivals = list(zip(orders, found, shown, strict=True))
+    return [
         one
-        for others in orders.values()
-        for one, own in others
-        if any(_refutes(other, shown, one, own) for other, shown in others if other is not one)
+        for order, one, own in rivals
+        if not any(its == order and _refutes(other, shows, one, own) for its, other, shows in rivals)
     ]
-    return [candidate for candidate in found if not any(candidate is one for one in refuted)]
 
 
 def _shown_orders(candidate: Candidate, files: Mapping[str, Path]) -> set[str]:

@@ -128,7 +128,7 @@ class Observation:
 def observe(files: Mapping[str, Path]) -> Observation:
     """Return what the files hold: the first and last files of each pattern are opened."""
     found = Observation()
-    for family in families(files, is_path=True, keep_single=False):
+    for family in families(files, is_path=True):
         names = list(family.members)
         found.files[family.pattern] = names
         found.families[family.pattern, ()] = family

@@ -130,16 +130,17 @@ def meaning_of(leaf: Leaf, siblings: frozenset[str]) -> Meaning:
             known, others = _words_of_judges(leaf.scalars)
             found.missing = others if known and len(others) < 3 else ()
         field, size = ("verdict", 0) if found.verdicts else _field(words, leaf)
+        if not field:
+            continue
         against = _AGAINST.get(field, "")
-        if not SAYING.get(against, frozenset()).isdisjoint(found.own_words if against == "references" else words):
-            if against == "references" and not (SAYING["generated"] - {"answer"}).isdisjoint(words):
-                found.field, found.num_words = field, size  # the best of several generations
-                return found
-            found.reason = "a reference answer" * (against == "references")
-            return found
-        if field:
+        is_text = against == "references"
+        is_against = not SAYING.get(against, frozenset()).isdisjoint(found.own_words if is_text else words)
+        is_best_answer = is_text and not (SAYING["generated"] - {"answer"}).isdisjoint(words)  # of several
+        if is_against and not is_best_answer:
+            found.reason = "a reference answer" * is_text
+        else:
             found.field, found.num_words = field, size
-            return found
+        return found
     is_layer = "dim" in leaf.bound or (leaf.rank and "layer" in leaf.bound)
     if leaf.number_kind in "fv" and is_layer and not SAYING["no states"] & found.words:
         found.field, found.num_words = "hidden_states", 1
@@ -272,7 +273,11 @@ def _words_of_judges(values: Sequence[Any]) -> tuple[set[bool], tuple[str, ...]]
 def may_be_label(leaf: Leaf) -> bool:
     """Return whether half of the values are 0, 1 or words of judges, so that a column without such a name may be a label."""
     values = leaf.scalars
-    return leaf.rank <= 1 and leaf.kind != "v" and 2 * sum(map(_is_verdict, values)) >= max(len(values), 1)
+    return (
+        leaf.rank <= 1
+        and leaf.kind != "v"
+        and 2 * sum(_label(value, LABELS[0]) in (0, 1) for value in values) >= max(len(values), 1)
+    )
 
 
 def may_be_score(leaf: Leaf) -> bool:
@@ -292,10 +297,6 @@ def contradictions(field: str, leaves: Sequence[Leaf]) -> Iterator[str]:
         labels = [{_label(values[0][name], field), _label(others[name], field)} for name in both]
         if count := sum(len(pair - {None}) > 1 for pair in labels):
             yield f"{field}: {leaf} contradicts {leaves[0]} for {count} of {len(both)} ids"
-
-
-def _is_verdict(value: Any) -> bool:
-    return _label(value, LABELS[0]) in (0, 1)
 
 
 def _label(value: Any, field: str) -> float | None:

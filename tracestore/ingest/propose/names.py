@@ -98,16 +98,15 @@ class Family:
 Piece = tuple[str, str]
 
 
-def families(names: Iterable[str], *, is_path: bool = False, keep_single: bool = True) -> list[Family]:
+def families(names: Iterable[str], *, is_path: bool = False) -> list[Family]:
     """Return the patterns of names of files or keys.
 
     Parameters
     ----------
     names : iterable of str
     is_path : bool
-        Whether the names are paths, whose suffix is literal.
-    keep_single : bool
-        Whether an unknown word with a digit is an id, also where it does not vary.
+        Whether the names are paths, whose suffix is literal. Of keys, an unknown word with a digit is an id, also where
+        it does not vary.
     """
     groups: dict[tuple[str, ...], dict[str, list[Piece]]] = defaultdict(dict)
     for name in names:
@@ -115,7 +114,7 @@ def families(names: Iterable[str], *, is_path: bool = False, keep_single: bool =
         end = len(name) if suffix is None else suffix.start()
         pieces = _with_samples(_merged([*_pieces(name[:end]), (name[end:], "")]))
         groups[tuple(text if what == "" else f"\0{what}" for text, what in pieces)][name] = pieces
-    return [family for members in groups.values() for family in _families_of(members, keep_single=keep_single)]
+    return [family for members in groups.values() for family in _families_of(members, is_path=is_path)]
 
 
 def _pieces(name: str) -> list[Piece]:
@@ -191,9 +190,9 @@ def _joined(pieces: Iterable[Piece]) -> list[Piece]:
     return found
 
 
-def _families_of(members: dict[str, list[Piece]], *, keep_single: bool) -> list[Family]:
+def _families_of(members: dict[str, list[Piece]], *, is_path: bool) -> list[Family]:
     """Return names with the same literal pieces as one pattern; as themselves if nothing of them is one."""
-    names, doubt = _names_of([list(column) for column in zip(*members.values(), strict=True)], keep_single=keep_single)
+    names, doubt = _names_of([list(column) for column in zip(*members.values(), strict=True)], is_path=is_path)
     if not any(names) or any(one and two for one, two in itertools.pairwise(names)):
         return [Family(escape(name), {name: {}}) for name in members]
     bound = {
@@ -209,11 +208,10 @@ def _families_of(members: dict[str, list[Piece]], *, keep_single: bool) -> list[
     return [Family(pattern, bound, doubt)]
 
 
-def _names_of(columns: Sequence[list[Piece]], *, keep_single: bool) -> tuple[list[str], str]:
+def _names_of(columns: Sequence[list[Piece]], *, is_path: bool) -> tuple[list[str], str]:
     """Return what each column of pieces binds, "" for literal text, and why that is not proved."""
     varying = [
-        bool(column[0][1]) and (len(set(column)) > 1 or _is_pattern(column[0], keep_single=keep_single))
-        for column in columns
+        bool(column[0][1]) and (len(set(column)) > 1 or _is_pattern(column[0], is_path=is_path)) for column in columns
     ]
     ids = [k for k, column in enumerate(columns) if varying[k] and column[0][1] == "?"]
     numbers = {k for k in ids if all(is_integer(text) for text, _ in columns[k])}
@@ -231,11 +229,11 @@ def _names_of(columns: Sequence[list[Piece]], *, keep_single: bool) -> tuple[lis
     return names, doubt
 
 
-def _is_pattern(piece: Piece, *, keep_single: bool) -> bool:
+def _is_pattern(piece: Piece, *, is_path: bool) -> bool:
     """Return whether a piece is a pattern also where it does not vary: a number that a word counts, or an id."""
     text, what = piece
     if what == "?":
-        return keep_single and any(char.isdigit() for char in text)
+        return not is_path and any(char.isdigit() for char in text)
     return what not in ("split", "verdict", "rank")
 
 

@@ -1,7 +1,8 @@
 """Axes of leaves: every order that the extents allow, never one by the name."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from tracestore.ingest.layout.patterns import AXIS_NAMES
@@ -33,23 +34,23 @@ class Frame:
     axes : tuple of str
     bound : frozenset of str
         Letters that names bind.
-    num_layers : int or None
-        Layers of each trace.
-    sizes : list of (Mapping, dict)
-        For each spot: what binds it, and the extent of each letter.
     """
 
     leaf: Leaf
     axes: Axes
     bound: frozenset[str]
-    num_layers: int | None = None
-    sizes: list[tuple[Mapping[str, Any], Sizes]] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def sizes(self) -> list[tuple[Mapping[str, Any], Sizes]]:
+        """For each spot: what binds it, and the extent of each letter."""
         spots = self.leaf.spots[:_MAX_SPOTS]
-        self.sizes = [(spot.where, dict(zip(self.axes, spot.dims, strict=True))) for spot in spots]
+        return [(spot.where, dict(zip(self.axes, spot.dims, strict=True))) for spot in spots]
+
+    @cached_property
+    def num_layers(self) -> int | None:
+        """The layers of each trace."""
         layers = {spot.where["layer"] for spot in self.leaf.spots if "layer" in spot.where}
-        self.num_layers = self.sizes[0][1]["L"] if "L" in self.axes else len(layers) or 1
+        return self.sizes[0][1]["L"] if "L" in self.axes else len(layers) or 1
 
     @property
     def has_tokens(self) -> bool:

@@ -1,6 +1,6 @@
 """Proofs: what of a draft rules 15 to 23 do not support, in words."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -215,14 +215,6 @@ class Case:
         found = [m for m in self.places.meanings if m.field == name and m.leaf.kind == "s"]
         return [m for m in found if m.leaf.bound or not m.leaf.path or m.leaf.path[0][:1] != "@"]
 
-    def _of_labels(self) -> Iterator[str]:
-        """Yield how often tables contradict each other."""
-        for name in self.lines:
-            leaves = [
-                self.places.with_ids(m.leaf, self.identity) for m in self.places.meanings if m.verdicts == (name,)
-            ]
-            yield from contradictions(name, leaves)
-
     def _of_values(self) -> list[str]:
         """Return the texts, lengths, labels and scores that may be others."""
         found = []
@@ -236,7 +228,9 @@ class Case:
         scores = sorted(name for name in self.lines if name.startswith(("correctness.", "hallucination.")))
         if len(scores) > 1:
             found.append(f"{', '.join(scores)}: no word tells which score counts")
-        found += self._of_labels()
+        for name in self.lines:
+            same = [m for m in self.places.meanings if m.verdicts == (name,)]
+            found += contradictions(name, [self.places.with_ids(m.leaf, self.identity) for m in same])
         doubtful = [m.leaf.key for m in self.places.meanings if m.is_doubtful]
         return [*found, *(f"{key}: may be what a detector says, or words without a meaning" for key in doubtful)]
 
