@@ -124,8 +124,8 @@ def _owner(
     except InvalidInputError as error:
         return error.with_location()  # a copy without the frames of the reader, which hold the file
     for _, builtin in list(found.values()):
-        for name_of_other in builtin.instead_of:
-            found.pop(name_of_other, None)
+        for other in builtin.source.get("instead_of", ()):  # a special case of its files
+            found.pop(other, None)
     if len(found) > 1:
         raise InvalidInputError(
             f"the built-in layouts {' and '.join(sorted(found))} match it; --layout FILE states its fields",

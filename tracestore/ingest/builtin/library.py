@@ -49,12 +49,6 @@ class Builtin:
         """Return the name of what reads the files, if no layout does."""
         return self.source.get("reader")
 
-    @property
-    def instead_of(self) -> Sequence[str]:
-        """Tools whose files these are too, in a special case."""
-        names: Sequence[str] = self.source.get("instead_of", ())
-        return names
-
     @cached_property
     def files(self) -> Sequence[str]:
         """The FILES of its signatures."""

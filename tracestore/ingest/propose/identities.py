@@ -13,7 +13,7 @@ from tracestore.ingest.propose.names import SAMPLE, unknown_words, without_names
 from tracestore.store.vocabulary import COUNTED, SAYING
 
 Prefix = tuple[str, Path_]
-Names = Mapping[Prefix, Mapping[str, str]]
+Names = Mapping[Prefix, tuple[str, ...]]  # what the patterns of names bind
 Row = dict[str, Meaning]  # the scalars of the items of a prefix by their field
 _COLUMNS = frozenset(("question_id", "question", "generated_answer", "S.lengths", "S.offsets", "verdict"))
 _SHARD = re.compile(r"\{chunk\}[-_. ]?of[-_. ]?\d")
@@ -182,15 +182,11 @@ class Places:
         parents = {(states.files, states.path[:k]) for k in range(len(states.path))}
         return [meaning for meaning in self.meanings if (meaning.leaf.files, meaning.leaf.path[:-1]) in parents]
 
-    def _names(self, leaf: Leaf) -> dict[Prefix, dict[str, str]]:
+    def _names(self, leaf: Leaf) -> Names:
         """Return what files and keys of a leaf bind, by the place of the pattern."""
-        found: dict[Prefix, dict[str, str]] = {}
-        for k in range(len(leaf.path) + 1):
-            place = (leaf.files, leaf.path[:k])
-            family = self.observation.families.get(place)
-            if family is not None and family.names and (k == 0 or "{" in leaf.path[k - 1]):
-                found[place] = {name: name for name in family.names}
-        return found
+        places = [(leaf.files, leaf.path[:k]) for k in range(len(leaf.path) + 1)]
+        families = self.observation.families
+        return {place: families[place].names for place in places if place in families and families[place].names}
 
     def _renamed(self, names: Names, main: Prefix | None) -> dict[Prefix, dict[str, str]]:
         """Return new names: only `main` binds an id, numbers of answers below it are samples, chunks are parts of a key."""

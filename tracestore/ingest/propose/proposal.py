@@ -151,13 +151,11 @@ def _first_files(files: Mapping[str, Path], observation: Observation) -> dict[st
     for (_, path), family in observation.families.items():
         if path or len(family.members) <= _MAX_FILES:
             continue
-        kept: set[tuple[str, ...]] = set()
-        for name, bound in family.members.items():
-            key = tuple(value for word, value in bound.items() if word not in AXIS_NAMES)
-            if len(kept) < _MAX_FILES:
-                kept.add(key)
-            if key not in kept:
-                left_out.add(name)
+        keys = {
+            n: tuple(v for word, v in bound.items() if word not in AXIS_NAMES) for n, bound in family.members.items()
+        }
+        kept = set(list(dict.fromkeys(keys.values()))[:_MAX_FILES])
+        left_out |= {name for name, key in keys.items() if key not in kept}
     return {name: path for name, path in files.items() if name not in left_out}
 
 
