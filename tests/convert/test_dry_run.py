@@ -140,7 +140,7 @@ REFUSED = {
 def write(folder, files, layout, scores):
     """Write the files and the layout; return the words of the command."""
     for name, value in files.items():
-        {"pkl": dump, "npy": save, "json": table}[name.partition(".")[2]](folder / name, value)
+        {"pkl": dump, "npy": save, "json": table}[name.rpartition(".")[2]](folder / name, value)
     lines = [f"{name} = {address}" for name, address in layout.items()]
     words = [word for line in lines for word in ("--field", line)]
     if scores:
@@ -211,6 +211,63 @@ def test_a_scores_file_without_a_row_for_new_files_of_a_labeled_store(tmp_path):
     assert "2 files, 0 refused" in convert(*words, "--dry-run").stdout
 
     assert "1 trace added" in convert(*words).stdout
+
+
+def _other_states():
+    return [one | {"hs": one["hs"] * 2} for one in items("a")]
+
+
+def _named(model):
+    return {"config.json": {"model": model}}
+
+
+# By what a store, or the rest of the command, has otherwise: the files of the first conversion, those of the second one,
+# and its options. A conversion refuses each.
+REFUSED_BY_THE_STORE = {
+    "other states of a trace": ({"a.pkl": items("a")}, {"a.pkl": _other_states()}, []),
+    "another hidden size": ({"a.pkl": items("a")}, {"b.pkl": [{"id": "b", "hs": states(2, 4, 6)}]}, []),
+    "another dtype": ({"a.pkl": items("a")}, {"b.pkl": items("b")}, ["--dtype", "keep"]),
+    "another attention": ({"a.pkl": items("a")}, {"b.pkl": items("b")}, ["--attention", "heads"]),
+    "another model": ({"a.pkl": items("a")} | _named("m"), {"b.pkl": items("b")} | _named("n"), []),
+    "nothing to store": (None, {"a.pkl": _zero_token()[5:]}, ["--skip-bad"]),
+    "a folder of other files": (None, {"a.pkl": items("a"), "../s.zarr/b.json": 1}, []),
+}
+
+
+@pytest.mark.parametrize(("before", "after", "options"), REFUSED_BY_THE_STORE.values(), ids=REFUSED_BY_THE_STORE)
+def test_what_a_conversion_into_a_store_refuses(tmp_path, before, after, options):
+    if before is not None:
+        convert(*write(tmp_path / "in", before, STATES, []))
+    words = write(tmp_path / "in", after, STATES, [])
+
+    done, own = (convert(*words, *options, *dry, check=None) for dry in ([], ["--dry-run"]))
+
+    assert done.returncode != 0 and own.returncode == done.returncode
+    assert own.stderr.splitlines()[-1] == done.stderr.splitlines()[-1]
+
+
+def test_labels_that_were_replaced_are_no_conflict(tmp_path):
+    write_pickle(tmp_path / "a.pkl", [t | {"label": 1} for t in make_traces(3)])
+    (tmp_path / "labels.csv").write_text("question_id,label\n" + "".join(f"q{k},0\n" for k in range(3)))
+    convert(tmp_path / "a.pkl", tmp_path / "s.zarr")
+    command("score", tmp_path / "s.zarr", "--scores", tmp_path / "labels.csv", check=0)
+
+    assert "1 file, 0 refused" in convert(tmp_path / "a.pkl", tmp_path / "s.zarr", "--dry-run").stdout
+
+
+def test_the_store_and_its_folder_stay_as_they_are(tmp_path):
+    write_pickle(tmp_path / "a.pkl", make_traces(2))
+    convert(tmp_path / "a.pkl", tmp_path / "s.zarr")
+    write_pickle(tmp_path / "b.pkl", make_traces(4))
+    before = {path: path.stat() for path in tmp_path.rglob("*")}
+
+    for words in ([], ["--overwrite"], ["--skip-bad"]):
+        convert(tmp_path, tmp_path / "s.zarr", "--dry-run", *words)
+
+    assert [(s.st_mtime_ns, s.st_size) for s in before.values()] == [
+        (p.stat().st_mtime_ns, p.stat().st_size) for p in tmp_path.rglob("*") if p in before
+    ]
+    assert before.keys() == set(tmp_path.rglob("*"))
 
 
 def test_equal_states_of_an_export(tmp_path):

@@ -150,7 +150,7 @@ class DescribedRun:
         InvalidInputError
             Rule 10b: the states are those of another id, and one name is marked as a copy of the other.
         """
-        self.add_states(packed)
+        self._add_states(packed)
         self._define_scores(packed.record.scores, writer)
         return packed.record.scores
 
@@ -236,7 +236,7 @@ class DescribedRun:
         if deferred or is_known:
             self._deferred[key] = missing | found
 
-    def add_states(self, packed: PackedTrace) -> None:
+    def _add_states(self, packed: PackedTrace) -> None:
         """Rule 10b: refuse the states of another id, of which one is marked as a copy of the other; count other copies."""
         if "hidden_states" not in packed.crcs:
             return

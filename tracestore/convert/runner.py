@@ -3,12 +3,11 @@
 One module of over 400 lines: every step of a conversion uses the state of the one object that runs it.
 """
 
-import errno
 import math
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import closing
 from functools import partial
 from itertools import chain
@@ -31,13 +30,11 @@ from tracestore.errors import (
     InvalidInputError,
     LateConflictError,
     NoTracesError,
-    TruncatedFileError,
     escape_unprintable,
 )
 from tracestore.ingest.exports import EXPORT_FILE
-from tracestore.ingest.files.byte_source import TRUNCATED_WHILE_READING
 from tracestore.ingest.packing import PackOptions
-from tracestore.ingest.source_streams import TraceStream, read_sources
+from tracestore.ingest.source_streams import TraceStream, read_sources, reading_whole
 from tracestore.ingest.sources import SourceFile, source_fingerprint
 from tracestore.platform_support import is_in_memory
 from tracestore.store.format.provenance import Provenance, equals_but_layers, with_layers
@@ -69,7 +66,7 @@ def _position(error: InvalidInputError) -> float:
 
 
 # What to do about a trace that does not fit the store, by the field of the error.
-ADVICE = {  # by the field of an error
+_ADVICE = {  # by the field of an error
     "num_layers": "; if the first axis of the states counts tokens, their line of the layout ends with -> S L D",
     "question_id": " (a line for question_id may add what tells them apart, see --on-conflict for one trace that changed)",
     "labels": " (--on-conflict replaces or keeps the stored one)",
@@ -215,20 +212,9 @@ class Conversion:
         committed = 0
         try:
             self.report_plan()
-            with StoreWriter(
-                self.store,
-                attention=options.attention or self.default_attention.of_new_store,
-                dtype=options.dtype,
-                codec=options.codec,
-                overwrite=options.overwrite,
-                can_resume=self._is_current_source,
-                on_conflict=options.on_conflict,
-                allow_mixed_provenance=options.allow_mixed_provenance,
-                commit_bytes=sys.maxsize,
-            ) as writer:
-                writer.check_provenance(self.known_provenances())
+            with self.open_writer(StoreWriter) as writer:
                 self._notes.begin(self.store, is_new=options.overwrite or writer.manifest.num_traces == 0)
-                self.scoring.begin(writer)
+                self._begin(writer)
                 progress = Progress(self._output, "B")
                 try:
                     self._convert_all(writer, progress)
@@ -246,6 +232,26 @@ class Conversion:
                 f"interrupted: {plural(committed, 'trace')} committed; run the same command to continue"
             ) from None
         return self.report
+
+    def open_writer(self, writer_type: type[StoreWriter], *, can_resume: bool = True) -> StoreWriter:
+        """Return a writer of the store with the options, which continues an interrupted one with `overwrite`."""
+        options = self._options
+        return writer_type(
+            self.store,
+            attention=options.attention or self.default_attention.of_new_store,
+            dtype=options.dtype,
+            codec=options.codec,
+            overwrite=options.overwrite,
+            can_resume=self._is_current_source if can_resume else None,
+            on_conflict=options.on_conflict,
+            allow_mixed_provenance=options.allow_mixed_provenance,
+            commit_bytes=sys.maxsize,
+        )
+
+    def _begin(self, writer: StoreWriter) -> None:
+        """Check the provenances, and define the scores in the store."""
+        writer.check_provenance(self.known_provenances())
+        self.scoring.begin(writer)
 
     def _is_current_source(self, committed: SourceEntry) -> bool:
         """Return whether a committed source is an unchanged file of this conversion."""
@@ -317,13 +323,21 @@ class Conversion:
                         self.described.commit(writer)
         progress.clear()
         self._notes.print_without_traces()
+        self._close_accounts(writer)
+        self.described.commit(writer)
+
+    def _close_accounts(self, writer: StoreWriter) -> None:
+        """Close the accounts of the layouts and of the scores file, when all sources are read."""
         if self._unread and self.described.lacks_lines():
             self._check_interrupt()
             raise UnreadSourceError
-        for line in self.described.close(lambda text: writer.index.find(text) >= 0):
+        self._say(self.described.close(lambda text: writer.index.find(text) >= 0))
+        self._say(self.scoring.check_ids(writer, can_refuse=self._need_ids))
+
+    def _say(self, lines: Iterable[str]) -> None:
+        """Print what was found in all sources."""
+        for line in lines:
             self._output.info(line)
-        self.scoring.check_ids(writer, can_refuse=self._need_ids)
-        self.described.commit(writer)
 
     def _ends(self, writer: StoreWriter) -> dict[str, bool]:
         """Return the sources behind which segments end, by name, and whether the conversion commits there."""
@@ -416,34 +430,28 @@ class Conversion:
             self._shared.begin_source(name)
             writer.begin_source(name, size, digest, provenance)
             try:
-                whole: Iterator[PackedTrace | TraceBlock] = chain(filter(None, (first,)), traces)
-                for packed in whole:
-                    first = None
-                    self._check_interrupt()
-                    if isinstance(packed, TraceBlock):
-                        self._append_block(writer, packed, provenance, added)
-                    else:
-                        self._append(writer, packed, provenance, added)
-                    # Within a source the arrays so far stand for its bytes. A compressed source has fewer.
-                    done = report.bytes_in + min(added.num_bytes, size)
-                    progress.update(
-                        done, self.total_bytes, lambda: plural(report.num_traces_read + added.num_new, "trace")
-                    )
-                    del packed
-                writer.flush_source()
-                if not identity.matches(stream.source):
-                    raise InvalidInputError("another program modified the file while it was read", source=name)
+                with reading_whole(stream, identity):
+                    whole: Iterator[PackedTrace | TraceBlock] = chain(filter(None, (first,)), traces)
+                    for packed in whole:
+                        first = None
+                        self._check_interrupt()
+                        if isinstance(packed, TraceBlock):
+                            self._append_block(writer, packed, provenance, added)
+                        else:
+                            self._append(writer, packed, provenance, added)
+                        # Within a source the arrays so far stand for its bytes. A compressed source has fewer.
+                        done = report.bytes_in + min(added.num_bytes, size)
+                        progress.update(
+                            done, self.total_bytes, lambda: plural(report.num_traces_read + added.num_new, "trace")
+                        )
+                        del packed
+                    writer.flush_source()
                 added.refused = sorted([*added.refused, *stream.refused], key=_position)
                 if added.refused and not added.num_new + added.num_duplicates:
                     raise added.refused[0].with_location(source=name)
-            except BaseException as error:
+            except BaseException:
                 stream.stop()
                 writer.abort_source()
-                # write(2) fails with EFAULT if the mapped bytes of the source are gone.
-                if isinstance(error, TruncatedFileError) or (
-                    isinstance(error, OSError) and error.errno == errno.EFAULT
-                ):
-                    raise InvalidInputError(TRUNCATED_WHILE_READING, source=name) from None
                 raise
         report.num_conflicts += writer.num_source_conflicts
         # A source with refused traces is read again by the next conversion, which may have other options.
@@ -474,7 +482,7 @@ class Conversion:
             if known >= 0:
                 self._check_shared(writer, record, known, is_conflict=writer.num_source_conflicts > conflicts)
         except InvalidInputError as error:
-            error.reason += ADVICE.get(error.field or "", "")
+            error.reason += _ADVICE.get(error.field or "", "")
             if not self._options.skip_bad:
                 raise
             added.refused.append(error)
@@ -513,17 +521,24 @@ class Conversion:
         report.num_unscored = manifest.num_traces - manifest.num_scored
         report.num_scores_without_trace = self.scoring.num_without_trace(writer)
         report.add_labels(writer.read_columns(), writer.attributes)
-        if manifest.num_traces == 0:
-            if self._notes.without_traces:
-                raise self._notes.without_traces[0]
-            raise InvalidInputError(f"no file could be converted: {report.num_sources_skipped} refused")
+        self._require_traces(manifest.num_traces)
         report.refused_file = self._notes.refused_file
         report.attention = writer.attributes.options["attention"]
-        if self._options.attention is None and (note := self.default_attention.note(report.attention)):
+        self._note_attention(report.attention)
+        self._say(report.lines(self._options.on_conflict))
+        self._say(self.scoring.lines())
+
+    def _require_traces(self, num_traces: int) -> None:
+        """Raise InvalidInputError if the store has no trace at the end."""
+        if num_traces == 0:
+            if self._notes.without_traces:
+                raise self._notes.without_traces[0]
+            raise InvalidInputError(f"no file could be converted: {self.report.num_sources_skipped} refused")
+
+    def _note_attention(self, stored: str) -> None:
+        """Print what the user must know about a store with the option `stored`, unless the user has chosen it."""
+        if self._options.attention is None and (note := self.default_attention.note(stored)):
             self._output.info(note)
-        lines = report.lines(self._options.on_conflict)
-        for line in (*lines, *self.scoring.lines()):
-            self._output.info(line)
 
 
 def read_provenances(sources: list[Path], options: ConvertOptions, output: Output) -> dict[Path, Provenance]:

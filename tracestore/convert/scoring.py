@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tracestore.console import Output
-from tracestore.convert.described import DescribedRun, Find
+from tracestore.convert.described import DescribedRun
 from tracestore.convert.options import ConvertOptions
 from tracestore.errors import InvalidInputError, UsageError, escape_unprintable
 from tracestore.ingest.exports.export_manifest import ExportFacts
@@ -117,35 +117,18 @@ class Scoring:
         found = self._described.add(packed, writer)
         if self.file is None:
             return found, record.group
-        row = self.join(packed, self.file)
+        self.set_label(packed)
+        row = self.file.row_of(record.question_id, record.sample)
+        if row is None:
+            self._without_row[record.question_id, record.sample] = None
+            row = _NO_ROW
+        else:
+            self._matched.add(self.file.key_of(record.question_id, record.sample))
         if self._described.is_builtin and writer.index.find(record.question_id, record.sample) >= 0:
             record.label = None  # fill() replaces the stored one
         if math.isnan(row.score):
             self._count_unscored(packed)
         return {**found, self._name: row.score}, row.group
-
-    def join(self, packed: PackedTrace, file: "Scores") -> ScoreRow:
-        """Return the row of a trace in a scores file, whose label it gets, and count it."""
-        self.set_label(packed)
-        record = packed.record
-        row = file.row_of(record.question_id, record.sample)
-        if row is None:
-            self._without_row[record.question_id, record.sample] = None
-        else:
-            self._matched.add(file.key_of(record.question_id, record.sample))
-        return row or _NO_ROW
-
-    @property
-    def is_of_export(self) -> bool:
-        """Tell whether the traces of the source have their values from an export."""
-        return self._export is not None
-
-    def check_joined(self, find: Find, *, is_whole: bool) -> str | None:
-        """Check rules 12b and 12c of the traces so far and the stored ones; return what is wrong if no row is theirs."""
-        if self.file is None or not self._without_row:
-            return None
-        matched = self._matched.union(key for key in self.file.rows if find(*key) >= 0)
-        return self.file.check_ids(matched, self._without_row, is_whole=is_whole)
 
     def fits(self, block: TraceBlock) -> bool:
         """Return whether add_block() can do values() for each trace of a block: not where a scores file has a row for each."""
@@ -190,8 +173,8 @@ class Scoring:
             if stored is None or stored.direction != export.scores[name].direction:
                 writer.define_score(name, export.scores[name])
 
-    def check_ids(self, writer: StoreWriter, *, can_refuse: bool) -> None:
-        """Check rules 12b and 12c of the scores file: some of its ids are those of traces, in the same spelling.
+    def check_ids(self, writer: StoreWriter, *, can_refuse: bool) -> Iterator[str]:
+        """Check rules 12b and 12c of the scores file: some of its ids are those of traces; yield what else is wrong.
 
         Raises
         ------
@@ -214,7 +197,7 @@ class Scoring:
         is_labeled = bool(writer.manifest.num_scored or np.isfinite(writer.read_columns().labels).any())
         if can_refuse and not is_labeled:
             raise InvalidInputError(message, source=self.file.path.name)
-        self._output.info(f"{self.file.path.name}: {message}")
+        yield f"{self.file.path.name}: {message}"
 
     def fill(self, writer: StoreWriter) -> None:
         """Set scores, labels and groups of committed traces as the file has them now."""

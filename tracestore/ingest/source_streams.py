@@ -4,16 +4,18 @@ The expensive work (inflating, checksums, packing) releases the interpreter's lo
 has a thread while it is read; a limit applies to all packed traces that wait.
 """
 
+import errno
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from itertools import islice
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Protocol
 
-from tracestore.errors import InvalidInputError
+from tracestore.errors import InvalidInputError, TruncatedFileError
+from tracestore.ingest.files.byte_source import TRUNCATED_WHILE_READING
 from tracestore.ingest.files.decompress import compression_of
 from tracestore.ingest.packing import PackOptions, identify, packed_traces
 from tracestore.ingest.sources import SourceFile, SourceIdentity
@@ -243,6 +245,20 @@ class TraceStream(Protocol):
 
     def stop(self) -> None:
         """Let nothing more be written."""
+
+
+@contextmanager
+def reading_whole(stream: TraceStream, identity: SourceIdentity) -> Iterator[None]:
+    """Let the block read and write all traces of a source; InvalidInputError if its files change meanwhile."""
+    try:
+        yield
+    except OSError as error:
+        # write(2) fails with EFAULT if the mapped bytes of the source are gone.
+        if isinstance(error, TruncatedFileError) or error.errno == errno.EFAULT:
+            raise InvalidInputError(TRUNCATED_WHILE_READING) from None
+        raise
+    if not identity.matches(stream.source):
+        raise InvalidInputError("another program modified the file while it was read")
 
 
 def read_sources(

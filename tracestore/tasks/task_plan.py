@@ -352,14 +352,7 @@ def new_plan(
 ) -> TaskPlan | None:
     """Cut a conversion into tasks, and keep the plan in the store; return None if it has fewer tasks than `min_tasks`."""
     described, attention = conversion.described, conversion.default_attention
-    with StoreWriter(
-        files.location,
-        attention=options.attention or attention.of_new_store,
-        dtype=options.dtype,
-        codec=options.codec,
-        overwrite=options.overwrite,
-        allow_mixed_provenance=options.allow_mixed_provenance,
-    ) as writer:
+    with conversion.open_writer(StoreWriter, can_resume=False) as writer:
         writer.check_provenance(conversion.known_provenances())
         stored = dict(writer.attributes.options)
         found = list(map(identity_of, conversion.sources))

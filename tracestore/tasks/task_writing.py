@@ -7,10 +7,9 @@ from contextlib import closing
 from pathlib import Path
 
 from tracestore.convert.runner import Conversion
-from tracestore.errors import InvalidInputError, TruncatedFileError
-from tracestore.ingest.files.byte_source import TRUNCATED_WHILE_READING
+from tracestore.errors import InvalidInputError
 from tracestore.ingest.packing import PackOptions
-from tracestore.ingest.source_streams import TraceStream, read_sources
+from tracestore.ingest.source_streams import TraceStream, read_sources, reading_whole
 from tracestore.store.format import paths, schema
 from tracestore.store.io import fsio
 from tracestore.store.io.local_folders import budget_beside
@@ -124,25 +123,24 @@ class _TaskWriting:
         roll_back, packed, first = self._pending.savepoint(), list[PackedTrace](), len(self._pending.segments)
         self._conversion.scoring.begin_source(stream.source)
         try:
-            for trace in stream:
-                label = trace.record.label
-                with contextlib.suppress(InvalidInputError):  # The commit refuses the trace, and sets the label again.
-                    self._conversion.scoring.set_label(trace)
-                self._segments.append(trace)
-                self._name(self._pending.segments[first:-1])
-                trace.record.label = label
-                packed.append(trace)
-                del trace
-            self._pending.flush()
-            if not identity.matches(stream.source):
-                raise InvalidInputError("another program modified the file while it was read")
+            with reading_whole(stream, identity):
+                for trace in stream:
+                    label = trace.record.label
+                    with contextlib.suppress(
+                        InvalidInputError
+                    ):  # The commit refuses the trace, and sets the label again.
+                        self._conversion.scoring.set_label(trace)
+                    self._segments.append(trace)
+                    self._name(self._pending.segments[first:-1])
+                    trace.record.label = label
+                    packed.append(trace)
+                    del trace
+                self._pending.flush()
             if not packed and not stream.source.may_be_empty:
                 raise stream.refused[0] if stream.refused else InvalidInputError("found no trace")
-        except BaseException as error:
+        except BaseException:
             wait(self._named.values())
             roll_back()
-            if isinstance(error, TruncatedFileError):
-                raise InvalidInputError(TRUNCATED_WHILE_READING) from None
             raise
         return packed
 

@@ -5,6 +5,7 @@ Example: tracestore convert traces_data/ store.zarr
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from tracestore.cli.flags import add_flags, option_names, values
 from tracestore.console import Output, Parser, float_where
@@ -61,18 +62,17 @@ def run(args: argparse.Namespace, output: Output) -> None:
             write_tasks(args.plan, tasks)
         report_tasks(args.plan, tasks, output)
         return
-    # Imported here, because most conversions are neither dry nor watch their folders, and are one task.
-    if options.dry_run:
-        from tracestore.convert.dry_run import dry_run
-
-        output.print_json(dry_run(args.src, args.dst, options, output))
-        return
     if args.watch_timeout is not None and not args.watch:
         raise UsageError("--watch-timeout needs --watch")
+    report: Any
     with map_os_errors(local_dir(args.dst)):
         check_store_destination(args.dst, overwrite=options.overwrite)
-    with map_os_errors(local_dir(args.dst)):
-        if args.watch:
+        # Imported here, because most conversions are neither dry nor watch their folders, and are one task.
+        if options.dry_run:
+            from tracestore.convert.dry_run import dry_run
+
+            report = dry_run(args.src, args.dst, options, output)
+        elif args.watch:
             if options.dask is not None:
                 raise UsageError("--watch excludes --dask")
             from tracestore.convert.watch import Watch

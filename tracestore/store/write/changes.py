@@ -43,6 +43,7 @@ class Changes:
         Number of traces that the commits of this writer have added.
     """
 
+    _segment_type = SegmentWriter
     _generation: PinnedGeneration
     _num_steps: int  # before the open source
     attributes: schema.Attributes
@@ -308,7 +309,7 @@ class Changes:
             segment = None
         if not isinstance(segment, SegmentWriter) or segment.name:
             number = self.manifest.num_segments + len(segments)
-            segments.append(segment := SegmentWriter(self._target.new_folder(), number, self.attributes))
+            segments.append(segment := self._segment_type(self._target.new_folder(), number, self.attributes))
         segment.append(trace, self.attributes)
         return segment, len(segment) - 1
 

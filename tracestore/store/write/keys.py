@@ -24,10 +24,12 @@ Value = TypeVar("Value")
 
 
 class KeyResolver:
-    """The keys of one generation and of the changes pending on it; see StoreWriter for `on_conflict`.
+    """The keys of one generation and of the changes pending on it.
 
     Attributes
     ----------
+    on_conflict
+        See StoreWriter.
     num_conflicts : int
         Number of traces of the open source whose key existed with different content.
     """
@@ -41,7 +43,7 @@ class KeyResolver:
         read_columns: Callable[[], Columns],
     ) -> None:
         self._files, self._index, self._pending = files, index, pending
-        self._on_conflict, self._read_columns = on_conflict, read_columns
+        self.on_conflict, self._read_columns = on_conflict, read_columns
         self.num_conflicts = 0
         self._undo: list[Callable[[], None]] = []
         self._segments: dict[int, SegmentReader] = {}  # committed segments that were compared with
@@ -89,7 +91,7 @@ class KeyResolver:
             difference = first_difference(_text_fields(trace), self._stored_text_fields(stored))
         if difference is None:
             return missing
-        if self._on_conflict == "error":
+        if self.on_conflict == "error":
             raise InvalidInputError(
                 f"found a second trace of question id {record.question_id!r} (sample {record.sample}) with different "
                 f"content ({difference}), expected one trace per key",
@@ -97,7 +99,7 @@ class KeyResolver:
             )
         self.num_conflicts += 1
         # A trace is replaced as a whole: graph and last tokens of different traces do not belong together.
-        return set(provided) if self._on_conflict == "keep-last" else set()
+        return set(provided) if self.on_conflict == "keep-last" else set()
 
     def resolve_known(self, record: TraceRecord | Key) -> set[int]:
         """Return the empty set for a trace whose arrays were left out, because its key had them.
@@ -245,12 +247,12 @@ class KeyResolver:
         stored = self._stored_label(record)
         if math.isnan(stored) or math.isnan(record.label) or stored == record.label:
             return record.label
-        if self._on_conflict == "error":
+        if self.on_conflict == "error":
             raise InvalidInputError(
                 f"found label {record.label:g}, expected {stored:g} as stored for this key", field="labels"
             )
         self.num_conflicts += 1
-        return record.label if self._on_conflict == "keep-last" else stored
+        return record.label if self.on_conflict == "keep-last" else stored
 
     def set_label(self, record: TraceRecord | Key, label: float) -> None:
         """Set the label of an existing key to the result of resolve_label()."""

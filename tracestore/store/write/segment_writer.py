@@ -42,7 +42,6 @@ class SegmentWriter:
         self._traces: list[PackedTrace] = []
         self._streams: dict[str, ShardWriter] = {}
         self._lens_arrays: Mapping[str, np.ndarray] = {}
-        makedirs(folder)
 
     def __len__(self) -> int:
         return len(self._traces)
@@ -60,12 +59,15 @@ class SegmentWriter:
         """Append a trace and drop its arrays; `attributes` replaces those of the segment."""
         self.attributes = attributes
         self.num_bytes += trace.segment_bytes
-        for name, rows in trace.arrays.items():
-            stream = self._streams.get(name) or self._new_stream(name, num_bytes_of(rows))
-            stream.append(rows, trace.crcs.get(name))
+        self._write_arrays(trace)
         trace.has_states, trace.has_last_token = "hidden_states" in trace.arrays, "last_token" in trace.arrays
         trace.arrays = {}
         self._traces.append(trace)
+
+    def _write_arrays(self, trace: PackedTrace) -> None:
+        for name, rows in trace.arrays.items():
+            stream = self._streams.get(name) or self._new_stream(name, num_bytes_of(rows))
+            stream.append(rows, trace.crcs.get(name))
 
     def write_lens(self, blocks: Iterable[np.ndarray], small: Mapping[str, np.ndarray]) -> None:
         """Write the arrays of a lens: rows of the unembedding matrix, and those of schema.LENS_ARRAYS in `small`."""

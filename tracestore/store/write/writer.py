@@ -68,6 +68,8 @@ class StoreWriter(Changes):
         If the existing store is damaged.
     """
 
+    _open_target = staticmethod(open_target)
+
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -84,7 +86,9 @@ class StoreWriter(Changes):
         split_bytes: int = schema.SEGMENT_SPLIT_BYTES,
     ) -> None:
         location = parse_location(path)
-        target = open_target(location, overwrite=overwrite, exist_ok=exist_ok, keeps_replacement=can_resume is not None)
+        target = self._open_target(
+            location, overwrite=overwrite, exist_ok=exist_ok, keeps_replacement=can_resume is not None
+        )
         super().__init__(target, on_conflict, allow_mixed_provenance)
         self.commit_bytes, self.split_bytes = commit_bytes, split_bytes
         options: Options = {"attention": attention, "dtype": dtype, "codec": codec}
@@ -197,8 +201,8 @@ class StoreWriter(Changes):
         self._accept(entry, groups, label)
         return bool(groups)
 
-    def segments_ahead(self) -> SegmentsAhead:
-        """Return segments that another thread may write; the writer takes them over with their traces."""
+    def segments_ahead(self) -> SegmentsAhead | None:
+        """Return segments that another thread may write; the writer takes them over with their traces. None: it may not."""
         return SegmentsAhead(self.attributes.options, self._target.new_folder, self.split_bytes)
 
     def keep_file(self, path: str, data: bytes) -> None:

@@ -1,0 +1,76 @@
+"""A writer that writes nothing: it checks and resolves traces as a StoreWriter does, for a look at a conversion."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tracestore.store.format.provenance import Provenance
+from tracestore.store.io.files import RemoteURL
+from tracestore.store.io.folder_target import FolderTarget
+from tracestore.store.write.pack import PackedTrace
+from tracestore.store.write.segment_writer import SegmentWriter
+from tracestore.store.write.writer import StoreWriter
+
+
+class _ReadTarget(FolderTarget):
+    """A store on this machine that is read alone; an object store counts as a new one."""
+
+    def __init__(self, location: Path | RemoteURL, **options: Any) -> None:
+        super().__init__(location if isinstance(location, Path) else Path(location.name), **options)
+        self._is_new = not isinstance(location, Path) or self._overwrite
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        yield
+
+    @property
+    def scratch(self) -> Path:
+        return Path(tempfile.gettempdir())
+
+    def new_folder(self) -> Path:
+        return self.scratch
+
+    def newest(self) -> int:
+        return 0 if self._is_new else super().newest()
+
+    def _do_nothing(self, *_: Any) -> None: ...
+
+    sync_generations = begin = close = _do_nothing
+
+
+class _Rows(SegmentWriter):
+    """The traces of a segment without their arrays."""
+
+    def _write_arrays(self, trace: PackedTrace) -> None: ...
+
+    def remove(self) -> None:
+        """Do nothing: it has no files."""
+
+
+class TrialWriter(StoreWriter):
+    """A StoreWriter that keeps the keys and texts of traces, which stay pending: nothing is written or committed.
+
+    A source that the store has in this form is not compared with it, whose values may have been replaced since.
+    """
+
+    _open_target = staticmethod(_ReadTarget)
+    _segment_type = _Rows
+
+    def begin_source(
+        self, path: str | None, size: int = 0, fingerprint: str = "", provenance: Provenance | None = None
+    ) -> None:
+        """See StoreWriter."""
+        super().begin_source(path, size, fingerprint, provenance)
+        is_known = self.has_source(path or "", size, fingerprint)
+        self._keys.on_conflict = "keep-first" if is_known else self._on_conflict
+
+    def segments_ahead(self) -> None:
+        """Return None: no other thread may write."""
+
+    def end_segments(self) -> None:
+        """Do nothing."""
+
+    def commit(self, *, are_open: bool = False) -> None:
+        """Do nothing."""
