@@ -8,9 +8,8 @@ from typing import Any
 
 from tracestore.errors import InvalidInputError, error_location, escape_unprintable, nearest, some_of
 from tracestore.ingest.execute.join import Column, RowTexts
-from tracestore.ingest.execute.kept import KeptValues
 from tracestore.ingest.execute.shown_traces import ShownTraces
-from tracestore.ingest.execute.table_accounts import TableAccount, check_totals, end_text, table_account
+from tracestore.ingest.execute.table_accounts import KeptValues, TableAccount, check_totals, end_text, table_account
 from tracestore.ingest.execute.traces import TraceColumns
 from tracestore.ingest.execute.values import describe, named
 from tracestore.ingest.execute.walk import Bound, Cell, Node

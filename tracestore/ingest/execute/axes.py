@@ -1,4 +1,4 @@
-"""The only place where axes move: values of the tree as arrays with the axes that a field has in a store."""
+"""The only place where axes move: values of the tree as arrays with the axes that a field has in a store, layers in order."""
 
 import itertools
 import math
@@ -10,6 +10,7 @@ import numpy as np
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.execute.values import describe, json_value, named, number_of
 from tracestore.ingest.execute.walk import Cell
+from tracestore.ingest.layout.language import Layout
 from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.tree import Array, Items, NumpyArray, Value, as_array
 from tracestore.store.format import schema
@@ -248,14 +249,8 @@ def shaped(cell: Cell, shape: np.ndarray, stated: str | None) -> Cell:
         numbers = None if numbers.nbytes % wanted.itemsize else numbers.view(wanted)
     sizes = tuple(int(size) for size in shape.tolist())
     if numbers is None or numbers.ndim != 1 or len(sizes) != len(cell.axes) or math.prod(sizes) != numbers.size:
-        is_text = isinstance(cell.value, str)
-        found = (
-            "a text (base64 is not read)"
-            if is_text
-            else "other than flat numbers"
-            if numbers is None
-            else f"{numbers.size} {numbers.dtype.name} values"
-        )
+        found = "other than flat numbers" if numbers is None else f"{numbers.size} {numbers.dtype.name} values"
+        found = "a text (base64 is not read)" if isinstance(cell.value, str) else found
         expected = f"the shape {list(sizes)} on the axes {_text(cell.axes)}"
         hint = "" if stated is not None else f"; dtype.{cell.place.name} states the kind of bytes"
         raise InvalidInputError(f"found {found}, expected {expected}{hint}", field=cell.place.name)
@@ -294,10 +289,106 @@ def numbers_of(array: np.ndarray) -> np.ndarray:
     return (array["bfloat16"].astype("<u4") << 16).view("<f4") if array.dtype == schema.BFLOAT16 else array
 
 
-def one_per_token(cells: Sequence[Cell], name: str, what: str) -> list[Cell]:
-    """Return the cells of a trace in the order of its tokens; rows of one token, such as those of its layers, are equal."""
-    found: dict[int, Cell] = {}
-    for cell in cells:
-        if found.setdefault(cell.bound[name], cell).value != cell.value:
-            raise InvalidInputError(f"found two values of {name} {cell.bound[name]}", field=what)
-    return [found[k] for k in sorted(found)]
+class LayerOrder:
+    """Put the layers of states and attention into the order of their numbers (rule 1).
+
+    Parameters
+    ----------
+    layout : Layout
+    is_of_schema : bool
+        Whether the numbers are those that `create` takes as `layer_ids`: some traces may lack them, so that they sort no
+        layers.
+    """
+
+    def __init__(self, layout: Layout, *, is_of_schema: bool) -> None:
+        self._stated, self._size = layout.settings.get("L.ids"), layout.settings.get("L.size")
+        self._is_of_schema, self._is_of_file = is_of_schema, "L.ids" in layout.addresses
+        self._what = "layer_ids" if is_of_schema else "L.ids"
+
+    def sort(self, values: dict[str, Any], names: Mapping[str, LayerIds], of_file: Sequence[int] | None) -> LayerIds:
+        """Sort the layers of fields, of which the first has the states; return the numbers of those.
+
+        Parameters
+        ----------
+        values : dict
+            The fields of a trace; the lists of layers are replaced.
+        names : Mapping
+            For each field that has layers: the increasing numbers that names bind, by which they are sorted, or None.
+        of_file : sequence of int, optional
+            What the address of `L.ids` gives.
+        """
+        if of_file is None and self._is_of_file and not self._is_of_schema:
+            raise InvalidInputError("the trace has no numbers of layers where the layout says", field=self._what)
+        stated = self._stated if of_file is None else of_file
+        if stated is None and not any(names.values()):
+            return None
+        numbers: dict[str, LayerIds] = {}
+        for field, own in names.items():
+            if values.get(field) is not None:
+                values[field], numbers[field] = self._sorted(values[field], own, stated, field)
+        ids, *others = numbers.values()
+        for other in others:
+            self._check_same(ids, other, list(numbers))
+        return ids
+
+    def _sorted(
+        self, layers: Layers, own: LayerIds, stated: Sequence[int] | None, field: str
+    ) -> tuple[Layers, LayerIds]:
+        given = own if stated is None else stated
+        if given is None:
+            return layers, None
+        numbers = self._from_the_first(given)
+        if own is not None and stated is not None:
+            of_names = self._from_the_first(own)
+            if sorted(of_names) == sorted(numbers):
+                numbers = of_names  # by which the layers are sorted
+            elif not (_is_counted(of_names) and numbers == sorted(numbers)):
+                found = f"found the layers {of_names!s:.60} in names, expected {numbers!s:.60} as {self._what} says"
+                raise InvalidInputError(found, field=field)
+        order = sorted(range(len(numbers)), key=numbers.__getitem__)
+        if order == list(range(len(order))):
+            return layers, tuple(numbers)
+        if self._is_of_schema:
+            raise InvalidInputError(f"found the layers {numbers!s:.60}, expected them in their order", field=self._what)
+        if len(layers) != len(numbers):
+            found = f"found {len(layers)} layers, expected {len(numbers)} as {self._what} says, which sorts them"
+            raise InvalidInputError(found, field=field)
+        return [layers[k] for k in order], tuple(numbers[k] for k in order)
+
+    def _from_the_first(self, numbers: Sequence[int]) -> list[int]:
+        """Return numbers of layers, of which negative ones count from the end where `L.size` is known."""
+        size, what = self._size, self._what
+        if {type(number) for number in numbers} != {int}:  # of a file
+            raise InvalidInputError(f"found {list(numbers)!s:.60}, expected integers", field=what)
+        if size is None and min(numbers) < 0 <= max(numbers):
+            raise InvalidInputError(
+                f"found the layers {list(numbers)}; L.size gives the number of the model's layers", field=what
+            )
+        if size is not None and (wrong := [k for k in numbers if not -size <= k < size]):
+            raise InvalidInputError(f"found the layer {wrong[0]}, expected fewer than {size}", field="L.size")
+        found = [k if size is None else k % size for k in numbers]
+        if len(set(found)) < len(found):
+            raise InvalidInputError(f"found the layers {list(numbers)!s:.60}, expected each once", field=what)
+        return found
+
+    def _check_same(self, ids: LayerIds, other: LayerIds, fields: list[str]) -> None:
+        """Refuse attention of other layers than the states, and numbers of one that say nothing about the other."""
+        if ids is None or other is None:
+            known = ids or other
+            if known is not None and not _is_counted(known):
+                one, two = fields if other is None else fields[::-1]
+                raise InvalidInputError(
+                    f"{one} has the layers {list(known)!s:.60}, {two} has no numbers: L.ids states them in the order of "
+                    "its arrays",
+                    field="L.ids",
+                )
+            return
+        # The states may have the embeddings in front, or be numbered with them.
+        is_shifted = ids[0] == 0 and (other == ids[1:] or (_is_counted(ids) and other == ids[:-1]))
+        if other != ids and not is_shifted:
+            raise InvalidInputError(f"found the layers {list(other)}, expected {list(ids)}", field=fields[1])
+
+
+def _is_counted(numbers: Sequence[int]) -> bool:
+    """Return whether numbers may be places in a list: they count from 0 or 1."""
+    return list(numbers) == list(range(numbers[0], numbers[0] + len(numbers))) and numbers[0] in (0, 1)

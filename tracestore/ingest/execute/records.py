@@ -17,10 +17,9 @@ from tracestore.ingest.execute.arrays import (
     read_states,
     read_tokens,
 )
-from tracestore.ingest.execute.axes import LayerIds
-from tracestore.ingest.execute.kept import KeptValues
-from tracestore.ingest.execute.layer_numbers import LayerOrder
+from tracestore.ingest.execute.axes import LayerIds, LayerOrder
 from tracestore.ingest.execute.row_padding import Padding, known, of_span
+from tracestore.ingest.execute.table_accounts import KeptValues
 from tracestore.ingest.execute.traces import TraceCells
 from tracestore.ingest.execute.values import (
     check_agreement,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.execute.axes import MISSING, extent, numbers_of, one_per_token, read
+from tracestore.ingest.execute.axes import MISSING, extent, numbers_of, read
 from tracestore.ingest.execute.join import Column, RowTexts
 from tracestore.ingest.execute.row_ranges import RANGES, ranges_of, rows_along_n
 from tracestore.ingest.execute.values import is_missing, named, number_of
@@ -183,7 +183,7 @@ class TraceCells:
                 letter = "S" if "NS" in axes else letter
                 counted = next((n for n in ("token", *letters) if n in cells[0].bound), None)
                 if counted is not None:
-                    ordered = one_per_token(cells, counted, name)
+                    ordered = _one_per_token(cells, counted, name)
                     arrays.append(np.stack([read(cell.value, cell.axes, fixed, name)[0] for cell in ordered]))
                     continue
                 copies = [np.atleast_1d(read(cell.value, cell.axes, fixed, name)[0]) for cell in cells]
@@ -261,6 +261,15 @@ def passes(
         yield from ((cells, {**fixed, "P": number, "N": rows[number]}) for number in range(kept))
     else:
         yield cells, fixed
+
+
+def _one_per_token(cells: Sequence[Cell], name: str, what: str) -> list[Cell]:
+    """Return the cells of a trace in the order of its tokens; rows of one token, such as those of its layers, are equal."""
+    found: dict[int, Cell] = {}
+    for cell in cells:
+        if found.setdefault(cell.bound[name], cell).value != cell.value:
+            raise InvalidInputError(f"found two values of {name} {cell.bound[name]}", field=what)
+    return [found[k] for k in sorted(found)]
 
 
 def traces_of(cells: Sequence[Cell], columns: TraceColumns) -> Iterator[TraceCells]:
