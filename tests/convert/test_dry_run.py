@@ -8,6 +8,9 @@ import pytest
 import tracestore
 from tests.helpers import command, convert, make_trace, make_traces, write_pickle
 from tests.ingest.execute.folders import dump, save, states, table
+from tracestore.convert.options import ConvertOptions
+from tracestore.errors import UsageError
+from tracestore.tasks import plan_tasks
 
 
 def lines_of(done):
@@ -218,7 +221,7 @@ def _other_states():
 
 
 def _named(model):
-    return {"config.json": {"model": model}}
+    return {"provenance.json": {"model": model}}
 
 
 # By what a store, or the rest of the command, has otherwise: the files of the first conversion, those of the second one,
@@ -246,13 +249,25 @@ def test_what_a_conversion_into_a_store_refuses(tmp_path, before, after, options
     assert own.stderr.splitlines()[-1] == done.stderr.splitlines()[-1]
 
 
-def test_labels_that_were_replaced_are_no_conflict(tmp_path):
-    write_pickle(tmp_path / "a.pkl", [t | {"label": 1} for t in make_traces(3)])
-    (tmp_path / "labels.csv").write_text("question_id,label\n" + "".join(f"q{k},0\n" for k in range(3)))
-    convert(tmp_path / "a.pkl", tmp_path / "s.zarr")
-    command("score", tmp_path / "s.zarr", "--scores", tmp_path / "labels.csv", check=0)
+def test_a_dry_run_from_python(tmp_path):
+    write_pickle(tmp_path / "a.pkl", make_traces(2))
 
-    assert "1 file, 0 refused" in convert(tmp_path / "a.pkl", tmp_path / "s.zarr", "--dry-run").stdout
+    report = tracestore.convert_files(tmp_path / "a.pkl", tmp_path / "s.zarr", dry_run=True)
+
+    assert len(report.parts[0].stored) == 2 and not (tmp_path / "s.zarr").exists()
+    with pytest.raises(UsageError, match="a dry run has no tasks"):
+        plan_tasks(tmp_path / "a.pkl", tmp_path / "s.zarr", ConvertOptions(dry_run=True))
+
+
+def test_labels_of_a_scores_file_are_no_conflict(tmp_path):
+    path = write_pickle(tmp_path / "a.pkl", [t | {"label": 1} for t in make_traces(3)])
+    (tmp_path / "t.csv").write_text("question_id,bleurt,label\n" + "".join(f"q{k},0.5,0\n" for k in range(3)))
+    convert(path, tmp_path / "s.zarr", "--scores", tmp_path / "t.csv")
+    assert tracestore.open(tmp_path / "s.zarr")[0].label == 0
+
+    assert "1 file, 0 refused" in convert(path, tmp_path / "s.zarr", "--dry-run").stdout
+
+    assert "1 file already in the store" in convert(path, tmp_path / "s.zarr").stdout
 
 
 def test_the_store_and_its_folder_stay_as_they_are(tmp_path):

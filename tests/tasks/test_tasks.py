@@ -1,6 +1,7 @@
 """Conversions by tasks: the same store for any number of processes, any order and any repetition."""
 
 import copy
+import errno
 import json
 import os
 import pickle
@@ -33,6 +34,7 @@ from tracestore.convert.options import ConvertOptions
 from tracestore.errors import CorruptStoreError, InvalidInputError, UsageError
 from tracestore.store.format import paths
 from tracestore.store.format.zip_group import ZipGroup, pack_group
+from tracestore.store.io import shard_writer
 from tracestore.store.maintain.verify import verify_store
 from tracestore.tasks import Receipt, Task, commit_tasks, plan_tasks, receipt, write_task
 from tracestore.tasks import task_plan as plan
@@ -198,6 +200,17 @@ def test_a_refused_source_keeps_those_before_it(data, tmp_path):
     write_pickle(data / "batch_3.pkl.gz", [make_trace(30)])
     run_tasks(data, tmp_path / "s.zarr")
     assert len(tracestore.open(tmp_path / "s.zarr")) == 21
+
+
+@pytest.mark.parametrize("write", [tracestore.convert_files, run_tasks])
+def test_a_source_whose_mapped_bytes_are_gone_is_refused(data, tmp_path, monkeypatch, write):
+    def fail(*_):
+        raise OSError(errno.EFAULT, "Bad address")
+
+    monkeypatch.setattr(shard_writer, "pwritev_all", fail)
+
+    with pytest.raises(InvalidInputError, match=r"batch_0\.pkl: another program truncated the file"):
+        write(data, tmp_path / "s.zarr")
 
 
 def test_a_plan_is_kept_until_it_is_committed(data, tmp_path):

@@ -2,7 +2,7 @@
 
 import os
 import tomllib
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import cache
@@ -192,16 +192,18 @@ def layout_of_options(layout: Any, lines: Sequence[str] | None) -> Layout | None
 
 
 class DefaultAttention:
-    """The attention of a conversion without `--attention`.
+    """The attention of a conversion.
 
     Parameters
     ----------
+    chosen : str or None
+        That of `--attention`.
     find : callable
-        Return whether the traces have attention, as `has_attention` does; called once.
+        Return whether the traces have attention, as `has_attention` does; called at most once.
     """
 
-    def __init__(self, find: Callable[[], bool | None]) -> None:
-        self._has_attention = cache(find)
+    def __init__(self, chosen: str | None, find: Callable[[], bool | None]) -> None:
+        self._is_chosen, self._has_attention = chosen is not None, cache(find)
 
     def of_new_store(self) -> str:
         """Return "none" if the first traces have hidden states without attention, "mean" in every other case."""
@@ -209,12 +211,12 @@ class DefaultAttention:
 
     def is_refused(self, stored: str) -> bool:
         """Return whether a store with the option `stored` refuses traces with attention, so that none is lost."""
-        return stored == "none" and not self._has_attention()
+        return stored == "none" and not self._is_chosen and not self._has_attention()
 
-    def note(self, stored: str) -> str | None:
-        """Return what the user must know about a store with the option `stored`."""
-        notes = {False: WITHOUT_ATTENTION, True: LEFT_OUT, None: None}
-        return notes[self._has_attention()] if stored == "none" else None
+    def notes(self, stored: str) -> Iterator[str]:
+        """Yield what must be known about a store with the option `stored`, unless the user has chosen it."""
+        if stored == "none" and not self._is_chosen and (found := self._has_attention()) is not None:
+            yield LEFT_OUT if found else WITHOUT_ATTENTION
 
 
 def has_attention(sources: list[SourceFile], before_file: Callable[[], None] = lambda: None) -> bool | None:

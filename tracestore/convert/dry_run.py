@@ -94,8 +94,8 @@ def dry_run(sources: list[Path], store: str, options: ConvertOptions, output: Ou
     return trial.description
 
 
-class _Notes(SourceNotes):
-    """What is refused, for the description of the part that is read."""
+class _PartNotes(SourceNotes):
+    """Describe in the part that is read what is refused of it."""
 
     part: DescribedPart
 
@@ -118,11 +118,11 @@ class _Notes(SourceNotes):
 class _Trial(Conversion):
     """A conversion that stores nothing, reads the files behind a refused one, too, and describes what it reads."""
 
-    _notes: _Notes
+    _notes: _PartNotes
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._notes = _Notes(self.report, self._options, self._output)
+        self._notes = _PartNotes(self.report, self._options, self._output)
         self.description = DryRunReport(self.report.store, num_sources=len(self.sources))
         self._errors: list[InvalidInputError] = []  # with which a conversion ends
         self._parts: dict[Path, DescribedPart] = {}  # by the paths of their sources
@@ -136,10 +136,10 @@ class _Trial(Conversion):
             self._begin(writer)
             try:
                 self._convert_all(writer, Progress(self._output, "B"))
+                self._say(self.default_attention.notes(self.description.attention))
                 self._say(self.scoring.lines())
                 self._require_traces(writer.manifest.num_traces + writer.num_pending)
             finally:
-                self._note_attention(self.description.attention)
                 refused = f"{self.description.num_sources_refused:,} refused"
                 self._output.info(f"{plural(len(self.sources), 'file')}, {refused}; nothing was written")
         return self.report

@@ -139,7 +139,7 @@ class Conversion:
                 self.sources = [source for source in self.sources if not new.isdisjoint(source.files)]
         self._num_named = Counter(source.name for source in self.scoring.sources)
         self._named = {path for path in sources if path.is_file()}
-        self.default_attention = DefaultAttention(self.has_attention)
+        self.default_attention = DefaultAttention(options.attention, self.has_attention)
         self._most_pending = 0  # bytes of sources between two commits
         self.provenances = read_provenances(sources, options, output) if provenances is None else provenances
         self.report = ConvertReport(str(self.store), scores_file=self.scoring.scores_file)
@@ -308,7 +308,7 @@ class Conversion:
             # The queue decides how far the other threads get while the first file is written.
             max_waiting=budget // 2,
             skip_bad=self._options.skip_bad,
-            refuse_attention=self._options.attention is None and self.default_attention.is_refused(stored["attention"]),
+            refuse_attention=self.default_attention.is_refused(stored["attention"]),
         )
         with closing(self._streams(writer, pack_options)) as streams:  # type: ignore[type-var]
             for stream in streams:
@@ -524,7 +524,7 @@ class Conversion:
         self._require_traces(manifest.num_traces)
         report.refused_file = self._notes.refused_file
         report.attention = writer.attributes.options["attention"]
-        self._note_attention(report.attention)
+        self._say(self.default_attention.notes(report.attention))
         self._say(report.lines(self._options.on_conflict))
         self._say(self.scoring.lines())
 
@@ -534,11 +534,6 @@ class Conversion:
             if self._notes.without_traces:
                 raise self._notes.without_traces[0]
             raise InvalidInputError(f"no file could be converted: {self.report.num_sources_skipped} refused")
-
-    def _note_attention(self, stored: str) -> None:
-        """Print what the user must know about a store with the option `stored`, unless the user has chosen it."""
-        if self._options.attention is None and (note := self.default_attention.note(stored)):
-            self._output.info(note)
 
 
 def read_provenances(sources: list[Path], options: ConvertOptions, output: Output) -> dict[Path, Provenance]:

@@ -3,9 +3,11 @@
 import logging
 from collections.abc import Iterable, Mapping
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from tracestore.console import Output
+from tracestore.convert.dry_run import DryRunReport, dry_run
 from tracestore.convert.options import ConvertOptions
 from tracestore.convert.summary import ConvertReport
 from tracestore.ingest.layout.language import Layout
@@ -31,7 +33,7 @@ def convert_files(
     *,
     layout: Layout | Mapping[str, Any] | str | PathLike[str] | None = None,
     **options: Any,
-) -> ConvertReport:
+) -> ConvertReport | DryRunReport:
     """Convert trace files into a store, as the command `tracestore convert` does.
 
     Parameters
@@ -49,8 +51,8 @@ def convert_files(
 
     Returns
     -------
-    ConvertReport
-        The counts that the command prints with ``--json``.
+    ConvertReport, or DryRunReport with ``dry_run=True``
+        What the command prints with ``--json``.
 
     Raises
     ------
@@ -64,9 +66,11 @@ def convert_files(
     >>> layout = {"hidden_states": "{id}.npz : hs -> L S D", "is_correct": "labels.csv : [id=qid]/label"}
     >>> tracestore.convert_files("dumps/", "store.zarr", layout=layout)  # doctest: +SKIP
     """
-    paths = [sources] if isinstance(sources, str | PathLike) else list(sources)
+    paths = [Path(path) for path in ([sources] if isinstance(sources, str | PathLike) else sources)]
     given = ConvertOptions(layout=layout, **options)
     name = str(store)
     with map_os_errors(local_dir(name)):
         check_store_destination(name, overwrite=given.overwrite)
+        if given.dry_run:
+            return dry_run(paths, name, given, _Notes())
         return convert(paths, name, given, _Notes())

@@ -303,6 +303,8 @@ def plan_tasks(
         If files do not fit the layout.
     """
     options, output = options or ConvertOptions(), output or Quiet()
+    if options.dry_run:
+        raise UsageError("a dry run has no tasks")
     given = [sources] if isinstance(sources, str | PathLike) else list(sources)
     arguments = [Path(path).absolute() for path in given]
     check_store_destination(store, overwrite=options.overwrite)
@@ -369,7 +371,7 @@ def new_plan(
             "versions": versions(stored["codec"]),
             "store_options": stored,
             "has_attention": conversion.has_attention(),
-            "refuse_attention": options.attention is None and attention.is_refused(stored["attention"]),
+            "refuse_attention": attention.is_refused(stored["attention"]),
             "parts": list(map(part_to_json, described.parts)),
             "order": [str(path.absolute()) for path in described.order],
             "is_builtin": described.is_builtin,
@@ -380,7 +382,7 @@ def new_plan(
             "tasks": [[sources[k] for k in run] for run in runs],
             "modified": [identity.modified_ns for identity in found],
         }
-        if options.attention is None and (note := attention.note(stored["attention"])):
+        for note in attention.notes(stored["attention"]):
             output.info(note)
         plan = TaskPlan(files, json.dumps(facts, sort_keys=True, indent=0).encode())
         files.remove(_unused_receipts(files, files.times(), plan.tasks()))

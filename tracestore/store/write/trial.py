@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tracestore.store.format.manifest import Manifest
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.io.files import RemoteURL
 from tracestore.store.io.folder_target import FolderTarget
@@ -30,17 +31,19 @@ class _ReadTarget(FolderTarget):
         return Path(tempfile.gettempdir())
 
     def new_folder(self) -> Path:
-        return self.scratch
+        return self.path / "trial"  # which nothing makes
 
     def newest(self) -> int:
         return 0 if self._is_new else super().newest()
 
-    def _do_nothing(self, *_: Any) -> None: ...
+    def sync_generations(self) -> None: ...
 
-    sync_generations = begin = close = _do_nothing
+    def begin(self, manifest: Manifest, root: bytes) -> None: ...
+
+    def close(self) -> None: ...
 
 
-class _Rows(SegmentWriter):
+class _TrialSegment(SegmentWriter):
     """The traces of a segment without their arrays."""
 
     def _write_arrays(self, trace: PackedTrace) -> None: ...
@@ -56,7 +59,7 @@ class TrialWriter(StoreWriter):
     """
 
     _open_target = staticmethod(_ReadTarget)
-    _segment_type = _Rows
+    _segment_type = _TrialSegment
 
     def begin_source(
         self, path: str | None, size: int = 0, fingerprint: str = "", provenance: Provenance | None = None
