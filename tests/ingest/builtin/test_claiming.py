@@ -303,3 +303,11 @@ def test_checked_items_of_a_large_buffer_are_still_views_of_it():
     items = StreamItems([MappingGroup({"x": 1}, lambda value: value)], is_lent=True)
     found = signature.checked(items, "eagle")
     assert found.is_lent and [item["x"] for item in found] == [1]
+
+
+def test_a_column_without_a_name_is_named_in_a_message():
+    signature = Signature.parse({"must": {"a": "int"}})
+
+    differs = signature.difference(MappingGroup({"a": 1, "": "0"}, lambda value: value))
+
+    assert differs == "the column without a name: found str '0', which is no part of it"

@@ -96,6 +96,21 @@ def test_layers_of_saplma_count_from_the_end(tmp_path):
         np.testing.assert_allclose(trace.last_token, [rows[4][k][2], rows[1][k][2]], atol=2e-3)
 
 
+@pytest.mark.parametrize("column", ["", "Unnamed: 0"])
+@pytest.mark.parametrize(("numbers", "is_read"), [((0, 1, 2), True), ((0, 2, 3), False), (("a", "b", "c"), False)])
+def test_saplma_reads_the_index_that_counts_rows(tmp_path, column, numbers, is_read):
+    for layer in (1, 4):
+        text = csv_of([(f"s {k}", k % 2, states(8).tolist()) for k in range(3)]).splitlines()
+        text = [f"{first},{line}" for first, line in zip((column, *numbers), text, strict=True)]
+        write(tmp_path / f"in/embeddings_x_{layer}.csv", "\n".join(text) + "\n")
+
+    if is_read:
+        assert [len(trace.last_token) for trace in converted(tmp_path, attention="none").values()] == [2] * 3
+    else:
+        with pytest.raises(tracestore.TracestoreError, match="this column of ids is left out"):
+            converted(tmp_path, attention="none")
+
+
 def test_a_pattern_of_transformer_lens_is_one_a_layer(tmp_path):
     """The file has two heads and three layers."""
     cache = {f"blocks.{k}.hook_resid_post": torch.from_numpy(states(1, 5, 8)) for k in range(3)}

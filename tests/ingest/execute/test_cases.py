@@ -141,6 +141,18 @@ def test_lines_of_the_command(tmp_path):
     assert "is_correct: 3 rows of t.csv joined in order: the first 1 of q0, the last 1 of q2" in done.stdout
 
 
+def test_a_line_of_the_command_counts_traces_that_lengths_cut(tmp_path):
+    save(tmp_path / "in/h.npy", states(9, 2, 8))
+    save(tmp_path / "in/t.npy", np.arange(9))
+    table(tmp_path / "in/t.csv", [{"id": f"q{k}", "n": n} for k, n in enumerate((2, 4, 3))])
+    lines = ("hidden_states = h.npy -> (N S) L D", "tokens = t.npy -> (N S)", "S.lengths = t.csv : []/n")
+    flags = [part for line in (*lines, "question_id = t.csv : []/id") for part in ("--field", line)]
+
+    done = command("convert", tmp_path / "in", tmp_path / "s.zarr", *flags, check=0)
+
+    assert "tokens: 3 rows of t.npy joined in order: the first q0, the last q2" in done.stdout
+
+
 def write_split(tmp_path, split):
     """Write a stack of a split, and its labels in another file."""
     save(tmp_path / f"in/{split}_h.npy", states(3, 2, 4, 8, seed=len(split)))

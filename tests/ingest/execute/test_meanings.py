@@ -107,6 +107,49 @@ def test_rule_13_a_column_holds_the_ids_of_other_rows(tmp_path, column, is_other
     assert [trace.score for trace in convert(tmp_path, layout).values()] == [0, 1, 0, 1]
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 0, 3, 1)])
+def test_a_column_without_a_name_joins_by_its_values(tmp_path, order):
+    dump(tmp_path / "in/a.pkl", [{"id": str(k), "hs": states(2, 3, 8, seed=k)} for k in range(4)])
+    table(tmp_path / "in/t.csv", [{"": k, "ok": k % 2} for k in order])
+
+    traces = convert(tmp_path, STATES | {"is_correct": "t.csv : [id=]/ok"})
+
+    assert [traces[str(k), 0].score for k in range(4)] == [0, 1, 0, 1]
+
+
+def test_a_column_without_a_name_is_a_field(tmp_path):
+    items(tmp_path)
+    table(tmp_path / "in/t.csv", [{"": name, "ok": k % 2} for k, name in enumerate("wxyz")])
+    layout = {"hidden_states": "a.pkl : []/hs -> L S D", "question_id": "t.csv : []/", "is_correct": "t.csv : []/ok"}
+    layout["ignore"] = ["a.pkl : []/id"]
+
+    assert {key[0]: trace.score for key, trace in convert(tmp_path, layout).items()} == {"w": 0, "x": 1, "y": 0, "z": 1}
+
+
+def test_a_column_without_a_name_that_is_not_there(tmp_path):
+    items(tmp_path)
+    table(tmp_path / "in/t.csv", [{"row": name, "ok": 1} for name in "abcd"])
+
+    refuse(tmp_path, STATES | {"question": "t.csv : [id=row]/", "is_correct": "t.csv : [id=row]/ok"}, "no such value")
+    refuse(tmp_path, IN_ORDER | {"is_correct": "t.csv : [id=]/ok"}, "has no value in the column without a name")
+
+
+@pytest.mark.parametrize("column", ["", "Unnamed: 0", "row"])
+@pytest.mark.parametrize("last", [(0, 1, 2), (0, 2, 1)])
+@pytest.mark.parametrize("rows", ["[id=#]", "[]"])
+def test_rule_13_rows_are_counted_for_each_layer(tmp_path, column, last, rows):
+    numbers = {1: (0, 1, 2), 2: last}
+    for layer, found in numbers.items():
+        vectors = [str(states(8, seed=9 * layer + k).tolist()) for k in range(3)]
+        table(tmp_path / f"in/l{layer}.csv", [{column: n, "v": v} for n, v in zip(found, vectors, strict=True)])
+    layout = {"last_token": f"l{{layer}}.csv : {rows}/v -> D"}
+    if last != (0, 1, 2):
+        refuse(tmp_path, layout, "rows in another order|column of ids is left out")
+        return
+
+    assert [len(trace.last_token) for trace in convert(tmp_path, layout).values()] == [2] * 3
+
+
 @pytest.mark.parametrize(
     ("numbers", "is_read"), [((0, 1, 2, 3), True), ((0, 2, 5, 9), True), ((3, 2, 1, 0), False), ((0, 2, 2, 3), False)]
 )

@@ -251,7 +251,8 @@ class Signature:
                 if (differs := self._compare_keys(value, f"{path}/", sizes, counts)) is not None:
                     return differs
             elif not self._may_be_other(group, path, value):
-                return f"{escape_unprintable(path, 60)}: found {describe(value)}, which is no part of it"
+                where = escape_unprintable(path, 60) or "the column without a name"
+                return f"{where}: found {describe(value)}, which is no part of it"
         return None
 
     def _may_be_other(self, group: Group, path: str, value: Value) -> bool:

@@ -13,6 +13,7 @@ from tracestore.ingest.execute.table_accounts import KeptValues, TableAccount, c
 from tracestore.ingest.execute.traces import TraceColumns
 from tracestore.ingest.execute.values import describe, named
 from tracestore.ingest.execute.walk import Bound, Cell, Node
+from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.layout.places import Place, Plan
 from tracestore.ingest.tree import Array, Group, Items, Value, as_array
 from tracestore.store.vocabulary import is_named_as_verdict, is_verdict
@@ -149,7 +150,7 @@ class RunAccount:
         self._in_order: dict[tuple[str, str], tuple[int, tuple[int, str], tuple[int, str]]] = {}
         self.is_whole = True
         self._needs_tokens = is_stated and plan.layout.addresses.keys() & _OF_TOKENS == {"prompt_length"}
-        self._row_numbers: dict[str, int] = {}
+        self._row_numbers: dict[tuple[Any, ...], int] = {}
         self._first_numbers: dict[tuple[str, int], int] = {}
         # The states lie under the same items.
         self._prefixes = {p.position_prefix for p in plan.states if p.position_prefix is not None}
@@ -161,27 +162,29 @@ class RunAccount:
         """Rule 8: every array has a line or is ignored. Rule 8a: so has what may be a label or a score."""
         if node.prefix.endswith(("]/", "}/")):
             texts.add(node.prefix, str(key), value, bound)
-        if _IN_ORDER.search(node.prefix) and node.prefix.removesuffix("[]/") not in self._prefixes:
-            self._check_row_number(f"{node.prefix}{key}", str(key), value)
+        is_of_states = node.prefix.removesuffix("[]/") in self._prefixes and AXIS_NAMES.keys().isdisjoint(bound)
+        if _IN_ORDER.search(node.prefix) and not is_of_states:
+            self._check_row_number(f"{node.prefix}{key}", str(key), value, bound)
         if not node.has_records or not isinstance(value, str | int | float):
             self.left_out.add(f"{node.prefix}{key}")
         of_tokens = self._needs_tokens and isinstance(value, Items) and not value.is_stream and value.length != 1
         check_unclaimed(f"{node.prefix}{key}", key, value, in_records=node.has_records, may_be_of_tokens=of_tokens)
 
-    def _check_row_number(self, path: str, key: str, value: Value) -> None:
+    def _check_row_number(self, path: str, key: str, value: Value, bound: Bound) -> None:
         """Rule 13: rows are joined in order only if no column of ids is left unused; one from 0 to N - 1 is fine."""
         if value is None or not (key in _UNNAMED or _ID_COLUMNS.fullmatch(key)):
             return
         text, is_index = str(value), key in _UNNAMED and str(value).isdecimal()
+        # Rows run on over chunks alone.
+        rows = (path, *map(bound.get, AXIS_NAMES)) if "chunk" in bound else (path, bound.get("file"))
         with self._lock:
-            expected = self._row_numbers.get(path, 0)
-            self._row_numbers[path] = (int(text) if is_index else expected) + 1
+            expected = self._row_numbers.get(rows, 0)
+            self._row_numbers[rows] = (int(text) if is_index else expected) + 1
         if is_index and int(text) < expected:
-            way = f'ignore = ["{path}"]' if key else "give the column a name and ignore it"
             raise InvalidInputError(
-                f"{path}: the row {text} is behind {expected - 1}: rows in another order? {way} if not"
+                f'{path}: the row {text} is behind {expected - 1}: rows in another order? ignore = ["{path}"] if not'
             )
-        if key not in _UNNAMED and text != str(expected):
+        if (key not in _UNNAMED or not self._is_stated) and text != str(expected):
             name = path.rpartition("[]/")[0]
             raise InvalidInputError(
                 f"{path}: rows are joined in order, and this column of ids is left out; {name}[id={key}] in each line of "

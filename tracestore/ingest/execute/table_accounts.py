@@ -160,7 +160,8 @@ class TableAccount:
 
 def table_account(column: Column, source: str, missing: Iterable[tuple[str, str]]) -> TableAccount:
     """Return the account of a table in a file; `missing` are the keys of the traces without a row."""
-    rows = list(dict.fromkeys(column.rows()))
+    is_cut = any(axis[0] == "N" != axis for axis in column.place.axes)  # by lengths: its rows are those of tokens
+    rows = list(dict.fromkeys(column.used if is_cut else column.rows()))
     unused = [key for key in rows if key not in column.used]
     return TableAccount(
         field=column.place.name,

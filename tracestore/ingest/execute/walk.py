@@ -256,7 +256,7 @@ class Walk:
         for value_of in step.values:
             value = k if value_of.path == ("#",) else item_value(item, value_of)
             if value is None:
-                path = "/".join(value_of.path)
+                path = "/".join(value_of.path) or "value in the column without a name"
                 raise InvalidInputError(f"item {k} of {step.text} has no {path}", source=self._source)
             if value_of.pattern is None:
                 is_number = value_of.name in NUMBER_NAMES or value_of.name in ("N", "K")

@@ -149,8 +149,10 @@ def _axes(text: str, line: str) -> tuple[Axis, ...]:
 
 
 def _steps(text: str) -> Iterator[Step]:
-    for piece in split_escaped(text, "/"):
-        if not piece:
+    pieces = split_escaped(text, "/")
+    for k, piece in enumerate(pieces):
+        is_unnamed = k == len(pieces) - 1 and pieces[k - 1].startswith("[")  # a column without a name
+        if not piece and not is_unnamed:
             raise UsageError(f"{text!r}: empty key between two /; \\/ is a / in a key")
         if piece == "**":
             raise UsageError(f"{text!r}: ** is any folders of FILES; a path has a name or * for each key")
@@ -182,7 +184,7 @@ def _items(piece: str) -> ItemsStep:
             if not pattern.names:
                 raise UsageError(f"{piece!r}: {source} binds no name")
             values.append(ItemValue("", tuple(split_escaped(name, "/")), pattern))
-        elif is_name(name) and source:
+        elif is_name(name):  # a column without a name is empty
             values.append(ItemValue(name, tuple(split_escaped(source, "/"))))
         else:
             raise UsageError(f"{piece!r}: expected pairs such as id=key")
