@@ -7,6 +7,7 @@ from unittest import TestCase
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from tests.ingest.execute.folders import convert, dump, refuse, save, states, table
 from tracestore.errors import UsageError
@@ -871,6 +872,41 @@ def test_an_id_and_its_group_are_made_of_names(tmp_path):
     layout = {"hidden_states": "{split}/{id}.pkl -> L S D", "question_id": "={split}_{id}", "group": "={split}"}
 
     assert list(convert(tmp_path, layout)) == [("a_q0", 0)]
+
+
+def test_a_made_id_has_zeros_in_front_and_a_table_another_spelling(tmp_path):
+    numbers = (7, 12, 123456)
+    for k in numbers:
+        save(tmp_path / f"in/x-{k:05d}.npy", states(2, 4, 8, seed=k))
+    table(tmp_path / "in/t.csv", [{"doc": f"X_{k}", "ok": k % 2} for k in numbers[::-1]])
+    layout = {"hidden_states": "x-{n:d}.npy -> L S D", "question_id": "=x-{n:05d}"}
+
+    traces = convert(tmp_path, layout | {"is_correct": 't.csv : [doc="X_{n:d}"]/ok'})
+
+    assert {key: trace.score for (key, _), trace in traces.items()} == {"x-00007": 1, "x-00012": 0, "x-123456": 0}
+    with pytest.raises(UsageError, match=r'it binds doc, .*; \[n=COLUMN\] joins it, and \[COLUMN="TEXT\{n\}"\]'):
+        convert(tmp_path, layout | {"is_correct": "t.csv : [doc=doc]/ok"})
+
+
+def test_a_width_of_a_text_is_refused(tmp_path):
+    dump(tmp_path / "in/qa.pkl", states(2, 4, 8))
+
+    refuse(
+        tmp_path, {"hidden_states": "q{n}.pkl -> L S D", "question_id": "=q{n:03d}"}, "expected a number of 3 digits"
+    )
+
+
+@pytest.mark.parametrize("line", ["@names -> N", "@names/[]"])
+def test_a_list_as_text_in_a_header(tmp_path, line):
+    (tmp_path / "in").mkdir()
+    header = {"names": json.dumps(["2023-a", "2023-b", "c"])}
+    save_file({"hs": states(3, 2, 4, 8)}, tmp_path / "in/a.safetensors", header)
+    layout = {"hidden_states": "a.safetensors : hs -> N L S D", "question_id": f"a.safetensors : {line}"}
+
+    assert [key for key, _ in convert(tmp_path, layout)] == ["2023-a", "2023-b", "c"]
+    header["names"] = "2023-a"
+    save_file({"hs": states(3, 2, 4, 8)}, tmp_path / "in/a.safetensors", header)
+    refuse(tmp_path, layout, "which is no JSON")
 
 
 def test_an_array_is_no_value_of_names(tmp_path):

@@ -222,6 +222,8 @@ class Walk:
                 yield Cell(place, bound, MappingGroup(extras, lambda extra: extra), (), in_unit)
             return
         axes = place.axes
+        if isinstance(value, str) and axes[:1] in (("N",), ("K",)):  # such as an entry of a header
+            value = json_value(value, place.name, self._source)
         if value is None:
             yield Cell(place, bound, None, axes, in_unit)
         elif isinstance(value, Items) and axes and axes[0] in ("N", "K", "P") and (value.is_stream or axes[0] != "P"):

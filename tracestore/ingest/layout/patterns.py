@@ -15,7 +15,7 @@ AXIS_NAMES = {"layer": "L", "token": "S", "step": "P", "head": "H", "dim": "D"}
 # Names and letters that tell parts of one trace apart.
 INNER_NAMES = frozenset((*AXIS_NAMES, *"LSTGPHDE"))
 NUMBER_NAMES = frozenset((*AXIS_NAMES, "chunk", "sample"))
-_TOKEN = r"\\(?P<escaped>.)|(?P<wild>%s)|\{(?P<name>[^{}:]+)(?P<form>:-?d)?\}|(?P<literal>[^{*\\]+)"
+_TOKEN = r"\\(?P<escaped>.)|(?P<wild>%s)|\{(?P<name>[^{}:]+)(?P<form>:-?d|:0\d\d?d)?\}|(?P<literal>[^{*\\]+)"
 _PATH_TOKEN, _KEY_TOKEN = (re.compile(_TOKEN % wild, re.DOTALL) for wild in (r"\*\*/?|\*", r"\*"))
 
 
@@ -26,6 +26,7 @@ class PatternPart(NamedTuple):
     text: str = ""
     is_plain: bool = False  # a number without a sign, whose leading zeros do not count
     is_from_end: bool = False  # a number that counts from the end, with or without its sign
+    width: int = 0  # of a plain number in a made value, with zeros in front
 
     @property
     def is_number(self) -> bool:
@@ -81,7 +82,7 @@ class Pattern:
 
     def fill(self, values: Mapping[str, object]) -> str:
         """Return the pattern with values instead of its names."""
-        return "".join(str(values[p.text]) if p.kind == "name" else p.text for p in self.parts)
+        return "".join(_filled(p, str(values[p.text])) if p.kind == "name" else p.text for p in self.parts)
 
     def match(self, name: str) -> Match | None:
         """Return what the pattern binds in a name, None if the name is another one.
@@ -173,6 +174,13 @@ class _Spans:
         return [self._ends[first], self._ends[last - 1]] if first < last else []
 
 
+def _filled(part: PatternPart, value: str) -> str:
+    """Return the text of a name; InvalidInputError if it has a width and is no number."""
+    if part.width and not (value.isascii() and value.isdecimal()):
+        raise InvalidInputError(f"{part.text} is {value[:40]!r}, expected a number of {part.width} digits")
+    return value.zfill(part.width)
+
+
 # The built-in layouts repeat most of their patterns.
 @lru_cache(maxsize=1024)
 def _parse(text: str, is_path: bool) -> tuple[PatternPart, ...]:
@@ -197,7 +205,10 @@ def _parse(text: str, is_path: bool) -> tuple[PatternPart, ...]:
         elif wild:  # `**/x` matches `x`, too
             parts.append(PatternPart("deep" if wild.startswith("**") else "star", "/" if wild.endswith("/") else ""))
         else:
-            parts.append(PatternPart("name", match["name"], match["form"] == ":d", match["form"] == ":-d"))
+            form = match["form"] or ""
+            is_from_end = form == ":-d"
+            width = int(form[1:-1] or 0) if form and not is_from_end else 0
+            parts.append(PatternPart("name", match["name"], bool(form) and not is_from_end, is_from_end, width))
         at = match.end()
     _check_names(text, parts)
     return tuple(parts)

@@ -324,6 +324,8 @@ def _advice(plan: Plan, place: Place) -> str:
     if place.trace_names == {"N"}:
         other = "{id} as in the states, or [id=COLUMN]" if "id" in plan.names else "[NAME=COLUMN]"
         return f"; rows in order need states in order; {other} joins by what rows say"
+    if name := min((name for name in plan.names if name not in ("N", "K")), default=None):
+        return f'; [{name}=COLUMN] joins it, and [COLUMN="TEXT{{{name}}}"] if the column spells it otherwise'
     return ""
 
 
