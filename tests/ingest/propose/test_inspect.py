@@ -1,5 +1,6 @@
 """Test `tracestore inspect`: what it prints and writes, and a folder that is too large to be read whole."""
 
+import base64
 import contextlib
 import gzip
 import json
@@ -198,3 +199,15 @@ def test_raw_numbers_next_to_a_table_are_named(tmp_path):
     done = command("convert", tmp_path / "in", tmp_path / "s.zarr", check=3)
 
     assert "h.bin: raw numbers are not read: numpy.fromfile reads them" in done.stderr
+
+
+@pytest.mark.parametrize("key", ["hidden_b64", "h_base64", "data"])
+def test_base64_is_said_not_to_be_read(tmp_path, key):
+    (tmp_path / "in").mkdir()
+    rows = [{key: base64.b64encode(states(4, 8, seed=k).tobytes()).decode(), "sha": "0f" * 64} for k in range(3)]
+    (tmp_path / "in/a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+    assert proposal_of(tmp_path).tree() == [
+        f"a.jsonl : []/{key}: text (base64 is not read)",
+        "a.jsonl : []/sha: text",
+    ]

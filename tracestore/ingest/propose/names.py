@@ -11,7 +11,7 @@ from tracestore.ingest.layout.fields import FIELDS
 from tracestore.store.vocabulary import COUNTED, NEEDLESS, SAYING, SCORES, SPLITS, SYNONYMS, score_of_word
 
 # The names of types, digests, such as 1ffa3228, and negative numbers are one piece. A sign follows no letter or digit.
-_TYPE = r"(?:bf|fp|bfloat|float)(?:16|32)(?![^\W_])"
+_TYPE = r"(?:(?:bf|fp|bfloat|float)(?:16|32)|b(?:ase)?64)(?![^\W_])"
 _DIGEST = r"(?=[a-f]*\d)(?=\d*[a-f])[a-f\d]{8,}(?![^\W_])"
 # The number of shards behind that of one: part-00001-of-00003.
 _TOTAL = r"[-_. ]?of[-_. ]?\d+(?![^\W_])"
