@@ -15,7 +15,7 @@ AXIS_NAMES = {"layer": "L", "token": "S", "step": "P", "head": "H", "dim": "D"}
 # Names and letters that tell parts of one trace apart.
 INNER_NAMES = frozenset((*AXIS_NAMES, *"LSTGPHDE"))
 NUMBER_NAMES = frozenset((*AXIS_NAMES, "chunk", "sample"))
-_TOKEN = r"\\(?P<escaped>.)|(?P<wild>%s)|\{(?P<name>[^{}:]+)(?P<form>:-?d|:0\d\d?d)?\}|(?P<literal>[^{*\\]+)"
+_TOKEN = r"\\(?P<escaped>.)|(?P<wild>%s)|\{(?P<name>[^{}:]+)(?P<form>:(?:(?P<end>-)|0(?P<width>\d\d?))?d)?\}|(?P<literal>[^{*\\]+)"
 _PATH_TOKEN, _KEY_TOKEN = (re.compile(_TOKEN % wild, re.DOTALL) for wild in (r"\*\*/?|\*", r"\*"))
 
 
@@ -205,10 +205,8 @@ def _parse(text: str, is_path: bool) -> tuple[PatternPart, ...]:
         elif wild:  # `**/x` matches `x`, too
             parts.append(PatternPart("deep" if wild.startswith("**") else "star", "/" if wild.endswith("/") else ""))
         else:
-            form = match["form"] or ""
-            is_from_end = form == ":-d"
-            width = int(form[1:-1] or 0) if form and not is_from_end else 0
-            parts.append(PatternPart("name", match["name"], bool(form) and not is_from_end, is_from_end, width))
+            is_plain, width = bool(match["form"]) and not match["end"], int(match["width"] or 0)
+            parts.append(PatternPart("name", match["name"], is_plain, bool(match["end"]), width))
         at = match.end()
     _check_names(text, parts)
     return tuple(parts)

@@ -21,7 +21,7 @@ MAX_CANDIDATES = 6
 _MAX_TRIES, _MAX_DRAFTS = 24, 400
 _MAX_FILES = 400  # traces of files in one pattern that are tried
 _MAX_LINES = 32
-_MAX_DIGEST, _BASE64 = 128, re.compile(r"[A-Za-z0-9+/]+={0,2}\Z")
+_BASE64 = re.compile(r"(?:[\w+/]{4}){32,}[\w+/=]{4}\Z", re.ASCII)  # longer than a digest
 _KINDS = {"f": "floats", "i": "integers", "b": "booleans", "s": "text", "v": "bits"}
 
 
@@ -100,7 +100,8 @@ class Proposal:
             shapes = dict.fromkeys("×".join("?" if n is None else str(n) for n in spot.dims) for spot in leaf.spots)
             extents = ", ".join(list(shapes)[:3]) + ", ..." * (len(shapes) > 3)
             kind = _KINDS[leaf.number_kind] + " as text" * (leaf.number_kind != leaf.kind)
-            kind += " (base64 is not read)" * (bool(leaf.scalars) and all(map(_is_base64, leaf.scalars)))
+            is_base64 = leaf.scalars and all(_BASE64.match(str(value)) for value in leaf.scalars)
+            kind += " (base64 is not read)" if is_base64 else ""
             lines.append(f"{escape_unprintable(str(leaf))}: {kind} {extents}".rstrip())
         unread = self.observation.unread.items()
         return [*lines, *(f"{escape_unprintable(name, 60)}: not read: {why}" for name, why in unread)]
@@ -113,11 +114,6 @@ class Proposal:
         reasons = [f"A layout was refused: {reason}" for reason in dict.fromkeys(self.refusals)]
         unnamed = "No array of floating-point numbers is named as hidden states; a line for hidden_states names it."
         return [*text, *(reasons[:3] or [unnamed])]
-
-
-def _is_base64(value: Any) -> bool:
-    """Return whether a text is longer than a digest, and bytes as base64."""
-    return isinstance(value, str) and len(value) > _MAX_DIGEST and len(value) % 4 == 0 and bool(_BASE64.match(value))
 
 
 def propose(files: Mapping[str, Path], settings: Mapping[str, Any] | None = None) -> Proposal:
