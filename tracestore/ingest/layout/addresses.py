@@ -150,9 +150,8 @@ def _axes(text: str, line: str) -> tuple[Axis, ...]:
 
 def _steps(text: str) -> Iterator[Step]:
     pieces = split_escaped(text, "/")
-    for k, piece in enumerate(pieces):
-        is_unnamed = k == len(pieces) - 1 and pieces[k - 1].startswith("[")  # a column without a name
-        if not piece and not is_unnamed:
+    for before, piece in zip(("", *pieces), pieces, strict=False):
+        if not piece and not before.startswith("["):  # a column may lack a name
             raise UsageError(f"{text!r}: empty key between two /; \\/ is a / in a key")
         if piece == "**":
             raise UsageError(f"{text!r}: ** is any folders of FILES; a path has a name or * for each key")
