@@ -147,6 +147,19 @@ class _StoreOnce(argparse._StoreAction):
         super().__call__(parser, namespace, values, flag)
 
 
+class _SwitchOnce(argparse.BooleanOptionalAction):
+    """Store whether an option is on, and refuse both of its spellings."""
+
+    _flag: tuple[argparse.Namespace, str | None] | None = None
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, flag: str | None = None) -> None:
+        known = self._flag[1] if self._flag is not None and self._flag[0] is namespace else flag
+        if known != flag:
+            raise argparse.ArgumentError(self, f"found {known} and {flag}, expected one")
+        self._flag = namespace, flag
+        super().__call__(parser, namespace, values, flag)
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line, with a suggestion for a misspelled word.
 
@@ -157,6 +170,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **{"formatter_class": _HelpFormatter} | options)
         for name in (None, "store"):
             self.register("action", name, _StoreOnce)
+        self.register("action", argparse.BooleanOptionalAction, _SwitchOnce)
 
     def error(self, message: str) -> NoReturn:
         """Raise UsageError with the message."""

@@ -200,6 +200,23 @@ def test_an_option_of_one_file_name_or_list_refuses_two():
     assert cli.command_parser("train").parse_args(["--seed=1", "s.zarr", "--seed=2"]).seed == 2
 
 
+def test_a_switch_is_not_both_on_and_off():
+    switches = [
+        (name, action.option_strings)
+        for name in COMMANDS
+        for action in cli.command_parser(name)._actions
+        if isinstance(action, argparse.BooleanOptionalAction)
+    ]
+    assert ("train", ["--probe", "--no-probe"]) in switches
+    for name, (on, off) in switches:
+        for words in ((on, off), (off, on)):
+            with pytest.raises(UsageError, match=f"{on}/{off}: found {words[0]} and {words[1]}, expected one"):
+                cli.command_parser(name).parse_args(["s.zarr", *words])
+            parser = cli.command_parser(name)
+            for word in words:  # a parser may be used again
+                parser.parse_args(["s.zarr", word, word])
+
+
 @pytest.mark.parametrize("name", ["train", "extract"])
 def test_scripts_have_the_options_of_their_commands(name):
     script = ROOT / "tools" / f"{name}.py"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import tracestore
-from tests.helpers import convert, error_of, field_flags, make_traces, write_pickle, write_scores
+from tests.helpers import command, convert, error_of, field_flags, make_traces, write_pickle, write_scores
 from tracestore.convert import cutting
 
 BOTH = "such as 'x0', and none of them in the traces, which have ids such as 'q0'"
@@ -125,3 +125,86 @@ def test_a_label_of_a_stated_layout_and_another_one_in_the_scores_file_are_refus
 
     with tracestore.open(tmp_path / "s.zarr") as store:
         assert store[0].scores == {"is_hallucinated": 1, "score": 0.5} and store.targets().tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("own", "row", "is_refused"),
+    [
+        (1000, "1e3", True),
+        (1234567890123456, "1.23457E+15", True),
+        (12, "+12", True),
+        ("1e3", "1000", False),
+        (1234567890123456, "1.23457E+14", False),
+        (123456, "12e345", False),
+    ],
+)
+@pytest.mark.parametrize("is_table", [False, True])
+def test_rule_12b_numbers_that_a_spreadsheet_shortened(tmp_path, own, row, is_refused, is_table):
+    traces = [trace | {"question_id": name} for trace, name in zip(make_traces(2), (own, 7), strict=True)]
+    write_pickle(tmp_path / "in/t.pkl", traces)
+    table = tmp_path / ("in/t.csv" if is_table else "t.csv")
+    table.write_text(f"id,is_correct\n{row},1\n7,1\n")
+    lines = [
+        "hidden_states = t.pkl : [id=question_id]/hidden_states -> L S D",
+        "is_correct = t.csv : [id=id]/is_correct",
+        "ignore = t.pkl : [id=question_id]/*",
+    ]
+    words = "convert", tmp_path / "in", tmp_path / "s.zarr", *(field_flags(*lines) if is_table else ["--scores", table])
+    if is_refused:
+        assert "differ in spelling only" in error_of(*words, code=3)
+    else:
+        command(*words, check=0)
+
+
+@pytest.mark.parametrize(("dtype", "first"), [("f2", 2**11), ("f4", 2**24), ("f8", 2**53)])
+@pytest.mark.parametrize("line", ["question_id = t.npz : ids -> N", "is_correct = l.npz : [id=ids]/ok"])
+def test_ids_that_a_float_has_rounded_are_refused(tmp_path, dtype, first, line):
+    """An id is that of its neighbor [the label of another trace]."""
+    ids, folder = np.arange(first - 2, first), tmp_path / "in"
+    folder.mkdir()
+    is_table = line.startswith("is_correct")
+    states = "hidden_states = t.npz : hs -> N L S D", "S.padding = none"
+    lines = *states, *(["question_id = t.npz : ids -> N"] if is_table else []), line
+    for k, shift in enumerate((0, 4)):
+        hidden = np.random.default_rng(0).standard_normal((2, 2, 3, 8)).astype("f4")
+        np.savez(folder / "t.npz", hs=hidden, ids=(ids + shift).astype("i8" if is_table else dtype))
+        if is_table:
+            np.savez(folder / "l.npz", ids=(ids + shift).astype(dtype), ok=np.array([0, 1]))
+        done = command("convert", folder, tmp_path / f"s{k}.zarr", *field_flags(*lines), check=3 if shift else 0)
+    assert "which a float of this size rounds" in done.stderr
+
+
+OWN = [f"What is {k}?" for k in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("column", "texts", "is_refused"),
+    [
+        ("question", OWN, False),
+        ("Prompt", [f"q:  what IS {k}? A:" for k in range(4)], False),
+        ("question", ["", *OWN[1:]], False),
+        ("topic", OWN[::-1], False),
+        ("question", OWN[::-1], True),
+        ("question", [*OWN[:3], "Who was 3?"], True),
+        ("prompt", [f"Who was {k}?" for k in range(4)], True),
+    ],
+)
+@pytest.mark.parametrize("way", ["convert", "dry run", "converted before", "dry run after", "score"])
+def test_rule_13b_questions_of_a_scores_file_are_those_of_the_traces(tmp_path, column, texts, is_refused, way):
+    """Two data sets number their questions from 0 [labels of other questions]."""
+    write_pickle(tmp_path / "t.pkl", [t | {"question_id": k, "question": OWN[k]} for k, t in enumerate(make_traces(4))])
+    rows = "".join(f'{k},"{text}",0.{k}\n' for k, text in enumerate(texts))
+    (tmp_path / "o.csv").write_text(f"question_id,{column},score\n{rows}")
+    store, source = tmp_path / "s.zarr", [] if way == "score" else [tmp_path / "t.pkl"]
+    if way in ("converted before", "dry run after", "score"):
+        convert(tmp_path / "t.pkl", store)
+    words = ["score" if way == "score" else "convert", *source, store, "--scores", tmp_path / "o.csv"]
+    words += ["--dry-run"] * way.startswith("dry")
+    if is_refused:
+        assert "--id-column question_id if not" in error_of(*words, code=3)
+        if store.exists():
+            assert np.isnan(tracestore.open(store).scores).all()
+        words += ["--id-column", "question_id"]
+    command(*words, check=0)
+    if not way.startswith("dry"):
+        assert tracestore.open(store).scores.tolist() == [0, 0.1, 0.2, 0.3]

@@ -163,3 +163,24 @@ def test_the_score_command_reads_the_same_formats(tmp_path):
     (tmp_path / "x.jsonl").write_text(FORMATS["a.jsonl"])
     done = command("score", tmp_path / "s.zarr", "--scores", tmp_path / "x.jsonl", "--json", check=0)
     assert json.loads(done.stdout)["num_scored"] == 3
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ("question_id,score,is_hallucinated\nq0,0.9,1\n", "choose --score-column score or --score-column is_halluc"),
+        ("question_id,score,Hallucinated\nq0,0.9,1\n", "choose --score-column score or --score-column Hallucinated"),
+        ("question_id,score,is_wrong,f1\nq0,0.9,1,1\n", "choose --score-column score or --score-column is_wrong"),
+        ("question_id,score,Label\nq0,0.9,7\n", "found '7' in Label, expected 1"),
+        ('{"question_id": "q0", "score": 1}\n{"question_id": "q1", "Score": 0}\n', "found Score, which the first rows"),
+        ('{"question_id": "q0", "score": [1, 0]}\n', "found 2 items, expected one value per trace"),
+        ('{"question_id": "q0", "score": 1, "group": ["a"]}\n', "found 1 items, expected one value per trace"),
+    ],
+)
+def test_a_second_judgment_of_a_row_is_not_left_out(tmp_path, monkeypatch, table, words):
+    monkeypatch.setattr("tracestore.ingest.score_files._MAX_HEADER_ROWS", 1)
+    write_pickle(tmp_path / "in/t.pkl", make_traces(3))
+    path = tmp_path / f"t.{'json' * table.startswith('{')}{'l' if table[0] == '{' else 'csv'}"
+    path.write_text(table)
+    done = convert(tmp_path / "in", tmp_path / "s.zarr", "--scores", path, check=None)
+    assert done.returncode in (2, 3) and words in done.stderr

@@ -89,12 +89,14 @@ class Scoring:
                 "judge the answers; leave out one of them, or name a column of scores with --score-column"
             )
 
-    def begin(self, writer: StoreWriter) -> None:
-        """Define the score of the file in the store."""
+    def begin(self, writer: StoreWriter, path: str) -> None:
+        """Define the score of the file in the store at a path."""
         judgments, default = self._described.judgments, writer.attributes.default_score
         if judgments:
             self._described.define(writer)  # the first score of a store is its default
         if self.file is not None:
+            if writer.manifest.num_traces:
+                self.file.check_questions(path)
             self._name = self.file.name if default in judgments else default or self.file.name
             if self._name != self.file.name:
                 self._output.info(
@@ -124,6 +126,7 @@ class Scoring:
             row = _NO_ROW
         else:
             self._matched.add(self.file.key_of(record.question_id, record.sample))
+            self.file.check_question(record.question_id, record.sample, record.strings.get("question"))
         if self._described.is_builtin and writer.index.find(record.question_id, record.sample) >= 0:
             record.label = None  # fill() replaces the stored one
         if math.isnan(row.score):

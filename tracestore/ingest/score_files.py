@@ -26,6 +26,7 @@ _SAMPLE_COLUMNS = ("sample",)
 # Columns whose words have a meaning, and whose numbers do not. They count if there is none of SCORES.
 WORD_COLUMNS = ("verdict", "judgment", "judge", "judge_label", "label", "labels")
 _WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[\s\-]+")
+_JUDGMENT = re.compile(r"is_|has_|hallucinate[sd]$")
 _TABLES = (".csv", ".tsv", ".json", ".jsonl", ".ndjson")
 _MAX_HEADER_ROWS = 100  # whose keys are the columns of a table
 
@@ -47,16 +48,20 @@ def direction_of(column: str) -> str | None:
     return SCORES.get(normalized(column))
 
 
+def column_of(header: Sequence[str], *names: str) -> str | None:
+    """Return the column with the first of some normalized names that one has."""
+    found = {normalized(name): name for name in reversed(header)}
+    return next((found[name] for name in names if name in found), None)
+
+
 def id_column_of(header: Sequence[str]) -> str | None:
     """Return the column of the question ids: question_id, or the first of its other names."""
-    found = {normalized(name): name for name in reversed(header)}
-    return next((found[name] for name in _ID_COLUMNS if name in found), None)
+    return column_of(header, *_ID_COLUMNS)
 
 
 def sample_column_of(header: Sequence[str], id_column: str | None) -> str | None:
     """Return the column of the numbers of answers, next to that of the question ids."""
-    found = {normalized(name): name for name in reversed(header) if name != id_column}
-    return next((found[name] for name in _SAMPLE_COLUMNS if name in found), None)
+    return column_of([name for name in header if name != id_column], *_SAMPLE_COLUMNS)
 
 
 def score_columns_of(header: Sequence[str]) -> list[str]:
@@ -64,7 +69,9 @@ def score_columns_of(header: Sequence[str]) -> list[str]:
     found = {normalized(name): name for name in reversed(header)}
     known = [found[name] for name in SCORES if name in found]
     # Next to a column called score those of metrics are further scores, as in the files that extract writes.
-    known = [name for name in known if normalized(name) in PRIMARY_SCORES] or known
+    # A judgment is none of them.
+    if any(normalized(name) in PRIMARY_SCORES for name in known):
+        known = [name for name in known if normalized(name) in PRIMARY_SCORES or _JUDGMENT.match(normalized(name))]
     return known or [found[name] for name in WORD_COLUMNS if name in found][:1]
 
 

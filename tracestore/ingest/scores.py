@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from tracestore.errors import InvalidInputError, UsageError, error_location, escape_unprintable
+from tracestore.ingest.execute.join import QUESTION_KEYS, texts_agree
 from tracestore.ingest.execute.table_accounts import check_remainders
-from tracestore.ingest.execute.values import label_value, number, score_value
+from tracestore.ingest.execute.values import label_value, number, one_value, score_value
 from tracestore.ingest.score_files import (
     GROUP_COLUMN,
     ID_COLUMN,
     WORD_COLUMNS,
     ScoreRow,
     ScoreTable,
+    column_of,
     direction_of,
     id_column_of,
     normalized,
@@ -56,6 +58,8 @@ class Scores:
     group_column: str = GROUP_COLUMN
     is_direction_known: bool = True
     label_column: str | None = None
+    question_column: str | None = None
+    questions: dict[Key, str] = dataclasses.field(default_factory=dict)
 
     @property
     def has_samples(self) -> bool:
@@ -95,6 +99,24 @@ class Scores:
     def row_of(self, question_id: str, sample: int = 0) -> ScoreRow | None:
         """Return the row of a trace."""
         return self.rows.get(self.key_of(question_id, sample))
+
+    def check_question(self, question_id: str, sample: int, question: str | None) -> None:
+        """Rule 13b: the question of a trace is that of its row, unless the user has named the column of the ids."""
+        text = self.questions.get(self.key_of(question_id, sample))
+        if text and question and not texts_agree(text, question):
+            shown, expected, name = (escape_unprintable(part, 40) for part in (text, question, self.id_column))
+            raise InvalidInputError(
+                f"{self.path.name}: the question of {escape_unprintable(question_id, 60)} is {shown!r}, and the trace has "
+                f"{expected!r}: ids of other questions? --id-column {name} if not"
+            )
+
+    def check_questions(self, path: str | Path) -> None:
+        """Do check_question() for each trace of a store."""
+        from tracestore.store.read.store import open_store  # a conversion reads no store
+
+        with open_store(path) as store:  # UsageError where there is none
+            for trace in store if self.questions else ():
+                self.check_question(trace.question_id, trace.sample, trace.question)
 
     def check_ids(self, matched: Container[Key], missing: Collection[tuple[str, int]], *, is_whole: bool) -> str | None:
         """Check rules 12b and 12c: some rows are those of traces, and the others differ by more than spelling.
@@ -178,6 +200,7 @@ class Scores:
                 f"{self.path} has {self.column} ({self.direction}), {other.path} {other.column} ({other.direction}); "
                 "convert their folders one after the other with --scores"
             )
+        self.questions |= other.questions
         for key, row in other.rows.items():
             try:
                 self.add(key, row)
@@ -226,7 +249,11 @@ def read_scores(
             for position, row in enumerate(table.rows):
                 try:
                     _check_late_columns(scores, row.keys() - header)
-                    scores.add(*_row(scores, row))
+                    key, values = _row(scores, row)
+                    scores.add(key, values)
+                    text = row.get(scores.question_column) if scores.question_column is not None else None
+                    if isinstance(text, str):
+                        scores.questions[key] = text
                 except InvalidInputError as error:
                     raise InvalidInputError(f"row {position}: {error.reason}", field=error.field) from None
         scores.check_labels()
@@ -271,8 +298,10 @@ def _columns(
         direction = HALLUCINATION
     scores = Scores(path, column, direction or CORRECT, samples, id_column=ids)
     scores.group_column, scores.is_direction_known = group_column or GROUP_COLUMN, direction is not None
-    if score_column is None and column != "label" and "label" in header:
-        scores.label_column = "label"
+    if id_column is None:
+        scores.question_column = column_of(sorted({*header} - {ids}), *QUESTION_KEYS)
+    if score_column is None and normalized(column) != "label":
+        scores.label_column = column_of(header, "label")
     if direction is None and normalized(column) not in WORD_COLUMNS:
         raise _ambiguous_direction(path, column)
     return scores
@@ -280,7 +309,8 @@ def _columns(
 
 def _check_late_columns(scores: Scores, names: set[str]) -> None:
     """Refuse columns that count and that the first rows, which are the header, do not have."""
-    names = {name for name in names if name == "label" or sample_column_of([name], scores.id_column)}
+    known = "label", "sample", normalized(scores.column)
+    names = {name for name in names if normalized(name) in known}
     if names:
         raise InvalidInputError(f"found {min(names)}, which the first rows do not have; write it into the first row")
 
@@ -319,8 +349,8 @@ def _label(scores: Scores, value: Any) -> float:
 
 def _row(scores: Scores, row: dict[str, Any]) -> tuple[Key, ScoreRow]:
     """Return the key and the values of a row of the file."""
-    group = row.get(scores.group_column)
-    score = _score(scores, row.get(scores.column))
+    group = one_value(row.get(scores.group_column), scores.group_column)
+    score = _score(scores, one_value(row.get(scores.column), scores.column))
     label = math.nan if scores.label_column is None else _label(scores, row.get(scores.label_column))
     question = row.get(scores.id_column)
     sample = 0 if scores.sample_column is None else number(row.get(scores.sample_column), "sample")

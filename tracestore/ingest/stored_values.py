@@ -177,9 +177,7 @@ def update_scores(
     """
     field = dataclasses.replace(scores.score_field, version=version)
     field = field if source is None else dataclasses.replace(field, source=source)
-    from tracestore.store.read.store import open_store  # a conversion reads no store
-
-    open_store(path).close()  # first: the writer would create a missing store
+    scores.check_questions(path)  # first: the writer would create a missing store
     with StoreWriter(path) as writer:
         values, before = ChangedValues(writer, on_conflict), writer.attributes
         is_named, name = name is not None, name or before.default_score or scores.name

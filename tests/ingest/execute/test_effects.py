@@ -234,6 +234,34 @@ def test_rule_22a_a_number_is_a_word_however_it_is_written(tmp_path, value, word
     assert [traces[name, 0].scores["is_correct"] for name in "abcd"] == [0, 0, 0, 0]
 
 
+@pytest.mark.parametrize("form", [int, float, str])
+@pytest.mark.parametrize(
+    ("values", "words", "expected"),
+    [
+        ((0, 1, 2, 1), {"2": True}, None),
+        ((0, 1, 2, 1), {"2": True, "0": False}, None),
+        ((0, 1, 2, 1), {"2": True, "1": False, "0": False}, [0, 0, 1, 0]),
+        ((1, 2, 1, 2), {"2": False}, None),
+        ((1, -1, 1, -1), {"-1": False}, None),
+        ((1, -1, 1, -1), {"-1": False, "1": True}, [1, 0, 1, 0]),
+        ((0, 1, 9, 1), {"9": "missing"}, [0, 1, None, 1]),
+        ((0, 1, 0, 1), {"0.5": False, "pass": True}, [0, 1, 0, 1]),
+    ],
+)
+def test_rule_22a_numbers_next_to_one_that_a_line_states(tmp_path, form, values, words, expected):
+    """0 is wrong, 1 in part and 2 correct [answers that are correct in part]."""
+    records = [record | {"y": form(y)} for record, y in zip(rows(ids="abcd"), values, strict=True)]
+    dump(tmp_path / "in/a.pkl", records)
+    layout = ROWS | {"is_correct": "a.pkl : []/y"} | {f"words.{word}": truth for word, truth in words.items()}
+    if expected is None:
+        refuse(tmp_path, layout, "expected a line for each number")
+        return
+
+    traces = convert(tmp_path, layout)
+
+    assert [traces[name, 0].scores.get("is_correct") for name in "abcd"] == expected
+
+
 @pytest.mark.parametrize("words", [("true", "false"), ("True", "False"), ("TRUE", "FALSE"), ("1", "0")])
 @pytest.mark.parametrize("values", [(True, False), (np.True_, np.False_), ("True", "False"), ("true", "false")])
 def test_rule_22a_a_truth_value_is_a_word_however_it_is_written(tmp_path, words, values):

@@ -794,6 +794,7 @@ def test_a_table_of_records_has_accounts(tmp_path, others, by):
     [
         (["What is b?", "What is c?", "What is d?", "What is a?"], True),
         (["What is a?", "What is c?", "What is b?", "What is d?"], True),
+        (["Who was a?", "Who was b?", "Who was c?", "Who was d?"], True),
         (["What is a?", "What is b?", "What is c?", "What is d?"], False),
         (["Q: what is A? A:", "Q: what is B? A:", "Q: what is C? A:", "Q: what is D? A:"], False),
         (["a", "x", "y", "z"], False),
@@ -807,7 +808,7 @@ def test_rule_13b_ids_that_number_other_questions(tmp_path, texts, is_other, for
     line = "t.json : [id=id]/" if form == "rows" else "t.json : {id}/"
     layout = STATES | {"question": f"{ITEM}q", "is_correct": f"{line}ok"}
     if is_other:
-        refuse(tmp_path, layout, "question is 'What is .*', and the trace has 'What is .*': rows in another order")
+        refuse(tmp_path, layout, "question is 'Wh.*', and the trace has 'What is .*': rows in another order")
         layout["ignore"] = f"{line}question"
 
     assert [trace.score for trace in convert(tmp_path, layout).values()] == [0, 1, 0, 1]

@@ -444,9 +444,11 @@ def test_rule_06_passes_attend_to_the_tokens_so_far(tmp_path, columns):
         (lambda a: a * 3, "expected 0 to 1"),
     ],
 )
-def test_rule_06a_attention_lies_between_0_and_1_and_its_rows_sum_to_1(tmp_path, change, words):
+@pytest.mark.parametrize("layer", [0, 1])
+def test_rule_06a_attention_lies_between_0_and_1_and_its_rows_sum_to_1(tmp_path, change, words, layer):
     weights = np.tril(np.random.default_rng(0).random((2, 1, 4, 4)) + 0.1)
-    attention = change(weights / weights.sum(-1, keepdims=True)).astype("f4")
+    attention = (weights / weights.sum(-1, keepdims=True)).astype("f4")
+    attention[layer] = change(attention[layer])
     write_rows(tmp_path, attn=lambda _: attention)
 
     refuse(tmp_path, ROWS | {"attentions": "*.pkl : [id=id]/attn -> L H S S"}, words)

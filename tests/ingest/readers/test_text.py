@@ -179,3 +179,28 @@ def test_a_first_row_that_may_be_a_comment_is_refused(tmp_path, text):
         path.write_text(text.replace(",", separator))
         with pytest.raises(InvalidInputError, match="remove comments"), open_tree(path) as root:
             list(root)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "is_refused"),
+    [
+        ("a.tsv", ['q1\t"The end\t0', "q2\tx\t1", 'q3\tof it"\t1'], True),
+        ("a.tsv", ['"q1\tThe', 'q2"\tit'], True),
+        ("a.csv", ['q1,"The end,0', "q2,x,1", 'q3,of it",1'], True),
+        ("a.csv", ['q1,0,"The end', "q2,1,x", 'q3,1,of it"'], True),
+        ("a.csv", ['7,"The end', '11,of it"'], True),
+        ("a.tsv", ['q1\t"The end', "of", 'it"\t1'], False),
+        ("a.csv", ['q1,"The end,', 'of it, too",1'], False),
+        ("a.csv", ['"Well, yes', 'no, no",1'], False),
+        ("a.csv", ['q1,"a, b, c",0', 'q2,"d', 'e",1'], False),
+    ],
+)
+def test_a_quote_without_its_pair_makes_several_rows_one(tmp_path, name, rows, is_refused):
+    mark = "\t" if name.endswith(".tsv") else ","
+    width = 2 if rows[0][0] in '"7' else 3
+    path = tmp_path / name
+    path.write_text("\n".join([mark.join("abc"[:width]), *rows]) + "\n")
+    if is_refused:
+        assert "a quote without its pair?" in refusal(path)
+    else:
+        assert read_tree(path)

@@ -256,3 +256,11 @@ def test_a_merge_lists_the_newest_source_of_a_name_last(tmp_path):
     assert len(listed[0]) == 3 and listed[0] == listed[1]
     merge_stores([tmp_path / "s.zarr"], tmp_path / "m.zarr")
     assert len(list(tracestore.open(tmp_path / "m.zarr").internals.index.sources())) == 3
+
+
+def test_a_label_of_a_copy_that_replaces_that_of_a_score_is_counted(tmp_path):
+    traces = make_traces(3)
+    scored = write_store(tmp_path / "a.zarr", traces, score=lambda k: [0.9, 0.1, 0.8][k])
+    labeled = write_store(tmp_path / "b.zarr", traces, label=1)
+    out = command("merge", scored, labeled, tmp_path / "m.zarr", check=0).stdout
+    assert f"{scored}: 2 traces with another label in {tmp_path / 'm.zarr'}" in out and f"{labeled}:" not in out

@@ -54,7 +54,7 @@ def copy_traces(args: argparse.Namespace, output: Output, copy: Callable[..., Me
     for what, count in (("score", report.num_scores_differing), ("group", report.num_groups_differing)):
         if count:
             output.info(f"{plural(count, 'duplicate')} with a different {what}: the {what} of {args.dst} was kept")
-    why = f"the default score of {args.dst} is {report.default_score}"
+    why = f"stored labels count, and the default score of {args.dst} is {report.default_score}"
     for source, count in report.labels_lost.items():
         output.info(f"{source}: {plural(count, 'trace')} without a label in {args.dst}: {why}")
     for source, count in report.labels_changed.items():

@@ -365,6 +365,7 @@ class Execution:
         self.account.add_tables(self._tables or {}, sources)
         self._tables = None
         self.release()
+        self._row_texts.close()
 
     def release(self) -> None:
         """Close the tables, and the files that were looked at alone; `close` does so, too."""

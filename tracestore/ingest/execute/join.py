@@ -9,7 +9,7 @@ import numpy as np
 
 from tracestore.errors import InvalidInputError, escape_unprintable
 from tracestore.ingest.execute.axes import MISSING, descend, extent, read
-from tracestore.ingest.execute.values import describe, is_missing, key_text, named, one_value, plain_of
+from tracestore.ingest.execute.values import check_ids_exact, describe, is_missing, key_text, named, one_value, plain_of
 from tracestore.ingest.execute.walk import Cell
 from tracestore.ingest.layout.fields import KEY, STATES
 from tracestore.ingest.layout.patterns import INNER_NAMES
@@ -20,9 +20,9 @@ from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.record import TraceRecord
 
 # Keys that hold the text of a field.
-_QUESTION = ("question",)
+QUESTION_KEYS, _QUESTION = ("question", "prompt"), ("question",)
 _ROW_TEXTS = {
-    **dict.fromkeys(("question", "prompt"), _QUESTION),
+    **dict.fromkeys(QUESTION_KEYS, _QUESTION),
     **dict.fromkeys((*ANSWER_FIELDS, "response", "completion", "generation"), ANSWER_FIELDS),
 }
 _MAX_CACHED = 1 << 20  # numbers of an array along N that are read at once
@@ -231,6 +231,8 @@ class Column:
         if not isinstance(cell.value, Array) or cell.value.ndim != 1 or cell.value.shape[0] > _MAX_CACHED:
             return None
         if (values := self._cached.get(id(cell))) is None:
+            if self.place.name == "question_id":
+                check_ids_exact(cell.value)
             values = self._cached[id(cell)] = cell.value.read().tolist()
         return values
 
@@ -260,6 +262,9 @@ class RowTexts:
     def __init__(self, plan: Plan) -> None:
         self._places = [(place.name, str(place.address)) for place in plan.places]
         self._texts: dict[str, _Texts] = {}
+        # The columns with the question of a trace, and what is wrong with the first two traces in other columns.
+        self._agreeing: set[str] = set()
+        self._differing: dict[str, list[str]] = {}
         self._hashes: dict[str, array[int]] = {}  # of the other texts of rows in order, by their columns
 
     def add(self, prefix: str, key: str, value: Value, bound: Mapping[str, Any]) -> None:
@@ -299,15 +304,27 @@ class RowTexts:
         for path, (fields, names, rows, found) in self._texts.items():
             text = rows.get(_key(names, environment))
             own = [record.strings[name] for name in fields if record.strings.get(name)]
-            if text is None or not own or any(_contains(text, one) for one in own):
+            if text is None or not own:
                 continue
+            if any(texts_agree(text, one) for one in own):
+                self._agreeing.add(path)
+                continue
+            shown, expected = (escape_unprintable(part, 40) for part in (text, own[0]))
+            where = named(["row" if name == "N" else name for name in names], _key(names, environment))
+            message = (
+                f"{where} of {path} is {shown!r}, and the trace has {expected!r}: rows "
+                f'in another order? ignore = ["{path}"] if not'
+            )
             if ("K" not in environment) if "N" in names else (_folded(own[0]) in found):
-                shown, expected = (escape_unprintable(part, 40) for part in (text, own[0]))
-                where = named(["row" if name == "N" else name for name in names], _key(names, environment))
-                raise InvalidInputError(
-                    f"{where} of {path} is {shown!r}, and the trace has {expected!r}: rows "
-                    f'in another order? ignore = ["{path}"] if not'
-                )
+                raise InvalidInputError(message)
+            if "N" not in names and len(messages := self._differing.setdefault(path, [])) < 2:
+                messages.append(message)
+
+    def close(self) -> None:
+        """Rule 13b: of several traces that names join to rows, one has the question of its row."""
+        for path, messages in self._differing.items():
+            if len(messages) > 1 and path not in self._agreeing:
+                raise InvalidInputError(messages[0])
 
 
 class Arena:
@@ -358,7 +375,8 @@ def _folded(text: str) -> str:
     return " ".join(text.split()).casefold()
 
 
-def _contains(one: str, two: str) -> bool:
+def texts_agree(one: str, two: str) -> bool:
+    """Return whether two texts are equal, or one is in the other; blanks and case are no difference."""
     one, two = _folded(one), _folded(two)
     return one in two or two in one
 

@@ -98,7 +98,9 @@ class RecordMaker:
         if is_row and not is_last and self._words is not None and self.settings.get("S.padding") != "none":
             check_ends(states, self._states)
         if record.attention is not None:
-            check_attention_values(record.attention[0])
+            first, *others = record.attention
+            for layer in (first, *(layer[:1] for layer in others)):  # another program fills a layer as a whole
+                check_attention_values(layer)
         length, most = record.prompt_length or 0, record.num_tokens + 1  # the last token may have no states
         if not is_last and length > most:
             raise InvalidInputError(f"found {length}, more than {most - 1} tokens", field="prompt_length")

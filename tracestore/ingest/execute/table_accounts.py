@@ -36,10 +36,17 @@ def check_totals(tables: Mapping[Place, Column], total: int) -> None:
 
 
 def loose_key(value: Any) -> str:
-    """Return a key without leading zeros, `.0`, blanks, case and marks: what rule 12b compares."""
-    text = re.sub(r"\s+", "", unicodedata.normalize("NFKC", str(value))).casefold().replace("_", "-")
+    """Return a key without leading zeros, `.0`, sign, blanks, case and marks, or as a number with an exponent: what rule 12b compares."""
+    text = re.sub(r"\s+", "", unicodedata.normalize("NFKC", str(value))).casefold().replace("_", "-").removeprefix("+")
+    if re.fullmatch(r"\d(\.\d+)?e\+?\d\d?", text):
+        return _in_short(text)
     text = re.sub(r"\.0+(?=$|,)", "", text)
     return re.sub(r"(?<![0-9])0+(?=[0-9])", "", text)
+
+
+def _in_short(number: Any) -> str:
+    """Return a number as a spreadsheet shows one of many digits."""
+    return f"{float(number):.5e}"
 
 
 def check_remainders(name: str, rows: list[Any], unused: list[Any], missing: list[Any]) -> None:
@@ -50,7 +57,7 @@ def check_remainders(name: str, rows: list[Any], unused: list[Any], missing: lis
     """
     if not missing:
         return
-    loose = {loose_key(key): key for key in missing}
+    loose = {_in_short(key): key for key in missing if str(key).isdecimal()} | {loose_key(key): key for key in missing}
     for key in unused:
         if (other := loose.get(loose_key(key))) is not None:
             raise InvalidInputError(

@@ -7,6 +7,8 @@ import unicodedata
 from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
+import numpy as np
+
 from tracestore.errors import InvalidInputError, escape_unprintable
 from tracestore.ingest.layout.addresses import ItemValue
 from tracestore.ingest.layout.fields import LABELS, MISSING_WORD, rule_of, score_of
@@ -20,6 +22,7 @@ from tracestore.store.write import field_values
 _MAX_INTEGER_FLOAT = 2.0**53
 # Words that follow the field.
 _RELATIVE = {**dict.fromkeys(("yes", "true", "1", "1.0"), 1.0), **dict.fromkeys(("no", "false", "0", "0.0"), 0.0)}
+_ROUNDED = ", which a float of this size rounds: write integers or texts"
 _MISSING = ("", "nan", "none", "null", "na", "n/a", "-")
 
 
@@ -76,6 +79,8 @@ def table_of(value: Group, names: Container[str], where: str, source: str) -> tu
         found = ", ".join(f"{key} of {size}" for key, size in wanted.items())
         what = f"lists of different lengths: {found}" if found else f"{describe(value)}, and none is a named list"
         raise InvalidInputError(f"{where}: found a mapping with {what}; rows are items of a list", source=source)
+    for key in wanted:
+        check_ids_exact(value[key])
     size = next(iter(wanted.values()))
     columns = {key: key for key in lists if sizes[key] == size}
     return ListItems(range(size or 0), lambda k: MappingGroup(columns, lambda key: lists[key][k])), set(columns)
@@ -91,10 +96,18 @@ def key_text(value: Any) -> str:
 
 
 def id_text(value: Any) -> str:
-    """Return an id as text; raise InvalidInputError for a truth value and for NaN."""
-    if type(value) is bool or value != value:
-        raise InvalidInputError(f"found {value}, expected an id", field="question_id")
+    """Return an id as text; raise InvalidInputError for a truth value, for NaN and for a rounded number."""
+    is_rounded = isinstance(value, float) and abs(value) >= _MAX_INTEGER_FLOAT
+    if type(value) is bool or value != value or is_rounded:
+        raise InvalidInputError(f"found {value}, expected an id{_ROUNDED * is_rounded}", field="question_id")
     return key_text(value)
+
+
+def check_ids_exact(value: Value) -> None:
+    """Refuse an array of ids that its dtype has rounded: it cannot tell them from their neighbors."""
+    ids = value.read() if isinstance(value, Array) else np.zeros(0)
+    if ids.dtype.kind == "f" and (abs(ids) >= 2.0 ** (np.finfo(ids.dtype).nmant + 1)).any():
+        raise InvalidInputError(f"found {ids.max():g} as {ids.dtype}, expected an id{_ROUNDED}", field="question_id")
 
 
 def number(value: Any, name: str) -> int:
@@ -206,18 +219,24 @@ def label_value(value: Any, name: str, direction: str, words: Mapping[str, bool 
     text = " ".join(key_text(value).split())
     if words and (stated := _stated(value, text, words)) is not None:
         return math.nan if stated == MISSING_WORD else float(stated)
-    if isinstance(value, bool | int | float) and value in (0, 1):
-        return float(value)
-    word = text.casefold()
-    if word in _MISSING:
+    word, expected = text.casefold(), "0, 1 or a known word"
+    if type(value) is not bool and _number(text) in (0, 1) and (other := _other_number(words)) is not None:
+        expected = f"a line for each number, as for {other}"
+    elif word in _MISSING:
         return math.nan
-    if word in _RELATIVE:
+    elif word in _RELATIVE:
         return _RELATIVE[word]
-    if word in WORDS:
+    elif word in WORDS:
         return float(WORDS[word] == (direction != HALLUCINATION))
     shown = escape_unprintable(text, 40)
     lines = " or ".join(f'words."{shown}" = {meaning}' for meaning in ("true", "false", f'"{MISSING_WORD}"'))
-    raise InvalidInputError(f"found {shown!r}, expected 0, 1 or a known word; {lines} states its meaning", field=name)
+    raise InvalidInputError(f"found {shown!r}, expected {expected}; {lines} states its meaning", field=name)
+
+
+def _other_number(words: Mapping[str, bool | str]) -> str | None:
+    """Return a number outside [0, 1] that is correct or not: then 0 and 1 may be other degrees than the field's."""
+    found = ((word, _number(word)) for word, truth in words.items() if type(truth) is bool)
+    return next((word for word, number in found if number is not None and not 0 <= number <= 1), None)
 
 
 def _stated(value: Any, text: str, words: Mapping[str, bool | str]) -> bool | str | None:

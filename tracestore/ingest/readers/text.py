@@ -143,6 +143,11 @@ def _rows(lines: Iterator[str], usual: str) -> Iterator[Value]:
     header: list[str] | None = None
     try:
         for number, cells in enumerate(filter(None, csv.reader(counted(), delimiter=delimiter, strict=True))):
+            if count > len(cells) and _are_rows(cells, delimiter):
+                raise InvalidInputError(
+                    f"row {number}: a text in quotes holds the ends of rows: a quote without its pair? Write each quote of a "
+                    "text twice, or write JSON Lines"
+                )
             size = count = 0
             if number == 0 and not _is_numbers(cells):
                 header = _checked(cells)
@@ -160,6 +165,14 @@ def _rows(lines: Iterator[str], usual: str) -> Iterator[Value]:
                 yield MappingGroup(dict(zip(header, cells, strict=True)), _cell)
     except csv.Error as error:
         raise InvalidInputError(f"not a table: {' '.join(str(error).split())[:200]}") from None
+
+
+def _are_rows(cells: list[str], delimiter: str) -> bool:
+    """Return whether the lines of a row are as wide as it, and, as texts have commas, begin alike except for numbers."""
+    lines = delimiter.join(cells).split("\n")
+    first = {re.sub(r"\d+", "0", line.partition(delimiter)[0]) for line in lines}
+    are_wide = {line.count(delimiter) for line in lines} == {len(cells) - 1}
+    return len(lines) > 1 and are_wide and (delimiter == "\t" or len(first) == 1)
 
 
 def _cell(text: str) -> Value:

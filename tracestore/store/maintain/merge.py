@@ -279,13 +279,14 @@ def _fill_scores(writer: StoreWriter, store: TraceStore, wanted: np.ndarray, rep
 
 
 def _compare_labels(writer: StoreWriter, copies: Sequence[tuple[TraceStore, np.ndarray]], report: MergeReport) -> None:
-    """Count the traces whose label is another in the destination, because its default score is another."""
+    """Count the traces whose label is another in the destination: its default score is another, or a label counts."""
     columns, name = writer.read_columns(), writer.attributes.default_score
     report.default_score, report.unlabeled = name, unlabeled_note(columns.scores, columns.labels, name)
     direction = writer.attributes.scores[name].direction if name is not None else CORRECT
+    has_labels = not np.isnan(columns.labels).all()
     after = derive(columns.score(name), columns.labels, DEFAULT_THRESHOLD, direction)
     for store, indices in copies:
-        if store.score_name in (None, name):
+        if store.score_name in (None, name) and not has_labels:
             continue
         before = store.targets(DEFAULT_THRESHOLD)[indices]
         samples = store.internals.index.read_column("sample")[indices].tolist()
