@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 import tracestore
 from tests.helpers import command, field_flags
@@ -203,6 +204,35 @@ def test_raw_bits_of_attention(tmp_path, kind, entries, mode):
     np.testing.assert_allclose(np.asarray(trace.attention, "f4").reshape(expected.shape), expected, atol=6e-3)
     wrong = {"bfloat16": "float32", "float32": "float16", "float16": "float32", "uint8": "float16"}[kind]
     refuse(tmp_path, layout | {"dtype.attentions": wrong}, "attentions: found", overwrite=True)
+
+
+@pytest.mark.parametrize("kind", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("code_type", ["u1", "i1"])
+def test_bits_of_eight_bit_floats(tmp_path, kind, code_type):
+    """All 256 codes have the values of torch's type of that name."""
+    codes = np.arange(256, dtype="u1").reshape(2, 2, 64)
+    expected = torch.from_numpy(codes).view(getattr(torch, kind)).float().numpy()
+    dump(tmp_path / "in/a.pkl", [{"id": "q0", "hs": codes.view(code_type)}])
+    layout = {"hidden_states": "a.pkl : [id=id]/hs -> L S D", "S.padding": "none"}
+    refuse(tmp_path, layout, r"dtype\.hidden_states states")
+
+    trace = convert(tmp_path, layout | {"dtype.hidden_states": kind})["q0", 0]
+
+    np.testing.assert_array_equal(np.asarray(trace.hidden_states, "f4"), expected)
+
+
+@pytest.mark.parametrize("more", [{}, {"S.padding": "none"}])
+def test_eight_bit_attention_says_what_states_it(tmp_path, more):
+    attention = np.tril(abs(states(2, 3, 5, 5)) + 0.1)
+    bits = torch.from_numpy(attention / attention.sum(-1, keepdims=True)).to(torch.float8_e4m3fn).view(torch.uint8)
+    dump(tmp_path / "in/a.pkl", [{"id": "q0", "hs": states(2, 5, 8), "at": bits.numpy()}])
+    layout = {"hidden_states": "a.pkl : [id=id]/hs -> L S D", "attentions": "a.pkl : [id=id]/at -> L H S S", **more}
+    refuse(tmp_path, layout, r"uint8.*dtype\.attentions states")
+
+    trace = convert(tmp_path, layout | {"dtype.attentions": "float8_e4m3fn"}, attention="heads")["q0", 0]
+
+    np.testing.assert_allclose(np.asarray(trace.attention, "f4"), bits.view(torch.float8_e4m3fn).float(), atol=1e-3)
+    refuse(tmp_path, layout | {"dtype.attentions": "float8_e4m3fn", "scale.attentions": 0.1}, "scale", overwrite=True)
 
 
 def test_entries_of_attention_need_it(tmp_path):

@@ -200,3 +200,27 @@ def test_groups_of_layers_from_the_end(tmp_path):
     refuse(tmp_path, layout, "L.ids states them in the order of its arrays")
 
     check(convert(tmp_path, layout | {"L.ids": [-1, -3, -5, -8], "L.size": SIZE}), numbers, has_attention=True)
+
+
+@pytest.mark.parametrize("key", ["layers", "kept_layers", "layer_idx"])
+@pytest.mark.parametrize("form", ["list", "array"])
+def test_a_list_of_the_file_that_the_layout_states_needs_no_line(key, form, tmp_path):
+    numbers = [0, 8, 16]
+    dump(tmp_path / "in/a.pkl", {"h": states(2, 3, 4, 8), key: numbers if form == "list" else np.array(numbers)})
+    layout = {"hidden_states": "a.pkl : h -> N L S D"}
+    refuse(tmp_path, layout, f"a.pkl : {key}: no line of the layout names numbers")
+
+    traces = convert(tmp_path, layout | {"L.ids": numbers})
+
+    assert len(traces) == 2
+    for other in ([0, 8, 24], [8, 0, 16], [0, 4, 8, 12]):
+        text = rf"a.pkl : {key} holds \[0, 8, 16\], and L.ids is \[{', '.join(map(str, other))}\]"
+        refuse(tmp_path, layout | {"L.ids": other}, text, overwrite=True)
+    refuse(tmp_path, layout | {"L.ids": [0, 8, 24]}, "ignore = ", overwrite=True)
+
+
+def test_other_numbers_of_layers_need_a_line(tmp_path):
+    layout = {"hidden_states": "a.pkl : h -> N L S D", "L.ids": [0, 8, 16]}
+    for name, value in (("layer_norms", [0.5, 1.0, 2.0]), ("layers", [[0, 8, 16]]), ("rows", [0, 8, 16])):
+        dump(tmp_path / "in/a.pkl", {"h": states(2, 3, 4, 8), name: value})
+        refuse(tmp_path, layout, f"a.pkl : {name}: no line of the layout names numbers", overwrite=True)

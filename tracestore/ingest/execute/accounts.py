@@ -165,10 +165,24 @@ class RunAccount:
         is_of_states = node.prefix.removesuffix("[]/") in self._prefixes and AXIS_NAMES.keys().isdisjoint(bound)
         if _IN_ORDER.search(node.prefix) and not is_of_states:
             self._check_row_number(f"{node.prefix}{key}", str(key), value, bound)
+        if self._holds_layer_numbers(f"{node.prefix}{key}", str(key), value):
+            return
         if not node.has_records or not isinstance(value, str | int | float):
             self.left_out.add(f"{node.prefix}{key}")
         of_tokens = self._needs_tokens and isinstance(value, Items) and not value.is_stream and value.length != 1
         check_unclaimed(f"{node.prefix}{key}", key, value, in_records=node.has_records, may_be_of_tokens=of_tokens)
+
+    def _holds_layer_numbers(self, path: str, key: str, value: Value) -> bool:
+        """Return whether a value is the list that the layout states as `L.ids`; refuse another one."""
+        stated = self._plan.layout.settings.get("L.ids")
+        if stated is None or "layer" not in key.lower() or (array := as_array(value)) is None or array.ndim != 1:
+            return False
+        numbers: list[Any] = array.read().tolist()
+        if numbers != stated and all(type(number) is int for number in numbers):
+            raise InvalidInputError(
+                f'{path} holds {numbers!s:.60}, and L.ids is {stated!s:.60}; ignore = ["{path}"] if it numbers no layers'
+            )
+        return bool(numbers == stated)
 
     def _check_row_number(self, path: str, key: str, value: Value, bound: Bound) -> None:
         """Rule 13: rows are joined in order only if no column of ids is left unused; one from 0 to N - 1 is fine."""

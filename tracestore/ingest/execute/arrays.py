@@ -72,8 +72,7 @@ def read_attention(trace: TraceCells, num_tokens: int, *, is_needed: bool) -> tu
         fixed = trace.fixed_of(cells_of_part[0].place)
         for cells, inner in passes(cells_of_part, fixed, _rows_of_passes(trace), None if part else ()):
             layers, own = read_block(cells, "HSQ", inner, trace.settings, "attentions")
-            is_stated = not {"dtype.attentions", "scale.attentions"}.isdisjoint(trace.settings)
-            blocks.append(settled_dtype(layers, "attentions", trace.settings) if is_stated else layers)
+            blocks.append(settled_dtype(layers, "attentions", trace.settings))
             numbers.append(own)
             if own != numbers[0]:
                 raise InvalidInputError(f"found the layers {own}, expected {numbers[0]} as before", field="attentions")

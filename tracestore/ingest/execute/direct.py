@@ -215,8 +215,9 @@ class DirectReader:
         if states is None:
             raise InvalidInputError("missing key", field=self._states)
         settings = self._maker.settings
-        if states[0].dtype.kind != "f":
-            states = values[self._states] = settled_dtype(states, self._states, settings)
+        for name in (self._states, "attentions"):
+            if (layers := values.get(name)) and layers[0].dtype.kind != "f":
+                values[name] = settled_dtype(layers, name, settings)
         if self._states == "hidden_states" and (tokens := values.get("tokens")) is not None:
             more = values.get("prompt_length")
             check_ids(tokens, len(states[0]), is_wider=self._has_more_ids, prompt_length=more)

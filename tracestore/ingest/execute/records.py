@@ -18,7 +18,7 @@ from tracestore.ingest.execute.arrays import (
     read_tokens,
 )
 from tracestore.ingest.execute.axes import LayerIds, LayerOrder
-from tracestore.ingest.execute.row_padding import Padding, known, of_span
+from tracestore.ingest.execute.row_padding import Padding, of_span
 from tracestore.ingest.execute.table_accounts import KeptValues
 from tracestore.ingest.execute.traces import TraceCells
 from tracestore.ingest.execute.values import (
@@ -324,7 +324,7 @@ class TraceBuilder:
         """Return the length that a line for S.lengths gives, None without one."""
         found: dict[str, Any] = {}
         self._set_scalars(trace, found, ["S.lengths"])
-        if (value := known("S.lengths", found.get("S.lengths"), self.plan)) is None:
+        if (value := trace.known("S.lengths", found.get("S.lengths"))) is None:
             return None
         if not (text := key_text(value)).isdecimal():
             raise InvalidInputError(f"found {text[:40]!r}, expected the number of tokens", field="S.lengths")

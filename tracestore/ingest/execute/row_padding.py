@@ -9,6 +9,7 @@ from tracestore.errors import InvalidInputError
 from tracestore.ingest.execute.arrays import check_border, check_no_padding
 from tracestore.ingest.execute.axes import Layers, numbers_of
 from tracestore.ingest.execute.traces import TraceCells
+from tracestore.ingest.layout.fields import MASKS
 from tracestore.ingest.layout.places import Plan
 from tracestore.ingest.tree import as_array
 
@@ -37,7 +38,9 @@ class Padding:
         self._inner: set[int] = set()  # generated ids before other generated ids, which end no sequence
         self._is_end = self._is_filled = False
         self._begins: set[bool] = set()  # whether rows begin with the id that fills
-        self._is_masked = bool({"S.mask", "S.lengths"} & plan.layout.addresses.keys())
+        # The entry that states the mask, and the one that states its complement.
+        self._mask, self._other_mask = MASKS[::-1] if MASKS[1] in plan.layout.addresses else MASKS
+        self._is_masked = bool({*MASKS, "S.lengths"} & plan.layout.addresses.keys())
         self._num_rows = 0
         self._spans: set[tuple[int, int]] = set()  # how many tokens were left out before and behind those of rows
         self._doubled: dict[bool, int] = {}  # whether rows begin with one id twice, and that id or the first one
@@ -64,7 +67,7 @@ class Padding:
         """
         num_states, fill = len(layers[0]), self._padding
         ids = None if tokens is None else tokens[:num_states]
-        mask = known("S.mask", trace.array("S.mask", "S"), self._plan)
+        mask = trace.known(self._mask, trace.array(self._mask, "S"))
         is_stated = mask is not None or length is not None
         # An id that masks and lengths leave out may be inside a row, too: it also ends turns.
         is_shown = fill not in (None, "none") and not (is_stated and ids is not None and isinstance(fill, int))
@@ -92,26 +95,36 @@ class Padding:
     def _span_of_mask(
         self, trace: TraceCells, flags: np.ndarray, tokens: np.ndarray | None, layers: Layers, sizes: list[int]
     ) -> Span:
-        """Return the run of ones of a mask (rule 17b), as long as the states, the ids or the first pass (rule 2)."""
-        num_states = len(layers[0])
+        """Return the run of tokens of a mask (rule 17b), as long as the states, the ids or the first pass (rule 2)."""
+        num_states, name = len(layers[0]), self._mask
         if len(flags) not in (num_states, sizes[0], 0 if tokens is None else len(tokens)):
-            raise InvalidInputError(f"found {len(flags)} values, expected {num_states} as tokens", field="S.mask")
+            raise InvalidInputError(f"found {len(flags)} values, expected {num_states} as tokens", field=name)
         if flags.ndim != 1 or not np.isin(flags, (0, 1)).all():
-            raise InvalidInputError("found other values than 0 and 1", field="S.mask")
-        begin, end = _one_run(flags, "S.mask")
+            raise InvalidInputError("found other values than 0 and 1", field=name)
+        begin, end = _one_run(flags == (name == MASKS[0]), name)
         if len(flags) < num_states:
             if end < len(flags):
-                raise InvalidInputError("the first pass is padded behind its tokens", field="S.mask")
+                raise InvalidInputError("the first pass is padded behind its tokens", field=name)
             end = num_states
         ids = None if tokens is None else tokens[: max(len(flags), num_states)]
-        self._check_left_out(ids, (begin, end), "S.mask")
-        if ids is None and not leaves_out_constants(layers, (begin, end)) and not _has_full_mask(trace):
+        self._check_left_out(ids, (begin, end), name)
+        if ids is None and not leaves_out_constants(layers, (begin, end)) and not self._has_full_mask(trace):
             raise InvalidInputError(
-                "the states that it leaves out are not constant and no row is full: a mask of the answer, or inverted? "
-                "A line for tokens shows what is padding",
-                field="S.mask",
+                "the states that it leaves out are not constant and no row is full: a mask of the answer, or inverted "
+                f"({self._other_mask})? A line for tokens shows what is padding",
+                field=name,
             )
         return begin, min(end, num_states)
+
+    def _has_full_mask(self, trace: TraceCells) -> bool:
+        """Return whether a mask of the source, or a row of one, leaves out no token."""
+        cells = (cell for _, column in trace.columns.of(self._mask) for cell in column.all_cells())
+        for cell in cells:
+            if (array := as_array(cell.value)) is not None:
+                flags = array.read() == (self._mask == MASKS[0])
+                if flags.reshape(len(flags) if cell.axes[0] in ("N", "K") else 1, -1).all(axis=1).any():
+                    return True
+        return False
 
     def _check_left_out(self, ids: np.ndarray | None, span: Span, name: str) -> None:
         """Rule 17b: the tokens that masks and lengths leave out are one id."""
@@ -119,6 +132,8 @@ class Padding:
             self._left_out |= {*ids[: span[0]].tolist(), *ids[span[1] :].tolist()}
             if len(self._left_out) > 1:
                 found = f"{sorted(self._left_out)!s:.60}"
+                is_inverted = name == self._mask and len({*ids[slice(*span)].tolist()}) == 1
+                found += f". Inverted? {self._other_mask}" * is_inverted
                 raise InvalidInputError(f"the tokens that it leaves out have several ids: {found}", field=name)
 
     def prompt_of(self, length: int | None, span: Span) -> int | None:
@@ -373,24 +388,6 @@ def of_span(values: Any, span: Span, num_states: int) -> Any:
     """Return the values of the tokens of a span, and of a last token without states; fewer than states have no padding."""
     more = len(values) - num_states
     return values[span[0] : span[1] + more] if more >= 0 else values
-
-
-def known(name: str, value: Any, plan: Plan) -> Any:
-    """Return what is known of an axis; InvalidInputError if the layout states it and the trace has none."""
-    if value is None and name in plan.layout.addresses:
-        raise InvalidInputError("the trace has no value where the layout says", field=name)
-    return value
-
-
-def _has_full_mask(trace: TraceCells) -> bool:
-    """Return whether a mask of the source, or a row of one, leaves out no token."""
-    cells = (cell for _, column in trace.columns.of("S.mask") for cell in column.all_cells())
-    for cell in cells:
-        if (array := as_array(cell.value)) is not None:
-            flags = array.read()
-            if flags.reshape(len(flags) if cell.axes[0] in ("N", "K") else 1, -1).all(axis=1).any():
-                return True
-    return False
 
 
 def _fill_advice(fill: int) -> str:

@@ -192,6 +192,12 @@ class TraceCells:
                 arrays.append(copies[0])
         return (self._joined(arrays, found[min(found)][0].place, letter), letter) if arrays else None
 
+    def known(self, name: str, value: Any) -> Any:
+        """Return what is known of an axis; InvalidInputError if the layout states it and the trace has none."""
+        if value is None and name in self.plan.layout.addresses:
+            raise InvalidInputError("the trace has no value where the layout says", field=name)
+        return value
+
     def _joined(self, arrays: list[np.ndarray], place: Place, letter: str) -> np.ndarray:
         """Return the parts of a field behind each other, those of tokens from the first token with states on."""
         if (pattern := self.plan.layout.templates.get(place.name)) is not None:

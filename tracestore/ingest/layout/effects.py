@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from tracestore.errors import UsageError
 from tracestore.ingest.layout.addresses import AttributeStep, ItemsStep
-from tracestore.ingest.layout.fields import KEY, LABELS, SETTINGS_OF
+from tracestore.ingest.layout.fields import KEY, LABELS, MASKS, SETTINGS_OF
 from tracestore.ingest.layout.patterns import AXIS_NAMES
 from tracestore.ingest.layout.places import RECORDS, Place, Plan, given_name
 
@@ -16,6 +16,8 @@ def check_effects(plan: Plan) -> None:
         needs, has_effect = _NEEDS.get(head if head in SETTINGS_OF else name, ("", None))
         if has_effect is not None and not has_effect(plan, tail):
             raise UsageError(f"{name}: has no effect without {needs}; remove it")
+    if plan.layout.addresses.keys() >= {*MASKS}:
+        raise UsageError(f"{MASKS[1]}: stated in addition to {MASKS[0]}, its complement; remove one")
     _check_ignored(plan)
     for place in plan.others:
         if place.name.startswith("shape.") and place.name != f"shape.{plan.layout.states}":

@@ -31,8 +31,9 @@ class FieldRule(NamedTuple):
 STATES = ("hidden_states", "last_token")
 # Scores whose values are 0, 1, missing or words.
 LABELS = ("label", *vocabulary.JUDGMENTS)
+MASKS = ("S.mask", "S.padding_mask")  # 1 is a token; 1 is padding
 _KNOWN: dict[str, tuple[str, ...]] = {
-    "S.mask": ("S",),
+    **dict.fromkeys(MASKS, ("S",)),
     "S.lengths": (),
     "S.offsets": ("N",),
     "S.starts": (),
@@ -69,7 +70,7 @@ SETTINGS_OF: dict[str, tuple[type, ...]] = {
     "dtype": (str,),
     "keep": (str, int, list),
 }
-DTYPES = ("bfloat16", "float16", "float32", "float64")
+DTYPES = ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
 
 
 # Fields of the vocabulary that a layout states in another way, or leaves to the extras.
