@@ -18,8 +18,10 @@ import tracestore
 from tests.helpers import ROOT, write_pickle
 from tests.ingest.builtin.checks import check_builtin
 from tracestore.ingest.builtin.library import parse_builtin
+from tracestore.ingest.layout.fields import FIELDS
+from tracestore.store import vocabulary
 
-INPUTS, NEW_TOOL = ((ROOT / f"docs/{name}.md").read_text() for name in ("inputs", "new_tool"))
+INPUTS, NEW_TOOL, ENTRIES = ((ROOT / f"docs/{name}.md").read_text() for name in ("inputs", "new_tool", "fields"))
 BUILTIN_LAYOUT = (ROOT / "tracestore/ingest/builtin/tools/README.md").read_text()
 rng = np.random.default_rng(0)
 torch = pytest.importorskip("torch")
@@ -98,6 +100,9 @@ def write_rows_behind_each_other(folder):
     (folder / "index.csv").write_text("question_id,start,end\na,0,5\nb,5,8\nc,8,12\n")
 
 
+PASSES = ((0, 5), (5, 6), (6, 7))  # the tokens of each pass of generate()
+
+
 def write_generated_batches(folder):
     for batch in range(2):
         passes = tuple(tuple(torch.tensor(states(3, n, 8)) for _ in range(2)) for n in (5, 1, 1))
@@ -105,7 +110,12 @@ def write_generated_batches(folder):
         mask[1, :2] = 0
         sequences[1, :2], sequences[2, 6], sequences[2, 7] = 0, 2, 0
         ids = [f"q{batch}{row}" for row in range(3)]
+        weights = torch.tril(torch.rand(7, 7) + 0.1)
+        attention = [
+            (weights / weights.sum(-1, keepdim=True)).expand(3, 2, 7, 7)[:, :, a:b, :b].clone() for a, b in PASSES
+        ]
         found = {"hidden_states": passes, "sequences": sequences, "attention_mask": mask, "ids": ids}
+        found["attentions"] = tuple((of_pass, of_pass) for of_pass in attention)
         torch.save(found, folder / f"b_{batch}.pt")
 
 
@@ -183,6 +193,25 @@ def test_an_example_of_the_page_converts(tmp_path, number):
             assert [trace.answer for trace in store] == ["00", "01", "10", "11", "20", "21"]
         if number == 10:
             assert store[1].question == "Question 1?"
+
+
+def test_the_page_names_every_word_of_labels():
+    (line,) = [line for line in INPUTS.splitlines() if line.startswith("The field defines what 1 means")]
+    named = set(re.findall(r"`(\w+)`", line))
+    for word in vocabulary.WORDS:
+        bare = re.sub(r"^(in|un|not[ _])", "", word)
+        assert {word, bare} & named, word
+
+
+def test_the_plain_pages_name_every_field_with_its_axes():
+    for name, rule in FIELDS.items():
+        page = ENTRIES if rule.kind == "known" else INPUTS + ENTRIES
+        assert f"`{name}`" in page or f"`{name} = " in page, name
+    for name in ("generated_mask", "special_mask", "token_label", "top_ids", "top_logprobs"):
+        (axes,) = [
+            found[1] for found in re.finditer(r"; (S(?: K)?): ((?:`\w+`(?:, )?)+)", ENTRIES) if f"`{name}`" in found[2]
+        ]
+        assert axes.split() == list(FIELDS[name].axes)
 
 
 def test_the_page_is_short():
