@@ -1,17 +1,18 @@
 """Arrays of one trace: states, attention and ids, of all parts and passes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.execute.axes import LayerIds, Layers, numbers_of, read_block, settled_dtype, shaped
+from tracestore.ingest.execute.axes import LayerIds, Layers, dtype_of, numbers_of, read_block, shaped
 from tracestore.ingest.execute.traces import TraceCells, passes
 from tracestore.ingest.execute.walk import Cell
 from tracestore.ingest.layout.addresses import KeyStep
 from tracestore.ingest.layout.places import Place
 from tracestore.ingest.tree import Items
+from tracestore.store.format import schema
 
 _TOLERANCE = 2e-2  # of a sum of weights in float16 or bfloat16
 _BITS, _FLOAT = np.dtype("<u2"), np.dtype("<f4")
@@ -21,6 +22,41 @@ _FILL_ADVICE = (
     "there is none"
 )
 _BORDER_ADVICE = ': S.padding = "none" states that only what the layout leaves out is padding'
+
+
+def _float8_values(stated: str) -> np.ndarray:
+    """Return the values of the 256 codes of an 8-bit format of the Open Compute Project, all of which float16 holds."""
+    codes = np.arange(256, dtype="<u2")
+    if stated == "float8_e5m2":  # the first byte of a float16
+        return (codes << 8).view("<f2")
+    # Four bits of the exponent, whose bias is less by 8, and no infinity.
+    values = ((codes & 0x80) << 8 | (codes & 0x7F) << 7).view("<f2") * np.float16(256)
+    values[[0x7F, 0xFF]] = np.nan
+    return values
+
+
+def settled_dtype(layers: Layers, what: str, settings: Mapping[str, Any]) -> Layers:
+    """Return states in the dtype and scale that the layout states; rule 7: void, integer and byte values need them."""
+    stated, scale, found = settings.get(f"dtype.{what}"), settings.get(f"scale.{what}"), layers[0].dtype.name
+    if stated is not None:
+        wanted = dtype_of(stated)
+        if any(layer.dtype.itemsize != wanted.itemsize for layer in layers):
+            raise InvalidInputError(f"found {found} values, expected the bits of {stated}", field=what)
+        layers = [np.ascontiguousarray(layer).view(wanted) for layer in layers]
+        if stated.startswith("float8"):
+            layers = [_float8_values(stated)[layer] for layer in layers]
+    if scale is not None:
+        if layers[0].dtype.kind not in "iu":
+            text = f"found {layers[0].dtype.name} values, expected integers, whose unit it is"
+            raise InvalidInputError(text, field=f"scale.{what}")
+        layers = [layer.astype("<f4") * np.float32(scale) for layer in layers]
+    if layers[0].dtype.kind != "f" and layers[0].dtype != schema.BFLOAT16:
+        raise InvalidInputError(
+            f"found {found} values, expected floating-point numbers; dtype.{what} states the kind of the bits, "
+            f"scale.{what} the unit of integers",
+            field=what,
+        )
+    return layers
 
 
 def read_states(trace: TraceCells, letters: str) -> tuple[Layers, list[int], LayerIds]:

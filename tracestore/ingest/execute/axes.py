@@ -262,41 +262,6 @@ def dtype_of(stated: str) -> np.dtype:
     return schema.BFLOAT16 if stated == "bfloat16" else np.dtype(_DTYPES.get(stated, "u1"))
 
 
-def _float8_values(stated: str) -> np.ndarray:
-    """Return the values of the 256 codes of an 8-bit format of the Open Compute Project, all of which float16 holds."""
-    codes = np.arange(256, dtype="<u2")
-    if stated == "float8_e5m2":  # the first byte of a float16
-        return (codes << 8).view("<f2")
-    # Four bits of the exponent, whose bias is less by 8, and no infinity.
-    values = ((codes & 0x80) << 8 | (codes & 0x7F) << 7).view("<f2") * np.float16(256)
-    values[[0x7F, 0xFF]] = np.nan
-    return values
-
-
-def settled_dtype(layers: Layers, what: str, settings: Mapping[str, Any]) -> Layers:
-    """Return states in the dtype and scale that the layout states; rule 7: void, integer and byte values need them."""
-    stated, scale, found = settings.get(f"dtype.{what}"), settings.get(f"scale.{what}"), layers[0].dtype.name
-    if stated is not None:
-        wanted = dtype_of(stated)
-        if any(layer.dtype.itemsize != wanted.itemsize for layer in layers):
-            raise InvalidInputError(f"found {found} values, expected the bits of {stated}", field=what)
-        layers = [np.ascontiguousarray(layer).view(wanted) for layer in layers]
-        if stated.startswith("float8"):
-            layers = [_float8_values(stated)[layer] for layer in layers]
-    if scale is not None:
-        if layers[0].dtype.kind not in "iu":
-            text = f"found {layers[0].dtype.name} values, expected integers, whose unit it is"
-            raise InvalidInputError(text, field=f"scale.{what}")
-        layers = [layer.astype("<f4") * np.float32(scale) for layer in layers]
-    if layers[0].dtype.kind != "f" and layers[0].dtype != schema.BFLOAT16:
-        raise InvalidInputError(
-            f"found {found} values, expected floating-point numbers; dtype.{what} states the kind of the bits, "
-            f"scale.{what} the unit of integers",
-            field=what,
-        )
-    return layers
-
-
 def numbers_of(array: np.ndarray) -> np.ndarray:
     """Return an array with a dtype of NumPy: bfloat16 as float32."""
     return (array["bfloat16"].astype("<u4") << 16).view("<f4") if array.dtype == schema.BFLOAT16 else array

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.execute.arrays import check_ids, check_no_padding, is_of_sequences
-from tracestore.ingest.execute.axes import read, read_block, settled_dtype
+from tracestore.ingest.execute.arrays import check_ids, check_no_padding, is_of_sequences, settled_dtype
+from tracestore.ingest.execute.axes import read, read_block
 from tracestore.ingest.execute.records import RecordMaker
 from tracestore.ingest.execute.values import (
     check_spans,
