@@ -4,7 +4,7 @@ import contextlib
 from functools import partial
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.machine import assert_within
@@ -109,6 +109,7 @@ def parses(parts, name):
     return found
 
 
+@example(["*", "{layer}", "*"], "0_0")
 @given(PIECES, st.text("ab_07", max_size=7))
 def test_a_match_is_one_of_all_ways_and_the_only_one(pieces, name):
     pattern = Pattern("".join(pieces))
@@ -120,7 +121,7 @@ def test_a_match_is_one_of_all_ways_and_the_only_one(pieces, name):
     try:
         match = pattern.match(name)
     except InvalidInputError:
-        assert len({tuple(sorted(way.items())) for way in parses(parts, name)}) > 1
+        assert len(list(parses(parts, name))) > 1  # of the same name at two places, too: one between may differ
         return
     assert len(ways) <= 1
     assert (match is None) == (not ways)
