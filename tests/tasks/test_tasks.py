@@ -354,7 +354,7 @@ def forged():
     yield lambda d, a: d.update(scores=["a", "b"])
     yield lambda d, a: d.update(accounts=[])
     yield lambda d, a: d["accounts"][0].update(found=[])
-    yield lambda d, a: d["accounts"][0].update(first=[1])
+    yield lambda d, a: d["accounts"][0].update(shown={"first": [1], "equal": []})
     yield lambda d, a: d["accounts"][0].update(num_read="x")
     yield lambda d, a: d["accounts"][0].update(first_numbers=[[1]])
     yield lambda d, a: d["accounts"][0].update(tables=[{"field": "label"}])
