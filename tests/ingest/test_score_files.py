@@ -7,6 +7,7 @@ import pytest
 
 import tracestore
 from tests.helpers import command, convert, error_of, make_traces, write_pickle
+from tracestore.ingest.score_files import id_column_of, score_columns_of
 
 SCORES = [0.25, 0.75, 0.5]
 IDS = ["q0", "q1", "q2"]
@@ -184,3 +185,17 @@ def test_a_second_judgment_of_a_row_is_not_left_out(tmp_path, monkeypatch, table
     path.write_text(table)
     done = convert(tmp_path / "in", tmp_path / "s.zarr", "--scores", path, check=None)
     assert done.returncode in (2, 3) and words in done.stderr
+
+
+@pytest.mark.parametrize("names", [("Label", "label"), ("label", "Label")])
+def test_a_column_that_is_spelled_like_its_name_counts_before_another(tmp_path, names):
+    write_pickle(tmp_path / "t.pkl", make_traces(3))
+    table = rows(score=SCORES, **{name: [1, 0, 0] if name == "label" else [0, 1, 1] for name in names})
+    (tmp_path / "x.json").write_text(json.dumps(table))
+    convert(tmp_path / "t.pkl", tmp_path / "s.zarr", "--scores", tmp_path / "x.json")
+    assert tracestore.open(tmp_path / "s.zarr").labels.tolist() == [1, 0, 0]
+
+
+def test_columns_in_two_spellings():
+    header = ["Score", "Question_ID", "question_id", "score"]
+    assert (score_columns_of(header), id_column_of(header)) == (["score"], "question_id")

@@ -48,9 +48,14 @@ def direction_of(column: str) -> str | None:
     return SCORES.get(normalized(column))
 
 
+def _by_name(header: Sequence[str]) -> dict[str, str]:
+    """Return the columns by their normalized names; one that is spelled so counts before one that is not."""
+    return {normalized(name): name for name in reversed(header)} | {name: name for name in header}
+
+
 def column_of(header: Sequence[str], *names: str) -> str | None:
     """Return the column with the first of some normalized names that one has."""
-    found = {normalized(name): name for name in reversed(header)}
+    found = _by_name(header)
     return next((found[name] for name in names if name in found), None)
 
 
@@ -66,7 +71,7 @@ def sample_column_of(header: Sequence[str], id_column: str | None) -> str | None
 
 def score_columns_of(header: Sequence[str]) -> list[str]:
     """Return the columns that may hold the scores; several are ambiguous."""
-    found = {normalized(name): name for name in reversed(header)}
+    found = _by_name(header)
     known = [found[name] for name in SCORES if name in found]
     # Next to a column called score those of metrics are further scores, as in the files that extract writes.
     # A judgment is none of them.
