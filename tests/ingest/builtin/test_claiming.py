@@ -8,9 +8,10 @@ import pytest
 from tests.helpers import command, error_of, make_graphs, make_optional, make_trace, make_traces
 from tests.ingest.builtin.checks import check_builtin, write
 from tracestore.errors import InvalidInputError, UsageError
-from tracestore.ingest.builtin.claiming import claim
+from tracestore.ingest.builtin.claiming import _matching, claim
 from tracestore.ingest.builtin.library import builtins, parse_builtin
 from tracestore.ingest.builtin.signature import Signature, facts_of
+from tracestore.ingest.layout.patterns import Pattern
 from tracestore.ingest.tree import ListItems, MappingGroup, NumpyArray, StreamItems
 from tracestore.store.format.schema import OPTIONAL_FIELDS
 
@@ -311,3 +312,10 @@ def test_a_column_without_a_name_is_named_in_a_message():
     differs = signature.difference(MappingGroup({"a": 1, "": "0"}, lambda value: value))
 
     assert differs == "the column without a name: found str '0', which is no part of it"
+
+
+def test_a_pattern_that_built_in_layouts_share_is_matched_once(tmp_path, monkeypatch):
+    known, matched, match = builtins(), [], Pattern.match
+    monkeypatch.setattr(Pattern, "match", lambda self, name: matched.append(self) or match(self, name))
+    _matching("a/b/notes.xyz", known)
+    assert len(matched) == len({text for builtin in known for text in builtin.patterns})

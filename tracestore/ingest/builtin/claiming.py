@@ -136,7 +136,10 @@ def _owner(
 
 def _matching(name: str, known: Sequence[Builtin]) -> list[tuple[Builtin, str]]:
     """Return the built-in layouts that have a pattern of a file's name, with the pattern."""
-    return [(b, text) for b in known for text, pattern in b.patterns.items() if pattern.match(name) is not None]
+    # Built-in layouts share patterns: each is matched once.
+    texts = {text: pattern for b in known for text, pattern in b.patterns.items()}
+    fitting = {text for text, pattern in texts.items() if pattern.match(name) is not None}
+    return [(b, text) for b in known for text in b.patterns if text in fitting]
 
 
 def _near(root: Value, matching: Iterable[tuple[Builtin, str]]) -> str | None:
