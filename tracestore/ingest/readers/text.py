@@ -168,11 +168,11 @@ def _rows(lines: Iterator[str], usual: str) -> Iterator[Value]:
 
 
 def _are_rows(cells: list[str], delimiter: str) -> bool:
-    """Return whether the lines of a row are as wide as it, and, as texts have commas, begin alike except for numbers."""
+    """Return whether the lines of a row are as wide as it, and, as texts have separators, begin alike except for numbers."""
     lines = delimiter.join(cells).split("\n")
     first = {re.sub(r"\d+", "0", line.partition(delimiter)[0]) for line in lines}
     are_wide = {line.count(delimiter) for line in lines} == {len(cells) - 1}
-    return len(lines) > 1 and are_wide and (delimiter == "\t" or len(first) == 1)
+    return len(lines) > 1 < len(cells) and are_wide and (delimiter == "\t" or len(first) == 1)
 
 
 def _cell(text: str) -> Value:
