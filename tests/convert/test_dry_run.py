@@ -270,6 +270,18 @@ def test_labels_of_a_scores_file_are_no_conflict(tmp_path):
     assert "1 file already in the store" in convert(path, tmp_path / "s.zarr").stdout
 
 
+def test_known_files_of_one_name_are_no_conflict(tmp_path):
+    for k, name in enumerate("xy"):
+        write_pickle(tmp_path / name / "a.pkl", [make_trace(k) | {"label": 1}])
+    (tmp_path / "t.csv").write_text("question_id,bleurt,label\nq0,0.5,0\nq1,0.5,0\n")
+    words = (tmp_path / "x/a.pkl", tmp_path / "y/a.pkl", tmp_path / "s.zarr")
+    convert(*words, "--scores", tmp_path / "t.csv")
+
+    assert "2 files, 0 refused" in convert(*words, "--dry-run").stdout
+
+    assert "2 files already in the store" in convert(*words).stdout
+
+
 def test_the_store_and_its_folder_stay_as_they_are(tmp_path):
     write_pickle(tmp_path / "a.pkl", make_traces(2))
     convert(tmp_path / "a.pkl", tmp_path / "s.zarr")

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,7 @@ class _Trial(Conversion):
 
     def _run(self) -> ConvertReport:
         with self.open_writer(TrialWriter) as writer:
+            writer.is_known = partial(self.is_known, writer)
             self.description.attention = writer.attributes.options["attention"]
             self._begin(writer)
             try:

@@ -12,7 +12,7 @@ from contextlib import closing
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -59,6 +59,8 @@ _SWITCH_INTERVAL_S = 0.0005
 _MAX_SHRINKAGE = 200
 # One thread packs a source while another one inflates the next.
 _MIN_THREADS = 2
+
+Writer = TypeVar("Writer", bound=StoreWriter)
 
 
 def _position(error: InvalidInputError) -> float:
@@ -233,7 +235,7 @@ class Conversion:
             ) from None
         return self.report
 
-    def open_writer(self, writer_type: type[StoreWriter], *, can_resume: bool = True) -> StoreWriter:
+    def open_writer(self, writer_type: type[Writer], *, can_resume: bool = True) -> Writer:
         """Return a writer of the store with the options, which continues an interrupted one with `overwrite`."""
         options = self._options
         return writer_type(

@@ -1,7 +1,7 @@
 """A writer that writes nothing: it checks and resolves traces as a StoreWriter does, for a look at a conversion."""
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -55,9 +55,11 @@ class _TrialSegment(SegmentWriter):
 class TrialWriter(StoreWriter):
     """A StoreWriter that keeps the keys and texts of traces, which stay pending: nothing is written or committed.
 
-    A source that the store has in this form is not compared with it, whose values may have been replaced since.
+    A source for whose path, size and fingerprint `is_known` returns True is not compared with the store, which has it
+    and whose values may have been replaced since.
     """
 
+    is_known: Callable[[str, int, str], bool]
     _open_target = staticmethod(_ReadTarget)
     _segment_type = _TrialSegment
 
@@ -66,7 +68,7 @@ class TrialWriter(StoreWriter):
     ) -> None:
         """See StoreWriter."""
         super().begin_source(path, size, fingerprint, provenance)
-        is_known = self.has_source(path or "", size, fingerprint)
+        is_known = self.is_known(path or "", size, fingerprint)
         self._keys.on_conflict = "keep-first" if is_known else self._on_conflict
 
     def segments_ahead(self) -> None:
