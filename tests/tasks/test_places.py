@@ -378,10 +378,11 @@ def test_segments_are_synchronized_if_their_files_stay(data, tmp_path, remote, m
 
 def test_scratch_in_memory_counts_as_memory(data, tmp_path, remote, monkeypatch):
     """The budget covers the segments that wait for their upload, of a process and of each worker."""
-    monkeypatch.setattr(local_folders, "is_in_memory", lambda folder: "cache" in str(folder))
+    monkeypatch.setattr(local_folders, "is_in_memory", lambda folder: "disk" not in str(folder))
     monkeypatch.setattr(local_folders, "_LEAST_BUDGET", (1 << 30) - (2 << 10))
     with pytest.raises(UsageError, match=r"\.writing.* is in memory, and .* of segments count as such"):
         convert_files(data, remote, memory_budget=1 << 30)
+    assert convert_files(data, remote, memory_budget=1 << 30, dry_run=True).num_sources_refused == 0
     tasks = plan_tasks(data, remote)
     with pytest.raises(UsageError, match="set TRACESTORE_SCRATCH to a folder on a disk"):
         write_task(tasks[0], memory_budget=1 << 30)

@@ -151,6 +151,9 @@ class _Trial(Conversion):
             self.description.summary.append(line)
             self._output.info(line)
 
+    def _budget(self, writer: StoreWriter) -> int:
+        return self._options.memory_budget  # there are no segments
+
     def _convert_one(self, writer: StoreWriter, stream: TraceStream, progress: Progress) -> None:
         self._notes.part = self._parts[stream.source.path]
         self._notes.part.files.append(stream.source.name)

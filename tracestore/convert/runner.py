@@ -294,14 +294,13 @@ class Conversion:
 
     def _convert_all(self, writer: StoreWriter, progress: Progress) -> None:
         threads = max(_MIN_THREADS, self._options.workers)
-        stored, budget = writer.attributes.options, self._options.memory_budget
+        stored = writer.attributes.options
         self._is_known: Callable[[str, int, str], bool] = _never if self._reads_all else partial(self.is_known, writer)
         ends = self._ends(writer)
         self._shared = SharedTraces(writer, [source.name for source in self.scoring.sources], self._unread)
         if len(self._unread) < len(self.scoring.sources):
             self.described.look_back(self._unread)
-        if not isinstance(self.store, Path):
-            budget = budget_beside(writer.scratch, budget, self._most_pending)
+        budget = self._budget(writer)
         pack_options = PackOptions(
             attention=stored["attention"],
             keep_dtype=stored["dtype"] == "keep",
@@ -327,6 +326,11 @@ class Conversion:
         self._notes.print_without_traces()
         self._close_accounts(writer)
         self.described.commit(writer)
+
+    def _budget(self, writer: StoreWriter) -> int:
+        """Return what the segments leave of the memory budget."""
+        budget = self._options.memory_budget
+        return budget if isinstance(self.store, Path) else budget_beside(writer.scratch, budget, self._most_pending)
 
     def _close_accounts(self, writer: StoreWriter) -> None:
         """Close the accounts of the layouts and of the scores file, when all sources are read."""
