@@ -189,7 +189,7 @@ OWN = [f"What is {k}?" for k in range(4)]
         ("prompt", [f"Who was {k}?" for k in range(4)], True),
     ],
 )
-@pytest.mark.parametrize("way", ["convert", "dry run", "converted before", "dry run after", "score"])
+@pytest.mark.parametrize("way", ["convert", "tasks", "dry run", "converted before", "dry run after", "score"])
 def test_rule_13b_questions_of_a_scores_file_are_those_of_the_traces(tmp_path, column, texts, is_refused, way):
     """Two data sets number their questions from 0 [labels of other questions]."""
     write_pickle(tmp_path / "t.pkl", [t | {"question_id": k, "question": OWN[k]} for k, t in enumerate(make_traces(4))])
@@ -199,7 +199,7 @@ def test_rule_13b_questions_of_a_scores_file_are_those_of_the_traces(tmp_path, c
     if way in ("converted before", "dry run after", "score"):
         convert(tmp_path / "t.pkl", store)
     words = ["score" if way == "score" else "convert", *source, store, "--scores", tmp_path / "o.csv"]
-    words += ["--dry-run"] * way.startswith("dry")
+    words += ["--dry-run"] * way.startswith("dry") + ["--workers", "2"] * (way == "tasks")
     if is_refused:
         assert "--id-column question_id if not" in error_of(*words, code=3)
         if store.exists():

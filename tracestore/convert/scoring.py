@@ -22,7 +22,7 @@ from tracestore.store.format.labels import HALLUCINATION
 from tracestore.store.read.columns import Columns
 from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.writer import StoreWriter
-from tracestore.store.write.written import TraceBlock
+from tracestore.store.write.written import TraceBlock, WrittenSegment
 from tracestore.words import plural
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class Scoring:
             row = _NO_ROW
         else:
             self._matched.add(self.file.key_of(record.question_id, record.sample))
-            self.file.check_question(record.question_id, record.sample, record.strings.get("question"))
+            self.file.check_question(record.question_id, record.sample, _question(packed))
         if self._described.is_builtin and writer.index.find(record.question_id, record.sample) >= 0:
             record.label = None  # fill() replaces the stored one
         if math.isnan(row.score):
@@ -277,6 +277,14 @@ class Scoring:
 
 def _key_of(writer: StoreWriter, index: int) -> tuple[str, int]:
     return writer.index.question_id(index), writer.index.row(index).sample
+
+
+def _question(packed: PackedTrace) -> str | None:
+    """Return the question of a trace; one that a task has written has its texts in a segment."""
+    if isinstance(packed.segment, WrittenSegment):
+        has_question = packed.field_bits & schema.FIELD_BITS["question"]
+        return packed.segment.reader.string("question", packed.row) if has_question else None
+    return packed.record.strings.get("question")
 
 
 def _may_label(key: str) -> bool:
