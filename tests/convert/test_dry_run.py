@@ -92,6 +92,7 @@ def test_a_trace_is_described_as_it_is_stored(tmp_path):
 
 STATES = {"hidden_states": "*.pkl : [id=id]/hs -> L S D"}
 LABELS = STATES | {"is_correct": "t.json : [id=id]/ok"}
+LABELED = STATES | {"is_correct": "*.pkl : [id=id]/ok"}
 IN_ORDER = {"hidden_states": "a.npy -> N L S D", "S.padding": "none", "is_correct": "t.json : []/ok"}
 
 
@@ -268,6 +269,23 @@ def test_labels_of_a_scores_file_are_no_conflict(tmp_path):
     assert "1 file, 0 refused" in convert(path, tmp_path / "s.zarr", "--dry-run").stdout
 
     assert "1 file already in the store" in convert(path, tmp_path / "s.zarr").stdout
+
+
+@pytest.mark.parametrize("has_commits", [False, True])
+def test_a_scores_file_of_other_ids_beside_labels_of_the_layout(tmp_path, monkeypatch, has_commits):
+    """The store has labels by then, whether or not some of them are committed."""
+    if has_commits:
+        monkeypatch.setattr("tracestore.convert.runner.commits_after", lambda k, count: True)
+        monkeypatch.setattr(
+            "tracestore.convert.runner.cut", lambda sizes, *_: [range(k, k + 1) for k in range(len(sizes))]
+        )
+    files = {f"{name}.pkl": [one | {"ok": True} for one in items(name)] for name in "ab"}
+    words = write(tmp_path / "in", files, LABELED, ["question_id,bleurt_score", "x,0.5"])
+
+    own, done = (convert(*words, *dry) for dry in (["--dry-run"], []))
+
+    (said,) = (line for line in lines_of(done) if line.startswith("scores.csv: found 1 id"))
+    assert said in lines_of(own)
 
 
 def test_known_files_of_one_name_are_no_conflict(tmp_path):

@@ -197,7 +197,7 @@ class Scoring:
         message = self.file.check_ids(matched, missing, is_whole=can_refuse)
         if message is None:
             return
-        is_labeled = bool(writer.manifest.num_scored or np.isfinite(writer.read_columns().labels).any())
+        is_labeled = writer.manifest.num_scored or writer.manifest.num_labeled or writer.has_pending_values
         if can_refuse and not is_labeled:
             raise InvalidInputError(message, source=self.file.path.name)
         yield f"{self.file.path.name}: {message}"
