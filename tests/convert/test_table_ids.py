@@ -181,12 +181,16 @@ OWN = [f"What is {k}?" for k in range(4)]
     ("column", "texts", "is_refused"),
     [
         ("question", OWN, False),
-        ("Prompt", [f"q:  what IS {k}? A:" for k in range(4)], False),
+        ("Question", [f"q:  what IS {k}? A:" for k in range(4)], False),
+        ("prompt", ["few-shot", "zero-shot"] * 2, False),
+        ("question", ["few-shot"] * 4, False),
+        ("question", list("3210"), False),
+        ("question", ["nan", "N/A", "?", "None"], False),
         ("question", ["", *OWN[1:]], False),
         ("topic", OWN[::-1], False),
         ("question", OWN[::-1], True),
         ("question", [*OWN[:3], "Who was 3?"], True),
-        ("prompt", [f"Who was {k}?" for k in range(4)], True),
+        ("Question", [f"Who was {k}?" for k in range(4)], True),
     ],
 )
 @pytest.mark.parametrize("way", ["convert", "tasks", "dry run", "converted before", "dry run after", "score"])
@@ -208,3 +212,19 @@ def test_rule_13b_questions_of_a_scores_file_are_those_of_the_traces(tmp_path, c
     command(*words, check=0)
     if not way.startswith("dry"):
         assert tracestore.open(store).scores.tolist() == [0, 0.1, 0.2, 0.3]
+
+
+@pytest.mark.parametrize(
+    ("columns", "rows", "flags"),
+    [
+        ("question_id,question,score", ["0,What is 0?,0", "0,Reworded,0", "1,What is 1?,0"], []),
+        ("question_id,question,score", ["0,Reworded,0", "0,What is 0?,0", "1,What is 1?,0"], []),
+        ("question_id,question,score", ["0,hard,0", "1,easy,0"], ["--group-column", "question"]),
+        ("query,question,score", ["0,a of b,0", "1,c of d,0"], ["--id-column", "query"]),
+    ],
+)
+def test_texts_of_a_scores_file_that_are_no_questions_of_traces(tmp_path, columns, rows, flags):
+    write_pickle(tmp_path / "t.pkl", [t | {"question_id": k, "question": OWN[k]} for k, t in enumerate(make_traces(2))])
+    (tmp_path / "o.csv").write_text("\n".join([columns, *rows]) + "\n")
+    convert(tmp_path / "t.pkl", tmp_path / "s.zarr", "--scores", tmp_path / "o.csv", *flags)
+    assert tracestore.open(tmp_path / "s.zarr").scores.tolist() == [0, 0]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tracestore.errors import InvalidInputError, UsageError, error_location, escape_unprintable
-from tracestore.ingest.execute.join import QUESTION_KEYS, texts_agree
+from tracestore.ingest.execute.join import texts_agree
 from tracestore.ingest.execute.table_accounts import check_remainders
 from tracestore.ingest.execute.values import label_value, number, one_value, score_value
 from tracestore.ingest.score_files import (
@@ -33,6 +33,9 @@ from tracestore.words import plural
 
 _MIN_LABELS = 10  # fewer may be those of the answers with wrong scores
 _MAX_SAMPLE = 2**31
+_NO_QUESTION = re.compile(
+    r"[-+.\d]*|\W|nan|none|null|n/?a|missing", re.IGNORECASE
+)  # the cell says nothing, or a number
 _MAX_ROWS = 100  # in which the message names a column with the ids of the traces
 Key = tuple[str, int]  # the question id and sample of a trace
 
@@ -59,7 +62,7 @@ class Scores:
     is_direction_known: bool = True
     label_column: str | None = None
     question_column: str | None = None
-    questions: dict[Key, str] = dataclasses.field(default_factory=dict)
+    questions: dict[Key, list[str]] = dataclasses.field(default_factory=dict)
 
     @property
     def has_samples(self) -> bool:
@@ -102,9 +105,9 @@ class Scores:
 
     def check_question(self, question_id: str, sample: int, question: str | None) -> None:
         """Rule 13b: the question of a trace is that of its row, unless the user has named the column of the ids."""
-        text = self.questions.get(self.key_of(question_id, sample))
-        if text and question and not texts_agree(text, question):
-            shown, expected, name = (escape_unprintable(part, 40) for part in (text, question, self.id_column))
+        texts = self.questions.get(self.key_of(question_id, sample), ())
+        if texts and question and not any(texts_agree(text, question) for text in texts):
+            shown, expected, name = (escape_unprintable(part, 40) for part in (texts[0], question, self.id_column))
             raise InvalidInputError(
                 f"{self.path.name}: the question of {escape_unprintable(question_id, 60)} is {shown!r}, and the trace has "
                 f"{expected!r}: ids of other questions? --id-column {name} if not"
@@ -200,7 +203,8 @@ class Scores:
                 f"{self.path} has {self.column} ({self.direction}), {other.path} {other.column} ({other.direction}); "
                 "convert their folders one after the other with --scores"
             )
-        self.questions |= other.questions
+        for key, texts in other.questions.items():
+            self.questions.setdefault(key, []).extend(texts)
         for key, row in other.rows.items():
             try:
                 self.add(key, row)
@@ -252,10 +256,12 @@ def read_scores(
                     key, values = _row(scores, row)
                     scores.add(key, values)
                     text = row.get(scores.question_column) if scores.question_column is not None else None
-                    if isinstance(text, str):
-                        scores.questions[key] = text
+                    if isinstance(text, str) and not _NO_QUESTION.fullmatch(text.strip()):
+                        scores.questions.setdefault(key, []).append(text)
                 except InvalidInputError as error:
                     raise InvalidInputError(f"row {position}: {error.reason}", field=error.field) from None
+        if len(scores.rows) > 1 and len({text for texts in scores.questions.values() for text in texts}) == 1:
+            scores.questions.clear()  # the name of a task, or an instruction
         scores.check_labels()
         return scores
     except FileNotFoundError:
@@ -299,7 +305,8 @@ def _columns(
     scores = Scores(path, column, direction or CORRECT, samples, id_column=ids)
     scores.group_column, scores.is_direction_known = group_column or GROUP_COLUMN, direction is not None
     if id_column is None:
-        scores.question_column = column_of(sorted({*header} - {ids}), *QUESTION_KEYS)
+        others = sorted({*header} - {ids, samples, column, group_column})
+        scores.question_column = column_of(others, "question")
     if score_column is None and normalized(column) != "label":
         scores.label_column = column_of(header, "label")
     if direction is None and normalized(column) not in WORD_COLUMNS:

@@ -20,9 +20,9 @@ from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.record import TraceRecord
 
 # Keys that hold the text of a field.
-QUESTION_KEYS, _QUESTION = ("question", "prompt"), ("question",)
+_QUESTION = ("question",)
 _ROW_TEXTS = {
-    **dict.fromkeys(QUESTION_KEYS, _QUESTION),
+    **dict.fromkeys(("question", "prompt"), _QUESTION),
     **dict.fromkeys((*ANSWER_FIELDS, "response", "completion", "generation"), ANSWER_FIELDS),
 }
 _MAX_CACHED = 1 << 20  # numbers of an array along N that are read at once
