@@ -8,6 +8,8 @@ import pytest
 import tracestore
 from tests.helpers import command, convert, error_of, field_flags, make_traces, write_pickle, write_scores
 from tracestore.convert import cutting
+from tracestore.convert.scoring import Scoring
+from tracestore.store.write.writer import StoreWriter
 
 BOTH = "such as 'x0', and none of them in the traces, which have ids such as 'q0'"
 
@@ -228,3 +230,47 @@ def test_texts_of_a_scores_file_that_are_no_questions_of_traces(tmp_path, column
     (tmp_path / "o.csv").write_text("\n".join([columns, *rows]) + "\n")
     convert(tmp_path / "t.pkl", tmp_path / "s.zarr", "--scores", tmp_path / "o.csv", *flags)
     assert tracestore.open(tmp_path / "s.zarr").scores.tolist() == [0, 0]
+
+
+def questions_and_scores(folder, questions):
+    traces = [t | {"question_id": k, "question": questions[k]} for k, t in enumerate(make_traces(4))]
+    write_pickle(folder / "in/t.pkl", traces)
+    rows = "".join(f'{k},"{text}",0.{k}\n' for k, text in enumerate(questions))
+    (folder / "in/scores.csv").write_text(f"question_id,question,score\n{rows}")
+    return folder / "in"
+
+
+def test_corrected_questions_replace_stored_ones_together_with_those_of_the_scores_file(tmp_path):
+    convert(questions_and_scores(tmp_path, OWN), tmp_path / "s.zarr")
+    convert(questions_and_scores(tmp_path, OWN[::-1]), tmp_path / "s.zarr", "--on-conflict", "keep-last")
+    assert [trace.question for trace in tracestore.open(tmp_path / "s.zarr")] == OWN[::-1]
+
+
+def test_a_continued_overwrite_does_not_compare_the_questions_of_the_replaced_store(tmp_path, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    convert(questions_and_scores(tmp_path, OWN), tmp_path / "s.zarr")
+    folder = questions_and_scores(tmp_path, [f"Who was {k}?" for k in range(4)])
+    with monkeypatch.context() as patched:
+        patched.setattr(Scoring, "fill", interrupt)
+        command("convert", folder, tmp_path / "s.zarr", "--overwrite", check=130)
+    done = convert(folder, tmp_path / "s.zarr", "--overwrite")
+    assert "4 traces" in done.stdout
+    assert tracestore.open(tmp_path / "s.zarr")[3].question == "Who was 3?"
+
+
+@pytest.mark.parametrize("way", ["score", "convert"])
+def test_only_questions_of_traces_with_another_value_are_read(tmp_path, monkeypatch, way):
+    folder, read, question_of = questions_and_scores(tmp_path, OWN), [], StoreWriter.question_of
+    convert(folder, tmp_path / "s.zarr")
+    monkeypatch.setattr(StoreWriter, "question_of", lambda self, k: read.append(k) or question_of(self, k))
+    path = folder / "scores.csv"
+    words = ["score", tmp_path / "s.zarr", "--scores", path] if way == "score" else [way, folder, tmp_path / "s.zarr"]
+    command(*words, check=0)
+    assert not read
+    path.write_text(path.read_text().replace("0.2", "0.7"))
+    command(*words, check=0)
+    assert read == [2] and tracestore.open(tmp_path / "s.zarr").scores.tolist() == [0, 0.1, 0.7, 0.3]
+    path.write_text(path.read_text().replace("0.3", "0.9").replace(OWN[3], "Who was 3?"))
+    assert "--id-column question_id if not" in error_of(*words, code=3)

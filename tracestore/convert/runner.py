@@ -253,7 +253,7 @@ class Conversion:
     def _begin(self, writer: StoreWriter) -> None:
         """Check the provenances, and define the scores in the store."""
         writer.check_provenance(self.known_provenances())
-        self.scoring.begin(writer, str(self.store))
+        self.scoring.begin(writer)
 
     def _is_current_source(self, committed: SourceEntry) -> bool:
         """Return whether a committed source is an unchanged file of this conversion."""

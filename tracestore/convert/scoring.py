@@ -89,14 +89,12 @@ class Scoring:
                 "judge the answers; leave out one of them, or name a column of scores with --score-column"
             )
 
-    def begin(self, writer: StoreWriter, path: str) -> None:
-        """Define the score of the file in the store at a path."""
+    def begin(self, writer: StoreWriter) -> None:
+        """Define the score of the file in the store."""
         judgments, default = self._described.judgments, writer.attributes.default_score
         if judgments:
             self._described.define(writer)  # the first score of a store is its default
         if self.file is not None:
-            if writer.manifest.num_traces:
-                self.file.check_questions(path)
             self._name = self.file.name if default in judgments else default or self.file.name
             if self._name != self.file.name:
                 self._output.info(
@@ -216,6 +214,7 @@ class Scoring:
             values.set(index, score, label, row.group if row.group or (has_groups and row is not _NO_ROW) else None)
             if row is not _NO_ROW:
                 with_row.add(index)
+        values.check_questions(self.file)
         values.commit()
         has_score = self._sources_have(writer)[0] & ~np.isnan(values.columns.score(self._name))
         num_kept = len(set(np.flatnonzero(has_score).tolist()) - with_row)

@@ -113,14 +113,6 @@ class Scores:
                 f"{expected!r}: ids of other questions? --id-column {name} if not"
             )
 
-    def check_questions(self, path: str | Path) -> None:
-        """Do check_question() for each trace of a store."""
-        from tracestore.store.read.store import open_store  # a conversion reads no store
-
-        with open_store(path) as store:  # UsageError where there is none
-            for trace in store if self.questions else ():
-                self.check_question(trace.question_id, trace.sample, trace.question)
-
     def check_ids(self, matched: Container[Key], missing: Collection[tuple[str, int]], *, is_whole: bool) -> str | None:
         """Check rules 12b and 12c: some rows are those of traces, and the others differ by more than spelling.
 

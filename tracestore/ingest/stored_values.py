@@ -76,6 +76,12 @@ class ChangedValues:
             self._updates[index] = TraceValues(known, *after[-2:])
             self.num_replaced += not all(is_none(old) for old, _ in changed)
 
+    def check_questions(self, file: Scores) -> None:
+        """Rule 13b: the question of each trace with another value now is that of its row in a scores file."""
+        index = self._writer.index
+        for k in self._updates if file.questions else ():
+            file.check_question(index.question_id(k), index.row(k).sample, self._writer.question_of(k))
+
     def commit(self, closed: Collection[int] = ()) -> None:
         """Store the values; the sources of these numbers have all of theirs then."""
         if self._lost and self._on_conflict == "error":
@@ -177,7 +183,9 @@ def update_scores(
     """
     field = dataclasses.replace(scores.score_field, version=version)
     field = field if source is None else dataclasses.replace(field, source=source)
-    scores.check_questions(path)  # first: the writer would create a missing store
+    from tracestore.store.read.store import open_store  # a conversion reads no store
+
+    open_store(path).close()  # first: the writer would create a missing store
     with StoreWriter(path) as writer:
         values, before = ChangedValues(writer, on_conflict), writer.attributes
         is_named, name = name is not None, name or before.default_score or scores.name
@@ -185,6 +193,7 @@ def update_scores(
         has_groups = scores.has_groups
         for k, row in rows.items():
             values.set(k, {name: row.score}, None, row.group if has_groups else None)
+        values.check_questions(scores)
         scored = {k: TraceValues({name: row.score}) for k, row in rows.items() if not math.isnan(row.score)}
         if not scored and (is_default or not (values.has_lost or has_groups)):
             raise InvalidInputError(f"no row of a trace has a {scores.column}", source=scores.path.name)

@@ -88,6 +88,10 @@ class Changes:
         """Return the scores, labels and groups of the committed traces."""
         return self._generation.columns
 
+    def question_of(self, index: int) -> str | None:
+        """Return the question of a committed trace, None if it has none."""
+        return self._keys.question_of(index)
+
     def _advance(self, generation: PinnedGeneration) -> None:
         """Continue without changes from the generation that they have become."""
         num_known = self.manifest.num_sources

@@ -9,6 +9,7 @@ import numpy as np
 
 from tracestore.errors import InvalidInputError
 from tracestore.store.format import manifest as mf
+from tracestore.store.format.schema import FIELD_BITS
 from tracestore.store.io.files import StoreFiles
 from tracestore.store.read.columns import Columns, TraceValues
 from tracestore.store.read.index import StoreIndex
@@ -147,6 +148,16 @@ class KeyResolver:
         if pending is not None:
             return pending.graph_crc if group == "graph" else pending.sequence_crc
         return self._segment(number).scalar(f"{group}_crc32c", row)
+
+    def question_of(self, index: int) -> str | None:
+        """Return the question of a committed trace, None if it has none."""
+        row = self._index.row(index)
+        place = (
+            (row.graph_segment, row.graph_row) if row.graph_segment >= 0 else (row.sequence_segment, row.sequence_row)
+        )
+        segment = self._segment(place[0])
+        has_question = segment.scalar("fields", place[1]) & FIELD_BITS["question"]
+        return segment.string("question", place[1]) if has_question else None
 
     def _stored_text_fields(self, location: Mapping[str, int]) -> dict[str, Any]:
         name = "graph" if location["graph_segment"] >= 0 else "sequence"
