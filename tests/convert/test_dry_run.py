@@ -1,6 +1,8 @@
 """convert --dry-run: the layouts of the files, and what their first traces would become, without writing."""
 
+import gc
 import json
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from tests.helpers import command, convert, make_trace, make_traces, write_pickl
 from tests.ingest.execute.folders import dump, save, states, table
 from tracestore.convert.options import ConvertOptions
 from tracestore.errors import UsageError
+from tracestore.store.write.trial import TrialWriter
 from tracestore.tasks import plan_tasks
 
 
@@ -122,6 +125,11 @@ REFUSED = {
     "a late trace": ({"a.pkl": _zero_token()}, STATES, []),
     "a late trace without an id": ({"a.pkl": [*items(*"abcd"), {"hs": states(2, 4, 8)}]}, STATES, []),
     "an id in two files": ({"a.pkl": items("a", "b"), "b.pkl": items("c", "a")}, STATES, []),
+    "another text in a second file": (
+        {f"{text}.pkl": [one | {"q": text} for one in items("a")] for text in ("b", "c")},
+        STATES | {"question": "*.pkl : [id=id]/q"},
+        [],
+    ),
     "a marked copy": ({"a.pkl": items("q1"), "b.pkl": items("q1 (1)")}, STATES, []),
     "other layers in a file": (
         {f"{name}_{k}.npy": states(4, 8, seed=k) for name, layers in (("a", (0, 1)), ("b", (0, 2))) for k in layers},
@@ -286,6 +294,28 @@ def test_a_scores_file_of_other_ids_beside_labels_of_the_layout(tmp_path, monkey
 
     (said,) = (line for line in lines_of(done) if line.startswith("scores.csv: found 1 id"))
     assert said in lines_of(own)
+
+
+def test_texts_of_traces_are_not_kept(tmp_path, monkeypatch):
+    """Test that what a dry run holds of a trace does not grow with its tokens and texts."""
+    held = []
+    close = TrialWriter.close
+    monkeypatch.setattr(TrialWriter, "close", lambda self: (held.append(sizes()), close(self)))
+    length = 50_000
+
+    def sizes():
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    for count in (1, 8):
+        traces = [t | {"generated_answer_clean": t["question_id"] * length} for t in make_traces(count)]
+        path = write_pickle(tmp_path / f"{count}/a.pkl", traces)
+        del traces
+        tracemalloc.start()
+        convert(path, tmp_path / "s.zarr", "--dry-run")
+        tracemalloc.stop()
+
+    assert held[1] - held[0] < length
 
 
 def test_known_files_of_one_name_are_no_conflict(tmp_path):

@@ -1,9 +1,11 @@
 """Resolution of a trace's key: whether the store has it already, and what a second trace of it adds."""
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
 from itertools import count
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -22,6 +24,29 @@ from tracestore.store.write.written import TraceBlock
 OnConflict = Literal["error", "keep-first", "keep-last"]
 Place = TypeVar("Place")
 Value = TypeVar("Value")
+
+
+class ComparedTrace(NamedTuple):
+    """Hold what another trace of the same key is compared with.
+
+    Attributes
+    ----------
+    graph_crc, sequence_crc : int
+        See PackedTrace.
+    fields : dict
+        What it holds besides its arrays: numbers, and digests of texts and lists, which may be large.
+    """
+
+    graph_crc: int
+    sequence_crc: int
+    fields: dict[str, Any]
+
+    @classmethod
+    def of(cls, trace: PackedTrace) -> "ComparedTrace":
+        """Return that of a trace."""
+        if trace.segment is not None:
+            trace = trace.segment.packed(trace.row)
+        return cls(trace.graph_crc, trace.sequence_crc, _fields(trace.record, trace.extras))
 
 
 class KeyResolver:
@@ -89,7 +114,7 @@ class KeyResolver:
             elif self._stored_crc(stored, name) != crc:
                 difference = "arrays"
         if difference is None:
-            difference = first_difference(_text_fields(trace), self._stored_text_fields(stored))
+            difference = _first_difference(ComparedTrace.of(trace).fields, self._stored_fields(stored))
         if difference is None:
             return missing
         if self.on_conflict == "error":
@@ -159,16 +184,16 @@ class KeyResolver:
         has_question = segment.scalar("fields", place[1]) & FIELD_BITS["question"]
         return segment.string("question", place[1]) if has_question else None
 
-    def _stored_text_fields(self, location: Mapping[str, int]) -> dict[str, Any]:
+    def _stored_fields(self, location: Mapping[str, int]) -> dict[str, Any]:
         name = "graph" if location["graph_segment"] >= 0 else "sequence"
         number, row = location[f"{name}_segment"], location[f"{name}_row"]
         trace = self._pending_trace(number, row)
         if trace is not None:
-            return _text_fields(trace)
+            return (trace if isinstance(trace, ComparedTrace) else ComparedTrace.of(trace)).fields
         segment = self._segment(number)
         return _fields(read_record(segment, row), segment.string("extras", row))
 
-    def _pending_trace(self, segment: int, row: int) -> PackedTrace | None:
+    def _pending_trace(self, segment: int, row: int) -> PackedTrace | ComparedTrace | None:
         return next((s.packed(row) for s in self._pending.segments if s.number == segment), None)
 
     def _segment(self, number: int) -> SegmentReader:
@@ -283,15 +308,8 @@ def _location_columns(group: int) -> tuple[str, ...]:
     return (f"{name}_segment", f"{name}_row", *mf.LOCATION_COLUMNS[name])
 
 
-def _text_fields(trace: PackedTrace) -> dict[str, Any]:
-    """Return what a trace holds besides its arrays, for comparing two traces of one key."""
-    if trace.segment is not None:
-        trace = trace.segment.packed(trace.row)
-    return _fields(trace.record, trace.extras)
-
-
 def _fields(record: TraceRecord, extras: str) -> dict[str, Any]:
-    return {
+    found = {
         **record.strings,
         "tokens": None if record.tokens is None else record.tokens.tolist(),
         "tokens_decoded": None if record.tokens_decoded is None else list(record.tokens_decoded),
@@ -300,14 +318,18 @@ def _fields(record: TraceRecord, extras: str) -> dict[str, Any]:
         # NaN does not equal itself, so arrays are compared by their bytes.
         **{n: v.tobytes() if isinstance(v, np.ndarray) else v for n, v in record.optional.items()},
     }
+    return {name: _digest(v) for name, v in found.items() if v is not None and v != "" and v != []}
 
 
-def first_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+def _digest(value: Any) -> Any:
+    """Return what stands for a text, a list or bytes, or another value itself."""
+    data = json.dumps(value).encode() if isinstance(value, str | list) else value
+    return blake2b(data, digest_size=16).digest() if isinstance(data, bytes) else data
+
+
+def _first_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
     """Return a field that differs between two traces, or None.
 
     A field that only one of them has is no difference: files of several formats complement each other.
     """
-    for name in one.keys() & other.keys():
-        if all(v is not None and v != "" and v != [] for v in (one[name], other[name])) and one[name] != other[name]:
-            return name
-    return None
+    return next((name for name in one.keys() & other.keys() if one[name] != other[name]), None)

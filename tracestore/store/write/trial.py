@@ -1,15 +1,17 @@
 """A writer that writes nothing: it checks and resolves traces as a StoreWriter does, for a look at a conversion."""
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tracestore.store.format.manifest import Manifest
 from tracestore.store.format.provenance import Provenance
+from tracestore.store.format.schema import Attributes
 from tracestore.store.io.files import RemoteURL
 from tracestore.store.io.folder_target import FolderTarget
+from tracestore.store.write.keys import ComparedTrace
 from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.segment_writer import SegmentWriter
 from tracestore.store.write.writer import StoreWriter
@@ -44,7 +46,13 @@ class _ReadTarget(FolderTarget):
 
 
 class _TrialSegment(SegmentWriter):
-    """The traces of a segment without their arrays."""
+    """Keep what the traces of a segment are compared by."""
+
+    _traces: list[Any]
+
+    def append(self, trace: PackedTrace, attributes: Attributes) -> None:
+        super().append(trace, attributes)
+        self._traces[-1] = ComparedTrace.of(trace)
 
     def _write_arrays(self, trace: PackedTrace) -> None: ...
 
@@ -53,7 +61,7 @@ class _TrialSegment(SegmentWriter):
 
 
 class TrialWriter(StoreWriter):
-    """A StoreWriter that keeps the keys and texts of traces, which stay pending: nothing is written or committed.
+    """A StoreWriter that keeps what the keys of traces need, which stay pending: nothing is written or committed.
 
     A source for whose path, size and fingerprint `is_known` returns True is not compared with the store, which has it
     and whose values may have been replaced since.
@@ -70,6 +78,12 @@ class TrialWriter(StoreWriter):
         super().begin_source(path, size, fingerprint, provenance)
         is_known = self.is_known(path or "", size, fingerprint)
         self._keys.on_conflict = "keep-first" if is_known else self._on_conflict
+
+    def append_packed(self, trace: PackedTrace, *, scores: Mapping[str, float] = {}, group: str = "") -> bool:
+        """See StoreWriter."""
+        is_new = super().append_packed(trace, scores=scores, group=group)
+        self._pending.sources[-1].entries.clear()  # no newer generation needs them
+        return is_new
 
     def segments_ahead(self) -> None:
         """Return None: no other thread may write."""
