@@ -9,6 +9,7 @@ import tracestore
 from tests.helpers import command, convert, error_of, field_flags, make_traces, write_pickle, write_scores
 from tracestore.convert import cutting
 from tracestore.convert.scoring import Scoring
+from tracestore.ingest.execute.join import texts_agree
 from tracestore.store.write.writer import StoreWriter
 
 BOTH = "such as 'x0', and none of them in the traces, which have ids such as 'q0'"
@@ -173,7 +174,7 @@ def test_ids_that_a_float_has_rounded_are_refused(tmp_path, dtype, first, line):
         if is_table:
             np.savez(folder / "l.npz", ids=(ids + shift).astype(dtype), ok=np.array([0, 1]))
         done = command("convert", folder, tmp_path / f"s{k}.zarr", *field_flags(*lines), check=3 if shift else 0)
-    assert "which a float of this size rounds" in done.stderr
+    assert f"found {first + 2:g} as" in done.stderr and "which a float of this size rounds" in done.stderr
 
 
 OWN = [f"What is {k}?" for k in range(4)]
@@ -186,6 +187,7 @@ OWN = [f"What is {k}?" for k in range(4)]
         ("Question", [f"q:  what IS {k}? A:" for k in range(4)], False),
         ("prompt", ["few-shot", "zero-shot"] * 2, False),
         ("question", ["few-shot"] * 4, False),
+        ("question", [text.replace("What", "\uff37hat") for text in OWN], False),
         ("question", list("3210"), False),
         ("question", ["nan", "N/A", "?", "None"], False),
         ("question", ["", *OWN[1:]], False),
@@ -274,3 +276,10 @@ def test_only_questions_of_traces_with_another_value_are_read(tmp_path, monkeypa
     assert read == [2] and tracestore.open(tmp_path / "s.zarr").scores.tolist() == [0, 0.1, 0.7, 0.3]
     path.write_text(path.read_text().replace("0.3", "0.9").replace(OWN[3], "Who was 3?"))
     assert "--id-column question_id if not" in error_of(*words, code=3)
+
+
+@pytest.mark.parametrize(
+    ("one", "two"), [("Who is Zo\u00eb?", "Who is Zoe\u0308?"), ("the \u201cB\u2019s\u201d", 'The "b\'s"')]
+)
+def test_forms_of_a_character_are_no_difference_of_texts(one, two):
+    assert texts_agree(one, two) and not texts_agree(one, two[1:] + "!")

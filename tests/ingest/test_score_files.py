@@ -171,6 +171,8 @@ def test_the_score_command_reads_the_same_formats(tmp_path):
     [
         ("question_id,score,is_hallucinated\nq0,0.9,1\n", "choose --score-column score or --score-column is_halluc"),
         ("question_id,score,Hallucinated\nq0,0.9,1\n", "choose --score-column score or --score-column Hallucinated"),
+        ("question_id,score,llm_correct\nq0,0.9,1\n", "choose --score-column score or --score-column llm_correct"),
+        ("question_id,score,correct_prediction\nq0,0.9,1\n", "or --score-column correct_prediction"),
         ("question_id,score,is_wrong,f1\nq0,0.9,1,1\n", "choose --score-column score or --score-column is_wrong"),
         ("question_id,score,Label\nq0,0.9,7\n", "found '7' in Label, expected 1"),
         ('{"question_id": "q0", "score": 1}\n{"question_id": "q1", "Score": 0}\n', "found Score, which the first rows"),

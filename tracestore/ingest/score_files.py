@@ -26,7 +26,7 @@ _SAMPLE_COLUMNS = ("sample",)
 # Columns whose words have a meaning, and whose numbers do not. They count if there is none of SCORES.
 WORD_COLUMNS = ("verdict", "judgment", "judge", "judge_label", "label", "labels")
 _WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[\s\-]+")
-_JUDGMENT = re.compile(r"is_|has_|hallucinate[sd]$")
+_JUDGMENT = re.compile(r"^is_|^has_|hallucinate[sd]$|_correct$|^correct_prediction$")
 _TABLES = (".csv", ".tsv", ".json", ".jsonl", ".ndjson")
 _MAX_HEADER_ROWS = 100  # whose keys are the columns of a table
 
@@ -76,7 +76,7 @@ def score_columns_of(header: Sequence[str]) -> list[str]:
     # Next to a column called score those of metrics are further scores, as in the files that extract writes.
     # A judgment is none of them.
     if any(normalized(name) in PRIMARY_SCORES for name in known):
-        known = [name for name in known if normalized(name) in PRIMARY_SCORES or _JUDGMENT.match(normalized(name))]
+        known = [name for name in known if normalized(name) in PRIMARY_SCORES or _JUDGMENT.search(normalized(name))]
     return known or [found[name] for name in WORD_COLUMNS if name in found][:1]
 
 

@@ -58,7 +58,7 @@ def copy_traces(args: argparse.Namespace, output: Output, copy: Callable[..., Me
     for source, count in report.labels_lost.items():
         output.info(f"{source}: {plural(count, 'trace')} without a label in {args.dst}: {why}")
     for source, count in report.labels_changed.items():
-        output.info(f"{source}: {plural(count, 'trace')} with another label in {args.dst}: {why}; --score chooses one")
+        output.info(f"{source}: {plural(count, 'trace')} with another label in {args.dst}: {why}")
     if report.unlabeled is not None:
         output.info(report.unlabeled)
     if report.lens == "different":

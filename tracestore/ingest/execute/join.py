@@ -1,6 +1,7 @@
 """Columns of values by what they bind, their values for one trace, and checks of what was joined."""
 
 import itertools
+import unicodedata
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ _ROW_TEXTS = {
     **dict.fromkeys(("question", "prompt"), _QUESTION),
     **dict.fromkeys((*ANSWER_FIELDS, "response", "completion", "generation"), ANSWER_FIELDS),
 }
+_QUOTES = str.maketrans("\u2018\u2019\u201c\u201d", "''\"\"")
 _MAX_CACHED = 1 << 20  # numbers of an array along N that are read at once
 # Up to this many bytes of arrays wait for the rest of their traces without a copy: a trace for each row needs none.
 _WAITING_BYTES = 16 << 20
@@ -372,11 +374,11 @@ def _key(names: Iterable[str], bound: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _folded(text: str) -> str:
-    return " ".join(text.split()).casefold()
+    return " ".join(unicodedata.normalize("NFKC", text).translate(_QUOTES).split()).casefold()
 
 
 def texts_agree(one: str, two: str) -> bool:
-    """Return whether two texts are equal, or one is in the other; blanks and case are no difference."""
+    """Return whether two texts are equal, or one is in the other; blanks, case and forms of a character are no difference."""
     one, two = _folded(one), _folded(two)
     return one in two or two in one
 

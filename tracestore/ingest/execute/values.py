@@ -106,8 +106,9 @@ def id_text(value: Any) -> str:
 def check_ids_exact(value: Value) -> None:
     """Refuse an array of ids that its dtype has rounded: it cannot tell them from their neighbors."""
     ids = value.read() if isinstance(value, Array) else np.zeros(0)
-    if ids.dtype.kind == "f" and (abs(ids) >= 2.0 ** (np.finfo(ids.dtype).nmant + 1)).any():
-        raise InvalidInputError(f"found {ids.max():g} as {ids.dtype}, expected an id{_ROUNDED}", field="question_id")
+    rounded = ids[abs(ids) >= 2.0 ** (np.finfo(ids.dtype).nmant + 1)] if ids.dtype.kind == "f" else ids[:0]
+    if rounded.size:
+        raise InvalidInputError(f"found {rounded[0]:g} as {ids.dtype}, expected an id{_ROUNDED}", field="question_id")
 
 
 def number(value: Any, name: str) -> int:
