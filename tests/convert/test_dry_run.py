@@ -12,6 +12,7 @@ from tests.helpers import command, convert, make_trace, make_traces, write_pickl
 from tests.ingest.execute.folders import dump, save, states, table
 from tracestore.convert.options import ConvertOptions
 from tracestore.errors import UsageError
+from tracestore.store.read import generation
 from tracestore.store.write.trial import TrialWriter
 from tracestore.tasks import plan_tasks
 
@@ -294,6 +295,21 @@ def test_a_scores_file_of_other_ids_beside_labels_of_the_layout(tmp_path, monkey
 
     (said,) = (line for line in lines_of(done) if line.startswith("scores.csv: found 1 id"))
     assert said in lines_of(own)
+
+
+def test_another_process_replaces_the_store_while_it_is_opened(tmp_path, monkeypatch):
+    words = [write_pickle(tmp_path / f"{k}/a.pkl", [make_trace(k)]) for k in range(2)]
+    convert(words[0], tmp_path / "s.zarr")
+    own = generation.StoreIndex
+
+    def index_late(*arguments):
+        monkeypatch.setattr(generation, "StoreIndex", own)
+        convert(words[1], tmp_path / "s.zarr", "--overwrite")
+        return own(*arguments)
+
+    monkeypatch.setattr(generation, "StoreIndex", index_late)
+
+    assert "1 file, 0 refused" in convert(words[0], tmp_path / "s.zarr", "--dry-run").stdout
 
 
 def test_texts_of_traces_are_not_kept(tmp_path, monkeypatch):

@@ -6,15 +6,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tracestore.errors import CorruptStoreError
 from tracestore.store.format.manifest import Manifest
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.format.schema import Attributes
 from tracestore.store.io.files import RemoteURL
 from tracestore.store.io.folder_target import FolderTarget
+from tracestore.store.read.generation import backoff
 from tracestore.store.write.keys import ComparedTrace
 from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.segment_writer import SegmentWriter
-from tracestore.store.write.writer import StoreWriter
+from tracestore.store.write.writer import Options, StoreWriter
+
+_ATTEMPTS = 5
 
 
 class _ReadTarget(FolderTarget):
@@ -70,6 +74,16 @@ class TrialWriter(StoreWriter):
     is_known: Callable[[str, int, str], bool]
     _open_target = staticmethod(_ReadTarget)
     _segment_type = _TrialSegment
+
+    def _load(self, options: Options) -> None:
+        """Load the newest generation, which other writers may replace: no lock is held."""
+        for attempt in range(_ATTEMPTS):
+            try:
+                return super()._load(options)
+            except (FileNotFoundError, CorruptStoreError):
+                if attempt == _ATTEMPTS - 1:
+                    raise
+                backoff(attempt)
 
     def begin_source(
         self, path: str | None, size: int = 0, fingerprint: str = "", provenance: Provenance | None = None
