@@ -1,6 +1,7 @@
 """`tracestore convert --dry-run`: the layouts of the files, their checks, and what would be stored of the first traces."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -132,7 +133,7 @@ class _Trial(Conversion):
             self._parts |= {source.path: found for _, source in part.sources()}
 
     def _run(self) -> ConvertReport:
-        with self.open_writer(TrialWriter) as writer:
+        with closing(self.open_writer(TrialWriter)) as writer:
             writer.is_known = partial(self.is_known, writer)
             self.description.attention = writer.attributes.options["attention"]
             self._begin(writer)
