@@ -2,6 +2,7 @@
 
 import base64
 import importlib
+import itertools
 import json
 from unittest import TestCase
 
@@ -27,6 +28,12 @@ def items(tmp_path, count=4, **values):
             for k in range(count)
         ],
     )
+
+
+def lines(path, rows):
+    """Write dicts as lines of JSON."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
 def one(tmp_path, **values):
@@ -1027,3 +1034,65 @@ def test_a_file_with_two_suffixes_that_a_row_names(tmp_path, path):
     traces = convert(tmp_path, {"hidden_states": "{id}.hidden.npy -> L S D", "is_correct": "t.csv : [file=path]/ok"})
 
     assert [trace.score for trace in traces.values()] == [0, 1]
+
+
+def test_values_of_a_table_of_columns_are_no_ids(tmp_path):
+    """Only a column that joins is compared with what a float can count."""
+    hidden = states(2, 3, 4, seed=1) + np.float32(3000)
+    dump(tmp_path / "in/t.pkl", {"ids": ["a", "b"], "hs": hidden.astype("f2")})
+    traces = convert(tmp_path, {"last_token": "t.pkl : [id=ids]/hs -> L D"})
+    np.testing.assert_array_equal(traces["b", 0].last_token, hidden[1].astype("f2"))
+
+
+@pytest.mark.parametrize("begins", [(0, 3), (0, 0), (3, 0)])
+def test_rule_13_rows_of_chunks_of_layers(tmp_path, begins):
+    """Chunks are read in any order: each begins with a number of its own, the same in all of its layers."""
+    hidden = states(6, 2, 4, seed=2)
+    for chunk, begin in enumerate(begins):
+        for layer in range(2):
+            rows = [{"idx": begin + k, "vec": hidden[3 * chunk + k, layer].tolist()} for k in range(3)]
+            lines(tmp_path / f"in/l{layer}_c{chunk}.jsonl", rows)
+    traces = convert(tmp_path, {"last_token": "l{layer}_c{chunk}.jsonl : []/vec -> D"})
+    np.testing.assert_allclose(list(traces.values())[4].last_token, hidden[4], atol=2e-3)
+
+
+def test_rule_13_layers_of_a_chunk_with_other_rows(tmp_path):
+    for chunk, layer in itertools.product(range(2), range(2)):
+        rows = [{"idx": 3 * (chunk ^ layer) + k, "vec": [1.0 + k, 2.0]} for k in range(3)]
+        lines(tmp_path / f"in/l{layer}_c{chunk}.jsonl", rows)
+    refuse(tmp_path, {"last_token": "l{layer}_c{chunk}.jsonl : []/vec -> D"}, "idx")
+
+
+def test_rule_13_rows_of_layers_that_are_keys(tmp_path):
+    hidden = states(3, 2, 4, seed=3)
+    layers = {f"layer_{k}": [{"idx": n, "vec": hidden[n, k].tolist()} for n in range(3)] for k in range(2)}
+    dump(tmp_path / "in/a.pkl", layers)
+    traces = convert(tmp_path, {"last_token": "a.pkl : layer_{layer}/[]/vec -> D"})
+    np.testing.assert_allclose(list(traces.values())[2].last_token, hidden[2], atol=2e-3)
+
+
+@pytest.mark.parametrize("text", ["null", "[]", "3"])
+def test_a_text_along_rows_is_a_list(tmp_path, text):
+    dump(tmp_path / "in/a.pkl", {"h": states(3, 2, 4, 5)})
+    (tmp_path / "in/l.json").write_text(json.dumps({"l": text}))
+    refuse(
+        tmp_path, {"hidden_states": "a.pkl : h -> N L S D", "is_correct": "l.json : l -> N"}, "expected a list along N"
+    )
+
+
+def test_a_text_along_rows_behind_each_other(tmp_path):
+    dump(tmp_path / "in/a.pkl", {"h": states(4, 2, 5), "ids": ["a", "b"]})
+    (tmp_path / "in/l.json").write_text(json.dumps({"l": "[1, 0, 1, 1]"}))
+    layout = {
+        "last_token": "a.pkl : h -> (N K) L D",
+        "question_id": "a.pkl : ids -> N",
+        "is_correct": "l.json : l -> (N K)",
+    }
+    traces = convert(tmp_path, layout)
+    assert [traces[key].scores["is_correct"] for key in traces] == [1, 0, 1, 1]
+
+
+def test_a_label_is_no_list_of_layers(tmp_path):
+    """Its name states that, though its values are those of the stated layers."""
+    dump(tmp_path / "in/a.pkl", {"h": states(2, 3, 4), "layer_correct": [0, 1]})
+    refuse(tmp_path, {"last_token": "a.pkl : h -> L N D", "L.ids": [0, 1]}, "layer_correct")

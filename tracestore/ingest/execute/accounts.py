@@ -164,7 +164,8 @@ class RunAccount:
             texts.add(node.prefix, str(key), value, bound)
         is_of_states = node.prefix.removesuffix("[]/") in self._prefixes and AXIS_NAMES.keys().isdisjoint(bound)
         if _IN_ORDER.search(node.prefix) and not is_of_states:
-            self._check_row_number(f"{node.prefix}{key}", str(key), value, bound)
+            is_chunk = "chunk" in bound and any("chunk" in p.address.bound for p in self._plan.states)
+            self._check_row_number(f"{node.prefix}{key}", str(key), value, bound, is_chunk=is_chunk)
         if self._holds_layer_numbers(f"{node.prefix}{key}", str(key), value):
             return
         if not node.has_records or not isinstance(value, str | int | float):
@@ -175,7 +176,13 @@ class RunAccount:
     def _holds_layer_numbers(self, path: str, key: str, value: Value) -> bool:
         """Return whether a value is the list that the layout states as `L.ids`; refuse another one."""
         stated = self._plan.layout.settings.get("L.ids")
-        if stated is None or "layer" not in key.lower() or (array := as_array(value)) is None or array.ndim != 1:
+        if (
+            stated is None
+            or "layer" not in key.lower()
+            or looks_like_label(key)
+            or (array := as_array(value)) is None
+            or array.ndim != 1
+        ):
             return False
         numbers: list[Any] = array.read().tolist()
         if numbers != stated and all(type(number) is int for number in numbers):
@@ -184,14 +191,19 @@ class RunAccount:
             )
         return bool(numbers == stated)
 
-    def _check_row_number(self, path: str, key: str, value: Value, bound: Bound) -> None:
+    def _check_row_number(self, path: str, key: str, value: Value, bound: Bound, *, is_chunk: bool) -> None:
         """Rule 13: rows are joined in order only if no column of ids is left unused; one from 0 to N - 1 is fine."""
         if value is None or not (key in _UNNAMED or _ID_COLUMNS.fullmatch(key)):
             return
         text, is_index = str(value), key in _UNNAMED and str(value).isdecimal()
         # Rows run on over chunks alone.
-        rows = (path, *map(bound.get, AXIS_NAMES)) if "chunk" in bound else (path, bound.get("file"))
+        file = bound.get("file") if is_chunk or "chunk" not in bound else None
+        rows = (path, file, *map(bound.get, AXIS_NAMES))
         with self._lock:
+            # Chunks of states are read in any order, or alone: each begins with the same number in all of its layers.
+            first = int(text) if is_chunk and text.isdecimal() else 0
+            if rows not in self._row_numbers and is_chunk:
+                self._row_numbers[rows] = self._row_numbers.setdefault((path, bound["chunk"]), first)
             expected = self._row_numbers.get(rows, 0)
             self._row_numbers[rows] = (int(text) if is_index else expected) + 1
         if is_index and int(text) < expected:

@@ -28,7 +28,9 @@ class ShownTraces:
     def __init__(self, plan: Plan) -> None:
         self._plan, self._lock = plan, threading.Lock()
         self._first: tuple[int, str] | None = None
-        letters = [letter for letter in "LSD" if any(letter in place.axes for place in plan.states)]
+        # Several parts or passes check the order.
+        is_whole = len(plan.states) == 1 and "P" not in plan.states[0].axes
+        letters = [letter for letter in "LSD" if is_whole and letter in plan.states[0].axes]
         self._equal = {f"{one}{two}" for one, two in itertools.combinations(letters, 2)}
 
     def add_first(self, number: int, record: TraceRecord, answers: range | None) -> None:

@@ -167,7 +167,9 @@ class TableAccount:
 
 def table_account(column: Column, source: str, missing: Iterable[tuple[str, str]]) -> TableAccount:
     """Return the account of a table in a file; `missing` are the keys of the traces without a row."""
-    is_cut = any(axis[0] == "N" != axis for axis in column.place.axes)  # by lengths: its rows are those of tokens
+    is_cut = any(
+        len(axis) > 1 and "N" in axis for axis in column.place.axes
+    )  # by lengths: its rows are those of tokens
     rows = list(dict.fromkeys(column.used if is_cut else column.rows()))
     unused = [key for key in rows if key not in column.used]
     return TableAccount(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import InvalidInputError, escape_unprintable
-from tracestore.ingest.layout.addresses import ItemValue
+from tracestore.ingest.layout.addresses import ItemsStep, ItemValue
 from tracestore.ingest.layout.fields import LABELS, MISSING_WORD, rule_of, score_of
 from tracestore.ingest.layout.patterns import Pattern
 from tracestore.ingest.readers.text import json_tree
@@ -64,8 +64,12 @@ def rows_of(value: Items | Array) -> Items:
     return ListItems(range(value.shape[0]), lambda k: array_value(value.read((k,))))
 
 
-def table_of(value: Group, names: Container[str], where: str, source: str) -> tuple[Items, set[Any]]:
+def table_of(
+    value: Group, names: Container[str], steps: Iterable[ItemsStep], where: str, source: str
+) -> tuple[Items, set[Any]]:
     """Return the rows of the lists of a mapping that are as long as those of the names, and the keys of these lists.
+
+    The items are told apart by what `steps` say.
 
     Raises
     ------
@@ -79,8 +83,10 @@ def table_of(value: Group, names: Container[str], where: str, source: str) -> tu
         found = ", ".join(f"{key} of {size}" for key, size in wanted.items())
         what = f"lists of different lengths: {found}" if found else f"{describe(value)}, and none is a named list"
         raise InvalidInputError(f"{where}: found a mapping with {what}; rows are items of a list", source=source)
+    joining = {column for step in steps for column in step.columns}
     for key in wanted:
-        check_ids_exact(value[key])
+        if str(key) in joining:
+            check_ids_exact(value[key])
     size = next(iter(wanted.values()))
     columns = {key: key for key in lists if sizes[key] == size}
     return ListItems(range(size or 0), lambda k: MappingGroup(columns, lambda key: lists[key][k])), set(columns)
@@ -137,6 +143,14 @@ def json_value(text: str, field: str, source: str | None = None) -> Value:
         raise InvalidInputError(
             f"found the text {shown!r}, which is no JSON; base64 is not read", source=source, field=field
         ) from None
+
+
+def list_value(text: str, axis: str, field: str, source: str) -> Items:
+    """Return the list that a text is in JSON; raise InvalidInputError for other texts, and for an empty list."""
+    value = json_value(text, field, source)
+    if not isinstance(value, Items) or not value.length:
+        raise InvalidInputError(f"found {describe(value)}, expected a list along {axis}", field=field, source=source)
+    return value
 
 
 def plain_of(value: Value, of_array: Callable[[Array], Any] = lambda array: array.read().tolist()) -> Any:

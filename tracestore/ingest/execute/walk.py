@@ -11,6 +11,7 @@ from tracestore.ingest.execute.values import (
     item_value,
     json_value,
     key_text,
+    list_value,
     number,
     rows_of,
     settled,
@@ -207,7 +208,7 @@ class Walk:
             names = _column_names(items)
             if not items or (keys and names.isdisjoint(map(str, value))):
                 return None, value
-            rows, columns = table_of(value, names, f"{node.prefix}{items[0][0].text}", self._source)
+            rows, columns = table_of(value, names, dict(items), f"{node.prefix}{items[0][0].text}", self._source)
             others = {k: k for k in value if k not in columns or any(_match_key(s, k) is not None for s, _ in keys)}
             return rows, MappingGroup(others, value.__getitem__)
         if not isinstance(value, Items | Array) and (keys or items):
@@ -222,8 +223,8 @@ class Walk:
                 yield Cell(place, bound, MappingGroup(extras, lambda extra: extra), (), in_unit)
             return
         axes = place.axes
-        if isinstance(value, str) and axes[:1] in (("N",), ("K",)):  # such as an entry of a header
-            value = json_value(value, place.name, self._source)
+        if isinstance(value, str) and axes and not {"N", "K"}.isdisjoint(axes[0]):  # such as an entry of a header
+            value = list_value(value, axes[0], place.name, self._source)
         if value is None:
             yield Cell(place, bound, None, axes, in_unit)
         elif isinstance(value, Items) and axes and axes[0] in ("N", "K", "P") and (value.is_stream or axes[0] != "P"):

@@ -73,6 +73,11 @@ class ItemsStep:
         """The names that the step binds."""
         return tuple(name for value_of in self.values for name in value_of.names)
 
+    @property
+    def columns(self) -> set[str]:
+        """The keys of the values that tell the items apart."""
+        return {value_of.path[0] for value_of in self.values}
+
 
 Step = KeyStep | AttributeStep | ItemsStep
 
