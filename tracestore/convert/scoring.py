@@ -76,7 +76,7 @@ class Scoring:
         self._export: ExportFacts | None = None  # of the source, if its values are used
         self._num_labels = 0
         self._changes: list[str] = []  # of stored traces
-        self._name = ""  # of the file's scores in the store
+        self._name, self._was_labeled = "", False  # of the file's scores in the store; whether it had labels before
         self._without_row: dict[tuple[str, int], None] = {}  # keys of traces that the file lacks
         self._matched: set[tuple[str, int]] = set()  # keys of rows that traces have
         self._unscored: Counter[str] = Counter()  # by the key of values that may be labels, in traces without a score
@@ -91,6 +91,7 @@ class Scoring:
 
     def begin(self, writer: StoreWriter) -> None:
         """Define the score of the file in the store."""
+        self._was_labeled = bool(writer.manifest.num_scored or writer.manifest.num_labeled)
         judgments, default = self._described.judgments, writer.attributes.default_score
         if judgments:
             self._described.define(writer)  # the first score of a store is its default
@@ -180,7 +181,7 @@ class Scoring:
         Raises
         ------
         InvalidInputError
-            If none is, and the store has no labels; not without `can_refuse`. If ids without a trace and traces without a
+            If none is, and the store had no labels before; not without `can_refuse`. If ids without a trace and traces without a
             row differ by spelling or by one.
         """
         if self.file is None:
@@ -195,8 +196,7 @@ class Scoring:
         message = self.file.check_ids(matched, missing, is_whole=can_refuse)
         if message is None:
             return
-        is_labeled = writer.manifest.num_scored or writer.manifest.num_labeled or writer.has_pending_values
-        if can_refuse and not is_labeled:
+        if can_refuse and not self._was_labeled:
             raise InvalidInputError(message, source=self.file.path.name)
         yield f"{self.file.path.name}: {message}"
 

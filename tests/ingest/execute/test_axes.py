@@ -239,3 +239,9 @@ def test_entries_of_attention_need_it(tmp_path):
     dump(tmp_path / "in/a.pkl", [{"id": "q0", "hs": states(2, 5, 8)}])
     with pytest.raises(UsageError, match=r"dtype.attentions: has no effect"):
         convert(tmp_path, {"hidden_states": "a.pkl : [id=id]/hs -> L S D", "dtype.attentions": "float16"})
+
+
+def test_truth_values_are_no_bits(tmp_path):
+    dump(tmp_path / "in/a.pkl", [{"id": "q0", "hs": states(2, 2, 4) > 0}])
+    layout = {"hidden_states": "a.pkl : [id=id]/hs -> L S D", "dtype.hidden_states": "float8_e5m2"}
+    refuse(tmp_path, layout, "found bool values, expected the bits of float8_e5m2")

@@ -40,7 +40,7 @@ def settled_dtype(layers: Layers, what: str, settings: Mapping[str, Any]) -> Lay
     stated, scale, found = settings.get(f"dtype.{what}"), settings.get(f"scale.{what}"), layers[0].dtype.name
     if stated is not None:
         wanted = dtype_of(stated)
-        if any(layer.dtype.itemsize != wanted.itemsize for layer in layers):
+        if any(layer.dtype.itemsize != wanted.itemsize or layer.dtype.kind == "b" for layer in layers):
             raise InvalidInputError(f"found {found} values, expected the bits of {stated}", field=what)
         layers = [np.ascontiguousarray(layer).view(wanted) for layer in layers]
         if stated.startswith("float8"):

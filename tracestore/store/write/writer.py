@@ -171,12 +171,6 @@ class StoreWriter(Changes):
         return len(self._pending.rows)
 
     @property
-    def has_pending_values(self) -> bool:
-        """True if the next commit adds a trace with a score or a label."""
-        columns = self._pending.rows.to_columns()
-        return bool(columns.scores or columns.num_labeled)
-
-    @property
     def pending_bytes(self) -> int:
         """Size of the segments that the next commit adds, in bytes."""
         return self._pending.num_bytes
