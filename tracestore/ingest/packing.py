@@ -126,12 +126,11 @@ def _is_borrowed(record: TraceRecord, hidden_bytes: int) -> bool:
 
 def _is_view(layer: np.ndarray, total_bytes: int) -> bool:
     """Return whether a layer of a trace is a view of more memory than that of the trace, and of no mapped file."""
-    owner: Any = layer
-    while hasattr(getattr(owner, "base", None), "base"):
-        owner = owner.base
-    base = getattr(owner, "base", None)
+    owner = layer
+    while isinstance(base := owner.base, np.ndarray):
+        owner = base
     if base is None:
-        return bool(owner.nbytes > 2 * total_bytes)
+        return owner.nbytes > 2 * total_bytes
     if isinstance(base, bytes):
         return len(base) > layer.nbytes
     return not isinstance(base.obj if isinstance(base, memoryview) else base, MappedFile | mmap)

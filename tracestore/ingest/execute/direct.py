@@ -100,7 +100,7 @@ def _has_known_axes(place: Place) -> bool:
 def _is_key(address: Address, before: tuple[Step, ...]) -> bool:
     """Return whether an address is a key of the item behind a step."""
     last = address.path[-1] if address.path else None
-    literal = last.parts[0].literal if isinstance(last, KeyStep) and len(last.parts) == 1 else None
+    literal = last.literal if isinstance(last, KeyStep) else None
     return address.path[:-1] == before and literal is not None and not literal.lstrip("-").isdecimal()
 
 

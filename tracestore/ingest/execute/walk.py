@@ -320,9 +320,9 @@ class Walk:
         claimed, rest = dict[Any, list[tuple[Step, Node, Any]]](), list[Any]()
         steps = [(step, child) for step, child in node.children if isinstance(step, KeyStep)]
         for key in names:
-            best = _longest(
-                [(step, child, found) for step, child in steps if (found := _match_key(step, key)) is not None]
-            )
+            wanted = None, key_text(key)  # most steps are another literal
+            near = [(step, child) for step, child in steps if step.literal in wanted]
+            best = _longest([(*pair, found) for pair in near if (found := _match_key(pair[0], key)) is not None])
             if len(best) > 1 and not any(child.ignores for _, child, _ in best[:2]):
                 raise InvalidInputError(
                     f"{best[0][0].text} and {best[1][0].text} match the key {key!s:.60} with equally many characters",
@@ -383,7 +383,7 @@ def _longest(found: list[Any]) -> list[Any]:
 
 def _member_number(step: KeyStep) -> int | None:
     """Return the number of the member that a step names, None for other names."""
-    text = step.parts[0].literal if len(step.parts) == 1 else None
+    text = step.literal
     return int(text) if text is not None and text.lstrip("-").isdecimal() else None
 
 

@@ -31,6 +31,11 @@ class KeyStep:
         """The names that the step binds."""
         return tuple(name for part in self.parts for name in part.names)
 
+    @cached_property
+    def literal(self) -> str | None:
+        """The text of the only key that the step matches; None for tuples, and with names or wildcards."""
+        return self.parts[0].literal if len(self.parts) == 1 else None
+
 
 @dataclass(frozen=True)
 class AttributeStep:
