@@ -18,7 +18,7 @@ from tests.tasks.test_tasks import files_of
 from tracestore.convert import cutting
 from tracestore.store.maintain.verify import verify_store
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 KILLS = int(os.environ.get("TRACESTORE_WORKER_KILLS", "3"))
 # The program with tasks of one source each, as the fixture small_tasks makes them in this process. Its end, too, is
 # that of the program: an interpreter that ends by itself has no handler of SIGINT.
@@ -93,6 +93,8 @@ def test_killed_workers_of_convert(undisturbed, tmp_path, workers):
                 if found := children(process.pid):
                     os.kill(rng.choice(found), signal.SIGKILL)
                     num_kills += 1
+            if process.poll() is not None:
+                seconds *= 0.8  # the machine may be less busy than when it was measured
         code, errors = finish(process)
         codes.append(code)
         assert code == 0 or (code == 3 and "was killed 3 times" in errors), errors
@@ -138,6 +140,7 @@ def test_killed_or_interrupted_coordinators(undisturbed, tmp_path, kind):
         process.send_signal(signal.SIGKILL if kind == "coordinator" else signal.SIGINT)
         code, errors = finish(process)
         num_kills += code != 0
+        seconds *= 1 if code else 0.8  # the machine may be less busy than when it was measured
         assert code in (0, -signal.SIGKILL if kind == "coordinator" else 130)
         if code == 130:
             assert errors.count("\n") == 1 and "run the same command to continue" in errors
