@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from mmap import mmap
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 

@@ -320,10 +320,7 @@ class Walk:
         claimed, rest = dict[Any, list[tuple[Step, Node, Any]]](), list[Any]()
         steps = [(step, child) for step, child in node.children if isinstance(step, KeyStep)]
         for key in names:
-            wanted = None, key_text(key)  # most steps are another literal
-            near = [(step, child) for step, child in steps if step.literal in wanted]
-            best = _longest([(*pair, found) for pair in near if (found := _match_key(pair[0], key)) is not None])
-            if len(best) > 1 and not any(child.ignores for _, child, _ in best[:2]):
+            if len(best := _followed(steps, key)) > 1 and not any(child.ignores for _, child, _ in best[:2]):
                 raise InvalidInputError(
                     f"{best[0][0].text} and {best[1][0].text} match the key {key!s:.60} with equally many characters",
                     source=self._source,
@@ -375,8 +372,11 @@ def _column_names(items: Sequence[tuple[ItemsStep, Node]]) -> set[str]:
     return bound | {step.text for _, item in items for step, _ in item.children if isinstance(step, KeyStep)}
 
 
-def _longest(found: list[Any]) -> list[Any]:
-    """Return the entries whose steps have the most literal characters."""
+def _followed(steps: list[tuple[KeyStep, Node]], key: Any) -> list[tuple[KeyStep, Node, dict[str, Any]]]:
+    """Return the steps that match a key with the most literal characters, and what they bind."""
+    wanted = None, key_text(key)  # most steps are another literal
+    near = (entry for entry in steps if entry[0].literal in wanted)
+    found = [(step, child, match) for step, child in near if (match := _match_key(step, key)) is not None]
     lengths = [sum(part.num_literals for part in step.parts) for step, _, _ in found]
     return [entry for entry, length in zip(found, lengths, strict=True) if length == max(lengths)]
 
