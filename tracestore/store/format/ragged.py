@@ -12,10 +12,16 @@ def encode_strings(strings: Iterable[str]) -> tuple[np.ndarray, np.ndarray]:
 
     Lone surrogates are preserved because real tokenizers produce them.
     """
-    encoded = [s.encode("utf-8", "surrogatepass") for s in strings]
-    offsets = np.zeros(len(encoded) + 1, "<i8")
-    np.cumsum([len(e) for e in encoded], out=offsets[1:])
-    return np.frombuffer(b"".join(encoded), "u1"), offsets
+    parts: list[Any] = list(strings)
+    data: Any = "".join(parts)
+    if data.isascii():
+        data = data.encode()
+    else:
+        parts = [s.encode("utf-8", "surrogatepass") for s in parts]
+        data = b"".join(parts)
+    offsets = np.zeros(len(parts) + 1, "<i8")
+    np.cumsum(list(map(len, parts)), out=offsets[1:])
+    return np.frombuffer(data, "u1"), offsets
 
 
 def decode_string(data: np.ndarray, offsets: np.ndarray, index: int) -> str:
