@@ -284,7 +284,7 @@ def test_labels_of_a_scores_file_are_no_conflict(tmp_path):
 def test_a_scores_file_of_other_ids_beside_labels_of_the_layout(tmp_path, monkeypatch, has_commits):
     """The file is of no use here, whether or not labels of this conversion are committed by then."""
     if has_commits:
-        monkeypatch.setattr("tracestore.convert.runner.commits_after", lambda sizes: [True] * len(sizes))
+        monkeypatch.setattr("tracestore.convert.runner.commits_after", lambda k, count: True)
         monkeypatch.setattr(
             "tracestore.convert.runner.cut", lambda sizes, *_: [range(k, k + 1) for k in range(len(sizes))]
         )

@@ -123,19 +123,3 @@ def test_a_failed_write_is_an_error_and_nothing_of_the_source_is_committed(data,
     monkeypatch.setattr(shard_writer, "pwritev_all", write)
     convert(data, tmp_path / "s.zarr")
     check(tmp_path / "s.zarr", 32)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "commits"),
-    [
-        ([], []),
-        ([5], [False]),
-        ([130, 130], [False, False]),
-        ([200, 185], [True, False]),
-        ([130] * 6, [False, True, False, True, False, False]),
-        ([1000, 10, 1000], [True, True, True]),
-        ([512] * 256, [k % 2 == 1 and k < 255 for k in range(256)]),  # a 128th is 1,024 MiB
-    ],
-)
-def test_commits_before_384_mib_or_a_128th_are_pending(sizes, commits):
-    assert cutting.commits_after([size << 20 for size in sizes]) == commits

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-MIN_BYTES, MAX_BYTES, _NUM_RUNS = 128 << 20, 4 << 30, 64
+MIN_BYTES, MAX_BYTES, _NUM_RUNS = 256 << 20, 4 << 30, 64
 _MAX_COMMITS = 256  # of a conversion
 
 
@@ -35,14 +35,6 @@ def cut(sizes: Sequence[int], shared: Sequence[object], total: int) -> list[rang
     return [range(begin, end) for begin, end in zip(begins, [*begins[1:], len(sizes)], strict=True)]
 
 
-def commits_after(sizes: Sequence[int]) -> list[bool]:
-    """Return behind which runs of so many bytes a conversion commits: before 384 MiB are pending, or a 128th of all.
-
-    It commits in any case behind the last one.
-    """
-    most, pending, found = max(3 * MIN_BYTES, math.ceil(2 * sum(sizes) / _MAX_COMMITS)), 0, list[bool]()
-    for size, following in zip(sizes, [*sizes, 0][1:], strict=True):
-        pending += size
-        found.append(pending + following > most)
-        pending *= not found[-1]
-    return found
+def commits_after(number: int, num_runs: int) -> bool:
+    """Return whether a conversion commits when the run of that number ends; it does so in any case after the last one."""
+    return (number + 1) % math.ceil(num_runs / _MAX_COMMITS) == 0

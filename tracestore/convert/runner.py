@@ -352,14 +352,12 @@ class Conversion:
         sizes = [source.file_bytes() for source in sources]
         runs = cut(sizes, [source.shared for source in sources], self.total_bytes)
         self._first = {sources[run[0]].name for run in runs}
-        run_sizes = [sum(sizes[run.start : run.stop]) for run in runs]
-        commits = commits_after(run_sizes)
         pending = 0
-        for size, is_committed in zip(run_sizes, commits, strict=True):
-            pending += size
+        for k, run in enumerate(runs):
+            pending += sum(sizes[run.start : run.stop])
             self._most_pending = max(self._most_pending, pending)
-            pending *= not is_committed
-        return {sources[run[-1]].name: is_end for run, is_end in zip(runs[:-1], commits, strict=False)}
+            pending *= not commits_after(k, len(runs))
+        return {sources[run[-1]].name: commits_after(k, len(runs)) for k, run in enumerate(runs[:-1])}
 
     def is_known(self, writer: StoreWriter, name: str, size: int, fingerprint: str) -> bool:
         """Return whether a source need not be read, because the store has it."""

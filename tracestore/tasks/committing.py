@@ -240,10 +240,10 @@ class _Commit(Conversion):
 
     def _ends(self, writer: StoreWriter) -> dict[str, bool]:
         """Return where tasks end, and whether a commit follows: positions that depend on the plan alone."""
-        commits = commits_after([task.num_bytes for task in self._tasks])
+        count = len(self._tasks)
         planned = Counter(name for task in self._tasks for name in task.sources)
         self._unread = list((self._num_named - planned).elements())
-        return {task.sources[-1]: is_end for task, is_end in zip(self._tasks[:-1], commits, strict=False)}
+        return {task.sources[-1]: commits_after(task.number, count) for task in self._tasks[:-1]}
 
     def _streams(self, writer: StoreWriter, pack_options: PackOptions) -> Iterator[TraceStream]:
         """Yield the sources of the tasks."""
