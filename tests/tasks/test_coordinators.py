@@ -58,9 +58,9 @@ def bytes_of_coordinator(logs, folder):
 
 @pytest.mark.long
 @pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
-@pytest.mark.parametrize(("shape", "num_traces"), [((33, 11, 4096), 88), ((30, 60, 800), 84)])
+@pytest.mark.parametrize(("shape", "num_traces"), [((33, 11, 4096), 176), ((30, 60, 800), 168)])
 def test_the_coordinator_moves_metadata_only(memory, shape, num_traces):
-    """Traces of 3 MB in tasks of 128 MiB: it reads and writes nothing of sources and arrays, and little of metadata.
+    """Traces of 3 MB in two tasks of 256 MiB: it reads and writes nothing of sources and arrays, and little of metadata.
 
     The files of a task and a commit have 48 kB without a trace, and 1.3 kB a trace of 60 tokens. Receipts and rows.zip
     are mapped, and not counted.
