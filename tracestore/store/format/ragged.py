@@ -12,14 +12,10 @@ def encode_strings(strings: Iterable[str]) -> tuple[np.ndarray, np.ndarray]:
 
     Lone surrogates are preserved because real tokenizers produce them.
     """
-    parts: list[Any] = list(strings)
-    data: Any = "".join(parts)
-    if data.isascii():
-        data = data.encode()
-    else:
-        parts = [s.encode("utf-8", "surrogatepass") for s in parts]
-        data = b"".join(parts)
-    offsets = np.zeros(len(parts) + 1, "<i8")
+    texts = list(strings)
+    data = "".join(texts).encode("utf-8", "surrogatepass")
+    parts = texts if data.isascii() else [text.encode("utf-8", "surrogatepass") for text in texts]
+    offsets = np.zeros(len(texts) + 1, "<i8")
     np.cumsum(list(map(len, parts)), out=offsets[1:])
     return np.frombuffer(data, "u1"), offsets
 
