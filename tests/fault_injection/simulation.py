@@ -12,7 +12,6 @@ import itertools
 import os
 import pickle
 import random
-import secrets
 import shutil
 import threading
 import time
@@ -71,7 +70,7 @@ class Simulation:
         patch.setattr(io, "open", self._stepping("io.open", io.open))
         patch.setattr(fcntl, "flock", self._stepping("flock", fcntl.flock))
         tokens = itertools.count()
-        patch.setattr(secrets, "token_hex", lambda count: f"{next(tokens):0{2 * count}x}")
+        patch.setattr(os, "urandom", lambda count: next(tokens).to_bytes(count, "big"))
         patch.setattr(time, "sleep", lambda _: self.step("sleep"))
         patch.setattr(files, "MappedFile", self._stepping("map", files.MappedFile))
 
@@ -159,8 +158,12 @@ class Simulation:
             self.start(f"reader {k}", self.read)
         self.start("verify", self.verify)
         self.start("merge", self.merge)
-        self._yield_turn()
-        ended = self.finished.wait(120)
+        gc.disable()  # a collection frees the generations that frames of killed actors hold, at any time
+        try:
+            self._yield_turn()
+            ended = self.finished.wait(120)
+        finally:
+            gc.enable()
         last = "\n".join(f"{actor}: {call}" for actor, call in self.trail[-15:])
         assert ended, f"seed {self.seed}: stuck after\n{last}"
         assert not self.failures, f"seed {self.seed}: " + "\n".join(self.failures) + f"\nlast calls:\n{last}"
@@ -246,7 +249,7 @@ class Simulation:
 
     def check_end(self):
         """Assert that the final store is intact, complete and free of leftovers."""
-        gc.collect()  # the frames of killed actors hold stores, and these their generations
+        gc.collect()  # see `run`
         with StoreWriter(self.store):
             pass  # removes temporary folders and old generations
         clean_store(self.store, older_than_s=0)
