@@ -1,12 +1,12 @@
 """Compare training, predict and benchmark next to a busy process with the same on an idle machine.
 
-python bench/busy_processor.py STORE [--what NAME ...] [--rounds 9] [--baseline CHECKOUT]
+python bench/busy_processor.py STORE [--what NAME ...] [--rounds 9]
 
 The other process computes in one thread and is not pinned. `bench/startup.py --make STORE` writes a store. The times
 are medians: of an epoch and its checkpoint for training, of a call for predict. States alternate: each program runs
 all the time, and is stopped while it is not its turn. The epochs or calls of the first second of a turn, in which
 threads adapt to the state, do not count; those of the next second do. The command benchmark is measured as a whole, in
-processes of their own. With --baseline, another checkout is measured alone.
+processes of their own. bench/checkouts.py compares training alone with another checkout.
 """
 
 import argparse
@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
@@ -39,16 +38,15 @@ for call in range({MANY}):
         assert main(sys.argv[1:]) == 0
     print(f"epoch {{call}}/", flush=True)
 """
-States = dict[str, Callable[[], float]]
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
 
 
 class Program:
     """A Python process that is stopped while it is not its turn. Its turns end with lines that contain "epoch N/"."""
 
-    def __init__(self, checkout: Path, *words: object) -> None:
-        environment = os.environ | {"PYTHONPATH": str(checkout)}
+    def __init__(self, *words: object) -> None:
         command = [sys.executable, "-u", *map(str, words)]
-        self._process = subprocess.Popen(command, cwd=checkout, env=environment, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
 
     def __enter__(self) -> Self:
         """Wait for the end of the first epoch."""
@@ -95,36 +93,32 @@ def train_words(store: Path, folder: Path, model: str, epochs: int) -> list[obje
     ]
 
 
-def measure(what: str, store: Path, work: Path, checkouts: dict[str, Path], rounds: int) -> dict[str, float]:
+def measure(what: str, store: Path, folder: Path, rounds: int) -> dict[str, float]:
     """Return the median seconds of each state."""
     with ExitStack() as stack:
-        programs: States = {}
-        for name, checkout in checkouts.items():
-            folder = work / f"{what}-{name}"
-            if what == "benchmark":
-                words = ["--detectors", "lstm_solo,gnn_det_lstm", "--folds", "2", "--output-dir", folder, "--overwrite"]
-                command = [sys.executable, "-m", "tracestore", "benchmark", store, *words]
-                environment = os.environ | {"PYTHONPATH": str(checkout)}
-                options = {"cwd": checkout, "env": environment, "check": True, "stdout": subprocess.DEVNULL}
-                programs[name] = lambda command=command, options=options: timed(
-                    lambda: subprocess.run(command, **options)
-                )
-            elif what == "predict":
-                words = train_words(store, folder, "gnn_det_lstm", 1)
-                subprocess.run([sys.executable, *map(str, words)], cwd=checkout, check=True, stdout=subprocess.DEVNULL)
-                checkpoint = folder / "gnn_det_lstm/best.pt"
-                words = ["--checkpoint", checkpoint, "--store", store, "--output", f"{folder}.csv"]
-                programs[name] = stack.enter_context(Program(checkout, "-c", PREDICT, "predict", *words)).turn
-            else:
-                program = Program(checkout, *train_words(store, folder, what, MANY))
-                programs[name] = stack.enter_context(program).turn
+        if what == "benchmark":
+            words = ["--detectors", "lstm_solo,gnn_det_lstm", "--folds", "2", "--output-dir", folder, "--overwrite"]
+            command = [sys.executable, "-m", "tracestore", "benchmark", store, *words]
+            options = {"cwd": ROOT, "env": ENVIRONMENT, "check": True, "stdout": subprocess.DEVNULL}
+
+            def turn() -> float:
+                return timed(lambda: subprocess.run(command, **options))
+
+        elif what == "predict":
+            words = train_words(store, folder, "gnn_det_lstm", 1)
+            subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+            checkpoint = folder / "gnn_det_lstm/best.pt"
+            words = ["--checkpoint", checkpoint, "--store", store, "--output", f"{folder}.csv"]
+            turn = stack.enter_context(Program("-c", PREDICT, "predict", *words)).turn
+        else:
+            turn = stack.enter_context(Program(*train_words(store, folder, what, MANY))).turn
         busy = stack.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
         stack.callback(busy.kill)
-        times: dict[str, list[float]] = {state: [] for state in (*programs, "busy")}
+        times: dict[str, list[float]] = {"alone": [], "busy": []}
         for number in range(rounds):
             for state in list(times)[:: 1 if number % 2 else -1]:
                 busy.send_signal(signal.SIGCONT if state == "busy" else signal.SIGSTOP)
-                times[state].append(programs["alone" if state == "busy" else state]())
+                times[state].append(turn())
     return {state: statistics.median(seconds) for state, seconds in times.items()}
 
 
@@ -135,19 +129,12 @@ def main() -> None:
     names = [*MODELS, "predict", "benchmark"]
     parser.add_argument("--what", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--baseline", type=Path, help="another checkout, whose package is measured alone")
     args = parser.parse_args()
-    store, checkouts = args.store.resolve(), {"alone": ROOT}
-    if args.baseline is not None:
-        checkouts["baseline"] = args.baseline.resolve()
     with tempfile.TemporaryDirectory() as work:
         for what in args.what:
-            seconds = measure(what, store, Path(work), checkouts, args.rounds)
-            row = [f"{state} {value:.3f} s" for state, value in seconds.items()]
-            row.append(f"busy/alone {seconds['busy'] / seconds['alone']:.2f}")
-            if "baseline" in seconds:
-                row.append(f"alone/baseline {seconds['alone'] / seconds['baseline']:.3f}")
-            print(f"{what:24}{', '.join(row)}", flush=True)
+            seconds = measure(what, args.store.resolve(), Path(work) / what, args.rounds)
+            alone, busy = seconds["alone"], seconds["busy"]
+            print(f"{what:24}alone {alone:.3f} s, busy {busy:.3f} s, busy/alone {busy / alone:.2f}", flush=True)
 
 
 if __name__ == "__main__":

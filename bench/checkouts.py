@@ -1,4 +1,4 @@
-"""Compare this checkout with another one, built in place: conversion, opening, batches and processor time.
+"""Compare this checkout with another one, built in place: conversion, opening, batches, training, processor time.
 
 python bench/checkouts.py OTHER DIR [--what NAME ...] [--rounds 9]
 
@@ -54,7 +54,36 @@ while time.perf_counter() < end:
     epochs.append(once())
 print(min(epochs))
 """
+# Commit e803559 has no --models, but a flag for each model.
+TRAIN = """
+import contextlib, io, os, runpy, shutil, statistics, subprocess, sys, tempfile, time
+class Lines(io.StringIO):
+    ends = []
+    def write(self, text):
+        if " epoch " in text:
+            self.ends.append(time.perf_counter())
+            ends = [end for end in self.ends if end > self.ends[0] + 1]
+            if len(ends) > 3 and ends[-1] > ends[0] + 3:
+                print(statistics.median(b - a for a, b in zip(ends, ends[1:])), file=sys.__stdout__, flush=True)
+                shutil.rmtree(folder, ignore_errors=True)
+                os._exit(0)
+        return super().write(text)
+store, model = sys.argv[1:]
+flags = ["--models", model]
+command = [sys.executable, "-m", "tracestore", "train"]
+if b"--models" not in subprocess.check_output([*command, "--help"]):
+    names = {"lstm_solo": "lstm", "gnn_det_lstm": "gnn-det", "gvae_lstm": "gvae"}
+    names |= {f"{name}_no_edges": f"{flag}-no-edges" for name, flag in names.items() if flag != "lstm"}
+    flags = [f"--{'' if name == model else 'no-'}run-{flag}" for name, flag in names.items()]
+folder = tempfile.mkdtemp()
+sys.argv[1:] = ["train", "--store", store, "--output-dir", folder, "--overwrite", "--epochs", "1000000", "--no-probe"]
+sys.argv += flags
+with contextlib.redirect_stdout(Lines()):
+    runpy.run_module("tracestore", run_name="__main__")
+"""
+MODELS = ("lstm_solo", "gnn_det_lstm", "gnn_det_lstm_no_edges", "gvae_lstm", "gvae_lstm_no_edges")
 READING = {"opening": (OPEN,), "sequence": (EPOCHS, "sequence"), "graph": (EPOCHS, "graph")}
+READING |= {model: (TRAIN, model) for model in MODELS}
 
 
 def write_sources(folder: Path, count: int, num_files: int, suffix: str, shape: dict[str, int]) -> None:
@@ -120,6 +149,9 @@ def main() -> None:
         source = what if what in SOURCES else READ
         if not (args.folder / source).exists():
             write_sources(args.folder / source, *SOURCES[source])
+            if source == READ:  # training needs labels
+                scores = (f"q{k},{k % 2}\n" for k in range(SOURCES[READ][0]))
+                (args.folder / READ / "scores.csv").write_text("question_id,score\n" + "".join(scores))
         rounds = []
         for number in range(-1, args.rounds):  # the first round fills caches
             pair = {c: measure(c, what, args.folder) for c in checkouts[:: 1 if number % 2 else -1]}
@@ -127,7 +159,7 @@ def main() -> None:
         other, other_processor, this, this_processor = map(statistics.median, zip(*rounds[1:], strict=True))
         single = [row[2] / row[0] for row in rounds[1:]]
         print(
-            f"{what:16}{other:.4f} s, {this:.4f} s, ratio {this / other:.3f}, processor time "
+            f"{what:24}{other:.4f} s, {this:.4f} s, ratio {this / other:.3f}, processor time "
             f"{this_processor / other_processor:.3f}, rounds {min(single):.2f} to {max(single):.2f}",
             flush=True,
         )
