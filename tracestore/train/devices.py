@@ -2,7 +2,7 @@
 
 A thread of libgomp that waits for the others of its team spins, and sleeps after that. Spinning is faster while every
 thread has a processor. Next to another busy program it takes time from the very thread that all wait for: training on
-two processors took 4 to 15 times as long as alone, and 1.5 times with threads that sleep at once (docs/decisions.md).
+two processors took 4 to 10 times as long as alone, and 1.6 to 1.9 times with threads that sleep at once (docs/decisions.md).
 
 libgomp reads its settings once, but spins for 100 rounds only while it manages more threads than there are processors
 (GOMP_SPINCOUNT in its manual). While the threads of this process wait for processors, `torch_threads` therefore keeps

@@ -24,7 +24,7 @@ def add_arguments(parser: Parser) -> None:
     text = "tasks that convert --plan has written; - reads their lines from standard input, and prints the hash of each"
     parser.add_argument("file", type=Path, metavar="FILE", help=text)
     add_shard(parser, "write the tasks I, I + N, I + 2 N, ... that are not written")
-    text = "processes of this machine; one that is killed is repeated up to three times"
+    text = "processes of this machine; a task whose process is killed is tried three times"
     parser.add_argument("--workers", type=positive_int, metavar="N", default=1, help=text)
     text = f"memory for waiting traces, of all processes (default: {format_size(ConvertOptions.memory_budget)})"
     parser.add_argument(
