@@ -6,11 +6,10 @@ from scipy import stats
 
 from tracestore.evaluation.clusters import (
     Resampling,
-    bootstrap_wald_p,
     compare_pairs,
     jackknife_error,
     jackknife_interval,
-    jackknife_p,
+    p_value,
 )
 from tracestore.evaluation.evaluate import RunScores
 from tracestore.evaluation.metrics import auroc
@@ -41,8 +40,8 @@ def test_jackknife_of_the_mean_is_the_standard_error_of_the_mean():
     low, high = jackknife_interval(x.mean(), values)
     expected = stats.t.interval(0.95, 19, x.mean(), stats.sem(x))
     assert (low, high) == pytest.approx(expected)
-    assert jackknife_p(x.mean(), values) == pytest.approx(stats.ttest_1samp(x, 0).pvalue)
-    assert jackknife_p(0.0, np.zeros(5)) == 1 and jackknife_p(0.3, np.full(5, 0.3)) == 0
+    assert p_value(x.mean(), jackknife_error(values), 19) == pytest.approx(stats.ttest_1samp(x, 0).pvalue)
+    assert p_value(0.0, 0.0, 4) == 1 and p_value(0.3, 0.0, 4) == 0
 
 
 def test_leaving_out_a_group_is_the_auroc_without_its_traces():
@@ -96,6 +95,51 @@ def test_fold_that_has_one_class_without_a_group_is_left_out():
     assert np.isfinite(found.values).all()
 
 
+def spread_runs(num_positive, seed=0):
+    """Return five folds by question of 110 groups of three traces, each group in several folds."""
+    rng = np.random.default_rng(seed)
+    y = np.zeros(330, int)
+    y[rng.choice(330, num_positive, replace=False)] = 1
+    score, fold = y + rng.standard_normal(330), np.zeros(330, int)
+    for label in (0, 1):
+        fold[y == label] = np.arange((y == label).sum()) % 5
+    names = np.array([[f"q{k}", f"g{k // 3}"] for k in range(330)], dtype=object)
+    traces = [np.flatnonzero(fold == k) for k in range(5)]
+    return [RunScores(k, t, *names[t].T, y[t], score[t], 0.0, 1.0) for k, t in enumerate(traces)]
+
+
+@pytest.mark.parametrize("num_positive", [12, 20, 150])
+def test_groups_that_lie_in_several_folds_are_drawn_as_a_whole(num_positive):
+    """A fold whose drawn traces have one class is left out of the mean."""
+    runs = spread_runs(num_positive)
+    found = Resampling(runs, "group", 0)
+    assert found.method == "bootstrap" and np.isfinite(found.values).all()
+    groups = sorted({name for run in runs for name in run.group})
+    labels = {name: {int(y) for run in runs for y in run.y[run.group == name]} for name in groups}
+    rows = [{name: np.flatnonzero(run.group == name) for name in groups} for run in runs]
+    rng, expected = np.random.default_rng(1), []
+    for _ in range(300):
+        drawn = []
+        for classes in ({0}, {1}, {0, 1}):
+            members = [name for name in groups if labels[name] == classes]
+            drawn += rng.choice(members, len(members)).tolist() if members else []
+        chosen = [np.concatenate([of[name] for name in drawn]) for of in rows]
+        values = [auroc(run.y[k], run.logit[k]) for run, k in zip(runs, chosen, strict=True)]
+        expected.append(np.nanmean(values))
+    assert found.values.std() == pytest.approx(np.std(expected), rel=0.15)
+    assert found.values.mean() == pytest.approx(np.mean(expected), abs=0.02)
+
+
+def test_class_of_one_group_has_no_interval_by_group():
+    """The AUROC without that group is not defined."""
+    (run, _) = make_runs()
+    run.y[:] = run.group == "g0"
+    found = Resampling([run], "group", 0)
+    assert found.method is None and found.interval() is None and "both classes" in found.reason
+    (pair,) = compare_pairs({"a": found, "b": found})
+    assert pair["p"] is None and pair["interval"] is None
+
+
 @pytest.mark.parametrize("unit", ["question", "group"])
 def test_pairs_are_adjusted_by_holm(unit):
     models = {
@@ -112,10 +156,10 @@ def test_pairs_are_adjusted_by_holm(unit):
 
 
 def test_p_value_of_the_bootstrap_is_finer_than_its_resamples():
-    values = np.random.default_rng(0).normal(0.3, 0.05, 2000)
-    assert bootstrap_wald_p(0.3, values) == pytest.approx(2 * stats.norm.sf(0.3 / values.std(ddof=1)))
-    assert bootstrap_wald_p(0.3, values) < 1e-6
-    assert bootstrap_wald_p(0.0, np.zeros(9)) == 1 and bootstrap_wald_p(0.1, np.full(9, 0.1)) == 0
+    error = np.random.default_rng(0).normal(0.3, 0.05, 2000).std(ddof=1)
+    assert p_value(0.3, error) == pytest.approx(2 * stats.norm.sf(0.3 / error))
+    assert p_value(0.3, error) < 1e-6
+    assert p_value(0.0, 0.0) == 1 and p_value(0.1, 0.0) == 0
 
 
 def test_p_values_by_group_are_uniform_without_a_difference():
@@ -124,5 +168,6 @@ def test_p_values_by_group_are_uniform_without_a_difference():
     for seed in range(200):
         runs = [make_runs(num_groups=16, per_group=8, group_effect=1.0, seed=seed, noise_seed=k) for k in (0, 1)]
         a, b = (Resampling(r, "group", 0) for r in runs)
-        rejected += jackknife_p(a.estimate - b.estimate, a.values - b.values) < 0.05
+        error = jackknife_error(a.values - b.values)
+        rejected += p_value(a.estimate - b.estimate, error, len(a.values) - 1) < 0.05
     assert 1 <= rejected <= 24

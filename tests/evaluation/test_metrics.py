@@ -198,6 +198,24 @@ def test_the_bootstrap_test_keeps_its_level_with_several_traces_per_question():
     assert pair["method"] == "bootstrap" and "delong_p" not in pair
 
 
+def test_the_bootstrap_test_keeps_its_level_with_one_hallucination_in_each_fold():
+    """Drawn within folds, the only hallucination of a fold would be in every resample."""
+    rng = np.random.default_rng(4)
+    y, fold = np.arange(105) < 5, np.arange(105) % 5
+    folds = [np.flatnonzero(fold == k) for k in range(5)]
+    p, lengths = [], []
+    for _ in range(60):
+        shared, draws = rng.normal(size=105) + y, []
+        for _ in range(2):
+            score = shared + rng.normal(size=105)
+            runs = [scored(y[t], score[t], fold=k, trace=t, question=[f"q{i}" for i in t]) for k, t in enumerate(folds)]
+            draws.append(BootstrapResampler(runs, 0).draws(200)[:, 0])
+        p.append(bootstrap_p(draws[0] - draws[1]))
+        lengths.append(np.ptp(metrics.percentile_interval(draws[0])))
+    assert np.mean(np.array(p) < 0.05) < 0.2
+    assert np.mean(lengths) > 0.2
+
+
 def test_comparisons_of_three_are_adjusted_and_paired():
     rng = np.random.default_rng(5)
     y = np.repeat([0, 1], 60)

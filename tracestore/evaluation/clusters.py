@@ -45,15 +45,21 @@ class Resampling:
         if self.reason is None:
             self.method = "jackknife" if is_jackknife else "bootstrap"
             self.values = (resampler.leave_one_out() if is_jackknife else resampler.draws())[:, 0]
+        if np.isnan(self.values).any():
+            self.method, self.reason = None, "without one of the groups, no fold has traces of both classes"
 
     def interval(self) -> list[float] | None:
         """Return the 95 % interval, within 0 and 1."""
+        found, _ = self.interval_and_p(self.estimate, self.values)
+        return None if found is None else [max(0.0, found[0]), min(1.0, found[1])]
+
+    def interval_and_p(self, estimate: float, values: np.ndarray) -> tuple[list[float] | None, float | None]:
+        """Return the 95 % interval of an estimate with these resamples, and the p value of 0; None with too few."""
         if self.method is None:
-            return None
+            return None, None
         if self.method == "bootstrap":
-            return list(percentile_interval(self.values))
-        low, high = jackknife_interval(self.estimate, self.values)
-        return [max(0.0, low), min(1.0, high)]
+            return list(percentile_interval(values)), p_value(estimate, float(values.std(ddof=1)))
+        return list(jackknife_interval(estimate, values)), p_value(estimate, jackknife_error(values), len(values) - 1)
 
 
 def jackknife_error(values: np.ndarray) -> float:
@@ -75,31 +81,25 @@ def jackknife_interval(estimate: float, values: np.ndarray) -> tuple[float, floa
     return estimate - half, estimate + half
 
 
-def jackknife_p(difference: float, values: np.ndarray) -> float:
-    """Return the two-sided p value of a zero difference, by Student's t with G - 1 degrees of freedom."""
-    from scipy.stats import t
+def p_value(difference: float, error: float, degrees: float = math.inf) -> float:
+    """Return the two-sided p value of a zero difference with a standard error.
 
-    error = jackknife_error(values)
-    # Scores that order all traces alike differ by rounding only.
-    if error < 1e-12:
-        return 1.0 if abs(difference) < 1e-12 else 0.0
-    return float(2 * t.sf(abs(difference) / error, len(values) - 1))
-
-
-def bootstrap_wald_p(difference: float, values: np.ndarray) -> float:
-    """Return the two-sided p value of a zero difference, from a normal distribution with the bootstrap's standard error.
-
-    The share of resamples on one side of 0 has a resolution of 0.001, too coarse for Holm's correction over the pairs
-    of 20 detectors.
+    The distribution is Student's t with these degrees of freedom. The one of the bootstrap is normal: the share of its
+    resamples on one side of 0 has a resolution of 0.001, too coarse for Holm's correction over the pairs of 20
+    detectors.
 
     References
     ----------
     Efron and Tibshirani 1993, "An Introduction to the Bootstrap".
     """
-    error = float(values.std(ddof=1))
+    # Scores that order all traces alike differ by rounding only.
     if error < 1e-12:
         return 1.0 if abs(difference) < 1e-12 else 0.0
-    return math.erfc(abs(difference) / (error * math.sqrt(2)))
+    if degrees == math.inf:
+        return math.erfc(abs(difference) / (error * math.sqrt(2)))
+    from scipy.stats import t
+
+    return float(2 * t.sf(abs(difference) / error, degrees))
 
 
 def compare_pairs(found: Mapping[str, Resampling]) -> list[dict[str, Any]]:
@@ -118,15 +118,10 @@ def compare_pairs(found: Mapping[str, Resampling]) -> list[dict[str, Any]]:
     """
     pairs: list[dict[str, Any]] = []
     for a, b in combinations(found, 2):
-        difference, values = found[a].estimate - found[b].estimate, found[a].values - found[b].values
-        pair = {"first": a, "second": b, "difference": difference, "method": found[a].method}
-        if found[a].method is None:
-            pair |= dict.fromkeys(("interval", "p", "p_holm"))
-        elif found[a].method == "bootstrap":
-            pair |= {"interval": list(percentile_interval(values)), "p": bootstrap_wald_p(difference, values)}
-        else:
-            pair |= {"interval": list(jackknife_interval(difference, values)), "p": jackknife_p(difference, values)}
-        pairs.append(pair)
+        difference, method = found[a].estimate - found[b].estimate, found[a].method
+        interval, p = found[a].interval_and_p(difference, found[a].values - found[b].values)
+        pair = {"first": a, "second": b, "difference": difference, "method": method, "interval": interval}
+        pairs.append(pair | {"p": p, "p_holm": None})
     return adjust(pairs)
 
 

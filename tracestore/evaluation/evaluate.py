@@ -75,7 +75,8 @@ class BootstrapResampler:
     """AUROC and average precision over runs, and their bootstrap by question.
 
     Both metrics are computed within each run and averaged over the runs, because logits of
-    separately trained models have no common scale. Resamples are drawn within each fold.
+    separately trained models have no common scale. Resamples are drawn from all folds together: a fold
+    may have one question of a class, which would be in every resample of the fold.
 
     Parameters
     ----------
@@ -93,7 +94,6 @@ class BootstrapResampler:
         self.runs, self.seed = runs, seed
         # Each trace once, even where several runs score it.
         self.trace, first = np.unique(np.concatenate([r.trace for r in runs]), return_index=True)
-        fold = np.concatenate([np.full(len(r.trace), r.fold) for r in runs])[first]
         self.y = y = np.concatenate([r.y for r in runs])[first]
         question = np.concatenate([r.question for r in runs])[first]
         if by == "group":
@@ -101,7 +101,7 @@ class BootstrapResampler:
             question = np.array(question_keys(question.tolist(), groups.tolist()), dtype=object)
         numbers: dict[str, int] = {}
         self.clusters = np.array([numbers.setdefault(q, len(numbers)) for q in question])
-        self.strata = 4 * fold + metrics.class_strata(y, self.clusters)
+        self.strata = metrics.class_strata(y, self.clusters)
         self._run_metrics = [(metrics.RankMetrics(r.y, r.logit), np.searchsorted(self.trace, r.trace)) for r in runs]
 
     @property
@@ -110,25 +110,15 @@ class BootstrapResampler:
         return int(self.clusters.max()) + 1
 
     def _mean_over_runs(self, weights: np.ndarray) -> np.ndarray:
-        """Return AUROC and average precision: (R, n) -> (R, 2)."""
-        mean: np.ndarray = np.mean(self._by_run(weights), axis=0)
+        """Return AUROC and average precision: (R, n) -> (R, 2). A run that has one class then is left out."""
+        with np.errstate(invalid="ignore", divide="ignore"):
+            values = np.array([of_run.weighted(weights[:, columns]) for of_run, columns in self._run_metrics])
+            mean: np.ndarray = np.nansum(values, axis=0) / (~np.isnan(values)).sum(0)
         return mean
-
-    def _by_run(self, weights: np.ndarray) -> list[np.ndarray]:
-        """Return AUROC and average precision (R, 2) of each run."""
-        return [run_metrics.weighted(weights[:, columns]) for run_metrics, columns in self._run_metrics]
 
     def leave_one_out(self) -> np.ndarray:
-        """Return AUROC and average precision ``(G, 2)`` without each of the G questions or groups.
-
-        A run that has one class then is left out of the mean.
-        """
-        weights = (self.clusters != np.arange(self.num_questions)[:, None]).astype(np.float64)
-        with np.errstate(invalid="ignore", divide="ignore"):
-            values = np.array(self._by_run(weights))
-        kept = ~np.isnan(values)
-        mean: np.ndarray = np.where(kept, values, 0).sum(0) / np.maximum(kept.sum(0), 1)
-        return mean
+        """Return AUROC and average precision ``(G, 2)`` without each of the G questions or groups."""
+        return self._mean_over_runs((self.clusters != np.arange(self.num_questions)[:, None]).astype(np.float64))
 
     def estimate(self) -> np.ndarray:
         """Return AUROC and average precision ``(2,)`` of the sample itself."""
