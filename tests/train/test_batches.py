@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+import tracestore
 from tests.helpers import make_traces, write_store
 from tests.train.runs import select_layers
 from tracestore.data.loader import TraceLoader
@@ -322,3 +323,22 @@ def test_statistics_are_those_of_the_layers_that_are_read(store, name):
         mean, std = (rows.mean(0), rows.std(0).clip(1e-6)) if is_read else (np.zeros(16), np.ones(16))
         np.testing.assert_allclose(standardizer.mean[layer], mean, rtol=1e-6, atol=1e-7)
         np.testing.assert_allclose(standardizer.std[layer], std, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["f2", "f4"])
+@pytest.mark.parametrize("name", ["gnn_det_lstm", "lstm_solo"])
+def test_a_column_that_is_constant_in_training_is_only_centered(name, dtype, tmp_path):
+    """All training traces end with the same token, or have a padded column; others need not."""
+    traces = make_traces(40, tokens=7, layers=LAYERS, dim=16, dtype=dtype)
+    for trace in traces:
+        for hidden in trace["hidden_states"]:
+            hidden[:, 3], hidden[:, 4], hidden[:, 5] = 300.3, 0, -1e-3 * (1 + hidden[:, 5] % 1)
+    store = tracestore.open(write_store(tmp_path / "s.zarr", traces, dtype="keep"))
+    model = make_model(name, ModelConfig.from_store(store, **SIZES))
+    fit_standardizer(model, store, np.arange(40), MODELS[name].view, DistributedContext())
+    standardizer = (model if name == "lstm_solo" else model.encoder).standardiser
+    layer = model.layers_read[0]
+    assert standardizer.std[layer, 3:5].tolist() == [1, 1]
+    np.testing.assert_allclose(standardizer.mean[layer, 3:5], [np.dtype(dtype).type(300.3), 0])
+    rows = [t.last_token[layer][None] if name == "lstm_solo" else t.hidden_states[layer] for t in store]
+    np.testing.assert_allclose(standardizer.std[layer, 5], np.concatenate(rows).astype("f8")[:, 5].std(), rtol=1e-4)

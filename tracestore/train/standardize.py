@@ -60,7 +60,7 @@ def fit_standardizer(
         )
     total, squares, count = ranks.all_reduce_sum(torch.from_numpy(sums))
     mean = total / count
-    standardizer.mean[layers] = mean.to(standardizer.mean)
-    standardizer.std[layers] = (
-        (squares / count - mean.square()).clamp_min(0).sqrt().clamp_min(1e-6).to(standardizer.std)
-    )
+    variance = squares / count - mean.square()
+    # A column that is constant in training, up to rounding, is only centered: other traces may have another value.
+    std = torch.where(variance > 1e-12 * mean.square(), variance.sqrt().clamp_min(1e-6), 1)
+    standardizer.mean[layers], standardizer.std[layers] = mean.to(standardizer.mean), std.to(standardizer.std)
