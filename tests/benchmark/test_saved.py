@@ -59,6 +59,27 @@ def test_store_of_another_shape_is_refused(store, tmp_path):
     assert "fitted to 3 layers of 8 columns, this store has 3 of 4" in message
 
 
+def with_heads(k, heads):
+    """Return a trace with an attention of so many heads."""
+    trace = make_labeled(k)
+    return trace | {"attentions": [np.repeat(a[:1], heads, axis=0) for a in trace["attentions"]]}
+
+
+@pytest.mark.parametrize("name", [n for n in select("features") if "attention" in make_detector(n).fields])
+def test_store_of_other_heads_is_refused(name, store, tmp_path):
+    """The attention score of LLM-Check is a sum over the heads, the others have columns of each head."""
+    detector = make_detector(name).fit(store, np.arange(40), LABELS[:40])
+    save_checkpoint(tmp_path / "d.pt", content(name, detector, store, 1.0, 0.0, 0.0))
+    traces = [make_labeled(k) for k in range(8)]
+    more = [with_heads(k, 3) for k in range(8)]
+    for number, other in enumerate(((traces, "mean"), (more, "heads"))):
+        path = write_store(tmp_path / f"{number}.zarr", other[0], attention=other[1])
+        message = error_of("predict", "--checkpoint", tmp_path / "d.pt", "--store", path, code=2)
+        assert f"fitted to attention of 2 heads (a mean is one), found {1 + 2 * number}" in message
+    same = write_store(tmp_path / "same.zarr", traces, attention="heads")
+    command("predict", "--checkpoint", tmp_path / "d.pt", "--store", same, "--output", tmp_path / "o.csv", check=0)
+
+
 def damaged(saved):
     """Yield changes of a checkpoint, and a part of the message of its refusal."""
     yield {"detector_version": 99}, "another version"

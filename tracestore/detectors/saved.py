@@ -18,7 +18,7 @@ from tracestore.oom.oom_errors import is_out_of_memory
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.read.store import TraceStore
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)

@@ -160,6 +160,14 @@ def test_group_rate_is_that_of_the_training_traces(store):
     np.testing.assert_allclose(detector.score(store, np.array([4, 5, 14, 30])), expected)
 
 
+def test_trace_without_a_group_has_the_share_of_all_training_traces(tmp_path):
+    traces = [make_labeled(k) for k in range(12)]
+    path = write_store(tmp_path / "s.zarr", traces, label=lambda k: int(k > 8), group=lambda k: "g" * (k % 3 == 0))
+    store = tracestore.open(path)
+    detector = make("group_rate").fit(store, np.arange(11), (np.arange(11) > 8).astype(int))
+    assert detector.score(store, np.arange(12)).tolist() == pytest.approx([1 / 4, 2 / 11, 2 / 11] * 4)
+
+
 @pytest.mark.parametrize(("name", "num_layers"), [("probe_logprob", 1), ("probes_logprob", 2)])
 def test_combination_is_a_regression_on_cross_fitted_logits(store, name, num_layers):
     detector = make(name, num_layers=num_layers).fit(store, TRAIN, LABELS[TRAIN])
@@ -210,6 +218,37 @@ def test_principal_components_of_the_tokens():
     np.testing.assert_allclose(
         np.abs((torch.from_numpy(standardized).float() @ projection).numpy()), expected, atol=1e-4
     )
+
+
+@pytest.mark.parametrize("value", [0.0, 3.0, 300.3])
+def test_column_that_is_constant_in_training_is_only_centered(value):
+    tokens = torch.randn(5000, 6, generator=torch.Generator().manual_seed(0))
+    tokens[:, 2] = value
+    mean, std, _ = components_of(tokens, 4)
+    assert std[2] == 1 and mean[2].item() == pytest.approx(value, rel=1e-6)
+    np.testing.assert_allclose(std[:2].numpy(), tokens[:, :2].numpy().std(0, ddof=1), rtol=1e-5)
+
+
+def test_training_trace_with_nan_is_left_out_of_every_detector(tmp_path):
+    """One such trace changes no score, or the detector cannot be fitted; never are all scores missing."""
+    traces = [make_labeled(k) for k in range(COUNT)]
+    clean = tracestore.open(write_published(tmp_path / "clean.zarr", traces))
+    traces[3]["hidden_states"] = [h.copy() for h in traces[3]["hidden_states"]]
+    for hidden in traces[3]["hidden_states"]:
+        hidden[-1, 0] = np.nan
+    dirty = tracestore.open(write_published(tmp_path / "dirty.zarr", traces))
+    rows = np.delete(TRAIN, 3)
+    for name in select("features"):
+        if {"hidden_states", "last_token"} & {*make(name).fields} and "samples" not in make(name).fields:
+            try:
+                found = make(name).fit(dirty, TRAIN, LABELS[TRAIN]).score(dirty, TEST)
+            except TrainingError as error:
+                assert "--drop-nonfinite" in str(error)
+                continue
+            if name == "pooled_mlp":
+                expected = make(name).fit(clean, rows, LABELS[rows]).score(clean, TEST)
+                np.testing.assert_allclose(found, expected)
+            assert np.isfinite(found).all(), name
 
 
 def test_pooled_network_learns(tmp_path):

@@ -25,6 +25,7 @@ class MapRegression(Fitted):
     _model: Linear | None = field(default=None, init=False, repr=False)
     _components: np.ndarray | None = field(default=None, init=False, repr=False)
     _c: float = field(default=0.0, init=False, repr=False)
+    _num_heads: int = field(default=0, init=False, repr=False)
 
     fields: ClassVar[tuple[str, ...]] = ("attention", "answer")
 
@@ -34,7 +35,7 @@ class MapRegression(Fitted):
 
     def fit(self, store: TraceStore, indices: np.ndarray, labels: np.ndarray) -> Self:
         """Fit principal components, if there are many columns, and the regression, whose C cross-validation chooses."""
-        x = self._columns(store, indices)
+        x, self._num_heads = self._columns(store, indices), store.num_stored_heads
         kept = usable(labels, np.isfinite(x).all(1), "features of the attention")
         x, y = x[kept], labels[kept]
         self._components = None

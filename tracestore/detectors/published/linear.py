@@ -8,7 +8,7 @@ import numpy as np
 
 from tracestore.detectors.interface import Detector, Kind
 from tracestore.detectors.logistic import Linear, fit_linear
-from tracestore.errors import TrainingError
+from tracestore.errors import MissingFieldError, TrainingError
 from tracestore.evaluation.metrics import auroc
 from tracestore.store.read.store import TraceStore
 
@@ -27,6 +27,15 @@ class Fitted(Detector):
     """Base of detectors whose fitted values are the private fields of a dataclass: plain values, arrays and `Linear`."""
 
     source: ClassVar[str] = "by formula"
+
+    def check(self, store: TraceStore) -> None:
+        """Check that a store has the fields and, for features of each head, the heads of the store of `fit`."""
+        super().check(store)
+        heads, found = getattr(self, "_num_heads", 0), store.num_stored_heads
+        if heads not in (0, found):
+            raise MissingFieldError(
+                f"{store.path}: fitted to attention of {heads} heads (a mean is one), found {found}"
+            )
 
     def state(self) -> dict[str, Any]:
         """Return the fitted values by name."""

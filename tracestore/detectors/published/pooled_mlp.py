@@ -97,7 +97,8 @@ class PooledMLP(Detector):
     def fit(self, store: TraceStore, indices: np.ndarray, labels: np.ndarray) -> Self:
         """Standardize with the training tokens, and train the networks."""
         values, offsets = self._inputs(store)
-        kept = usable(labels, np.diff(offsets)[indices] > 0, "states of the answer")
+        is_known = (np.diff(offsets) > 0) & ~store.has_nonfinite
+        kept = usable(labels, is_known[indices], "finite states of the answer")
         rows, y = indices[kept], torch.from_numpy(labels[kept]).float()
         x, mask = _padded(values, offsets, rows, store.hidden_dtype)
         self._models = []
@@ -157,7 +158,9 @@ def _padded(values: np.ndarray, offsets: np.ndarray, rows: np.ndarray, dtype: st
 
 def _components(tokens: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return mean and standard deviation of the columns of tokens (M, columns), and the projection (columns, count)."""
-    mean, std = tokens.mean(0), tokens.std(0).clamp_min(1e-6)
+    mean, std = tokens.mean(0), tokens.std(0)
+    # A column that is constant, up to rounding, is only centered: other traces may have another value.
+    std = torch.where(std > 1e-6 * mean.abs(), std.clamp_min(1e-6), 1)
     standardized = (tokens - mean) / std
     _, singular, right = torch.svd_lowrank(standardized, q=min(count, *tokens.shape), niter=2)
     return mean, std, right * (len(tokens) ** 0.5 / singular[0])

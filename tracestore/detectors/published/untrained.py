@@ -66,6 +66,7 @@ class LLMCheck(Fitted):
     score_of: Literal["hidden", "attention"] = "hidden"
     _layer: int = field(default=-1, init=False, repr=False)
     _sign: int = field(default=1, init=False, repr=False)
+    _num_heads: int = field(default=0, init=False, repr=False)
 
     kind = "untrained"
     layers: ClassVar[str] = "one, chosen on the training traces"
@@ -93,6 +94,7 @@ class LLMCheck(Fitted):
         columns = [auroc(y, column) if np.isfinite(column).all() else 0.5 for column in values.T]
         self._layer = int(np.argmax(np.abs(np.array(columns) - 0.5)))
         self._sign = 1 if columns[self._layer] >= 0.5 else -1
+        self._num_heads = store.num_stored_heads if self.score_of == "attention" else 0
         return self
 
     def score(self, store: TraceStore, indices: np.ndarray) -> np.ndarray:
@@ -109,7 +111,7 @@ class LLMCheck(Fitted):
 class GroupRate(Fitted):
     """Share of hallucinations among the training traces of the same group.
 
-    A group that training has not seen gets the share of all training traces.
+    A trace without a group, or of one that training has not seen, gets the share of all training traces.
     """
 
     _rates: dict[str, float] = field(default_factory=dict, init=False, repr=False)
@@ -127,6 +129,7 @@ class GroupRate(Fitted):
         by_group: dict[str, list[int]] = {}
         for k, label in zip(indices.tolist(), labels.tolist(), strict=True):
             by_group.setdefault(store.group(k), []).append(label)
+        by_group.pop("", None)  # questions without a group are not alike
         self._rates, self._rate = {name: float(np.mean(of)) for name, of in by_group.items()}, float(np.mean(labels))
         return self
 
