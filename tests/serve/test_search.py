@@ -171,8 +171,20 @@ def test_scores_of_a_benchmark_are_ranks_of_their_fold(store, tmp_path):
     for path in (tmp_path, tmp_path / "scores.csv"):
         results = Results.read([path], store)
         assert results.num_unknown == 1 and list(results.probabilities) == ["gnn:question"] == list(results.ranked)
-        np.testing.assert_allclose(results.probabilities["gnn:question"][4:10], [1, 1 / 3, 1, 1, 0.5, np.nan])
+        np.testing.assert_allclose(
+            results.probabilities["gnn:question"][4:10], [2 / 3, 1 / 6, 2 / 3, 0.75, 0.25, np.nan]
+        )
         assert results.thresholds == {"gnn:question": pytest.approx(4 / 6)}
+
+
+@pytest.mark.parametrize("num_hallucinated", [2, 4, 6, 8])
+def test_as_many_traces_of_a_benchmark_are_predicted_as_are_labeled(store, tmp_path, num_hallucinated):
+    """Also in each fold, if the folds have the same share."""
+    lines = [f"q{k + 10},0,{int(k // 2 < num_hallucinated // 2)},g,{k % 2},{k * 7 % 20}" for k in range(20)]
+    (tmp_path / "scores.csv").write_text("\n".join(["question_id,sample,label,group,fold:question,d:question", *lines]))
+    results = Results.read([tmp_path / "scores.csv"], store)
+    predicted = results.probabilities["d:question"][10:30] >= results.thresholds["d:question"]
+    assert [predicted[0::2].sum(), predicted[1::2].sum()] == [num_hallucinated // 2] * 2
 
 
 def test_unreadable_texts_raise_instead_of_an_empty_result(served_store, tmp_path):

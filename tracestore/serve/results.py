@@ -139,7 +139,7 @@ class Results:
             for fold in np.unique(folds):
                 inside = np.flatnonzero((folds == fold) & ~np.isnan(scores))
                 _, position, counts = np.unique(scores[inside], return_inverse=True, return_counts=True)
-                ranks[inside] = np.cumsum(counts)[position] / max(1, len(inside))
+                ranks[inside] = (np.cumsum(counts) - counts / 2)[position] / max(1, len(inside))
             self.probabilities[name] = np.full(len(store), np.nan)
             self.probabilities[name][indices] = ranks
             self.thresholds[name] = 1 - hallucinated

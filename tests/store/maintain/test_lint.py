@@ -105,6 +105,17 @@ def test_each_kind_of_issue_is_found(tmp_path, kind):
     assert (found[0].severity, found[0].advice) == KINDS[kind] and found[0].found
 
 
+def test_a_trace_with_nan_in_several_arrays_is_counted_once(tmp_path):
+    traces, scores = spoil("nan")
+    bad = traces[3]["attentions"]
+    bad[0][:, 3, 1], bad[1][:, 3, 1], bad[1][:, 4, 2] = np.nan, 1.5, np.inf
+    report = lint_store(store_of(tmp_path / "s.zarr", traces, scores))
+    assert report.counts == {"nan": 1, "infinite": 1, "large_weight": 1, "row_sums": 1}
+    found = {f.kind: f.found for f in report.findings}
+    assert "values of hidden_states, 1 of" in found["nan"] and "values of attention" in found["nan"]
+    assert found["large_weight"] == "1 attention weights above 1, the largest 1.5"
+
+
 @pytest.mark.parametrize("direction", ["correct", "hallucination"])
 def test_labels_that_differ_from_their_scores_are_listed(tmp_path, direction):
     labels = [0.0, 1.0, None, 0.0, 1.0] * 4

@@ -105,29 +105,31 @@ def row_tolerance(num_tokens: int) -> float:
 class _Linter:
     def __init__(self, store: TraceStore) -> None:
         self.store, self.report = store, LintReport(len(store))
+        # NaN and infinite values of the arrays of one trace, which are one issue.
+        self.nonfinite: dict[str, list[str]] = {"nan": [], "infinite": []}
 
-    def count(self, trace: Trace, name: str, array: np.ndarray) -> None:
-        """Report NaN and infinite values of an array."""
+    def count(self, name: str, array: np.ndarray) -> None:
+        """Count NaN and infinite values of an array."""
         for kind, count in (("nan", int(np.isnan(array).sum())), ("infinite", int(np.isinf(array).sum()))):
             if count:
-                self.report.add(kind, trace, f"{count:,} of {array.size:,} values of {name}")
+                self.nonfinite[kind].append(f"{count:,} of {array.size:,} values of {name}")
 
     def hidden(self, trace: Trace, name: str) -> None:
         """Check hidden states for values that are not finite. Few traces have any: the core counts them first."""
         dtype = self.store.hidden_dtype
         values = np.ascontiguousarray(getattr(trace, f"{name}_bits"))
         if kernels.count_nonfinite(values.reshape(-1).view("u1"), schema.dtype_code(dtype)):
-            self.count(
-                trace, name, schema.as_float32(getattr(self.store.private_trace(trace.index), f"{name}_bits"), dtype)
-            )
+            values = getattr(self.store.private_trace(trace.index), f"{name}_bits")
+            self.count(name, schema.as_float32(values, dtype))
 
     def weights(self, trace: Trace, wide: np.ndarray) -> None:
         """Check that weights are between 0 and 1. Every dtype represents 1 exactly, so rounding gives nothing above it."""
-        below, above = int((wide < 0).sum()), int(((wide > 1) & np.isfinite(wide)).sum())
+        below, large = int((wide < 0).sum()), wide[(wide > 1) & np.isfinite(wide)]
         if below:
             self.report.add("negative_weight", trace, f"{below:,} attention weights below 0")
-        if above:
-            self.report.add("large_weight", trace, f"{above:,} attention weights above 1, the largest {wide.max():.4g}")
+        if len(large):
+            found = f"{len(large):,} attention weights above 1, the largest {large.max():.4g}"
+            self.report.add("large_weight", trace, found)
 
     def attention(self, trace: Trace) -> None:
         packed, num_tokens = self.store.private_trace(trace.index).attention_packed_bits, trace.num_tokens
@@ -135,7 +137,7 @@ class _Linter:
             self.edges(trace, packed)
             return
         wide = schema.as_float32(packed, self.store.attention_dtype).reshape(-1, packed.shape[-1])
-        self.count(trace, "attention", wide)
+        self.count("attention", wide)
         self.weights(trace, wide)
         if trace.attention_layout == "causal":
             starts = np.arange(num_tokens) * np.arange(1, num_tokens + 1) // 2
@@ -154,7 +156,7 @@ class _Linter:
 
     def edges(self, trace: Trace, packed: PackedEdges) -> None:
         wide = schema.as_float32(packed.weight, self.store.attention_dtype)
-        self.count(trace, "edge weights", wide)
+        self.count("edge weights", wide)
         self.weights(trace, wide)
         source, target = packed.edge_index[:, 0], packed.edge_index[:, 1]
         later = int((source > target).sum())
@@ -166,6 +168,10 @@ class _Linter:
         self.hidden(trace, "hidden_states" if trace.num_tokens else "last_token")
         if trace.attention_layout is not None:
             self.attention(trace)
+        for kind, found in self.nonfinite.items():
+            if found:
+                self.report.add(kind, trace, ", ".join(found))
+                found.clear()
         answer = trace.answer
         if answer is not None and not answer.strip():
             self.report.add(
