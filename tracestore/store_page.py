@@ -51,7 +51,8 @@ def write_report(
     path : Path
         The page.
     score_threshold : float, optional
-        Traces with a lower score count as hallucinated. Default: 0.5, for scores in [0, 1].
+        Traces with a lower score (where a high one means a hallucination: with this or a higher one) count as
+        hallucinated. Default: 0.5, for scores in [0, 1].
     lint : bool
         Include the issues that lint finds, which reads every value.
     progress : callable, optional
@@ -108,7 +109,7 @@ def _facts(store: TraceStore) -> dict[str, object]:
 
 def _contents(store: TraceStore, classes: np.ndarray, threshold: float) -> Html:
     counts = np.bincount(classes, minlength=3).tolist()
-    direction = "below" if store.score_direction == CORRECT else "above"
+    direction = "below" if store.score_direction == CORRECT else "at or above"
     names = (
         f"hallucinated (score {direction} {threshold:g}, or label 1)",
         "correct",

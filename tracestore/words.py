@@ -38,3 +38,10 @@ def squad_words(text: str) -> list[str]:
     """
     text = "".join(c for c in text.lower() if c not in string.punctuation)
     return re.sub(r"\b(a|an|the)\b", " ", text).split()
+
+
+def format_p(value: float | None) -> str:
+    """Return a p-value with three decimals, "-" for None."""
+    if value is None:
+        return "-"
+    return "< 0.001" if value < 0.001 else f"{value:.3f}"

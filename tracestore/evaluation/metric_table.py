@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from tracestore.words import format_p
+
 COLUMNS = ("auroc", "auprc", "brier", "ece", "accuracy", "precision", "recall", "f1")
 TITLES = {"auroc": "AUROC", "auprc": "AUPRC", "brier": "Brier", "ece": "ECE", "f1": "F1",
           "auroc_std_over_seeds": "std over seeds"}  # fmt: skip
@@ -21,13 +23,6 @@ def entries_of(results: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 def pair_name(pair: Mapping[str, Any]) -> str:
     """Return "first - second" for a pair of `compare`."""
     return f"{pair['first']} - {pair['second']}".replace("logistic_probe", PROBE_NAME)
-
-
-def format_p(value: float | None) -> str:
-    """Return a p-value with three decimals, "-" for None."""
-    if value is None:
-        return "-"
-    return "< 0.001" if value < 0.001 else f"{value:.3f}"
 
 
 def format_table(results: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tracestore.pages.elements import Html, TableCell, element, facts, number, paragraph, table
-from tracestore.words import format_size
+from tracestore.words import format_p, format_size
 
 _TINTS = "".join(
     f".tracestore .v{k}{{background:color-mix(in srgb,#d55e00 {6 * k}%,transparent)}}" for k in range(1, 10)
@@ -63,7 +63,7 @@ class TrainingResults(dict[str, Any]):
                 f"{p['first']} - {p['second']}",
                 number(p["difference"], sign=True),
                 interval(p["interval"]),
-                number(p["p_holm"]),
+                format_p(p["p_holm"]),
             ]
             for p in self.get("comparisons") or []
         ]

@@ -92,11 +92,10 @@ def _verdict(entry: Mapping[str, Any], scheme: str) -> Html:
             shown = ", ".join(equal[:5]) + (f" and {len(equal) - 5} more" if len(equal) > 5 else "")
             text = f"The tests by {unit} show no difference to {shown} (p ≥ 0.05, adjusted by Holm)."
             said.append(paragraph(text))
-    controls = [d for d in ranked if detectors[d]["kind"] == "control"]
     low = test["interval_by_question"][0] if test["interval_by_question"] else test["auroc"]
-    for control in controls:
+    for control in ranked[1:]:
         reached = detectors[control]["schemes"][scheme]["auroc"]
-        if control != best and reached >= low:
+        if detectors[control]["kind"] == "control" and reached >= low:
             text = f"The control {control} reaches {reached:.3f}, which is in the interval of {best} or above it."
             said.append(paragraph(text, kind="warning"))
     return join(said)

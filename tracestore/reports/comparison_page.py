@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 import tracestore
+from tracestore.evaluation.evaluate import run_scores
 from tracestore.evaluation.metric_table import PROBE_NAME
 from tracestore.pages import elements
 from tracestore.pages.document import Section, document
@@ -15,7 +16,6 @@ from tracestore.pages.elements import Html, element, join, paragraph, table
 from tracestore.pages.plots import Series, plot
 from tracestore.reports import curves
 from tracestore.reports.detector_tables import best_of, model_table, pair_table, verdict
-from tracestore.reports.run_page import test_scores
 from tracestore.store.io.fsio import atomic_write
 from tracestore.words import plural
 
@@ -81,10 +81,12 @@ def _options(runs: Mapping[str, Any]) -> Html:
 
 def _plots(runs: Mapping[str, Any], name: str) -> Html:
     validation, rocs, risks = [], [], []
+    of_runs = {folder: run_scores(results)[name] for folder, results in runs.items()}
+    common = set.intersection(*map(set, of_runs.values()))
     for folder, results in runs.items():
         history = results["models"][name]["history"]["val_auroc"]
         validation.append(Series(folder, np.arange(1, len(history) + 1), history, has_marks=True))
-        scores = test_scores(results)[name]
+        scores = [of_run for key, of_run in of_runs[folder].items() if key in common]
         rocs.append(Series(folder, *curves.mean_curve(scores, curves.roc)))
         risks.append(Series(folder, *curves.mean_curve(scores, curves.risk_coverage)))
     probe = next((r["probe"]["best_val_auroc"] for r in runs.values() if r.get("probe")), None)

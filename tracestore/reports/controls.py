@@ -85,5 +85,5 @@ def _mean_logprob(store: TraceStore, indices: np.ndarray) -> np.ndarray:
 
 def _group_rate(groups: np.ndarray, targets: np.ndarray, train: np.ndarray, test: np.ndarray) -> np.ndarray:
     labels = targets[train] >= 0.5
-    rates = {name: float(labels[groups[train] == name].mean()) for name in set(groups[train])}
+    rates = {name: float(labels[groups[train] == name].mean()) for name in set(groups[train]) - {""}}
     return np.array([rates.get(name, float(labels.mean())) for name in groups[test]])

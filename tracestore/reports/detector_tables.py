@@ -3,17 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tracestore.evaluation.metric_table import (
-    COLUMNS,
-    METHODS,
-    PROBE_NAME,
-    TITLES,
-    format_interval,
-    format_p,
-    pair_name,
-    too_few,
-)  # fmt: skip
+from tracestore.evaluation.metric_table import COLUMNS, METHODS, PROBE_NAME, TITLES, format_interval, pair_name, too_few
 from tracestore.pages.elements import Html, TableCell, join, number, paragraph, table
+from tracestore.words import format_p
 
 
 def model_table(entries: Mapping[str, dict[str, Any]], controls: Mapping[str, dict[str, Any]], best: str) -> Html:

@@ -215,13 +215,12 @@ def _calibration(entries: Mapping[str, Any]) -> Html:
 
 
 def _score_plots(entries: Mapping[str, Any], scores: Mapping[str, Sequence[RunScores]]) -> list[Html]:
-    colors = {"correct": "correct", "hallucinated": "hallucinated"}
     plots = []
     for name, runs in scores.items():
         edges, counts = curves.histograms(runs)
         threshold = 1 / (1 + np.exp(-entries[name]["threshold"]))
         plots.append(
-            histogram(name, edges, counts, x_label="probability of a hallucination", y_label="tests", colors=colors,
+            histogram(name, edges, counts, x_label="probability of a hallucination", y_label="tests", colors={c: c for c in counts},
                       references=[("threshold", "x", float(threshold))])
         )  # fmt: skip
     return plots

@@ -17,7 +17,8 @@ DIRECTIONS = (CORRECT, HALLUCINATION)
 SCORE_COLUMNS = {CORRECT: "score", HALLUCINATION: "hallucination_score"}
 DEFAULT_THRESHOLD = 0.5
 THRESHOLD_HELP = (
-    f"label 1 (hallucination) where score < T (default: {DEFAULT_THRESHOLD:g}, for scores in [0, 1]; others need it)"
+    f"label 1 (hallucination) where score < T, or >= T if a high one means a hallucination (default: "
+    f"{DEFAULT_THRESHOLD:g}, for scores in [0, 1]; others need it)"
 )
 # The name of scores that a program appends without one.
 DEFAULT_SCORE_NAME = "score"
