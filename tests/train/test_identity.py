@@ -97,7 +97,7 @@ def test_the_same_traces_in_another_store_continue(how, tmp_path):
     elif how == "appended":
         with tracestore.create(store, append=True, attention="mean") as writer:
             for trace in make_traces(5, tokens=3, seed=2):
-                writer.append(trace | {"question_id": f"new {trace['question_id']}"})
+                writer.append(trace | {"question_id": f"new {trace['question_id']}"}, score=0.9)
         again = store
     elif how == "rewritten in segments":
         write_labeled(again, commit_after=range(0, 64, 7))
@@ -106,7 +106,9 @@ def test_the_same_traces_in_another_store_continue(how, tmp_path):
         write_store(tmp_path / "more.zarr", make_traces(5, tokens=3, seed=2) [:0] or [
             t | {"question_id": f"m{k}"} for k, t in enumerate(make_traces(5, tokens=3, seed=2))])  # fmt: skip
         command("merge", store, tmp_path / "more.zarr", again, *more, check=0)
-    assert "already finished" in train(again, tmp_path / "r", "--resume").stdout
+    done = train(again, tmp_path / "r", "--resume")
+    assert "already finished" in done.stdout
+    assert how != "appended" or "69 traces, 4 without a label or score; train" in done.stdout
     assert outcome(tmp_path / "r")["models"] == expected["models"]
 
 

@@ -207,7 +207,8 @@ class _Experiment:
     def _log_counts(self) -> None:
         store, options, split = self.store, self.options, self.splits[0]
         counts = ", ".join(f"{name} {len(indices)}" for name, indices in split.indices.items())
-        num_unlabeled = len(store) - len(self.dropped) - sum(map(len, split.indices.values()))
+        counts = f"first fold: {counts}" if options.is_folded else counts
+        num_unlabeled = int(np.isnan(self.targets).sum()) - len(self.dropped)
         self.log(f"{store.path}: {plural(len(store), 'trace')}, {num_unlabeled:,} without a label or score; {counts}")
         for text in (
             *store.describe_labels(options.config.score_threshold),
