@@ -14,7 +14,7 @@ from tests.helpers import make_traces, write_store
 from tracestore.console import nan_to_none
 from tracestore.evaluation import metric_table
 from tracestore.evaluation.store_split import make_split
-from tracestore.reports import curves
+from tracestore.reports import comparison_page, curves
 from tracestore.reports.controls import control_entries
 from tracestore.reports.run_page import RunFacts, report_page
 from tracestore.train.config import TrainConfig
@@ -159,6 +159,15 @@ def test_mistakes_are_cards_with_the_command_that_opens_the_trace(finished, page
     assert f"tracestore view {folder.parent / 'store.zarr'} q" in page.text
     assert "Reference: Paris" in page.text and "log-probability" in page.text
     assert f"Question: {MALICIOUS}".replace("\u202e", "\\u202e") in page.text
+
+
+def test_a_comparison_draws_the_trainings_that_both_runs_have(finished):
+    _, results = finished
+    if "runs" in results:
+        fewer = results | {"runs": [run for run in results["runs"] if run["seed"] == 3]}
+        found = comparison_page._plots({"a": results, "b": fewer}, "lstm_solo")
+        assert found == comparison_page._plots({"a": fewer, "b": fewer}, "lstm_solo")
+        assert found != comparison_page._plots({"a": results, "b": results}, "lstm_solo")
 
 
 def test_oom_events_are_listed(finished):
