@@ -43,7 +43,7 @@ class Results:
         Probability from which on the detector predicts a hallucination.
     ranked : set of str
         Detectors of a benchmark. Instead of a probability they have a rank: the share of the traces of the same fold
-        that have at most the same score.
+        that have a lower score; equal scores, also its own, count half.
     num_unknown : int
         Number of predictions for traces that the store lacks.
     """

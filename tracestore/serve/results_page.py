@@ -32,7 +32,7 @@ def results_sections(search: TraceSearch) -> list[Section]:
             notes.append(f"{results.num_unknown:,} predictions are for traces that this store lacks.")
         if results.ranked:
             notes.append(
-                "Scores of a benchmark are ranks: the share of the fold's traces with at most this score. "
+                "Scores of a benchmark are ranks: the share of the fold's traces with a lower score; equal ones count half. "
                 "As many of the highest are predicted hallucinated as are labeled so."
             )
         sections.append(Section("Predictions", _predictions(search), " ".join(notes)))
