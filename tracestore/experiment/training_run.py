@@ -205,11 +205,11 @@ class _Experiment:
         return make_folds(self.store, self.targets, num_folds, config.seed)
 
     def _log_counts(self) -> None:
-        store, options, split = self.store, self.options, self.splits[0]
-        counts = ", ".join(f"{name} {len(indices)}" for name, indices in split.indices.items())
-        counts = f"first fold: {counts}" if options.is_folded else counts
-        num_unlabeled = int(np.isnan(self.targets).sum()) - len(self.dropped)
-        self.log(f"{store.path}: {plural(len(store), 'trace')}, {num_unlabeled:,} without a label or score; {counts}")
+        store, options = self.store, self.options
+        sizes = ", ".join(f"{name} {len(indices)}" for name, indices in self.splits[0].indices.items())
+        counts = f"{int(np.isnan(self.targets).sum()) - len(self.dropped):,} without a label or score"
+        first = "first fold: " if options.is_folded else ""
+        self.log(f"{store.path}: {plural(len(store), 'trace')}, {counts}; {first}{sizes}")
         for text in (
             *store.describe_labels(options.config.score_threshold),
             *store.describe_shared_keys(self.targets),
@@ -218,10 +218,8 @@ class _Experiment:
         if options.config.drop_nonfinite:
             self.log(describe_dropped(self.dropped))
         if options.is_repeated:
-            num_trainings = len(self.runs) * len(options.models)
-            self.log(
-                f"{plural(options.folds or 1, 'fold')} x {plural(options.seeds or 1, 'seed')}, {plural(num_trainings, 'training')}"
-            )
+            repeats = f"{plural(options.folds or 1, 'fold')} x {plural(options.seeds or 1, 'seed')}"
+            self.log(f"{repeats}, {plural(len(self.runs) * len(options.models), 'training')}")
 
     def _empty_results(self) -> dict[str, Any]:
         """Return the results without metrics. They refer to the entries, which training fills."""
