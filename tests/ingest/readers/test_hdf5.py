@@ -60,6 +60,30 @@ def path(tmp_path):
     return tmp_path / "a.h5"
 
 
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (np.array([b"a", b"bc"], "S2"), ["a", "bc"]),
+        (np.array([[b"a"], [b"b"]]), [["a"], ["b"]]),
+        (np.bytes_(b"a"), "a"),
+        (np.array([b"\xe9"]), ["\ufffd"]),
+        (["a", "b"], ["a", "b"]),
+        (np.array([True, False]), [True, False]),
+        (np.float32(0.5), 0.5),
+        (1 + 2j, None),
+        (np.array([1j]), None),
+    ],
+)
+def test_attributes_hold_texts_and_real_numbers(tmp_path, value, expected):
+    """Keras writes arrays of bytes."""
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["h"] = STATES
+        file["h"].attrs["value"] = value
+    with open_tree(tmp_path / "a.h5") as root:
+        found = root["h"].attributes
+        assert (np.asarray(plain(found["value"])).tolist() if found else None) == expected
+
+
 def test_a_file_is_a_tree(path):
     with open_tree(path) as root:
         assert isinstance(root, Group) and isinstance(root["q0"]["h"], Array) and isinstance(root["texts"], Items)

@@ -14,7 +14,7 @@ import numpy as np
 
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.files.limits import max_inflated
-from tracestore.ingest.files.npy import DTYPE_KINDS, check_dtype
+from tracestore.ingest.files.npy import check_dtype
 from tracestore.ingest.readers.hdf5_process import Answer, serve
 
 MAX_TEXT_BYTES = 16 << 20
@@ -72,7 +72,7 @@ class Groups:
         return child
 
     def attributes(self, item: Any) -> dict[str, Any]:
-        """Return the attributes of a group or array that hold texts and numbers."""
+        """Return the attributes of a group or array that hold texts and real numbers, as JSON has them."""
         import h5py
 
         values = {}
@@ -80,16 +80,23 @@ class Groups:
             attribute = item.attrs.get_id(name)
             if attribute.shape is None:
                 continue  # without a value
-            if h5py.check_string_dtype(attribute.dtype) is None and attribute.dtype.kind not in DTYPE_KINDS:
-                continue  # references between objects, as netCDF and pandas write them
+            if h5py.check_string_dtype(attribute.dtype) is None and attribute.dtype.kind not in "biuf":
+                continue  # complex numbers; references between objects, as netCDF and pandas write them
             self._texts += attribute.get_storage_size()
             value = item.attrs[name]
             if isinstance(value, np.ndarray) and value.dtype.kind == "O":
                 self._texts += sum(len(text) for text in value.flat)
             if self._texts > MAX_TEXT_BYTES + self._size:
                 raise InvalidInputError("attributes that exceed the file many times", field=name[:60])
-            values[name] = value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+            values[name] = _plain(value)
         return values
+
+
+def _plain(value: Any) -> Any:
+    value = value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
 
 
 def check_dataset(dataset: Any, name: str) -> None:
@@ -225,9 +232,7 @@ class _Server:
         if "list" in request:
             return self._list(item, request["list"]), iter(())
         if "attributes" in request:
-            found = self._groups.attributes(item)
-            plain = {k: v.tolist() if isinstance(v, np.ndarray | np.generic) else v for k, v in found.items()}
-            return {"attributes": {k: text_of(v, k) if isinstance(v, bytes) else v for k, v in plain.items()}}, iter(())
+            return {"attributes": self._groups.attributes(item)}, iter(())
         if "rows" in request:
             return self._rows(item, path, *request["rows"])
         selection = tuple(slice(*k) if isinstance(k, list) else k for k in request["selection"])

@@ -39,7 +39,8 @@ class Provenance:
     prompt_sha256 : str, optional
         SHA-256 of the chat template or prompt, 64 hexadecimal digits.
     layer_ids : tuple of int, optional
-        The layer of the model that each stored layer comes from: 0 for the embeddings, k for block k. Length L.
+        The layer of the model that each stored layer comes from, as the source counts. Length L. In `extract` and
+        transformers, 0 is the embeddings and k the k-th block.
     hidden_states_at : str, optional
         Place in the layer that the hidden states are taken from, such as "block output".
     final_norm : bool, optional
