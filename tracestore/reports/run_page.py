@@ -221,7 +221,7 @@ def _score_plots(entries: Mapping[str, Any], scores: Mapping[str, Sequence[RunSc
         threshold = 1 / (1 + np.exp(-entries[name]["threshold"]))
         plots.append(
             histogram(name, edges, counts, x_label="probability of a hallucination", y_label="tests", colors={c: c for c in counts},
-                      references=[("threshold", "x", float(threshold))])
+                      references=[("threshold" if len(runs) == 1 else "mean threshold", "x", float(threshold))])
         )  # fmt: skip
     return plots
 

@@ -182,6 +182,15 @@ def test_combination_is_a_regression_on_cross_fitted_logits(store, name, num_lay
     np.testing.assert_allclose(detector.score(store, TEST), by_newton(both, 1.0)[TEST], rtol=1e-5, atol=1e-7)
 
 
+def test_an_infinite_log_probability_leaves_its_trace_out(tmp_path):
+    traces = [make_labeled(k) for k in range(COUNT)]
+    for k in (3, 50):
+        traces[k]["token_logprob"][4] = -np.inf
+    store = tracestore.open(write_published(tmp_path / "s.zarr", traces))
+    detector = make("probe_logprob").fit(store, TRAIN, LABELS[TRAIN])
+    assert np.isnan(detector.score(store, TEST)).tolist() == (TEST == 50).tolist()
+
+
 def test_saplma_is_the_network_of_its_weights(store):
     detector = make("saplma").fit(store, TRAIN, LABELS[TRAIN])
     (layer,), network = detector.chosen["layers"], detector._network[2:]

@@ -109,7 +109,7 @@ class ProbeAndLogprob(LayerProbe):
         super().fit(store, indices, labels)
         states, logprob = layer_inputs(store, self.pooling)[self._layers], mean_logprob(store)
         is_finite = np.isfinite(states[:, indices]).all((0, 2))
-        kept = usable(labels, is_finite & ~np.isnan(logprob[indices]), "log-probabilities")
+        kept = usable(labels, is_finite & np.isfinite(logprob[indices]), "finite log-probabilities")
         rows, y = indices[kept], labels[kept]
         bins = inner_bins(store, rows, y, INNER_BINS, self.seed, self.keep_together)
         logits = np.mean([cross_fitted(layer[rows], y, bins, candidate(self._c)) for layer in states], axis=0)
