@@ -220,7 +220,8 @@ def _score_plots(entries: Mapping[str, Any], scores: Mapping[str, Sequence[RunSc
         edges, counts = curves.histograms(runs)
         threshold = 1 / (1 + np.exp(-entries[name]["threshold"]))
         plots.append(
-            histogram(name, edges, counts, x_label="probability of a hallucination", y_label="tests", colors={c: c for c in counts},
+            histogram(name, edges, counts, x_label="probability of a hallucination", y_label="tests",
+                      colors={c: c for c in counts},
                       references=[("threshold" if len(runs) == 1 else "mean threshold", "x", float(threshold))])
         )  # fmt: skip
     return plots
