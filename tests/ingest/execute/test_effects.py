@@ -45,6 +45,13 @@ def numbered(tmp_path, ids=("a", "b", "a", "a"), names="0123"):
         ({"share.is_correct": ["sample"]}, "share.is_correct: has no effect"),
         ({"dtype.last_token": "bfloat16"}, "dtype.last_token: has no effect"),
         ({"scale.last_token": 0.5}, "scale.last_token: has no effect"),
+        *(
+            (
+                {"hidden_states": None, "last_token": "a.pkl : h -> N L D", name: f"a.pkl : m -> {axes}"},
+                f"{name}: has no",
+            )
+            for name, axes in (("S.mask", "N S"), ("S.padding_mask", "N S"), ("S.lengths", "N"))
+        ),
         ({"S.prompt": "columns"}, "S.prompt: has no effect without a line for prompt_length"),
         (
             {"sample": "#", "hidden_states": "*.pkl : {id} -> L S D"},
@@ -56,7 +63,8 @@ def numbered(tmp_path, ids=("a", "b", "a", "a"), names="0123"):
     ],
 )
 def test_rule_08_a_setting_or_a_name_without_effect(entries, words):
-    plan = plan_of(parse_layout({"hidden_states": "a.pkl : []/hs -> L S D"} | entries))
+    entries = {"hidden_states": "a.pkl : []/hs -> L S D"} | entries
+    plan = plan_of(parse_layout({name: entry for name, entry in entries.items() if entry is not None}))
 
     with pytest.raises(UsageError, match=words):
         check_effects(plan)

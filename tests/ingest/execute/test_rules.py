@@ -473,6 +473,10 @@ def test_rule_07_raw_bits_and_scaled_integers_are_stated(tmp_path):
     save(tmp_path / "in/a.npy", np.full((2, 4, 8), 5, "i1"))
     traces = convert(tmp_path, layout | {"scale.hidden_states": 0.5}, overwrite=True)
     assert (np.asarray(traces["a", 0].hidden_states) == 2.5).all()
+    save(tmp_path / "in/a.npy", np.full((2, 4, 8), 0x38, "u1"))  # 1 in float8_e4m3fn
+    settings = {"dtype.hidden_states": "float8_e4m3fn", "scale.hidden_states": 0.5}
+    traces = convert(tmp_path, layout | settings, overwrite=True)
+    assert (np.asarray(traces["a", 0].hidden_states) == 0.5).all()
 
 
 def test_rule_08_attention_without_a_line(tmp_path):
@@ -581,6 +585,16 @@ def test_rule_10a_hidden_names_are_left_out_and_links_to_folders_not_followed(tm
     (tmp_path / "in/again.pkl").symlink_to(tmp_path / "in/a.pkl")
 
     assert len(convert(tmp_path, {"hidden_states": "**/*.pkl : [id=id]/hs -> L S D"})) == 3
+
+
+@pytest.mark.parametrize("link", ["latest.npy", "zz.npy"])
+def test_rule_10a_a_file_has_its_own_name_and_not_that_of_a_link_next_to_it(tmp_path, link):
+    """[`latest` as the id of the newest trace]"""
+    for name in ("m1", "m2"):
+        save(tmp_path / f"in/{name}.npy", states(2, 4, 8, seed=ord(name[1])))
+    (tmp_path / "in" / link).symlink_to("m2.npy")
+
+    assert {key for key, _ in convert(tmp_path, {"hidden_states": "{id}.npy -> L S D"})} == {"m1", "m2"}
 
 
 @pytest.mark.parametrize("copy", ["q1 (1)", "q1-checkpoint", "q1_copy", "q1-Copy2", "q1.bak"])

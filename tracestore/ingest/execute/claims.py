@@ -108,7 +108,8 @@ def list_files(arguments: list[Path], store: Path) -> dict[str, Path]:
             pairs = [(argument.name, argument)]
         else:
             raise UsageError(f"{argument}: no such file or folder")
-        for name, path in sorted(pairs, key=lambda pair: natural_key(pair[0])):
+        # The name of a file is its own, not that of a link such as latest.pt.
+        for name, path in sorted(pairs, key=lambda pair: (pair[1].is_symlink(), natural_key(pair[0]))):
             if (resolved := os.path.realpath(path)) in real:
                 continue
             real.add(resolved)

@@ -15,6 +15,8 @@ _ALLOWANCES = ((20_000, 4), (16 << 20, 4), (64 << 20, 200))
 # Values of a compressed file, by its bytes on disk; how many times its arrays may be what it may inflate to.
 _COMPRESSED_ALLOWANCE = (1_000_000, 16)
 _COMPRESSED_ARRAYS = 4
+# Readers begin at one end of a file, so that they see only one of two files that were written into it.
+APPENDED = "found a file behind another one, which would be left out; write each to a file of its own"
 
 
 def max_inflated(num_bytes: int) -> int:

@@ -14,7 +14,7 @@ from tracestore._core.mapping import MappedFile
 from tracestore._core.pickle import BufferReader, ByteReader
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.files.byte_source import MappedStream, value_reader
-from tracestore.ingest.files.limits import max_inflated
+from tracestore.ingest.files.limits import APPENDED, max_inflated
 from tracestore.ingest.files.npy import NPY_HEAD_BYTES, NPY_MAGIC, ZIP_ENTRY, check_array, read_npy_header
 from tracestore.store.format import schema
 from tracestore.store.io.scratch import Scratch
@@ -111,6 +111,8 @@ def stored_arrays(mapped: MappedFile, file_bytes: int) -> dict[str, StoredArray]
         if len(infos) > _MAX_MEMBERS:
             raise InvalidInputError(f"found {len(infos):,} arrays, expected at most {_MAX_MEMBERS:,}")
         names = [info.filename.removesuffix(".npy") for info in infos]
+        if min((info.header_offset for info in infos), default=0) > 0:
+            raise InvalidInputError(APPENDED)
         if len(set(names)) != len(names):
             raise InvalidInputError("found two arrays of one name")
         inflated = sum(info.file_size for info in infos)

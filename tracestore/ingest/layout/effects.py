@@ -20,8 +20,9 @@ def check_effects(plan: Plan) -> None:
         raise UsageError(f"{MASKS[1]}: stated in addition to {MASKS[0]}, its complement; remove one")
     _check_ignored(plan)
     for place in plan.others:
-        if place.name.startswith("shape.") and place.name != f"shape.{plan.layout.states}":
-            raise UsageError(f"{place.name}: has no effect without a line for the field; remove it")
+        is_of_others = place.name.startswith("shape.") and place.name != f"shape.{plan.layout.states}"
+        if is_of_others or (place.name.startswith("S.") and plan.layout.states == "last_token"):
+            raise UsageError(f"{place.name}: has no effect on the line for {plan.layout.states}; remove it")
         is_key = place.name.startswith(KEY)
         given = given_name(place)
         if is_key and given not in plan.kept_names and not any(given in plan.keys[other] for other in plan.others):

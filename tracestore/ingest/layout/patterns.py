@@ -26,7 +26,7 @@ class PatternPart(NamedTuple):
     text: str = ""
     is_plain: bool = False  # a number without a sign, whose leading zeros do not count
     is_from_end: bool = False  # a number that counts from the end, with or without its sign
-    width: int = 0  # of a plain number in a made value, with zeros in front
+    width: int = 0  # the fewest digits of a plain number, with zeros in front
 
     @property
     def is_number(self) -> bool:
@@ -167,7 +167,7 @@ class _Spans:
             high = low if name.startswith(part.text, begin) else low - 1
         elif part.kind == "name":
             first = begin + (part.is_number and not part.is_plain and name.startswith("-", begin))
-            low, high = first + 1, self._stops[first]
+            low, high = first + max(1, part.width), self._stops[first]
         else:
             low, high = begin, self._stops[begin]
         first, last = bisect_left(self._ends, low), bisect_right(self._ends, high)

@@ -12,7 +12,7 @@ import numpy as np
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import InvalidInputError
 from tracestore.extras import needs
-from tracestore.ingest.files.limits import Limits, max_inflated
+from tracestore.ingest.files.limits import APPENDED, Limits, max_inflated
 from tracestore.ingest.readers.content import ARROW_MAGIC, FAULTS, Content, bytes_value, refusal, refusals
 from tracestore.ingest.readers.parquet_pages import row_groups
 from tracestore.ingest.tree import Group, ListItems, MappingGroup, NumpyArray, StreamItems, Value
@@ -23,6 +23,7 @@ _MAX_BATCH_ROWS = 1 << 16
 # A compressed batch of Arrow is inflated as a whole.
 _MAX_BATCH_BYTES = 128 << 20
 _RECORD_BATCH, _DICTIONARY_BATCH = 3, 2
+_MARK_BYTES = 6  # of ARROW1, at the end of a file
 # Cells of a table repeat more than values of a pickle: so many count as one value.
 _CELLS = 64
 _MAX_RANK = 8
@@ -62,27 +63,31 @@ def _text(data: bytes) -> str:
     return data.decode("utf-8", "backslashreplace")
 
 
-def stream_of(mapped: MappedFile) -> memoryview:
-    """Return the stream of a file, which may be between two marks."""
-    is_file = mapped.read(0, min(len(ARROW_MAGIC), len(mapped))) == ARROW_MAGIC
-    return memoryview(mapped)[len(ARROW_MAGIC) if is_file else 0 :]
-
-
 def arrow_batches(mapped: MappedFile, limits: Limits) -> Iterator[Any]:
     """Yield the record batches of a file or stream as views of it; compressed ones are inflated."""
     with needs("inputs"):
         import pyarrow as pa
-    view = stream_of(mapped)
+    is_file = mapped.read(0, min(len(ARROW_MAGIC), len(mapped))) == ARROW_MAGIC
+    view = memoryview(mapped)[len(ARROW_MAGIC) if is_file else 0 :]
     if not len(view):
         raise InvalidInputError("truncated: no schema")
     try:
-        for message in pa.ipc.MessageReader.open_stream(pa.py_buffer(view)):
+        source = pa.BufferReader(pa.py_buffer(view))
+        for message in pa.ipc.MessageReader.open_stream(source):
             limits.charge(0, _inflated_bytes(message), 0)
+        _check_end(view[source.tell() :], is_file=is_file)
         for batch in pa.ipc.open_stream(pa.py_buffer(view)):
             batch.validate(full=True)  # otherwise offsets could point outside the file
             yield batch
     except (pa.ArrowException, *FAULTS, OSError) as error:
         raise InvalidInputError(f"truncated or damaged Arrow file: {_line(error)}") from None
+
+
+def _check_end(rest: memoryview, *, is_file: bool) -> None:
+    """Refuse other bytes behind a stream than the footer of a file, its size and the mark at its end."""
+    size = int.from_bytes(rest[-_MARK_BYTES - 4 : -_MARK_BYTES], "little") + 4 + _MARK_BYTES if is_file else 0
+    if len(rest) != size:
+        raise InvalidInputError(APPENDED if len(rest) > size else "truncated: no footer")
 
 
 def parquet_batches(mapped: MappedFile, limits: Limits) -> Iterator[Any]:

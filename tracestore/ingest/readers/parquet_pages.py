@@ -11,6 +11,7 @@ from typing import Any
 
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import InvalidInputError
+from tracestore.ingest.files.limits import APPENDED
 
 _MAX_FOOTER_BYTES = 64 << 20
 _MAX_PAGE_BYTES = 128 << 20
@@ -62,7 +63,12 @@ def row_groups(mapped: MappedFile) -> Iterator[RowGroup]:
     try:
         footer, _ = _struct(mapped.read(size - 8 - length, size - 8), 0, 0)
         leaves = [element for element in footer[2] if 5 not in element]
-        for group in footer.get(4, []):
+        groups = footer.get(4, [])
+        end = size - 8 - length
+        last = max([4, *(_begin(chunk[3]) + chunk[3][7] for group in groups for chunk in group[1])])
+        if b"PAR1PAR1" in mapped.read(min(last, end), end):  # where one file ends, and the next one begins
+            raise InvalidInputError(APPENDED)
+        for group in groups:
             yield _row_group(mapped, group, leaves)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, struct.error):
         raise InvalidInputError(f"{_DAMAGED}: its headers are wrong") from None
@@ -81,10 +87,15 @@ def _row_group(mapped: MappedFile, group: dict[int, Any], leaves: list[dict[int,
     return found
 
 
+def _begin(meta: dict[int, Any]) -> int:
+    """Return where the pages of a column begin: with the dictionary, if it has one."""
+    return int(min(meta[9], meta.get(11) or meta[9]))
+
+
 def _add_chunk(mapped: MappedFile, meta: dict[int, Any], leaf: dict[int, Any], path: str, found: RowGroup) -> bool:
     """Add the values of the pages of one column, and return whether they have a dictionary."""
     width = leaf[2] if meta[1] == _FIXED else 4 if meta[1] == _BYTE_ARRAY else _WIDTHS[meta[1]]
-    position = min(meta[9], meta.get(11) or meta[9])
+    position = _begin(meta)
     end, expected = position + meta[7], meta[5]
     if not 0 <= position <= end <= len(mapped) or expected < 0 or width < 0:
         raise ValueError
