@@ -89,8 +89,10 @@ def test_layers_of_saplma_count_from_the_end(tmp_path):
     files = {f"embeddings_cities6.7b_{layer}_rmv_period.csv": csv_of(found) for layer, found in rows.items()}
     assert owners(tmp_path, files) == {"saplma"}
 
-    traces = [trace for _, trace in sorted(converted(tmp_path, attention="none").items(), key=lambda t: t[1].question)]
+    found = converted(tmp_path, attention="none")
 
+    assert sorted(found) == [(f"cities6.7b_rmv_period_{k}", 0) for k in range(3)]
+    traces = [trace for _, trace in sorted(found.items())]
     assert [trace.score for trace in traces] == [0, 1, 0]  # label 1 is a true statement
     for k, trace in enumerate(traces):
         np.testing.assert_allclose(trace.last_token, [rows[4][k][2], rows[1][k][2]], atol=2e-3)
